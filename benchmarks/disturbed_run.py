@@ -15,7 +15,7 @@ import threading
 import time
 
 from benchmarks import run_differences
-from stppo_jax.records.liveness import heartbeat
+from stppo_jax.workdir import heartbeat
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVALUATES = 5  # steps from one evaluation to the next

@@ -168,7 +168,7 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
 
   sys.addaudithook(audit)
   from stppo_jax import __main__
-  from stppo_jax.training.stopping import interruption
+  from stppo_jax import interruption
 
   if moment.kind == 'phase':
     from stppo_jax.training import watching

@@ -26,7 +26,7 @@ def main(file: pathlib.Path, argv: Sequence[str]) -> int:
 
   time.time = now
   from stppo_jax import __main__
-  from stppo_jax.training.stopping import interruption
+  from stppo_jax import interruption
 
   code = __main__.main(argv)
   if code in interruption.EXIT_CODES.values():

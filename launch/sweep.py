@@ -45,10 +45,10 @@ from stppo_jax import settings
 from stppo_jax.commands import status
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import overrides
-from stppo_jax.records import run_folder
-from stppo_jax.records.liveness import lock
 from stppo_jax.tools import run_state
 from stppo_jax.tools.ablation import parallel_runs
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
 
 _LAUNCHERS = ('local', 'slurm', 'jobset', 'xpk', 'sky')
 _ALGORITHM = 'algorithm'

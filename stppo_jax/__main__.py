@@ -18,12 +18,12 @@ import sys
 from typing import Any
 
 from stppo_jax import __version__
+from stppo_jax import exits
+from stppo_jax import interruption
 from stppo_jax import streams
-from stppo_jax.training.stopping import interruption
 
 # Other modules are imported late: signals are handled from the beginning.
 
-_USAGE, _BUG, _TRY_AGAIN, _INTERRUPTED, _UNREAD = 2, 70, 75, 130, 141
 # These keep compiled programs in their workdir.
 _TRAINING = ('train', 'sft', 'prefer')
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
       return interrupt.exit_code
     except KeyboardInterrupt:
       print('interrupted', file=sys.stderr)
-      return _INTERRUPTED
+      return exits.INTERRUPTED
     except Exception as error:
       return _failed(error)
 
@@ -75,7 +75,7 @@ def _run(argv: Sequence[str]) -> int:
     print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
     for name, doc in commands().items():
       print(f'  {name:10} {doc.partition(chr(10))[0]}')
-    return 0 if argv else _USAGE
+    return 0 if argv else exits.USAGE
   if argv[0] == '--version':
     print(f'stppo_jax {__version__}')
     return 0
@@ -88,7 +88,7 @@ def _run(argv: Sequence[str]) -> int:
 
     choices = settings.closest(name, list(commands()))
     print(f'{name}: unknown command{choices}', file=sys.stderr)
-    return _USAGE
+    return exits.USAGE
   for flag in flags:
     if flag in ('--help', '-h', '--helpfull') or flag.startswith('--help='):
       print(_help(doc, flag))
@@ -127,14 +127,14 @@ def _failed(error: Exception) -> int:
     print(streams.escape(str(error)), file=sys.stderr)
     return exit_code
   if isinstance(error, BrokenPipeError) and lost:
-    return _UNREAD
+    return exits.UNREAD
   if isinstance(error, OSError) and error.errno in _FULL:
     print(f'{error.filename or "output"}: {error.strerror}', file=sys.stderr)
-    return _TRY_AGAIN
+    return exits.TRY_AGAIN
   import traceback
 
   traceback.print_exc()
-  return _BUG
+  return exits.BUG
 
 
 def _cache_folder() -> str:

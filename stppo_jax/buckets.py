@@ -2,7 +2,7 @@
 
 A bucket is no file system: it has no locks, no appending and no renaming. So
 commands work on folders of this machine. What they read is downloaded from the
-bucket first, and what a run writes is copied to it (`records/bucket_copy.py`).
+bucket first, and what a run writes is copied to it (`workdir/bucket_copy.py`).
 fsspec needs a package for each kind of bucket: gcsfs for gs://, s3fs for s3://.
 """
 
@@ -15,6 +15,8 @@ import pathlib
 import re
 import tempfile
 from typing import Any
+
+from stppo_jax import exits
 
 _ADDRESS = re.compile(r'([a-z][a-z0-9+.-]*)://[^?@]+')
 _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
@@ -31,7 +33,7 @@ class BucketError(OSError):
       failed.
   """
 
-  def __init__(self, line: str, exit_code: int = 75):
+  def __init__(self, line: str, exit_code: int = exits.TRY_AGAIN):
     super().__init__(line)
     self.exit_code = exit_code
 

@@ -44,21 +44,20 @@ import time
 from typing import Any
 import uuid
 
+from stppo_jax import exits
 from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.commands.flags import overrides
-from stppo_jax.records import run_folder
 from stppo_jax.tools import run_state
 from stppo_jax.tools.ablation import study as study_lib
-
-_TRY_AGAIN = 75
+from stppo_jax.workdir import run_folder
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains what a study lacks and compares its runs; returns the exit code."""
   plan = ablation_flags.parse(argv)
   # Imported late: a wrong flag is answered before numpy and others are loaded.
-  from stppo_jax.records.liveness import lock
   from stppo_jax.tools.ablation import results
+  from stppo_jax.workdir import lock
 
   runs = results.read(plan.table)
   results.check(runs, plan.digests, plan.table)
@@ -223,10 +222,10 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
   _report(plan, runs, draws=not names)
   if going := [name for name in names if name not in damaged]:
     print(f'not finished: {", ".join(going)}', file=sys.stderr)
-    exit_code = exit_code or _TRY_AGAIN
+    exit_code = exit_code or exits.TRY_AGAIN
   if wrong := [damaged[name] for name in names if name in damaged]:
     print('\n'.join(wrong), file=sys.stderr)
-  return exit_code or (2 if wrong else 0)
+  return exit_code or (exits.USAGE if wrong else 0)
 
 
 def _report(

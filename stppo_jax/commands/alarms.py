@@ -40,17 +40,18 @@ import sys
 import numpy as np
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.records import alarms as alarms_lib
-from stppo_jax.records import bucket_copy
-from stppo_jax.records import run_folder
 from stppo_jax.records import success
 from stppo_jax.tools import run_state
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import alarm_power
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.report import run_files
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import run_folder
 
 _REWARD = 'critic/score/mean'
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     ]
   if problems:
     print('\n'.join(problems), file=sys.stderr)
-    return 2
+    return exits.USAGE
   runs, losses = _of_tables(tables, given)
   section = thresholds_lib.section()
   thresholds = {name: section[name] for name in thresholds_lib.THRESHOLDS}

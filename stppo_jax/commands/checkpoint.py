@@ -22,17 +22,17 @@ from collections.abc import Sequence
 import pathlib
 import time
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax import streams
 from stppo_jax.commands.flags import configuration
-from stppo_jax.records import bucket_copy
-from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import run_folder
 
 _ACTIONS = ('list', 'verify')
 _COMMANDS = ('train', 'sft', 'prefer')
 _TITLES = ('step', 'saved', 'size', 'score', '')
-_DAMAGED = 3
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,7 +108,7 @@ def _verify(
   # The devices may belong to the run, which may be going on.
   jax.config.update('jax_platforms', 'cpu')
   from stppo_jax.records.checkpoints import verification
-  from stppo_jax.training import run_record
+  from stppo_jax.workdir import run_record
 
   run_record.check_checkpoints(workdir)
   run, exit_code = run_folder.read(workdir), 0
@@ -119,7 +119,7 @@ def _verify(
       continue  # the run has removed it in the meantime
     for problem in problems:
       print(f'WRONG  step {saved.step}: {problem}', flush=True)
-      exit_code = _DAMAGED
+      exit_code = exits.DAMAGED
     if not problems:
       size = saved_steps.describe_size(saved.size)
       print(f'ok     step {saved.step}: {size}', flush=True)

@@ -37,13 +37,14 @@ import pathlib
 import sys
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import usage
 from stppo_jax.http import client as http_client
-from stppo_jax.records import run_folder
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import examination
+from stppo_jax.workdir import run_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,7 +126,7 @@ def _examine_server(argv: Sequence[str]) -> int:
     address.check_corpus(flags.corpus)
   except (usage.UsageError, ValueError) as error:
     print(f'doctor: {error}', file=sys.stderr)
-    return 2
+    return exits.USAGE
   asked = examination.Examination(
     flags.url,
     dialect=flags.dialect,

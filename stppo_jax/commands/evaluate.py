@@ -30,7 +30,7 @@ from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import evaluated_config
 from stppo_jax.data import mixtures
 from stppo_jax.data import tables
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 _FLAGS = ('checkpoint', 'sets', 'samples', 'out', 'config')
 # More questions than any data set has.

@@ -21,7 +21,7 @@ from typing import Any
 
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import recorded_config
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
 _FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')

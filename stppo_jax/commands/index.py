@@ -23,6 +23,7 @@ import argparse
 from collections.abc import Sequence
 import sys
 
+from stppo_jax import exits
 from stppo_jax.commands.flags import usage
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import corpus
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     _build(flags)
   except (usage.UsageError, ValueError, OSError) as error:
     print(f'index: {" ".join(str(error).split())}', file=sys.stderr)
-    return 2
+    return exits.USAGE
   return 0
 
 

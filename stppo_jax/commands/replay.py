@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import pathlib
 import sys
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.commands.flags import recorded_config
 
@@ -37,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
     problems.append(f'{argv[0]}: no such folder')
   if problems:
     print('\n'.join(problems), file=sys.stderr)
-    return 2
+    return exits.USAGE
   folder = pathlib.Path(argv[0])
   try:
     config = recorded_config.read(folder)
   except ValueError as error:
     print(f'{folder}: {error}', file=sys.stderr)
-    return 2
+    return exits.USAGE
   # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
@@ -55,4 +56,4 @@ def main(argv: Sequence[str]) -> int:
     print('reproduced: the update is skipped here, too')
     return 0
   print('not reproduced: the update is sound here')
-  return 1
+  return exits.NOT_REPRODUCED

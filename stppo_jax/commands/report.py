@@ -24,13 +24,14 @@ import pathlib
 import sys
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.records import atomic_files
-from stppo_jax.records import bucket_copy
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import page
 from stppo_jax.tools.report import run_files
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import bucket_copy
 
 _DEFAULTS = {
   '--out': '',
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     problems.append(f'--out={problem}')
   if problems:
     print('\n'.join(problems), file=sys.stderr)
-    return 2
+    return exits.USAGE
   with contextlib.ExitStack() as stack:
     runs, losses = _read(folders, stack)
     _write(out, flags, runs, losses)

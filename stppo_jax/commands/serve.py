@@ -49,6 +49,7 @@ import socket
 import sys
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.commands.flags import usage
 from stppo_jax.configs import base
@@ -93,7 +94,7 @@ def main(
     return failed.exit_code
   except (usage.UsageError, ValueError, OSError) as error:
     print(f'serve: {" ".join(str(error).split())}', file=sys.stderr)
-    return 2
+    return exits.USAGE
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

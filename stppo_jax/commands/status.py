@@ -33,6 +33,7 @@ import datetime
 import json
 import sys
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax import streams
 from stppo_jax.tools import run_state
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     problems.append('DIR: missing; give the folder of a run, or several')
   if problems:
     print('\n'.join(problems), file=sys.stderr)
-    return 2
+    return exits.USAGE
   states = []
   for folder in folders:
     try:

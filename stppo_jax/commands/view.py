@@ -29,11 +29,12 @@ import sys
 from typing import Any
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.records import bucket_copy
 from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import terminal
+from stppo_jax.workdir import bucket_copy
 
 _TYPES: dict[str, Callable[[str], Any]] = {
   '--evaluation': str,
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     problems.append('DIR: give the folder of one run')
   if problems:
     print('\n'.join(problems), file=sys.stderr)
-    return 2
+    return exits.USAGE
   (folder,) = folders
   losses: list[str] = []
   try:
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
       lines = _lines(str(path), flags, losses)
   except (run_files.Unreadable, buckets.BucketError) as error:
     print(error, file=sys.stderr)
-    return 2
+    return exits.USAGE
   print('\n'.join(lines))
   for loss in losses:
     print(loss, file=sys.stderr)

@@ -15,6 +15,7 @@ import shlex
 import sys
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax.envs import tool
 
 _log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 class ServerUnreachable(Exception):
   """Raised if no MCP server answers at an address; one may answer later."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class McpTool:

@@ -16,6 +16,7 @@ import inspect
 import math
 import traceback
 
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.envs import protocol
 
@@ -25,10 +26,13 @@ RewardFunction = Callable[
 _ARGUMENTS = ('question', 'texts', 'scores')
 
 
-class RewardFunctionFailed(Exception):
-  """Raised, in one line, if the function fails or returns no finite number."""
+class RewardFunctionFailed(exits.RunEnded):
+  """Raised, in one line, if the function fails or returns no finite number.
 
-  exit_code = 2
+  The run goes on once the function is mended.
+  """
+
+  exit_code = exits.USAGE
 
 
 def load(name: str) -> RewardFunction:

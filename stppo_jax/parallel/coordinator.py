@@ -36,9 +36,9 @@ import time
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax import exits
+
 JAX = b'jax\n'  # the first line of a connection that is relayed
-TRY_AGAIN = 75
-_USAGE = 2
 # How the task of a connection ends; asyncio would log a cancelled one.
 _ENDS = (OSError, asyncio.CancelledError)
 _LIMIT = 1 << 28  # bytes of a message
@@ -173,7 +173,9 @@ class Coordinator:
       by = f'by {taken.name} already' if taken else 'by no process'
       refusal = f'--process_id={process} is taken {by}'
     if refusal:
-      send(writer, {'failed': f'{self._address}: {refusal}', 'code': _USAGE})
+      send(
+        writer, {'failed': f'{self._address}: {refusal}', 'code': exits.USAGE}
+      )
       return
     self._members[process] = _Member(name, writer)
     if len(self._members) == self._count:
@@ -216,7 +218,7 @@ class Coordinator:
       self._fail(
         f'{self.describe(process)} is gone: it was killed, or its machine or '
         'network has failed',
-        TRY_AGAIN,
+        exits.TRY_AGAIN,
       )
     self._note_left(process)
 
@@ -262,7 +264,9 @@ class Coordinator:
       for since, patience, line, late in waits:
         waited = clock.now - since
         if waited > patience:
-          self._fail(f'{late} failed {line} within {patience:.0f} s', TRY_AGAIN)
+          self._fail(
+            f'{late} failed {line} within {patience:.0f} s', exits.TRY_AGAIN
+          )
           break
         line = f'{late} {line}'
         if waited > self._said.get(line, FIRST_WAIT):

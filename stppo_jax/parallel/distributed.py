@@ -13,6 +13,7 @@ import jax
 from jax._src import clusters
 import numpy as np
 
+from stppo_jax import exits
 from stppo_jax.parallel import hosts as hosts_lib
 
 Tree = Any
@@ -23,7 +24,6 @@ _PATIENCE = 3600.0  # seconds that a host may be later than the others
 # jax noticed them first, it would abort the others without a name.
 _JAX_HEARTBEAT = 24 * 3600
 _JAX_SHUTDOWN = 10  # seconds
-_UNEXPECTED = 70  # the exit code of a bug
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def joined(
       line = (
         f'{hosts.describe(hosts.index)} failed: {hosts_lib.describe(cause)}'
       )
-    hosts.fail(line, getattr(cause, 'exit_code', _UNEXPECTED))
+    hosts.fail(line, getattr(cause, 'exit_code', exits.BUG))
     if cause is error:
       raise
     raise cause from error

@@ -23,6 +23,7 @@ import sys
 import threading
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax.parallel import coordinator as coordinator_lib
 
 # Seconds that a failed run has to end by itself, on every host.
@@ -230,7 +231,7 @@ class ConnectedHosts(Hosts):
     raise HostFailed(
       f'the coordinator, process 0, cannot listen at {self._address}: '
       f'{problem}',
-      coordinator_lib.TRY_AGAIN,
+      exits.TRY_AGAIN,
     )
 
   async def _connect(self, host: str, port: int, timeout: float) -> None:
@@ -247,7 +248,7 @@ class ConnectedHosts(Hosts):
           raise HostFailed(
             f'{who} could not reach the coordinator, process 0, at '
             f'{self._address} within {timeout:.0f} s: {error}',
-            coordinator_lib.TRY_AGAIN,
+            exits.TRY_AGAIN,
           ) from error
       if loop.time() > said:
         said += coordinator_lib.NEXT_WAIT
@@ -274,7 +275,7 @@ class ConnectedHosts(Hosts):
         HostFailed(
           f'{self._coordinator} is gone: it was killed, or its machine or '
           'network has failed',
-          coordinator_lib.TRY_AGAIN,
+          exits.TRY_AGAIN,
         )
       )
 
@@ -287,9 +288,7 @@ class ConnectedHosts(Hosts):
       silent = self._clock.now - self._heard - coordinator_lib.ASK_EVERY
       if silent > self._patience:
         line = f'{self._coordinator} failed to answer within '
-        self._end(
-          HostFailed(f'{line}{self._patience:.0f} s', coordinator_lib.TRY_AGAIN)
-        )
+        self._end(HostFailed(f'{line}{self._patience:.0f} s', exits.TRY_AGAIN))
       elif silent > said:
         said = silent + coordinator_lib.NEXT_WAIT
         say(f'waiting for {self._coordinator} to answer')

@@ -24,11 +24,11 @@ import re
 import shutil
 from typing import Any
 
-from stppo_jax.records import atomic_files
-from stppo_jax.records import run_folder
 from stppo_jax.records.sinks import progress
 from stppo_jax.records.sinks import tensorboard as tensorboard_lib
 from stppo_jax.records.sinks import trackers as trackers_lib
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import run_folder
 
 METRICS = 'metrics.jsonl'
 _log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from stppo_jax import exits
 from stppo_jax.http import address as http_address
 from stppo_jax.http import client as http_client
 from stppo_jax.retrieval import address
@@ -14,7 +15,6 @@ from stppo_jax.retrieval import dialects
 
 _NUM_TIMED = 8  # requests whose time is measured
 _SLOW = 1.0  # seconds
-_UNREACHABLE = 75
 
 # Called with 'ok' or 'note', and a line.
 Say = Callable[[str, str], None]
@@ -28,7 +28,7 @@ class Unusable(Exception):
       reached now.
   """
 
-  def __init__(self, line: str, exit_code: int = 2):
+  def __init__(self, line: str, exit_code: int = exits.USAGE):
     super().__init__(line)
     self.exit_code = exit_code
 
@@ -89,13 +89,13 @@ async def _examine_address(client: http_client.Client, say: Say) -> None:
       raise Unusable(
         f'address: nothing answers at {client.url}: {failure}. Is the server '
         'running, and are host and port right?',
-        _UNREACHABLE,
+        exits.TRY_AGAIN,
       ) from None
     if failure.cause is http_client.Cause.TIMEOUT:
       raise Unusable(
         f'address: {client.url} accepts connections, but sends {failure}. It '
         'may be loading its index, or too busy',
-        _UNREACHABLE,
+        exits.TRY_AGAIN,
       ) from None
     if 300 <= failure.status < 400:
       raise Unusable(
@@ -185,7 +185,7 @@ async def _ask(
     raise Unusable(
       f'answer: {query!r} failed ({failure}), though another query did not. '
       'The server is not reliable',
-      _UNREACHABLE,
+      exits.TRY_AGAIN,
     ) from None
   return passages
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from stppo_jax import exits
 from stppo_jax import types
 
 
@@ -21,24 +22,22 @@ class RetrievalError(Exception):
     self.cause = cause
 
 
-class RetrieverUnreachable(Exception):
+class RetrieverUnreachable(exits.RunEnded):
   """Raised if no retriever was ready within `start_grace` seconds.
 
   It is not a RetrievalError, so that no environment treats it as the failure of
   one query: the command ends with exit code 75 and can be repeated.
   """
 
-  exit_code = 75
 
-
-class RetrieverMisconfigured(Exception):
+class RetrieverMisconfigured(exits.RunEnded):
   """Raised if a server will never answer: the address or the token is wrong.
 
   Waiting does not help, so this is neither the failure of one query nor an
   outage: the command ends with exit code 2.
   """
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 class Retriever(Protocol):

@@ -12,6 +12,7 @@ import os
 import pathlib
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.data import lines
 from stppo_jax.retrieval.indexes import corpus as corpus_lib
@@ -27,7 +28,7 @@ class RecordingFailed(Exception):
   is one line.
   """
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class Recorder:

@@ -9,6 +9,7 @@ from typing import TextIO
 
 import jax
 
+from stppo_jax import exits
 from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
@@ -55,7 +56,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     services = stack.enter_context(
       assembly.build_services(config, components.questions)
     )
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       step, params = evaluation.load_weights(config, run, learner)
     engine = engines.build(
       config, services, tokenizer, learner.policy, components.placement

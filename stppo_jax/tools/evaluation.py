@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.envs import protocol
@@ -31,7 +32,6 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
-from stppo_jax.records import run_folder
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
 from stppo_jax.records.checkpoints import fingerprint
@@ -39,12 +39,12 @@ from stppo_jax.tools import evaluation_folder
 from stppo_jax.tools import score_report
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.training.checks import batch_sizes
+from stppo_jax.workdir import run_folder
+from stppo_jax.workdir import run_record
 
-_TRY_AGAIN = 75
 # Dialogues that are collected between two writes, for each slot of the engine.
 _BATCHES = 4
 # The dialogues depend on the config keys that begin so, on the weights, and on
@@ -108,7 +108,7 @@ def evaluate(
   groups = components.questions.evaluation(config.evaluate.num_questions)
   questions = [question for group in groups.values() for question in group]
   if not questions:
-    raise assembly.Misconfigured(
+    raise exits.Misconfigured(
       "data.evaluation='': there are no questions to evaluate on"
     )
   learner = components.learner
@@ -117,7 +117,7 @@ def evaluate(
     services = stack.enter_context(
       assembly.build_services(config, components.questions)
     )
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       done, params = load_weights(config, run, learner)
     identity = {
       'checkpoint': str(checkpoint.resolve()),
@@ -146,7 +146,7 @@ def evaluate(
       f'the infrastructure failed {missing} dialogues, which count nowhere'
       + ('; the same command collects them' if out else '')
     )
-    return _TRY_AGAIN
+    return exits.TRY_AGAIN
   return 0
 
 

@@ -11,10 +11,10 @@ import sys
 from typing import Any
 import uuid
 
-from stppo_jax.records import atomic_files
-from stppo_jax.records import run_folder
-from stppo_jax.records.liveness import lock
-from stppo_jax.training.building import assembly
+from stppo_jax import exits
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
 
 _COMMAND = 'evaluate'
 
@@ -58,7 +58,7 @@ class EvaluationFolder:
     try:
       there = json.loads(path.read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as error:
-      raise assembly.Misconfigured(f'{path}: not JSON: {error}') from error
+      raise exits.Misconfigured(f'{path}: not JSON: {error}') from error
     lines = [
       f'--out={self._path}: has an evaluation with {key}={there.get(key)!r}, '
       f'not {value!r}; give another folder'
@@ -71,7 +71,7 @@ class EvaluationFolder:
         'folder'
       ]
     if lines:
-      raise assembly.Misconfigured('\n'.join(lines))
+      raise exits.Misconfigured('\n'.join(lines))
 
   def records(self) -> list[dict[str, Any]]:
     """Returns the written records; drops a last one that is incomplete."""

@@ -26,12 +26,13 @@ import jax
 from packaging import requirements as requirements_lib
 from packaging import specifiers
 
+from stppo_jax import exits
 from stppo_jax.envs import environments
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.records.liveness import lock
 from stppo_jax.retrieval import examination
 from stppo_jax.retrieval import recording
 from stppo_jax.training.building import assembly
+from stppo_jax.workdir import lock
 
 OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 
@@ -284,7 +285,7 @@ def setup(config) -> tuple[list[Finding], assembly.Components | None]:
   """
   try:
     built = assembly.build_components(config)
-  except assembly.Misconfigured as error:
+  except exits.Misconfigured as error:
     lines = str(error).splitlines()
     return [Finding(WRONG, f'config: {line}') for line in lines], None
   question = built.questions.train(0, 1, resample_round=0)[0]

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import distributed
@@ -23,9 +24,9 @@ from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.rollout import batch_file
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.stopping import crash
+from stppo_jax.workdir import run_record
 
 
 def replay(config, folder: pathlib.Path) -> bool:
@@ -41,13 +42,13 @@ def replay(config, folder: pathlib.Path) -> bool:
   Raises:
     Misconfigured: the dump or its checkpoint is missing or damaged.
   """
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     record = _read(folder)
     arrays = _read_batch(folder, record)
   workdir = folder.absolute().parent.parent
   run_record.check_run(workdir)
   config = _for_one_cpu(run_record.with_start(config, workdir))
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     learner = _learner(config)
     state = _state(learner, workdir, record['step'])
   learner.kl_coefficient = record['kl_coefficient']

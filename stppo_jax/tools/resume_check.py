@@ -14,18 +14,18 @@ import sys
 from typing import Any
 import uuid
 
-from stppo_jax.records import run_folder
+from stppo_jax import exits
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import run_folder
 
 COMMAND = 'train --verify_resume'
 NONE = '--verify_resume=0'  # a flag that verifies nothing
-_DIFFERS = 3  # exit code
 
 
 class NothingToCompare(Exception):
   """A checkpoint is missing or damaged."""
 
-  exit_code = _DIFFERS
+  exit_code = exits.DAMAGED
 
 
 def verify(
@@ -63,7 +63,7 @@ def verify(
   pieces = f'{after} + {num_steps - after} steps against {num_steps}'
   if not lines:
     print(f'ok     {pieces}: {count} arrays, all of them equal in every bit')
-  return _DIFFERS if lines else 0
+  return exits.DAMAGED if lines else 0
 
 
 def differences(

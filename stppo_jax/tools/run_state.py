@@ -14,17 +14,18 @@ import time
 from typing import Any
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax.records import alarms
-from stppo_jax.records import bucket_copy
-from stppo_jax.records import run_folder
-from stppo_jax.records.liveness import heartbeat
-from stppo_jax.records.liveness import lock
 from stppo_jax.records.sinks import headline
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import heartbeat
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
 
 FINISHED, RUNNING, INTERRUPTED = 'finished', 'running', 'interrupted'
 FAILED, DEAD = 'failed', 'dead'
 # The same command resumes a run that has ended with one of these.
-_RESUMABLE = (75, 130)
+_RESUMABLE = (exits.TRY_AGAIN, exits.INTERRUPTED)
 # Seconds without a heartbeat until a run on another machine counts as dead.
 # The clocks of machines differ, and shared file systems show changes late.
 _SILENCE = 120.0

@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
@@ -47,7 +48,7 @@ class Checkpoints(Protocol):
 class OtherBase(RuntimeError):
   """The frozen weights differ from those that adapters were trained beside."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 class TrainCheckpoints:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.learner import keys
 from stppo_jax.parallel import hosts as hosts_lib
@@ -30,7 +31,6 @@ from stppo_jax.rollout import collect
 from stppo_jax.rollout import sentences
 from stppo_jax.training import host_metrics
 from stppo_jax.training.building import assembly
-from stppo_jax.training.stopping import interruption
 
 # How often questions are collected while the retriever is ready but fails.
 _MAX_COLLECTIONS = 3
@@ -38,6 +38,10 @@ _MAX_COLLECTIONS = 3
 Groups = list[list[types.Trajectory]]
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _lacks_variance = trajectory_metrics.zero_variance
+
+
+class Outage(exits.RunEnded):
+  """The retriever is ready, yet fails too many queries of one step."""
 
 
 def collect_until_valid(
@@ -75,7 +79,7 @@ def collect_until_valid(
     show(f'{what}: {failures}; it is collected again when the server is ready')
     if services.retriever is not None:
       services.loop.run(services.retriever.wait_until_ready())
-  raise interruption.Outage(
+  raise Outage(
     f'{what}: collected {_MAX_COLLECTIONS} times; {failures}; the steps before '
     'are saved, the same command resumes'
   )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax.learner import preference_learner
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
@@ -99,7 +100,7 @@ def _start(
   """Builds what the loop works with and resumes the run."""
   options = config.preference
   with run.abandonable():
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       _check_unused_keys(config)
       questions = assembly.build_questions(config)
       tokenizer = assembly.build_tokenizer(config, questions)

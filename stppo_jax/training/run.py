@@ -30,24 +30,21 @@ import pathlib
 from typing import TypeVar
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
+from stppo_jax import interruption
 from stppo_jax import types
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import bucket_copy
 from stppo_jax.records import products
-from stppo_jax.records import run_folder
+from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
-from stppo_jax.records.liveness import lock
-from stppo_jax.records.liveness import timing
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import run_record
 from stppo_jax.training import saving
 from stppo_jax.training import watching
-from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
 from stppo_jax.training.building import origin
 from stppo_jax.training.building import sinks
@@ -55,8 +52,11 @@ from stppo_jax.training.checks import host_check
 from stppo_jax.training.evaluating import evaluation
 from stppo_jax.training.evaluating import samples
 from stppo_jax.training.stopping import endings
-from stppo_jax.training.stopping import interruption
 from stppo_jax.training.stopping import voting
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
+from stppo_jax.workdir import run_record
 
 T = TypeVar('T')
 State = state_lib.TrainState
@@ -189,7 +189,7 @@ class Run:
       Locked: another process writes there.
     """
     if self.hosts.is_first:
-      with assembly.config_errors(str(self.workdir)):
+      with exits.as_misconfigured(str(self.workdir)):
         claimed = run_folder.claimed(self.workdir, restart=restart)
         self._claim = self.enter(claimed)
     host_check.check_folder(self.hosts, self.workdir)
@@ -212,7 +212,7 @@ class Run:
       return
     bucket_copy.fetch(bucket, self.workdir, self.show)
     run_record.check_checkpoints(self.workdir)
-    with assembly.config_errors(str(self.workdir)):
+    with exits.as_misconfigured(str(self.workdir)):
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
     # Not earlier: until here the folder may be that of another run.
     left = self._interrupt.seconds_left

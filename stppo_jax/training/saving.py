@@ -15,14 +15,15 @@ from typing import Any
 
 import jax
 
+from stppo_jax import exits
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import pending_save
 from stppo_jax.records.checkpoints import saved_steps
-from stppo_jax.records.liveness import lock
 from stppo_jax.training import checkpoint_state
+from stppo_jax.workdir import lock
 
 State = state_lib.TrainState
 _log = logging.getLogger(__name__)
@@ -31,13 +32,13 @@ _log = logging.getLogger(__name__)
 class NoRoom(RuntimeError):
   """The disk has no room for a checkpoint; nothing was trained or lost."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class NoTime(Exception):
   """A save was not begun, since the process may be killed before its end."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax.data import demonstrations
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
@@ -28,13 +29,13 @@ from stppo_jax.sampling import scripted
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.training.building import model_files
 from stppo_jax.training.checks import host_check
 from stppo_jax.training.checks import skipped_updates
 from stppo_jax.training.evaluating import evaluation
+from stppo_jax.workdir import run_record
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps
@@ -173,7 +174,7 @@ class _Learner:
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
   ):
     self._config, self._services, self._hosts = config, services, hosts
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       self.tokenizer = assembly.build_tokenizer(config, services.questions)
       self._mesh = assembly.build_mesh(config)
       shape = assembly.build_model_config(config, self.tokenizer, self._mesh)
@@ -189,7 +190,7 @@ class _Learner:
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first step."""
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       params = weights_lib.load_or_init(
         self._config, self._config.model.path, self.policy, self._mesh
       )
@@ -301,7 +302,7 @@ def _pack_dialogues(
   room = config.env.max_turn_tokens
   fitting = [d for d in encoded if max(len(ids) for ids in d[1]) <= room]
   if not fitting:
-    raise assembly.Misconfigured(
+    raise exits.Misconfigured(
       f'env.max_turn_tokens={room}: no demonstrated turn fits'
     )
   chosen = [fitting[n % len(fitting)] for n in range(len(encoded))]

@@ -16,7 +16,7 @@ from stppo_jax.models import roofline
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import peaks
 from stppo_jax.parallel import publish
-from stppo_jax.records.liveness import timing
+from stppo_jax.records import timing
 from stppo_jax.tools.plan import memory
 from stppo_jax.training import host_metrics
 from stppo_jax.training import run as run_lib

@@ -1,7 +1,7 @@
 """Lets a run be watched from outside: its heartbeat, stacks and profile.
 
-    WORKDIR/heartbeat.json           see `records.liveness.heartbeat`
-           /stacks/host0             see `records.liveness.watchdog`
+    WORKDIR/heartbeat.json           see `workdir.heartbeat`
+           /stacks/host0             see `workdir.watchdog`
            /profile/plugins/...      traces, for XProf and TensorBoard
            /profile/memory-000012.prof   memory after step 12, for pprof
            /profile.request          asks for a trace of the next step
@@ -21,10 +21,10 @@ import pathlib
 import jax
 
 from stppo_jax.records import writer
-from stppo_jax.records.liveness import goodput
-from stppo_jax.records.liveness import heartbeat
-from stppo_jax.records.liveness import lock
-from stppo_jax.records.liveness import watchdog
+from stppo_jax.workdir import goodput
+from stppo_jax.workdir import heartbeat
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import watchdog
 
 REQUEST = 'profile.request'
 _PROFILE = 'profile'

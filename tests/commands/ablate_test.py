@@ -12,8 +12,8 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.configs import collapse
-from stppo_jax.records import run_folder
 from stppo_jax.tools.ablation import results
+from stppo_jax.workdir import run_folder
 from tests.training import runs
 
 _CONFIG = f'{runs.REPO}/configs/collapse.py'

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import manifest as manifest_lib
+from stppo_jax.workdir import run_folder
 from tests.training import runs
 
 # As in tests/records/checkpoints/checkpoint_test.py.

@@ -15,12 +15,12 @@ from stppo_jax import types
 from stppo_jax.commands import doctor
 from stppo_jax.commands.flags import configuration
 from stppo_jax.http import server as http_server
-from stppo_jax.records.liveness import lock
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.tools import machine
 from stppo_jax.training.building import assembly
+from stppo_jax.workdir import lock
 from tests.training import runs
 
 _PASSAGES = [types.Passage('p0', 'Paris', 'Capital of France.')]

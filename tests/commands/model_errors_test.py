@@ -8,10 +8,10 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.configs import base
 from stppo_jax.models.hf import export
-from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
 from stppo_jax.training.checks import batch_sizes
+from stppo_jax.workdir import run_folder
 from tests.models import tiny
 from tests.sampling import vocabularies
 from tests.training import runs

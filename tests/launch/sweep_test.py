@@ -13,8 +13,8 @@ import pytest
 
 from launch import submit
 from launch import sweep
-from stppo_jax.records.liveness import lock
 from stppo_jax.tools import run_state
+from stppo_jax.workdir import lock
 from tests.training import runs
 
 # In place of Python: leaves the folder of a finished run, or waits for the file

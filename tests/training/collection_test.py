@@ -17,7 +17,6 @@ from stppo_jax.learner import keys
 from stppo_jax.training import collection
 from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import data_check
-from stppo_jax.training.stopping import interruption
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
@@ -219,7 +218,7 @@ def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
 def test_a_lasting_outage_ends_the_step():
   world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
   with pytest.raises(
-    interruption.Outage, match='step 6: collected 3 times; .* 8 of 8 '
+    collection.Outage, match='step 6: collected 3 times; .* 8 of 8 '
   ):
     _collect(world, 1)
   assert world.waits == 3

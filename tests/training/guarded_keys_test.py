@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 from tests.training import runs
 
 

@@ -10,12 +10,13 @@ import threading
 import numpy as np
 import pytest
 
+from stppo_jax import exits
 from stppo_jax.learner import preference_learner
 from stppo_jax.models.hf import load
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.training import preference
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
+from stppo_jax.workdir import run_record
 from tests.training import faults
 from tests.training import runs
 
@@ -214,7 +215,7 @@ def test_batch_sizes_must_fit_the_devices(
 ):
   sizes = {'batch_size': batch, 'microbatch_size': microbatch}
   changes = {f'preference__{key}': size for key, size in sizes.items()}
-  with pytest.raises(assembly.Misconfigured, match=expected):
+  with pytest.raises(exits.Misconfigured, match=expected):
     preference.prefer(runs.config(**{**_SMALL, **changes}), file, tmp_path)
   assert not (tmp_path / 'config.json').exists()
 
@@ -224,7 +225,7 @@ def test_token_ids_must_fit_the_vocabulary(file, tmp_path):
   with np.load(file) as arrays:
     np.savez(foreign, **{**arrays, 'tokens_BL': arrays['tokens_BL'] + 9000})
   with pytest.raises(
-    assembly.Misconfigured, match=r'tokens_BL has the id 9\d+, .* vocabulary'
+    exits.Misconfigured, match=r'tokens_BL has the id 9\d+, .* vocabulary'
   ):
     preference.prefer(runs.config(**_SMALL), foreign, tmp_path)
   assert not (tmp_path / 'config.json').exists()

@@ -14,14 +14,14 @@ from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax import exits
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.tools import run_state
 from stppo_jax.training import run as run_lib
-from stppo_jax.training.building import assembly
 from stppo_jax.training.stopping import voting
+from stppo_jax.workdir import run_folder
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 _HOLD = """
 import pathlib, sys
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import lock
 with lock.held(pathlib.Path(sys.argv[1])):
   print('held', flush=True)
   sys.stdin.read()
@@ -228,7 +228,7 @@ def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
   with run_lib.start(workdir) as run:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-      with pytest.raises(assembly.Misconfigured) as caught:
+      with pytest.raises(exits.Misconfigured) as caught:
         run.record_config(runs.config())
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.records.liveness import heartbeat
-from stppo_jax.records.liveness import timing
+from stppo_jax.records import timing
 from stppo_jax.training import watching
+from stppo_jax.workdir import heartbeat
 from tests.training import runs
 
 

@@ -13,8 +13,8 @@ from stppo_jax import settings
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import base
-from stppo_jax.records import run_folder
 from stppo_jax.tools.ablation import study as study_lib
+from stppo_jax.workdir import run_folder
 
 _FLAGS = ('config', 'workdir', 'seeds', 'groups', 'jobs', 'table', 'reuse')
 # They change nothing that a run computes, or differ between seeds or machines.

@@ -25,12 +25,13 @@ import difflib
 import pathlib
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 _OVERRIDE = 'config.'
 # The commands that train but do not start from another run.
@@ -40,7 +41,7 @@ _OFFLINE = ('sft', 'prefer')
 class ConfigurationError(Exception):
   """A wrong command line; `lines` has a line for every error."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
   def __init__(self, lines: Sequence[str]):
     super().__init__('\n'.join(lines))

@@ -11,7 +11,7 @@ from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.commands.flags import recorded_config
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 
 def parse(

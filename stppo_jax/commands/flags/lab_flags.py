@@ -11,7 +11,7 @@ from typing import Any
 
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import lab_algorithms
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 # Former to present names of flags; scripts may still use the former ones.
 FORMER_NAMES: Mapping[str, str] = {'row': 'algorithm', 'rows': 'algorithms'}

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
-from stppo_jax.records import run_folder
+from stppo_jax import exits
 from stppo_jax.records.checkpoints import fingerprint as fingerprint_lib
 from stppo_jax.records.checkpoints import leaves as leaves_lib
 from stppo_jax.records.checkpoints import manifest as manifest_lib
@@ -35,6 +35,7 @@ from stppo_jax.records.checkpoints import orbax_errors
 from stppo_jax.records.checkpoints import pending_save
 from stppo_jax.records.checkpoints import preservation
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import run_folder
 
 _log = logging.getLogger(__name__)
 # Replicas share the writing of larger arrays only: each shape that is cut is a
@@ -45,19 +46,19 @@ _LEAST_BYTES_SHARED = 2**20
 class CorruptCheckpoints(RuntimeError):
   """There are checkpoints, but none of them is valid."""
 
-  exit_code = 3
+  exit_code = exits.DAMAGED
 
 
 class OtherState(RuntimeError):
   """A checkpoint that is not damaged but of another run or another model."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 class NewerSchema(RuntimeError):
   """A checkpoint that a newer version of this program has saved."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 class _Damaged(Exception):

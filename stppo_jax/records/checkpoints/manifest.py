@@ -16,7 +16,7 @@ import json
 import pathlib
 from typing import Any
 
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 VERSION = 1
 FILE = pathlib.Path('manifest', 'metadata')

@@ -15,6 +15,7 @@ import time
 
 import orbax.checkpoint as ocp
 
+from stppo_jax import exits
 from stppo_jax.records.checkpoints import orbax_errors
 
 _POLL = 0.05  # seconds
@@ -23,7 +24,7 @@ _POLL = 0.05  # seconds
 class SaveFailed(RuntimeError):
   """A step could not be saved; earlier steps are unchanged."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class PendingSave:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.records.checkpoints import orbax_errors
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import run_folder
 
 # Leaves that are read at once. More take more memory, and fewer take more time:
 # the fingerprints of each group are a program to compile.

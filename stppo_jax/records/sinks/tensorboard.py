@@ -18,8 +18,8 @@ from tensorboardX import summary
 from tensorboardX.proto import event_pb2 as _event_pb2
 from tensorboardX.proto import summary_pb2 as _summary_pb2
 
-from stppo_jax.records import atomic_files
 from stppo_jax.records import scrubbing
+from stppo_jax.workdir import atomic_files
 
 # The classes of these modules are made at run time, so type checkers do not
 # find them.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from typing import TypeVar
 
+from stppo_jax import exits
 from stppo_jax.http import address
 from stppo_jax.http import client as http_client
 from stppo_jax.sampling.remote import dialects
@@ -26,16 +27,14 @@ class EngineError(Exception):
   """Raised if a request and its retries failed; the message is one line."""
 
 
-class EngineUnreachable(Exception):
+class EngineUnreachable(exits.RunEnded):
   """Raised, in one line, if no server was ready in time; one may be later."""
-
-  exit_code = 75
 
 
 class EngineUnsuited(ValueError):
   """Raised, in one line, if a server cannot sample for this run."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 class EngineClient:

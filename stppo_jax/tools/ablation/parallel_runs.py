@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from stppo_jax.training.stopping import interruption
+from stppo_jax import interruption
 
 _POLL = 0.2  # seconds
 

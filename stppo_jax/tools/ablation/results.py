@@ -22,9 +22,10 @@ import pathlib
 
 import numpy as np
 
-from stppo_jax.records import atomic_files
+from stppo_jax import exits
 from stppo_jax.records.sinks import headline
 from stppo_jax.records.sinks import plots
+from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
 # The alarms of `records/alarms.py` that a policy can set off.
@@ -70,7 +71,7 @@ _DIGITS = 5
 class BadTable(Exception):
   """A file that is no table of a study, or not of this one; one line."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 @dataclasses.dataclass(frozen=True)

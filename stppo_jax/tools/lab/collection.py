@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import compile_time
@@ -27,9 +28,9 @@ from stppo_jax.rollout import sentences
 from stppo_jax.tools.lab import saved_batch
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
+from stppo_jax.workdir import run_record
 
 # Fields of a `TokenBatch` that have another name in the file.
 _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
@@ -66,7 +67,7 @@ def _collect(
   components = assembly.build_components(_one_epoch(config))
   tokenizer, learner = components.tokenizer, components.learner
   with assembly.build_services(config, components.questions) as services:
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       state = learner.start()
       reference = learner.reference()
     engine = engines.build(
@@ -133,7 +134,7 @@ def _with_start(config, workdir):
   """
   if workdir is None:
     if run_record.start_folder(config, pathlib.Path()) is not None:
-      raise assembly.Misconfigured(
+      raise exits.Misconfigured(
         '--workdir: missing; the start of this config is made by its run'
       )
     return config

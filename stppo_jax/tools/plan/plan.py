@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import roofline
@@ -149,7 +150,7 @@ def make(
     Misconfigured: there is no such slice, the mesh does not divide the model
       or the rows, or a program does not compile.
   """
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     if topology is None:
       topology = topology_lib.find(f'cpu:{jax.device_count()}')
       devices = None
@@ -208,7 +209,7 @@ def make(
     length=packed.tokens_BL.shape[1],
     losses=packed.loss_positions_BM.shape[1],
   )
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     costs = programs_lib.compile_all(
       programs,
       programs_lib.Subject(config, learner, placement, packed),

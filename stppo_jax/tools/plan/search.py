@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax import exits
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import plan as plan_lib
-from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import batch_sizes
 
 # Returns the plan of a config.
@@ -56,7 +56,7 @@ def sweep_meshes(
   Raises:
     Misconfigured: the devices do not fill whole hosts; one line.
   """
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     learning, _ = mesh_lib.divide(
       topology_lib.virtual(topology), config.mesh.collect_fraction
     )
@@ -185,7 +185,7 @@ def _tried(config, changes: Changes, planner: Planner) -> Tried:
     changes['mesh.fsdp'] = -1  # it takes the devices of `data`
   try:
     return Tried(changes, planner(changed(config, changes)))
-  except assembly.Misconfigured as error:
+  except exits.Misconfigured as error:
     return Tried(changes, None, str(error).partition('\n')[0])
 
 

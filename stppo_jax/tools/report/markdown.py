@@ -5,12 +5,12 @@ import pathlib
 from typing import Any
 
 from stppo_jax import streams
-from stppo_jax.records import atomic_files
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import figures
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import page
 from stppo_jax.tools.report import panels
+from stppo_jax.workdir import atomic_files
 
 # Characters that would end a cell, or begin a tag or another mark.
 _MARKS = '\\`*_{}[]<>#|!~'

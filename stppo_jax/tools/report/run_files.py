@@ -14,10 +14,11 @@ import pathlib
 import re
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.records import run_folder
 from stppo_jax.records import scrubbing
 from stppo_jax.tools import run_state
+from stppo_jax.workdir import run_folder
 
 SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
@@ -38,7 +39,7 @@ _TOKEN_LISTS = (
 class Unreadable(Exception):
   """A folder cannot be reported on; the message is one line."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 @dataclasses.dataclass(frozen=True)

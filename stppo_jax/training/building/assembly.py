@@ -17,7 +17,7 @@ import typing
 
 import jax
 
-from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax.data import arithmetic
 from stppo_jax.data import demonstrations
 from stppo_jax.data import games
@@ -42,33 +42,6 @@ from stppo_jax.training.building import model_files
 from stppo_jax.training.building import retriever as retriever_lib
 from stppo_jax.training.checks import batch_sizes
 from stppo_jax.training.checks import data_check
-
-
-class Misconfigured(Exception):
-  """A config that does not fit its files or the devices; a line per reason."""
-
-  exit_code = 2
-
-
-@contextlib.contextmanager
-def config_errors(subject: str = '') -> Iterator[None]:
-  """Raises `Misconfigured` for a ValueError or OSError of the body.
-
-  The line begins with the file of an OSError, or the subject if it has none.
-
-  Raises:
-    Misconfigured: see above.
-    BucketError: the body has raised it.
-  """
-  try:
-    yield
-  except buckets.BucketError:  # it may be in reach later
-    raise
-  except (ValueError, OSError) as error:
-    reason = getattr(error, 'strerror', None)
-    name = getattr(error, 'filename', None) or subject
-    line = f'{name}: {reason}' if reason and name else str(error)
-    raise Misconfigured(line) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +87,7 @@ def build_components(config) -> Components:
   Raises:
     Misconfigured: the config does not fit its files or the devices.
   """
-  with config_errors():
+  with exits.as_misconfigured():
     questions = build_questions(config)
     tokenizer = build_tokenizer(config, questions)
     model_files.check(config, tokenizer)
@@ -192,15 +165,15 @@ def build_services(
     RewardFunctionFailed: if the user's reward function fails.
   """
   with contextlib.ExitStack() as stack:
-    with config_errors():
+    with exits.as_misconfigured():
       kind = environments.find(config.env.name)
     loop = stack.enter_context(event_loop.EventLoop())
     retriever = None
     if kind.needs_retriever:
-      with config_errors():
+      with exits.as_misconfigured():
         connected = retriever_lib.connect(config, questions, loop)
         retriever = stack.enter_context(connected)
-    with config_errors():
+    with exits.as_misconfigured():
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:

@@ -10,9 +10,9 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
-from stppo_jax.records import run_folder
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training.checks import dialogue_check
+from stppo_jax.workdir import run_folder
 
 
 def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:

@@ -20,10 +20,10 @@ from stppo_jax.learner import weights
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records.checkpoints import checkpoint
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
 from stppo_jax.training.building import policy_export
+from stppo_jax.workdir import run_record
 
 _VALUE = 'start_value'
 # Keys of `model` that say how it is computed, not what it is.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
@@ -14,15 +15,15 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
+from stppo_jax.workdir import run_record
 
 
 class ExportFailed(RuntimeError):
   """The error of a failed export; the directory is as it was before."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class Policy(NamedTuple):
@@ -61,7 +62,7 @@ def export(
   Args:
     config: the config of the run.
     workdir: the run's folder.
-    out: the directory to write; see `records.run_folder` for those that
+    out: the directory to write; see `workdir.run_folder` for those that
       commands refuse.
     step: the checkpoint that is wanted; None: the newest valid one.
     dtype: the dtype of the weights in the files.
@@ -75,7 +76,7 @@ def export(
     Exceptions with an `exit_code`, see `loop.train`.
   """
   out = pathlib.Path(out)
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     _check_writable(out)
   policy = read(config, workdir, step=step)
   try:
@@ -109,7 +110,7 @@ def read(
   Raises:
     Exceptions of `export`, except `ExportFailed`.
   """
-  with assembly.config_errors():
+  with exits.as_misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else assembly.build_questions(config)
@@ -123,10 +124,10 @@ def read(
   if not steps or step not in (None, *steps):
     wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
     there = ', '.join(map(str, steps)) or 'none'
-    raise assembly.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
+    raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
   frozen = None
   if config.model.lora.rank:
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       frozen = weights.load_frozen(
         config, config.model.path, learner.policy, mesh
       )
@@ -135,7 +136,7 @@ def read(
   )
   checkpointer.close()
   if restored is None:
-    raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')
+    raise exits.Misconfigured(f'{workdir}: no checkpoint of step {step}')
   return Policy(config, tokenizer, learner, *restored)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
@@ -25,7 +26,6 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import run_record
 from stppo_jax.training import sft
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
@@ -33,6 +33,7 @@ from stppo_jax.training.building import model_files
 from stppo_jax.training.building import origin
 from stppo_jax.training.checks import memory_check
 from stppo_jax.training.evaluating import evaluation
+from stppo_jax.workdir import run_record
 
 
 class Trainer(NamedTuple):
@@ -85,7 +86,7 @@ def build(config, run: run_lib.Run, *, restart: bool, source: Any) -> Trainer:
     if started is not config:
       config, components = started, assembly.build_components(started)
     learner, tokenizer = components.learner, components.tokenizer
-    with assembly.config_errors():
+    with exits.as_misconfigured():
       state, note = origin.with_value(config, learner.start(), run.workdir)
       reference = learner.reference()
       sentences = collection.build_sentences(config, tokenizer)

@@ -17,11 +17,11 @@ import uuid
 
 import jax
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import run_folder
-from stppo_jax.training.building import assembly
-from stppo_jax.training.checks import read_files
+from stppo_jax.workdir import named_files
+from stppo_jax.workdir import run_folder
 
 # Every host asks its own retriever.
 _OWN_KEYS = ('retrieval.url',)
@@ -34,7 +34,7 @@ _PROBE_PAUSE = 0.1
 class HostsDiffer(Exception):
   """Hosts have come to different programs, or with arrays of other shapes."""
 
-  exit_code = 70
+  exit_code = exits.BUG
 
 
 def check(hosts: hosts_lib.Hosts, config) -> None:
@@ -61,7 +61,7 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
       ),
     )
   if lines:
-    raise assembly.Misconfigured('\n'.join(lines))
+    raise exits.Misconfigured('\n'.join(lines))
 
 
 def check_program(
@@ -126,7 +126,7 @@ def check_folder(hosts: hosts_lib.Hosts, workdir: pathlib.Path) -> None:
       probe.unlink()
   blind = [hosts.describe(n) for n, sees in enumerate(seen) if not sees]
   if blind:
-    raise assembly.Misconfigured(
+    raise exits.Misconfigured(
       f'--workdir={workdir}: {", ".join(blind)} cannot see what '
       f'{hosts.describe(0)} writes there; it must be on a file system that all '
       'hosts share'
@@ -156,8 +156,8 @@ def _facts(config) -> dict[str, str]:
     'the version of Python': platform.python_version(),
     'the devices': f'{len(devices)} {devices[0].device_kind}',
     **{
-      name: read_files.checksum(path) or 'no such file'
-      for name, path in read_files.find(config)
+      name: named_files.checksum(path) or 'no such file'
+      for name, path in named_files.find(config)
     },
     **{
       f'the source of {key}={name}': _source(name)
@@ -186,7 +186,7 @@ def _source(name: str) -> str:
     found = None
   if found is None or found.origin is None:
     return 'no such module'
-  return read_files.checksum(pathlib.Path(found.origin)) or 'no such file'
+  return named_files.checksum(pathlib.Path(found.origin)) or 'no such file'
 
 
 def _digest(text: str) -> str:

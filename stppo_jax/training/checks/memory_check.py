@@ -9,9 +9,9 @@ estimate.
 
 import jax
 
+from stppo_jax import exits
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
-from stppo_jax.training.building import assembly
 
 
 def device_memory() -> int | None:
@@ -44,7 +44,7 @@ def check(config, limit: int | None) -> None:
   parts = sorted(held.items(), key=lambda part: -part[1])
   gib = search.gib
   largest = ', '.join(f'{gib(size)} for {name}' for name, size in parts[:3])
-  raise assembly.Misconfigured(
+  raise exits.Misconfigured(
     f'the run needs {gib(_bytes(plan))} of each device or more ({largest}), '
     f'and there are {gib(limit)}; {search.advice(config, _plan, limit)}'
   )

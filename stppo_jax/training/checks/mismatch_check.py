@@ -11,6 +11,8 @@ tokens as the largest difference does.
 
 from collections.abc import Mapping
 
+from stppo_jax import exits
+
 _MEAN = 'mismatch/logprob_abs_diff_mean'
 _TAIL = 'mismatch/logprob_abs_diff_p99'
 # The largest mean difference, nats, that is rounding, by the type of the
@@ -23,7 +25,7 @@ _TAIL_PER_MEAN = 10  # the limit of the percentile, in limits of the mean
 class Disagreement(Exception):
   """The engine samples from another policy than the one that is trained."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 def check(config, metrics: Mapping[str, float]) -> None:

@@ -13,13 +13,15 @@ import pathlib
 
 import jax
 
+from stppo_jax import exits
+
 Dump = Callable[[int, Mapping[str, float]], pathlib.Path | None]
 
 
-class Diverged(RuntimeError):
+class Diverged(exits.RunEnded):
   """Too many updates in a row were skipped."""
 
-  exit_code = 76
+  exit_code = exits.ENDED
 
 
 class SkippedUpdates:

@@ -8,6 +8,7 @@ counts from there.
 from collections.abc import Callable
 from collections.abc import Mapping
 
+from stppo_jax import exits
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import alarms
 
@@ -16,10 +17,10 @@ from stppo_jax.records import alarms
 _SILENT_STEPS = 5
 
 
-class Alarmed(RuntimeError):
+class Alarmed(exits.RunEnded):
   """An alarm rang for so long that the run ends."""
 
-  exit_code = 76
+  exit_code = exits.ENDED
 
 
 class Alarms:

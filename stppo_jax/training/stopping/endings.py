@@ -10,11 +10,11 @@ import contextlib
 import functools
 from typing import Protocol
 
+from stppo_jax import exits
+from stppo_jax import interruption
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records.liveness import lock
 from stppo_jax.training import saving
-from stppo_jax.training.stopping import interruption
-from stppo_jax.training.stopping import voting
+from stppo_jax.workdir import lock
 
 _RESUMES = 'the same command resumes'
 
@@ -22,7 +22,7 @@ _RESUMES = 'the same command resumes'
 class Stopped(Exception):
   """A file or a connection has failed; the run can be resumed."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class Endable(Protocol):
@@ -117,9 +117,10 @@ def _save_interrupted(run: Endable) -> None:
 
 def _save_last(run: Endable, error: Exception) -> None:
   """Saves a run that an error has ended, if there is something to save."""
-  if isinstance(error, (*voting.OUTAGES, hosts_lib.HostFailed)):
+  saves = getattr(error, 'saves', None)
+  if saves is not None:
     # The others save too, unless a host was lost in the middle of a step.
-    if run.resumed and getattr(error, 'saves', True):
+    if run.resumed and saves:
       try:
         run.save()
       except saving.NoTime as second:

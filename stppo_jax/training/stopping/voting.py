@@ -15,28 +15,12 @@ from typing import Any
 
 import jax
 
-from stppo_jax.envs import reward_function
+from stppo_jax import exits
+from stppo_jax import interruption
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.retrieval import protocol
-from stppo_jax.sampling.remote import client
-from stppo_jax.training.checks import skipped_updates
-from stppo_jax.training.stopping import alarms
-from stppo_jax.training.stopping import interruption
 
 # Seconds that the others have to abandon a section.
 PATIENCE = 20.0
-_TRY_AGAIN, _UNEXPECTED = 75, 70
-
-# These end a run that has begun, after its last finished step was saved.
-OUTAGES = (
-  protocol.RetrieverUnreachable,
-  protocol.RetrieverMisconfigured,
-  client.EngineUnreachable,
-  interruption.Outage,
-  skipped_updates.Diverged,
-  alarms.Alarmed,
-  reward_function.RewardFunctionFailed,  # once the function is mended
-)
 
 
 @contextlib.contextmanager
@@ -86,7 +70,7 @@ def voted(
     raise hosts_lib.HostFailed(
       f'{hosts.describe(hosts.index)}: {cause}; other hosts did not abandon '
       f'their work within {patience:.0f} s',
-      vote.get('code', interrupt.exit_code or _TRY_AGAIN),
+      vote.get('code', interrupt.exit_code or exits.TRY_AGAIN),
     ) from error
   if error is not None and 'failed' in vote:
     raise error
@@ -99,7 +83,9 @@ def voted(
       )
   codes = [other['interrupted'] for other in votes if other]
   if codes:
-    interrupt.exit_code = next((code for code in codes if code), _TRY_AGAIN)
+    interrupt.exit_code = next(
+      (code for code in codes if code), exits.TRY_AGAIN
+    )
     raise interruption.Interrupted(interrupt.exit_code)
 
 
@@ -143,6 +129,6 @@ def _vote(
     return {'interrupted': interrupt.exit_code}
   return {
     'failed': hosts_lib.describe(error),
-    'code': getattr(error, 'exit_code', _UNEXPECTED),
-    'saves': isinstance(error, OUTAGES),
+    'code': getattr(error, 'exit_code', exits.BUG),
+    'saves': getattr(error, 'saves', False),
   }

@@ -22,12 +22,12 @@ import numpy as np
 import optax
 import pytest
 
-from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.records.checkpoints import pending_save
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import run_folder
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 

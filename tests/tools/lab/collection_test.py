@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.tools.lab import collection
 from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
+from stppo_jax.workdir import run_record
 from tests.training import runs
 
 _COEFFICIENT = 0.5  # of the KL penalty, in the checkpoint
@@ -154,7 +155,7 @@ def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):
     (tmp_path, f'no run in {tmp_path}: train has made none'),
     (begun, f'{begun}/start: missing, the run has not begun'),
   ):
-    with pytest.raises(assembly.Misconfigured) as caught:
+    with pytest.raises(exits.Misconfigured) as caught:
       collection.collect(config, workdir=workdir, num_updates=math.inf)
     assert str(caught.value) == expected
     assert caught.value.exit_code == 2

@@ -1,10 +1,10 @@
 """The advice of a plan goes on where the compiler needs more than it says."""
 
+from stppo_jax import exits
 from stppo_jax.configs import quickstart
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
-from stppo_jax.training.building import assembly
 
 
 def _planner(config):
@@ -31,7 +31,7 @@ def test_a_change_that_is_refused_is_no_advice():
 
   def planner(other):
     if other.rollout.slots != config.rollout.slots:
-      raise assembly.Misconfigured('no')
+      raise exits.Misconfigured('no')
     return _planner(other)
 
   needs = _planner(config).total

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from stppo_jax import exits
 from stppo_jax.retrieval import protocol
 from stppo_jax.training.building import assembly
 from tests.training import runs
@@ -71,6 +72,6 @@ def test_a_damaged_recording_is_one_line(tmp_path):
   path = tmp_path / 'answers.jsonl'
   path.write_text('[]\n')
   for key in ('retrieval__replay', 'retrieval__record'):
-    with pytest.raises(assembly.Misconfigured) as error:
+    with pytest.raises(exits.Misconfigured) as error:
       _ask(**{key: path})
     assert str(error.value) == f'{path}:1: expected an object'

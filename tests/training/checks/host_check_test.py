@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from stppo_jax import exits
 from stppo_jax.data import layout
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import host_check
 from tests.training import runs
 
@@ -42,13 +42,13 @@ def test_functions_of_the_user_are_compared(tmp_path, monkeypatch, key):
   source = tmp_path / f'{module}.py'
   source.write_text('def f(question, texts, scores):\n  return 1.0\n')
   config = runs.config(**{f'env__{key}': f'{module}:f'})
-  with pytest.raises(assembly.Misconfigured) as error:
+  with pytest.raises(exits.Misconfigured) as error:
     _check(config, lambda: source.write_text('f = 2.0\n'))
   assert str(error.value).startswith(
     f'the source of env.{key.replace("__", ".")}={module}:f '
     'differs between hosts: '
   )
-  with pytest.raises(assembly.Misconfigured, match='no such .* on host 0'):
+  with pytest.raises(exits.Misconfigured, match='no such .* on host 0'):
     _check(config, source.unlink)
 
 
@@ -69,7 +69,7 @@ def test_each_data_set_of_a_mixture_is_compared(tmp_path, name, changed):
     retrieval__url='http://127.0.0.1:1',
     data__train=f'a{suffix} weight=1, b{suffix} weight=2',
   )
-  with pytest.raises(assembly.Misconfigured) as error:
+  with pytest.raises(exits.Misconfigured) as error:
     _check(config, lambda: files[changed].write_text('[]'))
   assert str(error.value).startswith(
     f'data.train: {changed} differs between hosts: '

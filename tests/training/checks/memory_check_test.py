@@ -2,8 +2,8 @@
 
 import pytest
 
+from stppo_jax import exits
 from stppo_jax.tools.plan import plan
-from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import memory_check
 from tests.training import runs
 
@@ -28,7 +28,7 @@ def test_the_line_names_what_would_fit():
   )
   need = _need(config)
   memory_check.check(config, need)
-  with pytest.raises(assembly.Misconfigured) as error:
+  with pytest.raises(exits.Misconfigured) as error:
     memory_check.check(config, need // 2)
   line = str(error.value)
   assert '\n' not in line and error.value.exit_code == 2
@@ -37,7 +37,7 @@ def test_the_line_names_what_would_fit():
   assert ' for policy optimizer, ' in line
   assert f', and there are {there}; by the estimate it fits, in ' in line
   assert line.endswith(' GiB, with --config.mesh.data=1 --config.mesh.fsdp=-1')
-  with pytest.raises(assembly.Misconfigured) as error:
+  with pytest.raises(exits.Misconfigured) as error:
     memory_check.check(config, 1)
   assert str(error.value).endswith(
     '; no change of the config was found with which it fits; use more devices'

@@ -10,7 +10,6 @@ from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.training.evaluating import evaluation
-from stppo_jax.training.stopping import interruption
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
@@ -155,5 +154,5 @@ def test_an_evaluation_in_an_outage_is_repeated(evaluated):
   first, second, _ = fake.lines
   assert first == second and 'http://away: status 503' in first
   fake.outages = 9
-  with pytest.raises(interruption.Outage, match='evaluation: .*status 503'):
+  with pytest.raises(collection.Outage, match='evaluation: .*status 503'):
     evaluator.run()

@@ -25,9 +25,10 @@ import threading
 import time
 
 from stppo_jax import buckets
-from stppo_jax.records import bucket_layout
-from stppo_jax.records import run_folder
+from stppo_jax import exits
 from stppo_jax.records.checkpoints import manifest
+from stppo_jax.workdir import bucket_layout
+from stppo_jax.workdir import run_folder
 
 _HEARTBEAT = 'heartbeat.json'
 _EVERY = 15.0  # seconds between two rounds of copying
@@ -43,7 +44,7 @@ _Files = dict[str, tuple[int, int]]  # size and time by name
 class OtherRun(ValueError):
   """An address holds something else than the run of the folder; one line."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 def check_restart(address: str, is_restart: bool) -> None:

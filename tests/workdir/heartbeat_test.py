@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from stppo_jax.records.liveness import heartbeat
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import heartbeat
+from stppo_jax.workdir import lock
 
 
 def _wait_for(folder, holds):

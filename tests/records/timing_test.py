@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from stppo_jax.records.liveness import timing
+from stppo_jax.records import timing
 
 
 def test_phases_are_measured_and_announced(monkeypatch):

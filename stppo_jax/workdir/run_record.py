@@ -1,7 +1,7 @@
 """Records a run in its workdir before the first step.
 
     WORKDIR/config.json    the config that the run was started with
-           /run.json       the run's id, see `records.run_folder`
+           /run.json       the run's id, see `workdir.run_folder`
            /files.json     checksums of the files that the config names
            /start          the policy that it starts from, if the run makes it:
                            see `building.origin`
@@ -23,12 +23,12 @@ import pathlib
 from typing import Any
 import uuid
 
+from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.records import atomic_files
 from stppo_jax.records import later_keys
-from stppo_jax.records import run_folder
-from stppo_jax.training.building import assembly
-from stppo_jax.training.checks import read_files
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import named_files
+from stppo_jax.workdir import run_folder
 
 # Keys that may change between two starts: the length and the title of a run,
 # what is evaluated, written and kept, the devices, and how servers are reached.
@@ -90,13 +90,13 @@ _ALLOW = '--config.resume.allow_change'
 class OtherRun(Exception):
   """The folder belongs to the run of another config; one line per key."""
 
-  exit_code = 2
+  exit_code = exits.USAGE
 
 
 class CheckpointsMissing(Exception):
   """A run has written metrics, but the checkpoints behind them are gone."""
 
-  exit_code = 3
+  exit_code = exits.DAMAGED
 
 
 def record_config(
@@ -181,9 +181,9 @@ def record_run(
 def check_run(workdir: pathlib.Path) -> None:
   """Raises `Misconfigured` unless the folder is that of a run of `train`."""
   if not workdir.is_dir():
-    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
+    raise exits.Misconfigured(f'--workdir={workdir}: no such folder')
   if run_folder.command_of(workdir) != 'train':
-    raise assembly.Misconfigured(f'no run in {workdir}: train has made none')
+    raise exits.Misconfigured(f'no run in {workdir}: train has made none')
 
 
 def check_checkpoints(workdir: pathlib.Path) -> None:
@@ -222,7 +222,7 @@ def with_start(config, workdir: pathlib.Path):
   if start is None:
     return config
   if not start.is_dir():
-    raise assembly.Misconfigured(f'{start}: missing, the run has not begun')
+    raise exits.Misconfigured(f'{start}: missing, the run has not begun')
   config = config.copy_and_resolve_references()
   config.model.path = str(start)
   if config.init_from:
@@ -260,8 +260,8 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
   alone.
   """
   found = {
-    f'{name.partition(":")[0]}={path}': read_files.checksum(path)
-    for name, path in read_files.find(config)
+    f'{name.partition(":")[0]}={path}': named_files.checksum(path)
+    for name, path in named_files.find(config)
   }
   return {name: checksum for name, checksum in found.items() if checksum}
 

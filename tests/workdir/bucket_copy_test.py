@@ -11,8 +11,8 @@ import fsspec
 import pytest
 
 from stppo_jax import buckets
-from stppo_jax.records import bucket_copy
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import run_folder
 
 _ADDRESS = 'memory://bucket/run'
 

@@ -27,6 +27,8 @@ import threading
 import time
 from typing import TextIO
 
+from stppo_jax import exits
+
 NAME = 'lock'
 _BOOT_ID = pathlib.Path('/proc/sys/kernel/random/boot_id')
 # Seconds between two touches of the file, and seconds without one after which
@@ -40,13 +42,13 @@ _ATTEMPTS = 10
 class Locked(RuntimeError):
   """Another process writes to the folder, or may do so."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 class Lost(RuntimeError):
   """Another process has taken the lock over: this one must not write."""
 
-  exit_code = 75
+  exit_code = exits.TRY_AGAIN
 
 
 @dataclasses.dataclass(frozen=True)

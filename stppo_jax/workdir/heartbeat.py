@@ -21,13 +21,13 @@ import socket
 import threading
 import time
 
-from stppo_jax.records import atomic_files
-from stppo_jax.records.liveness import lock
+from stppo_jax import exits
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import lock
 
 NAME = 'heartbeat.json'
 _EVERY = 5.0  # seconds between two writings in which nothing changes
 _SHORTEST = 1.0  # seconds between two writings in which something does
-_BUG = 70  # the exit code of an error that has none
 
 
 @dataclasses.dataclass
@@ -125,7 +125,7 @@ class Heartbeat:
       yield
       self.beat.exit_code = self._exit_code()
     except BaseException as error:
-      self.beat.exit_code = getattr(error, 'exit_code', _BUG)
+      self.beat.exit_code = getattr(error, 'exit_code', exits.BUG)
       text = str(error) or type(error).__name__
       self.beat.error = text.partition('\n')[0]
       raise

@@ -1,4 +1,4 @@
-"""Signals and outages, which end a run without losing a finished step.
+"""Signals, which end a run without losing a finished step.
 
 A handler may run between any two bytecodes of the main thread. Raising from it
 in the middle of an update or a save would leave a state that is half consumed,
@@ -31,12 +31,16 @@ import time
 import types
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax import streams
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+EXIT_CODES = {
+  signal.SIGINT: exits.INTERRUPTED,
+  signal.SIGTERM: exits.TRY_AGAIN,
+  signal.SIGHUP: exits.TRY_AGAIN,
+}
 # By which another thread interrupts the main thread.
 _REQUEST = signal.SIGUSR1
-_TRY_AGAIN = 75
 _IMPORTLIB = '<frozen importlib._bootstrap>'
 # Seconds that the main thread has to react before a rescue, and between two.
 _PATIENCE = 1.0
@@ -58,13 +62,7 @@ class Interrupted(BaseException):
 
   def __init__(self, exit_code: int | None = None):
     super().__init__('by a signal')
-    self.exit_code = exit_code or _TRY_AGAIN
-
-
-class Outage(Exception):
-  """The retriever is ready, yet fails too many queries of one step."""
-
-  exit_code = 75
+    self.exit_code = exit_code or exits.TRY_AGAIN
 
 
 def no_rescue(exit_code: int, *, answered: bool) -> bool:

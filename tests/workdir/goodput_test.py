@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stppo_jax.records.liveness import goodput
+from stppo_jax.workdir import goodput
 
 
 class _Clock:

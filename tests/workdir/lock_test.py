@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import lock
 
 _HOLD = """
 import pathlib, sys
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import lock
 with lock.held(pathlib.Path(sys.argv[1])):
   print('held', flush=True)
   sys.stdin.read()
@@ -24,7 +24,7 @@ with lock.held(pathlib.Path(sys.argv[1])):
 # A process that this one takes for one of another host.
 _HOLD_ELSEWHERE = """
 import pathlib, socket, sys, time
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import lock
 socket.gethostname = lambda: 'elsewhere'
 with lock.held(pathlib.Path(sys.argv[1]), every=0.1) as claim:
   print('held', flush=True)

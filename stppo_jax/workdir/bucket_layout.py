@@ -15,7 +15,7 @@ import pathlib
 from typing import Any
 
 from stppo_jax import buckets
-from stppo_jax.records import run_folder
+from stppo_jax.workdir import run_folder
 
 COMPLETE, IDENTITY = 'copied.json', 'run.json'
 _CHECKPOINTS = 'checkpoints'

@@ -20,8 +20,8 @@ import os
 import pathlib
 from typing import Any
 
-from stppo_jax.records import atomic_files
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import lock
 
 EXPORT = 'export'
 # The version of the files of a run. One that a reader of today would

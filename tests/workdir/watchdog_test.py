@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from stppo_jax.records.liveness import watchdog
+from stppo_jax.workdir import watchdog
 
 
 class _Clock:

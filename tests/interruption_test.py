@@ -11,10 +11,10 @@ import time
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax import interruption
 from stppo_jax.retrieval import server
 from stppo_jax.tools import run_state
 from stppo_jax.training.building import assembly
-from stppo_jax.training.stopping import interruption
 from tests.training import faults
 from tests.training import runs
 

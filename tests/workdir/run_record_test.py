@@ -9,12 +9,12 @@ import pathlib
 
 import pytest
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import base
-from stppo_jax.records import run_folder
-from stppo_jax.training import run_record
-from stppo_jax.training.building import assembly
-from stppo_jax.training.checks import read_files
+from stppo_jax.workdir import named_files
+from stppo_jax.workdir import run_folder
+from stppo_jax.workdir import run_record
 
 # The keys that the records of runs before the newest version have.
 _RECORDED_KEYS = pathlib.Path(__file__).with_name('recorded_keys.txt')
@@ -266,7 +266,7 @@ def test_a_start_counts_once_it_is_complete(tmp_path):
   assert run_record.with_start(config, tmp_path) is config  # none is wanted
   config.sft.before_training = True
   (tmp_path / 'start.partial').mkdir()  # as left by a run that was killed
-  with pytest.raises(assembly.Misconfigured, match='has not beg') as caught:
+  with pytest.raises(exits.Misconfigured, match='has not beg') as caught:
     run_record.with_start(config, tmp_path)
   assert caught.value.exit_code == 2
   (tmp_path / 'start').mkdir()
@@ -327,8 +327,8 @@ def test_large_weights_are_compared_in_pieces(tmp_path):
       file.truncate(size)
       file.seek(place)
       file.write(byte)
-    assert read_files.checksum(weights)
-    return read_files.checksum(tmp_path)
+    assert named_files.checksum(weights)
+    return named_files.checksum(tmp_path)
 
   inside = [checksum(x) for x in (0, size // 2 + 5, size - size // 64)]
   untouched = checksum(0, b'\0')
@@ -336,4 +336,4 @@ def test_large_weights_are_compared_in_pieces(tmp_path):
   # A piece of 1 MiB begins at every 64th part of the file.
   assert checksum(2 << 20) == untouched
   os.truncate(weights, size + 1)
-  assert read_files.checksum(tmp_path) not in {*inside, untouched}
+  assert named_files.checksum(tmp_path) not in {*inside, untouched}

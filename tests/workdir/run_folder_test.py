@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from stppo_jax.records import run_folder
-from stppo_jax.records.liveness import lock
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
 
 
 def _problems(folder, command='train', reads=None, **options):

@@ -1,1 +1,0 @@
-"""Who runs a run, whether it goes on, and where its time goes."""
