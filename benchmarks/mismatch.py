@@ -21,7 +21,7 @@ import jax
 
 from benchmarks import measure
 from stppo_jax.commands.flags import configuration
-from stppo_jax.rl import mismatch_metrics
+from stppo_jax.rl import diagnostics
 from stppo_jax.tools.lab import collection
 
 _CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'quickstart.py'
@@ -60,7 +60,7 @@ def differences(flags: Sequence[str]) -> tuple[float, ...]:
   flags = (f'--config={_CONFIG}:reinforce', *flags)
   config = configuration.parse(flags, workdir=False).config
   arrays = collection.collect(config, workdir=None, num_updates=0)
-  metrics = jax.jit(mismatch_metrics.measure)(
+  metrics = jax.jit(diagnostics.mismatch)(
     arrays['old_logprobs_BL'],
     arrays['sampler_logprobs_BL'],
     arrays['loss_mask_BL'],

@@ -38,9 +38,9 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import types
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
+from stppo_jax.records import progress
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
-from stppo_jax.records.sinks import progress
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
 from stppo_jax.rl import losses

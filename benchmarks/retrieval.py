@@ -41,10 +41,10 @@ import numpy as np
 
 from benchmarks import measure
 from stppo_jax import types
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval.indexes import bm25
-from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.retrieval.indexes import index_folder
 
 # This import must come after that of `bm25`, which imports bm25s without jax.
@@ -234,7 +234,7 @@ def index(folder: pathlib.Path, *, size: int) -> str:
   mapped = bm25.Bm25Index.load(opened.path / 'bm25', opened.passages)
   (found,) = mapped.search(query, 1)
   ready = time.perf_counter() - begin
-  assert corpus.document_of(found[0])['contents']
+  assert passages_lib.document_of(found[0])['contents']
   return (
     f'index: {size} passages in {built:.1f} s (goal {_GOALS["index"]:.0f}), '
     f'open and first answer in {ready:.2f} s (goal {_GOALS["open"]:.0f})'
@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   flags = parser.parse_args(arguments)
   measure.use_cores(flags.cores)
   passages = (
-    corpus.read_corpus(flags.corpus)
+    passages_lib.read_corpus(flags.corpus)
     if flags.corpus
     else random_passages(flags.passages, seed=0)
   )

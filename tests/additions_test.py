@@ -102,7 +102,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       additions_to_rl.CORRECTION,
       _OF_ALGORITHMS
       | {
-        'stppo_jax/rl/mismatch.py',
+        'stppo_jax/rl/corrections.py',
         'docs/texts/corrections.py',
         'tests/rl/loss_twin.py',
         'tests/rl/mismatch_test.py',

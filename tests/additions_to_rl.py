@@ -172,7 +172,7 @@ OBJECTIVE = additions.Addition(
 CORRECTION = additions.Addition(
   (
     additions.Insertion(
-      'stppo_jax/rl/mismatch.py',
+      'stppo_jax/rl/corrections.py',
       "LEVELS = ('token', 'sequence')",
       """
         @options_lib.dataclass
@@ -185,7 +185,7 @@ CORRECTION = additions.Addition(
       """,
     ),
     additions.Insertion(
-      'stppo_jax/rl/mismatch.py',
+      'stppo_jax/rl/corrections.py',
       'CORRECTIONS = {',
       "'scaled': options_lib.Choice(scaled, Scaled),",
     ),

@@ -26,8 +26,8 @@ from launch import submit
 from launch import sweep
 from stppo_jax import __main__
 from stppo_jax.configs import algorithms
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import readers
-from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.rl import estimator_needs
 from tests.training import runs
 
@@ -411,7 +411,7 @@ def test_the_lines_of_the_data_page_are_read():
   lines = [json.loads(line) for line in lines.splitlines() if line]
   kinds = [readers.parse_question(x).kind for x in lines if 'question' in x]
   assert kinds == ['open', 'choice']
-  passages = [corpus.passage_of(x) for x in lines if 'question' not in x]
+  passages = [passages_lib.passage_of(x) for x in lines if 'question' not in x]
   assert len({(p.title, p.text) for p in passages}) == 1 < len(passages)
 
 

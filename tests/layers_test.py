@@ -86,7 +86,7 @@ _JAX_LAYERS = _DEVICE[1:] + (
   'records.checkpoints.checkpoint',
   'records.checkpoints.fingerprint',
   'records.checkpoints.leaves',
-  'records.checkpoints.manifest_handler',
+  'records.checkpoints.orbax_parts',
   'records.checkpoints.verification',
   'training',
   'analysis',

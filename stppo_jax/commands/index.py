@@ -25,8 +25,8 @@ import sys
 
 from stppo_jax import exits
 from stppo_jax.commands.flags import usage
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval.indexes import backends
-from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.retrieval.indexes import index_folder
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build(flags: argparse.Namespace) -> None:
-  passages = corpus.read_corpus(flags.corpus)
+  passages = passages_lib.read_corpus(flags.corpus)
   folder = index_folder.IndexFolder.create(flags.out, passages)
   if flags.backend == 'bm25':
     built = backends.add_bm25(folder, k1=flags.k1, b=flags.b)

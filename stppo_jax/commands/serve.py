@@ -53,6 +53,7 @@ from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.commands.flags import usage
 from stppo_jax.configs import base
+from stppo_jax.data import passages
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
 from stppo_jax.http import workers
@@ -64,7 +65,6 @@ from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
-from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.retrieval.indexes import index_folder
 
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
@@ -135,7 +135,7 @@ def _app(flags: argparse.Namespace, make_passages):
   if flags.index is not None:
     index = _open_index(flags)
   elif flags.corpus is not None:
-    index = bm25.Bm25Index(corpus.read_corpus(flags.corpus))
+    index = bm25.Bm25Index(passages.read_corpus(flags.corpus))
   elif flags.replay is not None:
     answers = recording.Recording(flags.replay)
   else:
@@ -160,7 +160,7 @@ def _open_index(flags: argparse.Namespace) -> protocol.Index:
   """Opens the folder of an index; raises ValueError with one line."""
   folder = index_folder.IndexFolder(flags.index)
   if flags.corpus is not None:
-    folder.check_corpus(corpus.read_corpus(flags.corpus))
+    folder.check_corpus(passages.read_corpus(flags.corpus))
   return backends.open_index(
     folder,
     flags.backend,

@@ -16,9 +16,9 @@ import numpy as np
 from stppo_jax import buckets
 from stppo_jax import types
 from stppo_jax.data import mixtures
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.retrieval.indexes import corpus as corpus_lib
 
 # The training worlds of two runs with adjacent seeds have indices this far
 # apart, so that no two runs share a world.
@@ -229,7 +229,7 @@ class StoredQuestions:
         "data.corpus='': must name a file, whose passages are served here or "
         'train a tokenizer'
       )
-    return corpus_lib.read_corpus(self._corpus)
+    return passages_lib.read_corpus(self._corpus)
 
   def world_passages(self, world: int) -> list[types.Passage]:
     """Raises LookupError: questions from files have no worlds."""

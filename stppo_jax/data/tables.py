@@ -21,11 +21,10 @@ import tarfile
 from typing import Any
 from typing import IO
 from typing import Protocol
+from typing import TextIO
 from typing import TypeVar
 import zipfile
 import zlib
-
-from stppo_jax.data import lines
 
 SUFFIXES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
 ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
@@ -231,7 +230,7 @@ def _file_errors(file: TableFile) -> Iterator[None]:
 def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields the JSON value of each line; empty lines are skipped."""
   with _text(stream) as text:
-    for number, line in lines.numbered(text, file):
+    for number, line in numbered_lines(text, file):
       if line.strip():
         place = f'line {number}'
         yield place, number, _loads(line, _where(file, place))
@@ -282,7 +281,7 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   # Spreadsheets begin a file with a byte order mark.
   with _text(stream, encoding='utf-8-sig', newline='') as text:
     reader = csv.DictReader(
-      (line for _, line in lines.numbered(text, file)),
+      (line for _, line in numbered_lines(text, file)),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
       strict=True,
@@ -327,3 +326,29 @@ _READERS = {
   '.tsv': _table,
   '.parquet': _parquet,
 }
+
+
+# Characters. A dialogue of 100,000 tokens with all that is recorded of each
+# token takes half of it.
+MAX_LINE_LENGTH = 32 << 20
+
+
+def numbered_lines(text: TextIO, name: object) -> Iterator[tuple[int, str]]:
+  """Yields the number of each line, from 1, and the line with its line break.
+
+  Args:
+    text: the open file.
+    name: its name in the error message.
+
+  Raises:
+    ValueError: if a line is too long; the message names the file and the line.
+  """
+  number = 0
+  while line := text.readline(MAX_LINE_LENGTH + 1):
+    number += 1
+    if len(line) > MAX_LINE_LENGTH:
+      raise ValueError(
+        f'{name}:{number}: longer than {MAX_LINE_LENGTH} characters, the most '
+        'that a line may have'
+      )
+    yield number, line

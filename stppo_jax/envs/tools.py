@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import json
+import re
 from typing import Any
 from typing import Self
 
 from stppo_jax import types
+from stppo_jax.envs import actions
 from stppo_jax.envs import calculator
 from stppo_jax.envs import mcp_tools
 from stppo_jax.envs import neutralisation
@@ -14,7 +17,6 @@ from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.envs import tool as tool_lib
-from stppo_jax.envs import tool_calls
 from stppo_jax.retrieval import protocol as retrieval
 
 # The built-in tools: the choices of `env.tools.names`.
@@ -28,6 +30,11 @@ SCORE_NAMES: tuple[str, ...] = (
   'format',
 )
 
+STOP_STRINGS: tuple[str, ...] = ('</tool_call>', '</answer>')
+
+# Llama writes this token before a call without tags.
+_PYTHON_TAG = '<|python_tag|>'
+_END_OF_TURN = re.compile(r'(?:\s|<\|[a-z_]+\|>|</s>)*')
 _TAG_NAMES = ('think', 'answer', 'tool_call', 'tool_response')
 _RESPONSE = ('\n<tool_response>\n', '\n</tool_response>\n')
 _CALL = '{"name": "...", "arguments": {...}}'
@@ -58,7 +65,7 @@ class ToolsEnvironment(protocol.Environment):
   Its scores are SCORE_NAMES.
   """
 
-  stop_strings = tool_calls.STOP_STRINGS
+  stop_strings = STOP_STRINGS
   tags = tuple(f'<{slash}{n}>' for n in _TAG_NAMES for slash in ('', '/'))
   main_score = rewards_lib.EXACT_MATCH
   needs_retriever = False
@@ -151,12 +158,12 @@ class ToolsEnvironment(protocol.Environment):
     `max_turns` calls that does not answer ends it with TRUNCATED_TURNS.
     """
     del question
-    action, content = tool_calls.parse(text)
+    action, content = parse(text)
     if action == 'answer':
       return protocol.Step('answer', None, types.TrajectoryStatus.COMPLETED)
     if turn_index >= self._max_turns:
       return protocol.Step(action, None, types.TrajectoryStatus.TRUNCATED_TURNS)
-    if not isinstance(content, tool_calls.Call):
+    if not isinstance(content, Call):
       correction = protocol.Observation(f'\n{_CORRECTION}\n', '', '')
       return protocol.Step(protocol.INVALID, correction, None)
     if content.name not in self._tools:
@@ -191,7 +198,7 @@ class ToolsEnvironment(protocol.Environment):
     scores = dict.fromkeys(SCORE_NAMES, 0.0)
     if status is types.TrajectoryStatus.INFRA_ERROR:
       return dict.fromkeys(REWARD_NAMES, 0.0), scores
-    turns = [tool_calls.parse(text) for text in texts]
+    turns = [parse(text) for text in texts]
     if turns and turns[-1][0] == 'answer':
       scores |= rewards_lib.answer_scores(question, str(turns[-1][1]))
       kinds = {action for action, _ in turns[:-1]}
@@ -218,3 +225,47 @@ def _lines(descriptions: Sequence[Mapping[str, Any]]) -> str:
     purpose = ' '.join(function['description'].split())
     lines.append(f'- {function["name"]}: {purpose} Arguments: {parameters}')
   return neutralisation.neutralise_tags('\n'.join(lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A call of a tool: its name and its arguments by name."""
+
+  name: str
+  arguments: Mapping[str, Any]
+
+
+def parse(text: str) -> tuple[str, Call | str]:
+  """Returns the action of a turn, and the call or the answer in it.
+
+  A call is the JSON object {"name", "arguments"} in a <tool_call> element, as
+  Hermes and Qwen write it, or a turn that is nothing but such an object, as
+  Llama writes it. Llama's name of the arguments, "parameters", is accepted too.
+
+  Returns:
+    ('tool', the call), ('answer', the text) or (`protocol.INVALID`, '').
+  """
+  action = actions.parse_action(text, ('tool_call', 'answer'))
+  if action.kind == 'answer':
+    return 'answer', action.content
+  if action.kind == 'tool_call':
+    call = _call(action.content, '')
+  else:
+    call = _call(text.strip().removeprefix(_PYTHON_TAG), _END_OF_TURN)
+  return ('tool', call) if call else (protocol.INVALID, '')
+
+
+def _call(text: str, rest: str | re.Pattern[str]) -> Call | None:
+  """Returns the call at the start of a text, if `rest` is all that follows."""
+  text = text.lstrip()
+  try:
+    fields, end = json.JSONDecoder().raw_decode(text)
+  except (ValueError, RecursionError):
+    return None
+  if not re.fullmatch(rest, text[end:]) or not isinstance(fields, dict):
+    return None
+  name = fields.get('name')
+  arguments = fields.get('arguments', fields.get('parameters', {}))
+  if not isinstance(name, str) or not isinstance(arguments, dict):
+    return None
+  return Call(name, arguments)

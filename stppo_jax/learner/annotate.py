@@ -25,7 +25,6 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
-from stppo_jax.rl import mismatch_metrics
 
 Array = jax.Array
 
@@ -172,7 +171,7 @@ def _metrics(
     jnp.sum(kl_BL, axis=1), jnp.any(mask_BL, axis=1)
   )
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
-  return metrics | mismatch_metrics.measure(
+  return metrics | diagnostics.mismatch(
     batch.old_logprobs_BL, batch.sampler_logprobs_BL, mask_BL
   )
 

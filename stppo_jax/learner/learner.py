@@ -17,18 +17,17 @@ from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.learner import update as update_lib
-from stppo_jax.learner import update_metrics
 from stppo_jax.learner import utilization as utilization_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import activations
-from stppo_jax.parallel import chips
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
+from stppo_jax.parallel import topology
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import kl as kl_lib
 
@@ -226,7 +225,7 @@ class Learner:
     for rows in self.minibatches(len(batch.lengths_B), step):
       state, output = self.update(state, batch, rows, step)
       outputs.append(output)
-    return state, update_metrics.summarize(outputs)
+    return state, utilization_lib.summarize(outputs)
 
   def token_outputs(
     self,
@@ -322,7 +321,7 @@ class Learner:
       seconds: the duration of all updates of the step.
       epochs: the number of passes over the batch that they made.
     """
-    peak = chips.peak(self.mesh)
+    peak = topology.peak_operations(self.mesh)
     if peak is None or self.policy.config.dtype != 'bfloat16':
       return {}
     extra_pass = self._algorithm.uses_minibatch_statistics

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import forward
-from stppo_jax.learner import load_balance
 from stppo_jax.learner import microbatches as microbatches_lib
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
+from stppo_jax.models import moe
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import clipping_bias as clipping_bias_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
-from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
+from stppo_jax.rl import masking
 
 Array = jax.Array
 Tree = Any
@@ -140,7 +141,7 @@ def loss_terms(
   *,
   frozen: functional.Params | None = None,
   spec: UpdateSpec,
-) -> tuple[gradients_lib.LossTerms, LossOutputs]:
+) -> tuple[clipping_bias_lib.LossTerms, LossOutputs]:
   """Returns the terms of `loss` before they are added.
 
   The arguments are those of `loss`. The bias term is 0 unless the algorithm
@@ -200,7 +201,7 @@ def loss_terms(
     metrics['critic/vf_loss'] = value_loss
     metrics['critic/vf_clipfrac'] = value.clipped / context.value_count
   if outputs.routing is not None:
-    balance = load_balance.loss(
+    balance = load_balance_loss(
       outputs.routing.probs_BX,
       microbatch,
       minibatch=context.batch,
@@ -208,7 +209,7 @@ def loss_terms(
     )
     other += coefficients.load_balance * balance
     metrics['actor/load_balance'] = balance
-  terms = gradients_lib.LossTerms(policy.policy, policy.bias, other)
+  terms = clipping_bias_lib.LossTerms(policy.policy, policy.bias, other)
   return terms, LossOutputs(metrics, diagnostics)
 
 
@@ -292,3 +293,36 @@ def _policy_outputs(
     # Otherwise values are trained at loss positions only.
     values_everywhere=values_everywhere,
   )
+
+
+def load_balance_loss(
+  probs_BX: Array,
+  microbatch: batch_lib.TokenBatch,
+  *,
+  minibatch: batch_lib.TokenBatch,
+  experts_per_token: int,
+) -> Array:
+  """Returns a microbatch's share of `moe.load_balance`; the shares add up.
+
+  The load (how often each expert was visited) has no gradient: it was counted
+  over the minibatch in the old policy's pass. With routing replay, and before
+  the first update, it is also the load of this pass.
+
+  Args:
+    probs_BX: router probabilities of the microbatch, see `moe.Routing`; the
+      gradient flows through them.
+    microbatch: the rows of `probs_BX`.
+    minibatch: all rows, with `expert_visits_BX`.
+    experts_per_token: experts that each token visits.
+  """
+  visits_BX = _valid_rows(minibatch.expert_visits_BX, minibatch)
+  visits_X = jnp.sum(visits_BX, axis=0)
+  probs_X = jnp.sum(_valid_rows(probs_BX, microbatch), axis=0)
+  tokens = jnp.sum(visits_X) / experts_per_token
+  return moe.load_balance(visits_X, probs_X, tokens)
+
+
+def _valid_rows(x_BX: Array, batch: batch_lib.TokenBatch) -> Array:
+  """Returns x with 0 in the rows without loss tokens."""
+  valid_B = jnp.any(batch.loss_mask_BL, axis=1)
+  return masking.select(x_BX, jnp.broadcast_to(valid_B[:, None], x_BX.shape))

@@ -7,7 +7,7 @@ this:
   - `uses_minibatch_statistics`: a forward pass over all microbatches comes
     first, from which `loss.minibatch_context` forms the statistics;
   - `divides_by_bias_norm`: three gradients are taken instead of one, and
-    `rl/gradients.py` combines them after the sum.
+    `rl/clipping_bias.py` combines them after the sum.
 
 A gradient is divided by the bias norm, if at all, then clipped by its global
 norm, then given to Adam.
@@ -28,8 +28,8 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import clipping_bias as clipping_bias_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
-from stppo_jax.rl import gradients as gradients_lib
 
 Array = jax.Array
 Tree = Any
@@ -198,7 +198,7 @@ def finish_gradients(
   gradient, metrics = sums
   bias_norm = jnp.zeros(())
   if algorithm.divides_by_bias_norm:
-    policy_gradient, bias_norm = gradients_lib.divide_by_bias_norm(
+    policy_gradient, bias_norm = clipping_bias_lib.divide_by_bias_norm(
       gradient._replace(other=gradient.other.policy),
       floor=algorithm.correction.clipping_bias.floor,
     )
@@ -258,7 +258,7 @@ def _differentiate_terms(params: forward.TrainedParams, *arrays, **options):
   The value model has no share in the policy and bias terms, so only the
   policy's gradients are kept of these two.
   """
-  gradients, outputs = gradients_lib.term_gradients(
+  gradients, outputs = clipping_bias_lib.term_gradients(
     lambda p: loss_lib.loss_terms(p, *arrays, **options), params
   )
   gradients = gradients._replace(

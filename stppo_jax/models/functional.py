@@ -22,7 +22,7 @@ from stppo_jax.models import heads
 from stppo_jax.models import lora as lora_lib
 from stppo_jax.models import modules
 from stppo_jax.models import moe
-from stppo_jax.parallel import division
+from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 Params = Mapping[str, Any]
@@ -85,7 +85,7 @@ class Model:
     if self.mesh is not None:
       sizes = dataclasses.asdict(self.config)
       sharded = _SHARDED_WITH_EXPERTS if self.config.num_experts else _SHARDED
-      division.check(
+      mesh_lib.check_divides(
         self.mesh,
         {axis: {n: sizes[n] for n in names} for axis, names in sharded.items()},
         num_kv_heads=sizes['num_kv_heads'],

@@ -14,7 +14,6 @@ import jax
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers as layers_lib
 from stppo_jax.models import lora as lora_lib
-from stppo_jax.models import shapes
 from stppo_jax.models import transformer
 
 Array = jax.Array
@@ -69,7 +68,7 @@ def filled(
   if lora is not None:
     params, adapters = lora_lib.split(params)
   graph, abstract = _abstract(config, head, mesh)
-  shapes.check(params, nnx.to_pure_dict(abstract))
+  check_shapes(params, nnx.to_pure_dict(abstract))
   state = jax.tree.map(lambda x: x, abstract)  # a copy, which is filled below
   nnx.replace_by_pure_dict(state, dict(params))
   module = nnx.merge(graph, state)
@@ -160,3 +159,26 @@ def _abstract(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
   )
   return nnx.split(nnx.eval_shape(make))
+
+
+def check_shapes(
+  params: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+  """Raises ValueError, naming every leaf that does not fit the model."""
+  found, wanted = _shapes(params), _shapes(expected)
+  wrong = [
+    f'{name} {found.get(name, "missing")}, '
+    f'expected {wanted.get(name, "no such parameter")}'
+    for name in sorted(found.keys() | wanted.keys())
+    if found.get(name) != wanted.get(name)
+  ]
+  if wrong:
+    raise ValueError('parameters do not fit the model: ' + '; '.join(wrong))
+
+
+def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  """Returns the shape of every leaf by its path."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  }

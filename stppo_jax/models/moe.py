@@ -7,7 +7,8 @@ U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
     w_e = p_e, or p_e / sum p over visited experts    as the config says
     y = sum_e w_e down_e(silu(gate_e x) * up_e x)     over visited experts
 
-Experts have no capacity limit, so no token is dropped.
+Experts have no capacity limit, so no token is dropped. On TPU, a kernel
+computes products of sorted rows and matrices (`ragged_dot`).
 """
 
 from collections.abc import Callable
@@ -20,10 +21,10 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
-from stppo_jax.models import ragged
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
@@ -195,7 +196,7 @@ def grouped(
       elsewhere.
   """
   if product is None and mesh_lib.platform(mesh) == 'tpu':
-    product = ragged.dot
+    product = ragged_dot
   local = functools.partial(_grouped, product or jax.lax.ragged_dot)
   if mesh is None or mesh.size == 1:
     return local(x_BLD, ids_BLE, weights_BLE, *kernels)
@@ -313,3 +314,64 @@ def _routing(
     jax.lax.stop_gradient(jnp.sum(visits_BLX, axis=1)),
     jnp.sum(probs_BLX, axis=1),
   )
+
+
+# Rows of a tile of the kernel. With fewer it starts more often; with more it
+# masks more rows, because a tile is computed again for every matrix in it.
+_ROWS = 256
+# Columns of a tile, by the bytes of a number: the kernel holds a tile of a
+# float32 sum and two of the result. They are to fit in 16 MiB.
+_COLUMNS = {2: 1024, 4: 512}
+_LANES = 128
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ragged_dot(
+  x_UK: Array, w_XKN: Array, sizes_X: Array, interpret: bool = False
+) -> Array:
+  """Returns y [U, N], as `jax.lax.ragged_dot` does.
+
+  Args:
+    x_UK: rows, of the dtype of the matrices: bfloat16 or float32.
+    w_XKN: matrices.
+    sizes_X: int32, the number of rows of each matrix; their sum is U.
+    interpret: whether to run the kernel's program without a TPU.
+  """
+  del interpret  # only the gradient needs it
+  return jax.lax.ragged_dot(x_UK, w_XKN, sizes_X)
+
+
+def _forward(x_UK, w_XKN, sizes_X, interpret):
+  return ragged_dot(x_UK, w_XKN, sizes_X, interpret), (x_UK, w_XKN, sizes_X)
+
+
+def _backward(interpret, saved, dy_UN):
+  x_UK, w_XKN, sizes_X = saved
+  product = lambda x_UK: jax.lax.ragged_dot(x_UK, w_XKN, sizes_X)
+  (dx_UK,) = jax.linear_transpose(product, x_UK)(dy_UN)
+  dw_XKN = _sums(x_UK, dy_UN, sizes_X, w_XKN.dtype, interpret)
+  return dx_UK, dw_XKN, np.zeros(sizes_X.shape, jax.dtypes.float0)
+
+
+ragged_dot.defvjp(_forward, _backward)
+
+
+def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
+  """Returns dw [X, K, N]."""
+  # Imported here because it takes a fifth of a second and only a TPU needs it.
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+  # The kernel needs whole tiles of rows. Those that are added are of no matrix.
+  widths = (0, -x_UK.shape[0] % _ROWS), (0, 0)
+  x_UK, dy_UN = jnp.pad(x_UK, widths), jnp.pad(dy_UN, widths)
+  most = _COLUMNS[dtype.itemsize]
+  tiles = _ROWS, _tile(x_UK.shape[1], most), _tile(dy_UN.shape[1], most)
+  return tgmm(x_UK.T, dy_UN, sizes_X, dtype, tiling=tiles, interpret=interpret)
+
+
+def _tile(size: int, most: int) -> int:
+  """Returns the columns of a tile, if all tiles are as equal as they can be."""
+  if size <= most:
+    return size
+  tiles = -(-size // most)
+  return -(-size // (tiles * _LANES)) * _LANES

@@ -9,6 +9,8 @@ it, so padding needs no mask: it changes only its own states.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from flax import nnx
 import jax
@@ -19,7 +21,6 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import embedding
 from stppo_jax.models import layers
 from stppo_jax.models import moe
-from stppo_jax.models import remat
 from stppo_jax.models import rotary
 from stppo_jax.parallel import activations
 
@@ -235,7 +236,7 @@ class Transformer(nnx.Module):
       )
 
     unroll = self.config.scan_unroll
-    layer = remat.rematerialised(layer, self.config.remat, unrolled=unroll > 1)
+    layer = rematerialised(layer, self.config.remat, unrolled=unroll > 1)
     x_BLD = self.embed(tokens_BL)
     if places_BM is None or not self._last_layer_apart:
       x_BLD, routing = jax.lax.scan(
@@ -285,3 +286,43 @@ def gather_states(x_BLD: Array, places_BM: Array) -> Array:
     mode='fill', fill_value=0, unique_indices=True
   )
   return jax.vmap(take)(x_BLD, places_BM)
+
+
+_policies = jax.checkpoint_policies
+
+# From the most memory to the least. 'dots' saves products without batch
+# dimensions: those with weights, which `layers.Linear` computes as products of
+# two matrices. The products of attention have batch dimensions (rows and
+# heads); its logits grow with the square of the length, so they are computed
+# again. 'all_dots' saves them too; 'full' saves nothing but a layer's input.
+POLICIES: Mapping[str, Callable[..., Any]] = {
+  'none': _policies.everything_saveable,
+  'all_dots': _policies.dots_saveable,
+  'dots': _policies.dots_with_no_batch_dims_saveable,
+  'full': _policies.nothing_saveable,
+}
+
+
+def rematerialised(
+  layer: Callable[..., Any], name: str, *, unrolled: bool
+) -> Callable[..., Any]:
+  """Returns a layer that computes the same and saves what the policy selects.
+
+  Args:
+    layer: function of one iteration of the scan over layers.
+    name: a key of `POLICIES`: 'none' saves everything, 'all_dots' all matrix
+      products (attention in tiles saves its own residuals under any policy),
+      'dots' products with weights, 'full' the layer's input only.
+    unrolled: whether several layers are in one iteration. Within an iteration
+      the compiler would find that something is computed twice and keep the
+      first result in memory, which has to be prevented. Across iterations it
+      cannot find this.
+
+  Raises:
+    ValueError: the name is not a key of `POLICIES`.
+  """
+  if name not in POLICIES:
+    raise ValueError(f'remat={name!r}; choices: ' + ', '.join(POLICIES))
+  if name == 'none':
+    return layer
+  return jax.checkpoint(layer, policy=POLICIES[name], prevent_cse=unrolled)

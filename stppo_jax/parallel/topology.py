@@ -257,3 +257,31 @@ def compiled(lowered: Any) -> Any:
       raise DoesNotFit(line) from error
     first = str(error).strip().partition('\n')[0]
     raise Rejected(f'the compiler rejects it: {first}') from error
+
+
+# The kind of a device, as jax names it. Numbers and sources: `topology`.
+_KINDS = {
+  'TPU v4': TPUS['v4'],
+  'TPU v5 lite': TPUS['v5e'],
+  'TPU v5e': TPUS['v5e'],
+  'TPU v5': TPUS['v5p'],
+  'TPU v5p': TPUS['v5p'],
+  'TPU v6 lite': TPUS['v6e'],
+  'TPU v6e': TPUS['v6e'],
+  'TPU7x': TPUS['tpu7x'],
+  'NVIDIA A100-SXM4-40GB': GPUS['a100'],
+  'NVIDIA A100-SXM4-80GB': GPUS['a100'],
+  'NVIDIA H100 80GB HBM3': GPUS['h100'],
+  'NVIDIA H200': GPUS['h200'],
+}
+
+
+def peak_operations(mesh: jax.sharding.Mesh) -> float | None:
+  """Returns the bfloat16 operations per second of all devices of a mesh.
+
+  None if the limits of one of them are not known, as of a CPU.
+  """
+  kinds = [device.device_kind for device in mesh.devices.flat]
+  if any(kind not in _KINDS for kind in kinds):
+    return None
+  return sum(_KINDS[kind].operations for kind in kinds)

@@ -19,7 +19,7 @@ def finished(
   lines = [f'done. metrics: {metrics}']
   if title:
     # Late, because it loads the library that draws.
-    from stppo_jax.records.sinks import plots
+    from stppo_jax.records import plots
 
     curve = workdir / 'learning_curve.png'
     plots.learning_curve(metrics, curve, title=title)

@@ -8,7 +8,7 @@
 
 Of several hosts the first writes metrics, and each the dialogues that it has
 collected. All files but TensorBoard's are complete; it has a copy, and so do
-trackers (`records/sinks/trackers.py`). Metrics must never stop a run: an error
+trackers (`records/trackers.py`). Metrics must never stop a run: an error
 of any of these is counted in `writer/sink_errors`, and the first of each is
 logged.
 """
@@ -24,9 +24,9 @@ import re
 import shutil
 from typing import Any
 
-from stppo_jax.records.sinks import progress
-from stppo_jax.records.sinks import tensorboard as tensorboard_lib
-from stppo_jax.records.sinks import trackers as trackers_lib
+from stppo_jax.records import progress
+from stppo_jax.records import tensorboard as tensorboard_lib
+from stppo_jax.records import trackers as trackers_lib
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import run_folder
 

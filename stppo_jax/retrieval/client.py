@@ -19,7 +19,6 @@ from stppo_jax.retrieval import address
 from stppo_jax.retrieval import answer_cache
 from stppo_jax.retrieval import detection
 from stppo_jax.retrieval import dialects
-from stppo_jax.retrieval import failures
 from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording
@@ -118,7 +117,7 @@ class HttpRetriever:
     )
     self._gate = outage_gate.OutageGate(
       max_failure_rate,
-      failures.signals_outage,
+      statistics.signals_outage,
       self.wait_until_ready,
       server=f'retriever {base}',
     )
@@ -198,7 +197,7 @@ class HttpRetriever:
         path,
         grace=self._start_grace,
         ready_statuses=_READY,
-        final_statuses=failures.PERMANENT.difference(_READY),
+        final_statuses=statistics.PERMANENT.difference(_READY),
       )
     except http_client.NotReady as error:
       raise protocol.RetrieverUnreachable(f'retriever {error}') from error
@@ -317,7 +316,7 @@ class HttpRetriever:
       may_be_to_blame = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
       answers, failure = [None] * len(queries), error
-      may_be_to_blame = failures.a_query_may_be_to_blame(failure)
+      may_be_to_blame = statistics.a_query_may_be_to_blame(failure)
     failed = []
     for query, passages in zip(queries, answers, strict=True):
       if passages is None:
@@ -328,7 +327,7 @@ class HttpRetriever:
         futures[query].set_result(passages)
     if not failed:
       return
-    if failure.status in failures.PERMANENT or attempt == self._retries:
+    if failure.status in statistics.PERMANENT or attempt == self._retries:
       error = self._error(corpus, failure, attempt)
       if not self._was_answered and detection.may_be_mismatch(failure):
         error = await self._mismatch(corpus, failed[0], failure) or error
@@ -355,7 +354,7 @@ class HttpRetriever:
     self, corpus: str, failure: http_client.Failure, attempt: int
   ) -> Exception:
     """Returns the exception of a query whose last attempt has failed."""
-    if failure.status in failures.PERMANENT:
+    if failure.status in statistics.PERMANENT:
       return self._misconfigured(self._path(corpus), failure)
     cause = failure.cause.value.replace(' ', '_')
     return protocol.RetrievalError(
@@ -406,7 +405,7 @@ class HttpRetriever:
       draws = {q: self._faults.draw(corpus, q, attempt) for q in queries}
       asked = [query for query in queries if not draws[query]]
       if not asked:
-        raise failures.injected(draws[queries[0]])
+        raise statistics.injected(draws[queries[0]])
     reply = await self._client.post(
       self._path(corpus), self._dialect.body(asked, self._topk)
     )

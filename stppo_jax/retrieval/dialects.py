@@ -13,8 +13,8 @@ import dataclasses
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval import replies
-from stppo_jax.retrieval.indexes import corpus
 
 Passages = Sequence[types.Passage]
 # The passages of each query. None stands for a query without an answer, which
@@ -126,17 +126,17 @@ def _read_list(
 
 def _read_passage(item: Any) -> types.Passage:
   if not isinstance(item, dict) or 'document' not in item:
-    return corpus.passage_of(item)
+    return passages_lib.passage_of(item)
   if 'score' not in item:
-    return corpus.passage_of(item['document'])
-  return corpus.passage_of(item['document'], score=_score(item['score']))
+    return passages_lib.passage_of(item['document'])
+  return passages_lib.passage_of(item['document'], score=_score(item['score']))
 
 
 def _read_content(item: Any) -> types.Passage:
   if not isinstance(item, dict) or 'content' not in item:
     raise ValueError('no "content"')
   document = {'id': item.get('id', ''), 'contents': item['content']}
-  return corpus.passage_of(document, score=_score(item.get('score', 0.0)))
+  return passages_lib.passage_of(document, score=_score(item.get('score', 0.0)))
 
 
 def _read_text(item: Any) -> types.Passage:
@@ -146,7 +146,7 @@ def _read_text(item: Any) -> types.Passage:
 
 
 def _read_contents(contents: Any) -> types.Passage:
-  return corpus.passage_of({'contents': contents})
+  return passages_lib.passage_of({'contents': contents})
 
 
 def _score(score: Any) -> float:
@@ -159,8 +159,8 @@ def _score(score: Any) -> float:
 
 def _write_result(lists: Lists, scores: bool) -> dict[str, Any]:
   if not scores:
-    return {'result': _written(lists, corpus.document_of)}
-  write = lambda p: {'document': corpus.document_of(p), 'score': p.score}
+    return {'result': _written(lists, passages_lib.document_of)}
+  write = lambda p: {'document': passages_lib.document_of(p), 'score': p.score}
   return {'result': _written(lists, write)}
 
 
@@ -195,7 +195,7 @@ def _written(lists: Lists, write: Callable[[types.Passage], Any]) -> list[Any]:
 
 
 def _contents(passage: types.Passage) -> str:
-  return corpus.document_of(passage)['contents']
+  return passages_lib.document_of(passage)['contents']
 
 
 _SEARCH_R1 = Dialect(

@@ -14,8 +14,8 @@ from typing import Any
 
 from stppo_jax import exits
 from stppo_jax import types
-from stppo_jax.data import lines
-from stppo_jax.retrieval.indexes import corpus as corpus_lib
+from stppo_jax.data import passages as passages_lib
+from stppo_jax.data import tables
 
 _Key = tuple[str, str]  # corpus, query
 _BEGINNING = b'{"corpus": "'  # the first bytes of every line
@@ -150,7 +150,7 @@ def _read(path: pathlib.Path, *, but_last: bool = False) -> dict[_Key, _Answer]:
   """Returns the answers of a file, or those of all lines but the last."""
   answers = {}
   with open(path, encoding='utf-8') as file:
-    for number, line in lines.numbered(file, path):
+    for number, line in tables.numbered_lines(file, path):
       if but_last and not line.endswith('\n'):
         break
       try:
@@ -177,7 +177,7 @@ def _parse(fields: Any) -> tuple[_Key, _Answer]:
     score = item.get('score', 0.0) if isinstance(item, dict) else 0.0
     if isinstance(score, bool) or not isinstance(score, int | float):
       raise ValueError('"score": expected a number')
-    passages.append(corpus_lib.passage_of(item, score=float(score)))
+    passages.append(passages_lib.passage_of(item, score=float(score)))
   key = fields['corpus'], fields['query']
   return key, _Answer(fields['topk'], passages)
 

@@ -1,16 +1,186 @@
-"""The table of corrections, which weigh the terms of the loss.
+"""Corrections, which weigh the terms of the loss, and their table.
 
-A correction is called `correction(context, low, high, statistics, **options)`
-with the bounds in force, and returns `loss_context.TermWeights`. `statistics`
-is the result of its `Choice.statistics` for the whole minibatch, and () for a
-correction that needs none. The weights of all selected corrections multiply.
-Denominators never change, so a term of weight 0 still counts.
+B trajectories, L tokens. A correction is called
+`correction(context, low, high, statistics, **options)` with the bounds in
+force, and returns `loss_context.TermWeights`. `statistics` is the result of its
+`Choice.statistics` for the whole minibatch, and () for a correction that needs
+none. The weights of all selected corrections multiply. Denominators never
+change, so a term of weight 0 still counts.
+
+`clipping_bias` has a module of its own. The others correct for a sampler whose
+probabilities differ from the trainer's. Even under the same weights, a sampler
+with other kernels, another precision or another engine has other probabilities,
+mu, than the trainer, whose probabilities before the first update are pi_old.
+With
+
+  k = pi_old (trainer) / mu (sampler)
+
+of a token, or of a sequence (the product over its policy tokens), and log k
+clipped to [-20, 20], the weights of the policy terms are
+
+  tis     min(k, cap)                          truncated (Yao et al., 2025)
+  mis     k where k <= cap, else 0             masked (Liu et al., 2025)
+  icepop  k where least <= k <= most, else 0   masked (arXiv 2510.18855)
+  geo_rs  1 where |mean log k of the sequence| <= band, else 0
+                                               rejected (documentation of verl)
+
+The weights are detached. `diagnostics.mismatch` measures k before any of this.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
 from stppo_jax.rl import clipping_bias
-from stppo_jax.rl import mismatch
+from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import options
 
+Array = jax.Array
+Number = Array | float
+LossContext = loss_context_lib.LossContext
+TermWeights = loss_context_lib.TermWeights
+sg = jax.lax.stop_gradient
+
+LEVELS = ('token', 'sequence')
+
+
+def _one(context):
+  return jnp.ones_like(context.advantages_BL)
+
+
+def _ratio(context):
+  return sg(context.ratio_at(context.level))  # Detached: a factor of a weight.
+
+
+# `tis` truncates k times this factor and then divides by the factor, because
+# the objective multiplies by it again. So 'product' truncates pi_theta / mu,
+# which is staleness and mismatch together, as in MiniRL (arXiv 2512.01374).
+TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
+  'mismatch': _one,
+  'product': _ratio,
+}
+
+
+@options.dataclass
+class Tis(options.Options):
+  """Options of `tis`.
+
+  Attributes:
+    cap: the number at which k, or k times the ratio, is truncated.
+    level: the level of k, one of `LEVELS`.
+    truncated: a key of `TRUNCATED`.
+  """
+
+  cap: float = options.number(above=0.0)
+  level: str = options.one_of(LEVELS)
+  truncated: str = options.one_of(TRUNCATED)
+
+
+def tis(
+  context: LossContext,
+  low: Number,
+  high: Number,
+  statistics: tuple[()],
+  *,
+  cap: Number,
+  level: str,
+  truncated: str,
+) -> TermWeights:
+  """Returns min(k, cap), or with truncated='product' min(k r, cap) / r.
+
+  r is the ratio at the level of the algorithm.
+  """
+  del low, high, statistics
+  factor_BL = TRUNCATED[truncated](context)
+  k_BL = jnp.exp(context.log_mismatch(level))
+  return loss_context_lib.policy_weights(
+    jnp.minimum(k_BL * factor_BL, cap) / factor_BL
+  )
+
+
+@options.dataclass
+class Mis(options.Options):
+  """Options of `mis`.
+
+  Attributes:
+    cap: the largest k whose term keeps a weight.
+    level: the level of k, one of `LEVELS`.
+  """
+
+  cap: float = options.number(above=0.0)
+  level: str = options.one_of(LEVELS)
+
+
+def mis(
+  context: LossContext,
+  low: Number,
+  high: Number,
+  statistics: tuple[()],
+  *,
+  cap: Number,
+  level: str,
+) -> TermWeights:
+  """Returns k where k <= cap, else 0."""
+  del low, high, statistics
+  k_BL = jnp.exp(context.log_mismatch(level))
+  return loss_context_lib.policy_weights(jnp.where(k_BL <= cap, k_BL, 0))
+
+
+@options.dataclass
+class Icepop(options.Options):
+  """Options of `icepop`; terms with k outside [least, most] get weight 0."""
+
+  least: float = options.number(at_most=1.0)
+  most: float = options.number()
+
+  @staticmethod
+  def conflicts(most, **_):
+    if most < 1:
+      yield 'most', most, '1 or greater'
+
+
+def icepop(
+  context: LossContext,
+  low: Number,
+  high: Number,
+  statistics: tuple[()],
+  *,
+  least: Number,
+  most: Number,
+) -> TermWeights:
+  """Returns k of the token where least <= k <= most, else 0."""
+  del low, high, statistics
+  k_BL = jnp.exp(context.log_mismatch('token'))
+  inside_BL = (k_BL >= least) & (k_BL <= most)
+  return loss_context_lib.policy_weights(jnp.where(inside_BL, k_BL, 0))
+
+
+@options.dataclass
+class GeoRs(options.Options):
+  """Options of `geo_rs`."""
+
+  band: float = options.number()
+
+
+def geo_rs(
+  context: LossContext,
+  low: Number,
+  high: Number,
+  statistics: tuple[()],
+  *,
+  band: Number,
+) -> TermWeights:
+  """Returns 0 in sequences where |mean log k| > band, else 1."""
+  del low, high, statistics
+  log_k_BL = context.log_mismatch('token')
+  mean_BL = context.mean(log_k_BL, 'sequence')
+  near_BL = jnp.abs(mean_BL) <= band
+  return loss_context_lib.policy_weights(near_BL.astype(log_k_BL.dtype))
+
+
+_ARRAYS = frozenset({'sampler_logprobs_BL'})
 CORRECTIONS = {
   'clipping_bias': options.Choice(
     clipping_bias.clipping_bias,
@@ -19,7 +189,10 @@ CORRECTIONS = {
     clipping_bias.needs_minibatch_sums,
     metrics=('stab/norm_clipped', 'stab/norm_unclipped', 'stab/rho'),
   ),
-  **mismatch.CORRECTIONS,
+  'tis': options.Choice(tis, Tis, arrays=_ARRAYS),
+  'mis': options.Choice(mis, Mis, arrays=_ARRAYS),
+  'icepop': options.Choice(icepop, Icepop, arrays=_ARRAYS),
+  'geo_rs': options.Choice(geo_rs, GeoRs, arrays=_ARRAYS),
 }
 
 # A class that holds the names of the selected corrections, and the options of

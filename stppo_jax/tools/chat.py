@@ -13,7 +13,7 @@ from stppo_jax import exits
 from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
-from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import compilation
 from stppo_jax.records import dialogues
 from stppo_jax.tools import evaluation
 from stppo_jax.training.building import assembly
@@ -52,7 +52,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   tokenizer, learner = components.tokenizer, components.learner
   example = components.questions.train(0, 1, resample_round=0)[0]
   with contextlib.ExitStack() as stack:
-    stack.enter_context(compile_time.announced(say))
+    stack.enter_context(compilation.announced(say))
     services = stack.enter_context(
       assembly.build_services(config, components.questions)
     )

@@ -31,7 +31,7 @@ from stppo_jax.learner import keys as keys_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
-from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import compilation
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
 from stppo_jax.records.checkpoints import fingerprint
@@ -113,7 +113,7 @@ def evaluate(
     )
   learner = components.learner
   with contextlib.ExitStack() as stack:
-    stack.enter_context(compile_time.announced(say))
+    stack.enter_context(compilation.announced(say))
     services = stack.enter_context(
       assembly.build_services(config, components.questions)
     )

@@ -8,7 +8,7 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import types
-from stppo_jax.data import lines
+from stppo_jax.data import tables
 from stppo_jax.envs import rewards
 
 _FIELDS = ('id', 'golden_answers', 'prompt', 'turns', 'scores', 'status')
@@ -46,7 +46,7 @@ def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
     ValueError: a line is no dialogue of a search; names file and line.
   """
   with open(path, encoding='utf-8') as file:
-    for number, line in lines.numbered(file, path):
+    for number, line in tables.numbered_lines(file, path):
       if not line.strip():
         continue
       where = f'{path}:{number}'

@@ -16,7 +16,7 @@ from typing import Any
 from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.records import alarms
-from stppo_jax.records.sinks import headline
+from stppo_jax.records import success
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock
@@ -220,7 +220,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
   """Returns the newest reward or loss, and the newest evaluation."""
   shown: dict[str, float] = {}
-  for select in (headline.main, headline.evaluation):
+  for select in (success.headline, success.headline_evaluation):
     for line in lines:
       finite = {name: x for name, x in line.items() if x is not None}
       if selected := select(finite):

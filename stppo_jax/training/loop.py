@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from stppo_jax.learner import update_metrics
+from stppo_jax.learner import utilization
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import step_metrics
@@ -87,7 +87,7 @@ def train(
       for rows in learner.minibatches(len(batch.lengths_B), step):
         state, update = learner.update(state, batch, rows, step)
         updates.append(update)
-        if update_metrics.exceeds_kl(update, config.updates.kl_stop):
+        if utilization.exceeds_kl(update, config.updates.kl_stop):
           break
       # Devices may still compute, and that time belongs to the updates.
       jax.block_until_ready(updates)

@@ -36,7 +36,7 @@ from stppo_jax import types
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
-from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import compilation
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import products
 from stppo_jax.records import timing
@@ -90,7 +90,7 @@ def start(
     # Once its handlers are gone, a request would kill the process.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     run = Run(pathlib.Path(workdir), interrupt, stack, unit, hosts)
-    stack.enter_context(compile_time.announced(run.show))
+    stack.enter_context(compilation.announced(run.show))
     with endings.handled(run, interrupt):
       yield run
 
@@ -193,7 +193,7 @@ class Run:
         claimed = run_folder.claimed(self.workdir, restart=restart)
         self._claim = self.enter(claimed)
     host_check.check_folder(self.hosts, self.workdir)
-    compile_time.keep(self.workdir / run_folder.COMPILED)
+    compilation.keep(self.workdir / run_folder.COMPILED)
 
   def record_config(self, config, *, restart: bool = False, **also) -> None:
     """Claims the folder; records the config and what else defines the run.

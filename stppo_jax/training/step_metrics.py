@@ -11,10 +11,10 @@ import dataclasses
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import loss as loss_lib
-from stppo_jax.learner import update_metrics
+from stppo_jax.learner import utilization
 from stppo_jax.models import roofline
-from stppo_jax.parallel import compile_time
-from stppo_jax.parallel import peaks
+from stppo_jax.parallel import compilation
+from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import publish
 from stppo_jax.records import timing
 from stppo_jax.tools.plan import memory
@@ -53,7 +53,7 @@ class StepMetrics:
     )
     self._slots = batch_sizes.num_slots(config, run.hosts.count)
     self._run = run
-    self._compile_seconds = run.enter(compile_time.measured())
+    self._compile_seconds = run.enter(compilation.measured())
 
   def totals(
     self, packed: batch_lib.TokenBatch, seconds: float
@@ -82,7 +82,7 @@ class StepMetrics:
       laps: the seconds of its phases, by the names of `timing.Timer`.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
-    metrics = update_metrics.summarize(updates)
+    metrics = utilization.summarize(updates)
     metrics['update/count'] = len(updates)
     metrics |= timing.step_metrics(
       laps,
@@ -94,7 +94,7 @@ class StepMetrics:
     )
     if len(totals.collect_seconds) > 1:
       metrics |= host_metrics.collect_seconds(totals.collect_seconds)
-    metrics |= peaks.max_memory()
+    metrics |= memory_lib.max_memory()
     metrics |= self._learner.utilization(
       totals.operations, seconds=laps['timing_s/update'], epochs=epochs
     )

@@ -10,8 +10,8 @@ import tensorflow_datasets as tfds
 
 from stppo_jax import __main__
 from stppo_jax.data import built
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import published
-from stppo_jax.retrieval.indexes import corpus as corpus_lib
 from tests.data import public_files
 
 _SIZES = {
@@ -145,7 +145,7 @@ def test_paragraphs_become_a_corpus_and_gold_passages(root):
     ('2wikimultihopqa', ['River 500', 'Lake 500']),
     ('musique', ['River 500', 'Lake 500']),
   ):
-    corpus = corpus_lib.read_corpus(root / f'{name}.corpus.jsonl')
+    corpus = passages_lib.read_corpus(root / f'{name}.corpus.jsonl')
     titles = {passage.id: passage.title for passage in corpus}
     # Two of 48 questions each, and a third one that all of them share.
     assert len(corpus) == 2 * 48 + 1
@@ -154,7 +154,7 @@ def test_paragraphs_become_a_corpus_and_gold_passages(root):
     assert question.hops == 2
   texts = {passage.text for passage in corpus}
   assert 'River 500 flows into Lake 500.  It is long.' in texts
-  passages = corpus_lib.read_corpus(root / 'pubmedqa.corpus.jsonl')
+  passages = passages_lib.read_corpus(root / 'pubmedqa.corpus.jsonl')
   assert passages[1].title == 'PMID 21645374 RESULTS'
   assert not (root / 'nq.corpus.jsonl').exists()
 

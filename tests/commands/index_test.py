@@ -7,7 +7,7 @@ import pytest
 
 from stppo_jax.commands import index
 from stppo_jax.commands import serve
-from stppo_jax.retrieval.indexes import corpus
+from stppo_jax.data import passages as passages_lib
 from tests.commands import serving
 from tests.retrieval import encoders
 from tests.retrieval import real_data
@@ -119,7 +119,7 @@ def _dense(tmp_path, *flags):
 )
 def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
   """The weights are random, so a passage finds itself and little more."""
-  passages = corpus.read_corpus(_SHIPPED)
+  passages = passages_lib.read_corpus(_SHIPPED)
   flags = _dense(tmp_path, '--dtype=bfloat16', '--query_prefix=')
   assert _index(_SHIPPED, tmp_path / 'index') == 0
   capsys.readouterr()

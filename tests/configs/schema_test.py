@@ -13,9 +13,9 @@ from stppo_jax.configs import relations
 from stppo_jax.configs import schema
 from stppo_jax.models import attention
 from stppo_jax.models import moe
-from stppo_jax.models import remat
+from stppo_jax.models import transformer
 from stppo_jax.rl import algorithm
-from stppo_jax.rl import mismatch
+from stppo_jax.rl import corrections
 from stppo_jax.rl import preferences
 
 _MOE = {
@@ -39,7 +39,7 @@ def _config(**changes):
   [
     ('model.attention', ('auto', *attention.IMPLEMENTATIONS)),
     ('model.moe', ('auto', *moe.IMPLEMENTATIONS)),
-    ('updates.remat', tuple(remat.POLICIES)),
+    ('updates.remat', tuple(transformer.POLICIES)),
     ('preference.name', tuple(preferences.PREFERENCES)),
   ],
 )
@@ -324,7 +324,7 @@ def test_a_broken_option_of_the_algorithm_reaches_no_relation():
 
 def test_staleness_is_corrected_by_the_corrections_of_the_mismatch():
   # Configs cannot import this table: that would import jax.
-  assert relations.STALENESS_CORRECTIONS == tuple(mismatch.CORRECTIONS)
+  assert relations.STALENESS_CORRECTIONS == tuple(corrections.CORRECTIONS)
 
 
 def test_lanes_do_not_matter_to_a_remote_engine():

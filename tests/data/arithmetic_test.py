@@ -3,7 +3,7 @@
 import pytest
 
 from stppo_jax.data import arithmetic
-from stppo_jax.envs import tool_calls
+from stppo_jax.envs import tools
 
 
 def _questions(**changes):
@@ -47,10 +47,10 @@ def test_demonstrations_call_answer_and_err_at_the_rate():
   for step, rate in ((1, 0.0), (2, 0.5)):
     wrong = 0
     for question, turns in teacher.batch(step, 200):
-      actions = [tool_calls.parse(turn) for turn in turns]
+      actions = [tools.parse(turn) for turn in turns]
       asked = question.text.removeprefix('What is ').removesuffix('?')
       right = [
-        ('tool', tool_calls.Call('calculator', {'expression': asked})),
+        ('tool', tools.Call('calculator', {'expression': asked})),
         ('answer', question.golden_answers[0]),
       ]
       wrong += actions != right

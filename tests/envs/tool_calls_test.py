@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from stppo_jax.envs import tool_calls
+from stppo_jax.envs import tools
 
 _INVALID = ('invalid', '')
 _ADD = '{"name": "add", "arguments": {"a": 1}}'
-_CALL = ('tool', tool_calls.Call('add', {'a': 1}))
+_CALL = ('tool', tools.Call('add', {'a': 1}))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ _CALL = ('tool', tool_calls.Call('add', {'a': 1}))
     # No arguments are none.
     (
       '<tool_call>{"name": "now"}</tool_call>',
-      ('tool', tool_calls.Call('now', {})),
+      ('tool', tools.Call('now', {})),
     ),
     # What is no call.
     ('', _INVALID),
@@ -47,7 +47,7 @@ _CALL = ('tool', tool_calls.Call('add', {'a': 1}))
   ],
 )
 def test_a_turn_has_one_action(text, expected):
-  assert tool_calls.parse(text) == expected
+  assert tools.parse(text) == expected
 
 
 @given(
@@ -56,6 +56,6 @@ def test_a_turn_has_one_action(text, expected):
 )
 def test_a_call_that_is_written_is_read(name, arguments):
   call = json.dumps({'name': name, 'arguments': arguments})
-  expected = ('tool', tool_calls.Call(name, arguments))
-  assert tool_calls.parse(f'<tool_call>{call}</tool_call>') == expected
-  assert tool_calls.parse(call) == expected
+  expected = ('tool', tools.Call(name, arguments))
+  assert tools.parse(f'<tool_call>{call}</tool_call>') == expected
+  assert tools.parse(call) == expected

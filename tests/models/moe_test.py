@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import moe
-from stppo_jax.models import ragged
 from stppo_jax.parallel import mesh as mesh_lib
 from tests.models import tiny
 
@@ -154,7 +153,7 @@ def test_the_kernel_for_tpu_changes_no_gradient(monkeypatch, axes, width):
     moe.IMPLEMENTATIONS,
     'grouped',
     functools.partial(
-      moe.grouped, product=functools.partial(ragged.dot, interpret=True)
+      moe.grouped, product=functools.partial(moe.ragged_dot, interpret=True)
     ),
   )
   _assert_close(_with_balance(mesh, **changes), expected)

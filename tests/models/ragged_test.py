@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.models import ragged
+from stppo_jax.models import moe
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
@@ -39,7 +39,7 @@ def _results(product, dtype, sizes, K, N):
   ],
 )
 def test_gradients_of_uneven_and_empty_groups(sizes, K, N):
-  dot = functools.partial(ragged.dot, interpret=True)
+  dot = functools.partial(moe.ragged_dot, interpret=True)
   for found, expected in zip(
     _results(dot, jnp.float32, sizes, K, N),
     _results(jax.lax.ragged_dot, jnp.float32, sizes, K, N),
@@ -50,7 +50,7 @@ def test_gradients_of_uneven_and_empty_groups(sizes, K, N):
 
 def test_sums_of_bfloat16_are_rounded_once():
   sizes = (40, 0, 23)
-  dot = functools.partial(ragged.dot, interpret=True)
+  dot = functools.partial(moe.ragged_dot, interpret=True)
   *_, found = _results(dot, jnp.bfloat16, sizes, 6, 4)
   *_, expected = _results(jax.lax.ragged_dot, jnp.float32, sizes, 6, 4)
   assert found.dtype == jnp.bfloat16
@@ -73,7 +73,7 @@ def test_the_largest_tiles_fit_on_a_chip(name, dtype):
   )
 
   def gradient(x_UK, w_XKN, sizes_X, dy_UN):
-    _, backward = jax.vjp(lambda w: ragged.dot(x_UK, w, sizes_X), w_XKN)
+    _, backward = jax.vjp(lambda w: moe.ragged_dot(x_UK, w, sizes_X), w_XKN)
     return backward(dy_UN)
 
   arrays = of(dtype, U, K), of(dtype, X, K, N), of(jnp.int32, X)

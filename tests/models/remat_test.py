@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.configs import schema
-from stppo_jax.models import remat
+from stppo_jax.models import transformer
 from tests.models import tiny
 
 # Long enough for the logits of attention to count.
@@ -60,19 +60,19 @@ def test_gradients_do_not_depend_on_policy_and_unrolling(name, unrolled):
 
 
 def test_gradients_of_every_policy_are_compared():
-  assert set(remat.POLICIES) == {'none', 'all_dots', 'dots', 'full'}
+  assert set(transformer.POLICIES) == {'none', 'all_dots', 'dots', 'full'}
 
 
 def test_every_policy_saves_less_than_the_one_before():
-  kept = [_kept(name) for name in remat.POLICIES]
+  kept = [_kept(name) for name in transformer.POLICIES]
   assert kept == sorted(set(kept), reverse=True)
 
 
 def test_an_unknown_policy_lists_the_choices():
   with pytest.raises(ValueError, match="'some'; choices: none, all_dots, dots"):
-    remat.rematerialised(lambda x: x, 'some', unrolled=False)
+    transformer.rematerialised(lambda x: x, 'some', unrolled=False)
 
 
 def test_config_rules_list_the_policies():
   rule = schema.RULES['updates.remat']
-  assert rule.allowed == 'one of ' + ', '.join(remat.POLICIES)
+  assert rule.allowed == 'one of ' + ', '.join(transformer.POLICIES)

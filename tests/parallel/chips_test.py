@@ -2,7 +2,7 @@
 
 import jax
 
-from stppo_jax.parallel import chips
+from stppo_jax.parallel import topology
 
 
 class _Device:
@@ -17,6 +17,11 @@ class _Mesh:
 
 
 def test_the_peak_is_that_of_all_devices():
-  assert chips.peak(_Mesh('TPU v5 lite', 'TPU v5 lite')) == 2 * 197e12
-  assert chips.peak(_Mesh('TPU v4', 'abacus')) is None
-  assert chips.peak(jax.sharding.Mesh(jax.devices(), ('data',))) is None
+  assert (
+    topology.peak_operations(_Mesh('TPU v5 lite', 'TPU v5 lite')) == 2 * 197e12
+  )
+  assert topology.peak_operations(_Mesh('TPU v4', 'abacus')) is None
+  assert (
+    topology.peak_operations(jax.sharding.Mesh(jax.devices(), ('data',)))
+    is None
+  )

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import compilation
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def test_a_folder_of_the_environment_gets_short_programs_too(
 ):
   own, shared = tmp_path / 'own', str(tmp_path / 'shared')
   jax.config.update('jax_compilation_cache_dir', shared)
-  compile_time.keep(own)
+  compilation.keep(own)
   assert settings() == (shared, 0.0)
   jax.config.update('jax_compilation_cache_dir', None)
-  compile_time.keep(own)
+  compilation.keep(own)
   assert settings() == (str(own), 0.0)
   # Unless somebody wants it otherwise.
   monkeypatch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '5')
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 5.0)
-  compile_time.keep(own)
+  compilation.keep(own)
   assert settings() == (str(own), 5.0)

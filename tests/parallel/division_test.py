@@ -2,7 +2,6 @@
 
 import pytest
 
-from stppo_jax.parallel import division
 from stppo_jax.parallel import mesh as mesh_lib
 
 _CUT = {
@@ -13,7 +12,7 @@ _CUT = {
 
 def _check(fsdp, tensor, num_kv_heads=4, cut=_CUT):
   mesh = mesh_lib.make_mesh(data=-1, fsdp=fsdp, tensor=tensor)
-  division.check(mesh, cut, num_kv_heads=num_kv_heads)
+  mesh_lib.check_divides(mesh, cut, num_kv_heads=num_kv_heads)
 
 
 @pytest.mark.parametrize(

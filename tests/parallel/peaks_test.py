@@ -5,21 +5,21 @@ import threading
 import jax
 import numpy as np
 
-from stppo_jax.parallel import compile_time
-from stppo_jax.parallel import peaks
+from stppo_jax.parallel import compilation
+from stppo_jax.parallel import memory
 
 
 def test_the_largest_memory_grows_and_never_falls():
-  before = peaks.max_memory()['perf/max_memory_host_gb']
+  before = memory.max_memory()['perf/max_memory_host_gb']
   assert before > 0.01
   array = np.ones(int(before * (1 << 30)), np.uint8)
   del array
-  after = peaks.max_memory()['perf/max_memory_host_gb']
+  after = memory.max_memory()['perf/max_memory_host_gb']
   assert before < after < 4 * before + 1
 
 
 def test_compiling_is_measured_once_and_only_inside():
-  with compile_time.measured() as take:
+  with compilation.measured() as take:
     jax.jit(lambda x: x * 2 + 41)(1)
     assert take() > 0
     assert take() == 0
@@ -42,7 +42,7 @@ def test_a_long_compilation_is_announced_and_its_end_too():
       f'/jax/core/compile/{event}', seconds, fun_name=f'jit({name})'
     )
 
-  with compile_time.announced(show, long=0.01):
+  with compilation.announced(show, long=0.01):
     record('jaxpr_to_mlir_module_duration', 1.0, 'update_rows')
     assert shown.wait(timeout=60)
     record('backend_compile_duration', 33.6, 'update_rows')
@@ -59,7 +59,7 @@ def test_programs_of_jax_are_announced_by_name():
     return x * 5 + 41
 
   lines = []
-  with compile_time.announced(lines.append, long=0.0):
+  with compilation.announced(lines.append, long=0.0):
     jax.jit(_scaled)(1)
   assert lines[-1] == 'compiled scaled in 0 s'
 
@@ -68,5 +68,5 @@ def test_an_announcement_that_nobody_reads_is_no_error():
   def show(line):
     raise BrokenPipeError(line)
 
-  with compile_time.announced(show, long=0.0):
+  with compilation.announced(show, long=0.0):
     assert jax.jit(lambda x: x * 6 + 41)(1) == 47

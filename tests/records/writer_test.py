@@ -12,8 +12,8 @@ from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2
 from tensorboardX.proto import plugin_hparams_pb2
 
+from stppo_jax.records import progress
 from stppo_jax.records import writer as writer_lib
-from stppo_jax.records.sinks import progress
 
 
 def _writer(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.rl import gradients
+from stppo_jax.rl import clipping_bias
 from tests.rl import batches
 
 
@@ -23,12 +23,14 @@ def test_only_a_selected_gradient_norm_divides(name, norm, divides):
 
 def test_each_term_has_its_own_gradient():
   def loss_terms(x):
-    terms = gradients.LossTerms(
+    terms = clipping_bias.LossTerms(
       policy=jnp.sum(x**2), bias=3 * x[0], other=-x[0] * x[1]
     )
     return terms, 'auxiliary'
 
-  found, outputs = gradients.term_gradients(loss_terms, jnp.array([2.0, 5.0]))
+  found, outputs = clipping_bias.term_gradients(
+    loss_terms, jnp.array([2.0, 5.0])
+  )
   np.testing.assert_array_equal(found.policy, [4, 10])
   np.testing.assert_array_equal(found.bias, [3, 0])
   np.testing.assert_array_equal(found.other, [-5, -2])
@@ -38,12 +40,12 @@ def test_each_term_has_its_own_gradient():
 @pytest.mark.parametrize(('floor', 'divisor'), [(1.0, 13.0), (26.0, 26.0)])
 def test_the_policy_alone_is_divided_by_the_norm_of_the_bias(floor, divisor):
   # |(3, 4), 12| = 13, over all leaves together.
-  terms = gradients.LossTerms(
+  terms = clipping_bias.LossTerms(
     policy={'a': jnp.array([1.0, 2.0]), 'b': jnp.array(-26.0)},
     bias={'a': jnp.array([3.0, 4.0]), 'b': jnp.array(12.0)},
     other={'a': jnp.array([10.0, 0.0]), 'b': jnp.array(5.0)},
   )
-  gradient, norm = gradients.divide_by_bias_norm(terms, floor=floor)
+  gradient, norm = clipping_bias.divide_by_bias_norm(terms, floor=floor)
   np.testing.assert_allclose(gradient['a'], [10 + 1 / divisor, 2 / divisor])
   np.testing.assert_allclose(gradient['b'], 5 - 26 / divisor)
   assert norm == 13

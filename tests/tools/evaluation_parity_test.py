@@ -10,12 +10,12 @@ import shutil
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import readers
 from stppo_jax.envs import actions
 from stppo_jax.envs import prompts
 from stppo_jax.envs import rewards
 from stppo_jax.retrieval.indexes import bm25
-from stppo_jax.retrieval.indexes import corpus as corpus_lib
 from tests.training import question_files
 from tests.training import runs
 
@@ -143,7 +143,7 @@ def test_answers_equal_those_of_a_loop_of_transformers(tmp_path):
   assert __main__.main(command) == 0
   lines = (out / 'dialogues.jsonl').read_text().splitlines()
   ours = {row['id']: row for row in map(json.loads, lines)}
-  passages = corpus_lib.read_corpus(tmp_path / 'corpus.jsonl')
+  passages = passages_lib.read_corpus(tmp_path / 'corpus.jsonl')
   loop = _Loop(model, _tokenizer(home), passages)
   questions = readers.read_questions(tmp_path / 'questions.jsonl')
   assert len(ours) == len(questions) == 64

@@ -1,18 +1,20 @@
 """Writes a policy as a Hugging Face directory, slice by slice.
 
 The host holds one slice of one leaf at a time beside what is on the devices.
-The directory gets its name when it is complete, see `atomic_dir`.
+The directory gets its name when it is complete, see `replace_dir`.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import fnmatch
 import functools
 import itertools
 import json
 import math
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -22,7 +24,6 @@ import numpy as np
 
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
-from stppo_jax.models.hf import atomic_dir
 from stppo_jax.models.hf import names
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
@@ -86,7 +87,7 @@ def export(
     for _ in _values(params, _entries(config)):
       pass
     return
-  with atomic_dir.replace_dir(directory, ours=is_ours) as folder:
+  with replace_dir(directory, ours=is_ours) as folder:
     _write_weights(folder, config, params, DTYPES[dtype], max_shard_bytes)
     text = json.dumps(_config(config, source, dtype), indent=2) + '\n'
     (folder / 'config.json').write_text(text, encoding='utf-8')
@@ -245,3 +246,51 @@ def _shape(entry: names.Entry, leaf: _Leaf) -> tuple[int, ...]:
   """Returns the shape of the tensor in the file."""
   shape = leaf.shape[len(entry.index) :]
   return shape[::-1] if entry.transposed else shape
+
+
+@contextlib.contextmanager
+def replace_dir(
+  directory: str | pathlib.Path, *, ours: Callable[[str], bool]
+) -> Iterator[pathlib.Path]:
+  """Yields an empty folder to fill, which then takes the place of `directory`.
+
+  On an error `directory` stays as it was.
+
+  Args:
+    directory: the folder to replace or create.
+    ours: function of a file's name that returns whether the new folder replaces
+      such a file of the old one. All other files move into the new folder.
+  """
+  directory = pathlib.Path(directory).resolve()
+  partial = directory.with_name(f'.{directory.name}.partial')
+  old = directory.with_name(f'.{directory.name}.old')
+  if old.is_dir():  # left by a writer that was killed
+    if directory.exists():
+      _clear(old, directory, ours)
+    else:
+      old.rename(directory)
+  if partial.is_dir():
+    shutil.rmtree(partial)
+  partial.mkdir(parents=True)
+  try:
+    yield partial
+    if directory.is_dir() and any(directory.iterdir()):
+      directory.rename(old)
+    partial.rename(directory)
+  except BaseException:
+    if old.is_dir() and not directory.exists():
+      old.rename(directory)
+    shutil.rmtree(partial, ignore_errors=True)
+    raise
+  if old.is_dir():
+    _clear(old, directory, ours)
+
+
+def _clear(
+  old: pathlib.Path, new: pathlib.Path, ours: Callable[[str], bool]
+) -> None:
+  """Removes the old folder after moving files that are not ours to the new."""
+  for path in old.iterdir():
+    if not ours(path.name) and not (new / path.name).exists():
+      os.rename(path, new / path.name)
+  shutil.rmtree(old)

@@ -28,12 +28,10 @@ import orbax.checkpoint as ocp
 
 from stppo_jax import exits
 from stppo_jax.records.checkpoints import fingerprint as fingerprint_lib
-from stppo_jax.records.checkpoints import leaves as leaves_lib
 from stppo_jax.records.checkpoints import manifest as manifest_lib
-from stppo_jax.records.checkpoints import manifest_handler
 from stppo_jax.records.checkpoints import orbax_errors
+from stppo_jax.records.checkpoints import orbax_parts
 from stppo_jax.records.checkpoints import pending_save
-from stppo_jax.records.checkpoints import preservation
 from stppo_jax.records.checkpoints import saved_steps
 from stppo_jax.workdir import run_folder
 
@@ -93,7 +91,7 @@ class Checkpointer:
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
     self._pending = pending_save.PendingSave(jax.process_count())
-    self._preservation = preservation.Preservation(
+    self._preservation = orbax_parts.Preservation(
       self._folder, keep=keep, keep_every=keep_every
     )
     self._workdir = pathlib.Path(workdir)
@@ -119,7 +117,7 @@ class Checkpointer:
             (jax.Array, handler)
           )
         ),
-        'manifest': manifest_handler.ManifestHandler(),
+        'manifest': orbax_parts.ManifestHandler(),
       },
     )
 
@@ -150,11 +148,13 @@ class Checkpointer:
     steps = self._manager.all_steps()
     if step in steps:
       return
-    leaves = leaves_lib.named(state)
+    leaves = fingerprint_lib.named(state)
     manifest = {
       'version': manifest_lib.VERSION,
       'step': step,
-      'leaves': {name: leaves_lib.kind(leaf) for name, leaf in leaves.items()},
+      'leaves': {
+        name: fingerprint_lib.kind(leaf) for name, leaf in leaves.items()
+      },
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     if self._run is not None:
@@ -164,7 +164,7 @@ class Checkpointer:
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(leaves),
-      manifest=manifest_handler.ManifestSave(manifest, list(leaves), numbers),
+      manifest=orbax_parts.ManifestSave(manifest, list(leaves), numbers),
     )
     self._pending.begin(self._manager, step, items)
     if waits:
@@ -313,13 +313,14 @@ class Checkpointer:
     """
     prefix = f'{subtree}.' if subtree else ''
     wanted = {
-      f'{prefix}{k}': x for k, x in leaves_lib.named(abstract_state).items()
+      f'{prefix}{k}': x
+      for k, x in fingerprint_lib.named(abstract_state).items()
     }
     manifest = self._attempt(lambda: self._read_manifest(step))
     self._check_run(step, manifest)
     saved = manifest['leaves']
     saved = {name: saved[name] for name in saved if name.startswith(prefix)}
-    difference = leaves_lib.difference(saved, wanted)
+    difference = fingerprint_lib.difference(saved, wanted)
     if difference:
       raise OtherState(
         f'{self._folder}: step {step} does not fit this config: {difference}'

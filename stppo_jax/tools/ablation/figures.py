@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib import figure
 import numpy as np
 
+from stppo_jax.records import plots
 from stppo_jax.records import success as success_lib
-from stppo_jax.records.sinks import plots
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from stppo_jax.tools.ablation import study as study_lib

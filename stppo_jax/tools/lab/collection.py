@@ -19,7 +19,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
-from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
@@ -55,7 +55,7 @@ def collect(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  with compile_time.announced(_show):
+  with compilation.announced(_show):
     return _collect(config, workdir=workdir, num_updates=num_updates)
 
 

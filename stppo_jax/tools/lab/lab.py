@@ -4,7 +4,7 @@ B trajectories, L tokens. The whole file is one minibatch and one microbatch,
 and the parameters are the log-probabilities themselves: the gradient is
 d loss / d logprobs_BL, what backpropagation would pass on to a model's weights.
 With a clipping bias of norm 'gradient' it is divided by the norm of the bias as
-an update does it (see `rl.gradients`), where the norm is taken over the
+an update does it (see `rl.clipping_bias`), where the norm is taken over the
 log-probabilities instead of the weights.
 
 Nothing is random and nothing is trained. An algorithm takes one compilation and
@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import clipping_bias as clipping_bias_lib
 from stppo_jax.rl import corrections
 from stppo_jax.rl import diagnostics as diagnostics_lib
-from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
-from stppo_jax.rl import mismatch_metrics
 from stppo_jax.tools.lab import saved_batch
 
 _ALWAYS_REQUIRED = (
@@ -135,7 +134,7 @@ def _differentiate(
       entropy_coefficient=entropy_coefficient,
       num_turns=num_turns,
     )
-    return gradients_lib.LossTerms(loss.policy, loss.bias, loss.other), loss
+    return clipping_bias_lib.LossTerms(loss.policy, loss.bias, loss.other), loss
 
   def total(logprobs_BL):
     terms, loss = loss_terms(logprobs_BL)
@@ -143,8 +142,8 @@ def _differentiate(
 
   bias_norm = jnp.zeros(())
   if algorithm.divides_by_bias_norm:
-    gradients, loss = gradients_lib.term_gradients(loss_terms, logprobs_BL)
-    gradient_BL, bias_norm = gradients_lib.divide_by_bias_norm(
+    gradients, loss = clipping_bias_lib.term_gradients(loss_terms, logprobs_BL)
+    gradient_BL, bias_norm = clipping_bias_lib.divide_by_bias_norm(
       gradients, floor=algorithm.correction.clipping_bias.floor
     )
   else:
@@ -159,7 +158,7 @@ def _differentiate(
     'stab/bias_grad_norm': bias_norm,
   }
   if batch.sampler_logprobs_BL is not None:
-    metrics |= mismatch_metrics.measure(
+    metrics |= diagnostics_lib.mismatch(
       batch.old_logprobs_BL, batch.sampler_logprobs_BL, batch.loss_mask_BL
     )
   arrays = {

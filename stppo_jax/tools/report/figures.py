@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib import figure
 from matplotlib import ticker
 
-from stppo_jax.records.sinks import plots
+from stppo_jax.records import plots
 from stppo_jax.workdir import atomic_files
 
 _DASHES = ('-', '--', ':', '-.')

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from stppo_jax.records import success
-from stppo_jax.records.sinks import headline
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import run_files
 
@@ -93,7 +92,7 @@ def evaluations(run: run_files.Run) -> list[tuple[int, float]]:
   return [
     (step, score)
     for step, metrics in sorted(by_step.items())
-    for score in headline.evaluation(metrics).values()
+    for score in success.headline_evaluation(metrics).values()
   ]
 
 

@@ -4,8 +4,8 @@ import pathlib
 
 from stppo_jax import settings
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.records import trackers
 from stppo_jax.records import writer as writer_lib
-from stppo_jax.records.sinks import trackers
 from stppo_jax.workdir import run_folder
 
 

@@ -1,6 +1,6 @@
 """Checks, before anything is loaded, that a run fits its devices' memory.
 
-The count is the plan's (`tools/plan/plan.py`) of weights, moments, gradients, the
+The count is the plan's of weights, moments, gradients, the
 reference, the engine, and what decoding copies of it. Programs need more than
 that, so what is refused here would have failed later, after everything was
 loaded. What is advised counts the temporaries of an update too, by the plan's

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from stppo_jax.models.hf import atomic_dir
+from stppo_jax.models.hf import export
 
 
 def _fill(folder, text, names=('weights', 'config')):
@@ -21,7 +21,7 @@ def _content(folder):
 
 def _replace(target, text='new', names=('weights', 'config')):
   ours = {'weights', 'config', 'index'}.__contains__
-  with atomic_dir.replace_dir(target, ours=ours) as folder:
+  with export.replace_dir(target, ours=ours) as folder:
     _fill(folder, text, names)
 
 
@@ -32,7 +32,7 @@ _OLD, _NEW = (
 
 def test_the_folder_has_no_name_before_it_is_complete(tmp_path):
   target = tmp_path / 'deep' / 'policy'
-  with atomic_dir.replace_dir(target, ours=bool) as folder:
+  with export.replace_dir(target, ours=bool) as folder:
     _fill(folder, 'new')
     assert not target.exists()
   assert _content(target) == _NEW
@@ -60,7 +60,7 @@ def test_an_error_leaves_the_old_folder(tmp_path, error):
   target = tmp_path / 'policy'
   _fill(target, 'old')
   with pytest.raises(error):
-    with atomic_dir.replace_dir(target, ours=bool) as folder:
+    with export.replace_dir(target, ours=bool) as folder:
       _fill(folder, 'new')
       raise error
   assert _content(target) == _OLD

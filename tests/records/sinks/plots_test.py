@@ -7,7 +7,7 @@ from matplotlib import image
 import numpy as np
 import pytest
 
-from stppo_jax.records.sinks import plots
+from stppo_jax.records import plots
 
 
 def _write(path, rows):

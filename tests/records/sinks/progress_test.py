@@ -6,7 +6,7 @@ import os
 
 import rich.console
 
-from stppo_jax.records.sinks import progress
+from stppo_jax.records import progress
 
 
 def _progress(num_steps, times, *, terminal=False):

@@ -15,8 +15,8 @@ import types
 
 import pytest
 
+from stppo_jax.records import trackers
 from stppo_jax.records import writer as writer_lib
-from stppo_jax.records.sinks import trackers
 
 _IDENTITY = trackers.Identity(
   title='quickstart: st_ppo, seed 0',
@@ -161,7 +161,7 @@ def test_trackio_keeps_the_steps_on_this_machine(tmp_path):
   # It reads where to keep them when it is imported.
   script = f"""
 import pathlib
-from stppo_jax.records.sinks import trackers
+from stppo_jax.records import trackers
 from tests.records.sinks import trackers_test
 identity = trackers_test._identity(pathlib.Path({str(tmp_path)!r}, 'run'))
 tracker = trackers.Tracker('trackio', identity)

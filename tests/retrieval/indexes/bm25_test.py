@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval.indexes import bm25
-from stppo_jax.retrieval.indexes import corpus
 from tests.retrieval import real_data
 
 # After `bm25`, which imports it without jax.
@@ -116,7 +116,7 @@ def test_importing_it_does_not_import_jax():
 
 
 def test_the_ranking_is_that_of_bm25s_called_directly():
-  passages = corpus.read_corpus(real_data.SHIPPED / 'corpus.jsonl')
+  passages = passages_lib.read_corpus(real_data.SHIPPED / 'corpus.jsonl')
   index = bm25.Bm25Index(passages)
   rows = real_data.questions(real_data.SHIPPED / 'questions.jsonl')
   texts = [bm25.words_of(f'{p.title}\n{p.text}') for p in passages]

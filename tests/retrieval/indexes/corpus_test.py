@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import pytest
 
 from stppo_jax import types
-from stppo_jax.retrieval.indexes import corpus
+from stppo_jax.data import passages
 
 
 def _write(tmp_path, *lines):
@@ -24,7 +24,7 @@ def test_reads_both_shapes(tmp_path):
     '{"pid": "p1", "title": "B", "text": "body"}',
     '{"id": 7, "title": "C", "text": ""}',
   )
-  assert corpus.read_corpus(path) == [
+  assert passages.read_corpus(path) == [
     types.Passage('0', 'A Title', 'first\nsecond'),
     types.Passage('p1', 'B', 'body'),
     types.Passage('7', 'C', ''),
@@ -42,7 +42,7 @@ def test_reads_both_shapes(tmp_path):
   ],
 )
 def test_contents(contents, title, text):
-  passage = corpus.passage_of({'id': 'x', 'contents': contents})
+  passage = passages.passage_of({'id': 'x', 'contents': contents})
   assert (passage.title, passage.text) == (title, text)
 
 
@@ -52,7 +52,9 @@ def test_contents(contents, title, text):
 )
 def test_documents_round_trip(title, text):
   passage = types.Passage('i', title, text)
-  read = corpus.passage_of(json.loads(json.dumps(corpus.document_of(passage))))
+  read = passages.passage_of(
+    json.loads(json.dumps(passages.document_of(passage)))
+  )
   assert read.text == text
   assert read.title == ' '.join(title.splitlines())
 
@@ -75,7 +77,7 @@ def test_documents_round_trip(title, text):
 def test_a_bad_line_is_named(tmp_path, line, message):
   path = _write(tmp_path, '{"id": "0", "contents": "a"}', line)
   with pytest.raises(ValueError) as error:
-    corpus.read_corpus(path)
+    passages.read_corpus(path)
   assert str(error.value).startswith(f'{path}:2: ')
   assert message in str(error.value)
   assert '\n' not in str(error.value)
@@ -83,9 +85,9 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 def test_missing_empty_and_binary_files(tmp_path):
   with pytest.raises(FileNotFoundError, match='no such file'):
-    corpus.read_corpus(tmp_path / 'absent')
+    passages.read_corpus(tmp_path / 'absent')
   with pytest.raises(ValueError, match='no passages'):
-    corpus.read_corpus(_write(tmp_path, ''))
+    passages.read_corpus(_write(tmp_path, ''))
   (tmp_path / 'binary').write_bytes(b'\xff\xfe')
   with pytest.raises(ValueError, match='not UTF-8'):
-    corpus.read_corpus(tmp_path / 'binary')
+    passages.read_corpus(tmp_path / 'binary')

@@ -3,7 +3,7 @@
 import pytest
 
 from stppo_jax import types
-from stppo_jax.retrieval.indexes import hybrid
+from stppo_jax.retrieval.indexes import backends
 
 
 class _Ranked:
@@ -26,7 +26,7 @@ class _Ranked:
 
 def test_ranks_are_fused():
   first, second = _Ranked({'q': 'abc', 'r': ''}), _Ranked({'q': 'cda', 'r': ''})
-  index = hybrid.HybridIndex([first, second])
+  index = backends.HybridIndex([first, second])
   found, none = index.search(['q', 'r'], 3)
   assert none == [] and len(index) == 26
   # a: ranks 1 and 3; c: ranks 3 and 1, a tie; b and d: rank 2 of one.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stppo_jax.records.sinks import plots
+from stppo_jax.records import plots
 from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib

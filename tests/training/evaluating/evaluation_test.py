@@ -9,6 +9,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.training import collection
 from stppo_jax.training.evaluating import evaluation
 from tests.training import runs
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.rl import mismatch_metrics
+from stppo_jax.rl import diagnostics
 from tests.rl import batches
 
-_measure = jax.jit(mismatch_metrics.measure)
+_measure = jax.jit(diagnostics.mismatch)
 
 
 def test_metrics_by_hand():
@@ -64,7 +64,7 @@ def test_nothing_overflows_and_nothing_vanishes(apart):
   assert found['mismatch/logprob_abs_diff'] == abs(apart)
   product = found['mismatch/sequence_log_weight_raw_max']
   assert product == pytest.approx(4000 * abs(apart), rel=1e-5)
-  largest = np.exp(min(apart, mismatch_metrics.LOG_WEIGHT_LIMIT))
+  largest = np.exp(min(apart, diagnostics.LOG_WEIGHT_LIMIT))
   assert found['mismatch/weight_raw_max'] == pytest.approx(largest, rel=1e-5)
 
 

@@ -1,1 +1,0 @@
-"""Sinks: the terminal, plots and trackers show the metrics of a run."""
