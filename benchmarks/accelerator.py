@@ -161,7 +161,7 @@ def learner_table(
   )
 
   def update():
-    box[0], metrics = learner.update_epochs(box[0], placed, 0)
+    box[0], metrics = learners.update_epochs(learner, box[0], placed, 0)
     jax.block_until_ready(box[0])
     return metrics
 

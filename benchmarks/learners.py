@@ -17,6 +17,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import utilization
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pack
@@ -128,8 +129,8 @@ class Trainer:
 
   def step(self) -> dict[str, float]:
     """Updates both models; returns the metrics."""
-    self.state, metrics = self._learner.update_epochs(
-      self.state, self._placed, 0
+    self.state, metrics = update_epochs(
+      self._learner, self.state, self._placed, 0
     )
     jax.block_until_ready(self.state)
     return metrics
@@ -139,6 +140,20 @@ class Trainer:
     return jax.tree.map(
       lambda x: np.array(x), (self.state.policy.params, self.state.value.params)
     )
+
+
+def update_epochs(
+  learner: learner_lib.Learner,
+  state: state_lib.TrainState,
+  batch: batch_lib.TokenBatch,
+  step: int,
+) -> tuple[state_lib.TrainState, dict[str, float]]:
+  """Makes all updates of a step; returns the new state and their metrics."""
+  outputs = []
+  for rows in learner.minibatches(len(batch.lengths_B), step):
+    state, output = learner.update(state, batch, rows, step)
+    outputs.append(output)
+  return state, utilization.summarize(outputs)
 
 
 def _with_head(state: state_lib.TrainState) -> state_lib.TrainState:

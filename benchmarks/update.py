@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import batches
+from benchmarks import learners
 from benchmarks import measure
 from stppo_jax import batch as batch_lib
 from stppo_jax.configs import quickstart
@@ -64,7 +65,9 @@ class Subject(NamedTuple):
     return self._step(state, _WARM_STEPS)
 
   def _step(self, state, number):
-    state, metrics = self.learner.update_epochs(state, self.batch, number)
+    state, metrics = learners.update_epochs(
+      self.learner, state, self.batch, number
+    )
     jax.block_until_ready(state)
     return metrics
 

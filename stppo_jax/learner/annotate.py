@@ -90,11 +90,10 @@ def annotate(
   # Cast once, outside the loop over microbatches, so that gathers between
   # devices move the smaller dtype.
   dtype = models.policy.config.dtype
-  params, frozen = forward.cast_params(state, frozen=state.frozen, dtype=dtype)
-  reference, old = precision.cast((reference, old), dtype)
-  reference = frozen if reference is None else reference
-  if reference is None:
+  if reference is None and not state.frozen:
     raise ValueError('reference: missing, and there is no base under adapters')
+  params, reference, old = precision.cast((state.params, reference, old), dtype)
+  frozen_reference = params.frozen if reference is None else reference
 
   num_microbatches = 1
   if microbatch_size:
@@ -103,8 +102,7 @@ def annotate(
     lambda inputs: _model_outputs(
       inputs,
       params,
-      frozen,
-      reference,
+      frozen_reference,
       old,
       models=models,
       temperature=temperature,
@@ -178,8 +176,7 @@ def _metrics(
 
 def _model_outputs(
   inputs: forward.ModelInputs,
-  params: forward.TrainedParams,
-  frozen: functional.Params | None,
+  params: model_roles.Params,
   reference: functional.Params,
   old: functional.Params | None,
   *,
@@ -192,14 +189,13 @@ def _model_outputs(
   current = forward.token_outputs(
     params,
     **kwargs,
-    frozen=frozen,
     models=models,
     temperature=temperature,
   )
   outputs = current
   if old is not None:
     outputs = policy.token_outputs(
-      state_lib.join_frozen(policy, frozen, old),
+      policy.join_params(params.frozen, old),
       **kwargs,
       temperature=temperature,
     )

@@ -11,7 +11,7 @@ The rows of a minibatch are sorted by length, and each microbatch may be cut off
 behind its longest row, so that short rows are not computed at the length of
 long ones.
 
-The result is that of `update.update` up to the order of the float32 sums. A
+The result is that of `step.update` up to the order of the float32 sums. A
 mesh of several devices splits the rows itself and does not use this module.
 """
 
@@ -28,11 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import forward
-from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
-from stppo_jax.learner import update as update_lib
-from stppo_jax.models import functional
+from stppo_jax.learner import step as step_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 
 Tree = Any
@@ -74,10 +72,12 @@ def unit(max_length: int, num_lengths: int) -> int:
 
 
 class Updater:
-  """Updates like `update.update`, on one device and several cores.
+  """Updates like `step.update`, on one device and several cores.
 
   Args:
     spec: static; `num_workers` divides its `num_microbatches`.
+    method: one of `policy_loss`.
+    optimizers: the optimisers.
     num_workers: programs that run at the same time.
     unit: microbatches are cut off at multiples of so many tokens; 0: never.
     out_shardings: layout of the state.
@@ -85,26 +85,29 @@ class Updater:
 
   def __init__(
     self,
-    spec: loss_lib.UpdateSpec,
+    spec: step_lib.Spec,
+    method: step_lib.Method,
+    optimizers: state_lib.Optimizers,
     *,
     num_workers: int,
     unit: int,
     out_shardings: Tree,
   ):
-    self._spec = spec
+    self._spec, self._method = spec, method
+    self._optimizers = optimizers
     self._num_workers = num_workers
     self._unit = unit
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
     self._select = jax.jit(_select_rows, static_argnames='length')
-    self._cast = jax.jit(
-      functools.partial(forward.cast_params, dtype=spec.policy.config.dtype)
-    )
+    self._cast = jax.jit(functools.partial(step_lib.cast, spec=spec))
     self._outputs = jax.jit(
-      functools.partial(loss_lib.policy_outputs, spec=spec)
+      functools.partial(policy_loss.outputs_of, spec=spec)
     )
     self._context = jax.jit(self._join_context)
-    self._sums = jax.jit(functools.partial(update_lib.sum_gradients, spec=spec))
+    self._sums = jax.jit(
+      functools.partial(step_lib.sum_gradients, method=method, spec=spec)
+    )
     self._apply = jax.jit(
       self._join_and_apply,
       donate_argnums=0,
@@ -114,44 +117,34 @@ class Updater:
   def update(
     self,
     state: state_lib.TrainState,
+    frozen: Tree,
     batch: batch_lib.TokenBatch,
     rows: np.ndarray,
-    algorithm: algorithm_lib.Algorithm,
-    hyperparameters: update_lib.Hyperparameters,
-    *,
-    frozen: functional.Params | None = None,
-  ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-    """Updates on some rows of a batch; see `update.update`.
+    hyperparameters: step_lib.Hyperparameters,
+  ) -> tuple[state_lib.TrainState, step_lib.LossOutputs]:
+    """Updates on some rows of a batch; see `step.update`.
 
     Args:
-      state, batch, algorithm, hyperparameters, frozen: see `update.update`.
+      state, frozen, hyperparameters: see `step.update`.
+      batch: the annotated batch.
       rows: int32, the rows of the batch that form the minibatch.
     """
     minibatch, microbatches = self._split(batch, rows)
-    params, frozen = self._cast(state, frozen=frozen)
-    outputs = None
-    if algorithm.uses_minibatch_statistics:
-      compute = functools.partial(self._outputs, params, frozen=frozen)
+    params = self._cast(state.with_frozen(frozen))
+    inputs, outputs = hyperparameters.loss, None
+    if inputs.algorithm.uses_minibatch_statistics:
       outputs = self._map(
-        lambda share: [compute(microbatch) for microbatch in share],
+        lambda share: [self._outputs(params, m) for m in share],
         microbatches,
         'outputs',
       )
-    context = self._context(minibatch, algorithm, outputs)
-    sum_microbatch = lambda microbatch: self._sums(
-      params,
-      microbatch,
-      context,
-      algorithm,
-      hyperparameters.loss,
-      frozen=frozen,
-    )
+    context = self._context(minibatch, inputs, outputs)
     sums = self._map(
-      lambda share: _sum_share(share, sum_microbatch),
+      lambda share: _sum_share(share, lambda m: self._sums(params, m, context)),
       microbatches,
-      ('sums', jax.tree.structure((algorithm, context))),
+      ('sums', jax.tree.structure(context)),
     )
-    return self._apply(state, sums, algorithm, hyperparameters)
+    return self._apply(state, sums, hyperparameters)
 
   def _split(self, batch, rows):
     """Returns the minibatch and its microbatches, from short rows to long ones.
@@ -197,30 +190,33 @@ class Updater:
     self._compiled |= kinds
     return [function(share) for share in shares]
 
-  def _join_context(self, minibatch, algorithm, outputs):
+  def _join_context(self, minibatch, inputs, outputs):
     if outputs is not None:
       length = minibatch.tokens_BL.shape[1]
       pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2])))
       # Undoes the distribution to the workers.
       in_order = [pair for pairs in zip(*outputs) for pair in pairs]
       outputs = _concatenate(jax.tree.map(pad, in_order))
-    context = loss_lib.minibatch_context(
-      minibatch, algorithm, outputs=outputs, spec=self._spec
+    context = policy_loss.join_context(
+      minibatch, inputs, outputs, spec=self._spec
     )
-    if self._spec.policy.config.num_experts:
+    if self._spec.models.policy.config.num_experts:
       return context
     # The minibatch is read for the load of experts only. Without it, its length
     # does not matter to the program that sums.
-    return context._replace(batch=None)
+    return context._replace(minibatch=None)
 
-  def _join_and_apply(self, state, sums, algorithm, hyperparameters):
+  def _join_and_apply(self, state, sums, hyperparameters):
     summands, diagnostics = zip(*sums)
-    total = jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *summands)
-    gradient, outputs = update_lib.finish_gradients(
-      algorithm, total, _concatenate(sum(diagnostics, []))
+    add = lambda *x: functools.reduce(jnp.add, x)
+    gradient, metrics = jax.tree.map(add, *summands)
+    gradient, outputs = self._method.finish(
+      gradient,
+      step_lib.LossOutputs(metrics, _concatenate(sum(diagnostics, []))),
+      hyperparameters.loss,
     )
-    return update_lib.apply_gradients(
-      state, gradient, outputs, hyperparameters, spec=self._spec
+    return step_lib.apply_gradients(
+      state, gradient, outputs, hyperparameters, optimizers=self._optimizers
     )
 
 
@@ -248,12 +244,12 @@ def _add(total, summand):
 
 def _sum_share(share, sum_microbatch):
   """Returns the sums and the diagnostics of one worker's microbatches."""
-  total, first = sum_microbatch(share[0])
-  diagnostics = [first]
-  for microbatch in share[1:]:
-    summand, of_microbatch = sum_microbatch(microbatch)
-    total = _add(total, summand)
-    diagnostics.append(of_microbatch)
+  total, diagnostics = None, []
+  for microbatch in share:
+    gradient, outputs = sum_microbatch(microbatch)
+    summand = gradient, outputs.metrics
+    total = summand if total is None else _add(total, summand)
+    diagnostics.append(outputs.diagnostics)
   return total, diagnostics
 
 

@@ -8,15 +8,14 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import cpu_parallel
-from stppo_jax.learner import forward
-from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import policy_loss
 from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details as token_details_lib
-from stppo_jax.learner import update as update_lib
 from stppo_jax.learner import utilization as utilization_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
@@ -60,7 +59,7 @@ class Learner:
     models = model_roles.build(
       config, shape, mesh, uses_values=self._algorithm.uses_values
     )
-    self._policy = models.policy
+    self._models = models
     self.policy = models.policy.plain_policy
     self.decoded = dataclasses.replace(self.policy, lora=models.policy.lora)
     self.mesh = mesh
@@ -74,17 +73,13 @@ class Learner:
     value_optimizer, value_numbers = optimizer_lib.from_config(
       config.value_optimizer
     )
-    self._hyperparameters = update_lib.Hyperparameters(
-      loss=loss_lib.Coefficients(
-        entropy=config.loss.entropy_coefficient,
-        value_clip=config.loss.value_clip,
-        value=config.loss.value_coefficient,
-        load_balance=config.loss.load_balance_coefficient,
-      ),
-      policy=policy_numbers,
-      value=value_numbers,
-      policy_learns=True,
+    self._coefficients = policy_loss.Coefficients(
+      entropy=config.loss.entropy_coefficient,
+      value_clip=config.loss.value_clip,
+      value=config.loss.value_coefficient,
+      load_balance=config.loss.load_balance_coefficient,
     )
+    self._numbers = policy_numbers, value_numbers
     updates = config.updates
     core_rows = updates.core_rows
     if not cpu_parallel.is_supported(mesh, self._algorithm):
@@ -92,10 +87,9 @@ class Learner:
     microbatch_size = (
       core_rows or updates.microbatch_size or updates.minibatch_size
     )
-    self._spec = loss_lib.UpdateSpec(
-      *models,
-      policy_optimizer,
-      value_optimizer,
+    self._optimizers = state_lib.Optimizers(policy_optimizer, value_optimizer)
+    self._spec = step_lib.Spec(
+      models,
       temperature=config.rollout.temperature,
       num_turns=config.env.max_turns + 1,
       num_microbatches=updates.minibatch_size // microbatch_size,
@@ -103,7 +97,9 @@ class Learner:
     self._microbatch_size = microbatch_size
     self._programs = programs_lib.build(
       self._spec,
+      self._optimizers,
       mesh,
+      divides_by_bias_norm=self._algorithm.divides_by_bias_norm,
       microbatch_size=microbatch_size,
       routing_replay=updates.routing_replay,
       uses_cores=core_rows > 0,
@@ -113,7 +109,7 @@ class Learner:
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first update."""
     return self._programs.init(
-      *weights_lib.load_start(self._config, self._policy, self.mesh)
+      *weights_lib.load_start(self._config, self._models.policy, self.mesh)
     )
 
   def reference(self) -> functional.Params | None:
@@ -188,8 +184,8 @@ class Learner:
     batch: batch_lib.TokenBatch,
     rows: np.ndarray,
     step: int,
-  ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-    """Takes one optimiser step on some rows; see `update.update`.
+  ) -> tuple[state_lib.TrainState, step_lib.LossOutputs]:
+    """Takes one optimiser step on some rows; see `step.update`.
 
     Args:
       state: the state before, whose arrays but the frozen ones are donated.
@@ -198,34 +194,18 @@ class Learner:
       step: the training step; during the value warm-up the policy stays as it
         is.
     """
-    learns = step >= self._config.loss.value_warmup_steps
     frozen = state.frozen
     state, outputs = self._programs.update_minibatch(
-      dataclasses.replace(state, frozen=None),
-      batch,
-      rows,
-      self._algorithm,
-      self._hyperparameters._replace(policy_learns=learns),
-      frozen=frozen,
+      state.with_frozen({}), frozen, batch, rows, self._hyperparameters(step)
     )
-    return dataclasses.replace(state, frozen=frozen), outputs
+    return state.with_frozen(frozen), outputs
 
-  def update_epochs(
-    self,
-    state: state_lib.TrainState,
-    batch: batch_lib.TokenBatch,
-    step: int,
-  ) -> tuple[state_lib.TrainState, dict[str, float]]:
-    """Does all updates of a step, as `training/loop.py` does.
-
-    Returns:
-      The new state and the metrics of `update_metrics.summarize`.
-    """
-    outputs = []
-    for rows in self.minibatches(len(batch.lengths_B), step):
-      state, output = self.update(state, batch, rows, step)
-      outputs.append(output)
-    return state, utilization_lib.summarize(outputs)
+  def _hyperparameters(self, step: int) -> step_lib.Hyperparameters:
+    return step_lib.Hyperparameters(
+      policy_loss.Inputs(self._algorithm, self._coefficients),
+      *self._numbers,
+      policy_learns=step >= self._config.loss.value_warmup_steps,
+    )
 
   def token_outputs(
     self,
@@ -236,10 +216,7 @@ class Learner:
   ) -> functional.TokenOutputs:
     """Returns `forward.token_outputs` of rows laid out like a batch's."""
     return self._programs.token_outputs(
-      forward.trained_params(state),
-      tokens_BL,
-      frozen=state.frozen,
-      expert_ids=expert_ids,
+      state.params, tokens_BL, expert_ids=expert_ids
     )
 
   def token_details(
@@ -328,8 +305,8 @@ class Learner:
     return utilization_lib.shares(
       counts,
       peak_operations=peak * seconds / epochs,
-      has_value_model=self._spec.value is not None,
-      trains_adapters=self._policy.lora is not None,
+      has_value_model=self._models.value is not None,
+      trains_adapters=self._models.policy.lora is not None,
       extra_pass=extra_pass and self._spec.num_microbatches > 1,
     )
 
@@ -353,14 +330,15 @@ class Learner:
       params: trained weights of an earlier policy; None: those of the state.
     """
     trained = state.policy.params if params is None else params
-    if state.frozen is None:
-      return programs_lib.merge_adapters(self._policy, None, trained)
-    return self._programs.merge(state.frozen, trained)
+    whole = model_roles.Params(model_roles.Trained(trained, None), state.frozen)
+    if not state.frozen:
+      return programs_lib.merged(self._models, whole)
+    return self._programs.merge(whole)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """Returns a tree with the structure of the run's checkpoints."""
     published = (state.policy.params,) * self._config.rollout.steps_ahead
-    return dataclasses.replace(state, published=published, frozen=None)
+    return dataclasses.replace(state, published=published, frozen={})
 
   def abstract_policy_params(self) -> Any:
     """Returns shapes and layouts of the policy's trained weights."""
@@ -375,7 +353,7 @@ class Learner:
     cast = jax.eval_shape(
       lambda params: precision.cast(params, self.policy.config.dtype), weights
     )
-    start = weights if self._policy.lora is None else cast
+    start = weights if self._models.policy.lora is None else cast
     state = self._abstract_state_of(start)
     reference = None
     if self._has_own_reference:
@@ -409,12 +387,12 @@ class Learner:
       reference=reference,
     )
     return self._programs.update.lower(
-      dataclasses.replace(state, frozen=None),
+      state.with_frozen({}),
+      state.frozen,
       self._laid_out(batch),
       np.arange(self._config.updates.minibatch_size, dtype=np.int32),
-      self._algorithm,
-      self._hyperparameters,
-      frozen=state.frozen,
+      # Of a step after the value warm-up, in which both models learn.
+      self._hyperparameters(self._config.loss.value_warmup_steps),
     )
 
   def _laid_out(self, batch: batch_lib.TokenBatch) -> batch_lib.TokenBatch:
@@ -432,7 +410,7 @@ class Learner:
 
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
     """Returns shapes and layouts of the state that starts from the weights."""
-    init = programs_lib.init_state(self._spec)
+    init = programs_lib.init_state(self._models, self._optimizers)
     state = jax.eval_shape(init, weights, jax.random.key(0))
     return _with_shardings(state, self._programs.layout)
 

@@ -1,4 +1,4 @@
-"""Builds the models that a run trains: their heads, backbones and adapters."""
+"""The models that a run trains, and their weights as one tree."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,31 @@ import jax
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import lora
+
+
+class Trained(NamedTuple):
+  """The trained weights of both models, or their gradients.
+
+  Attributes:
+    policy: all weights of the policy, or its adapters and heads.
+    value: the same of the value model; None without one.
+  """
+
+  policy: functional.Params
+  value: functional.Params | None
+
+
+class Params(NamedTuple):
+  """All weights that the models of a run compute with.
+
+  Attributes:
+    trained: what updates change.
+    frozen: the base under the adapters of both models, in the dtype of the
+      activations; {} where everything is trained.
+  """
+
+  trained: Trained
+  frozen: functional.Params
 
 
 class Models(NamedTuple):
@@ -20,6 +45,15 @@ class Models(NamedTuple):
 
   policy: functional.Model
   value: functional.Model | None
+
+  def policy_weights(self, params: Params) -> functional.Params:
+    """Returns the weights of `policy` as one tree; no array is copied."""
+    return self.policy.join_params(params.frozen, params.trained.policy)
+
+  def value_weights(self, params: Params) -> functional.Params:
+    """Returns the weights of `value` as one tree; no array is copied."""
+    assert self.value is not None and params.trained.value is not None
+    return self.value.join_params(params.frozen, params.trained.value)
 
 
 def build(

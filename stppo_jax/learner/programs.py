@@ -5,7 +5,6 @@ program is traced and compiled once in a process.
 """
 
 from collections.abc import Callable
-import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -16,27 +15,40 @@ import jax.numpy as jnp
 from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.learner import forward
-from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import model_roles
+from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details
-from stppo_jax.learner import update as update_lib
-from stppo_jax.models import functional
 from stppo_jax.parallel import compilation
+from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.parallel import sharding
 
 
-class Programs(NamedTuple):
-  """Jitted functions, and the layout of the state that they work on.
+class Updating(NamedTuple):
+  """What every kind of training compiles.
 
   Attributes:
     layout: the shardings of the state.
     init: makes the state of weights, which it donates, and a random key.
+    update: see `step.update`; it donates the state.
+  """
+
+  layout: state_lib.TrainState
+  init: Callable[..., Any]
+  update: Any
+
+
+class Programs(NamedTuple):
+  """Jitted functions of reinforcement, and the layout of their state.
+
+  Attributes:
+    layout, init: see `Updating`.
     copy: copies the policy's trained weights.
-    merge: returns the policy's weights of its base and its adapters.
+    merge: returns the policy's weights without adapters, see `merged`.
     token_outputs: see `forward.token_outputs`.
     annotate: see `annotate.annotate`.
-    update: see `update.update_rows`; it donates the state.
+    update: `step.update` on some rows of a batch; it donates the state.
     update_minibatch: `update`, or the same on several cores of a CPU.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
   """
@@ -52,13 +64,68 @@ class Programs(NamedTuple):
   token_details: Callable[..., Any]
 
 
+@functools.lru_cache(maxsize=8)
+def updating(
+  spec: step_lib.Spec,
+  optimizers: state_lib.Optimizers,
+  method: step_lib.Method,
+  mesh: jax.sharding.Mesh,
+  *,
+  selects_rows: bool = False,
+) -> Updating:
+  """Returns the programs that start and update a state.
+
+  Args:
+    spec: the models and the sizes of an update.
+    optimizers: their optimisers.
+    method: how the gradient is computed.
+    mesh: the mesh of training.
+    selects_rows: whether `update` takes (state, frozen, batch, rows, numbers)
+      and not a minibatch. Selecting the rows and updating are one program: two
+      programs in flight, both with collectives, can block each other on CPU
+      devices.
+
+  Raises:
+    ValueError: the targets of the adapters match no layer.
+  """
+  init = init_state(spec.models, optimizers)
+  weights = spec.models.policy.plain_policy.abstract_params
+  state = jax.eval_shape(init, weights, jax.random.key(0))
+  layout = sharding.param_shardings(state, mesh)
+  one_step = functools.partial(
+    step_lib.update, method=method, spec=spec, optimizers=optimizers
+  )
+
+  def update_rows(state, frozen, batch, rows, hyperparameters):
+    minibatch = rows_lib.select(batch, rows, mesh)
+    return one_step(state, frozen, minibatch, hyperparameters)
+
+  jit = functools.partial(
+    compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
+  )
+  return Updating(
+    layout=layout,
+    # Donated, so that no second copy of the weights is made.
+    init=jit(init, donate_argnums=0, out_shardings=layout),
+    # The layout is pinned. The compiler might lay out an updated state other
+    # than a new or restored one, and then the update would compile twice.
+    update=jit(
+      update_rows if selects_rows else one_step,
+      donate_argnums=0,
+      out_shardings=(layout.with_frozen({}), None),
+    ),
+  )
+
+
 # A process that trains several algorithms needs few: most of them differ in
 # numbers only.
 @functools.lru_cache(maxsize=8)
 def build(
-  spec: loss_lib.UpdateSpec,
+  spec: step_lib.Spec,
+  optimizers: state_lib.Optimizers,
   mesh: jax.sharding.Mesh,
   *,
+  divides_by_bias_norm: bool,
   microbatch_size: int,
   routing_replay: str,
   uses_cores: bool,
@@ -67,8 +134,10 @@ def build(
   """Returns the programs for these static values.
 
   Args:
-    spec: the models, their optimisers and the sizes of an update.
+    spec: the models and the sizes of an update.
+    optimizers: their optimisers.
     mesh: the mesh of training.
+    divides_by_bias_norm: see `policy_loss.BIAS_NORM_METHOD`.
     microbatch_size: rows that are annotated at once.
     routing_replay: see `annotate.annotate`.
     uses_cores: whether the cores of a CPU share the microbatches.
@@ -77,25 +146,14 @@ def build(
   Raises:
     ValueError: the targets of the adapters match no layer.
   """
-  models = model_roles.Models(spec.policy, spec.value)
-  init = init_state(spec)
-  key = jax.random.key(0)
-  weights = spec.policy.plain_policy.abstract_params
-  layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
-  jit = functools.partial(
-    compilation.jit, mesh=mesh, dtype=spec.policy.config.dtype
+  method = policy_loss.METHOD
+  if divides_by_bias_norm:
+    method = policy_loss.BIAS_NORM_METHOD
+  layout, init, update = updating(
+    spec, optimizers, method, mesh, selects_rows=True
   )
-  # The layout is pinned. The compiler might lay out an updated state other
-  # than a new or restored one, and then the update would compile twice.
-  updated = dataclasses.replace(layout, frozen=None)
-  update = jit(
-    functools.partial(
-      update_lib.update_rows,
-      mesh=mesh,
-      spec=spec,
-    ),
-    donate_argnums=0,
-    out_shardings=(updated, None),
+  jit = functools.partial(
+    compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
   )
   update_minibatch = update
   num_workers = cpu_parallel.num_workers(spec.num_microbatches)
@@ -103,29 +161,34 @@ def build(
   gains = num_workers > 1 or core_unit > 0
   if uses_cores and spec.num_microbatches > 1 and gains:
     update_minibatch = cpu_parallel.Updater(
-      spec, num_workers=num_workers, unit=core_unit, out_shardings=updated
+      spec,
+      method,
+      optimizers,
+      num_workers=num_workers,
+      unit=core_unit,
+      out_shardings=layout.with_frozen({}),
     ).update
+  weights = spec.models.policy.plain_policy.abstract_params
   return Programs(
     layout=layout,
-    # Donated, so that no second copy of the weights is made.
-    init=jit(init, donate_argnums=0, out_shardings=layout),
+    init=init,
     copy=jit(
       lambda params: jax.tree.map(jnp.copy, params),
       out_shardings=layout.policy.params,
     ),
     merge=jit(
-      functools.partial(merge_adapters, spec.policy),
+      functools.partial(merged, spec.models),
       out_shardings=sharding.param_shardings(weights, mesh),
     ),
     token_outputs=jit(
       functools.partial(
-        forward.token_outputs, models=models, temperature=spec.temperature
+        forward.token_outputs, models=spec.models, temperature=spec.temperature
       )
     ),
     annotate=jit(
       functools.partial(
         annotate_lib.annotate,
-        models=models,
+        models=spec.models,
         temperature=spec.temperature,
         num_turns=spec.num_turns,
         microbatch_size=microbatch_size,
@@ -137,7 +200,7 @@ def build(
     token_details=jit(
       functools.partial(
         token_details.measure_tokens,
-        models=models,
+        models=spec.models,
         mesh=mesh,
         temperature=spec.temperature,
         num_turns=spec.num_turns,
@@ -148,21 +211,13 @@ def build(
   )
 
 
-def init_state(spec: loss_lib.UpdateSpec) -> Callable[..., Any]:
+def init_state(
+  models: model_roles.Models, optimizers: state_lib.Optimizers
+) -> Callable[..., Any]:
   """Returns `state.init` of the models, a function of weights and a key."""
-  return functools.partial(
-    state_lib.init,
-    policy=spec.policy,
-    value=spec.value,
-    policy_optimizer=spec.policy_optimizer,
-    value_optimizer=spec.value_optimizer,
-  )
+  return functools.partial(state_lib.init, models=models, optimizers=optimizers)
 
 
-def merge_adapters(
-  policy: functional.Model,
-  frozen: functional.Params | None,
-  params: functional.Params,
-) -> functional.Params:
-  """Returns weights of `policy.plain_policy`; without adapters, no copies."""
-  return policy.merge_adapters(state_lib.join_frozen(policy, frozen, params))
+def merged(models: model_roles.Models, params: model_roles.Params) -> Any:
+  """Returns the policy's weights without adapters; without any, no copies."""
+  return models.policy.merge_adapters(models.policy_weights(params))

@@ -7,10 +7,12 @@ is also the reference policy, unless `model.reference_path` names another.
 
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.models import functional
 
@@ -43,41 +45,41 @@ class TrainState:
     value: the value model; None where the advantages need no values, or where
       the policy has the value head.
     published: only in a checkpoint: the trained weights of earlier policies
-      that prefetched steps are collected with, see `training/prefetch.py`.
-    frozen: the base under adapters, in the dtype of the activations; None where
-      everything is trained. It is never donated and never in a checkpoint,
-      because every start reads it again.
+      that prefetched steps are collected with, see `rollout/prefetch.py`.
+    frozen: see `Params`. It is never donated and never in a checkpoint, because
+      every start reads it again.
   """
 
   policy: ModelState
   value: ModelState | None
   published: tuple[functional.Params, ...] = ()
-  frozen: functional.Params | None = None
+  frozen: functional.Params = dataclasses.field(default_factory=dict)
+
+  @property
+  def params(self) -> model_roles.Params:
+    """The weights that the models compute with."""
+    value = None if self.value is None else self.value.params
+    trained = model_roles.Trained(self.policy.params, value)
+    return model_roles.Params(trained, self.frozen)
+
+  def with_frozen(self, frozen: functional.Params) -> 'TrainState':
+    """Returns the state with another base; {} leaves what updates change."""
+    return dataclasses.replace(self, frozen=frozen)
 
 
-def join_frozen(
-  model: functional.Model,
-  frozen: functional.Params | None,
-  params: functional.Params,
-) -> functional.Params:
-  """Returns trained weights joined with their frozen base, as models use them.
+class Optimizers(NamedTuple):
+  """The optimisers of both models, see `optimizer.from_config`."""
 
-  Args:
-    model: the policy or the value model.
-    frozen: the state's frozen weights; None where everything is trained.
-    params: trained weights of the model, current or of an earlier update.
-  """
-  return params if frozen is None else model.join_params(frozen, params)
+  policy: optimizer_lib.Optimizer
+  value: optimizer_lib.Optimizer
 
 
 def init(
   weights: functional.Params,
   key: jax.Array,
   *,
-  policy: functional.Model,
-  value: functional.Model | None,
-  policy_optimizer: optimizer_lib.Optimizer,
-  value_optimizer: optimizer_lib.Optimizer,
+  models: model_roles.Models,
+  optimizers: Optimizers,
 ) -> TrainState:
   """Returns the state before the first update; jit it or trace its shapes.
 
@@ -87,13 +89,13 @@ def init(
     weights: a policy's weights without adapters; donate them: they become the
       trained weights or, in the dtype they come in, the frozen base.
     key: the random key of the adapters.
-    policy, value: the models.
-    policy_optimizer, value_optimizer: the optimisers.
+    models: policy and value model.
+    optimizers: their optimisers.
 
   Raises:
     ValueError: the targets of the adapters match no layer.
   """
-  lora = policy.lora is not None
+  lora = models.policy.lora is not None
 
   def init_model(model, number, optimizer):
     if lora:
@@ -105,10 +107,13 @@ def init(
       params = params | {'scalar_head': head_D1}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
+  value = None
+  if models.value is not None:
+    value = init_model(models.value, 1, optimizers.value)
   return TrainState(
-    policy=init_model(policy, 0, policy_optimizer),
-    value=None if value is None else init_model(value, 1, value_optimizer),
-    frozen=weights if lora else None,
+    policy=init_model(models.policy, 0, optimizers.policy),
+    value=value,
+    frozen=weights if lora else {},
   )
 
 

@@ -17,6 +17,7 @@ from stppo_jax.learner import forward
 from stppo_jax.learner import microbatches
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
+from stppo_jax.models import precision
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
@@ -79,10 +80,8 @@ def measure_tokens(
   """
   chosen = rows_lib.select(batch, rows, mesh)
   policy = models.policy
-  params, frozen = forward.cast_params(
-    state, frozen=state.frozen, dtype=policy.config.dtype
-  )
-  weights = state_lib.join_frozen(policy, frozen, params.policy)
+  params = precision.cast(state.params, policy.config.dtype)
+  weights = models.policy_weights(params)
   logprobs_BL, entropy_BL = microbatches.map_rows(
     lambda inputs: policy.logprobs_and_entropy(
       weights, **inputs._asdict(), temperature=temperature

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 
 
@@ -60,7 +60,7 @@ def shares(
   }
 
 
-def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
+def summarize(outputs: Sequence[step_lib.LossOutputs]) -> dict[str, float]:
   """Returns the metrics of a step: means over its updates, ratios pooled."""
   metrics, diagnostics = zip(*jax.device_get(outputs))
   means = {
@@ -71,7 +71,7 @@ def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
   return means | diagnostics_lib.summarize(pooled)
 
 
-def exceeds_kl(update: loss_lib.LossOutputs, limit: float) -> bool:
+def exceeds_kl(update: step_lib.LossOutputs, limit: float) -> bool:
   """Returns whether an update's KL estimate is above a limit.
 
   The estimate is the metric `actor/ppo_kl`, in nats per token. A limit of 0 is

@@ -182,7 +182,7 @@ def load_weights(
   )
   if run is None:
     return 0, load()
-  frozen = None
+  frozen = {}
   if config.model.lora.rank:
     frozen = weights_lib.load_frozen(
       config, config.model.path, learner.policy, learner.mesh

@@ -81,7 +81,7 @@ class TrainCheckpoints:
       **host,
       **base_record(state.frozen),
     }
-    state = dataclasses.replace(state, published=published, frozen=None)
+    state = dataclasses.replace(state, published=published, frozen={})
     checkpointer.save(step, state, host, waits=waits)
 
   def restore(
@@ -159,13 +159,13 @@ def newest(
     return None
   done, state, host = restored
   check_base(done, host, start.frozen)
-  return done, dataclasses.replace(state, frozen=start.frozen), host
+  return done, state.with_frozen(start.frozen), host
 
 
 def policy_params(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
-  frozen: functional.Params | None,
+  frozen: functional.Params,
   *,
   step: int | None,
 ) -> tuple[int, functional.Params] | None:
@@ -174,7 +174,7 @@ def policy_params(
   Args:
     checkpointer: the checkpoints of a run, read-only.
     learner: the learner of the run.
-    frozen: the weights under adapters; None without adapters.
+    frozen: the weights under adapters; {} without adapters.
     step: the step that is wanted; None: the newest valid one.
 
   Returns:
@@ -196,16 +196,16 @@ def policy_params(
   return done, learner.merged_params(state)
 
 
-def base_record(frozen: functional.Params | None) -> dict[str, Any]:
+def base_record(frozen: functional.Params) -> dict[str, Any]:
   """Returns the record that identifies frozen weights; {} without them."""
-  return {} if frozen is None else {_BASE: _fingerprints(frozen)}
+  return {_BASE: _fingerprints(frozen)} if frozen else {}
 
 
 def check_base(
-  step: int, host: dict[str, Any], frozen: functional.Params | None
+  step: int, host: dict[str, Any], frozen: functional.Params
 ) -> None:
   """Raises `OtherBase` unless `frozen` is what the step was trained with."""
-  if frozen is not None and host[_BASE] != _fingerprints(frozen):
+  if frozen and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
       f'the weights under the adapters are not those that step {step} was '
       'trained with: restore the files of model.path, or use another workdir'

@@ -13,8 +13,11 @@ import jax
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
-from stppo_jax.learner import preference_learner
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import offline_learner
+from stppo_jax.learner import offline_losses
 from stppo_jax.learner import state as state_lib
+from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.training import checkpoint_state
@@ -63,6 +66,9 @@ def prefer(
   with run_lib.start(workdir, unit='update') as run:
     learner, pairs, state, reference = _start(config, file, run, restart)
     options = config.preference
+    inputs = offline_losses.PairInputs(
+      reference, beta=float(options.beta), alpha=float(options.alpha)
+    )
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for number in range(run.first_step, run.num_steps):
       timer = run.timer('step', step=number + 1)
@@ -70,7 +76,7 @@ def prefer(
         minibatch = pairs_lib.minibatch(
           pairs, number, size=options.batch_size, seed=config.seed
         )
-      state, metrics = learner.update(state, minibatch, reference)
+      state, metrics = learner.update(state, minibatch, inputs)
       metrics = jax.device_get(metrics)
       run.finish_step(number + 1, state, metrics | timer.end())
       skips.check([metrics])
@@ -88,7 +94,7 @@ class _Started(NamedTuple):
     reference: weights of the frozen reference.
   """
 
-  learner: preference_learner.PreferenceLearner
+  learner: offline_learner.OfflineLearner
   pairs: batch_lib.PairBatch
   state: state_lib.TrainState
   reference: functional.Params
@@ -109,7 +115,7 @@ def _start(
       mesh = assembly.build_mesh(config)
       shape = assembly.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
-      learner = preference_learner.PreferenceLearner(config, shape, mesh)
+      learner = build_learner(config, shape, mesh)
       # With other pairs, a resumed run would be one that no command describes.
       run.record_config(config, restart=restart, batch_sha256=digest)
       state = learner.start()
@@ -123,6 +129,23 @@ def _start(
     state = run.resume(state, checkpoint_state.PolicyCheckpoints())
   run.show(f'{num_pairs} pairs')
   return _Started(learner, pairs, state, reference)
+
+
+def build_learner(
+  config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+) -> offline_learner.OfflineLearner:
+  """Returns the learner of a config, see `config.preference`."""
+  options = config.preference
+  models = model_roles.build(config, shape, mesh, uses_values=False)
+  return offline_learner.OfflineLearner(
+    config,
+    models.policy,
+    offline_losses.tdpo(options.name),
+    config.policy_optimizer,
+    temperature=config.rollout.temperature,
+    num_microbatches=options.batch_size
+    // (options.microbatch_size or options.batch_size),
+  )
 
 
 def _check_unused_keys(config) -> None:

@@ -123,7 +123,7 @@ class Saver:
       Exceptions of `Checkpointer.restore_latest`.
     """
     self._checkpoints = checkpoints
-    arrays = dataclasses.replace(start, frozen=None)
+    arrays = start.with_frozen({})
     self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     restored = checkpoints.restore(self.checkpointer, start)
     if restored is None:

@@ -1,28 +1,21 @@
 """The supervised start: a policy imitates noisy demonstrations."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
-import dataclasses
-import functools
 import pathlib
 import shutil
 import time
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.data import demonstrations
-from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import offline_learner
+from stppo_jax.learner import offline_losses
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
-from stppo_jax.parallel import compilation
-from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.parallel import sharding
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
@@ -181,9 +174,13 @@ class _Learner:
       self.policy = functional.Model(
         shape, 'vocabulary', self._mesh, chunk=config.updates.head_chunk
       )
-    adam, self._numbers = optimizer_lib.from_config(config.sft.optimizer)
-    self._init, self._update = _programs(self.policy, adam, self._mesh)
-    self._rows = sharding.batch_sharding(self._mesh)
+    self._learner = offline_learner.OfflineLearner(
+      config,
+      self.policy,
+      offline_losses.SFT,
+      config.sft.optimizer,
+      temperature=1.0,
+    )
     self._teacher = assembly.build_demonstrations(
       config, services.questions, services.environment
     )
@@ -191,10 +188,7 @@ class _Learner:
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first step."""
     with exits.as_misconfigured():
-      params = weights_lib.load_or_init(
-        self._config, self._config.model.path, self.policy, self._mesh
-      )
-    return state_lib.TrainState(policy=self._init(params), value=None)
+      return self._learner.start()
 
   def batch(self, step: int) -> batch_lib.TokenBatch:
     """Returns the demonstrations of a step."""
@@ -203,77 +197,18 @@ class _Learner:
       self._config, self._services, self.tokenizer, dialogues, self._hosts
     )
     host_check.check_program(self._hosts, 'supervised update', step, packed)
-    return distributed.from_local_rows(packed, self._rows)
+    return packed
 
   def update(
     self, state: state_lib.TrainState, batch: batch_lib.TokenBatch, step: int
   ) -> tuple[state_lib.TrainState, dict[str, Array]]:
     """Takes one optimiser step; consumes the state. Returns metrics too."""
     left = 1 - step / self._config.sft.num_steps
-    rate = self._numbers.learning_rate * min(1.0, 2 * left)
-    numbers = self._numbers._replace(learning_rate=rate)
-    policy, metrics = self._update(state.policy, batch, numbers)
-    return dataclasses.replace(state, policy=policy), metrics
-
-
-# Equal models share them, so that each is compiled once in a process.
-@functools.lru_cache(maxsize=8)
-def _programs(
-  policy: functional.Model,
-  adam: optimizer_lib.Optimizer,
-  mesh: jax.sharding.Mesh,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """Returns jitted functions: the state of weights, and `_update`."""
-
-  def init(params):
-    moments = adam.init(params)
-    return state_lib.ModelState(params, moments, jnp.zeros((), jnp.int32))
-
-  weights = policy.abstract_params
-  layout = sharding.param_shardings(jax.eval_shape(init, weights), mesh)
-  return (
-    jax.jit(init, donate_argnums=0, out_shardings=layout),
-    compilation.jit(
-      functools.partial(_update, policy, adam),
-      donate_argnums=0,
-      mesh=mesh,
-      dtype=policy.config.dtype,
-    ),
-  )
-
-
-def _update(
-  policy: functional.Model,
-  adam,
-  state: state_lib.ModelState,
-  batch: batch_lib.TokenBatch,
-  numbers,
-) -> tuple[state_lib.ModelState, dict[str, Array]]:
-  """Takes a step on the mean negative log-likelihood of policy tokens.
-
-  It is skipped, as an update of `learner.update` is, if it would leave numbers
-  that are not finite.
-  """
-
-  def negative_log_likelihood(params):
-    logprobs_BL, _ = policy.logprobs_and_entropy(
-      params,
-      batch.tokens_BL,
-      lengths_B=batch.lengths_B,
-      loss_positions_BM=batch.loss_positions_BM,
-      temperature=1.0,
+    numbers = self._learner.numbers
+    rate = numbers.learning_rate * min(1.0, 2 * left)
+    return self._learner.update(
+      state, batch, numbers=numbers._replace(learning_rate=rate)
     )
-    chosen_BL = jnp.where(batch.loss_mask_BL, logprobs_BL, 0.0)
-    return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)
-
-  loss, gradient = jax.value_and_grad(negative_log_likelihood)(state.params)
-  new, sound, report = state_lib.take_step(
-    adam, state, gradient, numbers, loss=loss
-  )
-  state = state_lib.select(sound, new, state)
-  metrics = {f'actor/{name}': x for name, x in report.items()}
-  metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
-  return state, {'sft/loss': loss, **metrics}
 
 
 def _pack_dialogues(

@@ -10,7 +10,7 @@ import dataclasses
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import utilization
 from stppo_jax.models import roofline
 from stppo_jax.parallel import compilation
@@ -70,7 +70,7 @@ class StepMetrics:
 
   def measure(
     self,
-    updates: Sequence[loss_lib.LossOutputs],
+    updates: Sequence[step_lib.LossOutputs],
     totals: host_metrics.Totals,
     laps: Mapping[str, float],
   ) -> dict[str, float]:

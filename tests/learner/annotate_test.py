@@ -42,6 +42,10 @@ class _ParamsModel:
   def plain_policy(self):
     return self
 
+  def join_params(self, frozen, params):
+    assert not frozen
+    return params
+
   def token_outputs(self, params, tokens_BL, *, temperature, **arrays):
     del tokens_BL, arrays
     logprobs_BL, entropy_BL = params / temperature, jnp.zeros_like(params)

@@ -12,6 +12,7 @@ import pytest
 
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
+from stppo_jax.learner import policy_loss
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
 from stppo_jax.training.checks import batch_sizes
@@ -35,9 +36,13 @@ def _batch(models):
 
 
 @functools.cache
-def _updater(models, num_microbatches=4, num_workers=2):
+def _updater(
+  models, num_microbatches=4, num_workers=2, method=policy_loss.METHOD
+):
   return cpu_parallel.Updater(
     updates.spec(models, num_microbatches),
+    method,
+    updates.OPTIMIZERS,
     num_workers=num_workers,
     unit=3,
     out_shardings=None,
@@ -45,12 +50,13 @@ def _updater(models, num_microbatches=4, num_workers=2):
 
 
 def _update(models, algorithm, batch, rows=_ALL_ROWS, **sizes):
-  state, outputs = _updater(models, **sizes).update(
+  method = updates.method(algorithm)
+  state, outputs = _updater(models, method=method, **sizes).update(
     jax.device_put(updates.train_state(models)),
+    {},
     batch,
     rows,
-    algorithm,
-    updates.HYPERPARAMETERS,
+    updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
   )
   return updates.result(state, outputs)
 
@@ -157,10 +163,12 @@ def test_the_state_is_donated():
   leaves = jax.tree.leaves(state)
   _updater(models).update(
     state,
+    {},
     updates.batch(models),
     _ALL_ROWS,
-    batches.algorithm('st_ppo'),
-    updates.HYPERPARAMETERS,
+    updates.with_algorithm(
+      updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
+    ),
   )
   assert all(leaf.is_deleted() for leaf in leaves)
 

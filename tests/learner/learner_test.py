@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import learners
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.training.building import assembly
 from tests import compilations
@@ -31,7 +32,7 @@ def _stepped(learner, packed, step, *, state=None):
   """Returns the state and the metrics after the updates of a step."""
   state = learner.start() if state is None else state
   batch, _ = learner.annotate(state, packed, reference=learner.reference())
-  return learner.update_epochs(state, batch, step)
+  return learners.update_epochs(learner, state, batch, step)
 
 
 def _assert_equal(actual, expected):
@@ -121,7 +122,7 @@ def test_another_step_does_not_recompile(learner, packed):
   state, _ = _stepped(learner, packed, 0)
   with compilations.counted() as programs:
     batch, _ = learner.annotate(state, packed, reference=reference)
-    learner.update_epochs(state, batch, _WARM_STEPS)
+    learners.update_epochs(learner, state, batch, _WARM_STEPS)
   assert not programs
 
 
@@ -131,7 +132,7 @@ def test_an_update_with_too_large_a_gradient_is_skipped(packed):
     state = learner.start()
     before = jax.device_get(state)
     batch, _ = learner.annotate(state, packed, reference=learner.reference())
-    after, metrics = learner.update_epochs(state, batch, 0)
+    after, metrics = learners.update_epochs(learner, state, batch, 0)
     return before, after, metrics
 
   _, _, plain = stepped({})

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from stppo_jax.learner import annotate
-from stppo_jax.learner import update as update_lib
+from stppo_jax.learner import policy_loss
+from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
 from tests.learner import updates
 from tests.rl import batches
@@ -47,16 +48,21 @@ def _check(lengths, *, passes, rows):
 def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
   models = _models(lengths)
   update = functools.partial(
-    update_lib.update, spec=updates.spec(models, num_microbatches)
+    step_lib.update,
+    method=policy_loss.METHOD,
+    spec=updates.spec(models, num_microbatches),
+    optimizers=updates.OPTIMIZERS,
   )
   batch = updates.batch(models)
   lengths.clear()  # forget the passes that made the batch
   jax.eval_shape(
     update,
     updates.train_state(models),
+    {},
     batch,
-    batches.algorithm('st_ppo'),
-    updates.hyperparameters(),
+    updates.with_algorithm(
+      updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
+    ),
   )
   # Policy and value; with several microbatches also the pass for statistics.
   _check(lengths, passes=passes, rows=updates.B // num_microbatches)

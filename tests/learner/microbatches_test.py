@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from stppo_jax.learner import microbatches
-from stppo_jax.learner import preference_update
-from stppo_jax.learner import update
+from stppo_jax.learner import offline_losses
+from stppo_jax.learner import policy_loss
+from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import step
 from stppo_jax.training import pairs as pairs_lib
 from tests.learner import updates
 from tests.rl import batches
@@ -23,14 +25,17 @@ def _program(num_microbatches):
   models = updates.transformers(dtype='bfloat16')
   return jax.make_jaxpr(
     functools.partial(
-      update.gradients, spec=updates.spec(models, num_microbatches)
+      step.gradients,
+      method=policy_loss.METHOD,
+      spec=updates.spec(models, num_microbatches),
     ),
     return_shape=True,
   )(
     updates.train_state(models),
     updates.batch(updates.sums()),
-    batches.algorithm('st_ppo'),
-    updates.hyperparameters().loss,
+    updates.with_algorithm(
+      updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
+    ).loss,
   )
 
 
@@ -38,21 +43,22 @@ def _program(num_microbatches):
 def _program_of_pairs():
   """Returns the jaxpr of an update on pairs."""
   policy = updates.transformers(dtype='bfloat16').policy
-  start = updates.train_state(updates.transformers()).policy
+  start = state_lib.TrainState(
+    updates.train_state(updates.transformers()).policy, None
+  )
   pairs = pairs_lib.packed(
     np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
   )
-  hyperparameters = preference_update.Hyperparameters(updates.DESCENT, 0.1, 0.5)
+  inputs = offline_losses.PairInputs(start.policy.params, 0.1, 0.5)
+  hyperparameters = updates.HYPERPARAMETERS._replace(loss=inputs)
   return jax.make_jaxpr(
     functools.partial(
-      preference_update.update,
-      policy=policy,
-      optimizer=updates.IDENTITY,
-      name='tdpo2',
-      temperature=1.0,
-      num_microbatches=4,
+      step.update,
+      method=offline_losses.tdpo('tdpo2'),
+      spec=updates.spec(updates.Models(policy, None), 4),
+      optimizers=updates.OPTIMIZERS,
     )
-  )(start, pairs, hyperparameters, start.params)
+  )(start, {}, pairs, hyperparameters)
 
 
 def _accumulation(jaxpr):

@@ -237,7 +237,9 @@ def _flops(models):
   algorithm = batches.algorithm('st_ppo')
   programs = (
     _jitted(models).lower(state, batch, algorithm, reference=reference),
-    updates.compiled(models).lower(state, batch, algorithm, _HYPERPARAMETERS),
+    updates.compiled(models).lower(
+      state, {}, batch, updates.with_algorithm(_HYPERPARAMETERS, algorithm)
+    ),
   )
   return [program.cost_analysis()['flops'] for program in programs]
 

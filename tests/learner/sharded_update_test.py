@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from stppo_jax.learner import state as state_lib
-from stppo_jax.learner import update as update_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
@@ -84,14 +84,22 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
     correction__clipping_bias__tau=0.1,
     correction__clipping_bias__norm=way.norm,
   )
-  spec = updates.spec(models, way.num_microbatches, _ADAM)
+  hyperparameters = updates.with_algorithm(_HYPERPARAMETERS, algorithm)
 
   def update(state, batch):
-    gradient, outputs = update_lib.gradients(
-      state, batch, algorithm, _HYPERPARAMETERS.loss, spec=spec
+    gradient, outputs = step_lib.gradients(
+      state,
+      batch,
+      hyperparameters.loss,
+      method=updates.method(algorithm),
+      spec=updates.spec(models, way.num_microbatches),
     )
-    state, outputs = update_lib.apply_gradients(
-      state, gradient, outputs, _HYPERPARAMETERS, spec=spec
+    state, outputs = step_lib.apply_gradients(
+      state,
+      gradient,
+      outputs,
+      hyperparameters,
+      optimizers=state_lib.Optimizers(_ADAM, _ADAM),
     )
     return state, outputs.metrics, gradient
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import lora
 from stppo_jax.parallel import mesh as mesh_lib
@@ -24,10 +25,10 @@ def _init(policy, value):
   make = functools.partial(
     state_lib.init,
     key=jax.random.key(0),
-    policy=policy,
-    value=value,
-    policy_optimizer=optax.scale_by_adam(),
-    value_optimizer=optax.scale_by_adam(),
+    models=model_roles.Models(policy, value),
+    optimizers=state_lib.Optimizers(
+      optax.scale_by_adam(), optax.scale_by_adam()
+    ),
   )
   layout = sharding.param_shardings(jax.eval_shape(make, weights), mesh)
   placed = jax.device_put(weights, sharding.param_shardings(weights, mesh))
@@ -103,14 +104,12 @@ def test_a_shared_backbone_is_a_policy_with_a_value_head(options):
   make = functools.partial(
     state_lib.init,
     key=jax.random.key(0),
-    policy=policy,
-    value=None,
-    policy_optimizer=optax.identity(),
-    value_optimizer=optax.identity(),
+    models=model_roles.Models(policy, None),
+    optimizers=state_lib.Optimizers(optax.identity(), optax.identity()),
   )
   state = jax.eval_shape(make, plain)
   assert state.value is None
   assert state.policy.params['scalar_head'].shape == (16, 1)
-  assert (state.frozen is None) == (options is None)
+  assert (not state.frozen) == (options is None)
   if options is None:
     assert state.policy.params.keys() == plain.keys() | {'scalar_head'}

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
-from stppo_jax.learner import update as update_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models import transformer
@@ -63,17 +63,35 @@ def hyperparameters(
   value_step=DESCENT,
   policy_learns=True,
   **coefficients,
-) -> update_lib.Hyperparameters:
-  """Returns hyperparameters of plain descent, with coefficients by name."""
-  loss = loss_lib.Coefficients(
+) -> step_lib.Hyperparameters:
+  """Returns hyperparameters of plain descent, with coefficients by name.
+
+  Their `loss` are the coefficients alone, see `with_algorithm`.
+  """
+  loss = policy_loss.Coefficients(
     entropy=0.01, value_clip=0.5, value=0.0, load_balance=0.0
   )
-  return update_lib.Hyperparameters(
+  return step_lib.Hyperparameters(
     loss._replace(**coefficients), policy_step, value_step, policy_learns
   )
 
 
 HYPERPARAMETERS = hyperparameters()
+
+
+def with_algorithm(
+  hyperparameters: step_lib.Hyperparameters, algorithm
+) -> step_lib.Hyperparameters:
+  """Returns hyperparameters as `step.update` takes them."""
+  inputs = policy_loss.Inputs(algorithm, hyperparameters.loss)
+  return hyperparameters._replace(loss=inputs)
+
+
+def method(algorithm) -> step_lib.Method:
+  """Returns the method with which a learner computes the gradient."""
+  if algorithm.divides_by_bias_norm:
+    return policy_loss.BIAS_NORM_METHOD
+  return policy_loss.METHOD
 
 
 class _Sums(functional.Model):
@@ -183,16 +201,13 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   )
 
 
-def spec(
-  models: Models,
-  num_microbatches: int = 1,
-  optimizer: optimizer_lib.Optimizer = IDENTITY,
-) -> loss_lib.UpdateSpec:
-  """Returns the static arguments of an update of these models."""
-  return loss_lib.UpdateSpec(
-    *models,
-    optimizer,
-    optimizer,
+OPTIMIZERS = state_lib.Optimizers(IDENTITY, IDENTITY)
+
+
+def spec(models: Models, num_microbatches: int = 1) -> step_lib.Spec:
+  """Returns the static sizes of an update of these models."""
+  return step_lib.Spec(
+    models,
     temperature=1.0,
     num_turns=NUM_TURNS,
     num_microbatches=num_microbatches,
@@ -200,10 +215,19 @@ def spec(
 
 
 @functools.cache
-def compiled(models: Models, num_microbatches: int = 1):
-  """Returns the jitted `update.update` of these models."""
+def compiled(
+  models: Models,
+  num_microbatches: int = 1,
+  method: step_lib.Method = policy_loss.METHOD,
+):
+  """Returns the jitted `step.update` of these models."""
   return jax.jit(
-    functools.partial(update_lib.update, spec=spec(models, num_microbatches)),
+    functools.partial(
+      step_lib.update,
+      method=method,
+      spec=spec(models, num_microbatches),
+      optimizers=OPTIMIZERS,
+    ),
     compiler_options=COMPILER_OPTIONS,
   )
 
@@ -221,7 +245,7 @@ def update(
   models,
   *,
   state=None,
-  frozen=None,
+  frozen=(),
   mesh=ONE_DEVICE,
   num_microbatches=1,
   hyperparameters=HYPERPARAMETERS,
@@ -232,17 +256,17 @@ def update(
   made = mesh_lib.make_mesh(**axes, devices=devices)
   state = train_state(models) if state is None else state
   state = jax.device_put(state, sharding.param_shardings(state, made))
-  if frozen is not None:
-    frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
+  frozen = dict(frozen)
+  frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
   rows = jax.device_put(batch, sharding.batch_sharding(made))
-  new, outputs = compiled(models, num_microbatches)(
-    state, rows, algorithm, hyperparameters, frozen=frozen
+  new, outputs = compiled(models, num_microbatches, method(algorithm))(
+    state, frozen, rows, with_algorithm(hyperparameters, algorithm)
   )
   return result(new, outputs)
 
 
 def result(
-  state: state_lib.TrainState, outputs: loss_lib.LossOutputs
+  state: state_lib.TrainState, outputs: step_lib.LossOutputs
 ) -> Result:
   """Returns the result of an update as numpy arrays and floats."""
   metrics = {name: float(x) for name, x in outputs.metrics.items()}

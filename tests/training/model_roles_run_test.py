@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import learners
 from stppo_jax import __main__
 from stppo_jax.learner import weights
 from stppo_jax.models.hf import load
@@ -149,7 +150,7 @@ def test_an_updated_state_keeps_the_base_where_it_is():
   kept = state.frozen
   batch = runs.packed()
   annotated, _ = learner.annotate(state, batch, reference=None)
-  state, _ = learner.update_epochs(state, annotated, 0)
+  state, _ = learners.update_epochs(learner, state, annotated, 0)
   assert all(leaf.is_deleted() for leaf in trained)
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
   assert [x.unsafe_buffer_pointer() for x in _shards(state.frozen)] == places

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from stppo_jax import exits
-from stppo_jax.learner import preference_learner
 from stppo_jax.models.hf import load
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.training import preference
@@ -134,7 +133,7 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
     tmp_path / 'policy', dtype='float32', remat='none', scan_unroll=1
   )
   exported = load.read_params(tmp_path / 'policy', shape)['layers']
-  learner = preference_learner.PreferenceLearner(
+  learner = preference.build_learner(
     config, runs.shape(config), assembly.build_mesh(config)
   )
   frozen = learner.start().frozen['layers']
@@ -161,7 +160,7 @@ def test_the_exported_policy_is_the_last_state(whole):
 
 def test_without_adapters_an_export_copies_no_weights(file, whole, tmp_path):
   config = runs.config(**_SMALL)
-  learner = preference_learner.PreferenceLearner(
+  learner = preference.build_learner(
     config, runs.shape(config), assembly.build_mesh(config)
   )
   state = learner.start()

@@ -113,7 +113,8 @@ def _collect(
     # same update by another compiled program, whose rounding differs: saved
     # files would not have the same bits any more.
     minibatch = jax.tree.map(lambda x: x[rows], batch)
-    state, _ = learner.update_epochs(state, minibatch, step)
+    for order in learner.minibatches(len(rows), step):
+      state, _ = learner.update(state, minibatch, order, step)
   arrays = _arrays(batch) | _updated(learner, state, batch)
   arrays['kl_coefficient'] = kl_coefficient
   return {
@@ -147,7 +148,7 @@ def _with_start(config, workdir):
 def _one_epoch(config):
   """Returns the config for a learner that gets one minibatch at a time.
 
-  `update_epochs` makes `num_epochs` passes over what it gets, and here it gets
+  `minibatches` makes `num_epochs` passes over what it gets, and here it gets
   one minibatch after the other.
   """
   config = config.copy_and_resolve_references()

@@ -62,7 +62,7 @@ class Subject:
       ),
       num_states=stops.num_states(environment.stop_strings),
       trained=engines.decoded_weights(state.policy.params),
-      base=state.frozen,
+      base=state.frozen or None,
     )
 
 

@@ -80,7 +80,7 @@ def publish(
   if isinstance(engine, engine_lib.Engine):
     # The base stays where it is, and only the adapters are sent.
     params = state.policy.params if trained is None else trained
-    engine.publish(decoded_weights(params), version, base=state.frozen)
+    engine.publish(decoded_weights(params), version, base=state.frozen or None)
   else:
     engine.publish(learner.merged_params(state, params=trained), version)
 
@@ -95,7 +95,7 @@ def copied(
 ) -> functional.Params:
   """Returns a copy of trained weights on the devices of a local engine."""
   assert isinstance(engine, engine_lib.Engine)
-  return engine.copied(decoded_weights(trained), base=state.frozen)
+  return engine.copied(decoded_weights(trained), base=state.frozen or None)
 
 
 def adopt(engine: Engine, weights: functional.Params, version: int) -> None:

@@ -125,7 +125,7 @@ def read(
     wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
     there = ', '.join(map(str, steps)) or 'none'
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
-  frozen = None
+  frozen = {}
   if config.model.lora.rank:
     with exits.as_misconfigured():
       frozen = weights.load_frozen(

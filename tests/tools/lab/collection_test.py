@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import learners
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
@@ -74,7 +75,7 @@ def test_a_collection_is_annotated_and_updated_like_a_step(
   packed = batch_lib.TokenBatch(**{name: collected[name] for name in names})
   state = learner.start()
   batch, _ = learner.annotate(state, packed, reference=learner.reference())
-  state, _ = learner.update_epochs(state, batch, 0)
+  state, _ = learners.update_epochs(learner, state, batch, 0)
   batch = jax.device_get(batch)
   for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'advantages_BL'):
     np.testing.assert_array_equal(collected[name], getattr(batch, name))

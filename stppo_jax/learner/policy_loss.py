@@ -1,10 +1,10 @@
-"""The loss of a microbatch: policy, value and load-balance terms.
+"""The loss of reinforcement: policy, value and load-balance terms.
 
 Every term is divided by a count of the whole minibatch, and every statistic
 that the loss reads is formed over the whole minibatch, so splitting the
 minibatch into microbatches changes nothing.
 
-B rows of a microbatch, L tokens.
+B rows of a microbatch or of a minibatch, L tokens, X experts.
 """
 
 from typing import Any
@@ -14,43 +14,20 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import forward
 from stppo_jax.learner import microbatches as microbatches_lib
-from stppo_jax.learner import optimizer as optimizer_lib
-from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
 from stppo_jax.models import moe
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import clipping_bias as clipping_bias_lib
+from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
 
 Array = jax.Array
 Tree = Any
-
-
-class UpdateSpec(NamedTuple):
-  """The models, optimisers and static sizes of a compiled update.
-
-  Attributes:
-    policy: the policy model.
-    value: the value model; None where the algorithm needs none, and where the
-      policy has the value head (one shared backbone).
-    policy_optimizer, value_optimizer: see `optimizer.from_config`.
-    temperature: the sampling temperature.
-    num_turns: the largest number of turns of a trajectory.
-    num_microbatches: microbatches of a minibatch; divides its rows.
-  """
-
-  policy: functional.Model
-  value: functional.Model | None
-  policy_optimizer: optimizer_lib.Optimizer
-  value_optimizer: optimizer_lib.Optimizer
-  temperature: float
-  num_turns: int
-  num_microbatches: int
 
 
 class Coefficients(NamedTuple):
@@ -69,91 +46,72 @@ class Coefficients(NamedTuple):
   load_balance: Array | float
 
 
-class MinibatchContext(NamedTuple):
+class Inputs(NamedTuple):
+  """The inputs of the loss beside weights and rows.
+
+  Attributes:
+    algorithm: the algorithm, whose numbers may be traced.
+    coefficients: the coefficients of the terms.
+  """
+
+  algorithm: algorithm_lib.Algorithm
+  coefficients: Coefficients
+
+
+class Context(NamedTuple):
   """The numbers of the whole minibatch that a microbatch reads.
 
   Attributes:
-    batch: the minibatch.
+    inputs: see `Inputs`.
+    minibatch: all rows, of which the load of experts is read.
     count: the policy loss's denominator, see `aggregation.aggregate_count`.
     value_count: the value loss's denominator: trained values, at least 1.
     statistics: see `losses.minibatch_statistics`; None where the microbatch is
       the whole minibatch, or where the algorithm reads none.
   """
 
-  batch: batch_lib.TokenBatch
+  inputs: Inputs
+  minibatch: batch_lib.TokenBatch
   count: Array
   value_count: Array
   statistics: losses.Statistics | None
 
 
-class LossOutputs(NamedTuple):
-  """The metrics and diagnostics of a loss; those of microbatches add up.
-
-  Attributes:
-    metrics: scalars.
-    diagnostics: ratio statistics, see `diagnostics.merge`.
-  """
-
-  metrics: dict[str, Array]
-  diagnostics: diagnostics_lib.Diagnostics
-
-
-def loss(
-  params: forward.TrainedParams,
+def policy_loss(
+  params: model_roles.Params,
   microbatch: batch_lib.TokenBatch,
-  context: MinibatchContext,
-  algorithm: algorithm_lib.Algorithm,
-  coefficients: Coefficients,
+  context: Context,
   *,
-  frozen: functional.Params | None = None,
-  spec: UpdateSpec,
-) -> tuple[Array, LossOutputs]:
+  spec: step_lib.Spec,
+) -> tuple[Array, step_lib.LossOutputs]:
   """Returns the share of a microbatch in the minibatch's loss.
 
   Args:
-    params: trained weights in the dtype of the activations; see
-      `forward.cast_params`.
+    params: weights in the dtype of the activations.
     microbatch: annotated rows.
-    context: `minibatch_context` of the minibatch that the rows belong to.
-    algorithm: the algorithm, whose numbers may be traced.
-    coefficients: the coefficients of the terms.
-    frozen: the base under adapters; None where everything is trained.
+    context: from `context_of` of the minibatch that the rows belong to.
     spec: models and static sizes.
   """
-  terms, outputs = loss_terms(
-    params,
-    microbatch,
-    context,
-    algorithm,
-    coefficients,
-    frozen=frozen,
-    spec=spec,
-  )
+  terms, outputs = loss_terms(params, microbatch, context, spec=spec)
   return terms.policy + terms.other, outputs
 
 
 def loss_terms(
-  params: forward.TrainedParams,
+  params: model_roles.Params,
   microbatch: batch_lib.TokenBatch,
-  context: MinibatchContext,
-  algorithm: algorithm_lib.Algorithm,
-  coefficients: Coefficients,
+  context: Context,
   *,
-  frozen: functional.Params | None = None,
-  spec: UpdateSpec,
-) -> tuple[clipping_bias_lib.LossTerms, LossOutputs]:
-  """Returns the terms of `loss` before they are added.
+  spec: step_lib.Spec,
+) -> tuple[clipping_bias.LossTerms, step_lib.LossOutputs]:
+  """Returns the terms of `policy_loss` before they are added.
 
-  The arguments are those of `loss`. The bias term is 0 unless the algorithm
-  divides by its gradient's norm.
+  The arguments are those of `policy_loss`. The bias term is 0 unless the
+  algorithm divides by its gradient's norm.
   """
+  algorithm, coefficients = context.inputs
   everywhere = algorithm.trains_values_at_observations
   outputs = _policy_outputs(
-    params.policy,
-    microbatch,
-    frozen=frozen,
-    spec=spec,
-    values_everywhere=everywhere,
+    params, microbatch, spec=spec, values_everywhere=everywhere
   )
   policy = losses.policy_loss(
     algorithm,
@@ -177,10 +135,9 @@ def loss_terms(
   metrics = {'actor/pg_loss': policy.policy, 'actor/kl_loss': policy.kl}
 
   values_BL, value_coefficient = outputs.values_BL, coefficients.value
-  if spec.value is not None:
-    assert params.value is not None  # both come from one config
-    values_BL = spec.value.values(
-      state_lib.join_frozen(spec.value, frozen, params.value),
+  if spec.models.value is not None:
+    values_BL = spec.models.value.values(
+      spec.models.value_weights(params),
       microbatch.tokens_BL,
       lengths_B=microbatch.lengths_B,
       loss_positions_BM=None if everywhere else microbatch.loss_positions_BM,
@@ -201,90 +158,153 @@ def loss_terms(
     metrics['critic/vf_loss'] = value_loss
     metrics['critic/vf_clipfrac'] = value.clipped / context.value_count
   if outputs.routing is not None:
-    balance = load_balance_loss(
+    balance = _load_balance(
       outputs.routing.probs_BX,
       microbatch,
-      minibatch=context.batch,
-      experts_per_token=spec.policy.config.num_experts_per_tok,
+      context.minibatch,
+      experts_per_token=spec.models.policy.config.num_experts_per_tok,
     )
     other += coefficients.load_balance * balance
     metrics['actor/load_balance'] = balance
-  terms = clipping_bias_lib.LossTerms(policy.policy, policy.bias, other)
-  return terms, LossOutputs(metrics, diagnostics)
+  terms = clipping_bias.LossTerms(policy.policy, policy.bias, other)
+  return terms, step_lib.LossOutputs(metrics, diagnostics)
 
 
-def policy_outputs(
-  params: forward.TrainedParams,
+def context_of(
+  params: model_roles.Params,
+  minibatch: batch_lib.TokenBatch,
   microbatches: batch_lib.TokenBatch,
+  inputs: Inputs,
   *,
-  frozen: functional.Params | None = None,
-  spec: UpdateSpec,
-) -> tuple[Array, Array]:
-  """Returns log-probabilities and entropy of all microbatches.
+  spec: step_lib.Spec,
+) -> Context:
+  """Returns the numbers of a minibatch that its microbatches read.
 
-  This forward pass, which is not differentiated, is the additional cost of an
-  algorithm with minibatch statistics; see `minibatch_context`.
+  An algorithm with minibatch statistics needs a forward pass for them, if there
+  are several microbatches.
 
   Args:
-    params, frozen, spec: see `loss`.
-    microbatches: arrays with leading axes (n, B / n).
+    params: weights in the dtype of the activations.
+    minibatch: annotated rows.
+    microbatches: the same rows with leading axes (n, B / n).
+    inputs: see `Inputs`.
+    spec: models and static sizes.
+  """
+  outputs = None
+  statistics = inputs.algorithm.uses_minibatch_statistics
+  if statistics and spec.num_microbatches > 1:
+    outputs = outputs_of(params, microbatches, spec=spec)
+  return join_context(minibatch, inputs, outputs, spec=spec)
 
-  Returns:
-    Two arrays [n, B / n, L].
+
+def outputs_of(
+  params: model_roles.Params,
+  microbatches: batch_lib.TokenBatch,
+  *,
+  spec: step_lib.Spec,
+) -> tuple[Array, Array]:
+  """Returns log-probabilities and entropy of all microbatches, [n, B / n, L].
+
+  This pass is not differentiated. The arguments are those of `context_of`.
   """
 
   def step(_, microbatch):
-    outputs = _policy_outputs(
-      params.policy, microbatch, frozen=frozen, spec=spec
-    )
+    outputs = _policy_outputs(params, microbatch, spec=spec)
     return None, (outputs.logprobs_BL, outputs.entropy_BL)
 
   _, outputs = jax.lax.scan(step, None, microbatches)
   return outputs
 
 
-def minibatch_context(
-  batch: batch_lib.TokenBatch,
-  algorithm: algorithm_lib.Algorithm,
+def join_context(
+  minibatch: batch_lib.TokenBatch,
+  inputs: Inputs,
+  outputs: tuple[Array, Array] | None,
   *,
-  outputs: tuple[Array, Array] | None = None,
-  spec: UpdateSpec,
-) -> MinibatchContext:
-  """Returns the numbers of a whole minibatch that its microbatches read.
-
-  Args:
-    batch: the minibatch.
-    algorithm: see `loss`.
-    outputs: from `policy_outputs`; None where the minibatch is one microbatch,
-      or where `algorithm.uses_minibatch_statistics` is false.
-    spec: models and static sizes.
-  """
-  statistics = None
+  spec: step_lib.Spec,
+) -> Context:
+  """Returns the context of a minibatch from `outputs_of`, if any is needed."""
+  algorithm, statistics = inputs.algorithm, None
   if outputs is not None:
     logprobs_BL, entropy_BL = microbatches_lib.join(outputs)
     statistics = losses.minibatch_statistics(
-      algorithm, logprobs_BL, entropy_BL, batch, num_turns=spec.num_turns
+      algorithm, logprobs_BL, entropy_BL, minibatch, num_turns=spec.num_turns
     )
   count = aggregation.aggregate_count(
-    batch,
+    minibatch,
     num_turns=spec.num_turns,
     name=algorithm.aggregate.name,
     **algorithm.aggregate.arguments(),
   )
-  value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
-  return MinibatchContext(batch, count, value_count, statistics)
+  value_count = jnp.maximum(jnp.sum(minibatch.value_mask_BL), 1)
+  return Context(inputs, minibatch, count, value_count, statistics)
+
+
+def finish(
+  gradient: model_roles.Trained,
+  outputs: step_lib.LossOutputs,
+  inputs: Inputs,
+) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
+  """Merges the diagnostics of the microbatches."""
+  del inputs
+  return gradient, _with_bias_norm(outputs, jnp.zeros(()))
+
+
+def term_gradients(
+  loss: step_lib.Loss, params: model_roles.Params, microbatch, context
+) -> tuple[clipping_bias.LossTerms, step_lib.LossOutputs]:
+  """Takes the place of `step.gradient_of` for the correction by bias norm.
+
+  The value model has no share in the policy and bias terms, so only the
+  policy's gradients are kept of these two.
+  """
+  gradients, outputs = clipping_bias.term_gradients(
+    lambda p: loss(params._replace(trained=p), microbatch, context),
+    params.trained,
+  )
+  gradients = gradients._replace(
+    policy=gradients.policy.policy, bias=gradients.bias.policy
+  )
+  return gradients, outputs
+
+
+def divide_by_bias_norm(
+  gradients: clipping_bias.LossTerms,
+  outputs: step_lib.LossOutputs,
+  inputs: Inputs,
+) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
+  """Takes the place of `finish` for the correction by bias norm."""
+  policy, norm = clipping_bias.divide_by_bias_norm(
+    gradients._replace(other=gradients.other.policy),
+    floor=inputs.algorithm.correction.clipping_bias.floor,
+  )
+  gradient = gradients.other._replace(policy=policy)
+  return gradient, _with_bias_norm(outputs, norm)
+
+
+def _with_bias_norm(outputs: step_lib.LossOutputs, norm: Array):
+  return step_lib.LossOutputs(
+    outputs.metrics | {'stab/bias_grad_norm': norm},
+    diagnostics_lib.merge_stacked(outputs.diagnostics),
+  )
+
+
+METHOD = step_lib.Method(context_of, policy_loss, finish=finish)
+# For algorithms that divide the policy gradient by the norm of the bias.
+BIAS_NORM_METHOD = step_lib.Method(
+  context_of, loss_terms, term_gradients, divide_by_bias_norm
+)
 
 
 def _policy_outputs(
-  params: functional.Params,
+  params: model_roles.Params,
   microbatch: batch_lib.TokenBatch,
   *,
-  frozen: functional.Params | None,
-  spec: UpdateSpec,
+  spec: step_lib.Spec,
   values_everywhere: bool = False,
 ) -> functional.TokenOutputs:
-  return spec.policy.token_outputs(
-    state_lib.join_frozen(spec.policy, frozen, params),
+  return spec.models.policy.token_outputs(
+    spec.models.policy_weights(params),
     microbatch.tokens_BL,
     lengths_B=microbatch.lengths_B,
     loss_positions_BM=microbatch.loss_positions_BM,
@@ -295,18 +315,19 @@ def _policy_outputs(
   )
 
 
-def load_balance_loss(
+def _load_balance(
   probs_BX: Array,
   microbatch: batch_lib.TokenBatch,
-  *,
   minibatch: batch_lib.TokenBatch,
+  *,
   experts_per_token: int,
 ) -> Array:
   """Returns a microbatch's share of `moe.load_balance`; the shares add up.
 
   The load (how often each expert was visited) has no gradient: it was counted
   over the minibatch in the old policy's pass. With routing replay, and before
-  the first update, it is also the load of this pass.
+  the first update, it is also the load of this pass. Rows without loss tokens,
+  such as failed trajectories, count nowhere.
 
   Args:
     probs_BX: router probabilities of the microbatch, see `moe.Routing`; the

@@ -11,8 +11,9 @@ import optax
 import pytest
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import preference_update
+from stppo_jax.learner import offline_losses
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import step as step_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.training import pairs as pairs_lib
@@ -40,19 +41,19 @@ def _pairs():
 def _state(seed=1):
   # Plain descent at rate 1: the change of the weights is the gradient.
   params = updates.params(_POLICY, seed)
-  return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+  policy = state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+  return state_lib.TrainState(policy, None)
 
 
 @functools.cache
 def _compiled(name, num_microbatches):
+  spec = updates.spec(updates.Models(_POLICY, None), num_microbatches)
   return jax.jit(
     functools.partial(
-      preference_update.update,
-      policy=_POLICY,
-      optimizer=optax.identity(),
-      name=name,
-      temperature=TEMPERATURE,
-      num_microbatches=num_microbatches,
+      step_lib.update,
+      method=offline_losses.tdpo(name),
+      spec=spec._replace(temperature=TEMPERATURE),
+      optimizers=updates.OPTIMIZERS,
     )
   )
 
@@ -66,20 +67,21 @@ def _update(
   if isinstance(reference, int):
     reference = updates.params(_POLICY, reference)
   place = lambda x: jax.device_put(x, sharding.param_shardings(x, made))
-  hyperparameters = preference_update.Hyperparameters(
-    updates.DESCENT, BETA, ALPHA
-  )
+  inputs = offline_losses.PairInputs(place(reference), BETA, ALPHA)
   state = _state()
-  new, metrics = _compiled(name, num_microbatches)(
+  new, outputs = _compiled(name, num_microbatches)(
     place(state),
+    {},
     jax.device_put(pairs, sharding.batch_sharding(made)),
-    hyperparameters,
-    place(reference),
+    updates.HYPERPARAMETERS._replace(loss=inputs),
   )
   gradient = jax.tree.map(
-    lambda old, new: old - np.asarray(new), state.params, new.params
+    lambda old, new: old - np.asarray(new),
+    state.policy.params,
+    new.policy.params,
   )
-  return gradient, {name: float(x) for name, x in metrics.items()}, new
+  metrics = {name: float(x) for name, x in outputs.metrics.items()}
+  return gradient, metrics, new.policy
 
 
 def _assert_same(actual, expected):
@@ -101,7 +103,7 @@ def _log_all(params, tokens):
 def test_the_metrics_are_those_of_the_formula(name):
   pairs = _pairs()
   tokens = pairs.tokens_Q2L.reshape(-1, L)
-  log_pi = _log_all(_state().params, tokens)
+  log_pi = _log_all(_state().policy.params, tokens)
   log_ref = _log_all(updates.params(_POLICY, 2), tokens)
   loss = margin = correct = 0
   kls, ratios = np.zeros((2, P, 2))
@@ -151,7 +153,7 @@ def _gradient_apart():
     apart_Q = sums_Q2[:, 0] - sums_Q2[:, 1]
     return jnp.sum(jnp.where(np.arange(P) == _FAILED, 0, apart_Q)) / _VALID
 
-  return jax.device_get(jax.jit(jax.grad(apart))(_state().params))
+  return jax.device_get(jax.jit(jax.grad(apart))(_state().policy.params))
 
 
 @pytest.mark.parametrize('name', _NAMES)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.learner import update
+from stppo_jax.learner import step
 from stppo_jax.rl import masking
 from stppo_jax.rollout import pack
 from tests import compilations
@@ -93,12 +93,15 @@ def test_only_the_gradient_norm_takes_further_backward_passes():
 
   def num_products(algorithm):
     program = jax.make_jaxpr(
-      functools.partial(update.gradients, spec=updates.spec(models))
+      functools.partial(
+        step.gradients,
+        method=updates.method(algorithm),
+        spec=updates.spec(models),
+      )
     )(
       updates.train_state(models),
       updates.batch(models),
-      algorithm,
-      updates.HYPERPARAMETERS.loss,
+      updates.with_algorithm(updates.HYPERPARAMETERS, algorithm).loss,
     )
     return _num_products(program.jaxpr)
 
@@ -232,7 +235,10 @@ def test_recomputed_layers_change_nothing():
   batch = updates.batch(models)
   remat = updates.transformers(remat='full')
   program = updates.compiled(remat).trace(
-    updates.train_state(remat), batch, algorithm, updates.hyperparameters()
+    updates.train_state(remat),
+    {},
+    batch,
+    updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
   )
   recomputes = 'remat' in str(program.jaxpr)
   assert recomputes

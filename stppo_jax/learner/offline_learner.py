@@ -1,0 +1,104 @@
+"""Makes the state of a policy, and updates it on rows that were not sampled."""
+
+import jax
+
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import programs as programs_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import step as step_lib
+from stppo_jax.learner import weights as weights_lib
+from stppo_jax.models import functional
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import sharding
+
+
+class OfflineLearner:
+  """Makes the state of a policy and updates it on demonstrations or pairs.
+
+  Args:
+    config: the config of a run.
+    policy: the policy, perhaps with adapters.
+    method: how the gradient is computed, see `offline_losses`.
+    optimizer: the config section of the optimiser.
+    temperature: divides the logits.
+    num_microbatches: microbatches of a minibatch.
+
+  Attributes:
+    policy: the policy without adapters.
+    numbers: the runtime numbers of the optimiser.
+  """
+
+  def __init__(
+    self,
+    config,
+    policy: functional.Model,
+    method: step_lib.Method,
+    optimizer,
+    *,
+    temperature: float,
+    num_microbatches: int = 1,
+  ):
+    assert policy.mesh is not None  # the mesh of training
+    self._config, self._mesh = config, policy.mesh
+    self._models = model_roles.Models(policy, None)
+    self.policy = policy.plain_policy
+    adam, self.numbers = optimizer_lib.from_config(optimizer)
+    spec = step_lib.Spec(
+      self._models,
+      temperature=temperature,
+      num_turns=config.env.max_turns + 1,
+      num_microbatches=num_microbatches,
+    )
+    self._programs = programs_lib.updating(
+      spec, state_lib.Optimizers(adam, adam), method, policy.mesh
+    )
+    self._rows = sharding.batch_sharding(policy.mesh)
+
+  def start(self) -> state_lib.TrainState:
+    """Returns the state before the first update."""
+    return self._programs.init(
+      *weights_lib.load_start(self._config, self._models.policy, self._mesh)
+    )
+
+  def reference(self, state: state_lib.TrainState) -> functional.Params:
+    """Returns the weights of the frozen reference."""
+    model = self._config.model
+    if state.frozen and not model.reference_path:
+      return state.frozen
+    path = model.reference_path or model.path
+    return weights_lib.load_frozen(self._config, path, self.policy, self._mesh)
+
+  def update(
+    self,
+    state: state_lib.TrainState,
+    minibatch,
+    inputs=(),
+    *,
+    numbers: optimizer_lib.Hyperparameters | None = None,
+  ) -> tuple[state_lib.TrainState, dict[str, jax.Array]]:
+    """Takes one optimiser step; consumes all of a state but frozen weights.
+
+    Args:
+      state: the state before.
+      minibatch: this host's rows, as numpy arrays.
+      inputs: what the loss reads beside weights and rows.
+      numbers: numbers of the optimiser; None: `numbers`.
+    """
+    numbers = numbers or self.numbers
+    frozen = state.frozen
+    state, outputs = self._programs.update(
+      state.with_frozen({}),
+      frozen,
+      distributed.from_local_rows(minibatch, self._rows),
+      step_lib.Hyperparameters(inputs, numbers, numbers),
+    )
+    return state.with_frozen(frozen), outputs.metrics
+
+  def merged_params(self, state: state_lib.TrainState) -> functional.Params:
+    """Returns weights for `policy`: without adapters, no copy is made."""
+    if not state.frozen:
+      return state.policy.params
+    return jax.jit(programs_lib.merged, static_argnums=0)(
+      self._models, state.params
+    )

@@ -1,0 +1,142 @@
+"""The losses of training without sampling: demonstrations, and pairs.
+
+B rows, L tokens; Q pairs, 2 = (preferred, dispreferred).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import step as step_lib
+from stppo_jax.models import functional
+from stppo_jax.models import precision
+from stppo_jax.rl import preferences
+
+Array = jax.Array
+
+
+def sft_loss(
+  params: model_roles.Params,
+  microbatch: batch_lib.TokenBatch,
+  count: Array,
+  *,
+  spec: step_lib.Spec,
+) -> tuple[Array, step_lib.LossOutputs]:
+  """Returns the mean negative log-likelihood of the demonstrated tokens.
+
+  Args:
+    params: weights in the dtype of the activations.
+    microbatch: packed demonstrations.
+    count: the policy tokens of the whole minibatch.
+    spec: models and static sizes.
+  """
+  logprobs_BL, _ = spec.models.policy.logprobs_and_entropy(
+    spec.models.policy_weights(params),
+    microbatch.tokens_BL,
+    lengths_B=microbatch.lengths_B,
+    loss_positions_BM=microbatch.loss_positions_BM,
+    temperature=spec.temperature,
+  )
+  chosen_BL = jnp.where(microbatch.loss_mask_BL, logprobs_BL, 0.0)
+  loss = -jnp.sum(chosen_BL) / count
+  return loss, step_lib.LossOutputs({'sft/loss': loss})
+
+
+def _count_tokens(params, minibatch, microbatches, inputs, *, spec) -> Array:
+  del params, microbatches, inputs, spec
+  return jnp.sum(minibatch.loss_mask_BL)
+
+
+SFT = step_lib.Method(_count_tokens, sft_loss)
+
+
+class PairInputs(NamedTuple):
+  """The inputs of `tdpo_loss` beside weights and pairs.
+
+  Attributes:
+    reference: weights of the frozen reference.
+    beta, alpha: see `preferences.preference_loss`.
+  """
+
+  reference: functional.Params
+  beta: Array | float
+  alpha: Array | float
+
+
+def tdpo_loss(
+  params: model_roles.Params,
+  microbatch: batch_lib.PairBatch,
+  inputs: PairInputs,
+  *,
+  name: str,
+  spec: step_lib.Spec,
+) -> tuple[Array, step_lib.LossOutputs]:
+  """Returns the sum of the losses of the pairs; `_divide` makes the mean.
+
+  Args:
+    params: weights in the dtype of the activations.
+    microbatch: the pairs.
+    inputs: the reference, in the dtype of the activations, and numbers.
+    name: a key of `preferences.PREFERENCES`.
+    spec: models and static sizes.
+  """
+  # From [Q, 2, ...] to rows: pair 0's preferred, pair 0's dispreferred, pair
+  # 1's preferred, ... In this order each device keeps its own rows.
+  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), microbatch)
+  outputs = spec.models.policy.divergence(
+    spec.models.policy_weights(params),
+    inputs.reference,
+    rows.tokens_Q2L,
+    lengths_B=rows.lengths_Q2,
+    loss_positions_BM=rows.loss_positions_Q2M,
+    temperature=spec.temperature,
+  )
+  logprobs, ref_logprobs, divergence = (
+    x_BL.reshape(microbatch.tokens_Q2L.shape) for x_BL in outputs
+  )
+  sums = preferences.preference_loss(
+    logprobs,
+    ref_logprobs,
+    divergence,
+    jnp.asarray(microbatch.loss_mask_Q2L),
+    name=name,
+    beta=inputs.beta,
+    alpha=inputs.alpha,
+  )
+  return sums.total, step_lib.LossOutputs(sums)
+
+
+def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
+  """Returns the inputs, the reference cast once for all microbatches."""
+  del params, minibatch, microbatches
+  dtype = spec.models.policy.config.dtype
+  return inputs._replace(reference=precision.cast(inputs.reference, dtype))
+
+
+def _divide(gradient, outputs, inputs):
+  """Divides sums over pairs once, by the pairs of the whole minibatch."""
+  del inputs
+  sums = outputs.metrics
+  count = jnp.maximum(sums.count, 1)
+  gradient, mean = jax.tree.map(lambda x: x / count, (gradient, sums))
+  metrics = {
+    'preference/loss': mean.total,
+    'preference/margin': mean.margin,
+    'preference/accuracy': mean.correct,
+    'preference/pairs': sums.count,
+  }
+  for index, side in enumerate(('preferred', 'dispreferred')):
+    metrics[f'preference/{side}/log_ratio'] = mean.log_ratio_2[index]
+    metrics[f'preference/{side}/kl'] = mean.divergence_2[index]
+  return gradient, step_lib.LossOutputs(metrics)
+
+
+@functools.lru_cache
+def tdpo(name: str) -> step_lib.Method:
+  """Returns the method of an entry of `preferences.PREFERENCES`."""
+  loss = functools.partial(tdpo_loss, name=name)
+  return step_lib.Method(_cast_reference, loss, finish=_divide)

@@ -1,0 +1,257 @@
+"""One optimiser step on a minibatch: from a loss to new weights.
+
+Reinforcement, supervised and preference training are three losses of one
+signature (`policy_loss`, `offline_losses`):
+
+    loss(params, microbatch, context, spec=...) -> (scalar, LossOutputs)
+
+`update` takes `jax.value_and_grad` of the loss of each microbatch, sums the
+gradients, clips their global norm and gives them to Adam.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.learner import microbatches as microbatches_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.models import precision
+
+Array = jax.Array
+Tree = Any
+Loss = Callable[..., Any]
+
+
+class Spec(NamedTuple):
+  """The models and the static sizes of a compiled update.
+
+  Attributes:
+    models: policy and value model.
+    temperature: the sampling temperature.
+    num_turns: the largest number of turns of a trajectory.
+    num_microbatches: microbatches of a minibatch; divides its rows.
+  """
+
+  models: model_roles.Models
+  temperature: float
+  num_turns: int
+  num_microbatches: int
+
+
+class LossOutputs(NamedTuple):
+  """The metrics and diagnostics of a loss; those of microbatches add up.
+
+  Attributes:
+    metrics: scalars.
+    diagnostics: ratio statistics, see `diagnostics.merge`; () for losses
+      without a ratio.
+  """
+
+  metrics: Tree
+  diagnostics: Tree = ()
+
+
+class Hyperparameters(NamedTuple):
+  """Runtime inputs of an update; another value does not recompile.
+
+  Attributes:
+    loss: what the loss reads beside weights and rows.
+    policy, value: numbers of the two optimisers.
+    policy_learns: False updates the value model alone.
+  """
+
+  loss: Tree
+  policy: optimizer_lib.Hyperparameters
+  value: optimizer_lib.Hyperparameters
+  policy_learns: Array | bool = True
+
+
+def gradient_of(
+  loss: Loss, params: model_roles.Params, microbatch: Tree, context: Tree
+) -> tuple[model_roles.Trained, LossOutputs]:
+  """Returns the gradient of a loss in the trained weights, and its outputs."""
+  of_trained = lambda trained: loss(
+    params._replace(trained=trained), microbatch, context
+  )
+  (_, outputs), gradient = jax.value_and_grad(of_trained, has_aux=True)(
+    params.trained
+  )
+  return gradient, outputs
+
+
+class Method(NamedTuple):
+  """How one kind of training gets its gradient.
+
+  Attributes:
+    context: maps (params, minibatch, microbatches, `Hyperparameters.loss`) to
+      what the loss reads of the whole minibatch.
+    loss: see the module's docstring.
+    gradient: differentiates the loss, as `gradient_of` does.
+    finish: maps (summed gradient, summed outputs with stacked diagnostics,
+      `Hyperparameters.loss`) to gradient and outputs of the minibatch.
+  """
+
+  context: Callable[..., Tree]
+  loss: Loss
+  gradient: Callable[..., Any] = gradient_of
+  finish: Callable[..., Any] = lambda gradient, outputs, inputs: (
+    gradient,
+    outputs,
+  )
+
+
+def update(
+  state: state_lib.TrainState,
+  frozen: Tree,
+  minibatch: Tree,
+  hyperparameters: Hyperparameters,
+  *,
+  method: Method,
+  spec: Spec,
+  optimizers: state_lib.Optimizers,
+) -> tuple[state_lib.TrainState, LossOutputs]:
+  """Updates the models on one minibatch.
+
+  An update changes nothing, and is counted in the metric `update/skipped`, if
+  its loss, gradient, new weights or new moments are not finite, or if the norm
+  of a gradient is above `skip_grad_norm`.
+
+  Args:
+    state: the state before the update, without its frozen weights; donate it.
+    frozen: the base under adapters; {} where everything is trained.
+    minibatch: the rows.
+    hyperparameters: runtime inputs.
+    method: how the gradient is computed.
+    spec: models and static sizes.
+    optimizers: the optimisers.
+
+  Returns:
+    The new state, also without frozen weights, and the metrics.
+  """
+  gradient, outputs = gradients(
+    state.with_frozen(frozen),
+    minibatch,
+    hyperparameters.loss,
+    method=method,
+    spec=spec,
+  )
+  return apply_gradients(
+    state, gradient, outputs, hyperparameters, optimizers=optimizers
+  )
+
+
+def gradients(
+  state: state_lib.TrainState,
+  minibatch: Tree,
+  inputs: Tree,
+  *,
+  method: Method,
+  spec: Spec,
+) -> tuple[model_roles.Trained, LossOutputs]:
+  """Returns the float32 gradients of a minibatch before norms are clipped.
+
+  Args:
+    state: the state before the update, with its frozen weights.
+    minibatch: the rows.
+    inputs: see `Hyperparameters.loss`.
+    method, spec: see `update`.
+  """
+  params = cast(state, spec)
+  microbatches = microbatches_lib.split(minibatch, spec.num_microbatches)
+  context = method.context(params, minibatch, microbatches, inputs, spec=spec)
+  gradient, outputs = sum_gradients(
+    params, microbatches, context, method=method, spec=spec
+  )
+  return method.finish(gradient, outputs, inputs)
+
+
+def cast(state: state_lib.TrainState, spec: Spec) -> model_roles.Params:
+  """Returns the weights of a state in the dtype of the activations.
+
+  Call it outside a loop over microbatches, so that the cast copies are made
+  once and the gathers between devices move the smaller dtype.
+  """
+  return precision.cast(state.params, spec.models.policy.config.dtype)
+
+
+def sum_gradients(
+  params: model_roles.Params,
+  microbatches: Tree,
+  context: Tree,
+  *,
+  method: Method,
+  spec: Spec,
+) -> tuple[Tree, LossOutputs]:
+  """Sums gradients and metrics over microbatches.
+
+  Args:
+    params, context, method, spec: see `gradients`.
+    microbatches: arrays with leading axes (n, B / n): all microbatches of the
+      minibatch, or some of them.
+
+  Returns:
+    The gradient, and the outputs with stacked diagnostics, for `Method.finish`;
+    the sums of several calls add up.
+  """
+  loss = functools.partial(method.loss, spec=spec)
+
+  def step(microbatch):
+    gradient, outputs = method.gradient(loss, params, microbatch, context)
+    gradient = microbatches_lib.to_accumulator(
+      gradient, spec.models.policy.mesh
+    )
+    return (gradient, outputs.metrics), outputs.diagnostics
+
+  (gradient, metrics), diagnostics = microbatches_lib.accumulate(
+    step, microbatches
+  )
+  return gradient, LossOutputs(metrics, diagnostics)
+
+
+def apply_gradients(
+  state: state_lib.TrainState,
+  gradient: model_roles.Trained,
+  outputs: LossOutputs,
+  hyperparameters: Hyperparameters,
+  *,
+  optimizers: state_lib.Optimizers,
+) -> tuple[state_lib.TrainState, LossOutputs]:
+  """Takes a step with both optimisers, or with neither if one is not sound.
+
+  The policy also stays as it is if `policy_learns` is false.
+  """
+  metrics = dict(outputs.metrics)
+  new_policy, sound, report = state_lib.take_step(
+    optimizers.policy,
+    state.policy,
+    gradient.policy,
+    hyperparameters.policy,
+    loss=outputs.metrics,
+  )
+  metrics |= {f'actor/{name}': x for name, x in report.items()}
+  new_value = None
+  if gradient.value is not None:
+    assert state.value is not None  # both come from one config
+    new_value, value_sound, report = state_lib.take_step(
+      optimizers.value,
+      state.value,
+      gradient.value,
+      hyperparameters.value,
+      loss=outputs.metrics,
+    )
+    sound &= value_sound
+    metrics |= {f'critic/{name}': x for name, x in report.items()}
+  new_state = state_lib.TrainState(
+    state_lib.select(
+      sound & hyperparameters.policy_learns, new_policy, state.policy
+    ),
+    state_lib.select(sound, new_value, state.value),
+  )
+  metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
+  return new_state, outputs._replace(metrics=metrics)
