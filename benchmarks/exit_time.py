@@ -171,7 +171,7 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
   from stppo_jax import interruption
 
   if moment.kind == 'phase':
-    from stppo_jax.training import watching
+    from stppo_jax.workdir import watching
 
     begin = watching.Watch.begin_phase
 

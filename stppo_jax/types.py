@@ -11,6 +11,9 @@ import enum
 
 import numpy as np
 
+# The action of a turn without a valid action.
+INVALID = 'invalid'
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -78,7 +81,7 @@ class Turn:
     observation_ids: [O] int32, the tokens of the environment's answer; may be
       empty.
     action: the environment's name for what the turn did; 'invalid' if it did
-      nothing (`envs.protocol.INVALID`).
+      nothing (`INVALID`).
     reward: the weighted reward of the turn itself, which is not part of the
       outcome reward.
     truncated_logprobs: [L] float32, the log-probability of each token in the

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
+from stppo_jax import text
 from stppo_jax import types
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.envs import neutralisation
 
 Demonstration = tuple[types.Question, list[str]]
 
@@ -113,7 +113,7 @@ class LookupDemonstrations:
     result = []
     for question in self.questions.train(step, count):
       query, answer = map(
-        neutralisation.neutralise_tags,
+        text.neutralise_tags,
         (question.text, question.golden_answers[0]),
       )
       turns = []

@@ -17,9 +17,9 @@ import os
 import pathlib
 from typing import Any
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.data import tables
-from stppo_jax.envs import rewards
 
 _KINDS = {'open': 'open', 'mcq': 'choice'}
 # The names of Search-R1 and FlashRAG for our fields.
@@ -72,7 +72,7 @@ def note_empty_answers(
 ) -> None:
   """Notes golden answers that are empty once they are normalised."""
   for answer in question.golden_answers:
-    if question.kind == 'open' and not rewards.normalise(answer):
+    if question.kind == 'open' and not text_lib.normalise(answer):
       note(
         f'{where}: nothing is left of the answer {answer!r} when it is '
         'compared, so an empty answer counts as correct'

@@ -20,9 +20,9 @@ import threading
 from typing import Any
 from typing import Self
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import commands
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.retrieval import protocol as retrieval
@@ -102,7 +102,7 @@ class GymnasiumEnvironment(protocol.Environment):
     """Returns the prompt with the first observation."""
     made, text = self._begin(question)
     _close(made)
-    text = neutralisation.neutralise_tags(text)
+    text = text_lib.neutralise_tags(text)
     return self._template.replace(prompts.PLACEHOLDER, text)
 
   def _begin(self, question: types.Question) -> tuple[Any, str]:
@@ -151,7 +151,7 @@ class _Episode(protocol.Episode):
       protocol.check_reward(f'of {command!r}', reward)
       self._return += reward
       ended = terminated or truncated
-      news = commands.observation(neutralisation.neutralise_tags(str(seen)))
+      news = commands.observation(text_lib.neutralise_tags(str(seen)))
     if ended:
       return protocol.Step(kind, None, Status.COMPLETED, reward)
     if turn_index >= self._max_turns:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import protocol
 
 PLACEHOLDER = '{question}'
@@ -62,7 +62,7 @@ def fill(template: str, question: types.Question) -> str:
   text = question.text
   if question.kind == 'choice':
     text += '\nOptions:\n' + _option_lines(question.options)
-  text = neutralisation.neutralise_tags(text)
+  text = text_lib.neutralise_tags(text)
   # str.format would fail on other braces in the template, which are text.
   return template.replace(PLACEHOLDER, text)
 
@@ -76,7 +76,7 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
   return protocol.Observation(
     prefix=_INFORMATION[0],
     # All passages at once: a tag could be spread over a title and its text.
-    body=neutralisation.neutralise_tags(body),
+    body=text_lib.neutralise_tags(body),
     suffix=_INFORMATION[1],
   )
 
@@ -96,7 +96,7 @@ def phrases(vocabulary: Sequence[str]) -> list[str]:
   Args:
     vocabulary: the strings of the questions and passages.
   """
-  tags = [*neutralisation.TAGS, *_INFORMATION]
+  tags = [*text_lib.TAGS, *_INFORMATION]
   return [*tags, *vocabulary, _CORRECTION, *_FORM]
 
 

@@ -19,7 +19,7 @@ from stppo_jax.retrieval import protocol as retrieval
 
 # The action of a turn without a valid action, and that of a turn which answers.
 # An environment is free to choose the names of its other actions.
-INVALID = 'invalid'
+INVALID = types.INVALID
 ANSWER = 'answer'
 _LARGEST_REWARD = 3.4e38  # training stores rewards as float32
 

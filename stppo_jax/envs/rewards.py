@@ -9,21 +9,18 @@ from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import re
-import string
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import actions
-from stppo_jax.envs import neutralisation
 
 # The name of the score that says whether an answer is right. It is the accuracy
 # of the choice if the question has options.
 EXACT_MATCH = 'em'
-_ARTICLES = re.compile(r'\b(a|an|the)\b')
-_DELETE_PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ANSWER = re.compile('<answer>(.*?)</answer>', re.DOTALL)
 _LETTER = re.compile(r'(?:option\s+)?\(?([a-z])(?:[).:]+(?:\s+(.+))?)?', re.S)
 
-_NAMES = '|'.join(neutralisation.TAG_NAMES)
+_NAMES = '|'.join(text_lib.TAG_NAMES)
 _ANY_TAG = re.compile(f'</?(?:{_NAMES})>')
 _TURN_FORM = '(?:<think></think>)*<{0}></{0}>'
 # Tokens that end a turn in the models we load. They are not part of the form.
@@ -32,20 +29,12 @@ _END_OF_TURN = re.compile(
 )
 
 
-def normalise(text: str) -> str:
-  """Returns the text as the evaluation of SQuAD compares it.
-
-  The result is in lower case, without ASCII punctuation and articles, and has
-  single spaces.
-  """
-  text = text.lower().translate(_DELETE_PUNCTUATION)
-  return ' '.join(_ARTICLES.sub(' ', text).split())
-
-
 def exact_match(answer: str, golden_answers: Collection[str]) -> float:
   """Returns 1 if the answer equals a golden answer, both normalised, else 0."""
-  normal = normalise(answer)
-  return float(any(normal == normalise(golden) for golden in golden_answers))
+  normal = text_lib.normalise(answer)
+  return float(
+    any(normal == text_lib.normalise(golden) for golden in golden_answers)
+  )
 
 
 def substring_match(answer: str, golden_answers: Collection[str]) -> float:
@@ -54,8 +43,8 @@ def substring_match(answer: str, golden_answers: Collection[str]) -> float:
   A golden answer that normalises to nothing ("The") matches only an answer that
   does so too, since every text contains the empty string.
   """
-  normal = normalise(answer)
-  goldens = map(normalise, golden_answers)
+  normal = text_lib.normalise(answer)
+  goldens = map(text_lib.normalise, golden_answers)
   return float(any(g in normal if g else g == normal for g in goldens))
 
 
@@ -84,7 +73,7 @@ def choose(answer: str, options: Mapping[str, str]) -> frozenset[str]:
       key = by_letter[letter[1]]
       if letter[2] is None or exact_match(letter[2], [options[key]]):
         return frozenset({key})
-  for form in (_plain, normalise):
+  for form in (_plain, text_lib.normalise):
     wanted = form(answer)
     keys = {key for key, text in options.items() if form(text) == wanted}
     if wanted and keys:
@@ -203,7 +192,10 @@ SCOPES: dict[str, Callable[[str, Sequence[str]], str | None]] = {
 
 def _f1(answer: str, golden: str) -> float:
   """Returns the harmonic mean of the precision and the recall of words."""
-  words, golden_words = normalise(answer).split(), normalise(golden).split()
+  words, golden_words = (
+    text_lib.normalise(answer).split(),
+    text_lib.normalise(golden).split(),
+  )
   if not words or not golden_words:
     return float(words == golden_words)
   common = collections.Counter(words) & collections.Counter(golden_words)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 from typing import Self
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import actions
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards as rewards_lib
@@ -38,7 +38,7 @@ class SearchEnvironment(protocol.Environment):
   """
 
   stop_strings = actions.STOP_STRINGS
-  tags = neutralisation.TAGS
+  tags = text_lib.TAGS
   main_score = rewards_lib.EXACT_MATCH
   needs_retriever = True
   phrases = staticmethod(prompts.phrases)

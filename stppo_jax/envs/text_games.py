@@ -18,9 +18,9 @@ import re
 from typing import Any
 from typing import Self
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import commands
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.retrieval import protocol as retrieval
@@ -174,7 +174,7 @@ class TextWorldEnvironment(protocol.Environment):
     if command is None:
       kind, news = protocol.INVALID, commands.correction()
     elif command not in game.commands():
-      refused = neutralisation.neutralise_tags(f'{command!r} is not possible.')
+      refused = text_lib.neutralise_tags(f'{command!r} is not possible.')
       kind, news = protocol.INVALID, commands.observation(refused)
     else:
       before = game.distance()

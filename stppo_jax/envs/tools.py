@@ -8,11 +8,11 @@ import re
 from typing import Any
 from typing import Self
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import actions
 from stppo_jax.envs import calculator
 from stppo_jax.envs import mcp_tools
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards as rewards_lib
@@ -211,7 +211,7 @@ def _response(output: str) -> protocol.Observation:
   """Returns the output of a tool as an observation, our tags neutralised."""
   return protocol.Observation(
     prefix=_RESPONSE[0],
-    body=neutralisation.neutralise_tags(output[:_MAX_OUTPUT_CHARS]),
+    body=text_lib.neutralise_tags(output[:_MAX_OUTPUT_CHARS]),
     suffix=_RESPONSE[1],
   )
 
@@ -224,7 +224,7 @@ def _lines(descriptions: Sequence[Mapping[str, Any]]) -> str:
     parameters = json.dumps(function['parameters'].get('properties', {}))
     purpose = ' '.join(function['description'].split())
     lines.append(f'- {function["name"]}: {purpose} Arguments: {parameters}')
-  return neutralisation.neutralise_tags('\n'.join(lines))
+  return text_lib.neutralise_tags('\n'.join(lines))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from stppo_jax.learner import keys
+from stppo_jax import keys
 from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.models.hf import load

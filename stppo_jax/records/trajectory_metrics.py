@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
-from stppo_jax.envs import protocol
 from stppo_jax.records import token_records
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
@@ -18,6 +18,17 @@ _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
 _REPEATED = 4  # tokens in a row, the shortest text that counts as repeated
 # A single failed turn may be the fault of its own query.
 _FEWEST_FAILED_TURNS = 2
+
+
+class Environment(Protocol):
+  """What metrics need of an environment, see `envs/protocol.py`."""
+
+  main_score: str
+
+  @staticmethod
+  def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+    """Returns metrics of the environment's own."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +86,7 @@ def failures(trajectories: Sequence[types.Trajectory]) -> Failures:
       unanswered[actions[-1]] += 1
   # The action of a turn is not known where the environment raised an error:
   # such turns are compared with all turns.
-  asked[protocol.INVALID] = asked.total()
+  asked[types.INVALID] = asked.total()
   action = max(
     unanswered, key=lambda name: unanswered[name] / asked[name], default=''
   )
@@ -145,7 +156,7 @@ def measure_staleness(
 
 
 def measure(
-  trajectories: Sequence[types.Trajectory], environment: protocol.Environment
+  trajectories: Sequence[types.Trajectory], environment: Environment
 ) -> dict[str, float]:
   """Returns rewards, scores, lengths, actions and statuses of a collection.
 
@@ -197,7 +208,7 @@ def measure(
   metrics |= environment.statistics(valid)
   metrics |= {
     'env/ratio_of_valid_action': _mean(
-      [turn.action != protocol.INVALID for t in valid for turn in t.turns]
+      [turn.action != types.INVALID for t in valid for turn in t.turns]
     ),
     'env/finish_ratio': _mean(
       [t.status is types.TrajectoryStatus.COMPLETED for t in valid]

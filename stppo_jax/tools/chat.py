@@ -10,9 +10,9 @@ from typing import TextIO
 import jax
 
 from stppo_jax import exits
+from stppo_jax import keys as keys_lib
 from stppo_jax import streams
 from stppo_jax import types
-from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import compilation
 from stppo_jax.records import dialogues
 from stppo_jax.tools import evaluation

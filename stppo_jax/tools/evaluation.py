@@ -23,11 +23,11 @@ from typing import Any
 import jax
 
 from stppo_jax import exits
+from stppo_jax import keys as keys_lib
 from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
-from stppo_jax.learner import keys as keys_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
@@ -35,10 +35,10 @@ from stppo_jax.parallel import compilation
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
 from stppo_jax.records.checkpoints import fingerprint
+from stppo_jax.rollout import steps
 from stppo_jax.tools import evaluation_folder
 from stppo_jax.tools import score_report
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import collection
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.training.checks import batch_sizes
@@ -237,7 +237,7 @@ def _collect_all(
     part = left[first : first + size]
     asked = [rows[n][0] for n in part]
     part_keys = row_keys[jax.numpy.asarray(part)]
-    trajectories = collection.collect_until_valid(
+    trajectories = steps.collect_until_valid(
       lambda: collector.collect(asked, part_keys, greedy=not samples),
       services,
       min_valid_fraction=config.rollout.min_valid_fraction,

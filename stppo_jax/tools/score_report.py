@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from stppo_jax import streams
+from stppo_jax import text as text_lib
 from stppo_jax.envs import rewards
 
 Record = Mapping[str, Any]
@@ -134,9 +135,9 @@ def _golden(record: Record) -> set[str]:
   """Returns the normalised answers that are right, letters included."""
   golden, options = record['golden_answers'], record['options']
   if not options:
-    return {rewards.normalise(answer) for answer in golden}
+    return {text_lib.normalise(answer) for answer in golden}
   letters = rewards.golden_choices(options, golden)
-  texts = {rewards.normalise(options[letter]) for letter in letters}
+  texts = {text_lib.normalise(options[letter]) for letter in letters}
   return texts | {f'{letter})' for letter in letters}
 
 

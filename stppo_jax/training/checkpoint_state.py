@@ -19,7 +19,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import fingerprint
-from stppo_jax.training import prefetch
+from stppo_jax.rollout import prefetch
 
 _BASE = 'base_fingerprints'
 Restored = tuple[int, state_lib.TrainState, dict[str, Any]]

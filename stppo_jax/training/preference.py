@@ -20,8 +20,8 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.rollout import pairs as pairs_lib
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import run as run_lib
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files

@@ -38,13 +38,13 @@ from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import voting
 from stppo_jax.records import products
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import saving
-from stppo_jax.training import watching
 from stppo_jax.training.building import model_files
 from stppo_jax.training.building import origin
 from stppo_jax.training.building import sinks
@@ -52,11 +52,11 @@ from stppo_jax.training.checks import host_check
 from stppo_jax.training.evaluating import evaluation
 from stppo_jax.training.evaluating import samples
 from stppo_jax.training.stopping import endings
-from stppo_jax.training.stopping import voting
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
+from stppo_jax.workdir import watching
 
 T = TypeVar('T')
 State = state_lib.TrainState

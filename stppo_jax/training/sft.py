@@ -18,9 +18,9 @@ from stppo_jax.models import functional
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
+from stppo_jax.rollout import steps
 from stppo_jax.sampling import scripted
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import collection
 from stppo_jax.training import run as run_lib
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
@@ -252,7 +252,7 @@ def _pack_dialogues(
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
   )
-  trajectories = collection.collect_until_valid(
+  trajectories = steps.collect_until_valid(
     lambda: collector.collect([question for question, _ in chosen], keys=None),
     services,
     min_valid_fraction=config.rollout.min_valid_fraction,

@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 from stppo_jax import __main__
+from stppo_jax import text as text_lib
 from stppo_jax import types
-from stppo_jax.envs import neutralisation
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import server
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -227,7 +227,7 @@ def test_questions_and_passages_from_files(tmp_path, files):
 
 @pytest.mark.slow
 def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
-  folder, tags = tmp_path / 'tokenizer', neutralisation.TAGS
+  folder, tags = tmp_path / 'tokenizer', text_lib.TAGS
   corpus = (files['data__root'] / 'corpus.jsonl').read_text('utf-8')
   size = files['data__tokenizer_vocab_size'] - len(tags)
   tokenizer_lib.train_byte_level_bpe([corpus], size).save(folder)

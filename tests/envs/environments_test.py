@@ -12,9 +12,9 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import search
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
+from stppo_jax.rollout import steps
 from stppo_jax.sampling import scripted
 from stppo_jax.sampling import stops
-from stppo_jax.training import collection
 from stppo_jax.training.building import assembly
 
 _STATUS = types.TrajectoryStatus
@@ -104,9 +104,7 @@ def test_a_class_in_the_table_is_a_whole_environment(config):
       max_observation_tokens=config.env.max_observation_tokens,
       group_size=config.rollout.group_size,
     )
-    step_collector = collection.StepCollector(
-      config, services, collector, print
-    )
+    step_collector = steps.StepCollector(config, services, collector, print)
     trajectories, metrics = step_collector.collect(0)
   assert [t.status for t in trajectories] == [
     _STATUS.COMPLETED,

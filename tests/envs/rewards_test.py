@@ -2,6 +2,7 @@
 
 import pytest
 
+from stppo_jax import text as text_lib
 from stppo_jax.envs import rewards
 
 
@@ -17,7 +18,7 @@ from stppo_jax.envs import rewards
   ],
 )
 def test_normalised_text_by_hand(text, normal):
-  assert rewards.normalise(text) == normal
+  assert text_lib.normalise(text) == normal
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import string
 import numpy as np
 import pytest
 
+from stppo_jax import text as text_lib
 from stppo_jax.envs import rewards
 
 
@@ -99,7 +100,7 @@ _PAIRS = [
 
 
 def _agrees(answer, golden):
-  assert rewards.normalise(answer) == _normal(answer)
+  assert text_lib.normalise(answer) == _normal(answer)
   assert rewards.exact_match(answer, golden) == _exact(answer, golden)
   assert rewards.token_f1(answer, golden) == pytest.approx(_f1(answer, golden))
   assert rewards.substring_match(answer, golden) == _substring(answer, golden)

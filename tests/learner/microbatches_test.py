@@ -12,7 +12,7 @@ from stppo_jax.learner import offline_losses
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step
-from stppo_jax.training import pairs as pairs_lib
+from stppo_jax.rollout import pairs as pairs_lib
 from tests.learner import updates
 from tests.rl import batches
 

@@ -16,7 +16,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.training import pairs as pairs_lib
+from stppo_jax.rollout import pairs as pairs_lib
 from tests.learner import updates
 
 P, L = 8, 12

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stppo_jax.rollout import lengths
+from stppo_jax.rollout import pack
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,6 @@ from stppo_jax.rollout import lengths
   ],
 )
 def test_there_are_at_most_eight_lengths(bucket, max_length, expected):
-  unit = lengths.unit(bucket, max_length=max_length)
+  unit = pack.unit(bucket, max_length=max_length)
   assert unit == expected and unit % bucket == 0
-  assert math.ceil(max_length / unit) <= lengths.MAX_LENGTHS
+  assert math.ceil(max_length / unit) <= pack.MAX_LENGTHS

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import actions
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.envs import search
 from stppo_jax.retrieval import fakes
@@ -87,7 +87,7 @@ def test_every_status_has_its_reward():
   assert batch.rewards_BL.sum(1).tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-_TAGS = neutralisation.TAGS
+_TAGS = text_lib.TAGS
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from stppo_jax.rollout import sentences
+from stppo_jax.rollout import pack
 from tests.sampling import vocabularies
 
 _TOKENIZERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
@@ -25,7 +25,7 @@ def test_sentences_equal_those_by_hand():
     b' \xe3\x80',
     b'\x82',
   ]
-  split = sentences.SentenceSplitter(pieces)
+  split = pack.SentenceSplitter(pieces)
   # Yes. | No?! So | 3.14 | a full stop of another alphabet, in two tokens
   ids = np.array([0, 1, 2, 3, 5, 6, 7, 0])
   assert split(ids).tolist() == [1, 1, 2, 2, 3, 4, 4, 4]
@@ -35,7 +35,7 @@ def test_sentences_equal_those_by_hand():
 
 
 def test_ids_beyond_the_tokenizer_end_no_sentence():
-  split = sentences.SentenceSplitter([b'a', b'.'])
+  split = pack.SentenceSplitter([b'a', b'.'])
   assert split(np.array([0, 2, 99, 1, 2])).tolist() == [1, 1, 1, 1, 2]
 
 
@@ -61,7 +61,7 @@ def _slow(token_bytes, ids):
 def _splitter(name):
   """Returns the bytes of tokens, and what splits their ids."""
   pieces = _TOKENIZERS[name]().token_bytes()
-  return pieces, sentences.SentenceSplitter(pieces)
+  return pieces, pack.SentenceSplitter(pieces)
 
 
 @settings(max_examples=60)
@@ -85,5 +85,5 @@ def test_sentences_of_tokens_are_those_of_the_text(name, text):
 
 
 def test_several_ends_in_one_token_close_one_sentence():
-  split = sentences.SentenceSplitter([b'...', b'a'])
+  split = pack.SentenceSplitter([b'...', b'a'])
   assert split(np.array([1, 0, 0, 1])).tolist() == [1, 1, 2, 3]

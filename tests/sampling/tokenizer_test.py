@@ -13,15 +13,15 @@ from tokenizers import models
 from tokenizers import normalizers
 import transformers
 
+from stppo_jax import text as text_lib
 from stppo_jax.envs import actions
-from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.models import config as config_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.sampling import vocabularies
 
 _MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
-_TAGS = neutralisation.TAGS
+_TAGS = text_lib.TAGS
 _TAGGED = {
   'a token for each tag': lambda: vocabularies.with_added(_TAGS),
   'a special token for each tag': lambda: vocabularies.with_added(

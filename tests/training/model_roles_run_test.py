@@ -12,8 +12,8 @@ from stppo_jax import __main__
 from stppo_jax.learner import weights
 from stppo_jax.models.hf import load
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.rollout import prefetch
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import prefetch
 from tests.training import faults
 from tests.training import runs
 

@@ -17,10 +17,10 @@ from stppo_jax import __main__
 from stppo_jax import exits
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import voting
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.tools import run_state
 from stppo_jax.training import run as run_lib
-from stppo_jax.training.stopping import voting
 from stppo_jax.workdir import run_folder
 from tests.training import runs
 

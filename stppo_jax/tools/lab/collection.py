@@ -24,10 +24,9 @@ from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.rollout import pack
-from stppo_jax.rollout import sentences
+from stppo_jax.rollout import steps
 from stppo_jax.tools.lab import saved_batch
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import collection
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.workdir import run_record
@@ -84,16 +83,14 @@ def _collect(
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
     engines.publish(engine, learner, state, step)
-    step_collector = collection.StepCollector(
-      config, services, collector, _show
-    )
+    step_collector = steps.StepCollector(config, services, collector, _show)
     number = config.rollout.trajectories_per_step
     _show(f'collecting {number} trajectories with the policy after step {step}')
     trajectories, _ = step_collector.collect(step)
   packed = pack.pack(
     trajectories,
     length_bucket=assembly.length_unit(config),
-    sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
+    sentences=pack.SentenceSplitter(tokenizer.token_bytes()),
     with_expert_ids=config.updates.routing_replay == 'sampler',
   )
   _show('annotating them')

@@ -36,7 +36,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
 from stppo_jax.rollout import event_loop
-from stppo_jax.rollout import lengths
+from stppo_jax.rollout import pack
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training.building import model_files
 from stppo_jax.training.building import retriever as retriever_lib
@@ -302,6 +302,6 @@ def build_placement(
 
 def length_unit(config) -> int:
   """Returns the number of tokens that every batch's length is a multiple of."""
-  return lengths.unit(
+  return pack.unit(
     config.rollout.length_bucket, max_length=config.env.max_length
   )

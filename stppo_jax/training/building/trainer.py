@@ -22,9 +22,9 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.rollout import pack as pack_lib
+from stppo_jax.rollout import prefetch
+from stppo_jax.rollout import steps as steps_lib
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import collection
-from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import sft
 from stppo_jax.training.building import assembly
@@ -50,7 +50,7 @@ class Trainer(NamedTuple):
   """
 
   learner: learner_lib.Learner
-  step_collector: collection.StepCollector
+  step_collector: steps_lib.StepCollector
   prefetcher: prefetch.Prefetcher
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
   placement: publish_lib.Placement | None
@@ -89,7 +89,7 @@ def build(config, run: run_lib.Run, *, restart: bool, source: Any) -> Trainer:
     with exits.as_misconfigured():
       state, note = origin.with_value(config, learner.start(), run.workdir)
       reference = learner.reference()
-      sentences = collection.build_sentences(config, tokenizer)
+      sentences = steps_lib.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, components)
     engine = engines.build(
       config, collecting, tokenizer, learner.decoded, components.placement
@@ -208,7 +208,7 @@ def _build_prefetcher(
   components: assembly.Components,
   engine: engines.Engine,
   run: run_lib.Run,
-) -> tuple[collection.StepCollector, prefetch.Prefetcher]:
+) -> tuple[steps_lib.StepCollector, prefetch.Prefetcher]:
   """Builds the prefetcher, with a thread of its own if its loop can stop."""
   learner, rollout, loop = components.learner, config.rollout, services.loop
   collector = engines.build_collector(
@@ -218,7 +218,7 @@ def _build_prefetcher(
     engine,
     group_size=rollout.group_size,
   )
-  steps = collection.StepCollector(
+  steps = steps_lib.StepCollector(
     config, services, collector, run.show, run.hosts
   )
   build = functools.partial(

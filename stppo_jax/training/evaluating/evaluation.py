@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
+from stppo_jax import keys as keys_lib
 from stppo_jax import types
-from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import collect
-from stppo_jax.training import collection
+from stppo_jax.rollout import steps
 from stppo_jax.training.building import assembly
 
 
@@ -68,7 +68,7 @@ class Evaluator:
     keys = keys_lib.row_keys(self._key, share.start, len(questions))
     trajectories = []
     if questions:
-      trajectories = collection.collect_until_valid(
+      trajectories = steps.collect_until_valid(
         lambda: self._collector.collect(questions, keys, greedy=greedy),
         self._services,
         min_valid_fraction=self._min_valid_fraction,

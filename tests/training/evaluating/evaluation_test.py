@@ -9,7 +9,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.training import collection
+from stppo_jax.rollout import steps
 from stppo_jax.training.evaluating import evaluation
 from tests.training import runs
 
@@ -155,5 +155,5 @@ def test_an_evaluation_in_an_outage_is_repeated(evaluated):
   first, second, _ = fake.lines
   assert first == second and 'http://away: status 503' in first
   fake.outages = 9
-  with pytest.raises(collection.Outage, match='evaluation: .*status 503'):
+  with pytest.raises(steps.Outage, match='evaluation: .*status 503'):
     evaluator.run()

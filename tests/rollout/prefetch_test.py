@@ -10,7 +10,7 @@ import pytest
 
 from stppo_jax.learner import state as state_lib
 from stppo_jax.rollout import event_loop
-from stppo_jax.training import prefetch
+from stppo_jax.rollout import prefetch
 
 _SECONDS = 20.0  # until a test that waits for another thread has failed
 

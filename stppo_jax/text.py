@@ -1,4 +1,4 @@
-"""Makes text from outside harmless: none of our tags is left in it.
+"""Text from outside: without our tags, and in the form that answers compare.
 
 `neutralise_tags` ends at a fixed point: applied again it changes nothing, so a
 tag cannot be assembled from the remains of another.
@@ -6,6 +6,7 @@ tag cannot be assembled from the remains of another.
 
 import functools
 import re
+import string
 import unicodedata
 
 TAG_NAMES = ('think', 'search', 'information', 'answer')
@@ -46,6 +47,8 @@ _FOLDED = (
 # characters that NFKD decomposes into one of _LESS.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _NAMES = '|'.join(TAG_NAMES + OTHER_TAG_NAMES).replace('_', '[_-]*')
+_ARTICLES = re.compile(r'\b(a|an|the)\b')
+_DELETE_PUNCTUATION = str.maketrans('', '', string.punctuation)
 _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
@@ -99,3 +102,13 @@ def _fold_character(character: str) -> str:
 # The Unicode categories of separators, of control and format characters, and of
 # marks that combine with the letter before them.
 _INVISIBLE = frozenset({'Zs', 'Zl', 'Zp', 'Cc', 'Cf', 'Mn', 'Me'})
+
+
+def normalise(text: str) -> str:
+  """Returns the text as the evaluation of SQuAD compares it.
+
+  The result is in lower case, without ASCII punctuation and articles, and has
+  single spaces.
+  """
+  text = text.lower().translate(_DELETE_PUNCTUATION)
+  return ' '.join(_ARTICLES.sub(' ', text).split())

@@ -23,12 +23,12 @@ import jax
 import numpy as np
 
 from stppo_jax import exits
+from stppo_jax import keys
 from stppo_jax import types
-from stppo_jax.learner import keys
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.rollout import collect
-from stppo_jax.rollout import sentences
+from stppo_jax.rollout import pack
 from stppo_jax.training import host_metrics
 from stppo_jax.training.building import assembly
 
@@ -271,11 +271,11 @@ class StepCollector:
     return jax.random.fold_in(key, resample_round)
 
 
-def build_sentences(config, tokenizer) -> sentences.SentenceSplitter | None:
+def build_sentences(config, tokenizer) -> pack.SentenceSplitter | None:
   """Returns a splitter of turns if the algorithm's ratio is of sentences."""
   if config.algorithm.ratio.level != 'sentence':
     return None
-  return sentences.SentenceSplitter(tokenizer.token_bytes())
+  return pack.SentenceSplitter(tokenizer.token_bytes())
 
 
 def _num_failed(trajectories: Sequence[types.Trajectory]) -> int:

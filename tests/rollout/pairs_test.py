@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from stppo_jax.training import pairs as pairs_lib
+from stppo_jax.rollout import pairs as pairs_lib
 
 _REWARDS = (0.5, 1.0, 0.0, 1.0, 0.3, 0.3, 0.0, 0.9)
 _GROUPS = (7, 7, 7, 7, 2, 2, 5, 5)

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from stppo_jax import keys
 from stppo_jax import types
 from stppo_jax.envs import search
-from stppo_jax.learner import keys
-from stppo_jax.training import collection
+from stppo_jax.rollout import steps
 from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import data_check
 from tests.training import runs
@@ -100,7 +100,7 @@ def _collect(world, rounds, show=lambda line: None, refill_rounds=0):
   sampler = types_lib.SimpleNamespace(
     collect=world.collect, statistics=lambda: {'engine/ok': 7.0}
   )
-  collector = collection.StepCollector(config, world, sampler, show)
+  collector = steps.StepCollector(config, world, sampler, show)
   trajectories, metrics = collector.collect(_STEP)
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids[::2] == ids[1::2]
@@ -209,7 +209,7 @@ def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
     rollout__refill_rounds=1,
   )
   sampler = types_lib.SimpleNamespace(collect=world.collect, statistics=dict)
-  step = collection.StepCollector(config, world, sampler, lambda line: None)
+  step = steps.StepCollector(config, world, sampler, lambda line: None)
   trajectories, _ = step.collect(_STEP)
   # `h` has the rewards 0.5 and none; `v` has 0 and 1.
   assert [t.reward for t in trajectories[:2]] == [0.5, 1.0]
@@ -218,7 +218,7 @@ def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
 def test_a_lasting_outage_ends_the_step():
   world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
   with pytest.raises(
-    collection.Outage, match='step 6: collected 3 times; .* 8 of 8 '
+    steps.Outage, match='step 6: collected 3 times; .* 8 of 8 '
   ):
     _collect(world, 1)
   assert world.waits == 3
@@ -241,7 +241,7 @@ def test_only_ratios_of_sentences_need_a_splitter(level):
   config.algorithm.ratio.level = level
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  split = collection.build_sentences(config, tokenizer)
+  split = steps.build_sentences(config, tokenizer)
   assert (split is None) == (level == 'token')
   if split:
     ids = tokenizer.encode_text('done. find it.\n')

@@ -6,8 +6,8 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.records import timing
-from stppo_jax.training import watching
 from stppo_jax.workdir import heartbeat
+from stppo_jax.workdir import watching
 from tests.training import runs
 
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from stppo_jax.learner import keys
+from stppo_jax import keys
 
 
 def _bits(key):

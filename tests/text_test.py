@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from stppo_jax.envs import neutralisation
+from stppo_jax import text as text_lib
 
 _SPECIAL = ('<|im_end|>', '<|endoftext|>', '[PAD]', '</s>', '<s>')
 
@@ -36,7 +36,7 @@ _SPECIAL = ('<|im_end|>', '<|endoftext|>', '[PAD]', '</s>', '<s>')
   ],
 )
 def test_tags_become_harmless(text, expected):
-  assert neutralisation.neutralise_tags(text) == expected
+  assert text_lib.neutralise_tags(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_tags_become_harmless(text, expected):
   ],
 )
 def test_other_text_is_unchanged(text):
-  assert neutralisation.neutralise_tags(text) == text
+  assert text_lib.neutralise_tags(text) == text
 
 
 def _bare(text):
@@ -72,11 +72,11 @@ _PIECES = [
 
 @given(st.lists(st.sampled_from(_PIECES), max_size=14).map(''.join))
 def test_no_tag_is_left_and_a_second_pass_changes_nothing(text):
-  neutral = neutralisation.neutralise_tags(text)
+  neutral = text_lib.neutralise_tags(text)
   assert not re.search(
     '</*(think|search|information|answer)/*>', _bare(neutral)
   )
-  assert neutralisation.neutralise_tags(neutral) == neutral
+  assert text_lib.neutralise_tags(neutral) == neutral
   assert len(neutral) == len(text)
   # Only brackets have changed.
   assert all(a == b or b in '()' for a, b in zip(text, neutral, strict=True))
@@ -86,14 +86,14 @@ def test_no_tag_is_left_and_a_second_pass_changes_nothing(text):
 def test_text_without_brackets_is_unchanged(text):
   text = ''.join(c for c in text if not unicodedata.category(c).startswith('S'))
   text = re.sub('[<>‹«《〈⟨]', '', text)
-  assert neutralisation.neutralise_tags(text) == text
+  assert text_lib.neutralise_tags(text) == text
 
 
 def test_a_tag_is_found_whichever_bracket_opens_it():
   # A text without any bracket is returned early, so a bracket that this early
   # look misses would be found in the long text only, among others.
   characters = [chr(code) for code in range(0x20000)]
-  neutral = neutralisation.neutralise_tags(
+  neutral = text_lib.neutralise_tags(
     ''.join(f'{character}answer>' for character in characters)
   )
   brackets = [
@@ -103,5 +103,5 @@ def test_a_tag_is_found_whichever_bracket_opens_it():
   ]
   assert {'<', '＜', '﹤', '≮', '‹', '⟨'} <= set(brackets)
   for character in brackets:
-    alone = neutralisation.neutralise_tags(f'{character}answer>')
+    alone = text_lib.neutralise_tags(f'{character}answer>')
     assert alone == '(answer)', hex(ord(character))
