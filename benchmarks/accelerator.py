@@ -43,7 +43,7 @@ from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
 
 # The shapes in the `config.json` of Qwen2.5, and one that any machine can run.
 SHAPES = {
@@ -144,7 +144,7 @@ def learner_table(
   config.model.dtype = 'bfloat16'
   config.rollout.trajectories_per_step = rows
   shape = shape_of(size, remat)
-  mesh = assembly.build_mesh(config)
+  mesh = components.build_mesh(config)
   learner = learner_lib.Learner(config, shape, mesh)
   sizes = learners.Sizes(
     shape.vocab_size, shape.hidden_size, shape.num_layers, rows, length

@@ -21,7 +21,7 @@ from stppo_jax.learner import utilization
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pack
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
 
 ALGORITHM = 'token_ppo'
 NUM_TURNS = 4
@@ -121,7 +121,7 @@ class Trainer:
     self.config = run_config(sizes)
     self.shape = sizes.shape
     self.batch = random_batch(sizes)
-    mesh = assembly.build_mesh(self.config)
+    mesh = components.build_mesh(self.config)
     self._learner = learner_lib.Learner(self.config, self.shape, mesh)
     self._rows = sharding.batch_sharding(mesh)
     self._placed = jax.device_put(self.batch, self._rows)

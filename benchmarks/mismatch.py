@@ -6,7 +6,7 @@
 Each line of the table is a collection like that of the first step of a run. It
 gives the mean, the 99th percentile and the maximum, over the sampled tokens, of
 |log-probability in the engine - log-probability in the trainer|. The limits of
-`training/checks/mismatch_check.py` come from this table.
+`training/checks.py` come from this table.
 
 The models are the trained model of the quickstart, and one with random weights.
 With flags of a config, it is the quickstart with these flags instead.

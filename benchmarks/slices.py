@@ -106,8 +106,8 @@ def line(name: str) -> str:
     programs=list(programs.PROGRAMS)[::-1],
     topology=topology.find(chips),
   )
-  engine = sum(size for n, size in plan.sizes.items() if 'engine' in n)
-  state = sum(plan.sizes.values()) - engine
+  engine = sum(size for n, size in plan.held.sizes.items() if 'engine' in n)
+  state = sum(plan.held.sizes.values()) - engine
   update = plan.programs['update']
   setting = SETTINGS[name]
   learning, collecting = (

@@ -28,7 +28,8 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.rollout import pack
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 
 TOKEN, TURN = 'token_ppo', 'turn_ppo'
 FIRST, SECOND = 'first', 'second'
@@ -94,10 +95,10 @@ def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
 
 def subject(config, length: int) -> Subject:
   """Returns the learner of a config at its start, with a random batch."""
-  questions = assembly.build_questions(config)
-  tokenizer = assembly.build_tokenizer(config, questions)
-  mesh = assembly.build_mesh(config)
-  shape = assembly.build_model_config(config, tokenizer, mesh)
+  questions = components.build_questions(config)
+  tokenizer = model_files.build_tokenizer(config, questions)
+  mesh = components.build_mesh(config)
+  shape = model_files.build_model_config(config, tokenizer, mesh)
   learner = learner_lib.Learner(config, shape, mesh)
   state = learner.start()
   packed = _packed(config, tokenizer.vocab_size, length)

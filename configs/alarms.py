@@ -1,7 +1,7 @@
 """The section `alarms`: thresholds that metrics of a step are compared with.
 
-`records/alarms.py` has the rules. The defaults were set so that healthy runs of
-the quickstart are silent; another model and other questions may need others.
+`training/alarms.py` has the rules. The defaults were set so that healthy runs
+of the quickstart are silent; another model and other questions may need others.
 A threshold of inf or -inf silences its alarm.
 """
 

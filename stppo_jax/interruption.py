@@ -91,6 +91,7 @@ class Interruption:
     on_signal: called on another thread at the first signal.
     signalled: the time of that signal, by `time.monotonic`; None before it.
     grace: seconds from that signal until the process is killed; 0: not known.
+    is_told: whether it was said what the signal has led to.
     rescue: called on another thread while the main thread does not end; returns
       whether the process may end without it. Its arguments are the exit code,
       and whether the main thread knows of the signal. If not, the main thread
@@ -104,6 +105,7 @@ class Interruption:
     self.rescue: Callable[..., bool] = no_rescue
     self.signalled: float | None = None
     self.grace = 0.0
+    self.is_told = False
     self._answering = threading.Lock()
     self._answered = False
     self._left = threading.Event()

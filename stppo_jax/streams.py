@@ -1,12 +1,15 @@
-"""Standard streams: text that is safe to print, and streams that are lost.
+"""Standard streams: safe text, lines of the log, and streams that are lost.
 
 Text of others can hold commands to the terminal. A stream is lost when nobody
 reads it any more, as after `train | head`.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import io
+import logging
 import os
 import select
 import sys
@@ -43,6 +46,63 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
       cells[1:] = [cell.rjust(n) for cell, n in zip(row[1:], widths[1:])]
     lines.append('  '.join(cells))
   return lines if right else [line.rstrip() for line in lines]
+
+
+class LogLines(logging.Handler):
+  """Prints what the package logs as lines without decoration.
+
+  Attributes:
+    show: prints a line that tells how it goes; warnings go to standard error.
+  """
+
+  def __init__(self, show: Callable[[str], None]):
+    super().__init__()
+    self.show = show
+
+  def emit(self, record: logging.LogRecord) -> None:
+    """Prints a record; an error of the stream is raised, see `silence_lost`."""
+    if record.levelno < logging.WARNING:
+      self.show(record.getMessage())
+    else:
+      print(self.format(record), file=sys.stderr, flush=True)
+
+
+def show(line: str) -> None:
+  """Prints a line, at once."""
+  print(line, flush=True)
+
+
+def show_beside(line: str) -> None:
+  """Prints a line beside what a command prints as its result."""
+  print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
+  """Prints what the package logs in the body; an outer body does so elsewhere.
+
+  Args:
+    show: see `LogLines`.
+  """
+  package = logging.getLogger(__package__)
+  for handler in package.handlers:
+    if isinstance(handler, LogLines):
+      outside, handler.show = handler.show, show
+      try:
+        yield handler
+      finally:
+        handler.show = outside
+      return
+  handler, level = LogLines(show), package.level
+  package.addHandler(handler)
+  package.setLevel(logging.INFO)
+  package.propagate = False
+  try:
+    yield handler
+  finally:
+    package.removeHandler(handler)
+    package.setLevel(level)
+    package.propagate = True
 
 
 def silence_lost(*, flush: bool = True) -> bool:

@@ -14,7 +14,7 @@ from stppo_jax import __main__
 from stppo_jax import interruption
 from stppo_jax.retrieval import server
 from stppo_jax.tools import run_state
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
 from tests.training import faults
 from tests.training import runs
 
@@ -370,7 +370,7 @@ def test_a_few_failures_are_no_outage(tmp_path, capsys):
 def test_an_outage_that_lasts_saves_and_ends_the_run(
   finished, tmp_path, capsys
 ):
-  passages = assembly.build_questions(runs.config()).passages()
+  passages = components.build_questions(runs.config()).passages()
   with contextlib.ExitStack() as stack:
     served = stack.enter_context(server.embedded(passages))
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.training.building import model_files
+from stppo_jax.training import model_files
 from tests.training import runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -43,13 +43,13 @@ from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import alarms as thresholds_lib
-from stppo_jax.records import alarms as alarms_lib
 from stppo_jax.records import success
 from stppo_jax.tools import run_state
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import alarm_power
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.report import run_files
+from stppo_jax.training import alarms as alarms_lib
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import run_folder
 

@@ -23,7 +23,6 @@ questions of a data set or of a file. docs/data.md has more.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import pathlib
 
 from stppo_jax import settings
@@ -62,14 +61,14 @@ def _build(argv: Sequence[str]) -> int:
   if name in layout.names(root) and 'force' not in flags.switches:
     raise ValueError(f'{name}: built already in {root}; --force builds it anew')
   notes: list[str] = []
-  summary = building.build(
-    root,
-    name,
-    from_files=values.get('from_files', ''),
-    mirror=values.get('mirror', ''),
-    note=notes.append,
-    say=functools.partial(print, flush=True),
-  )
+  with streams.logged():
+    summary = building.build(
+      root,
+      name,
+      from_files=values.get('from_files', ''),
+      mirror=values.get('mirror', ''),
+      note=notes.append,
+    )
   for note in notes[:_SHOWN_NOTES]:
     print(f'note: {note}')
   if len(notes) > _SHOWN_NOTES:

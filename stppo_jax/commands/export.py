@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
   if errors:
     raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.training.building import policy_export
+  from stppo_jax.tools import export
 
-  return policy_export.export(
+  return export.export(
     config.lock(),
     flags['workdir'],
     flags['out'],

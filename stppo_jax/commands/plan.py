@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
       loss_fraction=options['loss_fraction'],
       programs=programs,
       topology=topology,
-      memory=options['hbm_gib'],
+      gib=options['hbm_gib'],
     )
 
   as_json = 'json' in arguments.switches

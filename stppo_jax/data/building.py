@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import logging
 import pathlib
 import re
 
@@ -9,6 +10,8 @@ from stppo_jax.data import layout
 from stppo_jax.data import originals
 from stppo_jax.data import published as published_lib
 from stppo_jax.data import tables
+
+_log = logging.getLogger(__name__)
 
 # The name is part of a path and of a mixture, so it has no slash and no space.
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)
@@ -21,7 +24,6 @@ def build(
   from_files: str = '',
   mirror: str = '',
   note: Callable[[str], None] = lambda line: None,
-  say: Callable[[str], None] = lambda line: None,
 ):
   """Builds a data set in a folder; returns its `built.Summary`.
 
@@ -33,7 +35,6 @@ def build(
     mirror: the address of a folder that has the originals under their names;
       '' for the addresses of their authors.
     note: called with a line for each question that is probably faulty.
-    say: called with a line for each file that is fetched.
 
   Raises:
     FilesMissing: if files are needed that cannot be fetched or were not given.
@@ -52,7 +53,7 @@ def build(
   if from_files:
     files = _given(name, from_files)
   else:
-    files = _fetched(root, name, mirror, say)
+    files = _fetched(root, name, mirror)
   # This import takes a second, so it comes after the check of the arguments.
   from stppo_jax.data import built
 
@@ -92,9 +93,7 @@ def _given(name: str, from_files: str) -> originals.Files:
   return originals.in_place(name, place)
 
 
-def _fetched(
-  root: pathlib.Path, name: str, mirror: str, say: Callable[[str], None]
-) -> originals.Files:
+def _fetched(root: pathlib.Path, name: str, mirror: str) -> originals.Files:
   """Returns the files of each split, fetched from the web."""
   if name not in published_lib.PUBLISHED:
     choices = ', '.join(published_lib.PUBLISHED)
@@ -106,7 +105,7 @@ def _fetched(
   from stppo_jax.data import built
 
   try:
-    built.download(root, urls, say)
+    built.download(root, urls)
   except OSError as error:
     raise originals.FilesMissing(
       f'{name}: cannot fetch {error}; {originals.needed(name)}'

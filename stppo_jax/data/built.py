@@ -7,7 +7,6 @@ The builder needs no TensorFlow, and any program reads what it has built with
 so only this module imports it: import this module inside a function.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -31,6 +30,8 @@ import tensorflow_datasets as tfds
 from stppo_jax import types
 from stppo_jax.data import layout
 from stppo_jax.data import readers
+
+_log = logging.getLogger(__name__)
 
 _CHECKSUMS = 'sha256'
 _CONNECT_SECONDS = 10.0
@@ -212,15 +213,12 @@ def checksum(questions: Sequence[types.Question]) -> str:
   return digest.hexdigest()
 
 
-def download(
-  root: pathlib.Path, urls: Mapping[str, str], say: Callable[[str], None]
-) -> None:
+def download(root: pathlib.Path, urls: Mapping[str, str]) -> None:
   """Fetches the files that are not yet in `ROOT/downloads`.
 
   Args:
     root: the folder of the data sets.
     urls: the address of each file, by the path that it gets in that folder.
-    say: called with a line for each file that is fetched.
 
   Raises:
     OSError: if a file cannot be fetched; the message is one line.
@@ -232,7 +230,7 @@ def download(
     if path.is_file():
       continue
     _check_reachable(url)
-    say(f'fetching {url}')
+    _log.info(f'fetching {url}')
     with _quietly():
       manager = manager or tfds.download.DownloadManager(download_dir=folder)
       try:

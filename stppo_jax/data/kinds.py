@@ -7,8 +7,9 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax.data import arithmetic
+from stppo_jax.data import demonstrations
 from stppo_jax.data import games
-from stppo_jax.data import questions
+from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 
 
@@ -23,13 +24,13 @@ class Kind(NamedTuple):
       that.
   """
 
-  load: Callable[..., questions.Questions]
+  load: Callable[..., questions_lib.Questions]
   vocabulary: Callable[[Any], Sequence[str]] | None = None
 
 
-def _synthetic_wiki(data, *, seed: int) -> questions.Questions:
+def _synthetic_wiki(data, *, seed: int) -> questions_lib.Questions:
   options = data.synthetic_wiki
-  return questions.SyntheticQuestions(
+  return questions_lib.SyntheticQuestions(
     seed=seed,
     world_seed=options.seed,
     hops=tuple(options.hops),
@@ -41,13 +42,13 @@ def _synthetic_wiki(data, *, seed: int) -> questions.Questions:
   )
 
 
-def _arithmetic(data, *, seed: int) -> questions.Questions:
+def _arithmetic(data, *, seed: int) -> questions_lib.Questions:
   return arithmetic.ArithmeticQuestions(
     seed=seed, max_number=data.arithmetic.max_number
   )
 
 
-def _games(data, *, seed: int) -> questions.Questions:
+def _games(data, *, seed: int) -> questions_lib.Questions:
   return games.GameQuestions(seed=seed, count=data.games.count)
 
 
@@ -55,11 +56,61 @@ KINDS: Mapping[str, Kind] = {
   'synthetic_wiki': Kind(
     _synthetic_wiki, lambda data: synthetic_wiki.vocabulary()
   ),
-  'jsonl': Kind(questions.load),
-  'tfds': Kind(questions.load),
+  'jsonl': Kind(questions_lib.load),
+  'tfds': Kind(questions_lib.load),
   'arithmetic': Kind(
     _arithmetic, lambda data: arithmetic.vocabulary(data.arithmetic.max_number)
   ),
   # The environment has all words of its games.
   'games': Kind(_games, lambda data: []),
 }
+
+
+def demonstrations_of(
+  config, questions: questions_lib.Questions, environment: Any
+) -> demonstrations.Demonstrations:
+  """Returns the demonstrations that the supervised start imitates.
+
+  Args:
+    config: the config of a run; its sections `sft` and `data` are read.
+    questions: its questions.
+    environment: its environment, which may play games.
+
+  Raises:
+    ValueError: there are none; one line.
+  """
+  if isinstance(questions, games.GameQuestions):
+    if not hasattr(environment, 'demonstrate'):
+      raise ValueError(
+        f'env.name={config.env.name}: has no demonstrations to imitate; start '
+        'from a model that can follow the prompt (model.path), without '
+        'sft.before_training'
+      )
+    if not questions.count:
+      raise ValueError(
+        'data.games.count=0: must be greater than 0 for demonstrations, '
+        'because a new game takes long to make'
+      )
+    return games.GameDemonstrations(
+      questions=questions,
+      player=environment,
+      error_rate=config.sft.error_rate,
+      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
+    )
+  if isinstance(questions, questions_lib.SyntheticQuestions):
+    return demonstrations.SyntheticDemonstrations(
+      questions=questions,
+      error_rate=config.sft.error_rate,
+      clean_one_hop_steps=config.sft.clean_one_hop_steps,
+      clean_steps=config.sft.clean_steps,
+      think_words=config.data.synthetic_wiki.think_words,
+    )
+  if isinstance(questions, arithmetic.ArithmeticQuestions):
+    return arithmetic.CalculatorDemonstrations(
+      questions=questions,
+      error_rate=config.sft.error_rate,
+      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
+    )
+  return demonstrations.LookupDemonstrations(
+    questions=questions, seed=config.seed, error_rate=config.sft.error_rate
+  )

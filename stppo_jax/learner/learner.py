@@ -106,23 +106,33 @@ class Learner:
       core_unit=cpu_parallel.unit(config.env.max_length, updates.core_lengths),
     )
 
-  def start(self) -> state_lib.TrainState:
-    """Returns the state before the first update."""
+  def start(self, path: str | None = None) -> state_lib.TrainState:
+    """Returns the state before the first update.
+
+    Args:
+      path: the directory of the weights; '' = random ones; None = model.path.
+    """
+    path = self._config.model.path if path is None else path
     return self._programs.init(
-      *weights_lib.load_start(self._config, self._models.policy, self.mesh)
+      *weights_lib.load_start(
+        self._config, path, self._models.policy, self.mesh
+      )
     )
 
-  def reference(self) -> functional.Params | None:
+  def reference(self, path: str | None = None) -> functional.Params | None:
     """Returns the weights of the frozen reference.
 
     They are read from a directory of their own or, like the policy's, from the
     start of the run. None under adapters whose base is the reference, because
     the state contains the base.
+
+    Args:
+      path: the directory of the start, see `start`.
     """
     if not self._has_own_reference:
       return None
     model = self._config.model
-    path = model.reference_path or model.path
+    path = model.reference_path or (model.path if path is None else path)
     params = weights_lib.load_frozen(self._config, path, self.policy, self.mesh)
     return memory.on_host(params) if self._reference_on_host else params
 
@@ -132,7 +142,7 @@ class Learner:
     packed: batch_lib.TokenBatch,
     *,
     reference: functional.Params | None,
-    old: functional.Params | None = None,
+    old: model_roles.Params | None = None,
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
     """Adds to a packed batch what updates read; see `annotate.annotate`.
 
@@ -140,14 +150,17 @@ class Learner:
       state: the policy about to be updated, and the value model.
       packed: this host's rows, as numpy arrays.
       reference: from `reference()`.
-      old: trained weights of the policy in the ratio's denominator; None: those
-        of the state.
+      old: the policy in the ratio's denominator; None: that of the state.
     """
     batch = distributed.from_local_rows(packed, self._rows)
     if self._reference_on_host and reference is not None:
       reference = memory.on_devices(reference)
     return self._programs.annotate(
-      state, batch, self._algorithm, reference=reference, old=old
+      state,
+      batch,
+      self._algorithm,
+      reference=reference,
+      old=None if old is None else old.trained.policy,
     )
 
   def minibatches(
@@ -310,30 +323,25 @@ class Learner:
       extra_pass=extra_pass and self._spec.num_microbatches > 1,
     )
 
-  def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
-    """Copies the policy's trained weights, which an update donates."""
-    return self._programs.copy(state.policy.params)
+  def copy_policy(self, state: state_lib.TrainState) -> model_roles.Params:
+    """Returns the policy with copies of the weights that an update donates."""
+    trained = model_roles.Trained(
+      self._programs.copy(state.policy.params), None
+    )
+    return model_roles.Params(trained, state.frozen)
 
-  def merged_params(
-    self,
-    state: state_lib.TrainState,
-    *,
-    params: functional.Params | None = None,
-  ) -> functional.Params:
+  def merged_params(self, params: model_roles.Params) -> functional.Params:
     """Returns weights of `self.policy`, for decoding and for export.
 
     Adapters are merged into copies of their matrices; without adapters nothing
     is copied.
 
     Args:
-      state: the run's state.
-      params: trained weights of an earlier policy; None: those of the state.
+      params: the weights of a policy.
     """
-    trained = state.policy.params if params is None else params
-    whole = model_roles.Params(model_roles.Trained(trained, None), state.frozen)
-    if not state.frozen:
-      return programs_lib.merged(self._models, whole)
-    return self._programs.merge(whole)
+    if not params.frozen:
+      return programs_lib.merged(self._models, params)
+    return self._programs.merge(params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """Returns a tree with the structure of the run's checkpoints."""

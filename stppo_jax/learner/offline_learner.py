@@ -58,7 +58,12 @@ class OfflineLearner:
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first update."""
     return self._programs.init(
-      *weights_lib.load_start(self._config, self._models.policy, self._mesh)
+      *weights_lib.load_start(
+        self._config,
+        self._config.model.path,
+        self._models.policy,
+        self._mesh,
+      )
     )
 
   def reference(self, state: state_lib.TrainState) -> functional.Params:

@@ -48,15 +48,16 @@ def load_or_init(
 
 
 def load_start(
-  config, policy: functional.Model, mesh: jax.sharding.Mesh
+  config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
 ) -> tuple[functional.Params, jax.Array]:
-  """Returns the weights of `model.path`, and the key of what is added to them.
+  """Returns the weights of a directory, and the key of what is added to them.
 
   A value head and adapters are drawn with the key. The weights are those of a
   frozen base if the policy has adapters.
 
   Args:
     config: the run's config.
+    path: a Hugging Face directory; '' draws random weights.
     policy: the policy, with its adapters.
     mesh: the devices.
 
@@ -64,7 +65,7 @@ def load_start(
     ValueError: files that do not fit the model.
   """
   load = load_or_init if policy.lora is None else load_frozen
-  params = load(config, config.model.path, policy.plain_policy, mesh)
+  params = load(config, path, policy.plain_policy, mesh)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   return params, jax.random.fold_in(key, 1)
 

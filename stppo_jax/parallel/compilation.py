@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import pathlib
 import threading
@@ -85,6 +86,7 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 _LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _LONG = 10.0  # seconds
+_log = logging.getLogger(__name__)
 
 
 def keep(folder: pathlib.Path) -> None:
@@ -128,14 +130,11 @@ def measured() -> Iterator[Callable[[], float]]:
 
 
 @contextlib.contextmanager
-def announced(
-  show: Callable[[str], None], *, long: float = _LONG
-) -> Iterator[None]:
-  """Shows which programs take long to compile, and how long they took.
+def announced(*, long: float = _LONG) -> Iterator[None]:
+  """Logs which programs take long to compile, and how long they took.
 
   Args:
-    show: prints a line; called by any thread.
-    long: seconds after which the name of a program is shown. Shorter
+    long: seconds after which the name of a program is logged. Shorter
       compilations are not mentioned.
   """
   waiting: dict[int, threading.Timer] = {}  # thread to the line it will cause
@@ -150,11 +149,11 @@ def announced(
       waiting.pop(thread).cancel()
     if event == _LOWERED:
       line = f'compiling {name}: {long:.0f} s so far'
-      waiting[thread] = threading.Timer(long, _show, (show, line))
+      waiting[thread] = threading.Timer(long, _log_line, (line,))
       waiting[thread].daemon = True
       waiting[thread].start()
     elif duration_secs >= long:
-      _show(show, f'compiled {name} in {duration_secs:.0f} s')
+      _log_line(f'compiled {name} in {duration_secs:.0f} s')
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
@@ -165,7 +164,7 @@ def announced(
       timer.cancel()
 
 
-def _show(show: Callable[[str], None], line: str) -> None:
-  """Shows a line, unless nobody reads the console any more."""
+def _log_line(line: str) -> None:
+  """Logs a line, unless nobody reads the console any more."""
   with contextlib.suppress(OSError):
-    show(line)
+    _log.info(line)

@@ -1,12 +1,17 @@
-"""Moves arrays to host memory, and measures the memory that is used."""
+"""The memory of devices: what they have, hold and have used, and the host's."""
 
+from collections.abc import Mapping
+import math
 import resource
 import sys
 from typing import Any
+from typing import NamedTuple
 
 import jax
 
 Tree = Any
+
+GIB = 1 << 30
 
 _HOST, _DEVICE = 'pinned_host', 'device'
 
@@ -38,9 +43,6 @@ def _moved(tree, kind):
   )
 
 
-_GIB = 1 << 30
-
-
 def max_memory() -> dict[str, float]:
   """Returns the largest memory used since the start of the process, in GiB.
 
@@ -50,9 +52,67 @@ def max_memory() -> dict[str, float]:
   """
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   unit = 1 if sys.platform == 'darwin' else 1024
-  metrics = {'perf/max_memory_host_gb': peak * unit / _GIB}
+  metrics = {'perf/max_memory_host_gb': peak * unit / GIB}
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   peaks = [x['peak_bytes_in_use'] for x in stats if 'peak_bytes_in_use' in x]
   if peaks:
-    metrics['perf/max_memory_allocated_gb'] = max(peaks) / _GIB
+    metrics['perf/max_memory_allocated_gb'] = max(peaks) / GIB
   return metrics
+
+
+class Held(NamedTuple):
+  """The bytes that a run holds on one device, beside what programs need.
+
+  Attributes:
+    sizes: name to bytes of everything in memory during an update, the engine
+      included where devices both learn and collect.
+    collecting: name to bytes of what a device holds that only collects; {} if
+      there is none.
+    gradients: bytes of the gradients of an update.
+    copied: bytes of keys and values that decode copies while few slots are
+      active, on a device that collects.
+  """
+
+  sizes: Mapping[str, int]
+  collecting: Mapping[str, int]
+  gradients: int
+  copied: int
+
+  @property
+  def learns(self) -> int:
+    """The bytes on a device that learns, without gradients."""
+    return sum(self.sizes.values())
+
+  @property
+  def decodes(self) -> int:
+    """The bytes on a device that collects."""
+    return sum((self.collecting or self.sizes).values()) + self.copied
+
+  @property
+  def total(self) -> int:
+    """The bytes on the device that holds most."""
+    return max(self.learns + self.gradients, self.decodes)
+
+
+def bytes_per_device(tree: Tree) -> int:
+  """Returns the bytes on one device of a tree of shapes with layouts."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def device_limit() -> int | None:
+  """Returns the bytes that programs may use of the smallest local device.
+
+  None if the devices do not report it; CPUs do not.
+  """
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  limits = [x['bytes_limit'] for x in stats if x.get('bytes_limit')]
+  return min(limits, default=None)
+
+
+def gib(size: float) -> str:
+  """Returns bytes in GiB, as text."""
+  number = size / GIB
+  return f'{number:.1f} GiB' if number >= 1 else f'{number:.2g} GiB'

@@ -54,6 +54,7 @@ class Progress:
     self,
     num_steps: int,
     *,
+    every: int = 1,
     console: rich.console.Console | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -61,10 +62,11 @@ class Progress:
 
     Args:
       num_steps: the length of the run.
+      every: the steps between two lines, where there is no bar.
       console: where to print; shows the bar if it is a terminal.
       clock: returns seconds, for the time that remains.
     """
-    self._num_steps = num_steps
+    self._num_steps, self._every = num_steps, every
     self._console = console or _Console(highlight=False)
     self._clock = clock
     # The first step of this start, and when it was done: it compiles, so the
@@ -87,7 +89,7 @@ class Progress:
     line = self._line(done, metrics)
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
-    else:
+    elif done % self._every == 0 or done == self._num_steps:
       self._print(line)
 
   def enter_phase(self, phase: str) -> None:

@@ -30,7 +30,7 @@ from stppo_jax.records import trackers as trackers_lib
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import run_folder
 
-METRICS = 'metrics.jsonl'
+METRICS = run_folder.METRICS
 _log = logging.getLogger(__name__)
 _SINK_ERRORS = 'writer/sink_errors'
 _NON_FINITE = 'writer/non_finite'

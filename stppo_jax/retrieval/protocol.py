@@ -71,3 +71,18 @@ class Index(Protocol):
   ) -> list[list[types.Passage]]:
     """Returns at most `topk` passages for each query, best first."""
     ...
+
+
+class Server(Retriever, Protocol):
+  """A retriever that may be out of reach, and counts what it is asked."""
+
+  async def wait_until_ready(self) -> None:
+    """Waits for the server.
+
+    Raises:
+      RetrieverUnreachable, RetrieverMisconfigured: there is none.
+    """
+
+  def statistics(self) -> dict[str, float]:
+    """Returns metrics of the time since the last call."""
+    ...

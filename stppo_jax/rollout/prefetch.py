@@ -29,11 +29,12 @@ import time
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.learner import state as state_lib
-from stppo_jax.models import functional
 from stppo_jax.rollout import event_loop
 
 Future = concurrent.futures.Future
+# The weights of a policy, and the training state that has them: see `learner`.
+Params = Any
+State = Any
 Trajectories = list[types.Trajectory]
 
 
@@ -131,13 +132,13 @@ class Prefetcher:
   def __init__(
     self,
     collect: Callable[[int], tuple[Trajectories, dict[str, float]]],
-    publish: Callable[[functional.Params, int], None],
-    copy_policy: Callable[[state_lib.TrainState], functional.Params],
+    publish: Callable[[Params, int], None],
+    copy_policy: Callable[[State], Params],
     *,
     steps_ahead: int,
     num_steps: int,
     loop: StoppableLoop | None,
-    send: Callable[[functional.Params], functional.Params] | None = None,
+    send: Callable[[Params], Params] | None = None,
     old_is_sampled: bool = False,
   ):
     self._collect = collect
@@ -148,25 +149,21 @@ class Prefetcher:
     self._loop = loop
     self._send = send
     self._old_is_sampled = old_is_sampled
-    self._sent: tuple[int, functional.Params] | None = None
+    self._sent: tuple[int, Params] | None = None
     self._thread = None
     if loop is not None:
       # One thread, so that weights are published only between two collections.
       self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collect-ahead')
-    self._policies: dict[int, functional.Params] = {}
+    self._policies: dict[int, Params] = {}
     self._in_flight: dict[int, Future[Collected]] = {}
     self._broken = threading.Event()
 
-  def restore(
-    self, version: int, published: Sequence[functional.Params]
-  ) -> None:
+  def restore(self, version: int, published: Sequence[Params]) -> None:
     """Restores the policies after `version` steps that `published` returned."""
     for behind, params in enumerate(published, start=1):
       self._policies[max(0, version - behind)] = params
 
-  def published(
-    self, version: int, params: functional.Params
-  ) -> tuple[functional.Params, ...]:
+  def published(self, version: int, params: Params) -> tuple[Params, ...]:
     """Returns the policies that a run needs to go on after `version` steps.
 
     These are the policies after max(0, version - 1), ..., max(0, version - k)
@@ -178,7 +175,7 @@ class Prefetcher:
       for behind in range(1, self._steps_ahead + 1)
     )
 
-  def schedule(self, version: int, state: state_lib.TrainState) -> None:
+  def schedule(self, version: int, state: State) -> None:
     """Starts the collections that need the policy of a state.
 
     Args:
@@ -187,9 +184,7 @@ class Prefetcher:
       state: the training state; without steps ahead its weights are not copied,
         and no update may consume it before `result` has returned.
     """
-    params = state.policy.params
-    if self._steps_ahead:
-      params = self._copy_policy(state)
+    params = self._copy_policy(state) if self._steps_ahead else state.params
     # Policies that no step from here on is collected with are released.
     oldest = self._version(version)
     kept = {v: p for v, p in self._policies.items() if v >= oldest}
@@ -205,11 +200,11 @@ class Prefetcher:
         self._collect_step, step, self._sent_policy(step)
       )
 
-  def policy(self, step: int) -> functional.Params:
+  def policy(self, step: int) -> Params:
     """Returns the weights that a step is collected with."""
     return self._policies[self._version(step)]
 
-  def old_policy(self, step: int) -> functional.Params | None:
+  def old_policy(self, step: int) -> Params | None:
     """Returns the weights of the policy in the denominator of a step's ratios.
 
     None: they are those of the state before the step's updates.
@@ -240,7 +235,7 @@ class Prefetcher:
       self._loop.stop()
       self._thread.shutdown(cancel_futures=True)
 
-  def _sent_policy(self, step: int) -> functional.Params:
+  def _sent_policy(self, step: int) -> Params:
     """Returns the weights of a step, on the devices that collect it."""
     if self._send is None:
       return self.policy(step)
@@ -252,7 +247,7 @@ class Prefetcher:
   def _version(self, step: int) -> int:
     return max(0, step - self._steps_ahead)
 
-  def _collect_step(self, step: int, params: functional.Params) -> Collected:
+  def _collect_step(self, step: int, params: Params) -> Collected:
     if self._broken.is_set():
       raise Abandoned
     started = time.monotonic()

@@ -18,6 +18,8 @@ its own failed rows again. No host waits for another here;
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
+import logging
 
 import jax
 import numpy as np
@@ -25,12 +27,17 @@ import numpy as np
 from stppo_jax import exits
 from stppo_jax import keys
 from stppo_jax import types
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.envs import protocol as envs
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import trajectory_metrics
+from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import collect
+from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import gathering
 from stppo_jax.rollout import pack
-from stppo_jax.training import host_metrics
-from stppo_jax.training.building import assembly
+
+_log = logging.getLogger(__name__)
 
 # How often questions are collected while the retriever is ready but fails.
 _MAX_COLLECTIONS = 3
@@ -40,19 +47,36 @@ _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _lacks_variance = trajectory_metrics.zero_variance
 
 
+@dataclasses.dataclass(frozen=True)
+class Services:
+  """The services that run beside the policy.
+
+  Attributes:
+    questions: the data set.
+    environment: opens the dialogues and answers the policy's turns.
+    retriever: the client of the retrieval server; None if the environment needs
+      none.
+    loop: the event loop on which the environment and its clients run.
+  """
+
+  questions: questions_lib.Questions
+  environment: envs.Environment
+  retriever: protocol.Server | None
+  loop: event_loop.EventLoop
+
+
 class Outage(exits.RunEnded):
   """The retriever is ready, yet fails too many queries of one step."""
 
 
 def collect_until_valid(
   collect: Callable[[], list[types.Trajectory]],
-  services: assembly.Services,
+  services: Services,
   *,
   min_valid_fraction: float,
   what: str,
-  show: Callable[[str], None],
 ) -> list[types.Trajectory]:
-  """Collects, again if the infrastructure failed too much, and shows failures.
+  """Collects, again if the infrastructure failed too much, and logs failures.
 
   Before it collects again it waits until the retriever is ready.
 
@@ -62,7 +86,6 @@ def collect_until_valid(
     min_valid_fraction: the least share that must not have failed, of the
       trajectories and of the turns of each action.
     what: the name of what is collected, with which the lines begin.
-    show: prints a line.
 
   Raises:
     RetrieverUnreachable, Outage: the retriever failed it for good.
@@ -74,9 +97,11 @@ def collect_until_valid(
     failures = trajectory_metrics.failures(trajectories)
     if failures.fraction < 1 and 1 - failures.fraction >= min_valid_fraction:
       if failures.failed_rows:
-        show(f'{what}: {failures}')
+        _log.info(f'{what}: {failures}')
       return trajectories
-    show(f'{what}: {failures}; it is collected again when the server is ready')
+    _log.info(
+      f'{what}: {failures}; it is collected again when the server is ready'
+    )
     if services.retriever is not None:
       services.loop.run(services.retriever.wait_until_ready())
   raise Outage(
@@ -92,23 +117,20 @@ class StepCollector:
     config: the config of the run.
     services: questions, environment and retriever.
     collector: samples `rollout.group_size` trajectories of each question.
-    show: prints a line.
     hosts: the hosts of the run.
   """
 
   def __init__(
     self,
     config,
-    services: assembly.Services,
+    services: Services,
     collector: collect.Collector,
-    show: Callable[[str], None],
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
   ):
     self._seed = config.seed
     self._config = config.rollout
     self._services = services
     self._collector = collector
-    self._show = show
     self._hosts = hosts
     # Step -> its groups, until they are measured. A later step may be collected
     # before that.
@@ -152,7 +174,7 @@ class StepCollector:
     """
     if self._hosts.count == 1:
       return metrics
-    groups, counts = host_metrics.gather(
+    groups, counts = gathering.gather(
       self._hosts, self._first_groups.pop(step), metrics
     )
     staleness = trajectory_metrics.measure_staleness(_rows(groups), step)
@@ -220,7 +242,6 @@ class StepCollector:
       self._services,
       min_valid_fraction=config.min_valid_fraction,
       what=f'step {step + 1}',
-      show=self._show,
     )
     trajectories, refilled = self._refill(
       trajectories, questions, row_keys, step
@@ -258,7 +279,7 @@ class StepCollector:
           filled[row] = trajectory
     refilled = num_failed - _num_failed(filled)
     if num_failed and self._config.refill_rounds:
-      self._show(
+      _log.info(
         f'step {step + 1}: {refilled} of {num_failed} failed trajectories were '
         'refilled'
       )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
-import functools
+import logging
 import pathlib
 import sys
 from typing import TextIO
@@ -16,9 +16,10 @@ from stppo_jax import types
 from stppo_jax.parallel import compilation
 from stppo_jax.records import dialogues
 from stppo_jax.tools import evaluation
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import engines
+from stppo_jax.training import components as components_lib
+from stppo_jax.training import engines
 
+_log = logging.getLogger(__name__)
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 
 
@@ -40,7 +41,6 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  say = functools.partial(print, file=sys.stderr, flush=True)
   config, run = evaluation.of_checkpoint(config, checkpoint)
   config = config.copy_and_resolve_references()
   # Nothing is learned here, so all devices may collect. Questions come one at a
@@ -48,13 +48,14 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   config.mesh.collect_fraction = 0.0
   config.rollout.slots = jax.local_device_count()
   config.rollout.lanes = 1
-  components = assembly.build_components(config)
+  components = components_lib.build(config)
   tokenizer, learner = components.tokenizer, components.learner
   example = components.questions.train(0, 1, resample_round=0)[0]
   with contextlib.ExitStack() as stack:
-    stack.enter_context(compilation.announced(say))
+    stack.enter_context(streams.logged(streams.show_beside))
+    stack.enter_context(compilation.announced())
     services = stack.enter_context(
-      assembly.build_services(config, components.questions)
+      components_lib.build_services(config, components.questions)
     )
     with exits.as_misconfigured():
       step, params = evaluation.load_weights(config, run, learner)
@@ -64,8 +65,8 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     engine.publish(params, 0)
     collector = engines.build_collector(config, services, tokenizer, engine)
     after = f', step {step}' if run else ''
-    say(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
-    say(f'for example: {streams.escape(example.text)}')
+    _log.info(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
+    _log.info(f'for example: {streams.escape(example.text)}')
     # Greedy decoding reads no random numbers.
     keys = keys_lib.row_keys(jax.random.key(config.seed), 0, 1)
     for number, text in enumerate(_lines(questions)):
@@ -74,7 +75,9 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
       )
       (trajectory,) = collector.collect([question], keys, greedy=True)
       if trajectory.status is _INFRA_ERROR:
-        say(f'the infrastructure failed: {streams.escape(trajectory.cause)}')
+        _log.info(
+          f'the infrastructure failed: {streams.escape(trajectory.cause)}'
+        )
         continue
       record = evaluation.record_of(config, services, tokenizer, trajectory, 0)
       colour = sys.stdout.isatty()

@@ -10,14 +10,13 @@ The dialogues of a few hundred questions are written at a time. The same command
 continues after the last of them.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
 import json
+import logging
 import pathlib
-import sys
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ import jax
 from stppo_jax import exits
 from stppo_jax import keys as keys_lib
 from stppo_jax import settings
+from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
@@ -39,12 +39,12 @@ from stppo_jax.rollout import steps
 from stppo_jax.tools import evaluation_folder
 from stppo_jax.tools import score_report
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import engines
-from stppo_jax.training.checks import batch_sizes
+from stppo_jax.training import components as components_lib
+from stppo_jax.training import engines
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
 
+_log = logging.getLogger(__name__)
 # Dialogues that are collected between two writes, for each slot of the engine.
 _BATCHES = 4
 # The dialogues depend on the config keys that begin so, on the weights, and on
@@ -102,9 +102,8 @@ def evaluate(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  say = functools.partial(print, file=sys.stderr, flush=True)
   config, run = of_checkpoint(config, checkpoint)
-  components = assembly.build_components(config)
+  components = components_lib.build(config)
   groups = components.questions.evaluation(config.evaluate.num_questions)
   questions = [question for group in groups.values() for question in group]
   if not questions:
@@ -113,9 +112,10 @@ def evaluate(
     )
   learner = components.learner
   with contextlib.ExitStack() as stack:
-    stack.enter_context(compilation.announced(say))
+    stack.enter_context(streams.logged(streams.show_beside))
+    stack.enter_context(compilation.announced())
     services = stack.enter_context(
-      assembly.build_services(config, components.questions)
+      components_lib.build_services(config, components.questions)
     )
     with exits.as_misconfigured():
       done, params = load_weights(config, run, learner)
@@ -129,7 +129,7 @@ def evaluate(
     folder = evaluation_folder.EvaluationFolder(out, identity)
     stack.enter_context(folder.held())
     records = _collect_all(
-      config, services, components, params, questions, samples, folder, say
+      config, services, components, params, questions, samples, folder
     )
   missing = len(questions) * max(samples, 1) - len(records)
   decoding = f'{samples} samples each' if samples else 'greedy'
@@ -142,7 +142,7 @@ def evaluate(
     folder,
   )
   if missing:
-    say(
+    streams.show_beside(
       f'the infrastructure failed {missing} dialogues, which count nowhere'
       + ('; the same command collects them' if out else '')
     )
@@ -198,13 +198,12 @@ def load_weights(
 
 def _collect_all(
   config,
-  services: assembly.Services,
-  components: assembly.Components,
+  services: steps.Services,
+  components: components_lib.Components,
   params: functional.Params,
   questions: Sequence[types.Question],
   samples: int,
   folder: evaluation_folder.EvaluationFolder,
-  say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
   """Returns a record of each dialogue that the infrastructure did not fail."""
   rows = [
@@ -232,7 +231,7 @@ def _collect_all(
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, tokenizer)
-  size = _BATCHES * batch_sizes.num_slots(config, 1)
+  size = _BATCHES * components_lib.num_slots(config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]
     asked = [rows[n][0] for n in part]
@@ -242,7 +241,6 @@ def _collect_all(
       services,
       min_valid_fraction=config.rollout.min_valid_fraction,
       what='evaluation',
-      show=say,
     )
     new = [
       record(trajectory, rows[n][1])
@@ -251,13 +249,13 @@ def _collect_all(
     ]
     folder.append(new)
     records += new
-    say(f'{len(records):,} of {len(rows):,} dialogues')
+    _log.info(f'{len(records):,} of {len(rows):,} dialogues')
   return records
 
 
 def record_of(
   config,
-  services: assembly.Services,
+  services: steps.Services,
   tokenizer,
   trajectory: types.Trajectory,
   sample: int,

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import pathlib
-import sys
 from typing import Any
 import uuid
 
@@ -41,7 +40,7 @@ class EvaluationFolder:
     if self._path is None:
       yield
       return
-    with lock.held(self._path, lambda line: print(line, file=sys.stderr)):
+    with lock.held(self._path):
       self._check()
       if run_folder.read(self._path) is None:
         run = run_folder.Run(_COMMAND, uuid.uuid4().hex, '')

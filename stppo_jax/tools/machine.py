@@ -31,7 +31,7 @@ from stppo_jax.envs import environments
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.retrieval import examination
 from stppo_jax.retrieval import recording
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
 from stppo_jax.workdir import lock
 
 OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
@@ -277,14 +277,14 @@ def clock(now: Callable[[], float] = time.time) -> Iterator[Finding]:
     yield Finding(OK, f'clock: {shown}')
 
 
-def setup(config) -> tuple[list[Finding], assembly.Components | None]:
+def setup(config) -> tuple[list[Finding], components.Components | None]:
   """Builds what `train` builds before it starts, from data, model and devices.
 
   Returns:
     The findings, and what was built; None if something is wrong.
   """
   try:
-    built = assembly.build_components(config)
+    built = components.build(config)
   except exits.Misconfigured as error:
     lines = str(error).splitlines()
     return [Finding(WRONG, f'config: {line}') for line in lines], None
@@ -303,7 +303,7 @@ def setup(config) -> tuple[list[Finding], assembly.Components | None]:
   return findings + [Finding(NOTE, line) for line in built.notes], built
 
 
-def needs(config, built: assembly.Components) -> Needs:
+def needs(config, built: components.Components) -> Needs:
   """Returns what a run needs, by the shapes of its state."""
   state = built.learner.abstract_state(built.learner.abstract_start()[0])
   size = sum(
@@ -316,7 +316,7 @@ def needs(config, built: assembly.Components) -> Needs:
   return Needs(memory=size if is_on_host else 0, disk=disk)
 
 
-def retriever(config, built: assembly.Components) -> Iterator[Finding]:
+def retriever(config, built: components.Components) -> Iterator[Finding]:
   """Asks the retriever of a config the first question of the run."""
   options = config.retrieval
   if not environments.find(config.env.name).needs_retriever:

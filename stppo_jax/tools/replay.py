@@ -1,6 +1,6 @@
 """Makes an update again that has ended a run, on one CPU device.
 
-The dump of `training/stopping/crash.py` has the batch and the rows of the
+The dump of `training/skipped_updates.py` has the batch and the rows of the
 minibatch; the state before the update is in the checkpoint that the run saved
 as it ended.
 """
@@ -24,8 +24,9 @@ from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.rollout import batch_file
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training.building import assembly
-from stppo_jax.training.stopping import crash
+from stppo_jax.training import components
+from stppo_jax.training import model_files
+from stppo_jax.training import skipped_updates
 from stppo_jax.workdir import run_record
 
 
@@ -74,7 +75,7 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
   Raises:
     ValueError, OSError: it is missing, or not such a record.
   """
-  text = (folder / crash.RECORD).read_text('utf-8')
+  text = (folder / skipped_updates.RECORD).read_text('utf-8')
   kinds = {
     'step': int,
     'update': int,
@@ -90,7 +91,9 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
   except (ValueError, KeyError, TypeError, RecursionError):
     is_record = False
   if not is_record:
-    raise ValueError(f'{folder / crash.RECORD}: not the record of an update')
+    raise ValueError(
+      f'{folder / skipped_updates.RECORD}: not the record of an update'
+    )
   return record
 
 
@@ -103,7 +106,7 @@ def _read_batch(folder: pathlib.Path, record: dict[str, Any]) -> dict[str, Any]:
   names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)]
   parts = []
   for host in range(record['hosts']):
-    path = folder / crash.batch_name(host)
+    path = folder / skipped_updates.batch_name(host)
     try:
       with open(path, 'rb') as file:
         parts.append(batch_file.read(file, names))
@@ -126,10 +129,10 @@ def _for_one_cpu(config):
 
 
 def _learner(config) -> learner_lib.Learner:
-  questions = assembly.build_questions(config)
-  tokenizer = assembly.build_tokenizer(config, questions)
-  mesh = assembly.build_mesh(config, jax.devices('cpu')[:1])
-  shape = assembly.build_model_config(config, tokenizer, mesh)
+  questions = components.build_questions(config)
+  tokenizer = model_files.build_tokenizer(config, questions)
+  mesh = components.build_mesh(config, jax.devices('cpu')[:1])
+  shape = model_files.build_model_config(config, tokenizer, mesh)
   return learner_lib.Learner(config, shape, mesh)
 
 
@@ -169,6 +172,6 @@ def _problems_of_batch(
 
 def _problems_of_state(state: state_lib.TrainState) -> Iterator[str]:
   """Yields a line for each leaf that is not finite."""
-  for name, leaf in crash.summary(state).items():
+  for name, leaf in skipped_updates.summary(state).items():
     if leaf['not_finite']:
       yield f'state: {name}: {leaf["not_finite"]} not finite'

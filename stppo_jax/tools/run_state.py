@@ -15,8 +15,8 @@ from typing import Any
 
 from stppo_jax import buckets
 from stppo_jax import exits
-from stppo_jax.records import alarms
 from stppo_jax.records import success
+from stppo_jax.training import alarms
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock

@@ -7,19 +7,27 @@ meaning beside them.
 """
 
 import dataclasses
+import pathlib
 from typing import Any
+from typing import NamedTuple
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 
 from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import weights
 from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.rollout import prefetch
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import components
+from stppo_jax.training import model_files
+from stppo_jax.workdir import run_record
 
 _BASE = 'base_fingerprints'
 Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
@@ -75,7 +83,10 @@ class TrainCheckpoints:
     waits: bool,
   ) -> None:
     """Saves the state after `step` steps; see `Checkpointer.save`."""
-    published = self._collector.published(step, state.policy.params)
+    published = tuple(
+      params.trained.policy
+      for params in self._collector.published(step, state.params)
+    )
     host = {
       'kl_coefficient': self._learner.kl_coefficient,
       **host,
@@ -94,7 +105,13 @@ class TrainCheckpoints:
     if restored is None:
       return None
     step, state, host = restored
-    self._collector.restore(step, state.published)
+    self._collector.restore(
+      step,
+      [
+        model_roles.Params(model_roles.Trained(trained, None), start.frozen)
+        for trained in state.published
+      ],
+    )
     self._learner.kl_coefficient = host['kl_coefficient']
     return step, dataclasses.replace(state, published=()), host
 
@@ -191,9 +208,78 @@ def policy_params(
     return None
   done, params, host = restored
   check_base(done, host, frozen)
-  trained = state_lib.ModelState(params, None, jnp.zeros((), jnp.int32))
-  state = state_lib.TrainState(policy=trained, value=None, frozen=frozen)
-  return done, learner.merged_params(state)
+  trained = model_roles.Trained(params, None)
+  return done, learner.merged_params(model_roles.Params(trained, frozen))
+
+
+class Policy(NamedTuple):
+  """A policy that was read from a checkpoint.
+
+  Attributes:
+    config: the config of its run, with its start, if it made one, as the model.
+    tokenizer: the tokenizer of the run.
+    learner: the learner of the run.
+    step: the number of steps that were done.
+    params: weights of `learner.policy`, adapters merged.
+  """
+
+  config: Any
+  tokenizer: tokenizer_lib.Tokenizer
+  learner: learner_lib.Learner
+  step: int
+  params: functional.Params
+
+
+def read_policy(
+  config,
+  workdir: str | pathlib.Path,
+  *,
+  step: int | None,
+  mesh: jax.sharding.Mesh | None = None,
+) -> Policy:
+  """Reads the policy of a checkpoint; all hosts of the mesh call it.
+
+  Args:
+    config, workdir, step: see `tools.export.export`.
+    mesh: gets the weights; None: one of as many devices as divide them.
+
+  Raises:
+    Misconfigured: there is no such checkpoint.
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  with exits.as_misconfigured():
+    config = run_record.with_start(config, pathlib.Path(workdir))
+    path = config.model.path or config.model.tokenizer_path
+    questions = None if path else components.build_questions(config)
+    tokenizer = model_files.build_tokenizer(config, questions)
+    if mesh is None:
+      mesh = mesh_for_width(model_files.shape(config, tokenizer).hidden_size)
+    shape = model_files.build_model_config(config, tokenizer, mesh)
+    learner = learner_lib.Learner(config, shape, mesh)
+  checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
+  steps = checkpointer.steps()
+  if not steps or step not in (None, *steps):
+    wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
+    there = ', '.join(map(str, steps)) or 'none'
+    raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
+  frozen = {}
+  if config.model.lora.rank:
+    with exits.as_misconfigured():
+      frozen = weights.load_frozen(
+        config, config.model.path, learner.policy, mesh
+      )
+  restored = policy_params(checkpointer, learner, frozen, step=step)
+  checkpointer.close()
+  if restored is None:
+    raise exits.Misconfigured(f'{workdir}: no checkpoint of step {step}')
+  return Policy(config, tokenizer, learner, *restored)
+
+
+def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
+  """Returns a mesh of the most devices that divide the model width."""
+  devices = jax.devices()
+  most = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
+  return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
 
 
 def base_record(frozen: functional.Params) -> dict[str, Any]:

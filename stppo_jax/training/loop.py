@@ -13,14 +13,16 @@ import jax
 
 from stppo_jax.learner import utilization
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.training import alarms
+from stppo_jax.training import build as build_lib
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import checks
+from stppo_jax.training import claim
+from stppo_jax.training import metrics as metrics_lib
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import step_metrics
-from stppo_jax.training.building import trainer as trainer_lib
-from stppo_jax.training.checks import host_check
-from stppo_jax.training.checks import mismatch_check
-from stppo_jax.training.checks import skipped_updates
-from stppo_jax.training.stopping import alarms
-from stppo_jax.training.stopping import crash
+from stppo_jax.training import skipped_updates
+from stppo_jax.training import starts
+from stppo_jax.workdir import agreement
 
 
 def train(
@@ -53,60 +55,87 @@ def train(
     (76). After the failure of one host, `HostFailed` with its exit code on the
     others.
   """
-  host_check.check(hosts, config)
-  with run_lib.start(workdir, hosts=hosts) as run:
-    trainer = trainer_lib.build(config, run, restart=restart, source=source)
-    learner, prefetcher = trainer.learner, trainer.prefetcher
-    state = trainer.state
-    meter = step_metrics.StepMetrics(config, learner, trainer.placement, run)
-    watch = alarms.Alarms(config, hosts, run.show)
-    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
-    for step in range(run.first_step, run.num_steps):
-      timer = run.timer('wait', step=step + 1)
-      # Publishes the policy that the step is collected with.
-      prefetcher.schedule(step, state)
-      # A signal may end this early, because a collection can be made again.
-      with run.abandonable():
-        collected = prefetcher.result(step)
+  with claim.claimed(
+    config, workdir, restart=restart, hosts=hosts
+  ) as folder:  # the lock, signals and votes; nothing else is written yet
+    start = starts.resolve(config, folder, source)  # where weights come from
+    parts = build_lib.build(start.config, folder)  # once, or a refusal
+    folder.record(config)
+    with folder.together():
+      loaded = starts.load(start, config, parts, folder)
+    learner, prefetcher = parts.learner, parts.prefetcher
+    with run_lib.Run.open(
+      loaded.config,
+      folder,
+      loaded.state,
+      checkpoint_state.TrainCheckpoints(learner, prefetcher),
+      parts.tokenizer,
+      num_steps=config.num_steps,
+      origin=(loaded.number, loaded.name),
+      evaluate=parts.evaluate,
+      prints_samples=not (config.evaluate.every and parts.has_evaluation),
+      trajectories=config.writer.trajectories,
+    ) as run:
+      run.begin()  # evaluates the start
+      meter = metrics_lib.StepMetrics(config, learner, parts.placement, folder)
+      watch = alarms.Alarms(config, hosts)
+      skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+      state = run.state
+      for step in run.steps():
+        # A signal may end the wait: a collection can be made again.
+        with run.phase('wait'):
+          # Publishes the policy that the step is collected with.
+          prefetcher.schedule(step, state)
+          with folder.abandonable():
+            collected = prefetcher.result(step)
 
-      timer.begin('annotate')
-      packed = trainer.pack(collected.trajectories)
-      host_check.check_program(hosts, 'annotate and update', step, packed)
-      totals = meter.totals(packed, collected.seconds)
-      old = prefetcher.old_policy(step)
-      batch, annotated = learner.annotate(
-        state, packed, reference=trainer.reference, old=old
-      )
-      metrics = trainer.step_collector.measured(collected.metrics, step)
-      metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}
-      if step == 0:
-        mismatch_check.check(config, metrics)
+        with run.phase('annotate'):
+          packed = parts.pack(collected.trajectories)
+          agreement.check_program(hosts, 'annotate and update', step, packed)
+          totals = metrics_lib.totals(
+            hosts, packed, collected.seconds, learner.policy.config
+          )
+          batch, annotated = learner.annotate(
+            state,
+            packed,
+            reference=loaded.reference,
+            old=prefetcher.old_policy(step),
+          )
+          metrics = parts.step_collector.measured(collected.metrics, step)
+          metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}
+          if step == 0:
+            checks.check_mismatch(config, metrics)
 
-      timer.begin('update')
-      updates = []
-      for rows in learner.minibatches(len(batch.lengths_B), step):
-        state, update = learner.update(state, batch, rows, step)
-        updates.append(update)
-        if utilization.exceeds_kl(update, config.updates.kl_stop):
-          break
-      # Devices may still compute, and that time belongs to the updates.
-      jax.block_until_ready(updates)
-      timer.begin('token_details')
-      details = learner.token_details(state, batch, hosts)
-      timer.end()
+        updates = []
+        with run.phase('update'), run.consuming_state():
+          for rows in learner.minibatches(len(batch.lengths_B), step):
+            state, update = learner.update(state, batch, rows, step)
+            updates.append(update)
+            if utilization.exceeds_kl(update, config.updates.kl_stop):
+              break
+          # Devices may still compute, and that time belongs to the updates.
+          jax.block_until_ready(updates)
+        with run.phase('token_details'):
+          details = learner.token_details(state, batch, hosts)
 
-      metrics |= meter.measure(updates, totals, timer.laps)
-      metrics |= watch.measure(metrics)
-      learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
-      run.finish_step(
-        step + 1, state, metrics, collected.trajectories, details=details
-      )
-      dump = functools.partial(
-        *(crash.write, run, config, learner, state, batch),
-        # The coefficient of this step: `adapt_kl` has set that of the next one.
-        kl_coefficient=metrics['critic/kl_coef'],
-      )
-      skips.check([update.metrics for update in updates], dump)
-      watch.check(step + 1)
-    run.finish(learner.policy, learner.merged_params(run.state), curve=True)
-  return run.exit_code
+        metrics |= meter.measure(updates, totals, run.seconds, run.save_seconds)
+        metrics |= watch.measure(metrics)
+        learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
+        run.finish_step(
+          step + 1, state, metrics, collected.trajectories, details=details
+        )
+        dump = functools.partial(
+          skipped_updates.write,
+          folder,
+          config,
+          learner,
+          batch,
+          # The coefficient of this step: that of the next one is set already.
+          metrics['critic/kl_coef'],
+          run.last,
+        )
+        skips.check([update.metrics for update in updates], dump)
+        watch.check(step + 1)
+      params = learner.merged_params(run.state.params)
+      run.finish(learner.policy, params, curve=True)
+  return folder.exit_code

@@ -5,28 +5,27 @@ function of (config, file, number, state), so that the same command resumes from
 the last checkpoint as if nothing had happened.
 """
 
+import logging
 import math
 import pathlib
-from typing import NamedTuple
 
 import jax
 
-from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import offline_learner
 from stppo_jax.learner import offline_losses
-from stppo_jax.learner import state as state_lib
 from stppo_jax.models import config as model_config
-from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pairs as pairs_lib
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import claim
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import model_files
-from stppo_jax.training.checks import skipped_updates
+from stppo_jax.training import skipped_updates
 
+_log = logging.getLogger(__name__)
 # Keys that `prefer` does not use, with the values that a config may have: the
 # value that describes what `prefer` does, and the default.
 _UNUSED = {
@@ -63,72 +62,55 @@ def prefer(
     workdir or a checkpoint that cannot be saved (75), too many updates in a row
     that were skipped (76).
   """
-  with run_lib.start(workdir, unit='update') as run:
-    learner, pairs, state, reference = _start(config, file, run, restart)
-    options = config.preference
-    inputs = offline_losses.PairInputs(
-      reference, beta=float(options.beta), alpha=float(options.alpha)
-    )
-    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
-    for number in range(run.first_step, run.num_steps):
-      timer = run.timer('step', step=number + 1)
-      with run.abandonable():
-        minibatch = pairs_lib.minibatch(
-          pairs, number, size=options.batch_size, seed=config.seed
-        )
-      state, metrics = learner.update(state, minibatch, inputs)
-      metrics = jax.device_get(metrics)
-      run.finish_step(number + 1, state, metrics | timer.end())
-      skips.check([metrics])
-    run.finish(learner.policy, learner.merged_params(state))
-  return run.exit_code
-
-
-class _Started(NamedTuple):
-  """The objects that the loop works with.
-
-  Attributes:
-    learner: makes states and updates them.
-    pairs: all pairs of the file.
-    state: the state to go on from.
-    reference: weights of the frozen reference.
-  """
-
-  learner: offline_learner.OfflineLearner
-  pairs: batch_lib.PairBatch
-  state: state_lib.TrainState
-  reference: functional.Params
-
-
-def _start(
-  config, file: str | pathlib.Path, run: run_lib.Run, restart: bool
-) -> _Started:
-  """Builds what the loop works with and resumes the run."""
   options = config.preference
-  with run.abandonable():
-    with exits.as_misconfigured():
+  with claim.claimed(config, workdir, restart=restart, unit='update') as folder:
+    with folder.abandonable(), exits.as_misconfigured():
       _check_unused_keys(config)
-      questions = assembly.build_questions(config)
-      tokenizer = assembly.build_tokenizer(config, questions)
+      questions = components.build_questions(config)
+      tokenizer = model_files.build_tokenizer(config, questions)
       model_files.check(config, tokenizer)
       pairs, digest = pairs_lib.read(file)
-      mesh = assembly.build_mesh(config)
-      shape = assembly.build_model_config(config, tokenizer, mesh)
+      mesh = components.build_mesh(config)
+      shape = model_files.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
       learner = build_learner(config, shape, mesh)
-      # With other pairs, a resumed run would be one that no command describes.
-      run.record_config(config, restart=restart, batch_sha256=digest)
-      state = learner.start()
-      reference = learner.reference(state)
-    pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)
-    num_pairs = len(pairs.tokens_Q2L)
-    per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
-    run.open(
-      config, num_steps=options.num_epochs * per_epoch, tokenizer=tokenizer
-    )
-    state = run.resume(state, checkpoint_state.PolicyCheckpoints())
-  run.show(f'{num_pairs} pairs')
-  return _Started(learner, pairs, state, reference)
+      pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)
+      num_pairs = len(pairs.tokens_Q2L)
+      per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
+    # With other pairs, a resumed run would be one that no command describes.
+    folder.record(config, batch_sha256=digest)
+    with folder.abandonable(), exits.as_misconfigured():
+      start = learner.start()
+      inputs = offline_losses.PairInputs(
+        learner.reference(start),
+        beta=float(options.beta),
+        alpha=float(options.alpha),
+      )
+    with run_lib.Run.open(
+      config,
+      folder,
+      start,
+      checkpoint_state.PolicyCheckpoints(),
+      tokenizer,
+      num_steps=options.num_epochs * per_epoch,
+      unit='update',
+    ) as run:
+      _log.info('%d pairs', num_pairs)
+      skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+      state = run.state
+      for number in run.steps():
+        with run.phase('step'):
+          with folder.abandonable():
+            minibatch = pairs_lib.minibatch(
+              pairs, number, size=options.batch_size, seed=config.seed
+            )
+          with run.consuming_state():
+            state, metrics = learner.update(state, minibatch, inputs)
+            metrics = jax.device_get(metrics)
+        run.finish_step(number + 1, state, metrics | run.seconds)
+        skips.check([metrics])
+      run.finish(learner.policy, learner.merged_params(run.state))
+  return folder.exit_code
 
 
 def build_learner(

@@ -1,20 +1,14 @@
-"""Starts, resumes, saves, interrupts and ends a run.
+"""The steps of a run: its phases, its metrics, its saves, its end.
 
-    with run_lib.start(workdir) as run:
-      with run.abandonable():
-        run.record_config(config)
-        ...                                    # build models and services
-      with run.together():
-        run.open(config, num_steps=num_steps, tokenizer=tokenizer)
-        state = run.resume(state, checkpoints)
-      run.begin(evaluate, prints_samples=False)
-      for step in range(run.first_step, num_steps):
-        with run.abandonable():
-          ...                                  # may be dropped and done again
-        state, metrics = ...                   # is finished once it has begun
+    with run_lib.Run.open(config, folder, start, ...) as run:
+      run.begin()
+      for step in run.steps():
+        with run.phase('wait'), folder.abandonable():
+          ...                              # may be dropped and done again
+        with run.phase('update'), run.consuming_state():
+          state, metrics = ...             # is finished once it has begun
         run.finish_step(step + 1, state, metrics)
       run.finish(policy, params)
-    return run.exit_code
 
 A step's metrics and dialogues are written before its checkpoint. A run that is
 killed in between writes them again, and none is ever missing.
@@ -25,279 +19,202 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import functools
-import pathlib
-from typing import TypeVar
+import logging
+import sys
+import time
 
 from stppo_jax import batch as batch_lib
-from stppo_jax import exits
-from stppo_jax import interruption
+from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
-from stppo_jax.parallel import compilation
-from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.parallel import voting
-from stppo_jax.records import products
-from stppo_jax.records import timing
+from stppo_jax.records import dialogues
+from stppo_jax.records import progress
+from stppo_jax.records import trackers
 from stppo_jax.records import trajectory_metrics
+from stppo_jax.records import writer as writer_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import claim
+from stppo_jax.training import evaluation
+from stppo_jax.training import model_files
 from stppo_jax.training import saving
-from stppo_jax.training.building import model_files
-from stppo_jax.training.building import origin
-from stppo_jax.training.building import sinks
-from stppo_jax.training.checks import host_check
-from stppo_jax.training.evaluating import evaluation
-from stppo_jax.training.evaluating import samples
-from stppo_jax.training.stopping import endings
-from stppo_jax.workdir import bucket_copy
-from stppo_jax.workdir import lock
+from stppo_jax.training import shutdown
 from stppo_jax.workdir import run_folder
-from stppo_jax.workdir import run_record
-from stppo_jax.workdir import watching
 
-T = TypeVar('T')
 State = state_lib.TrainState
-Evaluation = Callable[[], tuple[dict[str, float], list[types.Trajectory]]]
-# Publishes the policy of a state; what it returns evaluates it.
-Evaluate = Callable[[State], Evaluation]
-_CONSUMING = ('update', 'step')  # phases in which updates consume the state
-
-
-@contextlib.contextmanager
-def start(
-  workdir: str | pathlib.Path,
-  *,
-  unit: str = 'step',
-  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
-) -> Iterator['Run']:
-  """Yields a run that signals and errors end after its state was saved.
-
-  A signal ends the body without an error; `Run.exit_code` is then that of the
-  signal. See `endings` for errors.
-
-  Args:
-    workdir: the run's folder.
-    unit: the name of what the run counts, for the lines that it prints.
-    hosts: the hosts of the run.
-  """
-  with contextlib.ExitStack() as stack:
-    interrupt = stack.enter_context(interruption.Interruption())
-    interrupt.outlook = f'ending before the first {unit}'
-    interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
-    # Once its handlers are gone, a request would kill the process.
-    stack.callback(setattr, hosts, 'on_stop', lambda: None)
-    run = Run(pathlib.Path(workdir), interrupt, stack, unit, hosts)
-    stack.enter_context(compilation.announced(run.show))
-    with endings.handled(run, interrupt):
-      yield run
+Writer = writer_lib.Writer | writer_lib.OtherHostWriter
+# Returns the metrics of a state, and the trajectories behind them; the second
+# argument returns a section that a signal may cut short.
+Evaluate = Callable[
+  [State, Callable[[], contextlib.AbstractContextManager[None]]],
+  tuple[dict[str, float], list[types.Trajectory]],
+]
+_log = logging.getLogger(__name__)
 
 
 class Run:
-  """A run from its start to its end: its files, its progress, its exit code.
+  """A run whose state is loaded, from its first step here to its end.
 
   Attributes:
-    workdir: the run's folder.
-    hosts: the hosts of the run; the first of them writes what they share.
-    first_step: the number of steps that were done when the run was resumed.
-    num_steps: the length of the run.
-    steps_done: the number of steps that are done now.
-    state: the state after the last finished step.
-    resumed: whether there is a state that an interruption has to save, on all
-      hosts.
+    folder: its folder.
+    first_step: the number of steps that were done when it was resumed.
+    num_steps: its length.
+    last: the last finished step.
+    seconds: the duration of the phases of the present step, by
+      `timing_s/{phase}`.
     save_seconds: how long the last step has waited for its save; 0 if it had
       none.
-    unit: the name of what the run counts.
-    exit_code: the exit code of the process: 0, or that of the signal received.
   """
-
-  state: State
-  num_steps: int
 
   def __init__(
     self,
-    workdir: pathlib.Path,
-    interrupt: interruption.Interruption,
-    stack: contextlib.ExitStack,
-    unit: str,
-    hosts: hosts_lib.Hosts,
-  ):
-    self.workdir = workdir
-    self.hosts = hosts
-    self.first_step = self.steps_done = 0
-    self.resumed = self._has_state = False
-    self.save_seconds = 0.0
-    self.exit_code = 0
-    self._interrupt, self._stack, self.unit = interrupt, stack, unit
-    self._claim: lock.Claim | None = None
-    self._show: Callable[[str], None] = functools.partial(print, flush=True)
-    self._evaluate: Evaluate | None = None
-    self._prints_samples = False
-    self._extra = saving.Extra()  # of the last finished step
-    # Whether an update may have consumed the state of that step.
-    self._is_consumed = False
-    self._watch = watching.Watch(lambda: self.exit_code)
-
-  def timer(self, phase: str, *, step: int = 0) -> timing.Timer:
-    """Returns a timer in a phase, which begins step `step` unless that is 0."""
-    if step:
-      self._watch.begin_step(step)
-    return timing.Timer(phase, self._begin_phase)
-
-  @contextlib.contextmanager
-  def abandonable(
-    self, *, patience: float | None = voting.PATIENCE
-  ) -> Iterator[None]:
-    """Runs a body that a signal may cut short; an update follows it.
-
-    Several hosts vote at its end, see `voting.voted`.
-    """
-    if self.resumed:
-      self._interrupt.outlook = f'saving {self.last}'
-    outside, self._is_consumed = self._is_consumed, False
-    with voting.voted(self.hosts, self._interrupt, patience=patience):
-      yield
-    self._is_consumed = outside
-    # Hosts save together: one that was interrupted has no state yet, perhaps.
-    self.resumed = self._has_state
-    if self.resumed:
-      number = self.steps_done + 1
-      self._interrupt.outlook = f'finishing and saving {self.unit} {number}'
-
-  def together(self) -> contextlib.AbstractContextManager[None]:
-    """Runs a body in which hosts wait for each other; see `voting.together`."""
-    return voting.together(self.hosts, self.abandonable)
-
-  def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
-    """Enters a context that is left when the run ends."""
-    return self._stack.enter_context(context)
-
-  def at_end(self, close: Callable[[], None]) -> None:
-    """Calls a function when the run ends, before what was opened earlier."""
-    self._stack.callback(close)
-
-  def claim(self, *, restart: bool = False) -> None:
-    """Locks the folder; nothing may be written there before.
-
-    Args:
-      restart: whether to move aside what the folder holds.
-
-    Raises:
-      Misconfigured: the folder cannot be written.
-      Locked: another process writes there.
-    """
-    if self.hosts.is_first:
-      with exits.as_misconfigured(str(self.workdir)):
-        claimed = run_folder.claimed(self.workdir, restart=restart)
-        self._claim = self.enter(claimed)
-    host_check.check_folder(self.hosts, self.workdir)
-    compilation.keep(self.workdir / run_folder.COMPILED)
-
-  def record_config(self, config, *, restart: bool = False, **also) -> None:
-    """Claims the folder; records the config and what else defines the run.
-
-    Raises:
-      Misconfigured, Locked: see `claim`.
-      OtherRun, BucketError: see `bucket_copy`; or the folder has another run.
-      CheckpointsMissing: the run's checkpoints are gone.
-    """
-    bucket = config.writer.copy_to
-    bucket_copy.check_restart(bucket, restart)
-    self._interrupt.grace = config.preemption.grace
-    self.claim(restart=restart)
-    self.enter(self._watch.phases_watched(self.workdir, self.hosts.index))
-    if not self.hosts.is_first:
-      return
-    bucket_copy.fetch(bucket, self.workdir, self.show)
-    run_record.check_checkpoints(self.workdir)
-    with exits.as_misconfigured(str(self.workdir)):
-      run_record.record_config({**config.to_dict(), **also}, self.workdir)
-    # Not earlier: until here the folder may be that of another run.
-    left = self._interrupt.seconds_left
-    self.enter(bucket_copy.copying(bucket, self.workdir, self.show, left))
-    names, steps = self.hosts.names, config.profile.steps
-    self.enter(self._watch.started(self.workdir, names, steps, self._claim))
-
-  def open(
-    self,
     config,
+    folder: claim.Folder,
+    last: saving.LastStep,
+    saver: saving.Saver,
+    writer: Writer,
+    tokenizer: tokenizer_lib.Tokenizer,
     *,
     num_steps: int,
+    evaluate: Evaluate | None,
+    prints_samples: bool,
+  ):
+    self.folder, self.last = folder, last
+    self.first_step, self.num_steps = last.done, num_steps
+    self.seconds: dict[str, float] = {}
+    self.save_seconds = 0.0
+    self._config, self._tokenizer = config, tokenizer
+    self._saver, self._writer = saver, writer
+    self._evaluate, self._prints_samples = evaluate, prints_samples
+
+  @classmethod
+  @contextlib.contextmanager
+  def open(
+    cls,
+    config,
+    folder: claim.Folder,
+    start: State,
+    checkpoints: checkpoint_state.Checkpoints,
     tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    num_steps: int,
+    origin: tuple[int, str] | None = None,
+    unit: str = 'step',
+    evaluate: Evaluate | None = None,
+    prints_samples: bool = False,
     trajectories: int = 0,
-  ) -> None:
-    """Opens checkpoints and metrics.
+    shown_every: int = 1,
+  ) -> Iterator['Run']:
+    """Yields a run at its newest valid step; sets aside what was written later.
+
+    A signal ends the body without an error, after the last finished step was
+    saved; see `shutdown` for errors.
 
     Args:
       config: the config of the run, with the model that it starts from.
-      num_steps: the length of the run.
+      folder: its folder, which was recorded.
+      start: the state before the first step.
+      checkpoints: converts between states and checkpoints.
       tokenizer: decodes dialogues, and is exported with the policy.
-      trajectories: the number of dialogues that are written of each step.
-    """
-    self._config = config
-    self.num_steps = num_steps
-    self._tokenizer = tokenizer
-    self._saver = saving.Saver(config, self.workdir, self.hosts, self._claim)
-    self._stack.callback(self._saver.checkpointer.close)
-    self._writer = sinks.build_writer(
-      config, self.workdir, self.hosts, num_steps, trajectories=trajectories
-    )
-    self._stack.callback(self._writer.close)
-    self._show = self._writer.show
-    self._watch.on_phase = self._writer.enter_phase
-    self._samples = samples.build(config, self._writer, tokenizer, self.hosts)
-
-  def resume(
-    self,
-    start: State,
-    checkpoints: checkpoint_state.Checkpoints,
-    *,
-    note: str = '',
-  ) -> State:
-    """Returns the newest valid state; sets aside what was written after it.
-
-    Args:
-      start: the state before the first step, which a new run returns.
-      checkpoints: saves and restores states.
-      note: what a new run says about that state, at the end of a line.
-    """
-    self.state = start
-    restored = self._saver.restore(start, checkpoints)
-    if restored is not None:
-      self.steps_done, self.state, self._extra = restored
-    saved = '' if restored is None else self.last
-    number, name = origin.find(self._config, self.workdir, saved=saved)
-    self.show(f'start: {name}{"" if saved else note}')
-    if self.steps_done < self.num_steps:
-      self._saver.check_room()
-    self.first_step = self.steps_done
-    self._watch.resume(self.steps_done, self.num_steps, number)
-    saving.rewind(
-      self._writer, self.steps_done, self._extra, what=self.last, show=self.show
-    )
-    self._has_state = True
-    self.resumed = self.hosts.count == 1
-    return self.state
-
-  def begin(self, evaluate: Evaluate, *, prints_samples: bool) -> None:
-    """Evaluates the start, or finishes the step that was interrupted.
-
-    Args:
-      evaluate: returns metrics of a state, and the trajectories behind them.
+      num_steps: the length of the run.
+      origin: number and name of the place that the start comes from, see
+        `starts`; None: it is model.path, or random numbers.
+      unit: the name of what the run counts, for the lines that are printed.
+      evaluate: evaluates a state; None: nothing is evaluated.
       prints_samples: whether dialogues of a step are printed with each
         checkpoint; those of an evaluation always are.
+      trajectories: the number of dialogues that are written of each step.
+      shown_every: the steps between two lines of progress.
     """
-    self._evaluate, self._prints_samples = evaluate, prints_samples
-    if self.steps_done == 0 and self._config.evaluate.every > 0:
-      self._watch.begin_phase('evaluate')
-      evaluates = evaluate(self.state)
-      with self.abandonable():
-        metrics = self._evaluated(evaluates)
+    with contextlib.ExitStack() as stack:
+      with folder.together():
+        saver = saving.Saver(config, folder, checkpoints, start)
+        stack.callback(saver.checkpointer.close)
+        writer = _build_writer(
+          config,
+          folder,
+          num_steps,
+          trajectories=trajectories,
+          shown_every=shown_every,
+        )
+        stack.callback(writer.close)
+        outside, folder.lines.show = folder.lines.show, writer.show
+        stack.callback(setattr, folder.lines, 'show', outside)
+        folder.watch.on_phase = writer.enter_phase
+        last = saver.restore(unit)
+        number, name = origin or origin_of(config)
+        if last.done:
+          number, name = 1, f'{last} of this run'
+        _log.info('start: %s', name)
+        if last.done < num_steps:
+          saver.check_room()
+        folder.watch.resume(last.done, num_steps, number)
+        saving.rewind(writer, last)
+      run = cls(
+        config,
+        folder,
+        last,
+        saver,
+        writer,
+        tokenizer,
+        num_steps=num_steps,
+        evaluate=evaluate,
+        prints_samples=prints_samples,
+      )
+      with shutdown.handled(last, folder):
+        folder.interrupt.outlook = f'saving {last}'
+        yield run
+
+  @property
+  def state(self) -> State:
+    """The state after the last finished step."""
+    return self.last.state
+
+  def begin(self) -> None:
+    """Evaluates the start, or finishes the step that was interrupted."""
+    if self.last.done == 0 and self._evaluates and self._evaluate is not None:
+      with self.phase('evaluate'):
+        metrics = self._evaluated(self._evaluate)
       self._writer.write(0, metrics)
-    if self._extra.unwritten is not None:
-      self._finish_unwritten(*self._extra.unwritten)
+    if self.last.extra.unwritten is not None:
+      self._finish_unwritten(*self.last.extra.unwritten)
+
+  def steps(self) -> Iterator[int]:
+    """Yields the numbers of the steps that are left, from 0."""
+    for step in range(self.first_step, self.num_steps):
+      self.seconds = {}
+      self.folder.watch.begin_step(step + 1)
+      yield step
+
+  @contextlib.contextmanager
+  def phase(self, name: str) -> Iterator[None]:
+    """Tells observers what the body does, and measures how long it takes."""
+    began = time.monotonic()
+    self.folder.watch.begin_phase(name)
+    try:
+      yield
+    finally:
+      self.seconds[f'timing_s/{name}'] = time.monotonic() - began
+      self.folder.watch.begin_phase('')
+
+  @contextlib.contextmanager
+  def consuming_state(self) -> Iterator[None]:
+    """Runs updates, which consume the state of the last finished step.
+
+    From here to `finish_step` there is no state to save, so a signal waits. One
+    that came before need not: several hosts meet it at their next vote.
+    """
+    if self.folder.hosts.count == 1:
+      with self.folder.interrupt.abandonable():
+        pass
+    last = self.last
+    self.folder.interrupt.outlook = (
+      f'finishing and saving {last.unit} {last.done + 1}'
+    )
+    last.is_consumed = True
+    yield
 
   def finish_step(
     self,
@@ -317,20 +234,18 @@ class Run:
       trajectories: the trajectories that were collected.
       details: the numbers of the tokens of the first of them.
     """
-    writer = self._config.writer
-    kept = trajectories[: max(writer.trajectories, writer.samples)]
+    options = self._config.writer
+    kept = trajectories[: max(options.trajectories, options.samples)]
     metrics = {name: float(value) for name, value in metrics.items()}
-    self.steps_done, self.state = done, state
-    self._watch.count(done, self.num_steps)
-    self._interrupt.outlook = f'saving {self.last}'
-    self.save_seconds = 0.0
     records = trajectory_metrics.records(kept, self._tokenizer, details)
-    if not self.hosts.is_first:
+    if not self.folder.hosts.is_first:
       # A checkpoint keeps unwritten dialogues of the first host only.
       self._writer.write_trajectories(done, records)
       records = []
-    self._extra = saving.Extra(unwritten=(metrics, records))
-    self._is_consumed = False
+    self.last.finish(done, state, saving.Extra(unwritten=(metrics, records)))
+    self.folder.watch.count(done, self.num_steps)
+    self.folder.interrupt.outlook = f'saving {self.last}'
+    self.save_seconds = 0.0
     self._saver.check()
     self._finish_unwritten(metrics, records)
 
@@ -340,61 +255,28 @@ class Run:
     An interruption of the evaluation leaves it unwritten, and saves it so with
     the state: the next start finishes the step in the same way.
     """
-    if self._evaluate is not None and self._due(self._config.evaluate.every):
-      timer = self.timer('evaluate')
-      evaluates = self._evaluate(self.state)
-      with voting.voted(self.hosts, self._interrupt):
-        metrics = metrics | self._evaluated(evaluates)
-      metrics |= timer.end()
-      metrics['timing_s/step'] += metrics['timing_s/evaluate']
-      self._extra.score = evaluation.mean_score(metrics)
-    metrics = metrics | self._watch.account(metrics)
-    self._extra.line = self._writer.write(self.steps_done, metrics)
-    self._extra.unwritten = None
-    self._writer.write_trajectories(self.steps_done, records)
+    last, extra = self.last, self.last.extra
+    evaluates = self._due(self._config.evaluate.every)
+    if self._evaluate is not None and evaluates:
+      with self.phase('evaluate'):
+        metrics = metrics | self._evaluated(self._evaluate)
+      seconds = self.seconds['timing_s/evaluate']
+      metrics['timing_s/evaluate'] = seconds
+      metrics['timing_s/step'] += seconds
+      extra.score = evaluation.mean_score(metrics)
+    metrics = metrics | self.folder.watch.account(metrics)
+    extra.line = self._writer.write(last.done, metrics)
+    extra.unwritten = None
+    self._writer.write_trajectories(last.done, records)
     if self._due(self._config.checkpoint.every):
       if self._prints_samples:
-        self._samples.print_records(self.last, records)
+        self._print_records(str(last), records)
       # The save is last: a run that is killed before it writes the same lines
       # again, and none is ever missing.
-      timer = self.timer('checkpoint')
-      self._saver.save(self.steps_done, self.state, self._extra, waits=False)
-      self.save_seconds = timer.end()['timing_s/checkpoint']
-    self._saver.warn_of_room(self.show)
-
-  @property
-  def last(self) -> str:
-    """The last finished step, such as 'step 3'."""
-    return f'{self.unit} {self.steps_done}'
-
-  @property
-  def has_unsaved(self) -> bool:
-    """Whether a finished step is not on disk yet."""
-    return self._has_state and self.steps_done > self._saver.saved
-
-  @property
-  def is_intact(self) -> bool:
-    """Whether no update can have consumed the state of the last step."""
-    return not self._is_consumed
-
-  def save(self) -> None:
-    """Saves the last finished step, and waits until it is on disk.
-
-    Raises:
-      NoTime: a signal ends the run, and too little time is left.
-    """
-    self._saver.save_in_time(
-      self.steps_done, self.state, self._extra, self._interrupt.signalled
-    )
-
-  def release(self, exit_code: int) -> None:
-    """Leaves the folder as an ended process would; the process ends soon."""
-    self._watch.end(exit_code)
-    lock.release(self.workdir)
-
-  def show(self, text: str) -> None:
-    """Prints text, beside the progress display once there is one."""
-    self._show(text)
+      with self.phase('checkpoint'):
+        self._saver.save(last.done, last.state, extra, waits=False)
+      self.save_seconds = self.seconds['timing_s/checkpoint']
+    self._saver.warn_of_room()
 
   def finish(
     self,
@@ -403,7 +285,7 @@ class Run:
     *,
     curve: bool = False,
   ) -> None:
-    """Exports the policy and prints where the files of the run are.
+    """Exports the policy and logs where the files of the run are.
 
     Args:
       policy: the model.
@@ -411,40 +293,114 @@ class Run:
       curve: whether to draw the learning curve.
     """
     self._saver.checkpointer.wait()
-    self._interrupt.outlook = 'ending; the next start exports the policy'
-    self._watch.begin_phase('export')
-    config, draws = self._config, curve and self.hosts.is_first
-    title = f'{config.title}, seed {config.seed}' if draws else ''
-    model_files.export(
-      config,
-      self.workdir / 'policy',
-      policy,
-      params,
-      self._tokenizer,
-      dtype=weights.TRAINED,
-      writes=self.hosts.is_first,
-    )
-    best = self._saver.checkpointer.best()
-    best = None if best == self.steps_done else best
-    self.show(products.finished(self.workdir, self.unit, title, best))
+    folder, last = self.folder, self.last
+    folder.interrupt.outlook = 'ending; the next start exports the policy'
+    with self.phase('export'):
+      model_files.export(
+        self._config,
+        folder.path / 'policy',
+        policy,
+        params,
+        self._tokenizer,
+        dtype=weights.TRAINED,
+        writes=folder.hosts.is_first,
+      )
+    lines = [f'done. metrics: {folder.path / run_folder.METRICS}']
+    if curve and folder.hosts.is_first:
+      # Late, because it loads the library that draws.
+      from stppo_jax.records import plots
 
-  def _evaluated(self, evaluates: Evaluation) -> dict[str, float]:
+      drawn = folder.path / 'learning_curve.png'
+      title = f'{self._config.title}, seed {self._config.seed}'
+      plots.learning_curve(folder.path / run_folder.METRICS, drawn, title=title)
+      lines += [
+        f'curve: {drawn}',
+        f'dialogues: {folder.path}/trajectories-*.jsonl',
+      ]
+    best = self._saver.checkpointer.best()
+    if best not in (None, last.done):
+      path = folder.path / 'checkpoints' / str(best)
+      lines.append(f'best evaluation: after {last.unit} {best}, kept in {path}')
+    lines.append(f'policy (Hugging Face format): {folder.path / "policy"}')
+    _log.info('\n'.join(lines))
+
+  def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
     """Returns the metrics of an evaluation; shows a few of its dialogues."""
-    metrics, trajectories = evaluates()
-    title = f'evaluation after {self.last}'
-    self._samples.show_evaluation(self.steps_done, title, trajectories)
+    metrics, trajectories = evaluate(self.state, self.folder.abandonable)
+    make = trajectory_metrics.records
+    printed = dialogues.spread(trajectories, self._printed)
+    self._print_records(
+      f'evaluation after {self.last}', make(printed, self._tokenizer)
+    )
+    written = dialogues.spread(trajectories, self._config.writer.evaluation)
+    self._writer.write_evaluation(
+      self.last.done, make(written, self._tokenizer)
+    )
     return metrics
 
-  def _begin_phase(self, phase: str) -> None:
-    """Notes the phase of the step that begins; '' = the end of the last one."""
-    if phase in _CONSUMING:
-      # A signal that came before need not wait for what begins here.
-      if self.hosts.count == 1 and not self._is_consumed:
-        with self._interrupt.abandonable():
-          pass
-      self._is_consumed = True
-    self._watch.begin_phase(phase)
+  def _print_records(self, title: str, records: Sequence[dict]) -> None:
+    """Prints some records of trajectories under a title."""
+    records = dialogues.spread(records, self._printed)
+    if records:
+      self._writer.show(f'{title} ({dialogues.LEGEND})')
+      for record in records:
+        text = dialogues.render(record, colour=sys.stdout.isatty())
+        self._writer.show(text)
+
+  @property
+  def _printed(self) -> int:
+    """The number of dialogues that are printed at a time."""
+    return self._config.writer.samples if self.folder.hosts.is_first else 0
+
+  @property
+  def _evaluates(self) -> bool:
+    return self._config.evaluate.every > 0
 
   def _due(self, every: int) -> bool:
-    last = self.steps_done == self.num_steps
-    return every > 0 and (last or self.steps_done % every == 0)
+    last = self.last.done == self.num_steps
+    return every > 0 and (last or self.last.done % every == 0)
+
+
+def origin_of(config) -> tuple[int, str]:
+  """Returns number and name of the origin of a model's weights."""
+  path = config.model.path
+  return (3, f'model.path={path}') if path else (4, 'random numbers')
+
+
+def _build_writer(
+  config,
+  folder: claim.Folder,
+  num_steps: int,
+  *,
+  trajectories: int,
+  shown_every: int,
+) -> Writer:
+  """Returns the writer of a host; only the first host writes metrics."""
+  if not folder.hosts.is_first:
+    return writer_lib.OtherHostWriter(
+      folder.path,
+      host=folder.hosts.index,
+      trajectories=trajectories,
+      keep_files=config.writer.keep_files,
+    )
+  values = settings.flatten(config)
+  recorded = run_folder.read(folder.path)
+  identity = trackers.Identity(
+    title=f'{config.title}, seed {config.seed}',
+    run_id='' if recorded is None else recorded.run_id,
+    folder=folder.path,
+    config=values,
+  )
+  return writer_lib.Writer(
+    folder.path,
+    num_steps=num_steps,
+    tensorboard=config.writer.tensorboard,
+    trajectories=trajectories,
+    keep_files=config.writer.keep_files,
+    keep_lines=config.writer.keep_lines,
+    display=progress.Progress(num_steps, every=shown_every),
+    hparams=values,
+    trackers=[
+      trackers.Tracker(name, identity) for name in config.writer.trackers
+    ],
+  )

@@ -4,11 +4,9 @@ A save is written by threads while the loop goes on. If it fails, the step after
 it says so, and the checkpoints before it are intact.
 """
 
-from collections.abc import Callable
 import dataclasses
 import json
 import logging
-import pathlib
 import shutil
 import time
 from typing import Any
@@ -17,13 +15,12 @@ import jax
 
 from stppo_jax import exits
 from stppo_jax.learner import state as state_lib
-from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import pending_save
 from stppo_jax.records.checkpoints import saved_steps
 from stppo_jax.training import checkpoint_state
-from stppo_jax.workdir import lock
+from stppo_jax.training import claim as claim_lib
 
 State = state_lib.TrainState
 _log = logging.getLogger(__name__)
@@ -83,9 +80,10 @@ class Saver:
 
   Args:
     config: the config of the run.
-    workdir: its folder.
-    hosts: its hosts, all of which call the methods that save or restore.
-    claim: the lock of the folder; None if another host holds it.
+    folder: its folder, of whose hosts all call the methods that save or
+      restore.
+    checkpoints: converts between states and checkpoints.
+    start: the state before the first step.
 
   Attributes:
     checkpointer: has the checkpoints.
@@ -94,18 +92,21 @@ class Saver:
   def __init__(
     self,
     config,
-    workdir: pathlib.Path,
-    hosts: hosts_lib.Hosts,
-    claim: lock.Claim | None,
+    folder: claim_lib.Folder,
+    checkpoints: checkpoint_state.Checkpoints,
+    start: State,
   ):
-    self._workdir, self._hosts, self._claim = workdir, hosts, claim
+    self._workdir, self._hosts = folder.path, folder.hosts
+    self._lock = folder.lock
     self._grace = config.preemption.grace
     options = config.checkpoint
     self.checkpointer = checkpoint.Checkpointer(
-      workdir, keep=options.keep, keep_every=options.keep_every
+      folder.path, keep=options.keep, keep_every=options.keep_every
     )
-    self._checkpoints: checkpoint_state.Checkpoints | None = None
-    self._size = 0  # bytes of a checkpoint
+    self._checkpoints, self._start = checkpoints, start
+    arrays = start.with_frozen({})
+    # The bytes of a checkpoint.
+    self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._told_of_room = False
     self._restored = 0
 
@@ -114,25 +115,23 @@ class Saver:
     """The newest step that is on disk; 0 also if there is none."""
     return max(self._restored, self.checkpointer.saved)
 
-  def restore(
-    self, start: State, checkpoints: checkpoint_state.Checkpoints
-  ) -> tuple[int, State, Extra] | None:
-    """Returns the newest valid step with its state; None if none was saved.
+  def restore(self, unit: str) -> 'LastStep':
+    """Returns the newest valid step; number 0 if none was saved.
+
+    Args:
+      unit: the name of what the run counts.
 
     Raises:
       Exceptions of `Checkpointer.restore_latest`.
     """
-    self._checkpoints = checkpoints
-    arrays = start.with_frozen({})
-    self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-    restored = checkpoints.restore(self.checkpointer, start)
+    restored = self._checkpoints.restore(self.checkpointer, self._start)
     if restored is None:
-      return None
+      return LastStep(self, unit, 0, self._start, Extra())
     self._restored, state, record = restored
     extra = Extra.of_record(record)
     if extra.unwritten is not None and not self._hosts.is_first:
       extra.unwritten = extra.unwritten[0], []  # dialogues of the first host
-    return self._restored, state, extra
+    return LastStep(self, unit, self._restored, state, extra)
 
   def check(self) -> None:
     """Checks that what was saved is there, and that the folder is ours.
@@ -142,13 +141,13 @@ class Saver:
       Lost: another process writes to the folder.
     """
     self.checkpointer.check()
-    if self._claim is not None:
-      self._claim.check()
+    if self._lock is not None:
+      self._lock.check()
 
   def save(self, step: int, state: State, extra: Extra, *, waits: bool) -> None:
     """Saves a step unless it is saved already; see `Checkpointer.save`."""
-    if self._claim is not None:
-      self._claim.check()
+    if self._lock is not None:
+      self._lock.check()
     try:
       self.checkpointer.wait()
     except pending_save.SaveFailed as error:
@@ -156,7 +155,6 @@ class Saver:
         raise
       # A newer step replaces it, if it can be saved.
       _log.warning('%s', error)
-    assert self._checkpoints is not None  # a state was restored or begun
     self._checkpoints.save(
       self.checkpointer, step, state, extra.record(), waits=waits
     )
@@ -185,13 +183,13 @@ class Saver:
     if line:
       raise NoRoom(line)
 
-  def warn_of_room(self, show: Callable[[str], None]) -> None:
-    """Shows a line once if the next checkpoint would not fit on the disk."""
+  def warn_of_room(self) -> None:
+    """Logs a line once if the next checkpoint would not fit on the disk."""
     if self.checkpointer.is_saving or not self._hosts.is_first:
       return
     line = self._lack_of_room()
     if line and not self._told_of_room:
-      show(f'warning: {line}; the run ends with its next checkpoint')
+      _log.info('warning: %s; the run ends with its next checkpoint', line)
     self._told_of_room = bool(line)
 
   def _lack_of_room(self) -> str:
@@ -221,32 +219,74 @@ class Saver:
     )
 
 
+class LastStep:
+  """The last finished step of a run, which its end must not lose.
+
+  As text it is its name, such as 'step 3'.
+
+  Attributes:
+    unit: the name of what the run counts.
+    done: the number of steps that are done.
+    state: the state after it.
+    extra: the part of a checkpoint that is not the state.
+    is_consumed: whether an update may have consumed the state.
+  """
+
+  def __init__(
+    self, saver: Saver, unit: str, done: int, state: State, extra: Extra
+  ):
+    self._saver, self.unit = saver, unit
+    self.done, self.state, self.extra = done, state, extra
+    self.is_consumed = False
+
+  def __str__(self) -> str:
+    return f'{self.unit} {self.done}'
+
+  def finish(self, done: int, state: State, extra: Extra) -> None:
+    """Makes another step the last one."""
+    self.done, self.state, self.extra = done, state, extra
+    self.is_consumed = False
+
+  @property
+  def is_unsaved(self) -> bool:
+    """Whether it is not on disk yet."""
+    return self.done > self._saver.saved
+
+  def save(self, *, since: float | None) -> None:
+    """Saves it at the end of a run, if there is time for it, and waits.
+
+    Args:
+      since: the time of the signal that ends the run; None: there was none.
+
+    Raises:
+      NoTime: the step was not saved, on any host.
+    """
+    self._saver.save_in_time(self.done, self.state, self.extra, since)
+
+
 def rewind(
-  writer: writer_lib.Writer | writer_lib.OtherHostWriter,
-  step: int,
-  extra: Extra,
-  *,
-  what: str,
-  show: Callable[[str], None],
+  writer: writer_lib.Writer | writer_lib.OtherHostWriter, last: LastStep
 ) -> None:
   """Brings the files of a run to the step of its newest checkpoint.
 
   Args:
     writer: writes the files.
-    step: the step; 0 if there is no checkpoint.
-    extra: what the checkpoint contains beside the state.
-    what: the step's name, such as 'step 3'.
-    show: prints what has been found.
+    last: the step that was restored.
   """
   # The line of the step is kept, except where this start writes it: the line of
   # step 0, and the line of a step whose evaluation was interrupted before it
   # was written.
+  step, extra = last.done, last.extra
   written = step > 0 and extra.unwritten is None
   aside = writer.rewind(step - (not written), saved=step)
   if aside is not None:
-    show(
-      f'resumed after {what}, the newest that was saved; metrics and dialogues '
-      f'of later ones are in {aside}'
+    _log.info(
+      'resumed after %s, the newest that was saved; metrics and dialogues of '
+      'later ones are in %s',
+      last,
+      aside,
     )
   if written and writer.complete(step, extra.line):
-    show(f'metrics.jsonl had lost the line of {what}; it was written again')
+    _log.info(
+      'metrics.jsonl had lost the line of %s; it was written again', last
+    )

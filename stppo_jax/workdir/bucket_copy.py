@@ -3,7 +3,7 @@
 The run itself works on a folder of its machine. A thread copies what is new to
 `writer.copy_to`, every few seconds; it holds up nothing, and its errors stop
 nothing. A reader of an object sees the old content or the new one. A checkpoint
-is many objects, and so are `start/`, `start_value/` and `policy/`. Therefore
+is many objects, and so is a policy or the value model of a start. Therefore
 `copied.json` names such folders that are complete: it is written after all
 files of a new one are there, and before any file of an old one is removed.
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -30,6 +31,7 @@ from stppo_jax.records.checkpoints import manifest
 from stppo_jax.workdir import bucket_layout
 from stppo_jax.workdir import run_folder
 
+_log = logging.getLogger(__name__)
 _HEARTBEAT = 'heartbeat.json'
 _EVERY = 15.0  # seconds between two rounds of copying
 _TO_END = 2.0  # seconds that a process needs after the last round
@@ -65,15 +67,12 @@ def check_restart(address: str, is_restart: bool) -> None:
     )
 
 
-def fetch(
-  address: str, workdir: pathlib.Path, show: Callable[[str], None]
-) -> None:
+def fetch(address: str, workdir: pathlib.Path) -> None:
   """Brings a run from a bucket into its folder, if the bucket is ahead.
 
   Args:
     address: the address of the run; '' = there is none.
     workdir: the folder, which is locked; it may be empty.
-    show: prints what was done.
 
   Raises:
     OtherRun: the address holds another run, or other files.
@@ -97,7 +96,9 @@ def fetch(
   if newest is None:
     # Without a checkpoint, that run would have to begin anew.
     if ours is None or ours.run_id != theirs:
-      show(f'{address}: holds a run without a checkpoint; this one replaces it')
+      _log.info(
+        f'{address}: holds a run without a checkpoint; this one replaces it'
+      )
     return
   if ours is not None and ours.run_id != theirs:
     raise OtherRun(
@@ -119,14 +120,13 @@ def fetch(
     (workdir / _FETCHED / name).rename(workdir / name)
   (workdir / _FETCHED).rmdir()
   before = '' if aside is None else f'; what the folder held is in {aside}'
-  show(f'{workdir}: brought here from {address}, step {newest}{before}')
+  _log.info(f'{workdir}: brought here from {address}, step {newest}{before}')
 
 
 @contextlib.contextmanager
 def copying(
   address: str,
   workdir: pathlib.Path,
-  show: Callable[[str], None],
   seconds_left: Callable[[], float] = lambda: _LONGEST,
 ) -> Iterator[None]:
   """Copies a run to a bucket during the body, and once more after it.
@@ -134,7 +134,6 @@ def copying(
   Args:
     address: the address of the run; '' = nothing is copied.
     workdir: its folder, with an identity.
-    show: prints errors, and what is left at the end.
     seconds_left: returns the seconds until the process is killed.
   """
   if not address:
@@ -151,14 +150,14 @@ def copying(
     except Exception as error:
       line = str(error) or type(error).__name__
       if told != [line]:
-        show(
+        _log.info(
           f'writer.copy_to: cannot copy to {line}; the run goes on, and tries '
           f'again every {_EVERY:.0f} s'
         )
       told[:] = [line]
     else:
       if told:
-        show('writer.copy_to: copied again')
+        _log.info('writer.copy_to: copied again')
       told.clear()
 
   def copy_rounds() -> None:
@@ -174,11 +173,11 @@ def copying(
   finally:
     stopped.set()
     longest = _LONGEST if sys.exc_info()[0] is None else _AFTER_ERROR
-    is_done = _joined(thread, longest, seconds_left, address, show)
+    is_done = _joined(thread, longest, seconds_left, address)
     copy.abandoned.set()
     if told or not is_done:
       reason = told[0] if told else 'no time is left'
-      show(
+      _log.info(
         f'some files of {workdir} are not in {address} ({reason}); run the '
         'same command on this machine again to copy them'
       )
@@ -189,14 +188,13 @@ def _joined(
   longest: float,
   seconds_left: Callable[[], float],
   address: str,
-  show: Callable[[str], None],
 ) -> bool:
   """Waits for the last round; returns whether it has ended.
 
   Args:
     thread: copies the last round.
     longest: the most seconds to wait.
-    seconds_left, address, show: see `copying`.
+    seconds_left, address: see `copying`.
   """
   since, is_told = time.monotonic(), False
   while thread.is_alive():
@@ -206,7 +204,7 @@ def _joined(
     if left <= 0:
       return False
     if waited > 5 and not is_told:
-      show(f'copying the last files to {address}')
+      _log.info(f'copying the last files to {address}')
       is_told = True
     thread.join(min(left, 0.5))
   return True
@@ -406,6 +404,9 @@ class _Copy:
       folders[:] = [
         name for name in folders if bucket_layout.is_part(below / name)
       ]
+      if str(below) == 'start' and bucket_layout.IDENTITY in names:
+        # A supervised start that is not finished begins anew elsewhere.
+        folders[:], names = [x for x in folders if x == 'policy'], []
       for name in names:
         path = pathlib.Path(parent, name)
         if bucket_layout.is_part(below / name):

@@ -1,10 +1,10 @@
 """The names of a run's files in a bucket, and which of them are of use.
 
-    BUCKET/RUN/copied.json      {"folders": ["checkpoints/40", "start"]}
+    BUCKET/RUN/copied.json      {"folders": ["checkpoints/40", "start/policy"]}
               /run.json         the identity of the run, to which it belongs
               /...              the files of its folder
 
-A checkpoint is many objects, and so are `start/`, `start_value/` and `policy/`.
+A checkpoint is many objects, and so is a policy or the value model of a start.
 Such a folder is of use only if `copied.json` names it.
 """
 
@@ -22,7 +22,8 @@ _CHECKPOINTS = 'checkpoints'
 # Folders and files that only one machine needs.
 _OWN = (run_folder.COMPILED, 'aside-', run_folder.PROBE, 'lock')
 _UNFINISHED = ('.new', '.part', '.partial')
-_WHOLE = ('start', 'start_value', 'policy')
+# Up to version 0.2 the policy of a start was in `start` itself.
+_WHOLE = ('start/policy', 'start', 'start_value', 'policy')
 
 
 def is_part(path: pathlib.PurePath) -> bool:
@@ -54,7 +55,7 @@ def whole_folder(name: str) -> str:
   parts = name.split('/')
   if len(parts) > 2 and parts[0] == _CHECKPOINTS and parts[1].isdecimal():
     return f'{_CHECKPOINTS}/{parts[1]}'
-  return parts[0] if len(parts) > 1 and parts[0] in _WHOLE else ''
+  return next((x for x in _WHOLE if name.startswith(f'{x}/')), '')
 
 
 def step(folder: str) -> int | None:

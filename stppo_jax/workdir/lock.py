@@ -13,12 +13,12 @@ every few seconds, and another host takes the lock over when that has not
 happened for minutes. A holder that was only frozen finds out by `Claim.check`.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import socket
@@ -30,6 +30,7 @@ from typing import TextIO
 from stppo_jax import exits
 
 NAME = 'lock'
+_log = logging.getLogger(__name__)
 _BOOT_ID = pathlib.Path('/proc/sys/kernel/random/boot_id')
 # Seconds between two touches of the file, and seconds without one after which
 # another host takes the lock over.
@@ -129,7 +130,6 @@ class Claim:
 @contextlib.contextmanager
 def held(
   folder: pathlib.Path,
-  say: Callable[[str], None] = print,
   *,
   every: float = _EVERY,
   silence: float = _SILENCE,
@@ -138,7 +138,6 @@ def held(
 
   Args:
     folder: the folder to lock.
-    say: function that prints whose lock was taken over.
     every: seconds between two touches of the file.
     silence: seconds without one after which the lock of a process on another
       host is taken over.
@@ -150,7 +149,7 @@ def held(
   is_new = not folder.is_dir()
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / NAME
-  file, holder = _acquire(path, say, every=every, silence=silence)
+  file, holder = _acquire(path, every=every, silence=silence)
   with file:
     claim = Claim(path, holder)
     thread = threading.Thread(
@@ -199,7 +198,6 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
 
 def _acquire(
   path: pathlib.Path,
-  say: Callable[[str], None],
   *,
   every: float,
   silence: float,
@@ -225,10 +223,12 @@ def _acquire(
         if _is_at(file, path):  # otherwise it was released in this moment
           holder = _read(file)
           if holder is not None and not holder.is_here:
-            _check_elsewhere(path, holder, say, every, silence)
+            _check_elsewhere(path, holder, every, silence)
           _check(path, holder, is_free)
           mine = _write(file)
-          say(f'{path.parent}: took over the lock of an ended run: {holder}')
+          _log.info(
+            f'{path.parent}: took over the lock of an ended run: {holder}'
+          )
           return file, mine
       except BaseException:
         file.close()
@@ -254,7 +254,6 @@ def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
 def _check_elsewhere(
   path: pathlib.Path,
   holder: Holder,
-  say: Callable[[str], None],
   every: float,
   silence: float,
 ) -> None:
@@ -272,7 +271,7 @@ def _check_elsewhere(
   touched = path.stat().st_mtime
   age = _now(folder) - touched
   if age > silence:
-    say(
+    _log.info(
       f'{folder}: locked by {holder}, silent for {age:.0f} s; taking over in '
       f'{2 * every:.0f} s unless it shows life'
     )

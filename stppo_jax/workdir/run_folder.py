@@ -10,9 +10,7 @@ wrote it before. So it never replaces the files of a model, of a data set, or of
 another program.
 """
 
-from collections.abc import Iterator
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -31,6 +29,7 @@ _RUN, _EXPORTED = 'run.json', 'export.json'
 _ASIDE = 'aside-'
 PROBE = 'probe-'  # a file that all hosts of a run must see
 COMPILED = 'compiled'
+METRICS = 'metrics.jsonl'  # a line for each step
 # Sections of the config that every record of a run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
 _NPZ = b'PK'  # the first bytes of every npz file
@@ -221,25 +220,6 @@ def make_aside(folder: pathlib.Path) -> pathlib.Path:
       aside.mkdir()
       return aside
   raise AssertionError  # the loop has no end
-
-
-@contextlib.contextmanager
-def claimed(folder: pathlib.Path, *, restart: bool) -> Iterator[lock.Claim]:
-  """Holds the lock of a folder, and yields it.
-
-  Args:
-    folder: the folder; it is made if it is missing.
-    restart: whether to move aside what it holds.
-
-  Raises:
-    Locked: another process holds the lock.
-    OSError: the folder cannot be made or written.
-  """
-  with lock.held(folder) as claim:
-    aside = move_all_aside(folder) if restart else None
-    if aside is not None:
-      print(f'{folder}: what it held is now in {aside}')
-    yield claim
 
 
 def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:

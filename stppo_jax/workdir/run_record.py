@@ -3,8 +3,8 @@
     WORKDIR/config.json    the config that the run was started with
            /run.json       the run's id, see `workdir.run_folder`
            /files.json     checksums of the files that the config names
-           /start          the policy that it starts from, if the run makes it:
-                           see `building.origin`
+           /start/policy   the policy that it starts from, if the run makes it:
+                           see `training/starts.py`
            /config_changes.jsonl    what later starts were allowed to change
 
 A run is a function of its config. A run that is resumed with another config
@@ -14,11 +14,11 @@ ones if `resume.allow_change` names them, fixed ones never. A file that a key
 names is guarded as its key is.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
 import json
+import logging
 import pathlib
 from typing import Any
 import uuid
@@ -29,6 +29,8 @@ from stppo_jax.records import later_keys
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import named_files
 from stppo_jax.workdir import run_folder
+
+_log = logging.getLogger(__name__)
 
 # Keys that may change between two starts: the length and the title of a run,
 # what is evaluated, written and kept, the devices, and how servers are reached.
@@ -81,7 +83,11 @@ _FIXED = (
 )
 # A run has begun when it has left one of these. Before that, a config that was
 # wrong (its weights did not fit, say) may be corrected.
-_PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
+_PRODUCTS = (
+  *('start/policy', 'start/metrics.jsonl', 'start/*.safetensors'),
+  *('metrics.jsonl', 'checkpoints/*'),
+)
+START = 'start/policy'  # the directory of a start that a run makes
 _FILES = 'files.json'
 _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
@@ -102,7 +108,6 @@ class CheckpointsMissing(Exception):
 def record_config(
   config: Mapping[str, Any],
   workdir: str | pathlib.Path,
-  say: Callable[[str], None] = print,
 ) -> None:
   """Records the config, its files and the id of a run that starts or resumes.
 
@@ -112,7 +117,6 @@ def record_config(
     config: the nested config, without references; its values must be those that
       Python's JSON can write, which infinity is.
     workdir: the run's folder.
-    say: prints a line for each guarded key that was allowed to change.
 
   Raises:
     OtherRun: a run of another config has begun here; nothing is changed.
@@ -159,9 +163,9 @@ def record_config(
     atomic_files.replace(workdir / _FILES, content.encode())
   atomic_files.replace(path, text.encode())
   for key, (ours, theirs) in changes.items():
-    say(f'note: {key}={ours} from now on; it was {theirs}')
+    _log.info(f'note: {key}={ours} from now on; it was {theirs}')
   for name in changed:
-    say(f'note: {name}: has changed, and is used as it is from now on')
+    _log.info(f'note: {name}: has changed, and is used as it is from now on')
 
 
 def record_run(
@@ -206,10 +210,19 @@ def check_checkpoints(workdir: pathlib.Path) -> None:
     )
 
 
-def start_folder(config, workdir: pathlib.Path) -> pathlib.Path | None:
-  """Returns the folder of a start that the run makes; None if it makes none."""
+def makes_start(config) -> bool:
+  """Returns whether the run makes the weights that it starts from."""
   imitates = config.sft.before_training and not config.model.path
-  return workdir / 'start' if config.init_from or imitates else None
+  return bool(config.init_from or imitates)
+
+
+def made_start(workdir: pathlib.Path) -> pathlib.Path | None:
+  """Returns the directory of the start that a run has made; None before."""
+  # Up to version 0.2 the start had no folder of its own around it.
+  for path in (workdir / START, workdir / 'start'):
+    if (path / 'config.json').is_file() and any(path.glob('*.safetensors')):
+      return path
+  return None
 
 
 def with_start(config, workdir: pathlib.Path):
@@ -218,11 +231,13 @@ def with_start(config, workdir: pathlib.Path):
   Raises:
     Misconfigured: the start has not been made yet.
   """
-  start = start_folder(config, workdir)
-  if start is None:
+  if not makes_start(config):
     return config
-  if not start.is_dir():
-    raise exits.Misconfigured(f'{start}: missing, the run has not begun')
+  start = made_start(workdir)
+  if start is None:
+    raise exits.Misconfigured(
+      f'{workdir / "start"}: missing, the run has not begun'
+    )
   config = config.copy_and_resolve_references()
   config.model.path = str(start)
   if config.init_from:

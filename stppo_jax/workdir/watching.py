@@ -20,10 +20,10 @@ import pathlib
 
 import jax
 
-from stppo_jax.records import writer
 from stppo_jax.workdir import goodput
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import watchdog
 
 REQUEST = 'profile.request'
@@ -99,7 +99,7 @@ class Watch:
     self.count(step, num_steps)
     if self._folder is None:
       return
-    kept = goodput.read(self._folder / writer.METRICS, step)
+    kept = goodput.read(self._folder / run_folder.METRICS, step)
     self._heartbeat.resume(step, kept.last_step)
     beat = self._heartbeat.beat
     self._goodput = goodput.Goodput(

@@ -19,7 +19,7 @@ from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.tools import machine
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
 from stppo_jax.workdir import lock
 from tests.training import runs
 
@@ -212,7 +212,7 @@ def test_this_machine_is_examined_without_a_config(capsys, tmp_path):
 
 
 def test_a_config_is_examined_with_its_data_model_and_retriever(capsys):
-  questions = assembly.build_questions(runs.config())
+  questions = components.build_questions(runs.config())
   with server.embedded(
     questions.passages(), world_passages=questions.world_passages
   ) as served:

@@ -17,7 +17,7 @@ from stppo_jax import __main__
 from stppo_jax.commands import export
 from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
-from stppo_jax.training.building import policy_export
+from stppo_jax.training import checkpoint_state
 from tests.training import runs
 
 _RUN = {'num_steps': 2, 'evaluate__every': 0}
@@ -181,7 +181,7 @@ def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, capsys):
   ('width', 'shared'), [(16, 8), (12, 6), (7, 7), (11, 1), (10, 5)]
 )
 def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
-  assert policy_export.mesh_for_width(width).shape['fsdp'] == shared
+  assert checkpoint_state.mesh_for_width(width).shape['fsdp'] == shared
 
 
 def test_the_flag_accepts_every_dtype_of_the_exporter():

@@ -8,9 +8,8 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.configs import base
 from stppo_jax.models.hf import export
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import model_files
-from stppo_jax.training.checks import batch_sizes
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from stppo_jax.workdir import run_folder
 from tests.models import tiny
 from tests.sampling import vocabularies
@@ -382,14 +381,14 @@ def test_a_remote_engine_has_no_rows_to_divide_among_devices():
     rollout__remote__url='http://127.0.0.1:9',
     rollout__remote__model='x',
   )
-  shape, mesh = runs.shape(config), assembly.build_mesh(config)
-  placement = assembly.build_placement(config, shape, mesh)
+  shape, mesh = runs.shape(config), components.build_mesh(config)
+  placement = components.build_placement(config, shape, mesh)
   assert placement is None
-  batch_sizes.check(config, shape, mesh, placement)
+  components.check_sizes(config, shape, mesh, placement)
   config.lock().rollout.engine = 'local'
-  placement = assembly.build_placement(config, shape, mesh)
+  placement = components.build_placement(config, shape, mesh)
   with pytest.raises(ValueError, match='rollout.slots=3') as caught:
-    batch_sizes.check(config, shape, mesh, placement)
+    components.check_sizes(config, shape, mesh, placement)
   assert str(caught.value).count('\n') == 1
 
 

@@ -13,7 +13,7 @@ from stppo_jax import __main__
 from stppo_jax.models import functional
 from stppo_jax.tools.plan import memory as memory_lib
 from stppo_jax.tools.plan import plan
-from stppo_jax.training.building import model_files
+from stppo_jax.training import model_files
 from tests.models import tiny
 from tests.sampling import tiny_engine
 from tests.training import runs
@@ -41,7 +41,7 @@ def _sizes(out):
 def test_bytes_of_a_small_model():
   found = plan.make(runs.config(mesh__fsdp=2), length=128, loss_fraction=0.5)
   assert found.axes == {'data': 4, 'fsdp': 2, 'tensor': 1}
-  sizes = found.sizes
+  sizes = found.held.sizes
   # All but norms and biases are cut in two; the value head is one column.
   whole = 4 * (16 + 8 * 2 + 3 * 16)
   embedding = sizes['policy parameters'] - 4 * (_LAYER + 16) / 2 - whole / 2
@@ -68,10 +68,10 @@ def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
   found = plan.make(runs.config(**divided), length=128, loss_fraction=0.5)
   assert found.axes == {'data': 4, 'fsdp': 1, 'tensor': 1}
   together = plan.make(runs.config(mesh__data=8), length=128, loss_fraction=0.5)
-  ours, theirs = dict(found.collecting), dict(together.sizes)
+  ours, theirs = dict(found.held.collecting), dict(together.held.sizes)
   weights = theirs.pop('weights of the engine')
   cache = theirs.pop('keys and values of the engine')
-  assert found.sizes == theirs
+  assert found.held.sizes == theirs
   assert ours == {
     'weights of the engine': weights,
     'weights of the next steps': weights,
@@ -96,17 +96,20 @@ def test_decoding_active_slots_only_copies_their_keys_and_values(capsys):
     return plan.make(runs.config(**changes), length=128, loss_fraction=0.5)
 
   some = {'rollout__deterministic': False}
-  cache = made().sizes['keys and values of the engine']
-  assert made().copied == 0
+  cache = made().held.sizes['keys and values of the engine']
+  assert made().held.copied == 0
   # A device has two of the 16 slots; with one, there is nothing to leave out.
-  assert made(**some).copied == cache / 2
-  assert made(**some, rollout__slots=8).copied == 0
+  assert made(**some).held.copied == cache / 2
+  assert made(**some, rollout__slots=8).held.copied == 0
   # Nothing is copied during an update, which needs more here.
   assert made(**some).total == made().total
   apart = {**some, 'mesh__collect_fraction': 0.5, 'rollout__steps_ahead': 1}
   long = made(**apart, env__max_length=2**20)
-  assert long.copied == long.collecting['keys and values of the engine'] / 2
-  assert long.total == sum(long.collecting.values()) + long.copied
+  assert (
+    long.held.copied
+    == long.held.collecting['keys and values of the engine'] / 2
+  )
+  assert long.total == sum(long.held.collecting.values()) + long.held.copied
   flag = '--config.rollout.deterministic=False'
   code, out, _ = _plan(capsys, flag, '--compile=False')
   assert code == 0

@@ -4,7 +4,7 @@ import pytest
 
 from stppo_jax.configs import base
 from stppo_jax.data import games
-from stppo_jax.training.building import assembly
+from stppo_jax.data import kinds
 
 
 def _ids(questions):
@@ -40,7 +40,7 @@ def test_demonstrations_need_a_limited_number_of_games_that_can_be_played():
   ):
     questions = games.GameQuestions(seed=0, count=count)
     with pytest.raises(ValueError, match=expected) as error:
-      assembly.build_demonstrations(config, questions, player)
+      kinds.demonstrations_of(config, questions, player)
     assert '\n' not in str(error.value)
 
 

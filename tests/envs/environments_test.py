@@ -15,7 +15,8 @@ from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
 from stppo_jax.sampling import scripted
 from stppo_jax.sampling import stops
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 
 _STATUS = types.TrajectoryStatus
 
@@ -89,8 +90,8 @@ def config(monkeypatch):
 
 def test_a_class_in_the_table_is_a_whole_environment(config):
   questions = _Numbers()
-  tokenizer = assembly.build_tokenizer(config, questions)
-  with assembly.build_services(config, questions) as services:
+  tokenizer = model_files.build_tokenizer(config, questions)
+  with components.build_services(config, questions) as services:
     assert services.retriever is None
     collector = collect.Collector(
       engine=scripted.ScriptedEngine(
@@ -133,7 +134,7 @@ def test_a_class_in_the_table_is_a_whole_environment(config):
 
 
 def test_turns_end_at_the_stop_strings_of_the_environment(config):
-  tokenizer = assembly.build_tokenizer(config, _Numbers())
+  tokenizer = model_files.build_tokenizer(config, _Numbers())
   automaton = stops.build(
     tokenizer.token_bytes(),
     stop_strings=environments.find(config.env.name).stop_strings,

@@ -15,7 +15,7 @@ from stppo_jax.learner import cpu_parallel
 from stppo_jax.learner import policy_loss
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
-from stppo_jax.training.checks import batch_sizes
+from stppo_jax.training import components
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
@@ -253,4 +253,4 @@ def test_the_quickstart_runs_on_many_devices():
   mesh = mesh_lib.make_mesh(data=8, fsdp=1, tensor=1)
   config = quickstart.get_config()
   shape = runs.shape(config)
-  batch_sizes.check(config, shape, mesh, placement=None)
+  components.check_sizes(config, shape, mesh, placement=None)

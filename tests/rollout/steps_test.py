@@ -15,8 +15,9 @@ from stppo_jax import keys
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.rollout import steps
-from stppo_jax.training.building import assembly
-from stppo_jax.training.checks import data_check
+from stppo_jax.training import checks
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
@@ -228,19 +229,19 @@ def test_a_start_with_too_few_questions_is_refused():
   config = runs.config(
     rollout__group_size=2, data__synthetic_wiki__entities_per_type=2
   )
-  questions = assembly.build_questions(config)
-  data_check.check_count(config, questions)
+  questions = components.build_questions(config)
+  checks.check_count(config, questions)
   config.rollout.resample_rounds = 50
   with pytest.raises(ValueError, match='fewer than 408 questions'):
-    data_check.check_count(config, questions)
+    checks.check_count(config, questions)
 
 
 @pytest.mark.parametrize('level', ['token', 'sentence'])
 def test_only_ratios_of_sentences_need_a_splitter(level):
   config = runs.config()
   config.algorithm.ratio.level = level
-  questions = assembly.build_questions(config)
-  tokenizer = assembly.build_tokenizer(config, questions)
+  questions = components.build_questions(config)
+  tokenizer = model_files.build_tokenizer(config, questions)
   split = steps.build_sentences(config, tokenizer)
   assert (split is None) == (level == 'token')
   if split:

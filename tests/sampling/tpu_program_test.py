@@ -21,7 +21,7 @@ from stppo_jax.parallel import topology
 from stppo_jax.sampling import lowering
 from stppo_jax.tools.plan import accesses
 from stppo_jax.tools.plan import program
-from stppo_jax.training.building import model_files
+from stppo_jax.training import model_files
 from tests.parallel import tpu_compiler
 from tests.sampling import tiny_engine
 from tests.training import runs

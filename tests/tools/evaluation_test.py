@@ -10,8 +10,8 @@ from stppo_jax import __main__
 from stppo_jax import types
 from stppo_jax.envs import rewards
 from stppo_jax.envs import tools
+from stppo_jax.rollout import steps
 from stppo_jax.tools import evaluation
-from stppo_jax.training.building import assembly
 from tests.rollout import dialogues
 from tests.training import question_files
 from tests.training import runs
@@ -105,7 +105,7 @@ def test_calls_of_tools_count_as_searches():
   unread: Any = None
   record = evaluation.record_of(
     config,
-    assembly.Services(unread, environment, None, unread),
+    steps.Services(unread, environment, None, unread),
     dialogues.Letters(),
     trajectory,
     0,

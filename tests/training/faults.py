@@ -25,7 +25,7 @@ from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.retrieval import fakes
 from stppo_jax.rl import kl
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
 
 Moment = tuple[str, int]
 
@@ -157,7 +157,7 @@ class _Watch:
     self._prompted: dict[str, list[str]] = {'collect': [], 'evaluate': []}
     self._num_rewarded = {'collect': 0, 'evaluate': 0}
     self._group_sizes = {'collect': settings.rollout.group_size, 'evaluate': 1}
-    questions = assembly.build_questions(settings)
+    questions = components.build_questions(settings)
     groups = questions.evaluation(settings.evaluate.num_questions)
     self._evaluation = {q.id for group in groups.values() for q in group}
     rollout = settings.rollout

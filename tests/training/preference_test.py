@@ -13,8 +13,8 @@ import pytest
 from stppo_jax import exits
 from stppo_jax.models.hf import load
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.training import components
 from stppo_jax.training import preference
-from stppo_jax.training.building import assembly
 from stppo_jax.workdir import run_record
 from tests.training import faults
 from tests.training import runs
@@ -134,7 +134,7 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
   )
   exported = load.read_params(tmp_path / 'policy', shape)['layers']
   learner = preference.build_learner(
-    config, runs.shape(config), assembly.build_mesh(config)
+    config, runs.shape(config), components.build_mesh(config)
   )
   frozen = learner.start().frozen['layers']
   changed = {
@@ -161,7 +161,7 @@ def test_the_exported_policy_is_the_last_state(whole):
 def test_without_adapters_an_export_copies_no_weights(file, whole, tmp_path):
   config = runs.config(**_SMALL)
   learner = preference.build_learner(
-    config, runs.shape(config), assembly.build_mesh(config)
+    config, runs.shape(config), components.build_mesh(config)
   )
   state = learner.start()
   assert learner.merged_params(state) is state.policy.params

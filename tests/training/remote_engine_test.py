@@ -8,7 +8,8 @@ import pytest
 from stppo_jax.http import server as http_server
 from stppo_jax.models import functional
 from stppo_jax.sampling.remote import server as model_server
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from tests.models import tiny
 from tests.training import faults
 from tests.training import runs
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
 def _served(root):
   """Serves a model of a run's shape, which loads weights below a folder."""
   settings = runs.config()
-  questions = assembly.build_questions(settings)
-  tokenizer = assembly.build_tokenizer(settings, questions)
+  questions = components.build_questions(settings)
+  tokenizer = model_files.build_tokenizer(settings, questions)
   policy = functional.Model(runs.shape(settings), 'vocabulary')
   model = model_server.ModelServer(
     'tiny',

@@ -16,7 +16,8 @@ from stppo_jax.commands.flags import configuration
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.rollout import pack
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 
 STEPS = 3  # of the runs of `train`
 REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -73,15 +74,15 @@ def config(algorithm: str = 'st_ppo', **changes) -> config_dict.ConfigDict:
 
 def shape(settings) -> model_config.ModelConfig:
   """Returns the shape of a configuration's models."""
-  questions = assembly.build_questions(settings)
-  tokenizer = assembly.build_tokenizer(settings, questions)
-  mesh = assembly.build_mesh(settings)
-  return assembly.build_model_config(settings, tokenizer, mesh)
+  questions = components.build_questions(settings)
+  tokenizer = model_files.build_tokenizer(settings, questions)
+  mesh = components.build_mesh(settings)
+  return model_files.build_model_config(settings, tokenizer, mesh)
 
 
 def learner(settings) -> learner_lib.Learner:
   """Returns the learner of a configuration."""
-  mesh = assembly.build_mesh(settings)
+  mesh = components.build_mesh(settings)
   return learner_lib.Learner(settings, shape(settings), mesh)
 
 

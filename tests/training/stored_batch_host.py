@@ -17,9 +17,9 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import engines
-from stppo_jax.training.evaluating import evaluation
+from stppo_jax.training import components as components_lib
+from stppo_jax.training import engines
+from stppo_jax.training import evaluation
 from tests.training import runs
 
 _ROWS, _LENGTH = 8, 128
@@ -33,10 +33,10 @@ def main(out: str, address: str, count: str, index: str) -> None:
 
 def _update_and_answer(out: pathlib.Path, hosts: hosts_lib.Hosts) -> None:
   config = runs.config(mesh__fsdp=2)
-  components = assembly.build_components(config)
+  components = components_lib.build(config)
   learner = components.learner
   state = learner.start()
-  with assembly.build_services(config, components.questions) as services:
+  with components_lib.build_services(config, components.questions) as services:
     engine = engines.build(
       config,
       services,

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stppo_jax.records import alarms as alarms_lib
 from stppo_jax.records import success as success_lib
 from stppo_jax.tools.ablation import results
+from stppo_jax.training import alarms as alarms_lib
 
 # Metric -> the column of a table that holds it.
 _COLUMNS = {

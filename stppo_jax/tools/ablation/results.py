@@ -28,7 +28,7 @@ from stppo_jax.records import success
 from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
-# The alarms of `records/alarms.py` that a policy can set off.
+# The alarms of `training/alarms.py` that a policy can set off.
 ALARMS = (
   'repetition',
   'entropy',

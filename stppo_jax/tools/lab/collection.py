@@ -9,14 +9,15 @@ with the same random numbers.
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
-import sys
 
 import jax
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
+from stppo_jax import streams
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import compilation
@@ -27,10 +28,11 @@ from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
 from stppo_jax.tools.lab import saved_batch
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import engines
+from stppo_jax.training import components as components_lib
+from stppo_jax.training import engines
 from stppo_jax.workdir import run_record
 
+_log = logging.getLogger(__name__)
 # Fields of a `TokenBatch` that have another name in the file.
 _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
 
@@ -54,7 +56,7 @@ def collect(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  with compilation.announced(_show):
+  with streams.logged(streams.show_beside), compilation.announced():
     return _collect(config, workdir=workdir, num_updates=num_updates)
 
 
@@ -63,9 +65,9 @@ def _collect(
 ) -> dict[str, np.ndarray]:
   """See `collect`; prints what it does."""
   config = _with_start(config, workdir)
-  components = assembly.build_components(_one_epoch(config))
+  components = components_lib.build(_one_epoch(config))
   tokenizer, learner = components.tokenizer, components.learner
-  with assembly.build_services(config, components.questions) as services:
+  with components_lib.build_services(config, components.questions) as services:
     with exits.as_misconfigured():
       state = learner.start()
       reference = learner.reference()
@@ -82,18 +84,20 @@ def _collect(
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
-    engines.publish(engine, learner, state, step)
-    step_collector = steps.StepCollector(config, services, collector, _show)
+    engines.publish(engine, learner, state.params, step)
+    step_collector = steps.StepCollector(config, services, collector)
     number = config.rollout.trajectories_per_step
-    _show(f'collecting {number} trajectories with the policy after step {step}')
+    _log.info(
+      f'collecting {number} trajectories with the policy after step {step}'
+    )
     trajectories, _ = step_collector.collect(step)
   packed = pack.pack(
     trajectories,
-    length_bucket=assembly.length_unit(config),
+    length_bucket=components_lib.length_unit(config),
     sentences=pack.SentenceSplitter(tokenizer.token_bytes()),
     with_expert_ids=config.updates.routing_replay == 'sampler',
   )
-  _show('annotating them')
+  _log.info('annotating them')
   annotated, _ = learner.annotate(state, packed, reference=reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
@@ -104,7 +108,7 @@ def _collect(
     num_updates=num_updates,
   )
   for number, rows in enumerate(chosen, 1):
-    _show(f'update {number}')
+    _log.info(f'update {number}')
     # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A
     # call of `learner.update` with the whole batch and these rows would do the
     # same update by another compiled program, whose rounding differs: saved
@@ -119,11 +123,6 @@ def _collect(
   }
 
 
-def _show(text: str) -> None:
-  """Prints a line about the progress, beside the command's own output."""
-  print(text, file=sys.stderr, flush=True)
-
-
 def _with_start(config, workdir):
   """Returns the config with the path of the weights that it starts from.
 
@@ -131,7 +130,7 @@ def _with_start(config, workdir):
     Misconfigured: there are no such weights yet, or no such workdir.
   """
   if workdir is None:
-    if run_record.start_folder(config, pathlib.Path()) is not None:
+    if run_record.makes_start(config):
       raise exits.Misconfigured(
         '--workdir: missing; the start of this config is made by its run'
       )

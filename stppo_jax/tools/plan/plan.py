@@ -1,11 +1,11 @@
 """Plans the memory, the communication and the time of a run on other devices.
 
 Models are shapes and devices are virtual. With `programs`, those that a run
-would use are compiled (`plan_programs.py`): for a TPU slice that is not there
-(`parallel/topology.py`), or for CPUs. The sizes of parameters and optimiser
-states, and the collectives, are the same on any device; temporaries that the
-CPU compiler plans differ on accelerators. Without `programs`, temporaries are
-estimated (`plan_memory.py`).
+would use are compiled (`tools/plan/programs.py`): for a TPU slice that is not
+there (`parallel/topology.py`), or for CPUs. The sizes of parameters and
+optimiser states, and the collectives, are the same on any device; temporaries
+that the CPU compiler plans differ on accelerators. Without `programs`,
+temporaries are estimated (`tools/plan/temporaries.py`).
 
 The engine of this host keeps its weights, keys and values all the time, so they
 are counted: on all devices, or on those that only collect. The policies of
@@ -25,15 +25,19 @@ import jax.numpy as jnp
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import roofline
+from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
-from stppo_jax.tools.plan import memory as memory_lib
 from stppo_jax.tools.plan import programs as programs_lib
-from stppo_jax.training import step_work
-from stppo_jax.training.building import assembly
-from stppo_jax.training.checks import batch_sizes
+from stppo_jax.tools.plan import temporaries
+from stppo_jax.training import checks
+from stppo_jax.training import components
+from stppo_jax.training import engines
+from stppo_jax.training import metrics
+from stppo_jax.training import model_files
 
 Tree = Any
 
@@ -46,12 +50,7 @@ class Plan:
     topology: the devices.
     axes: the sizes of the mesh axes.
     num_hosts: the number of hosts.
-    sizes: name to bytes of everything in memory during an update, the engine
-      included. A reference in host memory is left out: it is on the devices
-      only before an update.
-    collecting: name to bytes of what a device holds that only collects.
-    copied: bytes of keys and values that decode copies while few slots are
-      active, on a device that collects, beside what the compiled program needs.
+    held: what the run holds, beside what programs need.
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
     work: the sizes of a step.
@@ -63,9 +62,7 @@ class Plan:
   topology: topology_lib.Topology
   axes: Mapping[str, int]
   num_hosts: int
-  sizes: Mapping[str, int]
-  collecting: Mapping[str, int]
-  copied: int
+  held: memory.Held
   estimated: Mapping[str, int]
   programs: Mapping[str, programs_lib.Cost]
   work: roofline.Work
@@ -81,22 +78,20 @@ class Plan:
     pads; without them, the temporaries of an update are estimated.
     """
     if self.programs:
-      held = {**self.sizes, **self.collecting}
-      return {name: cost.beside(held) for name, cost in self.programs.items()}
+      sizes = {**self.held.sizes, **self.held.collecting}
+      return {name: cost.beside(sizes) for name, cost in self.programs.items()}
     return {'update': sum(self.estimated.values())}
 
   @property
   def total(self) -> int:
     """The bytes at the peak of a program, on the device that holds most."""
-    held = sum(self.sizes.values())
-    collecting = sum((self.collecting or self.sizes).values())
-    peaks = [collecting + self.copied]
-    for name, temporaries in self.temporaries.items():
+    peaks = [self.held.decodes]
+    for name, needed in self.temporaries.items():
+      base = self.held.learns
       if name in roofline.COLLECTING:
-        copied = self.copied if name == 'decode' else 0
-        peaks.append(collecting + temporaries + copied)
-      else:
-        peaks.append(held + temporaries)
+        base = self.held.decodes
+        base -= 0 if name == 'decode' else self.held.copied
+      peaks.append(base + needed)
     return max(peaks)
 
   @property
@@ -121,7 +116,7 @@ class Plan:
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
       side[1] += phase.expected
-    joined = max if self.collecting else lambda *both: sum(both)
+    joined = max if self.held.collecting else lambda *both: sum(both)
     bound, expected = zip(*sides.values())
     return joined(*bound), joined(*expected)
 
@@ -133,7 +128,7 @@ def make(
   loss_fraction: float,
   programs: Sequence[str] = (),
   topology: topology_lib.Topology | None = None,
-  memory: float = 0.0,
+  gib: float = 0.0,
 ) -> Plan:
   """Returns the plan of a configuration on all devices.
 
@@ -144,7 +139,7 @@ def make(
     programs: the keys of `plan_programs.PROGRAMS` to compile; those of the
       engine are left out where there is none on these devices.
     topology: the devices; None: those of this process.
-    memory: GiB of a device's memory; 0: that of the topology.
+    gib: GiB of a device's memory; 0: that of the topology.
 
   Raises:
     Misconfigured: there is no such slice, the mesh does not divide the model
@@ -160,52 +155,29 @@ def make(
       devices = topology_lib.devices(topology)
     else:
       devices = None
-    mesh = assembly.build_mesh(config, devices)
+    mesh = components.build_mesh(config, devices)
     tokenizer = None
     if not config.model.path:
-      questions = assembly.build_questions(config)
-      tokenizer = assembly.build_tokenizer(config, questions)
-    shape = assembly.build_model_config(config, tokenizer, mesh)
+      questions = components.build_questions(config)
+      tokenizer = model_files.build_tokenizer(config, questions)
+    shape = model_files.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
-    placement = assembly.build_placement(config, shape, mesh, devices)
-    batch_sizes.check(config, shape, mesh, placement)
+    placement = components.build_placement(config, shape, mesh, devices)
+    components.check_sizes(config, shape, mesh, placement)
     packed = packed_shapes(config, shape, length, loss_fraction)
-    state, reference = learner.abstract_start()
-  models = {'policy': state.policy, 'value': state.value}
-  sizes = {
-    f'{name} {label}': memory_lib.bytes_per_device(getattr(model, attribute))
-    for name, model in models.items()
-    if model is not None
-    for label, attribute in (
-      ('parameters', 'params'),
-      ('optimizer', 'optimizer'),
-    )
-  }
-  sizes['frozen base'] = memory_lib.bytes_per_device(state.frozen)
-  if config.model.reference_memory == 'device':
-    sizes['reference'] = memory_lib.bytes_per_device(reference)
-  engine, copied = {}, 0
-  if placement is not None:
-    engine = memory_lib.engine_sizes(config, learner.policy, placement)
-    cache = engine[memory_lib.CACHE]
-    copied = memory_lib.copied(
-      config,
-      learner.policy,
-      placement,
-      cache,
-      is_compiled='decode' in programs,
-    )
-  is_apart = placement is not None and placement.collecting
-  trained = sum(
-    sizes[f'{name} parameters'] for name, m in models.items() if m is not None
-  )
+  held = checks.held_memory(config, learner, placement)
+  if placement is not None and 'decode' in programs:
+    options = engines.options(config, mesh_lib.num_hosts(placement.training))
+    shards = cache_lib.row_shards(shape, placement.mesh)
+    if options.most_rows < options.slots_per_lane // shards:
+      # Every call is on fewer slots: the program has the copy.
+      held = held._replace(copied=0)
   axes = dict(mesh.shape)
   assert packed.loss_positions_BM is not None  # `packed_shapes` has them
-  work = step_work.build(
+  work = metrics.work(
     config,
     learner,
     placement,
-    engine,
     length=packed.tokens_BL.shape[1],
     losses=packed.loss_positions_BM.shape[1],
   )
@@ -219,21 +191,15 @@ def make(
     topology=topology,
     axes=axes,
     num_hosts=mesh_lib.num_hosts(mesh),
-    sizes={
-      name: size
-      for name, size in (sizes | ({} if is_apart else engine)).items()
-      if size
-    },
-    collecting=memory_lib.collecting(config, engine) if is_apart else {},
-    copied=copied,
-    estimated=memory_lib.estimate_temporaries(
-      work, trained, head_chunk=config.updates.head_chunk
+    held=held,
+    estimated=temporaries.estimate(
+      work, held.gradients, head_chunk=config.updates.head_chunk
     ),
     programs=costs,
     work=work,
     phases=roofline.phases(work, topology),
     num_steps=config.num_steps,
-    limit=(memory or topology.limits.memory) * topology_lib.GIB,
+    limit=(gib or topology.limits.memory) * memory.GIB,
   )
 
 

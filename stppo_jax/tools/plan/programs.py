@@ -18,9 +18,8 @@ from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import stops
 from stppo_jax.tools.plan import accesses
-from stppo_jax.tools.plan import memory as memory_lib
 from stppo_jax.tools.plan import program
-from stppo_jax.training.building import engines
+from stppo_jax.training import engines
 
 # The compiler for TPU takes up to 3 GB for each program.
 _MOST_AT_ONCE = 4
@@ -133,7 +132,7 @@ PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
 # By program, the arguments that a plan counts by name. What a program does not
 # read, such as the moments in annotate, is no argument of the compiled program.
 _WEIGHTS = frozenset({'policy parameters', 'value parameters', 'frozen base'})
-_ENGINE = frozenset({memory_lib.WEIGHTS, memory_lib.CACHE})
+_ENGINE = frozenset({engines.WEIGHTS, engines.CACHE})
 _COUNTED: Mapping[str, frozenset[str]] = {
   'extend': _ENGINE,
   'decode': _ENGINE,

@@ -7,10 +7,11 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import exits
+from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import plan as plan_lib
-from stppo_jax.training.checks import batch_sizes
+from stppo_jax.training import components
 
 # Returns the plan of a config.
 Planner = Callable[[Any], plan_lib.Plan]
@@ -137,11 +138,13 @@ def advice(
       break
     flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
     if compiler is None:
-      needs = gib(tried.plan.total)
+      needs = memory_lib.gib(tried.plan.total)
       return f'by the estimate it fits, in {needs}, with {flags}'
     compiled = compiler(changed(config, tried.changes))
     if compiled.fits:
-      return f'it fits, compiled in {gib(compiled.total)}, with {flags}'
+      return (
+        f'it fits, compiled in {memory_lib.gib(compiled.total)}, with {flags}'
+      )
     limit -= max(compiled.total - memory, 0.1 * memory)
   return (
     'no change of the config was found with which it fits; use more devices'
@@ -152,7 +155,7 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
   """Yields changes that save memory, those first that cost the least time."""
   updates, rollout = config.updates, config.rollout
   shards = plan.axes['data'] * plan.axes['fsdp']
-  slots = batch_sizes.num_slots(config, plan.num_hosts)
+  slots = components.num_slots(config, plan.num_hosts)
   if rollout.engine == 'local':
     for part in (2, 4, 8):
       if slots % part == 0:
@@ -206,7 +209,18 @@ def _rank(tried: Tried) -> tuple:
   return (0, plan.seconds[1]) if plan.fits else (1, plan.total)
 
 
-def gib(size: float) -> str:
-  """Returns bytes in GiB, as plans print them."""
-  number = size / topology_lib.GIB
-  return f'{number:.1f} GiB' if number >= 1 else f'{number:.2g} GiB'
+def advice_at_start(config, limit: int) -> str:
+  """Returns a sentence about changes with which a refused run fits.
+
+  Args:
+    config: the config of the run.
+    limit: bytes of a device.
+  """
+
+  # At most all tokens of a row carry loss.
+  def planner(config):
+    return plan_lib.make(
+      config, length=config.env.max_length, loss_fraction=1.0
+    )
+
+  return advice(config, planner, limit)

@@ -27,9 +27,9 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     'fits': plan.fits,
     'problems': plan.problems,
     'memory': {
-      'sizes': dict(plan.sizes),
-      'collecting': dict(plan.collecting),
-      'copied': plan.copied,
+      'sizes': dict(plan.held.sizes),
+      'collecting': dict(plan.held.collecting),
+      'copied': plan.held.copied,
       'compiled_for': plan.topology.platform if plan.programs else '',
       'temporaries': plan.temporaries,
       'estimated': dict(plan.estimated),
@@ -82,7 +82,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     },
     'assumptions': [
       *roofline.ASSUMPTIONS,
-      *([roofline.BESIDE] if plan.collecting else []),
+      *([roofline.BESIDE] if plan.held.collecting else []),
     ],
   }
 

@@ -15,7 +15,7 @@ from stppo_jax.http import server as http_server
 from stppo_jax.rollout import collect
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.sampling.remote import server as model_server
-from stppo_jax.training.building import engines
+from stppo_jax.training import engines
 from tests.models import tiny
 from tests.sampling.remote import fake_servers
 

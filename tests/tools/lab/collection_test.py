@@ -15,7 +15,8 @@ from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.tools.lab import collection
 from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
-from stppo_jax.training.building import assembly
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from stppo_jax.workdir import run_record
 from tests.training import runs
 
@@ -37,10 +38,10 @@ def collected(config):
 @pytest.fixture(scope='module')
 def learner(config):
   """Returns the learner of that run."""
-  questions = assembly.build_questions(config)
-  tokenizer = assembly.build_tokenizer(config, questions)
-  mesh = assembly.build_mesh(config)
-  shape = assembly.build_model_config(config, tokenizer, mesh)
+  questions = components.build_questions(config)
+  tokenizer = model_files.build_tokenizer(config, questions)
+  mesh = components.build_mesh(config)
+  shape = model_files.build_model_config(config, tokenizer, mesh)
   return learner_lib.Learner(config, shape, mesh)
 
 

@@ -1,0 +1,237 @@
+"""Builds what the training loop works with, once, before anything is written.
+
+A config that does not fit its files or devices is refused here. No weight is
+read.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import logging
+
+import jax
+
+from stppo_jax import batch as batch_lib
+from stppo_jax import types
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.parallel import memory
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.rollout import pack as pack_lib
+from stppo_jax.rollout import prefetch
+from stppo_jax.rollout import steps as steps_lib
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import checks
+from stppo_jax.training import claim
+from stppo_jax.training import components as components_lib
+from stppo_jax.training import engines
+from stppo_jax.training import evaluation
+from stppo_jax.training import model_files
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The objects that the loop works with.
+
+  Attributes:
+    tokenizer: the policy's tokenizer.
+    learner: annotates and updates.
+    placement: the devices that decode; None with rollout.engine=remote.
+    services: questions, environment, retriever and event loop.
+    engine: samples, for collections and evaluations.
+    step_collector: collects one step, and completes its metrics.
+    prefetcher: schedules the collections of steps and returns their results.
+    evaluator: evaluates a published policy.
+    pack: turns trajectories into the arrays of a batch.
+  """
+
+  tokenizer: tokenizer_lib.Tokenizer
+  learner: learner_lib.Learner
+  placement: publish_lib.Placement | None
+  services: steps_lib.Services
+  engine: engines.Engine
+  step_collector: steps_lib.StepCollector
+  prefetcher: prefetch.Prefetcher
+  evaluator: evaluation.Evaluator
+  pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
+
+  @property
+  def has_evaluation(self) -> bool:
+    """Whether the data set has questions to evaluate on."""
+    return self.evaluator.has_questions
+
+  def evaluate(
+    self,
+    state: state_lib.TrainState,
+    abandonable: Callable[[], contextlib.AbstractContextManager[None]],
+  ) -> tuple[dict[str, float], list[types.Trajectory]]:
+    """Returns the metrics of an evaluation, and this host's trajectories.
+
+    Args:
+      state: the state whose policy is evaluated.
+      abandonable: returns a section that a signal may cut short.
+    """
+    with abandonable():
+      # Wait for the collections in flight: they use the same engine, and their
+      # counts of the retriever would contain the evaluation's queries.
+      self.prefetcher.drain()
+    # All hosts publish together, even if one of them must stop afterwards.
+    engines.publish(self.engine, self.learner, state.params, 0)
+    with abandonable():
+      return self.evaluator.measure()
+    raise AssertionError  # a section that is cut short raises
+
+
+def build(config, folder: claim.Folder) -> Parts:
+  """Builds what the loop works with.
+
+  Args:
+    config: the config of the run, with a model that has the shape and the
+      tokenizer of its start.
+    folder: the run's folder, with which everything is closed.
+
+  Raises:
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  with folder.abandonable():
+    found = components_lib.build(config)
+    checks.check_memory(
+      config, found.learner, found.placement, memory.device_limit()
+    )
+    if folder.hosts.is_first:
+      for line in [*found.notes, *_notes(config, found, folder.hosts.count)]:
+        _log.info('note: %s', line)
+    ends = model_files.end_token_ids(config, found.tokenizer)
+  with folder.abandonable():
+    services = folder.enter(
+      components_lib.build_services(config, found.questions)
+    )
+    tokenizer, learner = found.tokenizer, found.learner
+    collecting = _collecting_services(config, services, found)
+    engine = engines.build(
+      config, collecting, tokenizer, learner.decoded, found.placement
+    )
+    collector = functools.partial(
+      engines.build_collector, config, tokenizer=tokenizer, engine=engine
+    )
+    evaluator = evaluation.Evaluator(
+      config, services, collector(services), folder.hosts
+    )
+    group_size = config.rollout.group_size
+    steps = steps_lib.StepCollector(
+      config,
+      collecting,
+      collector(collecting, group_size=group_size),
+      folder.hosts,
+    )
+    prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
+    folder.at_end(prefetcher.close)
+    sentences = None
+    if config.algorithm.ratio.level == 'sentence':
+      sentences = pack_lib.SentenceSplitter(tokenizer.token_bytes())
+    pack = functools.partial(
+      pack_lib.pack,
+      length_bucket=components_lib.length_unit(config),
+      sentences=sentences,
+      with_expert_ids=config.updates.routing_replay == 'sampler',
+      hosts=folder.hosts,
+    )
+  names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
+  if folder.hosts.is_first:
+    _log.info('a turn ends at a stop string or at token %s', names)
+  return Parts(
+    tokenizer,
+    learner,
+    found.placement,
+    services,
+    engine,
+    steps,
+    prefetcher,
+    evaluator,
+    pack,
+  )
+
+
+def _notes(
+  config, found: components_lib.Components, num_hosts: int
+) -> Iterator[str]:
+  """Yields lines about what devices do, and options that do less than hoped."""
+  ahead, learning = config.rollout.steps_ahead, found.learner.mesh.size
+  if placement := _apart(found):
+    collecting = len(placement.collecting)
+    yield (
+      f'mesh.collect_fraction={config.mesh.collect_fraction}: devices of each '
+      f'host: {learning // num_hosts} learn, {collecting} collect'
+    )
+  elif ahead and learning > 1:
+    yield (
+      f'rollout.steps_ahead={ahead}: the next step is collected between '
+      'updates, which saves no time; with mesh.collect_fraction some devices '
+      'collect beside them'
+    )
+
+
+def _apart(
+  found: components_lib.Components,
+) -> publish_lib.Placement | None:
+  """Returns the placement if the devices that collect do not learn."""
+  placement = found.placement
+  return placement if placement and placement.collecting else None
+
+
+def _collecting_services(
+  config, services: steps_lib.Services, found: components_lib.Components
+) -> steps_lib.Services:
+  """Returns the services of collections.
+
+  If steps are collected ahead, and on a thread, they have a loop that can be
+  stopped, which ends that thread.
+  """
+  # If several devices both learn and collect, programs of two threads can
+  # deadlock: two devices may get them in different orders, and the collectives
+  # of each then wait for the other's.
+  is_safe = found.learner.mesh.size == 1 or _apart(found)
+  if config.rollout.steps_ahead and is_safe:
+    loop = prefetch.StoppableLoop(services.loop)
+    return dataclasses.replace(services, loop=loop)
+  return services
+
+
+def _build_prefetcher(
+  config,
+  services: steps_lib.Services,
+  found: components_lib.Components,
+  engine: engines.Engine,
+  steps: steps_lib.StepCollector,
+) -> prefetch.Prefetcher:
+  """Builds the prefetcher, with a thread of its own if its loop can stop."""
+  loop, learner = services.loop, found.learner
+  build_it = functools.partial(
+    prefetch.Prefetcher,
+    copy_policy=learner.copy_policy,
+    steps_ahead=config.rollout.steps_ahead,
+    num_steps=config.num_steps,
+    loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
+    old_is_sampled=config.updates.old_policy == 'sampled',
+  )
+  if placement := _apart(found):
+
+    def collect(step: int):
+      # Small programs without devices of their own must not wait in the queue
+      # of a device that learns.
+      with jax.default_device(placement.collecting[0]):
+        return steps.collect(step)
+
+    return build_it(
+      collect,
+      functools.partial(engines.adopt, engine),
+      send=functools.partial(engines.copied, engine),
+    )
+  return build_it(
+    steps.collect, functools.partial(engines.publish, engine, learner)
+  )

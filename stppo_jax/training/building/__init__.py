@@ -1,1 +1,0 @@
-"""Builds what a run is made of: components, engines, a retriever, files."""

@@ -1,0 +1,244 @@
+"""Checks that refuse a run, or end its first step, before anything is lost."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from stppo_jax import exits
+from stppo_jax import types
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.envs import environments
+from stppo_jax.envs import protocol
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.parallel import memory as memory_lib
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.retrieval import fakes
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import engines
+
+_NAMED = 5  # notes about single questions that are shown
+
+
+def check_data(
+  config,
+  questions: questions_lib.Questions,
+  tokenizer: tokenizer_lib.Tokenizer,
+) -> list[str]:
+  """Returns lines about questions that a run cannot use as they are.
+
+  A question whose prompt fills the context has no turn, so nothing is learned
+  from it, and its score is 0.
+
+  Raises:
+    ValueError: there are too few questions, no prompt of a data set leaves room
+      for an answer, or an option of the environment has a bad value; one line.
+  """
+  check_count(config, questions)
+  kind = environments.find(config.env.name)
+  environment = kind.from_options(config.env.to_dict(), fakes.FakeRetriever({}))
+  rollout = config.rollout
+  count = rollout.trajectories_per_step // rollout.group_size
+  groups = {'data.train': questions.training_sample(count)}
+  for name, group in questions.evaluation(
+    config.evaluate.num_questions
+  ).items():
+    groups[f'data.evaluation ({name})'] = group
+  lines = list(questions.notes[:_NAMED])
+  if len(questions.notes) > _NAMED:
+    lines.append(f'... and {len(questions.notes) - _NAMED} more such lines')
+  for name, group in groups.items():
+    too_long = _too_long(group, environment, tokenizer, config.env.max_length)
+    line = (
+      f'{name}: {too_long} of {len(group)} prompts fill the context, '
+      f'env.max_length={config.env.max_length} tokens'
+    )
+    if group and too_long == len(group):
+      raise ValueError(f'{line}; none leaves room for an answer')
+    if too_long:
+      lines.append(f'{line}; they have no turn, and score 0')
+  return lines
+
+
+def check_count(config, questions: questions_lib.Questions) -> None:
+  """Checks that questions suffice for the first step and every evaluation.
+
+  Raises:
+    ValueError: there are too few.
+  """
+  rollout = config.rollout
+  questions.train(
+    0,
+    rollout.trajectories_per_step // rollout.group_size,
+    resample_round=rollout.resample_rounds,
+  )
+  questions.evaluation(config.evaluate.num_questions)
+
+
+def _too_long(
+  questions: Sequence[types.Question],
+  environment: protocol.Environment,
+  tokenizer: tokenizer_lib.Tokenizer,
+  max_length: int,
+) -> int:
+  """Returns the number of questions whose prompts leave no room."""
+  if not questions:
+    return 0
+  blank = dataclasses.replace(questions[0], text='', options={})
+  template = environment.prompt(blank)
+  # A token takes at least one byte. So most prompts need not be tokenised,
+  # which would take minutes for large files.
+  encode = functools.partial(tokenizer.encode_prompt, tools=environment.tools)
+  spare = max_length - len(encode(template))
+  longest = len(template.encode()) + spare
+  prompts = [environment.prompt(question) for question in questions]
+  return sum(
+    len(prompt.encode()) >= longest and len(encode(prompt)) >= max_length
+    for prompt in prompts
+  )
+
+
+_MEAN = 'mismatch/logprob_abs_diff_mean'
+_TAIL = 'mismatch/logprob_abs_diff_p99'
+# The largest mean difference, nats, that is rounding, by the type of the
+# computations: for float32 ten times the rounding that was measured, or more;
+# for bfloat16 twice that of a model of 28 layers. See docs/models.md.
+_LIMITS = {'float32': 2e-5, 'bfloat16': 0.05}
+_TAIL_PER_MEAN = 10  # the limit of the percentile, in limits of the mean
+
+
+class Disagreement(Exception):
+  """The engine samples from another policy than the one that is trained."""
+
+  exit_code = exits.USAGE
+
+
+def check_mismatch(config, metrics: Mapping[str, float]) -> None:
+  """Checks that engine and trainer compute the same policy.
+
+  Ratios divide by the trainer's log-probabilities of tokens that the engine
+  sampled. If the two use other weights, masks or positions, training goes on
+  and goes wrong. On the first step of a run they must agree but for rounding;
+  later steps may be collected with older weights. A mean and a percentile are
+  compared, because neither grows with the number of tokens as the largest
+  difference does.
+
+  `rollout.mismatch_limit` is the largest difference of log-probabilities, mean
+  over the tokens, that counts as rounding, in nats; -1: that of `model.dtype`;
+  0: no limit.
+
+  Args:
+    config: the config of the run.
+    metrics: the metrics of the step.
+
+  Raises:
+    Disagreement: the mean is larger, or the 99th percentile is larger than 10
+      times the limit, or one of them is nan.
+  """
+  limit, dtype = config.rollout.mismatch_limit, config.model.dtype
+  source = f'rollout.mismatch_limit={limit:g}'
+  if limit == -1:
+    limit = _LIMITS[dtype]
+    source = f'the limit for model.dtype={dtype}'
+  mean, tail = metrics[_MEAN], metrics[_TAIL]
+  if limit == 0 or (mean <= limit and tail <= _TAIL_PER_MEAN * limit):
+    return
+  enough = max(mean, tail / _TAIL_PER_MEAN)
+  raise Disagreement(
+    'the engine and the trainer do not compute the same policy: on the first '
+    f'step, {_MEAN} is {mean:.3g} (at most {limit:g}) and {_TAIL} is '
+    f'{tail:.3g} (at most {_TAIL_PER_MEAN * limit:g}), by {source}; nothing '
+    'was updated. If that is rounding, for example because the engine computes '
+    'in another dtype, set rollout.mismatch_limit above '
+    f'{enough:.3g}; 0 = no limit'
+  )
+
+
+class DoesNotFit(exits.Misconfigured):
+  """The run needs more memory than its devices have.
+
+  Attributes:
+    config: the config of the run.
+    limit: the bytes that programs may use of a device.
+  """
+
+  def __init__(self, line: str, config: Any, limit: int):
+    super().__init__(line)
+    self.config, self.limit = config, limit
+
+
+def check_memory(
+  config,
+  learner: learner_lib.Learner,
+  placement: publish_lib.Placement | None,
+  limit: int | None,
+) -> None:
+  """Checks that the models, their training and the engine fit.
+
+  Programs need more than what is counted here, so what is refused would have
+  failed later, after everything was loaded.
+
+  Args:
+    config: the config of a run that fits its files and devices otherwise.
+    learner: its learner.
+    placement: the devices that decode; None with rollout.engine=remote.
+    limit: the bytes of a device; None: they are not known.
+
+  Raises:
+    DoesNotFit: one line with what is largest.
+  """
+  if limit is None:
+    return
+  held = held_memory(config, learner, placement)
+  if held.total > limit:
+    parts = sorted(
+      {**held.sizes, **held.collecting}.items(), key=lambda part: -part[1]
+    )
+    gib = memory_lib.gib
+    largest = ', '.join(f'{gib(size)} for {name}' for name, size in parts[:3])
+    raise DoesNotFit(
+      f'the run needs {gib(held.total)} of each device or more ({largest}), '
+      f'and there are {gib(limit)}',
+      config,
+      limit,
+    )
+
+
+def held_memory(
+  config,
+  learner: learner_lib.Learner,
+  placement: publish_lib.Placement | None,
+) -> memory_lib.Held:
+  """Returns the bytes that a run holds on one device, by name.
+
+  These are weights, moments, gradients, the reference and the engine.
+  """
+  state, reference = learner.abstract_start()
+  size_of = memory_lib.bytes_per_device
+  sizes, trained = {}, 0
+  for name, model in (('policy', state.policy), ('value', state.value)):
+    if model is not None:
+      sizes[f'{name} parameters'] = size_of(model.params)
+      sizes[f'{name} optimizer'] = size_of(model.optimizer)
+      trained += sizes[f'{name} parameters']
+  sizes['frozen base'] = size_of(state.frozen)
+  if config.model.reference_memory == 'device':
+    sizes['reference'] = size_of(reference)
+  engine, copied, collecting = {}, 0, {}
+  if placement is not None:
+    engine, copied = engines.sizes(config, learner.policy, placement)
+  if placement is not None and placement.collecting:
+    collecting = dict(engine)
+    # Policies that differ in their adapters share the base, so the later ones
+    # are not counted.
+    if not config.model.lora.rank:
+      ahead = config.rollout.steps_ahead
+      collecting['weights of the next steps'] = ahead * engine[engines.WEIGHTS]
+    engine = {}
+  return memory_lib.Held(
+    {name: size for name, size in (sizes | engine).items() if size},
+    collecting,
+    gradients=trained,
+    copied=copied,
+  )

@@ -1,1 +1,0 @@
-"""Checks that refuse, or end, a run that should not go on."""

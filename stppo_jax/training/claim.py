@@ -1,0 +1,216 @@
+"""Claims the folder of a run, and ends what a signal ends before the steps.
+
+    with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
+      ...                          # everything that can be refused is refused
+      folder.record(config)        # from here on the folder is that of this run
+
+Nothing but the lock is written before `record`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import functools
+import logging
+import pathlib
+from typing import TypeVar
+
+from stppo_jax import exits
+from stppo_jax import interruption
+from stppo_jax import streams
+from stppo_jax.parallel import compilation
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import voting
+from stppo_jax.workdir import agreement
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import lock as lock_lib
+from stppo_jax.workdir import run_folder
+from stppo_jax.workdir import run_record
+from stppo_jax.workdir import watching
+
+T = TypeVar('T')
+_log = logging.getLogger(__name__)
+
+
+class Folder:
+  """A folder that this process holds, and what may end the run in it.
+
+  Attributes:
+    path: the folder.
+    hosts: the hosts of the run; the first of them writes what they share.
+    restart: whether what the folder held is to be moved aside.
+    interrupt: notices signals.
+    lock: the lock; None if another host holds it.
+    watch: tells observers what the run does.
+    lines: prints what is logged.
+  """
+
+  def __init__(
+    self,
+    path: pathlib.Path,
+    hosts: hosts_lib.Hosts,
+    interrupt: interruption.Interruption,
+    lock: lock_lib.Claim | None,
+    stack: contextlib.ExitStack,
+    lines: streams.LogLines,
+    *,
+    restart: bool = False,
+  ):
+    self.path, self.hosts = path, hosts
+    self.interrupt, self.lock = interrupt, lock
+    self.restart, self.lines = restart, lines
+    self.watch = watching.Watch(lambda: self.exit_code)
+    self._stack = stack
+
+  @property
+  def exit_code(self) -> int:
+    """The exit code of the process: 0, or that of the signal received."""
+    return self.interrupt.exit_code or 0
+
+  def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
+    """Enters a context that is left with the folder."""
+    return self._stack.enter_context(context)
+
+  def at_end(self, close: Callable[[], None]) -> None:
+    """Calls a function when the folder is left, before what was entered."""
+    self._stack.callback(close)
+
+  def abandonable(
+    self, *, patience: float | None = voting.PATIENCE
+  ) -> contextlib.AbstractContextManager[None]:
+    """Runs a body that a signal may cut short; hosts vote, see `voting`."""
+    return voting.voted(self.hosts, self.interrupt, patience=patience)
+
+  def together(self) -> contextlib.AbstractContextManager[None]:
+    """Runs a body in which hosts wait for each other; see `voting.together`."""
+    return voting.together(self.hosts, self.abandonable)
+
+  def record(self, config, **also) -> None:
+    """Makes the folder that of a run: records its config, begins to watch it.
+
+    Args:
+      config: the config of the run.
+      **also: what else defines the run, such as its command.
+
+    Raises:
+      OtherRun, BucketError: see `bucket_copy`; or the folder has another run.
+      CheckpointsMissing: the run's checkpoints are gone.
+    """
+    bucket = config.writer.copy_to
+    with self.abandonable(), exits.as_misconfigured(str(self.path)):
+      bucket_copy.check_restart(bucket, self.restart)
+      self.enter(self.watch.phases_watched(self.path, self.hosts.index))
+      if not self.hosts.is_first:
+        return
+      aside = run_folder.move_all_aside(self.path) if self.restart else None
+      if aside is not None:
+        _log.info('%s: what it held is now in %s', self.path, aside)
+      bucket_copy.fetch(bucket, self.path)
+      run_record.check_checkpoints(self.path)
+      run_record.record_config({**config.to_dict(), **also}, self.path)
+      # Not earlier: until here the folder may be that of another run.
+      left = self.interrupt.seconds_left
+      self.enter(bucket_copy.copying(bucket, self.path, left))
+      names, steps = self.hosts.names, config.profile.steps
+      self.enter(self.watch.started(self.path, names, steps, self.lock))
+
+  @contextlib.contextmanager
+  def inside(self, name: str) -> Iterator['Folder']:
+    """Yields a folder in this one, for a run that is a part of this run."""
+    rescue = self.interrupt.rescue
+    with contextlib.ExitStack() as stack:
+      yield Folder(
+        self.path / name,
+        self.hosts,
+        self.interrupt,
+        self.lock,
+        stack,
+        self.lines,
+      )
+    self.interrupt.rescue = rescue
+    # It has saved itself at a signal, which ends the run around it, too.
+    with self.abandonable():
+      pass
+
+  def release(self, exit_code: int) -> None:
+    """Leaves the folder as an ended process would; the process ends soon."""
+    self.watch.end(exit_code)
+    lock_lib.release(self.path)
+
+
+@contextlib.contextmanager
+def claimed(
+  config,
+  workdir: str | pathlib.Path,
+  *,
+  restart: bool = False,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+  unit: str = 'step',
+) -> Iterator[Folder]:
+  """Yields the folder of a run, locked.
+
+  A signal ends the body without an error; `Folder.exit_code` is then that of
+  the signal.
+
+  Args:
+    config: the config of the run.
+    workdir: the run's folder, which is made if it is missing.
+    restart: see `Folder`.
+    hosts: the hosts of the run, all of which call this function.
+    unit: the name of what the run counts, for the lines that are printed.
+
+  Raises:
+    Misconfigured: the hosts differ, or the folder cannot be written.
+    Locked: another process writes there.
+  """
+  path = pathlib.Path(workdir)
+  show = streams.show
+  if not hosts.is_first:
+    show = functools.partial(print, f'host {hosts.index}:', flush=True)
+  with contextlib.ExitStack() as stack:
+    lines = stack.enter_context(streams.logged(show))
+    agreement.check(hosts, config)
+    interrupt = stack.enter_context(interruption.Interruption())
+    interrupt.outlook = f'ending before the first {unit}'
+    interrupt.grace = config.preemption.grace
+    interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
+    # Once its handlers are gone, a request would kill the process.
+    stack.callback(setattr, hosts, 'on_stop', lambda: None)
+    stack.enter_context(compilation.announced())
+    try:
+      lock = None
+      with voting.voted(hosts, interrupt), exits.as_misconfigured(str(path)):
+        if hosts.is_first:
+          lock = stack.enter_context(lock_lib.held(path))
+      agreement.check_folder(hosts, path)
+      compilation.keep(path / run_folder.COMPILED)
+      folder = Folder(
+        path, hosts, interrupt, lock, stack, lines, restart=restart
+      )
+      interrupt.rescue = functools.partial(_rescue, folder, unit)
+      yield folder
+    except interruption.Interrupted:
+      interrupt.rescue = interruption.no_rescue
+      if not interrupt.is_told:
+        _tell(unit)
+    finally:
+      interrupt.rescue = interruption.no_rescue
+
+
+def _tell(unit: str) -> None:
+  # Whatever a start has written is complete, or the next one makes it again.
+  _log.info(
+    'interrupted before the first %s; the same command starts again', unit
+  )
+
+
+def _rescue(
+  folder: Folder, unit: str, exit_code: int, *, answered: bool
+) -> bool:
+  """Ends a process that has nothing to save; see `Interruption.rescue`."""
+  del answered
+  if folder.hosts.count > 1:
+    return False
+  _tell(unit)
+  folder.release(exit_code)
+  return True

@@ -1,0 +1,288 @@
+"""Builds the components and services of a run from its config.
+
+`Components` need no weights and no server. They are built before anything is
+written and before any server is waited for, so that every error in a config,
+its files or the devices is reported at once. `Services` run beside the policy:
+an event loop and the client of a retriever that answers.
+
+Only `training`, `tools` and `commands` read configs; all other rooms take
+numbers.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import math
+
+import jax
+
+from stppo_jax import exits
+from stppo_jax.data import kinds
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.envs import environments
+from stppo_jax.envs import reward_function
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.retrieval import client
+from stppo_jax.retrieval import dialects
+from stppo_jax.retrieval import faults
+from stppo_jax.retrieval import recording
+from stppo_jax.retrieval import server
+from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import pack
+from stppo_jax.rollout import steps
+from stppo_jax.sampling import lane_rules
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import checks
+from stppo_jax.training import model_files
+
+
+@dataclasses.dataclass(frozen=True)
+class Components:
+  """The components of a config that fits its files and the devices.
+
+  Attributes:
+    questions: the data set.
+    tokenizer: the policy's tokenizer.
+    learner: models and compiled programs; no weight is read yet.
+    placement: the devices that decode; None with rollout.engine=remote.
+    notes: lines about questions that cannot be used as they are.
+  """
+
+  questions: questions_lib.Questions
+  tokenizer: tokenizer_lib.Tokenizer
+  learner: learner_lib.Learner
+  placement: publish_lib.Placement | None
+  notes: Sequence[str]
+
+
+def build(config) -> Components:
+  """Builds and checks everything that needs no weights and no retriever.
+
+  Raises:
+    Misconfigured: the config does not fit its files or the devices.
+  """
+  with exits.as_misconfigured():
+    questions = build_questions(config)
+    tokenizer = model_files.build_tokenizer(config, questions)
+    model_files.check(config, tokenizer)
+    mesh = build_mesh(config)
+    shape = model_files.build_model_config(config, tokenizer, mesh)
+    learner = learner_lib.Learner(config, shape, mesh)
+    placement = build_placement(config, shape, mesh)
+    check_sizes(config, shape, mesh, placement)
+    notes = checks.check_data(config, questions, tokenizer)
+  return Components(questions, tokenizer, learner, placement, notes)
+
+
+def build_questions(config) -> questions_lib.Questions:
+  """Returns the data set of a config."""
+  return kinds.KINDS[config.data.name].load(config.data, seed=config.seed)
+
+
+@contextlib.contextmanager
+def build_services(
+  config, questions: questions_lib.Questions
+) -> Iterator[steps.Services]:
+  """Builds the environment of a run, and its retriever if it needs one.
+
+  Raises:
+    Misconfigured: if passages cannot be read, or an option of the environment
+      has a bad value.
+    RetrieverUnreachable: if no server answers within retrieval.start_grace.
+    RewardFunctionFailed: if the user's reward function fails.
+  """
+  with contextlib.ExitStack() as stack:
+    with exits.as_misconfigured():
+      kind = environments.find(config.env.name)
+    loop = stack.enter_context(event_loop.EventLoop())
+    retriever = None
+    if kind.needs_retriever:
+      with exits.as_misconfigured():
+        connected = _connected(config, questions, loop)
+        retriever = stack.enter_context(connected)
+    with exits.as_misconfigured():
+      environment = kind.from_options(config.env.to_dict(), retriever)
+      name = config.env.reward_function
+      if name:
+        question = questions.train(0, 1, resample_round=0)[0]
+        reward_function.try_once(name, environment, question)
+    yield steps.Services(questions, environment, retriever, loop)
+
+
+def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
+  """Returns the mesh of training.
+
+  Args:
+    config: the config of a run.
+    devices: the devices of the run, of which some may only collect; None: all.
+
+  Raises:
+    ValueError: the axes do not fit the devices.
+  """
+  mesh = mesh_lib.make_learning_mesh(**config.mesh, devices=devices)
+  return distributed.by_host(mesh)
+
+
+def build_placement(
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  devices: Sequence | None = None,
+) -> publish_lib.Placement | None:
+  """Returns the devices that decode; None with rollout.engine=remote.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the mesh of training.
+    devices: see `build_mesh`.
+
+  Raises:
+    ValueError: rollout.tensor does not divide the devices or the model.
+  """
+  if config.rollout.engine != 'local':
+    return None
+  tensor = config.rollout.tensor or mesh.shape['tensor']
+  _, collecting = mesh_lib.divide(
+    devices or jax.devices(), config.mesh.collect_fraction
+  )
+  # Programs that are only compiled are those of the last host: libtpu 0.0.42
+  # fails with an internal error for the first host of v5e and v6e slices that
+  # have several, and not for the others.
+  host = devices[-1].process_index if devices else jax.process_index()
+  here = tuple(d for d in collecting if d.process_index == host)
+  try:
+    placement = publish_lib.Placement(mesh, tensor, here, host)
+    functional.Model(shape, 'vocabulary', mesh=placement.mesh)
+  except ValueError as error:
+    raise ValueError(f'rollout.tensor={tensor}: {error}') from error
+  return placement
+
+
+def length_unit(config) -> int:
+  """Returns the number of tokens that every batch's length is a multiple of."""
+  return pack.unit(
+    config.rollout.length_bucket, max_length=config.env.max_length
+  )
+
+
+# Characters of a passage that are kept for each token of an observation.
+_CHARS_PER_TOKEN = 32
+
+
+@contextlib.contextmanager
+def _connected(
+  config, questions: questions_lib.Questions, loop: event_loop.EventLoop
+) -> Iterator[client.HttpRetriever]:
+  """Connects to the retriever; without a URL, to an embedded server.
+
+  Raises:
+    ValueError, OSError: passages or a recording cannot be read or written.
+    RetrieverUnreachable: no server answers within retrieval.start_grace.
+  """
+  c = config.retrieval
+  with contextlib.ExitStack() as stack:
+    url = c.url
+    if c.replay:
+      replayed = server.embedded(recording=recording.Recording(c.replay))
+      url = stack.enter_context(replayed).url
+    elif not url:
+      embedded = server.embedded(
+        questions.passages(), world_passages=questions.world_passages
+      )
+      url = stack.enter_context(embedded).url
+    recorder = None
+    if c.record:
+      recorder = recording.Recorder(c.record, topk=c.topk)
+      stack.callback(recorder.close)
+    rate, seed = c.faults.rate, c.faults.seed
+    retriever = client.HttpRetriever(
+      url,
+      dialect=dialects.DIALECTS[c.dialect],
+      topk=c.topk,
+      timeout=c.timeout,
+      retries=c.retries,
+      start_grace=c.start_grace,
+      max_failure_rate=c.max_failure_rate,
+      max_queries_per_request=c.max_queries_per_request,
+      # Text has some four characters a token; more is cut off anyway.
+      max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
+      faults=faults.Faults(rate=rate, seed=seed) if rate else None,
+      recorder=recorder,
+    )
+    stack.callback(lambda: loop.run(retriever.close()))
+    loop.run(retriever.wait_until_ready())
+    yield retriever
+
+
+def check_sizes(
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  placement: publish_lib.Placement | None,
+) -> None:
+  """Checks that devices divide every size, and that lanes may be used.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the mesh of training.
+    placement: the devices that decode, if the engine is local.
+
+  Raises:
+    ValueError: a size that they do not divide; one line for each.
+  """
+  rollout, updates = config.rollout, config.updates
+  trained = {
+    'rollout.trajectories_per_step': rollout.trajectories_per_step,
+    'updates.minibatch_size': updates.minibatch_size,
+    'updates.microbatch_size': updates.microbatch_size,
+    'sft.batch_size': config.sft.batch_size,
+  }
+  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
+  lines = {
+    key: f'{key}={size}: must be a multiple of the {shards} devices of the '
+    'axes data and fsdp'
+    for key, size in trained.items()
+    if size % shards
+  }
+  hosts = mesh_lib.num_hosts(mesh)
+  if rollout.trajectories_per_step % (hosts * rollout.group_size):
+    lines['hosts'] = (
+      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must '
+      f'give each of the {hosts} hosts as many groups of '
+      f'rollout.group_size={rollout.group_size}'
+    )
+  if hosts > 1 and rollout.engine == 'remote':
+    lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'
+  if hosts > 1 and config.retrieval.record:
+    lines['record'] = (
+      f"retrieval.record={config.retrieval.record}: must be '' on {hosts} "
+      'hosts, which would write the same file'
+    )
+  if placement is not None:
+    slots = 'slots' if rollout.slots else 'trajectories_per_step'
+    shards = cache_lib.row_shards(shape, placement.mesh)
+    if num_slots(config, hosts) % shards:
+      lines[f'rollout.{slots}'] = (
+        f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
+        'the engine divides slots over so many devices of this host'
+      )
+    problem = lane_rules.devices_problem(rollout.lanes, placement.mesh.size)
+    if problem:
+      lines['rollout.lanes'] = f'rollout.lanes={rollout.lanes}: {problem}'
+  if lines:
+    raise ValueError('\n'.join(lines.values()))
+
+
+def num_slots(config, hosts: int) -> int:
+  """Returns the number of trajectories that each host decodes at once."""
+  rollout = config.rollout
+  return rollout.slots or rollout.trajectories_per_step // hosts

@@ -1,0 +1,240 @@
+"""Builds the engine of a process, and the collectors that sample with it.
+
+Collecting and evaluating share one engine, because each engine holds a copy of
+the weights, and the keys and values of its slots.
+"""
+
+import functools
+
+import jax
+
+from stppo_jax.envs import reward_function
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import functional
+from stppo_jax.models import precision
+from stppo_jax.parallel import memory as memory_lib
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.parallel import sharding
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import steps
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import stops
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.sampling.remote import client as client_lib
+from stppo_jax.sampling.remote import engine as remote_engine
+from stppo_jax.training import components
+from stppo_jax.training import model_files
+
+Engine = engine_lib.Engine | remote_engine.RemoteEngine
+WEIGHTS, CACHE = 'weights of the engine', 'keys and values of the engine'
+
+
+def build(
+  config,
+  services: steps.Services,
+  tokenizer: tokenizer_lib.Tokenizer,
+  policy: functional.Model,
+  placement: publish_lib.Placement | None,
+) -> Engine:
+  """Returns the engine of a run, to which no weights are published yet.
+
+  Args:
+    config: the config of the run.
+    services: the environment, whose stop strings end a turn, and the loop.
+    tokenizer: the policy's tokenizer.
+    policy: the policy without a value head.
+    placement: see `assembly.build_placement`.
+
+  Raises:
+    EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
+  """
+  eos_ids = model_files.end_token_ids(config, tokenizer)
+  automaton = stops.build(
+    tokenizer.token_bytes(),
+    stop_strings=services.environment.stop_strings,
+    eos_ids=eos_ids,
+  )
+  if placement is None:
+    return _build_remote(config, services, policy, automaton, eos_ids)
+  return engine_lib.Engine(
+    policy,
+    placement=placement,
+    automaton=automaton,
+    options=options(config, mesh_lib.num_hosts(placement.training)),
+  )
+
+
+def publish(
+  engine: Engine,
+  learner: learner_lib.Learner,
+  params: model_roles.Params,
+  version: int,
+) -> None:
+  """Gives a policy to an engine.
+
+  Args:
+    engine: the engine.
+    learner: the learner of the policy.
+    params: the weights.
+    version: the number of steps that the policy was trained for.
+  """
+  if isinstance(engine, engine_lib.Engine):
+    # The base stays where it is, and only the adapters are sent.
+    trained = decoded_weights(params.trained.policy)
+    engine.publish(trained, version, base=params.frozen or None)
+  else:
+    engine.publish(learner.merged_params(params), version)
+
+
+def decoded_weights(trained: functional.Params) -> functional.Params:
+  """Returns the trained weights without the value head, unused in decoding."""
+  return {name: x for name, x in trained.items() if name != 'scalar_head'}
+
+
+def copied(engine: Engine, params: model_roles.Params) -> functional.Params:
+  """Returns a copy of a policy's weights on the devices of a local engine."""
+  assert isinstance(engine, engine_lib.Engine)
+  trained = decoded_weights(params.trained.policy)
+  return engine.copied(trained, base=params.frozen or None)
+
+
+def adopt(engine: Engine, weights: functional.Params, version: int) -> None:
+  """Publishes weights that `copied` has returned."""
+  assert isinstance(engine, engine_lib.Engine)
+  engine.adopt(weights, version)
+
+
+def build_collector(
+  config,
+  services: steps.Services,
+  tokenizer: tokenizer_lib.Tokenizer,
+  engine: Engine,
+  *,
+  group_size: int = 1,
+) -> collect.Collector:
+  """Returns a collector of groups that samples with an engine."""
+  return collect.Collector(
+    engine=engine,
+    environment=services.environment,
+    tokenizer=tokenizer,
+    loop=services.loop,
+    max_turn_tokens=config.env.max_turn_tokens,
+    max_observation_tokens=config.env.max_observation_tokens,
+    group_size=group_size,
+    overlong=_overlong(config.env),
+    reward_function=reward_function.find(config.env.reward_function),
+  )
+
+
+def _overlong(env) -> collect.Overlong | None:
+  """Returns the punishment of overlong trajectories, if it is switched on."""
+  if not env.rewards.overlong:
+    return None
+  return collect.Overlong(
+    weight=env.rewards.overlong,
+    max_length=env.max_length,
+    interval=env.overlong_fraction * env.max_length,
+  )
+
+
+def _sampling(config) -> sampler.Sampling:
+  rollout = config.rollout
+  return sampler.Sampling(
+    temperature=rollout.temperature,
+    top_k=rollout.top_k,
+    top_p=rollout.top_p,
+    min_p=rollout.min_p,
+  )
+
+
+def options(config, hosts: int) -> engine_options.EngineOptions:
+  """Returns the options of the local engine of each host."""
+  rollout = config.rollout
+  return engine_options.EngineOptions(
+    slots=components.num_slots(config, hosts),
+    max_length=config.env.max_length,
+    sampling=_sampling(config),
+    cache_blocks=rollout.cache_blocks,
+    extend_chunk=rollout.extend_chunk,
+    decode_chunk=rollout.decode_chunk,
+    early_exit=rollout.early_exit,
+    lookahead=rollout.lookahead,
+    deterministic=rollout.deterministic,
+    lanes=rollout.lanes,
+    batch_rows=rollout.batch_rows,
+    return_expert_ids=config.updates.routing_replay == 'sampler',
+  )
+
+
+def sizes(
+  config, policy: functional.Model, placement: publish_lib.Placement
+) -> tuple[dict[str, int], int]:
+  """Returns what the engine holds on a device, and what decoding copies.
+
+  With rollout.deterministic=False, a call on at most half of the slots reads
+  their keys and values from a copy. While all slots are active there is none.
+
+  Returns:
+    Name to bytes of a device's part of the weights, in the dtype of the
+    computation, and of the keys and values of the slots of a host; and the
+    bytes of keys and values that are copied.
+  """
+  weights = jax.eval_shape(
+    functools.partial(precision.cast, dtype=policy.config.dtype),
+    policy.abstract_params,
+  )
+  chosen = options(config, mesh_lib.num_hosts(placement.training))
+  cache = jax.eval_shape(
+    lambda: cache_lib.empty(policy.config, chosen.slots, chosen.blocks)
+  )
+  layouts = {
+    WEIGHTS: (weights, sharding.param_shardings(weights, placement.mesh)),
+    CACHE: (
+      cache,
+      cache_lib.shardings(policy.config, placement.mesh, chosen.cache_blocks),
+    ),
+  }
+  held = {
+    name: memory_lib.bytes_per_device(
+      jax.tree.map(_with_layout, *tree_and_layout)
+    )
+    for name, tree_and_layout in layouts.items()
+  }
+  shards = cache_lib.row_shards(policy.config, placement.mesh)
+  slots = chosen.slots_per_lane // shards
+  return held, held[CACHE] * chosen.most_copied(shards) // slots
+
+
+def _with_layout(leaf, layout) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _build_remote(
+  config,
+  services: steps.Services,
+  policy: functional.Model,
+  automaton: stops.StopAutomaton,
+  eos_ids: tuple[int, ...],
+) -> remote_engine.RemoteEngine:
+  """Returns an engine whose turns a server writes."""
+  served = config.rollout.remote
+  client = client_lib.EngineClient(
+    served.url, timeout=served.timeout, retries=served.retries
+  )
+  return remote_engine.RemoteEngine(
+    client,
+    loop=services.loop,
+    model=served.model,
+    shape=policy.config,
+    automaton=automaton,
+    stop_strings=services.environment.stop_strings,
+    eos_ids=eos_ids,
+    max_length=config.env.max_length,
+    sampling=_sampling(config),
+    concurrency=served.concurrency,
+  )

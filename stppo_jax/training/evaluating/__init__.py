@@ -1,1 +1,0 @@
-"""Evaluation of a run in training, of sets of questions, of one question."""

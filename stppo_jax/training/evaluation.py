@@ -1,0 +1,110 @@
+"""Evaluation on fixed questions that training never sees."""
+
+from collections.abc import Mapping
+import math
+
+import numpy as np
+
+from stppo_jax import keys as keys_lib
+from stppo_jax import types
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import steps
+
+
+class Evaluator:
+  """Evaluates a policy on the evaluation questions, always the same ones.
+
+  Args:
+    config: the config of a run.
+    services: questions, environment and event loop.
+    collector: samples one trajectory of each question.
+    hosts: the hosts of the run, each of which evaluates a part.
+
+  Attributes:
+    has_questions: whether the data set has questions to evaluate on.
+  """
+
+  def __init__(
+    self,
+    config,
+    services: steps.Services,
+    collector: collect.Collector,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+  ):
+    self._services, self._hosts = services, hosts
+    self._min_valid_fraction = config.rollout.min_valid_fraction
+    self._questions = services.questions.evaluation(
+      config.evaluate.num_questions
+    )
+    self.has_questions = bool(self._questions)
+    self._collector = collector
+    self._main_score = services.environment.main_score
+    self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
+
+  def run(
+    self, *, greedy: bool = True
+  ) -> tuple[dict[str, float], list[types.Trajectory]]:
+    """Returns the mean main score by data set, and this host's trajectories.
+
+    The policy is the one that was published last. Trajectories that the
+    infrastructure failed count in no mean. If there are too many of them, the
+    evaluation is repeated when the retriever is ready.
+
+    Args:
+      greedy: whether to decode greedily instead of sampling.
+
+    Raises:
+      Exceptions of `collection.collect_until_valid`.
+    """
+    questions = [q for group in self._questions.values() for q in group]
+    share = self._hosts.share(len(questions))
+    questions = questions[share]
+    keys = keys_lib.row_keys(self._key, share.start, len(questions))
+    trajectories = []
+    if questions:
+      trajectories = steps.collect_until_valid(
+        lambda: self._collector.collect(questions, keys, greedy=greedy),
+        self._services,
+        min_valid_fraction=self._min_valid_fraction,
+        what='evaluation',
+      )
+    scored = [
+      (t.question.data_set, float(t.scores[self._main_score]))
+      for t in trajectories
+      if _is_valid(t)
+    ]
+    scores: dict[str, list[float]] = {}
+    for part in self._hosts.exchange('scores', scored):
+      for data_set, score in part:
+        scores.setdefault(data_set, []).append(score)
+    means = {name: float(np.mean(values)) for name, values in scores.items()}
+    return means, trajectories
+
+  def measure(self) -> tuple[dict[str, float], list[types.Trajectory]]:
+    """Evaluates greedily; returns metrics, and this host's trajectories."""
+    scores, trajectories = self.run()
+    metrics = {
+      f'val/{self._main_score}/{data_set}': score
+      for data_set, score in scores.items()
+    }
+    valid = sum(map(_is_valid, trajectories))
+    counts = self._hosts.exchange('valid', (valid, len(trajectories)))
+    valid, total = map(sum, zip(*counts))
+    if total:
+      metrics['evaluate/valid_fraction'] = valid / total
+    return metrics, trajectories
+
+
+def _is_valid(trajectory: types.Trajectory) -> bool:
+  return trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
+
+
+def mean_score(metrics: Mapping[str, float]) -> float | None:
+  """Returns the mean score over the data sets that were evaluated.
+
+  None where nothing was evaluated, or where the score is not finite.
+  """
+  scores = [x for name, x in metrics.items() if name.startswith('val/')]
+  score = sum(scores) / len(scores) if scores else math.nan
+  return score if math.isfinite(score) else None

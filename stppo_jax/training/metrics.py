@@ -1,0 +1,300 @@
+"""The metrics of a training step that no part of it returns by itself.
+
+They say what the updates did, how long each phase took, and how busy the
+devices were.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import step as step_lib
+from stppo_jax.learner import utilization
+from stppo_jax.models import config as model_config
+from stppo_jax.models import operations
+from stppo_jax.models import roofline
+from stppo_jax.parallel import compilation
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import memory
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.training import claim
+from stppo_jax.training import components
+from stppo_jax.training import engines
+
+
+class Totals(NamedTuple):
+  """Numbers of a step that every host needs.
+
+  Attributes:
+    rows: rows of the batch.
+    length: tokens of a row with its padding.
+    losses: tokens of a row that carry loss, with their padding.
+    tokens: tokens of the batch.
+    sampled: tokens of it that the policy wrote.
+    trained: rows that are trained on.
+    operations: the operations of the models for the batch.
+    collect_seconds: the time that each host has collected.
+  """
+
+  rows: int
+  length: int
+  losses: int
+  tokens: float
+  sampled: float
+  trained: int
+  operations: utilization.Counts
+  collect_seconds: list[float]
+
+
+def totals(
+  hosts: hosts_lib.Hosts,
+  packed: batch_lib.TokenBatch,
+  seconds: float,
+  shape: model_config.ModelConfig,
+) -> Totals:
+  """Returns the numbers of a step.
+
+  Args:
+    hosts: the hosts of the run.
+    packed: this host's rows, as numpy arrays.
+    seconds: the time that this host has collected.
+    shape: the shape of policy and value model.
+  """
+  lengths = packed.lengths_B.tolist()
+  num_losses = float(packed.loss_mask_BL.sum())
+  mine = (
+    len(lengths),
+    float(packed.lengths_B.sum()),
+    float((packed.turn_ids_BL > 0).sum()),
+    int(packed.loss_mask_BL.any(axis=1).sum()),
+    *operations.forward_operations(shape, lengths, num_losses),
+    *operations.recomputed_operations(shape, lengths, num_losses),
+    seconds,
+  )
+  *counts, collected = zip(*hosts.exchange('totals', mine))
+  rows, tokens, sampled, trained, *done = map(sum, counts)
+  assert packed.loss_positions_BM is not None  # `pack` returns them
+  return Totals(
+    rows=rows,
+    length=packed.tokens_BL.shape[1],
+    losses=packed.loss_positions_BM.shape[1],
+    tokens=tokens,
+    sampled=sampled,
+    trained=trained,
+    operations=utilization.Counts(*done),
+    collect_seconds=list(collected),
+  )
+
+
+class StepMetrics:
+  """Measures the steps of a run, on all its hosts.
+
+  Args:
+    config: the config of the run.
+    learner: annotates and updates.
+    placement: the devices that decode; None with a remote engine.
+    folder: the run's folder; what is compiled while it is held is measured.
+  """
+
+  def __init__(
+    self,
+    config,
+    learner: learner_lib.Learner,
+    placement: publish.Placement | None,
+    folder: claim.Folder,
+  ):
+    self._config, self._learner = config, learner
+    # `_bytes_per_second` puts in the lengths of each step.
+    longest = config.env.max_length
+    self._work = work(
+      config, learner, placement, length=longest, losses=longest
+    )
+    self._slots = components.num_slots(config, folder.hosts.count)
+    self._compile_seconds = folder.enter(compilation.measured())
+
+  def measure(
+    self,
+    updates: Sequence[step_lib.LossOutputs],
+    totals: Totals,
+    seconds: Mapping[str, float],
+    save_seconds: float,
+  ) -> dict[str, float]:
+    """Returns the metrics of a step by name.
+
+    Args:
+      updates: what its updates returned.
+      totals: the numbers of its batch.
+      seconds: the duration of its phases, by `timing_s/{phase}`: the wait for
+        the collection, annotate, update and token_details.
+      save_seconds: the duration of the save after the last step, whose own line
+        was written before the save.
+    """
+    epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
+    metrics = utilization.summarize(updates)
+    metrics['update/count'] = len(updates)
+    updating = seconds['timing_s/update']
+    metrics |= timings(
+      seconds,
+      tokens=totals.tokens,
+      sampled=totals.sampled,
+      collect_seconds=max(totals.collect_seconds),
+      save_seconds=save_seconds,
+      num_epochs=epochs,
+    )
+    if len(totals.collect_seconds) > 1:
+      metrics |= _collect_seconds(totals.collect_seconds)
+    metrics |= memory.max_memory()
+    metrics |= self._learner.utilization(
+      totals.operations, seconds=updating, epochs=epochs
+    )
+    metrics |= self._bytes_per_second(totals, len(updates), updating)
+    metrics['timing_s/compile'] = self._compile_seconds()
+    return metrics
+
+  def _bytes_per_second(
+    self, totals: Totals, num_updates: int, seconds: float
+  ) -> dict[str, float]:
+    """Returns what a device sends and reads, by the formulas of `roofline`.
+
+    Args:
+      totals: the numbers of the step's batch.
+      num_updates: the number of its updates.
+      seconds: their duration.
+    """
+    metrics = {}
+    work = dataclasses.replace(
+      self._work,
+      updates=num_updates,
+      length=totals.length,
+      losses=totals.losses,
+    )
+    if sent := roofline.update_sent(work):
+      metrics['perf/update_gb_sent_per_second'] = sent / seconds / 1e9
+    # Every call writes a token into each slot, if all slots are in use.
+    slots = self._slots * len(totals.collect_seconds)
+    read = roofline.decode_read(
+      dataclasses.replace(
+        self._work,
+        length=totals.tokens / totals.rows,
+        decode_steps=totals.sampled / slots,
+      )
+    )
+    if read:  # there is none with a remote engine
+      longest = max(totals.collect_seconds)
+      metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
+    return metrics
+
+
+def _collect_seconds(seconds: Sequence[float]) -> dict[str, float]:
+  """Returns the metrics of the time that each host has collected."""
+  return {
+    'hosts/collect_s_min': min(seconds),
+    'hosts/collect_s_median': float(np.median(seconds)),
+    'hosts/collect_s_max': max(seconds),
+    'hosts/slowest': float(np.argmax(seconds)),
+  }
+
+
+def timings(
+  seconds: Mapping[str, float],
+  *,
+  tokens: float,
+  sampled: float,
+  collect_seconds: float,
+  save_seconds: float,
+  num_epochs: float,
+) -> dict[str, float]:
+  """Returns the seconds of a step's phases and its tokens per second.
+
+  Args:
+    seconds, save_seconds: see `StepMetrics.measure`.
+    tokens: the tokens of the step's batch.
+    sampled: tokens of it that the policy wrote.
+    collect_seconds: the duration of the collection; longer than the wait for it
+      if it was made ahead.
+    num_epochs: the number of passes over the batch.
+  """
+  total = sum(seconds.values())
+  updated = tokens * num_epochs
+  return {
+    **seconds,
+    'timing_s/collect': collect_seconds,
+    'timing_s/step': total,
+    'perf/throughput': tokens / total,
+    'perf/collect_tokens_per_second': sampled / collect_seconds,
+    'perf/update_tokens_per_second': updated / seconds['timing_s/update'],
+    'timing_s/checkpoint': save_seconds,
+  }
+
+
+def work(
+  config,
+  learner: learner_lib.Learner,
+  placement: publish.Placement | None,
+  *,
+  length: int,
+  losses: int,
+) -> roofline.Work:
+  """Returns the sizes of a step.
+
+  Args:
+    config: the config of the run.
+    learner: its learner.
+    placement: the devices that decode; None with a remote engine.
+    length: the tokens of a row.
+    losses: the tokens of a row that are trained on.
+  """
+  rollout, updates = config.rollout, config.updates
+  shape = learner.policy.config
+  algorithm = algorithm_lib.build_algorithm(config.algorithm)
+  values = config.model.value_backbone if algorithm.uses_values else 'none'
+  weights = sum(
+    x.size for x in jax.tree.leaves(learner.policy.abstract_params['layers'])
+  )
+  trained = weights
+  if config.model.lora.rank:
+    state, _ = learner.abstract_start()
+    trained = sum(x.size for x in jax.tree.leaves(state.policy.params))
+  steps, rows, hosts, engine = 0.0, 0.0, 1, {}
+  if placement is not None:
+    engine, _ = engines.sizes(config, learner.policy, placement)
+    hosts = mesh_lib.num_hosts(placement.training)
+    slots = components.num_slots(config, hosts)
+    waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
+    rows = slots / placement.mesh.shape['data']
+    steps = float(waves * losses)
+  return roofline.Work(
+    shape=shape,
+    axes=dict(learner.mesh.shape),
+    trajectories=rollout.trajectories_per_step,
+    group_size=rollout.group_size,
+    minibatch=updates.minibatch_size,
+    microbatch=updates.microbatch_size or updates.minibatch_size,
+    updates=updates.num_epochs
+    * (rollout.trajectories_per_step // updates.minibatch_size),
+    length=length,
+    losses=losses,
+    values=values,
+    adapters=config.model.lora.rank > 0,
+    statistics=algorithm.uses_minibatch_statistics,
+    weights=weights,
+    trained=trained,
+    itemsize=jnp.dtype(shape.dtype).itemsize,
+    decode_steps=steps,
+    decode_rows=rows,
+    engine_weights=engine.get(engines.WEIGHTS, 0),
+    engine_cache=engine.get(engines.CACHE, 0),
+    engine_length=config.env.max_length,
+    engine_tensor=placement.tensor if placement is not None else 0,
+    collectors=0 if placement is None else len(placement.collecting) * hosts,
+  )

@@ -1,0 +1,297 @@
+"""The tokenizer, the shape and the files of a run's models."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import pathlib
+
+import jax
+
+from stppo_jax.data import kinds
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.envs import environments
+from stppo_jax.learner import weights as weights_lib
+from stppo_jax.models import attention
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.models import moe
+from stppo_jax.models.hf import export as export_lib
+from stppo_jax.models.hf import load
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.workdir import run_folder
+
+# What a tokenizer must carry unharmed.
+_QUESTION = 'Which word comes next?'
+_WORD = ' word '
+
+
+def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer of a directory.
+
+  Raises:
+    ValueError: it cannot be read; one line that names the directory.
+  """
+  try:
+    return tokenizer_lib.Tokenizer.load(home)
+  except Exception as error:  # a damaged file gives any kind of them
+    if str(home) in str(error):
+      raise
+    reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    raise ValueError(
+      f'{home}: its tokenizer cannot be read ({reason})'
+    ) from error
+
+
+def build_tokenizer(
+  config, questions: questions_lib.Questions | None
+) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer of the model, or one made from the data.
+
+  For questions that are made here it has a token for each phrase; for files,
+  byte-level BPE is trained on their passages.
+  """
+  path = config.model.tokenizer_path or config.model.path
+  if path:
+    return load_tokenizer(path)
+  environment = environments.find(config.env.name)
+  vocabulary = kinds.KINDS[config.data.name].vocabulary
+  if vocabulary is not None:
+    phrases = environment.phrases(vocabulary(config.data))
+    return tokenizer_lib.phrase_tokenizer(phrases)
+  assert questions is not None, 'there is no directory with a tokenizer'
+  passages = questions.passages()
+  assert passages is not None  # files have a corpus
+  texts = [
+    f'Doc 1(Title: {passage.title}) {passage.text}\n' for passage in passages
+  ]
+  # The tags are in every dialogue but in no passage. They are repeated, so that
+  # BPE merges each of them into few tokens.
+  texts += list(environment.tags) * len(texts)
+  return tokenizer_lib.train_byte_level_bpe(
+    texts, config.data.tokenizer_vocab_size
+  )
+
+
+def shape(
+  config, tokenizer: tokenizer_lib.Tokenizer | None
+) -> model_config.ModelConfig:
+  """Returns the shape of a run's models, from their directory or the config.
+
+  Args:
+    config: the config of a run.
+    tokenizer: gives the vocabulary's size where there is no directory.
+
+  Raises:
+    ValueError: the model is not supported.
+  """
+  model, runtime = config.model, weights_lib.compute_options(config)
+  if model.path:
+    return load.read_config(model.path, **runtime)
+  sizes = {
+    field.name: model[field.name]
+    for field in dataclasses.fields(model_config.ModelConfig)
+    if field.name in model and field.name not in runtime
+  }
+  assert tokenizer is not None  # only a model's directory makes it optional
+  longest = model_config.ModelConfig.max_position_embeddings
+  return model_config.ModelConfig(
+    vocab_size=tokenizer.vocab_size,
+    max_position_embeddings=max(longest, config.env.max_length),
+    **sizes,
+    **runtime,
+  )
+
+
+def build_model_config(
+  config,
+  tokenizer: tokenizer_lib.Tokenizer | None,
+  mesh: jax.sharding.Mesh,
+) -> model_config.ModelConfig:
+  """Returns the models' shape, from the model's directory or the config.
+
+  Args:
+    config: the config of a run.
+    tokenizer: gives the vocabulary's size where there is no directory.
+    mesh: the devices that compute, whose platform chooses the implementations.
+
+  Raises:
+    ValueError: an unsupported model, a `model.attention` that does not run on
+      these devices, or a replay of experts by a model without experts.
+  """
+  model, sizes = config.model, shape(config, tokenizer)
+  platform = mesh_lib.platform(mesh)
+  attends = attention.choose(
+    model.attention,
+    dtype=sizes.dtype,
+    head_dim=sizes.head_dim,
+    platform=platform,
+  )
+  replay = config.updates.routing_replay
+  if replay != 'nowhere' and not sizes.num_experts:
+    raise ValueError(
+      f'updates.routing_replay={replay}: must be nowhere, the model in '
+      f'{model.path} has no experts'
+    )
+  return dataclasses.replace(
+    sizes,
+    attention=attends,
+    moe=moe.choose(model.moe, platform=platform),
+    cache=config.rollout.cache_dtype,
+  )
+
+
+def end_token_ids(
+  config, tokenizer: tokenizer_lib.Tokenizer
+) -> tuple[int, ...]:
+  """Returns the ids of the tokens that end a turn.
+
+  They are those of `model.eos_token_ids`, or else the tokenizer's and those
+  that the model's directory lists for the same tokenizer.
+
+  Raises:
+    ValueError: one of them is not an id of the tokenizer; one line.
+  """
+  model = config.model
+  ids, source = tuple(model.eos_token_ids), 'model.eos_token_ids'
+  if not ids:
+    ids, source = (tokenizer.eos_id,), model.path
+    if model.path and model.tokenizer_path in ('', model.path):
+      ids += load.end_token_ids(model.path)
+  for token_id in ids:
+    if token_id >= tokenizer.vocab_size:
+      raise ValueError(
+        f'{source}: the end token {token_id} must be smaller than '
+        f'{tokenizer.vocab_size}, the size of the tokenizer'
+      )
+  return tuple(dict.fromkeys(ids))
+
+
+def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
+  """Checks that the models' files are complete and fit each other and the run.
+
+  Reads no weights and touches no device.
+
+  Raises:
+    ValueError: they are not, or do not; one line that names the file.
+  """
+  model, policy = config.model, shape(config, tokenizer)
+  if model.path:
+    load.check_weights(model.path, policy)
+    if tokenizer.vocab_size > policy.vocab_size:
+      home = model.tokenizer_path or model.path
+      raise ValueError(
+        f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, the '
+        f'embedding in {model.path} only {policy.vocab_size} rows'
+      )
+    longest = policy.max_position_embeddings
+    allowed = model.allow_beyond_max_position_embeddings
+    if config.env.max_length > longest and not allowed:
+      raise ValueError(
+        f'env.max_length={config.env.max_length}: must be at most '
+        f'{longest}, which is max_position_embeddings in {model.path}, or set '
+        'model.allow_beyond_max_position_embeddings'
+      )
+  end_token_ids(config, tokenizer)
+  environment = environments.find(config.env.name)
+  home = model.tokenizer_path or model.path or 'the tokenizer of the data'
+  try:
+    check_dialogue(tokenizer, environment.tags)
+  except ValueError as error:
+    raise ValueError(f'{home}: {error}') from error
+  if model.reference_path:
+    _check_reference(config, policy)
+
+
+def _check_reference(config, policy: model_config.ModelConfig) -> None:
+  """Raises ValueError if the reference's shape is not the policy's."""
+  model, path = config.model, config.model.reference_path
+  reference = load.read_config(path, **weights_lib.compute_options(config))
+  ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
+  for name in model_config.compared(policy):
+    if ours[name] != theirs[name]:
+      whose = f'in {model.path}' if model.path else 'of this config'
+      raise ValueError(
+        f'{path}: {name}={theirs[name]}, but the policy {whose} has '
+        f'{ours[name]}'
+      )
+  load.check_weights(path, reference)
+
+
+def check_dialogue(
+  tokenizer: tokenizer_lib.Tokenizer, tags: Sequence[str]
+) -> None:
+  """Raises ValueError if tags or words do not survive encoding and decoding.
+
+  The environment reads decoded text, so a tag that comes back in another form
+  would make every turn invalid. White space beside a tag may differ.
+
+  Args:
+    tokenizer: the policy's tokenizer.
+    tags: the tags of the environment.
+
+  Raises:
+    ValueError: the prompt, a tag or a word does not come back; one line.
+  """
+  prompt = tokenizer.decode(tokenizer.encode_prompt(_QUESTION))
+  if _without_space(_QUESTION) not in _without_space(prompt):
+    raise ValueError(
+      f'the tokenizer gives the prompt {_QUESTION!r} back as {prompt!r}'
+    )
+  written = _WORD.join(('', *tags, ''))
+  read = tokenizer.decode(tokenizer.encode_text(written, tags=tags))
+  position = 0
+  for tag in tags:
+    position = read.find(tag, position)
+    if position < 0:
+      break
+    position += len(tag)
+  if position < 0 or _without_space(read) != _without_space(written):
+    raise ValueError(
+      f'the tokenizer gives the dialogue {written!r} back as {read!r}'
+    )
+
+
+def _without_space(text: str) -> str:
+  return ''.join(text.split())
+
+
+def export(
+  config,
+  directory: str | pathlib.Path,
+  model: functional.Model,
+  params: functional.Params,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  dtype: str,
+  writes: bool = True,
+) -> None:
+  """Writes a policy of a run as a directory that `transformers` loads.
+
+  Files that came with the model are copied as they are. If they were deleted
+  after the start of the run, they are written from the model's shape and the
+  tokenizer in memory. All hosts call it, and one of them writes.
+
+  Raises:
+    OSError, ValueError: see `hf.export.export`.
+  """
+  source = pathlib.Path(config.model.path)
+  home = pathlib.Path(config.model.tokenizer_path or config.model.path)
+  save = tokenizer.save
+  if home.name and (home / 'tokenizer.json').is_file():
+    save = functools.partial(export_lib.copy_tokenizer, home)
+
+  def save_rest(folder: pathlib.Path) -> None:
+    save(folder)
+    run_folder.mark_export(folder)
+
+  has_source = config.model.path and (source / 'config.json').is_file()
+  export_lib.export(
+    directory,
+    model.config,
+    params,
+    dtype=dtype,
+    source=source if has_source else '',
+    save_tokenizer=save_rest,
+    writes=writes,
+  )
