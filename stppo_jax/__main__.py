@@ -59,9 +59,8 @@ def main(argv: Sequence[str]) -> int:
         exit_code = _run(argv)
         sys.stdout.flush()
         return exit_code
-    except interruption.Interrupted:
-      assert interrupt.exit_code is not None  # a signal was received
-      return interrupt.exit_code
+    except interruption.Interrupted as error:
+      return interrupt.exit_code or error.exit_code
     except KeyboardInterrupt:
       print('interrupted', file=sys.stderr)
       return exits.INTERRUPTED

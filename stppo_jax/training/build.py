@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
-import logging
 
 import jax
 
@@ -31,8 +30,6 @@ from stppo_jax.training import engines
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 
-_log = logging.getLogger(__name__)
-
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -48,6 +45,7 @@ class Parts:
     prefetcher: schedules the collections of steps and returns their results.
     evaluator: evaluates a published policy.
     pack: turns trajectories into the arrays of a batch.
+    notes: lines about what the config leads to; of the first host.
   """
 
   tokenizer: tokenizer_lib.Tokenizer
@@ -59,6 +57,7 @@ class Parts:
   prefetcher: prefetch.Prefetcher
   evaluator: evaluation.Evaluator
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
+  notes: Sequence[str]
 
   @property
   def has_evaluation(self) -> bool:
@@ -103,10 +102,6 @@ def build(config, folder: claim.Folder) -> Parts:
     checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()
     )
-    if folder.hosts.is_first:
-      for line in [*found.notes, *_notes(config, found, folder.hosts.count)]:
-        _log.info('note: %s', line)
-    ends = model_files.end_token_ids(config, found.tokenizer)
   with folder.abandonable():
     services = folder.enter(
       components_lib.build_services(config, found.questions)
@@ -141,9 +136,6 @@ def build(config, folder: claim.Folder) -> Parts:
       with_expert_ids=config.updates.routing_replay == 'sampler',
       hosts=folder.hosts,
     )
-  names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
-  if folder.hosts.is_first:
-    _log.info('a turn ends at a stop string or at token %s', names)
   return Parts(
     tokenizer,
     learner,
@@ -154,6 +146,7 @@ def build(config, folder: claim.Folder) -> Parts:
     prefetcher,
     evaluator,
     pack,
+    [*_notes(config, found, folder.hosts.count)] * folder.hosts.is_first,
   )
 
 
@@ -161,19 +154,23 @@ def _notes(
   config, found: components_lib.Components, num_hosts: int
 ) -> Iterator[str]:
   """Yields lines about what devices do, and options that do less than hoped."""
+  yield from (f'note: {line}' for line in found.notes)
   ahead, learning = config.rollout.steps_ahead, found.learner.mesh.size
   if placement := _apart(found):
     collecting = len(placement.collecting)
     yield (
-      f'mesh.collect_fraction={config.mesh.collect_fraction}: devices of each '
-      f'host: {learning // num_hosts} learn, {collecting} collect'
+      f'note: mesh.collect_fraction={config.mesh.collect_fraction}: devices of '
+      f'each host: {learning // num_hosts} learn, {collecting} collect'
     )
   elif ahead and learning > 1:
     yield (
-      f'rollout.steps_ahead={ahead}: the next step is collected between '
+      f'note: rollout.steps_ahead={ahead}: the next step is collected between '
       'updates, which saves no time; with mesh.collect_fraction some devices '
       'collect beside them'
     )
+  ends = model_files.end_token_ids(config, found.tokenizer)
+  names = ', '.join(f'{i} {found.tokenizer.decode([i])!r}' for i in ends)
+  yield f'a turn ends at a stop string or at token {names}'
 
 
 def _apart(

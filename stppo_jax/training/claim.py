@@ -162,6 +162,7 @@ def claimed(
   Raises:
     Misconfigured: the hosts differ, or the folder cannot be written.
     Locked: another process writes there.
+    Interrupted: a signal came before the body.
   """
   path = pathlib.Path(workdir)
   show = streams.show
@@ -177,8 +178,8 @@ def claimed(
     # Once its handlers are gone, a request would kill the process.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     stack.enter_context(compilation.announced())
+    lock, is_held = None, False
     try:
-      lock = None
       with voting.voted(hosts, interrupt), exits.as_misconfigured(str(path)):
         if hosts.is_first:
           lock = stack.enter_context(lock_lib.held(path))
@@ -188,11 +189,14 @@ def claimed(
         path, hosts, interrupt, lock, stack, lines, restart=restart
       )
       interrupt.rescue = functools.partial(_rescue, folder, unit)
+      is_held = True
       yield folder
     except interruption.Interrupted:
       interrupt.rescue = interruption.no_rescue
       if not interrupt.is_told:
         _tell(unit)
+      if not is_held:
+        raise
     finally:
       interrupt.rescue = interruption.no_rescue
 

@@ -6,6 +6,7 @@ happened.
 """
 
 import functools
+import logging
 import pathlib
 from typing import Any
 
@@ -23,6 +24,8 @@ from stppo_jax.training import run as run_lib
 from stppo_jax.training import skipped_updates
 from stppo_jax.training import starts
 from stppo_jax.workdir import agreement
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -61,6 +64,8 @@ def train(
     start = starts.resolve(config, folder, source)  # where weights come from
     parts = build_lib.build(start.config, folder)  # once, or a refusal
     folder.record(config)
+    for note in parts.notes:
+      _log.info(note)
     with folder.together():
       loaded = starts.load(start, config, parts, folder)
     learner, prefetcher = parts.learner, parts.prefetcher

@@ -15,11 +15,13 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax import exits
+from stppo_jax import interruption
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import voting
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.tools import run_state
+from stppo_jax.training import claim
 from stppo_jax.training import run as run_lib
 from stppo_jax.workdir import run_folder
 from tests.training import runs
@@ -225,13 +227,13 @@ def test_a_run_of_an_earlier_version_resumes(run, finished):
 def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
   workdir = tmp_path / 'run'
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  with run_lib.start(workdir) as run:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-      with pytest.raises(exits.Misconfigured) as caught:
-        run.record_config(runs.config())
-    finally:
-      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+  try:
+    with pytest.raises(exits.Misconfigured) as caught:
+      with claim.claimed(runs.config(), workdir):
+        pytest.fail('went on')
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert str(caught.value) == f'{workdir}: File too large'
   assert os.listdir(workdir) == []  # not even a lock that names nobody
 
@@ -264,20 +266,23 @@ def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
 
 def test_a_run_that_has_ended_is_not_interrupted(tmp_path):
   hosts = hosts_lib.Hosts()
-  with run_lib.start(tmp_path, hosts=hosts):
+  with claim.claimed(runs.config(), tmp_path, hosts=hosts):
     interrupts = hosts.on_stop
   assert hosts.on_stop != interrupts
 
 
-class _OtherIsInterrupted(hosts_lib.Hosts):
-  """The first of two hosts; the second one votes that it was interrupted."""
+class _Two(hosts_lib.Hosts):
+  """The first of two hosts; the second one says what it is told to say."""
 
   def __init__(self):
     super().__init__(0, ['a', 'b'])
+    self.vote, self.votes = {}, []
 
   def exchange(self, what, value, *, timeout=None):
-    del what, timeout
-    return [value, {'interrupted': 75}]
+    if what != 'vote':
+      return [value, value]
+    self.votes.append((value, timeout))
+    return [value, self.vote]
 
 
 _NO_STATE = state_lib.TrainState(policy=None, value=None)
@@ -296,62 +301,70 @@ class _Checkpoints:
     self.saved.append(step)
 
 
+def _claimed(workdir, hosts=hosts_lib.ALONE):
+  return claim.claimed(runs.config(), workdir, hosts=hosts)
+
+
+def _open(folder, checkpoints):
+  return run_lib.Run.open(
+    runs.config(), folder, _NO_STATE, checkpoints, None, num_steps=3
+  )
+
+
 def test_a_host_does_not_save_alone_what_others_have_not_resumed(tmp_path):
-  checkpoints = _Checkpoints()
-  with run_lib.start(tmp_path, hosts=_OtherIsInterrupted()) as run:
-    with run.together():
-      run.open(runs.config(), num_steps=3, tokenizer=None)
-      run.resume(_NO_STATE, checkpoints)
-    pytest.fail('went on')
-  assert run.exit_code == 75 and checkpoints.saved == []
-
-
-class _OtherIsDone(hosts_lib.Hosts):
-  """The first of two hosts; the second one has done every section."""
-
-  def __init__(self):
-    super().__init__(0, ['a', 'b'])
-    self.votes = []
-
-  def exchange(self, what, value, *, timeout=None):
-    assert what == 'vote'
-    self.votes.append((value, timeout))
-    return [value, {}]
+  checkpoints, hosts = _Checkpoints(), _Two()
+  with _claimed(tmp_path, hosts) as folder:
+    hosts.vote = {'interrupted': 75}
+    with _open(folder, checkpoints):
+      pytest.fail('went on')
+  assert folder.exit_code == 75 and checkpoints.saved == []
 
 
 def test_hosts_that_wait_for_each_other_finish_before_they_leave(tmp_path):
-  hosts, done = _OtherIsDone(), []
-  with run_lib.start(tmp_path, hosts=hosts) as run:
-    with run.together():
-      with run.abandonable():
+  hosts, done = _Two(), []
+  with _claimed(tmp_path, hosts) as folder:
+    hosts.votes.clear()
+    with folder.together():
+      with folder.abandonable():
         done.append('a part')
       os.kill(os.getpid(), signal.SIGTERM)
       done.append('all')
     pytest.fail('went on')
-  assert done == ['a part', 'all'] and run.exit_code == 75
+  assert done == ['a part', 'all'] and folder.exit_code == 75
   # The last vote has no timeout: the others finish the body, too.
   assert hosts.votes == [({}, None), ({'interrupted': 75}, None)]
 
 
 def test_hosts_that_wait_for_each_other_abandon_parts(tmp_path):
-  hosts = _OtherIsDone()
-  with run_lib.start(tmp_path, hosts=hosts) as run:
-    with run.together():
-      with run.abandonable():
+  hosts = _Two()
+  with _claimed(tmp_path, hosts) as folder:
+    hosts.votes.clear()
+    with folder.together():
+      with folder.abandonable():
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail('went on')
-  assert run.exit_code == 75
+  assert folder.exit_code == 75
   assert hosts.votes == [({'interrupted': 75}, voting.PATIENCE)]
 
 
 def test_a_host_alone_abandons_its_start_at_once(tmp_path):
-  with run_lib.start(tmp_path) as run:
-    with run.together():
-      with run.abandonable():
+  with _claimed(tmp_path) as folder:
+    with folder.together():
+      with folder.abandonable():
         pass
       os.kill(os.getpid(), signal.SIGTERM)
       pytest.fail('went on')
-  assert run.exit_code == 75
+  assert folder.exit_code == 75
+
+
+def test_a_signal_before_the_folder_is_claimed_is_the_callers(tmp_path):
+  hosts = _Two()
+  hosts.vote = {'interrupted': 130}
+  with pytest.raises(interruption.Interrupted) as caught:
+    with _claimed(tmp_path / 'run', hosts):
+      pytest.fail('went on')
+  assert caught.value.exit_code == 130
+  assert not (tmp_path / 'run').exists()
 
 
 @pytest.fixture
