@@ -15,8 +15,8 @@ from typing import Any
 
 from stppo_jax import settings
 from stppo_jax.configs import collapse
+from stppo_jax.tools import alarm_tables
 from stppo_jax.tools import score_report
-from stppo_jax.tools.ablation import alarm_power
 from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
@@ -75,13 +75,13 @@ def _alarms(thresholds: Mapping[str, float]) -> str:
   words = [f'docs/collapse/{path.name}' for path in files]
   words += [f'--{name}={threshold:g}' for name, threshold in thresholds.items()]
   rings = [
-    alarm_power.of_table(run, thresholds)
+    alarm_tables.of_table(run, thresholds)
     for run in results.distinct(x for path in files for x in results.read(path))
   ]
-  rows = alarm_power.table(rings, list(thresholds) or results.ALARMS)
+  rows = alarm_tables.table(rings, list(thresholds) or results.ALARMS)
   return (
     f'```text\npython -m stppo_jax alarms {" ".join(words)}\n```\n\n'
-    f'{alarm_power.title(rings)}:\n\n{score_report.as_markdown(rows).rstrip()}'
+    f'{alarm_tables.title(rings)}:\n\n{score_report.as_markdown(rows).rstrip()}'
   )
 
 

@@ -27,8 +27,12 @@ import subprocess
 import sys
 import tempfile
 
+from absl import flags as absl_flags
+
 from launch import launchers
+from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
 _TEMPLATES = launchers.ROOT / 'launch' / 'templates'
@@ -37,11 +41,8 @@ _LITERAL = re.compile(r'\d+|true|false')
 _NAME = re.compile(r'[a-z]([-a-z0-9]{0,38}[a-z0-9])?')
 # Folders of one machine, which no other sees and a new one does not have.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
+_OF_RUNS = ('config', 'workdir')
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
-
-
-class UsageError(Exception):
-  """Flags are wrong; one line for each error."""
 
 
 # The flags of many runs, and how many of them run at once.
@@ -63,28 +64,24 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
   try:
     if name not in launchers.LAUNCHERS:
       choices = settings.closest(name, list(launchers.LAUNCHERS))
-      raise UsageError(f'{name}: unknown launcher{choices}')
+      raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
     launcher = launchers.LAUNCHERS[name]
-    given = configuration.split(
-      flags,
-      ['config', 'workdir', *launchers.options(name)],
-      switches=('dry_run', 'stop'),
-      overrides=True,
-    )
-    values = _values(name, given)
+    parsed = flags_for(name, 'dry_run', 'stop')
+    given = command_line.parse(parsed, flags, overrides=True)
+    values = _values(name, parsed, given)
     text = render(name, values, given.overrides, array=array)
-  except UsageError as error:
+  except exits.Misconfigured as error:
     print(error, file=sys.stderr)
     return 2
-  words = launcher.stop if 'stop' in given.switches else launcher.submit
+  words = launcher.stop if parsed.stop else launcher.submit
   words = [_with_values(word, values) for word in words]
   if not words:
     print(f'{name}: has no --stop; end it with Ctrl-C', file=sys.stderr)
     return 2
-  if 'dry_run' in given.switches:
+  if parsed.dry_run:
     # The text alone is on standard output.
     print(f'{shlex.join(words)}:', file=sys.stderr)
-    print('' if 'stop' in given.switches else text, end='')
+    print('' if parsed.stop else text, end='')
     return 0
   # A script needs the tool that ends its run, too.
   is_script = words[0] == 'bash' and bool(launcher.stop)
@@ -113,7 +110,7 @@ def render(
   Args:
     name: the name of the launcher.
     values: the values of its options, of config and of workdir.
-    overrides: keys of the config, as `configuration.split` returns them.
+    overrides: keys of the config, as `command_line.parse` returns them.
     array: the runs of an array, see `main`.
   """
   launcher = launchers.LAUNCHERS[name]
@@ -177,18 +174,34 @@ def _fill(template: str, fields: Mapping[str, object]) -> str:
   return _FIELD.sub(quoted, text)
 
 
-def _values(name: str, given: configuration.Flags) -> dict[str, str]:
+def flags_for(name: str, *switches: str) -> absl_flags.FlagValues:
+  """Returns the flags of a launcher, for texts, and switches."""
+  flags = absl_flags.FlagValues()
+  options = {'config': None, 'workdir': None, **launchers.options(name)}
+  for option, default in options.items():
+    absl_flags.DEFINE_string(option, default, '', flag_values=flags)
+  for switch in switches:
+    absl_flags.DEFINE_boolean(switch, False, '', flag_values=flags)
+  return flags
+
+
+def _values(
+  name: str, flags: absl_flags.FlagValues, given: command_line.Given
+) -> dict[str, str]:
   """Returns the checked values of all flags.
 
   Raises:
-    UsageError: some are missing or wrong.
+    exits.Misconfigured: some are missing or wrong.
   """
   launcher, errors = launchers.LAUNCHERS[name], list(given.errors)
-  values = launchers.options(name) | given.values
-  required = [key for key, value in values.items() if value is None]
-  if name != 'retriever':
-    required += [key for key in ('config', 'workdir') if key not in values]
-  errors += [f'--{key}: missing' for key in required if key not in given.meant]
+  values = {
+    key: value
+    for key, value in flags.flag_values_dict().items()
+    if not isinstance(value, bool)
+  }
+  if name == 'retriever':
+    values = {key: x for key, x in values.items() if x or key not in _OF_RUNS}
+  errors += [f'--{key}: missing' for key, x in values.items() if x is None]
   values = {key: value or '' for key, value in values.items()}
   if name != 'retriever' and 'workdir' in values:
     values['name'] = values['name'] or name_of(values['workdir'])
@@ -218,14 +231,8 @@ def _values(name: str, given: configuration.Flags) -> dict[str, str]:
   ]
   if not errors and name != 'retriever':
     words = flags_of(given.overrides)
-    try:
-      configuration.parse(
-        [f'--config={values["config"]}', *words], workdir=False
-      )
-    except configuration.ConfigurationError as error:
-      errors += error.lines
-  if errors:
-    raise UsageError('\n'.join(errors))
+    configuration.parse([f'--config={values["config"]}', *words])
+  command_line.refuse(errors)
   return values
 
 

@@ -39,12 +39,14 @@ import subprocess
 import sys
 from typing import Any
 
+from absl import flags as absl_flags
+
 from launch import launchers
 from launch import submit
+from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.commands import status
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
-from stppo_jax.commands.flags import overrides
 from stppo_jax.tools import run_state
 from stppo_jax.tools.ablation import parallel_runs
 from stppo_jax.workdir import lock
@@ -61,71 +63,68 @@ def main(argv: Sequence[str]) -> int:
     return 0 if argv else 2
   try:
     return _main(argv)
-  except submit.UsageError as error:
-    print(error, file=sys.stderr)
-    return 2
-  except lock.Locked as error:
+  except (exits.Misconfigured, lock.Locked) as error:
     print(error, file=sys.stderr)
     return error.exit_code
 
 
 def _main(argv: Sequence[str]) -> int:
   # The launcher says which other flags there are.
-  first = configuration.split(argv, ['on'], overrides=True)
-  launcher = first.values.get('on', 'local')
-  if launcher not in _LAUNCHERS:
-    choices = settings.closest(launcher, _LAUNCHERS)
-    raise submit.UsageError(f'--on={launcher}: unknown launcher{choices}')
+  first = _flags([])
+  command_line.parse(first, argv, overrides=True)
+  if first.on not in _LAUNCHERS:
+    choices = settings.closest(first.on, _LAUNCHERS)
+    raise exits.Misconfigured(f'--on={first.on}: unknown launcher{choices}')
+  launcher = first.on
   options = [] if launcher == 'local' else list(launchers.options(launcher))
-  given = configuration.split(
-    argv,
-    ['config', 'out', 'on', 'jobs', *options],
-    switches=('dry_run', 'status', 'stop'),
-    overrides=True,
+  given_flags = _flags(options)
+  given = command_line.parse(
+    given_flags, argv, required=('config', 'out'), overrides=True
   )
-  values, errors = given.values, list(given.errors)
-  errors += [
-    f'--{name}: missing'
-    for name in ('config', 'out')
-    if not values.get(name) and name not in given.meant
-  ]
-  jobs = values.get('jobs', '1')
-  if not jobs.isdecimal() or int(jobs) < 1:
-    errors.append(f'--jobs={jobs}: must be a whole number, at least 1')
-  if errors:
-    raise submit.UsageError('\n'.join(errors))
-  out = pathlib.Path(values['out'])
+  command_line.refuse(given.errors)
+  values = given_flags.flag_values_dict()
+  out, jobs = pathlib.Path(values['out']), values['jobs']
   runs = {}
   for name, flags in grid(values['config']).items():
     flags = [*flags, *submit.flags_of(given.overrides)]
-    flags += overrides.own_copy(flags, name)
+    flags += parallel_runs.own_copy(flags, name)
     runs[name] = [*flags, f'--workdir={out / name}']
   _check(runs)
-  if 'status' in given.switches:
+  if values['status']:
     print('\n'.join(_table(out, runs)))
     return 0
-  if 'stop' in given.switches and launcher == 'local':
+  if values['stop'] and launcher == 'local':
     return _stop(out)
-  is_stop = 'stop' in given.switches
+  is_stop = values['stop']
   left = [name for name in runs if _is_left(out / name, runs_too=is_stop)]
   if not left:
     print(f'nothing is left to {"stop" if is_stop else "start"}')
     print('\n'.join(_table(out, runs)))
     return 0 if is_stop or launcher != 'local' else _unfinished(out, runs)
-  extra = [f'--{key}={x}' for key, x in values.items() if key in options]
-  extra += [
-    f'--{name}' for name in ('dry_run', 'stop') if name in given.switches
-  ]
+  extra = [f'--{key}={values[key]}' for key in options if values[key]]
+  extra += [f'--{name}' for name in ('dry_run', 'stop') if values[name]]
   if launcher == 'slurm':
-    return _array(out, {name: runs[name] for name in left}, jobs, extra)
+    return _array(out, {name: runs[name] for name in left}, str(jobs), extra)
   if launcher != 'local':
     return max(submit.main([launcher, *runs[name], *extra]) for name in left)
-  if 'dry_run' in given.switches:
+  if values['dry_run']:
     for name in left:
       print(shlex.join(['launch/run.sh', *runs[name]]))
     return 0
   with lock.held(out):
-    return _run_here(out, {name: runs[name] for name in left}, int(jobs), runs)
+    return _run_here(out, {name: runs[name] for name in left}, jobs, runs)
+
+
+def _flags(options: Sequence[str]) -> absl_flags.FlagValues:
+  """Returns the flags of a sweep, with options of its launcher."""
+  flags = absl_flags.FlagValues()
+  for name in ('config', 'out', *options):
+    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
+  absl_flags.DEFINE_string('on', 'local', '', flag_values=flags)
+  absl_flags.DEFINE_integer('jobs', 1, '', lower_bound=1, flag_values=flags)
+  for name in ('dry_run', 'status', 'stop'):
+    absl_flags.DEFINE_boolean(name, False, '', flag_values=flags)
+  return flags
 
 
 def grid(file: str) -> dict[str, list[str]]:
@@ -138,7 +137,7 @@ def grid(file: str) -> dict[str, list[str]]:
   path = pathlib.Path(file)
   spec = importlib.util.spec_from_file_location(path.stem, path)
   if not path.is_file() or spec is None or spec.loader is None:
-    raise submit.UsageError(f'{start}no such Python file')
+    raise exits.Misconfigured(f'{start}no such Python file')
   module = importlib.util.module_from_spec(spec)
   # The file is a program of the user: any exception in it is a usage error.
   try:
@@ -146,11 +145,11 @@ def grid(file: str) -> dict[str, list[str]]:
     axes = module.sweep()
   except Exception as error:
     reason = ' '.join(f'{type(error).__name__}: {error}'.split())
-    raise submit.UsageError(f'{start}sweep() fails with {reason}') from error
+    raise exits.Misconfigured(f'{start}sweep() fails with {reason}') from error
   if not isinstance(axes, dict) or not all(
     isinstance(x, list | tuple) and len(x) for x in axes.values()
   ):
-    raise submit.UsageError(
+    raise exits.Misconfigured(
       f"{start}sweep() must return a dict of lists, such as {{'seed': [0, 1]}}"
     )
   runs = {}
@@ -161,7 +160,7 @@ def grid(file: str) -> dict[str, list[str]]:
     flags += [f'--config.{key}={value}' for key, value in chosen.items()]
     name = '-'.join([algorithm or path.stem, *map(_part, chosen.items())])
     if name in runs:
-      raise submit.UsageError(f'{start}two runs of sweep() are named {name}')
+      raise exits.Misconfigured(f'{start}two runs of sweep() are named {name}')
     runs[name] = flags
   return runs
 
@@ -179,11 +178,10 @@ def _check(runs: Mapping[str, list[str]]) -> None:
   for name, flags in runs.items():
     words = [word for word in flags if not word.startswith('--workdir=')]
     try:
-      configuration.parse(words, workdir=False)
-    except configuration.ConfigurationError as error:
-      lines += [f'{name}: {line}' for line in error.lines]
-  if lines:
-    raise submit.UsageError('\n'.join(lines))
+      configuration.parse(words)
+    except exits.Misconfigured as error:
+      lines += [f'{name}: {line}' for line in str(error).splitlines()]
+  command_line.refuse(lines)
 
 
 def _is_left(folder: pathlib.Path, *, runs_too: bool = False) -> bool:
@@ -213,7 +211,7 @@ def _table(out: pathlib.Path, runs: Mapping[str, Any]) -> list[str]:
       states.append(run_state.read(out / name))
     except run_state.NoRun:
       waiting.append(name)
-  lines = status.table(states) if states else []
+  lines = run_state.table(states) if states else []
   return lines + ([f'not started: {", ".join(waiting)}'] if waiting else [])
 
 
@@ -255,7 +253,9 @@ def _stop(out: pathlib.Path) -> int:
     return 0
   holder, is_alive = found
   if not is_alive:
-    raise submit.UsageError(f'{out}: {holder} is not a process of this machine')
+    raise exits.Misconfigured(
+      f'{out}: {holder} is not a process of this machine'
+    )
   os.kill(holder.pid, signal.SIGTERM)
   print(f'{out}: {holder} saves its runs and ends')
   return 0
@@ -279,7 +279,7 @@ def _array(
     queue = ['squeue', '--noheader', f'--name={name}', '--states=PENDING']
     waiting = subprocess.run(queue, capture_output=True, text=True, check=False)
     if waiting.stdout.strip():
-      raise submit.UsageError(
+      raise exits.Misconfigured(
         f'--out={out}: runs of this sweep wait in the queue of Slurm; let them '
         'start, or take them out of it with --stop'
       )

@@ -32,6 +32,24 @@ class RunEnded(Exception):
 
 
 @contextlib.contextmanager
+def naming(
+  subject: str, kinds: tuple[type[Exception], ...] = (OSError, ValueError)
+) -> Iterator[None]:
+  """Raises `Misconfigured` with a subject before each line of an error.
+
+  Raises:
+    Misconfigured: 'SUBJECT: LINE' for an error of one of these kinds.
+  """
+  try:
+    yield
+  except kinds as error:
+    reason = error.strerror if isinstance(error, OSError) else None
+    lines = (reason or str(error)).splitlines()
+    text = '\n'.join(f'{subject}: {line}' for line in lines)
+    raise Misconfigured(text) from error
+
+
+@contextlib.contextmanager
 def as_misconfigured(subject: str = '') -> Iterator[None]:
   """Raises `Misconfigured` for a ValueError or OSError of the body.
 

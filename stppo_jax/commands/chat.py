@@ -18,21 +18,15 @@ from collections.abc import Sequence
 import io
 import sys
 
-from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import evaluated_config
-
-_FLAGS = ('checkpoint', 'config')
 
 
 def main(argv: Sequence[str]) -> int:
   """Answers questions until the input ends; returns the exit code."""
-  given = configuration.split(argv, _FLAGS, overrides=True)
-  checkpoint, config, errors = evaluated_config.parse(given)
-  if errors:
-    raise configuration.ConfigurationError(errors)
+  checkpoint, config = evaluated_config.parse(argv)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools import chat
 
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors='replace')
-  return chat.chat(config.lock(), checkpoint, sys.stdin)
+  return chat.chat(config, checkpoint, sys.stdin)

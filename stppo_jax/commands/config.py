@@ -21,11 +21,11 @@ from stppo_jax.configs import base
 
 def main(argv: Sequence[str]) -> int:
   """Prints the configuration; returns the exit code."""
-  arguments = configuration.parse(argv, workdir=False)
-  values = settings.flatten(arguments.config)
+  config = configuration.parse(argv)
+  values = settings.flatten(config)
   lines = [f'{key} = {value!r}' for key, value in values.items()]
   lines += differences(values, settings.flatten(base.get_config()))
-  lines += [f'# {line}' for line in derived(arguments.config)]
+  lines += [f'# {line}' for line in derived(config)]
   print('\n'.join(lines))
   return 0
 

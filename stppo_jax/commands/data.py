@@ -21,160 +21,71 @@ questions of a data set or of a file. docs/data.md has more.
   --start=N           the first of them, 0 by default
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 
-from stppo_jax import settings
-from stppo_jax import streams
-from stppo_jax import types
-from stppo_jax.commands.flags import configuration
-from stppo_jax.data import building
-from stppo_jax.data import layout
-from stppo_jax.data import mixtures
-from stppo_jax.data import published
-from stppo_jax.data import readers
-from stppo_jax.data import tables
+from absl import flags as absl_flags
 
-_SHOWN_NOTES = 5
+from stppo_jax import exits
+from stppo_jax.commands.flags import command_line
+from stppo_jax.tools import data_sets
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the subcommand `argv[0]`; returns its exit code."""
-  if not argv or argv[0] not in _COMMANDS:
-    name = argv[0] if argv else ''
-    problem = f'data {name}: unknown command' if name else 'data: no command'
-    choices = settings.closest(name, list(_COMMANDS))
-    raise configuration.ConfigurationError([problem + choices])
-  try:
-    return _COMMANDS[argv[0]](argv[1:])
-  except (OSError, ValueError) as error:
-    raise configuration.ConfigurationError([str(error)]) from error
+  subcommands = {'build': _build, 'list': _list, 'show': _show}
+  name = command_line.subcommand('data', argv, subcommands)
+  with exits.as_misconfigured():
+    subcommands[name](argv[1:])
+  return 0
 
 
-def _build(argv: Sequence[str]) -> int:
-  """Builds a data set."""
-  name, flags = _split(
-    argv, ('root', 'from_files', 'mirror'), ('force',), needs='a name'
+def _build(argv: Sequence[str]) -> None:
+  flags = _flags()
+  absl_flags.DEFINE_string('from_files', '', '', flag_values=flags)
+  absl_flags.DEFINE_string('mirror', '', '', flag_values=flags)
+  absl_flags.DEFINE_boolean('force', False, '', flag_values=flags)
+  name = _name(flags, argv, needs='a name', required=('root',))
+  data_sets.build(
+    pathlib.Path(flags.root),
+    name,
+    from_files=flags.from_files,
+    mirror=flags.mirror,
+    force=flags.force,
   )
-  values, root = flags.values, _root(flags)
-  if name in layout.names(root) and 'force' not in flags.switches:
-    raise ValueError(f'{name}: built already in {root}; --force builds it anew')
-  notes: list[str] = []
-  with streams.logged():
-    summary = building.build(
-      root,
-      name,
-      from_files=values.get('from_files', ''),
-      mirror=values.get('mirror', ''),
-      note=notes.append,
-    )
-  for note in notes[:_SHOWN_NOTES]:
-    print(f'note: {note}')
-  if len(notes) > _SHOWN_NOTES:
-    print(f'note: ... and {len(notes) - _SHOWN_NOTES} more such lines')
-  print(f'{name}: {layout.folder(root, name)}')
-  for split, size in summary.sizes.items():
-    print(f'  {split}: {size:,} questions, sha256 {summary.checksums[split]}')
-  if layout.corpus(root, name).is_file():
-    print(f'  passages: {layout.corpus(root, name)}')
-  return 0
 
 
-def _list(argv: Sequence[str]) -> int:
-  """Lists the data sets that can be built, and those that are."""
-  flags = configuration.split(argv, ('root',))
-  _raise_if(flags.errors)
-  root = _root(flags) if 'root' in flags.values else None
-  there = layout.names(root) if root else []
-  for name in [*published.PUBLISHED, *there]:
-    if name in published.PUBLISHED:
-      entry = published.PUBLISHED[name]
-      source = entry.home
-      if not all(original.url for original in entry.originals):
-        source += ', needs --from_files'
-      print(f'{name:16} {entry.title}; {entry.licence}; {source}')
-    elif name in there:
-      print(name)
-    if root and name in there:
-      from stppo_jax.data import built
-
-      summary = built.summary(root, name)
-      for split, size in summary.sizes.items():
-        digest = summary.checksums[split]
-        print(f'{"":16}   {split}: {size:,} questions, sha256 {digest}')
-  return 0
+def _list(argv: Sequence[str]) -> None:
+  flags = _flags()
+  command_line.refuse(command_line.parse(flags, argv).errors)
+  data_sets.show_all(pathlib.Path(flags.root) if flags.root else None)
 
 
-def _show(argv: Sequence[str]) -> int:
-  """Prints questions as a person reads them."""
-  name, flags = _split(
-    argv, ('root', 'rows', 'start'), (), needs='a data set or a file'
-  )
-  numbers = {'rows': 3, 'start': 0}
-  for key in numbers:
-    text = flags.values.get(key, str(numbers[key]))
-    if not text.isdecimal():
-      raise ValueError(f'--{key}={text}: must be a number, 0 or greater')
-    numbers[key] = int(text)
-  questions = _questions(name, flags)
-  start = numbers['start']
-  last = min(start + numbers['rows'], len(questions))
-  print(f'{name}: {len(questions):,} questions')
-  for number in range(start, last):
-    print('\n' + streams.escape(_page(number, questions[number])))
-  return 0
+def _show(argv: Sequence[str]) -> None:
+  flags = _flags()
+  absl_flags.DEFINE_integer('rows', 3, '', lower_bound=0, flag_values=flags)
+  absl_flags.DEFINE_integer('start', 0, '', lower_bound=0, flag_values=flags)
+  name = _name(flags, argv, needs='a data set or a file')
+  root = pathlib.Path(flags.root) if flags.root else None
+  data_sets.show(root, name, start=flags.start, count=flags.rows)
 
 
-def _questions(
-  name: str, flags: configuration.Flags
-) -> Sequence[types.Question]:
-  """Returns the questions of a file, or of a split that was built."""
-  if pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz'):
-    return readers.read_questions(name)
-  (element,) = mixtures.parse(name)
-  from stppo_jax.data import built
-
-  splits = [element.split] if element.split else published.SPLITS
-  return built.open_split(_root(flags), element.name, splits)
+def _flags() -> absl_flags.FlagValues:
+  flags = absl_flags.FlagValues()
+  absl_flags.DEFINE_string('root', '', '', flag_values=flags)
+  return flags
 
 
-def _page(number: int, question: types.Question) -> str:
-  """Returns a question as text."""
-  lines = [f'[{number}] {question.data_set} {question.id}', question.text]
-  lines += [f'  {key}. {text}' for key, text in question.options.items()]
-  lines.append('= ' + ' | '.join(question.golden_answers))
-  if question.hops:
-    lines.append(f'hops: {question.hops}')
-  if question.gold_passages:
-    lines.append('gold passages: ' + ', '.join(question.gold_passages))
-  return '\n'.join(lines)
-
-
-def _split(
+def _name(
+  flags: absl_flags.FlagValues,
   argv: Sequence[str],
-  known: Sequence[str],
-  switches: Sequence[str],
   *,
   needs: str,
-) -> tuple[str, configuration.Flags]:
-  """Returns the argument before the flags, and the flags."""
-  name = '' if not argv or argv[0].startswith('--') else argv[0]
-  flags = configuration.split(argv[bool(name) :], known, switches=switches)
-  missing = [] if name else [f'{needs} must come before the flags']
-  _raise_if([*flags.errors, *missing])
-  return name, flags
-
-
-def _root(flags: configuration.Flags) -> pathlib.Path:
-  if not flags.values.get('root'):
-    raise ValueError('--root: missing; the folder of the data sets')
-  return pathlib.Path(flags.values['root'])
-
-
-def _raise_if(errors: Sequence[str]) -> None:
-  if errors:
-    raise configuration.ConfigurationError(list(errors))
-
-
-_COMMANDS: Mapping = {'build': _build, 'list': _list, 'show': _show}
+  required: Sequence[str] = (),
+) -> str:
+  """Returns the argument that is no flag, and sets the flags."""
+  words, _, errors = command_line.parse(flags, argv, words=1, required=required)
+  if not words:
+    errors.append(f'{needs} must come before the flags')
+  command_line.refuse(errors)
+  return words[0]

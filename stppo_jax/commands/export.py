@@ -14,72 +14,68 @@ python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
 No other input of the run is needed.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 from typing import Any
 
+from absl import flags as absl_flags
+
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
-from stppo_jax.commands.flags import recorded_config
+from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 
 DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
-_FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')
 
 
 def main(argv: Sequence[str]) -> int:
   """Exports a policy; returns the exit code."""
-  given = configuration.split(argv, _FLAGS)
-  flags, errors = given.values, list(given.errors)
-  for name in ('workdir', 'out'):
-    if not flags.get(name) and name not in given.meant:
-      errors.append(f'--{name}: missing')
-  dtype, step = flags.get('dtype', DTYPES[0]), flags.get('step')
-  if dtype not in DTYPES:
-    errors.append(f'--dtype={dtype}: must be one of {", ".join(DTYPES)}')
-  if step is not None and not step.isdecimal():
-    errors.append(f'--step={step}: must be an integer, 0 or greater')
+  flags = absl_flags.FlagValues()
+  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
+  absl_flags.DEFINE_string('out', '', '', flag_values=flags)
+  absl_flags.DEFINE_integer('step', None, '', lower_bound=0, flag_values=flags)
+  absl_flags.DEFINE_enum('dtype', DTYPES[0], DTYPES, '', flag_values=flags)
+  absl_flags.DEFINE_string('model', None, '', flag_values=flags)
+  errors = command_line.parse(flags, argv, required=('workdir', 'out')).errors
   config: Any = None
-  if flags.get('workdir'):
+  if flags.workdir:
     try:
-      config = recorded_config.read(pathlib.Path(flags['workdir']))
+      config = recorded_config.read(pathlib.Path(flags.workdir))
       recorded = config.copy_and_resolve_references()
-      problems = recorded_config.prepare_export(config, flags.get('model'))
-      hint = '' if flags.get('model') else '; if it has moved: --model=DIR'
+      problems = recorded_config.prepare_export(config, flags.model)
+      hint = '' if flags.model else '; if it has moved: --model=DIR'
       errors += [
         line + hint if line.startswith('config.model.path=') else line
         for line in problems
       ]
-      if flags.get('out') and not errors:
-        errors += _check_out(recorded, flags)
     except (OSError, ValueError) as error:
-      errors.append(f'--workdir={flags["workdir"]}: {error}')
-  if errors:
-    raise configuration.ConfigurationError(errors)
+      errors.append(f'--workdir={flags.workdir}: {error}')
+    else:
+      errors = errors or _out_problems(flags, recorded)
+  command_line.refuse(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools import export
 
   return export.export(
     config.lock(),
-    flags['workdir'],
-    flags['out'],
-    step=None if step is None else int(step),
-    dtype=dtype,
+    flags.workdir,
+    flags.out,
+    step=flags.step,
+    dtype=flags.dtype,
   )
 
 
-def _check_out(config: Any, flags: Mapping[str, str]) -> list[str]:
+def _out_problems(flags: absl_flags.FlagValues, config: Any) -> list[str]:
   """Returns a line if the export would replace what it or the run reads."""
-  workdir = pathlib.Path(flags['workdir'])
-  folders = {
-    **configuration.folders_read(config),
+  workdir = pathlib.Path(flags.workdir)
+  folders = configuration.folders_read(config) | {
     '--workdir': workdir,
     'the supervised start': workdir / 'start',
   }
-  if flags.get('model'):
-    folders['--model'] = pathlib.Path(flags['model'])
+  if flags.model:
+    folders['--model'] = pathlib.Path(flags.model)
   return run_folder.problems(
-    flags['out'],
+    flags.out,
     flag='--out',
     command=run_folder.EXPORT,
     reads=folders,

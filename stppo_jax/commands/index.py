@@ -19,62 +19,48 @@ python -m stppo_jax index --backend=dense --corpus=FILE.jsonl --out=DIR
 kinds. What it has already is not built again.
 """
 
-import argparse
 from collections.abc import Sequence
-import sys
+
+from absl import flags as absl_flags
 
 from stppo_jax import exits
-from stppo_jax.commands.flags import usage
+from stppo_jax.commands.flags import command_line
 from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import index_folder
 
+_BACKENDS = 'bm25', 'dense'
+_DTYPES = 'float32', 'bfloat16'
+_TEXTS = 'corpus', 'out', 'encoder', 'query_prefix', 'passage_prefix'
+
 
 def main(argv: Sequence[str]) -> int:
   """Builds the index; returns the exit code."""
-  try:
-    flags = _parser().parse_args(argv)
-    if flags.k1 < 0 or not 0 <= flags.b <= 1:
-      raise usage.UsageError(
-        f'--k1={flags.k1:g} --b={flags.b:g}: k1 must be 0 or greater, and b '
-        'from 0 to 1'
+  flags = absl_flags.FlagValues()
+  for name in _TEXTS:
+    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
+  absl_flags.DEFINE_enum('backend', 'bm25', _BACKENDS, '', flag_values=flags)
+  absl_flags.DEFINE_enum('dtype', 'float32', _DTYPES, '', flag_values=flags)
+  absl_flags.DEFINE_float('k1', 0.9, '', lower_bound=0, flag_values=flags)
+  absl_flags.DEFINE_float(
+    'b', 0.4, '', lower_bound=0, upper_bound=1, flag_values=flags
+  )
+  errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
+  if (flags.backend == 'dense') != bool(flags.encoder):
+    errors.append('--backend=dense and --encoder belong together')
+  command_line.refuse(errors)
+  with exits.as_misconfigured():
+    passages = passages_lib.read_corpus(flags.corpus)
+    folder = index_folder.IndexFolder.create(flags.out, passages)
+    if flags.backend == 'bm25':
+      built = backends.add_bm25(folder, k1=flags.k1, b=flags.b)
+    else:
+      options = backends.DenseOptions(
+        flags.query_prefix, flags.passage_prefix, flags.dtype
       )
-    if (flags.backend == 'dense') != bool(flags.encoder):
-      raise usage.UsageError('--backend=dense and --encoder belong together')
-    _build(flags)
-  except (usage.UsageError, ValueError, OSError) as error:
-    print(f'index: {" ".join(str(error).split())}', file=sys.stderr)
-    return exits.USAGE
-  return 0
-
-
-def _build(flags: argparse.Namespace) -> None:
-  passages = passages_lib.read_corpus(flags.corpus)
-  folder = index_folder.IndexFolder.create(flags.out, passages)
-  if flags.backend == 'bm25':
-    built = backends.add_bm25(folder, k1=flags.k1, b=flags.b)
-  else:
-    options = backends.DenseOptions(
-      flags.query_prefix, flags.passage_prefix, flags.dtype
-    )
-    built = backends.add_dense(folder, flags.encoder, options)
+      built = backends.add_dense(folder, flags.encoder, options)
   print(
     f'{folder.path}: {len(passages)} passages, {flags.backend} '
     f'{"built" if built else "was there already"}'
   )
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = usage.Parser('index')
-  parser.add_argument('--corpus', required=True)
-  parser.add_argument('--out', required=True)
-  parser.add_argument('--backend', choices=['bm25', 'dense'], default='bm25')
-  parser.add_argument('--k1', type=float, default=0.9)
-  parser.add_argument('--b', type=float, default=0.4)
-  parser.add_argument('--encoder', default='')
-  parser.add_argument('--query_prefix', default='')
-  parser.add_argument('--passage_prefix', default='')
-  parser.add_argument(
-    '--dtype', choices=['float32', 'bfloat16'], default='float32'
-  )
-  return parser
+  return 0

@@ -17,24 +17,21 @@ and the trained policy is written to DIR/policy.
 
 from collections.abc import Sequence
 
+from absl import flags as absl_flags
+
 from stppo_jax.commands.flags import configuration
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains on pairs of trajectories; returns the exit code."""
-  arguments = configuration.parse(
-    argv, options={'batch': ''}, switches=('restart',), writer='prefer'
+  flags = configuration.training_flags()
+  absl_flags.DEFINE_string('batch', '', '', flag_values=flags)
+  config = configuration.parse(
+    argv, flags=flags, required=('workdir', 'batch'), writer='prefer'
   )
-  file = arguments.options['batch']
-  if not file:
-    raise configuration.ConfigurationError(['--batch: missing'])
-  assert arguments.workdir is not None  # parse() has made sure of it
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import preference
 
   return preference.prefer(
-    arguments.config,
-    file,
-    arguments.workdir,
-    restart='restart' in arguments.switches,
+    config, flags.batch, flags.workdir, restart=flags.restart
   )

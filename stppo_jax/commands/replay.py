@@ -18,33 +18,26 @@ compiler or its memory, or in rounding, which differs between devices.
 
 from collections.abc import Sequence
 import pathlib
-import sys
+
+from absl import flags as absl_flags
 
 from stppo_jax import exits
-from stppo_jax import settings
-from stppo_jax.commands.flags import recorded_config
+from stppo_jax.commands.flags import command_line
+from stppo_jax.workdir import recorded_config
 
 
 def main(argv: Sequence[str]) -> int:
   """Repeats an update; returns the exit code."""
-  flags = [word for word in argv if word.startswith('-')]
-  problems = [
-    f'{flag}: unknown flag{settings.closest(flag, ["--help"])}'
-    for flag in flags
-  ]
-  if len(argv) - len(flags) != 1:
-    problems.append('DIR: give one dump, such as WORKDIR/crash/step_12')
-  elif not pathlib.Path(argv[0]).is_dir():
-    problems.append(f'{argv[0]}: no such folder')
-  if problems:
-    print('\n'.join(problems), file=sys.stderr)
-    return exits.USAGE
-  folder = pathlib.Path(argv[0])
-  try:
+  flags = absl_flags.FlagValues()
+  given = command_line.parse(flags, argv, words=1)
+  folder, errors = pathlib.Path(*given.words), given.errors
+  if not given.words:
+    errors.append('DIR: missing; give a dump, such as WORKDIR/crash/step_12')
+  elif not folder.is_dir():
+    errors.append(f'{folder}: no such folder')
+  command_line.refuse(errors)
+  with exits.as_misconfigured(str(folder)):
     config = recorded_config.read(folder)
-  except ValueError as error:
-    print(f'{folder}: {error}', file=sys.stderr)
-    return exits.USAGE
   # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
@@ -52,8 +45,4 @@ def main(argv: Sequence[str]) -> int:
   jax.config.update('jax_platforms', 'cpu')
   from stppo_jax.tools import replay
 
-  if replay.replay(config, folder):
-    print('reproduced: the update is skipped here, too')
-    return 0
-  print('not reproduced: the update is sound here')
-  return exits.NOT_REPRODUCED
+  return replay.replay(config, folder)

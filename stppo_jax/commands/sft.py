@@ -20,13 +20,11 @@ from stppo_jax.commands.flags import configuration
 
 def main(argv: Sequence[str]) -> int:
   """Trains on demonstrations; returns the exit code."""
-  arguments = configuration.parse(argv, switches=('restart',), writer='sft')
-  assert arguments.workdir is not None  # parse() has made sure of it
+  flags = configuration.training_flags()
+  config = configuration.parse(
+    argv, flags=flags, required=('workdir',), writer='sft'
+  )
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import sft
 
-  return sft.run(
-    arguments.config,
-    arguments.workdir,
-    restart='restart' in arguments.switches,
-  )
+  return sft.run(config, flags.workdir, restart=flags.restart)

@@ -26,105 +26,55 @@ python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
 
 from collections.abc import Sequence
 import pathlib
-from typing import Any
 
+from absl import flags as absl_flags
+
+from stppo_jax import exits
 from stppo_jax.commands.flags import configuration
-from stppo_jax.commands.flags import recorded_config
 from stppo_jax.tools import resume_check
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains until the configured number of steps; returns the exit code."""
-  named = [flag for flag in argv if flag.startswith('--verify_resume')]
-  verifies = bool(named) and named[-1] != resume_check.NONE
-  arguments = configuration.parse(
-    argv,
-    options={
-      'verify_resume': 0,
-      'coordinator': '',
-      'num_processes': 0,
-      'process_id': -1,
-      'start_timeout': 300.0,
-    },
-    switches=('restart',),
-    writer=resume_check.COMMAND if verifies else 'train',
+  flags = configuration.training_flags()
+  absl_flags.DEFINE_integer(
+    'verify_resume', 0, '', lower_bound=0, flag_values=flags
   )
-  assert arguments.workdir is not None  # parse() has made sure of it
-  if verifies:
-    return _verify(argv, arguments, arguments.workdir)
-  source = _source(arguments)
+  absl_flags.DEFINE_string('coordinator', '', '', flag_values=flags)
+  absl_flags.DEFINE_integer('num_processes', 0, '', flag_values=flags)
+  absl_flags.DEFINE_integer('process_id', -1, '', flag_values=flags)
+  absl_flags.DEFINE_float('start_timeout', 300.0, '', flag_values=flags)
+  given = configuration.split(argv, flags, required=('config', 'workdir'))
+  writer = resume_check.COMMAND if flags.verify_resume else 'train'
+  config = configuration.checked(flags, given, writer=writer)
+  if flags.verify_resume:
+    return resume_check.verify(
+      argv,
+      pathlib.Path(flags.workdir),
+      after=flags.verify_resume,
+      num_steps=config.num_steps,
+      is_alone=not (flags.restart or flags.coordinator),
+    )
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.parallel import distributed
   from stppo_jax.parallel import mesh
 
-  options = arguments.options
-  try:
+  with exits.as_misconfigured():
     place = distributed.place(
-      options['coordinator'], options['num_processes'], options['process_id']
+      flags.coordinator, flags.num_processes, flags.process_id
     )
-  except ValueError as error:
-    raise configuration.ConfigurationError([str(error)]) from error
-  with distributed.joined(
-    place, start_timeout=options['start_timeout']
-  ) as hosts:
-    try:
-      mesh.make_learning_mesh(**arguments.config.mesh)
-    except ValueError as error:
-      raise configuration.ConfigurationError([str(error)]) from error
+  with distributed.joined(place, start_timeout=flags.start_timeout) as hosts:
+    with exits.as_misconfigured():
+      mesh.make_learning_mesh(**config.mesh)
     # Imported later still, because it takes seconds.
+    from stppo_jax.tools.plan import search
+    from stppo_jax.training import checks
     from stppo_jax.training import loop
 
-    return loop.train(
-      arguments.config,
-      arguments.workdir,
-      restart='restart' in arguments.switches,
-      source=source,
-      hosts=hosts,
-    )
-
-
-def _source(arguments: configuration.Arguments) -> Any:
-  """Returns the config of the run that `init_from` names.
-
-  None if there is none, or if the start was made from it already.
-  """
-  folder, workdir = arguments.config.init_from, arguments.workdir
-  assert workdir is not None
-  is_made = (workdir / 'start').is_dir() and not arguments.switches
-  if not folder or is_made:
-    return None
-  try:
-    config = recorded_config.read(pathlib.Path(folder))
-    errors = recorded_config.prepare_export(config)
-  except (OSError, ValueError) as error:
-    errors = [str(error)]
-  if errors:
-    raise configuration.ConfigurationError(
-      [f'config.init_from={folder}: {line}' for line in errors]
-    )
-  return config.lock()
-
-
-def _verify(
-  argv: Sequence[str],
-  arguments: configuration.Arguments,
-  workdir: pathlib.Path,
-) -> int:
-  """Checks that the run can be resumed; returns the exit code."""
-  after, num_steps = (
-    arguments.options['verify_resume'],
-    arguments.config.num_steps,
-  )
-  errors = []
-  if not 0 < after < num_steps:
-    errors.append(
-      f'--verify_resume={after}: must be greater than 0 and less than '
-      f'num_steps={num_steps}'
-    )
-  if arguments.switches or arguments.options['coordinator']:
-    errors.append(
-      '--verify_resume: needs one machine and no --restart; use a new folder'
-    )
-  if errors:
-    raise configuration.ConfigurationError(errors)
-  return resume_check.verify(argv, workdir, after=after, num_steps=num_steps)
+    try:
+      return loop.train(
+        config, flags.workdir, restart=flags.restart, hosts=hosts
+      )
+    except checks.DoesNotFit as error:
+      advice = search.advice_at_start(error.config, error.limit)
+      raise exits.Misconfigured(f'{error}; {advice}') from error

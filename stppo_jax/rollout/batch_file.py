@@ -1,6 +1,7 @@
-"""Reads and writes the npz files of saved batches."""
+"""Reads and writes npz files of arrays, such as the batch of a step."""
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 import os
 import pathlib
 from typing import BinaryIO
@@ -8,27 +9,10 @@ import zipfile
 
 import numpy as np
 
-from stppo_jax.tools.lab import saved_batch
-
 _ZIP_MAGIC = b'PK'  # the first bytes of every npz file
 # Bytes that the compressed arrays of a file may take together. A file of a few
 # MiB can otherwise fill the memory.
 _MAX_UNPACKED = 4 << 30
-
-
-def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns the arrays of a file that `saved_batch.ARRAY_KINDS` lists.
-
-  Raises:
-    OSError: there is no such file.
-    ValueError: it is not an npz file, or has none of these arrays.
-  """
-  with open(path, 'rb') as file:
-    arrays = read(file, saved_batch.ARRAY_KINDS)
-  if not arrays:
-    names = ', '.join(saved_batch.ARRAY_KINDS)
-    raise ValueError(f'has no array of these names: {names}')
-  return arrays
 
 
 def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -78,32 +62,7 @@ def _member(archive, name: str) -> np.ndarray:
   return array
 
 
-def load_advantages(
-  path: str | pathlib.Path,
-  loss_mask_BL: np.ndarray,
-  *,
-  dtype: type[np.floating],
-) -> np.ndarray:
-  """Returns advantages_BL of a file such as `lab advantages` writes.
-
-  Args:
-    path: the path of the file.
-    loss_mask_BL: the loss mask of the saved batch that the advantages are for.
-    dtype: the dtype of the computation.
-
-  Raises:
-    OSError: there is no such file.
-    ValueError: it has no advantages, or advantages that do not fit the batch:
-      of another shape, or not finite on the loss mask.
-  """
-  arrays = {**load(path), 'loss_mask_BL': loss_mask_BL}
-  readers = {
-    name: 'every algorithm' for name in ('loss_mask_BL', 'advantages_BL')
-  }
-  return saved_batch.select(arrays, readers, dtype=dtype)['advantages_BL']
-
-
-def save(path: str | pathlib.Path, arrays: saved_batch.Arrays) -> None:
+def save(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
   """Writes an npz file; an interrupted call leaves the old file, or none.
 
   Raises:

@@ -8,6 +8,7 @@ name and is gone when it is closed.
 import asyncio
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import glob
 import importlib.metadata
@@ -20,6 +21,7 @@ import socket
 import tempfile
 import time
 import tomllib
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -29,10 +31,11 @@ from packaging import specifiers
 from stppo_jax import exits
 from stppo_jax.envs import environments
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.retrieval import examination
 from stppo_jax.retrieval import recording
+from stppo_jax.tools import retriever_check
 from stppo_jax.training import components
 from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
 
 OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 
@@ -64,6 +67,47 @@ class Needs(NamedTuple):
 
   memory: int = 0
   disk: int = 0
+
+
+def examine(
+  config: Any, workdir: str, folders: Mapping[str, pathlib.Path]
+) -> Iterator[Finding]:
+  """Yields the findings of all checks.
+
+  Args:
+    config: the config of a run; None for checks of the machine only.
+    workdir: the folder of the run; '' if it is not known.
+    folders: the folders that the config names, by their keys.
+  """
+  yield from versions(*declared())
+  yield from clock()
+  yield from port()
+  has_devices = True
+  for finding in devices():
+    has_devices &= finding.grade != WRONG
+    yield finding
+  built, needed = None, Needs()
+  if config is not None and has_devices:
+    findings, built = setup(config)
+    yield from findings
+  if built is not None:
+    needed = needs(config, built)
+    yield from retriever(config, built)
+  yield from memory(available_memory(), needed.memory)
+  if cache := os.environ.get('JAX_COMPILATION_CACHE_DIR'):
+    yield from folder('cache', pathlib.Path(cache))
+  if workdir:
+    path = pathlib.Path(workdir)
+    owner = run_folder.command_of(path)
+    command = owner if owner in ('sft', 'prefer') else 'train'
+    problems = run_folder.problems(
+      path, flag='--workdir', command=command, reads=folders
+    )
+    for problem in problems:
+      yield Finding(WRONG, f'workdir: {problem.removeprefix("--workdir=")}')
+    yield from writer(path)
+    if not problems:
+      yield from folder('workdir', path, needed=needed.disk)
 
 
 def declared() -> tuple[str, list[str]]:
@@ -231,7 +275,7 @@ def folder(
     )
 
 
-def owner(workdir: pathlib.Path) -> Iterator[Finding]:
+def writer(workdir: pathlib.Path) -> Iterator[Finding]:
   """Says which process writes to a folder, if there is one."""
   held = lock.holder(workdir)
   if held is not None and held[1] is not False:
@@ -332,7 +376,7 @@ def retriever(config, built: components.Components) -> Iterator[Finding]:
     yield Finding(OK, 'retriever: embedded in the run')
   else:
     question = built.questions.train(0, 1, resample_round=0)[0]
-    asked = examination.Examination(
+    asked = retriever_check.Examination(
       options.url,
       dialect=options.dialect,
       corpus=question.corpus,
@@ -340,12 +384,15 @@ def retriever(config, built: components.Components) -> Iterator[Finding]:
       timeout=options.timeout,
     )
     found = []
+
+    async def examine_server() -> None:
+      async for said in retriever_check.examine(asked):
+        found.append(said)
+
     try:
-      asyncio.run(
-        examination.examine(asked, lambda *said: found.append(Finding(*said)))
-      )
-    except examination.Unusable as error:
-      found.append(Finding(WRONG, str(error)))
+      asyncio.run(examine_server())
+    except retriever_check.Unusable as error:
+      found.append((WRONG, str(error)))
     for grade, line in found:
       yield Finding(grade, f'retriever: {line}')
 

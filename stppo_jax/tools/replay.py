@@ -30,7 +30,7 @@ from stppo_jax.training import skipped_updates
 from stppo_jax.workdir import run_record
 
 
-def replay(config, folder: pathlib.Path) -> bool:
+def replay(config, folder: pathlib.Path) -> int:
   """Repeats the update of a dump and prints what is not finite in it.
 
   Args:
@@ -38,7 +38,7 @@ def replay(config, folder: pathlib.Path) -> bool:
     folder: the dump, WORKDIR/crash/step_N.
 
   Returns:
-    Whether the update is skipped here, as it was in the run.
+    The exit code: 0 if the update is skipped here, as it was in the run.
 
   Raises:
     Misconfigured: the dump or its checkpoint is missing or damaged.
@@ -66,7 +66,11 @@ def replay(config, folder: pathlib.Path) -> bool:
   for name, here in sorted(metrics.items()):
     then = float(record['metrics'].get(name, 'nan'))
     print(f'{name}: {here:.6g} here, {then:.6g} in the run')
-  return metrics['update/skipped'] > 0
+  if metrics['update/skipped'] > 0:
+    print('reproduced: the update is skipped here, too')
+    return 0
+  print('not reproduced: the update is sound here')
+  return exits.NOT_REPRODUCED
 
 
 def _read(folder: pathlib.Path) -> dict[str, Any]:

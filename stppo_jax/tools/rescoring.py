@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 import json
 import pathlib
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.data import tables
 from stppo_jax.envs import rewards
@@ -80,3 +82,31 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
     score = rewards.answer_scores(question, answer)[rewards.EXACT_MATCH]
   saved = record['scores'][rewards.EXACT_MATCH]
   return Rescored(where, record, answer, score, saved)
+
+
+def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
+  """Prints the two mean scores, and dialogues in which they differ.
+
+  Args:
+    rescored: at least one dialogue.
+    scope: the scorer, a key of `rewards.SCOPES`.
+    most: the largest number of dialogues that are printed.
+  """
+  count = len(rescored)
+  differing = [entry for entry in rescored if entry.score != entry.saved]
+  gained = sum(entry.score > entry.saved for entry in differing)
+  print(f'{count:,} dialogues')
+  print(f'saved      em {sum(e.saved for e in rescored) / count:.4f}')
+  print(f'{scope:10} em {sum(e.score for e in rescored) / count:.4f}')
+  print(
+    f'{len(differing):,} differ: {gained:,} are right only to {scope}, '
+    f'{len(differing) - gained:,} only as saved'
+  )
+  for entry in differing[:most]:
+    golden = ' | '.join(entry.record['golden_answers'])
+    answer = 'none' if entry.answer is None else repr(entry.answer)
+    line = (
+      f'{entry.where}: {entry.record["id"]}: saved {entry.saved:g}, {scope} '
+      f'{entry.score:g}; it finds the answer {answer}; golden: {golden}'
+    )
+    print(streams.escape(line))

@@ -19,7 +19,7 @@ from stppo_jax.records.checkpoints import saved_steps
 from stppo_jax.workdir import run_folder
 
 COMMAND = 'train --verify_resume'
-NONE = '--verify_resume=0'  # a flag that verifies nothing
+_NONE = '--verify_resume=0'  # a flag that verifies nothing
 
 
 class NothingToCompare(Exception):
@@ -29,7 +29,12 @@ class NothingToCompare(Exception):
 
 
 def verify(
-  flags: Sequence[str], workdir: pathlib.Path, *, after: int, num_steps: int
+  flags: Sequence[str],
+  workdir: pathlib.Path,
+  *,
+  after: int,
+  num_steps: int,
+  is_alone: bool,
 ) -> int:
   """Makes a run in one piece and in two, and compares their ends.
 
@@ -38,11 +43,27 @@ def verify(
     workdir: the folder of both runs.
     after: the steps after which the second run is cut.
     num_steps: the length of the runs.
+    is_alone: whether the flags ask for one machine, and for no restart.
 
   Returns:
     The exit code: 0 they are equal, 3 they differ, or that of a run that has
     not come to its end.
+
+  Raises:
+    Misconfigured: nothing can be verified so.
   """
+  errors = []
+  if not 0 < after < num_steps:
+    errors.append(
+      f'--verify_resume={after}: must be greater than 0 and less than '
+      f'num_steps={num_steps}'
+    )
+  if not is_alone:
+    errors.append(
+      '--verify_resume: needs one machine and no --restart; use a new folder'
+    )
+  if errors:
+    raise exits.Misconfigured('\n'.join(errors))
   workdir.mkdir(parents=True, exist_ok=True)
   if run_folder.read(workdir) is None:
     run = run_folder.Run(COMMAND, uuid.uuid4().hex, '')
@@ -53,7 +74,7 @@ def verify(
     length = f'--config.num_steps={steps}'
     # With one address for both, the second would be brought from the first.
     alone = '--config.writer.copy_to='
-    code = _train([*flags, f'--workdir={folder}', length, NONE, alone])
+    code = _train([*flags, f'--workdir={folder}', length, _NONE, alone])
     if code:
       print(f'{folder}: ended with exit code {code}; nothing was compared')
       return code

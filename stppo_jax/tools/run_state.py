@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import datetime
 import json
 import pathlib
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from stppo_jax import buckets
 from stppo_jax import exits
+from stppo_jax import streams
 from stppo_jax.records import success
 from stppo_jax.training import alarms
 from stppo_jax.workdir import bucket_copy
@@ -268,3 +270,53 @@ def _num_steps(folder: pathlib.Path, command: str) -> int:
 def _newest_checkpoint(folder: pathlib.Path) -> int | None:
   names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
   return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+_TITLES = (
+  'run',
+  'state',
+  'step',
+  'phase',
+  's/step',
+  'eta',
+  'scores',
+  'saved',
+  'hosts',
+)
+
+
+def table(states: Sequence[RunState]) -> list[str]:
+  """Returns the lines of a table of runs, and those of notes and alarms."""
+  rows = [_TITLES]
+  rows += [tuple(map(_line, _row(state))) for state in states]
+  lines = streams.aligned(rows)
+  for state in states:
+    notes = [state.note] if state.note else []
+    lines += [_line(f'{state.folder}: {x}') for x in notes + state.alarms]
+  return lines
+
+
+def _line(text: str) -> str:
+  """Returns text of a run's files as one line without control characters."""
+  return streams.escape(text).replace('\n', '\\n')
+
+
+def _row(state: RunState) -> tuple[str, ...]:
+  length = '?' if state.num_steps is None else state.num_steps
+  pace = state.seconds_per_step
+  eta = ''
+  if state.eta is not None:
+    eta = str(datetime.timedelta(seconds=round(state.eta)))
+  scores = [f'{name} {x:.3f}' for name, x in state.metrics.items()]
+  saved = state.checkpoint
+  return (
+    state.folder,
+    state.state,
+    f'{state.step}/{length}',
+    state.phase,
+    '' if pace is None else f'{pace:.3g}',
+    eta,
+    ' '.join(scores),
+    '' if saved is None else str(saved),
+    str(len(state.hosts) or ''),
+  )

@@ -8,7 +8,6 @@ happened.
 import functools
 import logging
 import pathlib
-from typing import Any
 
 import jax
 
@@ -33,7 +32,6 @@ def train(
   workdir: str | pathlib.Path,
   *,
   restart: bool = False,
-  source: Any = None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> int:
   """Trains, or resumes, the run of a config in `workdir`.
@@ -42,8 +40,6 @@ def train(
     config: the config of the run.
     workdir: the run's folder.
     restart: whether to begin anew and move aside what the folder holds.
-    source: the config of the run that `init_from` names; not needed once the
-      folder has the start that is made from it.
     hosts: the hosts of the run; all of them call this function.
 
   Returns:
@@ -61,7 +57,7 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # the lock, signals and votes; nothing else is written yet
-    start = starts.resolve(config, folder, source)  # where weights come from
+    start = starts.resolve(config, folder)  # where the weights come from
     parts = build_lib.build(start.config, folder)  # once, or a refusal
     folder.record(config)
     for note in parts.notes:

@@ -32,6 +32,7 @@ from stppo_jax.training import components
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import sft
+from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_record
 
 _VALUE = 'start_value'
@@ -72,7 +73,7 @@ class Loaded(NamedTuple):
   name: str
 
 
-def resolve(config, folder: claim.Folder, source: Any = None) -> Start:
+def resolve(config, folder: claim.Folder) -> Start:
   """Returns what a run starts from; nothing is read or made yet.
 
   If it is another run, the model is described as the copy of that run's policy
@@ -82,11 +83,10 @@ def resolve(config, folder: claim.Folder, source: Any = None) -> Start:
   Args:
     config: the config of a run.
     folder: its folder.
-    source: the config of the run that `init_from` names; not needed once the
-      folder has the start that is made from it.
 
   Raises:
-    Misconfigured: the other run has not begun.
+    Misconfigured: `init_from` is no run that has begun, or its policy cannot be
+      exported; a line for each reason.
   """
   if not run_record.makes_start(config):
     return Start(config, True, None)
@@ -94,7 +94,7 @@ def resolve(config, folder: claim.Folder, source: Any = None) -> Start:
     return Start(run_record.with_start(config, folder.path), True, None)
   if not config.init_from:
     return Start(config, False, None)
-  assert source is not None  # the start is to be made
+  source = _source(config.init_from)
   theirs = run_record.with_start(source, pathlib.Path(config.init_from)).model
   config = config.copy_and_resolve_references()
   computes = (*weights.compute_options(config), *_CHOICES)
@@ -105,6 +105,19 @@ def resolve(config, folder: claim.Folder, source: Any = None) -> Start:
     if key in theirs and key not in computes:
       config.model[key] = theirs[key]
   return Start(config, False, source)
+
+
+def _source(init_from: str) -> Any:
+  """Returns the config of the run that `init_from` names."""
+  subject = f'config.init_from={init_from}: '
+  try:
+    source = recorded_config.read(pathlib.Path(init_from))
+    errors = recorded_config.prepare_export(source)
+  except (OSError, ValueError) as error:
+    errors = [str(error)]
+  if errors:
+    raise exits.Misconfigured('\n'.join(subject + line for line in errors))
+  return source.lock()
 
 
 def load(

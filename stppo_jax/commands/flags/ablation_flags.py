@@ -1,164 +1,81 @@
 """The flags of `ablate`: a study of a config file, and what is made of it."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import hashlib
-import json
 import os
 import pathlib
 from typing import Any
 
+from absl import flags as absl_flags
+
+from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
-from stppo_jax.configs import base
+from stppo_jax.tools.ablation import plan as plan_lib
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.workdir import run_folder
 
-_FLAGS = ('config', 'workdir', 'seeds', 'groups', 'jobs', 'table', 'reuse')
-# They change nothing that a run computes, or differ between seeds or machines.
-_NOT_COMPARED = (
-  'seed',
-  'title',
-  'writer',
-  'checkpoint',
-  'alarms',
-  'profile',
-  'mesh',
-  'updates.max_skipped',
-  'updates.core_lengths',
-)
-# Of a path, only the name is the same on another machine.
-_PATHS = ('model.path', 'env.prompt_template')
-_RECORD = 'study.json'
 
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """The work that a command line asks for.
-
-  Attributes:
-    study: the study, with the chosen groups.
-    whole: the study with all groups.
-    folder: the folder of the study.
-    table: the table of all runs.
-    reuse: tables of other studies, from which runs are taken.
-    seeds: the seeds that are wanted.
-    jobs: the number of runs at once.
-    flags: the flags of all runs: overrides of the command line.
-    file: the config file.
-    digests: the key of each arm to the digest of its config.
-    is_dry: whether nothing is to be run.
-  """
-
-  study: study_lib.Study
-  whole: study_lib.Study
-  folder: pathlib.Path
-  table: pathlib.Path
-  reuse: Sequence[pathlib.Path]
-  seeds: Sequence[int]
-  jobs: int
-  flags: Sequence[str]
-  file: str
-  digests: Mapping[tuple[str, str], str]
-  is_dry: bool
-
-  def train_flags(self, arm: study_lib.Arm, path: str = '') -> list[str]:
-    """Returns the flags of the runs of an arm, but seed and workdir.
-
-    Args:
-      arm: the arm.
-      path: the policy that it trains from, if it has a start.
-    """
-    changes = dict(arm.changes)
-    if arm.start:
-      changes['model.path'] = path
-    return self._flags(arm.algorithm, changes)
-
-  def run_folder(self, arm: study_lib.Arm, seed: int) -> pathlib.Path:
-    """Returns the folder of a run."""
-    return self.folder / arm.run_name(seed)
-
-  def start_folder(self, start: str) -> pathlib.Path:
-    """Returns the folder of a supervised start."""
-    return self.folder / f'start-{study_lib.file_name(start)}'
-
-  def start_flags(self, start: str) -> list[str]:
-    """Returns the flags of `sft` for a supervised start, but the workdir."""
-    # The algorithm decides nothing there, but must be one of the config.
-    algorithm = next(x.algorithm for x in self.whole.arms if x.start == start)
-    return self._flags(
-      algorithm, {'model.path': '', **self.whole.starts[start]}
-    )
-
-  def _flags(self, algorithm: str, changes: Mapping[str, Any]) -> list[str]:
-    """Returns flags of a config; those of the command line come last."""
-    own = [f'--config.{key}={value}' for key, value in changes.items()]
-    return [f'--config={self.file}:{algorithm}', *own, *self.flags]
-
-  def record(self) -> None:
-    """Records in the folder which study it holds."""
-    content = {'study': self.study.name, 'settings': _labelled(self.digests)}
-    text = json.dumps(content, indent=2) + '\n'
-    (self.folder / _RECORD).write_text(text, encoding='utf-8')
-
-
-def parse(argv: Sequence[str]) -> Plan:
+def parse(flags: absl_flags.FlagValues, argv: Sequence[str]) -> plan_lib.Plan:
   """Returns the work that a command line asks for.
 
+  Args:
+    flags: flags that get their values, beside those of a plan.
+    argv: the arguments without the program's and the command's name.
+
   Raises:
-    ConfigurationError: every error of flags, study and configs.
+    Misconfigured: a line for every error of flags, study and configs.
   """
-  given = configuration.split(
-    argv, _FLAGS, switches=('dry_run',), overrides=True
+  for name in ('config', 'workdir', 'seeds', 'table'):
+    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
+  absl_flags.DEFINE_list('groups', [], '', flag_values=flags)
+  absl_flags.DEFINE_list('reuse', [], '', flag_values=flags)
+  cores = len(os.sched_getaffinity(0))
+  absl_flags.DEFINE_integer('jobs', cores, '', lower_bound=1, flag_values=flags)
+  given = command_line.parse(
+    flags, argv, required=('config', 'workdir'), overrides=True
   )
-  values, errors = given.values, list(given.errors)
-  errors += [
-    f'--{name}: missing'
-    for name in ('config', 'workdir')
-    if not values.get(name) and name not in given.meant
-  ]
-  if errors:
-    raise configuration.ConfigurationError(errors)
-  file, _, name = values['config'].partition(':')
+  command_line.refuse(given.errors)
+  file, _, name = flags.config.partition(':')
   try:
     whole = _study(config_file.load_studies(file), name)
-    study = whole
-    if 'groups' in values:
-      study = whole.of_groups(values['groups'].split(','))
+    study = whole.of_groups(flags.groups) if flags.groups else whole
   except ValueError as error:
-    raise configuration.ConfigurationError(
-      [f'--config={values["config"]}: {error}']
-    ) from error
-  folder = pathlib.Path(values['workdir'])
-  plan = Plan(
+    line = f'--config={flags["config"].value}: {error}'
+    raise exits.Misconfigured(line) from error
+  folder, errors = pathlib.Path(flags.workdir), []
+  plan = plan_lib.Plan(
     study=study,
     whole=whole,
     folder=folder,
-    table=pathlib.Path(values.get('table', folder / f'{study.name}.csv')),
-    reuse=_tables(values.get('reuse', ''), errors),
-    seeds=_seeds(values.get('seeds', str(study.seeds)), errors),
-    jobs=_jobs(values.get('jobs', ''), errors),
-    flags=_flags_of(given.overrides),
+    table=pathlib.Path(flags.table or folder / f'{study.name}.csv'),
+    reuse=[pathlib.Path(name) for name in flags.reuse],
+    seeds=_seeds(flags.seeds or str(study.seeds), errors),
+    jobs=flags.jobs,
+    flags=[f'--config.{key}={x}' for key, x in given.overrides.items()],
     file=file,
     digests={},
-    is_dry='dry_run' in given.switches,
   )
+  errors += [
+    f'--reuse={path}: no such file' for path in plan.reuse if not path.is_file()
+  ]
   errors += run_folder.problems(
     folder, flag='--workdir', command='ablate', reads={}
   )
   digests = {}
   for arm in whole.arms:
     try:
-      digests[arm.key] = _digest(plan, arm)
-    except configuration.ConfigurationError as error:
+      # Without the path of a start, which may not have been made yet.
+      config = configuration.parse(plan.train_flags(arm))
+    except exits.Misconfigured as error:
       label = ' '.join(part for part in arm.key if part)
-      errors += [f'{label}: {line}' for line in error.lines]
+      errors += [f'{label}: {line}' for line in str(error).splitlines()]
+    else:
+      digests[arm.key] = plan_lib.digest(plan, arm, config)
   plan = dataclasses.replace(plan, digests=digests)
-  errors = errors or _other_study(plan)
-  if errors:
-    raise configuration.ConfigurationError(errors)
+  command_line.refuse(errors or plan_lib.other_study(plan))
   return plan
 
 
@@ -177,15 +94,6 @@ def _study(studies: Any, name: str) -> study_lib.Study:
   return study_lib.parse(name, studies[name])
 
 
-def _tables(text: str, errors: list[str]) -> list[pathlib.Path]:
-  """Returns the files that --reuse names; adds what is wrong to `errors`."""
-  paths = [pathlib.Path(name) for name in text.split(',') if name]
-  errors += [
-    f'--reuse={path}: no such file' for path in paths if not path.is_file()
-  ]
-  return paths
-
-
 def _seeds(text: str, errors: list[str]) -> list[int]:
   """Returns the seeds that --seeds names; adds what is wrong to `errors`."""
   words = text.rstrip(',').split(',')
@@ -197,69 +105,3 @@ def _seeds(text: str, errors: list[str]) -> list[int]:
   if ',' not in text:
     return list(range(int(text)))
   return list(dict.fromkeys(map(int, words)))
-
-
-def _jobs(text: str, errors: list[str]) -> int:
-  """Returns the number that --jobs names; adds what is wrong to `errors`."""
-  if not text:
-    return len(os.sched_getaffinity(0))
-  if not text.isdecimal() or text == '0':
-    errors.append(f'--jobs={text}: must be a whole number, at least 1')
-    return 1
-  return int(text)
-
-
-def _flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
-  """Returns the flags of overrides, as they were given."""
-  return [f'--config.{key}={value}' for key, value in overrides.items()]
-
-
-def _digest(plan: Plan, arm: study_lib.Arm) -> str:
-  """Returns the digest of what the runs of an arm compute, for all seeds.
-
-  It is made of the values that are not those of `configs/base.py`, so that a
-  key which is added there later changes no digest. A default that is changed
-  there changes none either, so earlier rows must then be made again.
-
-  Raises:
-    ConfigurationError: the config of the arm is wrong.
-  """
-  # Without the path of a start, which may not have been made yet.
-  config = configuration.parse(plan.train_flags(arm), workdir=False).config
-  usual = settings.flatten(base.get_config())
-  values = {
-    key: value
-    for key, value in settings.flatten(config).items()
-    if not f'{key}.'.startswith(tuple(f'{name}.' for name in _NOT_COMPARED))
-    and (key not in usual or usual[key] != value)
-  }
-  start = dict(plan.whole.starts[arm.start]) if arm.start else {}
-  for found in (values, start):
-    found |= {x: pathlib.Path(found[x]).name for x in _PATHS if x in found}
-  if start:
-    values['start'] = start
-  text = json.dumps(values, sort_keys=True, default=str)
-  return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _other_study(plan: Plan) -> list[str]:
-  """Returns why the folder is not that of this study; [] if it is."""
-  start = f'--workdir={plan.folder}: '
-  try:
-    record = json.loads((plan.folder / _RECORD).read_text('utf-8'))
-    name, digests = record['study'], record['settings']
-  except (OSError, ValueError, KeyError, TypeError, RecursionError):
-    return []  # a new folder
-  if name != plan.study.name:
-    return [f'{start}holds the study {name!r}, not {plan.study.name!r}']
-  return [
-    f'{start}its runs of {label!r} had other settings; use another --workdir'
-    for label, digest in _labelled(plan.digests).items()
-    if digests.get(label, digest) != digest
-  ]
-
-
-def _labelled(digests: Mapping[tuple[str, str], str]) -> dict[str, str]:
-  return {
-    ' '.join(part for part in key if part): x for key, x in digests.items()
-  }

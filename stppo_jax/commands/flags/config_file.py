@@ -9,6 +9,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 
@@ -20,19 +21,20 @@ def load(name: str) -> Any:
   """Returns the configuration that `FILE.py[:ALGORITHM]` describes.
 
   Raises:
-    ValueError: no such file or algorithm, or a file that fails; one line.
+    Misconfigured: no such file or algorithm, or a file that fails; one line.
   """
   file, _, algorithm = name.partition(':')
-  path = _find(file)
-  get_config = _function(path, 'get_config')
-  if get_config is None:
-    raise ValueError('has no function get_config')
-  arguments = (algorithm,) if algorithm else ()
-  config = _called(get_config, path, *arguments)
-  if not isinstance(config, config_dict.ConfigDict):
-    raise ValueError(
-      f'get_config returns {type(config).__name__}, expected a ConfigDict'
-    )
+  with exits.naming(f'--config={name}'):
+    path = _find(file)
+    get_config = _function(path, 'get_config')
+    if get_config is None:
+      raise ValueError('has no function get_config')
+    arguments = (algorithm,) if algorithm else ()
+    config = _called(get_config, path, *arguments)
+    if not isinstance(config, config_dict.ConfigDict):
+      raise ValueError(
+        f'get_config returns {type(config).__name__}, expected a ConfigDict'
+      )
   config = config.copy_and_resolve_references()
   if 'title' in config:
     config.title = f'{path.stem}: {config.title}'

@@ -14,8 +14,8 @@ import types
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 
@@ -45,7 +45,7 @@ def describe(name: str = '') -> str:
     name: a key, a section, or the last part of one; '' = all keys.
 
   Raises:
-    ConfigurationError: there is no such key.
+    Misconfigured: there is no such key.
   """
   name = name.removeprefix('config.')
   found = entries()
@@ -54,8 +54,8 @@ def describe(name: str = '') -> str:
   if not chosen:
     parts = {part for key in keys for part in key.split('.')}
     hint = settings.nearest(name, sorted({*keys, *parts}))
-    raise configuration.ConfigurationError(
-      [f'--help={name}: no such config key' + (f'; {hint}' if hint else '')]
+    raise exits.Misconfigured(
+      f'--help={name}: no such config key' + (f'; {hint}' if hint else '')
     )
   lines = []
   for entry in found:

@@ -1,55 +1,74 @@
 """The config of what `--checkpoint` names: a run, or a model's directory."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Sequence
 import pathlib
 from typing import Any
 
+from absl import flags as absl_flags
+
+from stppo_jax import buckets
+from stppo_jax import exits
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
-from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import overrides as overrides_lib
-from stppo_jax.commands.flags import recorded_config
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
+from stppo_jax.data import mixtures
+from stppo_jax.data import tables
+from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
+
+# More questions than any data set has.
+_ALL = 10**9
 
 
 def parse(
-  given: configuration.Flags,
+  argv: Sequence[str],
   *,
+  flags: absl_flags.FlagValues | None = None,
   change: Callable[[Any], None] = lambda config: None,
-) -> tuple[pathlib.Path, Any, list[str]]:
-  """Returns the checkpoint that flags name, its config, and what is wrong.
+  check: Callable[[Any, pathlib.Path], list[str]] = lambda config, folder: [],
+) -> tuple[pathlib.Path, Any]:
+  """Returns the checkpoint that a command line names, and its locked config.
 
   Args:
-    given: the flags of a command with --checkpoint, --config and overrides.
+    argv: the arguments without the program's and the command's name.
+    flags: the command's own flags, which get their values.
     change: changes the config before it is checked, and may raise ValueError.
+    check: returns what else is wrong, if nothing is so far.
 
-  Returns:
-    The folder; the config, which is None if it cannot be read; and a line for
-    each error.
+  Raises:
+    Misconfigured: a line for every error of flags, keys, values and rules.
   """
-  flags, errors = given.values, list(given.errors)
-  checkpoint, reason = pathlib.Path(flags.get('checkpoint', '')), 'missing'
-  if flags.get('checkpoint'):
-    reason = problem(checkpoint)
+  flags = absl_flags.FlagValues() if flags is None else flags
+  absl_flags.DEFINE_string('checkpoint', '', '', flag_values=flags)
+  absl_flags.DEFINE_string('config', '', '', flag_values=flags)
+  given = command_line.parse(
+    flags, argv, required=('checkpoint',), overrides=True
+  )
+  errors, name = given.errors, flags.checkpoint
+  checkpoint, reason = pathlib.Path(name), 'missing'
+  if name:
+    reason = _problem(checkpoint)
     errors += [f'--checkpoint={checkpoint}: {reason}'] if reason else []
-  elif 'checkpoint' not in given.meant:
-    errors.append('--checkpoint: missing')
   config: Any = None
   try:
-    config = read(None if reason else checkpoint, flags)
+    # Without a checkpoint, the rest of the command line is checked all the
+    # same.
+    config = _read(None if reason else checkpoint, flags.config)
     errors += overrides_lib.override_all(
       config, given.overrides.items(), flag='--config.'
     )
     change(config)
     errors += [f'config.{line}' for line in schema.check(config)]
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, exits.Misconfigured) as error:
     errors.append(str(error))
-  return checkpoint, config, errors
+  command_line.refuse(errors or check(config, checkpoint))
+  return checkpoint, config.lock()
 
 
-def problem(folder: pathlib.Path) -> str:
+def _problem(folder: pathlib.Path) -> str:
   """Returns why a folder is no checkpoint; '' if it is one."""
   if not folder.is_dir():
     return 'no such folder'
@@ -64,23 +83,19 @@ def problem(folder: pathlib.Path) -> str:
   return ''
 
 
-def read(checkpoint: pathlib.Path | None, flags: Mapping[str, str]) -> Any:
+def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   """Returns the config of a run, or one whose model a directory is.
 
   Args:
-    checkpoint: the folder; None if there is none, so that the rest of the
-      command line is checked all the same.
-    flags: the flags of the command.
+    checkpoint: the folder of either; None if there is none.
+    file: the config file that was given; '' if none was.
 
   Raises:
-    ValueError: the config cannot be read; one line.
+    ValueError, Misconfigured: the config cannot be read; one line.
   """
   is_run = checkpoint and run_folder.command_of(checkpoint) == 'train'
-  if flags.get('config'):
-    try:
-      config = config_file.load(flags['config'])
-    except ValueError as error:
-      raise ValueError(f'--config={flags["config"]}: {error}') from error
+  if file:
+    config = config_file.load(file)
   elif checkpoint and is_run:
     config = recorded_config.read(checkpoint)
   else:
@@ -90,3 +105,49 @@ def read(checkpoint: pathlib.Path | None, flags: Mapping[str, str]) -> Any:
     config.model.lora.rank = 0
     config.sft.before_training, config.init_from = False, ''
   return config
+
+
+def choose_sets(config: Any, sets: str) -> None:
+  """Makes the evaluation questions of a config those of a mixture.
+
+  Args:
+    config: the config to change.
+    sets: data sets, or files of questions, as in `data.train`; '' changes
+      nothing.
+
+  Raises:
+    ValueError: the text names no sets; one line.
+  """
+  if not sets:
+    return
+  try:
+    elements = mixtures.parse(sets)
+  except ValueError as error:
+    raise ValueError(f'--sets={sets}: {error}') from error
+  are_files = [_is_file(element.name) for element in elements]
+  if any(are_files) and not all(are_files):
+    raise ValueError(f'--sets={sets}: must be data sets or files, not both')
+  data = config.data
+  data.name = 'tfds'
+  if any(are_files):
+    # The names of the files are relative to this folder, not to data.root.
+    data.name = 'jsonl'
+    if data.corpus:
+      root = buckets.local_folder(data.root)
+      data.corpus = str((root / data.corpus).resolve())
+    data.root = pathlib.Path.cwd().anchor
+    sets = ','.join(map(_with_whole_path, sets.split(',')))
+  data.evaluation = sets
+  # Nothing is trained, but every config has training questions.
+  data.train = sets
+  config.evaluate.num_questions = _ALL
+
+
+def _is_file(name: str) -> bool:
+  return pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz')
+
+
+def _with_whole_path(element: str) -> str:
+  """Returns an element of a mixture with the whole path of its file."""
+  file, *options = element.split()
+  return ' '.join([str(pathlib.Path(file).resolve()), *options])

@@ -1,130 +1,239 @@
-"""The flags of the lab's commands and their error messages."""
+"""The flags of the lab's commands, and the algorithms that they name.
 
-from collections.abc import Iterator
+The options of an algorithm or an estimator are the defaults of the table of
+algorithms, or the values that a configuration gives them
+(`--config=FILE.py[:ALGORITHM]`), changed by settings KEY=VALUE. In a list of
+algorithms, the settings of an algorithm follow its name, and a comma within
+brackets is part of a value:
+
+  st_ppo,st_ppo:correction.clipping_bias.tau=5:ratio.gradient=token
+"""
+
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import dataclasses
-import math
+import copy
 import pathlib
+import re
 from typing import Any
 
-from stppo_jax.commands.flags import configuration
-from stppo_jax.commands.flags import lab_algorithms
+from absl import flags as absl_flags
+from ml_collections import config_dict
+
+from stppo_jax import exits
+from stppo_jax import settings as settings_lib
+from stppo_jax.commands.flags import command_line
+from stppo_jax.commands.flags import config_file
+from stppo_jax.commands.flags import overrides as overrides_lib
+from stppo_jax.configs import algorithms as algorithms_lib
+from stppo_jax.tools.lab import options as options_lib
 from stppo_jax.workdir import run_folder
 
-# Former to present names of flags; scripts may still use the former ones.
-FORMER_NAMES: Mapping[str, str] = {'row': 'algorithm', 'rows': 'algorithms'}
+# A comma, unless a closing bracket comes before the next opening one.
+_BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
 
 
-def split(
-  argv: Sequence[str],
-  required: Sequence[str],
-  optional: Sequence[str],
-  *,
-  lists: Sequence[str] = ('set',),
-  switches: Sequence[str] = (),
-) -> configuration.Flags:
+def of_batch(*names: str) -> absl_flags.FlagValues:
   """Returns the flags of a command that reads a saved batch.
 
   Args:
-    argv: flags without the program's and the command's name.
-    required: names of flags that must be given; an algorithm may be named in
-      `--config` instead of its flag.
-    optional: names of flags that may be given; 'config' is one.
-    lists: names of flags that may be given several times.
-    switches: names of flags without a value, beside `--float64`.
-
-  Returns:
-    The flags; `values` has '' for each flag that is not given, `errors` has a
-    line for each error.
+    *names: names of flags for texts, beside those that all such commands have.
   """
-  flags = configuration.split(
-    argv,
-    (*required, *optional),
-    lists=lists,
-    switches=('float64', *switches),
-    former_names=FORMER_NAMES,
-  )
-  values = dict.fromkeys((*required, *optional), '') | flags.values
-  for name in ('algorithm', 'algorithms'):
-    if name in required and not values[name]:
-      values[name] = lab_algorithms.algorithm_of(values['config'])
-  flags = dataclasses.replace(flags, values=values)
-  errors = flags.errors + missing(flags, *required)
-  if 'out' in optional:
-    errors += output_errors(values)
-  return dataclasses.replace(flags, errors=errors)
+  flags = absl_flags.FlagValues()
+  for name in ('batch', 'config', *names):
+    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
+  if 'algorithms' not in names:
+    absl_flags.DEFINE_multi_string('set', [], '', flag_values=flags)
+  absl_flags.DEFINE_boolean('float64', False, '', flag_values=flags)
+  return flags
 
 
-def missing(flags: configuration.Flags, *names: str) -> list[str]:
-  """Returns a line for each of these flags that is not given."""
-  return [
-    f'--{name}: missing'
-    for name in names
-    if not flags.values[name] and name not in flags.meant
-  ]
+def parse(
+  flags: absl_flags.FlagValues,
+  argv: Sequence[str],
+  *,
+  required: Sequence[str] = (),
+) -> None:
+  """Sets the flags of a command that reads a saved batch.
+
+  An algorithm may be named in `--config` instead of its flag.
+
+  Raises:
+    Misconfigured: a line for every error.
+  """
+  errors = command_line.parse(flags, argv, required=('batch',)).errors
+  _, _, named = flags.config.partition(':')
+  for name in required:
+    if not flags[name].value:
+      flags[name].value = named
+    if not flags[name].value:
+      errors.append(f'--{name}: missing')
+  command_line.refuse(errors or out_problems(flags, {}))
 
 
-def output_errors(
-  values: Mapping[str, Any], reads: Mapping[str, pathlib.Path] | None = None
+def out_problems(
+  flags: absl_flags.FlagValues, reads: Mapping[str, pathlib.Path]
 ) -> list[str]:
   """Returns a line if `--out` must not be written; called before any work.
 
   Args:
-    values: the flags of a command.
+    flags: the flags of a command.
     reads: the folders that the command reads, see `run_folder.problems`.
   """
-  out = values['out']
+  values = flags.flag_values_dict()
+  out = values.get('out')
   if not out:
     return []
-  path = pathlib.Path(out)
   for name in ('batch', 'advantages'):
-    source = values[name] if name in values else ''
-    if source and path.resolve() == pathlib.Path(source).resolve():
+    source = values.get(name)
+    if source and pathlib.Path(out).resolve() == pathlib.Path(source).resolve():
       return [f'--out={out}: is the file of --{name}']
-  return run_folder.file_problems(out, flag='--out', reads=reads or {})
+  return run_folder.file_problems(out, flag='--out', reads=reads)
 
 
-def number(flags: configuration.Flags, name: str) -> float | None:
-  """Returns the number of a flag, None where the flag is not given.
-
-  Raises:
-    ConfigurationError: it is not a finite number.
-  """
-  text = flags.values[name]
-  if not text:
-    return None
-  try:
-    value = float(text)
-  except ValueError:
-    value = math.nan
-  if not math.isfinite(value):
-    raise_if([f'--{name}={text}: must be a finite number'])
-  return value
+def source(flags: absl_flags.FlagValues) -> options_lib.Source:
+  """Returns the saved batch that flags name."""
+  advantages = flags.flag_values_dict().get('advantages', '')
+  return options_lib.Source(flags.batch, advantages, flags.float64)
 
 
-def raise_if(errors: Sequence[str]) -> None:
-  """Raises a ConfigurationError if there are any errors."""
-  if errors:
-    raise configuration.ConfigurationError(errors)
+def algorithms(text: str, *, config: str) -> dict[str, options_lib.Options]:
+  """Returns the options of NAME[:KEY=VALUE]..., by that text.
 
-
-@contextlib.contextmanager
-def errors_name(
-  subject: str,
-  kinds: tuple[type[Exception], ...] = (OSError, ValueError),
-) -> Iterator[None]:
-  """Turns exceptions of these kinds into error lines that name a subject.
+  Args:
+    text: several of them with commas between them; equal ones count once.
+    config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
 
   Raises:
-    ConfigurationError: 'SUBJECT: LINE' for each line of the exception.
+    Misconfigured: a line for every error.
   """
+  options, errors = {}, []
+  for label in dict.fromkeys(_BETWEEN.split(text)):
+    name, *settings = label.split(':')
+    try:
+      options[label] = algorithm(
+        name,
+        settings,
+        config=config,
+        flag='--algorithms=',
+        setting_flag=f'--algorithms={name}:',
+      )
+    except exits.Misconfigured as error:
+      errors.append(str(error))
+  command_line.refuse(errors)
+  return options
+
+
+def algorithm(
+  name: str,
+  settings: Sequence[str],
+  *,
+  config: str,
+  flag: str = '--algorithm=',
+  setting_flag: str = '--set ',
+) -> options_lib.Options:
+  """Returns the options of an algorithm.
+
+  Args:
+    name: a key of the table of algorithms_lib.
+    settings: KEY=VALUE, of which the last of equal keys counts.
+    config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
+    flag: the text before the name on the command line.
+    setting_flag: the text before a setting on the command line.
+
+  Raises:
+    Misconfigured: every error, one line each.
+  """
+  if config:
+    run = _load(f'{_file_of(config)}:{name}')
+  elif name in algorithms_lib.ALGORITHMS:
+    options = copy.deepcopy(algorithms_lib.ALGORITHMS[name])
+    run = _section({'algorithm': options})
+  else:
+    choices = settings_lib.closest(name, list(algorithms_lib.ALGORITHMS))
+    raise exits.Misconfigured(f'{flag}{name}: unknown algorithm{choices}')
+  typed = _apply(run, 'algorithm', settings, setting_flag)
+  return options_lib.Options(run.algorithm, 'algorithm', typed, f'{flag}{name}')
+
+
+def estimator(
+  name: str, settings: Sequence[str], *, config: str
+) -> options_lib.Options:
+  """Returns the options of an advantage estimator.
+
+  Args:
+    name: the name of the estimator; '' = that of the configuration.
+    settings: KEY=VALUE, of which the last of equal keys counts.
+    config: FILE.py[:ALGORITHM] as given; '' = the estimator's defaults.
+
+  Raises:
+    Misconfigured: every error, one line each.
+  """
+  table = algorithms_lib.DEFAULTS['advantage']
+  subject = f'--estimator={name}' if name else f'--config={config}'
+  if name and name not in table:
+    choices = settings_lib.closest(name, list(table))
+    raise exits.Misconfigured(f'{subject}: unknown estimator{choices}')
+  if config:
+    run = _load(config)
+    configured = run.algorithm.advantage.name
+    if name and name != configured:
+      raise exits.Misconfigured(
+        f'{subject}: the algorithm of --config={config} has {configured}'
+      )
+  else:
+    options = algorithms_lib.choice('advantage', name)
+    run = _section({'algorithm': {'advantage': options}})
+  typed = _apply(run, 'algorithm.advantage', settings, '--set ')
+  return options_lib.Options(
+    run.algorithm.advantage, 'advantage', typed, subject
+  )
+
+
+def _file_of(config: str) -> str:
+  """Returns FILE.py of FILE.py[:ALGORITHM]."""
+  return config.partition(':')[0]
+
+
+def _section(values: Mapping[str, Any]) -> Any:
+  return config_dict.ConfigDict(values)
+
+
+def _load(name: str) -> Any:
+  """Returns a configuration that has the section `algorithm`.
+
+  Raises:
+    Misconfigured: it cannot be loaded, or lacks that section.
+  """
+  config = config_file.load(name)
   try:
-    yield
-  except kinds as error:
-    reason = error.strerror if isinstance(error, OSError) else None
-    lines = (reason or str(error)).splitlines()
-    raise configuration.ConfigurationError(
-      [f'{subject}: {line}' for line in lines]
+    _ = config.algorithm.advantage.name
+  except AttributeError as error:
+    raise exits.Misconfigured(
+      f'--config={name}: has no algorithm.advantage.name'
     ) from error
+  return config
+
+
+def _apply(
+  config: Any,
+  section: str,
+  settings: Sequence[str],
+  flag: str,
+) -> dict[str, tuple[str, str]]:
+  """Changes options of a section; returns `options_lib.Options.typed`.
+
+  Raises:
+    Misconfigured: every error, one line each.
+  """
+  texts, errors = {}, []
+  for setting in settings:
+    key, equals, text = setting.partition('=')
+    if key and equals:
+      texts[key] = text
+    else:
+      errors.append(f'{flag}{setting}: expected KEY=VALUE')
+  errors += overrides_lib.override_all(
+    config, texts.items(), flag=flag, section=section
+  )
+  command_line.refuse(errors)
+  return {key: (f'{flag}{key}={text}', text) for key, text in texts.items()}

@@ -5,7 +5,6 @@ A configuration is annotated as `Any`, see `configuration`.
 
 import ast
 from collections.abc import Iterable
-from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import config_dict
@@ -22,19 +21,6 @@ _BOOLEANS = {
 _CHOOSING_KEYS = {
   f'algorithm.{kind}.name': kind for kind in algorithms.DEFAULTS
 }
-
-
-def own_copy(flags: Sequence[str], name: str) -> list[str]:
-  """Returns a flag that gives one of several runs a copy of its own.
-
-  Args:
-    flags: the flags of all of them.
-    name: the name of the run, which is added to `writer.copy_to`; [] is
-      returned if the flags do not set it.
-  """
-  start = '--config.writer.copy_to='
-  given = [flag for flag in flags if flag.startswith(start) and flag != start]
-  return [f'{given[-1].rstrip("/")}/{name}'] if given else []
 
 
 def override_all(

@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 from stppo_jax.records import success as success_lib
+from stppo_jax.tools import alarm_tables
 from stppo_jax.tools import score_report
-from stppo_jax.tools.ablation import alarm_power
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from stppo_jax.tools.ablation import study as study_lib
@@ -95,8 +95,8 @@ def tables(
 
 def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
   """Returns title to table of when alarms rang; {} if no run has any."""
-  rings = [alarm_power.of_table(run) for run in runs]
-  table = alarm_power.table(rings, results.ALARMS)
+  rings = [alarm_tables.of_table(run) for run in runs]
+  table = alarm_tables.table(rings, results.ALARMS)
   return {'Alarms': table} if len(table) > 1 else {}
 
 

@@ -24,6 +24,7 @@ from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.rollout import batch_file
 from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
 from stppo_jax.tools.lab import saved_batch
@@ -35,6 +36,25 @@ from stppo_jax.workdir import run_record
 _log = logging.getLogger(__name__)
 # Fields of a `TokenBatch` that have another name in the file.
 _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
+
+
+def write(
+  config, out: str, *, workdir: str | None, num_updates: int | None
+) -> None:
+  """Writes a new saved batch to a file and prints its size; see `collect`.
+
+  Raises:
+    Misconfigured: the file cannot be written.
+    Exceptions of `collect`.
+  """
+  arrays = collect(config, workdir=workdir, num_updates=num_updates)
+  with exits.naming(f'--out={out}'):
+    batch_file.save(out, arrays)
+  mask_BL = arrays['loss_mask_BL']
+  print(
+    f'{out}: {len(mask_BL)} rows, {arrays["lengths_B"].sum()} tokens, '
+    f'{mask_BL.sum()} policy tokens'
+  )
 
 
 def collect(

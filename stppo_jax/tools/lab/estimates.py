@@ -64,7 +64,7 @@ def required_arrays(
 
   Args:
     estimator: the result of `build_estimator`.
-    arrays: the contents of a batch file, see `batch_file.load`. Values are
+    arrays: the contents of a batch file, see `saved_batch.load`. Values are
       those before the first update; only a file without them is read for the
       values after the updates.
   """

@@ -1,7 +1,7 @@
 """Saved batches: the arrays of one collection, and the rules of their entries.
 
-B trajectories, L tokens. The arrays of a file (see `batch_file`) have the
-names, axes and meanings of `batch.TokenBatch`, except for these:
+B trajectories, L tokens. The arrays of a file have the names,
+axes and meanings of `batch.TokenBatch`, except for these:
 
   logprobs_BL     log pi_theta, the policy after some updates
   entropy_BL      entropy of pi_theta at each token, nats
@@ -18,12 +18,14 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import pathlib
 from typing import Any
 from typing import NamedTuple
 
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.rollout import batch_file
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -81,6 +83,46 @@ _NOT_IN_TOKEN_BATCH = (
 )
 
 
+def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
+  """Returns the arrays of a file that `ARRAY_KINDS` lists.
+
+  Raises:
+    OSError: there is no such file.
+    ValueError: it is not an npz file, or has none of these arrays.
+  """
+  with open(path, 'rb') as file:
+    arrays = batch_file.read(file, ARRAY_KINDS)
+  if not arrays:
+    names = ', '.join(ARRAY_KINDS)
+    raise ValueError(f'has no array of these names: {names}')
+  return arrays
+
+
+def load_advantages(
+  path: str | pathlib.Path,
+  loss_mask_BL: np.ndarray,
+  *,
+  dtype: type[np.floating],
+) -> np.ndarray:
+  """Returns advantages_BL of a file such as `lab advantages` writes.
+
+  Args:
+    path: the path of the file.
+    loss_mask_BL: the loss mask of the saved batch that the advantages are for.
+    dtype: the dtype of the computation.
+
+  Raises:
+    OSError: there is no such file.
+    ValueError: it has no advantages, or advantages that do not fit the batch:
+      of another shape, or not finite on the loss mask.
+  """
+  arrays = {**load(path), 'loss_mask_BL': loss_mask_BL}
+  readers = {
+    name: 'every algorithm' for name in ('loss_mask_BL', 'advantages_BL')
+  }
+  return select(arrays, readers, dtype=dtype)['advantages_BL']
+
+
 def select(
   arrays: Arrays, readers: Mapping[str, str], *, dtype: type[np.floating]
 ) -> dict[str, np.ndarray]:
@@ -90,7 +132,7 @@ def select(
   renumbered, so that a file may use any integers. Ids off the loss mask are 0.
 
   Args:
-    arrays: the contents of a batch file, see `batch_file.load`.
+    arrays: the contents of a batch file, see `load`.
     readers: name of each required array to the name of its reader (for error
       messages); 'loss_mask_BL' is one of them.
     dtype: the dtype of the computation.
@@ -146,7 +188,7 @@ def select_optional(
   """Returns the valid ones of some optional arrays, and errors of the others.
 
   Args:
-    arrays: the contents of a batch file, see `batch_file.load`, with a valid
+    arrays: the contents of a batch file, see `load`, with a valid
       loss_mask_BL.
     names: the names of the arrays, which may be missing.
     dtype: the dtype of the computation.

@@ -13,8 +13,8 @@ from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.training import components
 
-# Returns the plan of a config.
-Planner = Callable[[Any], plan_lib.Plan]
+# Returns the plan of a config; `programs` are compiled.
+Planner = Callable[..., plan_lib.Plan]
 Changes = Mapping[str, Any]
 
 

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
+import pathlib
+import sys
 from typing import Any
+from typing import NamedTuple
 
 from stppo_jax import streams
 from stppo_jax.records import dialogues
 from stppo_jax.tools.report import dialogue_data
+from stppo_jax.tools.report import run_files
 
 _QUESTION = 60  # characters of a question in the list
 _TITLES = (
@@ -27,6 +32,96 @@ _NUMBERS = {
   'entropy': 'entropy',
   'weight': 'weight',
 }
+
+
+class Filter(NamedTuple):
+  """The dialogues that a list shows; what is None does not matter.
+
+  Attributes:
+    status: they ended with this status.
+    least: the least reward.
+    most: the largest reward.
+    searches: the number of searches.
+    text: they contain this text.
+  """
+
+  status: str | None
+  least: float | None
+  most: float | None
+  searches: int | None
+  text: str
+
+  def passes(self, record: Mapping[str, Any]) -> bool:
+    """Returns whether a dialogue is shown."""
+    reward = dialogue_data.reward(record)
+    _, searches, *_ = dialogue_data.measures(record)
+    least = -math.inf if self.least is None else self.least
+    most = math.inf if self.most is None else self.most
+    return (
+      self.status in (None, record['status'])
+      and least <= reward <= most
+      and self.searches in (None, searches)
+      and dialogue_data.contains(record, self.text)
+    )
+
+
+def lines(
+  folder: str,
+  losses: list[str],
+  *,
+  kind: str,
+  step: int | None,
+  number: int | None,
+  tokens: bool,
+  wanted: Filter,
+) -> list[str]:
+  """Returns the dialogues of a step as a list, or one of them.
+
+  Args:
+    folder: the folder of a run.
+    losses: gets a line for each thing that cannot be read.
+    kind: `run_files.SAMPLED` or `run_files.EVALUATED`.
+    step: the step; None: the last one that has dialogues.
+    number: the number of the dialogue in the step; None: the list.
+    tokens: whether a dialogue has a table of its tokens.
+    wanted: the dialogues of the list.
+
+  Raises:
+    Unreadable: the step or the dialogue is not there.
+  """
+  files: dict[int, list[pathlib.Path]] = {}
+  for found, path in run_files.dialogue_files(folder, kind=kind):
+    files.setdefault(found, []).append(path)
+  if not files:
+    raise run_files.Unreadable(
+      f'{folder}: no dialogue is written (writer.{kind})'
+    )
+  step = max(files) if step is None else step
+  if step not in files:
+    raise run_files.Unreadable(
+      f'--step={step}: must be one of the steps with dialogues, '
+      f'{min(files)} to {max(files)}'
+    )
+  records = [
+    record
+    for path in files[step]
+    for _, record in run_files.dialogues(path, losses)
+  ]
+  if number is None:
+    shown = {
+      place: record
+      for place, record in enumerate(records, start=1)
+      if wanted.passes(record)
+    }
+    title = f'step {step}: {len(shown)} of {len(records)} dialogues'
+    return [title, *table(shown)]
+  if not 1 <= number <= len(records):
+    raise run_files.Unreadable(
+      f'--number={number}: must be from 1 to {len(records)}, the dialogues of '
+      f'step {step}'
+    )
+  colour = sys.stdout.isatty()
+  return [text(records[number - 1], colour=colour, tokens=tokens)]
 
 
 def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from docs import make_collapse
 from stppo_jax.configs import alarms
-from stppo_jax.tools.ablation import alarm_power
+from stppo_jax.tools import alarm_tables
 from stppo_jax.tools.ablation import results
 
 _STUDIES = make_collapse.studies()
@@ -121,7 +121,7 @@ def test_a_command_reuses_runs_of_study_1_where_it_has_some():
 
 
 def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
-  default = {name: alarms.section()[name] for name in alarm_power.MEASURED}
+  default = {name: alarms.section()[name] for name in alarm_tables.MEASURED}
   # A table keeps five digits, so a number that equals the threshold may have
   # been on either side of it.
   one_side, other_side = (
@@ -130,9 +130,9 @@ def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
   )
   for path in make_collapse.TABLES.glob('*.csv'):
     for run in results.read(path):
-      recorded = alarm_power.of_table(run)
-      one = alarm_power.of_table(run, one_side)
-      other = alarm_power.of_table(run, other_side)
+      recorded = alarm_tables.of_table(run)
+      one = alarm_tables.of_table(run, one_side)
+      other = alarm_tables.of_table(run, other_side)
       assert one.curve == other.curve == recorded.curve
       assert one.counts == other.counts == recorded.counts
       for name, steps in recorded.steps.items():

@@ -1,6 +1,6 @@
 """Examines a retrieval server: its address, dialect, speed and answers."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 import dataclasses
 import time
 
@@ -16,8 +16,8 @@ from stppo_jax.retrieval import dialects
 _NUM_TIMED = 8  # requests whose time is measured
 _SLOW = 1.0  # seconds
 
-# Called with 'ok' or 'note', and a line.
-Say = Callable[[str, str], None]
+# The grade 'ok' or 'note', and a line.
+Said = tuple[str, str]
 
 
 class Unusable(Exception):
@@ -54,7 +54,7 @@ class Examination:
   timeout: float = 10.0
 
 
-async def examine(asked: Examination, say: Say) -> None:
+async def examine(asked: Examination) -> AsyncIterator[Said]:
   """Examines a server step by step, with a line on each, until one fails.
 
   Raises:
@@ -72,18 +72,19 @@ async def examine(asked: Examination, say: Say) -> None:
     url, timeout=asked.timeout, token_variable=address.TOKEN_VARIABLE
   )
   try:
-    await _examine_address(client, say)
-    name = await _examine_dialects(client, asked, say)
-    await _examine_times(client, name, asked, say)
-    await _examine_answer(client, name, asked, say)
+    yield await _examine_address(client)
+    spoken, name = await _examine_dialects(client, asked)
+    yield 'ok', f'dialect: {", ".join(spoken)}; retrieval.dialect={name}'
+    yield await _examine_times(client, name, asked)
+    yield await _examine_answer(client, name, asked)
   finally:
     await client.close()
 
 
-async def _examine_address(client: http_client.Client, say: Say) -> None:
+async def _examine_address(client: http_client.Client) -> Said:
   try:
     await client.get('/health')
-    say('ok', f'address: {client.url} answers, and is healthy')
+    return 'ok', f'address: {client.url} answers, and is healthy'
   except http_client.Failure as failure:
     if failure.cause is http_client.Cause.CONNECTION:
       raise Unusable(
@@ -105,15 +106,14 @@ async def _examine_address(client: http_client.Client, say: Say) -> None:
     if failure.status in (401, 403):
       raise _refused(failure) from None
     if failure.status in (404, 405):
-      say('ok', f'address: {client.url} answers; it has no /health')
-    else:
-      say('note', f'address: {client.url} answers, but /health: {failure}')
+      return 'ok', f'address: {client.url} answers; it has no /health'
+    return 'note', f'address: {client.url} answers, but /health: {failure}'
 
 
 async def _examine_dialects(
-  client: http_client.Client, asked: Examination, say: Say
-) -> str:
-  """Returns the dialect to use."""
+  client: http_client.Client, asked: Examination
+) -> tuple[list[str], str]:
+  """Returns the dialects that are answered, and the one to use."""
   failures = await detection.spoken(client, asked.query, corpus=asked.corpus)
   spoken = [name for name, failure in failures.items() if failure is None]
   chosen = asked.dialect or (spoken[0] if spoken else '')
@@ -128,13 +128,12 @@ async def _examine_dialects(
       f'dialect: not {chosen} ({failures[chosen]}), but {" or ".join(spoken)}: '
       f'set retrieval.dialect={spoken[0]}'
     )
-  say('ok', f'dialect: {", ".join(spoken)}; retrieval.dialect={chosen}')
-  return chosen
+  return spoken, chosen
 
 
 async def _examine_times(
-  client: http_client.Client, name: str, asked: Examination, say: Say
-) -> None:
+  client: http_client.Client, name: str, asked: Examination
+) -> Said:
   seconds = []
   for n in range(_NUM_TIMED):
     begin = time.monotonic()
@@ -146,14 +145,13 @@ async def _examine_times(
     f'time: {1e3 * median:.0f} ms per query, at most {1e3 * longest:.0f} ms'
   )
   if median > _SLOW:
-    say('note', f'{line}. Slow: a run waits for every search of a turn')
-  else:
-    say('ok', line)
+    return 'note', f'{line}. Slow: a run waits for every search of a turn'
+  return 'ok', line
 
 
 async def _examine_answer(
-  client: http_client.Client, name: str, asked: Examination, say: Say
-) -> None:
+  client: http_client.Client, name: str, asked: Examination
+) -> Said:
   passages = await _ask(client, name, asked.query, asked)
   if not passages:
     raise Unusable(
@@ -166,10 +164,9 @@ async def _examine_answer(
       f'answer: {asked.expect!r} is in none of the {len(passages)} passages '
       f'for {asked.query!r}; the first is {texts[0][:80]!r}'
     )
-  say(
-    'ok',
+  return 'ok', (
     f'answer: {len(passages)} passages for {asked.query!r}; the first is '
-    f'{texts[0][:80]!r}',
+    f'{texts[0][:80]!r}'
   )
 
 

@@ -1,15 +1,25 @@
 """Counts how often alarms ring before a collapse, and in healthy runs."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import pathlib
 from typing import NamedTuple
 
 import numpy as np
 
+from stppo_jax import buckets
+from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.records import success as success_lib
+from stppo_jax.tools import run_state
+from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import results
+from stppo_jax.tools.report import run_files
 from stppo_jax.training import alarms as alarms_lib
+from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import run_folder
 
+_REWARD = 'critic/score/mean'
 # Metric -> the column of a table that holds it.
 _COLUMNS = {
   metrics[0]: column
@@ -39,6 +49,85 @@ class Rings(NamedTuple):
   curve: success_lib.Curve
   steps: Mapping[str, Sequence[float]]
   counts: Mapping[str, int]
+
+
+def is_table(name: str) -> bool:
+  """Returns whether a name is that of the table of a study."""
+  return name.endswith('.csv')
+
+
+def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
+  """Prints the table of the alarms of runs, if there are any.
+
+  Args:
+    names: tables of studies, folders of runs, or folders of such folders.
+    thresholds: thresholds that take the place of those of `configs/alarms.py`.
+
+  Returns:
+    A line for each thing that could not be read.
+  """
+  runs, losses = _of_tables(filter(is_table, names), thresholds)
+  folders = [name for name in names if not is_table(name)]
+  for folder in dict.fromkeys(x for name in folders for x in _folders(name)):
+    try:
+      with bucket_copy.downloaded(folder) as path:
+        run = run_files.read(str(path), folder)
+    except (run_files.Unreadable, buckets.BucketError) as error:
+      losses.append(str(error))
+      continue
+    losses += run.losses
+    rings = _of_run(run, thresholds_lib.section() | dict(thresholds))
+    if run.state.state == run_state.FINISHED or rings.curve.collapsed:
+      runs.append(rings)
+    else:
+      print(f'{folder}: left out: it has not finished, nor collapsed')
+  if runs:
+    print(f'{title(runs)}\n')
+    print(score_report.as_text(table(runs, list(alarms_lib.ALARMS))))
+  return losses
+
+
+def _of_tables(
+  tables: Iterable[str], thresholds: Mapping[str, float]
+) -> tuple[list[Rings], list[str]]:
+  """Returns the alarms of the runs of tables, and what cannot be read."""
+  runs: list[results.Run] = []
+  losses = []
+  for name in dict.fromkeys(tables):
+    try:
+      if not pathlib.Path(name).is_file():
+        raise results.BadTable(f'{name}: no such file')
+      runs += results.read(pathlib.Path(name))
+    except results.BadTable as error:
+      losses.append(str(error))
+  return [of_table(run, thresholds) for run in results.distinct(runs)], losses
+
+
+def _folders(name: str) -> list[str]:
+  """Returns the folders of runs in a folder of folders, or itself."""
+  path = pathlib.Path(name)
+  if (path / run_folder.METRICS).exists() or not path.is_dir():
+    return [name]
+  found = sorted(x.parent for x in path.glob(f'*/{run_folder.METRICS}'))
+  # A study has its supervised starts beside its runs.
+  runs = [str(x) for x in found if run_folder.command_of(x) != 'sft']
+  return runs or [name]
+
+
+def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
+  """Returns the alarms of a run with these thresholds."""
+  column = run.column(_REWARD)
+  curve = success_lib.curve(
+    np.array([value for _, value in column]), [step for step, _ in column]
+  )
+  steps: dict[str, list[float]] = {}
+  counts: dict[str, int] = {}
+  for line in run.lines:
+    numbers = {k: v for k, v in line.items() if run_files.is_number(v)}
+    for name, rings in alarms_lib.check(numbers, thresholds).items():
+      counts[name] = counts.get(name, 0) + 1
+      steps.setdefault(name, []).extend([line['step']] * rings)
+  return Rings(curve, steps, counts)
 
 
 def of_table(

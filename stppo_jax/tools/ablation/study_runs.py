@@ -1,0 +1,229 @@
+"""Makes the runs of a study that are missing, and compares all of them."""
+
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+import os
+import pathlib
+import shlex
+import sys
+import time
+import uuid
+
+from stppo_jax import exits
+from stppo_jax.tools import run_state
+from stppo_jax.tools.ablation import parallel_runs
+from stppo_jax.tools.ablation import plan as plan_lib
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import study as study_lib
+from stppo_jax.tools.ablation import verdict
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
+
+
+def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
+  """Trains what a study lacks and compares its runs.
+
+  Args:
+    plan: what is to be made.
+    is_dry: whether the commands are only printed.
+
+  Returns:
+    The exit code, see the command `ablate`.
+
+  Raises:
+    BadTable: a table cannot be used.
+    Locked: another process makes this study.
+  """
+  runs = results.read(plan.table)
+  results.check(runs, plan.digests, plan.table)
+  copied = _copied(plan, runs)
+  runs += copied
+  if is_dry:
+    commands = _start_commands(plan, runs) | _run_commands(plan, runs)
+    for name, words in commands.items():
+      print(f'{name}: {shlex.join(words[1:])}')
+    return 0
+  with lock.held(plan.folder):
+    _record(plan)
+    if copied:
+      runs = results.add(plan.table, copied, plan.digests)
+    return _carry_out(plan, runs)
+
+
+def _copied(
+  plan: plan_lib.Plan, runs: Sequence[results.Run]
+) -> list[results.Run]:
+  """Returns copies of runs, for those that are missing and equal to one.
+
+  Args:
+    plan: names the tables of other studies.
+    runs: the finished runs of this study.
+  """
+  others = [run for path in plan.reuse for run in results.read(path)]
+  found = {(run.settings, run.seed): run for run in [*others, *runs]}
+  return [
+    dataclasses.replace(
+      found[plan.digests[arm.key], seed], group=arm.group, arm=arm.name
+    )
+    for arm, seed in _missing(plan, runs)
+    if (plan.digests[arm.key], seed) in found
+  ]
+
+
+def _record(plan: plan_lib.Plan) -> None:
+  """Records whose folder it is."""
+  if run_folder.read(plan.folder) is None:
+    digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
+    run = run_folder.Run('ablate', uuid.uuid4().hex, digest)
+    run_folder.write(plan.folder, run)
+  plan.record()
+
+
+def _wanted(plan: plan_lib.Plan) -> list[tuple[study_lib.Arm, int]]:
+  """Returns the runs of the study, all arms of a seed before the next seed."""
+  return [(arm, seed) for seed in plan.seeds for arm in plan.study.arms]
+
+
+def _missing(plan: plan_lib.Plan, runs) -> list[tuple[study_lib.Arm, int]]:
+  """Returns the runs that the table does not have."""
+  done = {(run.key, run.seed) for run in runs}
+  return [(a, seed) for a, seed in _wanted(plan) if (a.key, seed) not in done]
+
+
+def _state(folder: pathlib.Path) -> str:
+  """Returns the state of the run of a folder; '' if there is none."""
+  try:
+    return run_state.read(folder).state
+  except run_state.NoRun:
+    return ''
+
+
+def _start_commands(plan: plan_lib.Plan, runs) -> dict[str, list[str]]:
+  """Returns the commands of the supervised starts that are to be made."""
+  commands = {}
+  for start in dict.fromkeys(arm.start for arm, _ in _missing(plan, runs)):
+    folder = plan.start_folder(start)
+    if start and _state(folder) != run_state.FINISHED:
+      flags = plan.start_flags(start)
+      commands[folder.name] = _command('sft', flags, folder)
+  return commands
+
+
+def _run_commands(plan: plan_lib.Plan, runs) -> dict[str, list[str]]:
+  """Returns the commands of the runs that are to be made or to go on.
+
+  Of equal runs, only the first one is made; `_copied` has the others.
+  """
+  commands = {}
+  begun: set[tuple[str, int]] = set()
+  for arm, seed in _missing(plan, runs):
+    folder = plan.run_folder(arm, seed)
+    state, equal = _state(folder), (plan.digests[arm.key], seed)
+    # If it has finished, it is missing because it is damaged.
+    if state == run_state.FINISHED or equal in begun:
+      continue
+    begun.add(equal)
+    if state != run_state.RUNNING:
+      path = plan.start_folder(arm.start) / 'policy'
+      flags = [*plan.train_flags(arm, str(path)), f'--config.seed={seed}']
+      commands[folder.name] = _command('train', flags, folder)
+  return commands
+
+
+def _command(
+  name: str, flags: Sequence[str], folder: pathlib.Path
+) -> list[str]:
+  # As in launch/run.sh, PYTHON names the interpreter.
+  python = os.environ.get('PYTHON', sys.executable)
+  words = [python, '-m', 'stppo_jax', name, *flags]
+  words += parallel_runs.own_copy(flags, folder.name)
+  return [*words, f'--workdir={folder}']
+
+
+def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
+  """Makes the runs that are missing and compares all; returns the exit code.
+
+  Args:
+    plan: what is to be done.
+    runs: the runs of the table; new ones are added.
+  """
+  damaged: dict[str, str] = {}  # the name of a run -> what is wrong with it
+  made: set[str] = set()
+
+  def gather(*_) -> None:
+    """Adds the runs that have finished to the table."""
+    found = []
+    for arm, seed in _missing(plan, runs):
+      folder = plan.run_folder(arm, seed)
+      if _state(folder) == run_state.FINISHED:
+        try:
+          run = results.from_folder(
+            folder,
+            group=arm.group,
+            arm=arm.name,
+            seed=seed,
+            digest=plan.digests[arm.key],
+          )
+        except results.BadTable as error:
+          damaged[arm.run_name(seed)] = str(error)
+        else:
+          found.append(run)
+          made.add(folder.name)
+    if found:
+      found += _copied(plan, [*runs, *found])
+      runs[:] = results.add(plan.table, found, plan.digests)
+
+  gather()
+  made.clear()  # Those were made before.
+  exit_code, start = 0, time.monotonic()
+  for make in (_start_commands, _run_commands):
+    commands = make(plan, runs)
+    if commands and not exit_code:
+      exit_code = parallel_runs.run(
+        commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
+      )
+  gather()
+  if made:
+    minutes = (time.monotonic() - start) / 60
+    print(
+      f'runs made: {len(made)} in {minutes:.0f} minutes, {plan.jobs} at once'
+    )
+  names = [arm.run_name(seed) for arm, seed in _missing(plan, runs)]
+  _report(plan, runs, draws=not names)
+  if going := [name for name in names if name not in damaged]:
+    print(f'not finished: {", ".join(going)}', file=sys.stderr)
+    exit_code = exit_code or exits.TRY_AGAIN
+  if wrong := [damaged[name] for name in names if name in damaged]:
+    print('\n'.join(wrong), file=sys.stderr)
+  return exit_code or (exits.USAGE if wrong else 0)
+
+
+def _report(
+  plan: plan_lib.Plan, runs: Sequence[results.Run], *, draws: bool
+) -> None:
+  """Prints and writes the tables of the finished runs.
+
+  Args:
+    plan: what was to be done.
+    runs: the finished runs.
+    draws: whether to draw figures, too; after Ctrl-C nobody wants to wait for
+      them.
+  """
+  if not runs:
+    print('no run has finished yet')
+    return
+  study = plan.whole
+  tables = verdict.tables(study, runs) | verdict.alarms(runs)
+  print(verdict.as_text(tables))
+  page = plan.folder / f'{study.name}.md'
+  page.write_text(
+    f'# {study.title}\n\n{verdict.as_markdown(tables)}', encoding='utf-8'
+  )
+  written = [plan.table, page]
+  if draws:
+    from stppo_jax.tools.ablation import figures
+
+    written.append(plan.folder / 'figures')
+    figures.draw(study, runs, written[-1])
+  print(f'\nwritten: {", ".join(map(str, written))}')

@@ -1,0 +1,83 @@
+"""Lists the checkpoints of a run, or verifies them all."""
+
+from collections.abc import Sequence
+import pathlib
+import time
+
+from stppo_jax import exits
+from stppo_jax import streams
+from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import run_folder
+
+_COMMANDS = ('train', 'sft', 'prefer')
+_TITLES = ('step', 'saved', 'size', 'score', '')
+
+
+def show(workdir: pathlib.Path, place: str) -> int:
+  """Prints the table of the checkpoints of a run; returns the exit code.
+
+  Args:
+    workdir: the folder of the run.
+    place: its name for messages: the folder, or the address of its copy.
+
+  Raises:
+    Misconfigured: it is not the folder of a run.
+  """
+  _check(workdir, place)
+  found = saved_steps.find(workdir)
+  print('\n'.join(table(found)) if found else f'{place}: no checkpoints')
+  return 0
+
+
+def table(found: Sequence[saved_steps.SavedStep]) -> list[str]:
+  """Returns the lines of a table of checkpoints."""
+  return streams.aligned([_TITLES, *map(_row, found)])
+
+
+def _check(workdir: pathlib.Path, place: str) -> None:
+  """Raises `Misconfigured` for a folder that is not that of a run."""
+  if not workdir.is_dir():
+    raise exits.Misconfigured(f'--workdir={place}: no such folder')
+  if run_folder.command_of(workdir) not in _COMMANDS:
+    raise exits.Misconfigured(f'--workdir={place}: not the folder of a run')
+
+
+def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
+  when = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(saved.time))
+  return (
+    str(saved.step),
+    when,
+    saved_steps.describe_size(saved.size),
+    '' if saved.score is None else f'{saved.score:.4f}',
+    ', '.join(saved.notes),
+  )
+
+
+def verify(workdir: pathlib.Path, place: str) -> int:
+  """Reads all checkpoints of a run and says which are sound; see `show`."""
+  _check(workdir, place)
+  # Imported late: a wrong flag is answered before jax is loaded.
+  import jax
+
+  # The devices may belong to the run, which may be going on.
+  jax.config.update('jax_platforms', 'cpu')
+  from stppo_jax.records.checkpoints import verification
+  from stppo_jax.workdir import run_record
+
+  run_record.check_checkpoints(workdir)
+  found = saved_steps.find(workdir)
+  run, exit_code = run_folder.read(workdir), 0
+  checked = [saved for saved in found if saved.path.name.isdecimal()]
+  for saved in checked:
+    problems = verification.problems(saved.path, saved.step, run)
+    if problems and not saved.path.exists():
+      continue  # the run has removed it in the meantime
+    for problem in problems:
+      print(f'WRONG  step {saved.step}: {problem}', flush=True)
+      exit_code = exits.DAMAGED
+    if not problems:
+      size = saved_steps.describe_size(saved.size)
+      print(f'ok     step {saved.step}: {size}', flush=True)
+  if not checked:
+    print(f'{place}: no checkpoints')
+  return exit_code

@@ -1,0 +1,110 @@
+"""Builds, lists and shows data sets of questions."""
+
+from collections.abc import Sequence
+import pathlib
+
+from stppo_jax import streams
+from stppo_jax import types
+from stppo_jax.data import building
+from stppo_jax.data import layout
+from stppo_jax.data import mixtures
+from stppo_jax.data import published
+from stppo_jax.data import readers
+from stppo_jax.data import tables
+
+_SHOWN_NOTES = 5
+
+
+def build(
+  root: pathlib.Path, name: str, *, from_files: str, mirror: str, force: bool
+) -> None:
+  """Builds a data set and prints what it holds; see `building.build`.
+
+  Args:
+    root: the folder of the data sets.
+    name: the name of the data set.
+    from_files: the files to read; '' to fetch them.
+    mirror: the address from which they are fetched; '' for that of the authors.
+    force: whether to build it again if it is there.
+  """
+  if name in layout.names(root) and not force:
+    raise ValueError(f'{name}: built already in {root}; --force builds it anew')
+  notes: list[str] = []
+  with streams.logged():
+    summary = building.build(
+      root, name, from_files=from_files, mirror=mirror, note=notes.append
+    )
+  for note in notes[:_SHOWN_NOTES]:
+    print(f'note: {note}')
+  if len(notes) > _SHOWN_NOTES:
+    print(f'note: ... and {len(notes) - _SHOWN_NOTES} more such lines')
+  print(f'{name}: {layout.folder(root, name)}')
+  for split, size in summary.sizes.items():
+    print(f'  {split}: {size:,} questions, sha256 {summary.checksums[split]}')
+  if layout.corpus(root, name).is_file():
+    print(f'  passages: {layout.corpus(root, name)}')
+
+
+def show_all(root: pathlib.Path | None) -> None:
+  """Prints the data sets that can be built, and those in a folder, if any."""
+  there = layout.names(root) if root else []
+  for name in dict.fromkeys([*published.PUBLISHED, *there]):
+    if name in published.PUBLISHED:
+      entry = published.PUBLISHED[name]
+      source = entry.home
+      if not all(original.url for original in entry.originals):
+        source += ', needs --from_files'
+      print(f'{name:16} {entry.title}; {entry.licence}; {source}')
+    else:
+      print(name)
+    if root and name in there:
+      from stppo_jax.data import built
+
+      summary = built.summary(root, name)
+      for split, size in summary.sizes.items():
+        digest = summary.checksums[split]
+        print(f'{"":16}   {split}: {size:,} questions, sha256 {digest}')
+
+
+def show(
+  root: pathlib.Path | None, name: str, *, start: int, count: int
+) -> None:
+  """Prints questions as a person reads them.
+
+  Args:
+    root: the folder of the data sets; None if it was not given.
+    name: NAME or NAME:SPLIT of a data set, or a file of questions.
+    start: the number of the first question.
+    count: the largest number of questions that are printed.
+  """
+  questions = _questions(root, name)
+  print(f'{name}: {len(questions):,} questions')
+  for number in range(start, min(start + count, len(questions))):
+    print('\n' + streams.escape(_page(number, questions[number])))
+
+
+def _questions(
+  root: pathlib.Path | None, name: str
+) -> Sequence[types.Question]:
+  """Returns the questions of a file, or of a split that was built."""
+  if pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz'):
+    return readers.read_questions(name)
+  if root is None:
+    raise ValueError('--root: missing; the folder of the data sets')
+  (element,) = mixtures.parse(name)
+  from stppo_jax.data import built
+
+  splits = [element.split] if element.split else published.SPLITS
+  return built.open_split(root, element.name, splits)
+
+
+def _page(number: int, question: types.Question) -> str:
+  """Returns a question as text."""
+  lines = [f'[{number}] {question.data_set} {question.id}', question.text]
+  lines += [f'  {key}. {text}' for key, text in question.options.items()]
+  lines.append('= ' + ' | '.join(question.golden_answers))
+  if question.hops:
+    lines.append(f'hops: {question.hops}')
+  if question.gold_passages:
+    lines.append('gold passages: ' + ', '.join(question.gold_passages))
+  return '\n'.join(lines)

@@ -1,0 +1,68 @@
+"""Writes a report about runs: a page, or Markdown with pictures."""
+
+from collections.abc import Sequence
+import contextlib
+import pathlib
+
+from stppo_jax import buckets
+from stppo_jax.tools.report import comparison
+from stppo_jax.tools.report import page
+from stppo_jax.tools.report import run_files
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import bucket_copy
+
+_MEGABYTE = 1_000_000
+
+
+def write(
+  out: pathlib.Path,
+  folders: Sequence[str],
+  *,
+  form: str,
+  most_dialogues: int,
+  most_megabytes: int,
+) -> list[str]:
+  """Writes the report of those runs that can be read, if there is one.
+
+  Args:
+    out: the file.
+    folders: the folders of runs, or the addresses of copies of them.
+    form: html or md.
+    most_dialogues: the largest number of dialogues in a page.
+    most_megabytes: about the largest size of a page.
+
+  Returns:
+    A line for each thing that could not be read or shown.
+  """
+  runs, losses = [], []
+  with contextlib.ExitStack() as stack:
+    for folder in dict.fromkeys(folders):
+      try:
+        copy = bucket_copy.downloaded(folder, dialogues=True)
+        run = run_files.read(str(stack.enter_context(copy)), folder)
+      except (run_files.Unreadable, buckets.BucketError) as error:
+        losses.append(str(error))
+      else:
+        runs.append(run)
+        losses += run.losses
+    if not runs:
+      return losses
+    groups = comparison.group(runs)
+    losses += comparison.problems(groups)
+    if form == 'md':
+      # Late, because it loads the library that draws.
+      from stppo_jax.tools.report import markdown
+
+      markdown.write(out, groups, losses=losses)
+    else:
+      text = page.html(
+        groups,
+        losses=losses,
+        most_dialogues=most_dialogues,
+        most_bytes=most_megabytes * _MEGABYTE,
+      )
+      atomic_files.replace(out, text.encode())
+  size = out.stat().st_size / _MEGABYTE
+  count = f'{len(runs)} run' + 's' * (len(runs) != 1)
+  print(f'{out}: {count}, {size:.1f} MB')
+  return losses
