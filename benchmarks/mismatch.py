@@ -58,7 +58,7 @@ def differences(flags: Sequence[str]) -> tuple[float, ...]:
   """Returns mean, 99th percentile and maximum for a config with these flags."""
   # An algorithm without a value model, which a collection does not need.
   flags = (f'--config={_CONFIG}:reinforce', *flags)
-  config = configuration.parse(flags, workdir=False).config
+  config = configuration.parse(flags)
   arrays = collection.collect(config, workdir=None, num_updates=0)
   metrics = jax.jit(diagnostics.mismatch)(
     arrays['old_logprobs_BL'],

@@ -60,7 +60,7 @@ ENVIRONMENT = Addition(
 
   flags = ['--config=configs/base.py', '--config.env.name=guess']
   flags.append('--config.env.max_turns=2')
-  config = configuration.parse(flags, workdir=False).config
+  config = configuration.parse(flags)
   kind = environments.find(config.env.name)
   say = lambda *texts: [f'<answer>{text}</answer>' for text in texts]
   trajectories = dialogues.collect_scripts(
@@ -145,14 +145,15 @@ ENVIRONMENT_WITH_OPTIONS = Addition(
     ),
   ),
   """
+  from stppo_jax import exits
   from stppo_jax import types
   from stppo_jax.commands.flags import configuration
   from stppo_jax.envs import environments
   from tests.rollout import dialogues
 
   flags = ['--config=configs/base.py', '--config.env.name=echo']
-  parse = lambda *more: configuration.parse([*flags, *more], workdir=False)
-  config = parse('--config.env.echo.rounds=2').config
+  parse = lambda *more: configuration.parse([*flags, *more])
+  config = parse('--config.env.echo.rounds=2')
   (trajectory,) = dialogues.collect_scripts(
     [['a.', 'b.', 'c.']],
     environments.find('echo').from_options(config.env.to_dict(), None),
@@ -161,7 +162,7 @@ ENVIRONMENT_WITH_OPTIONS = Addition(
   assert trajectory.rewards == {'turns': 3}
   try:
     parse('--config.env.echo.rounds=0')
-  except configuration.ConfigurationError as error:
+  except exits.Misconfigured as error:
     assert 'env.echo.rounds=0: must be' in str(error)
   else:
     raise AssertionError('the rule was not checked')
@@ -187,7 +188,7 @@ DIALECT = Addition(
 
   flags = ['--config=configs/base.py', '--config.retrieval.dialect=find']
   flags.append('--config.retrieval.url=http://localhost:1')
-  config = configuration.parse(flags, workdir=False).config
+  config = configuration.parse(flags)
   dialect = dialects.DIALECTS[config.retrieval.dialect]
   assert dialect.body(['lake 7'], 2) == {'find': ['lake 7'], 'at_most': 2}
   document = {'id': '7', 'contents': '"Lake 7"\\nIt is 7 km long.'}
@@ -277,13 +278,14 @@ KEY = Addition(
     ),
     Insertion(
       'stppo_jax/commands/config.py',
-      'arguments = configuration.parse(argv, workdir=False)',
-      'print(arguments.config.env.greeting)\n',
+      'config = configuration.parse(argv)',
+      'print(config.env.greeting)\n',
     ),
   ),
   """
   import contextlib
   import io
+  from stppo_jax import exits
   from stppo_jax.commands import config
   from stppo_jax.commands.flags import configuration
 
@@ -294,7 +296,7 @@ KEY = Addition(
   assert lines[0] == 'hello' and "env.greeting = 'hello'" in lines
   try:
     config.main([*flags, '--config.env.greeting=GOOD'])
-  except configuration.ConfigurationError as error:
+  except exits.Misconfigured as error:
     assert 'env.greeting' in str(error) and 'lower case' in str(error)
   else:
     raise AssertionError('the rule was not checked')

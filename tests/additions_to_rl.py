@@ -39,9 +39,7 @@ ALGORITHM = additions.Addition(
   from stppo_jax.commands.flags import configuration
   from stppo_jax.rl import algorithm
 
-  config = configuration.parse(
-    ['--config=configs/quickstart.py:turn_cispo'], workdir=False
-  ).config
+  config = configuration.parse(['--config=configs/quickstart.py:turn_cispo'])
   built = algorithm.build_algorithm(config.algorithm.to_dict())
   assert not built.uses_values and built.objective.name == 'detached'
   assert config.rollout.group_size == 8
@@ -55,9 +53,7 @@ CLIP_RULE = additions.Addition(
   from stppo_jax.commands.flags import configuration
   from stppo_jax.rl import algorithm
 
-  config = configuration.parse(
-    ['--config=configs/quickstart.py:log_ppo'], workdir=False
-  ).config
+  config = configuration.parse(['--config=configs/quickstart.py:log_ppo'])
   built = algorithm.build_algorithm(config.algorithm.to_dict())
   assert built.bounds.name == 'logarithmic'
   assert config.algorithm.bounds.width == 0.2
@@ -270,6 +266,7 @@ ESTIMATOR = additions.Addition(
   ),
   """
   import pytest
+  from stppo_jax import exits
   from stppo_jax.commands.flags import configuration
 
   files = ['tests/rl/group_advantages_test.py']
@@ -278,8 +275,8 @@ ESTIMATOR = additions.Addition(
   flags = ['--config=configs/quickstart.py:sign_grpo']
   flags.append('--config.rollout.group_size=1')
   try:
-    configuration.parse(flags, workdir=False)
-  except configuration.ConfigurationError as error:
+    configuration.parse(flags)
+  except exits.Misconfigured as error:
     assert 'group_signs, which compares trajectories' in str(error)
   else:
     raise AssertionError('the group was not needed')

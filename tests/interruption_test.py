@@ -124,7 +124,7 @@ def act(moment):
     threading.Timer(6, os.kill, (os.getpid(), signal.SIGKILL)).start()
     hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
 
-config = configuration.parse(sys.argv[1:-1], workdir=False).config
+config = configuration.parse(sys.argv[1:-1])
 with faults.at(config, act):
   __main__.main(['train', *sys.argv[1:]])
 """

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
   flags = absl_flags.FlagValues()
   absl_flags.DEFINE_string('sets', '', '', flag_values=flags)
   absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer('samples', 0, '', lower_bound=1, flag_values=flags)
+  absl_flags.DEFINE_integer('samples', None, '', lower_bound=1, flag_values=flags)
   checkpoint, config = evaluated_config.parse(
     argv,
     flags=flags,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
   return evaluation.evaluate(
     config,
     checkpoint,
-    samples=flags.samples,
+    samples=flags.samples or 0,
     out=pathlib.Path(flags.out) if flags.out else None,
   )
 

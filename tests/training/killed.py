@@ -33,7 +33,7 @@ def main(workdir: str, event: str, name: str, *flags: str) -> int:
 
   sys.addaudithook(audit)
   flags = flags or tuple(runs.flags(num_steps=runs.STEPS))
-  config = configuration.parse(flags, workdir=False).config
+  config = configuration.parse(flags)
   with faults.at(config, act):
     return __main__.main(['train', *flags, f'--workdir={workdir}'])
 

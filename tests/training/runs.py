@@ -69,7 +69,7 @@ def flags(algorithm: str = 'st_ppo', **changes) -> list[str]:
 
 def config(algorithm: str = 'st_ppo', **changes) -> config_dict.ConfigDict:
   """Returns the configuration that these flags make."""
-  return configuration.parse(flags(algorithm, **changes), workdir=False).config
+  return configuration.parse(flags(algorithm, **changes))
 
 
 def shape(settings) -> model_config.ModelConfig:

@@ -58,5 +58,5 @@ def test_a_search_of_arithmetic_is_refused(tmp_path, capsys):
 
 def test_the_config_of_the_calculator_is_valid():
   flags = [f'--config={runs.REPO}/configs/calculator.py:grpo']
-  config = configuration.parse(flags, workdir=False).config
+  config = configuration.parse(flags)
   assert config.env.name == 'tools' and config.sft.before_training

@@ -117,7 +117,9 @@ def parse(
   errors += [
     f'--{name}: missing'
     for name in required
-    if flags[name].value in (None, '') and f'--{name}' not in meant
+    if flags[name].value in (None, '')
+    and f'--{name}' not in meant
+    and not any(line.startswith(f'--{name}=') for line in errors)
   ]
   return given
 

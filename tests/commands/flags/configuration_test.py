@@ -8,9 +8,12 @@ import subprocess
 import sys
 import textwrap
 
+from absl import flags as absl_flags
 from ml_collections import config_dict
 import pytest
 
+from stppo_jax import exits
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import algorithms
 from tests.configs import resolved
@@ -19,15 +22,29 @@ _REPO = pathlib.Path(__file__).resolve().parents[3]
 _BASE = f'--config={_REPO}/configs/base.py'
 
 
-def _errors(*argv, **kwargs):
-  with pytest.raises(configuration.ConfigurationError) as caught:
-    configuration.parse(argv, **kwargs)
-  assert all('\n' not in line for line in caught.value.lines)
-  return caught.value.lines
+def _flags(**defaults):
+  """Returns the flags of a command, of the types of their defaults."""
+  flags = absl_flags.FlagValues()
+  for name, default in ({'workdir': ''} | defaults).items():
+    define = {
+      str: absl_flags.DEFINE_string,
+      int: absl_flags.DEFINE_integer,
+      bool: absl_flags.DEFINE_boolean,
+      list: absl_flags.DEFINE_multi_string,
+    }[type(default)]
+    define(name, default, '', flag_values=flags)
+  return flags
+
+
+def _errors(*argv, required=(), **defaults):
+  flags = _flags(**defaults)
+  with pytest.raises(exits.Misconfigured) as caught:
+    configuration.parse(argv, flags=flags, required=required)
+  return str(caught.value).splitlines()
 
 
 def _config(*argv):
-  return configuration.parse([_BASE, *argv], workdir=False).config
+  return configuration.parse([_BASE, *argv])
 
 
 @pytest.mark.parametrize(
@@ -72,78 +89,86 @@ def test_values_take_the_type_of_their_key(flag, expected):
   assert config == expected and type(config) is type(expected)
 
 
-def test_algorithm_workdir_options_and_separate_values(tmp_path):
-  arguments = configuration.parse(
+def test_algorithm_flags_and_separate_values():
+  flags = _flags(steps=5, name='x')
+  config = configuration.parse(
       [
           '--config', f'{_REPO}/configs/base.py:turn_ppo',
-          '--workdir', str(tmp_path / 'run'),
+          '--workdir', 'run',
           '--config.mesh.data', '-1',
           '--config.seed=1', '--config.seed=2',
           '--steps=12',
       ],
-      options={'steps': 5, 'name': 'x'},
+      flags=flags,
   )  # fmt: skip
-  config = arguments.config
   assert config.algorithm.ratio.level == 'turn'
   assert (config.seed, config.mesh.data) == (2, -1)
-  assert arguments.options == {'steps': 12, 'name': 'x'}
-  assert arguments.workdir == tmp_path / 'run'
-  assert not arguments.workdir.exists()
+  assert (flags.steps, flags.name, flags.workdir) == (12, 'x', 'run')
   with pytest.raises((AttributeError, KeyError)):
     config.new_key = 1
   assert isinstance(config, config_dict.ConfigDict)
 
 
-def test_booleans_need_no_value(tmp_path):
-  options = {'compile': True, 'deep': False, 'name': ''}
-  flags = '--nocompile', '--deep', '--name=f', '--x', '--y=t', '--restart=0'
-  arguments = configuration.parse(
-    [_BASE, *flags, '--nox'],
-    workdir=False,
-    options=options,
-    switches=('x', 'y', 'restart'),
-  )
-  assert arguments.options == {'compile': False, 'deep': True, 'name': 'f'}
-  assert arguments.switches == {'y'}
-  assert configuration.parse(
-    [_BASE, '--deep', 'f', '--compile=true'], workdir=False, options=options
-  ).options == {'compile': True, 'deep': False, 'name': ''}
+def test_booleans_need_no_value():
+  flags = _flags(compile=True, deep=False, name='', x=False, y=False)
+  given = '--nocompile', '--deep', '--name=f', '--x', '--y=t', '--nox'
+  configuration.parse([_BASE, *given], flags=flags)
+  assert (flags.compile, flags.deep, flags.name) == (False, True, 'f')
+  assert (flags.x, flags.y) == (False, True)
 
 
-def test_a_workdir_may_be_optional(tmp_path):
-  optional = {'workdir': False, 'options': {'workdir': ''}}
-  assert configuration.parse([_BASE], **optional).workdir is None
-  arguments = configuration.parse([_BASE, f'--workdir={tmp_path}'], **optional)
-  assert arguments.workdir == tmp_path
-  (line,) = _errors(_BASE, f'--workdir={__file__}', **optional)
+def test_a_workdir_must_be_a_folder():
+  (line,) = _errors(_BASE, f'--workdir={__file__}')
   assert 'exists and is not a folder' in line
 
 
-def test_flags_that_repeat_and_flags_without_a_value():
+def test_flags_that_repeat_and_flags_that_are_wrong():
+  flags = _flags(set=[], fast=False, x=1)
   argv = ['--set', 'a=1', '--fast', '--x', '-1', '--set=b=2', '--x=3']
-  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
-  assert found.values == {'x': '3'}
-  assert found.lists == {'set': ['a=1', 'b=2']}
-  assert found.switches == {'fast'} and not found.errors
-  argv = ['--fats', '--fast=maybe', '--set', '--config.seed=1', 'x']
-  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert not command_line.parse(flags, argv).errors
+  assert (flags.x, flags.set, flags.fast) == (3, ['a=1', 'b=2'], True)
+  flags = _flags(set=[], fast=False, x=1)
+  argv = ['--set=a', '--x=y', '--fats', '--fast=maybe', '--config.seed=1', 'x']
+  found = command_line.parse(flags, [*argv, '--set'], required=('workdir',))
+  choices = 'choices: --workdir, --set, --fast, --x'
   assert found.errors == [
-    '--fats: unknown flag; did you mean --fast? choices: --x, --set, --fast',
-    '--fast=maybe: expected true or false',
+    '--x=y: must be an integer',
+    '--fast=maybe: must be true or false',
     '--set: has no value',
-    '--config.seed=1: unknown flag; choices: --x, --set, --fast',
+    f'--fats: unknown flag; did you mean --fast? {choices}',
+    f'--config.seed=1: unknown flag; {choices}',
     'x: not a flag; flags start with --',
+    '--workdir: missing',
   ]
-  assert found.meant == {'fast', 'x'}
+  assert flags.set == ['a']  # what is right counts once
+
+
+def test_a_misspelt_flag_and_a_wrong_one_are_not_missing():
+  flags = _flags(out='', count=0)
+  argv = ['--ot=1', '--count=many']
+  found = command_line.parse(flags, argv, required=('out', 'count'))
+  assert [line.partition(':')[0] for line in found.errors] == [
+    '--count=many',
+    '--ot=1',
+  ]
+
+
+def test_a_number_must_be_a_number():
+  flags = _flags()
+  absl_flags.DEFINE_float('most', 1.0, '', flag_values=flags)
+  assert command_line.parse(flags, ['--most=nan']).errors == [
+    '--most=nan: must be a number'
+  ]
 
 
 @pytest.mark.parametrize('flag', ['--fats', '-fast', '--fsat'])
 def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
-  found = configuration.split([flag, '-1', flag, 'y', flag, '--x=1'], ['x'])
-  first, second, third, fourth = found.errors
+  flags = _flags(x='')
+  argv = [flag, '-1', flag, 'y', flag, '--x=1']
+  first, second, third, fourth = command_line.parse(flags, argv).errors
   assert first == third == fourth and first.startswith(f'{flag}: ')
   assert second.startswith('-1: ')  # it may be a flag too
-  assert found.values == {'x': '1'}
+  assert flags.x == '1'
 
 
 @pytest.mark.parametrize(
@@ -179,18 +204,20 @@ def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
     ('--config.rollout.temperature=1e999', 'must be greater than 0'),
     ('--config.seed', 'has no value'),
     ('config.seed=1', 'not a flag'),
-    ('--zzz=1', 'unknown flag; choices: --config, --workdir, --steps'),
+    ('--zzz=1', 'unknown flag; choices: --workdir, --steps, --config'),
     ('--workdri=1', 'unknown flag; did you mean --workdir?'),
-    ('--steps=many', 'expected int, such as 5'),
+    ('--steps=many', 'must be an integer'),
   ],
 )
 def test_a_wrong_flag_is_one_line(flag, expected):
-  (line,) = _errors(_BASE, '--workdir=x', flag, options={'steps': 5})
+  (line,) = _errors(_BASE, '--workdir=x', flag, steps=5)
   assert flag.lstrip('-').partition('=')[0] in line and expected in line
 
 
 def test_missing_flags_and_a_file_for_a_folder():
-  assert _errors() == ['--config: missing', '--workdir: missing']
+  required = ('workdir',)
+  lines = _errors(required=required)
+  assert lines == ['--config: missing', '--workdir: missing']
   (line,) = _errors(_BASE, f'--workdir={__file__}')
   assert 'exists and is not a folder' in line
 
@@ -253,7 +280,7 @@ def test_a_missing_file_and_an_unknown_algorithm():
 def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   flags = '--config=configs/quickstart.py:turn_ppo', '--workdir=x'
-  config = configuration.parse(flags).config
+  config = configuration.parse(flags)
   assert config.algorithm.ratio.level == 'turn'
   # Files that the config names are found too, and its own files come first.
   assert '{question}' in pathlib.Path(config.env.prompt_template).read_text()
@@ -262,7 +289,7 @@ def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):
   (tmp_path / 'configs').mkdir()
   mine = 'from stppo_jax.configs import base\nget_config = base.get_config\n'
   (tmp_path / 'configs' / 'quickstart.py').write_text(mine)
-  assert configuration.parse(flags).config.model.path == ''
+  assert configuration.parse(flags).model.path == ''
 
 
 def test_errors_of_all_kinds_are_printed_together():
