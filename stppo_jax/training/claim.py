@@ -1,6 +1,7 @@
 """Claims the folder of a run, and ends what a signal ends before the steps.
 
     with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
+      folder.check(config)         # the folder of another run is refused
       ...                          # everything that can be refused is refused
       folder.record(config)        # from here on the folder is that of this run
 
@@ -84,6 +85,25 @@ class Folder:
   def together(self) -> contextlib.AbstractContextManager[None]:
     """Runs a body in which hosts wait for each other; see `voting.together`."""
     return voting.together(self.hosts, self.abandonable)
+
+  def check(self, config, **also) -> None:
+    """Refuses the folder of another run before anything is asked of a server.
+
+    What a bucket holds is compared later, in `record`.
+
+    Args:
+      config: the config of the run.
+      **also: see `record`.
+
+    Raises:
+      OtherRun, CheckpointsMissing: see `record`.
+    """
+    with self.abandonable(), exits.as_misconfigured(str(self.path)):
+      if not self.hosts.is_first or self.restart:
+        return
+      if not config.writer.copy_to:  # which may have them
+        run_record.check_checkpoints(self.path)
+      run_record.check_config({**config.to_dict(), **also}, self.path)
 
   def record(self, config, **also) -> None:
     """Makes the folder that of a run: records its config, begins to watch it.

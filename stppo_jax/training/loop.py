@@ -61,6 +61,7 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # the lock, signals and votes; nothing else is written yet
+    folder.check(config)  # is it this run's?
     start = starts.resolve(config, folder, source)  # where weights come from
     parts = build_lib.build(start.config, folder)  # once, or a refusal
     folder.record(config)

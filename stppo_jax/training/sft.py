@@ -51,6 +51,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
   """
   with claim.claimed(config, workdir, restart=restart) as folder:
+    folder.check(config, command='sft')
     with folder.abandonable():
       found = components.build(config)
       services = folder.enter(
