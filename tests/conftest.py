@@ -58,6 +58,8 @@ for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
 
 import jax  # noqa: E402
 
+from stppo_jax import streams  # noqa: E402
+
 # Compiling is most of the time of the tests. What they run is small, so the
 # compiler's expensive passes cost more than they save. Subprocesses are left
 # alone: they run larger models, for which it is the other way round.
@@ -94,6 +96,14 @@ def pytest_collection_finish():
   """Keeps modules and tests, which live to the end, out of the collector."""
   gc.collect()
   gc.freeze()
+
+
+@pytest.fixture
+def said():
+  """What the package logs during the test, as lines."""
+  lines = []
+  with streams.logged(lines.append):
+    yield lines
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -1,27 +1,16 @@
-"""A run that a signal or an outage ended resumes as the same run."""
+"""The first signal asks a process to end, and a second one ends it."""
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from stppo_jax import __main__
 from stppo_jax import interruption
-from stppo_jax.retrieval import server
-from stppo_jax.tools import run_state
-from stppo_jax.training import components
-from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 
 
@@ -55,7 +44,7 @@ def test_other_work_is_finished_first(number):
 # A process that computes for minutes, and reaches no Python code meanwhile.
 _BUSY = """
 import hashlib
-from stppo_jax.training.stopping import interruption
+from stppo_jax import interruption
 with interruption.Interruption() as interrupt:
   interrupt.outlook = 'saving step 3'
   print('ready', flush=True)
@@ -110,47 +99,6 @@ def test_a_process_that_reacts_to_nothing_ends_without_its_main_thread():
   assert process.returncode == 75
 
 
-# Its first step is not saved when a signal comes, and its second never ends.
-_ENDLESS_UPDATE = """
-import hashlib, os, signal, sys, threading
-from stppo_jax import __main__
-from stppo_jax.commands.flags import configuration
-from tests.training import faults
-
-def act(moment):
-  if moment == ('updated', 2):
-    os.kill(os.getpid(), signal.SIGTERM)
-    # What the grace seconds are for: then the process is killed.
-    threading.Timer(6, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
-
-config = configuration.parse(sys.argv[1:-1])
-with faults.at(config, act):
-  __main__.main(['train', *sys.argv[1:]])
-"""
-
-
-@pytest.mark.slow
-def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
-  finished, tmp_path
-):
-  options = {'checkpoint__every': 99, 'preemption__grace': 6.0}
-  flags = runs.flags(num_steps=runs.STEPS, **options)
-  process = subprocess.run(
-    [sys.executable, '-c', _ENDLESS_UPDATE, *flags, f'--workdir={tmp_path}'],
-    capture_output=True,
-    text=True,
-    cwd=runs.REPO,
-    timeout=300,
-  )
-  assert process.returncode == 75
-  line = 'interrupted in the updates after step 1, which do not end within '
-  assert f'{line}preemption.grace=6 s: what was done' in process.stdout
-  assert not list((tmp_path / 'checkpoints').iterdir())
-  assert _train(tmp_path, **options) == 0
-  _assert_same_run(tmp_path, finished)
-
-
 def test_a_hangup_counts_once_and_nohup_ignores_it():
   for before, reported in (((), True), (('nohup',), False)):
     process = _busy(*before)
@@ -190,247 +138,6 @@ def test_signal_handlers_are_restored():
 
 def test_an_interruption_is_not_an_error_to_be_handled():
   assert not issubclass(interruption.Interrupted, Exception)
-
-
-# Only an interruption saves these runs before their last step.
-_RARELY_SAVED = {'checkpoint__every': 100}
-
-
-def _train(workdir, act=lambda moment: None, **changes):
-  """Trains; `act` is called at the moments of the run."""
-  changes = {**_RARELY_SAVED, **changes}
-  with faults.at(runs.config(**changes), act):
-    return runs.train(workdir, **changes)
-
-
-def _assert_same_run(workdir, finished):
-  """Asserts equal metrics, dialogues and weights, bit for bit."""
-  runs.assert_same_files(workdir, finished, num_steps=runs.STEPS)
-  weights = 'policy/model.safetensors'
-  assert (workdir / weights).read_bytes() == (finished / weights).read_bytes()
-
-
-def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
-  """Dropped work is done again; an update is finished and saved."""
-  for moment, number, saved, written in (
-    # The evaluation of the start is dropped.
-    (('evaluate', 1), signal.SIGTERM, 0, []),
-    # A collection is dropped; step 0 has its line, and keeps one.
-    (('collect', 1), signal.SIGINT, 0, [0]),
-    # An update is finished, written and saved.
-    (('updated', 1), signal.SIGTERM, 1, [0, 1]),
-    # An evaluation is dropped and its step is not: it has no line yet.
-    (('evaluate', 1), signal.SIGTERM, 2, [0, 1]),
-    # Written, but not saved again: the next start writes the same line.
-    (('updated', 1), None, 2, [0, 1, 2]),
-  ):
-    if number is None:
-      assert _train(tmp_path, faults.crash_at(moment)) == 70
-    else:
-      code = _train(tmp_path, faults.send_at(moment, number))
-      assert code == _CODES[number]
-      said = f'after step {saved}, saved' if saved else 'before the first step'
-      assert f'interrupted {said}' in capsys.readouterr().out
-    names = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
-    assert max(names, default=0) == saved
-    assert [x['step'] for x in runs.metrics(tmp_path)] == written
-  assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
-  """One that nobody foresaw, and a file that cannot be written at the end."""
-  assert _train(tmp_path, faults.crash_at(('collect', 2))) == 70
-  assert 'step 1 is saved' in capsys.readouterr().out
-  (tmp_path / 'policy').touch()  # where a folder is to be
-  assert _train(tmp_path) == 75
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'{tmp_path}/policy')
-  assert line.endswith('; step 3 is saved; the same command resumes')
-  (tmp_path / 'policy').unlink()
-  curve = tmp_path / 'learning_curve.png'
-  curve.mkdir()
-  assert _train(tmp_path) == 75
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(str(curve))
-  assert line.endswith('; step 3 is saved; the same command resumes')
-  curve.rmdir()
-  assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_a_save_that_fails_beside_the_loop_ends_the_run(
-  finished, tmp_path, capsys
-):
-  """The disk is full from the second step on, whose save threads write."""
-  limit = resource.RLIMIT_FSIZE
-  soft, hard = resource.getrlimit(limit)
-
-  def act(moment):
-    if moment == ('updated', 2):
-      deadline = time.monotonic() + 60  # threads write the first checkpoint
-      while run_state.read(tmp_path).checkpoint != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-      resource.setrlimit(limit, (1024, hard))
-
-  try:
-    assert _train(tmp_path, act, checkpoint__every=1) == 75
-  finally:
-    resource.setrlimit(limit, (soft, hard))
-  out, err = capsys.readouterr()
-  assert f'step 2 could not be saved in {tmp_path}/checkpoints' in err
-  assert 'Traceback' not in out + err
-  assert run_state.read(tmp_path).checkpoint == 1
-  assert __main__.main(['checkpoint', 'verify', f'--workdir={tmp_path}']) == 0
-  assert _train(tmp_path, checkpoint__every=1) == 0  # there is room again
-  _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_an_interrupted_start_is_made_again(tmp_path, capsys):
-  """The supervised start exists completely or not at all."""
-  changes = {
-    'sft__before_training': True,
-    'sft__num_steps': 2,
-    'sft__batch_size': 16,  # as in commands/train_test.py: the same program
-    'num_steps': 1,
-    'evaluate__every': 0,
-  }
-  send = faults.send_at(('collect', 1), signal.SIGINT)  # of demonstrations
-  assert _train(tmp_path, send, **changes) == 130
-  assert 'interrupted before the first step' in capsys.readouterr().out
-  left = {path.name for path in tmp_path.iterdir()}
-  assert left == {'config.json', 'files.json', 'run.json', 'heartbeat.json'}
-  state = run_state.read(tmp_path)
-  assert (state.state, state.step) == (run_state.INTERRUPTED, 0)
-  # As if killed while it was written.
-  (tmp_path / 'start.partial').mkdir()
-  (tmp_path / 'start.partial' / 'rest').touch()
-  assert _train(tmp_path, **changes) == 0
-  assert (tmp_path / 'start' / 'model.safetensors').is_file()
-  assert not (tmp_path / 'start' / 'rest').exists()
-  assert not (tmp_path / 'start.partial').exists()
-
-
-@pytest.mark.slow
-def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
-  failures, collections = {('collect', 2): 0.75, ('collect', 3): 0.75}, []
-
-  def act(moment):
-    collections.append(moment[0] == 'collect')
-    return failures.get(moment)
-
-  assert _train(tmp_path, act) == 0
-  assert sum(collections) == runs.STEPS + 2
-  line = 'step 2: the infrastructure failed 12 of 16 trajectories, 12 of '
-  assert capsys.readouterr().out.count(line) == 2
-  _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_refilled_rows_are_those_of_a_run_without_failures(
-  finished, tmp_path, capsys
-):
-  def act(moment):
-    return 0.5 if moment == ('collect', 2) else None
-
-  assert _train(tmp_path, act, rollout__refill_rounds=2) == 0
-  assert '2: 8 of 8 failed' in capsys.readouterr().out
-  name = 'rollout/refilled_rows'
-  lines, expected = runs.repeated(tmp_path), runs.repeated(finished)
-  assert [line.pop(name, 0) for line in lines] == [0, 0, 8, 0]
-  assert [line.pop(name, 0) for line in expected] == [0, 0, 0, 0]
-  assert lines == expected
-  weights = 'policy/model.safetensors'
-  assert (tmp_path / weights).read_bytes() == (finished / weights).read_bytes()
-
-
-def test_a_few_failures_are_no_outage(tmp_path, capsys):
-  changes = {
-    'num_steps': 1,
-    'evaluate__every': 0,
-    'writer__samples': 3,
-    'writer__trajectories': 0,
-  }
-  assert _train(tmp_path, lambda moment: 0.5, **changes) == 0
-  (line,) = runs.metrics(tmp_path)
-  assert line['rollout/valid_fraction'] == 0.5
-  # Dialogues are printed, though none is kept.
-  printed = capsys.readouterr().out
-  assert printed.count('? golden: ') == 3
-  assert 'step 1: the infrastructure failed 8 of 16 trajectories' in printed
-  assert 'first cause: the server is away' in printed
-  assert not list(tmp_path.glob('trajectories-*'))
-
-
-@pytest.mark.slow
-def test_an_outage_that_lasts_saves_and_ends_the_run(
-  finished, tmp_path, capsys
-):
-  passages = components.build_questions(runs.config()).passages()
-  with contextlib.ExitStack() as stack:
-    served = stack.enter_context(server.embedded(passages))
-
-    def act(moment):
-      if moment == ('collect', 2):
-        stack.close()
-        return 1.0
-
-    retrieval = {
-      'retrieval__url': served.url,
-      'retrieval__start_grace': 0.5,
-      'retrieval__timeout': 5.0,
-    }
-    assert _train(tmp_path, act, **retrieval) == 75
-  assert served.url in capsys.readouterr().err
-  # A server that is ready but fails all queries ends the run too.
-  collections = []
-
-  def fail(moment):
-    if moment[0] != 'collect':
-      return None
-    collections.append(moment)
-    return 1.0
-
-  assert _train(tmp_path, fail) == 75
-  assert collections == [('collect', n) for n in (1, 2, 3)]
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(
-    'step 2: collected 3 times; the infrastructure failed 16 of 16 trajectories'
-  )
-  assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
-  assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
-
-
-def test_another_config_is_refused_before_any_request(finished, capsys):
-  before = (finished / 'config.json').read_bytes()
-  # No server listens there.
-  assert _train(finished, seed=5, retrieval__url='http://127.0.0.1:9') == 2
-  assert capsys.readouterr().err == (
-    f'seed=5: the run in {finished} was started with 0; use another --workdir,'
-    ' or allow it: --config.resume.allow_change=seed\n'
-  )
-  assert (finished / 'config.json').read_bytes() == before
-
-
-def test_evaluating_leaves_a_live_run_alone(finished, tmp_path, capsys):
-  saving = finished / 'checkpoints' / '9.orbax-checkpoint-tmp'
-  saving.mkdir()
-  before = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
-  arguments = ['evaluate', *runs.flags(num_steps=runs.STEPS)]
-  assert __main__.main([*arguments, f'--workdir={finished}']) == 0
-  after = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
-  saving.rmdir()
-  assert after == before
-  capsys.readouterr()
-  missing = tmp_path / 'missing'
-  assert __main__.main([*arguments, f'--workdir={missing}']) == 2
-  assert not missing.exists()
-  assert capsys.readouterr().err == f'--checkpoint={missing}: no such folder\n'
 
 
 def test_a_request_that_comes_too_late_ends_nothing_else():

@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
   flags = absl_flags.FlagValues()
   absl_flags.DEFINE_string('sets', '', '', flag_values=flags)
   absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer('samples', None, '', lower_bound=1, flag_values=flags)
+  absl_flags.DEFINE_integer(
+    'samples', None, '', lower_bound=1, flag_values=flags
+  )
   checkpoint, config = evaluated_config.parse(
     argv,
     flags=flags,

@@ -14,6 +14,7 @@ import functools
 import jax
 
 from stppo_jax import batch as batch_lib
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
@@ -107,6 +108,8 @@ def build(config, folder: claim.Folder) -> Parts:
       components_lib.build_services(config, found.questions)
     )
     tokenizer, learner = found.tokenizer, found.learner
+    with exits.as_misconfigured():
+      sentences = steps_lib.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, found)
     engine = engines.build(
       config, collecting, tokenizer, learner.decoded, found.placement
@@ -126,9 +129,6 @@ def build(config, folder: claim.Folder) -> Parts:
     )
     prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
     folder.at_end(prefetcher.close)
-    sentences = None
-    if config.algorithm.ratio.level == 'sentence':
-      sentences = pack_lib.SentenceSplitter(tokenizer.token_bytes())
     pack = functools.partial(
       pack_lib.pack,
       length_bucket=components_lib.length_unit(config),

@@ -1,18 +1,22 @@
 """Claims the folder of a run, and ends what a signal ends before the steps.
 
     with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
+      folder.check(config)         # the folder of another run is refused
       ...                          # everything that can be refused is refused
-      folder.record(config)        # from here on the folder is that of this run
+      folder.record()              # from here on the folder is that of this run
 
-Nothing but the lock is written before `record`.
+The folder of another run is refused at once. Nothing but the lock is written
+before `record`.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 import contextlib
 import functools
 import logging
 import pathlib
+from typing import Any
 from typing import TypeVar
 
 from stppo_jax import exits
@@ -48,6 +52,7 @@ class Folder:
   def __init__(
     self,
     path: pathlib.Path,
+    config: Mapping[str, Any],
     hosts: hosts_lib.Hosts,
     interrupt: interruption.Interruption,
     lock: lock_lib.Claim | None,
@@ -56,7 +61,7 @@ class Folder:
     *,
     restart: bool = False,
   ):
-    self.path, self.hosts = path, hosts
+    self.path, self.hosts, self._config = path, hosts, config
     self.interrupt, self.lock = interrupt, lock
     self.restart, self.lines = restart, lines
     self.watch = watching.Watch(lambda: self.exit_code)
@@ -85,18 +90,29 @@ class Folder:
     """Runs a body in which hosts wait for each other; see `voting.together`."""
     return voting.together(self.hosts, self.abandonable)
 
-  def record(self, config, **also) -> None:
-    """Makes the folder that of a run: records its config, begins to watch it.
+  def check(self) -> None:
+    """Refuses the folder of another run before anything is asked of a server.
 
-    Args:
-      config: the config of the run.
-      **also: what else defines the run, such as its command.
+    What a bucket holds is compared later, in `record`.
+
+    Raises:
+      OtherRun, CheckpointsMissing: see `record`.
+    """
+    with self.abandonable(), exits.as_misconfigured(str(self.path)):
+      if not self.hosts.is_first or self.restart:
+        return
+      if not self._config['writer']['copy_to']:  # which may have them
+        run_record.check_checkpoints(self.path)
+      run_record.check_config(self._config, self.path)
+
+  def record(self) -> None:
+    """Makes the folder that of the run: records its config, begins to watch it.
 
     Raises:
       OtherRun, BucketError: see `bucket_copy`; or the folder has another run.
       CheckpointsMissing: the run's checkpoints are gone.
     """
-    bucket = config.writer.copy_to
+    bucket = self._config['writer']['copy_to']
     with self.abandonable(), exits.as_misconfigured(str(self.path)):
       bucket_copy.check_restart(bucket, self.restart)
       self.enter(self.watch.phases_watched(self.path, self.hosts.index))
@@ -107,20 +123,27 @@ class Folder:
         _log.info('%s: what it held is now in %s', self.path, aside)
       bucket_copy.fetch(bucket, self.path)
       run_record.check_checkpoints(self.path)
-      run_record.record_config({**config.to_dict(), **also}, self.path)
+      run_record.record_config(self._config, self.path)
       # Not earlier: until here the folder may be that of another run.
       left = self.interrupt.seconds_left
       self.enter(bucket_copy.copying(bucket, self.path, left))
-      names, steps = self.hosts.names, config.profile.steps
+      names, steps = self.hosts.names, self._config['profile']['steps']
       self.enter(self.watch.started(self.path, names, steps, self.lock))
 
   @contextlib.contextmanager
-  def inside(self, name: str) -> Iterator['Folder']:
-    """Yields a folder in this one, for a run that is a part of this run."""
+  def inside(self, name: str, config, **also) -> Iterator['Folder']:
+    """Yields a folder in this one, for a run that is a part of this run.
+
+    Args:
+      name: the name of the folder.
+      config: the config of that run.
+      **also: what else defines it, such as its command.
+    """
     rescue = self.interrupt.rescue
     with contextlib.ExitStack() as stack:
       yield Folder(
         self.path / name,
+        {**config.to_dict(), **also},
         self.hosts,
         self.interrupt,
         self.lock,
@@ -146,8 +169,9 @@ def claimed(
   restart: bool = False,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
   unit: str = 'step',
+  **also,
 ) -> Iterator[Folder]:
-  """Yields the folder of a run, locked.
+  """Yields the folder of a run, locked; it has no other run.
 
   A signal ends the body without an error; `Folder.exit_code` is then that of
   the signal.
@@ -158,9 +182,11 @@ def claimed(
     restart: see `Folder`.
     hosts: the hosts of the run, all of which call this function.
     unit: the name of what the run counts, for the lines that are printed.
+    **also: what else defines the run, such as its command.
 
   Raises:
     Misconfigured: the hosts differ, or the folder cannot be written.
+    OtherRun, CheckpointsMissing: see `Folder.record`.
     Locked: another process writes there.
     Interrupted: a signal came before the body.
   """
@@ -185,9 +211,11 @@ def claimed(
           lock = stack.enter_context(lock_lib.held(path))
       agreement.check_folder(hosts, path)
       compilation.keep(path / run_folder.COMPILED)
+      config = {**config.to_dict(), **also}
       folder = Folder(
-        path, hosts, interrupt, lock, stack, lines, restart=restart
+        path, config, hosts, interrupt, lock, stack, lines, restart=restart
       )
+      folder.check()
       interrupt.rescue = functools.partial(_rescue, folder, unit)
       is_held = True
       yield folder

@@ -59,7 +59,7 @@ def train(
   ) as folder:  # the lock, signals and votes; nothing else is written yet
     start = starts.resolve(config, folder)  # where the weights come from
     parts = build_lib.build(start.config, folder)  # once, or a refusal
-    folder.record(config)
+    folder.record()
     for note in parts.notes:
       _log.info(note)
     with folder.together():

@@ -63,13 +63,17 @@ def prefer(
     that were skipped (76).
   """
   options = config.preference
-  with claim.claimed(config, workdir, restart=restart, unit='update') as folder:
+  with exits.as_misconfigured():
+    pairs, digest = pairs_lib.read(file)
+  # With other pairs, a resumed run would be one that no command describes.
+  with claim.claimed(
+    config, workdir, restart=restart, unit='update', batch_sha256=digest
+  ) as folder:
     with folder.abandonable(), exits.as_misconfigured():
       _check_unused_keys(config)
       questions = components.build_questions(config)
       tokenizer = model_files.build_tokenizer(config, questions)
       model_files.check(config, tokenizer)
-      pairs, digest = pairs_lib.read(file)
       mesh = components.build_mesh(config)
       shape = model_files.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
@@ -77,8 +81,7 @@ def prefer(
       pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)
       num_pairs = len(pairs.tokens_Q2L)
       per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
-    # With other pairs, a resumed run would be one that no command describes.
-    folder.record(config, batch_sha256=digest)
+    folder.record()
     with folder.abandonable(), exits.as_misconfigured():
       start = learner.start()
       inputs = offline_losses.PairInputs(

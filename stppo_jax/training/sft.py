@@ -50,13 +50,13 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   Returns:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
   """
-  with claim.claimed(config, workdir, restart=restart) as folder:
+  with claim.claimed(config, workdir, restart=restart, command='sft') as folder:
     with folder.abandonable():
       found = components.build(config)
       services = folder.enter(
         components.build_services(config, found.questions)
       )
-    folder.record(config, command='sft')
+    folder.record()
 
     def evaluate(policy: functional.Model, params: functional.Params) -> None:
       engine = engines.build(

@@ -142,8 +142,8 @@ def load(
   elif not is_made:
     imitated = config.copy_and_resolve_references()
     imitated.writer.update(trackers=(), tensorboard=False, copy_to='')
-    with folder.inside('start') as inside:
-      inside.record(imitated, command='sft')
+    with folder.inside('start', imitated, command='sft') as inside:
+      inside.record()
       sft.imitate(
         imitated, inside, parts.tokenizer, parts.services, shown_every=50
       )

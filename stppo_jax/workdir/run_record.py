@@ -105,6 +105,21 @@ class CheckpointsMissing(Exception):
   exit_code = exits.DAMAGED
 
 
+def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
+  """Checks that a folder has no run of another config; changes nothing.
+
+  Args:
+    config: the nested config, see `record_config`.
+    workdir: the run's folder.
+
+  Raises:
+    OtherRun: a run of another config has begun here.
+  """
+  config = json.loads(json.dumps(config))
+  if _has_begun(workdir):
+    _compare(config, _checksums(config), workdir)
+
+
 def record_config(
   config: Mapping[str, Any],
   workdir: str | pathlib.Path,
@@ -126,33 +141,10 @@ def record_config(
   text = json.dumps(config, indent=2, sort_keys=True) + '\n'
   # Parsed again, because JSON turns tuples into lists.
   config = json.loads(text)
-  has_begun = any(any(workdir.glob(p)) for p in _PRODUCTS)
-  checksums, known = _checksums(config), {}
-  changes, changed = {}, {}
-  if path.is_file() and has_begun:
-    allowed = config['resume']['allow_change']
-    changes = _differences(config, _read(path))
-    lines = [
-      _refusal(key, *values, workdir)
-      for key, values in changes.items()
-      if _is_in(key, _FIXED) or not _is_in(key, allowed)
-    ]
-    # A run that an earlier version has begun has no checksums.
-    files = workdir / _FILES
-    known = _read(files) if files.is_file() else {}
-    changed = {
-      name: (ours, known[name])
-      for name, ours in checksums.items()
-      if known.get(name, ours) != ours
-    }
-    lines += [
-      f'{name}: changed since the run in {workdir} was started; bring it back, '
-      f'use another --workdir, or allow it: {_ALLOW}={_key(name)}'
-      for name in changed
-      if not _is_in(_key(name), allowed)
-    ]
-    if lines:
-      raise OtherRun('\n'.join(lines))
+  has_begun, checksums = _has_begun(workdir), _checksums(config)
+  changes, changed, known = {}, {}, {}
+  if has_begun:
+    changes, changed, known = _compare(config, checksums, workdir)
     _note_changes(changes | changed, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   if not has_begun or run_folder.read(workdir) is None:
@@ -243,6 +235,61 @@ def with_start(config, workdir: pathlib.Path):
   if config.init_from:
     config.model.tokenizer_path = ''  # the start has that of the other run
   return config
+
+
+def _has_begun(workdir: pathlib.Path) -> bool:
+  """Returns whether a run has left more than its record in a folder."""
+  return any(any(workdir.glob(product)) for product in _PRODUCTS)
+
+
+def _compare(
+  config: Mapping[str, Any],
+  checksums: Mapping[str, str],
+  workdir: pathlib.Path,
+) -> tuple[
+  dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]], dict[str, str]
+]:
+  """Compares a config and its files with those of the run of a folder.
+
+  Args:
+    config: the config, as it is recorded.
+    checksums: the checksums of its files.
+    workdir: the folder of a run that has begun.
+
+  Returns:
+    The keys that differ and the files that have changed, with both values, and
+    the checksums that were recorded. All are empty if there is no record.
+
+  Raises:
+    OtherRun: some of them must not differ.
+  """
+  path = workdir / 'config.json'
+  if not path.is_file():
+    return {}, {}, {}
+  allowed = config['resume']['allow_change']
+  changes = _differences(config, _read(path))
+  lines = [
+    _refusal(key, *values, workdir)
+    for key, values in changes.items()
+    if _is_in(key, _FIXED) or not _is_in(key, allowed)
+  ]
+  # A run that an earlier version has begun has no checksums.
+  files = workdir / _FILES
+  known = _read(files) if files.is_file() else {}
+  changed = {
+    name: (ours, known[name])
+    for name, ours in checksums.items()
+    if known.get(name, ours) != ours
+  }
+  lines += [
+    f'{name}: changed since the run in {workdir} was started; bring it back, '
+    f'use another --workdir, or allow it: {_ALLOW}={_key(name)}'
+    for name in changed
+    if not _is_in(_key(name), allowed)
+  ]
+  if lines:
+    raise OtherRun('\n'.join(lines))
+  return changes, changed, known
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def _plan(name):
 def test_formulas_agree_with_compiled_programs(name):
   state, _, update, sent, products = _COMPILED[name]
   plan = _plan(name)
-  held = sum(x for n, x in plan.sizes.items() if 'engine' not in n)
+  held = sum(x for n, x in plan.held.sizes.items() if 'engine' not in n)
   assert held / _GIB == pytest.approx(state, abs=0.06)  # as it is printed
   estimated = sum(plan.estimated.values())
   assert estimated / _GIB == pytest.approx(update - state, rel=0.25)

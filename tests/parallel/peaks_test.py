@@ -5,6 +5,7 @@ import threading
 import jax
 import numpy as np
 
+from stppo_jax import streams
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import memory
 
@@ -42,7 +43,7 @@ def test_a_long_compilation_is_announced_and_its_end_too():
       f'/jax/core/compile/{event}', seconds, fun_name=f'jit({name})'
     )
 
-  with compilation.announced(show, long=0.01):
+  with streams.logged(show), compilation.announced(long=0.01):
     record('jaxpr_to_mlir_module_duration', 1.0, 'update_rows')
     assert shown.wait(timeout=60)
     record('backend_compile_duration', 33.6, 'update_rows')
@@ -54,19 +55,18 @@ def test_a_long_compilation_is_announced_and_its_end_too():
   ]
 
 
-def test_programs_of_jax_are_announced_by_name():
+def test_programs_of_jax_are_announced_by_name(said):
   def _scaled(x):
     return x * 5 + 41
 
-  lines = []
-  with compilation.announced(lines.append, long=0.0):
+  with compilation.announced(long=0.0):
     jax.jit(_scaled)(1)
-  assert lines[-1] == 'compiled scaled in 0 s'
+  assert said[-1] == 'compiled scaled in 0 s'
 
 
 def test_an_announcement_that_nobody_reads_is_no_error():
   def show(line):
     raise BrokenPipeError(line)
 
-  with compilation.announced(show, long=0.0):
+  with streams.logged(show), compilation.announced(long=0.0):
     assert jax.jit(lambda x: x * 6 + 41)(1) == 47

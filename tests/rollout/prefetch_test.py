@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 
-from stppo_jax.learner import state as state_lib
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import prefetch
 
@@ -19,7 +18,7 @@ class _State:
   """A training state whose weights are a string."""
 
   def __init__(self, version):
-    self.policy = state_lib.ModelState(f'policy {version}', None, None)
+    self.params = f'policy {version}'
 
 
 class _Engine:
@@ -69,7 +68,7 @@ def _collector(engine, steps_ahead, *, background, num_steps=5):
   return prefetch.Prefetcher(
     engine.collect,
     engine.publish,
-    lambda state: state.policy.params,
+    lambda state: state.params,
     steps_ahead=steps_ahead,
     num_steps=num_steps,
     loop=_Never() if background else None,
@@ -171,7 +170,7 @@ def test_weights_are_sent_once_by_the_thread_that_learns():
   collector = prefetch.Prefetcher(
     engine.collect,
     engine.publish,
-    lambda state: state.policy.params,
+    lambda state: state.params,
     steps_ahead=1,
     num_steps=5,
     loop=_Never(),
@@ -198,8 +197,8 @@ def test_old_policies_are_released():
 
   for version in range(5):
     state = _State(version)
-    state.policy = state_lib.ModelState(Weights(), None, None)
-    copies.append(weakref.ref(state.policy.params))
+    state.params = Weights()
+    copies.append(weakref.ref(state.params))
     collector.schedule(version, state)
   del state
   gc.collect()
@@ -258,7 +257,7 @@ def test_closing_ends_a_collection(loop, waits):
   collector = prefetch.Prefetcher(
     collect,
     lambda params, version: None,
-    lambda state: state.policy.params,
+    lambda state: state.params,
     steps_ahead=1,
     num_steps=9,
     loop=stoppable,

@@ -89,7 +89,7 @@ def _trajectory(question, reward):
   )
 
 
-def _collect(world, rounds, show=lambda line: None, refill_rounds=0):
+def _collect(world, rounds, refill_rounds=0):
   """Returns (question id of each group, metrics) of a step."""
   config = runs.config(
     rollout__trajectories_per_step=8,
@@ -101,7 +101,7 @@ def _collect(world, rounds, show=lambda line: None, refill_rounds=0):
   sampler = types_lib.SimpleNamespace(
     collect=world.collect, statistics=lambda: {'engine/ok': 7.0}
   )
-  collector = steps.StepCollector(config, world, sampler, show)
+  collector = steps.StepCollector(config, world, sampler)
   trajectories, metrics = collector.collect(_STEP)
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids[::2] == ids[1::2]
@@ -156,13 +156,13 @@ def test_keys_depend_on_step_and_round():
   assert first.keys[0] == own
 
 
-def test_a_round_in_an_outage_is_collected_again():
-  world, lines = _World('v=v=', 'xxxv', 'xxxx', 'v=v='), []
-  ids, metrics = _collect(world, 1, lines.append)
+def test_a_round_in_an_outage_is_collected_again(said):
+  world = _World('v=v=', 'xxxv', 'xxxx', 'v=v=')
+  ids, metrics = _collect(world, 1)
   assert ids == '00 10 02 12'.split()
   assert world.waits == 2 and world.keys[1] == world.keys[2] == world.keys[3]
   failed = 'step 6: the infrastructure failed 6 of 8 trajectories; '
-  assert lines[0].startswith(f'{failed}the first cause: not known; it is ')
+  assert said[0].startswith(f'{failed}the first cause: not known; it is ')
   assert metrics['rollout/valid_fraction'] == 1.0
   assert metrics['rollout/resample_rounds'] == 1
 
@@ -181,9 +181,9 @@ def test_a_round_in_an_outage_is_collected_again():
     (1, ['h=v=', 'v'], 1),
   ],
 )
-def test_failed_rows_are_collected_again(rounds, collected, refilled):
-  world, lines = _World(*collected), []
-  ids, metrics = _collect(world, 0, lines.append, refill_rounds=rounds)
+def test_failed_rows_are_collected_again(said, rounds, collected, refilled):
+  world = _World(*collected)
+  ids, metrics = _collect(world, 0, refill_rounds=rounds)
   assert ids == '00 01 02 03'.split()
   assert metrics['rollout/refilled_rows'] == refilled
   num_failed = sum({'x': 2, 'h': 1}.get(letter, 0) for letter in collected[0])
@@ -194,7 +194,7 @@ def test_failed_rows_are_collected_again(rounds, collected, refilled):
   for names, row_keys in zip(world.collected[1:], world.keys[1:], strict=True):
     assert [first[name] for name in names.split()] == _pairs(row_keys)
   line = f'step 6: {refilled} of {num_failed} failed trajectories were refilled'
-  assert (line in lines) == bool(rounds and num_failed)
+  assert (line in said) == bool(rounds and num_failed)
 
 
 def _pairs(row_keys):
@@ -210,7 +210,7 @@ def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
     rollout__refill_rounds=1,
   )
   sampler = types_lib.SimpleNamespace(collect=world.collect, statistics=dict)
-  step = steps.StepCollector(config, world, sampler, lambda line: None)
+  step = steps.StepCollector(config, world, sampler)
   trajectories, _ = step.collect(_STEP)
   # `h` has the rewards 0.5 and none; `v` has 0 and 1.
   assert [t.reward for t in trajectories[:2]] == [0.5, 1.0]

@@ -317,8 +317,8 @@ _SAVE = '2.orbax-checkpoint-tmp'  # renamed when it is complete
 
 
 # Each kill is a process that traces its programs. In `make test`, crashes end
-# runs in interruption_test.py, and tests/records/checkpoints/checkpoint_test.py
-# kills savers.
+# runs in interruption_run_test.py, and savers are killed in
+# tests/records/checkpoints/checkpoint_test.py.
 @pytest.mark.slow
 def test_a_killed_run_is_the_same_run(finished, tmp_path):
   for event, name, written in (

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 from stppo_jax import buckets
+from stppo_jax import streams
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import run_folder
 
@@ -51,15 +52,15 @@ def _content(folder):
   }
 
 
-def _copy(folder, lines=None):
-  """Copies a run once, as a run that ends at once does."""
-  lines = [] if lines is None else lines
-  with bucket_copy.copying(_ADDRESS, folder, lines.append):
+def _copy(folder):
+  """Copies a run once, as one that ends at once does; returns what is said."""
+  lines = []
+  with streams.logged(lines.append), bucket_copy.copying(_ADDRESS, folder):
     pass
   return lines
 
 
-def test_a_run_goes_to_a_bucket_and_back(tmp_path):
+def test_a_run_goes_to_a_bucket_and_back(tmp_path, said):
   first, second = tmp_path / 'first', tmp_path / 'second'
   _run(first, steps=(2, 4), heartbeat='{}')
   ours = _content(first)
@@ -78,13 +79,12 @@ def test_a_run_goes_to_a_bucket_and_back(tmp_path):
   bucket = buckets.Bucket(_ADDRESS)
   assert bucket.sizes().keys() == ours.keys() | {'copied.json'}
   second.mkdir()
-  lines = []
-  bucket_copy.fetch(_ADDRESS, second, lines.append)
+  bucket_copy.fetch(_ADDRESS, second)
   assert _content(second) == ours
-  assert lines == [f'{second}: brought here from {_ADDRESS}, step 4']
+  assert said == [f'{second}: brought here from {_ADDRESS}, step 4']
 
 
-def test_only_what_has_changed_is_copied_again(tmp_path, monkeypatch):
+def test_only_what_has_changed_is_copied_again(tmp_path, monkeypatch, said):
   folder = tmp_path / 'run'
   _run(folder, steps=(2,))
   uploaded = []
@@ -104,7 +104,7 @@ def test_only_what_has_changed_is_copied_again(tmp_path, monkeypatch):
     rounds.release()
 
   monkeypatch.setattr(buckets.Bucket, 'write', counted)
-  with bucket_copy.copying(_ADDRESS, folder, pytest.fail):
+  with bucket_copy.copying(_ADDRESS, folder):
     assert rounds.acquire(timeout=20)
     first, uploaded[:] = list(uploaded), []
     # Metrics before the checkpoint, all before the record of what is complete.
@@ -114,6 +114,7 @@ def test_only_what_has_changed_is_copied_again(tmp_path, monkeypatch):
     with open(folder / 'metrics.jsonl', 'a') as file:
       file.write('more')
     assert rounds.acquire(timeout=20) and rounds.acquire(timeout=20)
+  assert said == []
   names = set(buckets.Bucket(_ADDRESS).sizes())
   assert 'checkpoints/4/state/d' in names
   assert not any(name.startswith('checkpoints/2/') for name in names)
@@ -134,22 +135,22 @@ def test_a_checkpoint_that_is_not_complete_in_the_bucket_is_left_there(
   # As if this machine had been lost while it copied the next one.
   buckets.Bucket(_ADDRESS).write('checkpoints/4/state/d', b'arr')
   second.mkdir()
-  bucket_copy.fetch(_ADDRESS, second, print)
+  bucket_copy.fetch(_ADDRESS, second)
   assert os.listdir(second / 'checkpoints') == ['2']
 
 
-def test_the_side_that_is_ahead_wins(tmp_path):
+def test_the_side_that_is_ahead_wins(tmp_path, said):
   first, second = tmp_path / 'first', tmp_path / 'second'
   _run(first, steps=(2, 4))
   _copy(first)
   _run(second, steps=(2, 6))
-  before, lines = _content(second), []
-  bucket_copy.fetch(_ADDRESS, second, lines.append)
-  assert _content(second) == before and lines == []
+  before = _content(second)
+  bucket_copy.fetch(_ADDRESS, second)
+  assert _content(second) == before and said == []
   third = tmp_path / 'third'
   _run(third, steps=(2,))
-  bucket_copy.fetch(_ADDRESS, third, lines.append)
-  assert lines == [
+  bucket_copy.fetch(_ADDRESS, third)
+  assert said == [
     f'{third}: brought here from {_ADDRESS}, step 4; what the folder held is '
     f'in {third}/aside-1'
   ]
@@ -163,7 +164,7 @@ def test_the_copy_of_another_run_is_refused(tmp_path):
   _run(second, steps=(), run_id='r2')
   before = _content(second)
   with pytest.raises(bucket_copy.OtherRun) as error:
-    bucket_copy.fetch(_ADDRESS, second, print)
+    bucket_copy.fetch(_ADDRESS, second)
   assert str(error.value).startswith(
     f'writer.copy_to={_ADDRESS}: holds a different run from {second}; '
   )
@@ -186,12 +187,12 @@ def test_a_fetch_that_was_killed_is_made_again(tmp_path, monkeypatch, moved):
   with monkeypatch.context() as patch:
     patch.setattr(type(second), 'rename', killed)
     with pytest.raises(KeyboardInterrupt):
-      bucket_copy.fetch(_ADDRESS, second, print)
+      bucket_copy.fetch(_ADDRESS, second)
   assert not (second / 'run.json').exists()
   # The checks of the command let such a folder pass.
   found = run_folder.problems(second, flag='-', command='train', reads={})
   assert found == []
-  bucket_copy.fetch(_ADDRESS, second, print)
+  bucket_copy.fetch(_ADDRESS, second)
   kept = {n: x for n, x in _content(second).items() if 'aside-' not in n}
   assert kept == _content(first)
 
@@ -202,12 +203,38 @@ def test_only_what_a_copy_has_is_brought(tmp_path):
   _copy(first)
   files = fsspec.filesystem('memory')
   strange = ('lock', 'compiled/x', 'aside-1/x', 'checkpoints/x/y', '../evil')
-  for name in (*strange, 'start/config.json'):  # `start` is not complete
+  # Neither the start of this version nor that of 0.2 is complete.
+  starts = ('start/policy/config.json', 'start/config.json')
+  for name in (*strange, *starts):
     files.store[f'/bucket/run/{name}'] = files.store['/bucket/run/run.json']
   second.mkdir()
-  bucket_copy.fetch(_ADDRESS, second, print)
+  bucket_copy.fetch(_ADDRESS, second)
   assert _content(second) == _content(first)
   assert sorted(os.listdir(tmp_path)) == ['first', 'second']
+
+
+def test_only_the_policy_of_a_start_that_is_a_run_is_copied(tmp_path):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=(2,))
+  _run(first / 'start', steps=(1,))
+  _write(first / 'start', {'policy/config.json': '{}', 'policy/m': 'arrays'})
+  _copy(first)
+  second.mkdir()
+  bucket_copy.fetch(_ADDRESS, second)
+  shutil.rmtree(first / 'start' / 'checkpoints')
+  for name in ('config.json', 'metrics.jsonl', 'run.json'):
+    (first / 'start' / name).unlink()
+  assert _content(second) == _content(first)
+  # The start of 0.2, or of another run, is no run and is copied as a whole.
+  third, fourth = tmp_path / 'third', tmp_path / 'fourth'
+  _run(third, steps=(4,))
+  run_folder.write(third, run_folder.read(first))
+  _write(third, {'start/config.json': '{}', 'start/m': 'arrays'})
+  _copy(third)
+  fourth.mkdir()
+  bucket_copy.fetch(_ADDRESS, fourth)
+  kept = {n: x for n, x in _content(fourth).items() if 'start/policy' not in n}
+  assert kept == _content(third)
 
 
 def test_files_that_are_no_run_are_left_alone(tmp_path):
@@ -215,7 +242,7 @@ def test_files_that_are_no_run_are_left_alone(tmp_path):
   _run(folder, steps=(2,))
   bucket.write('checkpoints/900/state/d', b'precious')
   with pytest.raises(bucket_copy.OtherRun) as error:
-    bucket_copy.fetch(_ADDRESS, folder, print)
+    bucket_copy.fetch(_ADDRESS, folder)
   assert str(error.value) == (
     f'writer.copy_to={_ADDRESS}: holds files that are no run, such as '
     'checkpoints/900/state/d; name another address'
@@ -223,18 +250,17 @@ def test_files_that_are_no_run_are_left_alone(tmp_path):
   assert bucket.sizes().keys() == {'checkpoints/900/state/d'}
 
 
-def test_a_run_without_a_checkpoint_gives_way(tmp_path):
+def test_a_run_without_a_checkpoint_gives_way(tmp_path, said):
   first, second, third = (tmp_path / name for name in ('a', 'b', 'c'))
   _run(first, steps=())
   _copy(first)
   second.mkdir()
-  lines = []
-  bucket_copy.fetch(_ADDRESS, second, lines.append)
-  assert os.listdir(second) == [] and 'without a checkpoint' in lines[0]
+  bucket_copy.fetch(_ADDRESS, second)
+  assert os.listdir(second) == [] and 'without a checkpoint' in said[0]
   _run(second, steps=(2,), run_id='r2')  # begins anew there
   assert _copy(second) == []
   third.mkdir()
-  bucket_copy.fetch(_ADDRESS, third, print)
+  bucket_copy.fetch(_ADDRESS, third)
   assert _content(third) == _content(second)
   # The first one is not mixed with it when it comes back.
   lines = _copy(first)
@@ -265,7 +291,7 @@ def test_damage_here_removes_nothing_there(tmp_path):
   (checkpoints / '4').rename(checkpoints / '4.corrupt')
   _copy(folder)
   other.mkdir()
-  bucket_copy.fetch(_ADDRESS, other, print)
+  bucket_copy.fetch(_ADDRESS, other)
   assert _content(other) == whole
 
 
@@ -287,7 +313,7 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_not_complete(
   monkeypatch.setattr(buckets.Bucket, 'upload', slow)
   assert _copy(folder) == []
   other.mkdir()
-  bucket_copy.fetch(_ADDRESS, other, print)
+  bucket_copy.fetch(_ADDRESS, other)
   assert os.listdir(other / 'checkpoints') == ['2']
 
 
@@ -339,7 +365,7 @@ def test_a_bucket_out_of_reach_stops_nothing(tmp_path, monkeypatch):
     if len(lines) == 2:
       again.set()
 
-  with bucket_copy.copying(_ADDRESS, folder, show):
+  with streams.logged(show), bucket_copy.copying(_ADDRESS, folder):
     assert again.wait(20)
   assert lines == [f'{told}again every 0 s', 'writer.copy_to: copied again']
   record = json.loads(buckets.Bucket(_ADDRESS).read('copied.json'))
@@ -347,8 +373,10 @@ def test_a_bucket_out_of_reach_stops_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('limit', ['grace', 'error'])
-def test_a_slow_bucket_does_not_hold_up_the_end(tmp_path, monkeypatch, limit):
-  folder, lines = tmp_path / 'run', []
+def test_a_slow_bucket_does_not_hold_up_the_end(
+  tmp_path, monkeypatch, said, limit
+):
+  folder = tmp_path / 'run'
   _run(folder, steps=(2,))
   free = threading.Event()
   monkeypatch.setattr(bucket_copy, '_AFTER_ERROR', 0.2)
@@ -358,13 +386,13 @@ def test_a_slow_bucket_does_not_hold_up_the_end(tmp_path, monkeypatch, limit):
   end = time.monotonic() + {'grace': 2.5, 'error': 60.0}[limit]
   left = lambda: end - time.monotonic()
   with contextlib.suppress(KeyError):
-    with bucket_copy.copying(_ADDRESS, folder, lines.append, left):
+    with bucket_copy.copying(_ADDRESS, folder, left):
       if limit == 'error':
         raise KeyError
   free.set()
   for thread in threading.enumerate():
     if thread.name == 'bucket':
       thread.join(20)
-  assert 'no time is left' in lines[-1]
+  assert 'no time is left' in said[-1]
   # What nobody waits for does not go on.
   assert buckets.Bucket(_ADDRESS).sizes() == {}

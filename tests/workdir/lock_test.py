@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from stppo_jax import streams
 from stppo_jax.workdir import lock
 
 _HOLD = """
@@ -65,13 +66,13 @@ def _change(folder, **fields):
 def _refused(folder, **times):
   """Returns the error of taking the lock."""
   with pytest.raises(lock.Locked) as caught:
-    with lock.held(folder, pytest.fail, **times):
+    with streams.logged(pytest.fail), lock.held(folder, **times):
       pytest.fail('entered')
   assert caught.value.exit_code == 75 and '\n' not in str(caught.value)
   return str(caught.value)
 
 
-def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path):
+def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path, said):
   with _holder(tmp_path) as process:
     text = (tmp_path / lock.NAME).read_text()
     holder = lock.Holder(**json.loads(text))
@@ -81,8 +82,7 @@ def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path):
     assert (tmp_path / lock.NAME).read_text() == text
     process.kill()  # before anybody could clean up
     process.wait()
-    said = []
-    with lock.held(tmp_path, said.append):
+    with lock.held(tmp_path):
       assert (
         json.loads((tmp_path / lock.NAME).read_text())['pid'] == os.getpid()
       )
@@ -91,13 +91,12 @@ def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_a_number_that_another_process_has_now_is_no_holder(tmp_path):
+def test_a_number_that_another_process_has_now_is_no_holder(tmp_path, said):
   with _holder(tmp_path):
     pass
   # This process is alive, but it did not start when the holder started.
   _change(tmp_path, pid=os.getpid())
-  said = []
-  with lock.held(tmp_path, said.append):
+  with lock.held(tmp_path):
     assert len(said) == 1
 
 
@@ -123,7 +122,9 @@ def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(tmp_path):
+def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
+  tmp_path, said
+):
   quick = {'every': 0.1, 'silence': 1.0}
   with _holder(tmp_path, script=_HOLD_ELSEWHERE) as process:
     time.sleep(2 * quick['silence'])
@@ -138,8 +139,7 @@ def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(tmp_path):
     (tmp_path / lock.NAME).write_text(text)
     assert 'showed life 0 s ago' in _refused(tmp_path, **quick)
     time.sleep(1.5 * quick['silence'])
-    said = []
-    with lock.held(tmp_path, said.append, **quick) as claim:
+    with lock.held(tmp_path, **quick) as claim:
       claim.check()
       assert 'taking over in 0 s unless it shows life' in said[0]
       assert (
@@ -160,16 +160,16 @@ def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
     pass
   _change(tmp_path, host='elsewhere')
   os.utime(path, (0, 0))
-  said = []
+  lines = []
 
-  def say(text):
-    said.append(text)
+  def show(line):
+    lines.append(line)
     os.utime(path)
 
   with pytest.raises(lock.Locked, match='showed life'):
-    with lock.held(tmp_path, say, every=0.01):
+    with streams.logged(show), lock.held(tmp_path, every=0.01):
       pytest.fail('entered')
-  assert len(said) == 1
+  assert len(lines) == 1
 
 
 def test_a_touching_thread_ends_without_an_error_once_the_lock_is_lost(
@@ -180,7 +180,7 @@ def test_a_touching_thread_ends_without_an_error_once_the_lock_is_lost(
     claim.keep_touching(0.001)  # returns
 
 
-def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path):
+def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path, said):
   with _holder(tmp_path):
     pass
   _change(tmp_path, host='elsewhere', touches=False)
@@ -188,8 +188,9 @@ def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path):
   assert 'on host elsewhere, since 20' in message
   assert message.endswith(f'remove {tmp_path}/lock and start again')
   (tmp_path / lock.NAME).unlink()
-  with lock.held(tmp_path, pytest.fail):
+  with lock.held(tmp_path):
     pass
+  assert said == []
 
 
 @pytest.mark.parametrize('text', ['', '{"host": 1}', '[]', '\x00'])
@@ -208,7 +209,7 @@ def test_one_of_many_takes_over(tmp_path):
   def take(number):
     begin.wait()
     with contextlib.suppress(lock.Locked):
-      with lock.held(tmp_path, lambda text: None):
+      with lock.held(tmp_path):
         entered.append(number)
         end.wait()
         return

@@ -79,7 +79,7 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   assert (tmp_path / 'config.json').read_bytes() == before
 
 
-def test_a_guarded_key_changes_only_if_it_is_named(tmp_path):
+def test_a_guarded_key_changes_only_if_it_is_named(tmp_path, said):
   _begin(tmp_path, _config())
   (tmp_path / 'checkpoints' / '40').mkdir(parents=True)
   first = run_folder.read(tmp_path)
@@ -93,9 +93,9 @@ def test_a_guarded_key_changes_only_if_it_is_named(tmp_path):
   assert line.startswith('seed=3: ')
   assert not (tmp_path / 'config_changes.jsonl').exists()
   other['resume']['allow_change'] += ['seed']
-  lines = []
-  run_record.record_config(other, tmp_path, lines.append)
-  assert lines == [
+  assert said == []
+  run_record.record_config(other, tmp_path)
+  assert said == [
     'note: policy_optimizer.b1=0.8 from now on; it was 0.9',
     'note: policy_optimizer.learning_rate=0.5 from now on; it was 1e-06',
     'note: seed=3 from now on; it was 0',
@@ -109,7 +109,26 @@ def test_a_guarded_key_changes_only_if_it_is_named(tmp_path):
     'from': 0,
     'to': 3,
   }
-  run_record.record_config(other, tmp_path, pytest.fail)  # from now on
+  said.clear()
+  run_record.record_config(other, tmp_path)  # from now on
+  assert said == []
+
+
+def test_a_check_refuses_what_the_record_does_and_changes_nothing(
+  tmp_path, said
+):
+  run_record.check_config(_config(), tmp_path / 'new')
+  assert not (tmp_path / 'new').exists()
+  _begin(tmp_path, _config())
+  before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+  other = _config()
+  other['seed'] = 3
+  with pytest.raises(run_record.OtherRun, match='^seed=3: '):
+    run_record.check_config(other, tmp_path)
+  other['resume']['allow_change'] = ['seed']
+  run_record.check_config(other, tmp_path)
+  assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+  assert said == []
 
 
 def test_the_shape_of_a_run_never_changes(tmp_path):
@@ -241,14 +260,24 @@ def test_what_a_search_finds_is_guarded(tmp_path, key, value):
   run_record.record_config(other, tmp_path)
 
 
-@pytest.mark.parametrize('product', ['start', 'metrics.jsonl', 'checkpoints/4'])
+@pytest.mark.parametrize(
+  'product',
+  [
+    'start/policy',
+    'start/metrics.jsonl',
+    'start/model.safetensors',  # up to version 0.2
+    'metrics.jsonl',
+    'checkpoints/4',
+  ],
+)
 def test_a_run_that_never_began_may_be_corrected(tmp_path, product):
   run_record.record_config(_config(), tmp_path)
   (tmp_path / 'checkpoints').mkdir()  # made empty at every start
+  run_record.record_config(_config(), tmp_path / 'start')  # made, no step done
   other = _config()
   other['seed'] = 1
   run_record.record_config(other, tmp_path)
-  (tmp_path / product).mkdir()
+  (tmp_path / product).mkdir(parents=True)
   with pytest.raises(run_record.OtherRun, match='seed=0.*started with 1'):
     run_record.record_config(_config(), tmp_path)
 
@@ -260,19 +289,30 @@ def test_a_record_that_is_none_is_refused(tmp_path):
     run_record.record_config(_config(), tmp_path)
 
 
-# `stopping/interruption_test.py` interrupts runs that make their start.
-def test_a_start_counts_once_it_is_complete(tmp_path):
+# `training/interruption_run_test.py` interrupts runs that make their start.
+@pytest.mark.parametrize('start', [run_record.START, 'start'])  # now, in 0.2
+def test_a_start_counts_once_it_is_complete(tmp_path, start):
   config = base.get_config('st_ppo')
   assert run_record.with_start(config, tmp_path) is config  # none is wanted
   config.sft.before_training = True
-  (tmp_path / 'start.partial').mkdir()  # as left by a run that was killed
+  # As left by a run that was killed: now, and in version 0.2.
+  for partial in ('start/.policy.partial', 'start.partial'):
+    _write_model(tmp_path / partial)
+  (tmp_path / 'start' / 'config.json').touch()  # of the run that makes it
   with pytest.raises(exits.Misconfigured, match='has not beg') as caught:
     run_record.with_start(config, tmp_path)
   assert caught.value.exit_code == 2
-  (tmp_path / 'start').mkdir()
+  _write_model(tmp_path / start)
   started = run_record.with_start(config.lock(), tmp_path)
-  assert started.model.path == str(tmp_path / 'start')
+  assert started.model.path == str(tmp_path / start)
   assert config.model.path == ''  # what is recorded
+
+
+def _write_model(folder):
+  """Writes the files by which a directory is known as that of a model."""
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in ('config.json', 'model.safetensors'):
+    (folder / name).touch()
 
 
 def test_an_infinite_number_is_recorded_and_compared(tmp_path):
