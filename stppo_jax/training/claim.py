@@ -1,7 +1,6 @@
 """Claims the folder of a run, and ends what a signal ends before the steps.
 
     with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
-      folder.check(config)         # the folder of another run is refused
       ...                          # everything that can be refused is refused
       folder.record()              # from here on the folder is that of this run
 

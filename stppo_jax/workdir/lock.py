@@ -13,6 +13,7 @@ every few seconds, and another host takes the lock over when that has not
 happened for minutes. A holder that was only frozen finds out by `Claim.check`.
 """
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
@@ -146,11 +147,13 @@ def held(
     Locked: another process holds the lock.
     OSError: the folder cannot be made or written.
   """
-  is_new = not folder.is_dir()
-  folder.mkdir(parents=True, exist_ok=True)
-  path = folder / NAME
-  file, holder = _acquire(path, every=every, silence=silence)
-  with file:
+  with contextlib.ExitStack() as stack:
+    made = [x for x in (folder, *folder.parents) if not x.exists()]
+    stack.callback(_remove_empty, made)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    file, holder = _acquire(path, every=every, silence=silence)
+    stack.enter_context(file)
     claim = Claim(path, holder)
     thread = threading.Thread(
       target=claim.keep_touching, args=(every,), name='lock', daemon=True
@@ -165,8 +168,12 @@ def held(
         claim.check()
         if _is_at(file, path):
           path.unlink()
-  if is_new:
-    with contextlib.suppress(OSError):  # unless something was written there
+
+
+def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
+  """Removes folders, the innermost first, as far as they are empty."""
+  with contextlib.suppress(OSError):
+    for folder in folders:
       folder.rmdir()
 
 
