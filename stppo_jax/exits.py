@@ -66,5 +66,5 @@ def as_misconfigured(subject: str = '') -> Iterator[None]:
       raise
     reason = getattr(error, 'strerror', None)
     name = getattr(error, 'filename', None) or subject
-    line = f'{name}: {reason}' if reason and name else str(error)
+    line = f'{name}: {reason}' if reason and name else reason or str(error)
     raise Misconfigured(line) from error

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
   absl_flags.DEFINE_enum('dtype', 'float32', _DTYPES, '', flag_values=flags)
   absl_flags.DEFINE_float('k1', 0.9, '', lower_bound=0, flag_values=flags)
   absl_flags.DEFINE_float(
-    'b', 0.4, '', lower_bound=0, upper_bound=1, flag_values=flags
+    'b', 0.4, '', lower_bound=0.0, upper_bound=1.0, flag_values=flags
   )
   errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
   if (flags.backend == 'dense') != bool(flags.encoder):

@@ -42,7 +42,6 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
 _PROGRAMS = 'extend', 'decode', 'publish', 'annotate', 'update'
-_MOST = 1e9  # of anything; refuses infinity
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,14 +50,16 @@ def main(argv: Sequence[str]) -> int:
   absl_flags.DEFINE_string('topology', '', '', flag_values=flags)
   absl_flags.DEFINE_integer('devices', 64, '', lower_bound=1, flag_values=flags)
   absl_flags.DEFINE_integer('length', 0, '', lower_bound=0, flag_values=flags)
-  for name, default, most in (
-    ('hbm_gib', 0.0, _MOST),
-    ('loss_fraction', 0.5, 1.0),
-    ('price', 0.0, _MOST),
-  ):
-    absl_flags.DEFINE_float(
-      name, default, '', lower_bound=0, upper_bound=most, flag_values=flags
-    )
+  for name in ('hbm_gib', 'price'):
+    absl_flags.DEFINE_float(name, 0.0, '', lower_bound=0, flag_values=flags)
+  absl_flags.DEFINE_float(
+    'loss_fraction',
+    0.5,
+    '',
+    lower_bound=1e-3,
+    upper_bound=1.0,
+    flag_values=flags,
+  )
   absl_flags.DEFINE_boolean('compile', True, '', flag_values=flags)
   absl_flags.DEFINE_list('programs', [], '', flag_values=flags)
   absl_flags.DEFINE_boolean('json', False, '', flag_values=flags)

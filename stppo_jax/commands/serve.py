@@ -84,7 +84,7 @@ def _flags() -> absl_flags.FlagValues:
     default = config.data.synthetic_wiki[name]
     absl_flags.DEFINE_integer(name, default, '', flag_values=flags)
   absl_flags.DEFINE_float(
-    'fault_rate', 0.0, '', lower_bound=0, upper_bound=1, flag_values=flags
+    'fault_rate', 0.0, '', lower_bound=0.0, upper_bound=1.0, flag_values=flags
   )
   absl_flags.DEFINE_integer('fault_seed', 0, '', flag_values=flags)
   absl_flags.DEFINE_string('host', http_server.LOOPBACK, '', flag_values=flags)

@@ -19,7 +19,7 @@ import rich.progress
 import rich.text
 
 from stppo_jax import streams
-from stppo_jax.records import success
+from stppo_jax.records import headline
 
 _log = logging.getLogger(__name__)
 # The metrics that a line shows, beside reward, scores and speed.
@@ -117,7 +117,7 @@ class Progress:
   def _line(self, done: int, metrics: Mapping[str, float]) -> str:
     """Returns the line of a step."""
     words = [f'step {done}/{self._num_steps}']
-    shown = success.headline_evaluation(metrics) | success.headline(metrics)
+    shown = headline.evaluation(metrics) | headline.training(metrics)
     shown |= {n: metrics[key] for n, key in _NAMES.items() if key in metrics}
     # Adding 0 turns a rounded -0 into 0.
     words += [f'{name} {round(x, 3) + 0.0:.3f}' for name, x in shown.items()]

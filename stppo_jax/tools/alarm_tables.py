@@ -10,9 +10,9 @@ import numpy as np
 
 from stppo_jax import buckets
 from stppo_jax.configs import alarms as thresholds_lib
-from stppo_jax.records import success as success_lib
 from stppo_jax.tools import run_state
 from stppo_jax.tools import score_report
+from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.report import run_files
 from stppo_jax.training import alarms as alarms_lib
@@ -46,7 +46,7 @@ class Rings(NamedTuple):
       in neither of the two.
   """
 
-  curve: success_lib.Curve
+  curve: success_curve.Curve
   steps: Mapping[str, Sequence[float]]
   counts: Mapping[str, int]
 
@@ -117,7 +117,7 @@ def _folders(name: str) -> list[str]:
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
   """Returns the alarms of a run with these thresholds."""
   column = run.column(_REWARD)
-  curve = success_lib.curve(
+  curve = success_curve.curve(
     np.array([value for _, value in column]), [step for step, _ in column]
   )
   steps: dict[str, list[float]] = {}
@@ -145,7 +145,7 @@ def of_table(
     rang[name] = _rang(run, name, threshold)
   rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
   return Rings(
-    curve=success_lib.curve(run.per_step('success')),
+    curve=success_curve.curve(run.per_step('success')),
     # Step n is at place n - 1.
     steps={n: (1.0 + np.flatnonzero(x == 1)).tolist() for n, x in rang.items()},
     counts={n: int((~np.isnan(x)).sum()) for n, x in rang.items()},

@@ -17,7 +17,7 @@ from typing import Any
 from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax import streams
-from stppo_jax.records import success
+from stppo_jax.records import headline
 from stppo_jax.training import alarms
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import heartbeat
@@ -222,7 +222,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
   """Returns the newest reward or loss, and the newest evaluation."""
   shown: dict[str, float] = {}
-  for select in (success.headline, success.headline_evaluation):
+  for select in (headline.training, headline.evaluation):
     for line in lines:
       finite = {name: x for name, x in line.items() if x is not None}
       if selected := select(finite):

@@ -1,8 +1,5 @@
 """Evaluation on fixed questions that training never sees."""
 
-from collections.abc import Mapping
-import math
-
 import numpy as np
 
 from stppo_jax import keys as keys_lib
@@ -98,13 +95,3 @@ class Evaluator:
 
 def _is_valid(trajectory: types.Trajectory) -> bool:
   return trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
-
-
-def mean_score(metrics: Mapping[str, float]) -> float | None:
-  """Returns the mean score over the data sets that were evaluated.
-
-  None where nothing was evaluated, or where the score is not finite.
-  """
-  scores = [x for name, x in metrics.items() if name.startswith('val/')]
-  score = sum(scores) / len(scores) if scores else math.nan
-  return score if math.isfinite(score) else None

@@ -30,6 +30,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.records import dialogues
+from stppo_jax.records import headline
 from stppo_jax.records import progress
 from stppo_jax.records import trackers
 from stppo_jax.records import trajectory_metrics
@@ -37,7 +38,6 @@ from stppo_jax.records import writer as writer_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import claim
-from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import saving
 from stppo_jax.training import shutdown
@@ -263,7 +263,7 @@ class Run:
       seconds = self.seconds['timing_s/evaluate']
       metrics['timing_s/evaluate'] = seconds
       metrics['timing_s/step'] += seconds
-      extra.score = evaluation.mean_score(metrics)
+      extra.score = headline.mean_score(metrics)
     metrics = metrics | self.folder.watch.account(metrics)
     extra.line = self._writer.write(last.done, metrics)
     extra.unwritten = None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+from absl import flags as absl_flags
 import numpy as np
 import pytest
 
@@ -118,6 +119,10 @@ def folder(tmp_path, monkeypatch):
 def _flags(folder, study='pair', *more):
   config = folder.parent / 'studies.py'
   return [f'--config={config}:{study}', f'--workdir={folder}', *more]
+
+
+def _plan(argv):
+  return ablation_flags.parse(absl_flags.FlagValues(), argv)
 
 
 def _ablate(folder, *more, study='pair'):
@@ -365,7 +370,7 @@ def test_a_start_may_go_on_from_a_policy_wherever_it_lies(folder, capsys):
     assert _ablate(folder, '--dry_run', study='started') == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert ' sft ' in first and f'--config.model.path={path}' in first
-    digests.append(ablation_flags.parse(_flags(folder, 'started')).digests)
+    digests.append(_plan(_flags(folder, 'started')).digests)
   one, moved, other = digests
   assert one == moved
   changed = [key for key in one if one[key] != other[key]]
@@ -384,7 +389,7 @@ def test_a_start_may_go_on_from_a_policy_wherever_it_lies(folder, capsys):
     ('pair', ['--groups=a'], 'a: no group of study pair'),
     ('pair', ['--seeds=x'], '--seeds=x: must be how many, such as 3'),
     ('pair', ['--seeds=0'], '--seeds=0: must be how many, such as 3'),
-    ('pair', ['--jobs=0'], '--jobs=0: must be a whole number, at least 1'),
+    ('pair', ['--jobs=0'], '--jobs=0: must be a positive integer'),
     ('pair', ['--reuse=/no.csv'], '--reuse=/no.csv: no such file'),
     ('pair', ['--tabel=a'], '--tabel=a: unknown flag; did you mean --table?'),
   ],
@@ -437,9 +442,9 @@ def test_the_shipped_studies_have_valid_configs(study, tmp_path, capsys):
 def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
   flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
   assert collapse.get_config().updates.max_skipped == 0
-  digests = ablation_flags.parse(flags).digests
+  digests = _plan(flags).digests
   # It decides when a run ends, not what it computes.
-  ends = ablation_flags.parse([*flags, '--config.updates.max_skipped=8'])
+  ends = _plan([*flags, '--config.updates.max_skipped=8'])
   assert ends.digests == digests
 
 

@@ -322,7 +322,10 @@ def test_list_and_show_print_what_a_person_reads(root, originals, capsys):
     (['build', '../R', '--root=R'], '../R: must be a name of letters'),
     (['build', 'nq', '--root=R', '--mirror=M'], '--mirror=M: must be an add'),
     (['show', 'nq', '--root=R'], 'nq: not built in R (there are: none); '),
-    (['show', 'nq', '--root=R', '--rows=x'], '--rows=x: must be a number'),
+    (
+      ['show', 'nq', '--root=R', '--rows=x'],
+      '--rows=x: must be a non-negative',
+    ),
     (['show', 'away.parquet'], 'away.parquet: no such file'),
     (
       ['build', 'mine', '--root=R', '--from_files=F'],

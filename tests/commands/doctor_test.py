@@ -11,9 +11,10 @@ import threading
 from aiohttp import web
 import pytest
 
+from stppo_jax import __main__
+from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.commands import doctor
-from stppo_jax.commands.flags import configuration
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
@@ -160,8 +161,11 @@ def test_another_server(capsys, response, message):
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
-    (['retriever'], 'the following arguments are required: --url'),
-    (['patience', '--url=x'], "invalid choice: 'patience'"),
+    (['retriever'], '--url: missing'),
+    (
+      ['patience', '--url=x'],
+      'doctor patience: unknown command; choices: retr',
+    ),
     (['retriever', '--url=http://x', '--timeout=0'], '--timeout=0: must be'),
     (
       ['retriever', '--url=http://x', '--corpus=..'],
@@ -170,7 +174,7 @@ def test_another_server(capsys, response, message):
   ],
 )
 def test_a_bad_flag_is_one_line_and_2(capsys, flags, message):
-  assert doctor.main(flags) == 2
+  assert __main__.main(['doctor', *flags]) == 2
   out, err = capsys.readouterr()
   assert not out and message in err and err.count('\n') == 1
 
@@ -247,7 +251,7 @@ def test_bad_flags_of_a_config_are_lines_and_nothing_is_examined(capsys):
     (['--config.seed=1'], '--config: missing'),
     (runs.flags(num_steps=-1), 'config.num_steps=-1: must be'),
   ):
-    with pytest.raises(configuration.ConfigurationError, match=re.escape(line)):
+    with pytest.raises(exits.Misconfigured, match=re.escape(line)):
       doctor.main(flags)
   assert not capsys.readouterr().out
 

@@ -194,7 +194,10 @@ def test_the_flag_accepts_every_dtype_of_the_exporter():
     (['--step=7'], ['no checkpoint of step 7; there are: 1, 2']),
     (
       ['--step=x', '--dtype=int8'],
-      ['--dtype=int8: must be one of float32, bf', '--step=x: must be an int'],
+      [
+        '--step=x: must be a non-neg',
+        '--dtype=int8: must be one of float32, bf',
+      ],
     ),
     (['--stpe=1'], ['--stpe=1: unknown flag; did you mean --step']),
     (['--workdir=/absent'], ['--workdir=/absent: no config.json']),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stppo_jax.rollout import batch_file
+from stppo_jax.tools.lab import saved_batch
 from tests.commands import lab_calls
 from tests.tools.lab import batch_arrays
 
@@ -57,7 +57,7 @@ def test_algorithms_are_scored_on_advantages_of_another_file(
   lab_calls.metrics(
     capsys, 'advantages', f'--batch={file}', '--estimator=gae', f'--out={out}'
   )
-  given = batch_file.load(out)['advantages_BL']
+  given = saved_batch.load(out)['advantages_BL']
   arrays, *_ = batch_arrays.arrays()
   np.savez(tmp_path / 'F.npz', **(arrays | {'advantages_BL': given}))
   del arrays['advantages_BL']

@@ -11,8 +11,8 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.models import functional
-from stppo_jax.tools.plan import memory as memory_lib
 from stppo_jax.tools.plan import plan
+from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from tests.models import tiny
 from tests.sampling import tiny_engine
@@ -117,32 +117,27 @@ def test_decoding_active_slots_only_copies_their_keys_and_values(capsys):
 
 
 def test_a_copy_inside_the_compiled_decode_is_counted_once():
-  placement = tiny_engine.placement(8)
-
-  def copied(batch_rows, *, is_compiled):
+  def copied(batch_rows, *programs):
     config = runs.config(
       rollout__deterministic=False, rollout__batch_rows=batch_rows
     )
-    return memory_lib.copied(
-      config, tiny.model(), placement, 1600, is_compiled=is_compiled
-    )
+    found = plan.make(config, length=64, loss_fraction=0.5, programs=programs)
+    return found.held.copied / found.held.sizes[engines.CACHE]
 
   # A device has two slots. The program that is compiled is on both of them, or
   # on one: then its temporaries hold the copy.
-  assert copied(0, is_compiled=True) == copied(0, is_compiled=False) == 800
-  assert copied(1, is_compiled=False) == 800
-  assert copied(1, is_compiled=True) == 0
+  assert copied(0, 'decode') == copied(0) == 0.5
+  assert copied(1) == 0.5
+  assert copied(1, 'decode') == 0
 
 
 def test_an_engine_computes_with_weights_of_its_dtype():
   config, placement = runs.config(), tiny_engine.placement(8)
-  whole = memory_lib.engine_sizes(config, tiny.model(), placement)
+  whole, _ = engines.sizes(config, tiny.model(), placement)
   # Two rows a device, of two layers with one key/value head of 8.
   assert whole['weights of the engine'] == 4 * _size(tiny.model())
   assert whole['keys and values of the engine'] == 2 * 2 * 2 * 128 * 8 * 4
-  halved = memory_lib.engine_sizes(
-    config, tiny.model(dtype='bfloat16'), placement
-  )
+  halved, _ = engines.sizes(config, tiny.model(dtype='bfloat16'), placement)
   assert halved == {name: size / 2 for name, size in whole.items()}
 
 
@@ -169,9 +164,7 @@ def test_an_engine_is_cut_over_the_devices_of_a_host(name, devices, tensor):
   config = runs.config(model__path=str(_PUBLISHED / name))
   shape = model_files.shape(config, None)
   one, cut = (
-    memory_lib.engine_sizes(
-      config, functional.Model(shape, 'vocabulary'), where
-    )
+    engines.sizes(config, functional.Model(shape, 'vocabulary'), where)[0]
     for where in (
       tiny_engine.placement(1),
       tiny_engine.placement(devices, tensor),
@@ -220,10 +213,12 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   ('flag', 'expected'),
   [
     ('--config.mesh.tensor=8', 'tensor=8 does not divide num_heads=2'),
-    ('--devices=0', '--devices=0: must be greater than 0'),
-    ('--hbm_gib=inf', '--hbm_gib=inf: must be 0 or greater'),
-    ('--length=-64', '--length=-64: must be 0 or greater'),
-    ('--loss_fraction=3.0', '--loss_fraction=3.0: must be in (0, 1]'),
+    ('--devices=0', '--devices=0: must be a positive'),
+    ('--length=-64', '--length=-64: must be a non-neg'),
+    (
+      '--loss_fraction=3.0',
+      '--loss_fraction=3.0: must be a number in the range [0.001, 1.0]',
+    ),
     ('--config.rollout.slots=4', 'rollout.slots=4: must be a multiple of 8'),
     (
       '--config.rollout.tensor=3',
@@ -335,7 +330,7 @@ def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
       'mesh.fsdp=3 mesh.tensor=1 does not fit 8 devices',
     ),
     ('--programs=sft', '--programs=sft: must be some of extend, decode, pub'),
-    ('--price=-1.0', '--price=-1.0: must be 0 or greater'),
+    ('--price=-1.0', '--price=-1.0: must be a non-neg'),
   ],
 )
 def test_a_wrong_topology_is_one_line_and_2(capsys, flag, expected):

@@ -113,11 +113,11 @@ def test_wrong_flags_are_one_line_each(tmp_path, capsys):
   code, _, err = _rescore(capsys, tmp_path / 'f', '--scope=all', '--shown=x')
   assert code == 2
   assert err.splitlines() == [
-    '--scope=all: unknown scorer; choices: response, search_r1',
-    '--shown=x: must be an integer, 0 or greater',
+    '--scope=all: must be one of response, search_r1',
+    '--shown=x: must be a non-negative integer',
   ]
   code, _, err = _rescore(capsys, tmp_path / 'f', '--scope=response')
   assert (code, err) == (
     2,
-    f'--trajectories={tmp_path}/f: No such file or directory\n',
+    f'{tmp_path}/f: No such file or directory\n',
   )

@@ -17,7 +17,7 @@ def post(url, body):
     return json.load(reply)
 
 
-def run(capsys, flags, use, *, number=signal.SIGTERM, **options):
+def run(capsys, flags, use, *, number=signal.SIGTERM):
   """Serves until `use(url)` returns, then sends a signal; 0 is none.
 
   Returns:
@@ -37,7 +37,7 @@ def run(capsys, flags, use, *, number=signal.SIGTERM, **options):
 
   user = threading.Thread(target=use_and_end, daemon=True)
   user.start()
-  assert serve.main([*flags, '--port=0'], **options) == 0
+  assert serve.main([*flags, '--port=0']) == 0
   user.join()
   assert capsys.readouterr() == ('', '')
   return found[0]

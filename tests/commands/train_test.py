@@ -330,7 +330,8 @@ def test_a_file_that_does_not_fit_is_one_line_and_2(tmp_path, files, capsys):
 
 def test_a_folder_without_a_run_cannot_be_evaluated(tmp_path, capsys):
   flags = runs.flags()
-  code = __main__.main(['evaluate', *flags, f'--workdir={tmp_path}/absent'])
+  folder = f'--checkpoint={tmp_path}/absent'
+  code = __main__.main(['evaluate', *flags, folder])
   assert code == 2
   assert 'no such folder' in capsys.readouterr().err
   assert not (tmp_path / 'absent').exists()

@@ -119,7 +119,5 @@ def test_a_folder_without_a_run_has_no_score(model, tmp_path, capsys):
     line = _refused(capsys, *collect, f'--workdir={folder}')
     assert line == f'no run in {folder}: train has made none\n'
   assert not (tmp_path / 'F.npz').exists()
-  line = _refused(capsys, 'evaluate', *flags, f'--workdir={model}')
-  assert line.startswith(f'no run in {model}: --checkpoint=DIR evaluates ')
-  line = _refused(capsys, 'evaluate', *flags, f'--workdir={tmp_path}')
+  line = _refused(capsys, 'evaluate', *flags, f'--checkpoint={tmp_path}')
   assert f'{tmp_path}: neither a run' in line

@@ -83,6 +83,7 @@ def parse(
   """
   choices = [f'--{name}' for name in flags]
   choices += ['--config.KEY'] if overrides else []
+  choices = choices or ['--help']
   rest, errors = _parse_known(flags, argv)
   given = Given([], {}, errors)
   meant: list[str] = []  # flags that were misspelt are not missing, too
@@ -107,7 +108,7 @@ def parse(
       hint = settings.closest(f'--{name}', choices)
       errors.append(f'{word}: unknown flag{hint}')
       meant += difflib.get_close_matches(f'--{name}', choices)
-      if follows and not equals and not rest[0].startswith('-'):
+      if not words and follows and not equals and rest[0][0] != '-':
         rest.pop(0)  # the value of the unknown flag
   errors += [
     f'--{name}=nan: must be a number'

@@ -11,7 +11,7 @@ from matplotlib import figure
 import numpy as np
 
 from stppo_jax.records import plots
-from stppo_jax.records import success as success_lib
+from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from stppo_jax.tools.ablation import study as study_lib
@@ -137,7 +137,7 @@ def _page(
     loc='upper left',
     bbox_to_anchor=(1.0, 1.0),
   )
-  title = f'{study.title}: means of {success_lib.WINDOW} steps'
+  title = f'{study.title}: means of {success_curve.WINDOW} steps'
   page.suptitle(
     title.replace('$', r'\$'),
     x=_LEFT / width,
@@ -164,7 +164,7 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
   colour = plots.COLOURS[number % len(plots.COLOURS)]
   line = _STYLES[number // len(plots.COLOURS) % len(_STYLES)]
   smooth = [
-    plots.trailing_mean(values, success_lib.WINDOW) for values in curves
+    plots.trailing_mean(values, success_curve.WINDOW) for values in curves
   ]
   for values in smooth:
     axes.plot(

@@ -23,8 +23,8 @@ import pathlib
 import numpy as np
 
 from stppo_jax import exits
+from stppo_jax.records import headline
 from stppo_jax.records import plots
-from stppo_jax.records import success
 from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
@@ -144,7 +144,7 @@ def from_folder(
     {name: x[i] for name, x in metrics.items() if not math.isnan(x[i])}
     for i in range(len(places))
   ]
-  greedy = [success.headline_evaluation(line) for line in by_step]
+  greedy = [headline.evaluation(line) for line in by_step]
   columns[_GREEDY] = column(
     np.array([next(iter(x.values()), math.nan) for x in greedy])
   )

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from stppo_jax.records import success as success_lib
 from stppo_jax.tools import alarm_tables
 from stppo_jax.tools import score_report
+from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from stppo_jax.tools.ablation import study as study_lib
@@ -101,7 +101,7 @@ def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
 
 
 def _outcomes(runs: Sequence[results.Run]) -> list[str]:
-  curves = [success_lib.curve(run.per_step('success')) for run in runs]
+  curves = [success_curve.curve(run.per_step('success')) for run in runs]
   greedy = [statistics.last(run.columns['greedy']) for run in runs]
   steps = [c.collapsed_at for c in curves if c.collapsed]
   count = len(steps)
@@ -151,7 +151,7 @@ def _differences(study, by_arm, has_groups) -> Table:
     for name in ('area', 'final'):
       values, others = (
         [
-          getattr(success_lib.curve(pair[i].per_step('success')), name)
+          getattr(success_curve.curve(pair[i].per_step('success')), name)
           for pair in pairs
         ]
         for i in range(2)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stppo_jax.records import success
+from stppo_jax.records import headline
+from stppo_jax.tools import success_curve
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import run_files
 
@@ -92,14 +93,14 @@ def evaluations(run: run_files.Run) -> list[tuple[int, float]]:
   return [
     (step, score)
     for step, metrics in sorted(by_step.items())
-    for score in success.headline_evaluation(metrics).values()
+    for score in headline.evaluation(metrics).values()
   ]
 
 
 def collapse_step(run: run_files.Run) -> int | None:
   """Returns the step at which success collapsed; None if it did not."""
   column = run.column(_REWARD)
-  curve = success.curve(
+  curve = success_curve.curve(
     np.array([value for _, value in column]), [step for step, _ in column]
   )
   return int(curve.collapsed_at) if curve.collapsed else None

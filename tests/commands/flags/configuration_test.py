@@ -279,7 +279,7 @@ def test_a_missing_file_and_an_unknown_algorithm():
 
 def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  flags = '--config=configs/quickstart.py:turn_ppo', '--workdir=x'
+  flags = ['--config=configs/quickstart.py:turn_ppo']
   config = configuration.parse(flags)
   assert config.algorithm.ratio.level == 'turn'
   # Files that the config names are found too, and its own files come first.
@@ -343,7 +343,7 @@ def test_a_wrong_command_line_exits_2_fast(tmp_path, command):
   code, out, err, seconds = _run(
     command,
     '--config=configs/base.py',
-    f'--workdir={tmp_path}/run',
+    f'--{"checkpoint" if command == "evaluate" else "workdir"}={tmp_path}/run',
     '--config.rollout.temperature=0',
     '--config.sed=1',
   )

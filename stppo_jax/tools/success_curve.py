@@ -4,7 +4,6 @@ Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
 so best, final and collapse are read off its means of five steps.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import math
 from typing import NamedTuple
@@ -67,28 +66,3 @@ def curve(
     collapsed=collapsed,
     collapsed_at=float(numbers[first - 1]) if collapsed else math.nan,
   )
-
-
-_EVALUATION = 'val/'  # then the name of the score, then of the data set
-_MAIN = {
-  'reward': 'critic/score/mean',
-  'loss': 'sft/loss',
-  'preference loss': 'preference/loss',
-}
-
-
-def headline_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the score of a step's evaluation by name; {} if it had none.
-
-  It is the mean over data sets, as `val/{score}`.
-  """
-  scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
-  if not scores:
-    return {}
-  name = '/'.join(next(iter(scores)).split('/')[:2])
-  return {name: sum(scores.values()) / len(scores)}
-
-
-def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the reward of a step, or its loss without rewards, by name."""
-  return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
