@@ -52,10 +52,11 @@ def main(argv: Sequence[str]) -> int:
   absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
   given = configuration.split(argv, flags, required=())
   config: Any = None
-  if flags.config or given.overrides:
+  if given.overrides and not flags.config:
+    given.errors.append('--config: missing')
+  command_line.refuse(given.errors)
+  if flags.config:
     config = configuration.checked(flags, given)
-  else:
-    command_line.refuse(given.errors)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools import machine
 
