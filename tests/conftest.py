@@ -113,3 +113,11 @@ def _room_for_programs():
   pieces = pathlib.Path('/proc/self/maps')
   if pieces.exists() and pieces.read_bytes().count(b'\n') > _MANY_PIECES:
     jax.clear_caches()
+
+
+@pytest.fixture
+def said():
+  """What the package logs during the test, as lines."""
+  lines = []
+  with streams.logged(lines.append):
+    yield lines
