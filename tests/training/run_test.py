@@ -226,6 +226,7 @@ def test_a_run_of_an_earlier_version_resumes(run, finished):
 
 def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
   workdir = tmp_path / 'run'
+  workdir.mkdir()
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
   try:
