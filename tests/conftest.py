@@ -115,9 +115,12 @@ def _room_for_programs():
     jax.clear_caches()
 
 
-@pytest.fixture
-def said():
-  """What the package logs during the test, as lines."""
-  lines = []
-  with streams.logged(lines.append):
-    yield lines
+@pytest.fixture(scope='session')
+def finished(tmp_path_factory) -> pathlib.Path:
+  """Returns the folder of an uninterrupted run of three steps."""
+  # Imported late: most tests need no run.
+  from tests.training import runs
+
+  workdir = tmp_path_factory.mktemp('finished')
+  assert runs.train(workdir) == 0
+  return workdir
