@@ -51,7 +51,7 @@ def _files(folder):
 
 def _evaluate(workdir):
   command = ['evaluate', *runs.flags(num_steps=runs.STEPS)]
-  return __main__.main([*command, f'--workdir={workdir}'])
+  return __main__.main([*command, f'--checkpoint={workdir}'])
 
 
 def test_a_second_run_waits_for_the_first(run, capsys):
@@ -257,7 +257,7 @@ def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
   workdir.mkdir()
   record = runs.config(**settings).to_dict()
   (workdir / 'config.json').write_text(json.dumps(record))
-  command = ['evaluate', *runs.flags(**settings), f'--workdir={workdir}']
+  command = ['evaluate', *runs.flags(**settings), f'--checkpoint={workdir}']
   assert __main__.main(command) == 2
   out, err = capsys.readouterr()
   assert out == ''
