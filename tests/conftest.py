@@ -113,3 +113,14 @@ def _room_for_programs():
   pieces = pathlib.Path('/proc/self/maps')
   if pieces.exists() and pieces.read_bytes().count(b'\n') > _MANY_PIECES:
     jax.clear_caches()
+
+
+@pytest.fixture(scope='session')
+def finished(tmp_path_factory) -> pathlib.Path:
+  """Returns the folder of an uninterrupted run of three steps."""
+  # Imported late: most tests need no run.
+  from tests.training import runs
+
+  workdir = tmp_path_factory.mktemp('finished')
+  assert runs.train(workdir) == 0
+  return workdir

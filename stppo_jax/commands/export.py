@@ -24,6 +24,7 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
+from stppo_jax.workdir import run_record
 
 DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
 
@@ -70,7 +71,9 @@ def _out_problems(flags: absl_flags.FlagValues, config: Any) -> list[str]:
   workdir = pathlib.Path(flags.workdir)
   folders = configuration.folders_read(config) | {
     '--workdir': workdir,
-    'the supervised start': workdir / 'start',
+    'the supervised start': (
+      run_record.made_start(workdir) or workdir / 'start'
+    ),
   }
   if flags.model:
     folders['--model'] = pathlib.Path(flags.model)

@@ -52,7 +52,7 @@ class Evaluator:
       greedy: whether to decode greedily instead of sampling.
 
     Raises:
-      Exceptions of `collection.collect_until_valid`.
+      Exceptions of `steps.collect_until_valid`.
     """
     questions = [q for group in self._questions.values() for q in group]
     share = self._hosts.share(len(questions))

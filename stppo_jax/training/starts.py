@@ -135,8 +135,10 @@ def load(
     Misconfigured: the other run has no checkpoint, or weights do not fit.
     Exceptions of `checkpoint_state.read_policy`, and OSError.
   """
-  # What the first host sees counts, because it writes the start.
-  is_made, *_ = folder.hosts.exchange('start', start.is_made)
+  # A bucket may have brought it since. What the first host sees counts, because
+  # it writes the start.
+  is_made = start.is_made or run_record.made_start(folder.path) is not None
+  is_made, *_ = folder.hosts.exchange('start', is_made)
   if not is_made and config.init_from:
     _copy(config, start.source, folder)
   elif not is_made:

@@ -145,13 +145,14 @@ def based(workdir, tmp_path_factory):
 def test_an_export_replaces_nothing_that_the_run_reads(based, tmp_path, capsys):
   model, run = based
   before = {path: path.read_bytes() for path in model.iterdir()}
-  start = shutil.copytree(run / 'policy', run / 'start')
+  start = shutil.copytree(run / 'policy', run / 'start' / 'policy')
   for out, expected in (
     (model, f'is {model}, the folder of model.path'),
     (model.parent, f'holds {model}, the folder of model.path'),
     (run, f'is {run}, the folder of --workdir'),
     (run.parent, 'holds '),
     (start, f'is {start}, the folder of the supervised start'),
+    (start.parent, f'holds {start}, the folder of the supervised start'),
     (run / 'checkpoints', 'is not empty and was not written by export'),
   ):
     assert _export(f'--workdir={run}', f'--out={out}') == 2

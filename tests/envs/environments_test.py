@@ -105,7 +105,7 @@ def test_a_class_in_the_table_is_a_whole_environment(config):
       max_observation_tokens=config.env.max_observation_tokens,
       group_size=config.rollout.group_size,
     )
-    step_collector = steps.StepCollector(config, services, collector, print)
+    step_collector = steps.StepCollector(config, services, collector)
     trajectories, metrics = step_collector.collect(0)
   assert [t.status for t in trajectories] == [
     _STATUS.COMPLETED,

@@ -78,7 +78,7 @@ def test_the_state_is_donated(learner, packed):
 def test_a_copied_policy_outlives_the_updates(learner, packed):
   state = learner.start()
   before = jax.device_get(state.policy.params)
-  kept = learner.copy_policy(state)
+  kept = learner.copy_policy(state).trained.policy
   _stepped(learner, packed, 5, state=state)
   _assert_equal(kept, before)
   # It has the layout of a restored one: the same program annotates with both.

@@ -171,8 +171,8 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
     assert count == '8'
     assert em == f'{metrics[f"val/em/{name}"]:.3f}'
   assert {line.split()[0] for line in table} == {'one_hop', 'two_hop'}
-  # The former flags mean the same.
-  assert _evaluate(*runs.flags(num_steps=3), f'--workdir={finished}') == 0
+  # The config is that of the run, unless another one is given.
+  assert _evaluate(*runs.flags(num_steps=3), f'--checkpoint={finished}') == 0
   assert capsys.readouterr().out == out
 
 
@@ -188,7 +188,7 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
     ),
     (
       ['--checkpoint=M', '--samples=0'],
-      '--samples=0: must be an integer, 1 or greater',
+      '--samples=0: must be a positive integer',
     ),
     (
       ['--checkpoint=M', '--sets=nq', '--config.data.root=empty'],
@@ -237,4 +237,4 @@ def test_a_run_without_later_options_has_no_other_errors(tmp_path, capsys):
   )
   assert _evaluate(f'--checkpoint={tmp_path}', '--samples=0') == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line == '--samples=0: must be an integer, 1 or greater'
+  assert line == '--samples=0: must be a positive integer'

@@ -90,8 +90,8 @@ def evaluated():
     retriever=_Retriever(),
   )
   services.loop = services.retriever
-  fake.lines, fake.retriever = [], services.retriever
-  evaluator = evaluation.Evaluator(config, services, fake, fake.lines.append)
+  fake.retriever = services.retriever
+  evaluator = evaluation.Evaluator(config, services, fake)
   return evaluator, fake, questions
 
 
@@ -101,9 +101,17 @@ def test_means_are_of_a_data_set_and_without_failures(evaluated):
   assert questions.count == 7
   # The second question of hotpotqa was failed by the infrastructure.
   assert scores == pytest.approx({'nq': 2 / 3, 'hotpotqa': 0.0})
-  assert set(evaluator.metrics(scores)) == {'val/em/nq', 'val/em/hotpotqa'}
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
+  metrics, measured = evaluator.measure()
+  assert [trajectory.question.id for trajectory in measured] == ids
+  assert metrics == pytest.approx(
+    {
+      'val/em/nq': 2 / 3,
+      'val/em/hotpotqa': 0.0,
+      'evaluate/valid_fraction': 4 / 5,
+    }
+  )
 
 
 class _TwoHosts(hosts_lib.Hosts):
@@ -125,7 +133,7 @@ def test_hosts_without_questions_have_no_metrics():
   evaluator = evaluation.Evaluator(
     runs.config(), services, _Sampler(), hosts=_TwoHosts()
   )
-  assert evaluator.metrics(*evaluator.run()) == {}
+  assert evaluator.measure() == ({}, [])
 
 
 def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
@@ -140,19 +148,16 @@ def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
   assert same_keys == keys
 
 
-def test_an_evaluation_in_an_outage_is_repeated(evaluated):
+def test_an_evaluation_in_an_outage_is_repeated(evaluated, said):
   evaluator, fake, _ = evaluated
-  expected, trajectories = evaluator.run()
-  assert evaluator.metrics(expected, trajectories)[
-    'evaluate/valid_fraction'
-  ] == pytest.approx(4 / 5)
+  expected, _ = evaluator.run()
   failure = 'evaluation: the infrastructure failed 1 of 5 trajectories'
-  assert [line.startswith(failure) for line in fake.lines] == [True]
-  fake.lines.clear()
+  assert [line.startswith(failure) for line in said] == [True]
+  said.clear()
   fake.outages = 2
   again, _ = evaluator.run()
   assert again == expected and fake.retriever.waits == 2
-  first, second, _ = fake.lines
+  first, second, _ = said
   assert first == second and 'http://away: status 503' in first
   fake.outages = 9
   with pytest.raises(steps.Outage, match='evaluation: .*status 503'):

@@ -51,7 +51,7 @@ def _files(folder):
 
 def _evaluate(workdir):
   command = ['evaluate', *runs.flags(num_steps=runs.STEPS)]
-  return __main__.main([*command, f'--workdir={workdir}'])
+  return __main__.main([*command, f'--checkpoint={workdir}'])
 
 
 def test_a_second_run_waits_for_the_first(run, capsys):
@@ -226,6 +226,7 @@ def test_a_run_of_an_earlier_version_resumes(run, finished):
 
 def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
   workdir = tmp_path / 'run'
+  workdir.mkdir()
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
   try:
@@ -256,7 +257,7 @@ def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
   workdir.mkdir()
   record = runs.config(**settings).to_dict()
   (workdir / 'config.json').write_text(json.dumps(record))
-  command = ['evaluate', *runs.flags(**settings), f'--workdir={workdir}']
+  command = ['evaluate', *runs.flags(**settings), f'--checkpoint={workdir}']
   assert __main__.main(command) == 2
   out, err = capsys.readouterr()
   assert out == ''

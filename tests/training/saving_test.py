@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from stppo_jax.learner import state as state_lib
-from stppo_jax.parallel import hosts
+from stppo_jax.training import claim
 from stppo_jax.training import saving
 from tests.training import faults
 from tests.training import runs
@@ -53,6 +53,7 @@ _FILLED = """
 import os
 import shutil
 import sys
+import time
 
 from stppo_jax import __main__
 from tests.training import faults
@@ -64,6 +65,12 @@ workdir, other = f'{disk}/run', f'{disk}/other'
 
 def act(moment):
   if moment == ('updated', 3):
+    # Nothing is told of the disk while the threads still write step 2.
+    end = time.monotonic() + 60
+    while not os.path.isdir(f'{workdir}/checkpoints/2'):
+      assert time.monotonic() < end
+      time.sleep(0.1)
+    time.sleep(1)
     with open(other, 'wb') as file:
       file.write(bytes(shutil.disk_usage(disk).free - 50_000))
 
@@ -127,24 +134,27 @@ class _Checkpoints:
 def test_the_time_since_the_signal_counts(tmp_path):
   grace = 10_000.0
   config = runs.config(preemption__grace=grace)
-  saver = saving.Saver(config, tmp_path, hosts.ALONE, None)
   policy = state_lib.ModelState({'x': jnp.arange(8)}, None, jnp.zeros(()))
   state = state_lib.TrainState(policy=policy, value=None)
-  saver.restore(state, _Checkpoints())
 
   def save(step, *, left):
     """Saves with so many seconds left, as far as the last save is known."""
     since = time.monotonic() - (grace - left)
     saver.save_in_time(step, state, saving.Extra(), since)
 
-  save(1, left=100.0)
-  takes = saver.checkpointer.save_seconds
-  assert takes > 0
-  with pytest.raises(saving.NoTime, match='are left of preemption.grace=10000'):
-    save(2, left=takes / 2)
-  save(2, left=takes + 1000)
-  assert saver.saved == 2
-  save(2, left=0.0)  # there is nothing to do
-  saver.save_in_time(3, state, saving.Extra(), None)  # no signal, no limit
-  saver.checkpointer.close()
+  with claim.claimed(config, tmp_path) as folder:
+    saver = saving.Saver(config, folder, _Checkpoints(), state)
+    assert saver.restore('step').done == 0
+    save(1, left=100.0)
+    takes = saver.checkpointer.save_seconds
+    assert takes > 0
+    with pytest.raises(
+      saving.NoTime, match='are left of preemption.grace=10000'
+    ):
+      save(2, left=takes / 2)
+    save(2, left=takes + 1000)
+    assert saver.saved == 2
+    save(2, left=0.0)  # there is nothing to do
+    saver.save_in_time(3, state, saving.Extra(), None)  # no signal, no limit
+    saver.checkpointer.close()
   assert saver.checkpointer.saved == 3

@@ -1,11 +1,16 @@
 """A run starts from the first origin that there is, and says which it was."""
 
 import json
+import pathlib
 import shutil
+import types as python_types
 
+import jax
+import numpy as np
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.training import claim
 from stppo_jax.training import starts
 from tests.training import runs
 
@@ -39,10 +44,10 @@ def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   assert runs.train(run, **options) == 0
   printed = capsys.readouterr().out
   assert f'init_from={source}: its policy after step 3\n' in printed
-  assert f'start: init_from={source}, kept in {run}/start\n' in printed
+  assert f'start: init_from={source}, kept in {run}/start/policy\n' in printed
   policies = {
     (folder / 'model.safetensors').read_bytes()
-    for folder in (source / 'policy', run / 'start', run / 'policy')
+    for folder in (source / 'policy', run / 'start' / 'policy', run / 'policy')
   }
   assert len(policies) == 1  # of the other run, and of its width
   weights = _weights(run, 1)
@@ -68,28 +73,88 @@ def test_random_numbers_and_a_directory_are_said_and_counted(tmp_path, capsys):
   assert runs.metrics(second)[-1]['goodput/origin'] == 3
 
 
-def test_a_value_model_that_is_not_there_is_said(tmp_path):
-  learner = runs.learner(runs.config())
-  start = learner.start()
-  assert starts.with_value(runs.config(), start, tmp_path) == (start, '')
-  config = runs.config(init_from='other')
-  state, note = starts.with_value(config, start, tmp_path)
-  assert state is start and 'it has no value model that fits' in note
+def test_a_start_that_was_killed_is_made_again(tmp_path, finished, capsys):
+  run, options = tmp_path / 'run', _STILL | {'init_from': finished}
+  assert runs.train(run, **options) == 0
+  # A policy gets its name when it is complete.
+  policy = run / 'start' / 'policy'
+  policy.rename(policy.with_name('policy.partial'))
+  shutil.rmtree(run / 'checkpoints')
+  (run / 'metrics.jsonl').unlink()
+  capsys.readouterr()
+  assert runs.train(run, **options) == 0
+  printed = capsys.readouterr().out
+  assert f'init_from={finished}: its policy after step 3\n' in printed
+  assert policy.is_dir() and _weights(run, 1) == _weights(finished, 3)
 
 
-def test_each_origin_has_a_number(tmp_path):
-  def number(saved='', **changes):
-    config = runs.config(**changes)
-    return starts.find(config, tmp_path, saved=saved).number
+def test_a_start_that_a_bucket_brings_is_not_made_again(
+  tmp_path, finished, capsys
+):
+  source, lost, other = (tmp_path / name for name in ('source', 'lost', 'run'))
+  shutil.copytree(finished, source)
+  address = f'file://{tmp_path}/bucket/run'
+  options = _STILL | {'init_from': source, 'writer__copy_to': address}
+  assert runs.train(lost, **options) == 0
+  weights = pathlib.Path('start', 'policy', 'model.safetensors')
+  made = (lost / weights).read_bytes()
+  shutil.rmtree(lost)
+  assert runs.train(source, num_steps=4) == 0  # it has another policy now
+  capsys.readouterr()
+  assert runs.train(other, **options | {'num_steps': 2}) == 0
+  printed = capsys.readouterr().out
+  assert 'its policy after step' not in printed
+  assert 'start: step 1 of this run\n' in printed
+  assert (other / weights).read_bytes() == made
 
-  start = {'model__path': tmp_path / 'start', 'init_from': 'other'}
-  (tmp_path / 'start').mkdir()
-  (tmp_path / 'start' / 'config.json').touch()
-  assert number(saved='step 3', **start) == 1
-  assert number(**start) == 2
-  assert number(model__path=tmp_path / 'start') == 3
-  assert number(model__path=runs.REPO / 'assets' / 'quickstart') == 3
-  assert number() == 4
+
+def _load(workdir, **changes):
+  """Loads the start of a run, which is there already."""
+  config = runs.config(**changes)
+  with claim.claimed(config, workdir) as folder:
+    start = starts.resolve(config, folder)
+    parts = python_types.SimpleNamespace(learner=runs.learner(start.config))
+    return starts.load(start, config, parts, folder), parts.learner
+
+
+def _make(workdir, finished, name='start/policy'):
+  """Makes the start of a run, as if the run had made it."""
+  return shutil.copytree(finished / 'policy', workdir / name)
+
+
+def test_a_value_model_that_is_not_there_is_said(tmp_path, finished):
+  note = '; it has no value model that fits, ours starts from the policy'
+  loaded, _ = _load(tmp_path)
+  assert note not in loaded.name
+  made = _make(tmp_path, finished)
+  loaded, learner = _load(tmp_path, init_from='other')
+  assert loaded.name == f'init_from=other, kept in {made}{note}'
+  state = learner.start(str(made))
+  jax.tree.map(np.testing.assert_array_equal, loaded.state, state)
+  # Without a value model, there is nothing to say.
+  loaded, _ = _load(tmp_path, algorithm='grpo', init_from='other')
+  assert loaded.name == f'init_from=other, kept in {made}'
+
+
+def test_each_origin_has_a_number(tmp_path, finished):
+  """Number 1, a run's own checkpoint, is that of runs that are resumed."""
+
+  def origin(workdir, **changes):
+    loaded, _ = _load(tmp_path / workdir, **changes)
+    return loaded.number, loaded.name.partition('; ')[0]
+
+  made = _make(tmp_path / 'new', finished)
+  older = _make(tmp_path / 'old', finished, 'start')  # by version 0.2
+  for workdir, start in (('new', made), ('old', older)):
+    copied = f'init_from=other, kept in {start}'
+    assert origin(workdir, init_from='other') == (2, copied)
+    imitated = 3, f'the supervised start in {start}'
+    assert origin(workdir, sft__before_training=True) == imitated
+    # It is not the start of a run that makes none.
+    assert origin(workdir) == (4, 'random numbers')
+  model = runs.REPO / 'assets' / 'quickstart'
+  assert origin('x', model__path=model) == (3, f'model.path={model}')
+  assert origin('x', model__path=made) == (3, f'model.path={made}')
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, finished, capsys):

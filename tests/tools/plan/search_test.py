@@ -14,7 +14,7 @@ def _planner(config):
     loss_fraction=0.5,
     programs=(),
     topology=topology.find('cpu:8'),
-    memory=0.0,
+    gib=0.0,
   )
 
 

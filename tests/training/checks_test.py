@@ -1,0 +1,173 @@
+"""What is refused or named before a run, or ends its first step.
+
+Data that it cannot use and devices that are too small are told before anything
+is written; on the first step, rounding passes, and everything else does not.
+"""
+
+import json
+import math
+
+import ml_collections
+import pytest
+
+from stppo_jax.parallel import memory
+from stppo_jax.tools.plan import plan
+from stppo_jax.training import checks
+from stppo_jax.training import components
+from tests.training import runs
+
+_FILES = {
+  'data__name': 'jsonl',
+  'data__train': 'train.jsonl',
+  'data__corpus': 'corpus.jsonl',
+  'data__tokenizer_vocab_size': 300,
+  'env__max_length': 1200,
+  'env__max_turn_tokens': 8,
+  'evaluate__every': 0,
+  'rollout__length_bucket': 1200,
+}
+_QUESTION = {'dataset': 'own', 'kind': 'open', 'answers': ['x']}
+
+
+def _write(folder, questions, name='train.jsonl'):
+  lines = [
+    json.dumps({**_QUESTION, 'id': str(n), **question})
+    for n, question in enumerate(questions)
+  ]
+  folder.mkdir(exist_ok=True)
+  (folder / name).write_text('\n'.join(lines), encoding='utf-8')
+  passage = {'id': '1', 'title': 'A', 'text': 'text'}
+  (folder / 'corpus.jsonl').write_text(json.dumps(passage), encoding='utf-8')
+
+
+def _train(folder, **changes):
+  return runs.train(
+    folder / 'run', **{**_FILES, 'data__root': str(folder / 'data'), **changes}
+  )
+
+
+@pytest.mark.parametrize('name', ['train', 'evaluation'])
+def test_prompts_that_are_all_too_long_are_refused(tmp_path, capsys, name):
+  _write(tmp_path / 'data', [{'question': 'q?'}] * 16)
+  long = 'why ' * 300
+  _write(
+    tmp_path / 'data',
+    [{'question': f'{long}{n}?'} for n in range(16)],
+    f'{name}.jsonl',
+  )
+  changes = {f'data__{name}': f'{name}.jsonl'}
+  assert _train(tmp_path, **changes) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'data.{name}')
+  count = 16 if name == 'train' else 8  # evaluate.num_questions
+  assert f'{count} of {count} prompts fill the context, env.max_length=' in line
+  assert not (tmp_path / 'run').exists()
+
+
+def test_prompts_that_are_too_long_and_empty_answers_are_named(tmp_path):
+  questions = [{'question': 'q?'}] * 14 + [{'question': 'why ' * 300}] * 2
+  questions[3] = {'question': 'q?', 'answers': ['the']}
+  _write(tmp_path / 'data', questions)
+  config = runs.config(**_FILES, data__root=str(tmp_path / 'data'))
+  empty, long = components.build(config).notes
+  assert empty.startswith(f'{tmp_path}/data/train.jsonl:4: nothing is left of')
+  assert long.startswith('data.train: 2 of 16 prompts fill the context')
+
+
+# Weights are larger than what a batch needs.
+_LARGE = {
+  'model__hidden_size': 256,
+  'model__intermediate_size': 2048,
+  'model__num_layers': 4,
+  'updates__head_chunk': 16,
+}
+
+
+def _check_memory(config, limit):
+  found = components.build(config)
+  checks.check_memory(config, found.learner, found.placement, limit)
+
+
+def test_memory_that_is_not_known_refuses_nothing():
+  assert memory.device_limit() is None  # as on every CPU
+  _check_memory(runs.config(), None)
+
+
+def test_the_line_names_what_would_fit(tmp_path, monkeypatch, capsys):
+  config = runs.config(**_LARGE)
+  made = plan.make(config, length=128, loss_fraction=0.5)
+  need = sum(made.held.sizes.values()) + made.estimated['gradients']
+  _check_memory(config, need)
+  with pytest.raises(checks.DoesNotFit):
+    _check_memory(config, need - 1)
+
+  def refused(limit):
+    """Returns the line of a run on devices of so many bytes."""
+    monkeypatch.setattr(memory, 'device_limit', lambda: limit)
+    assert runs.train(tmp_path / 'run', **_LARGE) == 2
+    assert not (tmp_path / 'run').exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+  line = refused(need // 2)
+  needed, there = (f'{size / 2**30:.2g} GiB' for size in (need, need // 2))
+  assert line.startswith(f'the run needs {needed} of each device or more (')
+  assert ' for policy optimizer, ' in line
+  assert f', and there are {there}; by the estimate it fits, in ' in line
+  assert line.endswith(' GiB, with --config.mesh.data=1 --config.mesh.fsdp=-1')
+  assert refused(1).endswith(
+    '; no change of the config was found with which it fits; use more devices'
+  )
+
+
+def _metrics(mean, tail):
+  return {
+    'mismatch/logprob_abs_diff_mean': mean,
+    'mismatch/logprob_abs_diff_p99': tail,
+  }
+
+
+def _check_mismatch(metrics, *, limit, dtype):
+  config = ml_collections.ConfigDict(
+    {'rollout': {'mismatch_limit': limit}, 'model': {'dtype': dtype}}
+  )
+  checks.check_mismatch(config, metrics)
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'mean', 'tail'),
+  [
+    ('float32', 0.0, 0.0),
+    ('float32', 3e-6, 2e-5),
+    ('bfloat16', 0.01, 0.1),
+  ],
+)
+def test_rounding_is_agreement(dtype, mean, tail):
+  _check_mismatch(_metrics(mean, tail), limit=-1.0, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+  ('mean', 'tail'),
+  [(1.1, 2.0), (0.5, 10.1), (math.inf, 2.0), (math.nan, 2.0), (0.5, math.nan)],
+)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_anything_else_is_one_line(dtype, mean, tail):
+  metrics = _metrics(mean, tail)
+  with pytest.raises(checks.Disagreement) as caught:
+    _check_mismatch(metrics, limit=-1.0, dtype=dtype)
+  assert caught.value.exit_code == 2
+  (line,) = str(caught.value).splitlines()
+  assert f'_mean is {mean:.3g} (at most ' in line
+  assert f'_p99 is {tail:.3g} (at most ' in line
+  assert f'by the limit for model.dtype={dtype};' in line
+  with pytest.raises(checks.Disagreement, match='by rollout.mismatch_l'):
+    _check_mismatch(metrics, limit=1.0, dtype=dtype)
+  _check_mismatch(metrics, limit=0.0, dtype=dtype)  # switched off
+
+
+def test_the_value_that_the_message_asks_for_passes():
+  metrics = _metrics(0.2, 5.0)
+  with pytest.raises(checks.Disagreement) as caught:
+    _check_mismatch(metrics, limit=-1.0, dtype='bfloat16')
+  assert 'set rollout.mismatch_limit above 0.5;' in str(caught.value)
+  _check_mismatch(metrics, limit=0.51, dtype='bfloat16')
