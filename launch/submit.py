@@ -67,7 +67,14 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
       raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
     launcher = launchers.LAUNCHERS[name]
     parsed = flags_for(name, 'dry_run', 'stop')
-    given = command_line.parse(parsed, flags, overrides=True)
+    needed = {} if name == 'retriever' else dict.fromkeys(_OF_RUNS)
+    needed |= launchers.options(name)
+    given = command_line.parse(
+      parsed,
+      flags,
+      required=[key for key, default in needed.items() if default is None],
+      overrides=True,
+    )
     values = _values(name, parsed, given)
     text = render(name, values, given.overrides, array=array)
   except exits.Misconfigured as error:
@@ -191,7 +198,7 @@ def _values(
   """Returns the checked values of all flags.
 
   Raises:
-    exits.Misconfigured: some are missing or wrong.
+    Misconfigured: some are missing or wrong.
   """
   launcher, errors = launchers.LAUNCHERS[name], list(given.errors)
   values = {
@@ -199,10 +206,7 @@ def _values(
     for key, value in flags.flag_values_dict().items()
     if not isinstance(value, bool)
   }
-  if name == 'retriever':
-    values = {key: x for key, x in values.items() if x or key not in _OF_RUNS}
-  errors += [f'--{key}: missing' for key, x in values.items() if x is None]
-  values = {key: value or '' for key, value in values.items()}
+  values = {key: x or '' for key, x in values.items() if x is not None}
   if name != 'retriever' and 'workdir' in values:
     values['name'] = values['name'] or name_of(values['workdir'])
     if launcher.shared:

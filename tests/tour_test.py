@@ -31,7 +31,7 @@ def test_the_cells_run_one_after_the_other(tmp_path, monkeypatch, capsys):
   lines = [len(axes.lines) for page in figures for axes in page.axes]
   plt.close('all')
   assert lines == [2, 3, 3]
-  assert names['success'].curve(names['reward'], names['steps']).collapsed
+  assert names['success_curve'].curve(names['reward'], names['steps']).collapsed
   assert names['first'] == {'entropy': 25}
   out = capsys.readouterr().out
   assert out.startswith('seed 0, finished: 31 lines\nstep 30\n')

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.rollout import batch_file
+from stppo_jax.tools.lab import saved_batch
 from tests.tools.lab import batch_arrays
 
 
@@ -16,7 +17,7 @@ def test_a_file_comes_back_as_it_was_saved(tmp_path):
   path = tmp_path / 'a name without ending'
   batch_file.save(path, arrays | {'another': np.zeros(3)})
   assert os.listdir(tmp_path) == [path.name]
-  found = batch_file.load(path)
+  found = saved_batch.load(path)
   assert found.keys() == arrays.keys()
   for name, array in arrays.items():
     np.testing.assert_array_equal(found[name], array)
@@ -31,7 +32,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
   with pytest.raises(ValueError, match='allow_pickle'):
     batch_file.save(path, {'loss_mask_BL': np.array([object()])})
   assert os.listdir(tmp_path) == ['F.npz']
-  assert batch_file.load(path)['loss_mask_BL'].shape == (1, 2)
+  assert saved_batch.load(path)['loss_mask_BL'].shape == (1, 2)
 
 
 def _zip(**members):
@@ -94,7 +95,7 @@ def test_a_file_that_is_not_sound_is_one_line(tmp_path, content, expected):
   path = tmp_path / 'F.npz'
   path.write_bytes(content)
   with pytest.raises(ValueError) as caught:
-    batch_file.load(path)
+    saved_batch.load(path)
   assert str(caught.value) == expected
 
 
@@ -106,7 +107,7 @@ def test_objects_under_other_names_are_never_unpacked(tmp_path):
       notes=_npy(np.array([{}]), allow_pickle=True),
     )
   )
-  assert batch_file.load(path).keys() == {'loss_mask_BL'}
+  assert saved_batch.load(path).keys() == {'loss_mask_BL'}
 
 
 @pytest.mark.parametrize('name', ['loss_mask_BL.npy', 'loss_mask_BL'])
@@ -117,25 +118,25 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path, name):
     # What zipfile goes by; to pack so many bytes takes too long for a test.
     archive.getinfo(name).file_size = 5 << 30
   with pytest.raises(ValueError, match='^its compressed arrays take 536870912'):
-    batch_file.load(path)
+    saved_batch.load(path)
   lies = _with_header(b"'shape'", b"'shape': (999999999999,), }")
   path.write_bytes(_zip(loss_mask_BL=lies))
   with pytest.raises(ValueError) as caught:
-    batch_file.load(path)
+    saved_batch.load(path)
   assert str(caught.value) == _NO_ARRAY
 
 
 def test_a_file_without_a_known_array_lists_their_names(tmp_path):
   batch_file.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
   with pytest.raises(ValueError, match='has no array .*: tokens_BL, lengths_B'):
-    batch_file.load(tmp_path / 'F.npz')
+    saved_batch.load(tmp_path / 'F.npz')
 
 
 def test_advantages_come_from_their_own_file(tmp_path):
   arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
   path = tmp_path / 'A.npz'
-  load = lambda: batch_file.load_advantages(path, mask, dtype=np.float32)
+  load = lambda: saved_batch.load_advantages(path, mask, dtype=np.float32)
   given = np.where(mask, 7.5, np.nan)
   batch_file.save(path, {'advantages_BL': given})
   found = load()

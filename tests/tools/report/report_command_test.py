@@ -195,7 +195,7 @@ def test_a_run_that_goes_on_is_shown(run, tmp_path, capsys):
   [
     ([], 'DIR: missing'),
     (['--format=pdf'], '--format=pdf: must be one of html, md'),
-    (['--dialogues=-1'], '--dialogues=-1: must be a whole number'),
+    (['--dialogues=-1'], '--dialogues=-1: must be a non-neg'),
     (['--oout=x'], '--oout=x: unknown flag; did you mean --out?'),
     (['--out=no/where.html'], '--out=no/where.html: no such folder: no'),
     (['--out=.'], '--out=.: is a folder'),
@@ -509,9 +509,9 @@ def test_view_escapes_what_would_reach_the_terminal(run, capsys):
       '--number=5: must be from 1 to 4, the dialogues of step 6',
     ),
     (['--least=x'], '--least=x: must be a number'),
-    (['--step='], '--step=: must be a whole number'),
+    (['--step='], '--step=: must be an integer'),
     (['--nmber=1'], '--nmber=1: unknown flag; did you mean --number?'),
-    (['another'], 'DIR: give the folder of one run'),
+    (['another'], 'another: not a flag; flags start with --'),
   ],
 )
 def test_view_refuses_what_is_not_there(run, capsys, words, line):
