@@ -323,12 +323,12 @@ def test_evaluating_leaves_a_live_run_alone(finished, tmp_path, capsys):
   saving.mkdir()
   before = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
   arguments = ['evaluate', *runs.flags(num_steps=runs.STEPS)]
-  assert __main__.main([*arguments, f'--workdir={finished}']) == 0
+  assert __main__.main([*arguments, f'--checkpoint={finished}']) == 0
   after = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
   saving.rmdir()
   assert after == before
   capsys.readouterr()
   missing = tmp_path / 'missing'
-  assert __main__.main([*arguments, f'--workdir={missing}']) == 2
+  assert __main__.main([*arguments, f'--checkpoint={missing}']) == 2
   assert not missing.exists()
   assert capsys.readouterr().err == f'--checkpoint={missing}: no such folder\n'

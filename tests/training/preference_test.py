@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from stppo_jax import __main__
 from stppo_jax import exits
 from stppo_jax.models.hf import load
 from stppo_jax.records.checkpoints import checkpoint
@@ -185,7 +186,7 @@ def test_another_file_or_config_is_another_run(file, whole, tmp_path):
   assert _lines(whole) == before
 
 
-def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path, capsys):
+def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path):
   pairs = tmp_path / 'pairs.npz'
   os.mkfifo(pairs)
 
@@ -196,9 +197,8 @@ def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path, capsys):
       os.kill(os.getpid(), signal.SIGINT)
 
   threading.Thread(target=interrupt, daemon=True).start()
-  code = preference.prefer(runs.config(**_SMALL), pairs, tmp_path / 'run')
-  assert code == 130
-  assert 'the same command starts again' in capsys.readouterr().out
+  flags = [*runs.flags(**_SMALL), f'--workdir={tmp_path}/run']
+  assert __main__.main(['prefer', f'--batch={pairs}', *flags]) == 130
   assert not (tmp_path / 'run').exists()
 
 
