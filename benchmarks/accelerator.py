@@ -202,7 +202,7 @@ def build_engine(
       max_length=max_length,
       cache_blocks=1,
       sampling=sampler.Sampling(temperature=1.0),
-      extend_chunk=256,
+      prefill_chunk=256,
       decode_chunk=decode_chunk,
       early_exit=0.25,
       lookahead=1,

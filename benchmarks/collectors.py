@@ -113,7 +113,7 @@ class SlotCollector:
         max_length=MAX_LENGTH,
         cache_blocks=10,
         sampling=sampler.Sampling(temperature=1.0),
-        extend_chunk=64,
+        prefill_chunk=64,
         decode_chunk=16,
         early_exit=0.5,
         lookahead=0,

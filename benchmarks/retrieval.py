@@ -152,7 +152,7 @@ def retriever(url: str, **options) -> client.HttpRetriever:
     topk=_TOPK,
     timeout=30.0,
     retries=12,
-    start_grace=30.0,
+    ready_timeout=30.0,
     max_failure_rate=0.5,
     max_queries_per_request=1,
     **options,

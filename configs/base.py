@@ -247,10 +247,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'timeout': 30.0,  # seconds per request
         'retries': 4,  # attempts per query after the first
         # Seconds to wait for the server, at the start and in an outage.
-        'start_grace': 60.0,
+        'ready_timeout': 60.0,
         # If more than this share of the last 6 requests, and at least 3, found
         # no server, all searches wait until it is ready, for at most
-        # start_grace seconds; 1 = never.
+        # ready_timeout seconds; 1 = never.
         'max_failure_rate': 0.5,
         'max_queries_per_request': 64,  # more become several requests
         # A file to which the first answer to each query is written; '' = none.

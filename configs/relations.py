@@ -7,7 +7,6 @@ all its keys keep their own rules.
 
 from collections.abc import Callable
 from collections.abc import Iterator
-import functools
 
 from stppo_jax.configs import external
 from stppo_jax.rl import estimator_needs
@@ -238,15 +237,6 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _lanes_divide_slots,
   ),
-  (('model.path',), functools.partial(external.model_exists, 'model.path')),
-  (
-    ('model.reference_path',),
-    functools.partial(external.model_exists, 'model.reference_path'),
-  ),
-  (('model.tokenizer_path',), external.tokenizer_exists),
-  (('env.prompt_template',), external.template_is_readable),
-  (('writer.copy_to',), external.bucket_is_usable),
-  (('env.reward_function',), external.reward_function_exists),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   (
     (
@@ -273,7 +263,6 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     external.data_exist,
   ),
-  (('retrieval.url',), external.url_is_valid),
   (('retrieval.dialect', 'retrieval.url'), external.embedded_server_speaks),
   (
     ('retrieval.replay', 'retrieval.record', 'retrieval.url'),

@@ -53,7 +53,7 @@ def section() -> dict[str, Any]:
     # it must be 1 on several devices. Every lane has the same number of
     # slots and holds whole groups.
     'lanes': 1,
-    'extend_chunk': 64,  # tokens appended to a slot per call
+    'prefill_chunk': 64,  # tokens appended to a slot per call
     # The number of devices that one copy of the engine's weights is cut
     # over. The other devices of a host hold further copies, which decode
     # other trajectories. 0 = mesh.tensor.

@@ -1,40 +1,66 @@
-"""Checks configs: `check` lists everything that is wrong at once.
+"""What is known of each config key, and `check`, which lists all errors.
 
-`RULES` holds a rule for each key on its own, `configs/relations.py` the rules
-that concern several keys. Nothing here touches a device.
+A key has one entry in `KEYS`: the rule for its value, whether a run may be
+resumed with another value, and the version since when it exists. Its default is
+in `configs/base.py`. Rules that concern several keys are in
+`configs/relations.py`. Nothing here touches a device.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import math
-import re
+import functools
+import json
 from typing import Any
+from typing import NamedTuple
 
-from stppo_jax import buckets
 from stppo_jax import settings
 from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import external
 from stppo_jax.configs import relations
+from stppo_jax.configs import rules
 from stppo_jax.data import kinds
 from stppo_jax.envs import environments
 from stppo_jax.envs import rewards
 from stppo_jax.envs import tools
 from stppo_jax.retrieval import dialects
 
+# Whether a run may be resumed with another value. A free key changes nothing
+# that a step computes. A fixed one decides the shape of the state, so that no
+# checkpoint fits another value. All others are guarded: they may change if
+# resume.allow_change names them.
+FREE, GUARDED, FIXED = 'free', 'guarded', 'fixed'
 
-def _one_of(*choices: str) -> settings.Rule:
-  return settings.Rule(
-    lambda value: value in choices, 'one of ' + ', '.join(choices)
-  )
+
+class Key(NamedTuple):
+  """What is known of a config key, beside its default.
+
+  Attributes:
+    rule: the rule for its value; None: each value of its type is good.
+    check: yields errors about what the value names, one line each.
+    resume: FREE, GUARDED or FIXED.
+    since: the version that has brought it.
+    before: the value with which earlier runs behaved, whose records lack it;
+      not read if the key is free.
+    asked: whether the dialogues of an evaluation depend on it.
+    formerly: its name in earlier versions; '' if it had no other.
+  """
+
+  rule: settings.Rule | None = None
+  check: Callable[[Any], Iterator[str]] | None = None
+  resume: str = GUARDED
+  since: str = '0.1'
+  before: Any = None
+  asked: bool = False
+  formerly: str = ''
 
 
-def _compiles(pattern: str) -> bool:
-  try:
-    re.compile(pattern)
-  except re.error:
-    return False
-  return True
+_free = functools.partial(Key, resume=FREE)
+_fixed = functools.partial(Key, resume=FIXED)
+_asked = functools.partial(Key, asked=True)
 
 
 def _are_keys(names: Sequence[str]) -> bool:
@@ -51,216 +77,252 @@ def _are_keys(names: Sequence[str]) -> bool:
   )
 
 
-_POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
-_AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
-_NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
-_STEPS = settings.Rule(
-  lambda x: (
-    len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]
-  ),
-  'two whole numbers that do not decrease: the first step to trace, and the '
-  'first one that is not traced any more',
+def _model_of(key: str) -> Callable[[Any], Iterator[str]]:
+  return functools.partial(external.model_exists, key)
+
+
+_SOME_KEYS = settings.Rule(
+  _are_keys, "keys or sections of the config, such as ('seed',)"
 )
-_FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
-_POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')
-_BELOW_1 = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
-_FINITE = settings.Rule(math.isfinite, 'a finite number')
-_AXIS = settings.Rule(
-  lambda x: x == -1 or x > 0, 'greater than 0, or -1 for all remaining devices'
-)
-_EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
-_HOPS = settings.Rule(
-  lambda x: len(x) > 0 and all(h in (1, 2) for h in x),
-  'some of 1 and 2, such as (1, 2)',
-)
-_TOKEN_IDS = settings.Rule(
-  lambda ids: all(type(i) is int and i >= 0 for i in ids),
-  'token ids, such as (2, 7)',
-)
-_NUMBER = settings.Rule(lambda x: not math.isnan(x), 'a number, inf or -inf')
-_REGEX = settings.Rule(_compiles, 'a regular expression')
 
 _OPTIMIZER = {
   # Adam moves a weight by about the rate in each update, so a larger rate
   # leaves nothing of a model.
-  'learning_rate': _FRACTION,
-  'warmup_updates': _NOT_NEGATIVE,
-  'b1': _BELOW_1,
-  'b2': _BELOW_1,
-  'eps': _POSITIVE,
-  'weight_decay': _FRACTION,
-  'max_grad_norm': _POSITIVE,
-  'skip_grad_norm': _NOT_NEGATIVE,
+  'learning_rate': Key(rules.FRACTION),
+  'warmup_updates': Key(rules.NOT_NEGATIVE),
+  'b1': Key(rules.BELOW_1),
+  'b2': Key(rules.BELOW_1),
+  'eps': Key(rules.POSITIVE),
+  'weight_decay': Key(rules.FRACTION),
+  'max_grad_norm': Key(rules.POSITIVE),
+  'skip_grad_norm': Key(rules.NOT_NEGATIVE, since='0.3', before=0.0),
 }
-_SIZES = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
 
-RULES: Mapping[str, settings.Rule] = {
-  'seed': _NOT_NEGATIVE,
-  'num_steps': _POSITIVE,
-  'title': settings.Rule(str.isprintable, 'one printable line'),
-  'init_from': settings.Rule(str.isprintable, 'one printable line'),
-  'model.reference_memory': _one_of('device', 'host'),
-  'model.eos_token_ids': _TOKEN_IDS,
-  'model.dtype': _one_of('float32', 'bfloat16'),
-  **{f'model.{size}': _POSITIVE for size in _SIZES},
-  'model.num_kv_heads': _POSITIVE,
-  'model.head_dim': _EVEN,  # rotary pairs
-  'model.rope_theta': _POSITIVE,
-  'model.rms_norm_eps': _POSITIVE,
-  'model.num_experts': _NOT_NEGATIVE,
-  'model.num_experts_per_tok': _NOT_NEGATIVE,
-  'model.moe_intermediate_size': _NOT_NEGATIVE,
-  'model.router_aux_loss_coef': _NOT_NEGATIVE,
-  'model.moe': _one_of('auto', 'dense', 'grouped'),
-  'model.attention': _one_of('auto', 'xla', 'cudnn', 'splash'),
-  'model.lora.rank': _NOT_NEGATIVE,
-  'model.lora.alpha': _POSITIVE,
-  'model.lora.targets': _REGEX,
-  'model.value_backbone': _one_of('own', 'shared'),
-  'model.scan_unroll': _POSITIVE,
-  'mesh.data': _AXIS,
-  'mesh.fsdp': _AXIS,
-  'mesh.tensor': _AXIS,
-  'mesh.collect_fraction': _BELOW_1,
-  'data.name': _one_of(*kinds.KINDS),
-  'data.tokenizer_vocab_size': settings.Rule(
-    lambda x: x > 256, 'greater than 256, the number of bytes'
+KEYS: Mapping[str, Key] = {
+  **{
+    f'alarms.{x}': _free(rules.NUMBER, since='0.3') for x in alarms.THRESHOLDS
+  },
+  **{f'policy_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
+  **{f'value_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
+  **{f'sft.optimizer.{name}': key for name, key in _OPTIMIZER.items()},
+  # The options of algorithms have their rules in `rl`.
+  'algorithm.advantage.critic_tokens': Key(since='0.3', before='policy'),
+  'algorithm.advantage.outcome_counts': Key(
+    since='0.3', before='per_trajectory'
   ),
-  'data.synthetic_wiki.seed': _NOT_NEGATIVE,
-  'data.synthetic_wiki.hops': _HOPS,
-  'data.synthetic_wiki.entities_per_type': _AT_LEAST_2,
-  'data.synthetic_wiki.name_pieces': _AT_LEAST_2,
-  'data.synthetic_wiki.distractors': _NOT_NEGATIVE,
-  'data.synthetic_wiki.think_words': _NOT_NEGATIVE,
-  'data.arithmetic.max_number': _AT_LEAST_2,
-  'data.games.count': _NOT_NEGATIVE,
-  'env.name': _one_of(*environments.ENVIRONMENTS),
-  'env.max_turns': _NOT_NEGATIVE,
-  'env.max_turn_tokens': _POSITIVE,
-  'env.max_observation_tokens': _POSITIVE,
-  'env.max_length': _POSITIVE,
-  'env.rewards.exact_match': _FINITE,
-  'env.rewards.substring_match': _FINITE,
-  'env.rewards.f1': _FINITE,
-  'env.rewards.format': _FINITE,
-  'env.rewards.search_penalty': _NOT_NEGATIVE,
-  'env.rewards.overlong': _NOT_NEGATIVE,
-  'env.overlong_fraction': _POSITIVE_FRACTION,
-  'env.rewards.turn_search': _FINITE,
-  'env.rewards.turn_answer_found': _FINITE,
-  'env.rewards.solved': _FINITE,
-  'env.rewards.turn_progress': _FINITE,
-  'env.reward_scope': _one_of(*rewards.SCOPES),
-  'env.tools.names': settings.Rule(
-    lambda names: set(names) <= set(tools.TOOLS),
-    'some of ' + ', '.join(tools.TOOLS),
+  'alarms.stop': _free(rules.some_of(*alarms.THRESHOLDS), since='0.3'),
+  'alarms.stop_after': _free(rules.POSITIVE, since='0.3'),
+  'checkpoint.every': _free(rules.POSITIVE),
+  'checkpoint.keep': _free(rules.POSITIVE),
+  'checkpoint.keep_every': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'data.arithmetic.max_number': _asked(
+    rules.AT_LEAST_2, since='0.3', before=20
   ),
-  'env.tools.mcp_servers': settings.Rule(
-    lambda servers: all(isinstance(x, str) and x.strip() for x in servers),
-    "addresses or commands, such as ('http://localhost:8000/mcp',)",
+  'data.corpus': _asked(),
+  'data.evaluation': _asked(),
+  'data.games.count': _asked(rules.NOT_NEGATIVE, since='0.3', before=0),
+  'data.name': _asked(rules.one_of(*kinds.KINDS)),
+  'data.root': _asked(),
+  'data.synthetic_wiki.distractors': _asked(rules.NOT_NEGATIVE),
+  'data.synthetic_wiki.entities_per_type': _asked(rules.AT_LEAST_2),
+  'data.synthetic_wiki.hops': _asked(rules.HOPS),
+  'data.synthetic_wiki.name_pieces': _asked(rules.AT_LEAST_2),
+  'data.synthetic_wiki.seed': _asked(rules.NOT_NEGATIVE),
+  'data.synthetic_wiki.think_words': _asked(rules.NOT_NEGATIVE),
+  'data.tokenizer_vocab_size': _asked(rules.ABOVE_256),
+  'data.train': _asked(),
+  'env.gymnasium.make': _asked(since='0.3', before=''),
+  'env.gymnasium.timeout': _asked(rules.POSITIVE, since='0.3', before=60.0),
+  'env.max_length': _asked(rules.POSITIVE),
+  'env.max_observation_tokens': _asked(rules.POSITIVE),
+  'env.max_turn_tokens': _asked(rules.POSITIVE),
+  'env.max_turns': _asked(rules.NOT_NEGATIVE),
+  'env.name': _asked(
+    rules.one_of(*environments.ENVIRONMENTS), since='0.2', before='search'
   ),
-  'env.tools.timeout': _POSITIVE,
-  'env.textworld.rooms': _POSITIVE,
-  'env.textworld.objects': _NOT_NEGATIVE,
-  'env.textworld.quest_length': _POSITIVE,
-  'env.gymnasium.timeout': _POSITIVE,
-  'retrieval.dialect': _one_of(*dialects.DIALECTS),
-  'retrieval.topk': _POSITIVE,
-  'retrieval.timeout': _POSITIVE,
-  'retrieval.retries': _NOT_NEGATIVE,
-  'retrieval.start_grace': _NOT_NEGATIVE,
-  'retrieval.max_failure_rate': _FRACTION,
-  'retrieval.max_queries_per_request': _POSITIVE,
-  'retrieval.faults.rate': _FRACTION,
-  'retrieval.faults.seed': _NOT_NEGATIVE,
-  'rollout.trajectories_per_step': _POSITIVE,
-  'rollout.group_size': _POSITIVE,
-  'rollout.resample_rounds': _NOT_NEGATIVE,
-  'rollout.temperature': _POSITIVE,
-  'rollout.top_k': _NOT_NEGATIVE,
-  'rollout.top_p': _POSITIVE_FRACTION,
-  'rollout.min_p': settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)'),
-  'rollout.slots': _NOT_NEGATIVE,
-  'rollout.engine': _one_of('local', 'remote'),
-  'rollout.remote.timeout': _POSITIVE,
-  'rollout.remote.retries': _NOT_NEGATIVE,
-  'rollout.remote.concurrency': _POSITIVE,
-  'rollout.batch_rows': _NOT_NEGATIVE,
-  'rollout.lanes': _POSITIVE,
-  'rollout.tensor': _NOT_NEGATIVE,
-  'rollout.decode_chunk': _POSITIVE,
-  'rollout.lookahead': _NOT_NEGATIVE,
-  'rollout.cache_blocks': _POSITIVE,
-  'rollout.cache_dtype': _one_of('model', 'int8'),
-  'rollout.early_exit': _FRACTION,
-  'rollout.extend_chunk': _POSITIVE,
-  'rollout.length_bucket': _POSITIVE,
-  'rollout.min_valid_fraction': _FRACTION,
-  'rollout.refill_rounds': _NOT_NEGATIVE,
-  'rollout.steps_ahead': _NOT_NEGATIVE,
-  'rollout.mismatch_limit': settings.Rule(
-    lambda x: x == -1 or 0 <= x < math.inf, '0 or greater, or -1'
+  'env.overlong_fraction': _asked(
+    rules.POSITIVE_FRACTION, since='0.3', before=0.2
   ),
-  'updates.minibatch_size': _POSITIVE,
-  'updates.num_epochs': _POSITIVE,
-  'updates.kl_stop': _NOT_NEGATIVE,
-  'updates.microbatch_size': _NOT_NEGATIVE,
-  'updates.core_rows': _NOT_NEGATIVE,
-  'updates.core_lengths': _POSITIVE,
-  'updates.max_skipped': _NOT_NEGATIVE,
-  'updates.head_chunk': _NOT_NEGATIVE,
-  'updates.remat': _one_of('none', 'all_dots', 'dots', 'full'),
-  'updates.old_policy': _one_of('sampled', 'current'),
-  'updates.routing_replay': _one_of('nowhere', 'trainer', 'sampler'),
-  **{f'policy_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
-  **{f'value_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
-  'loss.entropy_coefficient': _NOT_NEGATIVE,
-  'loss.load_balance_coefficient': _NOT_NEGATIVE,
-  'loss.value_clip': _POSITIVE,
-  'loss.value_coefficient': _POSITIVE,
-  'loss.value_warmup_steps': _NOT_NEGATIVE,
-  'sft.num_steps': _POSITIVE,
-  'sft.batch_size': _POSITIVE,
-  'sft.error_rate': _FRACTION,
-  'sft.clean_one_hop_steps': _NOT_NEGATIVE,
-  'sft.clean_steps': _NOT_NEGATIVE,
-  **{f'sft.optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
-  'preference.name': _one_of('tdpo1', 'tdpo2'),
-  'preference.beta': _POSITIVE,
-  'preference.alpha': _NOT_NEGATIVE,
-  'preference.batch_size': _POSITIVE,
-  'preference.microbatch_size': _NOT_NEGATIVE,
-  'preference.num_epochs': _POSITIVE,
-  'evaluate.every': _NOT_NEGATIVE,
-  'evaluate.num_questions': _POSITIVE,
-  'checkpoint.every': _POSITIVE,
-  'checkpoint.keep': _POSITIVE,
-  'checkpoint.keep_every': _NOT_NEGATIVE,
-  'preemption.grace': _NOT_NEGATIVE,
-  'resume.allow_change': settings.Rule(
-    _are_keys, "keys or sections of the config, such as ('seed',)"
+  'env.prompt_template': _asked(check=external.template_is_readable),
+  'env.reward_function': _asked(
+    check=external.reward_function_exists, since='0.3', before=''
   ),
-  'writer.trackers': settings.Rule(
-    lambda names: set(names) <= {'wandb', 'trackio'}, 'some of wandb, trackio'
+  'env.reward_scope': _asked(rules.one_of(*rewards.SCOPES)),
+  'env.rewards.exact_match': _asked(rules.FINITE),
+  'env.rewards.f1': _asked(rules.FINITE),
+  'env.rewards.format': _asked(rules.FINITE),
+  'env.rewards.overlong': _asked(rules.NOT_NEGATIVE, since='0.3', before=0.0),
+  'env.rewards.search_penalty': _asked(rules.NOT_NEGATIVE),
+  'env.rewards.solved': _asked(rules.FINITE, since='0.3', before=1.0),
+  'env.rewards.substring_match': _asked(rules.FINITE),
+  'env.rewards.turn_answer_found': _asked(rules.FINITE),
+  'env.rewards.turn_progress': _asked(rules.FINITE, since='0.3', before=0.0),
+  'env.rewards.turn_search': _asked(rules.FINITE),
+  'env.textworld.list_commands': _asked(since='0.3', before=True),
+  'env.textworld.objects': _asked(rules.NOT_NEGATIVE, since='0.3', before=4),
+  'env.textworld.quest_length': _asked(rules.POSITIVE, since='0.3', before=2),
+  'env.textworld.rooms': _asked(rules.POSITIVE, since='0.3', before=2),
+  'env.tools.mcp_servers': _asked(rules.SERVERS, since='0.3', before=()),
+  'env.tools.names': _asked(
+    rules.some_of(*tools.TOOLS), since='0.3', before=('calculator',)
   ),
-  'writer.trajectories': _NOT_NEGATIVE,
-  'writer.token_details': _NOT_NEGATIVE,
-  'writer.evaluation': _NOT_NEGATIVE,
-  'writer.samples': _NOT_NEGATIVE,
-  'writer.keep_files': _NOT_NEGATIVE,
-  'writer.keep_lines': _NOT_NEGATIVE,
-  'writer.copy_to': settings.Rule(
-    lambda place: not place or buckets.is_address(place),
-    "an address such as gs://bucket/run, or ''",
+  'env.tools.timeout': _asked(rules.POSITIVE, since='0.3', before=10.0),
+  'evaluate.every': _free(rules.NOT_NEGATIVE),
+  'evaluate.num_questions': _free(rules.POSITIVE, asked=True),
+  'init_from': Key(rules.LINE, since='0.3', before=''),
+  'loss.entropy_coefficient': Key(rules.NOT_NEGATIVE),
+  'loss.load_balance_coefficient': Key(rules.NOT_NEGATIVE),
+  'loss.value_clip': Key(rules.POSITIVE),
+  'loss.value_coefficient': Key(rules.POSITIVE),
+  'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
+  'mesh.collect_fraction': _free(rules.BELOW_1, since='0.3'),
+  'mesh.data': _free(rules.AXIS),
+  'mesh.fsdp': _free(rules.AXIS),
+  'mesh.tensor': _free(rules.AXIS),
+  'model.allow_beyond_max_position_embeddings': _free(since='0.3'),
+  'model.attention': Key(rules.one_of('auto', 'xla', 'cudnn', 'splash')),
+  'model.dtype': _asked(rules.one_of('float32', 'bfloat16')),
+  'model.eos_token_ids': Key(rules.TOKEN_IDS, since='0.3', before=()),
+  'model.head_dim': _fixed(rules.EVEN),
+  'model.hidden_size': _fixed(rules.POSITIVE),
+  'model.intermediate_size': _fixed(rules.POSITIVE),
+  'model.lora.alpha': Key(rules.POSITIVE),
+  'model.lora.rank': _fixed(rules.NOT_NEGATIVE),
+  'model.lora.targets': _fixed(rules.REGEX),
+  'model.moe': Key(rules.one_of('auto', 'dense', 'grouped')),
+  'model.moe_intermediate_size': _fixed(rules.NOT_NEGATIVE),
+  'model.norm_topk_prob': Key(),
+  'model.num_experts': _fixed(rules.NOT_NEGATIVE),
+  'model.num_experts_per_tok': Key(rules.NOT_NEGATIVE),
+  'model.num_heads': _fixed(rules.POSITIVE),
+  'model.num_kv_heads': _fixed(rules.POSITIVE),
+  'model.num_layers': _fixed(rules.POSITIVE),
+  'model.path': Key(check=_model_of('model.path')),
+  'model.qk_norm': _fixed(),
+  'model.qkv_bias': _fixed(),
+  'model.reference_memory': _free(rules.one_of('device', 'host')),
+  'model.reference_path': Key(check=_model_of('model.reference_path')),
+  'model.rms_norm_eps': Key(rules.POSITIVE),
+  'model.rope_theta': Key(rules.POSITIVE),
+  'model.router_aux_loss_coef': Key(rules.NOT_NEGATIVE),
+  'model.scan_unroll': Key(rules.POSITIVE),
+  'model.tie_embeddings': _fixed(),
+  'model.tokenizer_path': Key(check=external.tokenizer_exists),
+  'model.value_backbone': _fixed(rules.one_of('own', 'shared')),
+  'num_steps': _free(rules.POSITIVE),
+  'preemption.grace': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'preference.alpha': Key(rules.NOT_NEGATIVE),
+  'preference.batch_size': Key(rules.POSITIVE),
+  'preference.beta': Key(rules.POSITIVE),
+  'preference.microbatch_size': Key(rules.NOT_NEGATIVE),
+  'preference.name': Key(rules.one_of('tdpo1', 'tdpo2')),
+  'preference.num_epochs': Key(rules.POSITIVE),
+  'profile.steps': _free(rules.STEPS, since='0.3'),
+  'resume.allow_change': _free(_SOME_KEYS, since='0.3'),
+  'retrieval.dialect': _free(rules.one_of(*dialects.DIALECTS), asked=True),
+  'retrieval.faults.rate': Key(rules.FRACTION, since='0.3', before=0.0),
+  'retrieval.faults.seed': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
+  'retrieval.max_failure_rate': _free(rules.FRACTION, since='0.3'),
+  'retrieval.max_queries_per_request': _free(rules.POSITIVE),
+  'retrieval.ready_timeout': _free(
+    rules.NOT_NEGATIVE, formerly='retrieval.start_grace'
   ),
-  **{f'alarms.{name}': _NUMBER for name in alarms.THRESHOLDS},
-  'alarms.stop': settings.Rule(
-    lambda names: set(names) <= set(alarms.THRESHOLDS),
-    'some of ' + ', '.join(alarms.THRESHOLDS),
+  'retrieval.record': _free(since='0.3'),
+  'retrieval.replay': Key(since='0.3', before=''),
+  'retrieval.retries': _free(rules.NOT_NEGATIVE),
+  'retrieval.timeout': _free(rules.POSITIVE),
+  'retrieval.topk': _asked(rules.POSITIVE),
+  'retrieval.url': _free(check=external.url_is_valid),
+  'rollout.batch_rows': Key(rules.NOT_NEGATIVE),
+  'rollout.cache_blocks': Key(rules.POSITIVE),
+  'rollout.cache_dtype': _asked(
+    rules.one_of('model', 'int8'), since='0.3', before='model'
   ),
-  'alarms.stop_after': _POSITIVE,
-  'profile.steps': _STEPS,
+  'rollout.decode_chunk': Key(rules.POSITIVE),
+  'rollout.deterministic': Key(),
+  'rollout.early_exit': Key(rules.FRACTION),
+  'rollout.engine': Key(rules.one_of('local', 'remote')),
+  'rollout.group_size': Key(rules.POSITIVE),
+  'rollout.lanes': Key(rules.POSITIVE),
+  'rollout.length_bucket': Key(rules.POSITIVE),
+  'rollout.lookahead': Key(rules.NOT_NEGATIVE),
+  'rollout.min_p': _asked(rules.BELOW_1),
+  'rollout.min_valid_fraction': Key(rules.FRACTION),
+  'rollout.mismatch_limit': _free(rules.LIMIT),
+  'rollout.prefill_chunk': Key(rules.POSITIVE, formerly='rollout.extend_chunk'),
+  'rollout.refill_rounds': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
+  'rollout.remote.concurrency': Key(rules.POSITIVE),
+  'rollout.remote.model': Key(),
+  'rollout.remote.retries': Key(rules.NOT_NEGATIVE),
+  'rollout.remote.timeout': Key(rules.POSITIVE),
+  'rollout.remote.url': Key(),
+  'rollout.resample_rounds': Key(rules.NOT_NEGATIVE),
+  'rollout.slots': Key(rules.NOT_NEGATIVE),
+  'rollout.steps_ahead': _fixed(rules.NOT_NEGATIVE),
+  'rollout.temperature': _asked(rules.POSITIVE),
+  'rollout.tensor': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
+  'rollout.top_k': _asked(rules.NOT_NEGATIVE),
+  'rollout.top_p': _asked(rules.POSITIVE_FRACTION),
+  'rollout.trajectories_per_step': Key(rules.POSITIVE),
+  'seed': _asked(rules.NOT_NEGATIVE),
+  'sft.batch_size': Key(rules.POSITIVE),
+  'sft.before_training': Key(),
+  'sft.clean_one_hop_steps': Key(rules.NOT_NEGATIVE),
+  'sft.clean_steps': Key(rules.NOT_NEGATIVE),
+  'sft.error_rate': Key(rules.FRACTION),
+  'sft.num_steps': Key(rules.POSITIVE),
+  'title': _free(rules.LINE, since='0.3'),
+  'updates.core_lengths': _free(rules.POSITIVE, since='0.3'),
+  'updates.core_rows': Key(rules.NOT_NEGATIVE),
+  'updates.head_chunk': Key(rules.NOT_NEGATIVE),
+  'updates.kl_stop': Key(rules.NOT_NEGATIVE, since='0.3', before=0.0),
+  'updates.max_skipped': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'updates.microbatch_size': Key(rules.NOT_NEGATIVE),
+  'updates.minibatch_size': Key(rules.POSITIVE),
+  'updates.num_epochs': Key(rules.POSITIVE),
+  'updates.old_policy': Key(rules.one_of('sampled', 'current')),
+  'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
+  'updates.routing_replay': Key(rules.one_of('nowhere', 'trainer', 'sampler')),
+  'writer.copy_to': _free(
+    rules.ADDRESS, check=external.bucket_is_usable, since='0.3'
+  ),
+  'writer.evaluation': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'writer.keep_files': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'writer.keep_lines': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'writer.samples': _free(rules.NOT_NEGATIVE),
+  'writer.tensorboard': _free(),
+  'writer.token_details': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'writer.trackers': _free(rules.some_of('wandb', 'trackio'), since='0.3'),
+  'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
+# Keys of earlier versions that are gone; none of them changed what is computed.
+GONE = ('evaluate.batch_size',)
+
+
+def earlier() -> dict[str, Any]:
+  """Returns the values of runs whose records lack a key, as JSON has them."""
+  values = {
+    name: key.before
+    for name, key in KEYS.items()
+    if key.since != '0.1' and key.resume != FREE
+  }
+  return json.loads(json.dumps(values))
+
+
+def present(recorded: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values of an earlier version's record by today's keys."""
+  names = {key.formerly: name for name, key in KEYS.items()}
+  return {
+    names.get(name, name): value
+    for name, value in recorded.items()
+    if name not in GONE
+  }
+
+
+def successor(name: str) -> str:
+  """Returns today's name of a key; '' if it is not a former name."""
+  names = {key.formerly: name for name, key in KEYS.items() if key.formerly}
+  return names.get(name, '')
 
 
 def check(config: base.Config) -> list[str]:
@@ -283,10 +345,14 @@ def check(config: base.Config) -> list[str]:
       kind = type(expected[key]).__name__
       errors.append(f'{key}={value!r}: must be of type {kind}')
       del values[key]
-  for key, rule in RULES.items():
-    if key in values and not rule.holds(values[key]):
-      errors.append(f'{key}={values[key]!r}: must be {rule.allowed}')
-      del values[key]
+  for name, key in KEYS.items():
+    if name not in values:
+      continue
+    if key.rule is not None and not key.rule.holds(values[name]):
+      errors.append(f'{name}={values[name]!r}: must be {key.rule.allowed}')
+      del values[name]
+    elif key.check is not None:
+      errors += key.check(values[name])
   problems = _check_algorithm(config)
   if not problems:
     values |= options

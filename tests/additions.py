@@ -140,8 +140,8 @@ ENVIRONMENT_WITH_OPTIONS = Addition(
     ),
     Insertion(
       'configs/schema.py',
-      "'env.name': _one_of(*environments.ENVIRONMENTS),",
-      "'env.echo.rounds': _POSITIVE,\n",
+      "'env.max_turns': _asked(rules.NOT_NEGATIVE),",
+      "'env.echo.rounds': _asked(rules.POSITIVE),\n",
     ),
   ),
   """
@@ -273,8 +273,8 @@ KEY = Addition(
     ),
     Insertion(
       'configs/schema.py',
-      "'env.name': _one_of(*environments.ENVIRONMENTS),",
-      "'env.greeting': settings.Rule(str.islower, 'lower case'),\n",
+      "'env.max_turns': _asked(rules.NOT_NEGATIVE),",
+      "'env.greeting': Key(settings.Rule(str.islower, 'lower case')),\n",
     ),
     Insertion(
       'stppo_jax/commands/config.py',

@@ -26,7 +26,7 @@ from stppo_jax.parallel import sharding
 
 
 class Updating(NamedTuple):
-  """What every kind of training compiles.
+  """The programs of an update, which every kind of training compiles.
 
   Attributes:
     layout: the shardings of the state.

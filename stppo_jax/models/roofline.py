@@ -28,7 +28,7 @@ Traffic = Mapping[tuple[str, str], float]
 # updates.remat=full 51 %; with the operations that it computes a second time,
 # 73 % too. Decoding 128 rows of 1k tokens reads 49 % of the 3.25 TB/s that a
 # copy reads and writes, of 4.8 published. 129,000 tokens of prompts per second,
-# with an extend_chunk of 256, are 35 % of the published operations.
+# with a prefill_chunk of 256, are 35 % of the published operations.
 _PRODUCT, _COPY = 716 / 989, 3.25 / 4.8
 SHARES: Mapping[str, float] = {
   'decode': 0.49 * _COPY,

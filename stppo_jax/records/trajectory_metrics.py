@@ -21,7 +21,7 @@ _FEWEST_FAILED_TURNS = 2
 
 
 class Environment(Protocol):
-  """What metrics need of an environment, see `envs/protocol.py`."""
+  """The part of an environment that metrics need, see `envs/protocol.py`."""
 
   main_score: str
 

@@ -74,7 +74,7 @@ class HttpRetriever:
     topk: int,
     timeout: float,
     retries: int,
-    start_grace: float,
+    ready_timeout: float,
     max_failure_rate: float,
     max_queries_per_request: int,
     cached_bytes: int = 64 << 20,
@@ -95,10 +95,10 @@ class HttpRetriever:
       topk: the number of passages per query.
       timeout: seconds per request.
       retries: the most attempts per query beyond the first one.
-      start_grace: the seconds after which `wait_until_ready` gives up.
+      ready_timeout: the seconds after which `wait_until_ready` gives up.
       max_failure_rate: the share of the last requests that may fail. If more
-        fail, all requests wait until the server is ready, unless `start_grace`
-        is 0.
+        fail, all requests wait until the server is ready, unless
+        `ready_timeout` is 0.
       max_queries_per_request: the most queries in one request.
       cached_bytes: the memory of the answers that are kept; the least recently
         used ones are dropped.
@@ -128,12 +128,12 @@ class HttpRetriever:
       max_concurrent=_MAX_CONCURRENT_REQUESTS,
       max_reply_bytes=max_reply_bytes,
       pauses=pauses,
-      gate=self._gate if start_grace else None,
+      gate=self._gate if ready_timeout else None,
     )
     self._dialect = dialect
     self._topk = topk
     self._retries = retries
-    self._start_grace = start_grace
+    self._ready_timeout = ready_timeout
     self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
     self._cache = answer_cache.AnswerCache(cached_bytes)
@@ -187,7 +187,7 @@ class HttpRetriever:
 
     Raises:
       protocol.RetrieverUnreachable: if the server does not answer within
-        `start_grace` seconds.
+        `ready_timeout` seconds.
       protocol.RetrieverMisconfigured: if the server refuses this run, or
         redirects it.
     """
@@ -195,7 +195,7 @@ class HttpRetriever:
     try:
       await self._client.wait_until_ready(
         path,
-        grace=self._start_grace,
+        grace=self._ready_timeout,
         ready_statuses=_READY,
         final_statuses=statistics.PERMANENT.difference(_READY),
       )

@@ -23,7 +23,7 @@ class RetrievalError(Exception):
 
 
 class RetrieverUnreachable(exits.RunEnded):
-  """Raised if no retriever was ready within `start_grace` seconds.
+  """Raised if no retriever was ready within `ready_timeout` seconds.
 
   It is not a RetrievalError, so that no environment treats it as the failure of
   one query: the command ends with exit code 75 and can be repeated.

@@ -21,7 +21,7 @@ class EngineOptions:
     cache_blocks: blocks that a slot's KV cache is cut into. A token attends to
       the blocks that the longest row in its call has begun, so more blocks
       waste less attention, but compile more programs.
-    extend_chunk: tokens of a prompt or an observation that one call appends.
+    prefill_chunk: tokens of a prompt or an observation that one call appends.
     decode_chunk: most tokens of a row that one call decodes.
     early_exit: a chunk ends once this share of its turns has ended; without
       effect if `deterministic`.
@@ -39,7 +39,7 @@ class EngineOptions:
   max_length: int
   sampling: sampler.Sampling
   cache_blocks: int
-  extend_chunk: int
+  prefill_chunk: int
   decode_chunk: int
   early_exit: float
   lookahead: int

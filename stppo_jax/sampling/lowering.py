@@ -75,7 +75,7 @@ class Lowering:
   def extend(self) -> Any:
     """Lowers the program that appends tokens to slots."""
     appended = slot_programs.AppendBatch(
-      self._by_row(jnp.int32, self._options.extend_chunk),
+      self._by_row(jnp.int32, self._options.prefill_chunk),
       self._by_row(jnp.int32),
       self._by_row(jnp.bool_),
       self._by_row(jnp.bool_),

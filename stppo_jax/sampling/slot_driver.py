@@ -95,7 +95,7 @@ class SlotDriver:
     options: engine_options.EngineOptions,
   ):
     self._programs = programs
-    self._extend_chunk = options.extend_chunk
+    self._prefill_chunk = options.prefill_chunk
     self.slots = options.slots_per_lane
     self.compacts = options.compacts
     self.batch_rows = options.most_rows
@@ -217,7 +217,7 @@ class SlotDriver:
   ) -> Iterator[tuple[Mapping[int, Append], int]]:
     """Yields the slots with tokens in a chunk of C, and the chunk's start."""
     longest = max(len(append.token_ids) for append in appends.values())
-    for first in range(0, max(longest, 1), self._extend_chunk):
+    for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
         {
           slot: append
@@ -236,7 +236,7 @@ class SlotDriver:
     active: '_Active',
   ) -> slot_state_lib.SlotState:
     """Appends up to C tokens to slots of a state, which is donated."""
-    A, C = active.size, self._extend_chunk
+    A, C = active.size, self._prefill_chunk
     batch = slot_programs.AppendBatch(
       tokens_AC=np.zeros((A, C), np.int32),
       counts_A=np.zeros(A, np.int32),

@@ -26,6 +26,7 @@ from stppo_jax import keys as keys_lib
 from stppo_jax import settings
 from stppo_jax import streams
 from stppo_jax import types
+from stppo_jax.configs import schema
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.learner import learner as learner_lib
@@ -47,22 +48,6 @@ from stppo_jax.workdir import run_record
 _log = logging.getLogger(__name__)
 # Dialogues that are collected between two writes, for each slot of the engine.
 _BATCHES = 4
-# The dialogues depend on the config keys that begin so, on the weights, and on
-# the number of samples.
-_READ_KEYS = (
-  'data.',
-  'env.',
-  'evaluate.num_questions',
-  'model.dtype',
-  'retrieval.dialect',
-  'retrieval.topk',
-  'rollout.cache_dtype',
-  'rollout.min_p',
-  'rollout.temperature',
-  'rollout.top_k',
-  'rollout.top_p',
-  'seed',
-)
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _ANSWER_FIELDS = (
   'data_set',
@@ -309,6 +294,6 @@ def _read_settings(config) -> dict[str, Any]:
   values = {
     key: value
     for key, value in settings.flatten(config).items()
-    if key.startswith(_READ_KEYS)
+    if key in schema.KEYS and schema.KEYS[key].asked
   }
   return json.loads(json.dumps(values))

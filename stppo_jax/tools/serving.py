@@ -30,7 +30,7 @@ _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What is served, and where: the flags of `serve`, whose help says more.
+  """The flags of `serve`, whose help says more.
 
   Attributes:
     index: the folder of an index.

@@ -95,7 +95,7 @@ def build_services(
   Raises:
     Misconfigured: if passages cannot be read, or an option of the environment
       has a bad value.
-    RetrieverUnreachable: if no server answers within retrieval.start_grace.
+    RetrieverUnreachable: if no server answers within retrieval.ready_timeout.
     RewardFunctionFailed: if the user's reward function fails.
   """
   with contextlib.ExitStack() as stack:
@@ -185,7 +185,7 @@ def _connected(
 
   Raises:
     ValueError, OSError: passages or a recording cannot be read or written.
-    RetrieverUnreachable: no server answers within retrieval.start_grace.
+    RetrieverUnreachable: no server answers within retrieval.ready_timeout.
   """
   c = config.retrieval
   with contextlib.ExitStack() as stack:
@@ -209,7 +209,7 @@ def _connected(
       topk=c.topk,
       timeout=c.timeout,
       retries=c.retries,
-      start_grace=c.start_grace,
+      ready_timeout=c.ready_timeout,
       max_failure_rate=c.max_failure_rate,
       max_queries_per_request=c.max_queries_per_request,
       # Text has some four characters a token; more is cut off anyway.

@@ -160,7 +160,7 @@ def options(config, hosts: int) -> engine_options.EngineOptions:
     max_length=config.env.max_length,
     sampling=_sampling(config),
     cache_blocks=rollout.cache_blocks,
-    extend_chunk=rollout.extend_chunk,
+    prefill_chunk=rollout.prefill_chunk,
     decode_chunk=rollout.decode_chunk,
     early_exit=rollout.early_exit,
     lookahead=rollout.lookahead,

@@ -29,8 +29,8 @@ _USED_KEYS = (
 def read(folder: pathlib.Path) -> Any:
   """Returns the config that a run was started with.
 
-  Keys that are younger than the run have their defaults. Keys that do not exist
-  any more are left out.
+  Keys that are younger than the run have their defaults. Former names of keys
+  are replaced, and keys that do not exist any more are left out.
 
   Raises:
     ValueError: the folder is not that of a run of `train`.
@@ -57,7 +57,7 @@ def _completed(recorded: Any) -> Any:
   known = settings.flatten(config)
   values = {
     key: value
-    for key, value in settings.flatten(recorded).items()
+    for key, value in schema.present(settings.flatten(recorded)).items()
     if key in known and not key.startswith('algorithm.')
   }
   with config.ignore_type():

@@ -9,9 +9,8 @@
 
 A run is a function of its config. A run that is resumed with another config
 is a mixture that no config describes, so it is refused, with a line for each
-key that differs. There are three classes of keys: free ones may differ, guarded
-ones if `resume.allow_change` names them, fixed ones never. A file that a key
-names is guarded as its key is.
+key that differs. `configs/schema.py` says of each key whether it may. A file
+that a key names is guarded as its key is.
 """
 
 from collections.abc import Mapping
@@ -25,62 +24,15 @@ import uuid
 
 from stppo_jax import exits
 from stppo_jax import settings
-from stppo_jax.records import later_keys
+from stppo_jax.configs import schema
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import named_files
 from stppo_jax.workdir import run_folder
 
 _log = logging.getLogger(__name__)
 
-# Keys that may change between two starts: the length and the title of a run,
-# what is evaluated, written and kept, the devices, and how servers are reached.
-# None of them changes what a step computes.
-_FREE = (
-  'num_steps',
-  'title',
-  'evaluate',
-  'checkpoint',
-  'preemption',
-  'resume',
-  'writer',
-  'profile',
-  'alarms',
-  'retrieval.url',
-  'retrieval.dialect',
-  'retrieval.timeout',
-  'retrieval.retries',
-  'retrieval.start_grace',
-  'retrieval.max_failure_rate',
-  'retrieval.max_queries_per_request',
-  'retrieval.record',
-  'mesh',
-  'model.reference_memory',
-  'model.allow_beyond_max_position_embeddings',
-  'rollout.mismatch_limit',
-  'updates.max_skipped',
-  'updates.core_lengths',
-)
-# Keys that decide the shape of the state, or which command runs. No checkpoint
-# fits others. All keys that are neither free nor fixed are guarded.
-_FIXED = (
-  'command',
-  'batch_sha256',
-  'model.hidden_size',
-  'model.intermediate_size',
-  'model.num_layers',
-  'model.num_heads',
-  'model.num_kv_heads',
-  'model.head_dim',
-  'model.qkv_bias',
-  'model.qk_norm',
-  'model.tie_embeddings',
-  'model.num_experts',
-  'model.moe_intermediate_size',
-  'model.lora.rank',
-  'model.lora.targets',
-  'model.value_backbone',
-  'rollout.steps_ahead',
-)
+# Entries of a record that are no keys of the config, and never change.
+_IDENTITY = ('command', 'batch_sha256')
 # A run has begun when it has left one of these. Before that, a config that was
 # wrong (its weights did not fit, say) may be corrected.
 _PRODUCTS = (
@@ -271,7 +223,7 @@ def _compare(
   lines = [
     _refusal(key, *values, workdir)
     for key, values in changes.items()
-    if _is_in(key, _FIXED) or not _is_in(key, allowed)
+    if _is_fixed(key) or not _is_in(key, allowed)
   ]
   # A run that an earlier version has begun has no checksums.
   files = workdir / _FILES
@@ -305,11 +257,11 @@ def _digest(config: Mapping[str, Any]) -> str:
   A later key with the value that earlier runs had counts as absent: so the
   digest of a run is the same in versions without that key.
   """
-  later = later_keys.LATER_KEYS.items()
+  earlier = schema.earlier().items()
   values = {
     key: value
     for key, value in settings.flatten(config).items()
-    if not _is_in(key, _FREE) and (key, value) not in later
+    if not _is_free(key) and (key, value) not in earlier
   }
   text = json.dumps(values, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
@@ -333,6 +285,15 @@ def _key(name: str) -> str:
   return name.partition('=')[0]
 
 
+def _is_free(key: str) -> bool:
+  return key in schema.KEYS and schema.KEYS[key].resume == schema.FREE
+
+
+def _is_fixed(key: str) -> bool:
+  is_key = key in schema.KEYS
+  return schema.KEYS[key].resume == schema.FIXED if is_key else key in _IDENTITY
+
+
 def _is_in(key: str, names: Sequence[str]) -> bool:
   """Returns whether a key, or a section that it is in, is among the names."""
   return f'{key}.'.startswith(tuple(f'{name}.' for name in names))
@@ -340,19 +301,20 @@ def _is_in(key: str, names: Sequence[str]) -> bool:
 
 def _differences(config, recorded) -> dict[str, tuple[Any, Any]]:
   """Returns the keys that are not free and differ, with both values."""
-  ours = later_keys.LATER_KEYS | settings.flatten(config)
-  theirs = later_keys.LATER_KEYS | settings.flatten(recorded)
+  earlier = schema.earlier()
+  ours = earlier | settings.flatten(config)
+  theirs = earlier | schema.present(settings.flatten(recorded))
   return {
     key: (ours.get(key, _ABSENT), theirs.get(key, _ABSENT))
     for key in sorted(ours.keys() | theirs.keys())
-    if not _is_in(key, _FREE)
+    if not _is_free(key)
     and (key not in ours or key not in theirs or ours[key] != theirs[key])
   }
 
 
 def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
   """Returns the line about a key that must not have changed."""
-  advice = '' if _is_in(key, _FIXED) else f', or allow it: {_ALLOW}={key}'
+  advice = '' if _is_fixed(key) else f', or allow it: {_ALLOW}={key}'
   return (
     f'{key}={ours}: the run in {workdir} was started with {theirs}; use '
     f'another --workdir{advice}'

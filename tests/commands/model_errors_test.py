@@ -20,7 +20,7 @@ _NORM = 'model.norm.weight'
 # Waiting for it would end a run with another line, and exit code 75.
 _NO_RETRIEVER = {
   'retrieval__url': 'http://127.0.0.1:9',
-  'retrieval__start_grace': 1,
+  'retrieval__ready_timeout': 1,
 }
 
 

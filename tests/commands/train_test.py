@@ -261,7 +261,7 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
   code = _train(
     tmp_path / 'run',
     retrieval__url='http://127.0.0.1:9',
-    retrieval__start_grace=1,
+    retrieval__ready_timeout=1,
   )
   out, err = capsys.readouterr()
   assert (code, out) == (75, '')

@@ -45,7 +45,7 @@ def _config(**changes):
 )
 def test_the_choices_of_a_rule_are_those_of_the_code(key, table):
   # Configs cannot import these tables: that would import jax.
-  assert schema.RULES[key].allowed == 'one of ' + ', '.join(table)
+  assert schema.KEYS[key].rule.allowed == 'one of ' + ', '.join(table)
 
 
 @pytest.mark.parametrize('name', algorithms.ALGORITHMS)
@@ -397,8 +397,20 @@ def _of_algorithm(key):
   return key.startswith('algorithm.')
 
 
+def test_every_key_has_one_entry():
+  keys = settings.flatten(base.get_config())
+  keys = {key for key in keys if not _of_algorithm(key)}
+  assert keys == {key for key in schema.KEYS if not _of_algorithm(key)}
+
+
+def test_an_entry_says_how_runs_without_the_key_behaved():
+  for name, key in schema.KEYS.items():
+    is_compared = key.since != '0.1' and key.resume != schema.FREE
+    assert (key.before is not None) == is_compared, name
+
+
 def test_every_key_but_switches_has_a_rule():
-  ruled = set(schema.RULES)
+  ruled = {name for name, key in schema.KEYS.items() if key.rule or key.check}
   for keys, _ in relations.RELATIONS:
     ruled |= set(keys)
   values = {

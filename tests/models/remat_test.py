@@ -74,5 +74,5 @@ def test_an_unknown_policy_lists_the_choices():
 
 
 def test_config_rules_list_the_policies():
-  rule = schema.RULES['updates.remat']
+  rule = schema.KEYS['updates.remat'].rule
   assert rule.allowed == 'one of ' + ', '.join(transformer.POLICIES)

@@ -163,7 +163,7 @@ def test_waits_for_a_server_that_comes_up_late():
 
     app.router.add_get('/health', handle)
     runner, url = await http_server.start(app, '127.0.0.1', 0)
-    retriever = fake_servers.retriever(url, start_grace=5.0)
+    retriever = fake_servers.retriever(url, ready_timeout=5.0)
     await retriever.wait_until_ready()
     await retriever.close()
     await runner.cleanup()

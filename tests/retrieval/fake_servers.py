@@ -18,7 +18,7 @@ def retriever(url, *, dialect='search_r1', **changes):
     'topk': 2,
     'timeout': 5.0,
     'retries': 3,
-    'start_grace': 0.2,
+    'ready_timeout': 0.2,
     'max_failure_rate': 0.5,
     'max_queries_per_request': 64,
     'pauses': http_client.Pauses(first=0.004, health=0.02),

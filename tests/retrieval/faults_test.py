@@ -222,7 +222,7 @@ def test_a_health_check_that_is_refused_is_an_error_of_the_config(status):
 
     app.router.add_get('/health', handle)
     runner, url = await http_server.start(app, '127.0.0.1', 0)
-    retriever = fake_servers.retriever(url, start_grace=60.0)
+    retriever = fake_servers.retriever(url, ready_timeout=60.0)
     try:
       with pytest.raises(
         protocol.RetrieverMisconfigured, match=f'/health: status {status}'

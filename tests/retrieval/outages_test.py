@@ -86,7 +86,9 @@ def _outage(checks_left, queries, **options):
 
 
 def test_an_outage_fails_no_query():
-  server, found, statistics = _outage(5, _QUERIES, retries=1, start_grace=60.0)
+  server, found, statistics = _outage(
+    5, _QUERIES, retries=1, ready_timeout=60.0
+  )
   assert found == [[fake_servers.passage(query)] for query in _QUERIES]
   assert server.checks == 6 and server.together == 1
   # Those that were sent before the first three had failed, and no other.
@@ -102,7 +104,7 @@ def test_a_lone_search_waits_before_its_last_attempt():
 
   async def run():
     async with server.running() as url:
-      retriever = fake_servers.retriever(url, retries=4, start_grace=60.0)
+      retriever = fake_servers.retriever(url, retries=4, ready_timeout=60.0)
       for query in _QUERIES[:21]:
         assert await retriever.retrieve(query)
       await retriever.close()
@@ -119,7 +121,7 @@ def test_searches_that_fail_at_a_healthy_server_end():
   async def run():
     async with server.running() as url:
       retriever = fake_servers.retriever(
-        url, max_queries_per_request=1, retries=4, start_grace=60.0
+        url, max_queries_per_request=1, retries=4, ready_timeout=60.0
       )
       found = await _ask(retriever, _QUERIES[:8])
       await retriever.close()
@@ -144,7 +146,7 @@ def test_a_rate_of_1_never_waits():
 
 def test_an_outage_that_lasts_is_no_failure_of_a_query():
   queries = _QUERIES[:_CONCURRENT]
-  _, found, statistics = _outage(10**9, queries, retries=1, start_grace=0.1)
+  _, found, statistics = _outage(10**9, queries, retries=1, ready_timeout=0.1)
   assert statistics['retrieval/outages'] == 1.0
   assert statistics['retrieval/failures'] == 0.0
   for error in found:
@@ -159,7 +161,7 @@ def test_another_event_loop_asks_again():
     server = _Outage(10**9)
     async with server.running() as url:
       one = fake_servers.retriever(
-        url, max_queries_per_request=1, start_grace=60.0
+        url, max_queries_per_request=1, ready_timeout=60.0
       )
       asking = asyncio.create_task(_ask(one, _QUERIES))
       while not server.checks:

@@ -63,7 +63,7 @@ def _engine(*, deterministic):
       slots=_SLOTS,
       max_length=_MAX_LENGTH,
       sampling=sampler.Sampling(temperature=1.0),
-      extend_chunk=8,
+      prefill_chunk=8,
       decode_chunk=4,
       lookahead=1,
       lanes=1,

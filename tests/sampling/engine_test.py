@@ -149,7 +149,7 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
   'options',
   [
     _slow({'slots': 16}),
-    _slow({'extend_chunk': 7, 'decode_chunk': 1, 'lookahead': 0}),
+    _slow({'prefill_chunk': 7, 'decode_chunk': 1, 'lookahead': 0}),
     _slow({'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1}),
     _slow({'devices': 2}),
     {'deterministic': False},

@@ -164,7 +164,7 @@ _ENGINES = {
   # Waves of four slots, all of them in every call.
   'waves': dict(
     slots=4,
-    extend_chunk=64,
+    prefill_chunk=64,
     decode_chunk=5,
     lookahead=1,
     lanes=1,
@@ -176,7 +176,7 @@ _ENGINES = {
   # One wave that all rows fit into, and nothing is started ahead.
   'one wave': dict(
     slots=12,
-    extend_chunk=37,
+    prefill_chunk=37,
     decode_chunk=16,
     lookahead=0,
     lanes=1,
@@ -188,7 +188,7 @@ _ENGINES = {
   # Slots are refilled; programs run on three active rows, on two threads.
   'refilled': dict(
     slots=8,
-    extend_chunk=50,
+    prefill_chunk=50,
     decode_chunk=3,
     lookahead=1,
     lanes=2,

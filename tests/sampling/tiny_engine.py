@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, Any] = {
   'slots': 4,
   'max_length': MAX_LENGTH,
   'cache_blocks': 2,
-  'extend_chunk': 4,
+  'prefill_chunk': 4,
   'decode_chunk': 3,
   'early_exit': 1.0,
   'lookahead': 1,

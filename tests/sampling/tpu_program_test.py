@@ -53,7 +53,7 @@ def _lowering() -> lowering.Lowering:
       max_length=_LENGTH,
       cache_blocks=4,
       decode_chunk=_CHUNK,
-      extend_chunk=256,
+      prefill_chunk=256,
     ),
     num_states=_STATES,
     trained=jax.tree.map(

@@ -266,7 +266,7 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
 
     retrieval = {
       'retrieval__url': served.url,
-      'retrieval__start_grace': 0.5,
+      'retrieval__ready_timeout': 0.5,
       'retrieval__timeout': 5.0,
     }
     assert _train(tmp_path, act, **retrieval) == 75

@@ -21,7 +21,7 @@ from stppo_jax.training import model_files
 
 STEPS = 3  # of the runs of `train`
 REPO = pathlib.Path(__file__).resolve().parents[2]
-_OF_THE_CLOCK = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
+OF_THE_CLOCK = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
 _TINY: dict[str, Any] = {
   'num_steps': 4,
   'model.path': '',
@@ -144,7 +144,7 @@ def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
 def repeated(workdir: pathlib.Path) -> list[dict[str, Any]]:
   """Returns the lines without times, which are equal in equal runs."""
   return [
-    {k: v for k, v in line.items() if not k.startswith(_OF_THE_CLOCK)}
+    {k: v for k, v in line.items() if not k.startswith(OF_THE_CLOCK)}
     for line in metrics(workdir)
   ]
 

@@ -12,6 +12,7 @@ import pytest
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import base
+from stppo_jax.configs import schema
 from stppo_jax.workdir import named_files
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
@@ -187,11 +188,12 @@ def test_a_run_of_0_1_0_was_a_run_of_the_search_environment(tmp_path):
 
 
 def test_a_run_from_before_the_newest_keys_resumes(tmp_path):
-  """A new key that is not free needs a line in `records/later_keys.py`."""
+  """A new key that is not free needs `since` and `before` in the schema."""
   recorded = set(_RECORDED_KEYS.read_text('utf-8').split())
   older, dropped = _config(), 0
   for key in settings.flatten(older):
-    if key not in recorded:
+    former = schema.KEYS[key].formerly if key in schema.KEYS else ''
+    if key not in recorded and former not in recorded:
       *sections, name = key.split('.')
       section = functools.reduce(lambda x, part: x[part], sections, older)
       del section[name]
@@ -212,6 +214,21 @@ def test_a_run_of_0_2_0_counted_outcomes_once_a_trajectory(tmp_path):
   run_record.record_config(config, tmp_path)
 
 
+def test_a_key_that_has_another_name_now_is_the_same(tmp_path):
+  older = _config()
+  rollout = older['rollout']
+  rollout['extend_chunk'] = rollout.pop('prefill_chunk')
+  older['evaluate']['batch_size'] = 8  # a key that is gone
+  _begin(tmp_path, older)
+  run_record.record_config(_config(), tmp_path)
+  assert 'prefill_chunk' in (tmp_path / 'config.json').read_text()
+  rollout['extend_chunk'] = 7
+  _begin(tmp_path / 'other', older)
+  line = 'rollout.prefill_chunk=64: the run in .* was started with 7;'
+  with pytest.raises(run_record.OtherRun, match=line):
+    run_record.record_config(_config(), tmp_path / 'other')
+
+
 @pytest.mark.parametrize(
   ('block', 'key', 'value'),
   [
@@ -223,7 +240,7 @@ def test_a_run_of_0_2_0_counted_outcomes_once_a_trajectory(tmp_path):
     ('retrieval', 'dialect', 'skyrl'),
     ('retrieval', 'timeout', 1.0),
     ('retrieval', 'retries', 0),
-    ('retrieval', 'start_grace', 1.0),
+    ('retrieval', 'ready_timeout', 1.0),
     ('retrieval', 'max_failure_rate', 1.0),
     ('retrieval', 'max_queries_per_request', 1),
     ('retrieval', 'record', 'answers.jsonl'),

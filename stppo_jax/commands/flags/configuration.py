@@ -54,7 +54,7 @@ def parse(
   Args:
     argv: the arguments without the program's and the command's name.
     flags: the command's own flags, which get their values.
-    required: those of them that must be given.
+    required: the names of flags that must be given.
     writer: see `checked`.
 
   Raises:

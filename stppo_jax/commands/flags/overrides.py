@@ -11,6 +11,7 @@ from ml_collections import config_dict
 
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import schema
 
 _BOOLEANS = {
   **dict.fromkeys(('true', 't', '1'), True),
@@ -82,6 +83,8 @@ def _override(config: Any, key: str, text: str | bool) -> None:
       options = algorithms.choice(kind, text)
       config.algorithm[kind] = config_dict.ConfigDict(options)
     return
+  if name := schema.successor(key):
+    raise ValueError(f'is called {name} now')
   *names, leaf = key.split('.')
   section, path = config, 'config'
   for name in names:

@@ -1,4 +1,4 @@
-"""What Orbax calls: the manifest's handler, and the choice of steps to keep.
+"""The handler of the manifest, and the choice of steps that Orbax keeps.
 
 A manifest is written while its fingerprints are computed: they take as long as
 reading the whole state, and a run that waited for them would lose more time

@@ -1,4 +1,4 @@
-"""What is to be made of a study, with which settings, and where."""
+"""The runs of a study that are to be made, their settings and folders."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence

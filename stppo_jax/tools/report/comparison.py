@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from stppo_jax.records import later_keys
+from stppo_jax.configs import schema
 from stppo_jax.tools.report import run_files
 
 # Keys in which the runs of one experiment may differ: how long it is, where it
@@ -94,7 +94,7 @@ def names(runs: Sequence[run_files.Run]) -> list[str]:
 
 
 def _environment(run: run_files.Run) -> str:
-  return {**later_keys.LATER_KEYS, **run.recorded}['env.name']
+  return {**schema.earlier(), **run.recorded}['env.name']
 
 
 def _scores(run: run_files.Run) -> list[str]:

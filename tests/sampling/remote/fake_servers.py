@@ -215,7 +215,7 @@ def local_engine():
       slots=4,
       max_length=MAX_LENGTH,
       sampling=SAMPLING,
-      extend_chunk=4,
+      prefill_chunk=4,
       decode_chunk=4,
       lookahead=1,
       lanes=1,

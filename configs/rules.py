@@ -1,0 +1,74 @@
+"""Rules for the values of single config keys, and how they are told."""
+
+import math
+import re
+
+from stppo_jax import buckets
+from stppo_jax import settings
+
+
+def one_of(*choices: str) -> settings.Rule:
+  """Returns the rule that a value is one of these."""
+  return settings.Rule(
+    lambda value: value in choices, 'one of ' + ', '.join(choices)
+  )
+
+
+def _compiles(pattern: str) -> bool:
+  try:
+    re.compile(pattern)
+  except re.error:
+    return False
+  return True
+
+
+def some_of(*choices: str) -> settings.Rule:
+  """Returns the rule that each of several values is one of these."""
+  return settings.Rule(
+    lambda names: set(names) <= set(choices), 'some of ' + ', '.join(choices)
+  )
+
+
+POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
+AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
+NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
+STEPS = settings.Rule(
+  lambda x: (
+    len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]
+  ),
+  'two whole numbers that do not decrease: the first step to trace, and the '
+  'first one that is not traced any more',
+)
+FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
+POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')
+BELOW_1 = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
+FINITE = settings.Rule(math.isfinite, 'a finite number')
+AXIS = settings.Rule(
+  lambda x: x == -1 or x > 0, 'greater than 0, or -1 for all remaining devices'
+)
+EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
+HOPS = settings.Rule(
+  lambda x: len(x) > 0 and all(h in (1, 2) for h in x),
+  'some of 1 and 2, such as (1, 2)',
+)
+TOKEN_IDS = settings.Rule(
+  lambda ids: all(type(i) is int and i >= 0 for i in ids),
+  'token ids, such as (2, 7)',
+)
+NUMBER = settings.Rule(lambda x: not math.isnan(x), 'a number, inf or -inf')
+REGEX = settings.Rule(_compiles, 'a regular expression')
+LINE = settings.Rule(str.isprintable, 'one printable line')
+ABOVE_256 = settings.Rule(
+  lambda x: x > 256, 'greater than 256, the number of bytes'
+)
+LIMIT = settings.Rule(
+  lambda x: x == -1 or 0 <= x < math.inf, '0 or greater, or -1'
+)
+SERVERS = settings.Rule(
+  lambda servers: all(isinstance(x, str) and x.strip() for x in servers),
+  "addresses or commands, such as ('http://localhost:8000/mcp',)",
+)
+ADDRESS = settings.Rule(
+  lambda place: not place or buckets.is_address(place),
+  "an address such as gs://bucket/run, or ''",
+)
