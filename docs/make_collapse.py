@@ -15,8 +15,8 @@ from typing import Any
 
 from stppo_jax import settings
 from stppo_jax.configs import collapse
-from stppo_jax.tools import alarm_tables
 from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib

@@ -39,7 +39,7 @@ from absl import flags as absl_flags
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.configs import alarms as alarms_lib
-from stppo_jax.tools import alarm_tables
+from stppo_jax.tools.ablation import alarm_tables
 
 
 def main(argv: Sequence[str]) -> int:

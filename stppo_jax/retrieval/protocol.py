@@ -1,6 +1,5 @@
-"""The protocols of a retriever and of the indexes behind a server."""
+"""The protocol of a retriever, and its errors."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from stppo_jax import exits
@@ -56,20 +55,6 @@ class Retriever(Protocol):
       RetrievalError: if the infrastructure failed the query, after all retries.
       RetrieverMisconfigured: if the server refuses every query of this run.
     """
-    ...
-
-
-class Index(Protocol):
-  """Searches passages in this process, as the server does."""
-
-  def __len__(self) -> int:
-    """Returns the number of passages."""
-    ...
-
-  def search(
-    self, queries: Sequence[str], topk: int
-  ) -> list[list[types.Passage]]:
-    """Returns at most `topk` passages for each query, best first."""
     ...
 
 

@@ -30,8 +30,8 @@ from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import faults as faults_lib
-from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording as recording_lib
+from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
 
 WorldPassages = Callable[[int], Sequence[types.Passage]]
@@ -64,7 +64,7 @@ class Limits(http_server.Limits):
 
 
 def make_app(
-  index: protocol.Index | None = None,
+  index: backends.Index | None = None,
   *,
   world_passages: WorldPassages | None = None,
   recording: recording_lib.Recording | None = None,
@@ -212,7 +212,7 @@ class _Service:
 
   def __init__(
     self,
-    index: protocol.Index | None,
+    index: backends.Index | None,
     world_passages: WorldPassages | None,
     recording: recording_lib.Recording | None,
     limits: Limits,

@@ -16,7 +16,6 @@ from stppo_jax.http import server as http_server
 from stppo_jax.http import workers
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import faults
-from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import backends
@@ -143,7 +142,7 @@ def _app(options: Options):
   )
 
 
-def _open_index(options: Options) -> protocol.Index:
+def _open_index(options: Options) -> backends.Index:
   """Opens the folder of an index; raises ValueError with one line."""
   folder = index_folder.IndexFolder(options.index)
   if options.corpus:

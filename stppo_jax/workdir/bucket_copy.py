@@ -27,7 +27,6 @@ import time
 
 from stppo_jax import buckets
 from stppo_jax import exits
-from stppo_jax.records.checkpoints import manifest
 from stppo_jax.workdir import bucket_layout
 from stppo_jax.workdir import run_folder
 
@@ -247,7 +246,7 @@ def downloaded(
       if not bucket_layout.is_wanted(name, complete):
         continue
       if bucket_layout.step(bucket_layout.whole_folder(name)) is not None:
-        if arrays or name.endswith(f'/{manifest.FILE}'):
+        if arrays or name.endswith(f'/{run_folder.MANIFEST}'):
           bucket.download(name, path)
         else:
           path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ _ASIDE = 'aside-'
 PROBE = 'probe-'  # a file that all hosts of a run must see
 COMPILED = 'compiled'
 METRICS = 'metrics.jsonl'  # a line for each step
+MANIFEST = 'manifest/metadata'  # the file of a checkpoint that describes it
 # Sections of the config that every record of a run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
 _NPZ = b'PK'  # the first bytes of every npz file

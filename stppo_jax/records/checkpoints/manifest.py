@@ -19,7 +19,7 @@ from typing import Any
 from stppo_jax.workdir import run_folder
 
 VERSION = 1
-FILE = pathlib.Path('manifest', 'metadata')
+FILE = pathlib.Path(run_folder.MANIFEST)
 
 
 def digest(manifest: Mapping[str, Any]) -> str:

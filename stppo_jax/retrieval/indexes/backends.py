@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 import dataclasses
 import os
+from typing import Protocol
 
 from stppo_jax import types
-from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import index_folder
 
@@ -13,6 +13,20 @@ from stppo_jax.retrieval.indexes import index_folder
 # them, so that the other kinds of search do not need them.
 
 BACKENDS = ('bm25', 'dense', 'faiss', 'hybrid')
+
+
+class Index(Protocol):
+  """Searches passages in this process, as the server does."""
+
+  def __len__(self) -> int:
+    """Returns the number of passages."""
+    ...
+
+  def search(
+    self, queries: Sequence[str], topk: int
+  ) -> list[list[types.Passage]]:
+    """Returns at most `topk` passages for each query, best first."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +89,7 @@ def open_index(
   encoder_directory: str = '',
   faiss_file: str = '',
   query_prefix: str = '',
-) -> protocol.Index:
+) -> Index:
   """Opens an index of a folder.
 
   Args:
@@ -126,7 +140,7 @@ def open_index(
 
 def _open_dense(
   folder: index_folder.IndexFolder, encoder_directory: str
-) -> protocol.Index:
+) -> Index:
   from stppo_jax.retrieval.indexes import dense
   from stppo_jax.retrieval.indexes import encoder
 
@@ -165,7 +179,7 @@ _DEPTH = 100  # passages that each index contributes
 class HybridIndex:
   """Ranks by the sum over indexes of 1 / (60 + rank), ranks from 1."""
 
-  def __init__(self, indexes: Sequence[protocol.Index]):
+  def __init__(self, indexes: Sequence[Index]):
     """Joins indexes; their passages must be the same."""
     self._indexes = tuple(indexes)
 

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from stppo_jax.tools import alarm_tables
 from stppo_jax.tools import score_report
 from stppo_jax.tools import success_curve
+from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from stppo_jax.tools.ablation import study as study_lib

@@ -8,7 +8,7 @@ import pytest
 
 from docs import make_collapse
 from stppo_jax.configs import alarms
-from stppo_jax.tools import alarm_tables
+from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
 
 _STUDIES = make_collapse.studies()
