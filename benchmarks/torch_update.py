@@ -24,7 +24,7 @@ import torch
 from benchmarks import learners
 from benchmarks import measure
 from benchmarks import torch_trainer
-from stppo_jax.models.hf import names
+from stppo_jax.models.hf import families
 
 PARITY = 1e-5  # tolerance of losses
 GRADIENTS = 3e-5  # tolerance of norms, and of gradients relative to the largest
@@ -113,7 +113,7 @@ def _named(shape, tree) -> dict[str, np.ndarray]:
   The value head is left out, because its gradient is part of the norm.
   """
   named = {}
-  for entry in names.entries(shape):
+  for entry in families.entries(shape):
     leaf = tree
     for key in entry.path:
       leaf = leaf[key]

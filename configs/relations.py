@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 
 from stppo_jax.configs import external
+from stppo_jax.models.hf import families
 from stppo_jax.rl import estimator_needs
 from stppo_jax.sampling import lane_rules
 
@@ -108,18 +109,13 @@ def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
     )
 
 
-def _architecture_exists(
-  qkv_bias, qk_norm, experts, visited, width
-) -> Iterator[str]:
-  if qk_norm and qkv_bias:
-    yield ('model.qk_norm=True: model.qkv_bias must be False, as in Qwen3')
+def _family_exists(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
+  try:
+    families.of(qkv_bias=qkv_bias, qk_norm=qk_norm, num_experts=experts)
+  except ValueError as error:
+    yield f'model.{error}'
   if not experts:
     return
-  if not qk_norm:
-    yield (
-      f'model.num_experts={experts}: model.qk_norm must be True, as in '
-      'Qwen3-MoE'
-    )
   if not 0 < visited <= experts:
     yield (
       f'model.num_experts_per_tok={visited}: must be 1 to '
@@ -217,7 +213,7 @@ RELATIONS: tuple[Relation, ...] = (
       'model.num_experts_per_tok',
       'model.moe_intermediate_size',
     ),
-    _architecture_exists,
+    _family_exists,
   ),
   _is_multiple('preference.batch_size', 'preference.microbatch_size'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),

@@ -201,14 +201,14 @@ DIALECT = Addition(
 MODEL = Addition(
   (
     Insertion(
-      'stppo_jax/models/config.py',
-      'ARCHITECTURES: Mapping[str, _Architecture] = {',
-      "'plain_moe': _Architecture('PlainMoe', False, False, True),\n",
+      'stppo_jax/models/hf/families.py',
+      'FAMILIES: Mapping[str, Family] = {',
+      "'plain_moe': Family('PlainMoe', experts=True),\n",
     ),
   ),
   """
-  from stppo_jax.models import config as model_config
-  from stppo_jax.models.hf import names
+  from stppo_jax.models.hf import config_json
+  from stppo_jax.models.hf import families
 
   hf = {
     'model_type': 'plain_moe',
@@ -221,11 +221,11 @@ MODEL = Addition(
     'num_experts_per_tok': 2,
     'moe_intermediate_size': 8,
   }
-  config = model_config.ModelConfig.from_hf(
+  config = config_json.read(
     hf, dtype='float32', remat='none', scan_unroll=1
   )
-  assert hf.items() <= config.to_hf().items()
-  tensors = {entry.hf_name for entry in names.entries(config)}
+  assert hf.items() <= config_json.write(config).items()
+  tensors = {entry.hf_name for entry in families.entries(config)}
   assert 'model.layers.0.mlp.experts.3.up_proj.weight' in tensors
   assert 'model.layers.0.self_attn.q_norm.weight' not in tensors
   """,
@@ -233,19 +233,21 @@ MODEL = Addition(
 
 MODEL_WITH_NAMES = Addition(
   (
-    *MODEL.insertions,
     Insertion(
-      'stppo_jax/models/hf/fields.py',
-      '_SUPPORTED: Mapping[str, tuple[Any, ...]] = {',
-      "'residual_scale': (1.0,),\n",
+      'stppo_jax/models/hf/families.py',
+      'FAMILIES: Mapping[str, Family] = {',
+      """
+        'plain_moe': Family(
+          'PlainMoe',
+          experts=True,
+          names={**_LAYER, 'attention_norm/scale': 'norm_1.weight'},
+        ),
+      """,
     ),
     Insertion(
-      'stppo_jax/models/hf/names.py',
-      '} | (_ROUTER if config.num_experts else _DENSE)',
-      """
-        if config.architecture == 'plain_moe':
-          names['attention_norm/scale'] = 'norm_1.weight'
-      """,
+      'stppo_jax/models/hf/config_json.py',
+      '_SUPPORTED: Mapping[str, tuple[Any, ...]] = {',
+      "'residual_scale': (1.0,),\n",
     ),
   ),
   MODEL.program
@@ -254,7 +256,7 @@ MODEL_WITH_NAMES = Addition(
   assert 'model.layers.0.input_layernorm.weight' not in tensors
   hf['residual_scale'] = 0.5
   try:
-    model_config.ModelConfig.from_hf(
+    config_json.read(
       hf, dtype='float32', remat='none', scan_unroll=1
     )
   except ValueError as error:

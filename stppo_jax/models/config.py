@@ -1,28 +1,7 @@
-"""The shape of a transformer, read from and written to Hugging Face configs."""
+"""The shape of a transformer."""
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
-from typing import NamedTuple
-
-from stppo_jax.models.hf import fields as fields_lib
-
-
-class _Architecture(NamedTuple):
-  """The class of an architecture, and the properties that distinguish it."""
-
-  class_name: str
-  qkv_bias: bool
-  qk_norm: bool
-  experts: bool
-
-
-ARCHITECTURES: Mapping[str, _Architecture] = {
-  'qwen2': _Architecture('Qwen2ForCausalLM', True, False, False),
-  'qwen3': _Architecture('Qwen3ForCausalLM', False, True, False),
-  'llama': _Architecture('LlamaForCausalLM', False, False, False),
-  'qwen3_moe': _Architecture('Qwen3MoeForCausalLM', False, True, True),
-}
 
 # Fields of a `ModelConfig` that are only kept for the export; fields that say
 # how to compute and not what; and the fields that only one kind of MLP has.
@@ -32,7 +11,7 @@ _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
 # The fields of each kind of rope scaling.
-_ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
+ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),
   'llama3': (
     'factor',
@@ -65,12 +44,12 @@ class RopeScaling:
   original_max_position_embeddings: int = 0
 
   def __post_init__(self):
-    if self.rope_type not in _ROPE_FIELDS:
+    if self.rope_type not in ROPE_FIELDS:
       raise ValueError(
         f'unsupported rope scaling {self.rope_type!r}; supported: default, '
-        + ', '.join(_ROPE_FIELDS)
+        + ', '.join(ROPE_FIELDS)
       )
-    for name in _ROPE_FIELDS[self.rope_type]:
+    for name in ROPE_FIELDS[self.rope_type]:
       if not getattr(self, name) > 0:
         raise ValueError(
           f'rope scaling {self.rope_type}: {name}={getattr(self, name)!r} '
@@ -84,20 +63,14 @@ class RopeScaling:
         f'smaller than high_freq_factor={self.high_freq_factor}'
       )
 
-  def to_hf(self) -> dict[str, Any]:
-    """Returns the value of `rope_scaling` in a `config.json`."""
-    fields = ('rope_type', *_ROPE_FIELDS[self.rope_type])
-    return {name: getattr(self, name) for name in fields}
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The shape of a decoder of the Qwen and Llama family.
 
-  Biases, norms of queries and keys, and experts distinguish the architectures.
-  Combinations that are not in `ARCHITECTURES` raise ValueError, so that every
-  model can be exported. Sizes that do not fit together raise it, too. Field
-  names follow this project's configs.
+  Biases, norms of queries and keys, and experts distinguish the families, see
+  `models/hf/families.py`. Sizes that do not fit together raise ValueError.
+  Field names follow this project's configs.
 
   Attributes:
     vocab_size: V, vocabulary entries of the embedding.
@@ -179,126 +152,6 @@ class ModelConfig:
           f'moe_intermediate_size={self.moe_intermediate_size} must be greater '
           f'than 0 when num_experts={self.num_experts}'
         )
-    _ = self.architecture  # raises if there is none
-
-  @property
-  def architecture(self) -> str:
-    """The `model_type` of Hugging Face; a key of `ARCHITECTURES`."""
-    properties = (self.qkv_bias, self.qk_norm, self.num_experts > 0)
-    for kind, architecture in ARCHITECTURES.items():
-      if architecture[1:] == properties:
-        return kind
-    choices = '; '.join(
-      f'{kind} (qkv_bias={a.qkv_bias}, qk_norm={a.qk_norm}, num_experts '
-      f'{"> 0" if a.experts else "= 0"})'
-      for kind, a in ARCHITECTURES.items()
-    )
-    raise ValueError(
-      f'qkv_bias={self.qkv_bias}, qk_norm={self.qk_norm}, num_experts='
-      f'{self.num_experts} are those of no architecture; choices: {choices}'
-    )
-
-  @classmethod
-  def from_hf(
-    cls,
-    hf: Mapping[str, Any],
-    *,
-    dtype: str,
-    remat: str,
-    scan_unroll: int,
-  ) -> 'ModelConfig':
-    """Returns the shape that a Hugging Face `config.json` describes.
-
-    Args:
-      hf: contents of the file.
-      dtype, remat, scan_unroll: see the class.
-
-    Raises:
-      ValueError: the architecture is not in `ARCHITECTURES`, an option of it is
-        not implemented, or a key is missing or has a value that is not allowed;
-        one line.
-    """
-    kind = fields_lib.model_type(hf)
-    # Checked first, because fields have other meanings in other families.
-    if kind is None or kind not in ARCHITECTURES:
-      raise ValueError(
-        f'unsupported model_type {kind!r}; supported: '
-        + ', '.join(ARCHITECTURES)
-      )
-    fields_lib.check(hf)
-    architecture = ARCHITECTURES[kind]
-    hidden_size = fields_lib.needed(hf, 'hidden_size')
-    heads = fields_lib.needed(hf, 'num_attention_heads')
-    # Without a value, heads divide the width equally, except in Qwen3.
-    head_dim = 128 if kind == 'qwen3' else hidden_size // heads
-    rope_theta, rope_scaling = _rope(hf)
-    experts = {}
-    if architecture.experts:
-      experts = {
-        'num_experts': fields_lib.needed(
-          hf, 'num_experts', 'num_local_experts'
-        ),
-        'num_experts_per_tok': fields_lib.needed(hf, 'num_experts_per_tok'),
-        'moe_intermediate_size': fields_lib.needed(hf, 'moe_intermediate_size'),
-        'norm_topk_prob': hf.get('norm_topk_prob', False),
-        'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
-      }
-    return cls(
-      vocab_size=fields_lib.needed(hf, 'vocab_size'),
-      hidden_size=hidden_size,
-      intermediate_size=fields_lib.needed(hf, 'intermediate_size'),
-      num_layers=fields_lib.needed(hf, 'num_hidden_layers'),
-      num_heads=heads,
-      num_kv_heads=hf.get('num_key_value_heads') or heads,
-      head_dim=hf.get('head_dim') or head_dim,
-      rope_theta=rope_theta,
-      rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
-      qkv_bias=architecture.qkv_bias,
-      tie_embeddings=hf.get('tie_word_embeddings', False),
-      qk_norm=architecture.qk_norm,
-      rope_scaling=rope_scaling,
-      max_position_embeddings=hf.get('max_position_embeddings', 32768),
-      dtype=dtype,
-      remat=remat,
-      scan_unroll=scan_unroll,
-      **experts,
-    )
-
-  def to_hf(self) -> dict[str, Any]:
-    """Returns the contents of a `config.json` that `transformers` loads.
-
-    Rotary positions are written in a form that its old and new versions read.
-    """
-    hf = {
-      'architectures': [ARCHITECTURES[self.architecture].class_name],
-      'model_type': self.architecture,
-      'vocab_size': self.vocab_size,
-      'hidden_size': self.hidden_size,
-      'intermediate_size': self.intermediate_size,
-      'num_hidden_layers': self.num_layers,
-      'num_attention_heads': self.num_heads,
-      'num_key_value_heads': self.num_kv_heads,
-      'head_dim': self.head_dim,
-      'rope_theta': self.rope_theta,
-      'rms_norm_eps': self.rms_norm_eps,
-      'tie_word_embeddings': self.tie_embeddings,
-      'hidden_act': 'silu',
-      'max_position_embeddings': self.max_position_embeddings,
-      'torch_dtype': 'float32',
-    }
-    if self.rope_scaling:
-      hf['rope_scaling'] = self.rope_scaling.to_hf()
-    if self.num_experts:
-      hf |= {
-        'num_experts': self.num_experts,
-        'num_experts_per_tok': self.num_experts_per_tok,
-        'moe_intermediate_size': self.moe_intermediate_size,
-        'norm_topk_prob': self.norm_topk_prob,
-        'router_aux_loss_coef': self.router_aux_loss_coef,
-        'decoder_sparse_step': 1,
-        'mlp_only_layers': [],
-      }
-    return hf
 
 
 def compared(config: ModelConfig) -> tuple[str, ...]:
@@ -309,20 +162,3 @@ def compared(config: ModelConfig) -> tuple[str, ...]:
     for field in dataclasses.fields(config)
     if field.name not in _FOR_EXPORT + _PROGRAM + others
   )
-
-
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-  """Returns the base and the scaling of rotary positions."""
-  rope = fields_lib.rope(hf)
-  theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
-  kind = rope.get('rope_type') or rope.get('type') or 'default'
-  if kind == 'default':
-    return float(theta), None
-  defaults = {
-    'original_max_position_embeddings': hf.get('max_position_embeddings')
-  }
-  fields = {
-    name: rope.get(name) or defaults.get(name) or 0
-    for name in _ROPE_FIELDS.get(kind, ())
-  }
-  return float(theta), RopeScaling(kind, **fields)

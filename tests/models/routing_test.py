@@ -13,6 +13,7 @@ import pytest
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
+from stppo_jax.models.hf import config_json
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
@@ -160,7 +161,7 @@ def test_logits_and_routing_equal_those_of_transformers(name, tmp_path):
   torch = pytest.importorskip('torch', exc_type=ImportError)
   import transformers
 
-  shape = {**MODEL.config.to_hf(), 'output_router_logits': True}
+  shape = {**config_json.write(MODEL.config), 'output_router_logits': True}
   torch.manual_seed(0)
   theirs = transformers.Qwen3MoeForCausalLM(
     transformers.Qwen3MoeConfig(**shape)

@@ -16,7 +16,7 @@ import transformers
 from stppo_jax import text as text_lib
 from stppo_jax.envs import actions
 from stppo_jax.envs import prompts
-from stppo_jax.models import config as config_lib
+from stppo_jax.models.hf import families
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.sampling import vocabularies
 
@@ -238,7 +238,7 @@ def test_a_chat_template_that_fails_is_one_line(template, message):
 
 
 @pytest.mark.parametrize('name', [*_MAKERS, 'Llama 2'])
-@pytest.mark.parametrize('model_type', config_lib.ARCHITECTURES)
+@pytest.mark.parametrize('model_type', families.FAMILIES)
 def test_auto_tokenizer_reads_what_a_run_writes(name, model_type, tmp_path):
   tokenizer = (_MAKERS | _TAGGED)[name]()
   tokenizer.save(tmp_path)

@@ -24,7 +24,8 @@ import numpy as np
 
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
-from stppo_jax.models.hf import names
+from stppo_jax.models.hf import config_json
+from stppo_jax.models.hf import families
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 
@@ -115,7 +116,7 @@ def _config(
   config: model_config.ModelConfig, source: str | pathlib.Path, dtype: str
 ) -> dict[str, Any]:
   """Returns the contents of `config.json`."""
-  hf = config.to_hf()
+  hf = config_json.write(config)
   if source:
     hf = weight_files.read_json(pathlib.Path(source) / 'config.json')
   # Keep the older name of the key where it is used: new versions read both.
@@ -128,7 +129,7 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
   shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
   width = safetensors_file.DTYPES[dtype].itemsize
   sizes = {name: width * math.prod(shape) for name, shape in shapes.items()}
-  files: list[list[names.Entry]] = [[]]
+  files: list[list[families.Entry]] = [[]]
   bytes_left = max_shard_bytes
   for entry in entries:
     if files[-1] and sizes[entry.hf_name] > bytes_left:
@@ -151,17 +152,17 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
     (folder / weight_files.INDEX).write_text(text, encoding='utf-8')
 
 
-def _entries(config: model_config.ModelConfig) -> list[names.Entry]:
+def _entries(config: model_config.ModelConfig) -> list[families.Entry]:
   """Returns the tensors in the order in which they are written.
 
   They are ordered by leaf, so that a slice of a leaf is a consecutive range of
   a file.
   """
-  return sorted(names.entries(config), key=lambda e: (e.path, e.index))
+  return sorted(families.entries(config), key=lambda e: (e.path, e.index))
 
 
 def _values(
-  params: functional.Params, entries: Sequence[names.Entry]
+  params: functional.Params, entries: Sequence[families.Entry]
 ) -> Iterator[np.ndarray]:
   """Yields the values of tensors in order, a slice of a leaf at a time."""
   row = lambda entry: (entry.path, entry.index[:-1])
@@ -242,7 +243,7 @@ def _leaf(params: functional.Params, path: tuple[str, ...]) -> _Leaf:
   return leaf
 
 
-def _shape(entry: names.Entry, leaf: _Leaf) -> tuple[int, ...]:
+def _shape(entry: families.Entry, leaf: _Leaf) -> tuple[int, ...]:
   """Returns the shape of the tensor in the file."""
   shape = leaf.shape[len(entry.index) :]
   return shape[::-1] if entry.transposed else shape

@@ -28,7 +28,8 @@ import numpy as np
 
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
-from stppo_jax.models.hf import names as names_lib
+from stppo_jax.models.hf import config_json
+from stppo_jax.models.hf import families
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 
@@ -45,7 +46,7 @@ _Index = tuple[slice, ...]
 class _Source(NamedTuple):
   """A tensor of a file, and its entry, which names its place in a leaf."""
 
-  entry: names_lib.Entry
+  entry: families.Entry
   tensor: safetensors_file.Tensor
 
 
@@ -76,7 +77,7 @@ def read_config(
     raise ValueError(f'no config.json in {directory}')
   content = weight_files.read_json(path)
   try:
-    return model_config.ModelConfig.from_hf(
+    return config_json.read(
       content, dtype=dtype, remat=remat, scan_unroll=scan_unroll
     )
   except ValueError as error:
@@ -194,7 +195,7 @@ def _plan(
 ) -> dict[tuple[str, ...], _Leaf]:
   """Returns the leaves by path, with their tensors; raises as `read_params`."""
   tensors = weight_files.read_headers(directory)
-  wanted = {entry.hf_name: entry for entry in names_lib.entries(config)}
+  wanted = {entry.hf_name: entry for entry in families.entries(config)}
   if config.tie_embeddings:
     tensors.pop(_HEAD, None)
   tensors = {

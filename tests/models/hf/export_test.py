@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from stppo_jax.models import functional
 from stppo_jax.models import heads
+from stppo_jax.models.hf import config_json
 from stppo_jax.models.hf import export
 from stppo_jax.models.hf import load
 from stppo_jax.models.hf import weight_files
@@ -116,7 +117,7 @@ def test_large_weights_are_split_into_files(tmp_path):
 def test_the_sources_config_is_kept(tmp_path):
   source = tmp_path / 'source'
   source.mkdir()
-  config = _DENSE.config.to_hf() | {
+  config = config_json.write(_DENSE.config) | {
     'torch_dtype': 'bfloat16',
     'bos_token_id': 3,
     'max_window_layers': 28,

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from stppo_jax.models.hf import config_json
+from stppo_jax.models.hf import families
 from stppo_jax.models.hf import load
-from stppo_jax.models.hf import names as names_lib
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 from stppo_jax.parallel import mesh as mesh_lib
@@ -31,7 +32,7 @@ def _tensors(model, dtype=np.float32):
   """Returns the tensors of a file of this model, by names spelled out here."""
   params = tiny.params(model)
   found = {}
-  for entry in names_lib.entries(model.config):
+  for entry in families.entries(model.config):
     leaf = params
     for key in entry.path:
       leaf = leaf[key]
@@ -43,7 +44,7 @@ def _tensors(model, dtype=np.float32):
 
 def _write(folder, model, tensors, *, files=1):
   folder.mkdir(exist_ok=True)
-  text = json.dumps(model.config.to_hf())
+  text = json.dumps(config_json.write(model.config))
   (folder / 'config.json').write_text(text)
   if files == 1:
     safetensors.numpy.save_file(tensors, folder / weight_files.SINGLE)
@@ -305,14 +306,16 @@ def _large(folder, num_layers, hidden_size):
     num_layers=num_layers,
   )
   shapes, params = {}, jax.eval_shape(model.init, jax.random.key(0))
-  for entry in names_lib.entries(model.config):
+  for entry in families.entries(model.config):
     leaf = params
     for key in entry.path:
       leaf = leaf[key]
     shape = leaf.shape[len(entry.index) :]
     shapes[entry.hf_name] = shape[::-1] if entry.transposed else shape
   folder.mkdir()
-  (folder / 'config.json').write_text(json.dumps(model.config.to_hf()))
+  (folder / 'config.json').write_text(
+    json.dumps(config_json.write(model.config))
+  )
   values = (np.full(shape, 0.5) for shape in shapes.values())
   with open(folder / weight_files.SINGLE, 'wb') as file:
     safetensors_file.write(file, shapes, 'BF16', values)

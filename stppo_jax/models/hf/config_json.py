@@ -1,4 +1,4 @@
-"""Checks the fields of a Hugging Face `config.json`.
+"""Reads and writes the shape of a model as a Hugging Face `config.json`.
 
 The file is untrusted input, so each field is checked before it is used. An
 error names the field, its value and the rule.
@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 from stppo_jax import settings
+from stppo_jax.models import config as model_config
+from stppo_jax.models.hf import families
 
 
 def _number(x: Any) -> bool:
@@ -82,7 +84,102 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check(hf: Mapping[str, Any]) -> None:
+def read(
+  hf: Mapping[str, Any], *, dtype: str, remat: str, scan_unroll: int
+) -> model_config.ModelConfig:
+  """Returns the shape that a `config.json` describes.
+
+  Args:
+    hf: contents of the file.
+    dtype, remat, scan_unroll: see `ModelConfig`.
+
+  Raises:
+    ValueError: the family is not in `FAMILIES`, an option of it is not
+      implemented, or a key is missing or has a value that is not allowed; one
+      line.
+  """
+  # Checked first, because fields have other meanings in other families.
+  if hf.get('model_type') is not None:
+    _check_field('model_type', hf['model_type'], _TEXT)
+  family = families.find(hf.get('model_type'))
+  _check(hf)
+  hidden_size = _needed(hf, 'hidden_size')
+  heads = _needed(hf, 'num_attention_heads')
+  rope_theta, rope_scaling = _rope(hf)
+  experts = {}
+  if family.experts:
+    experts = {
+      'num_experts': _needed(hf, 'num_experts', 'num_local_experts'),
+      'num_experts_per_tok': _needed(hf, 'num_experts_per_tok'),
+      'moe_intermediate_size': _needed(hf, 'moe_intermediate_size'),
+      'norm_topk_prob': hf.get('norm_topk_prob', False),
+      'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
+    }
+  return model_config.ModelConfig(
+    vocab_size=_needed(hf, 'vocab_size'),
+    hidden_size=hidden_size,
+    intermediate_size=_needed(hf, 'intermediate_size'),
+    num_layers=_needed(hf, 'num_hidden_layers'),
+    num_heads=heads,
+    num_kv_heads=hf.get('num_key_value_heads') or heads,
+    head_dim=hf.get('head_dim') or family.head_dim or hidden_size // heads,
+    rope_theta=rope_theta,
+    rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
+    qkv_bias=family.qkv_bias,
+    tie_embeddings=hf.get('tie_word_embeddings', False),
+    qk_norm=family.qk_norm,
+    rope_scaling=rope_scaling,
+    max_position_embeddings=hf.get('max_position_embeddings', 32768),
+    dtype=dtype,
+    remat=remat,
+    scan_unroll=scan_unroll,
+    **experts,
+  )
+
+
+def write(config: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns the contents of a `config.json` that `transformers` loads.
+
+  Rotary positions are written in a form that its old and new versions read.
+
+  Raises:
+    ValueError: the model is of no family.
+  """
+  kind = families.kind(config)
+  hf = {
+    'architectures': [families.FAMILIES[kind].class_name],
+    'model_type': kind,
+    'vocab_size': config.vocab_size,
+    'hidden_size': config.hidden_size,
+    'intermediate_size': config.intermediate_size,
+    'num_hidden_layers': config.num_layers,
+    'num_attention_heads': config.num_heads,
+    'num_key_value_heads': config.num_kv_heads,
+    'head_dim': config.head_dim,
+    'rope_theta': config.rope_theta,
+    'rms_norm_eps': config.rms_norm_eps,
+    'tie_word_embeddings': config.tie_embeddings,
+    'hidden_act': 'silu',
+    'max_position_embeddings': config.max_position_embeddings,
+    'torch_dtype': 'float32',
+  }
+  if scaling := config.rope_scaling:
+    fields = ('rope_type', *model_config.ROPE_FIELDS[scaling.rope_type])
+    hf['rope_scaling'] = {name: getattr(scaling, name) for name in fields}
+  if config.num_experts:
+    hf |= {
+      'num_experts': config.num_experts,
+      'num_experts_per_tok': config.num_experts_per_tok,
+      'moe_intermediate_size': config.moe_intermediate_size,
+      'norm_topk_prob': config.norm_topk_prob,
+      'router_aux_loss_coef': config.router_aux_loss_coef,
+      'decoder_sparse_step': 1,
+      'mlp_only_layers': [],
+    }
+  return hf
+
+
+def _check(hf: Mapping[str, Any]) -> None:
   """Raises ValueError, one line, for a field that is wrong or unsupported."""
   for name, rule in _OR_NULL.items():
     if hf.get(name) is not None:
@@ -99,19 +196,7 @@ def check(hf: Mapping[str, Any]) -> None:
     )
 
 
-def model_type(hf: Mapping[str, Any]) -> str | None:
-  """Returns the field `model_type`, None if it is missing.
-
-  Raises:
-    ValueError: it is not a string.
-  """
-  kind = hf.get('model_type')
-  if kind is not None:
-    _check_field('model_type', kind, _TEXT)
-  return kind
-
-
-def needed(hf: Mapping[str, Any], *names: str) -> Any:
+def _needed(hf: Mapping[str, Any], *names: str) -> Any:
   """Returns the first value that is given under one of the names.
 
   Raises:
@@ -123,11 +208,30 @@ def needed(hf: Mapping[str, Any], *names: str) -> Any:
   raise ValueError(f'lacks {" or ".join(names)}')
 
 
-def rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope(
+  hf: Mapping[str, Any],
+) -> tuple[float, model_config.RopeScaling | None]:
+  """Returns the base and the scaling of rotary positions."""
+  rope = _rope_fields(hf)
+  theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
+  kind = rope.get('rope_type') or rope.get('type') or 'default'
+  if kind == 'default':
+    return float(theta), None
+  defaults = {
+    'original_max_position_embeddings': hf.get('max_position_embeddings')
+  }
+  fields = {
+    name: rope.get(name) or defaults.get(name) or 0
+    for name in model_config.ROPE_FIELDS.get(kind, ())
+  }
+  return float(theta), model_config.RopeScaling(kind, **fields)
+
+
+def _rope_fields(hf: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the fields of rotary positions, from either way to write them.
 
   Args:
-    hf: contents of a `config.json` that passed `check`.
+    hf: contents of a `config.json` that passed `_check`.
 
   Raises:
     ValueError: one of the fields has a value that is not allowed.

@@ -1,11 +1,13 @@
-"""The names of parameters here and of tensors in Hugging Face files.
+"""The families of models: what tells them apart, and the names of their files.
 
-All architectures of `models/config.py` use the same names. Our layers are
-stacked, so a leaf has a tensor for each layer; the experts are one leaf
-[layers, experts, in, out] with a tensor for each expert of each layer.
+A family is a row of `FAMILIES`. Our layers are stacked, so a leaf has a tensor
+for each layer; the experts are one leaf [layers, experts, in, out] with a
+tensor for each expert of each layer.
 """
 
+from collections.abc import Mapping
 import dataclasses
+from typing import NamedTuple
 
 from stppo_jax.models import config as model_config
 
@@ -40,6 +42,67 @@ _TOP = {
 }
 
 
+class Family(NamedTuple):
+  """A family of models.
+
+  Attributes:
+    class_name: the class of `transformers`.
+    qkv_bias: whether queries, keys and values have biases.
+    qk_norm: whether heads of queries and keys are normalised.
+    experts: whether experts take the place of the MLP.
+    head_dim: the size of a head where a file gives none; 0: heads divide the
+      width equally.
+    names: the names of a layer's tensors, by the paths of our leaves.
+  """
+
+  class_name: str
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  experts: bool = False
+  head_dim: int = 0
+  names: Mapping[str, str] = _LAYER
+
+
+# Keyed by the `model_type` of Hugging Face.
+FAMILIES: Mapping[str, Family] = {
+  'qwen2': Family('Qwen2ForCausalLM', qkv_bias=True),
+  'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
+  'llama': Family('LlamaForCausalLM'),
+  'qwen3_moe': Family('Qwen3MoeForCausalLM', qk_norm=True, experts=True),
+}
+
+
+def find(model_type: str | None) -> Family:
+  """Returns a family; raises ValueError with the choices if there is none."""
+  if model_type is None or model_type not in FAMILIES:
+    raise ValueError(
+      f'unsupported model_type {model_type!r}; supported: '
+      + ', '.join(FAMILIES)
+    )
+  return FAMILIES[model_type]
+
+
+def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
+  """Returns the family of a model of these blocks, a key of `FAMILIES`.
+
+  Raises:
+    ValueError: there is none, so that the model could not be exported.
+  """
+  blocks = (qkv_bias, qk_norm, num_experts > 0)
+  for name, family in FAMILIES.items():
+    if (family.qkv_bias, family.qk_norm, family.experts) == blocks:
+      return name
+  choices = '; '.join(
+    f'{name} (qkv_bias={x.qkv_bias}, qk_norm={x.qk_norm}, num_experts '
+    f'{"> 0" if x.experts else "= 0"})'
+    for name, x in FAMILIES.items()
+  )
+  raise ValueError(
+    f'qkv_bias={qkv_bias}, qk_norm={qk_norm}, num_experts={num_experts} are '
+    f'those of no family; choices: {choices}'
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
   """A tensor of a file and its place in the parameter tree.
@@ -68,7 +131,7 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
     result.append(Entry(theirs, tuple(ours.split('/')), (), False))
   names = {
     ours: theirs
-    for ours, theirs in _LAYER.items()
+    for ours, theirs in FAMILIES[kind(config)].names.items()
     if (config.qkv_bias or not ours.endswith('bias'))
     and (config.qk_norm or ours not in ('q_norm/scale', 'k_norm/scale'))
   } | (_ROUTER if config.num_experts else _DENSE)
@@ -81,6 +144,15 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
         name = f'{prefix}mlp.experts.{expert}.{theirs}'
         result.append(_entry(ours, name, (layer, expert)))
   return result
+
+
+def kind(config: model_config.ModelConfig) -> str:
+  """Returns the family of a model; see `of`."""
+  return of(
+    qkv_bias=config.qkv_bias,
+    qk_norm=config.qk_norm,
+    num_experts=config.num_experts,
+  )
 
 
 def _entry(ours: str, theirs: str, index: tuple[int, ...]) -> Entry:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from stppo_jax.models import config as model_config
+from stppo_jax.models.hf import config_json
 from tests.models import tiny
 
 _RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
@@ -46,7 +47,7 @@ def test_impossible_shapes_raise(changes, message):
 
 
 def test_missing_fields_of_a_config_are_derived():
-  config = model_config.ModelConfig.from_hf(_HF, **_RUNTIME)
+  config = config_json.read(_HF, **_RUNTIME)
   assert (config.num_kv_heads, config.head_dim) == (4, 4)
   assert config.qkv_bias and not config.tie_embeddings
   assert config.rope_theta == 1e6
@@ -91,7 +92,7 @@ def test_missing_fields_of_a_config_are_derived():
 )
 def test_unsupported_options_are_named(changes, message):
   with pytest.raises(ValueError, match=message) as caught:
-    model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
+    config_json.read(_HF | changes, **_RUNTIME)
   assert '\n' not in str(caught.value)
 
 
@@ -136,7 +137,7 @@ _POSITIVE = 'must be a number greater than 0$'
 )
 def test_a_malformed_field_is_an_error_of_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as caught:
-    model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
+    config_json.read(_HF | changes, **_RUNTIME)
   assert '\n' not in str(caught.value)
 
 
@@ -173,10 +174,10 @@ def test_a_written_config_is_read_back_the_same(changes, kind, name, rope):
   config = dataclasses.replace(
     tiny.model().config, **changes, rope_scaling=rope, max_position_embeddings=9
   )
-  hf = config.to_hf()
+  hf = config_json.write(config)
   assert (hf['model_type'], hf['architectures']) == (kind, [name])
   hf = json.loads(json.dumps(hf))
-  assert model_config.ModelConfig.from_hf(hf, **_RUNTIME) == config
+  assert config_json.read(hf, **_RUNTIME) == config
 
 
 def test_combinations_of_no_architecture_are_refused():
@@ -194,24 +195,24 @@ def test_combinations_of_no_architecture_are_refused():
 )
 def test_both_ways_to_write_rope_scaling_are_read(rope):
   hf = {key: value for key, value in _HF.items() if key != 'rope_theta'}
-  config = model_config.ModelConfig.from_hf(hf | rope, **_RUNTIME)
+  config = config_json.read(hf | rope, **_RUNTIME)
   assert config.rope_theta == 5e5
   assert config.rope_scaling == model_config.RopeScaling(**_LLAMA3)
 
 
 def test_old_names_and_defaults_are_read():
   old = {'rope_scaling': {'type': 'linear', 'factor': 2.0}}
-  config = model_config.ModelConfig.from_hf(_HF | old, **_RUNTIME)
+  config = config_json.read(_HF | old, **_RUNTIME)
   assert config.rope_scaling == model_config.RopeScaling('linear', 2.0)
   # Llama 3's scaling defaults to the length that the model was made for.
   shorter = {key: _LLAMA3[key] for key in list(_LLAMA3)[:-1]}
-  config = model_config.ModelConfig.from_hf(
+  config = config_json.read(
     _HF | {'rope_scaling': shorter, 'max_position_embeddings': 77}, **_RUNTIME
   )
   assert config.rope_scaling.original_max_position_embeddings == 77
   qwen3 = _HF | {'model_type': 'qwen3'}
-  assert model_config.ModelConfig.from_hf(qwen3, **_RUNTIME).head_dim == 128
+  assert config_json.read(qwen3, **_RUNTIME).head_dim == 128
   moe = _HF | _MOE
   moe['num_local_experts'] = moe.pop('num_experts')
-  config = model_config.ModelConfig.from_hf(moe, **_RUNTIME)
+  config = config_json.read(moe, **_RUNTIME)
   assert config.num_experts == 4 and not config.norm_topk_prob
