@@ -105,7 +105,7 @@ def _run(program: str, root: pathlib.Path) -> str:
         'stppo_jax/rl/corrections.py',
         'docs/texts/corrections.py',
         'tests/rl/loss_twin.py',
-        'tests/rl/mismatch_test.py',
+        'tests/rl/corrections_test.py',
         'docs/choices/correction.md',
       },
       marks=pytest.mark.slow,
@@ -135,9 +135,8 @@ def _run(program: str, root: pathlib.Path) -> str:
     (
       additions.MODEL_WITH_NAMES,
       {
-        'stppo_jax/models/config.py',
-        'stppo_jax/models/hf/fields.py',
-        'stppo_jax/models/hf/names.py',
+        'stppo_jax/models/hf/config_json.py',
+        'stppo_jax/models/hf/families.py',
       },
     ),
     (
@@ -145,7 +144,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       {'stppo_jax/envs/guess.py', 'stppo_jax/envs/environments.py'},
     ),
     (additions.DIALECT, {'stppo_jax/retrieval/dialects.py'}),
-    (additions.MODEL, {'stppo_jax/models/config.py'}),
+    (additions.MODEL, {'stppo_jax/models/hf/families.py'}),
     (
       additions.KEY,
       {

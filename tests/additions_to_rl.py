@@ -171,9 +171,9 @@ CORRECTION = additions.Addition(
       'stppo_jax/rl/corrections.py',
       "LEVELS = ('token', 'sequence')",
       """
-        @options_lib.dataclass
-        class Scaled(options_lib.Options):
-          factor: float = options_lib.number()
+        @options.dataclass
+        class Scaled(options.Options):
+          factor: float = options.number()
 
         def scaled(context, low, high, statistics, *, factor):
           del low, high, statistics
@@ -183,7 +183,7 @@ CORRECTION = additions.Addition(
     additions.Insertion(
       'stppo_jax/rl/corrections.py',
       'CORRECTIONS = {',
-      "'scaled': options_lib.Choice(scaled, Scaled),",
+      "'scaled': options.Choice(scaled, Scaled),",
     ),
     additions.Insertion(
       'configs/algorithms.py', "'correction': {", "'scaled': {'factor': 0.5},"
@@ -201,7 +201,7 @@ CORRECTION = additions.Addition(
       """,
     ),
     additions.Insertion(
-      'tests/rl/mismatch_test.py',
+      'tests/rl/corrections_test.py',
       'from tests.rl import batches',
       """
         def test_scaled_by_hand():
@@ -211,7 +211,7 @@ CORRECTION = additions.Addition(
     *_algorithm('scaled_ppo', "_algorithm(correction={'names': ('scaled',)})"),
   ),
   _passes(
-    ['tests/rl/losses_test.py', 'tests/rl/mismatch_test.py'],
+    ['tests/rl/losses_test.py', 'tests/rl/corrections_test.py'],
     'scaled and (value_is_the_loop or by_hand)',
   ),
   documented=True,

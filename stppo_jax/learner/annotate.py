@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import forward
-from stppo_jax.learner import microbatches
+from stppo_jax.learner import minibatches
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
@@ -98,7 +97,7 @@ def annotate(
   num_microbatches = 1
   if microbatch_size:
     num_microbatches = max(len(batch.lengths_B) // microbatch_size, 1)
-  outputs = microbatches.map_rows(
+  outputs = minibatches.map_rows(
     lambda inputs: _model_outputs(
       inputs,
       params,
@@ -108,7 +107,7 @@ def annotate(
       temperature=temperature,
       routing_replay=routing_replay,
     ),
-    forward.model_inputs(batch),
+    model_roles.model_inputs(batch),
     num_microbatches,
   )
   mask_BL = batch.loss_mask_BL
@@ -175,7 +174,7 @@ def _metrics(
 
 
 def _model_outputs(
-  inputs: forward.ModelInputs,
+  inputs: model_roles.ModelInputs,
   params: model_roles.Params,
   reference: functional.Params,
   old: functional.Params | None,
@@ -186,7 +185,7 @@ def _model_outputs(
 ) -> _Outputs:
   """Runs all models on some rows; see `annotate`."""
   policy, kwargs = models.policy, inputs._asdict()
-  current = forward.token_outputs(
+  current = model_roles.token_outputs(
     params,
     **kwargs,
     models=models,

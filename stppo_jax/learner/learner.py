@@ -40,10 +40,13 @@ class Learner:
     mesh: the mesh of training.
 
   Attributes:
+    config: the run's config.
     policy: the policy without adapters and value head, as it is exported.
     decoded: the policy with its adapters but without a value head, as the local
       engine decodes with it.
     mesh: the mesh of training.
+    programs: its compiled programs.
+    algorithm: the algorithm, with the present coefficient of its penalty.
 
   Raises:
     ValueError: weights that do not fit the shape, a mesh that does not divide
@@ -54,10 +57,10 @@ class Learner:
   def __init__(
     self, config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
   ):
-    self._config = config
-    self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
+    self.config = config
+    self.algorithm = algorithm_lib.build_algorithm(config.algorithm)
     models = model_roles.build(
-      config, shape, mesh, uses_values=self._algorithm.uses_values
+      config, shape, mesh, uses_values=self.algorithm.uses_values
     )
     self._models = models
     self.policy = models.policy.plain_policy
@@ -82,7 +85,7 @@ class Learner:
     self._numbers = policy_numbers, value_numbers
     updates = config.updates
     core_rows = updates.core_rows
-    if not cpu_parallel.is_supported(mesh, self._algorithm):
+    if not cpu_parallel.is_supported(mesh, self.algorithm):
       core_rows = 0
     microbatch_size = (
       core_rows or updates.microbatch_size or updates.minibatch_size
@@ -95,11 +98,11 @@ class Learner:
       num_microbatches=updates.minibatch_size // microbatch_size,
     )
     self._microbatch_size = microbatch_size
-    self._programs = programs_lib.build(
+    self.programs = programs_lib.build(
       self._spec,
       self._optimizers,
       mesh,
-      divides_by_bias_norm=self._algorithm.divides_by_bias_norm,
+      divides_by_bias_norm=self.algorithm.divides_by_bias_norm,
       microbatch_size=microbatch_size,
       routing_replay=updates.routing_replay,
       uses_cores=core_rows > 0,
@@ -112,11 +115,9 @@ class Learner:
     Args:
       path: the directory of the weights; '' = random ones; None = model.path.
     """
-    path = self._config.model.path if path is None else path
-    return self._programs.init(
-      *weights_lib.load_start(
-        self._config, path, self._models.policy, self.mesh
-      )
+    path = self.config.model.path if path is None else path
+    return self.programs.init(
+      *weights_lib.load_start(self.config, path, self._models.policy, self.mesh)
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
@@ -131,9 +132,9 @@ class Learner:
     """
     if not self._has_own_reference:
       return None
-    model = self._config.model
+    model = self.config.model
     path = model.reference_path or (model.path if path is None else path)
-    params = weights_lib.load_frozen(self._config, path, self.policy, self.mesh)
+    params = weights_lib.load_frozen(self.config, path, self.policy, self.mesh)
     return memory.on_host(params) if self._reference_on_host else params
 
   def annotate(
@@ -155,39 +156,32 @@ class Learner:
     batch = distributed.from_local_rows(packed, self._rows)
     if self._reference_on_host and reference is not None:
       reference = memory.on_devices(reference)
-    return self._programs.annotate(
+    return self.programs.annotate(
       state,
       batch,
-      self._algorithm,
+      self.algorithm,
       reference=reference,
       old=None if old is None else old.trained.policy,
     )
 
   def minibatches(
-    self,
-    num_rows: int,
-    step: int,
-    *,
-    num_epochs: int | None = None,
-    num_updates: int | None = None,
+    self, num_rows: int, step: int, *, num_updates: int | None = None
   ) -> list[np.ndarray]:
     """Returns the rows of each minibatch of a step, epoch by epoch.
 
     Args:
       num_rows: rows of the batch.
       step: the training step.
-      num_epochs: the number of epochs; by default `updates.num_epochs`.
       num_updates: the number of minibatches, from as many epochs as necessary;
-        by default those of all epochs.
+        by default those of `updates.num_epochs`.
     """
-    updates = self._config.updates
-    epochs = updates.num_epochs if num_epochs is None else num_epochs
-    of_epochs = epochs * num_rows // updates.minibatch_size
+    updates = self.config.updates
+    of_epochs = updates.num_epochs * num_rows // updates.minibatch_size
     return minibatches_lib.minibatch_rows(
       num_rows,
       size=updates.minibatch_size,
       count=of_epochs if num_updates is None else num_updates,
-      seed=self._config.seed,
+      seed=self.config.seed,
       step=step,
     )
 
@@ -208,16 +202,17 @@ class Learner:
         is.
     """
     frozen = state.frozen
-    state, outputs = self._programs.update_minibatch(
-      state.with_frozen({}), frozen, batch, rows, self._hyperparameters(step)
+    state, outputs = self.programs.update_minibatch(
+      state.with_frozen({}), frozen, batch, rows, self.hyperparameters(step)
     )
     return state.with_frozen(frozen), outputs
 
-  def _hyperparameters(self, step: int) -> step_lib.Hyperparameters:
+  def hyperparameters(self, step: int) -> step_lib.Hyperparameters:
+    """Returns the runtime inputs of the updates of a step."""
     return step_lib.Hyperparameters(
-      policy_loss.Inputs(self._algorithm, self._coefficients),
+      policy_loss.Inputs(self.algorithm, self._coefficients),
       *self._numbers,
-      policy_learns=step >= self._config.loss.value_warmup_steps,
+      policy_learns=step >= self.config.loss.value_warmup_steps,
     )
 
   def token_outputs(
@@ -228,7 +223,7 @@ class Learner:
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
     """Returns `forward.token_outputs` of rows laid out like a batch's."""
-    return self._programs.token_outputs(
+    return self.programs.token_outputs(
       state.params, tokens_BL, expert_ids=expert_ids
     )
 
@@ -249,7 +244,7 @@ class Learner:
       numpy arrays of at least as many rows as the config wants; None where it
       wants none.
     """
-    writer = self._config.writer
+    writer = self.config.writer
     count = min(writer.token_details, writer.trajectories)
     if not count:
       return None
@@ -260,7 +255,7 @@ class Learner:
       num_devices=activations.extent(self.mesh, activations.ROWS),
       unit=self._microbatch_size,
     )
-    details = self._programs.token_details(state, batch, rows, self._algorithm)
+    details = self.programs.token_details(state, batch, rows, self.algorithm)
     each = len(rows) // hosts.count
     mine = slice(hosts.index * each, (hosts.index + 1) * each)
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
@@ -271,12 +266,12 @@ class Learner:
 
     With an adaptive controller it is state, and a checkpoint must contain it.
     """
-    return float(self._algorithm.kl.coefficient)
+    return float(self.algorithm.kl.coefficient)
 
   @kl_coefficient.setter
   def kl_coefficient(self, coefficient: float) -> None:
-    kl = dataclasses.replace(self._algorithm.kl, coefficient=coefficient)
-    self._algorithm = dataclasses.replace(self._algorithm, kl=kl)
+    kl = dataclasses.replace(self.algorithm.kl, coefficient=coefficient)
+    self.algorithm = dataclasses.replace(self.algorithm, kl=kl)
 
   def adapt_kl(self, kl: float, num_trajectories: int) -> None:
     """Sets the coefficient for the next step by the controller.
@@ -285,7 +280,7 @@ class Learner:
       kl: the divergence in this step, nats per trajectory.
       num_trajectories: valid trajectories of this step.
     """
-    options = self._algorithm.kl
+    options = self.algorithm.kl
     self.kl_coefficient = kl_lib.CONTROLLERS[options.controller](
       self.kl_coefficient,
       kl,
@@ -314,7 +309,7 @@ class Learner:
     peak = topology.peak_operations(self.mesh)
     if peak is None or self.policy.config.dtype != 'bfloat16':
       return {}
-    extra_pass = self._algorithm.uses_minibatch_statistics
+    extra_pass = self.algorithm.uses_minibatch_statistics
     return utilization_lib.shares(
       counts,
       peak_operations=peak * seconds / epochs,
@@ -325,9 +320,7 @@ class Learner:
 
   def copy_policy(self, state: state_lib.TrainState) -> model_roles.Params:
     """Returns the policy with copies of the weights that an update donates."""
-    trained = model_roles.Trained(
-      self._programs.copy(state.policy.params), None
-    )
+    trained = model_roles.Trained(self.programs.copy(state.policy.params), None)
     return model_roles.Params(trained, state.frozen)
 
   def merged_params(self, params: model_roles.Params) -> functional.Params:
@@ -341,11 +334,11 @@ class Learner:
     """
     if not params.frozen:
       return programs_lib.merged(self._models, params)
-    return self._programs.merge(params)
+    return self.programs.merge(params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """Returns a tree with the structure of the run's checkpoints."""
-    published = (state.policy.params,) * self._config.rollout.steps_ahead
+    published = (state.policy.params,) * self.config.rollout.steps_ahead
     return dataclasses.replace(state, published=published, frozen={})
 
   def abstract_policy_params(self) -> Any:
@@ -366,67 +359,20 @@ class Learner:
     reference = None
     if self._has_own_reference:
       layout = sharding.param_shardings(cast, self.mesh)
-      reference = _with_shardings(cast, layout)
+      reference = sharding.with_layout(cast, layout)
     return state, reference
-
-  def lower_annotate(self, packed: batch_lib.TokenBatch) -> Any:
-    """Lowers `annotate` from shapes alone; nothing is loaded or computed.
-
-    Args:
-      packed: shapes of a packed batch.
-    """
-    state, reference = self.abstract_start()
-    return self._programs.annotate.lower(
-      state, self._laid_out(packed), self._algorithm, reference=reference
-    )
-
-  def lower_update(self, packed: batch_lib.TokenBatch) -> Any:
-    """Lowers `update` from shapes alone; nothing is loaded or computed.
-
-    Args:
-      packed: shapes of a packed batch.
-    """
-    state, reference = self.abstract_start()
-    batch, _ = jax.eval_shape(
-      self._programs.annotate,
-      state,
-      packed,
-      self._algorithm,
-      reference=reference,
-    )
-    return self._programs.update.lower(
-      state.with_frozen({}),
-      state.frozen,
-      self._laid_out(batch),
-      np.arange(self._config.updates.minibatch_size, dtype=np.int32),
-      # Of a step after the value warm-up, in which both models learn.
-      self._hyperparameters(self._config.loss.value_warmup_steps),
-    )
-
-  def _laid_out(self, batch: batch_lib.TokenBatch) -> batch_lib.TokenBatch:
-    """Returns the shapes of a batch with its layout attached."""
-    return _with_shardings(batch, jax.tree.map(lambda _: self._rows, batch))
 
   @property
   def _reference_on_host(self) -> bool:
-    return self._config.model.reference_memory == 'host'
+    return self.config.model.reference_memory == 'host'
 
   @property
   def _has_own_reference(self) -> bool:
-    model = self._config.model
+    model = self.config.model
     return bool(not model.lora.rank or model.reference_path)
 
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
     """Returns shapes and layouts of the state that starts from the weights."""
     init = programs_lib.init_state(self._models, self._optimizers)
     state = jax.eval_shape(init, weights, jax.random.key(0))
-    return _with_shardings(state, self._programs.layout)
-
-
-def _with_shardings(shapes, layouts):
-  """Returns the shapes with layouts attached."""
-  return jax.tree.map(
-    lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
-    shapes,
-    layouts,
-  )
+    return sharding.with_layout(state, self.programs.layout)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import microbatches as microbatches_lib
+from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
@@ -226,7 +226,7 @@ def join_context(
   """Returns the context of a minibatch from `outputs_of`, if any is needed."""
   algorithm, statistics = inputs.algorithm, None
   if outputs is not None:
-    logprobs_BL, entropy_BL = microbatches_lib.join(outputs)
+    logprobs_BL, entropy_BL = minibatches_lib.join(outputs)
     statistics = losses.minibatch_statistics(
       algorithm, logprobs_BL, entropy_BL, minibatch, num_turns=spec.num_turns
     )

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import cpu_parallel
-from stppo_jax.learner import forward
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
@@ -182,7 +181,9 @@ def build(
     ),
     token_outputs=jit(
       functools.partial(
-        forward.token_outputs, models=spec.models, temperature=spec.temperature
+        model_roles.token_outputs,
+        models=spec.models,
+        temperature=spec.temperature,
       )
     ),
     annotate=jit(

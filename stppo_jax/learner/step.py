@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.learner import microbatches as microbatches_lib
+from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
@@ -163,7 +163,7 @@ def gradients(
     method, spec: see `update`.
   """
   params = cast(state, spec)
-  microbatches = microbatches_lib.split(minibatch, spec.num_microbatches)
+  microbatches = minibatches_lib.split(minibatch, spec.num_microbatches)
   context = method.context(params, minibatch, microbatches, inputs, spec=spec)
   gradient, outputs = sum_gradients(
     params, microbatches, context, method=method, spec=spec
@@ -203,12 +203,10 @@ def sum_gradients(
 
   def step(microbatch):
     gradient, outputs = method.gradient(loss, params, microbatch, context)
-    gradient = microbatches_lib.to_accumulator(
-      gradient, spec.models.policy.mesh
-    )
+    gradient = minibatches_lib.to_accumulator(gradient, spec.models.policy.mesh)
     return (gradient, outputs.metrics), outputs.diagnostics
 
-  (gradient, metrics), diagnostics = microbatches_lib.accumulate(
+  (gradient, metrics), diagnostics = minibatches_lib.accumulate(
     step, microbatches
   )
   return gradient, LossOutputs(metrics, diagnostics)

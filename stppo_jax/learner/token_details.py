@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import forward
-from stppo_jax.learner import microbatches
+from stppo_jax.learner import minibatches
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import precision
@@ -82,11 +81,11 @@ def measure_tokens(
   policy = models.policy
   params = precision.cast(state.params, policy.config.dtype)
   weights = models.policy_weights(params)
-  logprobs_BL, entropy_BL = microbatches.map_rows(
+  logprobs_BL, entropy_BL = minibatches.map_rows(
     lambda inputs: policy.logprobs_and_entropy(
       weights, **inputs._asdict(), temperature=temperature
     ),
-    forward.model_inputs(chosen),
+    model_roles.model_inputs(chosen),
     max(len(rows) // microbatch_size, 1),
   )
   loss = losses.policy_loss(

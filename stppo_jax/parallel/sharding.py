@@ -123,3 +123,12 @@ def _name(path) -> str:
     str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
     for key in path
   )
+
+
+def with_layout(shapes: Tree, layouts: Tree) -> Tree:
+  """Returns shapes with shardings attached."""
+  return jax.tree.map(
+    lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
+    shapes,
+    layouts,
+  )

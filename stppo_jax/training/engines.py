@@ -200,18 +200,12 @@ def sizes(
     ),
   }
   held = {
-    name: memory_lib.bytes_per_device(
-      jax.tree.map(_with_layout, *tree_and_layout)
-    )
+    name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
   shards = cache_lib.row_shards(policy.config, placement.mesh)
   slots = chosen.slots_per_lane // shards
   return held, held[CACHE] * chosen.most_copied(shards) // slots
-
-
-def _with_layout(leaf, layout) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
 
 def _build_remote(

@@ -25,6 +25,12 @@ _MOE = {
   'model__num_experts_per_tok': 2,
   'model__moe_intermediate_size': 8,
 }
+_FAMILIES = (
+  'choices: qwen2 (qkv_bias=True, qk_norm=False, num_experts = 0); '
+  'qwen3 (qkv_bias=False, qk_norm=True, num_experts = 0); '
+  'llama (qkv_bias=False, qk_norm=False, num_experts = 0); '
+  'qwen3_moe (qkv_bias=False, qk_norm=True, num_experts > 0)'
+)
 
 
 def _config(**changes):
@@ -163,11 +169,13 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'model__qk_norm': True},
-      'model.qk_norm=True: model.qkv_bias must be False, as in Qwen3',
+      'model.qkv_bias=True, qk_norm=True, num_experts=0 are those of no family; '
+      + _FAMILIES,
     ),
     (
       _MOE | {'model__qk_norm': False},
-      'model.num_experts=4: model.qk_norm must be True, as in Qwen3-MoE',
+      'model.qkv_bias=False, qk_norm=False, num_experts=4 are those of no '
+      'family; ' + _FAMILIES,
     ),
     (
       _MOE | {'model__num_experts_per_tok': 5},

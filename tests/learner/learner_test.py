@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import learners
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import lowering
 from stppo_jax.training import components
 from stppo_jax.training import model_files
 from tests import compilations
@@ -104,7 +105,7 @@ def test_the_update_donates_the_whole_state(learner, packed):
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed
   )
-  lowered = learner.lower_update(shapes)
+  lowered = lowering.lower_update(learner, shapes)
   memory = lowered.compile().memory_analysis()
   # The mesh has a data axis only, so every device has every leaf in full.
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import program
@@ -73,8 +74,8 @@ def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
   shape = dataclasses.replace(_SHAPE, remat=remat)
   learner = learner_lib.Learner(config, shape, mesh)
   state, _ = learner.abstract_start()
-  lowered = learner.lower_update(
-    abstract_batch.packed(rows, _LENGTH, _NUM_LOSSES)
+  lowered = lowering.lower_update(
+    learner, abstract_batch.packed(rows, _LENGTH, _NUM_LOSSES)
   )
   compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
   return _Compiled(state, compiled, compiled.as_text())

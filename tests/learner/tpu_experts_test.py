@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
@@ -56,7 +57,9 @@ def _text() -> str:
   )
   learner = learner_lib.Learner(config, _SHAPE, mesh)
   return topology.compiled(
-    learner.lower_update(abstract_batch.packed(2 * _ROWS, _LENGTH, _LOSSES))
+    lowering.lower_update(
+      learner, abstract_batch.packed(2 * _ROWS, _LENGTH, _LOSSES)
+    )
   ).as_text()
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology
@@ -63,7 +64,9 @@ def _compiled() -> _Compiled:
   learner = learner_lib.Learner(config, _SHAPE, mesh)
   state, _ = learner.abstract_start()
   compiled = topology.compiled(
-    learner.lower_update(abstract_batch.packed(2 * rows, _LENGTH, _LENGTH // 2))
+    lowering.lower_update(
+      learner, abstract_batch.packed(2 * rows, _LENGTH, _LENGTH // 2)
+    )
   )
   text = compiled.as_text()
   params = state.policy.params, state.value.params

@@ -121,12 +121,10 @@ def _collect(
   annotated, _ = learner.annotate(state, packed, reference=reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
-  chosen = learner.minibatches(
-    len(batch.lengths_B),
-    step,
-    num_epochs=config.updates.num_epochs,
-    num_updates=num_updates,
-  )
+  num_rows, updates = len(batch.lengths_B), config.updates
+  if num_updates is None:
+    num_updates = updates.num_epochs * num_rows // updates.minibatch_size
+  chosen = learner.minibatches(num_rows, step, num_updates=num_updates)
   for number, rows in enumerate(chosen, 1):
     _log.info(f'update {number}')
     # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A

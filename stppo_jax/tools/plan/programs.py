@@ -12,6 +12,7 @@ from typing import NamedTuple
 from stppo_jax import batch as batch_lib
 from stppo_jax.envs import environments
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import lowering as learner_lowering
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import topology as topology_lib
@@ -126,8 +127,12 @@ PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
   'extend': lambda subject: subject.engine.extend(),
   'decode': lambda subject: subject.engine.decode(),
   'publish': lambda subject: subject.engine.publish(),
-  'annotate': lambda subject: subject.learner.lower_annotate(subject.packed),
-  'update': lambda subject: subject.learner.lower_update(subject.packed),
+  'annotate': lambda subject: learner_lowering.lower_annotate(
+    subject.learner, subject.packed
+  ),
+  'update': lambda subject: learner_lowering.lower_update(
+    subject.learner, subject.packed
+  ),
 }
 # By program, the arguments that a plan counts by name. What a program does not
 # read, such as the moments in annotate, is no argument of the compiled program.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.learner import microbatches
+from stppo_jax.learner import minibatches
 from stppo_jax.learner import offline_losses
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
@@ -129,9 +129,9 @@ def test_the_function_is_traced_once(count):
     return {'sum': scale * microbatch}, microbatch + 1
 
   def total(scale, rows_B2):
-    return microbatches.accumulate(
+    return minibatches.accumulate(
       lambda microbatch: function(scale, microbatch),
-      microbatches.split(rows_B2, count),
+      minibatches.split(rows_B2, count),
     )
 
   rows_B2 = jnp.arange(12.0).reshape(6, 2)

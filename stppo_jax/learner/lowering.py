@@ -1,0 +1,55 @@
+"""Lowers the programs of a learner from shapes; no array is made."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.parallel import sharding
+
+
+def lower_annotate(
+  learner: learner_lib.Learner, packed: batch_lib.TokenBatch
+) -> Any:
+  """Lowers `annotate` for the shapes of a packed batch."""
+  state, reference = learner.abstract_start()
+  return learner.programs.annotate.lower(
+    state, _laid_out(learner, packed), learner.algorithm, reference=reference
+  )
+
+
+def lower_update(
+  learner: learner_lib.Learner, packed: batch_lib.TokenBatch
+) -> Any:
+  """Lowers `update` for the shapes of a packed batch.
+
+  Args:
+    learner: the learner.
+    packed: a batch of at least as many rows as a minibatch has.
+  """
+  state, reference = learner.abstract_start()
+  batch, _ = jax.eval_shape(
+    learner.programs.annotate,
+    state,
+    packed,
+    learner.algorithm,
+    reference=reference,
+  )
+  return learner.programs.update.lower(
+    state.with_frozen({}),
+    state.frozen,
+    _laid_out(learner, batch),
+    np.arange(learner.config.updates.minibatch_size, dtype=np.int32),
+    # Of a step after the value warm-up, in which both models learn.
+    learner.hyperparameters(learner.config.loss.value_warmup_steps),
+  )
+
+
+def _laid_out(
+  learner: learner_lib.Learner, batch: batch_lib.TokenBatch
+) -> batch_lib.TokenBatch:
+  """Returns the shapes of a batch with its layout attached."""
+  rows = sharding.batch_sharding(learner.mesh)
+  return sharding.with_layout(batch, jax.tree.map(lambda _: rows, batch))
