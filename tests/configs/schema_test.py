@@ -169,8 +169,8 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'model__qk_norm': True},
-      'model.qkv_bias=True, qk_norm=True, num_experts=0 are those of no family; '
-      + _FAMILIES,
+      'model.qkv_bias=True, qk_norm=True, num_experts=0 are those of no '
+      'family; ' + _FAMILIES,
     ),
     (
       _MOE | {'model__qk_norm': False},
