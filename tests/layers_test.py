@@ -1,7 +1,9 @@
 """Who may import whom, and the one home of each dependency.
 
 The imports of every file are read with `ast`, those inside functions too, and
-compared with two tables. Planted violations prove that the tables bite.
+compared with two tables. A name in a table that no file makes use of fails as
+well, so the tables show the tree as it is. Planted violations prove that they
+bite.
 """
 
 import ast
@@ -15,91 +17,151 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _PACKAGE = 'stppo_jax'
 # What the package must not import, or only as a table allows.
 _OF_THE_REPOSITORY = (_PACKAGE, 'configs', 'launch', 'benchmarks', 'tests')
-_TEXT = ('types', 'envs', 'retrieval', 'data')
-_DEVICE = ('types', 'batch', 'rl', 'parallel', 'models', 'sampling', 'rollout')
-_ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + (
-  'settings',
-  'streams',
-  'buckets',
-  'learner',
-  'records',
-  'training',
-  'analysis',
-)
 
-# Layer -> the modules of ours it may import; a name covers all that is below.
+# Room -> the rooms, or modules of rooms, that it may import beside itself. They
+# all stand above it, so no rooms import each other. The core, which ends with
+# `training`, imports no tool and no command.
 OURS = {
   'types': (),
+  'batch': (),
   'settings': (),
   'streams': (),
-  'buckets': (),
-  'http': ('http',),
-  'batch': ('types',),
-  'rl': ('batch', 'rl'),
-  'envs': _TEXT,
-  'retrieval': _TEXT + ('http', 'models.hf.weight_files'),
-  'data': _TEXT + ('buckets',),
-  'parallel': ('parallel',),
-  'models': ('types', 'settings', 'batch', 'parallel', 'models'),
-  'sampling': ('types', 'http', 'batch', 'parallel', 'models', 'sampling'),
-  'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
-  'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
-  'records': (
-    'types',
-    'streams',
-    'buckets',
-    'batch',
-    'envs.protocol',
-    'records',
-  ),
-  'report': ('settings', 'streams', 'envs.protocol', 'records', 'report'),
-  'training': _ALL,
-  'analysis': _ALL,
-  # Not each other: what they share is in `commands.flags`.
-  'commands': _ALL + ('http', 'report', 'commands.flags', 'configs'),
-  '__main__': (
-    'settings',
-    'streams',
-    'commands',
-    'training.stopping.interruption',
-    '__version__',
-  ),
+  'exits': (),
+  'keys': (),
+  'text': (),
+  'interruption': ('streams', 'exits'),
+  'buckets': ('exits',),
+  'http': (),
+  'rl': ('batch',),
+  'parallel': ('exits', 'interruption'),
+  'models': ('settings', 'parallel'),
+  'data': ('types', 'text', 'buckets'),
+  'retrieval': ('types', 'exits', 'http', 'models.hf.weight_files', 'data'),
+  'envs': ('types', 'exits', 'text', 'retrieval.protocol'),
+  'sampling': ('exits', 'http', 'parallel', 'models'),
   'configs': (
     'settings',
     'buckets',
     'rl.algorithm',
     'rl.estimator_needs',
+    'models.hf.families',
+    'data',
+    'retrieval',
     'envs',
-    'retrieval.address',
-    'retrieval.dialects',
     'sampling.lane_rules',
-    'data.kinds',
-    'data.layout',
-    'data.mixtures',
+  ),
+  'workdir': ('settings', 'exits', 'buckets', 'parallel', 'data', 'configs'),
+  'records': ('types', 'batch', 'streams', 'exits', 'workdir'),
+  'rollout': (
+    'types',
+    'batch',
+    'exits',
+    'keys',
+    'parallel.hosts',
+    'data.questions',
+    'retrieval.protocol',
+    'envs',
+    'records.trajectory_metrics',
+  ),
+  'learner': ('batch', 'keys', 'rl', 'parallel', 'models'),
+  'training': (
+    'types',
+    'batch',
+    'settings',
+    'streams',
+    'exits',
+    'keys',
+    'interruption',
+    'rl',
+    'parallel',
+    'models',
+    'data',
+    'retrieval',
+    'envs',
+    'sampling',
+    'workdir',
+    'records',
+    'rollout',
+    'learner',
+  ),
+  'tools': (
+    'types',
+    'batch',
+    'settings',
+    'streams',
+    'exits',
+    'keys',
+    'text',
+    'interruption',
+    'buckets',
+    'http',
+    'rl',
+    'parallel',
+    'models',
+    'data',
+    'retrieval',
+    'envs',
+    'sampling',
     'configs',
+    'workdir',
+    'records',
+    'rollout',
+    'learner',
+    'training',
+  ),
+  'commands': (
+    'settings',
+    'exits',
+    'buckets',
+    'http',
+    'parallel',
+    'data',
+    'retrieval',
+    'envs',
+    'configs',
+    'workdir',
+    'training',
+    'tools',
+  ),
+  '__main__': (
+    'settings',
+    'streams',
+    'exits',
+    'interruption',
+    'commands',
+    '__version__',
   ),
 }
 
+# Modules of a room that import no other of it, but those of this folder.
+SEPARATE = {'commands': 'commands.flags'}
+
 # Dependency -> the only places that may import it.
-_JAX_LAYERS = _DEVICE[1:] + (
-  'learner',
-  'records.checkpoints.checkpoint',
-  'records.checkpoints.fingerprint',
-  'records.checkpoints.leaves',
-  'records.checkpoints.orbax_parts',
-  'records.checkpoints.verification',
-  'training',
-  'analysis',
-  'commands',
-)
 HOMES = {
-  'jax': _JAX_LAYERS + ('retrieval.indexes.dense', 'retrieval.indexes.encoder'),
+  'jax': (
+    'batch',
+    'keys',
+    'rl',
+    'parallel',
+    'models',
+    'retrieval.indexes.dense',
+    'retrieval.indexes.encoder',
+    'sampling',
+    'workdir.agreement',
+    'workdir.watching',
+    'records.checkpoints',
+    'rollout',
+    'learner',
+    'training',
+    'tools',
+    'commands.replay',
+  ),
   'jaxlib': (),
-  'flax': ('models', 'sampling', 'learner', 'retrieval.indexes.encoder'),
+  'flax': ('models', 'retrieval.indexes.encoder'),
   'optax': ('learner.optimizer',),
   'orbax': ('records.checkpoints',),
-  'chex': _JAX_LAYERS,
-  'transformers': ('sampling.tokenizer', 'models.hf'),
+  'chex': ('rl',),
+  'transformers': ('sampling.tokenizer',),
   'tokenizers': ('sampling.tokenizer', 'retrieval.indexes.encoder'),
   'tensorflow': (),
   'tensorflow_datasets': ('data.built',),
@@ -111,23 +173,27 @@ HOMES = {
   'http.client': (),
   'http.server': (),
   'urllib.request': (),
-  'bm25s': ('retrieval',),
-  'prometheus_client': ('http',),
+  'bm25s': ('retrieval.indexes.bm25',),
+  'prometheus_client': ('http.metrics',),
   'mcp': ('envs.mcp_tools',),
   'mcp_types': ('envs.mcp_tools',),
   'textworld': ('envs.text_games',),
-  'ml_collections': ('configs', 'commands'),
-  'matplotlib': (
-    'records.sinks.plots',
-    'report.figures',
-    'analysis.ablation.figures',
+  'ml_collections': (
+    'configs.base',
+    'workdir.recorded_config',
+    'commands.flags',
   ),
-  'tensorboardX': ('records.sinks.tensorboard',),
-  'wandb': ('records.sinks.trackers',),
-  'trackio': ('records.sinks.trackers',),
+  'matplotlib': (
+    'records.plots',
+    'tools.report.figures',
+    'tools.ablation.figures',
+  ),
+  'tensorboardX': ('records.tensorboard',),
+  'wandb': ('records.trackers',),
+  'trackio': ('records.trackers',),
   'rich': ('records',),
-  'packaging': ('analysis.machine',),
-  'absl': ('training', 'analysis', 'commands'),
+  'packaging': ('tools.machine',),
+  'absl': ('commands',),
 }
 
 # The maths neither reads nor writes nor logs.
@@ -139,20 +205,9 @@ FORBIDDEN = {'rl': _IO, 'batch': _IO, 'types': _IO, 'settings': _IO}
 
 
 def violations(root: pathlib.Path) -> list[str]:
-  """One line for each import under `root` that a table does not allow."""
-  files = sorted((root / _PACKAGE).rglob('*.py'))
-  files += sorted((root / 'configs').rglob('*.py'))
+  """Returns a line for each import under `root` that a table does not allow."""
   lines = []
-  for path in files:
-    parts = path.relative_to(root).with_suffix('').parts
-    if parts[-1] == '__init__':
-      parts = parts[:-1]
-    if parts == (_PACKAGE,):
-      name, layer = '', ''
-    elif parts[0] == _PACKAGE:
-      name, layer = '.'.join(parts[1:]), parts[1]
-    else:
-      name, layer = '.'.join(parts), 'configs'
+  for path, name, layer in _modules(root):
     where = path.relative_to(root)
     if layer and layer not in OURS:
       lines.append(f'{where}: no such layer: {layer}; one of {sorted(OURS)}')
@@ -162,6 +217,71 @@ def violations(root: pathlib.Path) -> list[str]:
       if problem:
         lines.append(f'{where}:{lineno}: {problem}')
   return lines
+
+
+def unused(root: pathlib.Path) -> list[str]:
+  """Returns a line for each name in a table of which no file makes use."""
+  arrows = [
+    (name, layer, target)
+    for path, name, layer in _modules(root)
+    for _, target in _imports(path)
+  ]
+  lines = []
+  for room, others in OURS.items():
+    targets = [_own(t) for _, layer, t in arrows if layer == room]
+    for other in others:
+      if not any(_covered(target, (other,)) for target in targets):
+        lines.append(f'{room} imports nothing of {other}')
+  for dependency, homes in HOMES.items():
+    users = [name for name, _, t in arrows if _covered(t, (dependency,))]
+    for home in homes:
+      if not any(_covered(user, (home,)) for user in users):
+        lines.append(f'{home} does not import {dependency}')
+  return lines
+
+
+def circles(root: pathlib.Path) -> dict[str, set[str]]:
+  """Returns the folders on a circle of imports, and what they import on it."""
+  modules = {name: path for path, name, _ in _modules(root)}
+
+  def folder(name):
+    # A module beside the rooms is a room of its own.
+    above = modules[name].relative_to(root).parent
+    return name if above.name == _PACKAGE else str(above)
+
+  graph: dict[str, set[str]] = {}
+  for name, path in modules.items():
+    found = graph.setdefault(folder(name), set())
+    for _, target in _imports(path):
+      own = _own(target)
+      for imported in (own, own.rpartition('.')[0]):
+        if imported in modules and folder(imported) != folder(name):
+          found.add(folder(imported))
+          break
+  size = None
+  while size != len(graph):
+    # What imports none of the others, or is imported by none, is on no circle.
+    size = len(graph)
+    imported = set().union(*graph.values())
+    graph = {x: graph[x] & graph.keys() for x in graph.keys() & imported}
+    graph = {x: found for x, found in graph.items() if found}
+  return graph
+
+
+def _modules(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, str]]:
+  """Yields the file, the name without the package, and the room of modules."""
+  files = sorted((root / _PACKAGE).rglob('*.py'))
+  for path in files + sorted((root / 'configs').rglob('*.py')):
+    parts = path.relative_to(root).with_suffix('').parts
+    if parts[-1] == '__init__':
+      parts = parts[:-1]
+    if parts[0] == _PACKAGE:
+      parts = parts[1:]
+    yield path, '.'.join(parts), parts[0] if parts else ''
+
+
+def _own(target: str) -> str:
+  return target.removeprefix(_PACKAGE + '.')
 
 
 def _imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:
@@ -182,9 +302,11 @@ def _problem(name: str, layer: str, target: str) -> str:
   """Why the module `name` of `layer` may not import `target`, or ''."""
   if target.startswith('.'):
     return 'relative import; write the whole name'
-  own = target.removeprefix(_PACKAGE + '.')
+  own = _own(target)
   if own != target or target.split('.')[0] in _OF_THE_REPOSITORY:
-    if not layer or not _covered(own, OURS[layer]):
+    if not layer or not _covered(
+      own, (SEPARATE.get(layer, layer), *OURS[layer])
+    ):
       return f'{layer or _PACKAGE} may not import {target}'
     return ''
   for dependency, homes in HOMES.items():
@@ -202,14 +324,15 @@ def _covered(name: str, prefixes) -> bool:
 def page_rows() -> list[str]:
   """Returns the table of docs/architecture.md, as it follows from OURS."""
   rows = []
-  for layer, allowed in OURS.items():
-    others = [n for n in allowed if n != layer and layer not in n.split('.')]
-    words = [f'`{n}`' for n in others]
-    if set(_ALL) <= set(allowed):
-      above = [f'`{n}`' for n in ('commands', 'configs', 'http', 'report')]
-      above = [n for n in above if n not in words and n != f'`{layer}`']
-      words = ['every room' + ' but '[: 5 * bool(above)] + ', '.join(above)]
-    rows.append(f'| `{layer}` | {", ".join(words) or "nothing"} |')
+  above: list[str] = []
+  for room, others in OURS.items():
+    words = ', '.join(f'`{name}`' for name in others)
+    missing = [name for name in above if name not in others]
+    if set(others) <= set(above) and len(missing) < len(others):
+      named = ', '.join(f'`{name}`' for name in missing)
+      words = f'every room above{" but " * bool(missing)}{named}'
+    rows.append(f'| `{room}` | {words or "nothing"} |')
+    above.append(room)
   return rows
 
 
@@ -223,6 +346,23 @@ def test_the_architecture_page_has_the_table():
 def test_the_tree_keeps_its_layers():
   found = violations(_ROOT)
   assert not found, '\n'.join(found)
+
+
+def test_the_tables_permit_nothing_that_no_file_uses():
+  found = unused(_ROOT)
+  assert not found, '\n'.join(found)
+
+
+def test_a_room_imports_only_what_stands_above_it():
+  rooms = list(OURS)
+  for number, (room, others) in enumerate(OURS.items()):
+    for other in others:
+      above = other.split('.')[0]
+      assert above in [*rooms[:number], '__version__'], (room, other)
+
+
+def test_no_folders_import_each_other():
+  assert circles(_ROOT) == {}
 
 
 @pytest.mark.parametrize(
@@ -293,6 +433,26 @@ def test_allowed_imports_pass(tmp_path):
     'from stppo_jax.commands.flags import config_keys\nimport configs',
   )
   assert violations(tmp_path) == []
+
+
+def test_a_planted_circle_is_named(tmp_path):
+  _plant(tmp_path, 'rl/losses.py', 'from stppo_jax.models import heads')
+  _plant(tmp_path, 'models/heads.py', 'from stppo_jax.models.hf import load')
+  _plant(tmp_path, 'models/hf/load.py', 'from stppo_jax.models import heads')
+  assert circles(tmp_path) == {
+    'stppo_jax/models': {'stppo_jax/models/hf'},
+    'stppo_jax/models/hf': {'stppo_jax/models'},
+  }
+
+
+def test_an_arrow_and_a_home_without_a_file_are_named(tmp_path):
+  _plant(tmp_path, 'rl/losses.py', 'import jax\nfrom stppo_jax import batch')
+  found = unused(tmp_path)
+  assert 'parallel imports nothing of exits' in found
+  assert 'parallel does not import jax' in found
+  assert not {'rl imports nothing of batch', 'rl does not import jax'} & {
+    *found
+  }
 
 
 def _plant(root, path, source):
