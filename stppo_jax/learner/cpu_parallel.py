@@ -150,7 +150,7 @@ class Updater:
     """Returns the minibatch and its microbatches, from short rows to long ones.
 
     Each microbatch has a leading axis of length 1. The rows of the minibatch
-    have the order that `microbatches.join` gives to those of the microbatches.
+    have the order that `minibatches.join` gives to those of the microbatches.
     """
     lengths = np.asarray(batch.lengths_B)[rows]
     order = np.argsort(lengths, kind='stable')

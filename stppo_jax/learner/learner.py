@@ -222,7 +222,7 @@ class Learner:
     *,
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
-    """Returns `forward.token_outputs` of rows laid out like a batch's."""
+    """Returns `model_roles.token_outputs` of rows laid out like a batch's."""
     return self.programs.token_outputs(
       state.params, tokens_BL, expert_ids=expert_ids
     )

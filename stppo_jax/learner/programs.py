@@ -45,7 +45,7 @@ class Programs(NamedTuple):
     layout, init: see `Updating`.
     copy: copies the policy's trained weights.
     merge: returns the policy's weights without adapters, see `merged`.
-    token_outputs: see `forward.token_outputs`.
+    token_outputs: see `model_roles.token_outputs`.
     annotate: see `annotate.annotate`.
     update: `step.update` on some rows of a batch; it donates the state.
     update_minibatch: `update`, or the same on several cores of a CPU.

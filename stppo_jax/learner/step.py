@@ -134,41 +134,17 @@ def update(
   Returns:
     The new state, also without frozen weights, and the metrics.
   """
-  gradient, outputs = gradients(
-    state.with_frozen(frozen),
-    minibatch,
-    hyperparameters.loss,
-    method=method,
-    spec=spec,
-  )
-  return apply_gradients(
-    state, gradient, outputs, hyperparameters, optimizers=optimizers
-  )
-
-
-def gradients(
-  state: state_lib.TrainState,
-  minibatch: Tree,
-  inputs: Tree,
-  *,
-  method: Method,
-  spec: Spec,
-) -> tuple[model_roles.Trained, LossOutputs]:
-  """Returns the float32 gradients of a minibatch before norms are clipped.
-
-  Args:
-    state: the state before the update, with its frozen weights.
-    minibatch: the rows.
-    inputs: see `Hyperparameters.loss`.
-    method, spec: see `update`.
-  """
-  params = cast(state, spec)
+  params = cast(state.with_frozen(frozen), spec)
+  inputs = hyperparameters.loss
   microbatches = minibatches_lib.split(minibatch, spec.num_microbatches)
   context = method.context(params, minibatch, microbatches, inputs, spec=spec)
   gradient, outputs = sum_gradients(
     params, microbatches, context, method=method, spec=spec
   )
-  return method.finish(gradient, outputs, inputs)
+  gradient, outputs = method.finish(gradient, outputs, inputs)
+  return apply_gradients(
+    state, gradient, outputs, hyperparameters, optimizers=optimizers
+  )
 
 
 def cast(state: state_lib.TrainState, spec: Spec) -> model_roles.Params:
@@ -191,7 +167,9 @@ def sum_gradients(
   """Sums gradients and metrics over microbatches.
 
   Args:
-    params, context, method, spec: see `gradients`.
+    params: the weights, from `cast`.
+    context: what `method.context` returned for the whole minibatch.
+    method, spec: see `update`.
     microbatches: arrays with leading axes (n, B / n): all microbatches of the
       minibatch, or some of them.
 

@@ -21,21 +21,23 @@ _FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
 
 @functools.cache
 def _program(num_microbatches):
-  """Returns the jaxpr of the gradients, and their shapes."""
+  """Returns the jaxpr of an update, and the shapes of what it returns."""
   models = updates.transformers(dtype='bfloat16')
   return jax.make_jaxpr(
     functools.partial(
-      step.gradients,
-      method=policy_loss.METHOD,
+      step.update,
+      method=updates.telling_gradient(policy_loss.METHOD),
       spec=updates.spec(models, num_microbatches),
+      optimizers=updates.OPTIMIZERS,
     ),
     return_shape=True,
   )(
     updates.train_state(models),
+    {},
     updates.batch(updates.sums()),
     updates.with_algorithm(
       updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
-    ).loss,
+    ),
   )
 
 
@@ -86,7 +88,8 @@ def _read_and_carried(loop):
 
 @pytest.mark.parametrize('num_microbatches', [1, 4])
 def test_gradients_are_float32_of_every_weight(num_microbatches):
-  _, (found, _) = _program(num_microbatches)
+  _, (_, outputs) = _program(num_microbatches)
+  found = outputs.diagnostics
   state = updates.train_state(updates.transformers(dtype='bfloat16'))
   for gradient, model in (
     (found.policy, state.policy),

@@ -86,22 +86,19 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   )
   hyperparameters = updates.with_algorithm(_HYPERPARAMETERS, algorithm)
 
+  method = updates.telling_gradient(updates.method(algorithm))
+
   def update(state, batch):
-    gradient, outputs = step_lib.gradients(
+    state, outputs = step_lib.update(
       state,
+      {},
       batch,
-      hyperparameters.loss,
-      method=updates.method(algorithm),
-      spec=updates.spec(models, way.num_microbatches),
-    )
-    state, outputs = step_lib.apply_gradients(
-      state,
-      gradient,
-      outputs,
       hyperparameters,
+      method=method,
+      spec=updates.spec(models, way.num_microbatches),
       optimizers=state_lib.Optimizers(_ADAM, _ADAM),
     )
-    return state, outputs.metrics, gradient
+    return state, outputs.metrics, outputs.diagnostics
 
   state = _start(way)
   layout = sharding.param_shardings(state, mesh)
@@ -125,7 +122,7 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
 
 
 # In `make test`, tests/models computes the parts of a model on a mesh, and
-# update_test.py the update of a smaller model.
+# step_test.py the update of a smaller model.
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'way',

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.learner import step
 from stppo_jax.rl import masking
 from stppo_jax.rollout import pack
 from tests import compilations
@@ -92,16 +91,11 @@ def test_only_the_gradient_norm_takes_further_backward_passes():
   models = updates.sums()
 
   def num_products(algorithm):
-    program = jax.make_jaxpr(
-      functools.partial(
-        step.gradients,
-        method=updates.method(algorithm),
-        spec=updates.spec(models),
-      )
-    )(
+    program = updates.compiled(models, method=updates.method(algorithm)).trace(
       updates.train_state(models),
+      {},
       updates.batch(models),
-      updates.with_algorithm(updates.HYPERPARAMETERS, algorithm).loss,
+      updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
     )
     return _num_products(program.jaxpr)
 

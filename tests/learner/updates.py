@@ -232,6 +232,16 @@ def compiled(
   )
 
 
+def telling_gradient(method: step_lib.Method) -> step_lib.Method:
+  """Returns a method whose diagnostics are the gradient of the minibatch."""
+
+  def finish(gradient, outputs, inputs):
+    gradient, outputs = method.finish(gradient, outputs, inputs)
+    return gradient, outputs._replace(diagnostics=gradient)
+
+  return method._replace(finish=finish)
+
+
 class Result(NamedTuple):
   """The new state as numpy arrays, and all metrics."""
 

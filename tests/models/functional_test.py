@@ -93,7 +93,7 @@ def test_an_unknown_head_prints_the_choices():
     jax.eval_shape(model.init, jax.random.key(0))
 
 
-# The numbers at loss positions are tested every time in learner/update_test.py;
+# The numbers at loss positions are tested every time in learner/step_test.py;
 # this counts operations too.
 @pytest.mark.slow
 @pytest.mark.parametrize(
