@@ -15,6 +15,7 @@ import types
 
 import pytest
 
+from stppo_jax.records import progress
 from stppo_jax.records import trackers
 from stppo_jax.records import writer as writer_lib
 
@@ -71,7 +72,11 @@ def test_errors_are_counted_and_the_run_goes_on(monkeypatch, tmp_path, caplog):
   experiment = _Experiment(fails=(1,))
   tracker = _tracker(monkeypatch, experiment)
   writer = writer_lib.Writer(
-    tmp_path, num_steps=2, tensorboard=False, trajectories=0, trackers=[tracker]
+    tmp_path,
+    display=progress.Progress(2),
+    tensorboard=False,
+    trajectories=0,
+    trackers=[tracker],
   )
   writer.write(1, {'actor/entropy': 1.0})
   tracker.close()  # Now it has raised its error.

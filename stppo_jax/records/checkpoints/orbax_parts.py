@@ -17,7 +17,6 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
-from stppo_jax.records.checkpoints import saved_steps
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
@@ -39,7 +38,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
     raise NotImplementedError
 
   def restore(self, directory: pathlib.Path, args: Any = None) -> Any:
-    """Is never called: `saved_steps` reads manifests."""
+    """Is never called: `manifest.read` does it."""
     raise NotImplementedError
 
 
@@ -116,21 +115,16 @@ class Preservation:
     """Returns for each step whether it is kept; Orbax calls it."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
-    kept = self._kept(steps)
-    return [step in kept for step in steps]
-
-  def _kept(self, steps: Sequence[int]) -> set[int | None]:
     if self._keep is None:
-      return set(steps)
+      return [True] * len(steps)
     every = self._keep_every
-    regular = {step for step in steps if every and step % every == 0}
-    newest = sorted(steps)[-self._keep :]
-    return {*newest, *regular, self.best(steps)}
+    kept = {*sorted(steps)[-self._keep :], self.best(steps)}
+    return [step in kept or (every > 0 and step % every == 0) for step in steps]
 
   def _read_score(self, step: int) -> float | None:
     """Returns the score of a step; None if it has none or is damaged."""
     try:
-      manifest = saved_steps.read_manifest(self._folder / str(step), step)
+      manifest = manifest_lib.read(self._folder / str(step), step)
     except ValueError:
       return None
     return manifest['host'].get('score')
