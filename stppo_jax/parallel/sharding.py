@@ -81,11 +81,7 @@ def per_layer(layout: Tree, num_layers: int) -> Tree:
   return {**layout, 'layers': (layer,) * num_layers}
 
 
-def constrain_params(
-  params: Tree,
-  mesh: jax.sharding.Mesh | None,
-  rules: Sequence[tuple[str, P]] = RULES,
-) -> Tree:
+def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns parameters or gradients, in a program, sharded by the rules.
 
   Raises:
@@ -93,9 +89,7 @@ def constrain_params(
   """
   if mesh is None or mesh.size == 1:
     return params
-  return jax.lax.with_sharding_constraint(
-    params, param_shardings(params, mesh, rules)
-  )
+  return jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -21,6 +21,7 @@ import dataclasses
 import math
 import os
 import re
+import types
 from typing import Any
 from typing import NamedTuple
 
@@ -137,25 +138,14 @@ class VirtualDevice:
   device_kind: str
 
   @property
-  def client(self) -> '_Client':
-    """The runtime, by which a mesh finds the devices of this host."""
-    return _Client()
+  def client(self) -> Any:
+    """The runtime, by which a mesh finds the devices of the first host."""
+    return types.SimpleNamespace(process_index=lambda: 0)
 
   def addressable_memories(self) -> list[Any]:
     """Returns memories that only have a kind."""
-    return [_Memory('device'), _Memory('pinned_host')]
-
-
-class _Client:
-  """The runtime of the first host."""
-
-  def process_index(self) -> int:
-    """Returns the number of this host."""
-    return 0
-
-
-class _Memory(NamedTuple):
-  kind: str
+    kinds = 'device', 'pinned_host'
+    return [types.SimpleNamespace(kind=kind) for kind in kinds]
 
 
 def find(name: str) -> Topology:

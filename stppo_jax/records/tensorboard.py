@@ -66,10 +66,7 @@ class EventFile:
     if not hparams:
       return
     # The plugin knows numbers, texts and truth values.
-    values = {
-      name: x if isinstance(x, bool | int | float | str) else str(x)
-      for name, x in scrubbing.scrubbed_values(hparams).items()
-    }
+    values = scrubbing.scrubbed_plain(hparams)
     parts = summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
     self._append([event_pb2.Event(summary=part) for part in parts])
 

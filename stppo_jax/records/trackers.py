@@ -53,13 +53,6 @@ class Identity:
   folder: pathlib.Path
   config: Mapping[str, Any]
 
-  def scrubbed(self) -> dict[str, Any]:
-    """Returns the config without secrets, which leaves this machine."""
-    return {
-      key: x if isinstance(x, int | float) else str(x)
-      for key, x in scrubbing.scrubbed_values(self.config).items()
-    }
-
 
 class Tracker:
   """Calls a tracker in a thread of its own.
@@ -136,7 +129,7 @@ def _open_wandb(identity: Identity) -> Experiment:
       name=identity.title,
       id=identity.run_id,
       resume='allow',
-      config=identity.scrubbed(),
+      config=scrubbing.scrubbed_plain(identity.config),
       dir=str(identity.folder),
       mode=mode,
       # It must not take the output of the run, nor read the code.
@@ -178,7 +171,7 @@ def _open_trackio(identity: Identity) -> Experiment:
   return trackio.init(
     project=_PROJECT,
     name=f'{identity.title} {identity.run_id[:8]}',
-    config=identity.scrubbed(),
+    config=scrubbing.scrubbed_plain(identity.config),
     resume='allow',
   )
 

@@ -213,6 +213,13 @@ def mark_export(folder: pathlib.Path) -> None:
   (folder / _EXPORTED).write_text(text, 'utf-8')
 
 
+def newest_step(folder: pathlib.Path) -> int:
+  """Returns the step of the newest checkpoint of a run; 0 if it has none."""
+  checkpoints = folder / 'checkpoints'
+  names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+  return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
 def make_aside(folder: pathlib.Path) -> pathlib.Path:
   """Makes the next folder for files that a start moves away."""
   for number in itertools.count(1):
@@ -239,7 +246,15 @@ def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
 def _json(path: pathlib.Path) -> dict[str, Any]:
   """Returns the object in a file; {} if it cannot be read."""
   try:
-    content = json.loads(path.read_text('utf-8'))
-  except (OSError, ValueError, RecursionError):
+    return parse(path.read_bytes())
+  except OSError:
+    return {}
+
+
+def parse(data: bytes) -> dict[str, Any]:
+  """Returns the object that JSON describes; {} if it is something else."""
+  try:
+    content = json.loads(data)
+  except (ValueError, RecursionError):
     return {}
   return content if isinstance(content, dict) else {}

@@ -325,9 +325,7 @@ def _note_changes(
   changes: Mapping[str, tuple[Any, Any]], workdir: pathlib.Path
 ) -> None:
   """Records changes: which checkpoint is older than they are, and what."""
-  folder = workdir / 'checkpoints'
-  names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-  newest = max((int(name) for name in names if name.isdecimal()), default=0)
+  newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}
     for key, (ours, theirs) in changes.items()
