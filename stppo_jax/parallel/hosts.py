@@ -165,8 +165,8 @@ class ConnectedHosts(Hosts):
     self.jax_address = f'127.0.0.1:{jax_port}'
     if index == 0:
       self._server = coordinator_lib.Coordinator(
-        address,
-        count,
+        address=address,
+        count=count,
         jax_port=jax_port,
         start_timeout=start_timeout,
         patience=patience,
@@ -199,12 +199,18 @@ class ConnectedHosts(Hosts):
     return self._failure or error
 
   def fail(self, line: str, exit_code: int) -> None:
-    """Tells all hosts that the run cannot go on; this process must end now."""
+    """Tells all hosts that the run cannot go on; this process must end now.
+
+    It waits until the others know.
+    """
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:
       self._send({'failed': line, 'code': exit_code})
-    self._leave(exit_code)
+    # At its usual end, jax would wait for hosts that do not come.
+    atexit.register(interruption.end_process, exit_code)
+    self._send({'bye': True})
+    self._call(self._close())
 
   def leave(self) -> None:
     """Leaves the run; every host does so, once it is done."""
@@ -308,8 +314,6 @@ class ConnectedHosts(Hosts):
     self._heard = self._clock.now
     if 'ask' in message:
       coordinator_lib.send(self._writer, {'answer': True})
-    elif 'hosts' in message:
-      self._answer('met', message['hosts'])
     elif 'done' in message:
       self._answer(message['done'], message['values'])
     elif 'waiting' in message:
@@ -361,16 +365,6 @@ class ConnectedHosts(Hosts):
         return future
     future.set_exception(self._failure)
     return future
-
-  def _leave(self, exit_code: int) -> None:
-    """Waits until the others know; the process then ends without jax.
-
-    At its usual end, jax would wait for hosts that do not come.
-    """
-    self._ending = True
-    atexit.register(interruption.end_process, exit_code)
-    self._send({'bye': True})
-    self._call(self._close())
 
   async def _close(self) -> None:
     """Sends what is left; host 0 waits until the others have left."""
