@@ -313,14 +313,15 @@ class _Copy:
     self._is_ours = True
 
   def _needs_copy(self, name: str, files: _Files) -> bool:
+    if self._copied.get(name) == files[name]:
+      return False
     folder = bucket_layout.whole_folder(name)
-    if bucket_layout.step(folder) is not None and folder in self._complete:
-      # A checkpoint that was damaged here must not replace the sound one, but
-      # one that was set aside and made again does.
-      return (
-        self._is_set_aside(folder) and self._copied.get(name) != files[name]
-      )
-    return self._copied.get(name) != files[name]
+    is_there = (
+      bucket_layout.step(folder) is not None and folder in self._complete
+    )
+    # A checkpoint that was damaged here must not replace the sound one, but one
+    # that was set aside and made again does.
+    return not is_there or self._is_set_aside(folder)
 
   def _upload(self, name: str, files: _Files) -> None:
     """Copies a file, if it is still there, and the heartbeat now and then."""
@@ -341,17 +342,14 @@ class _Copy:
 
   def _record(self, files: _Files) -> None:
     """Writes which folders are complete."""
-    folders: dict[str, set[str]] = {}
-    for name in files:
-      folders.setdefault(bucket_layout.whole_folder(name), set()).add(name)
-    folders.pop('', None)
     now = self._files()
-    complete = {
+    folders = {name: bucket_layout.whole_folder(name) for name in files}
+    changed = {
       folder
-      for folder, names in folders.items()
-      if folder in self._complete
-      or all(self._copied.get(n) == files[n] == now.get(n) for n in names)
+      for name, folder in folders.items()
+      if not self._copied.get(name) == files[name] == now.get(name)
     }
+    complete = set(folders.values()) - {''} - (changed - self._complete)
     # What the run has removed stays until a newer checkpoint is complete.
     newest = bucket_layout.newest(complete) or 0
     for folder in self._complete - complete:
