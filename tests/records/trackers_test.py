@@ -16,6 +16,7 @@ import types
 import pytest
 
 from stppo_jax.records import progress
+from stppo_jax.records import scrubbing
 from stppo_jax.records import trackers
 from stppo_jax.records import writer as writer_lib
 
@@ -205,7 +206,7 @@ def test_a_tracker_that_hangs_holds_up_nothing(monkeypatch):
 
 
 def test_what_leaves_the_machine_has_no_secrets():
-  assert _IDENTITY.scrubbed() == {
+  assert scrubbing.scrubbed_plain(_IDENTITY.config) == {
     'seed': 3,
     'lora': False,
     'model.tokenizer_path': 'a/tokenizer',

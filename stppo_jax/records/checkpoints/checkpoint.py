@@ -161,7 +161,7 @@ class Checkpointer:
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(leaves),
-      manifest=orbax_parts.ManifestSave(manifest, list(leaves), numbers),
+      manifest=orbax_parts.ManifestSave(manifest, numbers),
     )
     self.pending.begin(self._manager, step, items)
     if waits:
@@ -285,7 +285,9 @@ class Checkpointer:
     """
     prefix = f'{subtree}.' if subtree else ''
     wanted = {
-      f'{prefix}{k}': x
+      f'{prefix}{k}': jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=x.sharding
+      )
       for k, x in fingerprint_lib.named(abstract_state).items()
     }
     manifest = self._attempt(lambda: self._read_manifest(step))
@@ -294,20 +296,16 @@ class Checkpointer:
       raise OtherState(
         f'{self._folder}: step {step} is {other}; nothing was loaded'
       )
-    saved = manifest['leaves']
-    saved = {name: saved[name] for name in saved if name.startswith(prefix)}
+    leaves = manifest['leaves'].items()
+    saved = {name: leaf for name, leaf in leaves if name.startswith(prefix)}
     difference = fingerprint_lib.difference(saved, wanted)
     if difference:
       raise OtherState(
         f'{self._folder}: step {step} does not fit this config: {difference}'
       )
-    abstract = {
-      name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-      for name, leaf in wanted.items()
-    }
     restore = ocp.args.PyTreeRestore(
-      abstract,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      wanted,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
       partial_restore=bool(subtree),
     )
     restored = self._attempt(

@@ -6,6 +6,7 @@ with them than with all the rest of a save.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -49,12 +50,10 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
   Attributes:
     manifest: all of it but fingerprints and digest.
-    names: the leaves, in the order of the fingerprints.
-    fingerprints: an array of a number for each leaf.
+    fingerprints: an array of a number for each leaf, in the same order.
   """
 
   manifest: dict[str, Any]
-  names: Sequence[str]
   fingerprints: jax.Array
 
 
@@ -64,8 +63,10 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
     return
   numbers = np.asarray(save.fingerprints)  # waits for them
   leaves = {
-    name: {**save.manifest['leaves'][name], 'fingerprint': int(number)}
-    for name, number in zip(save.names, numbers, strict=True)
+    name: {**kind, 'fingerprint': int(number)}
+    for (name, kind), number in zip(
+      save.manifest['leaves'].items(), numbers, strict=True
+    )
   }
   manifest = {**save.manifest, 'leaves': leaves}
   manifest['digest'] = manifest_lib.digest(manifest)
@@ -106,7 +107,10 @@ class Preservation:
     """
     for step in steps:
       if step not in self._scores:
-        self._scores[step] = self._read_score(step)
+        self._scores[step] = None
+        with contextlib.suppress(ValueError):  # the step is damaged
+          manifest = manifest_lib.read(self._folder / str(step), step)
+          self._scores[step] = manifest['host'].get('score')
     return manifest_lib.best({step: self._scores[step] for step in steps})
 
   def should_preserve(
@@ -120,11 +124,3 @@ class Preservation:
     every = self._keep_every
     kept = {*sorted(steps)[-self._keep :], self.best(steps)}
     return [step in kept or (every > 0 and step % every == 0) for step in steps]
-
-  def _read_score(self, step: int) -> float | None:
-    """Returns the score of a step; None if it has none or is damaged."""
-    try:
-      manifest = manifest_lib.read(self._folder / str(step), step)
-    except ValueError:
-      return None
-    return manifest['host'].get('score')
