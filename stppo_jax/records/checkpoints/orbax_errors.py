@@ -68,8 +68,8 @@ def _is_not_unheard(record: logging.LogRecord) -> bool:
   """Returns False for log records about dropped tasks of Orbax."""
   if _UNHEARD not in record.getMessage() or not record.exc_info:
     return True
-  frames = traceback.extract_tb(record.exc_info[2])
-  return not any(_ORBAX in frame.filename for frame in frames)
+  frames = traceback.walk_tb(record.exc_info[2])
+  return not any(_ORBAX in frame.f_code.co_filename for frame, _ in frames)
 
 
 def _is_of_orbax(ignored: Any) -> bool:
@@ -79,7 +79,9 @@ def _is_of_orbax(ignored: Any) -> bool:
     return True
   # TensorStore tells a loop that is gone. It calls asyncio from C++, so the
   # traceback begins there.
-  frames = traceback.extract_tb(ignored.exc_traceback, limit=1)
-  return str(ignored.exc_value) == 'Event loop is closed' and [
-    frame.name for frame in frames
-  ] == ['call_soon_threadsafe']
+  trace = ignored.exc_traceback
+  return (
+    str(ignored.exc_value) == 'Event loop is closed'
+    and trace is not None
+    and trace.tb_frame.f_code.co_name == 'call_soon_threadsafe'
+  )
