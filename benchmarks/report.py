@@ -165,7 +165,6 @@ def writing_seconds(
   numbers = {k: v for k, v in metrics.items() if isinstance(v, float)}
   writer = writer_lib.Writer(
     folder,
-    num_steps=_REPEATS,
     tensorboard=True,
     trajectories=len(dialogues),
     display=progress.Progress(_REPEATS),

@@ -79,15 +79,14 @@ def _run(argv: Sequence[str]) -> int:
     print(f'stppo_jax {__version__}')
     return 0
   name, *flags = argv
-  # Reading all of them takes a tenth of a second.
-  path = _files().get(name)
-  doc = None if path is None else _docstring(path)
-  if doc is None:
+  files = _files()
+  if name not in files:
     from stppo_jax import settings
 
-    choices = settings.closest(name, list(commands()))
+    choices = settings.closest(name, list(files))
     print(f'{name}: unknown command{choices}', file=sys.stderr)
     return exits.USAGE
+  doc = _docstring(files[name])
   for flag in flags:
     if flag in ('--help', '-h', '--helpfull') or flag.startswith('--help='):
       print(_help(doc, flag))

@@ -43,8 +43,7 @@ def naming(
   try:
     yield
   except kinds as error:
-    reason = error.strerror if isinstance(error, OSError) else None
-    lines = (reason or str(error)).splitlines()
+    lines = (getattr(error, 'strerror', None) or str(error)).splitlines()
     text = '\n'.join(f'{subject}: {line}' for line in lines)
     raise Misconfigured(text) from error
 

@@ -235,7 +235,7 @@ class Interruption:
           target=self._keep_rescuing, args=(exit_code,), daemon=True
         ).start()
       else:
-        _say('abandoned; what was saved before remains')
+        streams.say('abandoned; what was saved before remains')
         if os.isatty(1):  # a progress bar hides the cursor
           os.write(1, _SHOW_CURSOR)
         # Without flushing: the main thread may be waiting to write.
@@ -253,7 +253,7 @@ class Interruption:
     if self._announced.acquire(blocking=False):
       again = 'press again' if number == signal.SIGINT else 'send another one'
       name = signal.Signals(number).name
-      _say(f'{name}: {self.outlook}; {again} to abandon')
+      streams.say(f'{name}: {self.outlook}; {again} to abandon')
 
 
 def end_process(exit_code: int) -> None:
@@ -275,8 +275,3 @@ def _is_importing(frame: types.FrameType | None) -> bool:
       return True
     frame = frame.f_back
   return False
-
-
-def _say(text: str) -> None:
-  with contextlib.suppress(OSError, ValueError):
-    print(text, file=sys.stderr, flush=True)

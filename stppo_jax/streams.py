@@ -77,6 +77,12 @@ def show_beside(line: str) -> None:
   print(line, file=sys.stderr, flush=True)
 
 
+def say(line: str) -> None:
+  """Prints a line to standard error; an error of the stream is ignored."""
+  with contextlib.suppress(OSError, ValueError):
+    show_beside(line)
+
+
 @contextlib.contextmanager
 def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
   """Prints what the package logs in the body; an outer body does so elsewhere.

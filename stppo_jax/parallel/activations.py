@@ -6,6 +6,7 @@ model constrains its activations: rows are sharded over `data` and `fsdp`, heads
 and the MLP's hidden width over `tensor`.
 """
 
+from collections.abc import Iterable
 import math
 
 import jax
@@ -35,12 +36,20 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
   """
   if mesh is None or mesh.size == 1:
     return x
-  fitting = (
-    axis if axis is not None and size % extent(mesh, axis) == 0 else None
-    for axis, size in zip(axes, x.shape)
-  )
-  layout = NamedSharding(mesh, P(*fitting))
+  layout = NamedSharding(mesh, fitting(axes, x.shape, mesh))
   return jax.lax.with_sharding_constraint(x, layout)
+
+
+def fitting(
+  axes: Iterable[Axes], shape: tuple[int, ...], mesh: jax.sharding.Mesh
+) -> P:
+  """Returns mesh axes of dimensions without those that do not divide them."""
+  return P(
+    *(
+      axis if axis is not None and size % extent(mesh, axis) == 0 else None
+      for axis, size in zip(axes, shape)
+    )
+  )
 
 
 def spread_heads(

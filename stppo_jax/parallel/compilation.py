@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import pathlib
@@ -61,25 +60,12 @@ def jit(
     **arguments: further arguments of `jax.jit`.
   """
   if dtype == 'float32':
-    function = _exact(function)
+    named = function
+    while isinstance(named, functools.partial):
+      named = named.func
+    function = jax.default_matmul_precision('highest')(function)
+    function.__name__ = named.__name__
   return jax.jit(function, compiler_options=options(mesh), **arguments)
-
-
-def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns the function with exact products, under its own name."""
-  named = function
-  while isinstance(named, functools.partial):
-    named = named.func
-
-  def exact(*args, **kwargs):
-    with jax.default_matmul_precision('highest'):
-      return function(*args, **kwargs)
-
-  # Under the name of the function, and with the arguments that are left of it,
-  # which `jax.jit` looks up for `static_argnames`.
-  functools.update_wrapper(exact, named)
-  vars(exact)['__signature__'] = inspect.signature(function)
-  return exact
 
 
 # Each is recorded at its end. A program is compiled once it has been lowered.

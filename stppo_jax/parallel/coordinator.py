@@ -10,8 +10,8 @@ process, process 0 too, keeps a connection to it as long as it lives:
     {"answer": true}                                  I am alive
     {"bye": true}                                     I am done
 
-    {"hosts": ["worker-0", ...]}                      all are here
     {"waiting": "for host 2, host 3 ..."}             who is missing
+    {"done": "met", "values": ["worker-0", ...]}      all are here
     {"done": "vote/3", "values": [...]}               all parts of an exchange
     {"ask": true}                                     are you alive?
     {"stop": true}, {"failed": "...", "code": 75}     for everybody
@@ -30,6 +30,7 @@ from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import json
 import socket
 import time
@@ -86,10 +87,11 @@ class _Member(NamedTuple):
   writer: asyncio.StreamWriter
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Coordinator:
   """The server of process 0; all of it runs on one event loop.
 
-  Args:
+  Attributes:
     address: where the processes find it, for the lines that they print.
     count: the number of processes.
     jax_port: the port of jax's coordinator on this machine.
@@ -98,20 +100,13 @@ class Coordinator:
       and that it may take to answer.
   """
 
-  def __init__(
-    self,
-    address: str,
-    count: int,
-    *,
-    jax_port: int,
-    start_timeout: float,
-    patience: float,
-  ):
-    self._address = address
-    self._count = count
-    self._jax_port = jax_port
-    self._start_timeout = start_timeout
-    self._patience = patience
+  address: str
+  count: int
+  jax_port: int
+  start_timeout: float
+  patience: float
+
+  def __post_init__(self):
     self._members: dict[int, _Member] = {}
     self._left: set[int] = set()  # said goodbye, or are gone
     # The exchanges that have begun: since when, and the parts so far.
@@ -155,7 +150,7 @@ class Coordinator:
     """Connects a client of jax with jax's coordinator, once that listens."""
     while True:
       try:
-        inner = await asyncio.open_connection('127.0.0.1', self._jax_port)
+        inner = await asyncio.open_connection('127.0.0.1', self.jax_port)
         break
       except ConnectionRefusedError:
         await asyncio.sleep(RETRY)
@@ -166,21 +161,21 @@ class Coordinator:
     """Serves a process from its first message to its last."""
     process, count, name = hello['process'], hello['count'], hello['name']
     refusal = ''
-    if count != self._count:
-      refusal = f'{self._count} processes are expected, not {count}'
+    if count != self.count:
+      refusal = f'{self.count} processes are expected, not {count}'
     elif not 0 <= process < count or process in self._members:
       taken = self._members.get(process)
       by = f'by {taken.name} already' if taken else 'by no process'
       refusal = f'--process_id={process} is taken {by}'
     if refusal:
       send(
-        writer, {'failed': f'{self._address}: {refusal}', 'code': exits.USAGE}
+        writer, {'failed': f'{self.address}: {refusal}', 'code': exits.USAGE}
       )
       return
     self._members[process] = _Member(name, writer)
-    if len(self._members) == self._count:
-      names = [self._members[n].name for n in range(self._count)]
-      self._broadcast({'hosts': names})
+    if len(self._members) == self.count:
+      names = [self._members[n].name for n in range(self.count)]
+      self._broadcast({'done': 'met', 'values': names})
     # What is no message ends the connection, too: the others must know of it.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       while line := await reader.readline():
@@ -204,9 +199,9 @@ class Coordinator:
     key = message['give']
     _, parts = self._given.setdefault(key, (self._clock.now, {}))
     parts[process] = message['value']
-    if len(parts) == self._count:
+    if len(parts) == self.count:
       del self._given[key]
-      values = [parts[n] for n in range(self._count)]
+      values = [parts[n] for n in range(self.count)]
       if message['to'] == 'first':
         send(self._members[0].writer, {'done': key, 'values': values})
         self._broadcast({'done': key, 'values': None}, but=0)
@@ -225,7 +220,7 @@ class Coordinator:
   def _note_left(self, process: int) -> None:
     self._left.add(process)
     self._asked.pop(process, None)
-    if len(self._left) == self._count:
+    if len(self._left) == self.count:
       self._all_left.set()
 
   def _fail(self, line: str, code: int) -> None:
@@ -248,19 +243,23 @@ class Coordinator:
       clock.tick()
       if clock.now - asked > ASK_EVERY:
         asked = clock.now
-        self._ask(asked)
-      shortest = min(FIRST_WAIT, self._patience)
+        # Those that do not owe a sign of life already.
+        silent = self._members.keys() - self._left - self._asked.keys()
+        for process in silent:
+          self._asked[process] = asked
+          send(self._members[process].writer, {'ask': True})
+      shortest = min(FIRST_WAIT, self.patience)
       waits = [
-        (since, self._patience, 'to answer', self.describe(process))
+        (since, self.patience, 'to answer', self.describe(process))
         for process, since in self._asked.items()
         if clock.now - since > shortest
       ]
       if missing := self._missing(self._members):
-        line = f'to come to {self._address}'
-        waits.append((started, self._start_timeout, line, missing))
+        line = f'to come to {self.address}'
+        waits.append((started, self.start_timeout, line, missing))
       for key, (since, parts) in self._given.items():
         line = f'to come to the others ({key.rpartition("/")[0]})'
-        waits.append((since, self._patience, line, self._missing(parts)))
+        waits.append((since, self.patience, line, self._missing(parts)))
       for since, patience, line, late in waits:
         waited = clock.now - since
         if waited > patience:
@@ -275,17 +274,10 @@ class Coordinator:
       if not waits:
         self._said.clear()
 
-  def _ask(self, now: float) -> None:
-    """Asks the processes for a sign of life that do not owe one already."""
-    for process, member in self._members.items():
-      if process not in self._left and process not in self._asked:
-        self._asked[process] = now
-        send(member.writer, {'ask': True})
-
   def _missing(self, present: Container[int]) -> str:
     """Returns the processes that are not present; '' if all are."""
     return ', '.join(
-      self.describe(n) for n in range(self._count) if n not in present
+      self.describe(n) for n in range(self.count) if n not in present
     )
 
   def describe(self, process: int) -> str:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import concurrent.futures
 import contextlib
 import json
-import os
 import socket
-import sys
 import threading
 from typing import Any
 
 from stppo_jax import exits
+from stppo_jax import interruption
+from stppo_jax import streams
 from stppo_jax.parallel import coordinator as coordinator_lib
 
 # Seconds that a failed run has to end by itself, on every host.
@@ -41,7 +41,13 @@ class HostFailed(Exception):
     saves: whether all hosts are in a state in which they can save the run.
   """
 
-  def __init__(self, line: str, exit_code: int, *, saves: bool = False):
+  def __init__(
+    self,
+    line: str,
+    exit_code: int = exits.TRY_AGAIN,
+    *,
+    saves: bool = False,
+  ):
     super().__init__(line)
     self.exit_code = exit_code
     self.saves = saves
@@ -159,8 +165,8 @@ class ConnectedHosts(Hosts):
     self.jax_address = f'127.0.0.1:{jax_port}'
     if index == 0:
       self._server = coordinator_lib.Coordinator(
-        address,
-        count,
+        address=address,
+        count=count,
         jax_port=jax_port,
         start_timeout=start_timeout,
         patience=patience,
@@ -193,12 +199,18 @@ class ConnectedHosts(Hosts):
     return self._failure or error
 
   def fail(self, line: str, exit_code: int) -> None:
-    """Tells all hosts that the run cannot go on; this process must end now."""
+    """Tells all hosts that the run cannot go on; this process must end now.
+
+    It waits until the others know.
+    """
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:
       self._send({'failed': line, 'code': exit_code})
-    self._leave(exit_code)
+    # At its usual end, jax would wait for hosts that do not come.
+    atexit.register(interruption.end_process, exit_code)
+    self._send({'bye': True})
+    self._call(self._close())
 
   def leave(self) -> None:
     """Leaves the run; every host does so, once it is done."""
@@ -229,9 +241,7 @@ class ConnectedHosts(Hosts):
     except OSError as error:  # the name is not known
       problem = str(error)
     raise HostFailed(
-      f'the coordinator, process 0, cannot listen at {self._address}: '
-      f'{problem}',
-      exits.TRY_AGAIN,
+      f'the coordinator, process 0, cannot listen at {self._address}: {problem}'
     )
 
   async def _connect(self, host: str, port: int, timeout: float) -> None:
@@ -247,12 +257,13 @@ class ConnectedHosts(Hosts):
         if loop.time() - began > timeout:
           raise HostFailed(
             f'{who} could not reach the coordinator, process 0, at '
-            f'{self._address} within {timeout:.0f} s: {error}',
-            exits.TRY_AGAIN,
+            f'{self._address} within {timeout:.0f} s: {error}'
           ) from error
       if loop.time() > said:
         said += coordinator_lib.NEXT_WAIT
-        say(f'{who} waits for the coordinator, process 0, at {self._address}')
+        streams.say(
+          f'{who} waits for the coordinator, process 0, at {self._address}'
+        )
       await asyncio.sleep(coordinator_lib.RETRY)
     self._writer = writer
     name = socket.gethostname()
@@ -274,8 +285,7 @@ class ConnectedHosts(Hosts):
       self._end(
         HostFailed(
           f'{self._coordinator} is gone: it was killed, or its machine or '
-          'network has failed',
-          exits.TRY_AGAIN,
+          'network has failed'
         )
       )
 
@@ -288,10 +298,10 @@ class ConnectedHosts(Hosts):
       silent = self._clock.now - self._heard - coordinator_lib.ASK_EVERY
       if silent > self._patience:
         line = f'{self._coordinator} failed to answer within '
-        self._end(HostFailed(f'{line}{self._patience:.0f} s', exits.TRY_AGAIN))
+        self._end(HostFailed(f'{line}{self._patience:.0f} s'))
       elif silent > said:
         said = silent + coordinator_lib.NEXT_WAIT
-        say(f'waiting for {self._coordinator} to answer')
+        streams.say(f'waiting for {self._coordinator} to answer')
       elif silent < coordinator_lib.FIRST_WAIT:
         said = coordinator_lib.FIRST_WAIT
 
@@ -304,13 +314,11 @@ class ConnectedHosts(Hosts):
     self._heard = self._clock.now
     if 'ask' in message:
       coordinator_lib.send(self._writer, {'answer': True})
-    elif 'hosts' in message:
-      self._answer('met', message['hosts'])
     elif 'done' in message:
       self._answer(message['done'], message['values'])
     elif 'waiting' in message:
       if self._waiting or self.index == 0:
-        say(f'waiting {message["waiting"]}')
+        streams.say(f'waiting {message["waiting"]}')
     elif 'stop' in message:
       self.on_stop()
     elif 'failed' in message:
@@ -338,8 +346,8 @@ class ConnectedHosts(Hosts):
 
   def _abort(self, failure: HostFailed) -> None:
     if not self._ending:  # by itself
-      say(str(failure))
-      _end_process(failure.exit_code)
+      streams.say(str(failure))
+      interruption.end_process(failure.exit_code)
 
   def _give(self, what: str, value: Any, to: str) -> concurrent.futures.Future:
     number = self._rounds[what] = self._rounds.get(what, -1) + 1
@@ -357,16 +365,6 @@ class ConnectedHosts(Hosts):
         return future
     future.set_exception(self._failure)
     return future
-
-  def _leave(self, exit_code: int) -> None:
-    """Waits until the others know; the process then ends without jax.
-
-    At its usual end, jax would wait for hosts that do not come.
-    """
-    self._ending = True
-    atexit.register(_end_process, exit_code)
-    self._send({'bye': True})
-    self._call(self._close())
 
   async def _close(self) -> None:
     """Sends what is left; host 0 waits until the others have left."""
@@ -399,16 +397,3 @@ class ConnectedHosts(Hosts):
 def describe(error: BaseException) -> str:
   """Returns an error as one line."""
   return ' '.join(f'{type(error).__name__}: {error}'.split())
-
-
-def say(line: str) -> None:
-  """Prints a line to standard error."""
-  with contextlib.suppress(OSError, ValueError):
-    print(line, file=sys.stderr, flush=True)
-
-
-def _end_process(exit_code: int) -> None:
-  for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError):
-      stream.flush()
-  os._exit(exit_code)

@@ -53,9 +53,7 @@ def max_memory() -> dict[str, float]:
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   unit = 1 if sys.platform == 'darwin' else 1024
   metrics = {'perf/max_memory_host_gb': peak * unit / GIB}
-  stats = [device.memory_stats() or {} for device in jax.local_devices()]
-  peaks = [x['peak_bytes_in_use'] for x in stats if 'peak_bytes_in_use' in x]
-  if peaks:
+  if peaks := _reported('peak_bytes_in_use'):
     metrics['perf/max_memory_allocated_gb'] = max(peaks) / GIB
   return metrics
 
@@ -107,9 +105,13 @@ def device_limit() -> int | None:
 
   None if the devices do not report it; CPUs do not.
   """
+  return min(_reported('bytes_limit'), default=None)
+
+
+def _reported(name: str) -> list[int]:
+  """Returns a statistic of the local devices that report it."""
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
-  limits = [x['bytes_limit'] for x in stats if x.get('bytes_limit')]
-  return min(limits, default=None)
+  return [x[name] for x in stats if x.get(name)]
 
 
 def gib(size: float) -> str:

@@ -1,6 +1,5 @@
 """The sharding of parameters and batches on the mesh, by ordered rules."""
 
-from collections.abc import Sequence
 import re
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
 Tree = Any
@@ -33,11 +33,7 @@ RULES: tuple[tuple[str, P], ...] = (
 )
 
 
-def param_shardings(
-  params: Tree,
-  mesh: jax.sharding.Mesh,
-  rules: Sequence[tuple[str, P]] = RULES,
-) -> Tree:
+def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
   """Returns a NamedSharding per leaf, by the first rule that matches its name.
 
   A dimension that its axis does not divide is replicated. This concerns small
@@ -48,19 +44,18 @@ def param_shardings(
     params: arrays or shapes; also trees that contain parameter trees, such as
       optimiser states, whose scalars (counters) are replicated.
     mesh: the result of `make_mesh`.
-    rules: ordered (pattern, layout) pairs.
 
   Raises:
     ValueError: no rule matches a name.
   """
 
   def one(path, leaf):
-    name = _name(path)
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
     if leaf.ndim == 0:
       return NamedSharding(mesh, P())
-    for pattern, spec in rules:
+    for pattern, spec in RULES:
       if re.search(pattern, name):
-        return NamedSharding(mesh, _fitting(spec, leaf.shape, mesh))
+        return NamedSharding(mesh, activations.fitting(spec, leaf.shape, mesh))
     raise ValueError(f'no sharding rule matches parameter {name!r}')
 
   return jax.tree_util.tree_map_with_path(one, params)
@@ -81,11 +76,7 @@ def per_layer(layout: Tree, num_layers: int) -> Tree:
   return {**layout, 'layers': (layer,) * num_layers}
 
 
-def constrain_params(
-  params: Tree,
-  mesh: jax.sharding.Mesh | None,
-  rules: Sequence[tuple[str, P]] = RULES,
-) -> Tree:
+def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns parameters or gradients, in a program, sharded by the rules.
 
   Raises:
@@ -93,9 +84,7 @@ def constrain_params(
   """
   if mesh is None or mesh.size == 1:
     return params
-  return jax.lax.with_sharding_constraint(
-    params, param_shardings(params, mesh, rules)
-  )
+  return jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
@@ -106,23 +95,6 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding with a full copy on each device."""
   return NamedSharding(mesh, P())
-
-
-def _fitting(spec: P, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec without the axes that do not divide their dimension."""
-  axes = [
-    axis if axis is not None and size % mesh.shape[axis] == 0 else None
-    for axis, size in zip(spec, shape)
-  ]
-  return P(*axes)
-
-
-def _name(path) -> str:
-  """Returns a tree path as 'layers/q_proj/kernel'."""
-  return '/'.join(
-    str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
-    for key in path
-  )
 
 
 def with_layout(shapes: Tree, layouts: Tree) -> Tree:

@@ -21,6 +21,7 @@ import dataclasses
 import math
 import os
 import re
+import types
 from typing import Any
 from typing import NamedTuple
 
@@ -79,9 +80,8 @@ GPUS: Mapping[str, Limits] = {
 # The rates are a guess, good for comparing plans with each other.
 CPU = Limits(80.0, 50e9, 10e9, 5e9, 1e9)
 
-_TPU_NAME = re.compile(r'(\w+):(\d+x\d+(?:x\d+)?)')
-_GPU_NAME = re.compile(r'gpu:(\w+):(\d+)')
-_CPU_NAME = re.compile(r'cpu:(\d+)')
+_NUMBER = re.compile(r'0*[1-9]\d*')
+_CHIPS = re.compile(rf'{_NUMBER.pattern}(x{_NUMBER.pattern}){{1,2}}')
 _GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
 # The slices of eight chips that one host holds; larger ones have hosts of four.
 _ONE_HOST = ('v5e:2x4', 'v6e:2x4')
@@ -137,25 +137,14 @@ class VirtualDevice:
   device_kind: str
 
   @property
-  def client(self) -> '_Client':
-    """The runtime, by which a mesh finds the devices of this host."""
-    return _Client()
+  def client(self) -> Any:
+    """The runtime, by which a mesh finds the devices of the first host."""
+    return types.SimpleNamespace(process_index=lambda: 0)
 
   def addressable_memories(self) -> list[Any]:
     """Returns memories that only have a kind."""
-    return [_Memory('device'), _Memory('pinned_host')]
-
-
-class _Client:
-  """The runtime of the first host."""
-
-  def process_index(self) -> int:
-    """Returns the number of this host."""
-    return 0
-
-
-class _Memory(NamedTuple):
-  kind: str
+    kinds = 'device', 'pinned_host'
+    return [types.SimpleNamespace(kind=kind) for kind in kinds]
 
 
 def find(name: str) -> Topology:
@@ -164,22 +153,18 @@ def find(name: str) -> Topology:
   Raises:
     ValueError: there is none; the line lists the choices.
   """
-  if match := _TPU_NAME.fullmatch(name):
-    limits = TPUS.get(match[1])
-    chips = math.prod(map(int, match[2].split('x')))
-    if limits and chips:
-      host = chips if name in _ONE_HOST else _CHIPS_PER_HOST
-      devices, host = chips * limits.per_chip, host * limits.per_chip
-      return Topology(name, 'tpu', limits, devices, min(devices, host))
-  elif match := _GPU_NAME.fullmatch(name):
-    limits, devices = GPUS.get(match[1]), int(match[2])
-    if limits and devices:
-      host = min(devices, _GPUS_PER_HOST)
-      return Topology(name, 'gpu', limits, devices, host)
-  elif match := _CPU_NAME.fullmatch(name):
-    devices = int(match[1])
-    if devices:
-      return Topology(name, 'cpu', CPU, devices, devices)
+  kind, _, size = name.rpartition(':')
+  gpu = kind.removeprefix('gpu:')
+  if kind in TPUS and _CHIPS.fullmatch(size):
+    limits, chips = TPUS[kind], math.prod(map(int, size.split('x')))
+    host = chips if name in _ONE_HOST else _CHIPS_PER_HOST
+    devices, host = chips * limits.per_chip, host * limits.per_chip
+    return Topology(name, 'tpu', limits, devices, min(devices, host))
+  if gpu != kind and gpu in GPUS and _NUMBER.fullmatch(size):
+    host = min(int(size), _GPUS_PER_HOST)
+    return Topology(name, 'gpu', GPUS[gpu], int(size), host)
+  if kind == 'cpu' and _NUMBER.fullmatch(size):
+    return Topology(name, 'cpu', CPU, int(size), int(size))
   raise ValueError(
     f'{name}: no such topology; must be a TPU generation and its chips along '
     f'each axis, such as v5e:4x4 (generations: {", ".join(TPUS)}), or '

@@ -50,15 +50,13 @@ def voted(
   try:
     with interrupt.abandonable():
       yield
-  except interruption.Interrupted as caught:
-    error = caught
   except hosts_lib.HostFailed:
     raise
   except jax.errors.JaxRuntimeError as caught:
     error = hosts.diagnose(caught)
     if error is not caught:
       raise error from caught
-  except Exception as caught:
+  except (Exception, interruption.Interrupted) as caught:
     error = caught
   vote = _vote(error, interrupt)
   if vote:
@@ -76,11 +74,8 @@ def voted(
     raise error
   for index, other in enumerate(votes):
     if 'failed' in other:
-      raise hosts_lib.HostFailed(
-        f'{hosts.describe(index)} failed: {other["failed"]}',
-        other['code'],
-        saves=other['saves'],
-      )
+      line = f'{hosts.describe(index)} failed: {other["failed"]}'
+      raise hosts_lib.HostFailed(line, other['code'], saves=other['saves'])
   codes = [other['interrupted'] for other in votes if other]
   if codes:
     interrupt.exit_code = next(

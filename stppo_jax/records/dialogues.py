@@ -7,9 +7,7 @@ every control character and every invisible one is shown as its escape.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import io
-import sys
 from typing import Any
-from typing import TextIO
 from typing import TypeVar
 
 import rich.console
@@ -85,11 +83,6 @@ def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:
   return _page(passages, colour=colour)
 
 
-def show(record: Mapping[str, Any], stream: TextIO = sys.stdout) -> None:
-  """Prints a dialogue, in colour if the stream is a terminal."""
-  stream.write(render(record, colour=stream.isatty()) + '\n')
-
-
 def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
   """Returns texts with the marks of their roles before each line."""
   page = rich.text.Text()
@@ -97,11 +90,8 @@ def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
     style, mark = _ROLES[role]
     for line in streams.escape(text).strip('\n').split('\n'):
       page.append(f'{mark} {line}'.rstrip() + '\n', style=style)
-  return _ansi(page) if colour else page.plain
-
-
-def _ansi(page: rich.text.Text) -> str:
-  """Returns the text with ANSI colours."""
+  if not colour:
+    return page.plain
   file = io.StringIO()
   console = rich.console.Console(
     file=file,

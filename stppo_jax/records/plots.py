@@ -1,9 +1,9 @@
 """Pictures of a run, drawn from its `metrics.jsonl`."""
 
 from collections.abc import Mapping
+import io
 import json
 import math
-import os
 import pathlib
 from typing import Any
 
@@ -11,6 +11,8 @@ import matplotlib
 from matplotlib import figure
 from matplotlib import ticker
 import numpy as np
+
+from stppo_jax.workdir import atomic_files
 
 _SCORE = 'critic/score/mean'
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
@@ -67,13 +69,9 @@ def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
   """Returns the mean of the last `window` values at each place; skips nans."""
-  means = np.full(len(values), math.nan)
-  for i in range(len(values)):
-    recent = values[max(i + 1 - window, 0) : i + 1]
-    recent = recent[~np.isnan(recent)]
-    if len(recent):
-      means[i] = recent.mean()
-  return means
+  recent = [values[max(i - window, 0) : i] for i in range(1, len(values) + 1)]
+  recent = [x[~np.isnan(x)] for x in recent]
+  return np.array([x.mean() if len(x) else math.nan for x in recent])
 
 
 def learning_curve(
@@ -93,11 +91,10 @@ def learning_curve(
     ValueError: the metrics have no line.
   """
   page = draw(metrics_path, title=title)
-  target = pathlib.Path(png_path)
-  partial = target.with_name(target.name + '.part')
+  picture = io.BytesIO()
   with matplotlib.rc_context(STYLE):
-    page.savefig(partial, format='png')
-  os.replace(partial, target)
+    page.savefig(picture, format='png')
+  atomic_files.replace(pathlib.Path(png_path), picture.getvalue())
 
 
 def draw(metrics_path: str | pathlib.Path, *, title: str = '') -> figure.Figure:

@@ -62,6 +62,17 @@ def scrubbed_values(value: Any) -> Any:
   return value
 
 
+def scrubbed_plain(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values of a config, scrubbed; what has no plain type is text.
+
+  Plain are numbers, texts and truth values.
+  """
+  return {
+    key: x if isinstance(x, int | float) else str(x)
+    for key, x in scrubbed_values(config).items()
+  }
+
+
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
   """Returns the variables that matter to a program, without secrets."""
   return {

@@ -7,6 +7,7 @@ TFRecord frames of `Event` messages.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import os
 import pathlib
 import struct
@@ -48,16 +49,11 @@ class EventFile:
     # TensorBoard reads the files in the order of their names.
     name = f'events.out.tfevents.{int(time.time()):010d}.{os.getpid()}'
     self._path = folder / name
-    first = event_pb2.Event(file_version='brain.Event:2', wall_time=time.time())
-    data = _frame(first)
+    events = [event_pb2.Event(file_version='brain.Event:2')]
     if purge_step is not None:
       started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      data += _frame(
-        event_pb2.Event(
-          step=purge_step, session_log=started, wall_time=time.time()
-        )
-      )
-    atomic_files.append(self._path, data)
+      events.append(event_pb2.Event(step=purge_step, session_log=started))
+    self._append(events)
 
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     """Appends the hyperparameters of the run, which TensorBoard compares.
@@ -70,15 +66,9 @@ class EventFile:
     if not hparams:
       return
     # The plugin knows numbers, texts and truth values.
-    values = {
-      name: x if isinstance(x, bool | int | float | str) else str(x)
-      for name, x in scrubbing.scrubbed_values(hparams).items()
-    }
-    frames = [
-      _frame(event_pb2.Event(summary=part, wall_time=time.time()))
-      for part in summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
-    ]
-    atomic_files.append(self._path, b''.join(frames))
+    values = scrubbing.scrubbed_plain(hparams)
+    parts = summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
+    self._append([event_pb2.Event(summary=part) for part in parts])
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Appends the scalars of a step.
@@ -90,12 +80,13 @@ class EventFile:
       summary_pb2.Summary.Value(tag=name, simple_value=value)
       for name, value in metrics.items()
     ]
-    event = event_pb2.Event(
-      step=step,
-      wall_time=time.time(),
-      summary=summary_pb2.Summary(value=values),
-    )
-    atomic_files.append(self._path, _frame(event))
+    scalars = summary_pb2.Summary(value=values)
+    self._append([event_pb2.Event(step=step, summary=scalars)])
+
+  def _append(self, events: Sequence[Any]) -> None:
+    for event in events:
+      event.wall_time = time.time()
+    atomic_files.append(self._path, b''.join(map(_frame, events)))
 
 
 def _frame(event) -> bytes:
@@ -103,10 +94,6 @@ def _frame(event) -> bytes:
   data = event.SerializeToString()
   length = struct.pack('<Q', len(data))
   return b''.join(
-    (
-      length,
-      struct.pack('<I', record_writer.masked_crc32c(length)),
-      data,
-      struct.pack('<I', record_writer.masked_crc32c(data)),
-    )
+    part + struct.pack('<I', record_writer.masked_crc32c(part))
+    for part in (length, data)
   )

@@ -7,6 +7,7 @@ waits for neither. What a tracker has lost is in metrics.jsonl all the same.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import logging
 import netrc
@@ -53,13 +54,6 @@ class Identity:
   folder: pathlib.Path
   config: Mapping[str, Any]
 
-  def scrubbed(self) -> dict[str, Any]:
-    """Returns the config without secrets, which leaves this machine."""
-    return {
-      key: x if isinstance(x, int | float) else str(x)
-      for key, x in scrubbing.scrubbed_values(self.config).items()
-    }
-
 
 class Tracker:
   """Calls a tracker in a thread of its own.
@@ -74,7 +68,8 @@ class Tracker:
     self._open = lambda: TRACKERS[name](identity)
     self._queue: queue.Queue = queue.Queue(_LONGEST)
     self._error: BaseException | None = None
-    self._thread: threading.Thread | None = None
+    self._thread = threading.Thread(target=self._call, name=name, daemon=True)
+    self._thread.start()
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Queues the metrics of a step.
@@ -83,11 +78,6 @@ class Tracker:
       Exception: what the tracker has raised since the last call.
       queue.Full: it does not keep up; these metrics are dropped.
     """
-    if self._thread is None:
-      self._thread = threading.Thread(
-        target=self._call, name=self.name, daemon=True
-      )
-      self._thread.start()
     error, self._error = self._error, None
     if error is None or self._thread.is_alive():
       self._queue.put_nowait((step, dict(metrics)))
@@ -96,13 +86,9 @@ class Tracker:
 
   def close(self, patience: float = _PATIENCE) -> None:
     """Gives the tracker some seconds to send what is left."""
-    if self._thread is None:
-      return
-    try:
+    with contextlib.suppress(queue.Full):
       self._queue.put_nowait(None)
-    except queue.Full:
-      return
-    self._thread.join(patience)
+      self._thread.join(patience)
 
   def _call(self) -> None:
     """Opens the experiment and sends what is queued; runs in the thread."""
@@ -136,7 +122,7 @@ def _open_wandb(identity: Identity) -> Experiment:
       name=identity.title,
       id=identity.run_id,
       resume='allow',
-      config=identity.scrubbed(),
+      config=scrubbing.scrubbed_plain(identity.config),
       dir=str(identity.folder),
       mode=mode,
       # It must not take the output of the run, nor read the code.
@@ -178,7 +164,7 @@ def _open_trackio(identity: Identity) -> Experiment:
   return trackio.init(
     project=_PROJECT,
     name=f'{identity.title} {identity.run_id[:8]}',
-    config=identity.scrubbed(),
+    config=scrubbing.scrubbed_plain(identity.config),
     resume='allow',
   )
 

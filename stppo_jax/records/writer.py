@@ -39,51 +39,143 @@ _DIALOGUES = re.compile(
 )
 
 
-class Writer:
-  """Writes the metrics and dialogues of a run."""
+class HostWriter:
+  """Writes the dialogues of a host; the first host writes all else."""
 
   def __init__(
     self,
     workdir: str | pathlib.Path,
     *,
-    num_steps: int,
+    trajectories: int,
+    keep_files: int = 0,
+    host: int = 0,
+  ):
+    """Makes the folder; files are made at the first write.
+
+    Args:
+      workdir: the run's folder.
+      trajectories: the number of dialogues that are written of each step.
+      keep_files: the number of this host's files of dialogues that are kept of
+        each kind, the newest; 0: all.
+      host: the number of the host.
+    """
+    self._workdir = pathlib.Path(workdir)
+    self._workdir.mkdir(parents=True, exist_ok=True)
+    self._host = host
+    self._trajectories = trajectories
+    self._keep_files = keep_files
+    self._errors = 0
+    self._logged = set()
+
+  def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
+    """Leaves it to the first host to drop what was written after a step."""
+
+  def complete(self, step: int, line: str) -> bool:
+    """Leaves it to the first host to write lines again."""
+    return False
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> str:
+    """Leaves it to the first host to write metrics."""
+    return ''
+
+  def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
+    """Writes the first dialogues of a step, as many as the run keeps."""
+    self._write_dialogues('trajectories', step, records[: self._trajectories])
+
+  def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
+    """Writes dialogues of the evaluation after a step."""
+    self._write_dialogues('evaluation', step, records)
+
+  def enter_phase(self, phase: str) -> None:
+    """Leaves it to the first host to show what the run does."""
+
+  def show(self, text: str) -> None:
+    """Prints text."""
+    print(f'host {self._host}: {text}', flush=True)
+
+  def close(self) -> None:
+    """Does nothing: everything is in its files already."""
+
+  def _write_dialogues(
+    self, kind: str, step: int, records: Sequence[Mapping]
+  ) -> None:
+    """Writes dialogues of a step, and removes the files that are not kept.
+
+    They replace an earlier file of the step; without dialogues, nothing
+    changes.
+
+    Args:
+      kind: the beginning of the names of the files.
+      step: the number of the step.
+      records: the dialogues, one for each line.
+    """
+    suffix = f'-host{self._host}' if self._host else ''
+
+    def write() -> None:
+      path = self._workdir / f'{kind}-{step:06d}{suffix}.jsonl'
+      lines = [json.dumps(record).encode() + b'\n' for record in records]
+      path.unlink(missing_ok=True)
+      atomic_files.append(path, b''.join(lines))
+      if self._keep_files:
+        name = re.compile(rf'{kind}-(\d+){suffix}\.jsonl')
+        written = sorted(
+          (int(match[1]), other)
+          for other in self._workdir.iterdir()
+          if (match := name.fullmatch(other.name))
+        )
+        for _, other in written[: -self._keep_files]:
+          other.unlink(missing_ok=True)
+
+    if records:
+      self._counted(kind, write)
+
+  def _counted(self, sink: str, call: Callable[[], None]) -> None:
+    """Calls a sink; counts its errors, and logs the first one."""
+    # Any error at all is caught: a lost line is better than a lost run.
+    try:
+      call()
+    except Exception as error:
+      self._errors += 1
+      if sink not in self._logged:
+        self._logged.add(sink)
+        _log.warning('cannot write %s, the run goes on: %r', sink, error)
+
+
+class Writer(HostWriter):
+  """Writes the metrics of a run, and the dialogues of its first host."""
+
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    *,
+    display: progress.Progress,
     tensorboard: bool,
     trajectories: int,
     keep_files: int = 0,
     keep_lines: int = 0,
     hparams: Mapping[str, Any] | None = None,
     trackers: Sequence[trackers_lib.Tracker] = (),
-    display: progress.Progress | None = None,
   ):
     """Makes the folder; files are made at the first write.
 
     Args:
-      workdir: the run's folder.
-      num_steps: the length of the run, for the progress display.
+      workdir, trajectories, keep_files: see `HostWriter`.
+      display: the progress display.
       tensorboard: whether to write for TensorBoard too.
-      trajectories: the number of dialogues that are written of each step.
-      keep_files: the number of files of dialogues that are kept of each kind,
-        the newest; 0: all.
       keep_lines: the least number of the newest steps whose metrics are kept;
         of more than twice as many none are. 0: all are kept.
       hparams: the values of the config by key, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
-      display: the progress display; by default one on standard output.
     """
-    self._workdir = pathlib.Path(workdir)
-    self._workdir.mkdir(parents=True, exist_ok=True)
+    super().__init__(workdir, trajectories=trajectories, keep_files=keep_files)
     self._metrics = self._workdir / METRICS
     self._tensorboard = tensorboard
-    self._trajectories = trajectories
-    self._keep_files = keep_files
     self._keep_lines = keep_lines
     self._hparams = hparams or {}
     self._trackers = trackers
-    self._display = display or progress.Progress(num_steps)
+    self._display = display
     self._sink = None
     self._purge_step = None
-    self._errors = 0
-    self._logged = set()
 
   def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
     """Drops what was written after a step, so that resuming repeats nothing.
@@ -171,14 +263,6 @@ class Writer:
     self._display.update(step, finite)
     return line
 
-  def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes the first dialogues of a step, as many as the run keeps."""
-    self._write_dialogues('trajectories', step, records[: self._trajectories])
-
-  def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes dialogues of the evaluation after a step."""
-    self._write_dialogues('evaluation', step, records)
-
   def enter_phase(self, phase: str) -> None:
     """Shows in the progress display what the run does from now on."""
     self._display.enter_phase(phase)
@@ -192,14 +276,6 @@ class Writer:
     self._display.close()
     for tracker in self._trackers:
       tracker.close()
-
-  def _write_dialogues(
-    self, kind: str, step: int, records: Sequence[Mapping]
-  ) -> None:
-    write = lambda: _write_dialogues(
-      self._workdir, kind, step, records, keep_files=self._keep_files
-    )
-    self._counted(kind, write)
 
   def _lines(self) -> list[bytes]:
     """Returns the lines of metrics; the last one may be incomplete."""
@@ -236,123 +312,6 @@ class Writer:
       )
       self._sink.write_hparams(self._hparams)
     self._sink.write(step, metrics)
-
-  def _counted(self, sink: str, call: Callable[[], None]) -> None:
-    """Calls a sink; counts its errors, and logs the first one."""
-    # Any error at all is caught: a lost line is better than a lost run.
-    try:
-      call()
-    except Exception as error:
-      self._errors += 1
-      if sink not in self._logged:
-        self._logged.add(sink)
-        _log.warning('cannot write %s, the run goes on: %r', sink, error)
-
-
-class OtherHostWriter:
-  """Writes the dialogues of a host that is not the first; see `Writer`."""
-
-  def __init__(
-    self,
-    workdir: str | pathlib.Path,
-    *,
-    host: int,
-    trajectories: int,
-    keep_files: int = 0,
-  ):
-    """Writes nothing yet.
-
-    Args:
-      workdir: the run's folder.
-      host: the number of the host.
-      trajectories: the number of dialogues that are written of each step.
-      keep_files: the number of this host's files of dialogues that are kept of
-        each kind, the newest; 0: all.
-    """
-    self._workdir = pathlib.Path(workdir)
-    self._host = host
-    self._trajectories = trajectories
-    self._keep_files = keep_files
-
-  def rewind(self, step: int, *, saved: int) -> None:
-    """Leaves it to the first host to drop what was written after a step."""
-
-  def complete(self, step: int, line: str) -> bool:
-    """Leaves it to the first host to write lines again."""
-    return False
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> str:
-    """Leaves it to the first host to write metrics."""
-    return ''
-
-  def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes the first dialogues of this host, as many as the run keeps."""
-    self._write('trajectories', step, records[: self._trajectories])
-
-  def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes this host's dialogues of the evaluation after a step."""
-    self._write('evaluation', step, records)
-
-  def enter_phase(self, phase: str) -> None:
-    """Leaves it to the first host to show what the run does."""
-
-  def show(self, text: str) -> None:
-    """Prints text."""
-    print(f'host {self._host}: {text}', flush=True)
-
-  def close(self) -> None:
-    """Does nothing: everything is in its files already."""
-
-  def _write(self, kind: str, step: int, records: Sequence[Mapping]) -> None:
-    try:
-      _write_dialogues(
-        self._workdir,
-        kind,
-        step,
-        records,
-        keep_files=self._keep_files,
-        suffix=f'-host{self._host}',
-      )
-    except OSError as error:
-      _log.warning('cannot write %s, the run goes on: %r', kind, error)
-
-
-def _write_dialogues(
-  workdir: pathlib.Path,
-  kind: str,
-  step: int,
-  records: Sequence[Mapping],
-  *,
-  keep_files: int,
-  suffix: str = '',
-) -> None:
-  """Writes dialogues of a step, and removes the files that are not kept.
-
-  They replace an earlier file of the step; without dialogues, nothing changes.
-
-  Args:
-    workdir: the run's folder.
-    kind: the beginning of the names of the files.
-    step: the number of the step.
-    records: the dialogues, one for each line.
-    keep_files: the number of files that are kept, the newest; 0: all.
-    suffix: the end of the names of this host's files.
-  """
-  if not records:
-    return
-  path = workdir / f'{kind}-{step:06d}{suffix}.jsonl'
-  lines = b''.join(json.dumps(record).encode() + b'\n' for record in records)
-  path.unlink(missing_ok=True)
-  atomic_files.append(path, lines)
-  if keep_files:
-    name = re.compile(rf'{kind}-(\d+){suffix}\.jsonl')
-    written = sorted(
-      (int(match[1]), other)
-      for other in workdir.iterdir()
-      if (match := name.fullmatch(other.name))
-    )
-    for _, other in written[:-keep_files]:
-      other.unlink(missing_ok=True)
 
 
 def _step_of(line: bytes) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import uuid
 
 from stppo_jax import exits
-from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.workdir import run_folder
 
 COMMAND = 'train --verify_resume'
@@ -116,7 +116,7 @@ def differences(
 def _manifest(folder: pathlib.Path, step: int) -> dict[str, Any]:
   path = folder / 'checkpoints' / str(step)
   try:
-    return saved_steps.read_manifest(path, step)
+    return manifest_lib.read(path, step)
   except ValueError as error:
     raise NothingToCompare(f'{path}: {error}') from error
 

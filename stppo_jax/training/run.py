@@ -44,7 +44,6 @@ from stppo_jax.training import shutdown
 from stppo_jax.workdir import run_folder
 
 State = state_lib.TrainState
-Writer = writer_lib.Writer | writer_lib.OtherHostWriter
 # Returns the metrics of a state, and the trajectories behind them; the second
 # argument returns a section that a signal may cut short.
 Evaluate = Callable[
@@ -74,7 +73,7 @@ class Run:
     folder: claim.Folder,
     last: saving.LastStep,
     saver: saving.Saver,
-    writer: Writer,
+    writer: writer_lib.HostWriter,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     num_steps: int,
@@ -374,10 +373,10 @@ def _build_writer(
   *,
   trajectories: int,
   shown_every: int,
-) -> Writer:
+) -> writer_lib.HostWriter:
   """Returns the writer of a host; only the first host writes metrics."""
   if not folder.hosts.is_first:
-    return writer_lib.OtherHostWriter(
+    return writer_lib.HostWriter(
       folder.path,
       host=folder.hosts.index,
       trajectories=trajectories,
@@ -393,7 +392,6 @@ def _build_writer(
   )
   return writer_lib.Writer(
     folder.path,
-    num_steps=num_steps,
     tensorboard=config.writer.tensorboard,
     trajectories=trajectories,
     keep_files=config.writer.keep_files,

@@ -113,7 +113,7 @@ class Saver:
   @property
   def saved(self) -> int:
     """The newest step that is on disk; 0 also if there is none."""
-    return max(self._restored, self.checkpointer.saved)
+    return max(self._restored, self.checkpointer.pending.saved)
 
   def restore(self, unit: str) -> 'LastStep':
     """Returns the newest valid step; number 0 if none was saved.
@@ -185,7 +185,7 @@ class Saver:
 
   def warn_of_room(self) -> None:
     """Logs a line once if the next checkpoint would not fit on the disk."""
-    if self.checkpointer.is_saving or not self._hosts.is_first:
+    if self.checkpointer.pending.step or not self._hosts.is_first:
       return
     line = self._lack_of_room()
     if line and not self._told_of_room:
@@ -205,12 +205,12 @@ class Saver:
   def _lack_of_time(self, step: int, since: float | None) -> str:
     """Returns why there is no time to save a step; '' if there is."""
     # A save that has begun is waited for at the end of the process anyway.
-    has_begun = step in (self.saved, self.checkpointer.saving)
+    pending = self.checkpointer.pending
+    has_begun = step in (self.saved, pending.step)
     if not self._grace or since is None or has_begun:
       return ''
-    takes = self.checkpointer.save_seconds
-    left = self._grace - (time.monotonic() - since)
-    left -= self.checkpointer.seconds_left
+    takes = pending.seconds
+    left = self._grace - (time.monotonic() - since) - pending.seconds_left
     if takes <= left:
       return ''
     return (
@@ -264,9 +264,7 @@ class LastStep:
     self._saver.save_in_time(self.done, self.state, self.extra, since)
 
 
-def rewind(
-  writer: writer_lib.Writer | writer_lib.OtherHostWriter, last: LastStep
-) -> None:
+def rewind(writer: writer_lib.HostWriter, last: LastStep) -> None:
   """Brings the files of a run to the step of its newest checkpoint.
 
   Args:

@@ -50,7 +50,9 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
     for key, value in settings.flatten(config).items()
     if key not in _OWN_KEYS
   }
-  ours = {'the config': _digest(repr(sorted(values.items()))), **_facts(config)}
+  text = repr(sorted(values.items()))
+  digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+  ours = {'the config': digest, **_facts(config)}
   facts = hosts.exchange('facts', ours)
   lines = differences(hosts, facts)
   if len({fact['the config'] for fact in facts}) > 1:
@@ -187,7 +189,3 @@ def _source(name: str) -> str:
   if found is None or found.origin is None:
     return 'no such module'
   return named_files.checksum(pathlib.Path(found.origin)) or 'no such file'
-
-
-def _digest(text: str) -> str:
-  return hashlib.sha256(text.encode()).hexdigest()[:12]

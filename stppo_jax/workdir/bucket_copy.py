@@ -105,7 +105,7 @@ def fetch(address: str, workdir: pathlib.Path) -> None:
       'on with the one in the folder, name another address; to go on with the '
       'one in the bucket, give an empty --workdir'
     )
-  if ours is not None and newest <= _newest_of(workdir):
+  if ours is not None and newest <= run_folder.newest_step(workdir):
     return
   for name in names:
     if bucket_layout.is_wanted(name, complete):
@@ -140,24 +140,25 @@ def copying(
     return
   copy = _Copy(buckets.Bucket(address), workdir)
   stopped = threading.Event()
-  told: list[str] = []
+  problem = ''  # of the last round
 
   def copy_round() -> None:
+    nonlocal problem
+    line = ''
     # Packages for buckets raise errors of many kinds.
     try:
       copy.round()
     except Exception as error:
       line = str(error) or type(error).__name__
-      if told != [line]:
+      if line != problem:
         _log.info(
           f'writer.copy_to: cannot copy to {line}; the run goes on, and tries '
           f'again every {_EVERY:.0f} s'
         )
-      told[:] = [line]
     else:
-      if told:
+      if problem:
         _log.info('writer.copy_to: copied again')
-      told.clear()
+    problem = line
 
   def copy_rounds() -> None:
     while not stopped.wait(_EVERY):
@@ -172,41 +173,24 @@ def copying(
   finally:
     stopped.set()
     longest = _LONGEST if sys.exc_info()[0] is None else _AFTER_ERROR
-    is_done = _joined(thread, longest, seconds_left, address)
+    since, is_told = time.monotonic(), False
+    while thread.is_alive():
+      waited = time.monotonic() - since
+      # A signal may come while this waits.
+      left = min(longest - waited, seconds_left() - _TO_END)
+      if left <= 0:
+        break
+      if waited > 5 and not is_told:
+        _log.info(f'copying the last files to {address}')
+        is_told = True
+      thread.join(min(left, 0.5))
     copy.abandoned.set()
-    if told or not is_done:
-      reason = told[0] if told else 'no time is left'
+    if problem or thread.is_alive():
       _log.info(
-        f'some files of {workdir} are not in {address} ({reason}); run the '
-        'same command on this machine again to copy them'
+        f'some files of {workdir} are not in {address} '
+        f'({problem or "no time is left"}); run the same command on this '
+        'machine again to copy them'
       )
-
-
-def _joined(
-  thread: threading.Thread,
-  longest: float,
-  seconds_left: Callable[[], float],
-  address: str,
-) -> bool:
-  """Waits for the last round; returns whether it has ended.
-
-  Args:
-    thread: copies the last round.
-    longest: the most seconds to wait.
-    seconds_left, address: see `copying`.
-  """
-  since, is_told = time.monotonic(), False
-  while thread.is_alive():
-    waited = time.monotonic() - since
-    # A signal may come while this waits.
-    left = min(longest - waited, seconds_left() - _TO_END)
-    if left <= 0:
-      return False
-    if waited > 5 and not is_told:
-      _log.info(f'copying the last files to {address}')
-      is_told = True
-    thread.join(min(left, 0.5))
-  return True
 
 
 @contextlib.contextmanager
@@ -329,14 +313,15 @@ class _Copy:
     self._is_ours = True
 
   def _needs_copy(self, name: str, files: _Files) -> bool:
+    if self._copied.get(name) == files[name]:
+      return False
     folder = bucket_layout.whole_folder(name)
-    if bucket_layout.step(folder) is not None and folder in self._complete:
-      # A checkpoint that was damaged here must not replace the sound one, but
-      # one that was set aside and made again does.
-      return (
-        self._is_set_aside(folder) and self._copied.get(name) != files[name]
-      )
-    return self._copied.get(name) != files[name]
+    is_there = (
+      bucket_layout.step(folder) is not None and folder in self._complete
+    )
+    # A checkpoint that was damaged here must not replace the sound one, but one
+    # that was set aside and made again does.
+    return not is_there or self._is_set_aside(folder)
 
   def _upload(self, name: str, files: _Files) -> None:
     """Copies a file, if it is still there, and the heartbeat now and then."""
@@ -357,17 +342,14 @@ class _Copy:
 
   def _record(self, files: _Files) -> None:
     """Writes which folders are complete."""
-    folders: dict[str, set[str]] = {}
-    for name in files:
-      folders.setdefault(bucket_layout.whole_folder(name), set()).add(name)
-    folders.pop('', None)
     now = self._files()
-    complete = {
+    folders = {name: bucket_layout.whole_folder(name) for name in files}
+    changed = {
       folder
-      for folder, names in folders.items()
-      if folder in self._complete
-      or all(self._copied.get(n) == files[n] == now.get(n) for n in names)
+      for name, folder in folders.items()
+      if not self._copied.get(name) == files[name] == now.get(name)
     }
+    complete = set(folders.values()) - {''} - (changed - self._complete)
     # What the run has removed stays until a newer checkpoint is complete.
     newest = bucket_layout.newest(complete) or 0
     for folder in self._complete - complete:
@@ -413,10 +395,3 @@ class _Copy:
             status = path.stat()
             found[str(below / name)] = (status.st_size, status.st_mtime_ns)
     return found
-
-
-def _newest_of(workdir: pathlib.Path) -> int:
-  """Returns the step of the newest checkpoint of a run; 0 if it has none."""
-  folder = workdir / 'checkpoints'
-  names = os.listdir(folder) if folder.is_dir() else []
-  return max((int(name) for name in names if name.isdecimal()), default=0)

@@ -10,9 +10,7 @@ Such a folder is of use only if `copied.json` names it.
 
 from collections.abc import Iterable
 from collections.abc import Set
-import json
 import pathlib
-from typing import Any
 
 from stppo_jax import buckets
 from stppo_jax.workdir import run_folder
@@ -76,7 +74,7 @@ def complete_folders(bucket: buckets.Bucket) -> set[str]:
   Raises:
     BucketError: the bucket cannot be read.
   """
-  folders = _json(bucket.read(COMPLETE)).get('folders')
+  folders = run_folder.parse(bucket.read(COMPLETE)).get('folders')
   names = folders if isinstance(folders, list) else []
   return {n for n in names if isinstance(n, str) and whole_folder(f'{n}/x')}
 
@@ -87,12 +85,4 @@ def run_id(bucket: buckets.Bucket) -> str | None:
   Raises:
     BucketError: the bucket cannot be read.
   """
-  return _json(bucket.read(IDENTITY)).get('run_id')
-
-
-def _json(data: bytes) -> dict[str, Any]:
-  try:
-    content = json.loads(data)
-  except (ValueError, RecursionError):
-    return {}
-  return content if isinstance(content, dict) else {}
+  return run_folder.parse(bucket.read(IDENTITY)).get('run_id')

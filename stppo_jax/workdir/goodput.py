@@ -13,6 +13,8 @@ import pathlib
 import time
 from typing import NamedTuple
 
+from stppo_jax.workdir import heartbeat
+
 # Metrics of a line: the seconds of all phases of the step together, and those
 # of the save before it.
 _STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
@@ -22,9 +24,8 @@ class Goodput:
   """Accounts for the seconds of a run, line by line of its metrics.
 
   Args:
-    began: the time of the run's first start, in seconds since 1970.
-    restarts: how often it was started again.
-    lost_steps: how many steps were done and lost by these restarts.
+    beat: the heartbeat of the run, which knows its first start and what was
+      lost by others.
     productive: seconds of the steps that were kept until this start.
     origin: the number of the place that this start has its weights from.
     clock: returns seconds since any moment.
@@ -34,17 +35,13 @@ class Goodput:
   def __init__(
     self,
     *,
-    began: float,
-    restarts: int,
-    lost_steps: int,
+    beat: heartbeat.Beat,
     productive: float,
     origin: int,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
   ):
-    self._began, self._restarts = began, restarts
-    self._lost_steps, self._productive = lost_steps, productive
-    self._origin = origin
+    self._beat, self._productive, self._origin = beat, productive, origin
     self._clock, self._now = clock, now
     self._since = clock()
 
@@ -59,14 +56,14 @@ class Goodput:
     step = metrics.get(_STEP, 0.0)
     self._productive += step
     # A clock that was set back must not make more than 100%.
-    wall = max(self._now() - self._began, self._productive)
+    wall = max(self._now() - self._beat.began, self._productive)
     return {
       'timing_s/total': total,
       'timing_s/other': max(total - step - metrics.get(_SAVE, 0.0), 0.0),
       'goodput/fraction': self._productive / wall if wall else 1.0,
       'goodput/wall_s': wall,
-      'goodput/restarts': float(self._restarts),
-      'goodput/lost_steps': float(self._lost_steps),
+      'goodput/restarts': float(self._beat.restarts),
+      'goodput/lost_steps': float(self._beat.lost_steps),
       'goodput/origin': float(self._origin),
     }
 

@@ -105,7 +105,7 @@ class Heartbeat:
         taken it over, the file is that of the other one.
     """
     self._folder, self._claim = folder, claim
-    self.beat.began = time.time()
+    self.beat.began = self.beat.phase_since = time.time()
     before = read(folder)
     if before is not None:
       self.beat.began = before.began or self.beat.began
@@ -115,7 +115,6 @@ class Heartbeat:
       self.beat.step = self._done = before.step
     self.beat.host, self.beat.pid = socket.gethostname(), os.getpid()
     self.beat.hosts = list(hosts)
-    self.beat.phase_since = time.time()
     self._write()
     thread = threading.Thread(
       target=self._keep_writing, name='heartbeat', daemon=True

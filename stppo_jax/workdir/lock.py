@@ -33,10 +33,10 @@ from stppo_jax import exits
 NAME = 'lock'
 _log = logging.getLogger(__name__)
 _BOOT_ID = pathlib.Path('/proc/sys/kernel/random/boot_id')
-# Seconds between two touches of the file, and seconds without one after which
-# another host takes the lock over.
+# Seconds between two touches of the file, and the number of missing touches
+# after which another host takes the lock over.
 _EVERY = 10.0
-_SILENCE = 300.0
+_MISSING = 30
 # Attempts to open a lock that other processes make and remove.
 _ATTEMPTS = 10
 
@@ -129,19 +129,12 @@ class Claim:
 
 
 @contextlib.contextmanager
-def held(
-  folder: pathlib.Path,
-  *,
-  every: float = _EVERY,
-  silence: float = _SILENCE,
-) -> Iterator[Claim]:
+def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
   """Holds the lock of a folder; makes the folder if it is missing.
 
   Args:
     folder: the folder to lock.
     every: seconds between two touches of the file.
-    silence: seconds without one after which the lock of a process on another
-      host is taken over.
 
   Raises:
     Locked: another process holds the lock.
@@ -152,7 +145,7 @@ def held(
     stack.callback(_remove_empty, made)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    file, holder = _acquire(path, every=every, silence=silence)
+    file, holder = _acquire(path, every)
     stack.enter_context(file)
     claim = Claim(path, holder)
     thread = threading.Thread(
@@ -198,17 +191,11 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
     return None
   if found is None:
     return None
-  if not found.is_here:
-    return found, None
-  return found, _started(found.pid) == found.started
+  runs = _started(found.pid) == found.started if found.is_here else None
+  return found, runs
 
 
-def _acquire(
-  path: pathlib.Path,
-  *,
-  every: float,
-  silence: float,
-) -> tuple[TextIO, Holder]:
+def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
   """Returns the lock, open, and this process as its holder."""
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
@@ -223,24 +210,23 @@ def _acquire(
           file.close()
         raise
       return file, mine
-    with contextlib.suppress(FileNotFoundError):
-      file = open(path, 'r+', encoding='utf-8')
-      try:
-        is_free = _flock(file)
-        if _is_at(file, path):  # otherwise it was released in this moment
-          holder = _read(file)
-          if holder is not None and not holder.is_here:
-            _check_elsewhere(path, holder, every, silence)
-          _check(path, holder, is_free)
-          mine = _write(file)
-          _log.info(
-            f'{path.parent}: took over the lock of an ended run: {holder}'
-          )
-          return file, mine
-      except BaseException:
-        file.close()
-        raise
-      file.close()
+    with (
+      contextlib.suppress(FileNotFoundError),
+      contextlib.ExitStack() as stack,
+    ):
+      file = stack.enter_context(open(path, 'r+', encoding='utf-8'))
+      is_free = _flock(file)
+      if _is_at(file, path):  # otherwise it was released in this moment
+        holder = _read(file)
+        if holder is not None and not holder.is_here:
+          _check_elsewhere(path, holder, every)
+        _check(path, holder, is_free)
+        mine = _write(file)
+        _log.info(
+          f'{path.parent}: took over the lock of an ended run: {holder}'
+        )
+        stack.pop_all()  # it stays open
+        return file, mine
   raise Locked(f'{path}: other processes are taking this lock; try again')
 
 
@@ -258,12 +244,7 @@ def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
     )
 
 
-def _check_elsewhere(
-  path: pathlib.Path,
-  holder: Holder,
-  every: float,
-  silence: float,
-) -> None:
+def _check_elsewhere(path: pathlib.Path, holder: Holder, every: float) -> None:
   """Raises `Locked` unless a holder on another host is silent for long.
 
   If the network was gone, a holder that lives is silent too. So the file is
@@ -275,7 +256,7 @@ def _check_elsewhere(
       f'{folder}: locked by {holder}; if that process has ended, which this '
       f'host cannot see, remove {path} and start again'
     )
-  touched = path.stat().st_mtime
+  silence, touched = _MISSING * every, path.stat().st_mtime
   age = _now(folder) - touched
   if age > silence:
     _log.info(

@@ -39,7 +39,8 @@ def read(folder: pathlib.Path) -> Any:
   if not path.is_file():
     raise ValueError('no config.json: not the folder of a run')
   try:
-    content = json.loads(path.read_text(encoding='utf-8'))
+    text = path.read_text(encoding='utf-8')
+    content = json.loads(text, object_hook=_with_tuples)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'config.json is not JSON: {error}') from error
   if not isinstance(content, dict) or not (
@@ -48,7 +49,7 @@ def read(folder: pathlib.Path) -> Any:
     raise ValueError('config.json is not the record of a run')
   if 'batch_sha256' in content:
     raise ValueError("a run of prefer: its policy is in the folder's policy/")
-  return _completed(_with_tuples(config_dict.ConfigDict(content)))
+  return _completed(config_dict.ConfigDict(content))
 
 
 def _completed(recorded: Any) -> Any:
@@ -73,15 +74,12 @@ def _completed(recorded: Any) -> Any:
   return config
 
 
-def _with_tuples(config: Any) -> Any:
-  """Turns lists, which JSON has in place of tuples, into tuples, in place."""
-  with config.ignore_type():
-    for key, value in config.items():
-      if isinstance(value, config_dict.ConfigDict):
-        _with_tuples(value)
-      elif isinstance(value, list | tuple):
-        config[key] = tuple(value)
-  return config
+def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
+  """Returns a section with tuples in place of lists, which JSON has."""
+  return {
+    key: tuple(value) if isinstance(value, list) else value
+    for key, value in section.items()
+  }
 
 
 def prepare_export(config: Any, model: str | None = None) -> list[str]:

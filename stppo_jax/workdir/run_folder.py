@@ -57,21 +57,6 @@ class Run:
   has_saved: bool = False
 
 
-def bucket_problem(folder: str | pathlib.Path) -> str:
-  """Returns why an address such as gs://bucket/run is no folder; '' if it is.
-
-  Locks, and folders that are renamed in one step, need a file system. As a path
-  the address would be a folder named `gs:` here.
-  """
-  first = pathlib.PurePath(folder).parts[:1]
-  if not first or not first[0].endswith(':'):
-    return ''
-  return (
-    'an address, not a folder; name a folder of this machine (train, sft and '
-    'prefer can copy it: --config.writer.copy_to=ADDRESS)'
-  )
-
-
 def problems(
   folder: str | pathlib.Path,
   *,
@@ -91,8 +76,13 @@ def problems(
     may_lie_inside: whether the folder may lie in one of them.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
-  if problem := bucket_problem(folder):
-    return [f'{start}{problem}']
+  # Locks, and folders that are renamed in one step, need a file system. As a
+  # path, gs://bucket/run would be a folder named `gs:` here.
+  if path.parts and path.parts[0].endswith(':'):
+    return [
+      f'{start}an address, not a folder; name a folder of this machine (train, '
+      'sft and prefer can copy it: --config.writer.copy_to=ADDRESS)'
+    ]
   try:
     if path.exists() and not path.is_dir():
       return [f'{start}exists and is not a folder']
@@ -213,14 +203,19 @@ def mark_export(folder: pathlib.Path) -> None:
   (folder / _EXPORTED).write_text(text, 'utf-8')
 
 
+def newest_step(folder: pathlib.Path) -> int:
+  """Returns the step of the newest checkpoint of a run; 0 if it has none."""
+  checkpoints = folder / 'checkpoints'
+  names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+  return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
 def make_aside(folder: pathlib.Path) -> pathlib.Path:
   """Makes the next folder for files that a start moves away."""
-  for number in itertools.count(1):
-    aside = folder / f'{_ASIDE}{number}'
-    if not aside.exists():
-      aside.mkdir()
-      return aside
-  raise AssertionError  # the loop has no end
+  asides = (folder / f'{_ASIDE}{number}' for number in itertools.count(1))
+  aside = next(path for path in asides if not path.exists())
+  aside.mkdir()
+  return aside
 
 
 def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
@@ -239,7 +234,15 @@ def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
 def _json(path: pathlib.Path) -> dict[str, Any]:
   """Returns the object in a file; {} if it cannot be read."""
   try:
-    content = json.loads(path.read_text('utf-8'))
-  except (OSError, ValueError, RecursionError):
+    return parse(path.read_bytes())
+  except OSError:
+    return {}
+
+
+def parse(data: bytes) -> dict[str, Any]:
+  """Returns the object that JSON describes; {} if it is something else."""
+  try:
+    content = json.loads(data)
+  except (ValueError, RecursionError):
     return {}
   return content if isinstance(content, dict) else {}

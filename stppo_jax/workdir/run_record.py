@@ -44,6 +44,8 @@ _FILES = 'files.json'
 _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
 
+_Changes = dict[str, tuple[Any, Any]]  # both values, by what differs
+
 
 class OtherRun(Exception):
   """The folder belongs to the run of another config; one line per key."""
@@ -101,7 +103,11 @@ def record_config(
   workdir.mkdir(parents=True, exist_ok=True)
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
-    record_run(config, workdir, command, has_older_checkpoints=has_begun)
+    run_id, digest = uuid.uuid4().hex, _digest(config)
+    run = run_folder.Run(
+      command, run_id, digest, has_older_checkpoints=has_begun
+    )
+    run_folder.write(workdir, run)
   if checksums:
     content = json.dumps(known | checksums, indent=2) + '\n'
     atomic_files.replace(workdir / _FILES, content.encode())
@@ -110,20 +116,6 @@ def record_config(
     _log.info(f'note: {key}={ours} from now on; it was {theirs}')
   for name in changed:
     _log.info(f'note: {name}: has changed, and is used as it is from now on')
-
-
-def record_run(
-  config: Mapping[str, Any],
-  workdir: pathlib.Path,
-  command: str,
-  *,
-  has_older_checkpoints: bool = False,
-) -> None:
-  """Gives the run of a folder an id; see `run_folder.Run`."""
-  run = run_folder.Run(
-    command, uuid.uuid4().hex, _digest(config), has_older_checkpoints
-  )
-  run_folder.write(workdir, run)
 
 
 def check_run(workdir: pathlib.Path) -> None:
@@ -198,9 +190,7 @@ def _compare(
   config: Mapping[str, Any],
   checksums: Mapping[str, str],
   workdir: pathlib.Path,
-) -> tuple[
-  dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]], dict[str, str]
-]:
+) -> tuple[_Changes, _Changes, dict[str, str]]:
   """Compares a config and its files with those of the run of a folder.
 
   Args:
@@ -299,7 +289,7 @@ def _is_in(key: str, names: Sequence[str]) -> bool:
   return f'{key}.'.startswith(tuple(f'{name}.' for name in names))
 
 
-def _differences(config, recorded) -> dict[str, tuple[Any, Any]]:
+def _differences(config, recorded) -> _Changes:
   """Returns the keys that are not free and differ, with both values."""
   earlier = schema.earlier()
   ours = earlier | settings.flatten(config)
@@ -321,13 +311,9 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
   )
 
 
-def _note_changes(
-  changes: Mapping[str, tuple[Any, Any]], workdir: pathlib.Path
-) -> None:
+def _note_changes(changes: _Changes, workdir: pathlib.Path) -> None:
   """Records changes: which checkpoint is older than they are, and what."""
-  folder = workdir / 'checkpoints'
-  names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-  newest = max((int(name) for name in names if name.isdecimal()), default=0)
+  newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}
     for key, (ours, theirs) in changes.items()

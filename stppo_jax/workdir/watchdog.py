@@ -36,7 +36,6 @@ class Watchdog:
   Args:
     clock: returns seconds.
     least: seconds that are too long for no phase.
-    first: seconds that are too long for a phase that has not ended before.
     every: seconds between two looks.
   """
 
@@ -45,11 +44,9 @@ class Watchdog:
     *,
     clock: Callable[[], float] = time.monotonic,
     least: float = _LEAST,
-    first: float = _FIRST,
     every: float = _EVERY,
   ):
-    self._clock, self._every = clock, every
-    self._least, self._first = least, first
+    self._clock, self._least, self._every = clock, least, every
     self._durations: dict[str, collections.deque[float]] = {}
     self._phase, self._since = '', clock()
     self._has_told = False
@@ -94,7 +91,7 @@ class Watchdog:
       phase, seconds = self._phase, self._clock() - self._since
       if self._has_told or not phase:
         return
-      limit, known = self._first, 'and has not ended before'
+      limit, known = _FIRST, 'and has not ended before'
       if phase in self._durations:
         usual = statistics.median(self._durations[phase])
         limit = max(_FACTOR * usual, self._least)

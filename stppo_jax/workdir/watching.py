@@ -51,7 +51,8 @@ class Watch:
     self._folder: pathlib.Path | None = None
     self._steps = range(0)
     self._traced: int | None = None  # the last step that is traced now
-    self._spans: list[contextlib.AbstractContextManager] = []
+    # The spans of a step and of its phase, if they are traced.
+    self._step, self._phase = contextlib.ExitStack(), contextlib.ExitStack()
 
   @contextlib.contextmanager
   def started(
@@ -101,13 +102,8 @@ class Watch:
       return
     kept = goodput.read(self._folder / run_folder.METRICS, step)
     self._heartbeat.resume(step, kept.last_step)
-    beat = self._heartbeat.beat
     self._goodput = goodput.Goodput(
-      began=beat.began,
-      restarts=beat.restarts,
-      lost_steps=beat.lost_steps,
-      productive=kept.seconds,
-      origin=origin,
+      beat=self._heartbeat.beat, productive=kept.seconds, origin=origin
     )
 
   def account(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -144,17 +140,17 @@ class Watch:
         self._begin_trace(step)
     if self._traced is not None:
       self._close_spans()
-      self._open(jax.profiler.StepTraceAnnotation('step', step_num=step))
+      span = jax.profiler.StepTraceAnnotation('step', step_num=step)
+      self._step.enter_context(span)
 
   def begin_phase(self, phase: str) -> None:
     """Says what the run does from here on; '' = nothing that has a name."""
     self._heartbeat.enter_phase(phase)
     self._watchdog.enter_phase(phase)
     self.on_phase(phase)
-    if self._traced is not None:
-      self._close_spans(keep=1)
-      if phase:
-        self._open(jax.profiler.TraceAnnotation(phase))
+    self._phase.close()
+    if self._traced is not None and phase:
+      self._phase.enter_context(jax.profiler.TraceAnnotation(phase))
 
   def _begin_trace(self, last: int) -> None:
     assert self._folder is not None
@@ -186,10 +182,6 @@ class Watch:
     except (OSError, RuntimeError) as error:
       _log.warning('cannot write the trace, the run goes on: %s', error)
 
-  def _open(self, span: contextlib.AbstractContextManager) -> None:
-    span.__enter__()
-    self._spans.append(span)
-
-  def _close_spans(self, keep: int = 0) -> None:
-    while len(self._spans) > keep:
-      self._spans.pop().__exit__(None, None, None)
+  def _close_spans(self) -> None:
+    self._phase.close()
+    self._step.close()

@@ -273,7 +273,11 @@ def test_flags_give_a_place(monkeypatch):
 def test_a_host_that_sends_no_message_is_named_to_the_others():
   async def run():
     coordinator = coordinator_lib.Coordinator(
-      'here', 2, jax_port=1, start_timeout=60, patience=60
+      address='here',
+      count=2,
+      jax_port=1,
+      start_timeout=60,
+      patience=60,
     )
     port = int(_address().rpartition(':')[2])
     await coordinator.start('127.0.0.1', port)
@@ -282,7 +286,7 @@ def test_a_host_that_sends_no_message_is_named_to_the_others():
       hello = {'process': index, 'count': 2, 'name': f'h{index}'}
       coordinator_lib.send(writer, hello)
     (first, first_writer), (_, writer) = ends
-    assert b'hosts' in await first.readline()
+    assert b'met' in await first.readline()
     writer.write(b'[\n')
     line = await asyncio.wait_for(first.readline(), 30)
     first_writer.close()

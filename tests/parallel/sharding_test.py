@@ -66,13 +66,6 @@ def test_a_name_without_a_rule_is_printed():
   shapes['layers']['router'] = {'kernel': shapes['embedding']}
   with pytest.raises(ValueError, match="parameter 'layers/router/kernel'"):
     sharding.param_shardings(shapes, _mesh())
-  # Rules are tried in order, and the caller may pass others.
-  rules = (('router/kernel$', P('data')), *sharding.RULES)
-  layout = sharding.param_shardings(shapes, _mesh(), rules)
-  assert layout['layers']['router']['kernel'].spec == P('data')
-  rules = (('kernel$', P()), *rules)
-  layout = sharding.param_shardings(shapes, _mesh(), rules)
-  assert layout['layers']['router']['kernel'].spec == P()
 
 
 def test_dimensions_that_do_not_divide_are_replicated():

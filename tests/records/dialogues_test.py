@@ -1,6 +1,5 @@
 """Dialogues on a terminal: marked by role, and without control characters."""
 
-import io
 import re
 
 from hypothesis import given
@@ -94,11 +93,7 @@ def test_nothing_unprintable_is_left(text):
   assert all(line[0] in '?.><=' for line in shown.splitlines())
 
 
-def test_show_colours_terminals_only():
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
-  for stream, coloured in ((Terminal(), True), (io.StringIO(), False)):
-    dialogues.show(_RECORD, stream)
-    assert ('\x1b[' in stream.getvalue()) == coloured
+def test_colours_are_written_if_wanted():
+  for colour in (True, False):
+    text = dialogues.render(_RECORD, colour=colour)
+    assert ('\x1b[' in text) == colour

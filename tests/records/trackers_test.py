@@ -15,6 +15,8 @@ import types
 
 import pytest
 
+from stppo_jax.records import progress
+from stppo_jax.records import scrubbing
 from stppo_jax.records import trackers
 from stppo_jax.records import writer as writer_lib
 
@@ -71,7 +73,11 @@ def test_errors_are_counted_and_the_run_goes_on(monkeypatch, tmp_path, caplog):
   experiment = _Experiment(fails=(1,))
   tracker = _tracker(monkeypatch, experiment)
   writer = writer_lib.Writer(
-    tmp_path, num_steps=2, tensorboard=False, trajectories=0, trackers=[tracker]
+    tmp_path,
+    display=progress.Progress(2),
+    tensorboard=False,
+    trajectories=0,
+    trackers=[tracker],
   )
   writer.write(1, {'actor/entropy': 1.0})
   tracker.close()  # Now it has raised its error.
@@ -200,7 +206,7 @@ def test_a_tracker_that_hangs_holds_up_nothing(monkeypatch):
 
 
 def test_what_leaves_the_machine_has_no_secrets():
-  assert _IDENTITY.scrubbed() == {
+  assert scrubbing.scrubbed_plain(_IDENTITY.config) == {
     'seed': 3,
     'lora': False,
     'model.tokenizer_path': 'a/tokenizer',

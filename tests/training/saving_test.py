@@ -146,7 +146,7 @@ def test_the_time_since_the_signal_counts(tmp_path):
     saver = saving.Saver(config, folder, _Checkpoints(), state)
     assert saver.restore('step').done == 0
     save(1, left=100.0)
-    takes = saver.checkpointer.save_seconds
+    takes = saver.checkpointer.pending.seconds
     assert takes > 0
     with pytest.raises(
       saving.NoTime, match='are left of preemption.grace=10000'
@@ -157,4 +157,4 @@ def test_the_time_since_the_signal_counts(tmp_path):
     save(2, left=0.0)  # there is nothing to do
     saver.save_in_time(3, state, saving.Extra(), None)  # no signal, no limit
     saver.checkpointer.close()
-  assert saver.checkpointer.saved == 3
+  assert saver.checkpointer.pending.saved == 3

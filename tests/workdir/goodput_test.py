@@ -5,6 +5,7 @@ import json
 import pytest
 
 from stppo_jax.workdir import goodput
+from stppo_jax.workdir import heartbeat
 
 
 class _Clock:
@@ -18,9 +19,7 @@ class _Clock:
 def test_seconds_are_accounted_for_line_by_line():
   clock, now = _Clock(7.0), _Clock(1100.0)
   account = goodput.Goodput(
-    began=1000.0,
-    restarts=2,
-    lost_steps=3,
+    beat=heartbeat.Beat(began=1000.0, restarts=2, lost_steps=3),
     productive=40.0,
     origin=3,
     clock=clock,
@@ -46,9 +45,7 @@ def test_seconds_are_accounted_for_line_by_line():
 def test_only_steps_that_are_kept_are_productive(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   assert goodput.read(path, 9) == (0.0, 0)
-  account = goodput.Goodput(
-    began=0.0, restarts=0, lost_steps=0, productive=3.0, origin=3
-  )
+  account = goodput.Goodput(beat=heartbeat.Beat(), productive=3.0, origin=3)
   lines = [{'step': 0, **account.measure({})}, {'step': 2, 'sft/loss': 1.0}]
   for n in range(1, 6):
     metrics = {'timing_s/step': 2.0**n}

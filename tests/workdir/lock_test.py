@@ -125,9 +125,9 @@ def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
 def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
   tmp_path, said
 ):
-  quick = {'every': 0.1, 'silence': 1.0}
+  quick, silence = {'every': 1 / 30}, 1.0
   with _holder(tmp_path, script=_HOLD_ELSEWHERE) as process:
-    time.sleep(2 * quick['silence'])
+    time.sleep(2 * silence)
     message = _refused(tmp_path, **quick)
     assert ' on host elsewhere, since 20' in message
     assert message.endswith('silent for 1 s, a start takes over')
@@ -138,7 +138,7 @@ def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
     (tmp_path / lock.NAME).unlink()
     (tmp_path / lock.NAME).write_text(text)
     assert 'showed life 0 s ago' in _refused(tmp_path, **quick)
-    time.sleep(1.5 * quick['silence'])
+    time.sleep(1.5 * silence)
     with lock.held(tmp_path, **quick) as claim:
       claim.check()
       assert 'taking over in 0 s unless it shows life' in said[0]

@@ -32,7 +32,6 @@ from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.records.checkpoints import orbax_errors
 from stppo_jax.records.checkpoints import orbax_parts
 from stppo_jax.records.checkpoints import pending_save
-from stppo_jax.records.checkpoints import saved_steps
 from stppo_jax.workdir import run_folder
 
 _log = logging.getLogger(__name__)
@@ -53,12 +52,6 @@ class OtherState(RuntimeError):
   exit_code = exits.USAGE
 
 
-class NewerSchema(RuntimeError):
-  """A checkpoint that a newer version of this program has saved."""
-
-  exit_code = exits.USAGE
-
-
 class _Damaged(Exception):
   """A step that must not be loaded; the message names the damage."""
 
@@ -67,6 +60,10 @@ class Checkpointer:
   """Saves and restores a pytree of arrays with a JSON record beside it.
 
   Collective: with several processes, all of them call every method.
+
+  Attributes:
+    pending: the save that threads write; it has the last step that was saved,
+      and how long that took.
   """
 
   def __init__(
@@ -90,7 +87,7 @@ class Checkpointer:
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
-    self._pending = pending_save.PendingSave(jax.process_count())
+    self.pending = pending_save.PendingSave(jax.process_count())
     self._preservation = orbax_parts.Preservation(
       self._folder, keep=keep, keep_every=keep_every
     )
@@ -108,7 +105,7 @@ class Checkpointer:
         cleanup_tmp_directories=not read_only,  # of a save that was killed
         read_only=read_only,
         async_options=ocp.AsyncOptions(
-          post_finalization_callback=self._pending.note_end
+          post_finalization_callback=self.pending.note_end
         ),
       ),
       item_handlers={
@@ -164,40 +161,15 @@ class Checkpointer:
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(leaves),
-      manifest=orbax_parts.ManifestSave(manifest, list(leaves), numbers),
+      manifest=orbax_parts.ManifestSave(manifest, numbers),
     )
-    self._pending.begin(self._manager, step, items)
+    self.pending.begin(self._manager, step, items)
     if waits:
       self.wait()
 
-  @property
-  def save_seconds(self) -> float:
-    """How long the last save took until it was on disk; 0 before one."""
-    return self._pending.seconds
-
-  @property
-  def saved(self) -> int:
-    """The last step that this object has saved; 0 before one."""
-    return self._pending.saved
-
-  @property
-  def is_saving(self) -> bool:
-    """Whether threads write a step, as far as `check` and `wait` know."""
-    return self._pending.is_going_on
-
-  @property
-  def saving(self) -> int:
-    """The step that threads write; 0 if there is none."""
-    return self._pending.step
-
-  @property
-  def seconds_left(self) -> float:
-    """How long threads still write if they take as long as the last save."""
-    return self._pending.seconds_left
-
   def check(self) -> None:
     """Raises `SaveFailed` if the last save has failed; does not wait for it."""
-    if self._pending.check():
+    if self.pending.check():
       self._note_saved()
 
   def wait(self) -> None:
@@ -206,7 +178,7 @@ class Checkpointer:
     Raises:
       SaveFailed: nothing is left of that step; older steps are intact.
     """
-    if self._pending.wait():
+    if self.pending.wait():
       self._note_saved()
 
   def steps(self) -> list[int]:
@@ -290,7 +262,7 @@ class Checkpointer:
       self.wait()
     except pending_save.SaveFailed as error:
       _log.warning('%s', error)
-    if not self._pending.holds_up_others:
+    if not self.pending.holds_up_others:
       self._manager.close()
 
   def _note_saved(self) -> None:
@@ -313,25 +285,27 @@ class Checkpointer:
     """
     prefix = f'{subtree}.' if subtree else ''
     wanted = {
-      f'{prefix}{k}': x
+      f'{prefix}{k}': jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=x.sharding
+      )
       for k, x in fingerprint_lib.named(abstract_state).items()
     }
     manifest = self._attempt(lambda: self._read_manifest(step))
-    self._check_run(step, manifest)
-    saved = manifest['leaves']
-    saved = {name: saved[name] for name in saved if name.startswith(prefix)}
+    other = manifest_lib.other_run(manifest, self._run)
+    if other:
+      raise OtherState(
+        f'{self._folder}: step {step} is {other}; nothing was loaded'
+      )
+    leaves = manifest['leaves'].items()
+    saved = {name: leaf for name, leaf in leaves if name.startswith(prefix)}
     difference = fingerprint_lib.difference(saved, wanted)
     if difference:
       raise OtherState(
         f'{self._folder}: step {step} does not fit this config: {difference}'
       )
-    abstract = {
-      name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-      for name, leaf in wanted.items()
-    }
     restore = ocp.args.PyTreeRestore(
-      abstract,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      wanted,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
       partial_restore=bool(subtree),
     )
     restored = self._attempt(
@@ -350,9 +324,9 @@ class Checkpointer:
   def _read_manifest(self, step: int) -> dict[str, Any]:
     """Returns the manifest of a step, checked by its digest."""
     try:
-      return saved_steps.read_manifest(self._folder / str(step), step)
-    except saved_steps.NewerSchema as error:
-      raise NewerSchema(
+      return manifest_lib.read(self._folder / str(step), step)
+    except manifest_lib.NewerSchema as error:
+      raise manifest_lib.NewerSchema(
         f'{self._folder}: step {step} is {error}; nothing was changed: resume '
         'with the version that saved it, or a later one'
       ) from error
@@ -360,16 +334,6 @@ class Checkpointer:
       if isinstance(error.__cause__, PermissionError):
         raise error.__cause__ from None
       raise _Damaged(f'{manifest_lib.FILE}: {error}') from error
-
-  def _check_run(self, step: int, manifest: dict[str, Any]) -> None:
-    """Raises `OtherState` if the step was saved by another run."""
-    other = manifest_lib.other_run(manifest, self._run)
-    if other:
-      assert self._run is not None  # a run without an id has no other
-      raise OtherState(
-        f'{self._folder}: step {step} is of the run {other}, but the run of '
-        f'this workdir is {self._run.run_id}; nothing was loaded'
-      )
 
   def _attempt(self, read: Callable[[], Any]) -> Any:
     """Returns `read()`; an error on any process is damage on all of them.
@@ -386,7 +350,7 @@ class Checkpointer:
     except (
       MemoryError,
       PermissionError,
-      NewerSchema,
+      manifest_lib.NewerSchema,
       jax.errors.JaxRuntimeError,
     ):
       raise
@@ -408,11 +372,10 @@ class Checkpointer:
     after the rename, so that none sees the folder renamed while it chooses.
     """
     source = self._folder / str(step)
-    target = self._folder / f'{step}.corrupt'
-    count = 1
+    target, count = source.with_suffix('.corrupt'), 1
     while target.exists():
       count += 1
-      target = self._folder / f'{step}.corrupt{count}'
+      target = source.with_suffix(f'.corrupt{count}')
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices('checkpoint.set_aside.before')
     if jax.process_index() == 0:

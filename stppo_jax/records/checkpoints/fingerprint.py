@@ -21,16 +21,12 @@ def fingerprints(arrays: list[jax.Array]) -> list[int]:
   return [int(number) for number in np.asarray(begin(arrays))]
 
 
-def begin(arrays: list[jax.Array]) -> jax.Array:
-  """Returns the fingerprints as an array, which devices still compute."""
-  return _fingerprints(arrays)
-
-
 # One program for all arrays. Each sum over a sharded array is a collective, and
 # many small programs in flight, each with a collective, can block each other on
 # CPU devices: they share threads, and each holds some while it waits for more.
 @jax.jit
-def _fingerprints(arrays: list[jax.Array]) -> jax.Array:
+def begin(arrays: list[jax.Array]) -> jax.Array:
+  """Returns the fingerprints as an array, which devices still compute."""
   return jnp.stack([_fingerprint(x) for x in arrays])
 
 

@@ -16,10 +16,17 @@ import json
 import pathlib
 from typing import Any
 
+from stppo_jax import exits
 from stppo_jax.workdir import run_folder
 
 VERSION = 1
 FILE = pathlib.Path(run_folder.MANIFEST)
+
+
+class NewerSchema(ValueError):
+  """A newer version of this program has saved the checkpoint."""
+
+  exit_code = exits.USAGE
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
@@ -28,47 +35,52 @@ def digest(manifest: Mapping[str, Any]) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def problem(manifest: Any, step: int) -> str:
-  """Returns why this is not the manifest of a step; '' if it is."""
+def read(path: pathlib.Path, step: int) -> dict[str, Any]:
+  """Returns the manifest of a checkpoint, checked by its digest.
+
+  Args:
+    path: the folder of the checkpoint.
+    step: its step.
+
+  Raises:
+    NewerSchema: a newer version of the program has saved the checkpoint.
+    ValueError: it cannot be read, or is not that of the step; one line.
+  """
+  try:
+    manifest = json.loads((path / FILE).read_text('utf-8'))
+  except OSError as error:
+    raise ValueError(str(error.strerror)) from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'not JSON ({error})') from error
   if not isinstance(manifest, dict) or 'version' not in manifest:
-    return 'not a manifest of this program'
-  fields = {name: x for name, x in manifest.items() if name != 'digest'}
-  if manifest.get('digest') != digest(fields):
-    return 'the manifest does not match its digest'
-  if manifest['version'] != VERSION:
-    return (
-      f'of schema {manifest["version"]}, and this version of the program reads '
-      f'schema {VERSION}'
+    raise ValueError('not a manifest of this program')
+  if manifest.pop('digest', None) != digest(manifest):
+    raise ValueError('the manifest does not match its digest')
+  version = manifest['version']
+  if version != VERSION:
+    is_newer = type(version) is int and version > VERSION
+    raise (NewerSchema if is_newer else ValueError)(
+      f'of schema {version}, and this version of the program reads schema '
+      f'{VERSION}'
     )
   if manifest['step'] != step:
-    return f'the manifest is of step {manifest["step"]}'
-  return ''
-
-
-def is_newer(manifest: Any) -> bool:
-  """Returns whether a newer version of the program wrote a manifest."""
-  if not isinstance(manifest, dict):
-    return False
-  version = manifest.get('version')
-  fields = {name: x for name, x in manifest.items() if name != 'digest'}
-  is_whole = manifest.get('digest') == digest(fields)
-  return type(version) is int and version > VERSION and is_whole
+    raise ValueError(f'the manifest is of step {manifest["step"]}')
+  return manifest
 
 
 def other_run(manifest: Mapping[str, Any], run: run_folder.Run | None) -> str:
-  """Returns the id of the run that saved a step, if it is not this one.
+  """Returns which other run saved a step; '' if the step is this run's own.
 
   Args:
-    manifest: a manifest without a problem.
+    manifest: the manifest of the step.
     run: the run of the workdir; None if a version without ids began it.
-
-  Returns:
-    '' if the step is this run's own.
   """
   if run is None or ('run_id' not in manifest and run.has_older_checkpoints):
     return ''
   saved = manifest.get('run_id'), manifest.get('config_digest')
-  return '' if saved == (run.run_id, run.config_digest) else str(saved[0])
+  if saved == (run.run_id, run.config_digest):
+    return ''
+  return f'of the run {saved[0]}, but the run of this workdir is {run.run_id}'
 
 
 def best(scores: Mapping[int, float | None]) -> int | None:

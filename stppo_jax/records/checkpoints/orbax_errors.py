@@ -11,10 +11,10 @@ failed learns of it here long before Orbax raises it.
 """
 
 import collections
-from collections.abc import Callable
 import logging
 import re
 import sys
+import traceback
 from typing import Any
 
 _ORBAX = '/orbax/'  # in the path of a file
@@ -34,8 +34,9 @@ def hide_repeated() -> None:
   # The same filter is not added twice.
   logging.getLogger('absl').addFilter(_is_not_logged_by_orbax)
   logging.getLogger('asyncio').addFilter(_is_not_unheard)
-  if not isinstance(sys.unraisablehook, _Hook):
-    sys.unraisablehook = _Hook(sys.unraisablehook)
+  report = sys.unraisablehook
+  if report.__module__ != __name__:
+    sys.unraisablehook = lambda x: None if _is_of_orbax(x) else report(x)
 
 
 def cause(error: Exception) -> str:
@@ -65,39 +66,22 @@ def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
 
 def _is_not_unheard(record: logging.LogRecord) -> bool:
   """Returns False for log records about dropped tasks of Orbax."""
-  return not (
-    _UNHEARD in record.getMessage()
-    and record.exc_info
-    and _passes_orbax(record.exc_info[1])
+  if _UNHEARD not in record.getMessage() or not record.exc_info:
+    return True
+  frames = traceback.walk_tb(record.exc_info[2])
+  return not any(_ORBAX in frame.f_code.co_filename for frame, _ in frames)
+
+
+def _is_of_orbax(ignored: Any) -> bool:
+  """Returns whether an error of Orbax has caused an ignored exception."""
+  code = getattr(ignored.object, 'cr_code', None)
+  if code is not None and _ORBAX in code.co_filename:
+    return True
+  # TensorStore tells a loop that is gone. It calls asyncio from C++, so the
+  # traceback begins there.
+  trace = ignored.exc_traceback
+  return (
+    str(ignored.exc_value) == 'Event loop is closed'
+    and trace is not None
+    and trace.tb_frame.f_code.co_name == 'call_soon_threadsafe'
   )
-
-
-def _passes_orbax(error: BaseException | None) -> bool:
-  """Returns whether an error was raised below a function of Orbax."""
-  trace = None if error is None else error.__traceback__
-  while trace is not None:
-    if _ORBAX in trace.tb_frame.f_code.co_filename:
-      return True
-    trace = trace.tb_next
-  return False
-
-
-class _Hook:
-  """Reports ignored exceptions, except those that an error of Orbax causes."""
-
-  def __init__(self, report: Callable[[Any], Any]):
-    self._report = report
-
-  def __call__(self, ignored: Any) -> None:
-    code = getattr(ignored.object, 'cr_code', None)
-    of_coroutine = code is not None and _ORBAX in code.co_filename
-    # TensorStore tells a loop that is gone. It calls asyncio from C++, so the
-    # traceback begins there.
-    trace = ignored.exc_traceback
-    first = None if trace is None else trace.tb_frame.f_code.co_name
-    of_tensorstore = (
-      first == 'call_soon_threadsafe'
-      and str(ignored.exc_value) == 'Event loop is closed'
-    )
-    if not of_coroutine and not of_tensorstore:
-      self._report(ignored)

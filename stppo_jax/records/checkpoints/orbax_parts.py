@@ -6,6 +6,7 @@ with them than with all the rest of a save.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -17,7 +18,6 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
-from stppo_jax.records.checkpoints import saved_steps
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
@@ -39,7 +39,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
     raise NotImplementedError
 
   def restore(self, directory: pathlib.Path, args: Any = None) -> Any:
-    """Is never called: `saved_steps` reads manifests."""
+    """Is never called: `manifest.read` does it."""
     raise NotImplementedError
 
 
@@ -50,12 +50,10 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
   Attributes:
     manifest: all of it but fingerprints and digest.
-    names: the leaves, in the order of the fingerprints.
-    fingerprints: an array of a number for each leaf.
+    fingerprints: an array of a number for each leaf, in the same order.
   """
 
   manifest: dict[str, Any]
-  names: Sequence[str]
   fingerprints: jax.Array
 
 
@@ -65,8 +63,10 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
     return
   numbers = np.asarray(save.fingerprints)  # waits for them
   leaves = {
-    name: {**save.manifest['leaves'][name], 'fingerprint': int(number)}
-    for name, number in zip(save.names, numbers, strict=True)
+    name: {**kind, 'fingerprint': int(number)}
+    for (name, kind), number in zip(
+      save.manifest['leaves'].items(), numbers, strict=True
+    )
   }
   manifest = {**save.manifest, 'leaves': leaves}
   manifest['digest'] = manifest_lib.digest(manifest)
@@ -107,7 +107,10 @@ class Preservation:
     """
     for step in steps:
       if step not in self._scores:
-        self._scores[step] = self._read_score(step)
+        self._scores[step] = None
+        with contextlib.suppress(ValueError):  # the step is damaged
+          manifest = manifest_lib.read(self._folder / str(step), step)
+          self._scores[step] = manifest['host'].get('score')
     return manifest_lib.best({step: self._scores[step] for step in steps})
 
   def should_preserve(
@@ -116,21 +119,8 @@ class Preservation:
     """Returns for each step whether it is kept; Orbax calls it."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
-    kept = self._kept(steps)
-    return [step in kept for step in steps]
-
-  def _kept(self, steps: Sequence[int]) -> set[int | None]:
     if self._keep is None:
-      return set(steps)
+      return [True] * len(steps)
     every = self._keep_every
-    regular = {step for step in steps if every and step % every == 0}
-    newest = sorted(steps)[-self._keep :]
-    return {*newest, *regular, self.best(steps)}
-
-  def _read_score(self, step: int) -> float | None:
-    """Returns the score of a step; None if it has none or is damaged."""
-    try:
-      manifest = saved_steps.read_manifest(self._folder / str(step), step)
-    except ValueError:
-      return None
-    return manifest['host'].get('score')
+    kept = {*sorted(steps)[-self._keep :], self.best(steps)}
+    return [step in kept or (every > 0 and step % every == 0) for step in steps]

@@ -71,13 +71,11 @@ class PendingSave:
       self._is_beginning = False
 
   @property
-  def is_going_on(self) -> bool:
-    """Whether nobody has learnt yet how the save ended."""
-    return self._manager is not None
-
-  @property
   def step(self) -> int:
-    """The step of the save that is going on; 0 if there is none."""
+    """The step of the save that is going on; 0 if there is none.
+
+    A save goes on until `check` or `wait` has told how it ended.
+    """
     return 0 if self._manager is None else self._step
 
   @property

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import re
 
@@ -10,10 +9,6 @@ from stppo_jax.records.checkpoints import manifest as manifest_lib
 
 _UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
 _SET_ASIDE = re.compile(r'(\d+)\.corrupt\d*')
-
-
-class NewerSchema(ValueError):
-  """A newer version of this program has saved the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,36 +69,12 @@ def describe_size(count: float) -> str:
   return f'{count:.1f} {_UNITS[unit]}' if unit else f'{count} B'
 
 
-def read_manifest(path: pathlib.Path, step: int) -> dict:
-  """Returns the manifest of a checkpoint, checked by its digest.
-
-  Args:
-    path: the folder of the checkpoint.
-    step: its step.
-
-  Raises:
-    ValueError: it cannot be read, or is not that of the step; one line.
-  """
-  try:
-    manifest = json.loads((path / manifest_lib.FILE).read_text('utf-8'))
-  except OSError as error:
-    raise ValueError(str(error.strerror)) from error
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'not JSON ({error})') from error
-  problem = manifest_lib.problem(manifest, step)
-  if manifest_lib.is_newer(manifest):
-    raise NewerSchema(problem)
-  if problem:
-    raise ValueError(problem)
-  return manifest
-
-
 def _read(path: pathlib.Path, step: int) -> SavedStep:
   """Returns what the small files of a checkpoint say."""
   score, notes = None, ()
   try:
-    score = read_manifest(path, step)['host'].get('score')
-  except NewerSchema as error:
+    score = manifest_lib.read(path, step)['host'].get('score')
+  except manifest_lib.NewerSchema as error:
     notes = (str(error),)
   except ValueError as error:
     notes = (f'damaged: {manifest_lib.FILE}: {error}',)

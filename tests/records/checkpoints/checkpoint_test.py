@@ -165,7 +165,7 @@ def test_a_newer_schema_is_refused_and_nothing_is_changed(tmp_path):
   saved['digest'] = manifest_lib.digest(saved)
   manifest.write_text(json.dumps(saved))
   before = _listing(tmp_path)
-  with pytest.raises(checkpoint.NewerSchema) as caught:
+  with pytest.raises(manifest_lib.NewerSchema) as caught:
     _restore(tmp_path)
   assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
   said = 'step 2 is of schema 2, and this version of the program reads schema 1'
@@ -186,11 +186,11 @@ def test_a_save_beside_the_loop_has_the_bits_of_its_step(tmp_path):
   for step in (1, 2, 3):
     expected[step] = [x.copy() for x in jax.device_get(jax.tree.leaves(state))]
     saver.save(step, state, {}, waits=False)
-    assert saver.is_saving
+    assert saver.pending.step
     for _ in range(3):
       state = update(state)
   saver.wait()
-  assert saver.saved == 3 and saver.save_seconds > 0
+  assert saver.pending.saved == 3 and saver.pending.seconds > 0
   for step, leaves in expected.items():
     _, restored, _ = saver.restore_latest(_abstract(state), step=step)
     assert _bits(restored) == _bits(leaves)
@@ -201,7 +201,7 @@ def test_a_save_that_check_finds_ended_is_noted_in_the_folder(tmp_path):
   run_folder.write(tmp_path, run_folder.Run('train', 'id', 'digest'))
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   saver.save(1, {'x': jnp.arange(8)}, {}, waits=False)
-  while saver.is_saving:
+  while saver.pending.step:
     saver.check()
   # Now: a process that is killed never waits for the save.
   assert run_folder.read(tmp_path).has_saved
@@ -484,12 +484,12 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path, caplog):
     # Beside the loop, the failure is told when the next step asks.
     saver.save(2, {'x': state['x'] + 1}, {}, waits=False)
     with pytest.raises(pending_save.SaveFailed, match='step 2 could not be'):
-      while saver.is_saving:
+      while saver.pending.step:
         saver.check()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert not [record for record in caplog.records if record.exc_info]
-  assert saver.steps() == [1] and saver.saved == 1
+  assert saver.steps() == [1] and saver.pending.saved == 1
   assert saver.restore_latest(state)[0] == 1
   saver.save(2, {'x': state['x'] + 1}, {})  # there is room again
   step, restored, _ = saver.restore_latest(state)

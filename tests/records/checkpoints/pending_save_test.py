@@ -26,7 +26,7 @@ def test_a_save_that_is_being_begun_is_not_saved(tmp_path):
   with Manager(tmp_path / 'checkpoints') as manager:
     items = ocp.args.PyTreeSave({'x': jnp.arange(8)})
     pending.begin(manager, 1, items)
-    assert answers == [(0, False)] and pending.is_going_on
+    assert answers == [(0, False)] and pending.step
     assert pending.wait() and pending.saved == 1
     assert manager.all_steps() == [1]
 
@@ -76,4 +76,4 @@ def test_one_of_several_hosts_learns_of_its_own_error_at_once():
     orbax_errors.logged.append(OSError('no space'))
     with pytest.raises(pending_save.SaveFailed, match='step 3 could not be'):
       ask(pending)
-    assert pending.holds_up_others and not pending.is_going_on
+    assert pending.holds_up_others and not pending.step
