@@ -11,6 +11,7 @@ import json
 import sys
 from typing import Any
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 
 # The passages of each query; None where a query's list is malformed.
@@ -56,20 +57,10 @@ def _clean(passage: types.Passage, max_chars: int) -> types.Passage:
   largest = sys.float_info.max
   return dataclasses.replace(
     passage,
-    id=_text(passage.id[:max_chars]),
-    title=_text(passage.title[:max_chars]),
-    text=_text(passage.text[:max_chars]),
+    id=text_lib.whole(passage.id[:max_chars]),
+    title=text_lib.whole(passage.title[:max_chars]),
+    text=text_lib.whole(passage.text[:max_chars]),
     score=float(min(max(passage.score, -largest), largest)),
-  )
-
-
-def _text(text: str) -> str:
-  """Returns a text with U+FFFD for each half of a surrogate pair.
-
-  JSON can escape such a half, which no tokenizer and no file accepts.
-  """
-  return text.encode('utf-16-le', 'surrogatepass').decode(
-    'utf-16-le', 'replace'
   )
 
 
