@@ -34,8 +34,7 @@ class Questions(Protocol):
     notes: a line for each question that is probably faulty.
   """
 
-  @property
-  def notes(self) -> Sequence[str]: ...
+  notes: Sequence[str] = ()
 
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
@@ -43,7 +42,7 @@ class Questions(Protocol):
     A generator returns `count` questions. Files ignore `count` and return a
     sample of all their questions.
     """
-    ...
+    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -71,12 +70,16 @@ class Questions(Protocol):
     ...
 
   def world_passages(self, world: int) -> Sequence[types.Passage]:
-    """Returns the passages of a world, for questions that have a world."""
-    ...
+    """Returns the passages of a world.
+
+    Raises:
+      LookupError: if there is no such world, or the questions have none.
+    """
+    raise LookupError(f'no world {world}: these questions have none')
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticQuestions:
+class SyntheticQuestions(Questions):
   """Questions on a new synthetic world in every step.
 
   World 0 is for evaluation. The encyclopedia does not depend on the seed of the
@@ -88,18 +91,12 @@ class SyntheticQuestions:
     world_seed: the seed of the encyclopedia.
     hops: the numbers of hops, which the questions take in turn.
     world_options: the options of `synthetic_wiki.make_world`.
-    notes: see `Questions`.
   """
 
   seed: int
   world_seed: int
   hops: tuple[int, ...]
   world_options: dict[str, int]
-  notes: tuple[str, ...] = ()
-
-  def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`."""
-    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -147,7 +144,7 @@ def _index(run: int, step: int) -> int:
   return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
 
 
-class StoredQuestions:
+class StoredQuestions(Questions):
   """Questions and passages from files, or from data sets that were built.
 
   A step takes the next `count` questions of the mixture's order. The questions
@@ -230,10 +227,6 @@ class StoredQuestions:
         'train a tokenizer'
       )
     return passages_lib.read_corpus(self._corpus)
-
-  def world_passages(self, world: int) -> list[types.Passage]:
-    """Raises LookupError: questions from files have no worlds."""
-    raise LookupError(f'no world {world}: the corpus is a file')
 
 
 class Data(Protocol):
