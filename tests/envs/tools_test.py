@@ -7,6 +7,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
+from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.envs import tool
 from stppo_jax.envs import tools
 from tests.rollout import dialogues
@@ -115,7 +116,7 @@ def test_rewards_are_weighted_scores_of_what_the_policy_wrote(texts, scores):
   rewards, found = _environment().rewards(
     _QUESTION, 'prompt', texts, _STATUS.COMPLETED
   )
-  assert tuple(found[name] for name in tools.SCORE_NAMES) == scores
+  assert tuple(found[name] for name in rewards_lib.SCORE_NAMES) == scores
   measures = found | {'exact_match': found['em']}
   assert rewards == {n: w * measures[n] for n, w in _WEIGHTS.items()}
   rewards, found = _environment().rewards(
