@@ -121,9 +121,7 @@ def _urls(name: str, mirror: str) -> Mapping[str, str]:
   """
   entry = published_lib.PUBLISHED[name]
   urls = {}
-  for original in (*entry.originals, entry.test_ids):
-    if original is None:
-      continue
+  for original in entry.originals:
     download = original.download or original.pattern
     url = f'{mirror.rstrip("/")}/{download}' if mirror else original.url
     if not url:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 from typing import Protocol
 
 import numpy as np
@@ -229,29 +230,14 @@ class StoredQuestions(Questions):
     return passages_lib.read_corpus(self._corpus)
 
 
-class Data(Protocol):
-  """The section `data` of a config that names files or built data sets.
-
-  Attributes:
-    name: jsonl for files, tfds for data sets that were built.
-    root: the folder of the files or of the data sets, or an address such as
-      gs://bucket/data.
-    train, evaluation: mixtures, see `data/mixtures.py`; `evaluation` may be ''.
-    corpus: a file of passages, relative to root; '' if a server has them.
-  """
-
-  name: str
-  root: str
-  train: str
-  evaluation: str
-  corpus: str
-
-
-def load(data: Data, *, seed: int) -> StoredQuestions:
+def load(data: Any, *, seed: int) -> StoredQuestions:
   """Returns the questions that the section `data` of a config names.
 
   Args:
-    data: the section.
+    data: the section: `name` (jsonl for files, tfds for data sets that were
+      built), `root` (a folder, or an address such as gs://bucket/data), the
+      mixtures `train` and `evaluation`, of which the second may be '', and
+      `corpus` (a file of passages below root; '' if a server has them).
     seed: the seed of the run.
 
   Raises:

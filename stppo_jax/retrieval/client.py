@@ -58,11 +58,6 @@ class HttpRetriever:
 
   It works in the event loop that calls it, in one loop at a time. Connections
   are closed at the end of that loop, or by `close`.
-
-  Attributes:
-    cache_hits, cache_misses: the numbers of queries with and without an answer
-      in the cache, since the start. A query counts as a hit, too, if another
-      caller already waits for its answer.
   """
 
   def __init__(
@@ -141,8 +136,6 @@ class HttpRetriever:
     # Whether a server of this address has ever answered a query.
     self._was_answered = False
     self._pending: _Pending | None = None
-    self.cache_hits = 0
-    self.cache_misses = 0
     self._reset_statistics()
 
   async def retrieve(
@@ -163,14 +156,9 @@ class HttpRetriever:
     address.check_corpus(corpus)
     key = corpus, query
     passages = self._cache.find(key)
-    if passages is not None:
-      self.cache_hits += 1
-    else:
+    if passages is None:
       pending = self._pending_here()
-      if key in pending.in_flight:
-        self.cache_hits += 1
-      else:
-        self.cache_misses += 1
+      if key not in pending.in_flight:
         self._enqueue(pending, key)
       # Shielded, because other callers may wait for the same future: the
       # cancellation of this one must not cancel it for them.

@@ -108,28 +108,16 @@ def make_app(
 
 
 def embedded(
-  passages: Sequence[types.Passage] | None = None,
-  *,
-  world_passages: WorldPassages | None = None,
-  recording: recording_lib.Recording | None = None,
-  limits: Limits | None = None,
+  passages: Sequence[types.Passage] | None = None, **options: Any
 ) -> http_server.EmbeddedServer:
   """Returns a context manager that serves BM25 search on a loopback port.
 
   Args:
     passages: the passages of the index; None = no index.
-    world_passages, recording, limits: see `make_app`.
+    **options: see `make_app`.
   """
-
-  def make():
-    return make_app(
-      None if passages is None else bm25.Bm25Index(passages),
-      world_passages=world_passages,
-      recording=recording,
-      limits=limits,
-    )
-
-  return http_server.EmbeddedServer(make)
+  index = lambda: None if passages is None else bm25.Bm25Index(passages)
+  return http_server.EmbeddedServer(lambda: make_app(index(), **options))
 
 
 class _Searches:
@@ -269,29 +257,26 @@ class _Service:
   ) -> tuple[list[str], int, bool]:
     """Returns queries, topk and whether scores are wanted, or refuses them."""
     limits, name = self._limits, dialect.queries
+    require = http_server.require
     queries = [fields[name]] if dialect.one_query else fields[name]
-    if not isinstance(queries, list) or not all(
+    expected = 'a string' if dialect.one_query else 'a list of strings'
+    texts = isinstance(queries, list) and all(
       isinstance(query, str) for query in queries
-    ):
-      expected = 'a string' if dialect.one_query else 'a list of strings'
-      raise _unprocessable(f'{name}: expected {expected}')
-    if len(queries) > limits.max_queries:
-      raise _unprocessable(
-        f'{name}: {len(queries)}, at most {limits.max_queries} are allowed'
-      )
-    if any(len(query) > limits.max_query_chars for query in queries):
-      raise _unprocessable(
-        f'{name}: at most {limits.max_query_chars} characters each'
-      )
-    topk = fields.get(dialect.topk)
+    )
+    require(texts, f'{name}: expected {expected}')
+    count, most = len(queries), limits.max_queries
+    require(count <= most, f'{name}: {count}, at most {most} are allowed')
+    longest, most = max(map(len, queries), default=0), limits.max_query_chars
+    require(longest <= most, f'{name}: at most {most} characters each')
+    topk, most = fields.get(dialect.topk), limits.max_topk
     topk = _DEFAULT_TOPK if topk is None else topk
-    if type(topk) is not int or not 1 <= topk <= limits.max_topk:
-      raise _unprocessable(
-        f'{dialect.topk}: expected an integer from 1 to {limits.max_topk}'
-      )
+    require(
+      type(topk) is int and 1 <= topk <= most,
+      f'{dialect.topk}: expected an integer from 1 to {most}',
+    )
     scores = fields.get(dialect.scores, False)
-    if not isinstance(scores, bool):
-      raise _unprocessable(f'{dialect.scores}: expected true or false')
+    boolean = isinstance(scores, bool)
+    require(boolean, f'{dialect.scores}: expected true or false')
     return queries, topk, scores
 
 
@@ -337,16 +322,12 @@ def _dialect_of(
 ) -> dialects.Dialect:
   """Returns the dialect that the fields of a request belong to."""
   candidates = [d for d in spoken if d.queries in fields]
-  if not candidates:
-    names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
-    raise _unprocessable(f'{names}: missing')
-  for dialect in candidates:
-    if set(fields) <= {dialect.queries, dialect.topk, dialect.scores}:
+  names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
+  http_server.require(bool(candidates), f'{names}: missing')
+  unknown = [
+    sorted(set(fields) - {d.queries, d.topk, d.scores}) for d in candidates
+  ]
+  for dialect, rest in zip(candidates, unknown):
+    if not rest:
       return dialect
-  first = candidates[0]
-  unknown = sorted(set(fields) - {first.queries, first.topk, first.scores})
-  raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
-
-
-def _unprocessable(detail: str) -> http_server.Refusal:
-  return http_server.Refusal(422, detail)
+  raise http_server.Refusal(422, f'unknown field {unknown[0][0][:40]!r}')

@@ -180,9 +180,9 @@ def test_options_are_checked_by_name():
   config.env.name = 'tools'
   config.env.tools.update(names=('abacus',), mcp_servers=('',), timeout=0.0)
   assert schema.check(config) == [
-    "env.tools.names=('abacus',): must be some of calculator",
     "env.tools.mcp_servers=('',): must be addresses or commands, such as "
     "('http://localhost:8000/mcp',)",
+    "env.tools.names=('abacus',): must be some of calculator",
     'env.tools.timeout=0.0: must be greater than 0',
   ]
 

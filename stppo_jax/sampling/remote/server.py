@@ -149,28 +149,19 @@ class ModelServer:
       if stopped or any(stop in text for stop in stops):
         reason = 'stop'
     choice = {
-      'index': 0,
       'text': text.decode('utf-8', 'replace'),
       'finish_reason': reason,
       'token_ids': ids,
       'prompt_token_ids': prompt,
       'logprobs': {'token_logprobs': logprobs},
     }
-    return {
-      'object': 'text_completion',
-      'model': self._name,
-      'weight_version': self.weight_version,
-      'choices': [choice],
-    }
+    return {'weight_version': self.weight_version, 'choices': [choice]}
 
   def _models(self) -> Fields:
-    card = {
-      'id': self._name,
-      'object': 'model',
-      'owned_by': KIND,
-      'max_model_len': self._max_length,
+    length = self._max_length
+    return {
+      'data': [{'id': self._name, 'owned_by': KIND, 'max_model_len': length}]
     }
-    return {'object': 'list', 'data': [card]}
 
   async def _complete(self, fields: Fields) -> Fields:
     return await self._run(self.write, self._parse(fields))
@@ -192,7 +183,7 @@ class ModelServer:
       await self._run(self._load, folder, version)
     except (ValueError, OSError) as error:
       raise http_server.Refusal(400, str(error)) from error
-    return {'success': True, 'message': 'loaded'}
+    return {'success': True}
 
   def _compile(self, sampling: sampler.Sampling) -> Callable:
     """Returns a new program, which is freed when the cache drops it."""
@@ -211,32 +202,33 @@ class ModelServer:
 
   def _parse(self, fields: Fields) -> dialects.Request:
     """Returns the request of POST /v1/completions, or refuses a field."""
+    require = http_server.require
     for name, value in fields.items():
       if name in _FIXED:
         fixed = json.dumps(_FIXED[name])
-        _require(value == _FIXED[name], f'{name}: only {fixed} is served')
+        require(value == _FIXED[name], f'{name}: only {fixed} is served')
       else:
-        _require(name in _DEFAULTS, f'unknown field {name[:40]!r}')
+        require(name in _DEFAULTS, f'unknown field {name[:40]!r}')
         kind = type(_DEFAULTS[name])
-        _require(_is(value, kind), f'{name}: expected {kind.__name__}')
+        require(_is(value, kind), f'{name}: expected {kind.__name__}')
     asked = _DEFAULTS | fields
     if asked['model'] != self._name:
       raise http_server.Refusal(404, f'no model {asked["model"][:80]!r}')
     size, most = self._policy.config.vocab_size, asked['max_tokens']
     for name in ('prompt', 'stop_token_ids'):
       known = all(type(n) is int and 0 <= n < size for n in asked[name])
-      _require(known, f'{name}: expected ids in [0, {size})')
+      require(known, f'{name}: expected ids in [0, {size})')
     texts = all(isinstance(stop, str) and stop for stop in asked['stop'])
     fits = len(asked['stop']) <= _MAX_STOPS
-    _require(texts and fits, f'stop: expected up to {_MAX_STOPS} strings')
+    require(texts and fits, f'stop: expected up to {_MAX_STOPS} strings')
     some = bool(asked['prompt']) and most >= 1
-    _require(some, 'prompt, max_tokens: at least one token each')
+    require(some, 'prompt, max_tokens: at least one token each')
     length, room = len(asked['prompt']) + most, self._max_length
-    _require(length <= room, f'{length} tokens, {room} fit')
+    require(length <= room, f'{length} tokens, {room} fit')
     temperature, top_p = asked['temperature'], asked['top_p']
-    _require(temperature > 0, 'temperature: expected a number above 0')
+    require(temperature > 0, 'temperature: expected a number above 0')
     shares = 0 < top_p <= 1 and 0 <= asked['min_p'] <= 1
-    _require(shares, 'top_p, min_p: expected fractions')
+    require(shares, 'top_p, min_p: expected fractions')
     return dialects.Request(
       prompt_ids=asked['prompt'],
       max_tokens=most,
@@ -247,11 +239,6 @@ class ModelServer:
       stop_strings=asked['stop'],
       stop_ids=asked['stop_token_ids'],
     )
-
-
-def _require(is_fine: bool, line: str) -> None:
-  if not is_fine:
-    raise http_server.Refusal(422, line)
 
 
 def _is(value: Any, kind: type) -> bool:
