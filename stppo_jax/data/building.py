@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import logging
 import pathlib
 import re
 
@@ -10,8 +9,6 @@ from stppo_jax.data import layout
 from stppo_jax.data import originals
 from stppo_jax.data import published as published_lib
 from stppo_jax.data import tables
-
-_log = logging.getLogger(__name__)
 
 # The name is part of a path and of a mixture, so it has no slash and no space.
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)

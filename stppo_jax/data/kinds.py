@@ -44,9 +44,7 @@ def _synthetic_wiki(data, *, seed: int) -> questions_lib.Questions:
 
 
 def _arithmetic(data, *, seed: int) -> questions_lib.Questions:
-  return arithmetic.ArithmeticQuestions(
-    seed=seed, max_number=data.arithmetic.max_number
-  )
+  return arithmetic.ArithmeticQuestions(seed, data.arithmetic.max_number)
 
 
 def _games(data, *, seed: int) -> questions_lib.Questions:

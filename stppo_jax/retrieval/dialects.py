@@ -113,9 +113,8 @@ def _read_passage(item: Any) -> types.Passage:
   """Reads `{"document": {...}, "score": 0.8}`, or a bare document."""
   if not isinstance(item, dict) or 'document' not in item:
     return passages_lib.passage_of(item)
-  if 'score' not in item:
-    return passages_lib.passage_of(item['document'])
-  return passages_lib.passage_of(item['document'], score=_score(item['score']))
+  score = _score(item.get('score', 0.0))
+  return passages_lib.passage_of(item['document'], score=score)
 
 
 def _read_content(item: Any) -> types.Passage:

@@ -190,14 +190,13 @@ def _completion_body(model: str, request: Request) -> dict[str, Any]:
 
 def _read_completion(request: Request, reply: bytes) -> Answer:
   fields = _fields(reply)
-  choices = fields.get('choices')
-  if not isinstance(choices, list) or len(choices) != 1:
-    raise ValueError('the reply has no one choice')
-  (choice,) = choices
-  if not isinstance(choice, dict):
-    raise ValueError('the choice is no JSON object')
-  if choice.get('finish_reason') not in ('stop', 'length'):
-    raise ValueError(f'finish_reason={str(choice.get("finish_reason"))[:40]!r}')
+  match fields.get('choices'):
+    case [dict(choice)]:
+      reason = choice.get('finish_reason')
+    case _:
+      raise ValueError('the reply has no one choice')
+  if reason not in ('stop', 'length'):
+    raise ValueError(f'finish_reason={str(reason)[:40]!r}')
   # vLLM has the prompt's ids in each choice, because one of its requests may
   # have several prompts.
   echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
