@@ -1,4 +1,4 @@
-"""Text from outside: without our tags, and in the form that answers compare.
+"""Text from outside: valid, without our tags, and in a form to compare answers.
 
 `neutralise_tags` ends at a fixed point: applied again it changes nothing, so a
 tag cannot be assembled from the remains of another.
@@ -112,3 +112,13 @@ def normalise(text: str) -> str:
   """
   text = text.lower().translate(_DELETE_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())
+
+
+def whole(text: str) -> str:
+  """Returns a text with U+FFFD for each half of a surrogate pair.
+
+  JSON can escape such a half, which no tokenizer and no file accepts.
+  """
+  return text.encode('utf-16-le', 'surrogatepass').decode(
+    'utf-16-le', 'replace'
+  )

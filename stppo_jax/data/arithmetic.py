@@ -8,6 +8,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.data import demonstrations
+from stppo_jax.data import questions as questions_lib
 
 _OPERATIONS = {'+': operator.add, '-': operator.sub, '*': operator.mul}
 _DATA_SET = 'arithmetic'
@@ -27,25 +28,18 @@ _ERRORS = ('no_call', 'other_expression')
 
 
 @dataclasses.dataclass(frozen=True)
-class ArithmeticQuestions:
+class ArithmeticQuestions(questions_lib.Questions):
   """Questions with two numbers and one operation; no result is negative.
 
   A hash of the expression decides whether it is for training or for evaluation.
-  This is a `questions.Questions`.
 
   Attributes:
     seed: the seed of the run.
     max_number: the largest number in a question.
-    notes: see `questions.Questions`.
   """
 
   seed: int
   max_number: int
-  notes: tuple[str, ...] = ()
-
-  def training_sample(self, count: int) -> list[types.Question]:
-    """See `questions.Questions`."""
-    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -69,10 +63,6 @@ class ArithmeticQuestions:
       'data.name=arithmetic: has no passages; env.name must be one that does '
       'not search, such as tools'
     )
-
-  def world_passages(self, world: int) -> list[types.Passage]:
-    """Raises LookupError: there is nothing to search."""
-    raise LookupError(f'no world {world}: arithmetic has no passages')
 
   def demonstrated(self, step: int, count: int) -> list[str]:
     """Returns the expressions of the demonstrations of a step."""
@@ -101,34 +91,24 @@ class ArithmeticQuestions:
 
 
 @dataclasses.dataclass(frozen=True)
-class CalculatorDemonstrations:
+class CalculatorDemonstrations(demonstrations.Demonstrations):
   """Demonstrations that call the calculator and answer with its result.
 
   The demonstrator may err in every turn. In the first turn it guesses without
   a call, or calls with another number. In the second turn it answers with the
   first number of the question instead of the result.
-  This is a `demonstrations.Demonstrations`.
 
   Attributes:
     questions: the questions of the run.
-    error_rate: the probability of an error in a turn.
-    clean_steps: the number of steps at the start that have no errors.
+    noise: the errors of the demonstrator.
   """
 
   questions: ArithmeticQuestions
-  error_rate: float
-  clean_steps: int
+  noise: demonstrations.Noise
 
-  def batch(
-    self, step: int, count: int
-  ) -> list[tuple[types.Question, list[str]]]:
+  def batch(self, step: int, count: int) -> list[demonstrations.Demonstration]:
     """See `demonstrations.Demonstrations`."""
-    rng, rate = demonstrations.noise(
-      self.questions.seed,
-      step,
-      error_rate=self.error_rate,
-      clean_steps=self.clean_steps,
-    )
+    rng, rate = self.noise.of_step(step)
     return [
       (_question(expression), self._turns(expression, rng, rate))
       for expression in self.questions.demonstrated(step, count)

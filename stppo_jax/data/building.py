@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import logging
 import pathlib
 import re
 
@@ -10,8 +9,6 @@ from stppo_jax.data import layout
 from stppo_jax.data import originals
 from stppo_jax.data import published as published_lib
 from stppo_jax.data import tables
-
-_log = logging.getLogger(__name__)
 
 # The name is part of a path and of a mixture, so it has no slash and no space.
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)
@@ -121,9 +118,7 @@ def _urls(name: str, mirror: str) -> Mapping[str, str]:
   """
   entry = published_lib.PUBLISHED[name]
   urls = {}
-  for original in (*entry.originals, entry.test_ids):
-    if original is None:
-      continue
+  for original in entry.originals:
     download = original.download or original.pattern
     url = f'{mirror.rstrip("/")}/{download}' if mirror else original.url
     if not url:

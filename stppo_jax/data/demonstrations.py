@@ -33,19 +33,24 @@ class Demonstrations(Protocol):
     ...
 
 
-def noise(
-  seed: int, step: int, *, error_rate: float, clean_steps: int
-) -> tuple[np.random.Generator, float]:
-  """Returns the random numbers of a step, and the probability of an error.
+@dataclasses.dataclass(frozen=True)
+class Noise:
+  """The errors of a demonstrator.
 
-  Args:
+  Attributes:
     seed: the seed of the errors.
-    step: the step of the imitation.
-    error_rate: the probability of an error after the clean steps.
+    error_rate: the probability of an error at each decision.
     clean_steps: the number of steps at the start that have no errors.
   """
-  rate = 0.0 if step < clean_steps else error_rate
-  return np.random.default_rng((seed, step)), rate
+
+  seed: int
+  error_rate: float
+  clean_steps: int = 0
+
+  def of_step(self, step: int) -> tuple[np.random.Generator, float]:
+    """Returns the random numbers and the probability of an error."""
+    rate = 0.0 if step < self.clean_steps else self.error_rate
+    return np.random.default_rng((self.seed, step)), rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,31 +59,24 @@ class SyntheticDemonstrations:
 
   Attributes:
     questions: the questions of the run, whose encyclopedia is used.
-    error_rate: the probability of an error at each decision.
-    clean_one_hop_steps: the number of steps at the start that have one hop and
-      no errors, so that the policy learns to copy first.
-    clean_steps: the number of steps after those, with all hops and no errors.
+    noise: the errors of the demonstrator.
+    one_hop_steps: the number of steps at the start that have one hop, so that
+      the policy learns to copy first.
     think_words: the number of filler words at the start of each <think>.
   """
 
   questions: questions_lib.SyntheticQuestions
-  error_rate: float
-  clean_one_hop_steps: int
-  clean_steps: int
+  noise: Noise
+  one_hop_steps: int
   think_words: int
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
-    one_hop = step < self.clean_one_hop_steps
+    one_hop = step < self.one_hop_steps
     world, chains = self.questions.demonstration_chains(
       step, count, hops=(1,) if one_hop else self.questions.hops
     )
-    rng, rate = noise(
-      self.questions.seed,
-      step,
-      error_rate=self.error_rate,
-      clean_steps=self.clean_one_hop_steps + self.clean_steps,
-    )
+    rng, rate = self.noise.of_step(step)
     return [
       (
         chain.question,
@@ -99,17 +97,15 @@ class LookupDemonstrations:
 
   Attributes:
     questions: the questions of the run.
-    seed: the seed of the errors.
-    error_rate: the probability of an answer without a search.
+    noise: an error is an answer without a search.
   """
 
   questions: questions_lib.Questions
-  seed: int
-  error_rate: float
+  noise: Noise
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
-    rng = np.random.default_rng((self.seed, step))
+    rng, rate = self.noise.of_step(step)
     result = []
     for question in self.questions.train(step, count):
       query, answer = map(
@@ -117,7 +113,7 @@ class LookupDemonstrations:
         (question.text, question.golden_answers[0]),
       )
       turns = []
-      if rng.random() >= self.error_rate:
+      if rng.random() >= rate:
         turns.append(
           f'<think> I look it up. </think><search> {query} </search>'
         )

@@ -13,7 +13,6 @@ import pathlib
 from typing import Any
 
 Fields = dict[str, Any]
-_LETTERS = 'ABCDEFGHIJ'
 
 
 def nq_open(row: Any, file: pathlib.PurePath) -> Fields:
@@ -106,8 +105,9 @@ def medmcqa(row: Any, file: pathlib.PurePath) -> Fields:
   number = _get(row, 'cop')
   if not isinstance(number, int) or not first <= number < first + 4:
     raise ValueError(f'"cop": expected {first} to {first + 3}, got {number!r}')
-  letter = _LETTERS[number - first]
-  fields = _choice(_get(row, 'question'), _lettered(options), letter)
+  letters = 'ABCD'
+  options = dict(zip(letters, options))
+  fields = _choice(_get(row, 'question'), options, letters[number - first])
   return {'id': _get(row, 'id')} | fields
 
 
@@ -148,10 +148,6 @@ def _choice(question: Any, options: Any, letter: Any) -> Fields:
     'options': dict(options),
     'answer_key': letter,
   }
-
-
-def _lettered(options: Sequence[str]) -> dict[str, str]:
-  return dict(zip(_LETTERS, options))
 
 
 def _get(row: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.data import demonstrations
+from stppo_jax.data import questions as questions_lib
 
 _DATA_SET = 'games'
 _FOR_EVALUATION = 10_000  # the numbers below are for evaluation
@@ -16,25 +17,19 @@ _ALL = 2**29  # the number of games for training where the config sets no limit
 
 
 @dataclasses.dataclass(frozen=True)
-class GameQuestions:
+class GameQuestions(questions_lib.Questions):
   """Questions without a text, whose id is the number of a game.
 
-  This is a `questions.Questions`. Runs of different seeds train on different
-  games, unless `count` limits them. All runs are evaluated on the same games.
+  Runs of different seeds train on different games, unless `count` limits them.
+  All runs are evaluated on the same games.
 
   Attributes:
     seed: the seed of the run.
     count: the number of games for training; 0 for new ones in every step.
-    notes: see `questions.Questions`.
   """
 
   seed: int
   count: int
-  notes: tuple[str, ...] = ()
-
-  def training_sample(self, count: int) -> list[types.Question]:
-    """See `questions.Questions`."""
-    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -65,10 +60,6 @@ class GameQuestions:
       'games, such as textworld'
     )
 
-  def world_passages(self, world: int) -> list[types.Passage]:
-    """Raises LookupError: there is nothing to search."""
-    raise LookupError(f'no world {world}: games have no passages')
-
 
 class Player(Protocol):
   """An environment that can play its games to the end."""
@@ -89,35 +80,25 @@ class Player(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class GameDemonstrations:
+class GameDemonstrations(demonstrations.Demonstrations):
   """Demonstrations of the games that are trained on.
 
   The demonstrator may err in every turn: it then plays a random command.
-  This is a `demonstrations.Demonstrations`.
 
   Attributes:
     questions: the questions of the run, with a limited number of games, because
       a new game takes a tenth of a second to make.
     player: the environment of the run.
-    error_rate: the probability of an error in a turn.
-    clean_steps: the number of steps at the start that have no errors.
+    noise: the errors of the demonstrator.
   """
 
   questions: GameQuestions
   player: Player
-  error_rate: float
-  clean_steps: int
+  noise: demonstrations.Noise
 
-  def batch(
-    self, step: int, count: int
-  ) -> list[tuple[types.Question, list[str]]]:
+  def batch(self, step: int, count: int) -> list[demonstrations.Demonstration]:
     """See `demonstrations.Demonstrations`."""
-    rng, rate = demonstrations.noise(
-      self.questions.seed,
-      step,
-      error_rate=self.error_rate,
-      clean_steps=self.clean_steps,
-    )
+    rng, rate = self.noise.of_step(step)
 
     def choose(right: str, possible: Sequence[str]) -> str:
       if rng.random() >= rate:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 
@@ -43,9 +44,7 @@ def _synthetic_wiki(data, *, seed: int) -> questions_lib.Questions:
 
 
 def _arithmetic(data, *, seed: int) -> questions_lib.Questions:
-  return arithmetic.ArithmeticQuestions(
-    seed=seed, max_number=data.arithmetic.max_number
-  )
+  return arithmetic.ArithmeticQuestions(seed, data.arithmetic.max_number)
 
 
 def _games(data, *, seed: int) -> questions_lib.Questions:
@@ -79,6 +78,10 @@ def demonstrations_of(
   Raises:
     ValueError: there are none; one line.
   """
+  sft = config.sft
+  noise = demonstrations.Noise(
+    config.seed, sft.error_rate, sft.clean_one_hop_steps + sft.clean_steps
+  )
   if isinstance(questions, games.GameQuestions):
     if not hasattr(environment, 'demonstrate'):
       raise ValueError(
@@ -91,26 +94,16 @@ def demonstrations_of(
         'data.games.count=0: must be greater than 0 for demonstrations, '
         'because a new game takes long to make'
       )
-    return games.GameDemonstrations(
-      questions=questions,
-      player=environment,
-      error_rate=config.sft.error_rate,
-      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
-    )
+    return games.GameDemonstrations(questions, environment, noise)
   if isinstance(questions, questions_lib.SyntheticQuestions):
     return demonstrations.SyntheticDemonstrations(
       questions=questions,
-      error_rate=config.sft.error_rate,
-      clean_one_hop_steps=config.sft.clean_one_hop_steps,
-      clean_steps=config.sft.clean_steps,
+      noise=noise,
+      one_hop_steps=sft.clean_one_hop_steps,
       think_words=config.data.synthetic_wiki.think_words,
     )
   if isinstance(questions, arithmetic.ArithmeticQuestions):
-    return arithmetic.CalculatorDemonstrations(
-      questions=questions,
-      error_rate=config.sft.error_rate,
-      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
-    )
-  return demonstrations.LookupDemonstrations(
-    questions=questions, seed=config.seed, error_rate=config.sft.error_rate
-  )
+    return arithmetic.CalculatorDemonstrations(questions, noise)
+  # These always have errors: the form of their dialogues needs no clean steps.
+  noise = dataclasses.replace(noise, clean_steps=0)
+  return demonstrations.LookupDemonstrations(questions, noise)

@@ -30,9 +30,7 @@ class FilesMissing(ValueError):
 def needed(name: str) -> str:
   """Returns a message on the files of a published data set and their home."""
   entry = published_lib.PUBLISHED[name]
-  originals = [*entry.originals]
-  originals += [entry.test_ids] if entry.test_ids else []
-  names = dict.fromkeys(original.pattern for original in originals)
+  names = dict.fromkeys(original.pattern for original in entry.originals)
   return (
     f'give the original files with --from_files=FOLDER, which holds '
     f'{", ".join(names)} from {entry.home}, or files of questions with '
@@ -56,15 +54,14 @@ def in_place(name: str, place: pathlib.Path) -> Files:
   for original in entry.originals:
     for file in tables.find(place, original.pattern):
       found.setdefault(original.split, []).append(file)
-  if not found:
+  if not found.keys() - {published_lib.TEST_IDS}:
     raise FilesMissing(f'{name}: no original file in {place}; {needed(name)}')
-  if entry.test_ids:
-    ids = tables.find(place, entry.test_ids.pattern)
-    if not ids:
+  for original in entry.originals:
+    # A split may be absent, but not what divides the questions into splits.
+    if original.split == published_lib.TEST_IDS and original.split not in found:
       raise FilesMissing(
-        f'{name}: no {entry.test_ids.pattern} in {place}; {needed(name)}'
+        f'{name}: no {original.pattern} in {place}; {needed(name)}'
       )
-    found[published_lib.TEST_IDS] = ids
   return found
 
 

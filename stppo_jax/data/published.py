@@ -15,7 +15,9 @@ from typing import Any
 from stppo_jax.data import formats
 
 SPLITS = ('train', 'validation', 'test')
-TEST_IDS = 'test_ids'  # the key of `Published.test_ids` in a table of splits
+# In place of a split: a JSON file whose keys are the ids of the test questions,
+# which the other files mix with the training questions.
+TEST_IDS = 'test_ids'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Original:
   """A file of a published data set.
 
   Attributes:
-    split: the split that it holds: one of SPLITS.
+    split: the split that it holds: one of SPLITS, or TEST_IDS.
     pattern: the end of its path, as the authors name it; see `tables.find`.
     url: the address of the file, or of the archive that holds it; '' where
       a program cannot fetch it.
@@ -47,9 +49,6 @@ class Published:
     read: converts a row of its files to our fields, see `formats`.
     originals: its files.
     columns: see `tables.TableFile`.
-    test_ids: a JSON file whose keys are the ids of the test questions, which
-      the other files mix with the training questions; None if the files are
-      split already.
   """
 
   title: str
@@ -58,7 +57,6 @@ class Published:
   read: Callable[[Any, pathlib.PurePath], formats.Fields]
   originals: Sequence[Original]
   columns: Sequence[str] = ()
-  test_ids: Original | None = None
 
 
 def _at(base: str, **names: str) -> tuple[Original, ...]:
@@ -194,10 +192,11 @@ PUBLISHED: Mapping[str, Published] = {
     'https://github.com/pubmedqa/pubmedqa',
     'MIT',
     formats.pubmedqa,
-    _at(f'{_GITHUB}/pubmedqa/pubmedqa/master/data', train='ori_pqal.json'),
-    test_ids=_at(
-      f'{_GITHUB}/pubmedqa/pubmedqa/master/data', test='test_ground_truth.json'
-    )[0],
+    _at(
+      f'{_GITHUB}/pubmedqa/pubmedqa/master/data',
+      train='ori_pqal.json',
+      test_ids='test_ground_truth.json',
+    ),
   ),
   'mmlu-med': Published(
     'MMLU, six medical subjects',

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 from typing import Protocol
 
 import numpy as np
@@ -34,8 +35,7 @@ class Questions(Protocol):
     notes: a line for each question that is probably faulty.
   """
 
-  @property
-  def notes(self) -> Sequence[str]: ...
+  notes: Sequence[str] = ()
 
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
@@ -43,7 +43,7 @@ class Questions(Protocol):
     A generator returns `count` questions. Files ignore `count` and return a
     sample of all their questions.
     """
-    ...
+    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -71,12 +71,16 @@ class Questions(Protocol):
     ...
 
   def world_passages(self, world: int) -> Sequence[types.Passage]:
-    """Returns the passages of a world, for questions that have a world."""
-    ...
+    """Returns the passages of a world.
+
+    Raises:
+      LookupError: if there is no such world, or the questions have none.
+    """
+    raise LookupError(f'no world {world}: these questions have none')
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticQuestions:
+class SyntheticQuestions(Questions):
   """Questions on a new synthetic world in every step.
 
   World 0 is for evaluation. The encyclopedia does not depend on the seed of the
@@ -88,18 +92,12 @@ class SyntheticQuestions:
     world_seed: the seed of the encyclopedia.
     hops: the numbers of hops, which the questions take in turn.
     world_options: the options of `synthetic_wiki.make_world`.
-    notes: see `Questions`.
   """
 
   seed: int
   world_seed: int
   hops: tuple[int, ...]
   world_options: dict[str, int]
-  notes: tuple[str, ...] = ()
-
-  def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`."""
-    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -147,7 +145,7 @@ def _index(run: int, step: int) -> int:
   return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
 
 
-class StoredQuestions:
+class StoredQuestions(Questions):
   """Questions and passages from files, or from data sets that were built.
 
   A step takes the next `count` questions of the mixture's order. The questions
@@ -231,34 +229,15 @@ class StoredQuestions:
       )
     return passages_lib.read_corpus(self._corpus)
 
-  def world_passages(self, world: int) -> list[types.Passage]:
-    """Raises LookupError: questions from files have no worlds."""
-    raise LookupError(f'no world {world}: the corpus is a file')
 
-
-class Data(Protocol):
-  """The section `data` of a config that names files or built data sets.
-
-  Attributes:
-    name: jsonl for files, tfds for data sets that were built.
-    root: the folder of the files or of the data sets, or an address such as
-      gs://bucket/data.
-    train, evaluation: mixtures, see `data/mixtures.py`; `evaluation` may be ''.
-    corpus: a file of passages, relative to root; '' if a server has them.
-  """
-
-  name: str
-  root: str
-  train: str
-  evaluation: str
-  corpus: str
-
-
-def load(data: Data, *, seed: int) -> StoredQuestions:
+def load(data: Any, *, seed: int) -> StoredQuestions:
   """Returns the questions that the section `data` of a config names.
 
   Args:
-    data: the section.
+    data: the section: `name` (jsonl for files, tfds for data sets that were
+      built), `root` (a folder, or an address such as gs://bucket/data), the
+      mixtures `train` and `evaluation`, of which the second may be '', and
+      `corpus` (a file of passages below root; '' if a server has them).
     seed: the seed of the run.
 
   Raises:

@@ -206,11 +206,7 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
   if 'answers' not in fields:
     raise ValueError('no "answers"')
   answers = fields['answers']
-  if (
-    not isinstance(answers, list)
-    or not answers
-    or not all(isinstance(answer, str) for answer in answers)
-  ):
+  if not answers or not _is_strings(answers):
     raise ValueError('"answers": expected a list of strings, one at least')
   return tuple(answers)
 
@@ -234,11 +230,14 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def _gold_passages(fields: Mapping[str, Any]) -> tuple[str, ...]:
   passages = fields.get('gold_pids', [])
-  if not isinstance(passages, list) or not all(
-    isinstance(passage, str) for passage in passages
-  ):
+  if not _is_strings(passages):
     raise ValueError('"gold_pids": expected a list of strings')
   return tuple(passages)
+
+
+def _is_strings(value: Any) -> bool:
+  """Returns whether a JSON value is a list of strings."""
+  return isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
 def _hops(fields: Mapping[str, Any]) -> int:

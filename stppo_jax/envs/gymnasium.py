@@ -57,7 +57,6 @@ class GymnasiumEnvironment(protocol.Environment):
   stop_strings = commands.STOP_STRINGS
   tags = commands.TAGS
   main_score = 'return'
-  needs_retriever = False
 
   def __init__(
     self, *, make: Any, max_turns: int, prompt_template: str, timeout: float
@@ -65,9 +64,7 @@ class GymnasiumEnvironment(protocol.Environment):
     self._make = make
     self._timeout = timeout
     self._max_turns = max_turns
-    self._template = BUILT_IN
-    if prompt_template:
-      self._template = prompts.load_template(prompt_template)
+    self._template = prompts.load_template(prompt_template, BUILT_IN)
 
   @classmethod
   def from_options(
@@ -86,12 +83,6 @@ class GymnasiumEnvironment(protocol.Environment):
   def phrases(vocabulary: Sequence[str]) -> list[str]:
     """Returns the tags and the vocabulary."""
     return [*commands.TAGS, *vocabulary, commands.CORRECTION]
-
-  @staticmethod
-  def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns no metrics."""
-    del trajectories
-    return {}
 
   def episode(self, question: types.Question) -> '_Episode':
     """Returns the environment of one trajectory."""

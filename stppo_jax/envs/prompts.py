@@ -1,6 +1,5 @@
 """The texts of the search dialogue: prompt, passages, correction, phrases."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 
@@ -32,18 +31,19 @@ _CORRECTION = (
 )
 
 
-def load_template(path: str) -> str:
+def load_template(path: str, built_in: str = BUILT_IN) -> str:
   """Reads a prompt template.
 
   Args:
     path: a text file that contains `{question}`; '' for the built-in prompt.
+    built_in: the built-in prompt.
 
   Raises:
     ValueError: if the file is missing, is not UTF-8 or contains no
       placeholder; the message is one line.
   """
   if not path:
-    return BUILT_IN
+    return built_in
   try:
     template = pathlib.Path(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,8 @@ def fill(template: str, question: types.Question) -> str:
   """
   text = question.text
   if question.kind == 'choice':
-    text += '\nOptions:\n' + _option_lines(question.options)
+    options = (f'{key}. {option}' for key, option in question.options.items())
+    text += '\nOptions:\n' + '\n'.join(options)
   text = text_lib.neutralise_tags(text)
   # str.format would fail on other braces in the template, which are text.
   return template.replace(PLACEHOLDER, text)
@@ -98,7 +99,3 @@ def phrases(vocabulary: Sequence[str]) -> list[str]:
   """
   tags = [*text_lib.TAGS, *_INFORMATION]
   return [*tags, *vocabulary, _CORRECTION, *_FORM]
-
-
-def _option_lines(options: Mapping[str, str]) -> str:
-  return '\n'.join(f'{letter}. {text}' for letter, text in options.items())

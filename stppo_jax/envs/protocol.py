@@ -141,7 +141,7 @@ class Environment(Episode, Protocol):
   stop_strings: tuple[str, ...]
   tags: tuple[str, ...]
   main_score: str
-  needs_retriever: bool
+  needs_retriever: bool = False
   tools: Sequence[Mapping[str, Any]] = ()
 
   @classmethod
@@ -176,7 +176,8 @@ class Environment(Episode, Protocol):
     Args:
       trajectories: at least one; none of them ended in INFRA_ERROR.
     """
-    ...
+    del trajectories
+    return {}
 
   def episode(self, question: types.Question) -> Episode:
     """Returns the object that answers the turns of one trajectory.

@@ -17,6 +17,12 @@ from stppo_jax.envs import actions
 # The name of the score that says whether an answer is right. It is the accuracy
 # of the choice if the question has options.
 EXACT_MATCH = 'em'
+SCORE_NAMES: tuple[str, ...] = (
+  EXACT_MATCH,
+  'f1',
+  'substring_match',
+  'format',
+)
 _ANSWER = re.compile('<answer>(.*?)</answer>', re.DOTALL)
 _LETTER = re.compile(r'(?:option\s+)?\(?([a-z])(?:[).:]+(?:\s+(.+))?)?', re.S)
 
@@ -130,6 +136,14 @@ def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
     'f1': token_f1(answer, golden),
     'substring_match': substring_match(answer, golden),
   }
+
+
+def weighted(
+  weights: Mapping[str, float], scores: Mapping[str, float]
+) -> dict[str, float]:
+  """Returns the rewards: each weight times the score of its name."""
+  measures = {'exact_match': scores[EXACT_MATCH], **scores}
+  return {name: weight * measures[name] for name, weight in weights.items()}
 
 
 def golden_texts(question: types.Question) -> Collection[str]:

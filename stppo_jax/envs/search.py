@@ -23,18 +23,14 @@ OUTCOME_NAMES = (
 )
 TURN_NAMES = ('turn_search', 'turn_answer_found')
 REWARD_NAMES = OUTCOME_NAMES + TURN_NAMES
-SCORE_NAMES: tuple[str, ...] = (
-  rewards_lib.EXACT_MATCH,
-  'f1',
-  'substring_match',
-  'format',
-)
+
+Status = types.TrajectoryStatus
 
 
 class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  Its scores are SCORE_NAMES.
+  Its scores are `rewards.SCORE_NAMES`.
   """
 
   stop_strings = actions.STOP_STRINGS
@@ -66,22 +62,12 @@ class SearchEnvironment(protocol.Environment):
         sought.
 
     Raises:
-      ValueError: if an argument has a bad value; the message is one line.
+      ValueError: if the file cannot be used; the message is one line.
     """
-    if set(rewards) != set(REWARD_NAMES):
-      raise ValueError(
-        f'rewards: expected a weight for each of {", ".join(REWARD_NAMES)}; '
-        f'got {", ".join(sorted(rewards))}'
-      )
-    if reward_scope not in rewards_lib.SCOPES:
-      raise ValueError(
-        f'unknown reward_scope {reward_scope!r}; choices: '
-        + ', '.join(sorted(rewards_lib.SCOPES))
-      )
     self._max_turns = max_turns
     self._retriever = retriever
     self._template = prompts.load_template(prompt_template)
-    self._weights = dict(rewards)
+    self._weights = rewards
     self._find_answer = rewards_lib.SCOPES[reward_scope]
 
   @classmethod
@@ -121,13 +107,9 @@ class SearchEnvironment(protocol.Environment):
     """
     action = actions.parse_action(text)
     if action.kind == protocol.ANSWER:
-      return protocol.Step(
-        protocol.ANSWER, None, types.TrajectoryStatus.COMPLETED
-      )
+      return protocol.Step(protocol.ANSWER, None, Status.COMPLETED)
     if turn_index >= self._max_turns:
-      return protocol.Step(
-        action.kind, None, types.TrajectoryStatus.TRUNCATED_TURNS
-      )
+      return protocol.Step(action.kind, None, Status.TRUNCATED_TURNS)
     if action.kind == protocol.INVALID:
       return protocol.Step(protocol.INVALID, prompts.correction(), None)
     try:
@@ -135,12 +117,7 @@ class SearchEnvironment(protocol.Environment):
         action.content, corpus=question.corpus
       )
     except retrieval.RetrievalError as error:
-      return protocol.Step(
-        'search',
-        None,
-        types.TrajectoryStatus.INFRA_ERROR,
-        cause=str(error),
-      )
+      return protocol.Step('search', None, Status.INFRA_ERROR, cause=str(error))
     return protocol.Step(
       'search',
       prompts.information(passages),
@@ -155,30 +132,23 @@ class SearchEnvironment(protocol.Environment):
     question: types.Question,
     prompt: str,
     texts: Sequence[str],
-    status: types.TrajectoryStatus,
+    status: Status,
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`.
 
     The rewards are OUTCOME_NAMES; the rewards of turns are in their steps. The
     score 'em' of a choice question is the accuracy of the choice.
     """
-    scores = dict.fromkeys(SCORE_NAMES, 0.0)
-    if status is types.TrajectoryStatus.INFRA_ERROR:
+    scores = dict.fromkeys(rewards_lib.SCORE_NAMES, 0.0)
+    if status is Status.INFRA_ERROR:
       return dict.fromkeys(OUTCOME_NAMES, 0.0), scores
     answer = self._find_answer(prompt, texts)
     if answer is not None:
       scores |= rewards_lib.answer_scores(question, answer)
     scores['format'] = rewards_lib.format_reward(texts)
-    measures = {
-      'exact_match': scores[rewards_lib.EXACT_MATCH],
-      'substring_match': scores['substring_match'],
-      'f1': scores['f1'],
-      'format': scores['format'],
-      'search_penalty': 0.0 - rewards_lib.count_searches(texts),
-    }
-    return {
-      name: self._weights[name] * measures[name] for name in OUTCOME_NAMES
-    }, scores
+    penalty = {'search_penalty': 0.0 - rewards_lib.count_searches(texts)}
+    weights = {name: self._weights[name] for name in OUTCOME_NAMES}
+    return rewards_lib.weighted(weights, scores | penalty), scores
 
   def _turn_reward(
     self, question: types.Question, passages: Sequence[types.Passage]

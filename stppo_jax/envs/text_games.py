@@ -55,7 +55,6 @@ class TextWorldEnvironment(protocol.Environment):
   stop_strings = commands.STOP_STRINGS
   tags = commands.TAGS
   main_score = 'solved'
-  needs_retriever = False
 
   def __init__(
     self,
@@ -89,12 +88,10 @@ class TextWorldEnvironment(protocol.Environment):
         used.
     """
     _require_textworld()
-    self._template = BUILT_IN
-    if prompt_template:
-      self._template = prompts.load_template(prompt_template)
+    self._template = prompts.load_template(prompt_template, BUILT_IN)
     self._list_commands = list_commands
-    self._max_turns = max_turns
-    self._solved, self._turn_progress = solved, turn_progress
+    self.max_turns = max_turns
+    self.solved, self.turn_progress = solved, turn_progress
     self._game = functools.lru_cache(_KEPT_GAMES)(
       functools.partial(_make_game, rooms, objects, quest_length)
     )
@@ -154,7 +151,7 @@ class TextWorldEnvironment(protocol.Environment):
   ) -> list[str]:
     """See `games.Player`."""
     played: tuple[str, ...] = ()
-    while len(played) <= self._max_turns:
+    while len(played) <= self.max_turns:
       right, possible = self._choices(question.id, played)
       if right is None:
         break
@@ -167,33 +164,6 @@ class TextWorldEnvironment(protocol.Environment):
     if self._list_commands:
       text += f'\nCommands: {", ".join(sorted(game.commands()))}.'
     return text
-
-  def answer(self, game: '_Game', turn_index: int, text: str) -> protocol.Step:
-    """Plays a turn in a game, which changes, and returns its result."""
-    command, kind, reward = commands.parse(text), 'command', 0.0
-    if command is None:
-      kind, news = protocol.INVALID, commands.correction()
-    elif command not in game.commands():
-      refused = text_lib.neutralise_tags(f'{command!r} is not possible.')
-      kind, news = protocol.INVALID, commands.observation(refused)
-    else:
-      before = game.distance()
-      game.play(command)
-      after = game.distance()
-      reward = self._turn_progress * ((before > after) - (before < after))
-      if game.solved or game.lost:
-        return protocol.Step(kind, None, Status.COMPLETED, reward)
-      news = commands.observation(self.look(game))
-    if turn_index >= self._max_turns:
-      return protocol.Step(kind, None, Status.TRUNCATED_TURNS, reward)
-    return protocol.Step(kind, news, None, reward)
-
-  def outcome(
-    self, game: '_Game', status: Status
-  ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the rewards and the scores of a game."""
-    solved = float(game.solved and status is not Status.INFRA_ERROR)
-    return {'solved': self._solved * solved}, {'solved': solved}
 
   def _choices_after(
     self, number: str, played: tuple[str, ...]
@@ -220,12 +190,30 @@ class _Episode(protocol.Episode):
   async def step(self, question, turn_index, text):
     """See `protocol.Episode`."""
     del question
-    return self._rules.answer(self._game, turn_index, text)
+    game, rules = self._game, self._rules
+    command, kind, reward = commands.parse(text), 'command', 0.0
+    if command is None:
+      kind, news = protocol.INVALID, commands.correction()
+    elif command not in game.commands():
+      refused = text_lib.neutralise_tags(f'{command!r} is not possible.')
+      kind, news = protocol.INVALID, commands.observation(refused)
+    else:
+      before = game.distance()
+      game.play(command)
+      after = game.distance()
+      reward = rules.turn_progress * ((before > after) - (before < after))
+      if game.solved or game.lost:
+        return protocol.Step(kind, None, Status.COMPLETED, reward)
+      news = commands.observation(rules.look(game))
+    if turn_index >= rules.max_turns:
+      return protocol.Step(kind, None, Status.TRUNCATED_TURNS, reward)
+    return protocol.Step(kind, news, None, reward)
 
   def rewards(self, question, prompt, texts, status):
     """See `protocol.Episode`."""
     del question, prompt, texts
-    return self._rules.outcome(self._game, status)
+    solved = float(self._game.solved and status is not Status.INFRA_ERROR)
+    return {'solved': self._rules.solved * solved}, {'solved': solved}
 
 
 def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:

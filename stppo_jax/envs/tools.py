@@ -22,14 +22,9 @@ from stppo_jax.retrieval import protocol as retrieval
 # The built-in tools: the choices of `env.tools.names`.
 TOOLS = {'calculator': calculator.Calculator}
 
-REWARD_NAMES = ('exact_match', 'substring_match', 'f1', 'format')
-SCORE_NAMES: tuple[str, ...] = (
-  rewards_lib.EXACT_MATCH,
-  'f1',
-  'substring_match',
-  'format',
-)
+Status = types.TrajectoryStatus
 
+REWARD_NAMES = ('exact_match', 'substring_match', 'f1', 'format')
 STOP_STRINGS: tuple[str, ...] = ('</tool_call>', '</answer>')
 
 # Llama writes this token before a call without tags.
@@ -62,13 +57,12 @@ Question: {prompts.PLACEHOLDER}
 class ToolsEnvironment(protocol.Environment):
   """Answers at most `max_turns` calls; one more turn may give the answer.
 
-  Its scores are SCORE_NAMES.
+  Its scores are `rewards.SCORE_NAMES`.
   """
 
   stop_strings = STOP_STRINGS
   tags = tuple(f'<{slash}{n}>' for n in _TAG_NAMES for slash in ('', '/'))
   main_score = rewards_lib.EXACT_MATCH
-  needs_retriever = False
 
   def __init__(
     self,
@@ -97,9 +91,7 @@ class ToolsEnvironment(protocol.Environment):
         raise ValueError(f'two tools have the name {name!r}')
     self._tools = dict(zip(names, tools))
     self._max_turns = max_turns
-    template = BUILT_IN
-    if prompt_template:
-      template = prompts.load_template(prompt_template)
+    template = prompts.load_template(prompt_template, BUILT_IN)
     self._template = template.replace('{tools}', _lines(self.tools))
     self._weights = {name: rewards[name] for name in REWARD_NAMES}
 
@@ -160,27 +152,22 @@ class ToolsEnvironment(protocol.Environment):
     del question
     action, content = parse(text)
     if action == 'answer':
-      return protocol.Step('answer', None, types.TrajectoryStatus.COMPLETED)
+      return protocol.Step('answer', None, Status.COMPLETED)
     if turn_index >= self._max_turns:
-      return protocol.Step(action, None, types.TrajectoryStatus.TRUNCATED_TURNS)
+      return protocol.Step(action, None, Status.TRUNCATED_TURNS)
     if not isinstance(content, Call):
       correction = protocol.Observation(f'\n{_CORRECTION}\n', '', '')
       return protocol.Step(protocol.INVALID, correction, None)
     if content.name not in self._tools:
       choices = ', '.join(self._tools) or 'none'
-      return protocol.Step(
-        protocol.INVALID,
-        _response(f'Error: no tool {content.name!r}; choices: {choices}'),
-        None,
-      )
+      line = f'Error: no tool {content.name!r}; choices: {choices}'
+      return protocol.Step(protocol.INVALID, _response(line), None)
     try:
       output = await self._tools[content.name].call(content.arguments)
     except tool_lib.ToolError as error:
       output = f'Error: {error}'
     except tool_lib.ToolUnavailable as error:
-      return protocol.Step(
-        'tool', None, types.TrajectoryStatus.INFRA_ERROR, cause=str(error)
-      )
+      return protocol.Step('tool', None, Status.INFRA_ERROR, cause=str(error))
     return protocol.Step('tool', _response(output), None)
 
   def rewards(
@@ -188,23 +175,21 @@ class ToolsEnvironment(protocol.Environment):
     question: types.Question,
     prompt: str,
     texts: Sequence[str],
-    status: types.TrajectoryStatus,
+    status: Status,
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`; the rewards are REWARD_NAMES.
 
     The score `format` is 1 if the last turn answers and all others call a tool.
     """
     del prompt
-    scores = dict.fromkeys(SCORE_NAMES, 0.0)
-    if status is types.TrajectoryStatus.INFRA_ERROR:
-      return dict.fromkeys(REWARD_NAMES, 0.0), scores
+    scores = dict.fromkeys(rewards_lib.SCORE_NAMES, 0.0)
     turns = [parse(text) for text in texts]
-    if turns and turns[-1][0] == 'answer':
+    answered = bool(turns) and turns[-1][0] == 'answer'
+    if answered and status is not Status.INFRA_ERROR:
       scores |= rewards_lib.answer_scores(question, str(turns[-1][1]))
       kinds = {action for action, _ in turns[:-1]}
       scores['format'] = float(kinds <= {'tool'})
-    measures = {'exact_match': scores[rewards_lib.EXACT_MATCH], **scores}
-    return {n: self._weights[n] * measures[n] for n in REWARD_NAMES}, scores
+    return rewards_lib.weighted(self._weights, scores), scores
 
 
 def _response(output: str) -> protocol.Observation:

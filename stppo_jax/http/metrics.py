@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import contextlib
 import os
 import time
+from typing import Any
 
 import prometheus_client
 from prometheus_client import multiprocess
@@ -17,7 +18,6 @@ from prometheus_client import multiprocess
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 FOLDER_VARIABLE = 'PROMETHEUS_MULTIPROC_DIR'
 
-_NAMESPACE = 'stppo'
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 
@@ -27,27 +27,24 @@ class Metrics:
   def __init__(self):
     self._registry = prometheus_client.CollectorRegistry()
     self._folder = os.environ.get(FOLDER_VARIABLE, '')
+    self._place: Any = {'namespace': 'stppo', 'registry': self._registry}
     self._requests = prometheus_client.Counter(
       'http_requests',
       'Requests by path and status.',
       ('path', 'status'),
-      namespace=_NAMESPACE,
-      registry=self._registry,
+      **self._place,
     )
     self._seconds = prometheus_client.Histogram(
       'http_request_seconds',
       'Seconds per request, by path.',
       ('path',),
-      namespace=_NAMESPACE,
-      registry=self._registry,
       buckets=_SECONDS,
+      **self._place,
     )
 
   def counter(self, name: str, text: str) -> Callable[[float], None]:
     """Adds a counter; returns the function that increases it."""
-    return prometheus_client.Counter(
-      name, text, namespace=_NAMESPACE, registry=self._registry
-    ).inc
+    return prometheus_client.Counter(name, text, **self._place).inc
 
   def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
     """Adds a gauge, whose value is read whenever the metrics are.
@@ -56,9 +53,8 @@ class Metrics:
     several of them leaves the gauge out.
     """
     if not self._folder:
-      prometheus_client.Gauge(
-        name, text, namespace=_NAMESPACE, registry=self._registry
-      ).set_function(value)
+      gauge = prometheus_client.Gauge(name, text, **self._place)
+      gauge.set_function(value)
 
   @contextlib.contextmanager
   def request(self, path: str) -> Iterator[Callable[[int], None]]:

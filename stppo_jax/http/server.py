@@ -107,6 +107,12 @@ def application(
   return app
 
 
+def require(is_fine: bool, line: str) -> None:
+  """Refuses a request with a 422 and a line, unless it is fine."""
+  if not is_fine:
+    raise Refusal(422, line)
+
+
 def check_exposure(host: str, token: str, *, token_variable: str) -> None:
   """Refuses to serve other machines without a token.
 
@@ -148,9 +154,6 @@ def listen(host: str, port: int) -> socket.socket:
   except OSError as error:
     bound.close()
     raise OSError(error.errno, f'{host}:{port}: {error.strerror}') from error
-  except BaseException:
-    bound.close()
-    raise
   return bound
 
 

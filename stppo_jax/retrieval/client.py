@@ -9,15 +9,13 @@ import asyncio
 from collections.abc import Sequence
 import dataclasses
 import time
-from typing import TypeVar
 
 from stppo_jax import types
 from stppo_jax.http import address as http_address
 from stppo_jax.http import client as http_client
 from stppo_jax.http import outage_gate
 from stppo_jax.retrieval import address
-from stppo_jax.retrieval import answer_cache
-from stppo_jax.retrieval import detection
+from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
@@ -33,8 +31,9 @@ _SPLIT = 4
 # A server without a health endpoint is ready when it answers at all: the server
 # of Search-R1 listens only after its index is loaded.
 _READY = (200, 404, 405)
+_HEALTH_PATH = '/health'
 
-_Item = TypeVar('_Item')
+_Futures = dict[str, asyncio.Future]  # by query
 
 
 @dataclasses.dataclass
@@ -49,7 +48,7 @@ class _Pending:
   """
 
   loop: asyncio.AbstractEventLoop
-  queued: dict[str, dict[str, asyncio.Future]]
+  queued: dict[str, _Futures]
   in_flight: dict[tuple[str, str], asyncio.Future]
   tasks: set[asyncio.Task]
 
@@ -59,11 +58,6 @@ class HttpRetriever:
 
   It works in the event loop that calls it, in one loop at a time. Connections
   are closed at the end of that loop, or by `close`.
-
-  Attributes:
-    cache_hits, cache_misses: the numbers of queries with and without an answer
-      in the cache, since the start. A query counts as a hit, too, if another
-      caller already waits for its answer.
   """
 
   def __init__(
@@ -117,7 +111,7 @@ class HttpRetriever:
     )
     self._gate = outage_gate.OutageGate(
       max_failure_rate,
-      statistics.signals_outage,
+      attempts.signals_outage,
       self.wait_until_ready,
       server=f'retriever {base}',
     )
@@ -136,14 +130,12 @@ class HttpRetriever:
     self._ready_timeout = ready_timeout
     self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
-    self._cache = answer_cache.AnswerCache(cached_bytes)
+    self._cache = replies.AnswerCache(cached_bytes)
     self._faults = faults
     self._recorder = recorder
     # Whether a server of this address has ever answered a query.
     self._was_answered = False
     self._pending: _Pending | None = None
-    self.cache_hits = 0
-    self.cache_misses = 0
     self._reset_statistics()
 
   async def retrieve(
@@ -162,25 +154,17 @@ class HttpRetriever:
       ValueError: if the corpus is not a plain relative path.
     """
     address.check_corpus(corpus)
-    passages = await self._find((corpus, query))
+    key = corpus, query
+    passages = self._cache.find(key)
+    if passages is None:
+      pending = self._pending_here()
+      if key not in pending.in_flight:
+        self._enqueue(pending, key)
+      # Shielded, because other callers may wait for the same future: the
+      # cancellation of this one must not cancel it for them.
+      passages = await asyncio.shield(pending.in_flight[key])
     self._statistics.count_answer(is_empty=not passages)
-    return passages
-
-  async def _find(self, key: tuple[str, str]) -> list[types.Passage]:
-    """Returns the passages of (corpus, query), if possible from the cache."""
-    cached = self._cache.find(key)
-    if cached is not None:
-      self.cache_hits += 1
-      return list(cached)
-    pending = self._pending_here()
-    if key in pending.in_flight:
-      self.cache_hits += 1
-    else:
-      self.cache_misses += 1
-      self._enqueue(pending, key)
-    # Shielded, because other callers may wait for the same future: the
-    # cancellation of this one must not cancel it for them.
-    return list(await asyncio.shield(pending.in_flight[key]))
+    return list(passages)
 
   async def wait_until_ready(self) -> None:
     """Waits until the server's health endpoint answers.
@@ -191,18 +175,17 @@ class HttpRetriever:
       protocol.RetrieverMisconfigured: if the server refuses this run, or
         redirects it.
     """
-    path = self._dialect.health_path
     try:
       await self._client.wait_until_ready(
-        path,
+        _HEALTH_PATH,
         grace=self._ready_timeout,
         ready_statuses=_READY,
-        final_statuses=statistics.PERMANENT.difference(_READY),
+        final_statuses=attempts.PERMANENT.difference(_READY),
       )
     except http_client.NotReady as error:
       raise protocol.RetrieverUnreachable(f'retriever {error}') from error
     except http_client.Failure as failure:
-      raise self._misconfigured(path, failure) from failure
+      raise self._misconfigured(_HEALTH_PATH, failure) from failure
 
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
@@ -276,65 +259,53 @@ class HttpRetriever:
     """Sends the queued queries, at most `max_queries_per_request` together."""
     queued, pending.queued = pending.queued, {}
     for corpus, futures in queued.items():
-      for queries in _chunks(list(futures), self._max_queries):
-        task = pending.loop.create_task(
-          self._fetch(corpus, {query: futures[query] for query in queries})
-        )
+      for chunk in _chunks(futures, self._max_queries):
+        task = pending.loop.create_task(self._fetch(corpus, chunk))
         pending.tasks.add(task)
         task.add_done_callback(pending.tasks.discard)
 
-  async def _fetch(
-    self, corpus: str, futures: dict[str, asyncio.Future]
-  ) -> None:
+  async def _fetch(self, corpus: str, futures: _Futures) -> None:
     """Requests passages and completes every future, whatever happens."""
+    # If `close` cancels this task, in a lasting outage, and after a bug of this
+    # client, callers must see an error instead of waiting for ever.
+    error: Exception = protocol.RetrievalError('retriever closed')
     try:
-      await self._request(corpus, futures, list(futures), 0)
-    except Exception as error:
-      # In a lasting outage, or after a bug of this client, callers must see the
-      # error instead of waiting for ever.
+      await self._request(corpus, futures, 0)
+    except Exception as raised:
+      error = raised
+    finally:
       for future in futures.values():
         if not future.done():
           future.set_exception(error)
-    finally:
-      for future in futures.values():
-        if not future.done():  # `close` cancelled this task.
-          future.set_exception(protocol.RetrievalError('retriever closed'))
 
   async def _request(
-    self,
-    corpus: str,
-    futures: dict[str, asyncio.Future],
-    queries: Sequence[str],
-    attempt: int,
+    self, corpus: str, futures: _Futures, attempt: int
   ) -> None:
     """Requests passages; calls itself for the queries that failed."""
     try:
-      answers = await self._post(corpus, queries, attempt)
-      failure = http_client.Failure(
-        'malformed list of passages', http_client.Cause.MALFORMED
-      )
+      answers = await self._post(corpus, list(futures), attempt)
+      failure = attempts.malformed()
       may_be_to_blame = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
-      answers, failure = [None] * len(queries), error
-      may_be_to_blame = statistics.a_query_may_be_to_blame(failure)
-    failed = []
-    for query, passages in zip(queries, answers, strict=True):
+      answers, failure = [None] * len(futures), error
+      may_be_to_blame = attempts.a_query_may_be_to_blame(failure)
+    failed: _Futures = {}
+    for (query, future), passages in zip(futures.items(), answers, strict=True):
       if passages is None:
-        failed.append(query)
+        failed[query] = future
       else:
         if self._recorder is not None:
           self._recorder.record(corpus, query, passages)
-        futures[query].set_result(passages)
+        future.set_result(passages)
     if not failed:
       return
-    if failure.status in statistics.PERMANENT or attempt == self._retries:
-      error = self._error(corpus, failure, attempt)
-      if not self._was_answered and detection.may_be_mismatch(failure):
-        error = await self._mismatch(corpus, failed[0], failure) or error
-      for query in failed:
-        futures[query].set_exception(error)
+    if failure.status in attempts.PERMANENT or attempt == self._retries:
+      query = next(iter(failed))
+      error = await self._error(corpus, query, failure, attempt)
+      for future in failed.values():
+        future.set_exception(error)
       return
-    self._statistics.retries += len(failed)
+    self._statistics.count_retries(len(failed))
     await self._client.back_off(attempt, failure)
     # One query that breaks the server must not fail the other queries of its
     # request. So the requests shrink, and in the last attempt every query has a
@@ -345,17 +316,29 @@ class HttpRetriever:
       size = 1 if last else -(-size // _SPLIT)
     await asyncio.gather(
       *(
-        self._request(corpus, futures, chunk, attempt + 1)
+        self._request(corpus, chunk, attempt + 1)
         for chunk in _chunks(failed, size)
       )
     )
 
-  def _error(
-    self, corpus: str, failure: http_client.Failure, attempt: int
+  async def _error(
+    self, corpus: str, query: str, failure: http_client.Failure, attempt: int
   ) -> Exception:
-    """Returns the exception of a query whose last attempt has failed."""
-    if failure.status in statistics.PERMANENT:
-      return self._misconfigured(self._path(corpus), failure)
+    """Returns the exception of a query whose last attempt has failed.
+
+    It names the dialects that the server speaks, if the chosen one is not among
+    them and may be the reason.
+    """
+    if not self._was_answered and attempts.may_be_mismatch(failure):
+      problems = await attempts.spoken(self._client, query, corpus=corpus)
+      spoken = [name for name, problem in problems.items() if problem is None]
+      if spoken and self._dialect not in map(dialects.DIALECTS.get, spoken):
+        return protocol.RetrieverMisconfigured(
+          f'{self._client.url}: {failure}; the server seems to speak the '
+          f'dialect {" or ".join(spoken)}: set retrieval.dialect'
+        )
+    if failure.status in attempts.PERMANENT:
+      return self._misconfigured(self._dialect.path_of(corpus), failure)
     cause = failure.cause.value.replace(' ', '_')
     return protocol.RetrievalError(
       f'{self._client.url}: {failure} (attempt {attempt + 1})',
@@ -369,27 +352,6 @@ class HttpRetriever:
       f'{self._client.url}{path}: {failure}; check retrieval.url, '
       f'retrieval.dialect and {address.TOKEN_VARIABLE}'
     )
-
-  async def _mismatch(
-    self, corpus: str, query: str, failure: http_client.Failure
-  ) -> protocol.RetrieverMisconfigured | None:
-    """Returns an error that names the dialects that the server speaks.
-
-    None is returned if the server speaks none of them, or speaks the chosen
-    one: the failure then has another reason.
-    """
-    problems = await detection.spoken(self._client, query, corpus=corpus)
-    spoken = [name for name, problem in problems.items() if problem is None]
-    names = {id(dialects.DIALECTS[name]) for name in spoken}
-    if not spoken or id(self._dialect) in names:
-      return None
-    return protocol.RetrieverMisconfigured(
-      f'{self._client.url}: {failure}; the server seems to speak the dialect '
-      f'{" or ".join(spoken)}: set retrieval.dialect'
-    )
-
-  def _path(self, corpus: str) -> str:
-    return (f'/{corpus}' if corpus else '') + self._dialect.path
 
   async def _post(
     self, corpus: str, queries: Sequence[str], attempt: int
@@ -405,23 +367,18 @@ class HttpRetriever:
       draws = {q: self._faults.draw(corpus, q, attempt) for q in queries}
       asked = [query for query in queries if not draws[query]]
       if not asked:
-        raise statistics.injected(draws[queries[0]])
-    reply = await self._client.post(
-      self._path(corpus), self._dialect.body(asked, self._topk)
+        raise attempts.injected(draws[queries[0]])
+    answers = await attempts.ask(
+      self._client, self._dialect, asked, corpus=corpus, topk=self._topk
     )
-    try:
-      answers = self._dialect.read(reply, len(asked))
-      answers = replies.clean(
-        answers, topk=self._topk, max_chars=self._max_passage_chars
-      )
-    except ValueError as error:
-      raise http_client.Failure(
-        str(error), http_client.Cause.MALFORMED
-      ) from error
+    answers = replies.clean(
+      answers, topk=self._topk, max_chars=self._max_passage_chars
+    )
     self._was_answered |= any(answer is not None for answer in answers)
     of_query = dict(zip(asked, answers, strict=True))
     return [of_query.get(query) for query in queries]
 
 
-def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:
-  return [items[i : i + size] for i in range(0, len(items), size)]
+def _chunks(futures: _Futures, size: int) -> list[_Futures]:
+  items = list(futures.items())
+  return [dict(items[i : i + size]) for i in range(0, len(items), size)]

@@ -1,9 +1,9 @@
 """The protocols of retrieval servers: their requests and their replies.
 
 `DIALECTS` has an entry for each protocol, which the client and the server use.
-A new protocol needs an entry, and two functions if its replies differ from all
-of those below. The types of a reply's fields are checked here; `replies.clean`
-bounds their values.
+A new protocol needs an entry, and two functions if the passages in its replies
+differ from all of those below. The types of a reply's fields are checked here;
+`replies.clean` bounds their values.
 """
 
 from collections.abc import Callable
@@ -26,110 +26,95 @@ Lists = Sequence[Passages | None]
 class Dialect:
   """The protocol of a server, as far as servers differ.
 
+  A reply has a list of passages for each query, or one list if a request has a
+  single query.
+
   Attributes:
     path: the path to which queries are posted, below the URL and the corpus.
     queries: the field of a request that holds its queries.
     topk: the field that holds the number of passages per query.
-    read: takes the reply and the number of queries, and returns
-      `replies.Answers`; raises ValueError with one line if nothing in the reply
-      can be used.
-    write: takes the passages of each query and whether scores are wanted, and
-      returns the JSON values of a reply.
+    passages: the field of a reply that holds the lists; '' = the reply itself.
+    read_passage: takes the JSON values of a passage in a reply, and returns the
+      passage; raises ValueError if it cannot be used.
+    write_passage: takes a passage and whether scores are wanted, and returns
+      the JSON values of the passage in a reply.
     one_query: whether a request has a single query as a string, and no list.
+    one_list: whether a reply has a single list of passages.
     scores: the field that says whether scores are wanted; '' = there is none.
-    health_path: the path that answers a GET with 200 when the server is ready.
-      A server without it (404, 405) is ready as soon as it answers at all.
   """
 
   path: str
   queries: str
   topk: str
-  read: Callable[[bytes, int], replies.Answers]
-  write: Callable[[Lists, bool], Any]
+  passages: str
+  read_passage: Callable[[Any], types.Passage]
+  write_passage: Callable[[types.Passage, bool], Any]
   one_query: bool = False
+  one_list: bool = False
   scores: str = ''
-  health_path: str = '/health'
+
+  def path_of(self, corpus: str) -> str:
+    """Returns the path below the URL to which queries are posted."""
+    return (f'/{corpus}' if corpus else '') + self.path
 
   def body(self, queries: Sequence[str], topk: int) -> dict[str, Any]:
     """Returns the JSON values of one request."""
+    asked: Any = list(queries)
     if self.one_query:
-      (query,) = queries
-      body: dict[str, Any] = {self.queries: query, self.topk: topk}
-    else:
-      body = {self.queries: list(queries), self.topk: topk}
+      (asked,) = queries
     # Scores are always asked for, because the server of Search-R1 fails on
     # return_scores: false.
-    return body | ({self.scores: True} if self.scores else {})
+    scores = {self.scores: True} if self.scores else {}
+    return {self.queries: asked, self.topk: topk, **scores}
 
+  def read(self, reply: bytes, num_queries: int) -> replies.Answers:
+    """Returns the passages in a reply.
 
-def _read_result(reply: bytes, num_queries: int) -> replies.Answers:
-  """Reads `{"result": [[passage, ...], ...]}`, a list for each query.
+    Raises:
+      ValueError: if nothing in the reply can be used; the message is one line.
+    """
+    values, place = replies.load(reply), 'is no list'
+    if self.passages:
+      values = values.get(self.passages) if isinstance(values, dict) else None
+      place = f'has no list "{self.passages}"'
+    if not isinstance(values, list):
+      raise ValueError(f'the reply {place}')
+    lists = [values] if self.one_list else values
+    if len(lists) != num_queries:
+      # Nothing says which list belongs to which query.
+      raise ValueError(f'{len(lists)} lists for {num_queries} queries')
+    return [self._read_list(entry) for entry in lists]
 
-  A passage is `{"document": {...}, "score": 0.8}` or the bare document.
-  """
-  return _lists(replies.load(reply), 'result', num_queries, _read_passage)
-
-
-def _read_results(reply: bytes, num_queries: int) -> replies.Answers:
-  """Reads `{"results": [{"id", "content", "score"}, ...]}` of one query."""
-  fields = replies.load(reply)
-  if not isinstance(fields, dict) or not isinstance(
-    fields.get('results'), list
-  ):
-    raise ValueError('the reply has no list "results"')
-  return _one_list(fields['results'], num_queries, _read_content)
-
-
-def _read_texts(reply: bytes, num_queries: int) -> replies.Answers:
-  """Reads `[{"text"}, ...]` of one query."""
-  items = replies.load(reply)
-  if not isinstance(items, list):
-    raise ValueError('the reply is no list')
-  return _one_list(items, num_queries, _read_text)
-
-
-def _read_answers(reply: bytes, num_queries: int) -> replies.Answers:
-  """Reads `{"answers": [[text, ...], ...]}`, a list for each query."""
-  return _lists(replies.load(reply), 'answers', num_queries, _read_contents)
-
-
-def _lists(
-  fields: Any, name: str, num_queries: int, read: Callable[[Any], types.Passage]
-) -> replies.Answers:
-  if not isinstance(fields, dict) or not isinstance(fields.get(name), list):
-    raise ValueError(f'the reply has no list "{name}"')
-  lists = fields[name]
-  if len(lists) != num_queries:
-    # Nothing says which list belongs to which query.
-    raise ValueError(f'{len(lists)} lists for {num_queries} queries')
-  return [_read_list(entry, read) for entry in lists]
-
-
-def _one_list(
-  items: list, num_queries: int, read: Callable[[Any], types.Passage]
-) -> replies.Answers:
-  if num_queries != 1:
-    raise ValueError(f'one list for {num_queries} queries')
-  return [_read_list(items, read)]
-
-
-def _read_list(
-  entry: Any, read: Callable[[Any], types.Passage]
-) -> list[types.Passage] | None:
-  if not isinstance(entry, list):
+  def _read_list(self, entry: Any) -> list[types.Passage] | None:
+    try:
+      if isinstance(entry, list):
+        return [self.read_passage(item) for item in entry]
+    except ValueError:
+      pass
     return None
-  try:
-    return [read(item) for item in entry]
-  except ValueError:
-    return None
+
+  def write(self, lists: Lists, scores: bool) -> Any:
+    """Returns the JSON values of a reply.
+
+    Args:
+      lists: the passages of each query.
+      scores: whether scores are wanted.
+    """
+    written: Any = [
+      None if ps is None else [self.write_passage(p, scores) for p in ps]
+      for ps in lists
+    ]
+    if self.one_list:
+      (written,) = written
+    return {self.passages: written} if self.passages else written
 
 
 def _read_passage(item: Any) -> types.Passage:
+  """Reads `{"document": {...}, "score": 0.8}`, or a bare document."""
   if not isinstance(item, dict) or 'document' not in item:
     return passages_lib.passage_of(item)
-  if 'score' not in item:
-    return passages_lib.passage_of(item['document'])
-  return passages_lib.passage_of(item['document'], score=_score(item['score']))
+  score = _score(item.get('score', 0.0))
+  return passages_lib.passage_of(item['document'], score=score)
 
 
 def _read_content(item: Any) -> types.Passage:
@@ -157,44 +142,22 @@ def _score(score: Any) -> float:
   return score
 
 
-def _write_result(lists: Lists, scores: bool) -> dict[str, Any]:
-  if not scores:
-    return {'result': _written(lists, passages_lib.document_of)}
-  write = lambda p: {'document': passages_lib.document_of(p), 'score': p.score}
-  return {'result': _written(lists, write)}
+def _write_passage(passage: types.Passage, scores: bool) -> dict[str, Any]:
+  document = passages_lib.document_of(passage)
+  return {'document': document, 'score': passage.score} if scores else document
 
 
-def _write_results(lists: Lists, scores: bool) -> dict[str, Any]:
+def _write_content(passage: types.Passage, scores: bool) -> dict[str, Any]:
+  contents = _write_contents(passage, scores)
+  return {'id': passage.id, 'content': contents, 'score': passage.score}
+
+
+def _write_text(passage: types.Passage, scores: bool) -> dict[str, Any]:
+  return {'text': _write_contents(passage, scores)}
+
+
+def _write_contents(passage: types.Passage, scores: bool) -> str:
   del scores
-  (passages,) = lists
-  assert passages is not None
-  return {
-    'results': [
-      {'id': p.id, 'content': _contents(p), 'score': p.score} for p in passages
-    ]
-  }
-
-
-def _write_texts(lists: Lists, scores: bool) -> list[Any]:
-  del scores
-  (passages,) = lists
-  assert passages is not None
-  return [{'text': _contents(p)} for p in passages]
-
-
-def _write_answers(lists: Lists, scores: bool) -> dict[str, Any]:
-  del scores
-  return {'answers': _written(lists, _contents)}
-
-
-def _written(lists: Lists, write: Callable[[types.Passage], Any]) -> list[Any]:
-  return [
-    None if passages is None else [write(p) for p in passages]
-    for passages in lists
-  ]
-
-
-def _contents(passage: types.Passage) -> str:
   return passages_lib.document_of(passage)['contents']
 
 
@@ -203,16 +166,19 @@ _SEARCH_R1 = Dialect(
   queries='queries',
   topk='topk',
   scores='return_scores',
-  read=_read_result,
-  write=_write_result,
+  passages='result',
+  read_passage=_read_passage,
+  write_passage=_write_passage,
 )
 _RLLM = Dialect(
   path='/retrieve',
   queries='query',
   one_query=True,
   topk='top_k',
-  read=_read_results,
-  write=_write_results,
+  passages='results',
+  one_list=True,
+  read_passage=_read_content,
+  write_passage=_write_content,
 )
 DIALECTS: Mapping[str, Dialect] = {
   # Search-R1, verl, and our own server.
@@ -223,15 +189,16 @@ DIALECTS: Mapping[str, Dialect] = {
   'rllm': _RLLM,
   # ZeroSearch: the requests of rLLM, other replies.
   'zerosearch': dataclasses.replace(
-    _RLLM, read=_read_texts, write=_write_texts
+    _RLLM, passages='', read_passage=_read_text, write_passage=_write_text
   ),
   # R1-Searcher.
   'r1_searcher': Dialect(
     path='/queries',
     queries='queries',
     topk='k',
-    read=_read_answers,
-    write=_write_answers,
+    passages='answers',
+    read_passage=_read_contents,
+    write_passage=_write_contents,
   ),
 }
 SERVED = 'search_r1'  # the dialect of a server that a run embeds

@@ -123,9 +123,6 @@ class Recording:
     self._path = path
     self._answers = _read(path)
 
-  def __len__(self) -> int:
-    return len(self._answers)
-
   def find(self, corpus: str, query: str, topk: int) -> list[types.Passage]:
     """Returns the recorded passages of a query.
 

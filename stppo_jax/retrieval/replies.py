@@ -1,15 +1,17 @@
-"""Parses and cleans the replies of servers.
+"""Parses and cleans the replies of servers, and keeps answers.
 
 Whatever a server sends, a cleaned passage can be cached, tokenised and written:
 its texts are valid Unicode of bounded length, and its score is finite.
 """
 
+import collections
 from collections.abc import Sequence
 import dataclasses
 import json
 import sys
 from typing import Any
 
+from stppo_jax import text as text_lib
 from stppo_jax import types
 
 # The passages of each query; None where a query's list is malformed.
@@ -17,6 +19,11 @@ Answers = Sequence[list[types.Passage] | None]
 
 _LONGEST_INTEGER = 300  # digits; a longer one is read as a float
 _EXCERPT = 80  # characters of a reply that a message quotes
+# The bytes of an answer that is kept, without its strings, roughly.
+_ENTRY_BYTES = 512
+
+_Key = tuple[str, str]  # corpus, query
+_Passages = tuple[types.Passage, ...]
 
 
 def load(reply: bytes) -> Any:
@@ -50,23 +57,47 @@ def _clean(passage: types.Passage, max_chars: int) -> types.Passage:
   largest = sys.float_info.max
   return dataclasses.replace(
     passage,
-    id=_text(passage.id[:max_chars]),
-    title=_text(passage.title[:max_chars]),
-    text=_text(passage.text[:max_chars]),
+    id=text_lib.whole(passage.id[:max_chars]),
+    title=text_lib.whole(passage.title[:max_chars]),
+    text=text_lib.whole(passage.text[:max_chars]),
     score=float(min(max(passage.score, -largest), largest)),
-  )
-
-
-def _text(text: str) -> str:
-  """Returns a text with U+FFFD for each half of a surrogate pair.
-
-  JSON can escape such a half, which no tokenizer and no file accepts.
-  """
-  return text.encode('utf-16-le', 'surrogatepass').decode(
-    'utf-16-le', 'replace'
   )
 
 
 def _number(digits: str) -> int | float:
   # int() refuses some thousand digits, and a float cannot hold 400.
   return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
+
+
+class AnswerCache:
+  """Keeps answers, and drops the least recently used ones when it is full."""
+
+  def __init__(self, max_bytes: int):
+    self._max_bytes = max_bytes
+    self._bytes = 0
+    self._answers: collections.OrderedDict[_Key, _Passages] = (
+      collections.OrderedDict()
+    )
+
+  def find(self, key: _Key) -> _Passages | None:
+    """Returns an answer, and marks it as used; None if there is none."""
+    if key in self._answers:
+      self._answers.move_to_end(key)
+      return self._answers[key]
+    return None
+
+  def keep(self, key: _Key, passages: _Passages) -> None:
+    """Adds or replaces an answer, and drops the least recently used ones."""
+    if key in self._answers:
+      self._bytes -= _size(key, self._answers.pop(key))
+    self._answers[key] = passages
+    self._bytes += _size(key, passages)
+    while self._bytes > self._max_bytes:
+      dropped, passages = self._answers.popitem(last=False)
+      self._bytes -= _size(dropped, passages)
+
+
+def _size(key: _Key, passages: Sequence[types.Passage]) -> int:
+  """Returns an estimate of the bytes that an answer takes."""
+  texts = [text for p in passages for text in (p.id, p.title, p.text)]
+  return _ENTRY_BYTES + sum(map(sys.getsizeof, [*key, *texts]))

@@ -108,28 +108,16 @@ def make_app(
 
 
 def embedded(
-  passages: Sequence[types.Passage] | None = None,
-  *,
-  world_passages: WorldPassages | None = None,
-  recording: recording_lib.Recording | None = None,
-  limits: Limits | None = None,
+  passages: Sequence[types.Passage] | None = None, **options: Any
 ) -> http_server.EmbeddedServer:
   """Returns a context manager that serves BM25 search on a loopback port.
 
   Args:
     passages: the passages of the index; None = no index.
-    world_passages, recording, limits: see `make_app`.
+    **options: see `make_app`.
   """
-
-  def make():
-    return make_app(
-      None if passages is None else bm25.Bm25Index(passages),
-      world_passages=world_passages,
-      recording=recording,
-      limits=limits,
-    )
-
-  return http_server.EmbeddedServer(make)
+  index = lambda: None if passages is None else bm25.Bm25Index(passages)
+  return http_server.EmbeddedServer(lambda: make_app(index(), **options))
 
 
 class _Searches:
@@ -219,11 +207,10 @@ class _Service:
     metrics: metrics_lib.Metrics,
   ):
     self._limits = limits
-    self._world_passages = world_passages
     self._recording = recording
     self._own = index
-    self._worlds: collections.OrderedDict[int, bm25.Bm25Index] = (
-      collections.OrderedDict()
+    self._world = world_passages and functools.lru_cache(limits.max_worlds)(
+      lambda world: bm25.Bm25Index(world_passages(world))
     )
     self._searches = _Searches(limits.max_batch)
     self._count_queries = metrics.counter('queries', 'Queries answered.')
@@ -238,15 +225,21 @@ class _Service:
     """Returns the handler of requests in any of these dialects."""
 
     async def retrieve(fields: dict[str, Any], corpus: str = '') -> Any:
-      if self._recording is not None:
-        return self._replay(self._recording, corpus, fields, spoken)
-      search = self._search_of(corpus)
+      search = self._recording
+      if search is None:
+        search = self._search_of(corpus)
       dialect = _dialect_of(fields, spoken)
       queries, topk, scores = self._parse(fields, dialect)
-      lists = await self._searches.search(corpus, search, queries, topk)
-      self._count_queries(len(queries))
-      self._count_empty(sum(not passages for passages in lists))
-      return dialect.write(lists, scores)
+      missing: list[str] = []
+      if isinstance(search, recording_lib.Recording):
+        lists, missing = _replay(search, corpus, queries, topk)
+      else:
+        lists = await self._searches.search(corpus, search, queries, topk)
+      found = [passages for passages in lists if passages is not None]
+      self._count_queries(len(found))
+      self._count_empty(sum(not passages for passages in found))
+      reply = dialect.write(lists, scores)
+      return {**reply, 'detail': '; '.join(missing)} if missing else reply
 
     return retrieve
 
@@ -255,89 +248,73 @@ class _Service:
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search
-    if world and self._world_passages is not None:
-      return functools.partial(
-        self._search_world, self._world_passages, int(world[1])
-      )
+    if world and self._world is not None:
+      return functools.partial(_search_world, self._world, int(world[1]))
     raise http_server.Refusal(404, f'unknown corpus {corpus[:80]!r}')
-
-  def _replay(
-    self,
-    recording: recording_lib.Recording,
-    corpus: str,
-    fields: dict[str, Any],
-    spoken: Sequence[dialects.Dialect],
-  ) -> Any:
-    """Answers with the recorded passages.
-
-    A query that was not recorded is answered with null, and `detail` names it.
-    A request of which no query was recorded is refused.
-    """
-    dialect = _dialect_of(fields, spoken)
-    queries, topk, scores = self._parse(fields, dialect)
-    lists: list[list[types.Passage] | None] = []
-    missing = []
-    for query in queries:
-      try:
-        lists.append(recording.find(corpus, query, topk))
-      except LookupError as error:
-        lists.append(None)
-        missing.append(str(error.args[0]))
-    found = [passages for passages in lists if passages is not None]
-    if missing and not found:
-      raise http_server.Refusal(404, missing[0])
-    self._count_queries(len(found))
-    self._count_empty(sum(not passages for passages in found))
-    reply = dialect.write(lists, scores)
-    return {**reply, 'detail': '; '.join(missing)} if missing else reply
-
-  def _search_world(
-    self,
-    world_passages: WorldPassages,
-    world: int,
-    queries: Sequence[str],
-    topk: int,
-  ) -> _Lists:
-    if world not in self._worlds:
-      try:
-        passages = world_passages(world)
-      except LookupError:
-        raise http_server.Refusal(404, f'unknown world {world}') from None
-      self._worlds[world] = bm25.Bm25Index(passages)
-      if len(self._worlds) > self._limits.max_worlds:
-        self._worlds.popitem(last=False)
-    self._worlds.move_to_end(world)
-    return self._worlds[world].search(queries, topk)
 
   def _parse(
     self, fields: dict[str, Any], dialect: dialects.Dialect
   ) -> tuple[list[str], int, bool]:
     """Returns queries, topk and whether scores are wanted, or refuses them."""
     limits, name = self._limits, dialect.queries
+    require = http_server.require
     queries = [fields[name]] if dialect.one_query else fields[name]
-    if not isinstance(queries, list) or not all(
+    expected = 'a string' if dialect.one_query else 'a list of strings'
+    texts = isinstance(queries, list) and all(
       isinstance(query, str) for query in queries
-    ):
-      expected = 'a string' if dialect.one_query else 'a list of strings'
-      raise _unprocessable(f'{name}: expected {expected}')
-    if len(queries) > limits.max_queries:
-      raise _unprocessable(
-        f'{name}: {len(queries)}, at most {limits.max_queries} are allowed'
-      )
-    if any(len(query) > limits.max_query_chars for query in queries):
-      raise _unprocessable(
-        f'{name}: at most {limits.max_query_chars} characters each'
-      )
-    topk = fields[dialect.topk] if dialect.topk in fields else None
+    )
+    require(texts, f'{name}: expected {expected}')
+    count, most = len(queries), limits.max_queries
+    require(count <= most, f'{name}: {count}, at most {most} are allowed')
+    longest, most = max(map(len, queries), default=0), limits.max_query_chars
+    require(longest <= most, f'{name}: at most {most} characters each')
+    topk, most = fields.get(dialect.topk), limits.max_topk
     topk = _DEFAULT_TOPK if topk is None else topk
-    if type(topk) is not int or not 1 <= topk <= limits.max_topk:
-      raise _unprocessable(
-        f'{dialect.topk}: expected an integer from 1 to {limits.max_topk}'
-      )
-    scores = fields[dialect.scores] if dialect.scores in fields else False
-    if not isinstance(scores, bool):
-      raise _unprocessable(f'{dialect.scores}: expected true or false')
+    require(
+      type(topk) is int and 1 <= topk <= most,
+      f'{dialect.topk}: expected an integer from 1 to {most}',
+    )
+    scores = fields.get(dialect.scores, False)
+    boolean = isinstance(scores, bool)
+    require(boolean, f'{dialect.scores}: expected true or false')
     return queries, topk, scores
+
+
+def _replay(
+  recording: recording_lib.Recording,
+  corpus: str,
+  queries: Sequence[str],
+  topk: int,
+) -> tuple[list[list[types.Passage] | None], list[str]]:
+  """Returns the recorded passages of each query, and a line on each other one.
+
+  A query that was not recorded has None. A request of which no query was
+  recorded is refused.
+  """
+  lists: list[list[types.Passage] | None] = []
+  missing = []
+  for query in queries:
+    try:
+      lists.append(recording.find(corpus, query, topk))
+    except LookupError as error:
+      lists.append(None)
+      missing.append(str(error.args[0]))
+  if missing and len(missing) == len(queries):
+    raise http_server.Refusal(404, missing[0])
+  return lists, missing
+
+
+def _search_world(
+  index_of: Callable[[int], bm25.Bm25Index],
+  world: int,
+  queries: Sequence[str],
+  topk: int,
+) -> _Lists:
+  try:
+    index = index_of(world)
+  except LookupError:
+    raise http_server.Refusal(404, f'unknown world {world}') from None
+  return index.search(queries, topk)
 
 
 def _dialect_of(
@@ -345,16 +322,12 @@ def _dialect_of(
 ) -> dialects.Dialect:
   """Returns the dialect that the fields of a request belong to."""
   candidates = [d for d in spoken if d.queries in fields]
-  if not candidates:
-    names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
-    raise _unprocessable(f'{names}: missing')
-  for dialect in candidates:
-    if set(fields) <= {dialect.queries, dialect.topk, dialect.scores}:
+  names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
+  http_server.require(bool(candidates), f'{names}: missing')
+  unknown = [
+    sorted(set(fields) - {d.queries, d.topk, d.scores}) for d in candidates
+  ]
+  for dialect, rest in zip(candidates, unknown):
+    if not rest:
       return dialect
-  first = candidates[0]
-  unknown = sorted(set(fields) - {first.queries, first.topk, first.scores})
-  raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
-
-
-def _unprocessable(detail: str) -> http_server.Refusal:
-  return http_server.Refusal(422, detail)
+  raise http_server.Refusal(422, f'unknown field {unknown[0][0][:40]!r}')

@@ -10,7 +10,7 @@ from stppo_jax import exits
 from stppo_jax.http import address as http_address
 from stppo_jax.http import client as http_client
 from stppo_jax.retrieval import address
-from stppo_jax.retrieval import detection
+from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 
 _NUM_TIMED = 8  # requests whose time is measured
@@ -114,7 +114,7 @@ async def _examine_dialects(
   client: http_client.Client, asked: Examination
 ) -> tuple[list[str], str]:
   """Returns the dialects that are answered, and the one to use."""
-  failures = await detection.spoken(client, asked.query, corpus=asked.corpus)
+  failures = await attempts.spoken(client, asked.query, corpus=asked.corpus)
   spoken = [name for name, failure in failures.items() if failure is None]
   chosen = asked.dialect or (spoken[0] if spoken else '')
   if not spoken:
@@ -175,9 +175,11 @@ async def _ask(
 ):
   """Returns the passages of a query, after one attempt."""
   try:
-    (passages,) = await detection.ask(
-      client, dialects.DIALECTS[name], query, corpus=asked.corpus, topk=3
+    (passages,) = await attempts.ask(
+      client, dialects.DIALECTS[name], [query], corpus=asked.corpus, topk=3
     )
+    if passages is None:
+      raise attempts.malformed()
   except http_client.Failure as failure:
     raise Unusable(
       f'answer: {query!r} failed ({failure}), though another query did not. '

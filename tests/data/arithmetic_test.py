@@ -3,6 +3,7 @@
 import pytest
 
 from stppo_jax.data import arithmetic
+from stppo_jax.data import demonstrations
 from stppo_jax.envs import tools
 
 
@@ -41,7 +42,7 @@ def test_too_few_questions_are_an_error():
 
 def test_demonstrations_call_answer_and_err_at_the_rate():
   teacher = arithmetic.CalculatorDemonstrations(
-    questions=_questions(), error_rate=0.5, clean_steps=2
+    _questions(), demonstrations.Noise(3, 0.5, clean_steps=2)
   )
   assert teacher.batch(1, 40) == teacher.batch(1, 40)
   for step, rate in ((1, 0.0), (2, 0.5)):

@@ -31,9 +31,10 @@ def _demonstrations(
     questions=questions_lib.SyntheticQuestions(
       seed=seed, world_seed=0, hops=hops, world_options=_OPTIONS
     ),
-    error_rate=error_rate,
-    clean_one_hop_steps=clean_one_hop_steps,
-    clean_steps=clean_steps,
+    noise=demonstrations_lib.Noise(
+      seed, error_rate, clean_one_hop_steps + clean_steps
+    ),
+    one_hop_steps=clean_one_hop_steps,
     think_words=think_words,
   )
 
@@ -175,7 +176,7 @@ def test_a_step_is_always_the_same():
 def test_questions_of_files_are_searched_for_unchanged(error_rate, searches):
   questions = _demonstrations().questions
   lookup = demonstrations_lib.LookupDemonstrations(
-    questions, seed=0, error_rate=error_rate
+    questions, demonstrations_lib.Noise(0, error_rate)
   )
   batch = lookup.batch(2, 6)
   assert [question for question, _ in batch] == questions.train(2, 6)

@@ -3,6 +3,7 @@
 import pytest
 
 from stppo_jax.configs import base
+from stppo_jax.data import demonstrations
 from stppo_jax.data import games
 from stppo_jax.data import kinds
 
@@ -55,7 +56,7 @@ class _Player:
 def test_a_demonstrator_errs_as_often_as_it_should():
   questions = games.GameQuestions(seed=0, count=50)
   teacher = games.GameDemonstrations(
-    questions=questions, player=_Player(), error_rate=0.5, clean_steps=2
+    questions, _Player(), demonstrations.Noise(0, 0.5, clean_steps=2)
   )
   trained = {q.id for q in questions.train(0, 50)}
   for step in (0, 1):

@@ -218,19 +218,11 @@ def test_choice_questions_are_scored_by_the_option(golden):
   assert scores['substring_match'] == 0.0
 
 
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'reward_scope': 'all'}, "'all'; choices: response, search_r1"),
-    ({'rewards': {'exact_match': 1.0}}, 'expected a weight for each of'),
-    ({'rewards': _WEIGHTS | {'em': 1.0}}, 'got em, exact_match'),
-    ({'prompt_template': '/absent'}, "prompt_template='/absent': No such file"),
-  ],
-)
-def test_a_bad_option_is_named(changes, message):
+def test_a_bad_template_is_named():
   with pytest.raises(ValueError) as error:
-    _environment(**changes)
-  assert message in str(error.value) and '\n' not in str(error.value)
+    _environment(prompt_template='/absent')
+  line = "prompt_template='/absent': No such file"
+  assert line in str(error.value) and '\n' not in str(error.value)
 
 
 def _turns(*actions):

@@ -7,6 +7,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
+from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.envs import tool
 from stppo_jax.envs import tools
 from tests.rollout import dialogues
@@ -115,7 +116,7 @@ def test_rewards_are_weighted_scores_of_what_the_policy_wrote(texts, scores):
   rewards, found = _environment().rewards(
     _QUESTION, 'prompt', texts, _STATUS.COMPLETED
   )
-  assert tuple(found[name] for name in tools.SCORE_NAMES) == scores
+  assert tuple(found[name] for name in rewards_lib.SCORE_NAMES) == scores
   measures = found | {'exact_match': found['em']}
   assert rewards == {n: w * measures[n] for n, w in _WEIGHTS.items()}
   rewards, found = _environment().rewards(
@@ -179,9 +180,9 @@ def test_options_are_checked_by_name():
   config.env.name = 'tools'
   config.env.tools.update(names=('abacus',), mcp_servers=('',), timeout=0.0)
   assert schema.check(config) == [
-    "env.tools.names=('abacus',): must be some of calculator",
     "env.tools.mcp_servers=('',): must be addresses or commands, such as "
     "('http://localhost:8000/mcp',)",
+    "env.tools.names=('abacus',): must be some of calculator",
     'env.tools.timeout=0.0: must be greater than 0',
   ]
 

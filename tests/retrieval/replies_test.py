@@ -167,3 +167,23 @@ def test_a_long_passage_is_cut_before_it_is_read():
     fake_servers.Server(respond), ['a'], max_passage_chars=8000
   )
   assert passage.text == long[:8000]
+
+
+def _passages(size):
+  return (types.Passage('1', 'title', size * 'x'),)
+
+
+def test_an_answer_that_is_replaced_counts_once():
+  cache = replies.AnswerCache(max_bytes=10_000)
+  for size in (4000, 4000, 100):
+    cache.keep(('', 'a'), _passages(size))
+  cache.keep(('', 'b'), _passages(4000))
+  assert cache.find(('', 'a')) == _passages(100)
+  assert cache.find(('', 'b')) == _passages(4000)
+
+
+def test_an_answer_that_is_too_large_is_not_kept():
+  cache = replies.AnswerCache(max_bytes=1000)
+  for _ in range(3):
+    cache.keep(('', 'a'), _passages(4000))
+    assert cache.find(('', 'a')) is None

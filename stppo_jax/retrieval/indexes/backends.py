@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import os
 from typing import Protocol
 
@@ -108,19 +109,15 @@ def open_index(
     folder.part('bm25')
     return bm25.Bm25Index.load(folder.path / 'bm25', folder.passages)
   if backend == 'hybrid':
-    kinds: Sequence[str] = ('bm25', 'faiss' if faiss_file else 'dense')
-    return HybridIndex(
-      [
-        open_index(
-          folder,
-          kind,
-          encoder_directory=encoder_directory,
-          faiss_file=faiss_file,
-          query_prefix=query_prefix,
-        )
-        for kind in kinds
-      ]
+    open_kind = functools.partial(
+      open_index,
+      folder,
+      encoder_directory=encoder_directory,
+      faiss_file=faiss_file,
+      query_prefix=query_prefix,
     )
+    vectors = 'faiss' if faiss_file else 'dense'
+    return HybridIndex([open_kind('bm25'), open_kind(vectors)])
   if not encoder_directory:
     raise ValueError(f'{backend}: needs the encoder of the vectors')
   if backend == 'faiss':

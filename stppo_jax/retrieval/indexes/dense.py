@@ -41,8 +41,57 @@ _TILE = 4096  # rows of a tile
 _ENCODED_AT_ONCE = 2048  # passages whose vectors are in memory before a write
 
 
-class DenseIndex:
-  """Searches vectors of passages with the vectors of queries."""
+class VectorIndex:
+  """Searches passages with the vectors of queries.
+
+  Args:
+    passages: the P passages; they are read when they are found.
+    encode: returns the vectors of texts, [texts, D].
+    query_prefix: written in front of every query, as the encoder expects it.
+  """
+
+  def __init__(
+    self, passages: Sequence[types.Passage], encode: Encode, query_prefix: str
+  ):
+    self._passages = passages
+    self._encode = encode
+    self._query_prefix = query_prefix
+
+  def __len__(self) -> int:
+    return len(self._passages)
+
+  def search(
+    self, queries: Sequence[str], topk: int
+  ) -> list[list[types.Passage]]:
+    """Returns the passages with the largest products, ties in corpus order."""
+    if not queries:
+      return []
+    vectors = self._encode([self._query_prefix + q for q in queries])
+    return [
+      [
+        dataclasses.replace(self._passages[int(n)], score=float(score))
+        for score, n in zip(scores, rows)
+        if n >= 0  # FAISS pads its results with -1.
+      ]
+      for scores, rows in zip(*self.nearest(vectors, topk))
+    ]
+
+  def nearest(
+    self, query_vectors: np.ndarray, topk: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the largest products, float32, and the rows that have them.
+
+    Both are [queries, min(topk, P)].
+
+    Args:
+      query_vectors: the vectors of the queries, [queries, D].
+      topk: the most rows per query.
+    """
+    raise NotImplementedError
+
+
+class DenseIndex(VectorIndex):
+  """Searches vectors of passages exactly, on the devices of this process."""
 
   def __init__(
     self,
@@ -58,9 +107,7 @@ class DenseIndex:
 
     Args:
       vectors_PD: a vector for each passage, float32 or bfloat16.
-      passages: the P passages; they are read when they are found.
-      encode: returns the vectors of texts, [texts, D].
-      query_prefix: written in front of every query, as the encoder expects it.
+      passages, encode, query_prefix: see `VectorIndex`.
       devices: the devices to use; None = all of this process.
       tile: the number of rows whose products are computed at once.
 
@@ -71,9 +118,7 @@ class DenseIndex:
       raise ValueError(
         f'{len(vectors_PD)} vectors for {len(passages)} passages'
       )
-    self._passages = passages
-    self._encode = encode
-    self._query_prefix = query_prefix
+    super().__init__(passages, encode, query_prefix)
     devices = list(devices or jax.local_devices())
     mesh = jax.sharding.Mesh(np.array(devices), ('rows',))
     self._tiles = _tiles(vectors_PD, mesh, tile)
@@ -82,36 +127,10 @@ class DenseIndex:
       static_argnames='topk',
     )
 
-  def __len__(self) -> int:
-    return len(self._passages)
-
-  def search(
-    self, queries: Sequence[str], topk: int
-  ) -> list[list[types.Passage]]:
-    """Returns the passages with the largest products, ties in corpus order."""
-    if not queries:
-      return []
-    query_vectors = self._encode([self._query_prefix + q for q in queries])
-    found = self.nearest(query_vectors, topk)
-    return [
-      [
-        dataclasses.replace(self._passages[n], score=float(score))
-        for score, n in zip(scores, rows)
-      ]
-      for scores, rows in zip(*found)
-    ]
-
   def nearest(
     self, query_vectors: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the largest products, float32, and the rows that have them.
-
-    Both are [queries, min(topk, P)].
-
-    Args:
-      query_vectors: the vectors of the queries, [queries, D].
-      topk: the most rows per query.
-    """
+    """See `VectorIndex`."""
     num_queries, topk = len(query_vectors), min(topk, len(self))
     # Sizes are rounded up to powers of two, so that few programs are compiled.
     height = 1 << (num_queries - 1).bit_length()

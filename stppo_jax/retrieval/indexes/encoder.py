@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from stppo_jax import text as text_lib
 from stppo_jax.models.hf import weight_files
 
 Array = jax.Array
@@ -139,7 +140,7 @@ class TextEncoder:
 
   def encode(self, texts: Sequence[str]) -> np.ndarray:
     """Returns [B, D] float32, the vectors of texts."""
-    encodings = self._tokenizer.encode_batch([_unicode(t) for t in texts])
+    encodings = self._tokenizer.encode_batch([text_lib.whole(t) for t in texts])
     ids = [encoding.ids for encoding in encodings]
     vectors_BD = np.empty((len(ids), self.size), np.float32)
     # Texts of similar length share a batch, so that little is padded.
@@ -299,10 +300,3 @@ def _is_lower_case(directory: pathlib.Path) -> bool:
     return True
   fields = weight_files.read_json(path)
   return bool(fields.get('do_lower_case', True))
-
-
-def _unicode(text: str) -> str:
-  """Returns a text with U+FFFD for each half of a surrogate pair."""
-  return text.encode('utf-16-le', 'surrogatepass').decode(
-    'utf-16-le', 'replace'
-  )

@@ -4,7 +4,6 @@ FAISS is optional; `pip install '.[faiss]'` in the clone installs it.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import importlib
 import os
 from typing import Any
@@ -15,7 +14,7 @@ from stppo_jax import types
 from stppo_jax.retrieval.indexes import dense
 
 
-class FaissIndex:
+class FaissIndex(dense.VectorIndex):
   """Searches a file of FAISS with the vectors of queries."""
 
   def __init__(
@@ -32,14 +31,14 @@ class FaissIndex:
     Args:
       path: the file that FAISS wrote.
       passages: the passages, in the order of the index.
-      encode: returns the vectors of texts.
-      size: the width of these vectors.
-      query_prefix: written in front of every query, as the encoder expects it.
+      encode, query_prefix: see `dense.VectorIndex`.
+      size: the width of the vectors of the encoder.
 
     Raises:
       ValueError: if FAISS is not installed, the file is not readable, or its
         vectors have another number or width; the message is one line.
     """
+    super().__init__(passages, encode, query_prefix)
     try:
       # FAISS makes its names at import, so types cannot be checked.
       faiss: Any = importlib.import_module('faiss')
@@ -66,28 +65,12 @@ class FaissIndex:
       )
     # Scores are better the larger they are, so distances change their sign.
     self._sign = -1.0 if self._index.metric_type == faiss.METRIC_L2 else 1.0
-    self._passages = passages
-    self._encode = encode
-    self._query_prefix = query_prefix
 
-  def __len__(self) -> int:
-    return len(self._passages)
-
-  def search(
-    self, queries: Sequence[str], topk: int
-  ) -> list[list[types.Passage]]:
-    """Returns the passages that FAISS finds, best first."""
-    if not queries:
-      return []
-    vectors = self._encode([self._query_prefix + q for q in queries])
-    found = self._index.search(
-      np.ascontiguousarray(vectors, np.float32), min(topk, len(self))
+  def nearest(
+    self, query_vectors: np.ndarray, topk: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """See `dense.VectorIndex`; the rows may be fewer than asked for."""
+    products, rows = self._index.search(
+      np.ascontiguousarray(query_vectors, np.float32), min(topk, len(self))
     )
-    return [
-      [
-        dataclasses.replace(self._passages[int(n)], score=self._sign * float(s))
-        for s, n in zip(scores, rows)
-        if n >= 0  # FAISS pads its results with -1.
-      ]
-      for scores, rows in zip(*found)
-    ]
+    return self._sign * products, rows

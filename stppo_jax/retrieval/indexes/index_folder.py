@@ -24,7 +24,6 @@ import os
 import pathlib
 import shutil
 from typing import Any
-from typing import overload
 
 import numpy as np
 
@@ -62,12 +61,6 @@ class StoredPassages(Sequence[types.Passage]):
 
   def __len__(self) -> int:
     return len(self._offsets) - 1
-
-  @overload
-  def __getitem__(self, n: int) -> types.Passage: ...
-
-  @overload
-  def __getitem__(self, n: slice) -> list[types.Passage]: ...
 
   def __getitem__(self, n):
     if isinstance(n, slice):

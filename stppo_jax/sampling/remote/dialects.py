@@ -153,46 +153,50 @@ def _label(fields: dict[str, Any]) -> str | None:
   return None if version is None else str(version)
 
 
-def _completion_body(model: str, request: Request) -> dict[str, Any]:
-  """Returns vLLM's `CompletionRequest`.
+# The same in every request to vLLM and SGLang. No field is left out, because
+# the model's generation_config.json may change the defaults.
+_PLAIN: Mapping[str, Any] = {
+  'n': 1,
+  'presence_penalty': 0.0,
+  'frequency_penalty': 0.0,
+  'repetition_penalty': 1.0,
+  'skip_special_tokens': False,
+  'spaces_between_special_tokens': False,
+}
+# The same in every request to the completions API.
+COMPLETION: Mapping[str, Any] = {
+  **_PLAIN,
+  'include_stop_str_in_output': True,
+  # A model's files may name further end tokens. The automaton that decides
+  # where a turn ends has `stop_ids` only.
+  'ignore_eos': True,
+  'add_special_tokens': False,
+  'logprobs': 1,
+  'return_token_ids': True,
+}
 
-  No field is left out, because the model's generation_config.json may change
-  the defaults.
-  """
+
+def _completion_body(model: str, request: Request) -> dict[str, Any]:
+  """Returns vLLM's `CompletionRequest`."""
   return {
     'model': model,
     'prompt': list(request.prompt_ids),
     'max_tokens': request.max_tokens,
-    **_sampling_fields(request.sampling),
-    'n': 1,
     'seed': request.seed,
-    'presence_penalty': 0.0,
-    'frequency_penalty': 0.0,
-    'repetition_penalty': 1.0,
-    'stop': list(request.stop_strings),
-    'stop_token_ids': list(request.stop_ids),
-    'include_stop_str_in_output': True,
-    # A model's files may name further end tokens. The automaton that decides
-    # where a turn ends has `stop_ids` only.
-    'ignore_eos': True,
-    'add_special_tokens': False,
-    'skip_special_tokens': False,
-    'spaces_between_special_tokens': False,
-    'logprobs': 1,
-    'return_token_ids': True,
+    **_sampling_fields(request),
+    **COMPLETION,
   }
 
 
 def _read_completion(request: Request, reply: bytes) -> Answer:
   fields = _fields(reply)
-  choices = fields.get('choices')
-  if not isinstance(choices, list) or len(choices) != 1:
-    raise ValueError('the reply has no one choice')
-  (choice,) = choices
-  if not isinstance(choice, dict):
-    raise ValueError('the choice is no JSON object')
-  if choice.get('finish_reason') not in ('stop', 'length'):
-    raise ValueError(f'finish_reason={str(choice.get("finish_reason"))[:40]!r}')
+  match fields.get('choices'):
+    case [dict(choice)]:
+      reason = choice.get('finish_reason')
+    case _:
+      raise ValueError('the reply has no one choice')
+  if reason not in ('stop', 'length'):
+    raise ValueError(f'finish_reason={str(reason)[:40]!r}')
   # vLLM has the prompt's ids in each choice, because one of its requests may
   # have several prompts.
   echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
@@ -215,17 +219,10 @@ def _generate_body(model: str, request: Request) -> dict[str, Any]:
     'input_ids': list(request.prompt_ids),
     'sampling_params': {
       'max_new_tokens': request.max_tokens,
-      **_sampling_fields(request.sampling),
-      'n': 1,
       'sampling_seed': request.seed,
-      'presence_penalty': 0.0,
-      'frequency_penalty': 0.0,
-      'repetition_penalty': 1.0,
-      'stop': list(request.stop_strings),
-      'stop_token_ids': list(request.stop_ids),
+      **_sampling_fields(request),
+      **_PLAIN,
       'no_stop_trim': True,
-      'skip_special_tokens': False,
-      'spaces_between_special_tokens': False,
     },
     'return_logprob': True,
   }
@@ -259,12 +256,14 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   return _answer(request, ids, logprobs, meta)
 
 
-def _sampling_fields(sampling: sampler.Sampling) -> dict[str, Any]:
+def _sampling_fields(request: Request) -> dict[str, Any]:
   return {
-    'temperature': sampling.temperature,
-    'top_k': sampling.top_k or -1,
-    'top_p': sampling.top_p,
-    'min_p': sampling.min_p,
+    'temperature': request.sampling.temperature,
+    'top_k': request.sampling.top_k or -1,
+    'top_p': request.sampling.top_p,
+    'min_p': request.sampling.min_p,
+    'stop': list(request.stop_strings),
+    'stop_token_ids': list(request.stop_ids),
   }
 
 

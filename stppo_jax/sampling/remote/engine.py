@@ -37,7 +37,6 @@ from stppo_jax.sampling import turns
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
-from stppo_jax.sampling.remote import weights_folder
 
 # Seconds that a poll waits for a turn; then the caller appends observations.
 _POLL_SECONDS = 0.01
@@ -118,7 +117,7 @@ class RemoteEngine:
     self._concurrency = concurrency
     # The label of the published weights; '' = the server's own weights.
     self._label = ''
-    self._folder = weights_folder.WeightsFolder()
+    self._folder = served_model.WeightsFolder()
     self._in_flight: dict[int, concurrent.futures.Future] = {}
     self._reset()
     self._num_turns = self._num_failures = self._retries_reported = 0

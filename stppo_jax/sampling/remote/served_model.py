@@ -1,18 +1,22 @@
 """A model on an inference server: checks it, requests turns, sets weights."""
 
 from collections.abc import Callable
+import contextlib
+import fcntl
 import os
 import pathlib
+import shutil
+import tempfile
 from typing import TypeVar
+import weakref
 
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 
-EngineError = client_lib.EngineError
-EngineUnreachable = client_lib.EngineUnreachable
-EngineUnsuited = client_lib.EngineUnsuited
-
 Result = TypeVar('Result')
+
+_PREFIX = 'stppo_jax-weights-'
+_LOCK = 'lock'
 
 
 async def connect(
@@ -38,29 +42,29 @@ async def connect(
   await client.wait_until_ready()
   try:
     models = await client.get('/v1/models', dialects.read_models)
-  except EngineError as error:
-    raise EngineUnsuited(str(error)) from error
+  except client_lib.EngineError as error:
+    raise client_lib.EngineUnsuited(str(error)) from error
   if model not in models:
-    raise EngineUnsuited(
+    raise client_lib.EngineUnsuited(
       f'{client.url} serves {", ".join(sorted(models)) or "nothing"}, '
       f'not {model!r}'
     )
   kind = str(models[model].get('owned_by'))
   if kind not in dialects.DIALECTS:
-    raise EngineUnsuited(
+    raise client_lib.EngineUnsuited(
       f'{client.url} is of kind {kind!r}; choices: '
       + ', '.join(sorted(dialects.DIALECTS))
     )
   dialect = dialects.DIALECTS[kind]
   capacity = models[model].get('max_model_len')
   if isinstance(capacity, int) and capacity < max_length:
-    raise EngineUnsuited(
+    raise client_lib.EngineUnsuited(
       f'{client.url} holds {capacity} tokens, fewer than '
       f'max_length={max_length}'
     )
   temperature = trial.sampling.temperature
   if not dialect.tempered and temperature != 1:
-    raise EngineUnsuited(
+    raise client_lib.EngineUnsuited(
       f'{client.url} ({kind}) reports log-probabilities at temperature 1, '
       f'which are not those at temperature={temperature}'
     )
@@ -68,9 +72,9 @@ async def connect(
   try:
     await served.complete(trial, lambda _, answer: answer)
     await served.weight_version()
-  except EngineError as error:
+  except client_lib.EngineError as error:
     # A request that fails now would fail in every collection.
-    raise EngineUnsuited(str(error)) from error
+    raise client_lib.EngineUnsuited(str(error)) from error
   return served
 
 
@@ -137,10 +141,12 @@ class ServedModel:
         return
       await self._load(folder, label)
       version = await self.weight_version()
-    except EngineError as error:
-      raise EngineUnreachable(f'weights were not loaded: {error}') from error
+    except client_lib.EngineError as error:
+      raise client_lib.EngineUnreachable(
+        f'weights were not loaded: {error}'
+      ) from error
     if version not in (None, label):
-      raise EngineUnreachable(
+      raise client_lib.EngineUnreachable(
         f'{self._client.url} holds weights {version!r} after an update to '
         f'{label!r}; does another run use it?'
       )
@@ -165,3 +171,49 @@ class ServedModel:
     )
     if dialect.flush_path:
       await self._client.post(dialect.flush_path, {}, bytes)
+
+
+class WeightsFolder:
+  """The private folder into which an engine writes weights for its server.
+
+  A process that is killed leaves its folder behind, with gigabytes of weights.
+  So the owner of a folder keeps a file in it locked, and a process that makes a
+  folder first removes those whose lock is free.
+
+  The folder is removed when this object is garbage-collected, or at the exit of
+  the process.
+
+  Attributes:
+    path: the folder.
+  """
+
+  def __init__(self):
+    _remove_abandoned()
+    self.path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+    # The file is locked before it gets its name, so no process can find it
+    # unlocked.
+    unnamed = self.path / f'{_LOCK}.new'
+    descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unnamed.rename(self.path / _LOCK)
+    weakref.finalize(self, _remove, self.path, descriptor)
+
+
+def _remove_abandoned() -> None:
+  """Removes the folders of this user whose owners have ended."""
+  for path in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
+    # A folder may be removed at any moment, by its owner or another process.
+    with contextlib.suppress(OSError):
+      if path.lstat().st_uid != os.getuid():
+        continue
+      descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+      finally:
+        os.close(descriptor)
+
+
+def _remove(path: pathlib.Path, descriptor: int) -> None:
+  shutil.rmtree(path, ignore_errors=True)
+  os.close(descriptor)

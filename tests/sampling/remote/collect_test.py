@@ -14,7 +14,6 @@ from stppo_jax.envs import protocol
 from stppo_jax.http import server as http_server
 from stppo_jax.rollout import collect
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.sampling.remote import server as model_server
 from stppo_jax.training import engines
 from tests.models import tiny
 from tests.sampling.remote import fake_servers
@@ -92,7 +91,7 @@ def test_ids_are_never_made_from_text(served):
   )
   tokens = fake_servers.Tokens()
   engine = served.engine(concurrency=1)
-  served.model.completions.clear()
+  served.model.requests.clear()
   served.faults.answers = [other_spelling]
   first, *_ = _collect(engine, served.loop)
   turn = first.turns[0]
@@ -101,7 +100,7 @@ def test_ids_are_never_made_from_text(served):
   assert tokens.encode_text('</search>x'[:9]).tolist() == [10]
   prompt = first.prompt_ids.tolist()
   observation = turn.observation_ids.tolist()
-  prompts = [completion.prompt for completion in served.model.completions]
+  prompts = [request.prompt_ids for request in served.model.requests]
   assert [*prompt, 6, 7, 8, *observation] in prompts
 
 
@@ -129,7 +128,7 @@ def test_a_failed_turn_is_an_infra_error_of_its_row_alone(served):
 def test_a_config_collects_with_a_server(served):
   tokenizer = tokenizer_lib.phrase_tokenizer(prompts.phrases(['b', 'c']))
   policy = tiny.model(vocab_size=tokenizer.vocab_size)
-  model = model_server.ModelServer(
+  model = fake_servers.RecordingServer(
     'tiny',
     policy,
     tiny.params(policy),
@@ -155,6 +154,6 @@ def test_a_config_collects_with_a_server(served):
     (trajectory,) = collector.collect([question], fake_servers.keys(1))
   assert trajectory.version == 7 and len(trajectory.turns) == 3
   assert trajectory.status is types.TrajectoryStatus.COMPLETED
-  last = model.completions[-1]
-  assert last.stop == ['</search>', '</answer>']
-  assert last.stop_token_ids == [tokenizer.eos_id, 0]
+  last = model.requests[-1]
+  assert last.stop_strings == ['</search>', '</answer>']
+  assert last.stop_ids == [tokenizer.eos_id, 0]

@@ -25,18 +25,18 @@ def test_greedy_dialogues_are_those_of_the_local_engine(served):
 
 def test_a_request_has_the_ids_of_the_whole_dialogue(served):
   engine = served.engine()
-  served.model.completions.clear()  # the trial turn
+  served.model.requests.clear()  # the trial turn
   fake_servers.begin(engine, [[0, 1]])
   (first,) = fake_servers.turns(engine).values()
   engine.resume(0, np.array([7, 8], np.int32))
   fake_servers.turns(engine)
-  one, two = served.model.completions
-  assert one.prompt == [0, 1]
-  assert two.prompt == [0, 1, *first.token_ids, 7, 8]
-  assert one.stop == list(fake_servers.STOPS) and one.stop_token_ids == [
-    fake_servers.EOS
-  ]
-  assert one.max_tokens == fake_servers.TURN and one.temperature == 1.3
+  one, two = served.model.requests
+  assert one.prompt_ids == [0, 1]
+  assert two.prompt_ids == [0, 1, *first.token_ids, 7, 8]
+  assert one.stop_strings == list(fake_servers.STOPS)
+  assert one.stop_ids == [fake_servers.EOS]
+  assert one.max_tokens == fake_servers.TURN
+  assert one.sampling.temperature == 1.3
   assert one.seed != two.seed
 
 

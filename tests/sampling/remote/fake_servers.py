@@ -21,8 +21,8 @@ from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
+from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import engine as engine_lib
-from stppo_jax.sampling.remote import request_fields
 from stppo_jax.sampling.remote import server as model_server
 from tests.models import tiny
 
@@ -112,6 +112,23 @@ class Faults:
     return web.Response(status=status, headers=headers, text='so\nsorry')
 
 
+class RecordingServer(model_server.ModelServer):
+  """A server that keeps the requests that it has answered.
+
+  Attributes:
+    requests: the requests, in order.
+  """
+
+  def __init__(self, *args, **options):
+    super().__init__(*args, **options)
+    self.requests = []
+
+  def write(self, request):
+    reply = super().write(request)
+    self.requests.append(request)
+    return reply
+
+
 class Served:
   """A server, its faults, and engines that it samples for.
 
@@ -125,7 +142,7 @@ class Served:
   def __init__(self, loop, root):
     self.loop = loop
     self.root = root
-    self.model = model_server.ModelServer(
+    self.model = RecordingServer(
       'tiny',
       MODEL,
       PARAMS,
@@ -145,7 +162,7 @@ class Served:
   def reset(self):
     """Restores the state at the start."""
     self.faults.reset()
-    self.model.completions.clear()
+    self.model.requests.clear()
     self.weight_requests.clear()
     self.model.set_weights(PARAMS, 'default')
 
@@ -176,20 +193,23 @@ class Served:
     self.weight_requests.append((request.path_qs, await request.json()))
     return web.Response()
 
-  async def _generate(self, request):
+  async def _generate(self, http_request):
     """Answers at SGLang's own endpoint, with the same model."""
-    body = await request.json()
+    body = await http_request.json()
     params = body['sampling_params']
     assert body['return_logprob'] is True and params['no_stop_trim'] is True
-    same = ('temperature', 'top_k', 'top_p', 'min_p', 'stop', 'stop_token_ids')
-    completion = request_fields.Completion(
-      model='tiny',
-      prompt=body['input_ids'],
+    same = ('temperature', 'top_p', 'min_p')
+    request = dialects.Request(
+      prompt_ids=body['input_ids'],
       max_tokens=params['max_new_tokens'],
+      sampling=sampler.Sampling(
+        top_k=max(params['top_k'], 0), **{name: params[name] for name in same}
+      ),
       seed=params['sampling_seed'],
-      **{name: params[name] for name in same},
+      stop_strings=params['stop'],
+      stop_ids=params['stop_token_ids'],
     )
-    reply = self.model.write(completion)
+    reply = self.model.write(request)
     (choice,) = reply['choices']
     ids, logprobs = choice['token_ids'], choice['logprobs']['token_logprobs']
     meta = {

@@ -6,14 +6,14 @@ import subprocess
 import sys
 import tempfile
 
-from stppo_jax.sampling.remote import weights_folder
+from stppo_jax.sampling.remote import served_model
 
 _KILLED = """
 import os
 import pathlib
-from stppo_jax.sampling.remote import weights_folder
+from stppo_jax.sampling.remote import served_model
 
-folder = weights_folder.WeightsFolder()
+folder = served_model.WeightsFolder()
 (folder.path / 'model.safetensors').write_bytes(b'weights')
 print(folder.path, flush=True)
 os.kill(os.getpid(), 9)
@@ -39,10 +39,10 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path, monkeypatch):
   assert (left / 'model.safetensors').exists()
   # A folder without a lock may be one that is being made.
   (tmp_path / 'stppo_jax-weights-new').mkdir()
-  alive = weights_folder.WeightsFolder()
+  alive = served_model.WeightsFolder()
   (alive.path / 'model.safetensors').write_bytes(b'weights')
   assert alive.path.stat().st_mode & 0o77 == 0
-  other = weights_folder.WeightsFolder()
+  other = served_model.WeightsFolder()
   assert not left.exists()
   assert (alive.path / 'model.safetensors').exists() and other.path.exists()
   assert (tmp_path / 'stppo_jax-weights-new').exists()
