@@ -10,7 +10,6 @@ import jax
 
 from stppo_jax import exits
 from stppo_jax.parallel import topology as topology_lib
-from stppo_jax.tools.plan import describe
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
 from stppo_jax.tools.plan import summary as summary_lib
@@ -77,7 +76,7 @@ def show(
       summary_lib.row(tried)
       for tried in _sweep(config, topology, planner, names, compile_best)
     ]
-    print(json.dumps(rows, indent=2) if as_json else describe.sweep(rows))
+    print(json.dumps(rows, indent=2) if as_json else summary_lib.sweep_text(rows))
     return 0 if any(row['fits'] for row in rows) else exits.USAGE
   plan = planner(config, programs=names)
   summary = summary_lib.summary(plan, price=price)
@@ -86,7 +85,7 @@ def show(
     summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )
-  lines = describe.plan(summary)
+  lines = summary_lib.text(summary)
   print(json.dumps(summary, indent=2) if as_json else '\n'.join(lines))
   return 0 if plan.fits else exits.USAGE
 
