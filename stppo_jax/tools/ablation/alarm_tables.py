@@ -19,7 +19,6 @@ from stppo_jax.training import alarms as alarms_lib
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import run_folder
 
-_REWARD = 'critic/score/mean'
 # Metric -> the column of a table that holds it.
 _COLUMNS = {
   metrics[0]: column
@@ -116,10 +115,6 @@ def _folders(name: str) -> list[str]:
 
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
   """Returns the alarms of a run with these thresholds."""
-  column = run.column(_REWARD)
-  curve = success_curve.curve(
-    np.array([value for _, value in column]), [step for step, _ in column]
-  )
   steps: dict[str, list[float]] = {}
   counts: dict[str, int] = {}
   for line in run.lines:
@@ -127,7 +122,7 @@ def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
     for name, rings in alarms_lib.check(numbers, thresholds).items():
       counts[name] = counts.get(name, 0) + 1
       steps.setdefault(name, []).extend([line['step']] * rings)
-  return Rings(curve, steps, counts)
+  return Rings(run.curve, steps, counts)
 
 
 def of_table(

@@ -76,7 +76,9 @@ def show(
       summary_lib.row(tried)
       for tried in _sweep(config, topology, planner, names, compile_best)
     ]
-    print(json.dumps(rows, indent=2) if as_json else summary_lib.sweep_text(rows))
+    print(
+      json.dumps(rows, indent=2) if as_json else summary_lib.sweep_text(rows)
+    )
     return 0 if any(row['fits'] for row in rows) else exits.USAGE
   plan = planner(config, programs=names)
   summary = summary_lib.summary(plan, price=price)

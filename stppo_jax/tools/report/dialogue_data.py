@@ -6,15 +6,17 @@ their file, and those of its evaluation are another one. So a page with
 thousands of dialogues opens at once and unpacks those that are looked at.
 """
 
+import base64
 from collections.abc import Mapping
 from collections.abc import Sequence
+import json
 import math
 import pathlib
 from typing import Any
 from typing import NamedTuple
+import zlib
 
 from stppo_jax.envs import protocol
-from stppo_jax.tools.report import packing
 from stppo_jax.tools.report import run_files
 
 COLUMNS = (
@@ -36,6 +38,7 @@ COLUMNS = (
 # The column `kind` has the places of these.
 KINDS = (run_files.SAMPLED, run_files.EVALUATED)
 TRAINING, EVALUATION = range(2)
+_DIGITS = 6
 
 
 class Encoded(NamedTuple):
@@ -157,7 +160,7 @@ def _read(
   pairs = [pair for path in paths for pair in run_files.dialogues(path, losses)]
   lines = b'\n'.join(line for line, _ in pairs)
   records = [record for _, record in pairs]
-  return _Part(run, step, kind, records, packing.pack(lines))
+  return _Part(run, step, kind, records, pack(lines))
 
 
 def _index(parts: Sequence[_Part]) -> dict[str, Any]:
@@ -181,9 +184,9 @@ def _index(parts: Sequence[_Part]) -> dict[str, Any]:
           place,
           questions.setdefault(question, len(questions)),
           keys.setdefault(key, len(keys)),
-          packing.rounded(reward(record)),
+          rounded(reward(record)),
           statuses.setdefault(status, len(statuses)),
-          *map(packing.rounded, measures(record)),
+          *map(rounded, measures(record)),
         )
       )
   columns = zip(*rows) if rows else ((),) * len(COLUMNS)
@@ -235,3 +238,21 @@ def measures(
     ]
     distance = max(logs, default=None)
   return clipped, searches, len(turns), count or None, distance
+
+
+def pack(content: bytes) -> str:
+  """Returns compressed content as text of letters, digits, + / and =."""
+  return base64.b64encode(zlib.compress(content, 6)).decode()
+
+
+def pack_json(value: Any) -> str:
+  """Returns a value as compressed JSON."""
+  text = json.dumps(value, separators=(',', ':'), allow_nan=False)
+  return pack(text.encode())
+
+
+def rounded(value: float | None) -> float | None:
+  """Returns six digits of a number; None for none, and if it is not finite."""
+  if value is None or not math.isfinite(value):
+    return None
+  return float(f'{value:.{_DIGITS}g}')

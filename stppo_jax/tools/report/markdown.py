@@ -9,7 +9,6 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import figures
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import page
-from stppo_jax.tools.report import panels
 from stppo_jax.workdir import atomic_files
 
 # Characters that would end a cell, or begin a tag or another mark.
@@ -96,10 +95,6 @@ def write(
       row for row in contents['config'] if row[0] in contents['differences']
     ]
     lines += _table(['key', *labels], [[key, *values] for key, values in rows])
-  curves = [
-    figures.Curves(members.label, [panels.columns(run) for run in members.runs])
-    for members in groups
-  ]
   drawn = {}
   for section in contents['sections']:
     lines += ['', f'## {section["title"]}', '']
@@ -112,7 +107,7 @@ def write(
   atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
   folder.mkdir(exist_ok=True)
   for name, panel in drawn.items():
-    figures.draw(panel, curves, folder / name)
+    figures.draw(panel, groups, folder / name)
 
 
 def escape(text: Any) -> str:

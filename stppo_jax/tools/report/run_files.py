@@ -14,16 +14,25 @@ import pathlib
 import re
 from typing import Any
 
+import numpy as np
+
 from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax.configs import schema
 from stppo_jax.records import scrubbing
 from stppo_jax.tools import run_state
+from stppo_jax.tools import success_curve
 from stppo_jax.workdir import run_folder
 
+REWARD = 'critic/score/mean'
 SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
   rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
 )
+# The share of tokens whose ratio is outside the bounds of a level, a metric of
+# no line: the sum of those below and above.
+OUTSIDE = 'outside/'
+_BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'
 # What `tokens` of a turn may have for each token; records/token_records.py.
 _TOKEN_LISTS = (
@@ -49,8 +58,9 @@ class Run:
   Attributes:
     folder: the folder with its files.
     place: the folder as it was named, or the address of which it is a copy.
-    recorded: the config, dotted key to value, without the secrets in its texts,
-      because reports are passed on; {} if the file is missing.
+    recorded: the config, dotted key to value by today's names, without the
+      secrets in its texts, because reports are passed on; {} if the file is
+      missing.
     lines: the lines of metrics.jsonl in order; the first may be of step 0.
     state: what `status` says of it.
     losses: what could not be read, one line each.
@@ -74,22 +84,34 @@ class Run:
     return self.recorded.get('seed')
 
   @functools.cached_property
-  def columns(self) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of each finite value, by metric."""
-    columns: dict[str, list[tuple[int, float]]] = {}
+  def columns(self) -> dict[str, dict[int, float]]:
+    """The finite values of each metric by step, in the order of the lines.
+
+    `OUTSIDE` LEVEL and `OUTSIDE` LEVEL/turn_N come after the metrics.
+    """
+    columns: dict[str, dict[int, float]] = {}
     for line in self.lines:
       for name, value in line.items():
         if name != 'step' and is_number(value):
-          columns.setdefault(name, []).append((line['step'], value))
+          columns.setdefault(name, {})[line['step']] = value
+    for name, low in list(columns.items()):
+      if match := _BELOW.fullmatch(name):
+        high = columns.get(name.replace('/low', '/high', 1), {})
+        if sums := {
+          step: x + high[step] for step, x in low.items() if step in high
+        }:
+          columns[f'{OUTSIDE}{match[1]}{match[2] or ""}'] = sums
     return columns
 
-  def column(self, name: str) -> list[tuple[int, float]]:
-    """Returns (step, value) of each finite value of a metric."""
-    return self.columns.get(name, [])
+  def column(self, name: str) -> dict[int, float]:
+    """Returns the finite values of a metric by step."""
+    return self.columns.get(name, {})
 
-  def names(self) -> list[str]:
-    """Returns the names of all metrics, in the order in which they come."""
-    return list(self.columns)
+  @functools.cached_property
+  def curve(self) -> success_curve.Curve:
+    """Its success in a few numbers."""
+    rewards = self.column(REWARD)
+    return success_curve.curve(np.array(list(rewards.values())), list(rewards))
 
 
 def is_number(value: Any) -> bool:
@@ -238,7 +260,7 @@ def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))
-    return scrubbing.scrubbed_values(config)
+    return scrubbing.scrubbed_values(schema.present(config))
   except (OSError, ValueError, AttributeError, RecursionError) as error:
     losses.append(f'{path}: cannot be read: {error}')
     return {}
