@@ -140,7 +140,7 @@ def of_table(
     rang[name] = _rang(run, name, threshold)
   rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
   return Rings(
-    curve=success_curve.curve(run.per_step('success')),
+    curve=run.curve,
     # Step n is at place n - 1.
     steps={n: (1.0 + np.flatnonzero(x == 1)).tolist() for n, x in rang.items()},
     counts={n: int((~np.isnan(x)).sum()) for n, x in rang.items()},

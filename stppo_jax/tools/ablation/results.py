@@ -15,6 +15,7 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
+import functools
 import io
 import math
 import os
@@ -25,6 +26,7 @@ import numpy as np
 from stppo_jax import exits
 from stppo_jax.records import headline
 from stppo_jax.records import plots
+from stppo_jax.tools import success_curve
 from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
@@ -102,16 +104,20 @@ class Run:
     """Returns a column without step 0, which has evaluations only."""
     return self.columns[column][1:]
 
+  @functools.cached_property
+  def curve(self) -> success_curve.Curve:
+    """Its success in a few numbers."""
+    return success_curve.curve(self.per_step('success'))
+
 
 def from_folder(
-  folder: pathlib.Path, *, group: str, arm: str, seed: int, digest: str
+  folder: pathlib.Path, arm: tuple[str, str], seed: int, digest: str
 ) -> Run:
   """Returns the numbers of the run in a folder.
 
   Args:
     folder: the run's folder.
-    group: the group of its arm.
-    arm: the name of its arm.
+    arm: the key of its arm.
     seed: its seed.
     digest: the digest of its arm's config.
 
@@ -148,7 +154,7 @@ def from_folder(
   columns[_GREEDY] = column(
     np.array([next(iter(x.values()), math.nan) for x in greedy])
   )
-  return Run(group, arm, seed, digest, columns)
+  return Run(*arm, seed, digest, columns)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:

@@ -80,15 +80,15 @@ def _record(plan: plan_lib.Plan) -> None:
   plan.record()
 
 
-def _wanted(plan: plan_lib.Plan) -> list[tuple[study_lib.Arm, int]]:
-  """Returns the runs of the study, all arms of a seed before the next seed."""
-  return [(arm, seed) for seed in plan.seeds for arm in plan.study.arms]
-
-
 def _missing(plan: plan_lib.Plan, runs) -> list[tuple[study_lib.Arm, int]]:
-  """Returns the runs that the table does not have."""
+  """Returns the missing runs, all arms of a seed before the next seed."""
   done = {(run.key, run.seed) for run in runs}
-  return [(a, seed) for a, seed in _wanted(plan) if (a.key, seed) not in done]
+  return [
+    (arm, seed)
+    for seed in plan.seeds
+    for arm in plan.study.arms
+    if (arm.key, seed) not in done
+  ]
 
 
 def _state(folder: pathlib.Path) -> str:
@@ -159,11 +159,7 @@ def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
       if _state(folder) == run_state.FINISHED:
         try:
           run = results.from_folder(
-            folder,
-            group=arm.group,
-            arm=arm.name,
-            seed=seed,
-            digest=plan.digests[arm.key],
+            folder, arm.key, seed, plan.digests[arm.key]
           )
         except results.BadTable as error:
           damaged[arm.run_name(seed)] = str(error)
