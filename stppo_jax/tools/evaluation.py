@@ -50,16 +50,8 @@ _log = logging.getLogger(__name__)
 _BATCHES = 4
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _ANSWER_FIELDS = (
-  'data_set',
-  'id',
-  'sample',
-  'question',
-  'golden_answers',
-  'answer',
-  'scores',
-  'searches',
-  'status',
-)
+  'data_set id sample question golden_answers answer scores searches status'
+).split()
 
 
 def evaluate(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.tools import run_state
 from stppo_jax.tools import score_report
@@ -71,7 +72,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
     try:
       with bucket_copy.downloaded(folder) as path:
         run = run_files.read(str(path), folder)
-    except (run_files.Unreadable, buckets.BucketError) as error:
+    except (exits.Misconfigured, buckets.BucketError) as error:
       losses.append(str(error))
       continue
     losses += run.losses
@@ -95,9 +96,9 @@ def _of_tables(
   for name in dict.fromkeys(tables):
     try:
       if not pathlib.Path(name).is_file():
-        raise results.BadTable(f'{name}: no such file')
+        raise exits.Misconfigured(f'{name}: no such file')
       runs += results.read(pathlib.Path(name))
-    except results.BadTable as error:
+    except exits.Misconfigured as error:
       losses.append(str(error))
   return [of_table(run, thresholds) for run in results.distinct(runs)], losses
 

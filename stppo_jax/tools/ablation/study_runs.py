@@ -32,7 +32,7 @@ def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
     The exit code, see the command `ablate`.
 
   Raises:
-    BadTable: a table cannot be used.
+    Misconfigured: a table cannot be used.
     Locked: another process makes this study.
   """
   runs = results.read(plan.table)
@@ -161,7 +161,7 @@ def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
           run = results.from_folder(
             folder, arm.key, seed, plan.digests[arm.key]
           )
-        except results.BadTable as error:
+        except exits.Misconfigured as error:
           damaged[arm.run_name(seed)] = str(error)
         else:
           found.append(run)

@@ -158,22 +158,17 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
-  shape = arrays['loss_mask_BL'].shape
-  padded = saved_batch.pad_empty(arrays)
-  if 'values_BL' in padded and 'old_values_BL' not in padded:
-    padded['old_values_BL'] = padded['values_BL']
+  if 'values_BL' in arrays and 'old_values_BL' not in arrays:
+    arrays = {**arrays, 'old_values_BL': arrays['values_BL']}
   results, metrics = jax.device_get(
     _estimate(
       estimator,
-      saved_batch.token_batch(padded),
-      num_turns=saved_batch.num_turns(padded),
+      saved_batch.token_batch(arrays),
+      num_turns=saved_batch.num_turns(arrays),
     )
   )
   saved_batch.check_finite(results)
-  return Estimate(
-    {name: float(x) for name, x in metrics.items()},
-    {name: saved_batch.unpad(x, shape) for name, x in results.items()},
-  )
+  return Estimate({name: float(x) for name, x in metrics.items()}, results)
 
 
 @functools.partial(jax.jit, static_argnames='num_turns')

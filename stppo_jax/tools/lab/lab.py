@@ -73,7 +73,7 @@ def loss_and_gradient(
   Args:
     algorithm: the algorithm.
     arrays: the result of `saved_batch.select`, with the `required_arrays`; a
-      batch without any row, token or loss position gives zeros.
+      batch without any loss position gives zeros.
     entropy_coefficient: the coefficient of the entropy bonus. It changes the
       loss but not the gradient, because the entropy does not depend on
       `logprobs_BL` here.
@@ -82,25 +82,22 @@ def loss_and_gradient(
     saved_batch.NotFinite: the loss, its gradient or a number that a correction
       uses is too large for the precision.
   """
-  shape = arrays['loss_mask_BL'].shape
-  padded = saved_batch.pad_empty(arrays)
-  zeros_BL = np.zeros_like(padded['logprobs_BL'])
-  has_entropy = 'entropy_BL' in padded
+  zeros_BL = np.zeros_like(arrays['logprobs_BL'])
   results, diagnostics, metrics = jax.device_get(
     _differentiate(
       algorithm,
-      saved_batch.token_batch(padded),
-      padded['logprobs_BL'],
-      padded['entropy_BL'] if has_entropy else zeros_BL,
+      saved_batch.token_batch(arrays),
+      arrays['logprobs_BL'],
+      arrays.get('entropy_BL', zeros_BL),
       entropy_coefficient,
-      num_turns=saved_batch.num_turns(padded),
+      num_turns=saved_batch.num_turns(arrays),
     )
   )
   metrics = {name: float(x) for name, x in metrics.items()}
   # A metric may overflow; the caller leaves out metrics that are not finite.
   with np.errstate(over='ignore', invalid='ignore'):
     metrics |= diagnostics_lib.summarize(diagnostics)
-  if not has_entropy:
+  if 'entropy_BL' not in arrays:
     del metrics['actor/entropy']  # it is unknown, not 0
   metrics = {'loss': float(results['loss'])} | metrics  # printed in this order
   saved_batch.check_finite(
@@ -112,9 +109,7 @@ def loss_and_gradient(
       for name in corrections.CORRECTIONS[correction].metrics
     }
   )
-  return LossAndGradient(
-    metrics, {name: saved_batch.unpad(x, shape) for name, x in results.items()}
-  )
+  return LossAndGradient(metrics, results)
 
 
 @functools.partial(jax.jit, static_argnames='num_turns')

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import concurrent.futures
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -26,39 +27,33 @@ from stppo_jax.training import engines
 _MOST_AT_ONCE = 4
 
 
+@dataclasses.dataclass(frozen=True)
 class Subject:
   """The sizes and devices of a run, from which its programs are lowered.
 
-  Args:
+  Attributes:
     config: the config of a run.
     learner: its learner.
     placement: the devices that decode; None with rollout.engine=remote.
     packed: shapes of a packed batch.
   """
 
-  def __init__(
-    self,
-    config,
-    learner: learner_lib.Learner,
-    placement: publish_lib.Placement | None,
-    packed: batch_lib.TokenBatch,
-  ):
-    self._config = config
-    self.learner = learner
-    self.placement = placement
-    self.packed = packed
+  config: Any
+  learner: learner_lib.Learner
+  placement: publish_lib.Placement | None
+  packed: batch_lib.TokenBatch
 
   @functools.cached_property
   def engine(self) -> lowering.Lowering:
     """The programs of the engine of a host."""
     assert self.placement is not None
     state, _ = self.learner.abstract_start()
-    environment = environments.find(self._config.env.name)
+    environment = environments.find(self.config.env.name)
     return lowering.Lowering(
       self.learner.decoded,
       placement=self.placement,
       options=engines.options(
-        self._config, mesh_lib.num_hosts(self.placement.training)
+        self.config, mesh_lib.num_hosts(self.placement.training)
       ),
       num_states=stops.num_states(environment.stop_strings),
       trained=engines.decoded_weights(state.policy.params),

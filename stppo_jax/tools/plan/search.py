@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -216,11 +217,8 @@ def advice_at_start(config, limit: int) -> str:
     config: the config of the run.
     limit: bytes of a device.
   """
-
   # At most all tokens of a row carry loss.
-  def planner(config):
-    return plan_lib.make(
-      config, length=config.env.max_length, loss_fraction=1.0
-    )
-
+  planner = functools.partial(
+    plan_lib.make, length=config.env.max_length, loss_fraction=1.0
+  )
   return advice(config, planner, limit)

@@ -20,21 +20,9 @@ from stppo_jax.envs import protocol
 from stppo_jax.tools.report import run_files
 
 COLUMNS = (
-  'run',
-  'step',
-  'kind',
-  'part',
-  'place',
-  'question',
-  'key',
-  'reward',
-  'status',
-  'clipped',
-  'searches',
-  'turns',
-  'tokens',
-  'spread',
-)
+  'run step kind part place question key reward status clipped searches turns '
+  'tokens spread'
+).split()
 # The column `kind` has the places of these.
 KINDS = (run_files.SAMPLED, run_files.EVALUATED)
 TRAINING, EVALUATION = range(2)

@@ -35,20 +35,9 @@ OUTSIDE = 'outside/'
 _BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'
 # What `tokens` of a turn may have for each token; records/token_records.py.
-_TOKEN_LISTS = (
-  'old_logprob',
-  'ratio',
-  'entropy',
-  'advantage',
-  'value',
-  'weight',
+TOKEN_NUMBERS = tuple(
+  'ratio old_logprob advantage value entropy weight'.split()
 )
-
-
-class Unreadable(Exception):
-  """A folder cannot be reported on; the message is one line."""
-
-  exit_code = exits.USAGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,21 +120,18 @@ def check(folder: str, place: str = '') -> run_state.RunState:
     place: the address, if the folder was downloaded from a bucket.
 
   Raises:
-    Unreadable: the folder is not that of a run of `train`, or has another
+    Misconfigured: the folder is not that of a run of `train`, or has another
       schema.
   """
   place = place or folder
-  try:
-    state = run_state.read_from(pathlib.Path(folder), place)
-  except run_state.NoRun as error:
-    raise Unreadable(str(error)) from error
+  state = run_state.read_from(pathlib.Path(folder), place)
   if state.command != _COMMAND:
-    raise Unreadable(
+    raise exits.Misconfigured(
       f'{place}: a run of {state.command}; a report shows runs of {_COMMAND}'
     )
   schema = run_folder.schema(pathlib.Path(folder))
   if schema != run_folder.SCHEMA:
-    raise Unreadable(
+    raise exits.Misconfigured(
       f'{place}: its files have schema {schema}, and this version reads '
       f'schema {run_folder.SCHEMA}; use the version that wrote them'
     )
@@ -160,7 +146,7 @@ def read(folder: str, place: str = '') -> Run:
     place: the address, if the folder was downloaded from a bucket.
 
   Raises:
-    Unreadable: see `check`; or no line of metrics is written yet.
+    Misconfigured: see `check`; or no line of metrics is written yet.
   """
   place = place or folder
   state = check(folder, place)
@@ -172,7 +158,9 @@ def read(folder: str, place: str = '') -> Run:
     if isinstance(line.get('step'), int) and is_number(line['step'])
   ]
   if not lines:
-    raise Unreadable('\n'.join([f'{place}: no step is written yet', *losses]))
+    raise exits.Misconfigured(
+      '\n'.join([f'{place}: no step is written yet', *losses])
+    )
   return Run(folder, place, _config(path, losses), lines, state, losses)
 
 
@@ -238,7 +226,7 @@ def _is_tokens(tokens: Any) -> bool:
   places = tokens.get('clipped')
   if not isinstance(characters, list) or not isinstance(places, list):
     return False
-  lists = [tokens[name] for name in _TOKEN_LISTS if name in tokens]
+  lists = [tokens[name] for name in TOKEN_NUMBERS if name in tokens]
   return (
     all(isinstance(x, int) and is_number(x) for x in characters + places)
     and _is_number_or_none(tokens.get('turn_ratio'))

@@ -14,20 +14,14 @@ from typing import NamedTuple
 from stppo_jax.records import headline
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import run_files
+from stppo_jax.training import alarms as alarms_lib
 
 _LAST = 10  # steps
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
 PHASES = (
-  'wait',
-  'annotate',
-  'update',
-  'token_details',
-  'evaluate',
-  'checkpoint',
-  'other',
-)
-_ALARM = 'alarm/'
+  'wait annotate update token_details evaluate checkpoint other'
+).split()
 # Metrics that stand for something that went wrong wherever they are not 0.
 _FAULTS = (
   'update/skipped',
@@ -150,7 +144,7 @@ def alarms(runs: Sequence[run_files.Run]) -> list[Alarm]:
   found = []
   for number, run in enumerate(runs):
     for name, column in run.columns.items():
-      if name.startswith(_ALARM) or name in _FAULTS:
+      if name.startswith(alarms_lib.PREFIX) or name in _FAULTS:
         if where := [step for step, x in column.items() if x > 0]:
           found.append(Alarm(number, name, where, max(column.values())))
     steps: dict[str, list[int]] = {}
