@@ -8,7 +8,6 @@ import pathlib
 import shlex
 import sys
 import time
-import uuid
 
 from stppo_jax import exits
 from stppo_jax.tools import run_state
@@ -73,10 +72,8 @@ def _copied(
 
 def _record(plan: plan_lib.Plan) -> None:
   """Records whose folder it is."""
-  if run_folder.read(plan.folder) is None:
-    digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
-    run = run_folder.Run('ablate', uuid.uuid4().hex, digest)
-    run_folder.write(plan.folder, run)
+  digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
+  run_folder.mark(plan.folder, 'ablate', digest)
   plan.record()
 
 
