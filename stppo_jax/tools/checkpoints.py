@@ -3,7 +3,6 @@
 jax is imported where it is needed: a wrong flag is answered before.
 """
 
-from collections.abc import Sequence
 import os
 import pathlib
 import time
@@ -35,13 +34,11 @@ def show(workdir: pathlib.Path, place: str) -> int:
   """
   _check(workdir, place)
   found = saved_steps.find(workdir)
-  print('\n'.join(table(found)) if found else f'{place}: no checkpoints')
+  rows = [_TITLES, *map(_row, found)]
+  print(
+    '\n'.join(streams.aligned(rows)) if found else f'{place}: no checkpoints'
+  )
   return 0
-
-
-def table(found: Sequence[saved_steps.SavedStep]) -> list[str]:
-  """Returns the lines of a table of checkpoints."""
-  return streams.aligned([_TITLES, *map(_row, found)])
 
 
 def _check(workdir: pathlib.Path, place: str) -> None:

@@ -12,7 +12,6 @@ then milliseconds.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +36,6 @@ _ALWAYS_REQUIRED = (
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 
 
-class LossAndGradient(NamedTuple):
-  """Loss, gradient and metrics of an algorithm on a saved batch.
-
-  Attributes:
-    metrics: the loss and all diagnostics by name. A metric that the algorithm
-      does not use is not finite where it is too large for the precision.
-    arrays: loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level),
-      weights_BL (the corrections' multipliers) and clipped_BL (tokens whose
-      gradient the objective cut); off the loss mask they are 0, 1, 1 and False.
-  """
-
-  metrics: dict[str, float]
-  arrays: dict[str, np.ndarray]
-
-
 def required_arrays(
   algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
 ) -> frozenset[str]:
@@ -67,8 +51,14 @@ def loss_and_gradient(
   arrays: saved_batch.Arrays,
   *,
   entropy_coefficient: float,
-) -> LossAndGradient:
+) -> saved_batch.Result:
   """Returns loss, gradient and metrics of an algorithm.
+
+  The metrics are the loss and all diagnostics; one that the algorithm does not
+  use is not finite where it is too large for the precision. The arrays are
+  loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level), weights_BL (the
+  corrections' multipliers) and clipped_BL (tokens whose gradient the objective
+  cut); off the loss mask they are 0, 1, 1 and False.
 
   Args:
     algorithm: the algorithm.
@@ -109,7 +99,7 @@ def loss_and_gradient(
       for name in corrections.CORRECTIONS[correction].metrics
     }
   )
-  return LossAndGradient(metrics, results)
+  return saved_batch.Result(metrics, results)
 
 
 @functools.partial(jax.jit, static_argnames='num_turns')

@@ -33,6 +33,18 @@ class NotFinite(ValueError):
   """A result that is too large for the precision of the computation."""
 
 
+class Result(NamedTuple):
+  """What is computed on a saved batch.
+
+  Attributes:
+    metrics: numbers by name.
+    arrays: arrays by name.
+  """
+
+  metrics: dict[str, float]
+  arrays: dict[str, np.ndarray]
+
+
 class ArrayKind(NamedTuple):
   """A rule for the entries of an array.
 

@@ -194,41 +194,35 @@ def dialogues(
   return found
 
 
-def _is_dialogue(record: Mapping[str, Any]) -> bool:
+def _is_dialogue(record: Any) -> bool:
   """Returns whether a record has what every dialogue has."""
-  texts = [record.get(name) for name in ('question', 'prompt', 'status')]
-  turns, golden = record.get('turns'), record.get('golden_answers')
   return (
-    all(isinstance(text, str) for text in texts)
-    and isinstance(record.get('rewards'), dict)
-    and all(is_number(reward) for reward in record['rewards'].values())
-    and isinstance(golden, list)
-    and all(isinstance(answer, str) for answer in golden)
-    and isinstance(turns, list)
-    and all(_is_turn(turn) for turn in turns)
+    _has(record, str, 'question', 'prompt', 'status')
+    and _has(record, list, 'golden_answers', 'turns')
+    and _has(record, dict, 'rewards')
+    and all(map(is_number, record['rewards'].values()))
+    and all(isinstance(answer, str) for answer in record['golden_answers'])
+    and all(map(_is_turn, record['turns']))
   )
 
 
 def _is_turn(turn: Any) -> bool:
-  if not isinstance(turn, dict):
-    return False
-  texts = [turn.get(name) for name in ('text', 'observation', 'action')]
-  return all(isinstance(text, str) for text in texts) and (
+  return _has(turn, str, 'text', 'observation', 'action') and (
     'tokens' not in turn or _is_tokens(turn['tokens'])
   )
 
 
 def _is_tokens(tokens: Any) -> bool:
   """Returns whether a turn's numbers are as many as it has tokens."""
-  if not isinstance(tokens, dict):
+  if not _has(tokens, list, 'characters', 'clipped'):
     return False
-  characters = tokens.get('characters')
-  places = tokens.get('clipped')
-  if not isinstance(characters, list) or not isinstance(places, list):
-    return False
+  characters = tokens['characters']
   lists = [tokens[name] for name in TOKEN_NUMBERS if name in tokens]
   return (
-    all(isinstance(x, int) and is_number(x) for x in characters + places)
+    all(
+      isinstance(x, int) and is_number(x)
+      for x in characters + tokens['clipped']
+    )
     and _is_number_or_none(tokens.get('turn_ratio'))
     and all(
       isinstance(values, list)
@@ -236,6 +230,13 @@ def _is_tokens(tokens: Any) -> bool:
       and all(map(_is_number_or_none, values))
       for values in lists
     )
+  )
+
+
+def _has(record: Any, kind: type, *names: str) -> bool:
+  """Returns whether a record is an object with values of a type."""
+  return isinstance(record, dict) and all(
+    isinstance(record.get(name), kind) for name in names
   )
 
 
