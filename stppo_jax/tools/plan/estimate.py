@@ -123,11 +123,12 @@ def _sweep(
 ) -> list[search.Tried]:
   """Returns the plans of all meshes, the best of them compiled."""
   found = search.sweep_meshes(config, topology, planner)
-  best = compile_best if programs else 0
-  for n in range(len(found) if best < 0 else min(best, len(found))):
-    if found[n].plan is not None:
-      changes = found[n].changes
-      changed = search.changed(config, changes)
+  if not programs:
+    return found
+  last = len(found) if compile_best < 0 else compile_best
+  for n, tried in enumerate(found[:last]):
+    if tried.plan is not None:
+      changed = search.changed(config, tried.changes)
       plan = planner(changed, programs=programs)
-      found[n] = search.Tried(changes, plan)
+      found[n] = tried._replace(plan=plan)
   return found

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import functools
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -66,10 +67,7 @@ def sweep_meshes(
   updates = config.updates
   mesh = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
   microbatch = updates.microbatch_size or updates.minibatch_size
-  known = [size for size in mesh.values() if size != -1]
-  rest = num_devices
-  for size in known:
-    rest //= size
+  rest = num_devices // math.prod(x for x in mesh.values() if x != -1)
   data, fsdp = (rest if mesh[a] == -1 else mesh[a] for a in ('data', 'fsdp'))
   rows = max(microbatch // max(data * fsdp, 1), 1)
   found = []

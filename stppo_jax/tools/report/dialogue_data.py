@@ -75,46 +75,31 @@ def encode(
   for kind, share in ((EVALUATION, 0.5), (TRAINING, 1.0)):
     count = sum(len(part.records) for part in parts)
     size = sum(len(part.packed) for part in parts)
-    parts += _encode(
-      runs,
-      kind,
-      most=int(share * (most - count)),
-      most_bytes=int(share * (most_bytes - size)),
-      notes=notes,
-      losses=losses,
+    limit, limit_bytes = (
+      int(share * rest) for rest in (most - count, most_bytes - size)
     )
+    files: dict[tuple[int, int], list[pathlib.Path]] = {}
+    for number, run in enumerate(runs):
+      for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
+        files.setdefault((number, step), []).append(path)
+    counts = [sum(map(_count, paths)) for paths in files.values()]
+    read = [
+      _read(run, step, kind, paths, losses)
+      for (run, step), paths in _thin(list(files.items()), counts, limit)
+    ]
+    kept = _thin(read, [len(part.packed) for part in read], limit_bytes)
+    if len(kept) < len(files):
+      reason = (
+        f'{limit:,} dialogues' if kept == read else 'the size of the page'
+      )
+      what = ('dialogues', 'evaluations')[kind]
+      notes.append(
+        f'{what} of {len(kept)} of {len(files)} steps, evenly spread: '
+        f'more would exceed {reason}'
+      )
+    parts += kept
   parts.sort(key=lambda part: (part.run, part.step, part.kind))
   return Encoded(_index(parts), [part.packed for part in parts], notes)
-
-
-def _encode(
-  runs: Sequence[run_files.Run],
-  kind: int,
-  *,
-  most: int,
-  most_bytes: int,
-  notes: list[str],
-  losses: list[str],
-) -> list[_Part]:
-  """Encodes the dialogues of one kind; see `encode`."""
-  files: dict[tuple[int, int], list[pathlib.Path]] = {}
-  for number, run in enumerate(runs):
-    for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
-      files.setdefault((number, step), []).append(path)
-  counts = [sum(map(_count, paths)) for paths in files.values()]
-  parts = [
-    _read(run, step, kind, paths, losses)
-    for (run, step), paths in _thin(list(files.items()), counts, most)
-  ]
-  kept = _thin(parts, [len(part.packed) for part in parts], most_bytes)
-  if len(kept) < len(files):
-    limit = f'{most:,} dialogues' if kept == parts else 'the size of the page'
-    what = ('dialogues', 'evaluations')[kind]
-    notes.append(
-      f'{what} of {len(kept)} of {len(files)} steps, evenly spread: '
-      f'more would exceed {limit}'
-    )
-  return kept
 
 
 def _count(path: pathlib.Path) -> int:
