@@ -34,7 +34,7 @@ class NotFinite(ValueError):
 
 
 class Result(NamedTuple):
-  """What is computed on a saved batch.
+  """The numbers and arrays that are computed on a saved batch.
 
   Attributes:
     metrics: numbers by name.

@@ -117,7 +117,7 @@ class Instruction:
 
   @property
   def target(self) -> str:
-    """What a custom call calls."""
+    """The name of the function that a custom call calls."""
     return self._found(r'custom_call_target="([^"]*)"')
 
   @property
