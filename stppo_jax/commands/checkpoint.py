@@ -23,10 +23,10 @@ from absl import flags as absl_flags
 
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
-from stppo_jax.tools import checkpoint_list
+from stppo_jax.tools import checkpoints
 from stppo_jax.workdir import bucket_copy
 
-_ACTIONS = {'list': checkpoint_list.show, 'verify': checkpoint_list.verify}
+_ACTIONS = {'list': checkpoints.show, 'verify': checkpoints.verify}
 
 
 def main(argv: Sequence[str]) -> int:

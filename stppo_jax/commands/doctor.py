@@ -86,13 +86,8 @@ def _examine_server(argv: Sequence[str]) -> int:
   with exits.as_misconfigured():
     address.check_corpus(flags.corpus)
   asked = retriever_check.Examination(**flags.flag_values_dict())
-
-  async def examine() -> None:
-    async for grade, line in retriever_check.examine(asked):
-      _say(grade, line)
-
   try:
-    asyncio.run(examine())
+    asyncio.run(retriever_check.examine(asked, _say))
   except retriever_check.Unusable as unusable:
     _say('WRONG', str(unusable))
     return unusable.exit_code

@@ -22,6 +22,7 @@ from absl import flags as absl_flags
 
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
+from stppo_jax.tools import checkpoints
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
@@ -54,10 +55,7 @@ def main(argv: Sequence[str]) -> int:
     else:
       errors = errors or _out_problems(flags, recorded)
   command_line.refuse(errors)
-  # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.tools import export
-
-  return export.export(
+  return checkpoints.export(
     config.lock(),
     flags.workdir,
     flags.out,

@@ -59,11 +59,10 @@ def main(argv: Sequence[str]) -> int:
   """Runs the server; returns the exit code."""
   flags = _flags()
   errors = command_line.parse(flags, argv).errors
-  options = serving.Options(**flags.flag_values_dict())
-  command_line.refuse([*errors, *serving.problems(options)])
+  command_line.refuse([*errors, *serving.problems(flags)])
   try:
     with exits.as_misconfigured():
-      return serving.serve(options, argv)
+      return serving.serve(flags, argv)
   except workers.WorkerFailed as failed:
     return failed.exit_code
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
           flags.status, flags.least, flags.most, flags.searches, flags.text
         ),
       )
-  except (run_files.Unreadable, buckets.BucketError) as error:
+  except buckets.BucketError as error:
     raise exits.Misconfigured(str(error)) from error
   print('\n'.join(lines))
   for loss in losses:

@@ -117,13 +117,15 @@ def pages(
     KeyError: an algorithm or a choice is not described.
   """
   base = next(iter(table.values()))
-  overview = _overview(table, preference, texts, sources)
-  result = {'algorithms.md': overview}
+  made = {'algorithms.md': _overview(table, preference, texts, sources)}
   for axis, title in TITLES.items():
-    result[_choices_path(axis)] = _choices_page(
+    made[_choices_path(axis)] = _choices_page(
       axis, title, base, defaults, texts
     )
-  return {path: _joined(paragraphs) for path, paragraphs in result.items()}
+  return {
+    path: '\n\n'.join(text.strip('\n') for text in paragraphs) + '\n'
+    for path, paragraphs in made.items()
+  }
 
 
 _NOTICE = '<!-- Made by `make docs` from configs/. Edits here are lost. -->'
@@ -131,10 +133,6 @@ _NOTICE = '<!-- Made by `make docs` from configs/. Edits here are lost. -->'
 
 def _choices_path(axis):
   return f'choices/{axis}.md'
-
-
-def _joined(paragraphs):
-  return '\n\n'.join(text.strip('\n') for text in paragraphs) + '\n'
 
 
 def _overview(table, preference, texts, sources) -> list[str]:
@@ -266,11 +264,7 @@ def _needs(built):
 
 def _summary(table):
   """Returns the table of the algorithms, one line each."""
-  lines = [
-    '| algorithm | ratio | bounds | objective | correction | aggregate '
-    '| advantage | KL |',
-    '| --- | --- | --- | --- | --- | --- | --- | --- |',
-  ]
+  rows = [('algorithm', *(kind for kind in TITLES if kind != 'kl'), 'KL')]
   for name, algorithm in table.items():
     ratio = [algorithm['ratio']['level']]
     if algorithm['ratio']['gradient'] == 'token':
@@ -279,7 +273,7 @@ def _summary(table):
       ratio.append(algorithm['ratio']['normalize'])
     kl = algorithm['kl']
     used = f'{kl["estimator"]} in the {kl["where"]}'
-    cells = [
+    cells = (
       f'`{name}`',
       ', '.join(ratio),
       algorithm['bounds']['name'],
@@ -288,14 +282,14 @@ def _summary(table):
       algorithm['aggregate']['name'],
       algorithm['advantage']['name'],
       'none' if kl['where'] == 'nowhere' else used,
-    ]
-    lines.append(f'| {" | ".join(cells)} |')
-  return '\n'.join(lines)
+    )
+    rows.append(cells)
+  return _table(rows)
 
 
 def _every_option(base):
   """Returns the table of all options: key, default and allowed values."""
-  lines = ['| option | default | allowed |', '| --- | --- | --- |']
+  rows = [('option', 'default', 'allowed')]
   rule_of_key = rules(base)
   for key, value in settings.flatten(base).items():
     rule = rule_of_key[key]
@@ -303,5 +297,10 @@ def _every_option(base):
       allowed = rule.allowed
     else:
       allowed = ', '.join(f'`{name}`' for name in rule.names)
-    lines.append(f'| `{key}` | `{value}` | {allowed} |')
-  return '\n'.join(lines)
+    rows.append((f'`{key}`', f'`{value}`', allowed))
+  return _table(rows)
+
+
+def _table(rows):
+  head, *body = [f'| {" | ".join(row)} |' for row in rows]
+  return '\n'.join([head, '|' + ' --- |' * len(rows[0]), *body])

@@ -1,7 +1,6 @@
 """Answers questions that a person asks, by searching as in training."""
 
 from collections.abc import Iterator
-import contextlib
 import logging
 import pathlib
 import sys
@@ -9,15 +8,12 @@ from typing import TextIO
 
 import jax
 
-from stppo_jax import exits
 from stppo_jax import keys as keys_lib
 from stppo_jax import streams
 from stppo_jax import types
-from stppo_jax.parallel import compilation
 from stppo_jax.records import dialogues
 from stppo_jax.tools import evaluation
 from stppo_jax.training import components as components_lib
-from stppo_jax.training import engines
 
 _log = logging.getLogger(__name__)
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
@@ -49,21 +45,9 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   config.rollout.slots = jax.local_device_count()
   config.rollout.lanes = 1
   components = components_lib.build(config)
-  tokenizer, learner = components.tokenizer, components.learner
   example = components.questions.train(0, 1, resample_round=0)[0]
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(streams.logged(streams.show_beside))
-    stack.enter_context(compilation.announced())
-    services = stack.enter_context(
-      components_lib.build_services(config, components.questions)
-    )
-    with exits.as_misconfigured():
-      step, params = evaluation.load_weights(config, run, learner)
-    engine = engines.build(
-      config, services, tokenizer, learner.policy, components.placement
-    )
-    engine.publish(params, 0)
-    collector = engines.build_collector(config, services, tokenizer, engine)
+  with evaluation.opened(config, run, components) as (services, step, params):
+    collector = evaluation.build_collector(config, services, components, params)
     after = f', step {step}' if run else ''
     _log.info(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
     _log.info(f'for example: {streams.escape(example.text)}')
@@ -79,7 +63,9 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
           f'the infrastructure failed: {streams.escape(trajectory.cause)}'
         )
         continue
-      record = evaluation.record_of(config, services, tokenizer, trajectory, 0)
+      record = evaluation.record_of(
+        config, services, components.tokenizer, trajectory, 0
+      )
       colour = sys.stdout.isatty()
       print(dialogues.render_reply(record, colour=colour), flush=True)
   return 0

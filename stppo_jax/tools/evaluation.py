@@ -10,12 +10,14 @@ The dialogues of a few hundred questions are written at a time. The same command
 continues after the last of them.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
 import json
 import logging
+import os
 import pathlib
 from typing import Any
 
@@ -36,12 +38,14 @@ from stppo_jax.parallel import compilation
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
 from stppo_jax.records.checkpoints import fingerprint
+from stppo_jax.rollout import collect
 from stppo_jax.rollout import steps
-from stppo_jax.tools import evaluation_folder
 from stppo_jax.tools import score_report
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
+from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
 
@@ -50,16 +54,88 @@ _log = logging.getLogger(__name__)
 _BATCHES = 4
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _ANSWER_FIELDS = (
-  'data_set',
-  'id',
-  'sample',
-  'question',
-  'golden_answers',
-  'answer',
-  'scores',
-  'searches',
-  'status',
-)
+  'data_set id sample question golden_answers answer scores searches status'
+).split()
+
+
+class _Folder:
+  """The folder of an evaluation; without a path, nothing is written.
+
+  Args:
+    path: the folder, or None.
+    identity: what is evaluated, as JSON has it.
+  """
+
+  def __init__(self, path: pathlib.Path | None, identity: Mapping[str, Any]):
+    self._path, self._identity = path, identity
+
+  @contextlib.contextmanager
+  def held(self) -> Iterator[None]:
+    """Locks the folder.
+
+    Raises:
+      Misconfigured: it has dialogues of another evaluation; nothing changes.
+      Locked: another process writes there.
+    """
+    if self._path is None:
+      yield
+      return
+    with lock.held(self._path):
+      self._check()
+      run_folder.mark(self._path, 'evaluate')
+      text = json.dumps(self._identity, indent=2) + '\n'
+      self.write('evaluation.json', text)
+      yield
+
+  def _check(self) -> None:
+    assert self._path is not None
+    path = self._path / 'evaluation.json'
+    if not path.is_file():
+      return
+    try:
+      there = json.loads(path.read_text(encoding='utf-8'))
+    except (ValueError, RecursionError) as error:
+      raise exits.Misconfigured(f'{path}: not JSON: {error}') from error
+    lines = [
+      f'--out={self._path}: has an evaluation with {key}={there.get(key)!r}, '
+      f'not {value!r}; give another folder'
+      for key, value in self._identity.items()
+      if key != 'weights' and there.get(key) != value
+    ]
+    if not lines and there.get('weights') != self._identity['weights']:
+      lines = [
+        f'--out={self._path}: has an evaluation of other weights; give another '
+        'folder'
+      ]
+    if lines:
+      raise exits.Misconfigured('\n'.join(lines))
+
+  def records(self) -> list[dict[str, Any]]:
+    """Returns the written records; drops a last one that is incomplete."""
+    if self._path is None:
+      return []
+    path = self._path / 'dialogues.jsonl'
+    if not path.is_file():
+      return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b'\n') + 1]
+    if whole != content:
+      os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.decode().splitlines()]
+
+  def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+    """Appends records to the dialogues."""
+    if self._path is None or not records:
+      return
+    lines = [json.dumps(record) + '\n' for record in records]
+    path = self._path / 'dialogues.jsonl'
+    atomic_files.append(path, ''.join(lines).encode())
+
+  def write(self, name: str, text: str) -> None:
+    """Writes a file, in place of an earlier one."""
+    if self._path is None:
+      return
+    atomic_files.replace(self._path / name, text.encode())
 
 
 def evaluate(
@@ -95,15 +171,7 @@ def evaluate(
     raise exits.Misconfigured(
       "data.evaluation='': there are no questions to evaluate on"
     )
-  learner = components.learner
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(streams.logged(streams.show_beside))
-    stack.enter_context(compilation.announced())
-    services = stack.enter_context(
-      components_lib.build_services(config, components.questions)
-    )
-    with exits.as_misconfigured():
-      done, params = load_weights(config, run, learner)
+  with opened(config, run, components) as (services, done, params):
     identity = {
       'checkpoint': str(checkpoint.resolve()),
       'step': done,
@@ -111,11 +179,11 @@ def evaluate(
       'samples': samples,
       **_read_settings(config),
     }
-    folder = evaluation_folder.EvaluationFolder(out, identity)
-    stack.enter_context(folder.held())
-    records = _collect_all(
-      config, services, components, params, questions, samples, folder
-    )
+    folder = _Folder(out, identity)
+    with folder.held():
+      records = _collect_all(
+        config, services, components, params, questions, samples, folder
+      )
   missing = len(questions) * max(samples, 1) - len(records)
   decoding = f'{samples} samples each' if samples else 'greedy'
   _report(
@@ -154,7 +222,41 @@ def of_checkpoint(
   return run_record.with_start(config, checkpoint), checkpoint
 
 
-def load_weights(
+@contextlib.contextmanager
+def opened(
+  config, run: pathlib.Path | None, components: components_lib.Components
+) -> Iterator[tuple[steps.Services, int, functional.Params]]:
+  """Starts what dialogues need, and reads the weights of a policy.
+
+  Yields:
+    The services, the steps done and the weights: the newest, or the start.
+  """
+  with (
+    streams.logged(streams.show_beside),
+    compilation.announced(),
+    components_lib.build_services(config, components.questions) as services,
+  ):
+    with exits.as_misconfigured():
+      done, params = _load_weights(config, run, components.learner)
+    yield services, done, params
+
+
+def build_collector(
+  config,
+  services: steps.Services,
+  components: components_lib.Components,
+  params: functional.Params,
+) -> collect.Collector:
+  """Returns a collector that samples with the weights of a policy."""
+  tokenizer, policy = components.tokenizer, components.learner.policy
+  engine = engines.build(
+    config, services, tokenizer, policy, components.placement
+  )
+  engine.publish(params, 0)
+  return engines.build_collector(config, services, tokenizer, engine)
+
+
+def _load_weights(
   config, run: pathlib.Path | None, learner: learner_lib.Learner
 ) -> tuple[int, functional.Params]:
   """Returns the steps done and the weights: the newest, or the start."""
@@ -188,7 +290,7 @@ def _collect_all(
   params: functional.Params,
   questions: Sequence[types.Question],
   samples: int,
-  folder: evaluation_folder.EvaluationFolder,
+  folder: _Folder,
 ) -> list[dict[str, Any]]:
   """Returns a record of each dialogue that the infrastructure did not fail."""
   rows = [
@@ -205,17 +307,11 @@ def _collect_all(
   ]
   if not left:
     return records
-  tokenizer = components.tokenizer
-  policy = components.learner.policy
-  engine = engines.build(
-    config, services, tokenizer, policy, components.placement
-  )
-  engine.publish(params, 0)
-  collector = engines.build_collector(config, services, tokenizer, engine)
+  collector = build_collector(config, services, components, params)
   # A row has its key whatever was collected before.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
-  record = functools.partial(record_of, config, services, tokenizer)
+  record = functools.partial(record_of, config, services, components.tokenizer)
   size = _BATCHES * components_lib.num_slots(config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]
@@ -264,7 +360,7 @@ def _report(
   title: str,
   records: Sequence[Mapping[str, Any]],
   main_score: str,
-  folder: evaluation_folder.EvaluationFolder,
+  folder: _Folder,
 ) -> None:
   """Prints and writes the statistics of all records."""
   by_set: dict[str, list[Mapping[str, Any]]] = {}

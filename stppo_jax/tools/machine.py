@@ -1,12 +1,13 @@
 """Examines the machine, and the files and services that a run would use.
 
-Each check yields findings: a grade and one line, which says what is there or
+Each check makes findings: a grade and one line, which says what is there or
 what to do. Nothing is changed; a file that is written to try a folder has no
 name and is gone when it is closed.
 """
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from packaging import specifiers
 
 from stppo_jax import exits
 from stppo_jax.envs import environments
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.retrieval import recording
 from stppo_jax.tools import retriever_check
@@ -39,9 +42,8 @@ from stppo_jax.workdir import run_folder
 
 OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 
-_GIB = 2**30
-_LEAST_MEMORY = 1 * _GIB  # without a config, which says more
-_LEAST_DISK = 1 * _GIB
+_LEAST_MEMORY = memory_lib.GIB  # without a config, which says more
+_LEAST_DISK = memory_lib.GIB
 # Before any version of this package: such a clock was never set.
 _OLDEST_TIME = 1_704_067_200  # 2024-01-01 UTC
 # Shown with their versions; of the others only what is wrong is said.
@@ -57,18 +59,6 @@ class Finding(NamedTuple):
   line: str
 
 
-class Needs(NamedTuple):
-  """The bytes that a run needs at least; 0 = not known.
-
-  Attributes:
-    memory: the training state, if the host's memory holds it.
-    disk: the checkpoints that its folder holds at once.
-  """
-
-  memory: int = 0
-  disk: int = 0
-
-
 def examine(
   config: Any, workdir: str, folders: Mapping[str, pathlib.Path]
 ) -> Iterator[Finding]:
@@ -80,22 +70,23 @@ def examine(
     folders: the folders that the config names, by their keys.
   """
   yield from versions(*declared())
-  yield from clock()
-  yield from port()
-  has_devices = True
-  for finding in devices():
-    has_devices &= finding.grade != WRONG
-    yield finding
-  built, needed = None, Needs()
-  if config is not None and has_devices:
-    findings, built = setup(config)
-    yield from findings
-  if built is not None:
-    needed = needs(config, built)
-    yield from retriever(config, built)
-  yield from memory(available_memory(), needed.memory)
+  yield clock()
+  yield port()
+  found = devices()
+  yield found
+  on_host = on_disk = 0
+  if config is not None and found.grade != WRONG:
+    built = yield from setup(config)
+    if built is not None:
+      state = state_size(built.learner)
+      if mesh_lib.platform(built.learner.mesh) == 'cpu':
+        on_host = state
+      # The newest ones, the best one, and one that is being written.
+      on_disk = (config.checkpoint.keep + 2) * state
+      yield from retriever(config, built)
+  yield memory(available_memory(), on_host)
   if cache := os.environ.get('JAX_COMPILATION_CACHE_DIR'):
-    yield from folder('cache', pathlib.Path(cache))
+    yield folder('cache', pathlib.Path(cache))
   if workdir:
     path = pathlib.Path(workdir)
     owner = run_folder.command_of(path)
@@ -105,9 +96,15 @@ def examine(
     )
     for problem in problems:
       yield Finding(WRONG, f'workdir: {problem.removeprefix("--workdir=")}')
-    yield from writer(path)
+    held = lock.holder(path)
+    if held is not None and held[1] is not False:
+      yield Finding(
+        NOTE,
+        f'lock: {held[0]} writes to {path}; no other run can begin there '
+        'before its end',
+      )
     if not problems:
-      yield from folder('workdir', path, needed=needed.disk)
+      yield folder('workdir', path, needed=on_disk)
 
 
 def declared() -> tuple[str, list[str]]:
@@ -145,19 +142,17 @@ def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
     wanted = requirements_lib.Requirement(text)
     if wanted.marker and not wanted.marker.evaluate({'extra': ''}):
       continue
-    advice = f"run: pip install '{wanted.name}{wanted.specifier}'"
     try:
       found = importlib.metadata.version(wanted.name)
+      problem = f'{found}, but must be {wanted.specifier}'
     except importlib.metadata.PackageNotFoundError:
-      is_wrong = True
-      yield Finding(WRONG, f'packages: {wanted.name} is missing; {advice}')
-      continue
-    if not wanted.specifier.contains(found, prereleases=True):
+      found, problem = '', 'is missing'
+    if not found or not wanted.specifier.contains(found, prereleases=True):
       is_wrong = True
       yield Finding(
         WRONG,
-        f'packages: {wanted.name} {found}, but must be {wanted.specifier}; '
-        + advice,
+        f'packages: {wanted.name} {problem}; run: pip install '
+        f"'{wanted.name}{wanted.specifier}'",
       )
     elif wanted.name in _SHOWN:
       shown.append(f'{wanted.name} {found}')
@@ -169,35 +164,33 @@ def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
     )
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Finding:
   """Says what jax computes on, and whether it has missed something."""
   try:
     found = jax.devices()
   except RuntimeError as error:
     reason = ' '.join(str(error).split())
-    yield Finding(
+    return Finding(
       WRONG,
       f'devices: jax cannot start ({reason}). Does another process hold the '
       'devices? JAX_PLATFORMS=cpu does without them',
     )
-    return
   kind = found[0].device_kind
   line = f'devices: {len(found)} {found[0].platform}'
   line += '' if kind == found[0].platform else f' ({kind})'
   limit = (found[0].memory_stats() or {}).get('bytes_limit')
-  line += f', {_size(limit)} of memory each' if limit else ''
+  line += f', {memory_lib.gib(limit)} of memory each' if limit else ''
   unused = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
   if found[0].platform == 'cpu' and unused:
-    yield Finding(
+    return Finding(
       NOTE,
       f'{line}; but {unused[0]} is an accelerator, which jax does not use: '
       'install the extra cuda or tpu, and set no JAX_PLATFORMS',
     )
-  else:
-    yield Finding(OK, line)
+  return Finding(OK, line)
 
 
-def memory(available: int | None, needed: int = 0) -> Iterator[Finding]:
+def memory(available: int | None, needed: int = 0) -> Finding:
   """Compares the free memory of the host with the need of a run.
 
   Args:
@@ -205,18 +198,16 @@ def memory(available: int | None, needed: int = 0) -> Iterator[Finding]:
     needed: bytes; 0 = not known.
   """
   if available is None:
-    yield Finding(NOTE, 'memory: this system does not say how much is free')
-    return
-  line = f'memory: {_size(available)} free'
+    return Finding(NOTE, 'memory: this system does not say how much is free')
+  line = f'memory: {memory_lib.gib(available)} free'
   least = max(needed, _LEAST_MEMORY)
   if available >= least:
-    yield Finding(OK, line)
-  else:
-    yield Finding(
-      WRONG,
-      f'{line}, but at least {_size(least)} are needed: end other programs, '
-      'or use a larger machine',
-    )
+    return Finding(OK, line)
+  return Finding(
+    WRONG,
+    f'{line}, but at least {memory_lib.gib(least)} are needed: end other '
+    'programs, or use a larger machine',
+  )
 
 
 def available_memory() -> int | None:
@@ -233,14 +224,12 @@ def available_memory() -> int | None:
     most = (group / 'memory.max').read_text('utf-8')
     used = (group / 'memory.current').read_text('utf-8')
     free.append(int(most) - int(used))
-  except (OSError, ValueError, KeyError):  # no limit, or another system
-    return min(free, default=None)
-  return min(free)
+  except (OSError, ValueError, KeyError):
+    pass  # no limit, or another system
+  return min(free, default=None)
 
 
-def folder(
-  name: str, path: pathlib.Path, *, needed: int = 0
-) -> Iterator[Finding]:
+def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
   """Checks that a folder can be written, or made, and has free space.
 
   Args:
@@ -258,50 +247,38 @@ def folder(
       os.fsync(file.fileno())
     free = shutil.disk_usage(existing).free
   except OSError as error:
-    yield Finding(
+    return Finding(
       WRONG,
       f'{name}: {existing} cannot be written ({error.strerror}): choose '
       'another folder',
     )
-    return
   line, least = f'{name}: {path} can be written', max(needed, _LEAST_DISK)
   if free >= least:
-    yield Finding(OK, f'{line}, {_size(free)} free')
-  else:
-    yield Finding(
-      WRONG,
-      f'{line}, but only {_size(free)} are free, and {_size(least)} are '
-      'needed: remove files, or choose another folder',
-    )
+    return Finding(OK, f'{line}, {memory_lib.gib(free)} free')
+  return Finding(
+    WRONG,
+    f'{line}, but only {memory_lib.gib(free)} are free, and '
+    f'{memory_lib.gib(least)} are needed: remove files, or choose another '
+    'folder',
+  )
 
 
-def writer(workdir: pathlib.Path) -> Iterator[Finding]:
-  """Says which process writes to a folder, if there is one."""
-  held = lock.holder(workdir)
-  if held is not None and held[1] is not False:
-    yield Finding(
-      NOTE,
-      f'lock: {held[0]} writes to {workdir}; no other run can begin there '
-      'before its end',
-    )
-
-
-def port() -> Iterator[Finding]:
+def port() -> Finding:
   """Listens on a free port of this machine, and connects to it."""
   try:
     with socket.create_server(('127.0.0.1', 0)) as server:
       number = server.getsockname()[1]
       with socket.create_connection(('127.0.0.1', number), timeout=5):
-        yield Finding(OK, f'port: {number} of 127.0.0.1 is free and reachable')
+        return Finding(OK, f'port: {number} of 127.0.0.1 is free and reachable')
   except OSError as error:
-    yield Finding(
+    return Finding(
       WRONG,
       f'port: this machine cannot connect to itself ({error}): allow '
       'connections to 127.0.0.1, which the embedded retrieval server needs',
     )
 
 
-def clock(now: Callable[[], float] = time.time) -> Iterator[Finding]:
+def clock(now: Callable[[], float] = time.time) -> Finding:
   """Checks that a clock is set and moves forward.
 
   Args:
@@ -312,52 +289,51 @@ def clock(now: Callable[[], float] = time.time) -> Iterator[Finding]:
   end = now()
   shown = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(end))
   if begin < _OLDEST_TIME:
-    yield Finding(WRONG, f'clock: {shown} is in the past: set the clock')
-  elif end <= begin:
-    yield Finding(
+    return Finding(WRONG, f'clock: {shown} is in the past: set the clock')
+  if end <= begin:
+    return Finding(
       WRONG, f'clock: {shown}, and it does not move: restart the machine'
     )
-  else:
-    yield Finding(OK, f'clock: {shown}')
+  return Finding(OK, f'clock: {shown}')
 
 
-def setup(config) -> tuple[list[Finding], components.Components | None]:
+def setup(
+  config,
+) -> Generator[Finding, None, components.Components | None]:
   """Builds what `train` builds before it starts, from data, model and devices.
 
   Returns:
-    The findings, and what was built; None if something is wrong.
+    What was built; None if something is wrong.
   """
   try:
     built = components.build(config)
   except exits.Misconfigured as error:
-    lines = str(error).splitlines()
-    return [Finding(WRONG, f'config: {line}') for line in lines], None
+    for line in str(error).splitlines():
+      yield Finding(WRONG, f'config: {line}')
+    return None
   question = built.questions.train(0, 1, resample_round=0)[0]
-  home = config.model.tokenizer_path or config.model.path
+  yield Finding(
+    OK, f'data: {config.data.name}; its first question is {question.text!r}'
+  )
+  home = (
+    config.model.tokenizer_path or config.model.path or 'made from the data'
+  )
+  yield Finding(OK, f'tokenizer: {built.tokenizer.vocab_size} tokens, {home}')
   weights = built.learner.abstract_policy_params()
   count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
   source = config.model.path or 'new weights'
-  lines = [
-    f'data: {config.data.name}; its first question is {question.text!r}',
-    f'tokenizer: {built.tokenizer.vocab_size} tokens, '
-    + (home or 'made from the data'),
-    f'model: {source}, {count:,} parameters are trained',
-  ]
-  findings = [Finding(OK, line) for line in lines]
-  return findings + [Finding(NOTE, line) for line in built.notes], built
+  yield Finding(OK, f'model: {source}, {count:,} parameters are trained')
+  yield from (Finding(NOTE, line) for line in built.notes)
+  return built
 
 
-def needs(config, built: components.Components) -> Needs:
-  """Returns what a run needs, by the shapes of its state."""
-  state = built.learner.abstract_state(built.learner.abstract_start()[0])
-  size = sum(
+def state_size(learner: learner_lib.Learner) -> int:
+  """Returns the bytes of the training state, by its shapes."""
+  state = learner.abstract_state(learner.abstract_start()[0])
+  return sum(
     math.prod(leaf.shape) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(state)
   )
-  is_on_host = mesh_lib.platform(built.learner.mesh) == 'cpu'
-  # The newest ones, the best one, and one that is being written.
-  disk = (config.checkpoint.keep + 2) * size
-  return Needs(memory=size if is_on_host else 0, disk=disk)
 
 
 def retriever(config, built: components.Components) -> Iterator[Finding]:
@@ -384,19 +360,10 @@ def retriever(config, built: components.Components) -> Iterator[Finding]:
       timeout=options.timeout,
     )
     found = []
-
-    async def examine_server() -> None:
-      async for said in retriever_check.examine(asked):
-        found.append(said)
-
+    say = lambda *said: found.append(said)
     try:
-      asyncio.run(examine_server())
+      asyncio.run(retriever_check.examine(asked, say))
     except retriever_check.Unusable as error:
       found.append((WRONG, str(error)))
     for grade, line in found:
       yield Finding(grade, f'retriever: {line}')
-
-
-def _size(count: float) -> str:
-  """Returns a number of bytes in GiB."""
-  return f'{count / _GIB:.1f} GiB'

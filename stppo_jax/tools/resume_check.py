@@ -12,7 +12,6 @@ import pathlib
 import subprocess
 import sys
 from typing import Any
-import uuid
 
 from stppo_jax import exits
 from stppo_jax.records.checkpoints import manifest as manifest_lib
@@ -65,9 +64,7 @@ def verify(
   if errors:
     raise exits.Misconfigured('\n'.join(errors))
   workdir.mkdir(parents=True, exist_ok=True)
-  if run_folder.read(workdir) is None:
-    run = run_folder.Run(COMMAND, uuid.uuid4().hex, '')
-    run_folder.write(workdir, run)
+  run_folder.mark(workdir, COMMAND)
   whole, cut = workdir / 'whole', workdir / 'cut'
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
     print(f'--- {folder}: to step {steps}', flush=True)

@@ -1,6 +1,6 @@
 """Examines a retrieval server: its address, dialect, speed and answers."""
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 import dataclasses
 import time
 
@@ -54,8 +54,12 @@ class Examination:
   timeout: float = 10.0
 
 
-async def examine(asked: Examination) -> AsyncIterator[Said]:
-  """Examines a server step by step, with a line on each, until one fails.
+async def examine(asked: Examination, say: Callable[[str, str], None]) -> None:
+  """Examines a server step by step, until one fails.
+
+  Args:
+    asked: the server, and what it is asked.
+    say: called with the grade and the line of each step.
 
   Raises:
     Unusable: if a run cannot use the server.
@@ -72,11 +76,11 @@ async def examine(asked: Examination) -> AsyncIterator[Said]:
     url, timeout=asked.timeout, token_variable=address.TOKEN_VARIABLE
   )
   try:
-    yield await _examine_address(client)
+    say(*await _examine_address(client))
     spoken, name = await _examine_dialects(client, asked)
-    yield 'ok', f'dialect: {", ".join(spoken)}; retrieval.dialect={name}'
-    yield await _examine_times(client, name, asked)
-    yield await _examine_answer(client, name, asked)
+    say('ok', f'dialect: {", ".join(spoken)}; retrieval.dialect={name}')
+    say(*await _examine_times(client, name, asked))
+    say(*await _examine_answer(client, name, asked))
   finally:
     await client.close()
 

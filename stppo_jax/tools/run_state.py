@@ -39,7 +39,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
 
 
-class NoRun(Exception):
+class NoRun(exits.Misconfigured):
   """A folder is not that of a run; the message is one line."""
 
 
@@ -272,23 +272,12 @@ def _newest_checkpoint(folder: pathlib.Path) -> int | None:
   return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-_TITLES = (
-  'run',
-  'state',
-  'step',
-  'phase',
-  's/step',
-  'eta',
-  'scores',
-  'saved',
-  'hosts',
-)
+_TITLES = 'run state step phase s/step eta scores saved hosts'.split()
 
 
 def table(states: Sequence[RunState]) -> list[str]:
   """Returns the lines of a table of runs, and those of notes and alarms."""
-  rows = [_TITLES]
-  rows += [tuple(map(_line, _row(state))) for state in states]
+  rows = [_TITLES, *([_line(x) for x in _row(state)] for state in states)]
   lines = streams.aligned(rows)
   for state in states:
     notes = [state.note] if state.note else []

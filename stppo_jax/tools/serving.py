@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 from collections.abc import Sequence
-import dataclasses
 import functools
 import os
 import signal
 import socket
 import sys
+
+from absl import flags as absl_flags
 
 from stppo_jax.data import passages
 from stppo_jax.data import synthetic_wiki
@@ -27,53 +28,8 @@ _SOURCES = ('index', 'corpus', 'synthetic_seed', 'replay')
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """The flags of `serve`, whose help says more.
-
-  Attributes:
-    index: the folder of an index.
-    corpus: a file of passages.
-    synthetic_seed: the seed of a synthetic encyclopedia; None: another source.
-    replay: a file of recorded answers.
-    backend: a key of `backends.BACKENDS`.
-    encoder: the directory of an encoder.
-    faiss: a file of FAISS.
-    query_prefix: what the encoder expects in front of a query.
-    dialect: the only dialect that is answered; '' for all.
-    entities_per_type: the size of the encyclopedia.
-    name_pieces: likewise.
-    distractors: likewise.
-    fault_rate: the share of the requests that fail on purpose.
-    fault_seed: the seed of these faults.
-    host: the address to listen at.
-    port: the port to listen at; 0 is a free one.
-    workers: the number of processes.
-    socket: the descriptor of a bound socket, if this process is a worker.
-  """
-
-  index: str
-  corpus: str
-  synthetic_seed: int | None
-  replay: str
-  backend: str
-  encoder: str
-  faiss: str
-  query_prefix: str
-  dialect: str
-  entities_per_type: int
-  name_pieces: int
-  distractors: int
-  fault_rate: float
-  fault_seed: int
-  host: str
-  port: int
-  workers: int
-  socket: int | None
-
-
-def problems(options: Options) -> Iterator[str]:
-  """Yields a line for each rule between flags that is broken."""
+def problems(options: absl_flags.FlagValues) -> Iterator[str]:
+  """Yields a line for each rule between the flags of `serve` that is broken."""
   given = [x for x in _SOURCES if getattr(options, x) not in (None, '')]
   if not given:
     yield f'one of --{", --".join(_SOURCES)} is required'
@@ -91,12 +47,13 @@ def problems(options: Options) -> Iterator[str]:
     )
 
 
-def serve(options: Options, argv: Sequence[str]) -> int:
+def serve(options: absl_flags.FlagValues, argv: Sequence[str]) -> int:
   """Serves until SIGINT or SIGTERM.
 
   Args:
-    options: without `problems`.
-    argv: the flags of these options, with which workers are started.
+    options: the flags of `serve`, without `problems`; those of a worker have
+      the descriptor of a bound `socket`.
+    argv: these flags as given, with which workers are started.
 
   Returns:
     The exit code.
@@ -117,7 +74,7 @@ def _token() -> str:
   return os.environ.get(address.TOKEN_VARIABLE, '')
 
 
-def _app(options: Options):
+def _app(options: absl_flags.FlagValues):
   index = world_passages = answers = None
   if options.index:
     index = _open_index(options)
@@ -142,7 +99,7 @@ def _app(options: Options):
   )
 
 
-def _open_index(options: Options) -> backends.Index:
+def _open_index(options: absl_flags.FlagValues) -> backends.Index:
   """Opens the folder of an index; raises ValueError with one line."""
   folder = index_folder.IndexFolder(options.index)
   if options.corpus:
@@ -156,7 +113,7 @@ def _open_index(options: Options) -> backends.Index:
   )
 
 
-async def _serve(app, options: Options) -> int:
+async def _serve(app, options: absl_flags.FlagValues) -> int:
   stopping = _stopping()
   bound = None
   if options.socket is not None:
@@ -184,7 +141,9 @@ async def _serve(app, options: Options) -> int:
   return 0
 
 
-async def _supervise(argv: Sequence[str], options: Options) -> int:
+async def _supervise(
+  argv: Sequence[str], options: absl_flags.FlagValues
+) -> int:
   """Serves in several processes."""
   _open_index(options)  # Raises ValueError once, and not in every worker.
   program = [sys.executable, '-m', 'stppo_jax', 'serve']

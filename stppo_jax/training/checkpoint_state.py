@@ -240,7 +240,7 @@ def read_policy(
   """Reads the policy of a checkpoint; all hosts of the mesh call it.
 
   Args:
-    config, workdir, step: see `tools.export.export`.
+    config, workdir, step: see `tools.checkpoints.export`.
     mesh: gets the weights; None: one of as many devices as divide them.
 
   Raises:

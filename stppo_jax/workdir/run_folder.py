@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 from typing import Any
+import uuid
 
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
@@ -195,6 +196,12 @@ def write(folder: pathlib.Path, run: Run) -> None:
   """Records the identity of the run of a folder."""
   text = json.dumps(dataclasses.asdict(run), indent=2) + '\n'
   atomic_files.replace(folder / _RUN, text.encode())
+
+
+def mark(folder: pathlib.Path, command: str, digest: str = '') -> None:
+  """Records which command writes a folder, unless a record is there."""
+  if read(folder) is None:
+    write(folder, Run(command, uuid.uuid4().hex, digest))
 
 
 def mark_export(folder: pathlib.Path) -> None:

@@ -72,7 +72,7 @@ def test_thresholds_are_tried_on_the_table_of_a_study(study, tmp_path, capsys):
   results.write(
     path,
     [
-      results.from_folder(study / name, group='', arm=name, seed=0, digest=name)
+      results.from_folder(study / name, ('', name), 0, digest=name)
       for name in ('healthy', 'fallen')
     ],
   )

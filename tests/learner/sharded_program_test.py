@@ -16,6 +16,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.training import runs
@@ -124,7 +125,7 @@ def _fsdp_formula(state, devices, *, num_microbatches):
 )
 def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   state, _, text = _compiled(_FSDP, num_microbatches, remat)
-  sent = sum(c.sent for c in program.collectives(text))
+  sent = sum(c.sent for c in program.collectives(hlo.read(text)))
   expected = _fsdp_formula(state, 8, num_microbatches=num_microbatches)
   assert sent == pytest.approx(expected, rel=0.05)
 
@@ -137,15 +138,15 @@ def test_logits_are_neither_sent_nor_held(axes):
   width = _V // axes[2]
   # Half of the float32 logits of the tokens that carry loss.
   limit = rows * _NUM_LOSSES * width * 2
-  for collective in program.collectives(text):
-    for _, shape in collective.arrays:
+  for collective in program.collectives(hlo.read(text)):
+    for _, shape, _ in collective.arrays:
       # Of arrays over the vocabulary, devices send columns of weights only.
       if set(shape) & {_V, width}:
         columns = math.prod(shape) // max(shape)
         assert len(shape) == 2 and _D % columns == 0, collective
   largest = max(
     line.size
-    for line in program.instructions(text)
+    for line in hlo.read(text).instructions
     if len(line.arrays) == 1  # a tuple is no buffer
   )
   assert _CHUNK * width * 4 <= largest < limit
@@ -165,8 +166,8 @@ def test_the_state_is_written_in_place(axes):
 @pytest.mark.slow
 @pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
 def test_devices_multiply_as_much_as_one_of_its_rows(axes):
-  alone = program.operations(_compiled(_ALONE).text)
-  assert program.operations(_compiled(axes).text) == pytest.approx(
+  alone = program.operations(hlo.read(_compiled(_ALONE).text))
+  assert program.operations(hlo.read(_compiled(axes).text)) == pytest.approx(
     alone, rel=0.02
   )
   # Forward and backward pass of the layers alone, of all tokens.

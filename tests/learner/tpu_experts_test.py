@@ -13,6 +13,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.parallel import tpu_compiler
@@ -69,7 +70,7 @@ def test_only_visited_experts_are_computed():
   layers += operations.recomputed_layer_operations(_SHAPE, 0)
   logits = 4 * operations.logit_operations(_SHAPE)
   both = _ROWS * (2 * _LENGTH * layers + _LOSSES * logits)
-  found = program.operations(_text())
+  found = program.operations(hlo.read(_text()))
   assert found == pytest.approx(both / _FSDP / _TENSOR, rel=0.1)
 
 
@@ -77,8 +78,8 @@ def test_rows_are_not_copied_for_every_expert():
   visits = _LENGTH * _VISITED
   sizes = [
     dims
-    for line in program.instructions(_text())
-    for _, dims in line.arrays
+    for line in hlo.read(_text()).instructions
+    for _, dims, _ in line.arrays
     if {_EXPERTS, visits} <= set(dims) and len(dims) > 2
   ]
   assert not sizes

@@ -14,6 +14,7 @@ from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.parallel import tpu_compiler
@@ -70,7 +71,7 @@ def _compiled() -> _Compiled:
   )
   text = compiled.as_text()
   params = state.policy.params, state.value.params
-  return _Compiled(params, program.collectives(text), text)
+  return _Compiled(params, program.collectives(hlo.read(text)), text)
 
 
 def _size(params, name):
@@ -104,7 +105,7 @@ def test_layers_scatter_gradients_in_the_dtype_of_the_activations():
   sums = [
     (c.kind, dtype)
     for c in collectives
-    for dtype, _ in c.arrays
+    for dtype, *_ in c.arrays
     if c.kind in ('reduce-scatter', 'all-reduce')
     and c.devices == _FSDP
     and c.times == _NUM_MICROBATCHES * _SHAPE.num_layers
@@ -114,7 +115,7 @@ def test_layers_scatter_gradients_in_the_dtype_of_the_activations():
 
 def test_the_embedding_is_not_sent():
   _, collectives, _ = _compiled()
-  of_words = [c for c in collectives if any(_V in s for _, s in c.arrays)]
+  of_words = [c for c in collectives if any(_V in x.dims for x in c.arrays)]
   # The output matrix only: gathered once, its gradient summed once for each
   # microbatch, over data perhaps after the last.
   assert {(c.kind, c.times) for c in of_words} <= {

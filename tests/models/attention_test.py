@@ -11,6 +11,7 @@ import pytest
 from stppo_jax.models import attention
 from stppo_jax.models import splash
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 from tests.models import tiny
 
@@ -171,7 +172,7 @@ def test_devices_that_share_heads_run_the_kernel_on_their_own():
   )
   compiled = attend.lower(*inputs).compile()
   # Neither queries nor results are sent to other devices.
-  assert program.collectives(compiled.as_text()) == []
+  assert program.collectives(hlo.read(compiled.as_text())) == []
   expected = attention.IMPLEMENTATIONS['xla'](
     9, lengths_B=lengths_B, mesh=None
   )(*inputs)

@@ -15,6 +15,7 @@ from stppo_jax.models import moe
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 
 
@@ -78,5 +79,5 @@ def test_the_largest_tiles_fit_on_a_chip(name, dtype):
 
   arrays = of(dtype, U, K), of(dtype, X, K, N), of(jnp.int32, X)
   lowered = jax.jit(gradient).lower(*arrays, of(dtype, U, N))
-  found = program.operations(topology.compiled(lowered).as_text())
+  found = program.operations(hlo.read(topology.compiled(lowered).as_text()))
   assert found == 2 * 1024 * K * N

@@ -15,6 +15,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 
 _LAYERS = 2
@@ -122,7 +123,7 @@ def test_devices_send_what_the_formula_says(layout):
   rows = fsdp // by_fsdp * max(tensor // decoding, 1)
   exchanged = (1 - 1 / by_fsdp) / (fsdp * tensor * by_data)
   expected = sum(matrices) * (exchanged + (1 - 1 / rows) / decoding)
-  found = program.collectives(copy.lower(params).compile().as_text())
+  found = program.collectives(hlo.read(copy.lower(params).compile().as_text()))
   sent = sum(collective.sent for collective in found)
   assert sent == pytest.approx(expected, rel=0.03)
   # No device holds a whole matrix of which it needs a part.

@@ -18,6 +18,7 @@ from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import slot_driver
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 from tests.models import tiny
 from tests.sampling import tiny_engine
@@ -76,15 +77,15 @@ def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
   text = compiled.as_text()
   # What devices send for each token has no axis of the cache's length, and is
   # no larger than the hidden states of all slots.
-  sent = [x for c in program.collectives(text) for _, x in c.arrays]
+  sent = [x.dims for c in program.collectives(hlo.read(text)) for x in c.arrays]
   assert sent and max(map(math.prod, sent)) <= _A * 48
   assert all(_J not in dims for dims in sent)
   # No array repeats keys or values for the query heads that share them.
   keys = math.prod(cache[0][0][0].sharding.shard_shape(cache[0][0][0].shape))
   of_cache = [
     math.prod(dims)
-    for line in program.instructions(text)
-    for _, dims in line.arrays
+    for line in hlo.read(text).instructions
+    for _, dims, _ in line.arrays
     if _J in dims and 8 in dims
   ]
   assert of_cache and max(of_cache) == keys
@@ -112,14 +113,14 @@ def test_devices_gather_their_own_active_slots(devices, tensor):
   assert options.most_copied(_A // slots) == 5
   assert memory.temp_size_in_bytes >= 5 * size / slots
   text = compiled.as_text()
-  sent = [x for c in program.collectives(text) for _, x in c.arrays]
+  sent = [x.dims for c in program.collectives(hlo.read(text)) for x in c.arrays]
   assert sent and all(_J not in dims for dims in sent)
   # Attention reads 5 slots of a device, of as many as it has heads of.
   heads = 1 if tensor == 2 else 2
   shapes = {
     tuple(dims)
-    for line in program.instructions(text)
-    for _, dims in line.arrays
+    for line in hlo.read(text).instructions
+    for _, dims, _ in line.arrays
     if _J in dims and 8 in dims
   }
   assert {dims[0] for dims in shapes} <= {slots, 5, 1}

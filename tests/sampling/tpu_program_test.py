@@ -19,7 +19,7 @@ from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.sampling import lowering
-from stppo_jax.tools.plan import accesses
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 from stppo_jax.training import model_files
 from tests.parallel import tpu_compiler
@@ -86,7 +86,7 @@ def _bytes(tree) -> int:
 def test_decoding_reads_little_more_than_weights_keys_and_values():
   # Of all rows the whole cache is live.
   needed = _bytes(_lowering().weights) + _bytes(_lowering().state.cache)
-  accessed = accesses.count(_compiled('decode').text) / _CHUNK
+  accessed = program.accessed(hlo.read(_compiled('decode').text)) / _CHUNK
   assert needed < accessed < 1.15 * needed
 
 
@@ -106,8 +106,8 @@ def test_no_program_has_a_float32_copy_of_the_weights():
   }
   of_f32 = {
     dims
-    for line in program.instructions(_compiled('decode').text)
-    for kind, dims in line.arrays
+    for line in hlo.read(_compiled('decode').text).instructions
+    for kind, dims, _ in line.arrays
     if kind == 'f32' and not line.kernel
   }
   assert len(matrices) > 4 and of_f32 and not matrices & of_f32
@@ -118,8 +118,8 @@ def test_publishing_sends_what_the_formula_says():
   size = sum(2 * x.size for x in weights if x.ndim > 1)  # bfloat16
   exchanged = size / _CHIPS * (_TENSOR - 1) / _TENSOR
   gathered = size / _TENSOR * (1 - _TENSOR / _CHIPS)
-  found = program.collectives(_compiled('publish').text)
+  found = program.collectives(hlo.read(_compiled('publish').text))
   sent = sum(collective.sent for collective in found)
   assert sent == pytest.approx(exchanged + gathered, rel=0.03)
-  dtypes = {kind for c in found for kind, dims in c.arrays if len(dims) > 1}
+  dtypes = {x.kind for c in found for x in c.arrays if len(x.dims) > 1}
   assert dtypes == {'bf16'}

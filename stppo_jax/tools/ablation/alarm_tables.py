@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.tools import run_state
 from stppo_jax.tools import score_report
@@ -19,7 +20,6 @@ from stppo_jax.training import alarms as alarms_lib
 from stppo_jax.workdir import bucket_copy
 from stppo_jax.workdir import run_folder
 
-_REWARD = 'critic/score/mean'
 # Metric -> the column of a table that holds it.
 _COLUMNS = {
   metrics[0]: column
@@ -72,7 +72,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
     try:
       with bucket_copy.downloaded(folder) as path:
         run = run_files.read(str(path), folder)
-    except (run_files.Unreadable, buckets.BucketError) as error:
+    except (exits.Misconfigured, buckets.BucketError) as error:
       losses.append(str(error))
       continue
     losses += run.losses
@@ -96,9 +96,9 @@ def _of_tables(
   for name in dict.fromkeys(tables):
     try:
       if not pathlib.Path(name).is_file():
-        raise results.BadTable(f'{name}: no such file')
+        raise exits.Misconfigured(f'{name}: no such file')
       runs += results.read(pathlib.Path(name))
-    except results.BadTable as error:
+    except exits.Misconfigured as error:
       losses.append(str(error))
   return [of_table(run, thresholds) for run in results.distinct(runs)], losses
 
@@ -116,10 +116,6 @@ def _folders(name: str) -> list[str]:
 
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
   """Returns the alarms of a run with these thresholds."""
-  column = run.column(_REWARD)
-  curve = success_curve.curve(
-    np.array([value for _, value in column]), [step for step, _ in column]
-  )
   steps: dict[str, list[float]] = {}
   counts: dict[str, int] = {}
   for line in run.lines:
@@ -127,7 +123,7 @@ def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
     for name, rings in alarms_lib.check(numbers, thresholds).items():
       counts[name] = counts.get(name, 0) + 1
       steps.setdefault(name, []).extend([line['step']] * rings)
-  return Rings(curve, steps, counts)
+  return Rings(run.curve, steps, counts)
 
 
 def of_table(
@@ -145,7 +141,7 @@ def of_table(
     rang[name] = _rang(run, name, threshold)
   rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
   return Rings(
-    curve=success_curve.curve(run.per_step('success')),
+    curve=run.curve,
     # Step n is at place n - 1.
     steps={n: (1.0 + np.flatnonzero(x == 1)).tolist() for n, x in rang.items()},
     counts={n: int((~np.isnan(x)).sum()) for n, x in rang.items()},

@@ -179,6 +179,6 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
   table = np.full((len(smooth), length), math.nan)
   for row, values in zip(table, smooth):
     row[: len(values)] = values
-  means = [statistics.average(column) for column in table.T]
+  means = [statistics.over_numbers(np.mean, column) for column in table.T]
   (thick,) = axes.plot(np.arange(1, length + 1), means, line, color=colour)
   return thick

@@ -15,6 +15,7 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
+import functools
 import io
 import math
 import os
@@ -25,21 +26,15 @@ import numpy as np
 from stppo_jax import exits
 from stppo_jax.records import headline
 from stppo_jax.records import plots
+from stppo_jax.tools import success_curve
 from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
 # The alarms of `training/alarms.py` that a policy can set off.
 ALARMS = (
-  'repetition',
-  'entropy',
-  'turn_ratio',
-  'zero_variance',
-  'explained_variance',
-  'empty_answers',
-  'finish_ratio',
-  'search_rate',
-  'kl',
-)
+  'repetition entropy turn_ratio zero_variance explained_variance '
+  'empty_answers finish_ratio search_rate kl'
+).split()
 # Column -> metrics whose sum it is; docs/metrics.md explains them.
 METRICS = {
   'success': ('critic/score/mean',),
@@ -66,12 +61,6 @@ COLUMNS = ('success', _GREEDY, *[n for n in METRICS if n != 'success'])
 _KEYS = ('group', 'arm', 'seed', 'settings', 'step')
 _HEAD = (*_KEYS, *COLUMNS)
 _DIGITS = 5
-
-
-class BadTable(Exception):
-  """A file that is no table of a study, or not of this one; one line."""
-
-  exit_code = exits.USAGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +91,25 @@ class Run:
     """Returns a column without step 0, which has evaluations only."""
     return self.columns[column][1:]
 
+  @functools.cached_property
+  def curve(self) -> success_curve.Curve:
+    """Its success in a few numbers."""
+    return success_curve.curve(self.per_step('success'))
+
 
 def from_folder(
-  folder: pathlib.Path, *, group: str, arm: str, seed: int, digest: str
+  folder: pathlib.Path, arm: tuple[str, str], seed: int, digest: str
 ) -> Run:
   """Returns the numbers of the run in a folder.
 
   Args:
     folder: the run's folder.
-    group: the group of its arm.
-    arm: the name of its arm.
+    arm: the key of its arm.
     seed: its seed.
     digest: the digest of its arm's config.
 
   Raises:
-    BadTable: the metrics of the run cannot be read.
+    Misconfigured: the metrics of the run cannot be read.
   """
   try:
     metrics = plots.read_metrics(folder / 'metrics.jsonl')
@@ -124,7 +117,7 @@ def from_folder(
       raise ValueError
     places = metrics['step'].astype(int)
   except (OSError, ValueError, KeyError, AttributeError) as error:
-    raise BadTable(
+    raise exits.Misconfigured(
       f'{folder}/metrics.jsonl: damaged; to make the run again, delete its '
       'folder'
     ) from error
@@ -148,7 +141,7 @@ def from_folder(
   columns[_GREEDY] = column(
     np.array([next(iter(x.values()), math.nan) for x in greedy])
   )
-  return Run(group, arm, seed, digest, columns)
+  return Run(*arm, seed, digest, columns)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
@@ -160,7 +153,7 @@ def read(path: pathlib.Path) -> list[Run]:
   """Returns the runs of a table; [] if there is no such file.
 
   Raises:
-    BadTable: the file cannot be read, has other columns, or a line that is
+    Misconfigured: the file cannot be read, has other columns, or a line that is
       damaged.
   """
   try:
@@ -168,9 +161,11 @@ def read(path: pathlib.Path) -> list[Run]:
   except FileNotFoundError:
     return []
   except OSError as error:
-    raise BadTable(f'{path}: {error.strerror}') from error
+    raise exits.Misconfigured(f'{path}: {error.strerror}') from error
   except (UnicodeDecodeError, csv.Error) as error:
-    raise BadTable(f'{path}: not a table of ablate: {error}') from error
+    raise exits.Misconfigured(
+      f'{path}: not a table of ablate: {error}'
+    ) from error
 
 
 def _read(path: pathlib.Path) -> list[Run]:
@@ -183,7 +178,7 @@ def _read(path: pathlib.Path) -> list[Run]:
     if tuple(head[: len(_KEYS)]) != _KEYS or not {'success'} <= set(
       names
     ) <= set(COLUMNS):
-      raise BadTable(
+      raise exits.Misconfigured(
         f'{path}: not a table of ablate: its first line must be '
         f'{",".join(_HEAD)}'
       )
@@ -195,7 +190,7 @@ def _read(path: pathlib.Path) -> list[Run]:
         if len(values) != len(names) or int(step) != len(rows):
           raise ValueError
       except ValueError as error:
-        raise BadTable(
+        raise exits.Misconfigured(
           f'{path}, line {number}: damaged; it must have {len(head)} cells, '
           'and the steps of a run must follow one another'
         ) from error
@@ -229,7 +224,7 @@ def add(
     All runs of the table, by seed, then by the order of the arms.
 
   Raises:
-    BadTable: see `read` and `check`.
+    Misconfigured: see `read` and `check`.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   with _locked(path.parent):
@@ -284,23 +279,25 @@ def check(
     path: the table, for the message.
 
   Raises:
-    BadTable: an arm is not one of the study, or had other settings, or a run
-      has another length than the others of its arm.
+    Misconfigured: an arm is not one of the study, or had other settings, or a
+      run has another length than the others of its arm.
   """
   lengths: dict[tuple[str, str], int] = {}
   for run in runs:
     name = ' '.join(part for part in run.key if part)
     if run.key not in digests:
-      raise BadTable(f'{path}: has {name!r}, which is no arm of this study')
+      raise exits.Misconfigured(
+        f'{path}: has {name!r}, which is no arm of this study'
+      )
     if run.settings != digests[run.key]:
-      raise BadTable(
+      raise exits.Misconfigured(
         f'{path}: its runs of {name!r} had other settings ({run.settings}) '
         f'than the config has now ({digests[run.key]}), so they cannot be '
         'compared; give another --table'
       )
     length = len(run.columns['success']) - 1
     if lengths.setdefault(run.key, length) != length:
-      raise BadTable(
+      raise exits.Misconfigured(
         f'{path}: its runs of {name!r} have {lengths[run.key]} and {length} '
         'steps, so they cannot be compared'
       )

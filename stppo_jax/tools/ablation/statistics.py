@@ -1,8 +1,10 @@
 """The statistics of a study: intervals, differences, numbers of a column."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import itertools
 import math
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -88,34 +90,22 @@ def _sign_flip(deltas: np.ndarray) -> float:
   return float(np.mean(totals >= abs(deltas.sum()) - 1e-12))
 
 
-def last(values: np.ndarray) -> float:
-  """Returns the last number that is not nan; nan if there is none."""
+def over_numbers(
+  reduce: Callable[[np.ndarray], Any], values: np.ndarray
+) -> float:
+  """Returns a number made of those that are not nan; nan if there is none."""
   found = values[~np.isnan(values)]
-  return float(found[-1]) if len(found) else math.nan
+  return float(reduce(found)) if len(found) else math.nan
 
 
-def average(values: np.ndarray) -> float:
-  """Returns the mean of the numbers that are not nan; nan if there is none."""
-  found = values[~np.isnan(values)]
-  return float(found.mean()) if len(found) else math.nan
+def last(found: np.ndarray) -> float:
+  """Returns the last number."""
+  return found[-1]
 
 
-def share_below_one(values: np.ndarray) -> float:
-  """Returns the share of the numbers that are below 1; nan without any."""
-  found = values[~np.isnan(values)]
-  return float((found < 1).mean()) if len(found) else math.nan
-
-
-def middle(values: np.ndarray) -> float:
-  """Returns the median of the numbers that are not nan; nan without any."""
-  found = values[~np.isnan(values)]
-  return float(np.median(found)) if len(found) else math.nan
-
-
-def largest(values: np.ndarray) -> float:
-  """Returns the largest number; nan if there is none."""
-  found = values[~np.isnan(values)]
-  return float(found.max()) if len(found) else math.nan
+def share_below_one(found: np.ndarray) -> float:
+  """Returns the share of the numbers that are below 1."""
+  return (found < 1).mean()
 
 
 def common(

@@ -35,10 +35,6 @@ _KEYS = ('title', 'seeds', 'arms', 'starts')
 _ALL_PAIRS = 4  # arms of a group, at most, of which all pairs are compared
 
 
-class BadStudy(ValueError):
-  """A description of studies that cannot be used; the message is one line."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Arm:
   """One config of a study.
@@ -112,12 +108,12 @@ class Study:
     """Returns the study with some of its groups only.
 
     Raises:
-      BadStudy: it has no such group.
+      ValueError: it has no such group.
     """
     for name in names:
       if name not in self.groups:
         choices = settings.closest(name, [group for group in self.groups])
-        raise BadStudy(f'{name}: no group of study {self.name}{choices}')
+        raise ValueError(f'{name}: no group of study {self.name}{choices}')
     arms = [arm for arm in self.arms if arm.group in names]
     return dataclasses.replace(self, arms=arms)
 
@@ -126,21 +122,23 @@ def parse(name: str, content: Any) -> Study:
   """Returns the study that a dict describes.
 
   Raises:
-    BadStudy: it is no such dict.
+    ValueError: it is no such dict.
   """
   start = f'study {name}: '
   if not isinstance(content, dict):
-    raise BadStudy(f'{start}must be a dict, not {type(content).__name__}')
+    raise ValueError(f'{start}must be a dict, not {type(content).__name__}')
   for key in content:
     if key not in _KEYS:
       choices = settings.closest(str(key), _KEYS)
-      raise BadStudy(f'{start}unknown key {key!r}{choices}')
+      raise ValueError(f'{start}unknown key {key!r}{choices}')
   seeds, starts = content.get('seeds'), content.get('starts', {})
   groups: Any = content.get('arms')
   if type(seeds) is not int or seeds < 1:
-    raise BadStudy(f'{start}seeds={seeds!r}: must be a whole number, 1 or more')
+    raise ValueError(
+      f'{start}seeds={seeds!r}: must be a whole number, 1 or more'
+    )
   if not _is_nested(groups) or not all(map(_is_nested, groups.values())):
-    raise BadStudy(
+    raise ValueError(
       f'{start}arms must be a dict of groups, such as '
       "{'': {'token_ppo': {}, 'st_ppo': {}}}"
     )
@@ -152,7 +150,7 @@ def parse(name: str, content: Any) -> Study:
   names = [arm.run_name(0) for arm in arms]
   for run in names:
     if names.count(run) > 1:
-      raise BadStudy(f'{start}two arms have runs named {run}')
+      raise ValueError(f'{start}two arms have runs named {run}')
   return Study(name, content.get('title', name), seeds, arms, starts)
 
 
@@ -160,7 +158,7 @@ def _arm(start, group, name, changes, starts) -> Arm:
   made = changes.pop('start', '')
   if made and made not in starts:
     choices = settings.closest(made, list(starts))
-    raise BadStudy(f'{start}arm {name}: unknown start {made!r}{choices}')
+    raise ValueError(f'{start}arm {name}: unknown start {made!r}{choices}')
   return Arm(group, name, changes.pop('algorithm', name), made, changes)
 
 

@@ -8,7 +8,6 @@ import pathlib
 import shlex
 import sys
 import time
-import uuid
 
 from stppo_jax import exits
 from stppo_jax.tools import run_state
@@ -32,7 +31,7 @@ def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
     The exit code, see the command `ablate`.
 
   Raises:
-    BadTable: a table cannot be used.
+    Misconfigured: a table cannot be used.
     Locked: another process makes this study.
   """
   runs = results.read(plan.table)
@@ -73,22 +72,20 @@ def _copied(
 
 def _record(plan: plan_lib.Plan) -> None:
   """Records whose folder it is."""
-  if run_folder.read(plan.folder) is None:
-    digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
-    run = run_folder.Run('ablate', uuid.uuid4().hex, digest)
-    run_folder.write(plan.folder, run)
+  digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
+  run_folder.mark(plan.folder, 'ablate', digest)
   plan.record()
 
 
-def _wanted(plan: plan_lib.Plan) -> list[tuple[study_lib.Arm, int]]:
-  """Returns the runs of the study, all arms of a seed before the next seed."""
-  return [(arm, seed) for seed in plan.seeds for arm in plan.study.arms]
-
-
 def _missing(plan: plan_lib.Plan, runs) -> list[tuple[study_lib.Arm, int]]:
-  """Returns the runs that the table does not have."""
+  """Returns the missing runs, all arms of a seed before the next seed."""
   done = {(run.key, run.seed) for run in runs}
-  return [(a, seed) for a, seed in _wanted(plan) if (a.key, seed) not in done]
+  return [
+    (arm, seed)
+    for seed in plan.seeds
+    for arm in plan.study.arms
+    if (arm.key, seed) not in done
+  ]
 
 
 def _state(folder: pathlib.Path) -> str:
@@ -159,13 +156,9 @@ def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
       if _state(folder) == run_state.FINISHED:
         try:
           run = results.from_folder(
-            folder,
-            group=arm.group,
-            arm=arm.name,
-            seed=seed,
-            digest=plan.digests[arm.key],
+            folder, arm.key, seed, plan.digests[arm.key]
           )
-        except results.BadTable as error:
+        except exits.Misconfigured as error:
           damaged[arm.run_name(seed)] = str(error)
         else:
           found.append(run)

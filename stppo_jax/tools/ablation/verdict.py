@@ -4,11 +4,11 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import math
+from typing import Any
 
 import numpy as np
 
 from stppo_jax.tools import score_report
-from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
@@ -25,23 +25,23 @@ _OUTCOMES = (
   'median step',
 )
 # A column, how its steps become the number of a run, the format.
-_Measure = tuple[str, Callable[[np.ndarray], float], str]
+_Measure = tuple[str, Callable[[np.ndarray], Any], str]
 # Heading -> measure.
 _INSIDE: Mapping[str, _Measure] = {
-  'outside, token': ('clip_token', statistics.average, '.3f'),
-  'outside, turn': ('clip_turn', statistics.average, '.3f'),
-  'outside, sequence': ('clip_sequence', statistics.average, '.3f'),
-  'cut': ('cut', statistics.average, '.3f'),
-  'largest token ratio': ('ratio_max_token', statistics.largest, '.3g'),
-  'largest turn ratio': ('ratio_max_turn', statistics.largest, '.3g'),
-  'spread outside': ('spread_clipped', statistics.average, '.2f'),
-  'spread inside': ('spread_unclipped', statistics.average, '.2f'),
+  'outside, token': ('clip_token', np.mean, '.3f'),
+  'outside, turn': ('clip_turn', np.mean, '.3f'),
+  'outside, sequence': ('clip_sequence', np.mean, '.3f'),
+  'cut': ('cut', np.mean, '.3f'),
+  'largest token ratio': ('ratio_max_token', np.max, '.3g'),
+  'largest turn ratio': ('ratio_max_turn', np.max, '.3g'),
+  'spread outside': ('spread_clipped', np.mean, '.2f'),
+  'spread inside': ('spread_unclipped', np.mean, '.2f'),
   'corrected': ('scale', statistics.share_below_one, '.2f'),
-  'factor': ('scale', statistics.average, '.2f'),
+  'factor': ('scale', np.mean, '.2f'),
   'entropy at the end': ('entropy', statistics.last, '.2f'),
   'KL at the end': ('kl_reference', statistics.last, '.2f'),
-  'explained variance': ('explained_variance', statistics.middle, '.2f'),
-  'turn length': ('turn_length', statistics.average, '.1f'),
+  'explained variance': ('explained_variance', np.median, '.2f'),
+  'turn length': ('turn_length', np.mean, '.1f'),
 }
 # Most policies still work then; a collapsed one has other ratios.
 _FIRST_STEPS = 5
@@ -101,8 +101,11 @@ def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
 
 
 def _outcomes(runs: Sequence[results.Run]) -> list[str]:
-  curves = [success_curve.curve(run.per_step('success')) for run in runs]
-  greedy = [statistics.last(run.columns['greedy']) for run in runs]
+  curves = [run.curve for run in runs]
+  greedy = [
+    statistics.over_numbers(statistics.last, run.columns['greedy'])
+    for run in runs
+  ]
   steps = [c.collapsed_at for c in curves if c.collapsed]
   count = len(steps)
   share = statistics.rate(count, len(runs))
@@ -125,11 +128,10 @@ def _inside(
 ) -> list[str]:
   cells = []
   for column, reduce, form in measures.values():
-    values = np.array(
-      [reduce(run.per_step(column)[:first_steps]) for run in runs]
-    )
-    value = statistics.average(values)
-    if reduce is statistics.largest:  # one run can have a ratio of 1e9
+    columns = [run.per_step(column)[:first_steps] for run in runs]
+    values = np.array([statistics.over_numbers(reduce, x) for x in columns])
+    value = statistics.over_numbers(np.mean, values)
+    if reduce is np.max:  # one run can have a ratio of 1e9
       value = float(np.median(values))
     cells.append('' if math.isnan(value) else f'{value:{form}}')
   return cells
@@ -150,18 +152,14 @@ def _differences(study, by_arm, has_groups) -> Table:
     row = [arm.group] * has_groups + [arm.name, other.name, str(len(pairs))]
     for name in ('area', 'final'):
       values, others = (
-        [
-          getattr(success_curve.curve(pair[i].per_step('success')), name)
-          for pair in pairs
-        ]
-        for i in range(2)
+        [getattr(run.curve, name) for run in runs] for runs in zip(*pairs)
       )
       found = statistics.difference(values, others)
       if math.isnan(found.p):
         row += ['', '', '']
         continue
       row += [
-        _signed(found),
+        _interval(found.estimate, found.seeds, '+.2f'),
         f'{found.larger}/{found.seeds}',
         f'{found.p:.3f}' if found.seeds > 1 else '',
       ]
@@ -173,18 +171,13 @@ def _estimate(values: Sequence[float]) -> str:
   """Returns a mean and its interval, which one seed does not have."""
   if any(map(math.isnan, values)):
     return ''
-  found = statistics.mean(values)
-  if len(values) == 1:
-    return f'{found.mean:.2f}'
-  return f'{found.mean:.2f} ({found.low:.2f}..{found.high:.2f})'
+  return _interval(statistics.mean(values), len(values), '.2f')
 
 
-def _signed(difference: statistics.Difference) -> str:
-  """Returns a mean difference and its interval, unless it has one seed."""
-  mean, low, high = difference.estimate
-  if difference.seeds == 1:
-    return f'{mean:+.2f}'
-  return f'{mean:+.2f} ({low:+.2f}..{high:+.2f})'
+def _interval(found: statistics.Estimate, seeds: int, form: str) -> str:
+  if seeds == 1:
+    return f'{found.mean:{form}}'
+  return f'{found.mean:{form}} ({found.low:{form}}..{found.high:{form}})'
 
 
 def as_text(found: Mapping[str, Table]) -> str:

@@ -41,13 +41,14 @@ _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
 def write(
   config, out: str, *, workdir: str | None, num_updates: int | None
 ) -> None:
-  """Writes a new saved batch to a file and prints its size; see `collect`.
+  """Writes a new saved batch and prints what is done; see `collect`.
 
   Raises:
     Misconfigured: the file cannot be written.
     Exceptions of `collect`.
   """
-  arrays = collect(config, workdir=workdir, num_updates=num_updates)
+  with streams.logged(streams.show_beside), compilation.announced():
+    arrays = collect(config, workdir=workdir, num_updates=num_updates)
   with exits.naming(f'--out={out}'):
     batch_file.save(out, arrays)
   mask_BL = arrays['loss_mask_BL']
@@ -76,14 +77,6 @@ def collect(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  with streams.logged(streams.show_beside), compilation.announced():
-    return _collect(config, workdir=workdir, num_updates=num_updates)
-
-
-def _collect(
-  config, *, workdir: str | pathlib.Path | None, num_updates: int | None
-) -> dict[str, np.ndarray]:
-  """See `collect`; prints what it does."""
   config = _with_start(config, workdir)
   components = components_lib.build(_one_epoch(config))
   tokenizer, learner = components.tokenizer, components.learner

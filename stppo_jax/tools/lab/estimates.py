@@ -8,7 +8,6 @@ a run with `kl.where` = 'reward'.
 from collections.abc import Mapping
 import functools
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +28,6 @@ PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
 # would be added; a run refuses the combination too.
 _READ_TURN_REWARDS = frozenset({'turn_group'})
 _VALUES = frozenset({'old_values_BL', 'values_BL'})
-
-
-class Estimate(NamedTuple):
-  """Advantages and returns of a saved batch.
-
-  Attributes:
-    metrics: {advantages,returns}/{mean,std,min,max} over the loss mask; std is
-      the root of the unbiased variance. A metric is not finite where it is too
-      large for the precision.
-    arrays: advantages_BL, returns_BL and value_mask_BL.
-  """
-
-  metrics: dict[str, float]
-  arrays: dict[str, np.ndarray]
 
 
 def build_estimator(options: Mapping) -> Any:
@@ -147,8 +132,13 @@ def penalized(
   return {**arrays, 'rewards_BL': np.asarray(rewards_BL)}
 
 
-def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
+def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
   """Returns the advantages and returns of a saved batch.
+
+  The metrics are {advantages,returns}/{mean,std,min,max} over the loss mask;
+  std is the root of the unbiased variance. A metric is not finite where it is
+  too large for the precision. The arrays are advantages_BL, returns_BL and
+  value_mask_BL.
 
   Args:
     estimator: the result of `build_estimator`.
@@ -158,21 +148,18 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
-  shape = arrays['loss_mask_BL'].shape
-  padded = saved_batch.pad_empty(arrays)
-  if 'values_BL' in padded and 'old_values_BL' not in padded:
-    padded['old_values_BL'] = padded['values_BL']
+  if 'values_BL' in arrays and 'old_values_BL' not in arrays:
+    arrays = {**arrays, 'old_values_BL': arrays['values_BL']}
   results, metrics = jax.device_get(
     _estimate(
       estimator,
-      saved_batch.token_batch(padded),
-      num_turns=saved_batch.num_turns(padded),
+      saved_batch.token_batch(arrays),
+      num_turns=saved_batch.num_turns(arrays),
     )
   )
   saved_batch.check_finite(results)
-  return Estimate(
-    {name: float(x) for name, x in metrics.items()},
-    {name: saved_batch.unpad(x, shape) for name, x in results.items()},
+  return saved_batch.Result(
+    {name: float(x) for name, x in metrics.items()}, results
   )
 
 

@@ -12,7 +12,6 @@ then milliseconds.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +36,6 @@ _ALWAYS_REQUIRED = (
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 
 
-class LossAndGradient(NamedTuple):
-  """Loss, gradient and metrics of an algorithm on a saved batch.
-
-  Attributes:
-    metrics: the loss and all diagnostics by name. A metric that the algorithm
-      does not use is not finite where it is too large for the precision.
-    arrays: loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level),
-      weights_BL (the corrections' multipliers) and clipped_BL (tokens whose
-      gradient the objective cut); off the loss mask they are 0, 1, 1 and False.
-  """
-
-  metrics: dict[str, float]
-  arrays: dict[str, np.ndarray]
-
-
 def required_arrays(
   algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
 ) -> frozenset[str]:
@@ -67,13 +51,19 @@ def loss_and_gradient(
   arrays: saved_batch.Arrays,
   *,
   entropy_coefficient: float,
-) -> LossAndGradient:
+) -> saved_batch.Result:
   """Returns loss, gradient and metrics of an algorithm.
+
+  The metrics are the loss and all diagnostics; one that the algorithm does not
+  use is not finite where it is too large for the precision. The arrays are
+  loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level), weights_BL (the
+  corrections' multipliers) and clipped_BL (tokens whose gradient the objective
+  cut); off the loss mask they are 0, 1, 1 and False.
 
   Args:
     algorithm: the algorithm.
     arrays: the result of `saved_batch.select`, with the `required_arrays`; a
-      batch without any row, token or loss position gives zeros.
+      batch without any loss position gives zeros.
     entropy_coefficient: the coefficient of the entropy bonus. It changes the
       loss but not the gradient, because the entropy does not depend on
       `logprobs_BL` here.
@@ -82,25 +72,22 @@ def loss_and_gradient(
     saved_batch.NotFinite: the loss, its gradient or a number that a correction
       uses is too large for the precision.
   """
-  shape = arrays['loss_mask_BL'].shape
-  padded = saved_batch.pad_empty(arrays)
-  zeros_BL = np.zeros_like(padded['logprobs_BL'])
-  has_entropy = 'entropy_BL' in padded
+  zeros_BL = np.zeros_like(arrays['logprobs_BL'])
   results, diagnostics, metrics = jax.device_get(
     _differentiate(
       algorithm,
-      saved_batch.token_batch(padded),
-      padded['logprobs_BL'],
-      padded['entropy_BL'] if has_entropy else zeros_BL,
+      saved_batch.token_batch(arrays),
+      arrays['logprobs_BL'],
+      arrays.get('entropy_BL', zeros_BL),
       entropy_coefficient,
-      num_turns=saved_batch.num_turns(padded),
+      num_turns=saved_batch.num_turns(arrays),
     )
   )
   metrics = {name: float(x) for name, x in metrics.items()}
   # A metric may overflow; the caller leaves out metrics that are not finite.
   with np.errstate(over='ignore', invalid='ignore'):
     metrics |= diagnostics_lib.summarize(diagnostics)
-  if not has_entropy:
+  if 'entropy_BL' not in arrays:
     del metrics['actor/entropy']  # it is unknown, not 0
   metrics = {'loss': float(results['loss'])} | metrics  # printed in this order
   saved_batch.check_finite(
@@ -112,9 +99,7 @@ def loss_and_gradient(
       for name in corrections.CORRECTIONS[correction].metrics
     }
   )
-  return LossAndGradient(
-    metrics, {name: saved_batch.unpad(x, shape) for name, x in results.items()}
-  )
+  return saved_batch.Result(metrics, results)
 
 
 @functools.partial(jax.jit, static_argnames='num_turns')

@@ -5,7 +5,6 @@ lines name the flags of the command `lab`.
 """
 
 from collections.abc import Mapping
-import contextlib
 import json
 import math
 import sys
@@ -75,7 +74,7 @@ def advantages(
   """
   with jax.enable_x64(source.is_double):
     estimator = options.build(estimates.build_estimator)
-    with _named(source):
+    with exits.naming(f'--batch={source.batch}'):
       loaded = saved_batch.load(source.batch)
     required = estimates.required_arrays(estimator, loaded)
     readers = {name: str(estimator.name) for name in sorted(required)}
@@ -85,8 +84,8 @@ def advantages(
       readers |= dict.fromkeys(estimates.PENALTY_ARRAYS, '--kl')
       if kl_coefficient is None:
         readers['kl_coefficient'] = '--kl without --kl_coefficient'
-    with _named(source):
-      arrays = saved_batch.select(loaded, readers, dtype=_dtype(source))
+    with exits.naming(f'--batch={source.batch}'):
+      arrays = saved_batch.select(loaded, readers, dtype=source.dtype)
       estimates.check(estimator, arrays)
     if kl:
       if kl_coefficient is None:
@@ -139,16 +138,6 @@ def compare(
     print(comparison.table(result))
 
 
-def _dtype(source: options_lib.Source) -> type[np.floating]:
-  return np.float64 if source.is_double else np.float32
-
-
-def _named(
-  source: options_lib.Source,
-) -> contextlib.AbstractContextManager[None]:
-  return exits.naming(f'--batch={source.batch}')
-
-
 def _load(
   source: options_lib.Source, readers: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
@@ -161,11 +150,11 @@ def _load(
     source: the saved batch.
     readers: name of each required array to the algorithm that reads it.
   """
-  dtype, path = _dtype(source), source.advantages
+  dtype, path = source.dtype, source.advantages
   readers = dict(readers)
   if path:
     readers.pop('advantages_BL', None)
-  with _named(source):
+  with exits.naming(f'--batch={source.batch}'):
     loaded = saved_batch.load(source.batch)
     arrays = dict(saved_batch.select(loaded, readers, dtype=dtype))
   if path:
@@ -200,7 +189,7 @@ def _finite(
   """Returns the finite metrics, since JSON has no nan; warns of the others."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
-    dtype = _dtype(source).__name__
+    dtype = source.dtype.__name__
     warning = f'{subject}{", ".join(names)}: not finite in {dtype}; left out'
     print(warning, file=sys.stderr)
   return {name: x for name, x in metrics.items() if name not in names}

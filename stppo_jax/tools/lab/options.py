@@ -8,6 +8,8 @@ import re
 from typing import Any
 from typing import NamedTuple
 
+import numpy as np
+
 from stppo_jax import exits
 from stppo_jax import settings
 
@@ -28,6 +30,11 @@ class Source(NamedTuple):
   batch: str
   advantages: str
   is_double: bool
+
+  @property
+  def dtype(self) -> type[np.floating]:
+    """The dtype of the computation."""
+    return np.float64 if self.is_double else np.float32
 
 
 @dataclasses.dataclass(frozen=True)

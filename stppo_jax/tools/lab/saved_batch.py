@@ -17,7 +17,6 @@ other names are ignored.
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
-from collections.abc import Sequence
 import pathlib
 from typing import Any
 from typing import NamedTuple
@@ -32,6 +31,18 @@ Arrays = Mapping[str, np.ndarray]
 
 class NotFinite(ValueError):
   """A result that is too large for the precision of the computation."""
+
+
+class Result(NamedTuple):
+  """The numbers and arrays that are computed on a saved batch.
+
+  Attributes:
+    metrics: numbers by name.
+    arrays: arrays by name.
+  """
+
+  metrics: dict[str, float]
+  arrays: dict[str, np.ndarray]
 
 
 class ArrayKind(NamedTuple):
@@ -209,8 +220,8 @@ def select_optional(
 def _shape_errors(arrays: Arrays) -> Iterator[str]:
   """Yields a line for each array whose shape does not fit loss_mask_BL."""
   shape = arrays['loss_mask_BL'].shape
-  if len(shape) != 2:
-    yield f'loss_mask_BL has shape {shape}, expected [B, L]'
+  if len(shape) != 2 or 0 in shape:
+    yield f'loss_mask_BL has shape {shape}, expected [B, L], each 1 or more'
     return
   for name, array in arrays.items():
     expected = shape[: _num_axes(name)]
@@ -297,25 +308,6 @@ def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
 def num_turns(arrays: Arrays) -> int:
   """Returns the largest turn id, at least 1."""
   return int(arrays['turn_ids_BL'].max(initial=1))
-
-
-def pad_empty(arrays: Arrays) -> dict[str, np.ndarray]:
-  """Returns the arrays with at least one row and one token.
-
-  Added entries are off the loss mask, so that they count nowhere. `unpad`
-  removes them from results.
-  """
-  return {
-    name: np.pad(x, [(0, 0 if size else 1) for size in x.shape])
-    if x.ndim
-    else x
-    for name, x in arrays.items()
-  }
-
-
-def unpad(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-  """Returns the array without the row and token that `pad_empty` may add."""
-  return x[: shape[0], : shape[1]] if x.ndim == 2 else x
 
 
 def check_finite(arrays: Arrays) -> None:

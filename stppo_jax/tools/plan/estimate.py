@@ -10,7 +10,6 @@ import jax
 
 from stppo_jax import exits
 from stppo_jax.parallel import topology as topology_lib
-from stppo_jax.tools.plan import describe
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
 from stppo_jax.tools.plan import summary as summary_lib
@@ -77,7 +76,9 @@ def show(
       summary_lib.row(tried)
       for tried in _sweep(config, topology, planner, names, compile_best)
     ]
-    print(json.dumps(rows, indent=2) if as_json else describe.sweep(rows))
+    print(
+      json.dumps(rows, indent=2) if as_json else summary_lib.sweep_text(rows)
+    )
     return 0 if any(row['fits'] for row in rows) else exits.USAGE
   plan = planner(config, programs=names)
   summary = summary_lib.summary(plan, price=price)
@@ -86,7 +87,7 @@ def show(
     summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )
-  lines = describe.plan(summary)
+  lines = summary_lib.text(summary)
   print(json.dumps(summary, indent=2) if as_json else '\n'.join(lines))
   return 0 if plan.fits else exits.USAGE
 
@@ -122,11 +123,12 @@ def _sweep(
 ) -> list[search.Tried]:
   """Returns the plans of all meshes, the best of them compiled."""
   found = search.sweep_meshes(config, topology, planner)
-  best = compile_best if programs else 0
-  for n in range(len(found) if best < 0 else min(best, len(found))):
-    if found[n].plan is not None:
-      changes = found[n].changes
-      changed = search.changed(config, changes)
+  if not programs:
+    return found
+  last = len(found) if compile_best < 0 else compile_best
+  for n, tried in enumerate(found[:last]):
+    if tried.plan is not None:
+      changed = search.changed(config, tried.changes)
       plan = planner(changed, programs=programs)
-      found[n] = search.Tried(changes, plan)
+      found[n] = tried._replace(plan=plan)
   return found

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import concurrent.futures
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -18,47 +19,41 @@ from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import stops
-from stppo_jax.tools.plan import accesses
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import program as program_lib
 from stppo_jax.training import engines
 
 # The compiler for TPU takes up to 3 GB for each program.
 _MOST_AT_ONCE = 4
 
 
+@dataclasses.dataclass(frozen=True)
 class Subject:
   """The sizes and devices of a run, from which its programs are lowered.
 
-  Args:
+  Attributes:
     config: the config of a run.
     learner: its learner.
     placement: the devices that decode; None with rollout.engine=remote.
     packed: shapes of a packed batch.
   """
 
-  def __init__(
-    self,
-    config,
-    learner: learner_lib.Learner,
-    placement: publish_lib.Placement | None,
-    packed: batch_lib.TokenBatch,
-  ):
-    self._config = config
-    self.learner = learner
-    self.placement = placement
-    self.packed = packed
+  config: Any
+  learner: learner_lib.Learner
+  placement: publish_lib.Placement | None
+  packed: batch_lib.TokenBatch
 
   @functools.cached_property
   def engine(self) -> lowering.Lowering:
     """The programs of the engine of a host."""
     assert self.placement is not None
     state, _ = self.learner.abstract_start()
-    environment = environments.find(self._config.env.name)
+    environment = environments.find(self.config.env.name)
     return lowering.Lowering(
       self.learner.decoded,
       placement=self.placement,
       options=engines.options(
-        self._config, mesh_lib.num_hosts(self.placement.training)
+        self.config, mesh_lib.num_hosts(self.placement.training)
       ),
       num_states=stops.num_states(environment.stop_strings),
       trained=engines.decoded_weights(state.policy.params),
@@ -75,7 +70,7 @@ class Cost(NamedTuple):
     in_place: the bytes of arguments that its results take the place of.
     temporaries: the bytes that it needs beside its arguments.
     accessed: the bytes that it reads from the device's memory and writes to it,
-      see `accesses`; 0 if not known, as for other platforms than TPU.
+      see `program`; 0 if not known, as for other platforms than TPU.
     axes: the sizes of the axes of the mesh that it runs on.
     collectives: its collectives.
     operations: the multiplications and additions of its matrix products.
@@ -90,7 +85,7 @@ class Cost(NamedTuple):
   temporaries: int = 0
   accessed: int = 0
   axes: Mapping[str, int] = {}
-  collectives: tuple[program.Collective, ...] = ()
+  collectives: tuple[program_lib.Collective, ...] = ()
   operations: int = 0
   seconds: float = 0.0
   problem: str = ''
@@ -186,7 +181,7 @@ def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
   except topology_lib.Rejected as error:
     raise topology_lib.Rejected(f'{name}: {error}') from error
   memory = compiled.memory_analysis()
-  text = compiled.as_text()
+  program = hlo.read(compiled.as_text())
   temporaries = memory.temp_size_in_bytes
   if name != 'publish':  # its results take the place of the old weights
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -200,9 +195,11 @@ def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
     counted=_COUNTED[name],
     in_place=memory.alias_size_in_bytes,
     temporaries=temporaries,
-    accessed=accesses.count(text) if mesh_lib.platform(mesh) == 'tpu' else 0,
+    accessed=program_lib.accessed(program)
+    if mesh_lib.platform(mesh) == 'tpu'
+    else 0,
     axes=dict(mesh.shape),
-    collectives=tuple(program.collectives(text)),
-    operations=program.operations(text),
-    seconds=program.estimated_cycles(text) / clock,
+    collectives=tuple(program_lib.collectives(program)),
+    operations=program_lib.operations(program),
+    seconds=program_lib.estimated_cycles(program) / clock,
   )

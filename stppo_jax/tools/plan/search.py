@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+import functools
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -65,10 +67,7 @@ def sweep_meshes(
   updates = config.updates
   mesh = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
   microbatch = updates.microbatch_size or updates.minibatch_size
-  known = [size for size in mesh.values() if size != -1]
-  rest = num_devices
-  for size in known:
-    rest //= size
+  rest = num_devices // math.prod(x for x in mesh.values() if x != -1)
   data, fsdp = (rest if mesh[a] == -1 else mesh[a] for a in ('data', 'fsdp'))
   rows = max(microbatch // max(data * fsdp, 1), 1)
   found = []
@@ -216,11 +215,8 @@ def advice_at_start(config, limit: int) -> str:
     config: the config of the run.
     limit: bytes of a device.
   """
-
   # At most all tokens of a row carry loss.
-  def planner(config):
-    return plan_lib.make(
-      config, length=config.env.max_length, loss_fraction=1.0
-    )
-
+  planner = functools.partial(
+    plan_lib.make, length=config.env.max_length, loss_fraction=1.0
+  )
   return advice(config, planner, limit)

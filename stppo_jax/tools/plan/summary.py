@@ -1,10 +1,14 @@
-"""A plan as numbers and texts that JSON can hold."""
+"""A plan as numbers and texts that JSON can hold, and as lines to print."""
 
+from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from stppo_jax.models import roofline
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
+
+_GIB = 2**30
 
 
 def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
@@ -108,3 +112,119 @@ def row(tried: search.Tried) -> dict[str, Any]:
       'total': tried.plan.total,
     }
   return found
+
+
+def sweep_text(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Returns the lines that print the meshes of a sweep."""
+  lines = ['  data  fsdp tensor microbatch  at least  expected        GiB']
+  for row in rows:
+    cells = '{data:6} {fsdp:5} {tensor:6} {microbatch:10}'.format(**row)
+    if row['problem']:
+      lines.append(f'{cells}  {row["problem"]}')
+      continue
+    note = 'fits' if row['fits'] else 'does not fit'
+    compiled = ', compiled' if row['compiled'] else ''
+    lines.append(
+      f'{cells} {row["seconds_at_least"]:7.1f} s {row["seconds"]:7.1f} s '
+      f'{row["total"] / _GIB:10.1f}  {note}{compiled}'
+    )
+  return '\n'.join(lines)
+
+
+def text(summary: Mapping[str, Any]) -> list[str]:
+  """Returns the lines that print a summary; sizes are of one device."""
+  axes = ' '.join(f'{axis}={n}' for axis, n in summary['mesh'].items())
+  memory = summary['memory']
+  which = ' that learns' if memory['collecting'] else ''
+  lines = [f'{summary["topology"]}: {axes}', '', f'Memory of a device{which}']
+  sizes = dict(memory['sizes'])
+  names = list(memory['temporaries'])
+  if memory['compiled_for']:
+    compiler = memory['compiled_for'].upper()
+    for name in names:
+      label = f'other memory of {name}, as compiled for {compiler}'
+      sizes[label] = memory['temporaries'][name]
+  else:
+    for name, size in memory['estimated'].items():
+      sizes[f'{name}, estimated'] = size
+  if memory['collecting']:
+    lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
+    lines += ['', 'Memory of a device that collects']
+    sizes = dict(memory['collecting'])
+  if memory['copied']:
+    label = 'keys and values of active slots, which decode copies'
+    sizes[label] = memory['copied']
+  for name in ('total', 'limit', 'headroom'):
+    sizes[name] = memory[name]
+  lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
+  lines += summary['problems']
+  for name, program in summary['programs'].items():
+    lines += ['', f'The compiled program of {name}, on a device']
+    if program['arguments']:
+      lines.append(
+        f'{program["arguments"] / _GIB:10.3f} GiB  of arguments, of which '
+        f'{program["in_place"] / _GIB:.3f} GiB are updated in place'
+      )
+    if program['accessed']:
+      lines.append(
+        f'{program["accessed"] / _GIB:10.3f} GiB  read from memory or written '
+        'to it'
+      )
+    for entry in program['collectives']:
+      bound = 'at most ' if entry['kind'] == 'all-reduce' else ''
+      lines.append(
+        f'{entry["bytes"] / _GIB:10.3f} GiB  {bound}sent by {entry["times"]} '
+        f'{entry["kind"]} along {entry["axes"]}'
+      )
+    if program['operations']:
+      teras = program['operations'] / 1e12
+      lines.append(f'{teras:10.3f} TFLOP  in matrix products')
+    if program['kernel_seconds']:
+      lines.append(
+        f'{program["kernel_seconds"]:10.3f} s  in kernels, by the estimate of '
+        'the compiler, which is good for comparing'
+      )
+  lines += ['', *_describe_step(summary)]
+  fits = 'fits' if summary['fits'] else 'does not fit'
+  lines += ['', f'{fits} in {memory["limit"] / _GIB:.4g} GiB']
+  return lines + ([summary['advice']] if 'advice' in summary else [])
+
+
+def _describe_step(summary: Mapping[str, Any]) -> list[str]:
+  """Returns the lines about the time of a step, by formulas."""
+  step = summary['step']
+  lines = [
+    f'A step of {step["trajectories"]} trajectories of {step["length"]} '
+    f'tokens, of which {step["losses"]} are trained on, by formulas',
+    '     at least   expected    TFLOP   GiB read   GiB sent',
+  ]
+  for name, part in step['parts'].items():
+    sent = sum(entry['bytes'] for entry in part['sent'])
+    lines.append(
+      f'{part["seconds_at_least"]:11.2f} s {part["seconds"]:8.2f} s '
+      f'{part["operations"] / 1e12:8.0f} {part["read"] / _GIB:10.0f} '
+      f'{sent / _GIB:10.1f}  {name}'
+    )
+  lines.append(
+    f'{step["seconds_at_least"]:11.2f} s {step["seconds"]:8.2f} s {"":30}a step'
+  )
+  lines += [
+    f'{entry["bytes"] / _GIB:10.3f} GiB  sent by {entry["kind"]} along '
+    f'{entry["axis"]} in {name}'
+    for name, part in step['parts'].items()
+    for entry in part['sent']
+  ]
+  lines.append(
+    f'{step["tokens_per_second"]:,.0f} tokens and '
+    f'{step["questions_per_second"]:.3g} questions per second'
+  )
+  run = summary['run']
+  price = ''
+  if run['cost'] is not None:
+    price = f', which cost {run["cost"]:,.2f} (at least '
+    price += f'{run["cost_at_least"]:,.2f})'
+  lines.append(
+    f'{run["num_steps"]} steps: {run["hours"]:.3g} hours, '
+    f'{run["chip_hours"]:.4g} chip-hours{price}'
+  )
+  return [*lines, *(f'Assumed: {line}.' for line in summary['assumptions'])]

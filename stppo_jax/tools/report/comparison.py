@@ -51,15 +51,17 @@ def group(runs: Sequence[run_files.Run]) -> list[Group]:
   return [Group(label, members) for label, members in zip(labels, groups)]
 
 
-def differences(
-  runs: Sequence[run_files.Run],
-) -> list[tuple[str, list[Any]]]:
-  """Returns (key, the value of each run) of each key that differs."""
-  keys = sorted({key for run in runs for key in run.recorded})
-  rows = [
-    (key, [run.recorded.get(key, _ABSENT) for run in runs]) for key in keys
+def differences(runs: Sequence[run_files.Run]) -> list[str]:
+  """Returns the keys in which configs differ."""
+  return [
+    key
+    for key in _keys(runs)
+    if len({_text(run.recorded.get(key, _ABSENT)) for run in runs}) > 1
   ]
-  return [row for row in rows if len({_text(x) for x in row[1]}) > 1]
+
+
+def _keys(runs: Sequence[run_files.Run]) -> list[str]:
+  return sorted({key for run in runs for key in run.recorded})
 
 
 def problems(groups: Sequence[Group]) -> list[str]:
@@ -98,7 +100,7 @@ def _environment(run: run_files.Run) -> str:
 
 
 def _scores(run: run_files.Run) -> list[str]:
-  return [name for name in run.names() if name.startswith('val/')]
+  return [name for name in run.columns if name.startswith('val/')]
 
 
 def _settings(run: run_files.Run) -> str:
@@ -118,7 +120,7 @@ def _labels(runs: Sequence[run_files.Run]) -> list[str]:
   labels = []
   for run, title in zip(runs, titles):
     namesakes = [r for r, t in zip(runs, titles) if t == title]
-    keys = [key for key, _ in differences(namesakes) if not _is_free(key)]
+    keys = [key for key in differences(namesakes) if not _is_free(key)]
     words = [title]
     for key in keys[:_LABEL_KEYS]:
       value = _shown(run.recorded.get(key, _ABSENT))
@@ -143,8 +145,7 @@ def config_rows(
   runs: Sequence[run_files.Run],
 ) -> list[tuple[str, list[str]]]:
   """Returns (key, the value of each run as text) of all keys."""
-  keys = sorted({key for run in runs for key in run.recorded})
   return [
     (key, [_shown(run.recorded.get(key, _ABSENT)) for run in runs])
-    for key in keys
+    for key in _keys(runs)
   ]

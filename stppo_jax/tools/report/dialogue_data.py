@@ -6,36 +6,27 @@ their file, and those of its evaluation are another one. So a page with
 thousands of dialogues opens at once and unpacks those that are looked at.
 """
 
+import base64
 from collections.abc import Mapping
 from collections.abc import Sequence
+import json
 import math
 import pathlib
 from typing import Any
 from typing import NamedTuple
+import zlib
 
 from stppo_jax.envs import protocol
-from stppo_jax.tools.report import packing
 from stppo_jax.tools.report import run_files
 
 COLUMNS = (
-  'run',
-  'step',
-  'kind',
-  'part',
-  'place',
-  'question',
-  'key',
-  'reward',
-  'status',
-  'clipped',
-  'searches',
-  'turns',
-  'tokens',
-  'spread',
-)
+  'run step kind part place question key reward status clipped searches turns '
+  'tokens spread'
+).split()
 # The column `kind` has the places of these.
 KINDS = (run_files.SAMPLED, run_files.EVALUATED)
 TRAINING, EVALUATION = range(2)
+_DIGITS = 6
 
 
 class Encoded(NamedTuple):
@@ -84,46 +75,31 @@ def encode(
   for kind, share in ((EVALUATION, 0.5), (TRAINING, 1.0)):
     count = sum(len(part.records) for part in parts)
     size = sum(len(part.packed) for part in parts)
-    parts += _encode(
-      runs,
-      kind,
-      most=int(share * (most - count)),
-      most_bytes=int(share * (most_bytes - size)),
-      notes=notes,
-      losses=losses,
+    limit, limit_bytes = (
+      int(share * rest) for rest in (most - count, most_bytes - size)
     )
+    files: dict[tuple[int, int], list[pathlib.Path]] = {}
+    for number, run in enumerate(runs):
+      for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
+        files.setdefault((number, step), []).append(path)
+    counts = [sum(map(_count, paths)) for paths in files.values()]
+    read = [
+      _read(run, step, kind, paths, losses)
+      for (run, step), paths in _thin(list(files.items()), counts, limit)
+    ]
+    kept = _thin(read, [len(part.packed) for part in read], limit_bytes)
+    if len(kept) < len(files):
+      reason = (
+        f'{limit:,} dialogues' if kept == read else 'the size of the page'
+      )
+      what = ('dialogues', 'evaluations')[kind]
+      notes.append(
+        f'{what} of {len(kept)} of {len(files)} steps, evenly spread: '
+        f'more would exceed {reason}'
+      )
+    parts += kept
   parts.sort(key=lambda part: (part.run, part.step, part.kind))
   return Encoded(_index(parts), [part.packed for part in parts], notes)
-
-
-def _encode(
-  runs: Sequence[run_files.Run],
-  kind: int,
-  *,
-  most: int,
-  most_bytes: int,
-  notes: list[str],
-  losses: list[str],
-) -> list[_Part]:
-  """Encodes the dialogues of one kind; see `encode`."""
-  files: dict[tuple[int, int], list[pathlib.Path]] = {}
-  for number, run in enumerate(runs):
-    for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
-      files.setdefault((number, step), []).append(path)
-  counts = [sum(map(_count, paths)) for paths in files.values()]
-  parts = [
-    _read(run, step, kind, paths, losses)
-    for (run, step), paths in _thin(list(files.items()), counts, most)
-  ]
-  kept = _thin(parts, [len(part.packed) for part in parts], most_bytes)
-  if len(kept) < len(files):
-    limit = f'{most:,} dialogues' if kept == parts else 'the size of the page'
-    what = ('dialogues', 'evaluations')[kind]
-    notes.append(
-      f'{what} of {len(kept)} of {len(files)} steps, evenly spread: '
-      f'more would exceed {limit}'
-    )
-  return kept
 
 
 def _count(path: pathlib.Path) -> int:
@@ -157,7 +133,7 @@ def _read(
   pairs = [pair for path in paths for pair in run_files.dialogues(path, losses)]
   lines = b'\n'.join(line for line, _ in pairs)
   records = [record for _, record in pairs]
-  return _Part(run, step, kind, records, packing.pack(lines))
+  return _Part(run, step, kind, records, pack(lines))
 
 
 def _index(parts: Sequence[_Part]) -> dict[str, Any]:
@@ -181,9 +157,9 @@ def _index(parts: Sequence[_Part]) -> dict[str, Any]:
           place,
           questions.setdefault(question, len(questions)),
           keys.setdefault(key, len(keys)),
-          packing.rounded(reward(record)),
+          rounded(reward(record)),
           statuses.setdefault(status, len(statuses)),
-          *map(packing.rounded, measures(record)),
+          *map(rounded, measures(record)),
         )
       )
   columns = zip(*rows) if rows else ((),) * len(COLUMNS)
@@ -235,3 +211,21 @@ def measures(
     ]
     distance = max(logs, default=None)
   return clipped, searches, len(turns), count or None, distance
+
+
+def pack(content: bytes) -> str:
+  """Returns compressed content as text of letters, digits, + / and =."""
+  return base64.b64encode(zlib.compress(content, 6)).decode()
+
+
+def pack_json(value: Any) -> str:
+  """Returns a value as compressed JSON."""
+  text = json.dumps(value, separators=(',', ':'), allow_nan=False)
+  return pack(text.encode())
+
+
+def rounded(value: float | None) -> float | None:
+  """Returns six digits of a number; None for none, and if it is not finite."""
+  if value is None or not math.isfinite(value):
+    return None
+  return float(f'{value:.{_DIGITS}g}')

@@ -6,59 +6,47 @@ import io
 import pathlib
 import statistics
 from typing import Any
-from typing import NamedTuple
 
 import matplotlib
 from matplotlib import figure
 from matplotlib import ticker
 
 from stppo_jax.records import plots
+from stppo_jax.tools.report import comparison
 from stppo_jax.workdir import atomic_files
 
 _DASHES = ('-', '--', ':', '-.')
 
 
-class Curves(NamedTuple):
-  """The metrics of an experiment.
-
-  Attributes:
-    label: its name in legends.
-    columns: the columns of each run, from `panels.columns`.
-  """
-
-  label: str
-  columns: list[dict[str, dict[int, float]]]
-
-
 def draw(
   panel: Mapping[str, Any],
-  curves: Sequence[Curves],
+  groups: Sequence[comparison.Group],
   path: pathlib.Path,
 ) -> None:
   """Draws a panel: a line for each experiment and metric, a band over seeds.
 
   Args:
     panel: from `panels.layout`.
-    curves: the metrics, by experiment.
+    groups: the runs, by experiment.
     path: the PNG file, which is replaced.
   """
   with matplotlib.rc_context(plots.STYLE):
     page = figure.Figure(figsize=(5.2, 3.0), layout='constrained')
     axes = page.subplots()
     axes.set_title(panel['title'])
-    for number, members in enumerate(curves):
+    for number, members in enumerate(groups):
       for place, metric in enumerate(panel['metrics']):
-        points = band(members, metric)
+        points = _band(members, metric)
         if not points:
           continue
         # One experiment has a colour for each metric.
-        colour = number if len(curves) > 1 else place
-        dash = place if len(curves) > 1 else 0
+        colour = number if len(groups) > 1 else place
+        dash = place if len(groups) > 1 else 0
         steps, means, low, high = zip(*points)
         style: dict[str, Any] = {
           'color': plots.COLOURS[colour % len(plots.COLOURS)]
         }
-        words = [members.label] if len(curves) > 1 else []
+        words = [members.label] if len(groups) > 1 else []
         words += [metric] if len(panel['metrics']) > 1 or not words else []
         axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, **style)
         axes.plot(
@@ -79,11 +67,13 @@ def draw(
     atomic_files.replace(path, content.getvalue())
 
 
-def band(members: Curves, metric: str) -> list[tuple[int, float, float, float]]:
+def _band(
+  members: comparison.Group, metric: str
+) -> list[tuple[int, float, float, float]]:
   """Returns (step, mean, least, largest) of a metric over the seeds."""
   values: dict[int, list[float]] = {}
-  for columns in members.columns:
-    for step, value in columns.get(metric, {}).items():
+  for run in members.runs:
+    for step, value in run.column(metric).items():
       values.setdefault(step, []).append(value)
   return [
     (step, statistics.fmean(x), min(x), max(x))

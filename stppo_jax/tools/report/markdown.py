@@ -1,6 +1,7 @@
 """Writes a report for papers: Markdown with tables, and its figures as PNG."""
 
 from collections.abc import Sequence
+import itertools
 import pathlib
 from typing import Any
 
@@ -9,7 +10,6 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import figures
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import page
-from stppo_jax.tools.report import panels
 from stppo_jax.workdir import atomic_files
 
 # Characters that would end a cell, or begin a tag or another mark.
@@ -32,74 +32,51 @@ def write(
   """
   contents = page.contents(groups)
   folder = output.figures(out)
-  labels = contents['groups']
+  labels, runs = contents['groups'], contents['runs']
   lines = [f'<!-- {output.MARK} -->', '', f'# {escape(", ".join(labels))}', '']
   lines += [f'> {escape(loss)}\n>' for loss in losses]
-  lines += ['', '## Runs', '']
-  lines += _table(
-    ['run', 'experiment', 'seed', 'state', 'steps'],
-    [
-      [
-        run['name'],
-        labels[run['group']],
-        run['seed'],
-        run['state'],
-        f'{run["step"]} of {run["num_steps"] or "?"}',
-      ]
-      for run in contents['runs']
-    ],
-  )
-  lines += ['', '## Summary', '']
-  lines += [
-    'Means over seeds; in brackets the least and the largest seed.',
-    '',
-  ]
-  lines += _table(
-    ['', *labels],
-    [
-      [row['name'], *(_spread(x, row['digits']) for x in row['groups'])]
-      for row in contents['summary']
-    ],
-  )
-  if contents['evaluation']:
-    lines += ['', '## Evaluation', '']
-    lines += _table(
-      ['', *(f'{label}, {what}' for label in labels for what in _KINDS)],
-      [
-        [
-          row['name'],
-          *(
-            _spread(row[what][n], 3)
-            for n in range(len(labels))
-            for what in _KINDS
-          ),
-        ]
-        for row in contents['evaluation']
-      ],
+  rows = [
+    (
+      *(run['name'], labels[run['group']], run['seed'], run['state']),
+      f'{run["step"]} of {run["num_steps"] or "?"}',
     )
-  lines += ['', '## Alarms', '']
-  alarms = [
-    [
-      contents['runs'][alarm['run']]['name'],
-      alarm['name'],
-      len(alarm['steps']),
-      alarm['steps'][0],
-      alarm['steps'][-1],
+    for run in runs
+  ]
+  titles = 'run', 'experiment', 'seed', 'state', 'steps'
+  lines += ['', '## Runs', '', *_table(titles, rows)]
+  lines += ['', '## Summary', '']
+  lines += ['Means over seeds; in brackets the least and the largest seed.', '']
+  rows = [
+    (row['name'], *(_spread(x, row['digits']) for x in row['groups']))
+    for row in contents['summary']
+  ]
+  lines += _table(['', *labels], rows)
+  if contents['evaluation']:
+    columns = list(itertools.product(range(len(labels)), _KINDS))
+    rows = [
+      (row['name'], *(_spread(row[what][n], 3) for n, what in columns))
+      for row in contents['evaluation']
     ]
+    titles = ['', *(f'{labels[n]}, {what}' for n, what in columns)]
+    lines += ['', '## Evaluation', '', *_table(titles, rows)]
+  rows = [
+    (
+      *(runs[alarm['run']]['name'], alarm['name'], len(alarm['steps'])),
+      *(alarm['steps'][0], alarm['steps'][-1]),
+    )
     for alarm in contents['alarms']
   ]
-  titles = ['run', 'metric', 'steps', 'first', 'last']
-  lines += _table(titles, alarms) if alarms else ['No alarm in any step.']
+  titles = 'run', 'metric', 'steps', 'first', 'last'
+  lines += ['', '## Alarms', '']
+  lines += _table(titles, rows) if rows else ['No alarm in any step.']
   if contents['differences']:
-    lines += ['', '## Differences of the configurations', '']
     rows = [
-      row for row in contents['config'] if row[0] in contents['differences']
+      (key, *values)
+      for key, values in contents['config']
+      if key in contents['differences']
     ]
-    lines += _table(['key', *labels], [[key, *values] for key, values in rows])
-  curves = [
-    figures.Curves(members.label, [panels.columns(run) for run in members.runs])
-    for members in groups
-  ]
+    lines += ['', '## Differences of the configurations', '']
+    lines += _table(['key', *labels], rows)
   drawn = {}
   for section in contents['sections']:
     lines += ['', f'## {section["title"]}', '']
@@ -112,7 +89,7 @@ def write(
   atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
   folder.mkdir(exist_ok=True)
   for name, panel in drawn.items():
-    figures.draw(panel, curves, folder / name)
+    figures.draw(panel, groups, folder / name)
 
 
 def escape(text: Any) -> str:

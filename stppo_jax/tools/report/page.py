@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
 import importlib.resources
+import json
 from typing import Any
 
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import output
-from stppo_jax.tools.report import packing
 from stppo_jax.tools.report import panels
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import summary
@@ -45,7 +45,7 @@ def html(
   """
   runs = [run for members in groups for run in members.runs]
   content = contents(groups)
-  packed = [packing.pack_json(metrics(run)) for run in runs]
+  packed = [dialogue_data.pack_json(metrics(run)) for run in runs]
   encoded = dialogue_data.encode(
     runs,
     most=most_dialogues,
@@ -55,7 +55,7 @@ def html(
   content |= {
     'notes': [*losses, *encoded.notes],
     'metrics': packed,
-    'index': packing.pack_json(encoded.index),
+    'index': dialogue_data.pack_json(encoded.index),
   }
   program = '\n'.join(map(_file, _PROGRAMS))
   page = _file('template.html')
@@ -69,7 +69,7 @@ def html(
       f'<script type="{_PART}" id="part-{number}">{packed}</script>'
       for number, packed in enumerate(encoded.parts)
     ),
-    'DATA': packing.script_json(content),
+    'DATA': _script_json(content),
   }.items():
     page = page.replace(f'[[{name}]]', text)
   return page
@@ -82,8 +82,9 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
   `summary.spread`.
   """
   runs = [run for members in groups for run in members.runs]
+  firsts = [members.runs[0] for members in groups]
   numbers = [n for n, members in enumerate(groups) for _ in members.runs]
-  names = dict.fromkeys(n for run in runs for n in panels.columns(run))
+  names = dict.fromkeys(n for run in runs for n in run.columns)
   return {
     'groups': [members.label for members in groups],
     'runs': [
@@ -117,14 +118,9 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
     'by_turn': [summary.outside_by_turn(run) for run in runs],
     'phases': [summary.phases(run) for run in runs],
     'sections': panels.layout(list(names)),
-    'lines': [_lines(members.runs[0]) for members in groups],
-    'config': comparison.config_rows([g.runs[0] for g in groups]),
-    'differences': [
-      key
-      for key, _ in comparison.differences(
-        [members.runs[0] for members in groups]
-      )
-    ],
+    'lines': list(map(_lines, firsts)),
+    'config': comparison.config_rows(firsts),
+    'differences': comparison.differences(firsts),
   }
 
 
@@ -134,8 +130,8 @@ def metrics(run: run_files.Run) -> dict[str, Any]:
   return {
     'steps': steps,
     'columns': {
-      name: [packing.rounded(column.get(step)) for step in steps]
-      for name, column in panels.columns(run).items()
+      name: [dialogue_data.rounded(column.get(step)) for step in steps]
+      for name, column in run.columns.items()
     },
   }
 
@@ -153,6 +149,14 @@ def _lines(run: run_files.Run) -> Mapping[str, Any]:
     for key in sorted(keys)
     if run_files.is_number(run.recorded.get(key))
   }
+
+
+def _script_json(value: Any) -> str:
+  """Returns JSON that ends no script element, whatever texts are in it."""
+  text = json.dumps(value, separators=(',', ':'), allow_nan=False)
+  for character in '<>&':
+    text = text.replace(character, f'\\u{ord(character):04x}')
+  return text
 
 
 def _file(name: str) -> str:

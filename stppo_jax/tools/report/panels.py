@@ -8,9 +8,6 @@ from typing import NamedTuple
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import summary
 
-# Sum of the shares below and above the bounds; no metric of its own.
-OUTSIDE = 'outside/'
-
 
 class Panel(NamedTuple):
   """A figure.
@@ -60,17 +57,17 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
   'Ratios and clipping': (
     Panel(
       'Tokens outside the bounds',
-      tuple(f'{OUTSIDE}{level}' for level in summary.LEVELS),
+      tuple(f'{run_files.OUTSIDE}{level}' for level in summary.LEVELS),
       'Share of policy tokens whose ratio, at each level, leaves the bounds.',
     ),
     Panel(
       'Outside by turn, turn level',
-      (f'{OUTSIDE}turn/turn_*',),
+      (f'{run_files.OUTSIDE}turn/turn_*',),
       'The same within the first, second, ... turn of a dialogue.',
     ),
     Panel(
       'Outside by turn, token level',
-      (f'{OUTSIDE}token/turn_*',),
+      (f'{run_files.OUTSIDE}token/turn_*',),
       'The same with ratios of tokens.',
     ),
     Panel(
@@ -232,21 +229,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     Panel('Alarms', ('alarm/*',), 'See the table of alarms at the top.'),
   ),
 }
-
-
-def columns(run: run_files.Run) -> dict[str, dict[int, float]]:
-  """Returns all metrics of a run, and `outside/` ones, as step -> value."""
-  found = {name: dict(run.column(name)) for name in run.names()}
-  for name in list(found):
-    parts = name.split('/')
-    if parts[0] == 'clipfrac' and parts[2] == 'low':
-      high = found.get(name.replace('/low', '/high', 1), {})
-      sums = {
-        step: x + high[step] for step, x in found[name].items() if step in high
-      }
-      if sums:
-        found['/'.join([f'{OUTSIDE}{parts[1]}', *parts[3:]])] = sums
-  return found
 
 
 def layout(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import contextlib
 import pathlib
 
 from stppo_jax import buckets
+from stppo_jax import exits
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import page
 from stppo_jax.tools.report import run_files
@@ -40,7 +41,7 @@ def write(
       try:
         copy = bucket_copy.downloaded(folder, dialogues=True)
         run = run_files.read(str(stack.enter_context(copy)), folder)
-      except (run_files.Unreadable, buckets.BucketError) as error:
+      except (exits.Misconfigured, buckets.BucketError) as error:
         losses.append(str(error))
       else:
         runs.append(run)

@@ -14,32 +14,30 @@ import pathlib
 import re
 from typing import Any
 
+import numpy as np
+
 from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax.configs import schema
 from stppo_jax.records import scrubbing
 from stppo_jax.tools import run_state
+from stppo_jax.tools import success_curve
 from stppo_jax.workdir import run_folder
 
+REWARD = 'critic/score/mean'
 SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
   rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
 )
+# The share of tokens whose ratio is outside the bounds of a level, a metric of
+# no line: the sum of those below and above.
+OUTSIDE = 'outside/'
+_BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'
 # What `tokens` of a turn may have for each token; records/token_records.py.
-_TOKEN_LISTS = (
-  'old_logprob',
-  'ratio',
-  'entropy',
-  'advantage',
-  'value',
-  'weight',
+TOKEN_NUMBERS = tuple(
+  'ratio old_logprob advantage value entropy weight'.split()
 )
-
-
-class Unreadable(Exception):
-  """A folder cannot be reported on; the message is one line."""
-
-  exit_code = exits.USAGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,9 @@ class Run:
   Attributes:
     folder: the folder with its files.
     place: the folder as it was named, or the address of which it is a copy.
-    recorded: the config, dotted key to value, without the secrets in its texts,
-      because reports are passed on; {} if the file is missing.
+    recorded: the config, dotted key to value by today's names, without the
+      secrets in its texts, because reports are passed on; {} if the file is
+      missing.
     lines: the lines of metrics.jsonl in order; the first may be of step 0.
     state: what `status` says of it.
     losses: what could not be read, one line each.
@@ -74,22 +73,34 @@ class Run:
     return self.recorded.get('seed')
 
   @functools.cached_property
-  def columns(self) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of each finite value, by metric."""
-    columns: dict[str, list[tuple[int, float]]] = {}
+  def columns(self) -> dict[str, dict[int, float]]:
+    """The finite values of each metric by step, in the order of the lines.
+
+    `OUTSIDE` LEVEL and `OUTSIDE` LEVEL/turn_N come after the metrics.
+    """
+    columns: dict[str, dict[int, float]] = {}
     for line in self.lines:
       for name, value in line.items():
         if name != 'step' and is_number(value):
-          columns.setdefault(name, []).append((line['step'], value))
+          columns.setdefault(name, {})[line['step']] = value
+    for name, low in list(columns.items()):
+      if match := _BELOW.fullmatch(name):
+        high = columns.get(name.replace('/low', '/high', 1), {})
+        if sums := {
+          step: x + high[step] for step, x in low.items() if step in high
+        }:
+          columns[f'{OUTSIDE}{match[1]}{match[2] or ""}'] = sums
     return columns
 
-  def column(self, name: str) -> list[tuple[int, float]]:
-    """Returns (step, value) of each finite value of a metric."""
-    return self.columns.get(name, [])
+  def column(self, name: str) -> dict[int, float]:
+    """Returns the finite values of a metric by step."""
+    return self.columns.get(name, {})
 
-  def names(self) -> list[str]:
-    """Returns the names of all metrics, in the order in which they come."""
-    return list(self.columns)
+  @functools.cached_property
+  def curve(self) -> success_curve.Curve:
+    """Its success in a few numbers."""
+    rewards = self.column(REWARD)
+    return success_curve.curve(np.array(list(rewards.values())), list(rewards))
 
 
 def is_number(value: Any) -> bool:
@@ -109,21 +120,18 @@ def check(folder: str, place: str = '') -> run_state.RunState:
     place: the address, if the folder was downloaded from a bucket.
 
   Raises:
-    Unreadable: the folder is not that of a run of `train`, or has another
+    Misconfigured: the folder is not that of a run of `train`, or has another
       schema.
   """
   place = place or folder
-  try:
-    state = run_state.read_from(pathlib.Path(folder), place)
-  except run_state.NoRun as error:
-    raise Unreadable(str(error)) from error
+  state = run_state.read_from(pathlib.Path(folder), place)
   if state.command != _COMMAND:
-    raise Unreadable(
+    raise exits.Misconfigured(
       f'{place}: a run of {state.command}; a report shows runs of {_COMMAND}'
     )
   schema = run_folder.schema(pathlib.Path(folder))
   if schema != run_folder.SCHEMA:
-    raise Unreadable(
+    raise exits.Misconfigured(
       f'{place}: its files have schema {schema}, and this version reads '
       f'schema {run_folder.SCHEMA}; use the version that wrote them'
     )
@@ -138,7 +146,7 @@ def read(folder: str, place: str = '') -> Run:
     place: the address, if the folder was downloaded from a bucket.
 
   Raises:
-    Unreadable: see `check`; or no line of metrics is written yet.
+    Misconfigured: see `check`; or no line of metrics is written yet.
   """
   place = place or folder
   state = check(folder, place)
@@ -150,7 +158,9 @@ def read(folder: str, place: str = '') -> Run:
     if isinstance(line.get('step'), int) and is_number(line['step'])
   ]
   if not lines:
-    raise Unreadable('\n'.join([f'{place}: no step is written yet', *losses]))
+    raise exits.Misconfigured(
+      '\n'.join([f'{place}: no step is written yet', *losses])
+    )
   return Run(folder, place, _config(path, losses), lines, state, losses)
 
 
@@ -184,41 +194,35 @@ def dialogues(
   return found
 
 
-def _is_dialogue(record: Mapping[str, Any]) -> bool:
+def _is_dialogue(record: Any) -> bool:
   """Returns whether a record has what every dialogue has."""
-  texts = [record.get(name) for name in ('question', 'prompt', 'status')]
-  turns, golden = record.get('turns'), record.get('golden_answers')
   return (
-    all(isinstance(text, str) for text in texts)
-    and isinstance(record.get('rewards'), dict)
-    and all(is_number(reward) for reward in record['rewards'].values())
-    and isinstance(golden, list)
-    and all(isinstance(answer, str) for answer in golden)
-    and isinstance(turns, list)
-    and all(_is_turn(turn) for turn in turns)
+    _has(record, str, 'question', 'prompt', 'status')
+    and _has(record, list, 'golden_answers', 'turns')
+    and _has(record, dict, 'rewards')
+    and all(map(is_number, record['rewards'].values()))
+    and all(isinstance(answer, str) for answer in record['golden_answers'])
+    and all(map(_is_turn, record['turns']))
   )
 
 
 def _is_turn(turn: Any) -> bool:
-  if not isinstance(turn, dict):
-    return False
-  texts = [turn.get(name) for name in ('text', 'observation', 'action')]
-  return all(isinstance(text, str) for text in texts) and (
+  return _has(turn, str, 'text', 'observation', 'action') and (
     'tokens' not in turn or _is_tokens(turn['tokens'])
   )
 
 
 def _is_tokens(tokens: Any) -> bool:
   """Returns whether a turn's numbers are as many as it has tokens."""
-  if not isinstance(tokens, dict):
+  if not _has(tokens, list, 'characters', 'clipped'):
     return False
-  characters = tokens.get('characters')
-  places = tokens.get('clipped')
-  if not isinstance(characters, list) or not isinstance(places, list):
-    return False
-  lists = [tokens[name] for name in _TOKEN_LISTS if name in tokens]
+  characters = tokens['characters']
+  lists = [tokens[name] for name in TOKEN_NUMBERS if name in tokens]
   return (
-    all(isinstance(x, int) and is_number(x) for x in characters + places)
+    all(
+      isinstance(x, int) and is_number(x)
+      for x in characters + tokens['clipped']
+    )
     and _is_number_or_none(tokens.get('turn_ratio'))
     and all(
       isinstance(values, list)
@@ -226,6 +230,13 @@ def _is_tokens(tokens: Any) -> bool:
       and all(map(_is_number_or_none, values))
       for values in lists
     )
+  )
+
+
+def _has(record: Any, kind: type, *names: str) -> bool:
+  """Returns whether a record is an object with values of a type."""
+  return isinstance(record, dict) and all(
+    isinstance(record.get(name), kind) for name in names
   )
 
 
@@ -238,7 +249,7 @@ def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))
-    return scrubbing.scrubbed_values(config)
+    return scrubbing.scrubbed_values(schema.present(config))
   except (OSError, ValueError, AttributeError, RecursionError) as error:
     losses.append(f'{path}: cannot be read: {error}')
     return {}

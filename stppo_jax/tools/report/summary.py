@@ -11,27 +11,17 @@ import statistics
 from typing import Any
 from typing import NamedTuple
 
-import numpy as np
-
 from stppo_jax.records import headline
-from stppo_jax.tools import success_curve
 from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import run_files
+from stppo_jax.training import alarms as alarms_lib
 
 _LAST = 10  # steps
-_REWARD = 'critic/score/mean'
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
 PHASES = (
-  'wait',
-  'annotate',
-  'update',
-  'token_details',
-  'evaluate',
-  'checkpoint',
-  'other',
-)
-_ALARM = 'alarm/'
+  'wait annotate update token_details evaluate checkpoint other'
+).split()
 # Metrics that stand for something that went wrong wherever they are not 0.
 _FAULTS = (
   'update/skipped',
@@ -41,7 +31,6 @@ _FAULTS = (
   'writer/sink_errors',
 )
 _NON_FINITE = 'writer/non_finite'
-Pairs = Sequence[tuple[int, float]]
 
 
 class Line(NamedTuple):
@@ -83,29 +72,6 @@ def lines(runs: Sequence[run_files.Run]) -> list[Line]:
   ]
 
 
-def evaluations(run: run_files.Run) -> list[tuple[int, float]]:
-  """Returns (step, score) of each evaluation."""
-  by_step: dict[int, dict[str, float]] = {}
-  for name in run.names():
-    if name.startswith(_EVALUATION):
-      for step, value in run.column(name):
-        by_step.setdefault(step, {})[name] = value
-  return [
-    (step, score)
-    for step, metrics in sorted(by_step.items())
-    for score in headline.evaluation(metrics).values()
-  ]
-
-
-def collapse_step(run: run_files.Run) -> int | None:
-  """Returns the step at which success collapsed; None if it did not."""
-  column = run.column(_REWARD)
-  curve = success_curve.curve(
-    np.array([value for _, value in column]), [step for step, _ in column]
-  )
-  return int(curve.collapsed_at) if curve.collapsed else None
-
-
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
   """Returns mean, least and largest of the numbers; None without any."""
   numbers = [value for value in values if value is not None]
@@ -126,30 +92,25 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
     Level -> [turn, mean over the steps that have the turn, largest of a step].
   """
   shares: dict[str, list[list[float]]] = {}
-  names = run.names()
   for level in LEVELS:
-    start = f'clipfrac/{level}/low/turn_'
-    turns = sorted(
-      int(n.removeprefix(start)) for n in names if n.startswith(start)
-    )
-    for turn in turns:
-      sums = _outside(run, level, f'/turn_{turn}')
-      if sums:
-        mean = statistics.fmean(sums.values())
-        shares.setdefault(level, []).append([turn, mean, max(sums.values())])
+    start = f'{run_files.OUTSIDE}{level}/turn_'
+    by_turn = {
+      int(name.removeprefix(start)): column.values()
+      for name, column in run.columns.items()
+      if name.startswith(start)
+    }
+    if by_turn:
+      shares[level] = [
+        [turn, statistics.fmean(x), max(x)]
+        for turn, x in sorted(by_turn.items())
+      ]
   return shares
-
-
-def outside(run: run_files.Run, level: str) -> dict[int, float]:
-  """Returns step -> share of tokens whose ratio is outside the bounds."""
-  return _outside(run, level, '')
 
 
 def phases(run: run_files.Run) -> dict[str, float]:
   """Returns the seconds that each phase took in all steps together."""
   totals = {
-    phase: sum(value for _, value in run.column(f'timing_s/{phase}'))
-    for phase in PHASES
+    phase: sum(run.column(f'timing_s/{phase}').values()) for phase in PHASES
   }
   return {phase: total for phase, total in totals.items() if total > 0}
 
@@ -160,13 +121,13 @@ def evaluation_table(
   """Returns the last and the best value of each evaluation metric by group."""
   runs = [run for members in groups for run in members.runs]
   names = dict.fromkeys(
-    name for run in runs for name in run.names() if name.startswith(_EVALUATION)
+    name for run in runs for name in run.columns if name.startswith(_EVALUATION)
   )
   return [
     {
       'name': name,
       'last': [
-        spread([_last(run.column(name), 1) for run in members.runs])
+        spread([_last(run.column(name)) for run in members.runs])
         for members in groups
       ],
       'best': [
@@ -182,15 +143,14 @@ def alarms(runs: Sequence[run_files.Run]) -> list[Alarm]:
   """Returns what went wrong, by run and metric."""
   found = []
   for number, run in enumerate(runs):
-    for name in run.names():
-      if name.startswith(_ALARM) or name in _FAULTS:
-        column = [(step, x) for step, x in run.column(name) if x > 0]
-        if column:
-          worst = max(value for _, value in column)
-          found.append(Alarm(number, name, [step for step, _ in column], worst))
+    for name, column in run.columns.items():
+      if name.startswith(alarms_lib.PREFIX) or name in _FAULTS:
+        if where := [step for step, x in column.items() if x > 0]:
+          found.append(Alarm(number, name, where, max(column.values())))
     steps: dict[str, list[int]] = {}
     for line in run.lines:
-      for name in _mapping(line.get(_NON_FINITE)):
+      names = line.get(_NON_FINITE)
+      for name in names if isinstance(names, dict) else ():
         steps.setdefault(name, []).append(line['step'])
     found += [
       Alarm(number, f'not finite: {name}', where, None)
@@ -199,23 +159,13 @@ def alarms(runs: Sequence[run_files.Run]) -> list[Alarm]:
   return found
 
 
-def _outside(run: run_files.Run, level: str, suffix: str) -> dict[int, float]:
-  low = dict(run.column(f'clipfrac/{level}/low{suffix}'))
-  high = dict(run.column(f'clipfrac/{level}/high{suffix}'))
-  return {step: low[step] + high[step] for step in low if step in high}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-  return value if isinstance(value, dict) else {}
-
-
-def _last(column: Pairs, count: int) -> float | None:
-  values = [value for _, value in column][-count:]
+def _last(column: Mapping[int, float], count: int = 1) -> float | None:
+  values = list(column.values())[-count:]
   return statistics.fmean(values) if values else None
 
 
-def _best(column: Pairs) -> float | None:
-  return max((value for _, value in column), default=None)
+def _best(column: Mapping[int, float]) -> float | None:
+  return max(column.values(), default=None)
 
 
 def _last_of(
@@ -224,24 +174,23 @@ def _last_of(
   return lambda run: _last(run.column(name), steps)
 
 
-def _largest_of(name: str) -> Callable[[run_files.Run], float | None]:
-  return lambda run: _best(run.column(name))
+def _evaluations(run: run_files.Run) -> dict[int, float]:
+  """Returns the score of each evaluation by its step."""
+  by_step: dict[int, dict[str, float]] = {}
+  for name, column in run.columns.items():
+    if name.startswith(_EVALUATION):
+      for step, value in column.items():
+        by_step.setdefault(step, {})[name] = value
+  return {
+    step: score
+    for step, metrics in sorted(by_step.items())
+    for score in headline.evaluation(metrics).values()
+  }
 
 
 def _best_step(run: run_files.Run) -> float | None:
-  scores = evaluations(run)
-  if not scores:
-    return None
-  return float(max(scores, key=lambda pair: pair[1])[0])
-
-
-def _steps(run: run_files.Run) -> float:
-  return float(run.lines[-1]['step'])
-
-
-def _collapse(run: run_files.Run) -> float | None:
-  step = collapse_step(run)
-  return None if step is None else float(step)
+  scores = _evaluations(run)
+  return max(scores, key=lambda step: scores[step], default=None)
 
 
 def _largest_ratio(run: run_files.Run) -> float | None:
@@ -251,42 +200,47 @@ def _largest_ratio(run: run_files.Run) -> float | None:
 
 def _triggered(run: run_files.Run) -> float | None:
   """Returns the share of steps in which the correction changed the loss."""
-  scales = [value for _, value in run.column('stab/scale')]
-  if not scales:
-    return None
-  return sum(value < 1.0 for value in scales) / len(scales)
+  scales = run.column('stab/scale').values()
+  return statistics.fmean(x < 1.0 for x in scales) if scales else None
 
 
 def _median_seconds(run: run_files.Run) -> float | None:
-  seconds = [value for _, value in run.column('timing_s/step')]
+  seconds = run.column('timing_s/step').values()
   return statistics.median(seconds) if seconds else None
 
 
 def _hours(run: run_files.Run) -> float | None:
-  seconds = [value for _, value in run.column('timing_s/step')]
-  seconds += [value for _, value in run.column('timing_s/checkpoint')]
+  names = ('timing_s/step', 'timing_s/checkpoint')
+  seconds = [x for name in names for x in run.column(name).values()]
   return sum(seconds) / 3600 if seconds else None
 
 
 _LINES = (
-  Line('steps done', _steps, 0, 'the step of the last line'),
+  Line(
+    'steps done',
+    lambda run: run.lines[-1]['step'],
+    0,
+    'the step of the last line',
+  ),
   Line(
     'last evaluation',
-    lambda run: _last(evaluations(run), 1),
+    lambda run: _last(_evaluations(run)),
     3,
     'mean over the evaluation sets, at the last evaluation',
   ),
   Line(
     'best evaluation',
-    lambda run: _best(evaluations(run)),
+    lambda run: _best(_evaluations(run)),
     3,
     'the same at the best one',
   ),
   Line('best at step', _best_step, 0, 'the step of the best evaluation'),
-  Line('last reward', _last_of(_REWARD), 3, 'mean of the last ten steps'),
+  Line(
+    'last reward', _last_of(run_files.REWARD), 3, 'mean of the last ten steps'
+  ),
   Line(
     'collapsed at step',
-    _collapse,
+    lambda run: run.curve.collapsed_at if run.curve.collapsed else None,
     0,
     'from here on, every mean over five steps is below half of the best; '
     'there are at least five such means',
@@ -299,7 +253,7 @@ _LINES = (
   ),
   Line(
     'most clipped tokens',
-    _largest_of('actor/pg_clipfrac'),
+    lambda run: _best(run.column('actor/pg_clipfrac')),
     4,
     'the same in the worst step',
   ),

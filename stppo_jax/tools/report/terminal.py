@@ -8,30 +8,14 @@ import sys
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax import exits
 from stppo_jax import streams
 from stppo_jax.records import dialogues
 from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import run_files
 
 _QUESTION = 60  # characters of a question in the list
-_TITLES = (
-  'no.',
-  'reward',
-  'status',
-  'turns',
-  'searches',
-  'clipped',
-  'question',
-)
-# Heading -> name in a record's `tokens`.
-_NUMBERS = {
-  'ratio': 'ratio',
-  'old logprob': 'old_logprob',
-  'advantage': 'advantage',
-  'value': 'value',
-  'entropy': 'entropy',
-  'weight': 'weight',
-}
+_TITLES = 'no. reward status turns searches clipped question'.split()
 
 
 class Filter(NamedTuple):
@@ -87,18 +71,18 @@ def lines(
     wanted: the dialogues of the list.
 
   Raises:
-    Unreadable: the step or the dialogue is not there.
+    Misconfigured: the step or the dialogue is not there.
   """
   files: dict[int, list[pathlib.Path]] = {}
   for found, path in run_files.dialogue_files(folder, kind=kind):
     files.setdefault(found, []).append(path)
   if not files:
-    raise run_files.Unreadable(
+    raise exits.Misconfigured(
       f'{folder}: no dialogue is written (writer.{kind})'
     )
   step = max(files) if step is None else step
   if step not in files:
-    raise run_files.Unreadable(
+    raise exits.Misconfigured(
       f'--step={step}: must be one of the steps with dialogues, '
       f'{min(files)} to {max(files)}'
     )
@@ -116,7 +100,7 @@ def lines(
     title = f'step {step}: {len(shown)} of {len(records)} dialogues'
     return [title, *table(shown)]
   if not 1 <= number <= len(records):
-    raise run_files.Unreadable(
+    raise exits.Misconfigured(
       f'--number={number}: must be from 1 to {len(records)}, the dialogues of '
       f'step {step}'
     )
@@ -167,8 +151,9 @@ def text(record: Mapping[str, Any], *, colour: bool, tokens: bool) -> str:
 
 def _token_table(turn: Mapping[str, Any]) -> list[str]:
   numbers = turn['tokens']
-  names = {title: name for title, name in _NUMBERS.items() if name in numbers}
-  rows: list[Sequence[str]] = [('token', *names, 'clipped')]
+  names = [name for name in run_files.TOKEN_NUMBERS if name in numbers]
+  titles = (name.replace('_', ' ') for name in names)
+  rows: list[Sequence[str]] = [('token', *titles, 'clipped')]
   start, clipped = 0, set(numbers['clipped'])
   for place, count in enumerate(numbers['characters']):
     piece = turn['text'][start : start + count]
@@ -176,7 +161,7 @@ def _token_table(turn: Mapping[str, Any]) -> list[str]:
     rows.append(
       (
         streams.escape(piece).replace('\n', '\\n'),
-        *(_shown(numbers[name][place]) for name in names.values()),
+        *(_shown(numbers[name][place]) for name in names),
         'clipped' if place in clipped else '',
       )
     )

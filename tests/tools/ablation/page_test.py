@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from docs import make_collapse
+from stppo_jax import exits
 from stppo_jax.configs import alarms
 from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
@@ -154,7 +155,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
   # One line is missing: the run is damaged.
   lines = path.read_text().splitlines(keepends=True)
   path.write_text(''.join([*lines[:3], *lines[4:]]))
-  with pytest.raises(results.BadTable, match='table.csv, line 4: damaged'):
+  with pytest.raises(exits.Misconfigured, match='table.csv, line 4: damaged'):
     results.read(path)
   # A file with fewer columns is that of an earlier version.
   path.write_text('group,arm,seed,settings,step,success\n,a,0,x,0,\n')

@@ -74,13 +74,14 @@ def test_many_seeds_have_a_drawn_p_value():
 
 def test_missing_numbers_are_left_out():
   values = np.array([1.0, math.nan, 3.0, math.nan])
-  assert statistics.average(values) == 2
-  assert statistics.last(values) == 3
-  assert statistics.middle(np.append(values, [100.0, 101.0])) == 51.5
-  assert statistics.largest(values) == 3
+  assert statistics.over_numbers(np.mean, values) == 2
+  assert statistics.over_numbers(statistics.last, values) == 3
+  more = np.append(values, [100.0, 101.0])
+  assert statistics.over_numbers(np.median, more) == 51.5
+  assert statistics.over_numbers(np.max, values) == 3
   nothing = np.array([math.nan])
-  for name in ('average', 'last', 'middle', 'largest'):
-    assert math.isnan(getattr(statistics, name)(nothing))
+  for reduce in (np.mean, statistics.last, np.median, np.max):
+    assert math.isnan(statistics.over_numbers(reduce, nothing))
 
 
 def test_without_a_number_there_is_no_p_value():

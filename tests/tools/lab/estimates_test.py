@@ -10,7 +10,6 @@ from stppo_jax.configs import algorithms
 from stppo_jax.rl import estimator_needs
 from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
-from tests.rl import batches
 from tests.rl import twins
 from tests.tools.lab import batch_arrays
 
@@ -100,14 +99,6 @@ def test_the_required_arrays_of_an_estimator_suffice(name):
   assert ('group_ids_B' in needs) == (name in estimator_needs.GROUPS)
   found = _estimate({n: arrays[n] for n in needs}, name)
   assert all(math.isfinite(x) for x in found.metrics.values())
-
-
-def test_an_empty_batch_gives_empty_estimates():
-  arrays, *_ = batch_arrays.arrays()
-  empty = {name: x[:0] for name, x in arrays.items()}
-  found = _estimate(empty, 'group_normalized')
-  assert set(found.metrics.values()) == {0.0}
-  assert found.arrays['advantages_BL'].shape == (0, batches.L)
 
 
 def test_turns_out_of_order_and_missing_values_are_refused():

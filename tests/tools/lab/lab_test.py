@@ -160,8 +160,8 @@ def test_the_required_arrays_are_those_an_algorithm_reads():
   assert needs('st_ppo', 0.1) == five | {'entropy_BL'}
 
 
-@pytest.mark.parametrize('shape', [(0, 7), (1, 0), (1, 7)])
-def test_a_batch_without_a_trained_token_gives_zeros(shape):
+def test_a_batch_without_a_trained_token_gives_zeros():
+  shape = 1, 7
   arrays = {
     name: np.zeros(shape, int if 'ids' in name or 'mask' in name else float)
     for name in lab.required_arrays(

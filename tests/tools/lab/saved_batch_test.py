@@ -158,20 +158,14 @@ def test_a_mask_has_two_values():
   )
 
 
-def test_an_empty_batch_is_padded_by_a_token_off_the_mask():
-  for shape in ((0, 0), (0, 5), (5, 0), (2, 3)):
-    arrays = {
-      'loss_mask_BL': np.ones(shape, bool),
-      'logprobs_BL': np.ones(shape),
-      'turn_ids_BL': np.ones(shape, np.int32),
-      'group_ids_B': np.ones(shape[0], np.int32),
-    }
-    found = saved_batch.pad_empty(arrays)
-    rows, tokens = max(shape[0], 1), max(shape[1], 1)
-    assert found['logprobs_BL'].shape == (rows, tokens)
-    assert found['group_ids_B'].shape == (rows,)
-    assert found['loss_mask_BL'].sum() == arrays['loss_mask_BL'].sum()
-    assert saved_batch.num_turns(arrays) == 1
+def test_a_batch_without_a_token_is_refused():
+  arrays, *_ = batch_arrays.arrays()
+  for part, shape in ((np.s_[:0], (0, 16)), (np.s_[:, :0], (6, 0))):
+    empty = {'loss_mask_BL': arrays['loss_mask_BL'][part]}
+    _refused(
+      arrays | empty,
+      f'loss_mask_BL has shape {shape}, expected [B, L], each 1 or more',
+    )
 
 
 def test_optional_arrays_are_read_where_they_are_valid():
@@ -213,7 +207,6 @@ def test_a_single_number_has_no_axes():
   arrays['kl_coefficient'] = np.asarray(0.25)
   found = _select(arrays, needs)
   assert found['kl_coefficient'] == 0.25
-  assert saved_batch.pad_empty(found)['kl_coefficient'].shape == ()
   assert saved_batch.token_batch(found | {'rewards_BL': None})
   for value, line in (
     (math.nan, 'kl_coefficient: not finite in float64'),
@@ -224,14 +217,8 @@ def test_a_single_number_has_no_axes():
     _refused(arrays, line, needs=needs)
 
 
-def test_padding_is_undone_and_overflow_is_named():
-  arrays = {
-    'loss_mask_BL': np.ones((0, 3), bool),
-    'turn_ids_BL': np.ones((0, 3)),
-  }
-  for x in saved_batch.pad_empty(arrays).values():
-    assert saved_batch.unpad(x, (0, 3)).shape == (0, 3)
-  saved_batch.check_finite(arrays)
+def test_an_overflow_is_named():
+  saved_batch.check_finite({'a': np.ones(2)})
   with pytest.raises(
     saved_batch.NotFinite, match='^b: not finite in float32, the'
   ):

@@ -1,10 +1,12 @@
 """Bytes and operations of programs, compared with counts by hand."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
 
 _TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -43,7 +45,7 @@ to_apply=%add
 def test_collectives_of_a_program_are_counted():
   found = [
     (c.kind, c.size, c.devices, c.times, c.sent)
-    for c in program.collectives(_TEXT)
+    for c in program.collectives(hlo.read(_TEXT))
   ]
   assert found == [
     ('all-reduce', 100, 4, 5, 5 * 2 * 100 * 3 / 4),
@@ -57,7 +59,9 @@ def test_collectives_of_a_program_are_counted():
 
 def test_collectives_are_along_axes_of_the_mesh():
   mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
-  found = [(c.group, c.axes(mesh)) for c in program.collectives(_TEXT)]
+  found = [
+    (c.group, c.axes(mesh)) for c in program.collectives(hlo.read(_TEXT))
+  ]
   assert found == [
     ((0, 1, 2, 3), ('fsdp', 'tensor')),
     ((0, 1), ('tensor',)),
@@ -134,7 +138,8 @@ backend_config={"estimated_cycles":"9223372036854775807"}
 
 def test_programs_for_tpu_are_counted():
   found = [
-    (c.kind, c.size, c.devices, c.times) for c in program.collectives(_TPU_TEXT)
+    (c.kind, c.size, c.devices, c.times)
+    for c in program.collectives(hlo.read(_TPU_TEXT))
   ]
   assert found == [
     ('all-gather', 16 * 8 * 2, 16, 28),
@@ -142,8 +147,8 @@ def test_programs_for_tpu_are_counted():
     ('reduce-scatter', 32 * 8 * 2, 16, 28),
   ]
   # Of the scatter there is no estimate.
-  assert program.estimated_cycles(_TPU_TEXT) == 28 * 250 + 5
-  assert program.estimated_cycles(_TEXT) == 0
+  assert program.estimated_cycles(hlo.read(_TPU_TEXT)) == 28 * 250 + 5
+  assert program.estimated_cycles(hlo.read(_TEXT)) == 0
 
 
 def test_convolutions_that_are_products_are_counted():
@@ -155,7 +160,7 @@ def test_convolutions_that_are_products_are_counted():
   # [4, 16] x [16, 8] in the loop; [4, 5] x [5, 3] for each of two heads, of
   # which the window adds padding.
   expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
-  assert program.operations(text) == expected
+  assert program.operations(hlo.read(text)) == expected
 
 
 def test_kernels_that_say_what_they_compute_are_counted():
@@ -166,7 +171,7 @@ def test_kernels_that_say_what_they_compute_are_counted():
   cost = '"cost_estimate":{"flops":"70","transcendentals":"0"}'
   kernels = kernel % cost + kernel % '"body":""'
   text = _TEXT.replace('  %whole', kernels + '  %whole')
-  assert program.operations(text) == 5 * 70
+  assert program.operations(hlo.read(text)) == 5 * 70
 
 
 def _compiled(function, mesh, *arrays):
@@ -186,9 +191,96 @@ def test_products_in_a_loop_are_counted():
 
   arrays = np.ones((5, 16), np.float32), np.ones((1, 16, 6), np.float32)
   text = _compiled(seven_products, mesh, *arrays)
-  (found,) = program.collectives(text)
+  (found,) = program.collectives(hlo.read(text))
   assert (found.kind, found.devices) == ('all-reduce', 8)
   # [5, 6] float32 are 120 bytes: each device has one term of every sum.
   assert found.sent == 7 * 2 * 120 * 7 / 8
   # Two of the sixteen columns are on a device.
-  assert program.operations(text) == 7 * 2 * 5 * 2 * 6
+  assert program.operations(hlo.read(text)) == 7 * 2 * 5 * 2 * 6
+
+
+# A loop of 3 whose end may come earlier: it moves `w` into fast memory, takes a
+# product with it, and stores a row of the result in place.
+_LOOP_TEXT = """HloModule jit_f, is_scheduled=true
+
+%inner (p0: bf16[8,4]) -> bf16[8,4] {
+  %p0 = bf16[8,4]{1,0} parameter(0)
+  ROOT %same = bf16[8,4]{1,0} bitcast(%p0)
+}
+
+%product (p1: bf16[8,4], p2: bf16[4,4], p3: s32[]) -> bf16[8,4] {
+  %p1 = bf16[8,4]{1,0} parameter(0)
+  %p2 = bf16[4,4]{1,0} parameter(1)
+  %p3 = s32[] parameter(2)
+  %nested = bf16[8,4]{1,0} fusion(%p1), kind=kLoop, calls=%inner
+  %row = bf16[1,4]{1,0} dynamic-slice(%nested, %p3, %p3)
+  %mixed = bf16[1,4]{1,0} convolution(%row, %p2), dim_labels=bf_io->bf
+  ROOT %stored = bf16[8,4]{1,0} dynamic-update-slice(%p1, %mixed, %p3, %p3)
+}
+
+%body (arg: (bf16[8,4], bf16[4,4], s32[])) -> (bf16[8,4], bf16[4,4], s32[]) {
+  %arg = (bf16[8,4]{1,0}, bf16[4,4]{1,0}, s32[]) parameter(0)
+  %x = bf16[8,4]{1,0} get-tuple-element(%arg), index=0
+  %w = bf16[4,4]{1,0} get-tuple-element(%arg), index=1
+  %i = s32[]{:S(6)} get-tuple-element(%arg), index=2
+  %begun = (bf16[4,4]{1,0:T(8)S(1)}, bf16[4,4]{1,0}, u32[]{:S(2)}) \
+copy-start(%w)
+  %moved = bf16[4,4]{1,0:T(8)S(1)} copy-done(%begun)
+  %y = bf16[8,4]{1,0} fusion(%x, %moved, %i), kind=kOutput, calls=%product
+  ROOT %out = (bf16[8,4]{1,0}, bf16[4,4]{1,0}, s32[]) tuple(%y, %w, %i)
+}
+
+%cond (arg: (bf16[8,4], bf16[4,4], s32[])) -> pred[] {
+  %three = s32[]{:S(6)} constant(3)
+  %zero = s32[]{:S(6)} constant(0)
+  %j = s32[]{:S(6)} get-tuple-element(%arg), index=2
+  %less = pred[]{:S(6)} compare(%j, %three), direction=LT
+  %more = pred[]{:S(6)} compare(%j, %zero), direction=GT
+  ROOT %both = pred[]{:S(6)} and(%less, %more)
+}
+
+ENTRY %main (p: (bf16[8,4], bf16[4,4], s32[])) -> bf16[2,4] {
+  %p = (bf16[8,4]{1,0}, bf16[4,4]{1,0}, s32[]) parameter(0)
+  %loop = (bf16[8,4]{1,0}, bf16[4,4]{1,0}, s32[]) while(%p), \
+condition=%cond, body=%body
+  %result = bf16[8,4]{1,0} get-tuple-element(%loop), index=0
+  %piece = ((bf16[8,4]{1,0}), bf16[2,4]{1,0:T(8)S(1)}, s32[]{:S(2)}) \
+slice-start(%result), slice={[0:2], [0:4]}
+  ROOT %sliced = bf16[2,4]{1,0} slice(%result), slice={[0:2], [0:4]}
+}
+"""
+
+
+def test_what_a_loop_moves_is_counted_as_often_as_it_runs():
+  # All of `w` and of `x`, which the nested kernel hands on whole, and the row
+  # that is written.
+  per_turn = 32 + 64 + 8
+  # Two rows go to fast memory, and two are copied in memory.
+  assert program.accessed(hlo.read(_LOOP_TEXT)) == 3 * per_turn + 16 + 2 * 16
+
+
+def test_a_collective_moves_all_of_its_arrays():
+  two = '(f32[16]{0}, f32[32]{0})'
+  for opcode, shape in (
+    ('all-reduce', two),
+    ('all-gather', f'({two}, (f32[64]{{0}}, f32[128]{{0}}))'),
+  ):
+    text = f"""
+HloModule collective
+
+ENTRY %main (a: f32[16], b: f32[32]) -> {two} {{
+  %a = f32[16]{{0}} parameter(0)
+  %b = f32[32]{{0}} parameter(1)
+  %begun = {shape} {opcode}-start(%a, %b)
+  ROOT %ended = {two} {opcode}-done(%begun)
+}}
+"""
+    results = 48 if opcode == 'all-reduce' else 192
+    assert program.accessed(hlo.read(text)) == 4 * (48 + results)
+
+
+def test_a_compiled_product_reads_its_factors_and_writes_its_result():
+  x_AD, w_DV = jnp.zeros((64, 32)), jnp.zeros((32, 256))
+  text = jax.jit(jnp.dot).lower(x_AD, w_DV).compile().as_text()
+  least = x_AD.nbytes + w_DV.nbytes + 4 * 64 * 256
+  assert least <= program.accessed(hlo.read(text)) <= 1.01 * least

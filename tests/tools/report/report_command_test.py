@@ -273,6 +273,21 @@ def test_experiments_are_what_differs_in_more_than_the_seed(made, tmp_path):
   assert labels[2].endswith(' clip_high=0.3')
 
 
+def test_a_recorded_config_has_the_names_of_today(tmp_path):
+  folders = [
+    made_runs.make(tmp_path / x, seed=n, dialogues=0)
+    for n, x in enumerate('ab')
+  ]
+  path = folders[1] / 'config.json'
+  config = json.loads(path.read_text())
+  rollout = config['rollout']
+  rollout['extend_chunk'] = rollout.pop('prefill_chunk')
+  path.write_text(json.dumps(config))
+  runs = [run_files.read(str(folder)) for folder in folders]
+  assert runs[0].recorded.keys() == runs[1].recorded.keys()
+  assert len(comparison.group(runs)) == 1
+
+
 def test_dialogues_are_thinned_by_whole_steps(tmp_path):
   folder = made_runs.make(tmp_path / 'run', steps=20, dialogues=4)
   runs = [run_files.read(str(folder))]

@@ -1,6 +1,9 @@
-"""Lists the checkpoints of a run, or verifies them all."""
+"""Lists the checkpoints of a run, verifies them all, or exports the policy.
 
-from collections.abc import Sequence
+jax is imported where it is needed: a wrong flag is answered before.
+"""
+
+import os
 import pathlib
 import time
 
@@ -11,6 +14,12 @@ from stppo_jax.workdir import run_folder
 
 _COMMANDS = ('train', 'sft', 'prefer')
 _TITLES = ('step', 'saved', 'size', 'score', '')
+
+
+class ExportFailed(RuntimeError):
+  """The error of a failed export; the directory is as it was before."""
+
+  exit_code = exits.TRY_AGAIN
 
 
 def show(workdir: pathlib.Path, place: str) -> int:
@@ -25,13 +34,11 @@ def show(workdir: pathlib.Path, place: str) -> int:
   """
   _check(workdir, place)
   found = saved_steps.find(workdir)
-  print('\n'.join(table(found)) if found else f'{place}: no checkpoints')
+  rows = [_TITLES, *map(_row, found)]
+  print(
+    '\n'.join(streams.aligned(rows)) if found else f'{place}: no checkpoints'
+  )
   return 0
-
-
-def table(found: Sequence[saved_steps.SavedStep]) -> list[str]:
-  """Returns the lines of a table of checkpoints."""
-  return streams.aligned([_TITLES, *map(_row, found)])
 
 
 def _check(workdir: pathlib.Path, place: str) -> None:
@@ -56,7 +63,6 @@ def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
 def verify(workdir: pathlib.Path, place: str) -> int:
   """Reads all checkpoints of a run and says which are sound; see `show`."""
   _check(workdir, place)
-  # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
   # The devices may belong to the run, which may be going on.
@@ -81,3 +87,65 @@ def verify(workdir: pathlib.Path, place: str) -> int:
   if not checked:
     print(f'{place}: no checkpoints')
   return exit_code
+
+
+def export(
+  config,
+  workdir: str | pathlib.Path,
+  out: str | pathlib.Path,
+  *,
+  step: int | None,
+  dtype: str,
+) -> int:
+  """Writes the policy of a checkpoint and prints its step.
+
+  Of the checkpoint only the policy's weights are read, sharded over as many
+  devices as divide them, whatever the mesh of the run was. Of the model's
+  directory the shape and the tokenizer are read and, under adapters, the
+  weights. Nothing in `workdir` is changed, so that the run may be going on.
+
+  Args:
+    config: the config of the run.
+    workdir: the run's folder.
+    out: the directory to write; see `workdir.run_folder` for those that
+      commands refuse.
+    step: the checkpoint that is wanted; None: the newest valid one.
+    dtype: the dtype of the weights in the files.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    Misconfigured: there is no such checkpoint.
+    ExportFailed: the files cannot be written, for example to a full disk.
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  from stppo_jax.training import checkpoint_state
+  from stppo_jax.training import model_files
+
+  out = pathlib.Path(out)
+  with exits.as_misconfigured():
+    _check_writable(out)
+  policy = checkpoint_state.read_policy(config, workdir, step=step)
+  try:
+    model_files.export(
+      policy.config,
+      out,
+      policy.learner.policy,
+      policy.params,
+      policy.tokenizer,
+      dtype=dtype,
+    )
+  except OSError as error:
+    raise ExportFailed(f'{out}: {error}') from error
+  print(f'{out}: the policy after step {policy.step}, {dtype}')
+  return 0
+
+
+def _check_writable(out: pathlib.Path) -> None:
+  """Raises ValueError if a folder cannot be made or replaced."""
+  parent = out.resolve().parent
+  while not parent.exists():
+    parent = parent.parent
+  if not os.access(parent, os.W_OK):
+    raise ValueError(f'--out={out}: {parent} is not writable')
