@@ -14,13 +14,13 @@ import re
 from typing import Any
 
 from stppo_jax import settings
-from stppo_jax.configs import collapse
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
+from studies import collapse
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
@@ -118,7 +118,7 @@ def _block(study: study_lib.Study) -> str:
   planned = len(study.arms) * study.seeds
   copies = ''
   command = (
-    f'python -m stppo_jax ablate --config=configs/collapse.py:{study.name} '
+    f'python -m stppo_jax ablate --config=studies/collapse.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv'
   )
   if copied := _copied(study):

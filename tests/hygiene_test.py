@@ -11,7 +11,7 @@ import re
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_FOLDERS = ('stppo_jax', 'configs', 'docs', 'benchmarks', 'launch')
+_FOLDERS = ('stppo_jax', 'configs', 'studies', 'docs', 'benchmarks', 'launch')
 _UNSAFE_MODULES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib')
 _UNSAFE_MODULES += ('marshal', 'shelve')
 _UNSAFE_CALLS = ('eval', 'exec', '__import__')

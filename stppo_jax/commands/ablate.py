@@ -6,7 +6,7 @@ python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
     [--dry_run]
 
   --config=FILE.py[:STUDY]  a config file with a function studies(), such as
-                            configs/collapse.py, and the name of a study in it;
+                            studies/collapse.py, and the name of a study in it;
                             by default its first
   --workdir=DIR             the folder of the study; each run has a folder in it
   --seeds=N                 how many seeds, from 0; or, with commas, which ones.

@@ -12,14 +12,14 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
-from stppo_jax.configs import collapse
 from stppo_jax.tools.ablation import results
 from stppo_jax.workdir import run_folder
+from studies import collapse
 from tests.training import runs
 
-_CONFIG = f'{runs.REPO}/configs/collapse.py'
+_CONFIG = f'{runs.REPO}/studies/collapse.py'
 _STUDIES = """
-from stppo_jax.configs import collapse
+from studies import collapse
 
 get_config = collapse.get_config
 

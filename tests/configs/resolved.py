@@ -32,8 +32,10 @@ def texts() -> dict[str, str]:
   """Returns file name to text of everything that is kept."""
   everything = settings.flatten(base.get_config())
   made = {'base.txt': [f'{key} = {x!r}' for key, x in everything.items()]}
-  for name in files():
-    config = importlib.import_module(f'stppo_jax.configs.{name}').get_config()
+  modules = [f'stppo_jax.configs.{name}' for name in files()]
+  for name in [*modules, 'studies.collapse']:
+    config = importlib.import_module(name).get_config()
+    name = name.rpartition('.')[2]
     made[f'{name}.txt'] = config_command.differences(
       settings.flatten(config), everything
     ) + [f'# {line}' for line in config_command.derived(config)]
