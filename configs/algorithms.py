@@ -9,7 +9,7 @@ section, such as `--config.algorithm.bounds.name=balanced`, also sets the
 options of that choice to their defaults, which are in `DEFAULTS`.
 
 `docs/algorithms.md` has the equation, the source and the use of every
-algorithm, and `sources.py` the defaults of the source, where ours differ.
+algorithm, and the defaults of its source where ours differ.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What is known of each config key, and `check`, which lists all errors.
+"""Says what is known of each config key; `check` lists all errors.
 
 A key has one entry in `KEYS`: the rule for its value, whether a run may be
 resumed with another value, and the version since when it exists. Its default is
@@ -36,7 +36,7 @@ FREE, GUARDED, FIXED = 'free', 'guarded', 'fixed'
 
 
 class Key(NamedTuple):
-  """What is known of a config key, beside its default.
+  """One entry of `KEYS`: all of a config key but its default.
 
   Attributes:
     rule: the rule for its value; None: each value of its type is good.
