@@ -17,8 +17,8 @@ import copy
 from stppo_jax.rl import estimator_needs
 
 
-class UnknownAlgorithm(ValueError):
-  """No algorithm has this name; the message lists those that exist."""
+class UnknownName(ValueError):
+  """A config knows no such algorithm or size; the message lists the choices."""
 
 
 # The default options of every choice, for the sections whose options depend on

@@ -158,7 +158,9 @@ def grid(file: str) -> dict[str, list[str]]:
     algorithm = chosen.pop(_ALGORITHM, '')
     flags = [f'--config={file}:{algorithm}'.rstrip(':')]
     flags += [f'--config.{key}={value}' for key, value in chosen.items()]
-    name = '-'.join([algorithm or path.stem, *map(_part, chosen.items())])
+    # The size of a model may follow the algorithm behind a comma.
+    first = algorithm.replace(',', '-') or path.stem
+    name = '-'.join([first, *map(_part, chosen.items())])
     if name in runs:
       raise exits.Misconfigured(f'{start}two runs of sweep() are named {name}')
     runs[name] = flags

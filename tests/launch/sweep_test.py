@@ -284,6 +284,19 @@ def _descendants(pid):
   return found
 
 
+def test_a_run_with_a_size_has_a_plain_name(tmp_path):
+  path = tmp_path / 'grid.py'
+  path.write_text(_GRID.replace("'token_ppo', 'st_ppo'", "'gspo,7b', '7b'"))
+  found = sweep.grid(str(path))
+  assert list(found) == [
+    'gspo-7b-seed0',
+    'gspo-7b-seed1',
+    '7b-seed0',
+    '7b-seed1',
+  ]
+  assert found['gspo-7b-seed0'][0] == f'--config={path}:gspo,7b'
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_of_the_paper_repeats_no_run(tmp_path):
   """Four algorithms with three seeds each; everything is killed in between."""

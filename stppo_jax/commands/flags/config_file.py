@@ -75,7 +75,7 @@ def _called(
   # The file is a program of the user: any exception in it is a usage error.
   try:
     return function(*arguments)
-  except algorithms.UnknownAlgorithm as error:
+  except algorithms.UnknownName as error:
     raise ValueError(str(error)) from error
   except Exception as error:
     raise ValueError(_describe(error, path)) from error

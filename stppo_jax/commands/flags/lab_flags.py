@@ -61,7 +61,7 @@ def parse(
     Misconfigured: a line for every error.
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
-  _, _, named = flags.config.partition(':')
+  named = flags.config.partition(':')[2].partition(',')[0]
   for name in required:
     if not flags[name].value:
       flags[name].value = named
