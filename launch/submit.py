@@ -183,13 +183,12 @@ def _fill(template: str, fields: Mapping[str, object]) -> str:
 
 def flags_for(name: str, *switches: str) -> absl_flags.FlagValues:
   """Returns the flags of a launcher, for texts, and switches."""
-  flags = absl_flags.FlagValues()
-  options = {'config': None, 'workdir': None, **launchers.options(name)}
-  for option, default in options.items():
-    absl_flags.DEFINE_string(option, default, '', flag_values=flags)
-  for switch in switches:
-    absl_flags.DEFINE_boolean(switch, False, '', flag_values=flags)
-  return flags
+  return command_line.flags(
+    config=None,
+    workdir=None,
+    **launchers.options(name),
+    **dict.fromkeys(switches, False),
+  )
 
 
 def _values(

@@ -35,17 +35,13 @@ read; the tables then lack that run.
 
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from stppo_jax.commands.flags import ablation_flags
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains what a study lacks and compares its runs; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_boolean('dry_run', False, '', flag_values=flags)
-  plan = ablation_flags.parse(flags, argv)
+  plan, is_dry = ablation_flags.parse(argv)
   # Imported late: a wrong flag is answered before numpy and others are loaded.
   from stppo_jax.tools.ablation import study_runs
 
-  return study_runs.make(plan, is_dry=flags.dry_run)
+  return study_runs.make(plan, is_dry=is_dry)

@@ -24,9 +24,9 @@ more.
 from collections.abc import Sequence
 import functools
 import pathlib
+from typing import Any
 
-from absl import flags as absl_flags
-
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import evaluated_config
 from stppo_jax.workdir import run_folder
@@ -34,11 +34,8 @@ from stppo_jax.workdir import run_folder
 
 def main(argv: Sequence[str]) -> int:
   """Evaluates a checkpoint; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('sets', '', '', flag_values=flags)
-  absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer(
-    'samples', None, '', lower_bound=1, flag_values=flags
+  flags = command_line.flags(
+    sets='', out='', samples=command_line.integer(lower_bound=1)
   )
   checkpoint, config = evaluated_config.parse(
     argv,
@@ -57,9 +54,7 @@ def main(argv: Sequence[str]) -> int:
   )
 
 
-def _out_problems(
-  flags: absl_flags.FlagValues, config, checkpoint: pathlib.Path
-) -> list[str]:
+def _out_problems(flags: Any, config, checkpoint: pathlib.Path) -> list[str]:
   """Returns why `--out` must not be written."""
   if not flags.out:
     return []

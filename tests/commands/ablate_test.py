@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-from absl import flags as absl_flags
 import numpy as np
 import pytest
 
@@ -122,7 +121,7 @@ def _flags(folder, study='pair', *more):
 
 
 def _plan(argv):
-  return ablation_flags.parse(absl_flags.FlagValues(), argv)
+  return ablation_flags.parse(argv)[0]
 
 
 def _ablate(folder, *more, study='pair'):

@@ -226,8 +226,9 @@ def test_pod_jobs_are_one_for_each_run(config, capsys):
 @pytest.mark.parametrize(
   ('source', 'expected'),
   [
-    ('get_config = None', "has no attribute 'sweep'"),
+    ('get_config = None', 'has no function sweep'),
     ('def sweep():\n  return [1]', 'must return a dict of lists'),
+    ('def sweep():\n  return 1 / 0', 'grid.py, line 2, fails with ZeroDiv'),
     ('def sweep():\n  return {"seed": []}', 'must return a dict of lists'),
     ('def sweep():\n  return {"seed": [1, 1]}', 'named grid-seed1'),
     (f'{_GRID}\n  return 0', ''),
@@ -250,7 +251,7 @@ def test_a_wrong_grid_is_refused(tmp_path, source, expected, capsys):
   ('flags', 'expected'),
   [
     (['--out=a'], '--config: missing'),
-    (['--config=/no.py', '--out=a'], '--config=/no.py: no such Python file'),
+    (['--config=/no.py', '--out=a'], '--config=/no.py: no such file'),
     (['--config=a', '--out=b', '--on=moon'], '--on=moon: unknown launcher'),
     (['--config=a', '--out=b', '--jobs=0'], '--jobs=0: must be a positive'),
     (['--config=a', '--out=b', '--gpus=8'], '--gpus=8: unknown flag'),

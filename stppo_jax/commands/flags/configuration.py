@@ -34,14 +34,6 @@ from stppo_jax.workdir import run_folder
 _OFFLINE = ('sft', 'prefer')
 
 
-def training_flags() -> absl_flags.FlagValues:
-  """Returns the flags of a command that trains, but `--config`."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
-  absl_flags.DEFINE_boolean('restart', False, '', flag_values=flags)
-  return flags
-
-
 def parse(
   argv: Sequence[str],
   *,

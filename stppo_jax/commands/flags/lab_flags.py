@@ -32,19 +32,13 @@ from stppo_jax.workdir import run_folder
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
 
 
-def of_batch(*names: str) -> absl_flags.FlagValues:
+def of_batch(**options: Any) -> absl_flags.FlagValues:
   """Returns the flags of a command that reads a saved batch.
 
   Args:
-    *names: names of flags for texts, beside those that all such commands have.
+    **options: its own flags, see `command_line.flags`.
   """
-  flags = absl_flags.FlagValues()
-  for name in ('batch', 'config', *names):
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  if 'algorithms' not in names:
-    absl_flags.DEFINE_multi_string('set', [], '', flag_values=flags)
-  absl_flags.DEFINE_boolean('float64', False, '', flag_values=flags)
-  return flags
+  return command_line.flags(batch='', config='', **options, float64=False)
 
 
 def parse(
@@ -61,6 +55,7 @@ def parse(
     Misconfigured: a line for every error.
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
+  # The size of a model may stand behind the algorithm.
   named = flags.config.partition(':')[2].partition(',')[0]
   for name in required:
     if not flags[name].value:
@@ -144,10 +139,10 @@ def algorithm(
     Misconfigured: every error, one line each.
   """
   if config:
-    run = _load(f'{_file_of(config)}:{name}')
+    run = _load(f'{config.partition(":")[0]}:{name}')
   elif name in algorithms_lib.ALGORITHMS:
     options = copy.deepcopy(algorithms_lib.ALGORITHMS[name])
-    run = _section({'algorithm': options})
+    run: Any = config_dict.ConfigDict({'algorithm': options})
   else:
     choices = settings_lib.closest(name, list(algorithms_lib.ALGORITHMS))
     raise exits.Misconfigured(f'{flag}{name}: unknown algorithm{choices}')
@@ -182,20 +177,11 @@ def estimator(
       )
   else:
     options = algorithms_lib.choice('advantage', name)
-    run = _section({'algorithm': {'advantage': options}})
+    run: Any = config_dict.ConfigDict({'algorithm': {'advantage': options}})
   typed = _apply(run, 'algorithm.advantage', settings, '--set ')
   return options_lib.Options(
     run.algorithm.advantage, 'advantage', typed, subject
   )
-
-
-def _file_of(config: str) -> str:
-  """Returns FILE.py of FILE.py[:ALGORITHM]."""
-  return config.partition(':')[0]
-
-
-def _section(values: Mapping[str, Any]) -> Any:
-  return config_dict.ConfigDict(values)
 
 
 def _load(name: str) -> Any:

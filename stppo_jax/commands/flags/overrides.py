@@ -7,16 +7,13 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
+from absl import flags as absl_flags
 from ml_collections import config_dict
 
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import schema
 
-_BOOLEANS = {
-  **dict.fromkeys(('true', 't', '1'), True),
-  **dict.fromkeys(('false', 'f', '0'), False),
-}
 # Key of an option that chooses other options (such as algorithm.bounds.name) ->
 # the section of the algorithm that they are in.
 _CHOOSING_KEYS = {
@@ -112,17 +109,6 @@ def _unknown(name: str, section: Any, path: str) -> str:
   )
 
 
-def boolean(text: str) -> bool:
-  """Returns the boolean of a text, as absl and ml_collections read it.
-
-  Raises:
-    ValueError: the text is no boolean.
-  """
-  if text.lower() not in _BOOLEANS:
-    raise ValueError('expected true or false')
-  return _BOOLEANS[text.lower()]
-
-
 def typed(text: str | bool, current: Any) -> Any:
   """Returns the value of a text, in the type of `current`.
 
@@ -132,7 +118,10 @@ def typed(text: str | bool, current: Any) -> Any:
     ValueError: the value has another type; the message names the expected one.
   """
   if isinstance(current, bool):
-    return text if isinstance(text, bool) else boolean(text)
+    try:
+      return absl_flags.BooleanParser().parse(text)
+    except ValueError as error:
+      raise ValueError('expected true or false') from error
   if isinstance(text, bool):
     raise ValueError('has no value' if text else 'not a boolean')
   try:
