@@ -34,6 +34,7 @@ from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import overrides as overrides_lib
 
 _TEMPLATES = launchers.ROOT / 'launch' / 'templates'
 _FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
@@ -271,12 +272,7 @@ def name_of(workdir: str) -> str:
 
 def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
   """Returns the flags that set keys of a config."""
-  return [
-    f'--{"" if value else "no"}config.{key}'
-    if isinstance(value, bool)
-    else f'--config.{key}={value}'
-    for key, value in overrides.items()
-  ]
+  return [overrides_lib.as_flag(key, text) for key, text in overrides.items()]
 
 
 def _with_values(word: str, values: Mapping[str, str]) -> str:

@@ -105,13 +105,7 @@ def algorithms(text: str, *, config: str) -> dict[str, options_lib.Options]:
   for label in dict.fromkeys(_BETWEEN.split(text)):
     name, *settings = label.split(':')
     try:
-      options[label] = algorithm(
-        name,
-        settings,
-        config=config,
-        flag='--algorithms=',
-        setting_flag=f'--algorithms={name}:',
-      )
+      options[label] = algorithm(name, settings, config=config, is_list=True)
     except exits.Misconfigured as error:
       errors.append(str(error))
   command_line.refuse(errors)
@@ -123,8 +117,7 @@ def algorithm(
   settings: Sequence[str],
   *,
   config: str,
-  flag: str = '--algorithm=',
-  setting_flag: str = '--set ',
+  is_list: bool = False,
 ) -> options_lib.Options:
   """Returns the options of an algorithm.
 
@@ -132,12 +125,13 @@ def algorithm(
     name: a key of the table of algorithms_lib.
     settings: KEY=VALUE, of which the last of equal keys counts.
     config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
-    flag: the text before the name on the command line.
-    setting_flag: the text before a setting on the command line.
+    is_list: whether they stand in the flag --algorithms, not in --algorithm and
+      --set.
 
   Raises:
     Misconfigured: every error, one line each.
   """
+  subject = f'--algorithms={name}' if is_list else f'--algorithm={name}'
   if config:
     run = _load(f'{config.partition(":")[0]}:{name}')
   elif name in algorithms_lib.ALGORITHMS:
@@ -145,9 +139,10 @@ def algorithm(
     run: Any = config_dict.ConfigDict({'algorithm': options})
   else:
     choices = settings_lib.closest(name, list(algorithms_lib.ALGORITHMS))
-    raise exits.Misconfigured(f'{flag}{name}: unknown algorithm{choices}')
-  typed = _apply(run, 'algorithm', settings, setting_flag)
-  return options_lib.Options(run.algorithm, 'algorithm', typed, f'{flag}{name}')
+    raise exits.Misconfigured(f'{subject}: unknown algorithm{choices}')
+  flag = f'{subject}:' if is_list else '--set '
+  typed = _apply(run, 'algorithm', settings, flag)
+  return options_lib.Options(run.algorithm, 'algorithm', typed, subject)
 
 
 def estimator(
@@ -219,7 +214,7 @@ def _apply(
     else:
       errors.append(f'{flag}{setting}: expected KEY=VALUE')
   errors += overrides_lib.override_all(
-    config, texts.items(), flag=flag, section=section
+    config, texts, flag=flag, section=section
   )
   command_line.refuse(errors)
   return {key: (f'{flag}{key}={text}', text) for key, text in texts.items()}

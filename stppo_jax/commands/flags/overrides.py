@@ -4,7 +4,7 @@ A configuration is annotated as `Any`, see `configuration`.
 """
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags as absl_flags
@@ -23,9 +23,9 @@ _CHOOSING_KEYS = {
 
 def override_all(
   config: Any,
-  overrides: Iterable[tuple[str, str | bool]],
+  overrides: Mapping[str, str | bool],
   *,
-  flag: str,
+  flag: str = '--config.',
   section: str = '',
 ) -> list[str]:
   """Sets several keys of a configuration in place; returns the errors.
@@ -35,7 +35,7 @@ def override_all(
 
   Args:
     config: the configuration to change.
-    overrides: keys and the text of their values, see `configuration.Flags`.
+    overrides: keys and the text of their values, see `command_line.Given`.
     flag: the text before the key on the command line, for the messages.
     section: dotted name of the section that the keys are relative to; '' = the
       whole configuration.
@@ -46,18 +46,20 @@ def override_all(
   errors = []
   prefix = f'{section}.' if section else ''
   for key, text in sorted(
-    overrides, key=lambda item: prefix + item[0] not in _CHOOSING_KEYS
+    overrides.items(), key=lambda item: prefix + item[0] not in _CHOOSING_KEYS
   ):
     try:
       _override(config, prefix + key, text)
     except ValueError as error:
-      typed = (
-        f'{flag}{key}' if isinstance(text, bool) else f'{flag}{key}={text}'
-      )
-      if text is False:
-        typed = f'--no{typed.removeprefix("--")}'
-      errors.append(f'{typed}: {error}')
+      errors.append(f'{as_flag(key, text, start=flag)}: {error}')
   return errors
+
+
+def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
+  """Returns the flag that sets a key; a bool is a flag without a value."""
+  if not isinstance(text, bool):
+    return f'{start}{key}={text}'
+  return f'{start}{key}' if text else f'--no{start.removeprefix("--")}{key}'
 
 
 def _override(config: Any, key: str, text: str | bool) -> None:
