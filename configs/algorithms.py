@@ -9,7 +9,7 @@ section, such as `--config.algorithm.bounds.name=balanced`, also sets the
 options of that choice to their defaults, which are in `DEFAULTS`.
 
 `docs/algorithms.md` has the equation, the source and the use of every
-algorithm, and `sources.py` the defaults of the source, where ours differ.
+algorithm, and the defaults of its source where ours differ.
 """
 
 import copy
@@ -17,8 +17,8 @@ import copy
 from stppo_jax.rl import estimator_needs
 
 
-class UnknownAlgorithm(ValueError):
-  """No algorithm has this name; the message lists those that exist."""
+class UnknownName(ValueError):
+  """A config knows no such algorithm or size; the message lists the choices."""
 
 
 # The default options of every choice, for the sections whose options depend on

@@ -31,13 +31,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
     algorithm: a key of `configs.algorithms.ALGORITHMS`.
 
   Raises:
-    UnknownAlgorithm: there is none; the message lists the choices.
+    UnknownName: there is none; the message lists the choices.
   """
   if algorithm not in algorithms.ALGORITHMS:
     choices = settings.closest(algorithm, sorted(algorithms.ALGORITHMS))
-    raise algorithms.UnknownAlgorithm(
-      f'unknown algorithm {algorithm!r}{choices}'
-    )
+    raise algorithms.UnknownName(f'unknown algorithm {algorithm!r}{choices}')
   config: Config = config_dict.ConfigDict(
     {
       'seed': 0,  # of questions, sampling, shuffles and new weights

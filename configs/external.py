@@ -1,7 +1,7 @@
 """Rules about what a config names: files, data sets, functions and servers.
 
-Each function takes the values of keys and yields the errors, one line each.
-`configs/relations.py` says which keys they are.
+Each function yields the errors, one line each. It takes a key and its value, or
+the values of the keys that `configs/relations.py` names.
 """
 
 from collections.abc import Iterator
@@ -26,35 +26,35 @@ def model_exists(key: str, path) -> Iterator[str]:
     yield f'{key}={path!r}: has no config.json, which every model has'
 
 
-def tokenizer_exists(path) -> Iterator[str]:
+def tokenizer_exists(key: str, path) -> Iterator[str]:
   """Checks that the tokenizer of its own, if any, is there."""
   if path and not pathlib.Path(path).exists():
-    yield f'model.tokenizer_path={path!r}: no such file or folder'
+    yield f'{key}={path!r}: no such file or folder'
 
 
-def template_is_readable(path) -> Iterator[str]:
+def template_is_readable(key: str, path) -> Iterator[str]:
   """Checks that the template of the prompt can be read and has its field."""
   try:
     prompts.load_template(path)
   except ValueError as error:
-    yield f'env.{error}'
+    yield f'{key.partition(".")[0]}.{error}'
 
 
-def bucket_is_usable(place) -> Iterator[str]:
+def bucket_is_usable(key: str, place) -> Iterator[str]:
   """Checks that this machine has what the bucket of the copy needs."""
   if buckets.is_address(place):
     try:
       buckets.Bucket(place)
     except buckets.BucketError as error:
-      yield f'writer.copy_to: {error}'
+      yield f'{key}: {error}'
 
 
-def reward_function_exists(name) -> Iterator[str]:
+def reward_function_exists(key: str, name) -> Iterator[str]:
   """Checks that the reward function of the user, if any, can be imported."""
   try:
     reward_function.find(name)
   except ValueError as error:
-    yield f'env.reward_function={name!r}: {error}'
+    yield f'{key}={name!r}: {error}'
 
 
 def gymnasium_is_made(make, environment) -> Iterator[str]:
@@ -127,11 +127,10 @@ def _not_there(path: pathlib.Path, kind: str) -> str:
   return f'not a {kind}' if path.exists() else f'no such {kind}'
 
 
-def url_is_valid(url) -> Iterator[str]:
+def url_is_valid(key: str, url) -> Iterator[str]:
   """Checks the form of the retriever's address."""
-  problem = address.check_url(url) if url else None
-  if problem:
-    yield f'retrieval.url: {problem}'
+  if url and (problem := address.check_url(url)):
+    yield f'{key}: {problem}'
 
 
 def embedded_server_speaks(dialect, url) -> Iterator[str]:

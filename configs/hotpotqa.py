@@ -8,12 +8,19 @@
 MODEL is the Hugging Face directory of a model that follows instructions. The
 search engine has the paragraphs that came with the questions, some half a
 million. Set data.corpus='' and retrieval.url to search in all of Wikipedia.
+`configs/hotpotqa.py:st_ppo,7b` does so, in the setting of the paper for Qwen2.5
+of 1.5B, 3B or 7B; configs/nq_hotpotqa.py has its hardware and figures.
 """
 
 from stppo_jax.configs import base
+from stppo_jax.configs import nq_hotpotqa
+from stppo_jax.configs import slices
 
 
-def get_config(algorithm: str = 'st_ppo') -> base.Config:
+def get_config(argument: str = 'st_ppo') -> base.Config:
+  algorithm, size = slices.split(argument)
+  if size:
+    return nq_hotpotqa.of_one('hotpotqa', argument)
   config = base.get_config(algorithm)
   config.num_steps = 200
   config.data.update(

@@ -12,13 +12,37 @@ FOLDER holds the files of MedMCQA, MODEL is the Hugging Face directory of a
 model that follows instructions, and the server has medical passages. The reward
 is the accuracy of the choice. More than half of the answers of PubMedQA are
 "yes", so the weights keep it to a tenth.
+
+The setting of the paper (arXiv:2511.20718) trains Qwen2.5-Instruct of 1.5B, 3B
+or 7B: a step has 256 questions, a minibatch 128 trajectories, and a dialogue at
+most 6 searches. Every host of a slice of TPU v5e runs
+
+    python -m stppo_jax train --config=configs/medical.py:st_ppo,7b \
+        --config.data.root=DATA --config.model.path=MODEL \
+        --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
+
+and launch/README.md has launchers that start it. All hosts must see /shared,
+DATA and MODEL.
+
+    python -m stppo_jax plan --config=configs/medical.py:7b \
+        --topology=v5e:8x8 --compile=False --config.model.path=MODEL \
+        --config.data.name=synthetic_wiki
+
+needs no data. If half of the tokens are trained on, it estimates (no run on a
+TPU has confirmed it yet):
+
+    size  topology  GiB of a chip   seconds a step   200 steps
+    1_5b  v5e:4x4   13.0 of 15.75   54, at least 20  3 hours, 48 chip-hours
+    3b    v5e:8x8   11.8 of 15.75   38, at least 13  2 hours, 134 chip-hours
+    7b    v5e:8x8   11.7 of 15.75   59, at least 22  3 hours, 212 chip-hours
 """
 
 from stppo_jax.configs import base
 from stppo_jax.configs import slices
 
 
-def get_config(algorithm: str = 'st_ppo') -> base.Config:
+def get_config(argument: str = 'st_ppo') -> base.Config:
+  algorithm, size = slices.split(argument)
   config = base.get_config(algorithm)
   config.num_steps = 200
   config.data.update(
@@ -29,19 +53,9 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     evaluation='medqa:test, medmcqa:validation, pubmedqa:test, mmlu-med:test',
     corpus='',
   )
-  return config
-
-
-def get_sized_config(algorithm: str, size: str) -> base.Config:
-  """Returns the setting of the paper for a size of Qwen2.5.
-
-  Args:
-    algorithm: an entry of the table of algorithms.
-    size: a key of `slices.SLICES`.
-  """
-  config = get_config(algorithm)
-  config.env.max_turns = 6  # searches
-  config.rollout.trajectories_per_step = 256
-  config.updates.minibatch_size = 128
-  slices.place(config, size)
+  if size:
+    config.env.max_turns = 6  # searches
+    config.rollout.trajectories_per_step = 256
+    config.updates.minibatch_size = 128
+    slices.place(config, size)
   return config

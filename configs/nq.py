@@ -9,13 +9,21 @@ few minutes on two CPU cores. A byte-level BPE tokenizer is trained on the
 passages. A small random model is first trained on demonstrations of dialogues,
 without which it would never search, and then by RL for five steps. It is far
 too small to answer anything: expect finite metrics and readable dialogues.
+
+`configs/nq.py:st_ppo,7b` is the setting of the paper for Qwen2.5 of 1.5B, 3B or
+7B instead; configs/nq_hotpotqa.py has its hardware and figures.
 """
 
 from stppo_jax.configs import base
+from stppo_jax.configs import nq_hotpotqa
 from stppo_jax.configs import own
+from stppo_jax.configs import slices
 
 
-def get_config(algorithm: str = 'st_ppo') -> base.Config:
+def get_config(argument: str = 'st_ppo') -> base.Config:
+  algorithm, size = slices.split(argument)
+  if size:
+    return nq_hotpotqa.of_one('nq', argument)
   config = own.get_config(algorithm)
   config.data.update(
     root='',

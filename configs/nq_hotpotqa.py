@@ -10,13 +10,37 @@ MODEL is the Hugging Face directory of a model that follows instructions, and
 the server has the passages of Wikipedia; docs/retrieval.md describes it.
 Without weights, the data sets are mixed by their sizes. Set data.train to
 'nq:train weight=1, hotpotqa:train weight=1' for as many questions of each.
+
+The setting of the paper, which docs/algorithms.md describes, trains Qwen2.5 of
+1.5B, 3B or 7B on a slice of TPU v5e. Every host of the slice runs
+
+    python -m stppo_jax train --config=configs/nq_hotpotqa.py:st_ppo,7b \
+        --config.data.root=DATA --config.model.path=MODEL \
+        --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
+
+and launch/README.md has launchers that start it. All hosts must see /shared,
+DATA and MODEL. With a size, `configs/nq.py` and `configs/hotpotqa.py` are the
+same setting with one of the two data sets.
+
+    python -m stppo_jax plan --config=configs/nq_hotpotqa.py:7b \
+        --topology=v5e:8x8 --compile=False --config.model.path=MODEL \
+        --config.data.name=synthetic_wiki
+
+needs no data. If half of the tokens are trained on, it estimates (no run on a
+TPU has confirmed it yet):
+
+    size  topology  GiB of a chip   seconds a step    500 steps
+    1_5b  v5e:4x4   13.0 of 15.75   108, at least 40  15 hours, 241 chip-hours
+    3b    v5e:8x8   11.8 of 15.75    75, at least 27  10 hours, 670 chip-hours
+    7b    v5e:8x8   11.7 of 15.75   119, at least 44  17 hours, 1,057 chip-hours
 """
 
 from stppo_jax.configs import base
 from stppo_jax.configs import slices
 
 
-def get_config(algorithm: str = 'st_ppo') -> base.Config:
+def get_config(argument: str = 'st_ppo') -> base.Config:
+  algorithm, size = slices.split(argument)
   config = base.get_config(algorithm)
   config.num_steps = 500
   config.data.update(
@@ -26,23 +50,15 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     evaluation='nq:validation, hotpotqa:validation',
     corpus='',
   )
+  if size:
+    config.env.max_turns = 3  # searches
+    slices.place(config, size)
   return config
 
 
-def get_sized_config(
-  algorithm: str, size: str, data_set: str = ''
-) -> base.Config:
-  """Returns the setting of the paper for a size of Qwen2.5.
-
-  Args:
-    algorithm: an entry of the table of algorithms.
-    size: a key of `slices.SLICES`.
-    data_set: nq or hotpotqa; '' = both.
-  """
-  config = get_config(algorithm)
-  if data_set:
-    config.data.train = f'{data_set}:train'
-    config.data.evaluation = f'{data_set}:validation'
-  config.env.max_turns = 3  # searches
-  slices.place(config, size)
+def of_one(data_set: str, argument: str) -> base.Config:
+  """Returns the config with one of the two data sets, nq or hotpotqa."""
+  config = get_config(argument)
+  config.data.train = f'{data_set}:train'
+  config.data.evaluation = f'{data_set}:validation'
   return config

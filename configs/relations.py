@@ -16,14 +16,30 @@ from stppo_jax.sampling import lane_rules
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
 
+def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
+  """Returns a relation that some values of keys break.
+
+  Args:
+    *keys: the keys; an error begins with the first one and its value.
+    when: function of their values that returns whether they break it.
+    because: the rest of the error, in which {1} is the value of the second key.
+  """
+
+  def relation(*values) -> Iterator[str]:
+    if when(*values):
+      yield f'{keys[0]}={values[0]}: {because.format(*values)}'
+
+  return keys, relation
+
+
 def _is_multiple(key: str, of: str) -> Relation:
   """Returns the rule that `key` is a multiple of `of`, unless that is 0."""
-
-  def relation(number, divisor) -> Iterator[str]:
-    if divisor and number % divisor:
-      yield f'{key}={number}: must be a multiple of {of}={divisor}'
-
-  return (key, of), relation
+  return _refuse(
+    key,
+    of,
+    when=lambda number, divisor: divisor and number % divisor,
+    because=f'must be a multiple of {of}={{1}}',
+  )
 
 
 def _one_axis_takes_the_rest(data, fsdp, tensor) -> Iterator[str]:
@@ -31,33 +47,6 @@ def _one_axis_takes_the_rest(data, fsdp, tensor) -> Iterator[str]:
   rest = [f'mesh.{axis}' for axis, size in sizes.items() if size == -1]
   if len(rest) > 1:
     yield f'{rest[1]}=-1: at most one axis may be -1, and {rest[0]} is -1 too'
-
-
-def _devices_collect_ahead(fraction, steps_ahead, engine) -> Iterator[str]:
-  must = f'mesh.collect_fraction={fraction}: must be 0 when'
-  if fraction and not steps_ahead:
-    yield (
-      f'{must} rollout.steps_ahead=0: the devices that collect and those that '
-      'learn would wait for each other; set rollout.steps_ahead=1'
-    )
-  if fraction and engine != 'local':
-    yield f'{must} rollout.engine={engine}: a server of its own decodes'
-
-
-def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
-  if max_turn_tokens >= max_length:
-    yield (
-      f'env.max_turn_tokens={max_turn_tokens}: must be smaller than '
-      f'env.max_length={max_length}'
-    )
-
-
-def _groups_vary(rounds, group_size) -> Iterator[str]:
-  if rounds > 0 and group_size < 2:
-    yield (
-      f'rollout.resample_rounds={rounds}: must be 0 when '
-      f'rollout.group_size={group_size}: groups of one have no variance'
-    )
 
 
 def _lanes_divide_slots(
@@ -71,42 +60,6 @@ def _lanes_divide_slots(
   )
   if problem:
     yield f'rollout.{key}={slots or trajectories}: {problem}'
-
-
-def _no_warmup_of_shared_values(warmup, backbone) -> Iterator[str]:
-  if warmup > 0 and backbone == 'shared':
-    yield (
-      f'loss.value_warmup_steps={warmup}: must be 0 when '
-      'model.value_backbone=shared: values and policy are trained together'
-    )
-
-
-def _routing_replay_fits(replay, path, experts, engine) -> Iterator[str]:
-  key = f'updates.routing_replay={replay}'
-  if replay != 'nowhere' and not (path or experts):
-    yield f'{key}: must be nowhere when model.num_experts=0'
-  if replay == 'sampler' and engine != 'local':
-    yield (
-      f'{key}: must be nowhere or trainer when rollout.engine={engine}, which '
-      'does not report its experts'
-    )
-
-
-def _reference_memory_fits(rank, path, memory) -> Iterator[str]:
-  if rank > 0 and not path and memory == 'host':
-    yield (
-      'model.reference_memory=host: must be device when '
-      f'model.lora.rank={rank} and model.reference_path is empty: the base is '
-      'the reference'
-    )
-
-
-def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
-  if engine == 'remote' and not (url and model):
-    yield (
-      'rollout.engine=remote: rollout.remote.url and rollout.remote.model must '
-      'be set'
-    )
 
 
 def _family_exists(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
@@ -125,30 +78,6 @@ def _family_exists(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
     yield (
       'model.moe_intermediate_size=0: must be greater than 0 when '
       f'model.num_experts={experts}'
-    )
-
-
-def _groups_are_compared(advantage, group_size) -> Iterator[str]:
-  if advantage in estimator_needs.GROUPS and group_size == 1:
-    yield (
-      'rollout.group_size=1: must be 2 or greater when '
-      f'algorithm.advantage.name={advantage}, which compares trajectories'
-    )
-
-
-def _no_values_to_warm_up(advantage, warmup) -> Iterator[str]:
-  if warmup and advantage not in estimator_needs.VALUES:
-    yield (
-      f'loss.value_warmup_steps={warmup}: must be 0 when '
-      f'algorithm.advantage.name={advantage}, which has no value model'
-    )
-
-
-def _no_values_to_share(advantage, backbone) -> Iterator[str]:
-  if backbone == 'shared' and advantage not in estimator_needs.VALUES:
-    yield (
-      'model.value_backbone=shared: must be own when '
-      f'algorithm.advantage.name={advantage}, which has no value model'
     )
 
 
@@ -171,25 +100,6 @@ def _kl_coefficient_stays_positive(
 STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
 
 
-def _staleness_is_corrected(old_policy, steps_ahead, names) -> Iterator[str]:
-  corrected = not set(names).isdisjoint(STALENESS_CORRECTIONS)
-  if old_policy == 'current' and steps_ahead and not corrected:
-    choices = ', '.join(STALENESS_CORRECTIONS)
-    yield (
-      'updates.old_policy=current: must be sampled when '
-      f'rollout.steps_ahead={steps_ahead}, unless algorithm.correction.names '
-      f'has one of {choices}: nothing would correct for the staleness'
-    )
-
-
-def _steps_are_not_enlarged(names, norm, tau) -> Iterator[str]:
-  if 'clipping_bias' in names and norm == 'coefficient' and tau < 1:
-    yield (
-      f'algorithm.correction.clipping_bias.tau={tau}: must be 1 or greater; '
-      'between tau and 1, the factor 1 / rho would enlarge steps'
-    )
-
-
 RELATIONS: tuple[Relation, ...] = (
   _is_multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
@@ -197,13 +107,20 @@ RELATIONS: tuple[Relation, ...] = (
   _is_multiple('updates.minibatch_size', 'updates.microbatch_size'),
   _is_multiple('updates.minibatch_size', 'updates.core_rows'),
   _is_multiple('model.num_heads', 'model.num_kv_heads'),
-  (
-    ('loss.value_warmup_steps', 'model.value_backbone'),
-    _no_warmup_of_shared_values,
+  _refuse(
+    'loss.value_warmup_steps',
+    'model.value_backbone',
+    when=lambda steps, backbone: steps > 0 and backbone == 'shared',
+    because='must be 0 when model.value_backbone=shared: values and policy are '
+    'trained together',
   ),
-  (
-    ('model.lora.rank', 'model.reference_path', 'model.reference_memory'),
-    _reference_memory_fits,
+  _refuse(
+    'model.reference_memory',
+    'model.lora.rank',
+    'model.reference_path',
+    when=lambda memory, rank, path: memory == 'host' and rank > 0 and not path,
+    because='must be device when model.lora.rank={1} and model.reference_path '
+    'is empty: the base is the reference',
   ),
   (
     (
@@ -217,12 +134,32 @@ RELATIONS: tuple[Relation, ...] = (
   ),
   _is_multiple('preference.batch_size', 'preference.microbatch_size'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),
-  (
-    ('mesh.collect_fraction', 'rollout.steps_ahead', 'rollout.engine'),
-    _devices_collect_ahead,
+  _refuse(
+    'mesh.collect_fraction',
+    'rollout.steps_ahead',
+    when=lambda fraction, steps_ahead: fraction and not steps_ahead,
+    because='must be 0 when rollout.steps_ahead=0: the devices that collect '
+    'and those that learn would wait for each other; set rollout.steps_ahead=1',
   ),
-  (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
-  (('rollout.resample_rounds', 'rollout.group_size'), _groups_vary),
+  _refuse(
+    'mesh.collect_fraction',
+    'rollout.engine',
+    when=lambda fraction, engine: fraction and engine != 'local',
+    because='must be 0 when rollout.engine={1}: a server of its own decodes',
+  ),
+  _refuse(
+    'env.max_turn_tokens',
+    'env.max_length',
+    when=lambda turn, length: turn >= length,
+    because='must be smaller than env.max_length={1}',
+  ),
+  _refuse(
+    'rollout.resample_rounds',
+    'rollout.group_size',
+    when=lambda rounds, size: rounds > 0 and size < 2,
+    because='must be 0 when rollout.group_size={1}: groups of one have no '
+    'variance',
+  ),
   (
     (
       'rollout.lanes',
@@ -234,18 +171,28 @@ RELATIONS: tuple[Relation, ...] = (
     _lanes_divide_slots,
   ),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
-  (
-    (
-      'updates.routing_replay',
-      'model.path',
-      'model.num_experts',
-      'rollout.engine',
+  _refuse(
+    'updates.routing_replay',
+    'model.path',
+    'model.num_experts',
+    when=lambda replay, path, experts: (
+      replay != 'nowhere' and not path and not experts
     ),
-    _routing_replay_fits,
+    because='must be nowhere when model.num_experts=0',
   ),
-  (
-    ('rollout.engine', 'rollout.remote.url', 'rollout.remote.model'),
-    _remote_engine_is_named,
+  _refuse(
+    'updates.routing_replay',
+    'rollout.engine',
+    when=lambda replay, engine: replay == 'sampler' and engine != 'local',
+    because='must be nowhere or trainer when rollout.engine={1}, which does '
+    'not report its experts',
+  ),
+  _refuse(
+    'rollout.engine',
+    'rollout.remote.url',
+    'rollout.remote.model',
+    when=lambda engine, url, model: engine == 'remote' and not (url and model),
+    because='rollout.remote.url and rollout.remote.model must be set',
   ),
   (
     (
@@ -264,12 +211,29 @@ RELATIONS: tuple[Relation, ...] = (
     ('retrieval.replay', 'retrieval.record', 'retrieval.url'),
     external.answers_come_from_one_place,
   ),
-  (('algorithm.advantage.name', 'rollout.group_size'), _groups_are_compared),
-  (
-    ('algorithm.advantage.name', 'loss.value_warmup_steps'),
-    _no_values_to_warm_up,
+  _refuse(
+    'rollout.group_size',
+    'algorithm.advantage.name',
+    when=lambda size, name: size == 1 and name in estimator_needs.GROUPS,
+    because='must be 2 or greater when algorithm.advantage.name={1}, which '
+    'compares trajectories',
   ),
-  (('algorithm.advantage.name', 'model.value_backbone'), _no_values_to_share),
+  _refuse(
+    'loss.value_warmup_steps',
+    'algorithm.advantage.name',
+    when=lambda steps, name: steps and name not in estimator_needs.VALUES,
+    because='must be 0 when algorithm.advantage.name={1}, which has no value '
+    'model',
+  ),
+  _refuse(
+    'model.value_backbone',
+    'algorithm.advantage.name',
+    when=lambda backbone, name: (
+      backbone == 'shared' and name not in estimator_needs.VALUES
+    ),
+    because='must be own when algorithm.advantage.name={1}, which has no value '
+    'model',
+  ),
   (
     (
       'algorithm.kl.controller',
@@ -278,20 +242,28 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _kl_coefficient_stays_positive,
   ),
-  (
-    (
-      'updates.old_policy',
-      'rollout.steps_ahead',
-      'algorithm.correction.names',
+  _refuse(
+    'updates.old_policy',
+    'rollout.steps_ahead',
+    'algorithm.correction.names',
+    when=lambda old_policy, steps_ahead, names: (
+      old_policy == 'current'
+      and steps_ahead
+      and not set(names) & set(STALENESS_CORRECTIONS)
     ),
-    _staleness_is_corrected,
+    because='must be sampled when rollout.steps_ahead={1}, unless '
+    'algorithm.correction.names has one of '
+    f'{", ".join(STALENESS_CORRECTIONS)}: nothing would correct for the '
+    'staleness',
   ),
-  (
-    (
-      'algorithm.correction.names',
-      'algorithm.correction.clipping_bias.norm',
-      'algorithm.correction.clipping_bias.tau',
+  _refuse(
+    'algorithm.correction.clipping_bias.tau',
+    'algorithm.correction.names',
+    'algorithm.correction.clipping_bias.norm',
+    when=lambda tau, names, norm: (
+      'clipping_bias' in names and norm == 'coefficient' and tau < 1
     ),
-    _steps_are_not_enlarged,
+    because='must be 1 or greater; between tau and 1, the factor 1 / rho would '
+    'enlarge steps',
   ),
 )

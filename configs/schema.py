@@ -1,4 +1,4 @@
-"""What is known of each config key, and `check`, which lists all errors.
+"""Says what is known of each config key; `check` lists all errors.
 
 A key has one entry in `KEYS`: the rule for its value, whether a run may be
 resumed with another value, and the version since when it exists. Its default is
@@ -36,11 +36,11 @@ FREE, GUARDED, FIXED = 'free', 'guarded', 'fixed'
 
 
 class Key(NamedTuple):
-  """What is known of a config key, beside its default.
+  """One entry of `KEYS`: all of a config key but its default.
 
   Attributes:
     rule: the rule for its value; None: each value of its type is good.
-    check: yields errors about what the value names, one line each.
+    check: yields errors about what a key's value names, one line each.
     resume: FREE, GUARDED or FIXED.
     since: the version that has brought it.
     before: the value with which earlier runs behaved, whose records lack it;
@@ -50,7 +50,7 @@ class Key(NamedTuple):
   """
 
   rule: settings.Rule | None = None
-  check: Callable[[Any], Iterator[str]] | None = None
+  check: Callable[[str, Any], Iterator[str]] | None = None
   resume: str = GUARDED
   since: str = '0.1'
   before: Any = None
@@ -75,10 +75,6 @@ def _are_keys(names: Sequence[str]) -> bool:
     )
     for name in names
   )
-
-
-def _model_of(key: str) -> Callable[[Any], Iterator[str]]:
-  return functools.partial(external.model_exists, key)
 
 
 _SOME_KEYS = settings.Rule(
@@ -197,11 +193,11 @@ KEYS: Mapping[str, Key] = {
   'model.num_heads': _fixed(rules.POSITIVE),
   'model.num_kv_heads': _fixed(rules.POSITIVE),
   'model.num_layers': _fixed(rules.POSITIVE),
-  'model.path': Key(check=_model_of('model.path')),
+  'model.path': Key(check=external.model_exists),
   'model.qk_norm': _fixed(),
   'model.qkv_bias': _fixed(),
   'model.reference_memory': _free(rules.one_of('device', 'host')),
-  'model.reference_path': Key(check=_model_of('model.reference_path')),
+  'model.reference_path': Key(check=external.model_exists),
   'model.rms_norm_eps': Key(rules.POSITIVE),
   'model.rope_theta': Key(rules.POSITIVE),
   'model.router_aux_loss_coef': Key(rules.NOT_NEGATIVE),
@@ -352,7 +348,7 @@ def check(config: base.Config) -> list[str]:
       errors.append(f'{name}={values[name]!r}: must be {key.rule.allowed}')
       del values[name]
     elif key.check is not None:
-      errors += key.check(values[name])
+      errors += key.check(name, values[name])
   problems = _check_algorithm(config)
   if not problems:
     values |= options

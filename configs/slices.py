@@ -1,11 +1,16 @@
 """The options with which Qwen2.5 trains on slices of TPU v5e, by model size.
 
+The configs of data sets take a size behind the algorithm or in its place, such
+as `configs/nq.py:st_ppo,7b` or `configs/nq.py:7b`.
+
 The chips have 16 GiB each, and a host has four of them. `python -m stppo_jax
 plan --sweep_mesh` finds such settings for other models and other slices.
 """
 
 import typing
 
+from stppo_jax import settings
+from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 
 
@@ -36,6 +41,26 @@ SLICES = {
 }
 
 
+def split(argument: str) -> tuple[str, str]:
+  """Returns the algorithm and the size, '' if none, of a config's argument.
+
+  Args:
+    argument: ALGORITHM, SIZE, or ALGORITHM,SIZE.
+
+  Raises:
+    UnknownName: a word is neither; the message lists the choices.
+  """
+  words = argument.split(',')
+  algorithm = words.pop(0) if words[0] in algorithms.ALGORITHMS else 'st_ppo'
+  size = words.pop(0) if words and words[0] in SLICES else ''
+  if words:
+    hint = settings.closest(words[0], [*sorted(algorithms.ALGORITHMS), *SLICES])
+    raise algorithms.UnknownName(
+      f'unknown {words[0]!r}, expected ALGORITHM, SIZE or ALGORITHM,SIZE{hint}'
+    )
+  return algorithm, size
+
+
 def place(config: base.Config, size: str) -> None:
   """Sets what a config needs so that a model of a size trains on its slice.
 
@@ -47,6 +72,7 @@ def place(config: base.Config, size: str) -> None:
     size: a key of `SLICES`.
   """
   chosen = SLICES[size]
+  config.title += f' {size}'
   config.model.dtype = 'bfloat16'
   config.mesh.update(data=chosen.data, fsdp=chosen.fsdp, tensor=chosen.tensor)
   config.updates.remat = 'full'

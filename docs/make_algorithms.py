@@ -4,9 +4,9 @@ import pathlib
 from typing import Any
 
 from docs import texts
+from docs.texts import sources
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
-from stppo_jax.configs import sources
 from stppo_jax.tools import algorithm_docs
 
 FOLDER = pathlib.Path(__file__).parent

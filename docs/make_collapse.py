@@ -8,19 +8,16 @@ a table of alarms, is replaced.
 """
 
 from collections.abc import Mapping
-import functools
 import pathlib
 import re
-from typing import Any
 
-from stppo_jax import settings
-from stppo_jax.configs import collapse
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
+from studies import collapse
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
@@ -85,31 +82,15 @@ def _alarms(thresholds: Mapping[str, float]) -> str:
   )
 
 
-def _copied(study: study_lib.Study) -> int:
+def _copied(name: str) -> int:
   """Returns how many runs of a study the table of the first one has."""
-  if study.name == _FIRST:
+  if name == _FIRST:
     return 0
-  first = studies()[_FIRST]
-  arms = {arm.key: _settings(first, arm) for arm in first.arms}
-  there = [
-    arms[run.key]
-    for run in results.read(_table(_FIRST))
-    if run.seed < study.seeds
-  ]
-  return sum(there.count(_settings(study, arm)) for arm in study.arms)
-
-
-@functools.cache
-def _config(algorithm: str) -> dict[str, Any]:
-  """Returns the stress with an algorithm, by dotted keys."""
-  return settings.flatten(collapse.get_config(algorithm))
-
-
-def _settings(
-  study: study_lib.Study, arm: study_lib.Arm
-) -> tuple[dict[str, Any], Any]:
-  """Returns the config of an arm by dotted keys, and that of its start."""
-  return {**_config(arm.algorithm), **arm.changes}, study.starts.get(arm.start)
+  first, ours = (
+    [(run.settings, run.seed) for run in results.read(_table(x))]
+    for x in (_FIRST, name)
+  )
+  return sum(run in first for run in ours)
 
 
 def _block(study: study_lib.Study) -> str:
@@ -118,11 +99,13 @@ def _block(study: study_lib.Study) -> str:
   planned = len(study.arms) * study.seeds
   copies = ''
   command = (
-    f'python -m stppo_jax ablate --config=configs/collapse.py:{study.name} '
+    f'python -m stppo_jax ablate --config=studies/collapse.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv'
   )
-  if copied := _copied(study):
+  copied = _copied(study.name)
+  if copied or (not runs and study.name != _FIRST):
     command += f' --reuse=docs/collapse/{_FIRST}.csv'
+  if copied:
     copies = f'; {copied} of those planned are in study 1'
   if not runs:
     return (

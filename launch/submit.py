@@ -34,6 +34,7 @@ from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import overrides as overrides_lib
 
 _TEMPLATES = launchers.ROOT / 'launch' / 'templates'
 _FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
@@ -183,13 +184,12 @@ def _fill(template: str, fields: Mapping[str, object]) -> str:
 
 def flags_for(name: str, *switches: str) -> absl_flags.FlagValues:
   """Returns the flags of a launcher, for texts, and switches."""
-  flags = absl_flags.FlagValues()
-  options = {'config': None, 'workdir': None, **launchers.options(name)}
-  for option, default in options.items():
-    absl_flags.DEFINE_string(option, default, '', flag_values=flags)
-  for switch in switches:
-    absl_flags.DEFINE_boolean(switch, False, '', flag_values=flags)
-  return flags
+  return command_line.flags(
+    config=None,
+    workdir=None,
+    **launchers.options(name),
+    **dict.fromkeys(switches, False),
+  )
 
 
 def _values(
@@ -272,12 +272,7 @@ def name_of(workdir: str) -> str:
 
 def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
   """Returns the flags that set keys of a config."""
-  return [
-    f'--{"" if value else "no"}config.{key}'
-    if isinstance(value, bool)
-    else f'--config.{key}={value}'
-    for key, value in overrides.items()
-  ]
+  return [overrides_lib.as_flag(key, text) for key, text in overrides.items()]
 
 
 def _with_values(word: str, values: Mapping[str, str]) -> str:

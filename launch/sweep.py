@@ -27,7 +27,6 @@ largest one of the runs. With another launcher it is that of the submission.
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import importlib.util
 import itertools
 import os
 import pathlib
@@ -46,6 +45,7 @@ from launch import submit
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
+from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
 from stppo_jax.tools import run_state
 from stppo_jax.tools.ablation import parallel_runs
@@ -117,35 +117,27 @@ def _main(argv: Sequence[str]) -> int:
 
 def _flags(options: Sequence[str]) -> absl_flags.FlagValues:
   """Returns the flags of a sweep, with options of its launcher."""
-  flags = absl_flags.FlagValues()
-  for name in ('config', 'out', *options):
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  absl_flags.DEFINE_string('on', 'local', '', flag_values=flags)
-  absl_flags.DEFINE_integer('jobs', 1, '', lower_bound=1, flag_values=flags)
-  for name in ('dry_run', 'status', 'stop'):
-    absl_flags.DEFINE_boolean(name, False, '', flag_values=flags)
-  return flags
+  return command_line.flags(
+    config='',
+    out='',
+    **dict.fromkeys(options, ''),
+    on='local',
+    jobs=command_line.integer(1, lower_bound=1),
+    dry_run=False,
+    status=False,
+    stop=False,
+  )
 
 
 def grid(file: str) -> dict[str, list[str]]:
   """Returns name to flags of each run of the sweep of a config file.
 
   Raises:
-    UsageError: the file has no sweep, or one that is no dict of lists.
+    Misconfigured: the file has no sweep, or one that is no dict of lists.
   """
   start = f'--config={file}: '
-  path = pathlib.Path(file)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  if not path.is_file() or spec is None or spec.loader is None:
-    raise exits.Misconfigured(f'{start}no such Python file')
-  module = importlib.util.module_from_spec(spec)
-  # The file is a program of the user: any exception in it is a usage error.
-  try:
-    spec.loader.exec_module(module)
-    axes = module.sweep()
-  except Exception as error:
-    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
-    raise exits.Misconfigured(f'{start}sweep() fails with {reason}') from error
+  with exits.naming(f'--config={file}'):
+    axes = config_file.call(file, 'sweep')
   if not isinstance(axes, dict) or not all(
     isinstance(x, list | tuple) and len(x) for x in axes.values()
   ):
@@ -158,7 +150,9 @@ def grid(file: str) -> dict[str, list[str]]:
     algorithm = chosen.pop(_ALGORITHM, '')
     flags = [f'--config={file}:{algorithm}'.rstrip(':')]
     flags += [f'--config.{key}={value}' for key, value in chosen.items()]
-    name = '-'.join([algorithm or path.stem, *map(_part, chosen.items())])
+    # The size of a model may follow the algorithm behind a comma.
+    first = algorithm.replace(',', '-') or pathlib.Path(file).stem
+    name = '-'.join([first, *map(_part, chosen.items())])
     if name in runs:
       raise exits.Misconfigured(f'{start}two runs of sweep() are named {name}')
     runs[name] = flags

@@ -67,7 +67,14 @@ def _commands() -> list[list[str]]:
 def _copy(root: pathlib.Path) -> None:
   """Copies what the steps change and the commands read."""
   # Modification times are kept, so that compiled modules stay valid.
-  for name in ('configs', 'stppo_jax', 'docs', 'tests', 'benchmarks'):
+  for name in (
+    'configs',
+    'studies',
+    'stppo_jax',
+    'docs',
+    'tests',
+    'benchmarks',
+  ):
     shutil.copytree(_ROOT / name, root / name, symlinks=True)
   for name in ('pyproject.toml', 'README.md', 'Makefile'):
     shutil.copy2(_ROOT / name, root / name)

@@ -34,7 +34,7 @@ _OF_ALGORITHMS = {
 
 
 def _copy(root: pathlib.Path) -> None:
-  for name in ('stppo_jax', 'configs', 'docs', 'tests'):
+  for name in ('stppo_jax', 'configs', 'studies', 'docs', 'tests'):
     shutil.copytree(_ROOT / name, root / name, symlinks=True)
   shutil.copy2(_ROOT / 'README.md', root)
   (root / 'assets').symlink_to(_ROOT / 'assets')

@@ -105,7 +105,14 @@ def _run(words, cwd):
 
 
 def _make_clone(root):
-  for name in ('assets', 'configs', 'launch', 'stppo_jax', 'Makefile'):
+  for name in (
+    'assets',
+    'configs',
+    'launch',
+    'stppo_jax',
+    'studies',
+    'Makefile',
+  ):
     (root / name).symlink_to(_ROOT / name)
   (root / 'runs').mkdir()
   return root

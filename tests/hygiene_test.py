@@ -11,7 +11,7 @@ import re
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_FOLDERS = ('stppo_jax', 'configs', 'docs', 'benchmarks', 'launch')
+_FOLDERS = ('stppo_jax', 'configs', 'studies', 'docs', 'benchmarks', 'launch')
 _UNSAFE_MODULES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib')
 _UNSAFE_MODULES += ('marshal', 'shelve')
 _UNSAFE_CALLS = ('eval', 'exec', '__import__')
@@ -33,7 +33,6 @@ _MAY_RUN_MODULES = (
   'stppo_jax/envs/gymnasium.py',  # env.gymnasium.make
   'stppo_jax/envs/reward_function.py',  # env.reward_function
   'stppo_jax/retrieval/indexes/faiss_index.py',  # faiss, which is optional
-  'launch/sweep.py',  # --sweep, a program of the user
 )
 _UNSAFE_OPTIONS = ('shell', 'allow_pickle', 'trust_remote_code')
 _NEW_CODE = 'code by name; say in _MAY_RUN_MODULES whose it is'

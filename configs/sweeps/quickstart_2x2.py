@@ -10,7 +10,7 @@
 The runs of one seed are paired: they ask the same questions, start from the
 same weights and sample with the same keys. On two CPU cores, the 20 runs take
 some 80 minutes. The quickstart is easy, so expect no difference. The setting of
-the paper is that of the configs nq_hotpotqa_*.py.
+the paper is `configs/nq_hotpotqa.py` with a size, such as `:st_ppo,7b`.
 """
 
 from stppo_jax.configs import quickstart

@@ -6,7 +6,7 @@ python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
     [--dry_run]
 
   --config=FILE.py[:STUDY]  a config file with a function studies(), such as
-                            configs/collapse.py, and the name of a study in it;
+                            studies/collapse.py, and the name of a study in it;
                             by default its first
   --workdir=DIR             the folder of the study; each run has a folder in it
   --seeds=N                 how many seeds, from 0; or, with commas, which ones.
@@ -35,17 +35,13 @@ read; the tables then lack that run.
 
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from stppo_jax.commands.flags import ablation_flags
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains what a study lacks and compares its runs; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_boolean('dry_run', False, '', flag_values=flags)
-  plan = ablation_flags.parse(flags, argv)
+  plan, is_dry = ablation_flags.parse(argv)
   # Imported late: a wrong flag is answered before numpy and others are loaded.
   from stppo_jax.tools.ablation import study_runs
 
-  return study_runs.make(plan, is_dry=flags.dry_run)
+  return study_runs.make(plan, is_dry=is_dry)

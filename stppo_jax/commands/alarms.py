@@ -34,9 +34,6 @@ run. What cannot be read is named in one line, and the exit code is then 2.
 from collections.abc import Sequence
 import sys
 
-from absl import flags as absl_flags
-
-from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.configs import alarms as alarms_lib
 from stppo_jax.tools.ablation import alarm_tables
@@ -44,14 +41,16 @@ from stppo_jax.tools.ablation import alarm_tables
 
 def main(argv: Sequence[str]) -> int:
   """Prints what the alarms are worth; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  for name in alarms_lib.THRESHOLDS:
-    absl_flags.DEFINE_float(name, None, '', flag_values=flags)
-  words, _, errors = command_line.parse(flags, argv, words=sys.maxsize)
+  numbers = dict.fromkeys(alarms_lib.THRESHOLDS, command_line.number())
+  flags = command_line.flags(**numbers)
+  words, _, errors = command_line.parse(
+    flags,
+    argv,
+    words=sys.maxsize,
+    missing='RUNS: missing; give the folder of a run, or several',
+  )
   thresholds = flags.flag_values_dict()
   thresholds = {k: x for k, x in thresholds.items() if x is not None}
-  if not words:
-    errors.append('RUNS: missing; give the folder of a run, or several')
   if any(map(alarm_tables.is_table, words)):
     errors += [
       f'--{name}: no table of a study has its number; give the folders of runs'
@@ -59,7 +58,4 @@ def main(argv: Sequence[str]) -> int:
       if name not in alarm_tables.MEASURED
     ]
   command_line.refuse(errors)
-  losses = alarm_tables.show(words, thresholds)
-  for loss in losses:
-    print(loss, file=sys.stderr)
-  return exits.USAGE if losses else 0
+  return command_line.lost(alarm_tables.show(words, thresholds))

@@ -19,8 +19,6 @@ code is 3 if one is damaged, or if the run has saved some and all are gone.
 
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools import checkpoints
@@ -31,8 +29,7 @@ _ACTIONS = {'list': checkpoints.show, 'verify': checkpoints.verify}
 
 def main(argv: Sequence[str]) -> int:
   """Lists or verifies the checkpoints of a run; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
+  flags = command_line.flags(workdir='')
   words, _, errors = command_line.parse(flags, argv, words=2)
   action, place, *_ = *words, flags.workdir, ''
   if action not in _ACTIONS:

@@ -24,11 +24,11 @@ questions of a data set or of a file. docs/data.md has more.
 from collections.abc import Sequence
 import pathlib
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools import data_sets
+
+_MISSING = '{} must come before the flags'
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,14 +41,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build(argv: Sequence[str]) -> None:
-  flags = _flags()
-  absl_flags.DEFINE_string('from_files', '', '', flag_values=flags)
-  absl_flags.DEFINE_string('mirror', '', '', flag_values=flags)
-  absl_flags.DEFINE_boolean('force', False, '', flag_values=flags)
-  name = _name(flags, argv, needs='a name', required=('root',))
+  flags = command_line.flags(root='', from_files='', mirror='', force=False)
+  given = command_line.parse(
+    flags, argv, words=1, missing=_MISSING.format('a name'), required=('root',)
+  )
+  command_line.refuse(given.errors)
   data_sets.build(
     pathlib.Path(flags.root),
-    name,
+    *given.words,
     from_files=flags.from_files,
     mirror=flags.mirror,
     force=flags.force,
@@ -56,36 +56,20 @@ def _build(argv: Sequence[str]) -> None:
 
 
 def _list(argv: Sequence[str]) -> None:
-  flags = _flags()
+  flags = command_line.flags(root='')
   command_line.refuse(command_line.parse(flags, argv).errors)
   data_sets.show_all(pathlib.Path(flags.root) if flags.root else None)
 
 
 def _show(argv: Sequence[str]) -> None:
-  flags = _flags()
-  absl_flags.DEFINE_integer('rows', 3, '', lower_bound=0, flag_values=flags)
-  absl_flags.DEFINE_integer('start', 0, '', lower_bound=0, flag_values=flags)
-  name = _name(flags, argv, needs='a data set or a file')
+  flags = command_line.flags(
+    root='',
+    rows=command_line.integer(3, lower_bound=0),
+    start=command_line.integer(0, lower_bound=0),
+  )
+  given = command_line.parse(
+    flags, argv, words=1, missing=_MISSING.format('a data set or a file')
+  )
+  command_line.refuse(given.errors)
   root = pathlib.Path(flags.root) if flags.root else None
-  data_sets.show(root, name, start=flags.start, count=flags.rows)
-
-
-def _flags() -> absl_flags.FlagValues:
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('root', '', '', flag_values=flags)
-  return flags
-
-
-def _name(
-  flags: absl_flags.FlagValues,
-  argv: Sequence[str],
-  *,
-  needs: str,
-  required: Sequence[str] = (),
-) -> str:
-  """Returns the argument that is no flag, and sets the flags."""
-  words, _, errors = command_line.parse(flags, argv, words=1, required=required)
-  if not words:
-    errors.append(f'{needs} must come before the flags')
-  command_line.refuse(errors)
-  return words[0]
+  data_sets.show(root, *given.words, start=flags.start, count=flags.rows)

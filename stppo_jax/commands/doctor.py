@@ -32,8 +32,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
@@ -48,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
   if argv and not argv[0].startswith('-'):
     command_line.subcommand('doctor', argv, ['retriever'])
     return _examine_server(argv[1:])
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
+  flags = command_line.flags(workdir='')
   given = configuration.split(argv, flags, required=())
   config: Any = None
   if given.overrides and not flags.config:
@@ -70,15 +67,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _examine_server(argv: Sequence[str]) -> int:
   """Examines a retrieval server; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  for name in ('url', 'corpus', 'expect'):
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  absl_flags.DEFINE_string(
-    'query', retriever_check.Examination.query, '', flag_values=flags
+  flags = command_line.flags(
+    url='',
+    corpus='',
+    expect='',
+    query=retriever_check.Examination.query,
+    dialect=command_line.one_of(['', *dialects.DIALECTS], ''),
+    timeout=10.0,
   )
-  choices = ['', *dialects.DIALECTS]
-  absl_flags.DEFINE_enum('dialect', '', choices, '', flag_values=flags)
-  absl_flags.DEFINE_float('timeout', 10.0, '', flag_values=flags)
   errors = command_line.parse(flags, argv, required=('url',)).errors
   if not 0 < flags.timeout < float('inf'):
     errors.append(f'--timeout={flags.timeout:g}: must be greater than 0')

@@ -22,30 +22,18 @@ more.
 """
 
 from collections.abc import Sequence
-import functools
 import pathlib
 
-from absl import flags as absl_flags
-
-from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import evaluated_config
-from stppo_jax.workdir import run_folder
 
 
 def main(argv: Sequence[str]) -> int:
   """Evaluates a checkpoint; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('sets', '', '', flag_values=flags)
-  absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer(
-    'samples', None, '', lower_bound=1, flag_values=flags
+  flags = command_line.flags(
+    sets='', out='', samples=command_line.integer(lower_bound=1)
   )
-  checkpoint, config = evaluated_config.parse(
-    argv,
-    flags=flags,
-    change=lambda config: evaluated_config.choose_sets(config, flags.sets),
-    check=functools.partial(_out_problems, flags),
-  )
+  checkpoint, config = evaluated_config.parse(argv, flags=flags)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools import evaluation
 
@@ -54,20 +42,4 @@ def main(argv: Sequence[str]) -> int:
     checkpoint,
     samples=flags.samples or 0,
     out=pathlib.Path(flags.out) if flags.out else None,
-  )
-
-
-def _out_problems(
-  flags: absl_flags.FlagValues, config, checkpoint: pathlib.Path
-) -> list[str]:
-  """Returns why `--out` must not be written."""
-  if not flags.out:
-    return []
-  folders = configuration.folders_read(config) | {'--checkpoint': checkpoint}
-  return run_folder.problems(
-    flags.out,
-    flag='--out',
-    command='evaluate',
-    reads=folders,
-    may_lie_inside=True,
   )

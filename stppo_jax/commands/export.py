@@ -18,8 +18,6 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
-from absl import flags as absl_flags
-
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.tools import checkpoints
@@ -32,12 +30,13 @@ DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
 
 def main(argv: Sequence[str]) -> int:
   """Exports a policy; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
-  absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer('step', None, '', lower_bound=0, flag_values=flags)
-  absl_flags.DEFINE_enum('dtype', DTYPES[0], DTYPES, '', flag_values=flags)
-  absl_flags.DEFINE_string('model', None, '', flag_values=flags)
+  flags = command_line.flags(
+    workdir='',
+    out='',
+    step=command_line.integer(lower_bound=0),
+    dtype=command_line.one_of(DTYPES, DTYPES[0]),
+    model=None,
+  )
   errors = command_line.parse(flags, argv, required=('workdir', 'out')).errors
   config: Any = None
   if flags.workdir:
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
   )
 
 
-def _out_problems(flags: absl_flags.FlagValues, config: Any) -> list[str]:
+def _out_problems(flags: Any, config: Any) -> list[str]:
   """Returns a line if the export would replace what it or the run reads."""
   workdir = pathlib.Path(flags.workdir)
   folders = configuration.folders_read(config) | {

@@ -21,29 +21,23 @@ kinds. What it has already is not built again.
 
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import index_folder
 
-_BACKENDS = 'bm25', 'dense'
-_DTYPES = 'float32', 'bfloat16'
 _TEXTS = 'corpus', 'out', 'encoder', 'query_prefix', 'passage_prefix'
 
 
 def main(argv: Sequence[str]) -> int:
   """Builds the index; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  for name in _TEXTS:
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  absl_flags.DEFINE_enum('backend', 'bm25', _BACKENDS, '', flag_values=flags)
-  absl_flags.DEFINE_enum('dtype', 'float32', _DTYPES, '', flag_values=flags)
-  absl_flags.DEFINE_float('k1', 0.9, '', lower_bound=0, flag_values=flags)
-  absl_flags.DEFINE_float(
-    'b', 0.4, '', lower_bound=0.0, upper_bound=1.0, flag_values=flags
+  flags = command_line.flags(
+    **dict.fromkeys(_TEXTS, ''),
+    backend=command_line.one_of(('bm25', 'dense'), 'bm25'),
+    dtype=command_line.one_of(('float32', 'bfloat16'), 'float32'),
+    k1=command_line.number(0.9, lower_bound=0),
+    b=command_line.number(0.4, lower_bound=0.0, upper_bound=1.0),
   )
   errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
   if (flags.backend == 'dense') != bool(flags.encoder):

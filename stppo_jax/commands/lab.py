@@ -45,8 +45,6 @@ from collections.abc import Sequence
 import math
 import os
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
@@ -73,11 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _collect(argv: Sequence[str]) -> None:
   """Collects, annotates and updates once; saves the arrays."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer(
-    'updates', None, '', lower_bound=0, flag_values=flags
+  flags = command_line.flags(
+    out='', workdir='', updates=command_line.integer(lower_bound=0)
   )
   config = configuration.parse(argv, flags=flags, required=('out',))
   folders = configuration.folders_read(config)
@@ -94,8 +89,13 @@ def _collect(argv: Sequence[str]) -> None:
 
 def _score(argv: Sequence[str]) -> None:
   """Computes loss, gradient and metrics of one algorithm."""
-  flags = lab_flags.of_batch('out', 'algorithm', 'advantages')
-  absl_flags.DEFINE_float('entropy_coefficient', 0.0, '', flag_values=flags)
+  flags = lab_flags.of_batch(
+    out='',
+    algorithm='',
+    advantages='',
+    set=command_line.REPEATED,
+    entropy_coefficient=0.0,
+  )
   lab_flags.parse(flags, argv, required=('algorithm',))
   _check_finite('entropy_coefficient', flags.entropy_coefficient)
   options = lab_flags.algorithm(flags.algorithm, flags.set, config=flags.config)
@@ -112,8 +112,13 @@ def _score(argv: Sequence[str]) -> None:
 
 def _advantages(argv: Sequence[str]) -> None:
   """Computes the advantages and returns of one estimator."""
-  flags = lab_flags.of_batch('out', 'estimator', 'kl')
-  absl_flags.DEFINE_float('kl_coefficient', None, '', flag_values=flags)
+  flags = lab_flags.of_batch(
+    out='',
+    estimator='',
+    kl='',
+    set=command_line.REPEATED,
+    kl_coefficient=command_line.number(),
+  )
   lab_flags.parse(flags, argv)
   if not flags.config and not flags.estimator:
     raise exits.Misconfigured('--estimator: missing')
@@ -135,8 +140,7 @@ def _advantages(argv: Sequence[str]) -> None:
 
 def _compare(argv: Sequence[str]) -> None:
   """Prints several algorithms beside each other."""
-  flags = lab_flags.of_batch('algorithms', 'advantages')
-  absl_flags.DEFINE_boolean('json', False, '', flag_values=flags)
+  flags = lab_flags.of_batch(algorithms='', advantages='', json=False)
   lab_flags.parse(flags, argv, required=('algorithms',))
   options = lab_flags.algorithms(flags.algorithms, config=flags.config)
   from stppo_jax.tools.lab import offline

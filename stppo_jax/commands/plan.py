@@ -36,8 +36,6 @@ with the changes were compiled, too.
 
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
@@ -46,26 +44,18 @@ _PROGRAMS = 'extend', 'decode', 'publish', 'annotate', 'update'
 
 def main(argv: Sequence[str]) -> int:
   """Prints the plan; returns the exit code, 2 where it does not fit."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('topology', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer('devices', 64, '', lower_bound=1, flag_values=flags)
-  absl_flags.DEFINE_integer('length', 0, '', lower_bound=0, flag_values=flags)
-  for name in ('hbm_gib', 'price'):
-    absl_flags.DEFINE_float(name, 0.0, '', lower_bound=0, flag_values=flags)
-  absl_flags.DEFINE_float(
-    'loss_fraction',
-    0.5,
-    '',
-    lower_bound=1e-3,
-    upper_bound=1.0,
-    flag_values=flags,
-  )
-  absl_flags.DEFINE_boolean('compile', True, '', flag_values=flags)
-  absl_flags.DEFINE_list('programs', [], '', flag_values=flags)
-  absl_flags.DEFINE_boolean('json', False, '', flag_values=flags)
-  absl_flags.DEFINE_boolean('sweep_mesh', False, '', flag_values=flags)
-  absl_flags.DEFINE_integer(
-    'compile_best', 0, '', lower_bound=-1, flag_values=flags
+  flags = command_line.flags(
+    topology='',
+    devices=command_line.integer(64, lower_bound=1),
+    length=command_line.integer(0, lower_bound=0),
+    hbm_gib=command_line.number(0.0, lower_bound=0),
+    price=command_line.number(0.0, lower_bound=0),
+    loss_fraction=command_line.number(0.5, lower_bound=1e-3, upper_bound=1.0),
+    compile=True,
+    programs=[],
+    json=False,
+    sweep_mesh=False,
+    compile_best=command_line.integer(0, lower_bound=-1),
   )
   config = configuration.parse(argv, flags=flags)
   command_line.refuse(

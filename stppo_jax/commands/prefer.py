@@ -17,15 +17,13 @@ and the trained policy is written to DIR/policy.
 
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains on pairs of trajectories; returns the exit code."""
-  flags = configuration.training_flags()
-  absl_flags.DEFINE_string('batch', '', '', flag_values=flags)
+  flags = command_line.flags(workdir='', restart=False, batch='')
   config = configuration.parse(
     argv, flags=flags, required=('workdir', 'batch'), writer='prefer'
   )

@@ -19,8 +19,6 @@ compiler or its memory, or in rounding, which differs between devices.
 from collections.abc import Sequence
 import pathlib
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.workdir import recorded_config
@@ -28,14 +26,16 @@ from stppo_jax.workdir import recorded_config
 
 def main(argv: Sequence[str]) -> int:
   """Repeats an update; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  given = command_line.parse(flags, argv, words=1)
-  folder, errors = pathlib.Path(*given.words), given.errors
-  if not given.words:
-    errors.append('DIR: missing; give a dump, such as WORKDIR/crash/step_12')
-  elif not folder.is_dir():
-    errors.append(f'{folder}: no such folder')
-  command_line.refuse(errors)
+  given = command_line.parse(
+    command_line.flags(),
+    argv,
+    words=1,
+    missing='DIR: missing; give a dump, such as WORKDIR/crash/step_12',
+  )
+  folder = pathlib.Path(*given.words)
+  if not folder.is_dir():
+    given.errors.append(f'{folder}: no such folder')
+  command_line.refuse(given.errors)
   with exits.as_misconfigured(str(folder)):
     config = recorded_config.read(folder)
   # Imported late: a wrong flag is answered before jax is loaded.

@@ -21,38 +21,31 @@ from collections.abc import Sequence
 import pathlib
 import sys
 
-from absl import flags as absl_flags
-
-from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import report
 
-_FORMATS = 'html', 'md'
-
 
 def main(argv: Sequence[str]) -> int:
   """Writes the report of runs; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('out', '', '', flag_values=flags)
-  absl_flags.DEFINE_enum('format', 'html', _FORMATS, '', flag_values=flags)
-  for name, most in {'dialogues': 5000, 'megabytes': 25}.items():
-    absl_flags.DEFINE_integer(name, most, '', lower_bound=0, flag_values=flags)
-  given = command_line.parse(flags, argv, words=sys.maxsize)
-  errors = given.errors
-  if not given.words:
-    errors.append('DIR: missing; give the folder of a run, or several')
+  flags = command_line.flags(
+    out='',
+    format=command_line.one_of(('html', 'md'), 'html'),
+    dialogues=command_line.integer(5000, lower_bound=0),
+    megabytes=command_line.integer(25, lower_bound=0),
+  )
+  words, _, errors = command_line.parse(
+    flags, argv, words=sys.maxsize, missing=command_line.NO_RUNS
+  )
   out = pathlib.Path(flags.out or f'report.{flags.format}')
   if problem := output.problem(out, has_figures=flags.format == 'md'):
     errors.append(f'--out={problem}')
   command_line.refuse(errors)
   losses = report.write(
     out,
-    given.words,
+    words,
     form=flags.format,
     most_dialogues=flags.dialogues,
     most_megabytes=flags.megabytes,
   )
-  for loss in losses:
-    print(loss, file=sys.stderr)
-  return exits.USAGE if losses else 0
+  return command_line.lost(losses)

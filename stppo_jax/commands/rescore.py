@@ -16,8 +16,6 @@ docs/evaluation.md describes the two scorers.
 from collections.abc import Sequence
 import pathlib
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.envs import rewards
@@ -26,12 +24,11 @@ from stppo_jax.tools import rescoring
 
 def main(argv: Sequence[str]) -> int:
   """Prints the two mean scores and the dialogues in which they differ."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('trajectories', '', '', flag_values=flags)
-  absl_flags.DEFINE_enum(
-    'scope', None, list(rewards.SCOPES), '', flag_values=flags
+  flags = command_line.flags(
+    trajectories='',
+    scope=command_line.one_of(list(rewards.SCOPES)),
+    shown=command_line.integer(10, lower_bound=0),
   )
-  absl_flags.DEFINE_integer('shown', 10, '', lower_bound=0, flag_values=flags)
   required = 'trajectories', 'scope'
   given = command_line.parse(flags, argv, required=required)
   command_line.refuse(given.errors)

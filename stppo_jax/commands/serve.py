@@ -41,8 +41,6 @@ then it finishes the requests in flight.
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.configs import base
@@ -57,7 +55,23 @@ _TEXTS = 'index', 'corpus', 'encoder', 'faiss', 'query_prefix', 'replay'
 
 def main(argv: Sequence[str]) -> int:
   """Runs the server; returns the exit code."""
-  flags = _flags()
+  # The defaults of a run, so that both make the same worlds.
+  config: Any = base.get_config()
+  world = config.data.synthetic_wiki
+  flags = command_line.flags(
+    **dict.fromkeys(_TEXTS, ''),
+    backend=command_line.one_of(backends.BACKENDS, 'bm25'),
+    dialect=command_line.one_of(['', *dialects.DIALECTS], ''),
+    synthetic_seed=command_line.integer(),
+    **{x: command_line.integer(world[x]) for x in serving.WORLD_OPTIONS},
+    fault_rate=command_line.number(0.0, lower_bound=0.0, upper_bound=1.0),
+    fault_seed=0,
+    host=http_server.LOOPBACK,
+    port=command_line.integer(8000, lower_bound=0, upper_bound=65535),
+    workers=command_line.integer(1, lower_bound=1),
+    # The descriptor of a bound socket: this process is a worker.
+    socket=command_line.integer(),
+  )
   errors = command_line.parse(flags, argv).errors
   command_line.refuse([*errors, *serving.problems(flags)])
   try:
@@ -65,32 +79,3 @@ def main(argv: Sequence[str]) -> int:
       return serving.serve(flags, argv)
   except workers.WorkerFailed as failed:
     return failed.exit_code
-
-
-def _flags() -> absl_flags.FlagValues:
-  flags = absl_flags.FlagValues()
-  for name in _TEXTS:
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  for name, choices, default in (
-    ('backend', backends.BACKENDS, 'bm25'),
-    ('dialect', ['', *dialects.DIALECTS], ''),
-  ):
-    absl_flags.DEFINE_enum(name, default, choices, '', flag_values=flags)
-  absl_flags.DEFINE_integer('synthetic_seed', None, '', flag_values=flags)
-  # The defaults of a run, so that both make the same worlds.
-  config: Any = base.get_config()
-  for name in serving.WORLD_OPTIONS:
-    default = config.data.synthetic_wiki[name]
-    absl_flags.DEFINE_integer(name, default, '', flag_values=flags)
-  absl_flags.DEFINE_float(
-    'fault_rate', 0.0, '', lower_bound=0.0, upper_bound=1.0, flag_values=flags
-  )
-  absl_flags.DEFINE_integer('fault_seed', 0, '', flag_values=flags)
-  absl_flags.DEFINE_string('host', http_server.LOOPBACK, '', flag_values=flags)
-  absl_flags.DEFINE_integer(
-    'port', 8000, '', lower_bound=0, upper_bound=65535, flag_values=flags
-  )
-  absl_flags.DEFINE_integer('workers', 1, '', lower_bound=1, flag_values=flags)
-  # The descriptor of a bound socket: this process is a worker.
-  absl_flags.DEFINE_integer('socket', None, '', flag_values=flags)
-  return flags

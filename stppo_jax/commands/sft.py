@@ -15,12 +15,13 @@ model.path of a run.
 
 from collections.abc import Sequence
 
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains on demonstrations; returns the exit code."""
-  flags = configuration.training_flags()
+  flags = command_line.flags(workdir='', restart=False)
   config = configuration.parse(
     argv, flags=flags, required=('workdir',), writer='sft'
   )

@@ -32,32 +32,26 @@ import dataclasses
 import json
 import sys
 
-from absl import flags as absl_flags
-
-from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools import run_state
 
 
 def main(argv: Sequence[str]) -> int:
   """Prints the states of runs; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_boolean('json', False, '', flag_values=flags)
-  given = command_line.parse(flags, argv, words=sys.maxsize)
-  if not given.words:
-    given.errors.append('DIR: missing; give the folder of a run, or several')
+  flags = command_line.flags(json=False)
+  given = command_line.parse(
+    flags, argv, words=sys.maxsize, missing=command_line.NO_RUNS
+  )
   command_line.refuse(given.errors)
   states, problems = [], []
   for folder in given.words:
     try:
       states.append(run_state.read(folder))
     except run_state.NoRun as error:
-      problems.append(str(error))
+      problems.append(error)
   if flags.json:
     for state in states:
       print(json.dumps(dataclasses.asdict(state)))
   elif states:
     print('\n'.join(run_state.table(states)))
-  for problem in problems:
-    print(problem, file=sys.stderr)
-  return exits.USAGE if problems else 0
+  return command_line.lost(problems)

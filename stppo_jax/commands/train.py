@@ -27,23 +27,23 @@ python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
 from collections.abc import Sequence
 import pathlib
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
+from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.tools import resume_check
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains until the configured number of steps; returns the exit code."""
-  flags = configuration.training_flags()
-  absl_flags.DEFINE_integer(
-    'verify_resume', 0, '', lower_bound=0, flag_values=flags
+  flags = command_line.flags(
+    workdir='',
+    restart=False,
+    verify_resume=command_line.integer(0, lower_bound=0),
+    coordinator='',
+    num_processes=0,
+    process_id=-1,
+    start_timeout=300.0,
   )
-  absl_flags.DEFINE_string('coordinator', '', '', flag_values=flags)
-  absl_flags.DEFINE_integer('num_processes', 0, '', flag_values=flags)
-  absl_flags.DEFINE_integer('process_id', -1, '', flag_values=flags)
-  absl_flags.DEFINE_float('start_timeout', 300.0, '', flag_values=flags)
   given = configuration.split(argv, flags, required=('config', 'workdir'))
   writer = resume_check.COMMAND if flags.verify_resume else 'train'
   config = configuration.checked(flags, given, writer=writer)

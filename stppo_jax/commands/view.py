@@ -22,9 +22,6 @@ all dialogues.
 """
 
 from collections.abc import Sequence
-import sys
-
-from absl import flags as absl_flags
 
 from stppo_jax import buckets
 from stppo_jax import exits
@@ -36,19 +33,23 @@ from stppo_jax.workdir import bucket_copy
 
 def main(argv: Sequence[str]) -> int:
   """Prints dialogues; returns the exit code."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_boolean('evaluation', False, '', flag_values=flags)
-  absl_flags.DEFINE_integer('step', None, '', flag_values=flags)
-  absl_flags.DEFINE_integer('number', None, '', flag_values=flags)
-  absl_flags.DEFINE_boolean('tokens', False, '', flag_values=flags)
-  absl_flags.DEFINE_string('status', None, '', flag_values=flags)
-  absl_flags.DEFINE_float('least', None, '', flag_values=flags)
-  absl_flags.DEFINE_float('most', None, '', flag_values=flags)
-  absl_flags.DEFINE_integer('searches', None, '', flag_values=flags)
-  absl_flags.DEFINE_string('text', '', '', flag_values=flags)
-  given = command_line.parse(flags, argv, words=1)
-  if not given.words:
-    given.errors.append('DIR: missing; give the folder of a run')
+  flags = command_line.flags(
+    evaluation=False,
+    step=command_line.integer(),
+    number=command_line.integer(),
+    tokens=False,
+    status=None,
+    least=command_line.number(),
+    most=command_line.number(),
+    searches=command_line.integer(),
+    text='',
+  )
+  given = command_line.parse(
+    flags,
+    argv,
+    words=1,
+    missing='DIR: missing; give the folder of a run',
+  )
   command_line.refuse(given.errors)
   (folder,) = given.words
   losses: list[str] = []
@@ -69,6 +70,4 @@ def main(argv: Sequence[str]) -> int:
   except buckets.BucketError as error:
     raise exits.Misconfigured(str(error)) from error
   print('\n'.join(lines))
-  for loss in losses:
-    print(loss, file=sys.stderr)
-  return exits.USAGE if losses else 0
+  return command_line.lost(losses)

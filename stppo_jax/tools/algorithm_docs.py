@@ -111,7 +111,7 @@ def pages(
     preference: the defaults of the preference losses.
     texts: has `ALGORITHMS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE`
       and `PREAMBLE`; see `docs/texts`.
-    sources: has `SOURCES` and `lines`; see `configs/sources.py`.
+    sources: has `SOURCES` and `lines`; see `docs/texts/sources.py`.
 
   Raises:
     KeyError: an algorithm or a choice is not described.

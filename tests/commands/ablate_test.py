@@ -6,20 +6,19 @@ import subprocess
 import sys
 import time
 
-from absl import flags as absl_flags
 import numpy as np
 import pytest
 
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
-from stppo_jax.configs import collapse
 from stppo_jax.tools.ablation import results
 from stppo_jax.workdir import run_folder
+from studies import collapse
 from tests.training import runs
 
-_CONFIG = f'{runs.REPO}/configs/collapse.py'
+_CONFIG = f'{runs.REPO}/studies/collapse.py'
 _STUDIES = """
-from stppo_jax.configs import collapse
+from studies import collapse
 
 get_config = collapse.get_config
 
@@ -122,7 +121,7 @@ def _flags(folder, study='pair', *more):
 
 
 def _plan(argv):
-  return ablation_flags.parse(absl_flags.FlagValues(), argv)
+  return ablation_flags.parse(argv)[0]
 
 
 def _ablate(folder, *more, study='pair'):

@@ -38,7 +38,7 @@ _CONFIGS = [
   (['model.num_kv_heads=3'], 'model.num_heads=2', 'num_kv_heads=3'),
   (['mesh.tensor=-1'], 'mesh.tensor=-1', 'at most one axis may be -1'),
   (['env.max_turn_tokens=128'], 'max_turn_tokens=128', 'env.max_length=128'),
-  (['model.qk_norm=true'], 'model.qk_norm=True', 'qkv_bias must be False'),
+  (['model.qk_norm=true'], 'qk_norm=True', 'are those of no family'),
   (['rollout.resample_rounds=2'], 'resample_rounds=2', 'no variance'),
   (['updates.routing_replay=trainer'], 'replay=trainer', 'num_experts=0'),
   (_REMOTE, 'rollout.engine=remote', 'rollout.remote.model must be set'),

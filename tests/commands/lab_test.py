@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.commands.flags import lab_flags
 from stppo_jax.tools.lab import saved_batch
 from tests.commands import lab_calls
 from tests.training import runs
@@ -213,3 +214,11 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   assert done.stderr == '' and done.stdout.startswith('turn 1: ')
   table = re.findall(r'^\| `(\w+_BL?|kl_\w+)` \| ', _PAGE, re.MULTILINE)
   assert sorted(table) == sorted(saved_batch.ARRAY_KINDS)
+
+
+def test_the_size_behind_an_algorithm_is_not_compared():
+  flags = lab_flags.of_batch(algorithms='')
+  words = ['--batch=F', '--config=configs/nq.py:st_ppo,7b']
+  lab_flags.parse(flags, words, required=('algorithms',))
+  options = lab_flags.algorithms(flags.algorithms, config=flags.config)
+  assert list(options) == ['st_ppo']

@@ -6,60 +6,93 @@ import re
 
 import pytest
 
+from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax.commands.flags import config_file
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import nq_hotpotqa
 from stppo_jax.configs import slices
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import plan as plan_lib
+from tests.configs import resolved
 
 _PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
-
-
-def _doc(module) -> str:
-  """Returns the docstring of a recipe, whose commands have its file."""
-  doc = module.__doc__
-  commands = re.findall(r'--config=configs/(\w+)\.py', doc)
-  assert commands == [module.__name__.rpartition('.')[2]] * 2  # train, plan
-  return doc
 
 
 @pytest.mark.parametrize('size', slices.SLICES)
 @pytest.mark.parametrize('name', ['nq_hotpotqa', 'medical'])
 def test_the_figures_of_a_recipe_are_those_of_its_plan(name, size):
-  module = importlib.import_module(f'stppo_jax.configs.{name}_{size}')
-  config = module.get_config()
-  config.model.path = str(_PUBLISHED / f'qwen2_5_{size}')
-  doc = _doc(module)
+  module = importlib.import_module(f'stppo_jax.configs.{name}')
+  doc = module.__doc__
+  commands = re.findall(r'--config=configs/(\w+)\.py:(\S+)', doc)
+  assert commands == [(name, 'st_ppo'), (name, 'st_ppo,7b'), (name, '7b')]
   where = re.search(r'--topology=(\S+)', doc)
-  assert where is not None and where[1] == slices.SLICES[size].topology
+  assert where is not None and where[1] == slices.SLICES['7b'].topology
+  config = module.get_config(size)
+  config.model.path = str(_PUBLISHED / f'qwen2_5_{size}')
   plan = plan_lib.make(
     config,
     length=config.env.max_length,
     loss_fraction=0.5,
-    topology=topology.find(where[1]),
+    topology=topology.find(slices.SLICES[size].topology),
   )
   at_least, seconds = plan.seconds
   hours = plan.num_steps * seconds / 3600
   gib = topology.GIB
-  for line in (
-    f'{plan.total / gib:.1f} of {plan.limit / gib:.2f} GiB of a chip',
-    f'{seconds:.0f} seconds a step, at least {at_least:.0f}',
-    f'{hours:.0f} hours and {hours * plan.topology.num_chips:,.0f} chip-hours '
-    f'for {plan.num_steps} steps',
-  ):
-    assert f'    {line}\n' in doc
+  heading = f'size topology GiB of a chip seconds a step {plan.num_steps} steps'
+  figures = (
+    f'{size} {slices.SLICES[size].topology} '
+    f'{plan.total / gib:.1f} of {plan.limit / gib:.2f} '
+    f'{seconds:.0f}, at least {at_least:.0f} '
+    f'{hours:.0f} hours, {hours * plan.topology.num_chips:,.0f} chip-hours'
+  )
+  table = [' '.join(line.split()) for line in doc.splitlines()]
+  assert heading in table and figures in table[table.index(heading) :]
   assert plan.fits
 
 
 @pytest.mark.parametrize('size', slices.SLICES)
 @pytest.mark.parametrize('name', ['nq', 'hotpotqa'])
 def test_one_data_set_has_the_figures_of_both(name, size):
-  one, both = (
-    importlib.import_module(f'stppo_jax.configs.{x}_{size}')
-    for x in (name, 'nq_hotpotqa')
-  )
-  ours = settings.flatten(one.get_config())
-  others = settings.flatten(both.get_config())
+  one = importlib.import_module(f'stppo_jax.configs.{name}')
+  ours = settings.flatten(one.get_config(size))
+  others = settings.flatten(nq_hotpotqa.get_config(size))
   differ = [key for key in ours if ours[key] != others[key]]
   assert differ == ['data.evaluation', 'data.train']
-  figures = [_doc(x).partition('--topology=')[2] for x in (one, both)]
-  assert figures[0] and figures[0] == figures[1]
+  assert 'configs/nq_hotpotqa.py has its hardware and figures' in one.__doc__
+
+
+@pytest.mark.parametrize('name', resolved.SIZED)
+def test_the_algorithm_and_the_size_are_optional(name):
+  def load(argument=''):
+    return config_file.load(f'configs/{name}.py{argument}')
+
+  assert load() == load(':st_ppo')
+  assert load(':7b') == load(':st_ppo,7b') != load(':st_ppo')
+  sized = load(':gspo,3b')
+  assert sized.title == f'{name}: gspo 3b'
+  assert sized.algorithm == load(':gspo').algorithm
+  assert sized.mesh.fsdp == slices.SLICES['3b'].fsdp
+
+
+@pytest.mark.parametrize(
+  ('argument', 'unknown'),
+  [
+    ('st_pp', "'st_pp', expected ALGORITHM, SIZE or ALGORITHM,SIZE; did"),
+    ('st_pp,7b', "'st_pp', expected"),
+    ('st_ppo,8b', "'8b', expected"),
+    ('st_ppo,', "'', expected"),
+    ('7b,st_ppo', "'st_ppo', expected"),
+    ('st_ppo,7b,3b', "'3b', expected"),
+  ],
+)
+def test_an_unknown_word_is_one_line_with_the_choices(argument, unknown):
+  with pytest.raises(exits.Misconfigured) as found:
+    config_file.load(f'configs/nq.py:{argument}')
+  assert found.value.exit_code == 2
+  line = str(found.value)
+  assert line.startswith(
+    f'--config=configs/nq.py:{argument}: unknown {unknown}'
+  )
+  choices = [*sorted(algorithms.ALGORITHMS), *slices.SLICES]
+  assert line.endswith(f'choices: {", ".join(choices)}') and '\n' not in line

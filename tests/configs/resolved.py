@@ -14,7 +14,10 @@ from stppo_jax import settings
 from stppo_jax.commands import config as config_command
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import slices
 
+# The configs that take the size of a model.
+SIZED = ('nq', 'hotpotqa', 'nq_hotpotqa', 'medical')
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -32,8 +35,16 @@ def texts() -> dict[str, str]:
   """Returns file name to text of everything that is kept."""
   everything = settings.flatten(base.get_config())
   made = {'base.txt': [f'{key} = {x!r}' for key, x in everything.items()]}
-  for name in files():
-    config = importlib.import_module(f'stppo_jax.configs.{name}').get_config()
+  modules = {name: f'stppo_jax.configs.{name}' for name in files()}
+  configs = {
+    name: importlib.import_module(module).get_config()
+    for name, module in {**modules, 'collapse': 'studies.collapse'}.items()
+  }
+  for name in SIZED:
+    for size in slices.SLICES:
+      module = importlib.import_module(modules[name])
+      configs[f'{name}_{size}'] = module.get_config(size)
+  for name, config in configs.items():
     made[f'{name}.txt'] = config_command.differences(
       settings.flatten(config), everything
     ) + [f'# {line}' for line in config_command.derived(config)]

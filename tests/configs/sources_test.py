@@ -3,11 +3,11 @@
 import pytest
 
 from docs import texts
+from docs.texts import source as source_lib
+from docs.texts import sources
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
-from stppo_jax.configs import source_values
-from stppo_jax.configs import sources
 
 _NAMES = pytest.mark.parametrize('name', sources.SOURCES)
 
@@ -24,7 +24,7 @@ def test_every_algorithm_has_a_source_or_is_our_version():
 
 @_NAMES
 def test_every_difference_has_a_reason_and_every_reason_a_difference(name):
-  differing = {difference.key for difference in sources.differences(name)}
+  differing = sources.differences(name).keys()
   source = sources.SOURCES[name]
   shared = {'rollout.group_size', 'loss.entropy_coefficient'}
   assert source.why.keys() - shared <= differing <= source.why.keys()
@@ -48,9 +48,9 @@ def test_sources_speak_of_keys_that_exist(name):
 @_NAMES
 def test_a_source_says_what_it_knows(name):
   source = sources.SOURCES[name]
-  ways = source_values.CODE, source_values.PAPER, source_values.DEFINITION
+  ways = source_lib.CODE, source_lib.PAPER, source_lib.DEFINITION
   assert source.sure in ways
-  if source.sure == source_values.CODE:  # code has a value of everything
+  if source.sure == source_lib.CODE:  # code has a value of everything
     assert set(source.silent()) <= {'entropy'}
   for sentence in (*source.why.values(), *source.notes):
     assert sentence.endswith('.')

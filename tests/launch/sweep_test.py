@@ -226,8 +226,9 @@ def test_pod_jobs_are_one_for_each_run(config, capsys):
 @pytest.mark.parametrize(
   ('source', 'expected'),
   [
-    ('get_config = None', "has no attribute 'sweep'"),
+    ('get_config = None', 'has no function sweep'),
     ('def sweep():\n  return [1]', 'must return a dict of lists'),
+    ('def sweep():\n  return 1 / 0', 'grid.py, line 2, fails with ZeroDiv'),
     ('def sweep():\n  return {"seed": []}', 'must return a dict of lists'),
     ('def sweep():\n  return {"seed": [1, 1]}', 'named grid-seed1'),
     (f'{_GRID}\n  return 0', ''),
@@ -250,7 +251,7 @@ def test_a_wrong_grid_is_refused(tmp_path, source, expected, capsys):
   ('flags', 'expected'),
   [
     (['--out=a'], '--config: missing'),
-    (['--config=/no.py', '--out=a'], '--config=/no.py: no such Python file'),
+    (['--config=/no.py', '--out=a'], '--config=/no.py: no such file'),
     (['--config=a', '--out=b', '--on=moon'], '--on=moon: unknown launcher'),
     (['--config=a', '--out=b', '--jobs=0'], '--jobs=0: must be a positive'),
     (['--config=a', '--out=b', '--gpus=8'], '--gpus=8: unknown flag'),
@@ -282,6 +283,19 @@ def _descendants(pid):
     for child in path.read_text().split():
       found += [int(child), *_descendants(child)]
   return found
+
+
+def test_a_run_with_a_size_has_a_plain_name(tmp_path):
+  path = tmp_path / 'grid.py'
+  path.write_text(_GRID.replace("'token_ppo', 'st_ppo'", "'gspo,7b', '7b'"))
+  found = sweep.grid(str(path))
+  assert list(found) == [
+    'gspo-7b-seed0',
+    'gspo-7b-seed1',
+    '7b-seed0',
+    '7b-seed1',
+  ]
+  assert found['gspo-7b-seed0'][0] == f'--config={path}:gspo,7b'
 
 
 @pytest.mark.slow

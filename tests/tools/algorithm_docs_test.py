@@ -8,9 +8,9 @@ import pytest
 
 from docs import make_algorithms
 from docs import texts
+from docs.texts import sources
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
-from stppo_jax.configs import sources
 from stppo_jax.rl import preferences
 from stppo_jax.tools import algorithm_docs
 

@@ -6,8 +6,6 @@ import os
 import pathlib
 from typing import Any
 
-from absl import flags as absl_flags
-
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
@@ -18,29 +16,32 @@ from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.workdir import run_folder
 
 
-def parse(flags: absl_flags.FlagValues, argv: Sequence[str]) -> plan_lib.Plan:
-  """Returns the work that a command line asks for.
+def parse(argv: Sequence[str]) -> tuple[plan_lib.Plan, bool]:
+  """Returns the work that a command line asks for, and if it is only shown.
 
   Args:
-    flags: flags that get their values, beside those of a plan.
     argv: the arguments without the program's and the command's name.
 
   Raises:
     Misconfigured: a line for every error of flags, study and configs.
   """
-  for name in ('config', 'workdir', 'seeds', 'table'):
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  absl_flags.DEFINE_list('groups', [], '', flag_values=flags)
-  absl_flags.DEFINE_list('reuse', [], '', flag_values=flags)
-  cores = len(os.sched_getaffinity(0))
-  absl_flags.DEFINE_integer('jobs', cores, '', lower_bound=1, flag_values=flags)
+  flags = command_line.flags(
+    dry_run=False,
+    config='',
+    workdir='',
+    seeds='',
+    table='',
+    groups=[],
+    reuse=[],
+    jobs=command_line.integer(len(os.sched_getaffinity(0)), lower_bound=1),
+  )
   given = command_line.parse(
     flags, argv, required=('config', 'workdir'), overrides=True
   )
   command_line.refuse(given.errors)
   file, _, name = flags.config.partition(':')
   try:
-    whole = _study(config_file.load_studies(file), name)
+    whole = _study(config_file.call(file, 'studies'), name)
     study = whole.of_groups(flags.groups) if flags.groups else whole
   except ValueError as error:
     line = f'--config={flags["config"].value}: {error}'
@@ -76,7 +77,7 @@ def parse(flags: absl_flags.FlagValues, argv: Sequence[str]) -> plan_lib.Plan:
       digests[arm.key] = plan_lib.digest(plan, arm, config)
   plan = dataclasses.replace(plan, digests=digests)
   command_line.refuse(errors or plan_lib.other_study(plan))
-  return plan
+  return plan, flags.dry_run
 
 
 def _study(studies: Any, name: str) -> study_lib.Study:

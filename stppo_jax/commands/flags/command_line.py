@@ -1,19 +1,22 @@
 """Takes the command line of a command apart with absl's flags.
 
-    flags = absl_flags.FlagValues()
-    absl_flags.DEFINE_integer('shown', 10, '', lower_bound=0, flag_values=flags)
+    flags = command_line.flags(out='', count=3)
     given = command_line.parse(flags, argv, required=('out',))
     command_line.refuse(given.errors)
-    flags.shown
+    flags.count
 
 The help of a flag is in the docstring of its command, which `--help` prints.
-absl stops at the first error; here each one becomes a line.
+absl defines the flags and parses their values. It would stop at the first
+error, so the words are taken apart here, and each error becomes a line.
 """
 
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 import difflib
-import math
+import functools
+import sys
+from typing import Any
 from typing import NamedTuple
 
 from absl import flags as absl_flags
@@ -21,6 +24,7 @@ from absl import flags as absl_flags
 from stppo_jax import exits
 from stppo_jax import settings
 
+NO_RUNS = 'DIR: missing; give the folder of a run, or several'
 _OVERRIDE = 'config.'
 
 
@@ -39,10 +43,69 @@ class Given(NamedTuple):
   errors: list[str]
 
 
+Definition = Callable[..., Any]
+# For flags that are given by their defaults alone.
+_DEFINITIONS: dict[type, Definition] = {
+  str: absl_flags.DEFINE_string,
+  type(None): absl_flags.DEFINE_string,
+  bool: absl_flags.DEFINE_boolean,
+  int: absl_flags.DEFINE_integer,
+  float: absl_flags.DEFINE_float,
+  list: absl_flags.DEFINE_list,
+}
+# The definition of a flag that may be given several times.
+REPEATED = functools.partial(absl_flags.DEFINE_multi_string, default=[])
+
+
+def flags(**options: Any) -> absl_flags.FlagValues:
+  """Returns the flags of a command, without values yet.
+
+  Args:
+    **options: for each flag its default, whose type is that of the flag (a list
+      is one of texts, None a text that is missing), or what `integer`, `number`
+      or `one_of` returns.
+  """
+  defined = absl_flags.FlagValues()
+  for name, option in options.items():
+    if not callable(option):
+      option = functools.partial(_DEFINITIONS[type(option)], default=option)
+    option(name, help='', flag_values=defined)
+  return defined
+
+
+def integer(default: int | None = None, **bounds: int) -> Definition:
+  """Returns the definition of a flag for an integer.
+
+  Args:
+    default: its default.
+    **bounds: lower_bound, upper_bound.
+  """
+  return functools.partial(absl_flags.DEFINE_integer, default=default, **bounds)
+
+
+def number(default: float | None = None, **bounds: float) -> Definition:
+  """Returns the definition of a flag for a number, as `integer` does."""
+  return functools.partial(absl_flags.DEFINE_float, default=default, **bounds)
+
+
+def one_of(choices: Sequence[str], default: str | None = None) -> Definition:
+  """Returns the definition of a flag for one of several texts."""
+  return functools.partial(
+    absl_flags.DEFINE_enum, default=default, enum_values=list(choices)
+  )
+
+
 def refuse(errors: Sequence[str]) -> None:
   """Raises `Misconfigured` with these lines, if there are any."""
   if errors:
     raise exits.Misconfigured('\n'.join(errors))
+
+
+def lost(losses: Sequence[object]) -> int:
+  """Prints what a command could not read; returns its exit code."""
+  for loss in losses:
+    print(loss, file=sys.stderr)
+  return exits.USAGE if losses else 0
 
 
 def subcommand(
@@ -68,6 +131,7 @@ def parse(
   *,
   required: Sequence[str] = (),
   words: int = 0,
+  missing: str = '',
   overrides: bool = False,
 ) -> Given:
   """Sets flags to what a command line says; `--flag value` is `--flag=value`.
@@ -79,19 +143,23 @@ def parse(
       of equal flags counts.
     required: names of flags that must be given, and not be empty.
     words: the largest number of arguments that are no flags.
+    missing: the error if there is none of them; '' = they are optional.
     overrides: whether `--config.KEY=VALUE` is known.
   """
   choices = [f'--{name}' for name in flags]
   choices += ['--config.KEY'] if overrides else []
   choices = choices or ['--help']
-  rest, errors = _parse_known(flags, argv)
+  flags.mark_as_parsed()
+  rest, errors = list(argv), []
   given = Given([], {}, errors)
-  meant: list[str] = []  # flags that were misspelt are not missing, too
+  # Flags that were misspelt, or have a wrong value, are not missing, too.
+  meant: list[str] = []
   while rest:
     word = rest.pop(0)
     name, equals, value = word.lstrip('-').partition('=')
     key = name.removeprefix('no')
-    is_off = name != key and key.startswith(_OVERRIDE) and not equals
+    is_off = name not in flags and key != name and not equals
+    is_off &= key.startswith(_OVERRIDE) or key in flags and flags[key].boolean
     key = key if is_off else name
     follows = bool(rest) and not rest[0].startswith('--')
     if not word.startswith('-'):
@@ -99,6 +167,17 @@ def parse(
         errors.append(f'{word}: not a flag; flags start with --')
       else:
         given.words.append(word)
+    elif key in flags:
+      if flags[key].boolean and not equals:
+        value = str(not is_off)
+      elif not equals and rest:
+        value = rest.pop(0)
+      elif not equals:
+        errors.append(f'{word}: has no value')
+        continue
+      if problem := _problem(flags[key], value):
+        errors.append(f'--{key}={value}: {problem}')
+        meant.append(f'--{key}')
     elif overrides and word.startswith('--') and key.startswith(_OVERRIDE):
       text: str | bool = value if equals else not is_off
       if follows and not equals and not is_off:
@@ -110,54 +189,27 @@ def parse(
       meant += difflib.get_close_matches(f'--{name}', choices)
       if not words and follows and not equals and rest[0][0] != '-':
         rest.pop(0)  # the value of the unknown flag
-  errors += [
-    f'--{name}=nan: must be a number'
-    for name, value in flags.flag_values_dict().items()
-    if isinstance(value, float) and math.isnan(value)
-  ]
+  if missing and not given.words:
+    errors.append(missing)
   errors += [
     f'--{name}: missing'
     for name in required
-    if flags[name].value in (None, '')
-    and f'--{name}' not in meant
-    and not any(line.startswith(f'--{name}=') for line in errors)
+    if flags[name].value in (None, '') and f'--{name}' not in meant
   ]
   return given
 
 
-def _parse_known(
-  flags: absl_flags.FlagValues, argv: Sequence[str]
-) -> tuple[list[str], list[str]]:
-  """Sets the known flags; returns all other arguments, and errors of values."""
-  flags.set_gnu_getopt(True)
-  argv, errors = list(argv), []
-  while True:
-    try:
-      return flags(['', *argv], known_only=True)[1:], errors
-    except absl_flags.Error as error:
-      # absl names the flag in the message only: the first that it cannot parse.
-      errors.append(_problem(flags, argv, str(error)))
-      flags.unparse_flags()
-
-
-def _problem(
-  flags: absl_flags.FlagValues, argv: list[str], message: str
-) -> str:
-  """Removes the flag that a message of absl is about; returns our line."""
-  for place, word in enumerate(argv):
-    name, equals, text = word.lstrip('-').partition('=')
-    if f'{message} '.startswith(f'Missing value for flag {word} '):
-      del argv[place]
-      return f'{word}: has no value'
-    if not equals and place + 1 < len(argv):
-      text = argv[place + 1]
-    if name in flags and message.startswith(f'flag --{name}={text}: '):
-      del argv[place : place + 1 + (not equals)]
-      parser = flags[name].parser
-      rule = parser.syntactic_help or 'true or false'
-      if isinstance(parser, absl_flags.EnumParser):
-        rule = f'one of {", ".join(filter(None, parser.enum_values))}'
-        near = settings.nearest(text, parser.enum_values)
-        rule += f'; {near}' if near else ''
-      return f'--{name}={text}: must be {rule}'
-  raise exits.Misconfigured(message)
+def _problem(flag: absl_flags.Flag, text: str) -> str:
+  """Gives a flag its value; returns the rule that the text breaks, or ''."""
+  parser = flag.parser
+  try:
+    flag.parse(text)
+    is_number = flag.value == flag.value  # nan is not
+    return '' if is_number else 'must be a number'
+  except absl_flags.IllegalFlagValueError:
+    rule = parser.syntactic_help or 'true or false'
+  if isinstance(parser, absl_flags.EnumParser):
+    rule = f'one of {", ".join(filter(None, parser.enum_values))}'
+    near = settings.nearest(text, parser.enum_values)
+    rule += f'; {near}' if near else ''
+  return f'must be {rule}'

@@ -1,6 +1,5 @@
 """Loads a config file, or says in one line what is wrong with it."""
 
-from collections.abc import Callable
 import importlib.util
 import pathlib
 import re
@@ -23,62 +22,40 @@ def load(name: str) -> Any:
   Raises:
     Misconfigured: no such file or algorithm, or a file that fails; one line.
   """
-  file, _, algorithm = name.partition(':')
+  file, _, argument = name.partition(':')
   with exits.naming(f'--config={name}'):
-    path = _find(file)
-    get_config = _function(path, 'get_config')
-    if get_config is None:
-      raise ValueError('has no function get_config')
-    arguments = (algorithm,) if algorithm else ()
-    config = _called(get_config, path, *arguments)
+    config = call(file, 'get_config', *filter(None, [argument]))
     if not isinstance(config, config_dict.ConfigDict):
       raise ValueError(
         f'get_config returns {type(config).__name__}, expected a ConfigDict'
       )
   config = config.copy_and_resolve_references()
   if 'title' in config:
-    config.title = f'{path.stem}: {config.title}'
+    config.title = f'{pathlib.Path(file).stem}: {config.title}'
   return config
 
 
-def load_studies(file: str) -> Any:
-  """Returns what the function `studies` of a config file returns.
+def call(file: str, name: str, *arguments: str) -> Any:
+  """Returns what a function of a config file returns.
 
   Raises:
     ValueError: no such file or function, or a file that fails; one line.
   """
   path = _find(file)
-  studies = _function(path, 'studies')
-  if studies is None:
-    raise ValueError('has no function studies')
-  return _called(studies, path)
-
-
-def _function(path: pathlib.Path, name: str) -> Callable[..., Any] | None:
-  """Returns a function of a config file; None if it has none of that name."""
   spec = importlib.util.spec_from_file_location(path.stem, path)
   if spec is None or spec.loader is None:
     raise ValueError('not a Python file')
-  module, loader = importlib.util.module_from_spec(spec), spec.loader
-  _called(lambda: loader.exec_module(module), path)
-  return getattr(module, name, None)
-
-
-def _called(
-  function: Callable[..., Any], path: pathlib.Path, *arguments: Any
-) -> Any:
-  """Returns what a function of a config file returns.
-
-  Raises:
-    ValueError: it fails; one line.
-  """
+  module = importlib.util.module_from_spec(spec)
   # The file is a program of the user: any exception in it is a usage error.
   try:
-    return function(*arguments)
-  except algorithms.UnknownAlgorithm as error:
+    spec.loader.exec_module(module)
+    if hasattr(module, name):
+      return getattr(module, name)(*arguments)
+  except algorithms.UnknownName as error:
     raise ValueError(str(error)) from error
   except Exception as error:
     raise ValueError(_describe(error, path)) from error
+  raise ValueError(f'has no function {name}')
 
 
 def _find(file: str) -> pathlib.Path:

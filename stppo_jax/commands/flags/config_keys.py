@@ -11,8 +11,6 @@ import pathlib
 import textwrap
 import tokenize
 import types
-from typing import Any
-from typing import NamedTuple
 
 from stppo_jax import exits
 from stppo_jax import settings
@@ -20,22 +18,6 @@ from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 
 HINT = '--help=KEY explains a config key or section, --helpfull all of them.'
-
-
-class Entry(NamedTuple):
-  """A key or a section of the configuration.
-
-  Attributes:
-    key: its dotted name.
-    comment: its comment as one line; '' where it has none.
-    default: 'key = value' of a key, the name of a section.
-    is_key: whether it is a key.
-  """
-
-  key: str
-  comment: str
-  default: str
-  is_key: bool
 
 
 def describe(name: str = '') -> str:
@@ -48,8 +30,8 @@ def describe(name: str = '') -> str:
     Misconfigured: there is no such key.
   """
   name = name.removeprefix('config.')
-  found = entries()
-  keys = [e.key for e in found if e.is_key]
+  found = list(_entries())
+  keys = [key for key, _, line in found if line]
   chosen = {key for key in keys if not name or f'.{name}.' in f'.{key}.'}
   if not chosen:
     parts = {part for key in keys for part in key.split('.')}
@@ -58,30 +40,34 @@ def describe(name: str = '') -> str:
       f'--help={name}: no such config key' + (f'; {hint}' if hint else '')
     )
   lines = []
-  for entry in found:
-    around = not entry.is_key and entry.comment
-    if entry.key in chosen or (
-      around and any(key.startswith(f'{entry.key}.') for key in chosen)
+  for key, comment, line in found:
+    around = not line and comment
+    if key in chosen or (
+      around and any(name.startswith(f'{key}.') for name in chosen)
     ):
-      lines.append(entry.default)
+      lines.append(line or key)
       lines += textwrap.wrap(
-        entry.comment, 80, initial_indent='    ', subsequent_indent='    '
+        comment, 80, initial_indent='    ', subsequent_indent='    '
       )
   return '\n'.join(lines)
 
 
-def entries() -> list[Entry]:
-  """Returns all sections and keys, in the order of the files."""
-  config = settings.flatten(base.get_config())
-  found = []
+def _entries() -> Iterator[tuple[str, str, str]]:
+  """Yields each section and key: its name, comment, and `key = value`.
+
+  They are in the order of the files. A section has no value, but ''.
+  """
+  lines = {
+    key: f'{key} = {value!r}'
+    for key, value in settings.flatten(base.get_config()).items()
+  }
   for key, comment in _comments(base, 'get_config'):
-    found.append(_entry(key, comment, config))
+    yield key, comment, lines.get(key, '')
     if key == 'algorithm':
-      found += _of_algorithm(config)
-  return found
+      yield from _of_algorithm(lines)
 
 
-def _of_algorithm(config: dict[str, Any]) -> Iterator[Entry]:
+def _of_algorithm(lines: dict[str, str]) -> Iterator[tuple[str, str, str]]:
   """Yields the sections and keys of `algorithm`.
 
   The options of every choice are among them, not only those of the default.
@@ -91,24 +77,17 @@ def _of_algorithm(config: dict[str, Any]) -> Iterator[Entry]:
     kind = name.partition('.')[0]
     key = f'algorithm.{name}'
     if kind not in algorithms.DEFAULTS:
-      yield _entry(key, comment, config)
+      yield key, comment, lines.get(key, '')
     elif name == kind:
-      yield _entry(key, of_choices[kind], config)
+      yield key, of_choices[kind], ''
       choices = algorithms.DEFAULTS[kind]
-      yield _entry(f'{key}.name', ' | '.join(choices), config)
+      yield f'{key}.name', ' | '.join(choices), lines[f'{key}.name']
       for choice, options in choices.items():
         for option, value in options.items():
           path = f'{kind}.{choice}'
           comment = of_choices[f'{path}.{option}'] or of_choices[path]
           comment = f'With {choice}' + (f': {comment}' if comment else '.')
-          yield _entry(f'{key}.{option}', comment, {f'{key}.{option}': value})
-
-
-def _entry(key: str, comment: str, values: dict[str, Any]) -> Entry:
-  is_key = key in values
-  return Entry(
-    key, comment, f'{key} = {values[key]!r}' if is_key else key, is_key
-  )
+          yield f'{key}.{option}', comment, f'{key}.{option} = {value!r}'
 
 
 def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:

@@ -34,14 +34,6 @@ from stppo_jax.workdir import run_folder
 _OFFLINE = ('sft', 'prefer')
 
 
-def training_flags() -> absl_flags.FlagValues:
-  """Returns the flags of a command that trains, but `--config`."""
-  flags = absl_flags.FlagValues()
-  absl_flags.DEFINE_string('workdir', '', '', flag_values=flags)
-  absl_flags.DEFINE_boolean('restart', False, '', flag_values=flags)
-  return flags
-
-
 def parse(
   argv: Sequence[str],
   *,
@@ -93,9 +85,8 @@ def checked(
   Raises:
     Misconfigured: a line for every error of flags, keys, values and rules.
   """
-  errors, workdir = list(given.errors), ''
-  if 'workdir' in flags:
-    workdir = flags.workdir
+  errors = list(given.errors)
+  workdir = flags.workdir if 'workdir' in flags else ''
   config: Any = None
   if name := flags.config:
     try:
@@ -103,8 +94,7 @@ def checked(
     except exits.Misconfigured as error:
       errors.append(str(error))
     else:
-      overrides = given.overrides.items()
-      errors += overrides_lib.override_all(config, overrides, flag='--config.')
+      errors += overrides_lib.override_all(config, given.overrides)
       errors += [f'config.{line}' for line in schema.check(config)]
       if writer in _OFFLINE and config.init_from:
         errors.append(

@@ -1,6 +1,5 @@
 """The config of what `--checkpoint` names: a run, or a model's directory."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import pathlib
 from typing import Any
@@ -11,6 +10,7 @@ from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
+from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
@@ -27,16 +27,13 @@ def parse(
   argv: Sequence[str],
   *,
   flags: absl_flags.FlagValues | None = None,
-  change: Callable[[Any], None] = lambda config: None,
-  check: Callable[[Any, pathlib.Path], list[str]] = lambda config, folder: [],
 ) -> tuple[pathlib.Path, Any]:
   """Returns the checkpoint that a command line names, and its locked config.
 
   Args:
     argv: the arguments without the program's and the command's name.
-    flags: the command's own flags, which get their values.
-    change: changes the config before it is checked, and may raise ValueError.
-    check: returns what else is wrong, if nothing is so far.
+    flags: the command's own flags, which get their values. If --sets is one of
+      them, it names the questions, and --out a folder that may be written.
 
   Raises:
     Misconfigured: a line for every error of flags, keys, values and rules.
@@ -57,14 +54,22 @@ def parse(
     # Without a checkpoint, the rest of the command line is checked all the
     # same.
     config = _read(None if reason else checkpoint, flags.config)
-    errors += overrides_lib.override_all(
-      config, given.overrides.items(), flag='--config.'
-    )
-    change(config)
+    errors += overrides_lib.override_all(config, given.overrides)
+    if 'sets' in flags:
+      _choose_sets(config, flags.sets)
     errors += [f'config.{line}' for line in schema.check(config)]
   except (OSError, ValueError, exits.Misconfigured) as error:
     errors.append(str(error))
-  command_line.refuse(errors or check(config, checkpoint))
+  if 'out' in flags and flags.out and not errors:
+    folders = configuration.folders_read(config)
+    errors += run_folder.problems(
+      flags.out,
+      flag='--out',
+      command='evaluate',
+      reads=folders | {'--checkpoint': checkpoint},
+      may_lie_inside=True,
+    )
+  command_line.refuse(errors)
   return checkpoint, config.lock()
 
 
@@ -107,7 +112,7 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   return config
 
 
-def choose_sets(config: Any, sets: str) -> None:
+def _choose_sets(config: Any, sets: str) -> None:
   """Makes the evaluation questions of a config those of a mixture.
 
   Args:

@@ -32,19 +32,13 @@ from stppo_jax.workdir import run_folder
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
 
 
-def of_batch(*names: str) -> absl_flags.FlagValues:
+def of_batch(**options: Any) -> absl_flags.FlagValues:
   """Returns the flags of a command that reads a saved batch.
 
   Args:
-    *names: names of flags for texts, beside those that all such commands have.
+    **options: its own flags, see `command_line.flags`.
   """
-  flags = absl_flags.FlagValues()
-  for name in ('batch', 'config', *names):
-    absl_flags.DEFINE_string(name, '', '', flag_values=flags)
-  if 'algorithms' not in names:
-    absl_flags.DEFINE_multi_string('set', [], '', flag_values=flags)
-  absl_flags.DEFINE_boolean('float64', False, '', flag_values=flags)
-  return flags
+  return command_line.flags(batch='', config='', **options, float64=False)
 
 
 def parse(
@@ -61,7 +55,8 @@ def parse(
     Misconfigured: a line for every error.
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
-  _, _, named = flags.config.partition(':')
+  # The size of a model may stand behind the algorithm.
+  named = flags.config.partition(':')[2].partition(',')[0]
   for name in required:
     if not flags[name].value:
       flags[name].value = named
@@ -110,13 +105,7 @@ def algorithms(text: str, *, config: str) -> dict[str, options_lib.Options]:
   for label in dict.fromkeys(_BETWEEN.split(text)):
     name, *settings = label.split(':')
     try:
-      options[label] = algorithm(
-        name,
-        settings,
-        config=config,
-        flag='--algorithms=',
-        setting_flag=f'--algorithms={name}:',
-      )
+      options[label] = algorithm(name, settings, config=config, is_list=True)
     except exits.Misconfigured as error:
       errors.append(str(error))
   command_line.refuse(errors)
@@ -128,8 +117,7 @@ def algorithm(
   settings: Sequence[str],
   *,
   config: str,
-  flag: str = '--algorithm=',
-  setting_flag: str = '--set ',
+  is_list: bool = False,
 ) -> options_lib.Options:
   """Returns the options of an algorithm.
 
@@ -137,22 +125,24 @@ def algorithm(
     name: a key of the table of algorithms_lib.
     settings: KEY=VALUE, of which the last of equal keys counts.
     config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
-    flag: the text before the name on the command line.
-    setting_flag: the text before a setting on the command line.
+    is_list: whether they stand in the flag --algorithms, not in --algorithm and
+      --set.
 
   Raises:
     Misconfigured: every error, one line each.
   """
+  subject = f'--algorithms={name}' if is_list else f'--algorithm={name}'
   if config:
-    run = _load(f'{_file_of(config)}:{name}')
+    run = _load(f'{config.partition(":")[0]}:{name}')
   elif name in algorithms_lib.ALGORITHMS:
     options = copy.deepcopy(algorithms_lib.ALGORITHMS[name])
-    run = _section({'algorithm': options})
+    run: Any = config_dict.ConfigDict({'algorithm': options})
   else:
     choices = settings_lib.closest(name, list(algorithms_lib.ALGORITHMS))
-    raise exits.Misconfigured(f'{flag}{name}: unknown algorithm{choices}')
-  typed = _apply(run, 'algorithm', settings, setting_flag)
-  return options_lib.Options(run.algorithm, 'algorithm', typed, f'{flag}{name}')
+    raise exits.Misconfigured(f'{subject}: unknown algorithm{choices}')
+  flag = f'{subject}:' if is_list else '--set '
+  typed = _apply(run, 'algorithm', settings, flag)
+  return options_lib.Options(run.algorithm, 'algorithm', typed, subject)
 
 
 def estimator(
@@ -182,20 +172,11 @@ def estimator(
       )
   else:
     options = algorithms_lib.choice('advantage', name)
-    run = _section({'algorithm': {'advantage': options}})
+    run: Any = config_dict.ConfigDict({'algorithm': {'advantage': options}})
   typed = _apply(run, 'algorithm.advantage', settings, '--set ')
   return options_lib.Options(
     run.algorithm.advantage, 'advantage', typed, subject
   )
-
-
-def _file_of(config: str) -> str:
-  """Returns FILE.py of FILE.py[:ALGORITHM]."""
-  return config.partition(':')[0]
-
-
-def _section(values: Mapping[str, Any]) -> Any:
-  return config_dict.ConfigDict(values)
 
 
 def _load(name: str) -> Any:
@@ -233,7 +214,7 @@ def _apply(
     else:
       errors.append(f'{flag}{setting}: expected KEY=VALUE')
   errors += overrides_lib.override_all(
-    config, texts.items(), flag=flag, section=section
+    config, texts, flag=flag, section=section
   )
   command_line.refuse(errors)
   return {key: (f'{flag}{key}={text}', text) for key, text in texts.items()}

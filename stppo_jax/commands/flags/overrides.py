@@ -4,19 +4,16 @@ A configuration is annotated as `Any`, see `configuration`.
 """
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
+from absl import flags as absl_flags
 from ml_collections import config_dict
 
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import schema
 
-_BOOLEANS = {
-  **dict.fromkeys(('true', 't', '1'), True),
-  **dict.fromkeys(('false', 'f', '0'), False),
-}
 # Key of an option that chooses other options (such as algorithm.bounds.name) ->
 # the section of the algorithm that they are in.
 _CHOOSING_KEYS = {
@@ -26,9 +23,9 @@ _CHOOSING_KEYS = {
 
 def override_all(
   config: Any,
-  overrides: Iterable[tuple[str, str | bool]],
+  overrides: Mapping[str, str | bool],
   *,
-  flag: str,
+  flag: str = '--config.',
   section: str = '',
 ) -> list[str]:
   """Sets several keys of a configuration in place; returns the errors.
@@ -38,7 +35,7 @@ def override_all(
 
   Args:
     config: the configuration to change.
-    overrides: keys and the text of their values, see `configuration.Flags`.
+    overrides: keys and the text of their values, see `command_line.Given`.
     flag: the text before the key on the command line, for the messages.
     section: dotted name of the section that the keys are relative to; '' = the
       whole configuration.
@@ -49,18 +46,20 @@ def override_all(
   errors = []
   prefix = f'{section}.' if section else ''
   for key, text in sorted(
-    overrides, key=lambda item: prefix + item[0] not in _CHOOSING_KEYS
+    overrides.items(), key=lambda item: prefix + item[0] not in _CHOOSING_KEYS
   ):
     try:
       _override(config, prefix + key, text)
     except ValueError as error:
-      typed = (
-        f'{flag}{key}' if isinstance(text, bool) else f'{flag}{key}={text}'
-      )
-      if text is False:
-        typed = f'--no{typed.removeprefix("--")}'
-      errors.append(f'{typed}: {error}')
+      errors.append(f'{as_flag(key, text, start=flag)}: {error}')
   return errors
+
+
+def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
+  """Returns the flag that sets a key; a bool is a flag without a value."""
+  if not isinstance(text, bool):
+    return f'{start}{key}={text}'
+  return f'{start}{key}' if text else f'--no{start.removeprefix("--")}{key}'
 
 
 def _override(config: Any, key: str, text: str | bool) -> None:
@@ -112,17 +111,6 @@ def _unknown(name: str, section: Any, path: str) -> str:
   )
 
 
-def boolean(text: str) -> bool:
-  """Returns the boolean of a text, as absl and ml_collections read it.
-
-  Raises:
-    ValueError: the text is no boolean.
-  """
-  if text.lower() not in _BOOLEANS:
-    raise ValueError('expected true or false')
-  return _BOOLEANS[text.lower()]
-
-
 def typed(text: str | bool, current: Any) -> Any:
   """Returns the value of a text, in the type of `current`.
 
@@ -132,7 +120,10 @@ def typed(text: str | bool, current: Any) -> Any:
     ValueError: the value has another type; the message names the expected one.
   """
   if isinstance(current, bool):
-    return text if isinstance(text, bool) else boolean(text)
+    try:
+      return absl_flags.BooleanParser().parse(text)
+    except ValueError as error:
+      raise ValueError('expected true or false') from error
   if isinstance(text, bool):
     raise ValueError('has no value' if text else 'not a boolean')
   try:

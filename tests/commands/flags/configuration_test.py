@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 
-from absl import flags as absl_flags
 from ml_collections import config_dict
 import pytest
 
@@ -22,18 +21,8 @@ _REPO = pathlib.Path(__file__).resolve().parents[3]
 _BASE = f'--config={_REPO}/configs/base.py'
 
 
-def _flags(**defaults):
-  """Returns the flags of a command, of the types of their defaults."""
-  flags = absl_flags.FlagValues()
-  for name, default in ({'workdir': ''} | defaults).items():
-    define = {
-      str: absl_flags.DEFINE_string,
-      int: absl_flags.DEFINE_integer,
-      bool: absl_flags.DEFINE_boolean,
-      list: absl_flags.DEFINE_multi_string,
-    }[type(default)]
-    define(name, default, '', flag_values=flags)
-  return flags
+def _flags(**options):
+  return command_line.flags(workdir='', **options)
 
 
 def _errors(*argv, required=(), **defaults):
@@ -123,21 +112,21 @@ def test_a_workdir_must_be_a_folder():
 
 
 def test_flags_that_repeat_and_flags_that_are_wrong():
-  flags = _flags(set=[], fast=False, x=1)
+  flags = _flags(set=command_line.REPEATED, fast=False, x=1)
   argv = ['--set', 'a=1', '--fast', '--x', '-1', '--set=b=2', '--x=3']
   assert not command_line.parse(flags, argv).errors
   assert (flags.x, flags.set, flags.fast) == (3, ['a=1', 'b=2'], True)
-  flags = _flags(set=[], fast=False, x=1)
+  flags = _flags(set=command_line.REPEATED, fast=False, x=1)
   argv = ['--set=a', '--x=y', '--fats', '--fast=maybe', '--config.seed=1', 'x']
   found = command_line.parse(flags, [*argv, '--set'], required=('workdir',))
   choices = 'choices: --workdir, --set, --fast, --x'
   assert found.errors == [
     '--x=y: must be an integer',
-    '--fast=maybe: must be true or false',
-    '--set: has no value',
     f'--fats: unknown flag; did you mean --fast? {choices}',
+    '--fast=maybe: must be true or false',
     f'--config.seed=1: unknown flag; {choices}',
     'x: not a flag; flags start with --',
+    '--set: has no value',
     '--workdir: missing',
   ]
   assert flags.set == ['a']  # what is right counts once
@@ -148,14 +137,13 @@ def test_a_misspelt_flag_and_a_wrong_one_are_not_missing():
   argv = ['--ot=1', '--count=many']
   found = command_line.parse(flags, argv, required=('out', 'count'))
   assert [line.partition(':')[0] for line in found.errors] == [
-    '--count=many',
     '--ot=1',
+    '--count=many',
   ]
 
 
 def test_a_number_must_be_a_number():
-  flags = _flags()
-  absl_flags.DEFINE_float('most', 1.0, '', flag_values=flags)
+  flags = _flags(most=1.0)
   assert command_line.parse(flags, ['--most=nan']).errors == [
     '--most=nan: must be a number'
   ]

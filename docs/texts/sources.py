@@ -6,23 +6,48 @@ reason and is a line of `docs/algorithms.md`. An algorithm that is not in the
 table is our version of its method, and has no source to compare with.
 """
 
+from typing import Any
+
+from docs.texts import source as source_lib
 from stppo_jax import settings
 from stppo_jax.configs import base
-from stppo_jax.configs import source_values
 
-_CODE, _PAPER = source_values.CODE, source_values.PAPER
-_Source = source_values.Source
+_CODE, _PAPER = source_lib.CODE, source_lib.PAPER
+_Source = source_lib.Source
 
 
-def differences(name: str) -> list[source_values.Difference]:
-  """Returns where the defaults of an algorithm of `SOURCES` differ from it."""
+def differences(name: str) -> dict[str, tuple[Any, Any]]:
+  """Returns the keys of an algorithm that differ from its source.
+
+  Each has the value that is ours and that of the source.
+  """
   ours = settings.flatten(base.get_config(name))
-  return source_values.differences(SOURCES[name], ours)
+  return {
+    key: (ours.get(key), theirs)
+    for key, theirs in SOURCES[name].values().items()
+    if ours.get(key) != theirs
+  }
 
 
 def lines(name: str) -> list[str]:
-  """Returns a sentence or two about each of these differences."""
-  return source_values.lines(SOURCES[name], differences(name))
+  """Returns a sentence or two about each of these differences.
+
+  Raises:
+    KeyError: a difference has no reason.
+  """
+  source = SOURCES[name]
+  compared = [
+    f'`{key}` is {_text(ours)} here and {_text(theirs)} there. '
+    f'{source.why[key]}'
+    for key, (ours, theirs) in differences(name).items()
+  ]
+  silent = ', '.join(source.silent())
+  unknown = [f'The source does not give: {silent}.'] if silent else []
+  return [*compared, *source.notes, *unknown]
+
+
+def _text(value: Any) -> str:
+  return f'{value:.3g}' if isinstance(value, float) else str(value)
 
 
 _FORK = 'the fork of Search-R1 by the authors of arXiv 2511.20718'
@@ -262,7 +287,7 @@ SOURCES = {
   ),
   'reinforce': _Source(
     where='Williams, 1992',
-    sure=source_values.DEFINITION,
+    sure=source_lib.DEFINITION,
     clip=_UNCLIPPED,
     aggregate='sequence_sum',
     std={'advantage.whiten': 'none'},

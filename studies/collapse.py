@@ -1,6 +1,6 @@
 """Studies of how training collapses, on the synthetic encyclopedia.
 
-    python -m stppo_jax ablate --config=configs/collapse.py:levels \
+    python -m stppo_jax ablate --config=studies/collapse.py:levels \
         --workdir=runs/levels
 
 The stress is the same in all studies: many updates on one small collection, at

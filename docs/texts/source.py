@@ -1,7 +1,6 @@
-"""Describes the source of an algorithm and compares our defaults with it."""
+"""The values that the source of an algorithm uses."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -59,44 +58,3 @@ class Source(NamedTuple):
     """Returns the topics about which the source says nothing."""
     topics = ('clip', 'aggregate', 'std', 'group', 'kl', 'entropy')
     return [topic for topic in topics if getattr(self, topic) is None]
-
-
-class Difference(NamedTuple):
-  """A key whose default differs from the source's value."""
-
-  key: str
-  ours: Any
-  theirs: Any
-  why: str
-
-
-def differences(source: Source, ours: Mapping[str, Any]) -> list[Difference]:
-  """Returns where our defaults differ from a source.
-
-  Args:
-    source: what the source uses.
-    ours: dotted key to value of our config.
-
-  Raises:
-    KeyError: a difference has no reason.
-  """
-  return [
-    Difference(key, ours.get(key), theirs, source.why[key])
-    for key, theirs in source.values().items()
-    if ours.get(key) != theirs
-  ]
-
-
-def lines(source: Source, differing: Sequence[Difference]) -> list[str]:
-  """Returns a sentence or two about each difference from a source."""
-  compared = [
-    f'`{key}` is {_text(ours)} here and {_text(theirs)} there. {why}'
-    for key, ours, theirs, why in differing
-  ]
-  silent = ', '.join(source.silent())
-  unknown = [f'The source does not give: {silent}.'] if silent else []
-  return [*compared, *source.notes, *unknown]
-
-
-def _text(value: Any) -> str:
-  return f'{value:.3g}' if isinstance(value, float) else str(value)
