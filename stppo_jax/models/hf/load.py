@@ -130,11 +130,12 @@ def _compare_head(directory: str | pathlib.Path) -> None:
     return
   same = head.shape == embedding.shape and head.dtype == embedding.dtype
   if same:
-    ours, theirs = embedding.view(), head.view()
-    step = max(1, weight_files.SLICE_BYTES // (4 * ours.shape[1]))
+    rows, width = head.shape
+    step = max(1, weight_files.SLICE_BYTES // (4 * width))
+    slices = (slice(n, min(n + step, rows)) for n in range(0, rows, step))
     same = all(
-      np.array_equal(ours[n : n + step], theirs[n : n + step])
-      for n in range(0, len(ours), step)
+      np.array_equal(embedding.read((part,)), head.read((part,)))
+      for part in slices
     )
   if not same:
     logging.getLogger(__name__).warning(
@@ -351,10 +352,11 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
   leading, rest = index[:depth], index[depth:]
   for position in itertools.product(*(range(i.start, i.stop) for i in leading)):
     entry, tensor = leaf.sources[position]
-    stored = tensor.view()
-    stored = stored.T if entry.transposed else stored
     here = tuple(p - i.start for p, i in zip(position, leading))
-    result[here] = stored[rest]
+    if entry.transposed:
+      result[here] = tensor.read(rest[::-1]).T
+    else:
+      result[here] = tensor.read(rest)
     if not np.isfinite(result[here]).all():
       raise ValueError(
         f'{tensor.path}: {entry.hf_name} has a value that is not finite'
