@@ -57,6 +57,10 @@ class Models(NamedTuple):
     """Returns the weights of `policy` as one tree; no array is copied."""
     return self.policy.join_params(params.frozen, params.trained.policy)
 
+  def merged(self, params: Params) -> functional.Params:
+    """Returns the policy's weights without adapters; without any, no copies."""
+    return self.policy.merge_adapters(self.policy_weights(params))
+
   def value_weights(self, params: Params) -> functional.Params:
     """Returns the weights of `value` as one tree; no array is copied."""
     assert self.value is not None and params.trained.value is not None

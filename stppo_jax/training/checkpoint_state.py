@@ -182,7 +182,6 @@ def newest(
 def policy_params(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
-  frozen: functional.Params,
   *,
   step: int | None,
 ) -> tuple[int, functional.Params] | None:
@@ -191,16 +190,20 @@ def policy_params(
   Args:
     checkpointer: the checkpoints of a run, read-only.
     learner: the learner of the run.
-    frozen: the weights under adapters; {} without adapters.
     step: the step that is wanted; None: the newest valid one.
 
   Returns:
     (steps done, weights for `learner.policy`), or None if none was saved.
 
   Raises:
+    Misconfigured: the weights under adapters cannot be read.
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
+  config, frozen = learner.config, {}
+  if config.model.lora.rank:
+    with exits.as_misconfigured():
+      frozen = weights.load_frozen(config, config.model.path, learner.policy)
   restored = checkpointer.restore_latest(
     learner.abstract_policy_params(), subtree='policy.params', step=step
   )
@@ -262,13 +265,7 @@ def read_policy(
     wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
     there = ', '.join(map(str, steps)) or 'none'
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
-  frozen = {}
-  if config.model.lora.rank:
-    with exits.as_misconfigured():
-      frozen = weights.load_frozen(
-        config, config.model.path, learner.policy, mesh
-      )
-  restored = policy_params(checkpointer, learner, frozen, step=step)
+  restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
   if restored is None:
     raise exits.Misconfigured(f'{workdir}: no checkpoint of step {step}')
