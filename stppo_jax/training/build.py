@@ -128,7 +128,7 @@ def build(config, folder: claim.Folder) -> Parts:
       folder.hosts,
     )
     prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
-    folder.at_end(prefetcher.close)
+    folder.enter(contextlib.closing(prefetcher))
     pack = functools.partial(
       pack_lib.pack,
       length_bucket=components_lib.length_unit(config),

@@ -73,7 +73,6 @@ class Run:
     config,
     folder: claim.Folder,
     last: saving.LastStep,
-    saver: saving.Saver,
     writer: Writer,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
@@ -86,8 +85,9 @@ class Run:
     self.seconds: dict[str, float] = {}
     self.save_seconds = 0.0
     self._config, self._tokenizer = config, tokenizer
-    self._saver, self._writer = saver, writer
-    self._evaluate, self._prints_samples = evaluate, prints_samples
+    self._saver, self._writer = last.saver, writer
+    self._evaluate = evaluate if config.evaluate.every else None
+    self._prints_samples = prints_samples
 
   @classmethod
   @contextlib.contextmanager
@@ -156,7 +156,6 @@ class Run:
         config,
         folder,
         last,
-        saver,
         writer,
         tokenizer,
         num_steps=num_steps,
@@ -174,10 +173,8 @@ class Run:
 
   def begin(self) -> None:
     """Evaluates the start, or finishes the step that was interrupted."""
-    if self.last.done == 0 and self._evaluates and self._evaluate is not None:
-      with self.phase('evaluate'):
-        metrics = self._evaluated(self._evaluate)
-      self._writer.write(0, metrics)
+    if self.last.done == 0 and self._evaluate is not None:
+      self._writer.write(0, self._evaluated(self._evaluate))
     if self.last.extra.unwritten is not None:
       self._finish_unwritten(*self.last.extra.unwritten)
 
@@ -256,10 +253,9 @@ class Run:
     the state: the next start finishes the step in the same way.
     """
     last, extra = self.last, self.last.extra
-    evaluates = self._due(self._config.evaluate.every)
-    if self._evaluate is not None and evaluates:
-      with self.phase('evaluate'):
-        metrics = metrics | self._evaluated(self._evaluate)
+    due = self._due(self._config.evaluate.every)
+    if self._evaluate is not None and due:
+      metrics = metrics | self._evaluated(self._evaluate)
       seconds = self.seconds['timing_s/evaluate']
       metrics['timing_s/evaluate'] = seconds
       metrics['timing_s/step'] += seconds
@@ -326,16 +322,17 @@ class Run:
 
   def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
     """Returns the metrics of an evaluation; shows a few of its dialogues."""
-    metrics, trajectories = evaluate(self.state, self.folder.abandonable)
-    make = trajectory_metrics.records
-    printed = dialogues.spread(trajectories, self._printed)
-    self._print_records(
-      f'evaluation after {self.last}', make(printed, self._tokenizer)
-    )
-    written = dialogues.spread(trajectories, self._config.writer.evaluation)
-    self._writer.write_evaluation(
-      self.last.done, make(written, self._tokenizer)
-    )
+    with self.phase('evaluate'):
+      metrics, trajectories = evaluate(self.state, self.folder.abandonable)
+      records = lambda count: trajectory_metrics.records(
+        dialogues.spread(trajectories, count), self._tokenizer
+      )
+      self._print_records(
+        f'evaluation after {self.last}', records(self._printed)
+      )
+      self._writer.write_evaluation(
+        self.last.done, records(self._config.writer.evaluation)
+      )
     return metrics
 
   def _print_records(self, title: str, records: Sequence[dict]) -> None:
@@ -351,10 +348,6 @@ class Run:
   def _printed(self) -> int:
     """The number of dialogues that are printed at a time."""
     return self._config.writer.samples if self.folder.hosts.is_first else 0
-
-  @property
-  def _evaluates(self) -> bool:
-    return self._config.evaluate.every > 0
 
   def _due(self, every: int) -> bool:
     last = self.last.done == self.num_steps

@@ -52,12 +52,14 @@ def _learner(changes):
   return runs.learner(runs.config(**_changes(changes)))
 
 
-def _checkpoints(learner):
-  """Returns the checkpoints of a run that does not collect ahead."""
+def _save(learner, checkpointer, step, state, record):
+  """Saves a state like a run that does not collect ahead."""
   collector = prefetch.Prefetcher(
     None, None, learner.copy_policy, steps_ahead=0, num_steps=1, loop=None
   )
-  return checkpoint_state.TrainCheckpoints(learner, collector)
+  checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
+  arrays, ours = checkpoints.content(step, state)
+  checkpointer.save(step, arrays, record | ours, waits=True)
 
 
 def _newest(workdir, changes):
@@ -160,7 +162,7 @@ def test_another_base_is_refused(tmp_path):
   learner = _learner(_LORA)
   start = learner.start()
   checkpoints = checkpoint.Checkpointer(tmp_path)
-  _checkpoints(learner).save(checkpoints, 3, start, {'a': 1}, waits=True)
+  _save(learner, checkpoints, 3, start, {'a': 1})
   step, state, host = checkpoint_state.newest(checkpoints, learner, start)
   assert step == 3 and state.frozen is start.frozen and host['a'] == 1
   norm = {'scale': 1.5 * start.frozen['norm']['scale']}
@@ -186,7 +188,7 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   assert adapted.dtype == np.float32
   # A later process makes the same base.
   checkpoints = checkpoint.Checkpointer(tmp_path)
-  _checkpoints(learner).save(checkpoints, 3, start, {}, waits=True)
+  _save(learner, checkpoints, 3, start, {})
   checkpoints.close()
   checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
   step, restored = checkpoint_state.policy_params(
