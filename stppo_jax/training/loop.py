@@ -74,7 +74,7 @@ def train(
       num_steps=config.num_steps,
       origin=(loaded.number, loaded.name),
       evaluate=parts.evaluate,
-      prints_samples=not (config.evaluate.every and parts.has_evaluation),
+      prints_samples=not (config.evaluate.every and parts.evaluator.questions),
       trajectories=config.writer.trajectories,
     ) as run:
       run.begin()  # evaluates the start

@@ -63,9 +63,13 @@ class _Leaf(NamedTuple):
 
 
 def read_config(
-  directory: str | pathlib.Path, *, dtype: str, remat: str, scan_unroll: int
+  directory: str | pathlib.Path, **computes: Any
 ) -> model_config.ModelConfig:
   """Returns the shape that `config.json` describes.
+
+  Args:
+    directory: a model in Hugging Face's format.
+    **computes: see `config_json.read`.
 
   Raises:
     ValueError: there is no such file, it is no JSON, a key is missing or has a
@@ -77,9 +81,7 @@ def read_config(
     raise ValueError(f'no config.json in {directory}')
   content = weight_files.read_json(path)
   try:
-    return config_json.read(
-      content, dtype=dtype, remat=remat, scan_unroll=scan_unroll
-    )
+    return config_json.read(content, **computes)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
 
