@@ -204,7 +204,6 @@ def build(
       functools.partial(
         token_details.measure_tokens,
         models=spec.models,
-        mesh=mesh,
         temperature=spec.temperature,
         num_turns=spec.num_turns,
         microbatch_size=microbatch_size,

@@ -29,16 +29,6 @@ from stppo_jax.parallel import mesh as mesh_lib
 Array = jax.Array
 Params = Mapping[str, Any]
 
-# Sizes that an axis of the mesh must divide, by their names in the config.
-_SHARDED = {
-  'fsdp': ('hidden_size',),
-  'tensor': ('num_heads', 'intermediate_size', 'vocab_size'),
-}
-_SHARDED_WITH_EXPERTS = {
-  'fsdp': ('hidden_size',),
-  'tensor': ('num_heads', 'moe_intermediate_size', 'vocab_size'),
-}
-
 
 class Rows(TypedDict, total=False):
   """What a forward pass may read of rows beside their tokens.
@@ -102,7 +92,10 @@ class Model:
   def __post_init__(self):
     if self.mesh is not None:
       sizes = dataclasses.asdict(self.config)
-      sharded = _SHARDED_WITH_EXPERTS if self.config.num_experts else _SHARDED
+      experts = 'moe_' if self.config.num_experts else ''
+      tensor = 'num_heads', f'{experts}intermediate_size', 'vocab_size'
+      # The sizes that an axis of the mesh must divide.
+      sharded = {'fsdp': ('hidden_size',), 'tensor': tensor}
       mesh_lib.check_divides(
         self.mesh,
         {axis: {n: sizes[n] for n in names} for axis, names in sharded.items()},

@@ -75,7 +75,6 @@ def train(
       origin=(loaded.number, loaded.name),
       evaluate=parts.evaluate,
       prints_samples=not (config.evaluate.every and parts.evaluator.questions),
-      trajectories=config.writer.trajectories,
     ) as run:
       run.begin()  # evaluates the start
       meter = metrics_lib.StepMetrics(config, learner, parts.placement, folder)

@@ -104,7 +104,6 @@ class Run:
     unit: str = 'step',
     evaluate: Evaluate | None = None,
     prints_samples: bool = False,
-    trajectories: int = 0,
     shown_every: int = 1,
   ) -> Iterator['Run']:
     """Yields a run at its newest valid step; sets aside what was written later.
@@ -125,20 +124,13 @@ class Run:
       evaluate: evaluates a state; None: nothing is evaluated.
       prints_samples: whether dialogues of a step are printed with each
         checkpoint; those of an evaluation always are.
-      trajectories: the number of dialogues that are written of each step.
       shown_every: the steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
       with folder.together():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
-        writer = _build_writer(
-          config,
-          folder,
-          num_steps,
-          trajectories=trajectories,
-          shown_every=shown_every,
-        )
+        writer = _build_writer(config, folder, num_steps, shown_every)
         stack.callback(writer.close)
         outside, folder.lines.show = folder.lines.show, writer.show
         stack.callback(setattr, folder.lines, 'show', outside)
@@ -364,8 +356,6 @@ def _build_writer(
   config,
   folder: claim.Folder,
   num_steps: int,
-  *,
-  trajectories: int,
   shown_every: int,
 ) -> Writer:
   """Returns the writer of a host; only the first host writes metrics."""
@@ -373,7 +363,7 @@ def _build_writer(
     return writer_lib.OtherHostWriter(
       folder.path,
       host=folder.hosts.index,
-      trajectories=trajectories,
+      trajectories=config.writer.trajectories,
       keep_files=config.writer.keep_files,
     )
   values = settings.flatten(config)
@@ -388,7 +378,7 @@ def _build_writer(
     folder.path,
     num_steps=num_steps,
     tensorboard=config.writer.tensorboard,
-    trajectories=trajectories,
+    trajectories=config.writer.trajectories,
     keep_files=config.writer.keep_files,
     keep_lines=config.writer.keep_lines,
     display=progress.Progress(num_steps, every=shown_every),

@@ -54,15 +54,11 @@ class Extra:
 
   def record(self) -> dict[str, Any]:
     """Returns what JSON can write."""
-    record = {}
+    record = {'score': self.score, 'line': self.line or None}
     if self.unwritten is not None:
       # As text, because a metric may be nan, which a manifest must not contain.
       record['unwritten'] = json.dumps(self.unwritten)
-    if self.score is not None:
-      record['score'] = self.score
-    if self.line:
-      record['line'] = self.line
-    return record
+    return {name: x for name, x in record.items() if x is not None}
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':

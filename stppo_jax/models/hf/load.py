@@ -184,13 +184,12 @@ def load_params(
   Raises:
     ValueError: see `read_params`.
   """
-  leaves = {}
-  for path, leaf in _plan(directory, config).items():
-    sharding = shardings
-    for key in path:
-      sharding = sharding[key]
-    leaves[path] = _place(leaf, sharding)
-  return _nested(leaves)
+  return _nested(
+    {
+      path: _place(leaf, families.leaf(shardings, path))
+      for path, leaf in _plan(directory, config).items()
+    }
+  )
 
 
 def _plan(
@@ -216,14 +215,11 @@ def _plan(
         f'{directory}: {kind} tensors {names}: expected {len(wanted)} '
         f'tensors, found {len(tensors)}'
       )
-  model = functional.Model(config, 'vocabulary')
-  shapes = model.abstract_params
+  shapes = functional.Model(config, 'vocabulary').abstract_params
   leaves: dict[tuple[str, ...], _Leaf] = {}
   problems = []
   for name, entry in wanted.items():
-    leaf: Any = shapes
-    for key in entry.path:
-      leaf = leaf[key]
+    leaf = families.leaf(shapes, entry.path)
     source = _Source(entry, tensors[name])
     leaves.setdefault(entry.path, _Leaf({}, leaf.shape))
     leaves[entry.path].sources[entry.index] = source
@@ -266,7 +262,9 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   if len(slices) == 1:
     return _place_slice(leaf, sharding, slices[0], owned=True)
   zeros = jax.jit(lambda: jnp.zeros(leaf.shape), out_shardings=sharding)
-  write = jax.jit(_write_slice, donate_argnums=0, out_shardings=sharding)
+  write = jax.jit(
+    jax.lax.dynamic_update_slice, donate_argnums=0, out_shardings=sharding
+  )
   array = zeros()
   for index in slices:
     starts = [i.start for i in index]
@@ -295,11 +293,6 @@ def _slices(shape: tuple[int, ...], num_axes: int) -> Iterator[_Index]:
         slice(start, min(start + step, shape[axis])),
         *(slice(0, size) for size in shape[axis + 1 :]),
       )
-
-
-def _write_slice(array, values, starts):
-  """Returns the array with the values written at the starts; donate it."""
-  return jax.lax.dynamic_update_slice(array, values, starts)
 
 
 def _place_slice(
