@@ -62,8 +62,7 @@ def train(
     folder.record()
     for note in parts.notes:
       _log.info(note)
-    with folder.together():
-      loaded = starts.load(start, config, parts, folder)
+    loaded = starts.load(start, config, parts, folder)
     learner, prefetcher = parts.learner, parts.prefetcher
     with run_lib.Run.open(
       loaded.config,

@@ -50,10 +50,9 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
   except Exception as error:
     interrupt.rescue = interruption.no_rescue
     _save_last(last, folder, error)
-    is_lost_output = isinstance(error, BrokenPipeError)
-    if not isinstance(error, OSError) or is_lost_output:
-      raise
-    if hasattr(error, 'exit_code'):
+    # The error says how the run ends, or nobody reads the output any more.
+    is_known = hasattr(error, 'exit_code') or isinstance(error, BrokenPipeError)
+    if is_known or not isinstance(error, OSError):
       raise
     # If a rename has failed, the second name is its target.
     name = error.filename2 or error.filename

@@ -124,7 +124,7 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
   head = state.policy if shared else state.value
   # No answer is right, so the only reward is the KL penalty.
   assert (_size(head.params['scalar_head']) == 0) == ahead
-  merged = jax.device_get(learner.merged_params(state))
+  merged = jax.device_get(learner.merged_params(state.params))
   exported = load.read_params(whole / 'policy', learner.policy.config)
   jax.tree.map(np.testing.assert_array_equal, exported, merged)
   if 'model__lora__rank' in changes:
@@ -137,7 +137,7 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
     assert not any(jax.tree.leaves(moved))
     assert len(host['base_fingerprints']) == len(jax.tree.leaves(merged))
   else:
-    assert state.frozen is None and 'base_fingerprints' not in host
+    assert not state.frozen and 'base_fingerprints' not in host
 
 
 # learner/model_roles_test.py tests the updates of adapters every time.
@@ -184,7 +184,7 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   start = learner.start()
   assert kinds(start.frozen) == {'bfloat16'}
   assert kinds((start.policy.params, start.value.params)) == {'float32'}
-  adapted = learner.merged_params(start)['layers']['q_proj']['kernel']
+  adapted = learner.merged_params(start.params)['layers']['q_proj']['kernel']
   assert adapted.dtype == np.float32
   # A later process makes the same base.
   checkpoints = checkpoint.Checkpointer(tmp_path)
@@ -197,7 +197,7 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   checkpoints.close()
   assert step == 3
   jax.tree.map(
-    np.testing.assert_array_equal, restored, learner.merged_params(start)
+    np.testing.assert_array_equal, restored, learner.merged_params(start.params)
   )
 
 
