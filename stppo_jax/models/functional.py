@@ -31,7 +31,7 @@ Params = Mapping[str, Any]
 
 
 class Rows(TypedDict, total=False):
-  """What a forward pass may read of rows beside their tokens.
+  """The arrays that a forward pass may read beside the tokens of its rows.
 
   Attributes:
     lengths_B: tokens of each row without padding; None: all. It saves work.
