@@ -70,6 +70,25 @@ class TrajectoryStatus(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class GeneratedTurn:
+  """A turn of one row, as the policy generated it.
+
+  Attributes:
+    token_ids: [L] int32; at least one wherever one fits.
+    logprobs: [L] float32, under softmax(logits / temperature).
+    truncated_logprobs: [L] float32, under the truncated distribution that was
+      sampled from; None where the engine does not know it.
+    stopped: whether a stop string or EOS ended the turn; False where a length
+      limit did.
+  """
+
+  token_ids: np.ndarray
+  logprobs: np.ndarray
+  truncated_logprobs: np.ndarray | None
+  stopped: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Turn:
   """One turn of the policy and the observation that followed it.
 

@@ -186,10 +186,7 @@ def _model_outputs(
   """Runs all models on some rows; see `annotate`."""
   policy, kwargs = models.policy, inputs._asdict()
   current = model_roles.token_outputs(
-    params,
-    **kwargs,
-    models=models,
-    temperature=temperature,
+    params, **kwargs, models=models, temperature=temperature
   )
   outputs = current
   if old is not None:

@@ -90,7 +90,6 @@ class Learner:
     microbatch_size = (
       core_rows or updates.microbatch_size or updates.minibatch_size
     )
-    self._optimizers = state_lib.Optimizers(policy_optimizer, value_optimizer)
     self._spec = step_lib.Spec(
       models,
       temperature=config.rollout.temperature,
@@ -100,7 +99,7 @@ class Learner:
     self._microbatch_size = microbatch_size
     self.programs = programs_lib.build(
       self._spec,
-      self._optimizers,
+      state_lib.Optimizers(policy_optimizer, value_optimizer),
       mesh,
       divides_by_bias_norm=self.algorithm.divides_by_bias_norm,
       microbatch_size=microbatch_size,
@@ -117,24 +116,17 @@ class Learner:
     """
     path = self.config.model.path if path is None else path
     return self.programs.init(
-      *weights_lib.load_start(self.config, path, self._models.policy, self.mesh)
+      *weights_lib.load_start(self.config, path, self._models.policy)
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns the weights of the frozen reference.
-
-    They are read from a directory of their own or, like the policy's, from the
-    start of the run. None under adapters whose base is the reference, because
-    the state contains the base.
+    """Returns the reference, see `weights.load_reference`.
 
     Args:
       path: the directory of the start, see `start`.
     """
-    if not self._has_own_reference:
-      return None
-    model = self.config.model
-    path = model.reference_path or (model.path if path is None else path)
-    params = weights_lib.load_frozen(self.config, path, self.policy, self.mesh)
+    path = self.config.model.path if path is None else path
+    params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
 
   def annotate(
@@ -333,7 +325,7 @@ class Learner:
       params: the weights of a policy.
     """
     if not params.frozen:
-      return programs_lib.merged(self._models, params)
+      return self._models.merged(params)
     return self.programs.merge(params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
@@ -357,7 +349,7 @@ class Learner:
     start = weights if self._models.policy.lora is None else cast
     state = self._abstract_state_of(start)
     reference = None
-    if self._has_own_reference:
+    if weights_lib.has_own_reference(self.config):
       layout = sharding.param_shardings(cast, self.mesh)
       reference = sharding.with_layout(cast, layout)
     return state, reference
@@ -366,13 +358,7 @@ class Learner:
   def _reference_on_host(self) -> bool:
     return self.config.model.reference_memory == 'host'
 
-  @property
-  def _has_own_reference(self) -> bool:
-    model = self.config.model
-    return bool(not model.lora.rank or model.reference_path)
-
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
     """Returns shapes and layouts of the state that starts from the weights."""
-    init = programs_lib.init_state(self._models, self._optimizers)
-    state = jax.eval_shape(init, weights, jax.random.key(0))
+    state = jax.eval_shape(self.programs.init, weights, jax.random.key(0))
     return sharding.with_layout(state, self.programs.layout)

@@ -4,6 +4,7 @@ B trajectories, L tokens, M loss positions.
 """
 
 from typing import NamedTuple
+from typing import Unpack
 
 import jax
 
@@ -55,6 +56,10 @@ class Models(NamedTuple):
   def policy_weights(self, params: Params) -> functional.Params:
     """Returns the weights of `policy` as one tree; no array is copied."""
     return self.policy.join_params(params.frozen, params.trained.policy)
+
+  def merged(self, params: Params) -> functional.Params:
+    """Returns the policy's weights without adapters; without any, no copies."""
+    return self.policy.merge_adapters(self.policy_weights(params))
 
   def value_weights(self, params: Params) -> functional.Params:
     """Returns the weights of `value` as one tree; no array is copied."""
@@ -112,38 +117,28 @@ def token_outputs(
   params: Params,
   tokens_BL: Array,
   *,
-  lengths_B: Array | None = None,
-  loss_positions_BM: Array | None = None,
-  expert_ids: Array | None = None,
   models: Models,
   temperature: float,
+  **rows: Unpack[functional.Rows],
 ) -> functional.TokenOutputs:
   """Returns log-probabilities, entropy and values of sequences.
 
   With a shared backbone this is one pass; otherwise it is one of each model.
+  Values are wanted at every token, whatever the loss positions.
 
   Args:
     params: the weights of both models.
     tokens_BL: token ids, right-padded.
-    lengths_B: tokens of each row without padding; None: all are tokens.
-    loss_positions_BM: where log-probabilities and entropy are wanted; None:
-      everywhere. Values are wanted everywhere.
-    expert_ids: experts that the policy must visit, see `TokenBatch`; None: the
-      routers choose.
     models: policy and value model.
     temperature: the sampling temperature.
+    **rows: see `functional.Rows`; experts are those of the policy.
   """
   outputs = models.policy.token_outputs(
-    models.policy_weights(params),
-    tokens_BL,
-    lengths_B=lengths_B,
-    loss_positions_BM=loss_positions_BM,
-    expert_ids=expert_ids,
-    temperature=temperature,
+    models.policy_weights(params), tokens_BL, temperature=temperature, **rows
   )
   if models.value is None:
     return outputs
   values_BL = models.value.values(
-    models.value_weights(params), tokens_BL, lengths_B=lengths_B
+    models.value_weights(params), tokens_BL, lengths_B=rows.get('lengths_B')
   )
   return outputs._replace(values_BL=values_BL)

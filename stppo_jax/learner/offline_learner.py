@@ -40,7 +40,7 @@ class OfflineLearner:
     num_microbatches: int = 1,
   ):
     assert policy.mesh is not None  # the mesh of training
-    self._config, self._mesh = config, policy.mesh
+    self._config = config
     self._models = model_roles.Models(policy, None)
     self.policy = policy.plain_policy
     adam, self.numbers = optimizer_lib.from_config(optimizer)
@@ -59,20 +59,15 @@ class OfflineLearner:
     """Returns the state before the first update."""
     return self._programs.init(
       *weights_lib.load_start(
-        self._config,
-        self._config.model.path,
-        self._models.policy,
-        self._mesh,
+        self._config, self._config.model.path, self._models.policy
       )
     )
 
   def reference(self, state: state_lib.TrainState) -> functional.Params:
     """Returns the weights of the frozen reference."""
-    model = self._config.model
-    if state.frozen and not model.reference_path:
-      return state.frozen
-    path = model.reference_path or model.path
-    return weights_lib.load_frozen(self._config, path, self.policy, self._mesh)
+    path = self._config.model.path
+    reference = weights_lib.load_reference(self._config, path, self.policy)
+    return state.frozen if reference is None else reference
 
   def update(
     self,
@@ -104,6 +99,4 @@ class OfflineLearner:
     """Returns weights for `policy`: without adapters, no copy is made."""
     if not state.frozen:
       return state.policy.params
-    return jax.jit(programs_lib.merged, static_argnums=0)(
-      self._models, state.params
-    )
+    return jax.jit(self._models.merged)(state.params)

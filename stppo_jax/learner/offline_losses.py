@@ -36,9 +36,7 @@ def sft_loss(
   """
   logprobs_BL, _ = spec.models.policy.logprobs_and_entropy(
     spec.models.policy_weights(params),
-    microbatch.tokens_BL,
-    lengths_B=microbatch.lengths_B,
-    loss_positions_BM=microbatch.loss_positions_BM,
+    **model_roles.model_inputs(microbatch)._asdict(),
     temperature=spec.temperature,
   )
   chosen_BL = jnp.where(microbatch.loss_mask_BL, logprobs_BL, 0.0)

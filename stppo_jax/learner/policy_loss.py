@@ -305,10 +305,7 @@ def _policy_outputs(
 ) -> functional.TokenOutputs:
   return spec.models.policy.token_outputs(
     spec.models.policy_weights(params),
-    microbatch.tokens_BL,
-    lengths_B=microbatch.lengths_B,
-    loss_positions_BM=microbatch.loss_positions_BM,
-    expert_ids=microbatch.expert_ids,
+    **model_roles.model_inputs(microbatch)._asdict(),
     temperature=spec.temperature,
     # Otherwise values are trained at loss positions only.
     values_everywhere=values_everywhere,

@@ -44,7 +44,7 @@ class Programs(NamedTuple):
   Attributes:
     layout, init: see `Updating`.
     copy: copies the policy's trained weights.
-    merge: returns the policy's weights without adapters, see `merged`.
+    merge: returns the policy's weights without adapters, see `Models.merged`.
     token_outputs: see `model_roles.token_outputs`.
     annotate: see `annotate.annotate`.
     update: `step.update` on some rows of a batch; it donates the state.
@@ -87,7 +87,9 @@ def updating(
   Raises:
     ValueError: the targets of the adapters match no layer.
   """
-  init = init_state(spec.models, optimizers)
+  init = functools.partial(
+    state_lib.init, models=spec.models, optimizers=optimizers
+  )
   weights = spec.models.policy.plain_policy.abstract_params
   state = jax.eval_shape(init, weights, jax.random.key(0))
   layout = sharding.param_shardings(state, mesh)
@@ -176,7 +178,7 @@ def build(
       out_shardings=layout.policy.params,
     ),
     merge=jit(
-      functools.partial(merged, spec.models),
+      spec.models.merged,
       out_shardings=sharding.param_shardings(weights, mesh),
     ),
     token_outputs=jit(
@@ -202,7 +204,6 @@ def build(
       functools.partial(
         token_details.measure_tokens,
         models=spec.models,
-        mesh=mesh,
         temperature=spec.temperature,
         num_turns=spec.num_turns,
         microbatch_size=microbatch_size,
@@ -210,15 +211,3 @@ def build(
       out_shardings=sharding.replicated(mesh),
     ),
   )
-
-
-def init_state(
-  models: model_roles.Models, optimizers: state_lib.Optimizers
-) -> Callable[..., Any]:
-  """Returns `state.init` of the models, a function of weights and a key."""
-  return functools.partial(state_lib.init, models=models, optimizers=optimizers)
-
-
-def merged(models: model_roles.Models, params: model_roles.Params) -> Any:
-  """Returns the policy's weights without adapters; without any, no copies."""
-  return models.policy.merge_adapters(models.policy_weights(params))

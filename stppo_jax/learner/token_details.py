@@ -59,7 +59,6 @@ def measure_tokens(
   algorithm: algorithm_lib.Algorithm,
   *,
   models: model_roles.Models,
-  mesh: jax.sharding.Mesh,
   temperature: float,
   num_turns: int,
   microbatch_size: int,
@@ -71,14 +70,14 @@ def measure_tokens(
     batch: the annotated batch that it was updated on.
     rows: from `choose_rows`.
     algorithm: the algorithm, whose numbers may be traced.
-    models: policy and value model.
-    mesh: the mesh that the batch is laid out on.
+    models: policy and value model, with the mesh of the batch.
     temperature: the sampling temperature.
     num_turns: static, the largest number of turns of a trajectory.
     microbatch_size: static, rows that the policy sees at once.
   """
-  chosen = rows_lib.select(batch, rows, mesh)
   policy = models.policy
+  assert policy.mesh is not None
+  chosen = rows_lib.select(batch, rows, policy.mesh)
   params = precision.cast(state.params, policy.config.dtype)
   weights = models.policy_weights(params)
   logprobs_BL, entropy_BL = minibatches.map_rows(

@@ -25,7 +25,7 @@ def compute_options(config) -> dict[str, Any]:
 
 
 def load_or_init(
-  config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
+  config, path: str, policy: functional.Model
 ) -> functional.Params:
   """Loads a policy's weights, or draws random ones.
 
@@ -34,21 +34,20 @@ def load_or_init(
   Args:
     config: the run's config.
     path: a Hugging Face directory; '' draws random weights.
-    policy: the model.
-    mesh: the devices.
+    policy: the model, with the mesh of training.
 
   Raises:
     ValueError: files that do not fit the model.
   """
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  layout, init = _layout_and_init(policy, mesh)
+  layout, init = _layout_and_init(policy)
   if path:
     return load.load_params(path, policy.config, layout)
   return init(key)
 
 
 def load_start(
-  config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
+  config, path: str, policy: functional.Model
 ) -> tuple[functional.Params, jax.Array]:
   """Returns the weights of a directory, and the key of what is added to them.
 
@@ -58,32 +57,57 @@ def load_start(
   Args:
     config: the run's config.
     path: a Hugging Face directory; '' draws random weights.
-    policy: the policy, with its adapters.
-    mesh: the devices.
+    policy: the policy, with its adapters and the mesh of training.
 
   Raises:
     ValueError: files that do not fit the model.
   """
   load = load_or_init if policy.lora is None else load_frozen
-  params = load(config, path, policy.plain_policy, mesh)
+  params = load(config, path, policy.plain_policy)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   return params, jax.random.fold_in(key, 1)
 
 
 @functools.lru_cache(maxsize=8)
-def _layout_and_init(policy: functional.Model, mesh: jax.sharding.Mesh):
+def _layout_and_init(policy: functional.Model):
   """Returns the layout of a policy's weights, and a program that draws them."""
-  layout = sharding.param_shardings(policy.abstract_params, mesh)
+  assert policy.mesh is not None
+  layout = sharding.param_shardings(policy.abstract_params, policy.mesh)
   return layout, jax.jit(policy.init, out_shardings=layout)
 
 
 def load_frozen(
-  config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
+  config, path: str, policy: functional.Model
 ) -> functional.Params:
   """Loads weights that are not trained: a LoRA base, or the reference.
 
   They are kept in the dtype of the activations. If that has fewer bits than the
   files, an export of merged adapters has fewer bits, too.
   """
-  params = load_or_init(config, path, policy, mesh)
+  params = load_or_init(config, path, policy)
   return precision.cast_and_delete(params, policy.config.dtype)
+
+
+def load_reference(
+  config, path: str, policy: functional.Model
+) -> functional.Params | None:
+  """Returns the weights of the frozen reference.
+
+  They are read from a directory of their own or, like the policy's, from the
+  start of the run. None under adapters whose base is the reference, because
+  the state contains the base.
+
+  Args:
+    config: the run's config.
+    path: the directory of the start, see `load_or_init`.
+    policy: the policy without adapters.
+  """
+  if not has_own_reference(config):
+    return None
+  return load_frozen(config, config.model.reference_path or path, policy)
+
+
+def has_own_reference(config) -> bool:
+  """Returns whether a run holds weights of a reference beside its state."""
+  model = config.model
+  return bool(not model.lora.rank or model.reference_path)

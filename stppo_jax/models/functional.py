@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 from typing import NamedTuple
+from typing import TypedDict
+from typing import Unpack
 
 import jax
 
@@ -27,15 +29,21 @@ from stppo_jax.parallel import mesh as mesh_lib
 Array = jax.Array
 Params = Mapping[str, Any]
 
-# Sizes that an axis of the mesh must divide, by their names in the config.
-_SHARDED = {
-  'fsdp': ('hidden_size',),
-  'tensor': ('num_heads', 'intermediate_size', 'vocab_size'),
-}
-_SHARDED_WITH_EXPERTS = {
-  'fsdp': ('hidden_size',),
-  'tensor': ('num_heads', 'moe_intermediate_size', 'vocab_size'),
-}
+
+class Rows(TypedDict, total=False):
+  """The arrays that a forward pass may read beside the tokens of its rows.
+
+  Attributes:
+    lengths_B: tokens of each row without padding; None: all. It saves work.
+    loss_positions_BM: int32, distinct positions l of the tokens that results
+      are wanted for; entries outside 1..L - 1 are filler. None: all tokens.
+    expert_ids: int [B, L, layers, E], the experts to visit; None leaves them to
+      the routers. See `moe.MixtureOfExperts`.
+  """
+
+  lengths_B: Array | None
+  loss_positions_BM: Array | None
+  expert_ids: Array | None
 
 
 class TokenOutputs(NamedTuple):
@@ -84,7 +92,10 @@ class Model:
   def __post_init__(self):
     if self.mesh is not None:
       sizes = dataclasses.asdict(self.config)
-      sharded = _SHARDED_WITH_EXPERTS if self.config.num_experts else _SHARDED
+      experts = 'moe_' if self.config.num_experts else ''
+      tensor = 'num_heads', f'{experts}intermediate_size', 'vocab_size'
+      # The sizes that an axis of the mesh must divide.
+      sharded = {'fsdp': ('hidden_size',), 'tensor': tensor}
       mesh_lib.check_divides(
         self.mesh,
         {axis: {n: sizes[n] for n in names} for axis, names in sharded.items()},
@@ -143,31 +154,13 @@ class Model:
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
   def hidden(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    *,
-    lengths_B: Array | None = None,
-    loss_positions_BM: Array | None = None,
-    expert_ids: Array | None = None,
+    self, params: Params, tokens_BL: Array, **rows: Unpack[Rows]
   ) -> Array:
     """Returns the hidden states of `hidden_and_routing`."""
-    return self.hidden_and_routing(
-      params,
-      tokens_BL,
-      lengths_B=lengths_B,
-      loss_positions_BM=loss_positions_BM,
-      expert_ids=expert_ids,
-    )[0]
+    return self.hidden_and_routing(params, tokens_BL, **rows)[0]
 
   def hidden_and_routing(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    *,
-    lengths_B: Array | None = None,
-    loss_positions_BM: Array | None = None,
-    expert_ids: Array | None = None,
+    self, params: Params, tokens_BL: Array, **rows: Unpack[Rows]
   ) -> tuple[Array, moe.Routing | None]:
     """Returns final hidden states of whole sequences, and the experts visited.
 
@@ -178,16 +171,16 @@ class Model:
       positions are given, those that predict the tokens there, [B, M, D]. The
       routing is None without experts.
     """
-    places_BM = None
-    if loss_positions_BM is not None:
-      places_BM = heads.state_positions(loss_positions_BM, tokens_BL.shape[1])
+    places_BM = rows.get('loss_positions_BM')
+    if places_BM is not None:
+      places_BM = heads.state_positions(places_BM, tokens_BL.shape[1])
     module = modules.filled(
       self.config, self.head, self.mesh, params, lora=self.lora
     )
     return module.hidden_and_routing(
       tokens_BL,
-      lengths_B=lengths_B,
-      expert_ids=expert_ids,
+      lengths_B=rows.get('lengths_B'),
+      expert_ids=rows.get('expert_ids'),
       places_BM=places_BM,
     )
 
@@ -196,36 +189,25 @@ class Model:
     params: Params,
     tokens_BL: Array,
     *,
-    lengths_B: Array | None = None,
-    loss_positions_BM: Array | None = None,
-    expert_ids: Array | None = None,
     temperature: float,
     values_everywhere: bool = True,
+    **rows: Unpack[Rows],
   ) -> TokenOutputs:
     """Returns all outputs of a policy for the tokens, from one pass.
 
     Args:
       params: the policy's weights.
       tokens_BL: token ids, right-padded.
-      lengths_B: tokens of each row without padding; None: all. It saves work.
-      loss_positions_BM: int32, distinct positions l of the tokens that results
-        are wanted for; entries outside 1..L - 1 are filler. None: all
-        tokens.
-      expert_ids: int [B, L, layers, E], the experts to visit; None leaves them
-        to the routers. See `moe.MixtureOfExperts`.
       temperature: divides the logits.
       values_everywhere: whether values are wanted at every token, even if
         loss positions are given.
+      **rows: see `Rows`.
     """
+    loss_positions_BM = rows.get('loss_positions_BM')
     narrowed = loss_positions_BM is not None
     narrowed &= self.head != 'both' or not values_everywhere
-    hidden_BLD, routing = self.hidden_and_routing(
-      params,
-      tokens_BL,
-      lengths_B=lengths_B,
-      loss_positions_BM=loss_positions_BM if narrowed else None,
-      expert_ids=expert_ids,
-    )
+    rows['loss_positions_BM'] = loss_positions_BM if narrowed else None
+    hidden_BLD, routing = self.hidden_and_routing(params, tokens_BL, **rows)
     logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
       hidden_BLD,
       self.output_VD(params),
@@ -242,7 +224,7 @@ class Model:
         hidden_BLD,
         params['scalar_head'],
         tokens_BL,
-        loss_positions_BM=loss_positions_BM if narrowed else None,
+        loss_positions_BM=rows['loss_positions_BM'],
       )
     return TokenOutputs(logprobs_BL, entropy_BL, values_BL, routing)
 
@@ -251,19 +233,12 @@ class Model:
     params: Params,
     tokens_BL: Array,
     *,
-    lengths_B: Array | None = None,
-    loss_positions_BM: Array | None = None,
-    expert_ids: Array | None = None,
     temperature: float,
+    **rows: Unpack[Rows],
   ) -> tuple[Array, Array]:
     """Returns logprobs_BL and entropy_BL of `token_outputs`."""
     return self.token_outputs(
-      params,
-      tokens_BL,
-      lengths_B=lengths_B,
-      loss_positions_BM=loss_positions_BM,
-      expert_ids=expert_ids,
-      temperature=temperature,
+      params, tokens_BL, temperature=temperature, **rows
     )[:2]
 
   def divergence(
@@ -294,30 +269,17 @@ class Model:
     )
 
   def values(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    *,
-    lengths_B: Array | None = None,
-    loss_positions_BM: Array | None = None,
-    expert_ids: Array | None = None,
+    self, params: Params, tokens_BL: Array, **rows: Unpack[Rows]
   ) -> Array:
     """Returns values_BL of a value model; 0 at tokens without a wanted value.
 
     The arguments are those of `token_outputs`.
     """
-    hidden_BLD = self.hidden(
-      params,
-      tokens_BL,
-      lengths_B=lengths_B,
-      loss_positions_BM=loss_positions_BM,
-      expert_ids=expert_ids,
-    )
     return heads.token_values(
-      hidden_BLD,
+      self.hidden(params, tokens_BL, **rows),
       params['scalar_head'],
       tokens_BL,
-      loss_positions_BM=loss_positions_BM,
+      loss_positions_BM=rows.get('loss_positions_BM'),
     )
 
   def split_layers(self, params: Params) -> Params:
@@ -335,35 +297,16 @@ class Model:
     }
 
   def extend(
-    self,
-    params: Params,
-    tokens_BC: Array,
-    *,
-    cache: cache_lib.Cache,
-    lengths_B: Array,
-    recent: cache_lib.Recent,
-    first: Array | int,
-    num_blocks: Array | int,
-    slots_B: Array | None = None,
+    self, params: Params, tokens_BC: Array, **cached: Any
   ) -> tuple[Array, cache_lib.Recent]:
     """Returns the states of tokens that follow a cache; see `cache.extend`.
 
     Args:
       params: the result of `split_layers`, adapters included.
       tokens_BC: the next tokens of each row.
-      cache, lengths_B, recent, first, num_blocks, slots_B: see `cache.extend`.
+      **cached: the keyword arguments of `cache.extend`.
     """
     module, layers = modules.filled_by_layer(
       self.config, self.head, self.mesh, params, lora=self.lora
     )
-    return cache_lib.extend(
-      module,
-      layers,
-      tokens_BC,
-      cache=cache,
-      lengths_B=lengths_B,
-      recent=recent,
-      first=first,
-      num_blocks=num_blocks,
-      slots_B=slots_B,
-    )
+    return cache_lib.extend(module, layers, tokens_BC, **cached)

@@ -111,9 +111,8 @@ def _kernel(splash_attention, num_heads: int, padded: int, interpret: bool):
 
 def _padded(x_BLNH: Array, padded: int) -> Array:
   """Returns x with zeros up to `padded` tokens."""
-  widths = [(0, 0)] * x_BLNH.ndim
-  widths[1] = (0, padded - x_BLNH.shape[1])
-  return jnp.pad(x_BLNH, widths)
+  missing = padded - x_BLNH.shape[1]
+  return jnp.pad(x_BLNH, ((0, 0), (0, missing), (0, 0), (0, 0)))
 
 
 def _dividing_axes(mesh: jax.sharding.Mesh, axes, size: int):

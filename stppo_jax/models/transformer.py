@@ -173,18 +173,6 @@ class Transformer(nnx.Module):
     if head != 'scalar' and not config.tie_embeddings:
       self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
-  def __call__(
-    self, tokens_BL: Array, *, lengths_B: Array | None = None
-  ) -> Array:
-    """Returns the final hidden states of whole sequences [B, L, D].
-
-    Args:
-      tokens_BL: token ids, right-padded.
-      lengths_B: tokens of each row without padding. They only save work: the
-        states at padding have no meaning, and nothing reads them.
-    """
-    return self.hidden_and_routing(tokens_BL, lengths_B=lengths_B)[0]
-
   def hidden_and_routing(
     self,
     tokens_BL: Array,
@@ -196,8 +184,10 @@ class Transformer(nnx.Module):
     """Returns final hidden states, and the routing of a mixture of experts.
 
     Args:
-      tokens_BL, lengths_B: the arguments of `__call__`. Padding does not count
-        in the sums of the routing.
+      tokens_BL: token ids, right-padded.
+      lengths_B: tokens of each row without padding. They save work: the states
+        at padding have no meaning, and nothing reads them. Padding does not
+        count in the sums of the routing.
       expert_ids: int [B, L, layers, E], experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: positions of the states that are wanted, see `gather_states`.

@@ -25,7 +25,6 @@ from stppo_jax.envs import reward_function as reward_function_lib
 from stppo_jax.rollout import event_loop
 
 Status = types.TrajectoryStatus
-
 _log = logging.getLogger(__name__)
 
 # Seconds to wait for another answer of the environment once one has arrived.
@@ -43,19 +42,6 @@ class Tokenizer(Protocol):
   ) -> np.ndarray: ...
   def neutralise(self, text: str) -> str: ...
   def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
-
-
-class GeneratedTurn(Protocol):
-  """See `sampling.turns.GeneratedTurn`."""
-
-  @property
-  def token_ids(self) -> np.ndarray: ...
-  @property
-  def logprobs(self) -> np.ndarray: ...
-  @property
-  def truncated_logprobs(self) -> np.ndarray | None: ...
-  @property
-  def stopped(self) -> bool: ...
 
 
 class Engine(Protocol):
@@ -79,7 +65,7 @@ class Engine(Protocol):
     max_turn_tokens: int,
     greedy: bool,
   ) -> None: ...
-  def poll(self) -> Mapping[int, GeneratedTurn | None]: ...
+  def poll(self) -> Mapping[int, types.GeneratedTurn | None]: ...
   def remaining(self, row: int) -> int: ...
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
   def close(self, row: int) -> np.ndarray | None: ...
@@ -109,13 +95,16 @@ class _Row:
   expert_ids: np.ndarray | None = None
   cause: str = ''
 
+  @property
+  def length(self) -> int:
+    """The tokens of the prompt, the turns and the observations."""
+    return len(self.prompt_ids) + sum(
+      len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns
+    )
 
-@dataclasses.dataclass(frozen=True)
-class _PendingTurn:
-  """A generated turn that the environment is answering."""
 
-  row: int
-  generated: GeneratedTurn
+# What the environment is answering: by future, the row's number and its turn.
+_Pending = dict[concurrent.futures.Future, tuple[int, types.GeneratedTurn]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +131,7 @@ class Overlong:
       return 0.0
     # A row that was cut off lacks what did not fit, so it may be shorter.
     cut_off = row.status is Status.TRUNCATED_LENGTH
-    length = self.max_length if cut_off else _length(row)
+    length = self.max_length if cut_off else row.length
     excess = length - (self.max_length - self.interval)
     return 0.0 - self.weight * min(max(excess / self.interval, 0.0), 1.0)
 
@@ -179,15 +168,11 @@ class Collector:
     overlong: Overlong | None = None,
     reward_function: reward_function_lib.RewardFunction | None = None,
   ):
-    self._engine = engine
-    self._environment = environment
-    self._tokenizer = tokenizer
-    self._loop = loop
-    self._max_turn_tokens = max_turn_tokens
+    self._engine, self._environment = engine, environment
+    self._tokenizer, self._loop = tokenizer, loop
+    self._max_turn_tokens, self._group_size = max_turn_tokens, group_size
     self._max_observation_tokens = max_observation_tokens
-    self._group_size = group_size
-    self._overlong = overlong
-    self._reward_function = reward_function
+    self._overlong, self._reward_function = overlong, reward_function
     self._has_logged = False
 
   def collect(
@@ -222,21 +207,20 @@ class Collector:
       max_turn_tokens=self._max_turn_tokens,
       greedy=greedy,
     )
-    num_open = sum(row.status is None for row in rows)
-    pending: dict[concurrent.futures.Future, _PendingTurn] = {}
+    pending: _Pending = {}
     try:
-      while num_open:
+      while any(row.status is None for row in rows):
         for future in self._answered(pending):
-          turn = pending.pop(future)
-          num_open -= self._finish_turn(turn, rows[turn.row], future.result())
-        failed, generated = [], []
-        for number, turn in self._engine.poll().items():
-          if turn is None:
-            failed.append(number)
-          else:
-            generated.append(_PendingTurn(number, turn))
+          number, turn = pending.pop(future)
+          self._append_turn(number, turn, rows[number], future.result())
+        polled = self._engine.poll()
+        generated = {n: turn for n, turn in polled.items() if turn is not None}
         pending |= self._request_steps(rows, generated)
-        num_open -= self._close_failed(rows, failed)
+        for number in polled:
+          if number not in generated:
+            rows[number].status = Status.INFRA_ERROR
+            rows[number].cause = 'the engine failed a turn'
+            self._engine.close(number)
     finally:
       # An interrupt or an error leaves requests that nobody waits for.
       for future in pending:
@@ -255,9 +239,7 @@ class Collector:
     """Returns what the engine has counted since the last call."""
     return self._engine.statistics()
 
-  def _answered(
-    self, pending: Mapping[concurrent.futures.Future, _PendingTurn]
-  ) -> list[concurrent.futures.Future]:
+  def _answered(self, pending: _Pending) -> list[concurrent.futures.Future]:
     """Returns the answered turns, and waits for one if the engine is idle."""
     if not self._engine.busy:
       done, waiting = concurrent.futures.wait(
@@ -270,16 +252,15 @@ class Collector:
     return [future for future in pending if future.done()]
 
   def _request_steps(
-    self, rows: Sequence[_Row], turns: Sequence[_PendingTurn]
-  ) -> dict[concurrent.futures.Future, _PendingTurn]:
+    self, rows: Sequence[_Row], turns: Mapping[int, types.GeneratedTurn]
+  ) -> _Pending:
     """Requests the environment's steps, which run on another thread."""
-    turn_rows = [rows[turn.row] for turn in turns]
     # All texts are decoded before the first coroutine is made: if one cannot
     # be, no coroutine is left that nobody awaits.
-    for turn, row in zip(turns, turn_rows):
-      row.texts.append(self._tokenizer.decode(turn.generated.token_ids))
-    steps = [self._step(row) for row in turn_rows]
-    return dict(zip(self._loop.submit(steps), turns, strict=True))
+    for number, turn in turns.items():
+      rows[number].texts.append(self._tokenizer.decode(turn.token_ids))
+    steps = [self._step(rows[number]) for number in turns]
+    return dict(zip(self._loop.submit(steps), turns.items(), strict=True))
 
   async def _step(self, row: _Row) -> protocol.Step:
     """Returns the environment's step, or one that says how it failed."""
@@ -307,25 +288,6 @@ class Collector:
         exc_info=error,
       )
     return ' '.join(f'{type(error).__name__}: {error}'.split())
-
-  def _close_failed(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:
-    """Closes the rows whose turn failed, and returns their number."""
-    for number in failed:
-      rows[number].status = Status.INFRA_ERROR
-      rows[number].cause = 'the engine failed a turn'
-      self._engine.close(number)
-    return len(failed)
-
-  def _finish_turn(
-    self, turn: _PendingTurn, row: _Row, step: protocol.Step
-  ) -> bool:
-    """Finishes an answered turn, and returns whether the trajectory ends."""
-    observation_ids = self._append_turn(turn, row, step)
-    if row.status is None:
-      self._engine.resume(turn.row, observation_ids)
-      return False
-    row.expert_ids = self._engine.close(turn.row)
-    return True
 
   def _open(self, question: types.Question) -> list[_Row]:
     """Returns the rows of a question, which share its prompt."""
@@ -359,41 +321,39 @@ class Collector:
     )
 
   def _append_turn(
-    self, turn: _PendingTurn, row: _Row, step: protocol.Step
-  ) -> np.ndarray:
-    """Appends a turn to its row, and sets the status if the trajectory ends.
-
-    Returns:
-      int32 [L], the observation after the turn; empty if the trajectory ends.
-    """
-    generated, remaining = turn.generated, self._engine.remaining(turn.row)
+    self, number: int, turn: types.GeneratedTurn, row: _Row, step: protocol.Step
+  ) -> None:
+    """Appends an answered turn to its row, which goes on or ends with it."""
+    remaining = self._engine.remaining(number)
     observation_ids = np.zeros(0, np.int32)
     row.status, row.cause = step.status, step.cause
     if row.status is None:
       assert step.observation is not None
-      observation_ids = self._encode(step.observation)
+      encoded = self._encode(step.observation)
       # The policy must be able to write at least one token after it.
-      if len(observation_ids) >= remaining:
+      if len(encoded) < remaining:
+        observation_ids = encoded
+        self._engine.resume(number, observation_ids)
+      else:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
       # The turn may be invalid only because its end did not fit.
-      out_of_room = not generated.stopped and not remaining
+      out_of_room = not turn.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH
     if row.status is not None:
-      observation_ids = np.zeros(0, np.int32)
+      row.expert_ids = self._engine.close(number)
     row.turns.append(
       types.Turn(
-        generated.token_ids,
-        generated.logprobs,
+        turn.token_ids,
+        turn.logprobs,
         observation_ids,
         step.action,
         step.reward,
-        generated.truncated_logprobs,
+        turn.truncated_logprobs,
         step.passages,
       )
     )
-    return observation_ids
 
   def _encode(self, observation: protocol.Observation) -> np.ndarray:
     """Returns the ids of an observation, its body cut to what is allowed."""
@@ -437,10 +397,3 @@ class Collector:
       expert_ids=row.expert_ids,
       cause=row.cause,
     )
-
-
-def _length(row: _Row) -> int:
-  """Returns the tokens of a trajectory: the prompt, turns and observations."""
-  return len(row.prompt_ids) + sum(
-    len(turn.token_ids) + len(turn.observation_ids) for turn in row.turns
-  )

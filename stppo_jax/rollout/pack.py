@@ -11,26 +11,18 @@ from collections.abc import Sequence
 import hashlib
 from typing import Any
 from typing import NamedTuple
-from typing import Protocol
 
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
+from stppo_jax.parallel import hosts as hosts_lib
 
 # Maps the tokens of a turn to the number of each token's sentence: 1, 2, ...
 Sentences = Callable[[np.ndarray], np.ndarray]
 
 # M is a multiple of about L / 4, because each M is another program to compile.
 _LOSS_BUCKETS = 4
-
-
-class Hosts(Protocol):
-  """See `parallel.hosts.Hosts`."""
-
-  @property
-  def index(self) -> int: ...
-  def exchange(self, what: str, value: Any) -> list[Any]: ...
 
 
 class _Labels(NamedTuple):
@@ -66,7 +58,7 @@ def pack(
   length_bucket: int,
   sentences: Sentences | None = None,
   with_expert_ids: bool = False,
-  hosts: Hosts | None = None,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> batch_lib.TokenBatch:
   """Returns trajectories as right-padded numpy arrays.
 
@@ -81,7 +73,7 @@ def pack(
     sentences: see `sentences.SentenceSplitter`; without it the batch has no
       sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
-    hosts: the hosts whose rows make a batch, if there are several.
+    hosts: the hosts whose rows make a batch.
 
   Raises:
     ValueError: if these experts are wanted and not known.
@@ -90,10 +82,9 @@ def pack(
   sizes = [_sizes(trajectory) for trajectory in trajectories]
   lengths, losses = zip(*sizes)
   mine = {'labels': labels, 'length': max(lengths), 'losses': max(losses)}
-  index, parts = 0, [mine]
-  if hosts is not None:
-    index, parts = hosts.index, hosts.exchange('rows', mine)
-  group_ids, state_ids = _number([part['labels'] for part in parts])[index]
+  parts = hosts.exchange('rows', mine)
+  numbered = _number([part['labels'] for part in parts])
+  group_ids, state_ids = numbered[hosts.index]
   rows = [
     _token_arrays(*row, sentences) for row in zip(trajectories, state_ids)
   ]

@@ -21,7 +21,6 @@ from stppo_jax.parallel import compilation
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 from stppo_jax.sampling import stops
@@ -41,9 +40,8 @@ class CompiledPrograms:
     shards: number of devices that the caches of slots are divided over.
     params: the published weights; None before the first `publish`.
     table_ZV: the automaton's transitions, with a column for each id.
-    empty, extend, copy, repeat, decode: compiled functions of `slot_state` and
-      `slot_programs`.
-    expert_ids: such a function, too; None unless options.return_expert_ids.
+    empty, extend, copy, repeat, decode, expert_ids: compiled functions of
+      `slot_state` and `slot_programs`.
   """
 
   def __init__(
@@ -63,16 +61,15 @@ class CompiledPrograms:
     self.table_ZV = jax.device_put(
       automaton.table(model.config.vocab_size), sharding.replicated(mesh)
     )
-    functions = build(model, placement, options, stopped=automaton.stopped)
-    self._publisher = functions.publisher
-    self.empty = functions.empty
-    self.extend = functions.extend
-    self.copy = functions.copy
-    self.repeat = functions.repeat
-    self.decode = functions.decode
-    self.expert_ids = None
-    if options.return_expert_ids:
-      self.expert_ids = functions.expert_ids
+    (
+      self._publisher,
+      self.empty,
+      self.extend,
+      self.copy,
+      self.repeat,
+      self.decode,
+      self.expert_ids,
+    ) = build(model, placement, options.programs, stopped=automaton.stopped)
 
   def publish(
     self, params: functional.Params, *, base: functional.Params | None = None
@@ -126,10 +123,13 @@ class Functions(NamedTuple):
   expert_ids: Callable[..., Any]
 
 
+# Cached, so that a process that trains several algorithms decodes all of them
+# with the same programs.
+@functools.lru_cache(maxsize=8)
 def build(
   model: functional.Model,
   placement: publish_lib.Placement,
-  options: engine_options.EngineOptions,
+  options: engine_options.ProgramOptions,
   *,
   stopped: int,
 ) -> Functions:
@@ -138,41 +138,10 @@ def build(
   Args:
     model: the policy; the mesh in it is replaced by that of the placement.
     placement: the devices that decode.
-    options: the engine's options.
+    options: what the programs depend on.
     stopped: the absorbing state of the stop automaton.
   """
-  return _build(
-    model,
-    placement,
-    blocks=options.blocks,
-    stopped=stopped,
-    sampling=options.sampling,
-    num_tokens=options.decode_chunk,
-  )
-
-
-# Cached, so that a process that trains several algorithms decodes all of them
-# with the same programs.
-@functools.lru_cache(maxsize=8)
-def _build(
-  model: functional.Model,
-  placement: publish_lib.Placement,
-  *,
-  blocks: tuple[int, ...],
-  stopped: int,
-  sampling: sampler.Sampling,
-  num_tokens: int,
-) -> Functions:
-  """Returns the jitted functions for these static values.
-
-  Args:
-    model: the policy; the mesh in it is replaced by that of the placement.
-    placement: the devices that decode.
-    blocks: tokens of each block of a slot's cache.
-    stopped: the absorbing state of the stop automaton.
-    sampling: temperature and truncation.
-    num_tokens: most tokens of a row that one call decodes.
-  """
+  blocks, sampling, num_tokens = options
   mesh = placement.mesh
   model = dataclasses.replace(model, mesh=mesh)
   # The state comes out in the layout in which it went in; with another layout,

@@ -22,6 +22,7 @@ import concurrent.futures
 import jax
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.models import functional
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.sampling import compiled_programs
@@ -202,7 +203,7 @@ class Engine:
       return True
     return bool(self._queue) and self._can_admit()
 
-  def poll(self) -> dict[int, turns.GeneratedTurn]:
+  def poll(self) -> dict[int, types.GeneratedTurn]:
     """Decodes for a while and returns the turns that ended, by row."""
     if self._queue and self._can_admit():
       self._admit()

@@ -1,9 +1,24 @@
 """The options of the local engine."""
 
 import dataclasses
+from typing import NamedTuple
 
 from stppo_jax.sampling import lane_rules
 from stppo_jax.sampling import sampler
+
+
+class ProgramOptions(NamedTuple):
+  """The options that compiled programs depend on.
+
+  Attributes:
+    blocks: the number of tokens in each block of a slot's cache.
+    sampling: temperature and truncation.
+    decode_chunk: most tokens of a row that one call decodes.
+  """
+
+  blocks: tuple[int, ...]
+  sampling: sampler.Sampling
+  decode_chunk: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +80,11 @@ class EngineOptions:
   def blocks(self) -> tuple[int, ...]:
     """The number of tokens in each block of a slot's cache."""
     return (self.block_size,) * self.cache_blocks
+
+  @property
+  def programs(self) -> ProgramOptions:
+    """The options that compiled programs depend on."""
+    return ProgramOptions(self.blocks, self.sampling, self.decode_chunk)
 
   @property
   def compacts(self) -> bool:

@@ -18,10 +18,10 @@ import math
 import jax
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
-from stppo_jax.sampling import turns
 
 # Append once the number of rows that wait for it is this share of the number of
 # generating rows: a larger call of `extend` costs little more than a small one.
@@ -340,7 +340,7 @@ class Lane:
     # A lane's thread may wait for the device; the caller's thread must not.
     return slots, chunk if self._thread is None else jax.device_get(chunk)
 
-  def collect_done(self) -> dict[int, turns.GeneratedTurn]:
+  def collect_done(self) -> dict[int, types.GeneratedTurn]:
     """Reads the oldest chunk and returns the turns that ended in it, by row."""
     oldest = self._in_flight[0]
     for future in oldest.earlier:
@@ -369,7 +369,7 @@ class Lane:
         ids, logprobs, truncated_logprobs = (
           np.concatenate(x) for x in zip(*row.chunks)
         )
-        ended[row.number] = turns.GeneratedTurn(
+        ended[row.number] = types.GeneratedTurn(
           token_ids=ids,
           logprobs=logprobs,
           truncated_logprobs=truncated_logprobs,

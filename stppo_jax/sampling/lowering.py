@@ -48,7 +48,7 @@ class Lowering:
   ):
     mesh = placement.mesh
     self._functions = compiled_programs.build(
-      model, placement, options, stopped=num_states - 1
+      model, placement, options.programs, stopped=num_states - 1
     )
     self._options = options
     self._trained = trained

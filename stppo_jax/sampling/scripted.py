@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stppo_jax.sampling import turns
+from stppo_jax import types
 
 
 class ScriptedEngine:
@@ -74,7 +74,7 @@ class ScriptedEngine:
     """Returns no metrics: nothing can fail."""
     return {}
 
-  def poll(self) -> dict[int, turns.GeneratedTurn]:
+  def poll(self) -> dict[int, types.GeneratedTurn]:
     """Returns the next turn of every generating row, cut to what fits."""
     ended = {}
     for row in sorted(self._generating):
@@ -85,6 +85,6 @@ class ScriptedEngine:
       self._lengths[row] += len(kept)
       zeros = np.zeros(len(kept), np.float32)
       stopped = len(kept) == len(ids)
-      ended[row] = turns.GeneratedTurn(kept, zeros, zeros, stopped)
+      ended[row] = types.GeneratedTurn(kept, zeros, zeros, stopped)
     self._generating.clear()
     return ended

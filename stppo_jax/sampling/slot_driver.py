@@ -208,7 +208,6 @@ class SlotDriver:
     Returns:
       int16 [length, layers, E].
     """
-    assert self._programs.expert_ids is not None
     ids = jax.device_get(self._programs.expert_ids(self._state, slot))
     return ids[:length]
 

@@ -137,7 +137,7 @@ class Tokenizer:
       reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
       raise ValueError(f'the chat template fails ({reason})') from error
     assert isinstance(templated, str)  # a list only for several dialogues
-    if _without_space(text) not in _without_space(templated):
+    if without_space(text) not in without_space(templated):
       raise ValueError('the chat template leaves out what the user says')
     return templated
 
@@ -286,7 +286,8 @@ def _without_literals(text: str, literals: Sequence[str]) -> str:
   return text
 
 
-def _without_space(text: str) -> str:
+def without_space(text: str) -> str:
+  """Returns the text without its white space."""
   return ''.join(text.split())
 
 

@@ -1,29 +1,9 @@
-"""The turns that an engine returns, and the inputs that it refuses."""
+"""The inputs that an engine refuses."""
 
 from collections.abc import Sequence
 from collections.abc import Sized
-import dataclasses
 
 import numpy as np
-
-
-@dataclasses.dataclass(frozen=True)
-class GeneratedTurn:
-  """A turn of one row, as the policy generated it.
-
-  Attributes:
-    token_ids: [L] int32; at least one wherever one fits.
-    logprobs: [L] float32, under softmax(logits / temperature).
-    truncated_logprobs: [L] float32, under the truncated distribution that was
-      sampled from; None where the engine does not know it.
-    stopped: whether a stop string or EOS ended the turn; False where a length
-      limit did.
-  """
-
-  token_ids: np.ndarray
-  logprobs: np.ndarray
-  truncated_logprobs: np.ndarray | None
-  stopped: bool
 
 
 def check_prompts(

@@ -261,25 +261,14 @@ def _load_weights(
 ) -> tuple[int, functional.Params]:
   """Returns the steps done and the weights: the newest, or the start."""
   load = functools.partial(
-    weights_lib.load_or_init,
-    config,
-    config.model.path,
-    learner.policy,
-    learner.mesh,
+    weights_lib.load_or_init, config, config.model.path, learner.policy
   )
   if run is None:
     return 0, load()
-  frozen = {}
-  if config.model.lora.rank:
-    frozen = weights_lib.load_frozen(
-      config, config.model.path, learner.policy, learner.mesh
-    )
   with contextlib.closing(
     checkpoint_lib.Checkpointer(run, read_only=True)
   ) as checkpoints:
-    restored = checkpoint_state.policy_params(
-      checkpoints, learner, frozen, step=None
-    )
+    restored = checkpoint_state.policy_params(checkpoints, learner, step=None)
   return restored or (0, load())
 
 

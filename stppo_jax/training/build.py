@@ -23,6 +23,7 @@ from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.rollout import prefetch
 from stppo_jax.rollout import steps as steps_lib
+from stppo_jax.sampling import engine as local_engine
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checks
 from stppo_jax.training import claim
@@ -59,11 +60,6 @@ class Parts:
   evaluator: evaluation.Evaluator
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
   notes: Sequence[str]
-
-  @property
-  def has_evaluation(self) -> bool:
-    """Whether the data set has questions to evaluate on."""
-    return self.evaluator.has_questions
 
   def evaluate(
     self,
@@ -128,7 +124,7 @@ def build(config, folder: claim.Folder) -> Parts:
       folder.hosts,
     )
     prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
-    folder.at_end(prefetcher.close)
+    folder.enter(contextlib.closing(prefetcher))
     pack = functools.partial(
       pack_lib.pack,
       length_bucket=components_lib.length_unit(config),
@@ -217,6 +213,7 @@ def _build_prefetcher(
     old_is_sampled=config.updates.old_policy == 'sampled',
   )
   if placement := _apart(found):
+    assert isinstance(engine, local_engine.Engine)  # it has a placement
 
     def collect(step: int):
       # Small programs without devices of their own must not wait in the queue
@@ -226,7 +223,7 @@ def _build_prefetcher(
 
     return build_it(
       collect,
-      functools.partial(engines.adopt, engine),
+      engine.adopt,
       send=functools.partial(engines.copied, engine),
     )
   return build_it(

@@ -36,16 +36,11 @@ Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
 class Checkpoints(Protocol):
   """Converts between a state and the contents of a checkpoint."""
 
-  def save(
-    self,
-    checkpointer: checkpoint.Checkpointer,
-    step: int,
-    state: state_lib.TrainState,
-    host: dict[str, Any],
-    *,
-    waits: bool,
-  ) -> None:
-    """Saves a state and a JSON record; see `Checkpointer.save`."""
+  def content(
+    self, step: int, state: state_lib.TrainState
+  ) -> tuple[Any, dict[str, Any]]:
+    """Returns what is saved after `step` steps: arrays, and a JSON record."""
+    ...
 
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
@@ -70,35 +65,22 @@ class TrainCheckpoints:
   def __init__(
     self, learner: learner_lib.Learner, collector: prefetch.Prefetcher
   ):
-    self._learner = learner
-    self._collector = collector
+    self._learner, self._collector = learner, collector
 
-  def save(
-    self,
-    checkpointer: checkpoint.Checkpointer,
-    step: int,
-    state: state_lib.TrainState,
-    host: dict[str, Any],
-    *,
-    waits: bool,
-  ) -> None:
-    """Saves the state after `step` steps; see `Checkpointer.save`."""
+  def content(
+    self, step: int, state: state_lib.TrainState
+  ) -> tuple[state_lib.TrainState, dict[str, Any]]:
+    """Returns the state with the published policies, and a JSON record."""
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)
     )
-    host = {
-      'kl_coefficient': self._learner.kl_coefficient,
-      **host,
-      **base_record(state.frozen),
-    }
-    state = dataclasses.replace(state, published=published, frozen={})
-    checkpointer.save(step, state, host, waits=waits)
+    record = {'kl_coefficient': self._learner.kl_coefficient}
+    record |= _base_record(state.frozen)
+    return dataclasses.replace(state, published=published, frozen={}), record
 
   def restore(
-    self,
-    checkpointer: checkpoint.Checkpointer,
-    start: state_lib.TrainState,
+    self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
     """Restores the newest valid step, in the learner and the collector too."""
     restored = newest(checkpointer, self._learner, start)
@@ -119,30 +101,22 @@ class TrainCheckpoints:
 class PolicyCheckpoints:
   """Saves weights and optimiser of a policy that learns without collecting."""
 
-  def save(
-    self,
-    checkpointer: checkpoint.Checkpointer,
-    step: int,
-    state: state_lib.TrainState,
-    host: dict[str, Any],
-    *,
-    waits: bool,
-  ) -> None:
-    """Saves the policy after `step` updates; see `Checkpointer.save`."""
-    host = host | base_record(state.frozen)
-    checkpointer.save(step, state.policy, host, waits=waits)
+  def content(
+    self, step: int, state: state_lib.TrainState
+  ) -> tuple[state_lib.ModelState, dict[str, Any]]:
+    """Returns the policy with its optimiser, and a JSON record."""
+    del step
+    return state.policy, _base_record(state.frozen)
 
   def restore(
-    self,
-    checkpointer: checkpoint.Checkpointer,
-    start: state_lib.TrainState,
+    self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
     """Restores the newest valid step."""
     restored = checkpointer.restore_latest(start.policy)
     if restored is None:
       return None
     step, policy, host = restored
-    check_base(step, host, start.frozen)
+    _check_base(step, host, start.frozen)
     return step, dataclasses.replace(start, policy=policy), host
 
 
@@ -175,14 +149,13 @@ def newest(
   if restored is None:
     return None
   done, state, host = restored
-  check_base(done, host, start.frozen)
+  _check_base(done, host, start.frozen)
   return done, state.with_frozen(start.frozen), host
 
 
 def policy_params(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
-  frozen: functional.Params,
   *,
   step: int | None,
 ) -> tuple[int, functional.Params] | None:
@@ -191,23 +164,27 @@ def policy_params(
   Args:
     checkpointer: the checkpoints of a run, read-only.
     learner: the learner of the run.
-    frozen: the weights under adapters; {} without adapters.
     step: the step that is wanted; None: the newest valid one.
 
   Returns:
     (steps done, weights for `learner.policy`), or None if none was saved.
 
   Raises:
+    Misconfigured: the weights under adapters cannot be read.
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
+  config, frozen = learner.config, {}
+  if config.model.lora.rank:
+    with exits.as_misconfigured():
+      frozen = weights.load_frozen(config, config.model.path, learner.policy)
   restored = checkpointer.restore_latest(
     learner.abstract_policy_params(), subtree='policy.params', step=step
   )
   if restored is None:
     return None
   done, params, host = restored
-  check_base(done, host, frozen)
+  _check_base(done, host, frozen)
   trained = model_roles.Trained(params, None)
   return done, learner.merged_params(model_roles.Params(trained, frozen))
 
@@ -262,13 +239,7 @@ def read_policy(
     wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
     there = ', '.join(map(str, steps)) or 'none'
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
-  frozen = {}
-  if config.model.lora.rank:
-    with exits.as_misconfigured():
-      frozen = weights.load_frozen(
-        config, config.model.path, learner.policy, mesh
-      )
-  restored = policy_params(checkpointer, learner, frozen, step=step)
+  restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
   if restored is None:
     raise exits.Misconfigured(f'{workdir}: no checkpoint of step {step}')
@@ -282,12 +253,12 @@ def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
   return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
 
 
-def base_record(frozen: functional.Params) -> dict[str, Any]:
+def _base_record(frozen: functional.Params) -> dict[str, Any]:
   """Returns the record that identifies frozen weights; {} without them."""
   return {_BASE: _fingerprints(frozen)} if frozen else {}
 
 
-def check_base(
+def _check_base(
   step: int, host: dict[str, Any], frozen: functional.Params
 ) -> None:
   """Raises `OtherBase` unless `frozen` is what the step was trained with."""

@@ -8,10 +8,10 @@ The folder of another run is refused at once. Nothing but the lock is written
 before `record`.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -35,36 +35,33 @@ T = TypeVar('T')
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass
 class Folder:
   """A folder that this process holds, and what may end the run in it.
 
   Attributes:
     path: the folder.
+    config: what defines the run in it.
     hosts: the hosts of the run; the first of them writes what they share.
-    restart: whether what the folder held is to be moved aside.
     interrupt: notices signals.
     lock: the lock; None if another host holds it.
-    watch: tells observers what the run does.
+    stack: what is left with the folder.
     lines: prints what is logged.
+    restart: whether what the folder held is to be moved aside.
+    watch: tells observers what the run does.
   """
 
-  def __init__(
-    self,
-    path: pathlib.Path,
-    config: Mapping[str, Any],
-    hosts: hosts_lib.Hosts,
-    interrupt: interruption.Interruption,
-    lock: lock_lib.Claim | None,
-    stack: contextlib.ExitStack,
-    lines: streams.LogLines,
-    *,
-    restart: bool = False,
-  ):
-    self.path, self.hosts, self._config = path, hosts, config
-    self.interrupt, self.lock = interrupt, lock
-    self.restart, self.lines = restart, lines
+  path: pathlib.Path
+  config: Mapping[str, Any]
+  hosts: hosts_lib.Hosts
+  interrupt: interruption.Interruption
+  lock: lock_lib.Claim | None
+  stack: contextlib.ExitStack
+  lines: streams.LogLines
+  restart: bool
+
+  def __post_init__(self):
     self.watch = watching.Watch(lambda: self.exit_code)
-    self._stack = stack
 
   @property
   def exit_code(self) -> int:
@@ -73,11 +70,7 @@ class Folder:
 
   def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
     """Enters a context that is left with the folder."""
-    return self._stack.enter_context(context)
-
-  def at_end(self, close: Callable[[], None]) -> None:
-    """Calls a function when the folder is left, before what was entered."""
-    self._stack.callback(close)
+    return self.stack.enter_context(context)
 
   def abandonable(
     self, *, patience: float | None = voting.PATIENCE
@@ -100,9 +93,9 @@ class Folder:
     with self.abandonable(), exits.as_misconfigured(str(self.path)):
       if not self.hosts.is_first or self.restart:
         return
-      if not self._config['writer']['copy_to']:  # which may have them
+      if not self.config['writer']['copy_to']:  # which may have them
         run_record.check_checkpoints(self.path)
-      run_record.check_config(self._config, self.path)
+      run_record.check_config(self.config, self.path)
 
   def record(self) -> None:
     """Makes the folder that of the run: records its config, begins to watch it.
@@ -111,7 +104,7 @@ class Folder:
       OtherRun, BucketError: see `bucket_copy`; or the folder has another run.
       CheckpointsMissing: the run's checkpoints are gone.
     """
-    bucket = self._config['writer']['copy_to']
+    bucket = self.config['writer']['copy_to']
     with self.abandonable(), exits.as_misconfigured(str(self.path)):
       bucket_copy.check_restart(bucket, self.restart)
       self.enter(self.watch.phases_watched(self.path, self.hosts.index))
@@ -122,11 +115,11 @@ class Folder:
         _log.info('%s: what it held is now in %s', self.path, aside)
       bucket_copy.fetch(bucket, self.path)
       run_record.check_checkpoints(self.path)
-      run_record.record_config(self._config, self.path)
+      run_record.record_config(self.config, self.path)
       # Not earlier: until here the folder may be that of another run.
       left = self.interrupt.seconds_left
       self.enter(bucket_copy.copying(bucket, self.path, left))
-      names, steps = self.hosts.names, self._config['profile']['steps']
+      names, steps = self.hosts.names, self.config['profile']['steps']
       self.enter(self.watch.started(self.path, names, steps, self.lock))
 
   @contextlib.contextmanager
@@ -140,14 +133,12 @@ class Folder:
     """
     rescue = self.interrupt.rescue
     with contextlib.ExitStack() as stack:
-      yield Folder(
-        self.path / name,
-        {**config.to_dict(), **also},
-        self.hosts,
-        self.interrupt,
-        self.lock,
-        stack,
-        self.lines,
+      yield dataclasses.replace(
+        self,
+        path=self.path / name,
+        config={**config.to_dict(), **also},
+        stack=stack,
+        restart=False,
       )
     self.interrupt.rescue = rescue
     # It has saved itself at a signal, which ends the run around it, too.
@@ -212,7 +203,7 @@ def claimed(
       compilation.keep(path / run_folder.COMPILED)
       config = {**config.to_dict(), **also}
       folder = Folder(
-        path, config, hosts, interrupt, lock, stack, lines, restart=restart
+        path, config, hosts, interrupt, lock, stack, lines, restart
       )
       folder.check()
       interrupt.rescue = functools.partial(_rescue, folder, unit)
@@ -221,14 +212,15 @@ def claimed(
     except interruption.Interrupted:
       interrupt.rescue = interruption.no_rescue
       if not interrupt.is_told:
-        _tell(unit)
+        tell_before_first(unit)
       if not is_held:
         raise
     finally:
       interrupt.rescue = interruption.no_rescue
 
 
-def _tell(unit: str) -> None:
+def tell_before_first(unit: str) -> None:
+  """Logs that a run was interrupted when it had done nothing yet."""
   # Whatever a start has written is complete, or the next one makes it again.
   _log.info(
     'interrupted before the first %s; the same command starts again', unit
@@ -242,6 +234,6 @@ def _rescue(
   del answered
   if folder.hosts.count > 1:
     return False
-  _tell(unit)
+  tell_before_first(unit)
   folder.release(exit_code)
   return True

@@ -10,6 +10,7 @@ numbers.
 """
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -246,13 +247,7 @@ def check_sizes(
     'updates.microbatch_size': updates.microbatch_size,
     'sft.batch_size': config.sft.batch_size,
   }
-  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
-  lines = {
-    key: f'{key}={size}: must be a multiple of the {shards} devices of the '
-    'axes data and fsdp'
-    for key, size in trained.items()
-    if size % shards
-  }
+  lines = indivisible(trained, mesh)
   hosts = mesh_lib.num_hosts(mesh)
   if rollout.trajectories_per_step % (hosts * rollout.group_size):
     lines['hosts'] = (
@@ -280,6 +275,24 @@ def check_sizes(
       lines['rollout.lanes'] = f'rollout.lanes={rollout.lanes}: {problem}'
   if lines:
     raise ValueError('\n'.join(lines.values()))
+
+
+def indivisible(
+  sizes: Mapping[str, int], mesh: jax.sharding.Mesh
+) -> dict[str, str]:
+  """Returns a line for each number of rows that the devices do not divide.
+
+  Args:
+    sizes: numbers of rows by their keys.
+    mesh: the mesh of training.
+  """
+  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
+  return {
+    key: f'{key}={size}: must be a multiple of the {shards} devices of the '
+    'axes data and fsdp'
+    for key, size in sizes.items()
+    if size % shards
+  }
 
 
 def num_slots(config, hosts: int) -> int:

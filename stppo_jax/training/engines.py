@@ -96,17 +96,12 @@ def decoded_weights(trained: functional.Params) -> functional.Params:
   return {name: x for name, x in trained.items() if name != 'scalar_head'}
 
 
-def copied(engine: Engine, params: model_roles.Params) -> functional.Params:
-  """Returns a copy of a policy's weights on the devices of a local engine."""
-  assert isinstance(engine, engine_lib.Engine)
+def copied(
+  engine: engine_lib.Engine, params: model_roles.Params
+) -> functional.Params:
+  """Returns a copy of a policy's weights on the devices of an engine."""
   trained = decoded_weights(params.trained.policy)
   return engine.copied(trained, base=params.frozen or None)
-
-
-def adopt(engine: Engine, weights: functional.Params, version: int) -> None:
-  """Publishes weights that `copied` has returned."""
-  assert isinstance(engine, engine_lib.Engine)
-  engine.adopt(weights, version)
 
 
 def build_collector(

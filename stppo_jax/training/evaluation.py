@@ -19,7 +19,7 @@ class Evaluator:
     hosts: the hosts of the run, each of which evaluates a part.
 
   Attributes:
-    has_questions: whether the data set has questions to evaluate on.
+    questions: the questions by data set; {} if there are none to evaluate on.
   """
 
   def __init__(
@@ -31,10 +31,9 @@ class Evaluator:
   ):
     self._services, self._hosts = services, hosts
     self._min_valid_fraction = config.rollout.min_valid_fraction
-    self._questions = services.questions.evaluation(
+    self.questions = services.questions.evaluation(
       config.evaluate.num_questions
     )
-    self.has_questions = bool(self._questions)
     self._collector = collector
     self._main_score = services.environment.main_score
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
@@ -54,7 +53,7 @@ class Evaluator:
     Raises:
       Exceptions of `steps.collect_until_valid`.
     """
-    questions = [q for group in self._questions.values() for q in group]
+    questions = [q for group in self.questions.values() for q in group]
     share = self._hosts.share(len(questions))
     questions = questions[share]
     keys = keys_lib.row_keys(self._key, share.start, len(questions))

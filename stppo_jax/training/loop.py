@@ -62,8 +62,7 @@ def train(
     folder.record()
     for note in parts.notes:
       _log.info(note)
-    with folder.together():
-      loaded = starts.load(start, config, parts, folder)
+    loaded = starts.load(start, config, parts, folder)
     learner, prefetcher = parts.learner, parts.prefetcher
     with run_lib.Run.open(
       loaded.config,
@@ -74,8 +73,7 @@ def train(
       num_steps=config.num_steps,
       origin=(loaded.number, loaded.name),
       evaluate=parts.evaluate,
-      prints_samples=not (config.evaluate.every and parts.has_evaluation),
-      trajectories=config.writer.trajectories,
+      prints_samples=not (config.evaluate.every and parts.evaluator.questions),
     ) as run:
       run.begin()  # evaluates the start
       meter = metrics_lib.StepMetrics(config, learner, parts.placement, folder)

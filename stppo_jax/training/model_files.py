@@ -234,7 +234,9 @@ def check_dialogue(
     ValueError: the prompt, a tag or a word does not come back; one line.
   """
   prompt = tokenizer.decode(tokenizer.encode_prompt(_QUESTION))
-  if _without_space(_QUESTION) not in _without_space(prompt):
+  if tokenizer_lib.without_space(_QUESTION) not in tokenizer_lib.without_space(
+    prompt
+  ):
     raise ValueError(
       f'the tokenizer gives the prompt {_QUESTION!r} back as {prompt!r}'
     )
@@ -246,14 +248,12 @@ def check_dialogue(
     if position < 0:
       break
     position += len(tag)
-  if position < 0 or _without_space(read) != _without_space(written):
+  if position < 0 or tokenizer_lib.without_space(
+    read
+  ) != tokenizer_lib.without_space(written):
     raise ValueError(
       f'the tokenizer gives the dialogue {written!r} back as {read!r}'
     )
-
-
-def _without_space(text: str) -> str:
-  return ''.join(text.split())
 
 
 def export(

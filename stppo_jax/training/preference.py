@@ -6,7 +6,6 @@ the last checkpoint as if nothing had happened.
 """
 
 import logging
-import math
 import pathlib
 
 import jax
@@ -16,7 +15,6 @@ from stppo_jax.learner import model_roles
 from stppo_jax.learner import offline_learner
 from stppo_jax.learner import offline_losses
 from stppo_jax.models import config as model_config
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pairs as pairs_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import claim
@@ -154,13 +152,10 @@ def _check_sizes(config, pairs, shape, mesh, file) -> None:
       f'{jax.process_count()} processes: a run of several processes is not '
       'supported'
     )
-  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
-  for key in ('batch_size', 'microbatch_size'):
-    if config.preference[key] % shards:
-      raise ValueError(
-        f'preference.{key}={config.preference[key]}: must be a multiple of '
-        f'the {shards} devices of the axes data and fsdp'
-      )
+  keys = 'batch_size', 'microbatch_size'
+  sizes = {f'preference.{key}': config.preference[key] for key in keys}
+  if lines := components.indivisible(sizes, mesh):
+    raise ValueError('\n'.join(lines.values()))
   low, high = int(pairs.tokens_Q2L.min()), int(pairs.tokens_Q2L.max())
   if low < 0 or high >= shape.vocab_size:
     raise ValueError(

@@ -72,7 +72,6 @@ class Run:
     config,
     folder: claim.Folder,
     last: saving.LastStep,
-    saver: saving.Saver,
     writer: writer_lib.HostWriter,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
@@ -85,8 +84,9 @@ class Run:
     self.seconds: dict[str, float] = {}
     self.save_seconds = 0.0
     self._config, self._tokenizer = config, tokenizer
-    self._saver, self._writer = saver, writer
-    self._evaluate, self._prints_samples = evaluate, prints_samples
+    self._saver, self._writer = last.saver, writer
+    self._evaluate = evaluate if config.evaluate.every else None
+    self._prints_samples = prints_samples
 
   @classmethod
   @contextlib.contextmanager
@@ -103,7 +103,6 @@ class Run:
     unit: str = 'step',
     evaluate: Evaluate | None = None,
     prints_samples: bool = False,
-    trajectories: int = 0,
     shown_every: int = 1,
   ) -> Iterator['Run']:
     """Yields a run at its newest valid step; sets aside what was written later.
@@ -124,20 +123,13 @@ class Run:
       evaluate: evaluates a state; None: nothing is evaluated.
       prints_samples: whether dialogues of a step are printed with each
         checkpoint; those of an evaluation always are.
-      trajectories: the number of dialogues that are written of each step.
       shown_every: the steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
       with folder.together():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
-        writer = _build_writer(
-          config,
-          folder,
-          num_steps,
-          trajectories=trajectories,
-          shown_every=shown_every,
-        )
+        writer = _build_writer(config, folder, num_steps, shown_every)
         stack.callback(writer.close)
         outside, folder.lines.show = folder.lines.show, writer.show
         stack.callback(setattr, folder.lines, 'show', outside)
@@ -155,7 +147,6 @@ class Run:
         config,
         folder,
         last,
-        saver,
         writer,
         tokenizer,
         num_steps=num_steps,
@@ -173,10 +164,8 @@ class Run:
 
   def begin(self) -> None:
     """Evaluates the start, or finishes the step that was interrupted."""
-    if self.last.done == 0 and self._evaluates and self._evaluate is not None:
-      with self.phase('evaluate'):
-        metrics = self._evaluated(self._evaluate)
-      self._writer.write(0, metrics)
+    if self.last.done == 0 and self._evaluate is not None:
+      self._writer.write(0, self._evaluated(self._evaluate))
     if self.last.extra.unwritten is not None:
       self._finish_unwritten(*self.last.extra.unwritten)
 
@@ -255,10 +244,9 @@ class Run:
     the state: the next start finishes the step in the same way.
     """
     last, extra = self.last, self.last.extra
-    evaluates = self._due(self._config.evaluate.every)
-    if self._evaluate is not None and evaluates:
-      with self.phase('evaluate'):
-        metrics = metrics | self._evaluated(self._evaluate)
+    due = self._due(self._config.evaluate.every)
+    if self._evaluate is not None and due:
+      metrics = metrics | self._evaluated(self._evaluate)
       seconds = self.seconds['timing_s/evaluate']
       metrics['timing_s/evaluate'] = seconds
       metrics['timing_s/step'] += seconds
@@ -325,16 +313,17 @@ class Run:
 
   def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
     """Returns the metrics of an evaluation; shows a few of its dialogues."""
-    metrics, trajectories = evaluate(self.state, self.folder.abandonable)
-    make = trajectory_metrics.records
-    printed = dialogues.spread(trajectories, self._printed)
-    self._print_records(
-      f'evaluation after {self.last}', make(printed, self._tokenizer)
-    )
-    written = dialogues.spread(trajectories, self._config.writer.evaluation)
-    self._writer.write_evaluation(
-      self.last.done, make(written, self._tokenizer)
-    )
+    with self.phase('evaluate'):
+      metrics, trajectories = evaluate(self.state, self.folder.abandonable)
+      records = lambda count: trajectory_metrics.records(
+        dialogues.spread(trajectories, count), self._tokenizer
+      )
+      self._print_records(
+        f'evaluation after {self.last}', records(self._printed)
+      )
+      self._writer.write_evaluation(
+        self.last.done, records(self._config.writer.evaluation)
+      )
     return metrics
 
   def _print_records(self, title: str, records: Sequence[dict]) -> None:
@@ -351,10 +340,6 @@ class Run:
     """The number of dialogues that are printed at a time."""
     return self._config.writer.samples if self.folder.hosts.is_first else 0
 
-  @property
-  def _evaluates(self) -> bool:
-    return self._config.evaluate.every > 0
-
   def _due(self, every: int) -> bool:
     last = self.last.done == self.num_steps
     return every > 0 and (last or self.last.done % every == 0)
@@ -370,8 +355,6 @@ def _build_writer(
   config,
   folder: claim.Folder,
   num_steps: int,
-  *,
-  trajectories: int,
   shown_every: int,
 ) -> writer_lib.HostWriter:
   """Returns the writer of a host; only the first host writes metrics."""
@@ -379,7 +362,7 @@ def _build_writer(
     return writer_lib.HostWriter(
       folder.path,
       host=folder.hosts.index,
-      trajectories=trajectories,
+      trajectories=config.writer.trajectories,
       keep_files=config.writer.keep_files,
     )
   values = settings.flatten(config)
@@ -393,7 +376,7 @@ def _build_writer(
   return writer_lib.Writer(
     folder.path,
     tensorboard=config.writer.tensorboard,
-    trajectories=trajectories,
+    trajectories=config.writer.trajectories,
     keep_files=config.writer.keep_files,
     keep_lines=config.writer.keep_lines,
     display=progress.Progress(num_steps, every=shown_every),

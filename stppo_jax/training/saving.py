@@ -54,15 +54,11 @@ class Extra:
 
   def record(self) -> dict[str, Any]:
     """Returns what JSON can write."""
-    record = {}
+    record = {'score': self.score, 'line': self.line or None}
     if self.unwritten is not None:
       # As text, because a metric may be nan, which a manifest must not contain.
       record['unwritten'] = json.dumps(self.unwritten)
-    if self.score is not None:
-      record['score'] = self.score
-    if self.line:
-      record['line'] = self.line
-    return record
+    return {name: x for name, x in record.items() if x is not None}
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
@@ -155,9 +151,8 @@ class Saver:
         raise
       # A newer step replaces it, if it can be saved.
       _log.warning('%s', error)
-    self._checkpoints.save(
-      self.checkpointer, step, state, extra.record(), waits=waits
-    )
+    arrays, record = self._checkpoints.content(step, state)
+    self.checkpointer.save(step, arrays, record | extra.record(), waits=waits)
 
   def save_in_time(
     self, step: int, state: State, extra: Extra, since: float | None
@@ -219,12 +214,14 @@ class Saver:
     )
 
 
+@dataclasses.dataclass
 class LastStep:
   """The last finished step of a run, which its end must not lose.
 
   As text it is its name, such as 'step 3'.
 
   Attributes:
+    saver: saves it.
     unit: the name of what the run counts.
     done: the number of steps that are done.
     state: the state after it.
@@ -232,12 +229,12 @@ class LastStep:
     is_consumed: whether an update may have consumed the state.
   """
 
-  def __init__(
-    self, saver: Saver, unit: str, done: int, state: State, extra: Extra
-  ):
-    self._saver, self.unit = saver, unit
-    self.done, self.state, self.extra = done, state, extra
-    self.is_consumed = False
+  saver: Saver
+  unit: str
+  done: int
+  state: State
+  extra: Extra
+  is_consumed: bool = False
 
   def __str__(self) -> str:
     return f'{self.unit} {self.done}'
@@ -250,7 +247,7 @@ class LastStep:
   @property
   def is_unsaved(self) -> bool:
     """Whether it is not on disk yet."""
-    return self.done > self._saver.saved
+    return self.done > self.saver.saved
 
   def save(self, *, since: float | None) -> None:
     """Saves it at the end of a run, if there is time for it, and waits.
@@ -261,7 +258,7 @@ class LastStep:
     Raises:
       NoTime: the step was not saved, on any host.
     """
-    self._saver.save_in_time(self.done, self.state, self.extra, since)
+    self.saver.save_in_time(self.done, self.state, self.extra, since)
 
 
 def rewind(writer: writer_lib.HostWriter, last: LastStep) -> None:

@@ -85,9 +85,7 @@ def imitate(
   tokenizer: tokenizer_lib.Tokenizer,
   services: steps.Services,
   *,
-  at_end: Callable[[functional.Model, functional.Params], None] = (
-    lambda policy, params: None
-  ),
+  at_end: Callable[[functional.Model, functional.Params], None] | None = None,
   shown_every: int = 1,
 ) -> None:
   """Trains, or resumes, on demonstrations in a folder, and exports the policy.
@@ -146,7 +144,8 @@ def imitate(
       skips.check([metrics])
     params = training.state.policy.params
     training.finish(policy, params)
-    at_end(policy, params)
+    if at_end is not None:
+      at_end(policy, params)
 
 
 def _packed(

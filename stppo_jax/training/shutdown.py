@@ -50,34 +50,37 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
   except Exception as error:
     interrupt.rescue = interruption.no_rescue
     _save_last(last, folder, error)
-    is_lost_output = isinstance(error, BrokenPipeError)
-    if not isinstance(error, OSError) or is_lost_output:
-      raise
-    if hasattr(error, 'exit_code'):
+    # The error says how the run ends, or nobody reads the output any more.
+    is_known = hasattr(error, 'exit_code') or isinstance(error, BrokenPipeError)
+    if is_known or not isinstance(error, OSError):
       raise
     # If a rename has failed, the second name is its target.
     name = error.filename2 or error.filename
     cause = f'{name}: {error.strerror}' if name else str(error)
-    raise Stopped(f'{cause}; {_progress(last)}; {_RESUMES}') from error
+    progress = f'{last} {"was not" if last.is_unsaved else "is"} saved'
+    raise Stopped(f'{cause}; {progress}; {_RESUMES}') from error
   finally:
     interrupt.rescue = interruption.no_rescue
 
 
 def _save_interrupted(last: saving.LastStep, folder: claim.Folder) -> None:
   """Saves a step after a signal, and says what the next start does."""
-  if last.done == 0:
-    # There is nothing to lose, and the first save compiles a program.
-    _log.info(
-      'interrupted before the first %s; the same command starts again',
-      last.unit,
-    )
-    return
   try:
-    last.save(since=folder.interrupt.signalled)
+    # Before the first step there is nothing to lose, and the first save
+    # compiles a program.
+    if last.done:
+      last.save(since=folder.interrupt.signalled)
   except saving.NoTime as error:
     _log.info('interrupted after %s, %s; %s', last, error, _RESUMES)
   else:
+    _tell_saved(last)
+
+
+def _tell_saved(last: saving.LastStep) -> None:
+  if last.done:
     _log.info('interrupted after %s, saved; %s', last, _RESUMES)
+  else:
+    claim.tell_before_first(last.unit)
 
 
 def _save_last(
@@ -104,10 +107,6 @@ def _save_last(
     _log.info('%s could not be saved and is lost: %s', last, second)
   else:
     _log.info('%s is saved', last)
-
-
-def _progress(last: saving.LastStep) -> str:
-  return f'{last} was not saved' if last.is_unsaved else f'{last} is saved'
 
 
 def _rescue(
@@ -153,12 +152,6 @@ def _rescue(
     except Exception as error:  # the main thread tries again
       _log.info('%s cannot be saved now: %s', last, error)
       return False
-  if last.done:
-    _log.info('interrupted after %s, saved; %s', last, _RESUMES)
-  else:
-    _log.info(
-      'interrupted before the first %s; the same command starts again',
-      last.unit,
-    )
+  _tell_saved(last)
   folder.release(exit_code)
   return True

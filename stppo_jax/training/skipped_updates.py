@@ -216,6 +216,4 @@ def _number(x: Any) -> float | str:
 
 def _versions() -> dict[str, str]:
   versions = {'python': sys.version.split()[0], 'system': platform.platform()}
-  for name in _PACKAGES:
-    versions[name] = importlib.metadata.version(name)
-  return versions
+  return versions | {x: importlib.metadata.version(x) for x in _PACKAGES}

@@ -140,8 +140,10 @@ def load(
   is_made = start.is_made or run_record.made_start(folder.path) is not None
   is_made, *_ = folder.hosts.exchange('start', is_made)
   if not is_made and config.init_from:
-    _copy(config, start.source, folder)
+    with folder.together():
+      _copy(config, start.source, folder)
   elif not is_made:
+    # A run of its own: a signal finishes and saves its step.
     imitated = config.copy_and_resolve_references()
     imitated.writer.update(trackers=(), tensorboard=False, copy_to='')
     with folder.inside('start', imitated, command='sft') as inside:
@@ -153,7 +155,7 @@ def load(
   original, note = config, ''
   config = run_record.with_start(config, folder.path)
   number, name = _origin(original, config.model.path)
-  with exits.as_misconfigured():
+  with folder.together(), exits.as_misconfigured():
     state = parts.learner.start(config.model.path)
     if config.init_from and state.value is not None:
       state, note = _with_value(state, folder.path)
@@ -240,9 +242,7 @@ def _with_value(
       restored = None
     reads.close()
   if restored is None:
-    return (
-      state,
-      '; it has no value model that fits, ours starts from the policy',
-    )
+    note = '; it has no value model that fits, ours starts from the policy'
+    return state, note
   value = dataclasses.replace(state.value, params=restored[1])
   return dataclasses.replace(state, value=value), ''

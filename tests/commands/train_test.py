@@ -243,17 +243,17 @@ def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
 
 
 @pytest.mark.slow
-def test_an_interrupted_start_leaves_none_and_is_made_anew(
+def test_an_interrupted_start_is_saved_and_leaves_no_policy(
   tmp_path, files, capsys
 ):
   workdir = tmp_path / 'run'
   stop = faults.send_at(('printed', 1), signal.SIGINT)
-  with faults.printed('sft step 0', stop):
+  with faults.printed('step 50/100', stop):
     assert _train(workdir, **files) == 130
   printed = capsys.readouterr().out
-  assert printed.count('sft step') == 1
-  assert 'the same command starts again' in printed
-  assert not (workdir / 'start').exists()
+  assert printed.count('step 50/100') == 1
+  assert 'interrupted after step 50, saved; the same command resumes' in printed
+  assert not (workdir / 'start' / 'policy').exists()
   assert not (workdir / 'metrics.jsonl').exists()
 
 

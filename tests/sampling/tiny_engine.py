@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
@@ -23,7 +24,6 @@ from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
-from stppo_jax.sampling import turns as turns_lib
 from tests import compilations
 from tests.models import tiny
 
@@ -247,7 +247,7 @@ class Dialogue:
     self.logprobs += [0.0] * len(token_ids)
     self.truncated_logprobs += [0.0] * len(token_ids)
 
-  def append_turn(self, generated: turns_lib.GeneratedTurn) -> None:
+  def append_turn(self, generated: types.GeneratedTurn) -> None:
     start = len(self.tokens)
     self.tokens += generated.token_ids.tolist()
     self.logprobs += generated.logprobs.tolist()
@@ -335,7 +335,7 @@ def assert_same(one: Dialogue, other: Dialogue) -> None:
 
 def first_turns(
   engine: engine_lib.Engine, order: Sequence[Sequence[int]]
-) -> dict[int, turns_lib.GeneratedTurn]:
+) -> dict[int, types.GeneratedTurn]:
   """Returns the first turns of all rows of a collection that has begun.
 
   Args:

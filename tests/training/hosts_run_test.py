@@ -322,26 +322,39 @@ def test_another_run_is_the_start_of_all(tmp_path, finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('printed', ['sft step 0', 'a turn ends at'])
-def test_a_signal_on_one_host_ends_a_start_on_all(tmp_path, printed):
-  """The first text is printed between updates, the other before a resumption.
+@pytest.mark.parametrize(
+  ('printed', 'said', 'is_begun'),
+  [
+    ('a turn ends at', 'interrupted before the first step', False),
+    ('step 50/51', 'interrupted after step 50, saved', True),
+    ('start: the superv', 'interrupted before the first step', True),
+  ],
+)
+def test_a_signal_on_one_host_ends_a_start_on_all(
+  tmp_path, printed, said, is_begun
+):
+  """The texts are printed before a start, between updates of it, and after it.
 
   The other host is then in a program, or comes to one, that needs both.
   """
-  options = {'sft__before_training': True, 'num_steps': 1}
+  options = {
+    'sft__before_training': True,
+    'sft__num_steps': 51,
+    'num_steps': 1,
+  }
   faults = {0: ('stop', 'printed', printed)}
   ends = _ends(_start(tmp_path, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
   for _, text in ends:
-    assert 'interrupted before the first step' in text
-  assert (tmp_path / 'start').is_dir() == (printed != 'sft step 0')
+    assert said in text
+  assert (tmp_path / 'start').is_dir() == is_begun
   _train(tmp_path, **options)
 
 
 _OUTSIDE_OF_A_RUN = """
 import os, signal, sys
+from stppo_jax import interruption
 from stppo_jax.parallel import distributed
-from stppo_jax.training.stopping import interruption
 
 address, index = sys.argv[1:]
 place = distributed.place(address, 2, int(index))

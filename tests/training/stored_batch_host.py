@@ -44,7 +44,7 @@ def _update_and_answer(out: pathlib.Path, hosts: hosts_lib.Hosts) -> None:
       learner.decoded,
       components.placement,
     )
-    engines.publish(engine, learner, state, 0)
+    engines.publish(engine, learner, state.params, 0)
     collector = engines.build_collector(
       config, services, components.tokenizer, engine
     )

@@ -25,7 +25,9 @@ _SERVER = pathlib.Path(__file__).parents[1] / 'envs' / 'mcp_server.py'
 @pytest.mark.slow
 def test_a_run_starts_from_calls_of_the_calculator(tmp_path, capsys):
   assert runs.train(tmp_path / 'run', **_CHANGES) == 0
-  assert 'sft step 1 loss' in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert 'step 2/2  loss' in printed
+  assert f'start: the supervised start in {tmp_path}/run/start' in printed
   lines = runs.metrics(tmp_path / 'run')
   assert [line['step'] for line in lines] == [0, 1, 2]
   assert 'env/number_of_tool_calls' in lines[1]

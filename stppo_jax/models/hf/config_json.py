@@ -84,14 +84,13 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read(
-  hf: Mapping[str, Any], *, dtype: str, remat: str, scan_unroll: int
-) -> model_config.ModelConfig:
+def read(hf: Mapping[str, Any], **computes: Any) -> model_config.ModelConfig:
   """Returns the shape that a `config.json` describes.
 
   Args:
     hf: contents of the file.
-    dtype, remat, scan_unroll: see `ModelConfig`.
+    **computes: fields of `ModelConfig` that the file does not have, such as
+      `dtype` and `remat`.
 
   Raises:
     ValueError: the family is not in `FAMILIES`, an option of it is not
@@ -130,10 +129,8 @@ def read(
     qk_norm=family.qk_norm,
     rope_scaling=rope_scaling,
     max_position_embeddings=hf.get('max_position_embeddings', 32768),
-    dtype=dtype,
-    remat=remat,
-    scan_unroll=scan_unroll,
     **experts,
+    **computes,
   )
 
 

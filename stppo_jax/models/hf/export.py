@@ -126,7 +126,9 @@ def _config(
 def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
   """Writes the weight files, and their index if there are several."""
   entries = _entries(config)
-  shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
+  shapes = {
+    e.hf_name: _shape(e, families.leaf(params, e.path)) for e in entries
+  }
   width = safetensors_file.DTYPES[dtype].itemsize
   sizes = {name: width * math.prod(shape) for name, shape in shapes.items()}
   files: list[list[families.Entry]] = [[]]
@@ -167,7 +169,7 @@ def _values(
   """Yields the values of tensors in order, a slice of a leaf at a time."""
   row = lambda entry: (entry.path, entry.index[:-1])
   for (path, outer), group in itertools.groupby(entries, key=row):
-    leaf, tensors = _leaf(params, path), list(group)
+    leaf, tensors = families.leaf(params, path), list(group)
     axis = len(outer)
     row_bytes = 4 * math.prod(leaf.shape[axis + 1 :])
     step = max(1, weight_files.SLICE_BYTES // row_bytes)
@@ -233,14 +235,6 @@ def _slice(mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
     static_argnums=2,
     out_shardings=jax.NamedSharding(mesh, jax.P()),
   )
-
-
-def _leaf(params: functional.Params, path: tuple[str, ...]) -> _Leaf:
-  """Returns the leaf at a path of the tree."""
-  leaf: Any = params
-  for key in path:
-    leaf = leaf[key]
-  return leaf
 
 
 def _shape(entry: families.Entry, leaf: _Leaf) -> tuple[int, ...]:

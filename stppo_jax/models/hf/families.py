@@ -6,7 +6,11 @@ tensor for each expert of each layer.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import functools
+import operator
+from typing import Any
 from typing import NamedTuple
 
 from stppo_jax.models import config as model_config
@@ -144,6 +148,11 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
         name = f'{prefix}mlp.experts.{expert}.{theirs}'
         result.append(_entry(ours, name, (layer, expert)))
   return result
+
+
+def leaf(tree: Any, path: Sequence[str]) -> Any:
+  """Returns the leaf at a path of a parameter tree."""
+  return functools.reduce(operator.getitem, path, tree)
 
 
 def kind(config: model_config.ModelConfig) -> str:

@@ -63,9 +63,13 @@ class _Leaf(NamedTuple):
 
 
 def read_config(
-  directory: str | pathlib.Path, *, dtype: str, remat: str, scan_unroll: int
+  directory: str | pathlib.Path, **computes: Any
 ) -> model_config.ModelConfig:
   """Returns the shape that `config.json` describes.
+
+  Args:
+    directory: a model in Hugging Face's format.
+    **computes: see `config_json.read`.
 
   Raises:
     ValueError: there is no such file, it is no JSON, a key is missing or has a
@@ -77,9 +81,7 @@ def read_config(
     raise ValueError(f'no config.json in {directory}')
   content = weight_files.read_json(path)
   try:
-    return config_json.read(
-      content, dtype=dtype, remat=remat, scan_unroll=scan_unroll
-    )
+    return config_json.read(content, **computes)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
 
@@ -130,11 +132,12 @@ def _compare_head(directory: str | pathlib.Path) -> None:
     return
   same = head.shape == embedding.shape and head.dtype == embedding.dtype
   if same:
-    ours, theirs = embedding.view(), head.view()
-    step = max(1, weight_files.SLICE_BYTES // (4 * ours.shape[1]))
+    rows, width = head.shape
+    step = max(1, weight_files.SLICE_BYTES // (4 * width))
+    slices = (slice(n, min(n + step, rows)) for n in range(0, rows, step))
     same = all(
-      np.array_equal(ours[n : n + step], theirs[n : n + step])
-      for n in range(0, len(ours), step)
+      np.array_equal(embedding.read((part,)), head.read((part,)))
+      for part in slices
     )
   if not same:
     logging.getLogger(__name__).warning(
@@ -181,13 +184,12 @@ def load_params(
   Raises:
     ValueError: see `read_params`.
   """
-  leaves = {}
-  for path, leaf in _plan(directory, config).items():
-    sharding = shardings
-    for key in path:
-      sharding = sharding[key]
-    leaves[path] = _place(leaf, sharding)
-  return _nested(leaves)
+  return _nested(
+    {
+      path: _place(leaf, families.leaf(shardings, path))
+      for path, leaf in _plan(directory, config).items()
+    }
+  )
 
 
 def _plan(
@@ -213,14 +215,11 @@ def _plan(
         f'{directory}: {kind} tensors {names}: expected {len(wanted)} '
         f'tensors, found {len(tensors)}'
       )
-  model = functional.Model(config, 'vocabulary')
-  shapes = model.abstract_params
+  shapes = functional.Model(config, 'vocabulary').abstract_params
   leaves: dict[tuple[str, ...], _Leaf] = {}
   problems = []
   for name, entry in wanted.items():
-    leaf: Any = shapes
-    for key in entry.path:
-      leaf = leaf[key]
+    leaf = families.leaf(shapes, entry.path)
     source = _Source(entry, tensors[name])
     leaves.setdefault(entry.path, _Leaf({}, leaf.shape))
     leaves[entry.path].sources[entry.index] = source
@@ -263,7 +262,9 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   if len(slices) == 1:
     return _place_slice(leaf, sharding, slices[0], owned=True)
   zeros = jax.jit(lambda: jnp.zeros(leaf.shape), out_shardings=sharding)
-  write = jax.jit(_write_slice, donate_argnums=0, out_shardings=sharding)
+  write = jax.jit(
+    jax.lax.dynamic_update_slice, donate_argnums=0, out_shardings=sharding
+  )
   array = zeros()
   for index in slices:
     starts = [i.start for i in index]
@@ -292,11 +293,6 @@ def _slices(shape: tuple[int, ...], num_axes: int) -> Iterator[_Index]:
         slice(start, min(start + step, shape[axis])),
         *(slice(0, size) for size in shape[axis + 1 :]),
       )
-
-
-def _write_slice(array, values, starts):
-  """Returns the array with the values written at the starts; donate it."""
-  return jax.lax.dynamic_update_slice(array, values, starts)
 
 
 def _place_slice(
@@ -351,10 +347,11 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
   leading, rest = index[:depth], index[depth:]
   for position in itertools.product(*(range(i.start, i.stop) for i in leading)):
     entry, tensor = leaf.sources[position]
-    stored = tensor.view()
-    stored = stored.T if entry.transposed else stored
     here = tuple(p - i.start for p, i in zip(position, leading))
-    result[here] = stored[rest]
+    if entry.transposed:
+      result[here] = tensor.read(rest[::-1]).T
+    else:
+      result[here] = tensor.read(rest)
     if not np.isfinite(result[here]).all():
       raise ValueError(
         f'{tensor.path}: {entry.hf_name} has a value that is not finite'

@@ -219,7 +219,7 @@ def read_encoder(directory: pathlib.Path, config: EncoderConfig) -> Encoder:
     name = prefix + name
     if name not in tensors:
       raise ValueError(f'{directory}: the tensor {name} is missing')
-    values = tensors[name].view()
+    values = tensors[name].read()
     values = values.T if transposed else values
     if values.shape != leaf.shape:
       raise ValueError(

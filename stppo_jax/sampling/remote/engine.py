@@ -28,6 +28,7 @@ import uuid
 import jax
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import export
@@ -227,7 +228,7 @@ class RemoteEngine:
     self._check_between_turns(row)
     del self._rows[row]
 
-  def poll(self) -> dict[int, turns.GeneratedTurn | None]:
+  def poll(self) -> dict[int, types.GeneratedTurn | None]:
     """Waits a moment and returns the turns that ended, by row.
 
     A turn is None if its request and all retries failed.
@@ -294,7 +295,7 @@ class RemoteEngine:
 
   def _finish(
     self, row: int, future: concurrent.futures.Future
-  ) -> turns.GeneratedTurn | None:
+  ) -> types.GeneratedTurn | None:
     """Appends a turn to its row, or counts its failure."""
     try:
       written = future.result()
@@ -309,7 +310,7 @@ class RemoteEngine:
 
   def _check_turn(
     self, request: dialects.Request, answer: dialects.Answer
-  ) -> turns.GeneratedTurn:
+  ) -> types.GeneratedTurn:
     """Returns the turn in an answer.
 
     Raises:
@@ -330,7 +331,7 @@ class RemoteEngine:
     logprobs = np.asarray(answer.logprobs[:count], np.float32)
     sampling = request.sampling
     full = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
-    return turns.GeneratedTurn(
+    return types.GeneratedTurn(
       token_ids=np.asarray(answer.token_ids[:count], np.int32),
       logprobs=logprobs,
       # Servers report nothing about the truncated distribution.
