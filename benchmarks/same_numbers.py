@@ -1,16 +1,20 @@
 """Compares the numbers that two checkouts of this repository compute.
 
     python -m benchmarks.same_numbers OLD NEW
-    python -m benchmarks.same_numbers OLD NEW --steps 2 --algorithms st_ppo
+    python -m benchmarks.same_numbers OLD NEW --steps 2 --runs st_ppo,lora
 
-Use it for a change that must not alter any number. In each checkout it trains
-the quickstart for some steps and collects one batch with `lab collect`. The
-processes see only the files of their checkout, under the Python of this
-process. These must be equal, bit for bit:
+Use it for a change that must not alter any number. Each of `RUNS`, or each
+algorithm that `--runs` names, collects one batch of the quickstart with
+`lab collect` and trains for some steps, in each checkout. The processes see
+only the files of their checkout, under the Python of this process. These must
+be equal, bit for bit:
 
-- every number of metrics.jsonl except the times,
-- every trajectory that the run wrote: texts, rewards, scores, status,
+- every number of metrics.jsonl except the times; `RENAMED` has the names of
+  metrics that are others today,
+- every trajectory that the run wrote, in training and evaluations: texts,
+  rewards, scores, status, and numbers of tokens,
 - every array of the collected batch, its token ids among them,
+- every tensor of the trained policy,
 - every file under tests/golden, archives and JSON by their contents.
 
 A line is printed for each comparison; the exit code is 1 if anything differs,
@@ -24,6 +28,7 @@ from collections.abc import Sequence
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,12 +36,59 @@ from typing import Any
 from typing import NamedTuple
 
 import numpy as np
+from safetensors import numpy as safetensors
 
 # Metrics that depend on the clock and so differ between any two runs.
-TIMES = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
+TIMES = (
+  *('timing_s/', 'perf/', 'goodput/', 'hosts/', 'retrieval/latency'),
+  'retrieval/outage_s',
+)
+# The old name of a metric to its name today.
+RENAMED: Mapping[str, str] = {}
 _SHOWN = 3  # differences that a line names
 # A smaller evaluation than the quickstart's, at the same steps.
 _SMALL = ['--config.evaluate.num_questions=64']
+
+
+class Run(NamedTuple):
+  """A run that both checkouts make.
+
+  Attributes:
+    algorithm: the name of the algorithm, with the options of the quickstart.
+    command: the command that trains.
+    flags: its further flags.
+    hosts: the number of processes that train together.
+  """
+
+  algorithm: str
+  command: str = 'train'
+  flags: tuple[str, ...] = ()
+  hosts: int = 1
+
+
+RUNS = {
+  **{name: Run(name) for name in ('token_ppo', 'st_ppo', 'so_grpo')},
+  'sft': Run(
+    'st_ppo',
+    command='sft',
+    flags=(
+      '--config.model.path=',
+      # One step of each kind, and then demonstrations with errors.
+      '--config.sft.clean_one_hop_steps=1',
+      '--config.sft.clean_steps=1',
+    ),
+  ),
+  'tdpo2': Run(
+    'so_grpo',
+    command='prefer',
+    flags=(
+      '--config.preference.name=tdpo2',
+      '--config.preference.batch_size=4',
+    ),
+  ),
+  'lora': Run('st_ppo', flags=('--config.model.lora.rank=8',)),
+  'two_hosts': Run('st_ppo', hosts=2),
+}
 
 
 class Comparison(NamedTuple):
@@ -73,11 +125,15 @@ def compare_metrics(
   new: Sequence[Mapping[str, Any]],
   subject: str,
 ) -> Comparison:
-  """Compares the lines of two metrics.jsonl, without the times."""
+  """Compares the lines of two metrics.jsonl, without the times.
+
+  A metric that was renamed has its new name in the differences.
+  """
   differences, count = [], 0
   if len(old) != len(new):
     differences.append(f'{len(old)} lines, now {len(new)}')
   for number, (before, after) in enumerate(zip(old, new), start=1):
+    before = {RENAMED.get(name, name): x for name, x in before.items()}
     names = [*before, *(name for name in after if name not in before)]
     for name in names:
       if name.startswith(TIMES):
@@ -191,72 +247,100 @@ def _json_lines(path: pathlib.Path) -> list[Any]:
   return [json.loads(line) for line in path.read_text('utf-8').splitlines()]
 
 
-def _run(checkout: pathlib.Path, *arguments: str) -> None:
-  """Runs a command of a checkout.
+def _trajectories(workdir: pathlib.Path) -> dict[str, list[Any]]:
+  """Returns the dialogues of a run, also of its evaluations, by file name."""
+  return {
+    path.name: _json_lines(path)
+    for path in sorted(workdir.glob('*-[0-9]*.jsonl'))
+  }
+
+
+def _call(checkout: pathlib.Path, *arguments: str, hosts: int = 1) -> None:
+  """Runs a command of a checkout, in one process or as several hosts.
 
   Raises:
     SystemExit: with code 2 if the command fails, whose output is printed.
   """
   # -P and PYTHONPATH keep an installed copy of the package from being imported.
   command = [sys.executable, '-P', '-m', 'stppo_jax', *arguments]
-  done = subprocess.run(
-    command,
-    cwd=checkout,
-    env=os.environ | {'PYTHONPATH': str(checkout)},
-    capture_output=True,
-    text=True,
-  )
-  if done.returncode:
-    print(
-      f'{checkout}: exit code {done.returncode} of {" ".join(arguments)}\n'
-      f'{done.stdout}{done.stderr}',
-      file=sys.stderr,
-    )
-    raise SystemExit(2)
+  with tempfile.TemporaryFile('w+') as output:
+    processes = [
+      subprocess.Popen(
+        command + place,
+        cwd=checkout,
+        env=os.environ | {'PYTHONPATH': str(checkout)},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+      )
+      for place in _places(hosts)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+      output.seek(0)
+      print(
+        f'{checkout}: exit code {max(codes, key=abs)} of '
+        f'{" ".join(arguments)}\n{output.read()}',
+        file=sys.stderr,
+      )
+      raise SystemExit(2)
+
+
+def _places(hosts: int) -> list[list[str]]:
+  """Returns the flags with which each host finds the others."""
+  if hosts == 1:
+    return [[]]
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'--coordinator=127.0.0.1:{probe.getsockname()[1]}'
+  return [
+    [address, f'--num_processes={hosts}', f'--process_id={index}']
+    for index in range(hosts)
+  ]
 
 
 def compare_runs(
   checkouts: Sequence[pathlib.Path],
-  algorithm: str,
+  name: str,
   *,
   steps: int,
   overrides: Sequence[str] = (),
 ) -> Iterator[Comparison]:
-  """Trains and collects in both checkouts; yields each comparison when done.
+  """Collects and trains in both checkouts; yields the comparisons.
 
   Args:
     checkouts: the old and the new checkout.
-    algorithm: the name of the algorithm, with the options of the quickstart.
+    name: the name of one of `RUNS`, or of an algorithm.
     steps: the number of steps of each run.
     overrides: further `--config.KEY=VALUE` flags for both runs.
   """
-  config = [f'--config=configs/quickstart.py:{algorithm}', *_SMALL, *overrides]
+  run = RUNS.get(name, Run(name))
+  config = [
+    f'--config=configs/quickstart.py:{run.algorithm}',
+    *_SMALL,
+    *run.flags,
+    *overrides,
+  ]
+  length = [f'--config.num_steps={steps}', f'--config.sft.num_steps={steps}']
   with tempfile.TemporaryDirectory() as scratch:
-    workdirs, batches = [], []
-    for side, checkout in zip(('old', 'new'), checkouts, strict=True):
-      workdir = pathlib.Path(scratch, side)
-      length = [f'--config.num_steps={steps}', f'--workdir={workdir}']
-      _run(checkout, 'train', *config, *length)
-      workdirs.append(workdir)
+    workdirs = [pathlib.Path(scratch, side) for side in ('old', 'new')]
+    batches = [workdir.with_suffix('.npz') for workdir in workdirs]
+    for checkout, workdir, batch in zip(checkouts, workdirs, batches):
+      _call(checkout, 'lab', 'collect', *config, f'--out={batch}')
+      train = [run.command, *config, *length, f'--workdir={workdir}']
+      if run.command == 'prefer':
+        train.append(f'--batch={batch}')
+      _call(checkout, *train, hosts=run.hosts)
+    yield compare_arrays(*map(_npz, batches), f'{name}, arrays of a batch')
     yield compare_metrics(
       *(_json_lines(workdir / 'metrics.jsonl') for workdir in workdirs),
-      subject=f'{algorithm}, metrics of {steps} steps',
+      f'{name}, metrics',
     )
-    yield compare_trajectories(
-      *(
-        {
-          path.name: _json_lines(path)
-          for path in sorted(workdir.glob('trajectories-*.jsonl'))
-        }
-        for workdir in workdirs
-      ),
-      subject=f'{algorithm}, trajectories',
-    )
-    for side, checkout in zip(('old', 'new'), checkouts, strict=True):
-      out = pathlib.Path(scratch, f'{side}.npz')
-      _run(checkout, 'lab', 'collect', *config, f'--out={out}')
-      batches.append(_npz(out))
-    yield compare_arrays(*batches, subject=f'{algorithm}, arrays of a batch')
+    if run.command == 'train':
+      dialogues = map(_trajectories, workdirs)
+      yield compare_trajectories(*dialogues, f'{name}, trajectories')
+    files = [workdir / 'policy' / 'model.safetensors' for workdir in workdirs]
+    policies = map(safetensors.load_file, files)
+    yield compare_arrays(*policies, f'{name}, tensors of the policy')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,9 +353,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('new', type=pathlib.Path, help='folder of a checkout')
   parser.add_argument('--steps', type=int, default=5, help='steps of each run')
   parser.add_argument(
-    '--algorithms',
-    default='token_ppo,st_ppo,so_grpo',
-    help='names of the table, separated by commas; empty: no run',
+    '--runs',
+    default=','.join(RUNS),
+    help='such as %(default)s, or other algorithms; empty: no run',
   )
   parser.add_argument(
     '--override',
@@ -289,9 +373,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   golden = [checkout / 'tests' / 'golden' for checkout in checkouts]
   comparisons = [compare_golden(*golden)]
   print(comparisons[0], flush=True)
-  for algorithm in filter(None, flags.algorithms.split(',')):
+  for name in filter(None, flags.runs.split(',')):
     for comparison in compare_runs(
-      checkouts, algorithm, steps=flags.steps, overrides=overrides
+      checkouts, name, steps=flags.steps, overrides=overrides
     ):
       print(comparison, flush=True)
       comparisons.append(comparison)
