@@ -113,68 +113,37 @@ class Comparison(NamedTuple):
     return f'DIFFERS  {self.subject}: {shown}{rest}'
 
 
-def same_number(old: Any, new: Any) -> bool:
-  """Returns whether two JSON values are equal bit for bit; nan equals nan."""
-  if isinstance(old, float) and isinstance(new, float):
-    return repr(old) == repr(new)  # tells -0.0 from 0.0 too
-  return type(old) is type(new) and old == new
-
-
-def compare_metrics(
-  old: Sequence[Mapping[str, Any]],
-  new: Sequence[Mapping[str, Any]],
+def compare_lines(
+  old: Mapping[str, Sequence[Mapping[str, Any]]],
+  new: Mapping[str, Sequence[Mapping[str, Any]]],
   subject: str,
 ) -> Comparison:
-  """Compares the lines of two metrics.jsonl, without the times.
-
-  A metric that was renamed has its new name in the differences.
-  """
-  differences, count = [], 0
-  if len(old) != len(new):
-    differences.append(f'{len(old)} lines, now {len(new)}')
-  for number, (before, after) in enumerate(zip(old, new), start=1):
-    before = {RENAMED.get(name, name): x for name, x in before.items()}
-    names = [*before, *(name for name in after if name not in before)]
-    for name in names:
-      if name.startswith(TIMES):
-        continue
-      count += 1
-      if name not in before or name not in after:
-        where = 'old' if name in before else 'new'
-        differences.append(f'line {number}: {name} is in {where} only')
-      elif not same_number(before[name], after[name]):
-        differences.append(
-          f'line {number}: {name} {before[name]!r}, now {after[name]!r}'
-        )
-  return Comparison(subject, count, differences)
-
-
-def compare_trajectories(
-  old: Mapping[str, Sequence[Any]],
-  new: Mapping[str, Sequence[Any]],
-  subject: str,
-) -> Comparison:
-  """Compares the trajectories that two runs wrote.
+  """Compares metrics or trajectories that two runs wrote, without the times.
 
   Args:
-    old: the JSON lines of each file, one per trajectory, by file name.
+    old: the JSON lines of each file, by file name.
     new: the same for the other run.
     subject: the subject of the result.
   """
   differences, count = _missing(old, new), 0
-  for name in old.keys() & new.keys():
-    lengths = len(old[name]), len(new[name])
+  for file in old.keys() & new.keys():
+    lengths = len(old[file]), len(new[file])
     if lengths[0] != lengths[1]:
-      differences.append(f'{name}: {lengths[0]} lines, now {lengths[1]}')
-    for number, (before, after) in enumerate(zip(old[name], new[name]), 1):
-      count += 1
-      keys = [
-        key
-        for key in {**before, **after}
-        if repr(before.get(key)) != repr(after.get(key))
-      ]
-      if keys:
-        differences.append(f'{name} line {number}: {", ".join(keys)}')
+      differences.append(f'{file}: {lengths[0]} lines, now {lengths[1]}')
+    for number, (before, after) in enumerate(zip(old[file], new[file]), 1):
+      before = {RENAMED.get(name, name): x for name, x in before.items()}
+      names = [x for x in before | after if not x.startswith(TIMES)]
+      count += len(names)
+      for name in names:
+        text = f'{file} line {number}: {name}'
+        if name not in before or name not in after:
+          side = 'old' if name in before else 'new'
+          differences.append(f'{text} is in {side} only')
+        # Their texts tell -0.0 from 0.0, and 1 from 1.0; nan equals nan.
+        elif repr(before[name]) != repr(after[name]):
+          is_number = isinstance(before[name], int | float)
+          numbers = f' {before[name]!r}, now {after[name]!r}'
+          differences.append(text + (numbers if is_number else ''))
   return Comparison(subject, count, sorted(differences))
 
 
@@ -204,10 +173,11 @@ def _entry_bytes(x: np.ndarray) -> np.ndarray:
 def compare_golden(old: pathlib.Path, new: pathlib.Path) -> Comparison:
   """Compares the files of two folders: archives and JSON by their contents.
 
-  Python files are left out: the scripts that make the others may change.
+  Python files are left out: the scripts that make the others may change. So are
+  files that only the second folder has, which have nothing to be compared with.
   """
   folders = [_data_files(folder) for folder in (old, new)]
-  differences = _missing(*folders)
+  differences = [x for x in _missing(*folders) if x.endswith('old only')]
   for name in folders[0].keys() & folders[1].keys():
     before, after = folders[0][name], folders[1][name]
     if name.endswith('.npz'):
@@ -243,16 +213,14 @@ def _npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     return dict(archive)
 
 
-def _json_lines(path: pathlib.Path) -> list[Any]:
+def json_lines(path: pathlib.Path) -> list[Any]:
+  """Returns the values of a file that has one on each line."""
   return [json.loads(line) for line in path.read_text('utf-8').splitlines()]
 
 
-def _trajectories(workdir: pathlib.Path) -> dict[str, list[Any]]:
-  """Returns the dialogues of a run, also of its evaluations, by file name."""
-  return {
-    path.name: _json_lines(path)
-    for path in sorted(workdir.glob('*-[0-9]*.jsonl'))
-  }
+def _lines(workdir: pathlib.Path, pattern: str) -> dict[str, list[Any]]:
+  """Returns the values of files of a run, by file name."""
+  return {path.name: json_lines(path) for path in workdir.glob(pattern)}
 
 
 def _call(checkout: pathlib.Path, *arguments: str, hosts: int = 1) -> None:
@@ -331,13 +299,12 @@ def compare_runs(
         train.append(f'--batch={batch}')
       _call(checkout, *train, hosts=run.hosts)
     yield compare_arrays(*map(_npz, batches), f'{name}, arrays of a batch')
-    yield compare_metrics(
-      *(_json_lines(workdir / 'metrics.jsonl') for workdir in workdirs),
-      f'{name}, metrics',
-    )
+    kinds = {'metrics': 'metrics.jsonl'}
     if run.command == 'train':
-      dialogues = map(_trajectories, workdirs)
-      yield compare_trajectories(*dialogues, f'{name}, trajectories')
+      kinds['trajectories'] = '*-[0-9]*.jsonl'
+    for kind, pattern in kinds.items():
+      lines = (_lines(workdir, pattern) for workdir in workdirs)
+      yield compare_lines(*lines, f'{name}, {kind}')
     files = [workdir / 'policy' / 'model.safetensors' for workdir in workdirs]
     policies = map(safetensors.load_file, files)
     yield compare_arrays(*policies, f'{name}, tensors of the policy')
