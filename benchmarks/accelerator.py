@@ -15,19 +15,19 @@ the keys and values of each row. Their bytes per second are shown as a share of
 the rate of the copy.
 """
 
-import argparse
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import gc
+import itertools
 import math
-import time
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import collectors
 from benchmarks import learners
 from benchmarks import measure
 from stppo_jax.configs import base
@@ -36,16 +36,12 @@ from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import operations
-from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.training import components
 
-# The shapes in the `config.json` of Qwen2.5, and one that any machine can run.
+# The first fields of `ModelConfig`: those of Qwen2.5, and small ones.
 SHAPES = {
   'tiny': (512, 64, 176, 3, 2, 2, 32),
   '0.5B': (151_936, 896, 4864, 24, 14, 2, 64),
@@ -55,14 +51,13 @@ SHAPES = {
 # A mean difference between engine and trainer up to this one counts as
 # rounding. It is the limit of a run in bfloat16.
 MISMATCH = 0.05
-_FIELDS = (
-  'vocab_size',
-  'hidden_size',
-  'intermediate_size',
-  'num_layers',
-  'num_heads',
-  'num_kv_heads',
-  'head_dim',
+_LEARNER = (
+  *('model', 'program', 'ms', 'tokens/s'),
+  *('TFLOP/s', 'MFU', 'peak GiB'),
+)
+_DECODE = (
+  *('model', 'rows', 'decoded tokens/s', 'of the copy', 'prompt tokens/s'),
+  *('first call, s', 'mismatch, mean / 99 %'),
 )
 _REPEATS = 5
 
@@ -81,10 +76,9 @@ class Limits(NamedTuple):
 
 def shape_of(size: str, remat: str) -> model_config.ModelConfig:
   """Returns the shape of a key of `SHAPES`."""
-  fields = dict(zip(_FIELDS, SHAPES[size], strict=True))
   dtype = 'bfloat16'
   return model_config.ModelConfig(
-    **fields,
+    *SHAPES[size],
     rope_theta=1e6,
     rms_norm_eps=1e-6,
     qkv_bias=True,
@@ -94,7 +88,7 @@ def shape_of(size: str, remat: str) -> model_config.ModelConfig:
     attention=attention.choose(
       'auto',
       dtype=dtype,
-      head_dim=fields['head_dim'],
+      head_dim=SHAPES[size][-1],
       platform=jax.devices()[0].platform,
     ),
   )
@@ -102,13 +96,9 @@ def shape_of(size: str, remat: str) -> model_config.ModelConfig:
 
 def seconds_of(run: Callable[[], object], repeats: int = _REPEATS) -> float:
   """Returns the median of the seconds of a call, after one to warm up."""
-  jax.block_until_ready(run())
-  seconds = []
-  for _ in range(repeats):
-    begin = time.perf_counter()
-    jax.block_until_ready(run())
-    seconds.append(time.perf_counter() - begin)
-  return float(np.median(seconds))
+  case = measure.Case(lambda: jax.block_until_ready(run()))
+  seconds = [measure.once(case)[0] for _ in range(1 + repeats)]
+  return float(np.median(seconds[1:]))
 
 
 def measure_limits(width: int) -> Limits:
@@ -189,27 +179,22 @@ def build_engine(
   model: functional.Model, *, rows: int, max_length: int, decode_chunk: int
 ) -> engine_lib.Engine:
   """Returns an engine; a random turn hardly ever spells its stop string."""
-  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
   # The first entries are single bytes, so that the stop string can be spelt.
   pieces = [bytes([n]) for n in range(256)]
   pieces += [f' {n}'.encode() for n in range(256, model.config.vocab_size)]
-  return engine_lib.Engine(
+  return collectors.engine(
     model,
-    placement=publish.Placement(mesh, tensor=1),
-    automaton=stops.build(pieces, stop_strings=('</search>',), eos_ids=()),
-    options=engine_options.EngineOptions(
-      slots=rows,
-      max_length=max_length,
-      cache_blocks=1,
-      sampling=sampler.Sampling(temperature=1.0),
-      prefill_chunk=256,
-      decode_chunk=decode_chunk,
-      early_exit=0.25,
-      lookahead=1,
-      lanes=1,
-      batch_rows=0,
-      deterministic=True,
-    ),
+    stops.build(pieces, stop_strings=('</search>',), eos_ids=()),
+    slots=rows,
+    max_length=max_length,
+    cache_blocks=1,
+    prefill_chunk=256,
+    decode_chunk=decode_chunk,
+    early_exit=0.25,
+    lookahead=1,
+    lanes=1,
+    batch_rows=0,
+    deterministic=True,
   )
 
 
@@ -276,9 +261,9 @@ def mismatch(
   return mean, float(np.quantile(differences, 0.99))
 
 
-def decode_table(
+def decode_row(
   size: str, limits: Limits, *, rows: int, prompt: int, decode_chunk: int
-) -> list[tuple[str, ...]]:
+) -> tuple[str, ...]:
   """Times turns after a prompt of `prompt` tokens.
 
   The time of short turns is subtracted from that of long turns, so that the
@@ -299,9 +284,7 @@ def decode_table(
     0, shape.vocab_size, (rows, prompt), np.int32
   )
   run = functools.partial(collect, engine, prompts_AL)
-  begin = time.perf_counter()
-  run(short)
-  first = time.perf_counter() - begin
+  first, _ = measure.once(measure.Case(lambda: run(short)))
   few = slice(0, 8)  # more rows would not fit beside the trainer's activations
   token_ids, sampled = run(short)
   difference = mismatch(
@@ -315,36 +298,35 @@ def decode_table(
   kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * middle
   moved = 2 * (weights + rows * kv)  # two bytes each
   share = rate / rows * moved / limits.bandwidth
-  return [
-    (
-      size,
-      str(rows),
-      f'{rate:,.0f}',
-      f'{100 * share:.0f} %',
-      f'{rows * prompt / seconds[0]:,.0f}',
-      f'{first:.0f}',
-      ' / '.join(f'{x:.4f}' for x in difference),
-    )
-  ]
+  return (
+    size,
+    str(rows),
+    f'{rate:,.0f}',
+    f'{100 * share:.0f} %',
+    f'{rows * prompt / seconds[0]:,.0f}',
+    f'{first:.0f}',
+    ' / '.join(f'{x:.4f}' for x in difference),
+  )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which device."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.accelerator')
+  parser = measure.parser(
+    'accelerator',
+    rows=16,  # of an update
+    microbatch=8,
+    length=4096,
+    prompt=1024,
+    decode_chunk=16,
+    product=8192,  # its width
+  )
   parser.add_argument(
     '--only', nargs='+', choices=('learner', 'decode'), help='some tables'
   )
   parser.add_argument('--sizes', nargs='+', choices=SHAPES, default=['0.5B'])
-  parser.add_argument('--rows', type=int, default=16, help='of an update')
-  parser.add_argument('--microbatch', type=int, default=8)
-  parser.add_argument('--length', type=int, default=4096)
   parser.add_argument('--remat', nargs='+', default=['dots'])
   parser.add_argument('--slots', nargs='+', type=int, default=[128, 256])
-  parser.add_argument('--prompt', type=int, default=1024)
-  parser.add_argument('--decode_chunk', type=int, default=16)
-  parser.add_argument('--product', type=int, default=8192, help='its width')
-  flags = parser.parse_args(arguments)
-  print(measure.environment(), flush=True)
+  flags = measure.start(parser, arguments)
   limits = measure_limits(flags.product)
   print(
     f'a product of {flags.product} x {flags.product} matrices: '
@@ -354,50 +336,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   tables = flags.only or ['learner', 'decode']
   if 'learner' in tables:
-    header = (
-      'model',
-      'program',
-      'ms',
-      'tokens/s',
-      'TFLOP/s',
-      'MFU',
-      'peak GiB',
-    )
-    for size in flags.sizes:
-      for remat in flags.remat:
-        print(f'recomputation: {remat}')
-        rows = learner_table(
-          size,
-          limits,
-          rows=flags.rows,
-          microbatch=flags.microbatch,
-          length=flags.length,
-          remat=remat,
-        )
-        print(measure.table(header, rows) + '\n', flush=True)
-        gc.collect()
+    for size, remat in itertools.product(flags.sizes, flags.remat):
+      rows = learner_table(
+        size,
+        limits,
+        rows=flags.rows,
+        microbatch=flags.microbatch,
+        length=flags.length,
+        remat=remat,
+      )
+      print(f'recomputation: {remat}')
+      print(measure.table(_LEARNER, rows) + '\n', flush=True)
+      gc.collect()
   if 'decode' in tables:
-    header = (
-      'model',
-      'rows',
-      'decoded tokens/s',
-      'of the copy',
-      'prompt tokens/s',
-      'first call, s',
-      'mismatch, mean / 99 %',
-    )
-    rows = []
-    for size in flags.sizes:
-      for slots in flags.slots:
-        rows += decode_table(
-          size,
-          limits,
-          rows=slots,
-          prompt=flags.prompt,
-          decode_chunk=flags.decode_chunk,
-        )
-        print(measure.table(header, rows[-1:]), flush=True)
-        gc.collect()
+    for size, slots in itertools.product(flags.sizes, flags.slots):
+      row = decode_row(
+        size,
+        limits,
+        rows=slots,
+        prompt=flags.prompt,
+        decode_chunk=flags.decode_chunk,
+      )
+      print(measure.table(_DECODE, [row]), flush=True)
+      gc.collect()
 
 
 if __name__ == '__main__':

@@ -3,9 +3,15 @@
 B trajectories, L tokens.
 """
 
+import functools
+
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.rl import losses
+
+# The policy loss of a batch that is a whole minibatch.
+policy_loss = functools.partial(losses.policy_loss, statistics=None, count=None)
 
 
 def turn_ids(

@@ -38,6 +38,7 @@ from typing import NamedTuple
 from benchmarks import disturbed_run
 from benchmarks import faults as faults_lib
 from benchmarks import run_differences
+from benchmarks import same_numbers
 
 _EARLY = 0.25  # the share of the strikes that come while the run starts
 _TRIES = 5  # how often a strike without an effect is tried
@@ -242,7 +243,7 @@ def _compare(
   found = list(
     run_differences.differences(run.workdir, undisturbed, may_lack=may_lack)
   )
-  last = run_differences.last_line(run.workdir)
+  last = same_numbers.json_lines(run.workdir / 'metrics.jsonl')[-1]
   for name in faults_lib.FAULTS:
     print(f'{name}: {chaos.struck[name]}, missed {chaos.missed[name]}')
   count = chaos.struck.total()

@@ -14,14 +14,13 @@ after each, an update donates the state. The goal for the quotient of the
 medians is at most 0.1.
 """
 
-import argparse
 from collections.abc import Sequence
+import itertools
 import pathlib
-import statistics
 import tempfile
-import time
 
 import jax
+import numpy as np
 
 from benchmarks import measure
 from benchmarks import update
@@ -76,18 +75,28 @@ def report(folder: pathlib.Path, *, megabytes: int, repeats: int) -> str:
   )
   state = update(_state(megabytes))
   saver = checkpoint.Checkpointer(folder, keep=1)
-  seconds = {True: [], False: []}
-  for step in range(1, 2 * repeats + 3):
-    waits = step % 2 == 0
-    jax.block_until_ready(state)
-    begin = time.perf_counter()
-    saver.save(step, state, {}, waits=waits)
-    if step > 2:  # the first ones compile
-      seconds[waits].append(time.perf_counter() - begin)
+  steps = itertools.count(1)
+
+  def next_state() -> jax.Array:
+    nonlocal state
     state = update(state)
     saver.wait()
+    return jax.block_until_ready(state)
+
+  seconds = measure.interleave(
+    {
+      name: measure.Case(
+        lambda state, waits=name == 'whole': saver.save(
+          next(steps), state, {}, waits=waits
+        ),
+        next_state,
+      )
+      for name in ('whole', 'beside')
+    },
+    repeats=repeats,
+  )
   saver.close()
-  whole, beside = (statistics.median(seconds[waits]) for waits in (True, False))
+  whole, beside = (float(np.median(x)) for x in seconds.values())
   return (
     f'{megabytes} MiB: a save takes {whole:.2f} s, and blocks the loop for '
     f'{beside:.3f} s if threads write it: {beside / whole:.3f} (goal {_GOAL})'
@@ -96,25 +105,18 @@ def report(folder: pathlib.Path, *, megabytes: int, repeats: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.checkpoints')
-  parser.add_argument('--megabytes', type=int, default=400)
-  parser.add_argument('--length', type=int, default=160)
-  parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
-  print(measure.environment(), end='\n\n')
+  parser = measure.parser(
+    'checkpoints', megabytes=400, length=160, repeats=measure.MIN_REPEATS
+  )
+  flags = measure.start(parser, arguments)
   config = quickstart.get_config()
   print(
     report_fingerprints(config, length=flags.length, repeats=flags.repeats),
     end='\n\n',
   )
-  with tempfile.TemporaryDirectory() as folder:
-    print(
-      report(
-        pathlib.Path(folder), megabytes=flags.megabytes, repeats=flags.repeats
-      )
-    )
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    print(report(folder, megabytes=flags.megabytes, repeats=flags.repeats))
 
 
 if __name__ == '__main__':

@@ -37,9 +37,8 @@ retriever.
 `latency`: the same dialogues, where each search is answered after 0, 0.2 or
 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Each dialogue has
 a slot, but few of them decode at a time; those that wait are left out of the
-batches. `sharing` predicts the times from the time without latency. Nothing can
-hide the waits of the last dialogues, which matter less if the dialogues take
-longer: see larger `--widths`.
+batches. Nothing can hide the waits of the last dialogues, which matter less if
+the dialogues take longer: see larger `--widths`.
 
 `refill`: half of the dialogues, with turns log-normal around 16 (sigma 1), and
 a quarter as many slots as dialogues. Slots that are given to the next dialogue
@@ -48,7 +47,6 @@ dialogue. The two modes also differ in their batches of 16 rows of similar
 length and in chunks that end early, see above.
 """
 
-import argparse
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -56,21 +54,16 @@ import functools
 import pathlib
 import tempfile
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks import collectors
 from benchmarks import dialogues
 from benchmarks import measure
-from benchmarks import sharing
-from stppo_jax import types
 from stppo_jax.models.hf import export
 from stppo_jax.rollout import event_loop
 
 _ORIGINAL_TURN = 500  # tokens that the original loop writes in every turn
-# The work of an input token, as a share of the work of a decoded token.
-_INPUT_COST = 0.4
 _GOALS = {
   'generate': 3.0,
   'original': 8.0,
@@ -120,14 +113,7 @@ def against(
   environment = dialogues.Scripted(
     dialogues.scripts(rows, TURNS, filler=policy.filler)
   )
-  sides: dict[str, Any] = {
-    'ours': collectors.SlotCollector(
-      policy, loop, slots=rows, deterministic=False
-    ),
-    'waves': collectors.SlotCollector(
-      policy, loop, slots=rows, deterministic=True
-    ),
-  }
+  sides: dict[str, Any] = _modes(policy, loop, 'ours', slots=rows)
   ours = sides['ours'].collect(environment)
   collectors.assert_parity(ours, sides['waves'].collect(environment))
   with tempfile.TemporaryDirectory() as directory:
@@ -142,12 +128,11 @@ def against(
   chosen = generate_reference.use_fastest(sides[peer], environment, rows=rows)
   theirs = sides[peer].collect(environment)
   collectors.assert_parity(ours, sides[peer].with_logprobs(theirs))
-  seconds = measure.interleave(
-    {name: collectors.case(side, environment) for name, side in sides.items()},
-    repeats=repeats,
-  )
+  cases = {
+    name: collectors.case(side, environment) for name, side in sides.items()
+  }
   goals = [(peer, 'ours', _GOALS[peer]), (peer, 'waves', None)]
-  return f'{chosen}\n\n{_report(seconds, rows, goals)}'
+  return f'{chosen}\n\n{_report(cases, goals, rows=rows, repeats=repeats)}'
 
 
 def latency(
@@ -165,64 +150,24 @@ def latency(
   collector = collectors.SlotCollector(
     policy, loop, slots=rows, deterministic=False
   )
-  scripts_by = {
-    name: dialogues.scripts(rows, TURNS, filler=policy.filler, latency=draw)
+  environments = {
+    name: dialogues.Scripted(
+      dialogues.scripts(rows, TURNS, filler=policy.filler, latency=draw)
+    )
     for name, draw in LATENCIES.items()
   }
-  environments = {
-    name: dialogues.Scripted(scripts) for name, scripts in scripts_by.items()
-  }
-  expected = collector.collect(environments['0 s'])
   collectors.assert_parity(
-    expected, collector.collect(environments['log-normal'])
+    *(collector.collect(environments[name]) for name in ('0 s', 'log-normal'))
   )
-  seconds = measure.interleave(
-    {name: collectors.case(collector, x) for name, x in environments.items()},
-    repeats=repeats,
-  )
-  at_once = float(np.median(seconds['0 s']))
+  cases = {
+    name: collectors.case(collector, x) for name, x in environments.items()
+  }
   goals = [
     ('0 s', name, _GOALS['latency'] if name == '0.2 s' else None)
     for name in LATENCIES
     if name != '0 s'
   ]
-  predicted = ', '.join(
-    f'{name} {at_once / _predicted(expected, scripts, at_once):.3f}'
-    for name, scripts in scripts_by.items()
-  )
-  return '\n'.join(
-    (_report(seconds, rows, goals), f'predicted, of 0 s: {predicted}')
-  )
-
-
-def _predicted(
-  trajectories: Sequence[types.Trajectory],
-  scripts: Sequence[dialogues.Script],
-  at_once: float,
-) -> float:
-  """Returns the predicted seconds; see `sharing`.
-
-  Args:
-    trajectories: the trajectories of the scripts, each in a slot of its own.
-    scripts: the scripts, with latencies.
-    at_once: the measured seconds without latency.
-  """
-  work = []
-  for trajectory in trajectories:
-    inputs = [len(trajectory.prompt_ids)]
-    inputs += [len(turn.observation_ids) for turn in trajectory.turns]
-    work.append(
-      [
-        len(turn.token_ids) + _INPUT_COST * length
-        for turn, length in zip(trajectory.turns, inputs)
-      ]
-    )
-  scale = at_once / sum(map(sum, work))
-  rows = [
-    sharing.Row([scale * x for x in turns], script.latencies)
-    for turns, script in zip(work, scripts, strict=True)
-  ]
-  return sharing.makespan(rows, slots=len(rows))
+  return _report(cases, goals, rows=rows, repeats=repeats)
 
 
 def refill(
@@ -240,30 +185,42 @@ def refill(
   environment = dialogues.Scripted(
     dialogues.scripts(rows, UNEVEN, filler=policy.filler)
   )
-  sides = {
-    'refilled': collectors.SlotCollector(
-      policy, loop, slots=rows // 4, deterministic=False
-    ),
-    'waves': collectors.SlotCollector(
-      policy, loop, slots=rows // 4, deterministic=True
-    ),
-  }
+  sides = _modes(policy, loop, 'refilled', slots=rows // 4)
   collectors.assert_parity(
     *(side.collect(environment) for side in sides.values())
   )
-  seconds = measure.interleave(
-    {name: collectors.case(side, environment) for name, side in sides.items()},
-    repeats=repeats,
-  )
-  return _report(seconds, rows, [('waves', 'refilled', _GOALS['refill'])])
+  cases = {
+    name: collectors.case(side, environment) for name, side in sides.items()
+  }
+  goals = [('waves', 'refilled', _GOALS['refill'])]
+  return _report(cases, goals, rows=rows, repeats=repeats)
+
+
+def _modes(
+  policy: collectors.Policy,
+  loop: event_loop.EventLoop,
+  name: str,
+  *,
+  slots: int,
+) -> dict[str, collectors.SlotCollector]:
+  """Returns the collector that refills slots, by this name, and 'waves'."""
+  return {
+    mode: collectors.SlotCollector(
+      policy, loop, slots=slots, deterministic=mode == 'waves'
+    )
+    for mode in (name, 'waves')
+  }
 
 
 def _report(
-  seconds: Mapping[str, np.ndarray],
-  rows: int,
+  cases: Mapping[str, measure.Case],
   quotients: Sequence[tuple[str, str, float | None]],
+  *,
+  rows: int,
+  repeats: int,
 ) -> str:
-  """Returns a table, and quotients of cases with their goals."""
+  """Times cases; returns a table, and quotients of cases with their goals."""
+  seconds = measure.interleave(cases, repeats=repeats)
   table = measure.table(
     ('case', 'collection, ms', 'trajectories/s'),
     [
@@ -271,91 +228,56 @@ def _report(
       for name, x in seconds.items()
     ],
   )
-  lines = []
-  for above, below, goal in quotients:
-    ratio = measure.quotient(seconds[above], seconds[below])
-    line = f'{above} / {below}: {ratio}; of the least {ratio.least:.3f}'
-    lines.append(line if goal is None else f'{line}; goal: at least {goal}')
+  lines = [
+    measure.comparison(
+      seconds, above, below, f'at least {goal}' if goal else ''
+    )
+    for above, below, goal in quotients
+  ]
   return '\n'.join((table, '', *lines, measure.verdict(seconds)))
 
 
-class _Table(NamedTuple):
-  """A table that the benchmark can make.
-
-  Attributes:
-    make: the function that makes it.
-    divisor: the number by which `--rows` is divided for it.
-    torch: whether it needs torch.
-  """
-
-  make: Callable[..., str]
-  divisor: int
-  torch: bool = False
-
-
-_TABLES: Mapping[str, _Table] = {
-  'generate': _Table(functools.partial(against, 'generate'), 1, torch=True),
-  'original': _Table(functools.partial(against, 'original'), 4, torch=True),
-  'latency': _Table(latency, 1),
-  'refill': _Table(refill, 2),
+# The functions that make the tables, and by what `--rows` is divided for them.
+_TABLES: Mapping[str, tuple[Callable[..., str], int]] = {
+  'generate': (functools.partial(against, 'generate'), 1),
+  'original': (functools.partial(against, 'original'), 4),
+  'latency': (latency, 1),
+  'refill': (refill, 2),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.collect')
+  parser = measure.parser(
+    'collect',
+    rows=512,  # of `generate` and `latency`; others have fewer
+    cut_at=_ORIGINAL_TURN,  # tokens that `original` writes in every turn
+    repeats=measure.MIN_REPEATS,
+  )
   parser.add_argument(
     '--only', nargs='+', choices=_TABLES, default=[*_TABLES], help='some tables'
   )
   parser.add_argument(
     '--widths', nargs='+', choices=collectors.WIDTHS, default=['tiny']
   )
-  parser.add_argument(
-    '--rows',
-    type=int,
-    default=512,
-    help='dialogues of `generate` and `latency`; others have fewer',
-  )
-  parser.add_argument(
-    '--cut_at',
-    type=int,
-    default=_ORIGINAL_TURN,
-    help='tokens that `original` writes in every turn',
-  )
-  parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
+  flags = measure.start(parser, arguments)
   longest = collectors.MAX_TURN_TOKENS
   if flags.cut_at < longest:  # it would cut turns of the scripts
     parser.error(f'--cut_at={flags.cut_at}: must be {longest} or greater')
-  cores = measure.use_cores(flags.cores)
-  versions = {}
-  if any(_TABLES[name].torch for name in flags.only):
-    versions = _peer_versions(cores)
   print(
     'whole collections; ms: median (least-greatest), quotients: median (middle '
-    f'half) of {flags.repeats}\n'
+    f'half) of {flags.repeats}'
   )
-  print(measure.environment(**versions))
-  sizes = {'repeats': flags.repeats}
   for width in flags.widths:
     policy = collectors.policy(width)
     with event_loop.EventLoop() as loop:
       for name in flags.only:
         print(f'\n{name}, {width}\n', flush=True)
-        table = _TABLES[name]
-        rows = flags.rows // table.divisor
-        own = {'cut_at': flags.cut_at} if name == 'original' else {}
-        print(table.make(policy, loop, rows=rows, **sizes, **own), flush=True)
-
-
-def _peer_versions(cores: int) -> dict[str, str]:
-  """Returns the versions of torch, which gets a thread for each core."""
-  import torch
-  import transformers
-
-  torch.set_num_threads(cores)
-  return {'torch': torch.__version__, 'transformers': transformers.__version__}
+        make, divisor = _TABLES[name]
+        options = {'rows': flags.rows // divisor, 'repeats': flags.repeats}
+        if name == 'original':
+          options['cut_at'] = flags.cut_at
+        print(make(policy, loop, **options), flush=True)
 
 
 if __name__ == '__main__':

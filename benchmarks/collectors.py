@@ -27,37 +27,14 @@ PARITY = 1e-4  # the largest difference of log-probabilities
 # The most tokens of a turn and of an observation: a quarter of the paper's 500.
 MAX_TURN_TOKENS = dialogues.LONGEST
 MAX_LENGTH = 980  # more than the longest dialogue: 100 + 4 * 125 + 3 * 125
+# The filler entries, and the fields of `ModelConfig` after `vocab_size`.
 # tiny is the quickstart's model, but with untied embeddings. grouped has the
 # proportions of Qwen2.5-0.5B, with seven query heads to a key/value head, at a
 # quarter of its width. wide is a larger model.
 WIDTHS = {
-  'tiny': {
-    'filler': 44,  # entries, of 412
-    'hidden_size': 64,
-    'intermediate_size': 176,
-    'num_layers': 3,
-    'num_heads': 2,
-    'num_kv_heads': 2,
-    'head_dim': 32,
-  },
-  'grouped': {
-    'filler': 44,
-    'hidden_size': 224,
-    'intermediate_size': 1216,
-    'num_layers': 3,
-    'num_heads': 7,
-    'num_kv_heads': 1,
-    'head_dim': 32,
-  },
-  'wide': {
-    'filler': 3728,  # entries, of 4096
-    'hidden_size': 256,
-    'intermediate_size': 704,
-    'num_layers': 6,
-    'num_heads': 8,
-    'num_kv_heads': 2,
-    'head_dim': 32,
-  },
+  'tiny': (44, (64, 176, 3, 2, 2, 32)),
+  'grouped': (44, (224, 1216, 3, 7, 1, 32)),
+  'wide': (3728, (256, 704, 6, 8, 2, 32)),
 }
 
 
@@ -72,10 +49,24 @@ class Policy(NamedTuple):
 
 def policy(width: str) -> Policy:
   """Returns the policy of a key of `WIDTHS`."""
-  shape = dict(WIDTHS[width])
-  filler = shape.pop('filler')
+  filler, shape = WIDTHS[width]
   tokenizer = dialogues.tokenizer(filler)
-  return Policy(tokenizer, *dialogues.model(tokenizer, **shape), filler)
+  return Policy(tokenizer, *dialogues.model(tokenizer, shape), filler)
+
+
+def engine(
+  model: functional.Model, automaton: stops.StopAutomaton, **options
+) -> engine_lib.Engine:
+  """Returns an engine on one device; see `EngineOptions` for its options."""
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  return engine_lib.Engine(
+    model,
+    placement=publish.Placement(mesh, tensor=1),
+    automaton=automaton,
+    options=engine_options.EngineOptions(
+      sampling=sampler.Sampling(temperature=1.0), **options
+    ),
+  )
 
 
 class SlotCollector:
@@ -94,33 +85,26 @@ class SlotCollector:
     slots: int,
     deterministic: bool,
   ):
-    lanes = len(os.sched_getaffinity(0))
+    automaton = stops.build(
+      policy.tokenizer.token_bytes(),
+      stop_strings=actions.STOP_STRINGS,
+      eos_ids=(policy.tokenizer.eos_id,),
+    )
     self._tokenizer = policy.tokenizer
     self._loop = loop
-    self._engine = engine_lib.Engine(
+    self._engine = engine(
       policy.model,
-      placement=publish.Placement(
-        mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
-        tensor=1,
-      ),
-      automaton=stops.build(
-        policy.tokenizer.token_bytes(),
-        stop_strings=actions.STOP_STRINGS,
-        eos_ids=(policy.tokenizer.eos_id,),
-      ),
-      options=engine_options.EngineOptions(
-        slots=slots,
-        max_length=MAX_LENGTH,
-        cache_blocks=10,
-        sampling=sampler.Sampling(temperature=1.0),
-        prefill_chunk=64,
-        decode_chunk=16,
-        early_exit=0.5,
-        lookahead=0,
-        lanes=math.gcd(lanes, slots),
-        batch_rows=16,
-        deterministic=deterministic,
-      ),
+      automaton,
+      slots=slots,
+      max_length=MAX_LENGTH,
+      cache_blocks=10,
+      prefill_chunk=64,
+      decode_chunk=16,
+      early_exit=0.5,
+      lookahead=0,
+      lanes=math.gcd(len(os.sched_getaffinity(0)), slots),
+      batch_rows=16,
+      deterministic=deterministic,
     )
     self._engine.publish(policy.params, 0)
 
@@ -146,8 +130,8 @@ class SlotCollector:
 
 
 def case(collector, environment: dialogues.Scripted) -> measure.Case:
-  """Returns a case that times one collection, long enough for one sample."""
-  return measure.Case(lambda _: collector.collect(environment), lambda: None)
+  """Returns a case that times one collection."""
+  return measure.single(lambda: collector.collect(environment))
 
 
 def assert_parity(

@@ -8,7 +8,6 @@ of one key and one of several keys, a bad algorithm, a missing file, and missing
 devices. The runs of `status` are made up.
 """
 
-import argparse
 from collections.abc import Sequence
 import os
 import pathlib
@@ -42,22 +41,16 @@ def seconds(arguments: Sequence[str], *, exit_code: int, repeats: int) -> float:
   """
   found = []
   for _ in range(repeats):
-    before = os.times()
+    before = sum(os.times()[2:4])  # of children
     done = subprocess.run(
       [sys.executable, '-m', 'stppo_jax', *arguments],
       cwd=_ROOT,
       capture_output=True,
       text=True,
     )
-    after = os.times()
     if done.returncode != exit_code:
       raise RuntimeError(f'{arguments}: {done.returncode}: {done.stderr}')
-    found.append(
-      after.children_user
-      + after.children_system
-      - before.children_user
-      - before.children_system
-    )
+    found.append(sum(os.times()[2:4]) - before)
   return statistics.median(found)
 
 
@@ -72,16 +65,12 @@ def report(
     runs: the number of runs of `status`.
     repeats: how often each command is run.
   """
-  commands = [
-    (f'train --config.{change}', ['train', _CONFIG, f'--config.{change}'])
-    for change in bad
-  ]
   rows = []
-  for name, words in commands:
-    took = seconds(
-      [*words, f'--workdir={folder / "none"}'], exit_code=2, repeats=repeats
-    )
-    rows.append((name, f'{took:.2f}', f'{_REFUSED:g}'))
+  for change in bad:
+    flag = f'--config.{change}'
+    words = ['train', _CONFIG, flag, f'--workdir={folder / "none"}']
+    took = seconds(words, exit_code=2, repeats=repeats)
+    rows.append((f'train {flag}', f'{took:.2f}', f'{_REFUSED:g}'))
   folders = [
     made_runs.make(folder / str(n), seed=n, steps=100, dialogues=1, detailed=0)
     for n in range(runs)
@@ -95,13 +84,9 @@ def report(
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.commands')
-  parser.add_argument('--runs', type=int, default=50)
-  parser.add_argument('--repeats', type=int, default=3)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
-  print(measure.environment(), end='\n\n')
+  flags = measure.start(
+    measure.parser('commands', runs=50, repeats=3), arguments
+  )
   with tempfile.TemporaryDirectory() as folder:
     print(
       report(

@@ -90,21 +90,21 @@ def tokenizer(filler: int) -> tokenizer_lib.Tokenizer:
 
 
 def model(
-  tokenizer: tokenizer_lib.Tokenizer, **shape: int
+  tokenizer: tokenizer_lib.Tokenizer, shape: Sequence[int]
 ) -> tuple[functional.Model, functional.Params]:
   """Returns a policy that counts down.
 
   Args:
     tokenizer: the tokenizer with the policy's vocabulary.
-    **shape: fields of `ModelConfig`.
+    shape: the first fields of `ModelConfig` after `vocab_size`.
   """
   config = model_config.ModelConfig(
-    vocab_size=tokenizer.vocab_size,
+    tokenizer.vocab_size,
+    *shape,
     rope_theta=10000.0,
     rms_norm_eps=1e-6,
     qkv_bias=True,
     tie_embeddings=False,
-    **shape,
   )
   policy = functional.Model(config, 'vocabulary')
   scale = _KERNEL_SCALE / float(np.sqrt(config.hidden_size))

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
   return End(seconds, computed, process.returncode, problem)
 
 
-def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
+def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> None:
   """Trains in this process, which sends itself the signal of a moment."""
   moment, happened = MOMENTS[name], 0
 
@@ -167,9 +168,6 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
         count()
 
   sys.addaudithook(audit)
-  from stppo_jax import __main__
-  from stppo_jax import interruption
-
   if moment.kind == 'phase':
     from stppo_jax.workdir import watching
 
@@ -181,10 +179,8 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
         count()
 
     watching.Watch.begin_phase = begin_phase
-  code = __main__.main(['train', f'--workdir={folder / "run"}', *argv])
-  if code in interruption.EXIT_CODES.values():
-    interruption.end_process(code)
-  return code
+  sys.argv[1:] = ['train', f'--workdir={folder / "run"}', *argv]
+  runpy.run_module('stppo_jax', run_name='__main__', alter_sys=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -221,5 +217,6 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == '__main__':
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   if sys.argv[1:2] == ['--child']:
-    sys.exit(_run(sys.argv[2], pathlib.Path(sys.argv[3]), sys.argv[4:]))
-  sys.exit(main(sys.argv[1:]))
+    _run(sys.argv[2], pathlib.Path(sys.argv[3]), sys.argv[4:])
+  else:
+    sys.exit(main(sys.argv[1:]))

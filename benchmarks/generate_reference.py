@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import os
 import pathlib
 
 import numpy as np
@@ -176,7 +177,7 @@ def use_fastest(
     environment: the dialogues that are collected with each setting.
     rows: the number of these dialogues.
   """
-  case = measure.Case(lambda _: peer.collect(environment), lambda: None)
+  case = measure.single(lambda: peer.collect(environment))
 
   def use(threads, batch):
     torch.set_num_threads(threads)
@@ -188,7 +189,7 @@ def use_fastest(
 
   settings = [
     (threads, batch)
-    for threads in dict.fromkeys((1, torch.get_num_threads()))
+    for threads in dict.fromkeys((1, len(os.sched_getaffinity(0))))
     for batch in (rows, *(x for x in _BATCHES if x < rows))
   ]
   run(settings[0])
@@ -201,7 +202,8 @@ def use_fastest(
   use(threads, batch)
   tried = ', '.join(f'{n} x {m}: {x:.2f}' for (n, m), x in seconds.items())
   return (
-    f'torch: {threads} threads, batches of {batch} rows '
+    f'torch {torch.__version__}, transformers {transformers.__version__}: '
+    f'{threads} threads, batches of {batch} rows '
     f'(tried threads x rows: s; {tried})'
   )
 

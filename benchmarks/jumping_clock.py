@@ -10,12 +10,13 @@ module of stppo_jax imports the function by name, so all of them see that time.
 
 from collections.abc import Sequence
 import pathlib
+import runpy
 import sys
 import time
 
 
-def main(file: pathlib.Path, argv: Sequence[str]) -> int:
-  """Runs a command as `python -m stppo_jax` does; returns the exit code."""
+def main(file: pathlib.Path, argv: Sequence[str]) -> None:
+  """Runs a command as `python -m stppo_jax` does."""
   clock = time.time
 
   def now() -> float:
@@ -25,14 +26,9 @@ def main(file: pathlib.Path, argv: Sequence[str]) -> int:
       return clock()
 
   time.time = now
-  from stppo_jax import __main__
-  from stppo_jax import interruption
-
-  code = __main__.main(argv)
-  if code in interruption.EXIT_CODES.values():
-    interruption.end_process(code)
-  return code
+  sys.argv[1:] = argv
+  runpy.run_module('stppo_jax', run_name='__main__', alter_sys=True)
 
 
 if __name__ == '__main__':
-  sys.exit(main(pathlib.Path(sys.argv[1]), sys.argv[2:]))
+  main(pathlib.Path(sys.argv[1]), sys.argv[2:])

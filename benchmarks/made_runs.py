@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from stppo_jax import settings
 from stppo_jax.configs import quickstart
 
 _WORDS = (
@@ -88,17 +87,6 @@ def make(
       _write_lines(folder / f'evaluation-{step:06d}.jsonl', records)
   _write_lines(folder / 'metrics.jsonl', lines)
   return folder
-
-
-def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the lines of metrics.jsonl."""
-  text = (folder / 'metrics.jsonl').read_text('utf-8')
-  return [json.loads(line) for line in text.splitlines()]
-
-
-def flat_config(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the config of a run by dotted key."""
-  return settings.flatten(json.loads((folder / 'config.json').read_text()))
 
 
 def dialogue(

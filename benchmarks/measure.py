@@ -42,6 +42,11 @@ class Case(NamedTuple):
   prepare: Callable[[], Any] | None = None
 
 
+def single(call: Callable[[], Any]) -> Case:
+  """Returns a case of a call that is long enough to be a sample by itself."""
+  return Case(lambda _: call(), lambda: None)
+
+
 class Compiled(NamedTuple):
   """A compiled program and the seconds it took to trace and compile."""
 
@@ -147,6 +152,24 @@ class Quotient(NamedTuple):
     return f'{self.median:.3f} ({self.low:.3f}-{self.high:.3f})'
 
 
+def against(
+  seconds: Mapping[str, np.ndarray], above: str, below: str
+) -> tuple[str, ...]:
+  """Returns cells: both times, their quotient, and that of the least ones."""
+  found = quotient(seconds[above], seconds[below])
+  times = (milliseconds(seconds[name]) for name in (below, above))
+  return (*times, str(found), f'{found.least:.2f}')
+
+
+def comparison(
+  seconds: Mapping[str, np.ndarray], above: str, below: str, goal: str = ''
+) -> str:
+  """Returns the line about the quotient of two cases, and its goal if any."""
+  found = quotient(seconds[above], seconds[below])
+  line = f'{above} / {below}: {found}; of the least {found.least:.3f}'
+  return f'{line}; goal: {goal}' if goal else line
+
+
 def quotient(above: np.ndarray, below: np.ndarray) -> Quotient:
   """Returns the quotient of two cases, sampled in the same rounds."""
   low, middle, high = np.quantile(above / below, (0.25, 0.5, 0.75))
@@ -154,27 +177,47 @@ def quotient(above: np.ndarray, below: np.ndarray) -> Quotient:
   return Quotient(*(float(x) for x in (middle, low, high, least)))
 
 
-def add_cores(parser: argparse.ArgumentParser) -> None:
-  """Adds the flag `--cores`, for `use_cores`."""
-  parser.add_argument(
-    '--cores', type=int, default=0, help='how many to use; 0: all there are'
-  )
-
-
-def use_cores(count: int) -> int:
-  """Binds this process to some of its cores, before jax counts them.
+def parser(name: str, **numbers: int) -> argparse.ArgumentParser:
+  """Returns a parser of `--cores`, and of other flags that are numbers.
 
   Args:
-    count: the number of cores; 0 = all.
+    name: the module of the benchmark.
+    **numbers: the defaults of the other flags.
+  """
+  made = argparse.ArgumentParser(prog=f'python -m benchmarks.{name}')
+  for flag, default in numbers.items():
+    made.add_argument(f'--{flag}', type=int, default=default)
+  made.add_argument(
+    '--cores', type=int, default=0, help='how many to use; 0: all there are'
+  )
+  return made
+
+
+def start(
+  parser: argparse.ArgumentParser,
+  arguments: Sequence[str] | None,
+  **versions: str,
+) -> argparse.Namespace:
+  """Parses flags, binds this process to some cores, and prints on what it runs.
+
+  It must be called before jax counts the cores.
+
+  Args:
+    parser: what `parser` returned, perhaps with further flags.
+    arguments: the flags; None = those of the process.
+    **versions: versions of other libraries.
 
   Returns:
-    The number of cores that the process may use.
+    The values of the flags. `cores` is the number of cores in use.
   """
+  flags = parser.parse_args(arguments)
   cores = sorted(os.sched_getaffinity(0))
-  if count:
-    cores = cores[-count:]
+  if flags.cores:
+    cores = cores[-flags.cores :]
     os.sched_setaffinity(0, cores)
-  return len(cores)
+  flags.cores = len(cores)
+  print(environment(**versions), end='\n\n', flush=True)
+  return flags
 
 
 def environment(**versions: str) -> str:

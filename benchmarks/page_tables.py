@@ -1,32 +1,76 @@
-"""Tables of a page that a benchmark makes line by line."""
+"""Tables of docs/sharding.md, of which a benchmark makes the lines."""
 
+import argparse
+from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Sequence
 import pathlib
+import subprocess
+import sys
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_PAGE = _ROOT / 'docs' / 'sharding.md'
 
 
-def put(
-  page: pathlib.Path,
-  title: str,
-  header: Sequence[str],
-  lines: Iterable[str],
-  *,
-  names: Iterable[str],
+def main(
+  title: str, line: Callable[[str], str], names: Iterable[str], doc: str | None
 ) -> None:
-  """Puts lines into a table, in place of those with the same first cell.
+  """Prints lines of a table, and puts them into the page with `--write`.
 
   Args:
-    page: the page.
-    title: the table stands between the comments `title` and `end of title`.
-    header: the first two lines of the table.
-    lines: the new lines.
-    names: the first cells of all lines that the table may have, in order.
+    title: the table stands between the comments `title` and `end of title`. Its
+      benchmark is the module of this name.
+    line: returns the line of a name, after compiling programs for TPU.
+    names: the names of all lines, in order. `@` is a space in the first cell.
+    doc: the help.
+  """
+  parser = argparse.ArgumentParser(
+    description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--only', default='')
+  parser.add_argument('--write', action='store_true')
+  parser.add_argument('--name', choices=[*names], help=argparse.SUPPRESS)
+  flags = parser.parse_args()
+  if flags.name:
+    import jax
+
+    jax.config.update('jax_platforms', 'cpu')
+    # The cache could store a program for absent chips, but not load it.
+    jax.config.update('jax_enable_compilation_cache', False)
+    print(line(flags.name))
+    return
+  module = f'benchmarks.{title.replace(" ", "_")}'
+  for name in names:
+    if flags.only in name:
+      # Each line has its own process, which gives its memory back at its end.
+      done = subprocess.run(
+        [sys.executable, '-m', module, f'--name={name}'],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+      )
+      row = done.stdout.splitlines()[-1]
+      print(row, flush=True)
+      if flags.write:
+        text = with_row(_PAGE.read_text('utf-8'), title, row, names)
+        _PAGE.write_text(text, 'utf-8')
+
+
+def with_row(text: str, title: str, row: str, names: Iterable[str]) -> str:
+  """Returns a page with a row in place of that with the same first cell.
+
+  Args:
+    text: the page.
+    title: see `main`.
+    row: the new row.
+    names: see `main`.
   """
   begin, end = f'<!-- {title} -->', f'<!-- end of {title} -->'
-  before, _, rest = page.read_text(encoding='utf-8').partition(begin)
+  before, _, rest = text.partition(begin)
   table, _, after = rest.partition(end)
-  kept = table.strip().splitlines()[len(header) :]
-  found = {line.split('|')[1].strip(): line for line in [*kept, *lines]}
-  rows = [found[name] for name in names if name in found]
-  table = '\n'.join(['', *header, *rows, ''])
-  page.write_text(before + begin + table + end + after, encoding='utf-8')
+  lines = table.strip().splitlines()
+  header, rows = lines[:2], lines[2:]
+  found = {line.split('|')[1].strip(): line for line in [*rows, row]}
+  cells = [name.replace('@', ' ') for name in names]
+  rows = [found[cell] for cell in cells if cell in found]
+  return before + '\n'.join([begin, *header, *rows, end]) + after

@@ -8,7 +8,7 @@ Ours is jitted. Torch is eager, in all forms of `torch_reference.py`, of which
 the fastest counts. Nothing is timed before loss and gradient agree to 1e-6.
 """
 
-import argparse
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from benchmarks import measure
 from benchmarks import torch_reference
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import losses
 
 PARITY = 1e-6  # relative to the loss, and to the gradient's largest entry
 HEADER = (
@@ -36,17 +35,17 @@ HEADER = (
 
 
 class Setting(NamedTuple):
-  """The torch function of an algorithm, and the goal of the quotient."""
+  """The torch functions of an algorithm, and the goal of the quotient."""
 
-  level: str
+  turn_means: Mapping[str, torch_reference.TurnMeans | None]
   corrected: bool
   goal: float
 
 
 ALGORITHMS = {
-  'token_ppo': Setting('token', False, 3.0),
-  'turn_ppo': Setting('turn', False, 1.2),
-  'st_ppo': Setting('turn', True, 1.2),
+  'token_ppo': Setting({'plain': None}, False, 3.0),
+  'turn_ppo': Setting(torch_reference.TURN_MEANS, False, 1.2),
+  'st_ppo': Setting(torch_reference.TURN_MEANS, True, 1.2),
 }
 
 
@@ -56,13 +55,11 @@ def compile_ours(
   """Returns the compiled program and its arguments, on the device."""
 
   def loss(logprobs_BL, entropy_BL, algorithm, batch):
-    return losses.policy_loss(
+    return batches.policy_loss(
       algorithm,
       logprobs_BL,
       entropy_BL,
       batch,
-      statistics=None,  # the batch is the whole minibatch
-      count=None,
       entropy_coefficient=torch_reference.ENTROPY_COEFFICIENT,
       num_turns=num_turns,
       implementation=implementation,
@@ -112,10 +109,10 @@ def _assert_parity(ours, theirs, name):
 
 
 def run(
-  *,
   rows: int,
   length: int,
   num_turns: int,
+  *,
   repeats: int,
   implementation: str = 'auto',
 ) -> str:
@@ -132,29 +129,16 @@ def run(
     data = (batch, logprobs_BL, entropy_BL, num_turns)
     ours, arguments = compile_ours(name, *data, implementation)
     compiling.append(f'{name} {ours.seconds:.2f}')
-    forms = {'': None}
-    if setting.level == 'turn':
-      forms = torch_reference.TURN_MEANS
     cases = {'ours': ours.case(*arguments)}
-    for form, turn_means in forms.items():
+    for form, turn_means in setting.turn_means.items():
       theirs = _torch(setting, turn_means, *data)
       _assert_parity(ours.program(*arguments), theirs(), f'{name} {form}')
       cases[form] = measure.Case(theirs)
     seconds = measure.interleave(cases, repeats=repeats)
-    timed |= {(name, form or 'plain'): x for form, x in seconds.items()}
-    for form in forms:
-      quotient = measure.quotient(seconds[form], seconds['ours'])
-      lines.append(
-        (
-          name,
-          form or 'plain',
-          measure.milliseconds(seconds['ours']),
-          measure.milliseconds(seconds[form]),
-          str(quotient),
-          f'{quotient.least:.2f}',
-          f'{setting.goal:g}',
-        )
-      )
+    timed |= {(name, form): x for form, x in seconds.items()}
+    for form in setting.turn_means:
+      cells = measure.against(seconds, form, 'ours')
+      lines.append((name, form, *cells, f'{setting.goal:g}'))
   return '\n'.join(
     (
       measure.table(HEADER, lines),
@@ -167,35 +151,19 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.policy_loss')
-  parser.add_argument('--rows', type=int, default=64)
-  parser.add_argument('--length', type=int, default=4096)
-  parser.add_argument('--turns', type=int, default=16)
-  parser.add_argument('--repeats', type=int, default=9)
+  parser = measure.parser(
+    'policy_loss', rows=64, length=4096, turns=16, repeats=9
+  )
   parser.add_argument('--implementation', default='auto')
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  cores = measure.use_cores(flags.cores)
-  torch.set_num_threads(cores)
+  flags = measure.start(parser, arguments, torch=torch.__version__)
+  torch.set_num_threads(flags.cores)
   print(
     f'loss and gradient, float32 [{flags.rows}, {flags.length}], '
     f'{flags.turns} turns; ms: median (least-greatest) of {flags.repeats}, '
     'quotient: median (middle half)\n'
   )
-  threads = str(torch.get_num_threads())
-  print(
-    measure.environment(torch=torch.__version__, torch_threads=threads),
-    end='\n\n',
-  )
-  print(
-    run(
-      rows=flags.rows,
-      length=flags.length,
-      num_turns=flags.turns,
-      repeats=flags.repeats,
-      implementation=flags.implementation,
-    )
-  )
+  sizes = flags.rows, flags.length, flags.turns
+  print(run(*sizes, repeats=flags.repeats, implementation=flags.implementation))
 
 
 if __name__ == '__main__':

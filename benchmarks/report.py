@@ -14,17 +14,17 @@ The last ones are part of the updates: the policy loss of a microbatch of random
 numbers is timed with and without them.
 """
 
-import argparse
+from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import functools
 import io
-import json
 import pathlib
 import statistics
 import tempfile
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -33,23 +33,18 @@ from benchmarks import batches
 from benchmarks import chromium
 from benchmarks import made_runs
 from benchmarks import measure
+from benchmarks import same_numbers
 from stppo_jax import __main__
-from stppo_jax import batch as batch_lib
-from stppo_jax import types
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
-from stppo_jax.records import progress
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
-from stppo_jax.rl import losses
-from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 _MEGABYTE = 1e6
 _GOALS = {'seconds': 30, 'MB': 25, 'loading': 3.0, 'records': 0.03}
 _COMPILES = 2  # steps that are not counted
-_REPEATS = 5
 
 
 def write_report(folder: pathlib.Path, page: pathlib.Path) -> float:
@@ -76,7 +71,7 @@ def load(browser: Any, page: pathlib.Path) -> tuple[float, float]:
   return shown, searched
 
 
-def recording_share(
+def recording_seconds(
   folder: pathlib.Path, words: Sequence[str]
 ) -> tuple[float, float, float]:
   """Trains; returns the seconds of a step, of token numbers and of writing.
@@ -85,16 +80,38 @@ def recording_share(
     folder: an empty folder for the run.
     words: flags of `train`.
   """
-  workdir = folder / 'run'
-  with contextlib.redirect_stdout(io.StringIO()):
-    code = __main__.main(['train', *words, f'--workdir={workdir}'])
+  with contextlib.ExitStack() as stack:
+    writing = [
+      stack.enter_context(_timed(owner, name))
+      for owner, name in (
+        (trajectory_metrics, 'records'),
+        (writer_lib.Writer, 'write'),
+        (writer_lib.Writer, 'write_trajectories'),
+      )
+    ]
+    stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    code = __main__.main(['train', *words, f'--workdir={folder}'])
   assert code == 0
-  text = (workdir / 'metrics.jsonl').read_text('utf-8')
-  lines = [json.loads(line) for line in text.splitlines()]
-  lines = [line for line in lines if line['step'] > _COMPILES]
+  lines = same_numbers.json_lines(folder / 'metrics.jsonl')[_COMPILES:]
   step = statistics.median(line['timing_s/step'] for line in lines)
   tokens = statistics.median(line['timing_s/token_details'] for line in lines)
-  return step, tokens, writing_seconds(folder / 'again', workdir, lines[-1])
+  calls = zip(*writing, strict=True)  # one of each in a step
+  return step, tokens, statistics.median([*map(sum, calls)][_COMPILES:])
+
+
+@contextlib.contextmanager
+def _timed(owner: Any, name: str) -> Iterator[list[float]]:
+  """Yields the seconds of each call of a function in this context."""
+  function, seconds = getattr(owner, name), []
+
+  def timed(*arguments, **options):
+    start = time.perf_counter()
+    result = function(*arguments, **options)
+    seconds.append(time.perf_counter() - start)
+    return result
+
+  with mock.patch.object(owner, name, timed):
+    yield seconds
 
 
 def measuring_seconds(config: Any) -> float:
@@ -112,13 +129,11 @@ def measuring_seconds(config: Any) -> float:
 
   def gradient(measures, logprobs_BL, entropy_BL, batch):
     def loss(logprobs_BL):
-      result = losses.policy_loss(
+      result = batches.policy_loss(
         algorithm,
         logprobs_BL,
         entropy_BL,
         batch,
-        statistics=None,
-        count=None,
         entropy_coefficient=0.0,
         num_turns=num_turns,
       )
@@ -144,87 +159,6 @@ def measuring_seconds(config: Any) -> float:
   )
   workers = cpu_parallel.num_workers(config.updates.minibatch_size // rows)
   return extra * microbatches / workers
-
-
-def writing_seconds(
-  folder: pathlib.Path, workdir: pathlib.Path, metrics: dict[str, Any]
-) -> float:
-  """Returns the seconds that the records of a run's last step take.
-
-  Args:
-    folder: the folder to which the records are written again.
-    workdir: the run's folder.
-    metrics: the metrics of the step.
-  """
-  path = sorted(workdir.glob('trajectories-*.jsonl'))[-1]
-  dialogues = [json.loads(x) for x in path.read_text('utf-8').splitlines()]
-  tokenizer = tokenizer_lib.Tokenizer.load(workdir / 'policy')
-  trajectories = [_trajectory(dialogue, tokenizer) for dialogue in dialogues]
-  rows = sum('tokens' in dialogue['turns'][0] for dialogue in dialogues)
-  details = _details(trajectories[:rows])
-  numbers = {k: v for k, v in metrics.items() if isinstance(v, float)}
-  writer = writer_lib.Writer(
-    folder,
-    tensorboard=True,
-    trajectories=len(dialogues),
-    display=progress.Progress(_REPEATS),
-  )
-  seconds = []
-  for step in range(1, _REPEATS + 1):
-    start = time.perf_counter()
-    records = trajectory_metrics.records(trajectories, tokenizer, details)
-    with contextlib.redirect_stdout(io.StringIO()):
-      writer.write(step, numbers)
-    writer.write_trajectories(step, records)
-    seconds.append(time.perf_counter() - start)
-  writer.close()
-  return statistics.median(seconds)
-
-
-def _trajectory(dialogue, tokenizer) -> types.Trajectory:
-  """Returns a trajectory with the texts of a record."""
-
-  def turn(record) -> types.Turn:
-    ids = tokenizer.encode_text(record['text'])
-    return types.Turn(
-      ids,
-      np.zeros(len(ids), np.float32),
-      tokenizer.encode_text(record['observation']),
-      record['action'],
-    )
-
-  return types.Trajectory(
-    question=types.Question(
-      dialogue['id'],
-      dialogue['question'],
-      tuple(dialogue['golden_answers']),
-      dialogue['data_set'],
-    ),
-    prompt_ids=tokenizer.encode_text(dialogue['prompt']),
-    turns=tuple(map(turn, dialogue['turns'])),
-    rewards=dialogue['rewards'],
-    status=types.TrajectoryStatus(dialogue['status']),
-    scores=dialogue['scores'],
-  )
-
-
-def _details(
-  trajectories: Sequence[types.Trajectory],
-) -> batch_lib.TokenDetails:
-  """Returns random numbers for all tokens of trajectories."""
-  length = max(
-    len(t.prompt_ids)
-    + sum(len(x.token_ids) + len(x.observation_ids) for x in t.turns)
-    for t in trajectories
-  )
-  rng = np.random.default_rng(0)
-  arrays = {
-    name: rng.normal(size=(len(trajectories), length)).astype(np.float32)
-    for name in batch_lib.TokenDetails._fields
-  }
-  arrays['loss_mask_BL'] = np.ones((len(trajectories), length), bool)
-  arrays['cut_BL'] = arrays['cut_BL'] > 1
-  return batch_lib.TokenDetails(**arrays)
 
 
 def pages(steps: int, dialogues: int, tokens: int) -> list[str]:
@@ -271,7 +205,8 @@ def records(words: Sequence[str]) -> str:
     words: flags of `train`, for the quickstart.
   """
   with tempfile.TemporaryDirectory() as name:
-    step, tokens, writing = recording_share(pathlib.Path(name), words)
+    folder = pathlib.Path(name, 'run')
+    step, tokens, writing = recording_seconds(folder, words)
     # Here, because its programs are kept in the folder of the run.
     measures = measuring_seconds(quickstart.get_config())
   parts = {
@@ -291,15 +226,10 @@ def records(words: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.report')
-  parser.add_argument('--steps', type=int, default=500)
-  parser.add_argument('--dialogues', type=int, default=10)
-  parser.add_argument('--tokens', type=int, default=64)
-  parser.add_argument('--train_steps', type=int, default=12)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
-  print(measure.environment(), end='\n\n')
+  parser = measure.parser(
+    'report', steps=500, dialogues=10, tokens=64, train_steps=12
+  )
+  flags = measure.start(parser, arguments)
   print('\n'.join(pages(flags.steps, flags.dialogues, flags.tokens)))
   words = [
     '--config=configs/quickstart.py',

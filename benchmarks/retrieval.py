@@ -22,7 +22,6 @@ answers and started again a second later. 300 queries are sent. All must be
 answered, and no thread or socket may be left over.
 """
 
-import argparse
 import asyncio
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -106,7 +105,6 @@ def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
     'bm25s': measure.Case(ask_peer),
   }
   seconds = measure.interleave(cases, repeats=repeats)
-  ratio = measure.quotient(seconds['bm25s'], seconds['ours'])
   rows = [
     (name, f'{_BATCH / np.median(x):.0f}', measure.milliseconds(x))
     for name, x in seconds.items()
@@ -115,8 +113,9 @@ def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
   return '\n'.join(
     (
       measure.table(header, rows),
-      f'bm25s / ours: {ratio}, of the least {ratio.least:.3f} '
-      f'(goal {_GOALS["search"]})',
+      measure.comparison(
+        seconds, 'bm25s', 'ours', f'at least {_GOALS["search"]}'
+      ),
       measure.verdict(seconds),
     )
   )
@@ -294,24 +293,23 @@ def _sockets() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.retrieval')
+  parser = measure.parser(
+    'retrieval',
+    passages=16_223,  # if random
+    large=_LARGE,  # of `index`
+    queries=2000,  # of `http`
+    workers=2,  # of `http`
+    repeats=measure.MIN_REPEATS,
+  )
   parser.add_argument('--only', nargs='+', choices=PARTS, default=PARTS)
   parser.add_argument('--corpus', default='', help='JSONL file of passages')
-  parser.add_argument('--passages', type=int, default=16_223, help='if random')
-  parser.add_argument('--large', type=int, default=_LARGE, help='of `index`')
-  parser.add_argument('--queries', type=int, default=2000, help='of `http`')
-  parser.add_argument('--workers', type=int, default=2, help='of `http`')
-  parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
+  flags = measure.start(parser, arguments, bm25s=bm25s.__version__)
   passages = (
     passages_lib.read_corpus(flags.corpus)
     if flags.corpus
     else random_passages(flags.passages, seed=0)
   )
   print(f'BM25 over {len(passages)} passages, the best {_TOPK} of each query\n')
-  print(measure.environment(bm25s=bm25s.__version__), end='\n\n')
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     if 'search' in flags.only:

@@ -12,7 +12,6 @@ from benchmarks import same_numbers
 # has an empty cache of answers.
 _LEFT_OUT = (
   *same_numbers.TIMES,
-  'hosts/',
   'retrieval/failures',
   'retrieval/ok',
   'retrieval/outage',
@@ -55,11 +54,9 @@ def differences(
 
 def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
   """Returns the metrics of each step, without those of `_LEFT_OUT`."""
-  text = (workdir / 'metrics.jsonl').read_text('utf-8')
-  lines = [json.loads(line) for line in text.splitlines()]
   return {
     line['step']: {k: x for k, x in line.items() if not k.startswith(_LEFT_OUT)}
-    for line in lines
+    for line in same_numbers.json_lines(workdir / 'metrics.jsonl')
   }
 
 
@@ -76,9 +73,3 @@ def _fingerprints(workdir: pathlib.Path) -> dict[str, Any]:
   path = workdir / 'checkpoints' / str(step) / 'manifest' / 'metadata'
   leaves = json.loads(path.read_text('utf-8'))['leaves']
   return {'step': step, **leaves}
-
-
-def last_line(workdir: pathlib.Path) -> dict[str, Any]:
-  """Returns the last line of a run's metrics."""
-  text = (workdir / 'metrics.jsonl').read_text('utf-8')
-  return json.loads(text.splitlines()[-1])

@@ -1,16 +1,20 @@
 """Compares the numbers that two checkouts of this repository compute.
 
     python -m benchmarks.same_numbers OLD NEW
-    python -m benchmarks.same_numbers OLD NEW --steps 2 --algorithms st_ppo
+    python -m benchmarks.same_numbers OLD NEW --steps 2 --runs st_ppo,lora
 
-Use it for a change that must not alter any number. In each checkout it trains
-the quickstart for some steps and collects one batch with `lab collect`. The
-processes see only the files of their checkout, under the Python of this
-process. These must be equal, bit for bit:
+Use it for a change that must not alter any number. Each of `RUNS`, or each
+algorithm that `--runs` names, collects one batch of the quickstart with
+`lab collect` and trains for some steps, in each checkout. The processes see
+only the files of their checkout, under the Python of this process. These must
+be equal, bit for bit:
 
-- every number of metrics.jsonl except the times,
-- every trajectory that the run wrote: texts, rewards, scores, status,
+- every number of metrics.jsonl except the times; `RENAMED` has the names of
+  metrics that are others today,
+- every trajectory that the run wrote, in training and evaluations: texts,
+  rewards, scores, status, and numbers of tokens,
 - every array of the collected batch, its token ids among them,
+- every tensor of the trained policy,
 - every file under tests/golden, archives and JSON by their contents.
 
 A line is printed for each comparison; the exit code is 1 if anything differs,
@@ -24,6 +28,7 @@ from collections.abc import Sequence
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,12 +36,59 @@ from typing import Any
 from typing import NamedTuple
 
 import numpy as np
+from safetensors import numpy as safetensors
 
 # Metrics that depend on the clock and so differ between any two runs.
-TIMES = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
+TIMES = (
+  *('timing_s/', 'perf/', 'goodput/', 'hosts/', 'retrieval/latency'),
+  'retrieval/outage_s',
+)
+# The old name of a metric to its name today.
+RENAMED: Mapping[str, str] = {}
 _SHOWN = 3  # differences that a line names
 # A smaller evaluation than the quickstart's, at the same steps.
 _SMALL = ['--config.evaluate.num_questions=64']
+
+
+class Run(NamedTuple):
+  """A run that both checkouts make.
+
+  Attributes:
+    algorithm: the name of the algorithm, with the options of the quickstart.
+    command: the command that trains.
+    flags: its further flags.
+    hosts: the number of processes that train together.
+  """
+
+  algorithm: str
+  command: str = 'train'
+  flags: tuple[str, ...] = ()
+  hosts: int = 1
+
+
+RUNS = {
+  **{name: Run(name) for name in ('token_ppo', 'st_ppo', 'so_grpo')},
+  'sft': Run(
+    'st_ppo',
+    command='sft',
+    flags=(
+      '--config.model.path=',
+      # One step of each kind, and then demonstrations with errors.
+      '--config.sft.clean_one_hop_steps=1',
+      '--config.sft.clean_steps=1',
+    ),
+  ),
+  'tdpo2': Run(
+    'so_grpo',
+    command='prefer',
+    flags=(
+      '--config.preference.name=tdpo2',
+      '--config.preference.batch_size=4',
+    ),
+  ),
+  'lora': Run('st_ppo', flags=('--config.model.lora.rank=8',)),
+  'two_hosts': Run('st_ppo', hosts=2),
+}
 
 
 class Comparison(NamedTuple):
@@ -61,64 +113,37 @@ class Comparison(NamedTuple):
     return f'DIFFERS  {self.subject}: {shown}{rest}'
 
 
-def same_number(old: Any, new: Any) -> bool:
-  """Returns whether two JSON values are equal bit for bit; nan equals nan."""
-  if isinstance(old, float) and isinstance(new, float):
-    return repr(old) == repr(new)  # tells -0.0 from 0.0 too
-  return type(old) is type(new) and old == new
-
-
-def compare_metrics(
-  old: Sequence[Mapping[str, Any]],
-  new: Sequence[Mapping[str, Any]],
+def compare_lines(
+  old: Mapping[str, Sequence[Mapping[str, Any]]],
+  new: Mapping[str, Sequence[Mapping[str, Any]]],
   subject: str,
 ) -> Comparison:
-  """Compares the lines of two metrics.jsonl, without the times."""
-  differences, count = [], 0
-  if len(old) != len(new):
-    differences.append(f'{len(old)} lines, now {len(new)}')
-  for number, (before, after) in enumerate(zip(old, new), start=1):
-    names = [*before, *(name for name in after if name not in before)]
-    for name in names:
-      if name.startswith(TIMES):
-        continue
-      count += 1
-      if name not in before or name not in after:
-        where = 'old' if name in before else 'new'
-        differences.append(f'line {number}: {name} is in {where} only')
-      elif not same_number(before[name], after[name]):
-        differences.append(
-          f'line {number}: {name} {before[name]!r}, now {after[name]!r}'
-        )
-  return Comparison(subject, count, differences)
-
-
-def compare_trajectories(
-  old: Mapping[str, Sequence[Any]],
-  new: Mapping[str, Sequence[Any]],
-  subject: str,
-) -> Comparison:
-  """Compares the trajectories that two runs wrote.
+  """Compares metrics or trajectories that two runs wrote, without the times.
 
   Args:
-    old: the JSON lines of each file, one per trajectory, by file name.
+    old: the JSON lines of each file, by file name.
     new: the same for the other run.
     subject: the subject of the result.
   """
   differences, count = _missing(old, new), 0
-  for name in old.keys() & new.keys():
-    lengths = len(old[name]), len(new[name])
+  for file in old.keys() & new.keys():
+    lengths = len(old[file]), len(new[file])
     if lengths[0] != lengths[1]:
-      differences.append(f'{name}: {lengths[0]} lines, now {lengths[1]}')
-    for number, (before, after) in enumerate(zip(old[name], new[name]), 1):
-      count += 1
-      keys = [
-        key
-        for key in {**before, **after}
-        if repr(before.get(key)) != repr(after.get(key))
-      ]
-      if keys:
-        differences.append(f'{name} line {number}: {", ".join(keys)}')
+      differences.append(f'{file}: {lengths[0]} lines, now {lengths[1]}')
+    for number, (before, after) in enumerate(zip(old[file], new[file]), 1):
+      before = {RENAMED.get(name, name): x for name, x in before.items()}
+      names = [x for x in before | after if not x.startswith(TIMES)]
+      count += len(names)
+      for name in names:
+        text = f'{file} line {number}: {name}'
+        if name not in before or name not in after:
+          side = 'old' if name in before else 'new'
+          differences.append(f'{text} is in {side} only')
+        # Their texts tell -0.0 from 0.0, and 1 from 1.0; nan equals nan.
+        elif repr(before[name]) != repr(after[name]):
+          is_number = isinstance(before[name], int | float)
+          numbers = f' {before[name]!r}, now {after[name]!r}'
+          differences.append(text + (numbers if is_number else ''))
   return Comparison(subject, count, sorted(differences))
 
 
@@ -148,10 +173,11 @@ def _entry_bytes(x: np.ndarray) -> np.ndarray:
 def compare_golden(old: pathlib.Path, new: pathlib.Path) -> Comparison:
   """Compares the files of two folders: archives and JSON by their contents.
 
-  Python files are left out: the scripts that make the others may change.
+  Python files are left out: the scripts that make the others may change. So are
+  files that only the second folder has, which have nothing to be compared with.
   """
   folders = [_data_files(folder) for folder in (old, new)]
-  differences = _missing(*folders)
+  differences = [x for x in _missing(*folders) if x.endswith('old only')]
   for name in folders[0].keys() & folders[1].keys():
     before, after = folders[0][name], folders[1][name]
     if name.endswith('.npz'):
@@ -187,76 +213,101 @@ def _npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     return dict(archive)
 
 
-def _json_lines(path: pathlib.Path) -> list[Any]:
+def json_lines(path: pathlib.Path) -> list[Any]:
+  """Returns the values of a file that has one on each line."""
   return [json.loads(line) for line in path.read_text('utf-8').splitlines()]
 
 
-def _run(checkout: pathlib.Path, *arguments: str) -> None:
-  """Runs a command of a checkout.
+def _lines(workdir: pathlib.Path, pattern: str) -> dict[str, list[Any]]:
+  """Returns the values of files of a run, by file name."""
+  return {path.name: json_lines(path) for path in workdir.glob(pattern)}
+
+
+def _call(checkout: pathlib.Path, *arguments: str, hosts: int = 1) -> None:
+  """Runs a command of a checkout, in one process or as several hosts.
 
   Raises:
     SystemExit: with code 2 if the command fails, whose output is printed.
   """
   # -P and PYTHONPATH keep an installed copy of the package from being imported.
   command = [sys.executable, '-P', '-m', 'stppo_jax', *arguments]
-  done = subprocess.run(
-    command,
-    cwd=checkout,
-    env=os.environ | {'PYTHONPATH': str(checkout)},
-    capture_output=True,
-    text=True,
-  )
-  if done.returncode:
-    print(
-      f'{checkout}: exit code {done.returncode} of {" ".join(arguments)}\n'
-      f'{done.stdout}{done.stderr}',
-      file=sys.stderr,
-    )
-    raise SystemExit(2)
+  with tempfile.TemporaryFile('w+') as output:
+    processes = [
+      subprocess.Popen(
+        command + place,
+        cwd=checkout,
+        env=os.environ | {'PYTHONPATH': str(checkout)},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+      )
+      for place in _places(hosts)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+      output.seek(0)
+      print(
+        f'{checkout}: exit code {max(codes, key=abs)} of '
+        f'{" ".join(arguments)}\n{output.read()}',
+        file=sys.stderr,
+      )
+      raise SystemExit(2)
+
+
+def _places(hosts: int) -> list[list[str]]:
+  """Returns the flags with which each host finds the others."""
+  if hosts == 1:
+    return [[]]
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'--coordinator=127.0.0.1:{probe.getsockname()[1]}'
+  return [
+    [address, f'--num_processes={hosts}', f'--process_id={index}']
+    for index in range(hosts)
+  ]
 
 
 def compare_runs(
   checkouts: Sequence[pathlib.Path],
-  algorithm: str,
+  name: str,
   *,
   steps: int,
   overrides: Sequence[str] = (),
 ) -> Iterator[Comparison]:
-  """Trains and collects in both checkouts; yields each comparison when done.
+  """Collects and trains in both checkouts; yields the comparisons.
 
   Args:
     checkouts: the old and the new checkout.
-    algorithm: the name of the algorithm, with the options of the quickstart.
+    name: the name of one of `RUNS`, or of an algorithm.
     steps: the number of steps of each run.
     overrides: further `--config.KEY=VALUE` flags for both runs.
   """
-  config = [f'--config=configs/quickstart.py:{algorithm}', *_SMALL, *overrides]
+  run = RUNS.get(name, Run(name))
+  config = [
+    f'--config=configs/quickstart.py:{run.algorithm}',
+    *_SMALL,
+    *run.flags,
+    *overrides,
+  ]
+  length = [f'--config.num_steps={steps}', f'--config.sft.num_steps={steps}']
   with tempfile.TemporaryDirectory() as scratch:
-    workdirs, batches = [], []
-    for side, checkout in zip(('old', 'new'), checkouts, strict=True):
-      workdir = pathlib.Path(scratch, side)
-      length = [f'--config.num_steps={steps}', f'--workdir={workdir}']
-      _run(checkout, 'train', *config, *length)
-      workdirs.append(workdir)
-    yield compare_metrics(
-      *(_json_lines(workdir / 'metrics.jsonl') for workdir in workdirs),
-      subject=f'{algorithm}, metrics of {steps} steps',
-    )
-    yield compare_trajectories(
-      *(
-        {
-          path.name: _json_lines(path)
-          for path in sorted(workdir.glob('trajectories-*.jsonl'))
-        }
-        for workdir in workdirs
-      ),
-      subject=f'{algorithm}, trajectories',
-    )
-    for side, checkout in zip(('old', 'new'), checkouts, strict=True):
-      out = pathlib.Path(scratch, f'{side}.npz')
-      _run(checkout, 'lab', 'collect', *config, f'--out={out}')
-      batches.append(_npz(out))
-    yield compare_arrays(*batches, subject=f'{algorithm}, arrays of a batch')
+    workdirs = [pathlib.Path(scratch, side) for side in ('old', 'new')]
+    batches = [workdir.with_suffix('.npz') for workdir in workdirs]
+    for checkout, workdir, batch in zip(checkouts, workdirs, batches):
+      _call(checkout, 'lab', 'collect', *config, f'--out={batch}')
+      train = [run.command, *config, *length, f'--workdir={workdir}']
+      if run.command == 'prefer':
+        train.append(f'--batch={batch}')
+      _call(checkout, *train, hosts=run.hosts)
+    yield compare_arrays(*map(_npz, batches), f'{name}, arrays of a batch')
+    kinds = {'metrics': 'metrics.jsonl'}
+    if run.command == 'train':
+      kinds['trajectories'] = '*-[0-9]*.jsonl'
+    for kind, pattern in kinds.items():
+      lines = (_lines(workdir, pattern) for workdir in workdirs)
+      yield compare_lines(*lines, f'{name}, {kind}')
+    files = [workdir / 'policy' / 'model.safetensors' for workdir in workdirs]
+    policies = map(safetensors.load_file, files)
+    yield compare_arrays(*policies, f'{name}, tensors of the policy')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,9 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('new', type=pathlib.Path, help='folder of a checkout')
   parser.add_argument('--steps', type=int, default=5, help='steps of each run')
   parser.add_argument(
-    '--algorithms',
-    default='token_ppo,st_ppo,so_grpo',
-    help='names of the table, separated by commas; empty: no run',
+    '--runs',
+    default=','.join(RUNS),
+    help='such as %(default)s, or other algorithms; empty: no run',
   )
   parser.add_argument(
     '--override',
@@ -289,9 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   golden = [checkout / 'tests' / 'golden' for checkout in checkouts]
   comparisons = [compare_golden(*golden)]
   print(comparisons[0], flush=True)
-  for algorithm in filter(None, flags.algorithms.split(',')):
+  for name in filter(None, flags.runs.split(',')):
     for comparison in compare_runs(
-      checkouts, algorithm, steps=flags.steps, overrides=overrides
+      checkouts, name, steps=flags.steps, overrides=overrides
     ):
       print(comparison, flush=True)
       comparisons.append(comparison)

@@ -13,25 +13,14 @@ with bfloat16 activations. Each group of devices that shares a row has one row
 in a forward pass. The slots of the engine are chosen by hand.
 """
 
-import argparse
 import pathlib
-import subprocess
-import sys
 from typing import NamedTuple
 
 from benchmarks import page_tables
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
-_MODELS = _ROOT / 'tests' / 'models' / 'published'
-_PAGE = _ROOT / 'docs' / 'sharding.md'
+_MODELS = pathlib.Path(__file__).parents[1] / 'tests' / 'models' / 'published'
 _GIB = 2**30
 _LENGTH, _LOSS_FRACTION = 4096, 0.5
-_HEADER = (
-  '| model and slice | data, fsdp, tensor | state | annotate | update | sent |'
-  ' products | kernels | slots, tensor | engine | extend | decode | publish |'
-  ' |',
-  '|' + ' --- |' * 14,
-)
 
 
 class Setting(NamedTuple):
@@ -137,38 +126,5 @@ def line(name: str) -> str:
   return f'| {" | ".join(cells)} |'
 
 
-def write(lines: list[str], page: pathlib.Path) -> None:
-  """Puts lines into the table of a page, in the order of `SETTINGS`."""
-  names = [name.replace('@', ' ') for name in SETTINGS]
-  page_tables.put(page, 'slices', _HEADER, lines, names=names)
-
-
-def main() -> None:
-  """Prints the line of each selected pair."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--only', default='')
-  parser.add_argument('--write', action='store_true')
-  parser.add_argument('--pair', choices=SETTINGS, help=argparse.SUPPRESS)
-  arguments = parser.parse_args()
-  if arguments.pair:
-    import jax
-
-    jax.config.update('jax_platforms', 'cpu')
-    print(line(arguments.pair))
-    return
-  for name in SETTINGS:
-    if arguments.only in name:
-      # Each pair has its own process, which gives its memory back at its end.
-      command = [sys.executable, '-m', 'benchmarks.slices', f'--pair={name}']
-      done = subprocess.run(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True
-      )
-      done.check_returncode()
-      row = done.stdout.splitlines()[-1]
-      print(row, flush=True)
-      if arguments.write:
-        write([row], _PAGE)
-
-
 if __name__ == '__main__':
-  main()
+  page_tables.main('slices', line, SETTINGS, __doc__)

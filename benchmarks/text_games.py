@@ -10,10 +10,11 @@ the new state, and describes what the player sees. Games are made before steps
 are timed. The CPU time does not depend on other work of the machine.
 """
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 import time
+
+import numpy as np
 
 from benchmarks import measure
 from stppo_jax import types
@@ -49,7 +50,7 @@ def play(
   return asyncio.run(run())
 
 
-def report(*, rooms: int, objects: int, quest_length: int, count: int) -> str:
+def report(rooms: int, objects: int, quest_length: int, count: int) -> str:
   """Returns the line about `count` games."""
   options = base.get_config().env
   options.max_turns = 2 * quest_length
@@ -61,14 +62,12 @@ def report(*, rooms: int, objects: int, quest_length: int, count: int) -> str:
   questions = games.GameQuestions(seed=0, count=0).evaluation(count + 1)
   first, *others = questions['games']
   play(environment, [first])  # reads the rules
-  clocks = time.process_time, time.perf_counter
-  begin = [clock() for clock in clocks]
+  begin = _clocks()
   for question in others:
     environment.prompt(question)
-  made = [clock() - b for clock, b in zip(clocks, begin)]
-  begin = [clock() for clock in clocks]
+  between = _clocks()
   steps, solved = play(environment, others)
-  cpu, wall = (clock() - b for clock, b in zip(clocks, begin))
+  made, (cpu, wall) = between - begin, _clocks() - between
   return (
     f'{rooms} rooms, {objects} objects, quests of {quest_length}: '
     f'{len(others) / made[0]:.0f} games made per CPU second '
@@ -78,25 +77,18 @@ def report(*, rooms: int, objects: int, quest_length: int, count: int) -> str:
   )
 
 
+def _clocks() -> np.ndarray:
+  """Returns the CPU time of this process, and the time, in seconds."""
+  return np.array([time.process_time(), time.perf_counter()])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.text_games')
-  parser.add_argument('--rooms', type=int, default=3)
-  parser.add_argument('--objects', type=int, default=6)
-  parser.add_argument('--quest_length', type=int, default=4)
-  parser.add_argument('--games', type=int, default=40)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
-  print(measure.environment(), end='\n\n')
-  print(
-    report(
-      rooms=flags.rooms,
-      objects=flags.objects,
-      quest_length=flags.quest_length,
-      count=flags.games,
-    )
+  parser = measure.parser(
+    'text_games', rooms=3, objects=6, quest_length=4, games=40
   )
+  flags = measure.start(parser, arguments)
+  print(report(flags.rooms, flags.objects, flags.quest_length, flags.games))
 
 
 if __name__ == '__main__':

@@ -86,7 +86,7 @@ def policy_loss(
   advantages_BL: Tensor,
   entropy_BL: Tensor,
   mask_BL: Tensor,
-  ids_BL: Tensor,
+  ids_BL: Tensor | None,
   *,
   num_turns: int,
   turn_means: TurnMeans | None,
@@ -99,7 +99,7 @@ def policy_loss(
       differentiated.
     old_logprobs_BL, advantages_BL, entropy_BL: one number for each token.
     mask_BL: bool, true for the policy's tokens.
-    ids_BL: int64, 0 or the token's turn.
+    ids_BL: int64, 0 or the token's turn; not read without `turn_means`.
     num_turns: the most turns of a row.
     turn_means: one of `TURN_MEANS`, for turn-level ratios; None = every token
       has its own ratio.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks import learners
 from benchmarks import measure
 from benchmarks import torch_reference
 from stppo_jax import batch as batch_lib
@@ -26,45 +27,27 @@ FORMS = ('fused', 'foreach')
 MICROBATCHES = (0, 16, 8, 4)
 
 
-class _Data(NamedTuple):
-  """A batch as torch tensors, whose index l is about token l + 1.
+# Of these arrays of a batch, index l is about token l + 1.
+_FIELDS = (
+  *('old_logprobs_BL', 'advantages_BL', 'loss_mask_BL'),
+  *('values_BL', 'returns_BL', 'value_mask_BL'),
+)
 
-  Only in `tokens_BL`, index l is token l.
-  """
 
-  tokens_BL: torch.Tensor
-  old_logprobs_BL: torch.Tensor
-  advantages_BL: torch.Tensor
-  mask_BL: torch.Tensor
-  turn_ids_BL: torch.Tensor
-  old_values_BL: torch.Tensor
-  returns_BL: torch.Tensor
-  value_mask_BL: torch.Tensor
-
-  @classmethod
-  def of(cls, batch: batch_lib.TokenBatch) -> '_Data':
-    """Returns the tensors of a batch."""
-    tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
-    return cls(
-      tensor(batch.tokens_BL.astype(np.int64)),
-      tensor(batch.old_logprobs_BL[:, 1:]),
-      tensor(batch.advantages_BL[:, 1:]),
-      tensor(batch.loss_mask_BL[:, 1:]),
-      tensor(batch.turn_ids_BL[:, 1:].astype(np.int64)),
-      tensor(batch.values_BL[:, 1:]),
-      tensor(batch.returns_BL[:, 1:]),
-      tensor(batch.value_mask_BL[:, 1:]),
-    )
+def _tensors(batch: batch_lib.TokenBatch) -> list[torch.Tensor]:
+  """Returns the tokens of a batch, and then its `_FIELDS`."""
+  arrays = [getattr(batch, name)[:, 1:] for name in _FIELDS]
+  arrays.insert(0, batch.tokens_BL.astype(np.int64))
+  return [torch.tensor(np.ascontiguousarray(x)) for x in arrays]
 
 
 class Trainer:
   """Two models, their optimisers and a batch.
 
   Args:
-    config: the config of a run, for its optimisers and the clipping of values.
-    shape: the shape of both models.
+    ours: our trainer: the config of its optimisers, the shape of both models,
+      and its batch.
     weights: the parameter trees of policy and value model.
-    batch: an annotated batch with rows of full length.
     compiled: whether the losses are compiled by `torch.compile`.
     form: the implementation of AdamW, one of `FORMS`.
     microbatch: the rows of a microbatch, a divisor of all rows; 0 = all.
@@ -75,31 +58,31 @@ class Trainer:
 
   def __init__(
     self,
-    config,
-    shape: model_config.ModelConfig,
+    ours: learners.Trainer,
     weights: tuple[Any, Any],
-    batch: batch_lib.TokenBatch,
     *,
-    compiled: bool,
-    form: str,
+    compiled: bool = False,
+    form: str = FORMS[0],
     microbatch: int = 0,
   ):
-    self.policy = _qwen2(shape, weights[0])
+    self.policy = _qwen2(ours.shape, weights[0])
     self.value = torch.nn.Module()
-    self.value.model = _qwen2(shape, weights[1]).model
-    self.value.head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
+    self.value.model = _qwen2(ours.shape, weights[1]).model
+    self.value.head = torch.nn.Linear(ours.shape.hidden_size, 1, bias=False)
     with torch.no_grad():
       self.value.head.weight.copy_(torch.tensor(weights[1]['scalar_head'].T))
-    self._data = _Data.of(batch)
+    self._data = _tensors(ours.batch)
     self.split(microbatch)
-    self._value_clip = config.loss.value_clip
+    self._value_clip = ours.config.loss.value_clip
     self._losses = {'policy': self._policy_loss, 'value': self._value_loss}
     if compiled:
       self._losses = {
         name: torch.compile(loss, dynamic=False)
         for name, loss in self._losses.items()
       }
-    self._options = {name: config[f'{name}_optimizer'] for name in self._losses}
+    self._options = {
+      name: ours.config[f'{name}_optimizer'] for name in self._losses
+    }
     self.use(form)
 
   def use(self, form: str) -> None:
@@ -120,7 +103,7 @@ class Trainer:
   @property
   def rows(self) -> int:
     """The number of rows of the batch."""
-    return len(self._data.tokens_BL)
+    return len(self._data[0])
 
   def split(self, microbatch: int) -> None:
     """Splits the batch into microbatches of this many rows; 0 = all rows.
@@ -130,7 +113,7 @@ class Trainer:
     """
     rows = microbatch or self.rows
     tensors = [x.split(rows) for x in self._data]
-    masks = tensors[_Data._fields.index('mask_BL')]
+    masks = tensors[1 + _FIELDS.index('loss_mask_BL')]
     total = sum(mask.sum() for mask in masks)
     self._microbatches = [
       (float(mask.sum() / total), data)
@@ -166,7 +149,7 @@ class Trainer:
       for key, parameter in getattr(self, name).named_parameters()
     }
 
-  def _policy_loss(self, tokens_BL, old_BL, advantages_BL, mask_BL, ids_BL, *_):
+  def _policy_loss(self, tokens_BL, old_BL, advantages_BL, mask_BL, *_):
     logits_BLV = self.policy(tokens_BL, use_cache=False).logits
     log_softmax_BLV = torch.log_softmax(logits_BLV, dim=-1)
     # The ids are rolled and the result is cut, because cutting the logits would
@@ -180,7 +163,7 @@ class Trainer:
       advantages_BL,
       entropy_BL,
       mask_BL,
-      ids_BL,
+      None,
       num_turns=0,
       turn_means=None,
       corrected=False,
@@ -213,7 +196,7 @@ def use_fastest(trainer: Trainer) -> Fastest:
   They are chosen one after the other, by the shorter of two samples. Small
   models are slower with more threads, especially on a busy machine.
   """
-  case = measure.Case(lambda _: trainer.step(), lambda: None)
+  case = measure.single(trainer.step)
 
   def fastest(choices, use):
     seconds = {}

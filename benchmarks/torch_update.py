@@ -13,10 +13,8 @@ fastest when it is eager. Nothing is timed before the first updates agree. There
 are several sizes, because neither side is the faster one at all of them.
 """
 
-import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import time
 
 import numpy as np
 import torch
@@ -33,9 +31,9 @@ OURS, EAGER, COMPILED = 'ours', 'torch, eager', 'torch.compile'
 GOAL = 1.2
 HEADER = (
   'width x layers, [rows, length], vocabulary',
+  'case',
   'ours, ms',
   'torch, ms',
-  'case',
   'torch / ours',
   'of the least',
   'threads, microbatch, AdamW',
@@ -138,55 +136,35 @@ class Pair:
     self.ours = learners.Trainer(sizes)
     self.before = self.ours.weights()
     self.seconds = {}
-    self.seconds[OURS], self.metrics = _timed(self.ours.step)
-    self.theirs = self.new_trainer('fused', compiled=False)
+    self.seconds[OURS], self.metrics = measure.once(
+      measure.single(self.ours.step)
+    )
+    self.theirs = torch_trainer.Trainer(self.ours, self.before)
     self._check(self.theirs)
     self.fastest = torch_trainer.use_fastest(self.theirs)
-    self._compiled = None
+    self._trainers = {OURS: self.ours, EAGER: self.theirs}
     if compiled:
-      self._compiled = self.new_trainer(
-        self.fastest.form,
+      self._trainers[COMPILED] = torch_trainer.Trainer(
+        self.ours,
+        self.before,
         compiled=True,
+        form=self.fastest.form,
         microbatch=self.fastest.microbatch,
       )
-      self.seconds[COMPILED] = self._check(self._compiled)
+      self.seconds[COMPILED] = self._check(self._trainers[COMPILED])
 
   def cases(self) -> dict[str, measure.Case]:
     """Returns the cases; one step is long enough to be a sample."""
-    trainers = {OURS: self.ours, EAGER: self.theirs}
-    if self._compiled is not None:
-      trainers[COMPILED] = self._compiled
     return {
-      name: measure.Case(lambda _, step=trainer.step: step(), lambda: None)
-      for name, trainer in trainers.items()
+      name: measure.single(trainer.step)
+      for name, trainer in self._trainers.items()
     }
-
-  def new_trainer(
-    self, form: str, *, compiled: bool, microbatch: int = 0
-  ) -> torch_trainer.Trainer:
-    """Returns a trainer of torch before its first update; see `Trainer`."""
-    ours = self.ours
-    return torch_trainer.Trainer(
-      ours.config,
-      ours.shape,
-      self.before,
-      ours.batch,
-      compiled=compiled,
-      form=form,
-      microbatch=microbatch,
-    )
 
   def _check(self, trainer) -> float:
     """Returns the seconds of a first step, whose update must equal ours."""
-    seconds, metrics = _timed(trainer.step)
+    seconds, metrics = measure.once(measure.single(trainer.step))
     assert_parity(self.ours, self.metrics, trainer, metrics, self.before)
     return seconds
-
-
-def _timed(call):
-  begin = time.perf_counter()
-  result = call()
-  return time.perf_counter() - begin, result
 
 
 def run(
@@ -208,19 +186,15 @@ def run(
       f'{size}: '
       + ', '.join(f'{name} {x:.1f}' for name, x in pair.seconds.items())
     )
-    for name in list(seconds)[1:]:
-      quotient = measure.quotient(seconds[name], seconds[OURS])
-      lines.append(
-        (
-          str(size),
-          measure.milliseconds(seconds[OURS]),
-          measure.milliseconds(seconds[name]),
-          name,
-          str(quotient),
-          f'{quotient.least:.2f}',
-          str(pair.fastest),
-        )
+    lines += [
+      (
+        str(size),
+        name,
+        *measure.against(seconds, name, OURS),
+        str(pair.fastest),
       )
+      for name in list(seconds)[1:]
+    ]
   return '\n'.join(
     (
       measure.table(HEADER, lines),
@@ -235,8 +209,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.torch_update')
-  parser.add_argument('--repeats', type=int, default=7)
+  parser = measure.parser('torch_update', repeats=7)
   parser.add_argument(
     '--sizes',
     type=_sizes,
@@ -248,14 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     '--no_compile', action='store_true', help='without torch.compile'
   )
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  torch.set_num_threads(measure.use_cores(flags.cores))
+  flags = measure.start(parser, arguments, torch=torch.__version__)
+  torch.set_num_threads(flags.cores)
   print(
     'updates of policy and value model, float32; ms: median (least-greatest) '
     f'of {flags.repeats}, quotient: median (middle half)\n'
   )
-  print(measure.environment(torch=torch.__version__), end='\n\n')
   print(run(flags.sizes, repeats=flags.repeats, compiled=not flags.no_compile))
 
 

@@ -18,7 +18,6 @@ to 1e4; whether repeated calls and permuted rows give the same bits; whether
 an infinity stays in its turn.
 """
 
-import argparse
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
@@ -129,7 +128,7 @@ def small_turn_error(form, ids_BL: np.ndarray, num_turns: int) -> float:
   return _relative(np.asarray(form(x_BL, ids_BL))[:, 1], exact_B, exact_B)
 
 
-def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
+def run(rows: int, length: int, num_turns: int, *, repeats: int) -> str:
   """Returns the table, and whether it can be trusted.
 
   Raises:
@@ -190,34 +189,21 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
     )
     for name in FORMS
   ]
-  timed = dict(sums)
-  timed |= {f'{name} with gradient': gradients[name] for name in FORMS}
+  timed = sums | {f'{name} with gradient': x for name, x in gradients.items()}
   return measure.table(HEADER, lines) + '\n\n' + measure.verdict(timed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.turn_sums')
-  parser.add_argument('--rows', type=int, default=64)
-  parser.add_argument('--length', type=int, default=4096)
-  parser.add_argument('--turns', type=int, default=16)
-  parser.add_argument('--repeats', type=int, default=9)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
+  parser = measure.parser(
+    'turn_sums', rows=64, length=4096, turns=16, repeats=9
+  )
+  flags = measure.start(parser, arguments)
   print(
     f'turn sums of float32 [{flags.rows}, {flags.length}], {flags.turns} '
     f'turns; median (least-greatest) of {flags.repeats}\n'
   )
-  print(measure.environment(), end='\n\n')
-  print(
-    run(
-      rows=flags.rows,
-      length=flags.length,
-      num_turns=flags.turns,
-      repeats=flags.repeats,
-    )
-  )
+  print(run(flags.rows, flags.length, flags.turns, repeats=flags.repeats))
 
 
 if __name__ == '__main__':

@@ -13,8 +13,8 @@ sums of both times are compared. `second / first` compares programs of the same
 algorithms, and shows how far `turn / token` can be trusted.
 """
 
-import argparse
 from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import jax
@@ -57,17 +57,16 @@ class Subject(NamedTuple):
     """Returns a copy of the state, to be consumed."""
     return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
 
-  def first_step(self, state) -> dict[str, float]:
-    """Runs a step that does not update the policy: every ratio is 1."""
-    return self._step(state, 0)
+  def update(self, state, step: int = _WARM_STEPS) -> dict[str, float]:
+    """Makes the updates of a step.
 
-  def update(self, state) -> dict[str, float]:
-    """Runs a step that updates both models."""
-    return self._step(state, _WARM_STEPS)
-
-  def _step(self, state, number):
+    Args:
+      state: the state, which is consumed.
+      step: 0 updates the values only: every ratio is 1. Later steps update both
+        models.
+    """
     state, metrics = learners.update_epochs(
-      self.learner, state, self.batch, number
+      self.learner, state, self.batch, step
     )
     jax.block_until_ready(state)
     return metrics
@@ -75,21 +74,21 @@ class Subject(NamedTuple):
 
 def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
   """Returns a batch as `pack` makes it, with random tokens."""
+  batch, _, _ = batches.token_batch(
+    rows=config.rollout.trajectories_per_step,
+    length=length,
+    num_turns=_NUM_TURNS,
+  )
   rng = np.random.default_rng(0)
-  rows = config.rollout.trajectories_per_step
-  ids_BL = batches.turn_ids(rng, rows, length, _NUM_TURNS)
+  ids_BL = batch.turn_ids_BL
   last_BL = (ids_BL == _NUM_TURNS) & (np.roll(ids_BL, -1, axis=1) == 0)
-  successes_B1 = rng.integers(0, 2, (rows, 1))
-  zeros_BL = np.zeros(ids_BL.shape, np.float32)
-  return batch_lib.TokenBatch(
+  successes_B1 = rng.integers(0, 2, (len(ids_BL), 1))
+  return batch.replace(
     tokens_BL=rng.integers(0, vocab_size, ids_BL.shape).astype(np.int32),
-    lengths_B=np.full(rows, length, np.int32),
-    turn_ids_BL=ids_BL,
-    loss_mask_BL=ids_BL > 0,
-    sampler_logprobs_BL=zeros_BL,
-    rewards_BL=np.where(last_BL, successes_B1, zeros_BL),
-    group_ids_B=np.arange(rows, dtype=np.int32),
-    loss_positions_BM=pack.loss_positions(ids_BL > 0),
+    rewards_BL=np.where(last_BL, successes_B1, 0).astype(np.float32),
+    loss_positions_BM=pack.loss_positions(batch.loss_mask_BL),
+    old_logprobs_BL=None,
+    advantages_BL=None,
   )
 
 
@@ -140,7 +139,7 @@ def run(config, *, length: int, repeats: int) -> str:
   for name in CASES:
     chosen = subject(_with_algorithm(config, name[0]), length)
     compiling[name], first = measure.once(
-      measure.Case(chosen.first_step, chosen.fresh)
+      measure.Case(functools.partial(chosen.update, step=0), chosen.fresh)
     )
     metrics.append(first)
     cases[name] = measure.Case(chosen.update, chosen.fresh)
@@ -151,21 +150,16 @@ def run(config, *, length: int, repeats: int) -> str:
     for name in CASES
   ]
 
-  def quotient(above: str, below: str) -> str:
-    """Returns the quotient of sums over the cases that have a label."""
-    sums = [
-      sum(seconds[name] for name in CASES if label in name)
-      for label in (above, below)
-    ]
-    found = measure.quotient(*sums)
-    return f'{above} / {below}: {found}, of the least {found.least:.3f}'
-
+  sums = {
+    label: sum(seconds[name] for name in CASES if label in name)
+    for label in (TOKEN, TURN, FIRST, SECOND)
+  }
   return '\n'.join(
     (
       measure.table(HEADER, lines),
       '',
-      f'{quotient(TURN, TOKEN)}; goal: at most {GOAL}',
-      quotient(SECOND, FIRST),
+      measure.comparison(sums, TURN, TOKEN, f'at most {GOAL}'),
+      measure.comparison(sums, SECOND, FIRST),
       measure.verdict(seconds),
     )
   )
@@ -173,12 +167,9 @@ def run(config, *, length: int, repeats: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.update')
-  parser.add_argument('--length', type=int, default=160)
-  parser.add_argument('--repeats', type=int, default=15)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
-  measure.use_cores(flags.cores)
+  flags = measure.start(
+    measure.parser('update', length=160, repeats=15), arguments
+  )
   config = quickstart.get_config(TOKEN)
   config.updates.num_epochs = 1  # shorter rounds
   rows = config.updates.minibatch_size
@@ -188,7 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     f'median (least-greatest) of {flags.repeats}, quotients: median (middle '
     'half)\n'
   )
-  print(measure.environment(), end='\n\n')
   print(run(config, length=flags.length, repeats=flags.repeats))
 
 

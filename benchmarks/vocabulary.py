@@ -25,6 +25,7 @@ import sys
 import jax
 import torch
 
+from benchmarks import batches
 from benchmarks import learners
 from benchmarks import measure
 from benchmarks import torch_reference
@@ -33,7 +34,6 @@ from benchmarks import torch_update
 from stppo_jax.configs import algorithms
 from stppo_jax.models import functional
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import losses
 
 OURS, TORCH = torch_update.OURS, torch_update.EAGER
 TIME_GOAL, MEMORY_GOAL, SLOPE_GOAL = 1.0, 0.4, 1.15
@@ -52,14 +52,7 @@ def peak(side: str, sizes: learners.Sizes) -> float:
     held = trainer.state
   else:
     held = trainer.weights()
-    trainer = torch_trainer.Trainer(
-      trainer.config,
-      trainer.shape,
-      held,
-      trainer.batch,
-      compiled=False,
-      form=torch_trainer.FORMS[0],
-    )
+    trainer = torch_trainer.Trainer(trainer, held)
   size = sum(x.nbytes for x in jax.tree.leaves(held))
   del held
   # Freed memory goes back to the system, and the high-water mark of the process
@@ -106,13 +99,11 @@ def _loss(model: functional.Model):
       loss_positions_BM=batch.loss_positions_BM,
       temperature=1.0,
     )
-    return losses.policy_loss(
+    return batches.policy_loss(
       algorithm,
       logprobs_BL,
       entropy_BL,
       batch,
-      statistics=None,  # the batch is the whole minibatch
-      count=None,
       entropy_coefficient=torch_reference.ENTROPY_COEFFICIENT,
       num_turns=learners.NUM_TURNS,
     ).loss
@@ -175,21 +166,18 @@ def run(sizes: learners.Sizes, *, repeats: int) -> str:
   """
   pair = torch_update.Pair(sizes, compiled=False)
   seconds = measure.interleave(pair.cases(), repeats=repeats)
-  compiling = pair.seconds[OURS]
-  tried = str(pair.fastest)
+  compiling, tried = pair.seconds[OURS], str(pair.fastest)
   del pair  # frees its memory
   peaks = {side: peak_apart(side, sizes) for side in (OURS, TORCH)}
   lines = [
     (side, measure.milliseconds(seconds[side]), f'{peaks[side]:.0f}')
     for side in (OURS, TORCH)
   ]
-  faster = measure.quotient(seconds[TORCH], seconds[OURS])
   return '\n'.join(
     (
       measure.table(HEADER, lines),
       '',
-      f'torch / ours: {faster}, of the least {faster.least:.2f}; '
-      f'goal: at least {TIME_GOAL:g}',
+      measure.comparison(seconds, TORCH, OURS, f'at least {TIME_GOAL:g}'),
       f'memory, ours / torch: {peaks[OURS] / peaks[TORCH]:.3f}; '
       f'goal: at most {MEMORY_GOAL}',
       f'first step, which compiles, s: {compiling:.1f}; torch threads, '
@@ -201,20 +189,17 @@ def run(sizes: learners.Sizes, *, repeats: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
-  parser = argparse.ArgumentParser(prog='python -m benchmarks.vocabulary')
-  parser.add_argument('--vocabulary', type=int, default=151936)
-  parser.add_argument('--width', type=int, default=256)
-  parser.add_argument('--layers', type=int, default=2)
-  parser.add_argument('--rows', type=int, default=4)
-  parser.add_argument('--length', type=int, default=512)
-  parser.add_argument(
-    '--chunk',
-    type=int,
-    default=128,
-    help='tokens with logits at once',
+  parser = measure.parser(
+    'vocabulary',
+    vocabulary=151936,
+    width=256,
+    layers=2,
+    rows=4,
+    length=512,
+    chunk=128,
+    core_rows=0,
+    repeats=7,
   )
-  parser.add_argument('--core_rows', type=int, default=0)
-  parser.add_argument('--repeats', type=int, default=7)
   parser.add_argument(
     '--lengths',
     type=int,
@@ -223,11 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     help='of the table of temporary memory: none, or at least two',
   )
   parser.add_argument('--peak', choices=(OURS, TORCH), help=argparse.SUPPRESS)
-  measure.add_cores(parser)
-  flags = parser.parse_args(arguments)
+  flags = measure.start(parser, arguments, torch=torch.__version__)
   if len(flags.lengths) == 1:
     parser.error('--lengths: a slope needs two')
-  torch.set_num_threads(measure.use_cores(flags.cores))
+  torch.set_num_threads(flags.cores)
   sizes = learners.Sizes(
     *(getattr(flags, name) for name in learners.Sizes._fields)
   )
@@ -240,7 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     f'median (least-greatest) of {flags.repeats}, quotient: median (middle '
     'half)\n'
   )
-  print(measure.environment(torch=torch.__version__), end='\n\n')
   print(run(sizes, repeats=flags.repeats))
   if flags.lengths:
     # This table is for one row; the backward pass recomputes the layers.

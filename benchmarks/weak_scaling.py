@@ -15,7 +15,6 @@ The model has few layers, all of the same kind, and small matrices, because the
 compiler takes longer for larger ones. Its embeddings are not tied.
 """
 
-import argparse
 import json
 import pathlib
 import tempfile
@@ -23,13 +22,7 @@ from typing import NamedTuple
 
 from benchmarks import page_tables
 
-_PAGE = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'sharding.md'
 _MIB = 2**20
-_HEADER = (
-  '| slice | data, fsdp | products of a chip | update sends | by formula |'
-  ' publish sends | by formula |',
-  '|' + ' --- |' * 7,
-)
 _MODEL = {
   'architectures': ['Qwen2ForCausalLM'],
   'model_type': 'qwen2',
@@ -121,28 +114,7 @@ def line(counted: Counted) -> str:
   return f'| {" | ".join(cells)} |'
 
 
-def main() -> None:
-  """Prints the line of each slice."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--only', default='', choices=('', *SLICES))
-  parser.add_argument('--write', action='store_true')
-  arguments = parser.parse_args()
-  import jax
-
-  jax.config.update('jax_platforms', 'cpu')
-  # The cache could store a program for chips that are absent, but not load it.
-  jax.config.update('jax_enable_compilation_cache', False)
-  print('\n'.join(_HEADER))
-  lines = []
-  for name in SLICES:
-    if arguments.only in ('', name):
-      lines.append(line(count(name)))
-      print(lines[-1], flush=True)
-  if arguments.write:
-    page_tables.put(_PAGE, 'weak scaling', _HEADER, lines, names=SLICES)
-
-
 if __name__ == '__main__':
-  main()
+  page_tables.main(
+    'weak scaling', lambda name: line(count(name)), SLICES, __doc__
+  )

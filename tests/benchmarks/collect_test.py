@@ -1,4 +1,4 @@
-"""The benchmark of collecting: its dialogues, its prediction, and that it runs.
+"""The benchmark of collecting: its dialogues, and that it runs.
 
 No time is looked at.
 """
@@ -13,7 +13,6 @@ import pytest
 from benchmarks import collect
 from benchmarks import collectors
 from benchmarks import dialogues
-from benchmarks import sharing
 from stppo_jax.rollout import event_loop
 
 _ROWS = 8
@@ -114,40 +113,10 @@ def _other(script):
   return dataclasses.replace(script, inputs=inputs)
 
 
-@pytest.mark.parametrize(
-  ('rows', 'slots', 'expected'),
-  [
-    ([((3, 2), (5,))], 1, 10),  # alone: work, wait, work
-    ([((3,), ()), ((3,), ())], 2, 6),  # shared
-    ([((1,), ()), ((3,), ())], 2, 4),  # till 2 shared, then alone
-    ([((1, 1), (4,)), ((4,), ())], 1, 10),  # a slot is kept while it waits
-    # Waiting costs nothing where others work meanwhile: from 2 to 5 alone, the
-    # answer comes at 2 + 4 = 6.
-    ([((1, 1), (4,)), ((4,), ())], 2, 7),
-    # The answer comes while the other one works: 2 + 1 = 3, then shared.
-    ([((1, 1), (1,)), ((4,), ())], 2, 6),
-  ],
-)
-def test_the_prediction_by_hand(rows, slots, expected):
-  rows = [sharing.Row(*row) for row in rows]
-  assert sharing.makespan(rows, slots) == pytest.approx(expected)
-
-
-def test_work_without_waits_is_its_sum():
-  rng = np.random.default_rng(0)
-  rows = [sharing.Row(rng.random(3), (0.0, 0.0)) for _ in range(20)]
-  total = sum(sum(row.work) for row in rows)
-  for slots in (1, 3, 20, 30):
-    assert sharing.makespan(rows, slots) == pytest.approx(total)
-
-
 @pytest.mark.slow
-def test_latency_is_measured_beside_the_prediction(policy, loop, small):
+def test_latency_is_measured(policy, loop, small):
   report = collect.latency(policy, loop, rows=_ROWS, repeats=2)
   assert re.search(r'^0 s / 0.2 s: \d\S+ .* goal: at least 0.85$', report, re.M)
-  assert re.search(
-    r'^predicted, of 0 s: 0 s 1.000, 0.2 s \d\.\d+', report, re.M
-  )
 
 
 @pytest.mark.slow
@@ -166,4 +135,4 @@ def test_a_peer_writes_the_same(policy, loop, small, peer, goal, cut_at):
   pytest.importorskip('torch', exc_type=ImportError)
   report = collect.against(peer, policy, loop, rows=4, repeats=2, cut_at=cut_at)
   assert re.search(rf'^{peer} / ours: \d\S+ .* least {goal}', report, re.M)
-  assert re.search(r'^torch: \d threads, batches of 4 rows', report, re.M)
+  assert re.search(r'^torch .*: \d threads, batches of 4 rows', report, re.M)

@@ -1,6 +1,5 @@
 """Timing: rounds, quotients, and the verdict on a busy machine."""
 
-import argparse
 import os
 
 import jax.numpy as jnp
@@ -118,8 +117,9 @@ def test_cores_are_bound(monkeypatch):
   monkeypatch.setattr(
     os, 'sched_setaffinity', lambda pid, cores: bound.append(list(cores))
   )
-  parser = argparse.ArgumentParser()
-  measure.add_cores(parser)
-  assert measure.use_cores(parser.parse_args([]).cores) == 3 and not bound
-  assert measure.use_cores(parser.parse_args(['--cores=2']).cores) == 2
+  parser = measure.parser('name', rows=7)
+  assert vars(measure.start(parser, [])) == {'rows': 7, 'cores': 3}
+  assert not bound
+  flags = measure.start(parser, ['--cores=2', '--rows=5'])
+  assert vars(flags) == {'rows': 5, 'cores': 2}
   assert bound == [[2, 5]]

@@ -11,11 +11,11 @@ pytestmark = pytest.mark.torch
 from benchmarks import policy_loss  # noqa: E402
 from benchmarks import torch_reference  # noqa: E402
 
-_TINY = {'rows': 4, 'length': 96, 'num_turns': 3, 'repeats': 2}
+_TINY = (4, 96, 3)
 
 
 def test_every_algorithm_and_form_is_in_the_table():
-  table = policy_loss.run(**_TINY)
+  table = policy_loss.run(*_TINY, repeats=2)
   found = re.findall(r'^\| (\w+) +\| (\w+) +\|', table, re.M)
   forms = list(torch_reference.TURN_MEANS)
   assert [line for line in found if line[0] != 'algorithm'] == [
@@ -39,7 +39,7 @@ def test_another_formula_is_not_timed(monkeypatch, constant):
 
   monkeypatch.setattr(policy_loss, 'compile_ours', first_ours)
   with pytest.raises(AssertionError):
-    policy_loss.run(**_TINY)
+    policy_loss.run(*_TINY, repeats=2)
 
 
 @pytest.mark.parametrize('form', torch_reference.TURN_MEANS)

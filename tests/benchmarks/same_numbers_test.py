@@ -19,6 +19,10 @@ _ARRAYS = {
 }
 
 
+def _compared(old, new):
+  return same_numbers.compare_lines({'f': old}, {'f': new}, 'run')
+
+
 def _changed(line, **changes):
   lines = [dict(x) for x in _METRICS]
   lines[line].update(changes)
@@ -27,7 +31,7 @@ def _changed(line, **changes):
 
 def test_equal_metrics_have_no_difference_although_times_differ():
   new = _changed(0, **{'timing_s/step': 9.0, 'retrieval/latency_p50': 1.0})
-  found = same_numbers.compare_metrics(_METRICS, new, 'run')
+  found = _compared(_METRICS, new)
   assert found.differences == [] and found.count == 6
   assert str(found) == 'equal    run: 6 compared'
 
@@ -35,27 +39,46 @@ def test_equal_metrics_have_no_difference_although_times_differ():
 @pytest.mark.parametrize(
   ('new', 'expected'),
   [
-    (_changed(1, loss=math.nextafter(0.25, 1)), 'line 2: loss 0.25, now 0.250'),
-    (_changed(1, x=-0.0), 'line 2: x 0.0, now -0.0'),
-    (_changed(0, x=1.0), 'line 1: x nan, now 1.0'),
-    (_changed(1, loss=1), 'line 2: loss 0.25, now 1'),
-    (_changed(0, y=1.0), 'line 1: y is in new only'),
-    (_METRICS[:1], '2 lines, now 1'),
+    (
+      _changed(1, loss=math.nextafter(0.25, 1)),
+      'f line 2: loss 0.25, now 0.250',
+    ),
+    (_changed(1, x=-0.0), 'f line 2: x 0.0, now -0.0'),
+    (_changed(0, x=1.0), 'f line 1: x nan, now 1.0'),
+    (_changed(1, loss=1), 'f line 2: loss 0.25, now 1'),
+    (_changed(0, y=1.0), 'f line 1: y is in new only'),
+    (_METRICS[:1], 'f: 2 lines, now 1'),
   ],
 )
 def test_any_other_number_of_a_run_is_a_difference(new, expected):
-  found = same_numbers.compare_metrics(_METRICS, new, 'run')
+  found = _compared(_METRICS, new)
   (line,) = found.differences
   assert line.startswith(expected)
   assert str(found).startswith(f'DIFFERS  run: {expected}')
 
 
+def test_a_renamed_metric_is_compared_with_its_old_name(monkeypatch):
+  monkeypatch.setattr(same_numbers, 'RENAMED', {'loss': 'loss/mean'})
+  renamed = [
+    {'loss/mean' if k == 'loss' else k: x for k, x in line.items()}
+    for line in _METRICS
+  ]
+  assert _compared(_METRICS, renamed).differences == []
+  renamed[0]['loss/mean'] = 0.25
+  assert _compared(_METRICS, renamed).differences == [
+    'f line 1: loss/mean 0.5, now 0.25'
+  ]
+
+
 def test_any_other_trajectory_is_a_difference():
   old = {'a': [{'prompt': 'x', 'rewards': {'em': 1.0}}], 'b': []}
-  compare = lambda new: same_numbers.compare_trajectories(old, new, 'run')
+  compare = lambda new: same_numbers.compare_lines(old, new, 'run')
   assert compare(json.loads(json.dumps(old))).differences == []
   other = {'a': [{'prompt': 'y', 'rewards': {'em': 0.0}}], 'b': []}
-  assert compare(other).differences == ['a line 1: prompt, rewards']
+  assert compare(other).differences == [
+    'a line 1: prompt',
+    'a line 1: rewards',
+  ]
   assert compare({'a': [], 'c': []}).differences == [
     'a: 1 lines, now 0',
     'b is in old only',
@@ -99,44 +122,44 @@ def test_golden_files_are_compared_by_their_contents(tmp_path):
   (new / 'model' / 'config.json').write_text('{"a": 2.5}')
   (new / 'weights').write_bytes(b'13')
   (new / 'added').touch()
+  (old / 'removed').touch()
   assert same_numbers.compare_golden(old, new).differences == [
-    'added is in new only',
     'model/config.json: other contents',
+    'removed is in old only',
     'weights: other bytes',
     'x.npz: x_B: 2 of 3 entries',
   ]
 
 
 def test_golden_files_decide_the_exit_code(capsys, tmp_path):
-  assert (
-    same_numbers.main([str(runs.REPO), str(runs.REPO), '--algorithms=']) == 0
-  )
+  assert same_numbers.main([str(runs.REPO), str(runs.REPO), '--runs=']) == 0
   out, _ = capsys.readouterr()
   assert out.startswith('equal    tests/golden: ')
   assert out.endswith('all numbers are the same\n')
   (tmp_path / 'stppo_jax').mkdir()
   (tmp_path / 'stppo_jax' / '__main__.py').touch()
-  assert (
-    same_numbers.main([str(runs.REPO), str(tmp_path), '--algorithms=']) == 1
-  )
+  assert same_numbers.main([str(runs.REPO), str(tmp_path), '--runs=']) == 1
   assert capsys.readouterr().out.startswith('DIFFERS  tests/golden: ')
   with pytest.raises(SystemExit, match='2'):
     same_numbers.main([str(runs.REPO), str(tmp_path / 'absent')])
 
 
 @pytest.mark.slow
-def test_a_checkout_computes_the_same_numbers_twice(capsys):
+@pytest.mark.parametrize('name', ['st_ppo', 'sft', 'two_hosts'])
+def test_a_checkout_computes_the_same_numbers_twice(name, capsys):
   overrides = [
     f'--override={flag.removeprefix("--config.")}' for flag in runs.flags()[1:]
   ]
-  flags = ['--steps=1', '--algorithms=st_ppo', *overrides]
+  flags = ['--steps=1', f'--runs={name}', *overrides]
   code = same_numbers.main([str(runs.REPO), str(runs.REPO), *flags])
   out, err = capsys.readouterr()
   assert (code, err) == (0, ''), out
+  compared = ['arrays of a batch', 'metrics', 'trajectories']
+  compared.append('tensors of the policy')
+  if name == 'sft':  # it collects no trajectories
+    compared.remove('trajectories')
   assert [line.split(':')[0] for line in out.splitlines()] == [
     'equal    tests/golden',
-    'equal    st_ppo, metrics of 1 steps',
-    'equal    st_ppo, trajectories',
-    'equal    st_ppo, arrays of a batch',
+    *(f'equal    {name}, {what}' for what in compared),
     'all numbers are the same',
   ]

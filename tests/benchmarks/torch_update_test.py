@@ -9,6 +9,7 @@ pytestmark = pytest.mark.torch
 
 from benchmarks import learners  # noqa: E402
 from benchmarks import torch_reference  # noqa: E402
+from benchmarks import torch_trainer  # noqa: E402
 from benchmarks import torch_update  # noqa: E402
 
 _TINY = learners.Sizes(64, 32, layers=1, rows=8, length=40, core_rows=2)
@@ -17,7 +18,7 @@ _TINY = learners.Sizes(64, 32, layers=1, rows=8, length=40, core_rows=2)
 def test_updates_are_equal_and_compared_with_torch():
   report = torch_update.run([_TINY], repeats=2, compiled=False)
   row = (
-    r'^\| 32 x 1, \[8, 40\], 64 .* \| torch, eager \| \d\.\d+ '
+    r'^\| 32 x 1, \[8, 40\], 64 .* \| torch, eager \| \d+\.\d+ '
     r'.*1, \w+ rows, f\w+ +\|$'
   )
   assert re.search(row, report, re.M)
@@ -42,7 +43,7 @@ def test_another_update_is_not_timed(monkeypatch, changed):
 
 def test_other_gradients_are_not_parity():
   pair = torch_update.Pair(_TINY, compiled=False)
-  theirs = pair.new_trainer('fused', compiled=False)
+  theirs = torch_trainer.Trainer(pair.ours, pair.before)
   found = theirs.step()
   check = lambda: torch_update.assert_parity(
     pair.ours, pair.metrics, theirs, found, pair.before

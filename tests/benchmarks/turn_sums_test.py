@@ -46,7 +46,7 @@ def test_prefix_sums_lose_a_small_turn():
 
 
 def test_the_table_shows_the_weaknesses():
-  report = turn_sums.run(rows=2, length=64, num_turns=2, repeats=2)
+  report = turn_sums.run(2, 64, 2, repeats=2)
   lines = report.split('\n\n')[0].splitlines()
   cells = {
     name: rest
@@ -63,4 +63,4 @@ def test_wrong_sums_are_not_timed(monkeypatch):
   wrong = lambda x, ids, num_turns: 1.001 * turn_sums.one_hot(x, ids, num_turns)
   monkeypatch.setattr(turn_sums, 'FORMS', {'wrong': wrong})
   with pytest.raises(AssertionError, match='wrong: error'):
-    turn_sums.run(rows=2, length=64, num_turns=2, repeats=2)
+    turn_sums.run(2, 64, 2, repeats=2)

@@ -21,7 +21,7 @@ def test_time_and_memory_are_compared_with_torch(monkeypatch):
   monkeypatch.setattr(vocabulary, 'peak_apart', vocabulary.peak)
   report = vocabulary.run(_TINY, repeats=2)
   assert re.findall(r'^\| (\w+)', report, re.M) == ['case', 'ours', 'torch']
-  assert re.search(r'^torch / ours: \d\S+ .* at least 1$', report, re.M)
+  assert re.search(r'^torch, eager / ours: \d\S+ .* at least 1$', report, re.M)
   assert re.search(r'^memory, ours / torch: \d\S+; goal: .* 0.4$', report, re.M)
 
 

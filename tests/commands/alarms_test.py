@@ -9,6 +9,7 @@ from benchmarks import made_runs
 from stppo_jax import __main__
 from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
+from tests.training import runs
 
 
 @pytest.fixture(scope='module')
@@ -33,15 +34,13 @@ def _alarms(capsys, *words, exit_code=0):
 
 
 def test_the_steps_between_an_alarm_and_the_collapse(study, capsys):
-  lines = made_runs.read_metrics(study / 'fallen')[1:]
+  lines = runs.metrics(study / 'fallen')[1:]
   reward = [line['critic/score/mean'] for line in lines]
   end = success_curve.curve(np.array(reward)).collapsed_at
   kls = [line['critic/kl'] for line in lines]
   limit = sorted(kls)[len(kls) // 2]
   first = next(n for n, x in enumerate(kls, start=1) if x > limit)
-  others = [
-    line['critic/kl'] for line in made_runs.read_metrics(study / 'healthy')[1:]
-  ]
+  others = [line['critic/kl'] for line in runs.metrics(study / 'healthy')[1:]]
   above = sum(x > limit for x in others)
   out, rows, err = _alarms(capsys, study, f'--kl={limit!r}')
   assert out.startswith('2 runs, 1 collapsed\n') and not err

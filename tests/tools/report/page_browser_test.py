@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from benchmarks import made_runs
 from tests.tools.report import conftest
+from tests.training import runs
 
 
 @pytest.fixture
@@ -26,15 +26,13 @@ def test_the_tables_show_the_numbers_of_the_metrics(opened, made):
   for place, folders in enumerate((made[:2], made[2:])):
     means = [
       statistics.fmean([line['critic/score/mean'] for line in lines[-10:]])
-      for lines in map(made_runs.read_metrics, folders)
+      for lines in map(runs.metrics, folders)
     ]
     shown = _numbers(row.nth(place).inner_text())
     expected = [statistics.fmean(means), min(means), max(means)]
     assert shown == [round(x, 3) for x in expected]
   row = opened.page.locator('#evaluation tr[data-row="val/em/one_hop"] td')
-  last = [
-    lines[-1]['val/em/one_hop'] for lines in map(made_runs.read_metrics, made)
-  ]
+  last = [lines[-1]['val/em/one_hop'] for lines in map(runs.metrics, made)]
   shown = _numbers(row.nth(0).inner_text())[:3]
   assert shown == [
     round(x, 3)
@@ -46,7 +44,7 @@ def test_the_table_of_alarms_has_every_step(opened, made):
   rows = opened.page.locator('#alarms tbody tr').all_inner_texts()
   shown = {tuple(row.split('\t')[:2]): row.split('\t')[2:] for row in rows}
   for folder in made:
-    lines = made_runs.read_metrics(folder)[1:]
+    lines = runs.metrics(folder)[1:]
     for name in ('alarm/entropy', 'update/skipped'):
       ringing = [line['step'] for line in lines if line[name] > 0]
       # All steps follow one another.
@@ -59,7 +57,7 @@ def test_the_table_of_alarms_has_every_step(opened, made):
 
 
 def test_the_bars_show_the_means_and_shares_of_the_metrics(opened, made):
-  all_lines = [made_runs.read_metrics(folder)[1:] for folder in made]
+  all_lines = [runs.metrics(folder)[1:] for folder in made]
   for group, seeds in enumerate((all_lines[:2], all_lines[2:])):
     for level in ('token', 'turn', 'sequence'):
       for turn in (1, 2):
@@ -102,8 +100,7 @@ def test_a_figure_shows_mean_and_band_under_the_pointer(opened, made):
   assert 10 < step < 25
   for group, folders in enumerate((made[:2], made[2:])):
     rewards = [
-      made_runs.read_metrics(folder)[step]['critic/score/mean']
-      for folder in folders
+      runs.metrics(folder)[step]['critic/score/mean'] for folder in folders
     ]
     shown = _numbers(values.nth(group).inner_text())
     expected = [statistics.fmean(rewards), min(rewards), max(rewards)]
@@ -184,7 +181,7 @@ def test_every_metric_gets_to_the_page_as_it_is(opened, made):
   """The columns that figures are drawn from, against metrics.jsonl."""
   columns = json.loads(opened.page.evaluate('JSON.stringify(metricsOfRun)'))
   for folder, run in zip(made, columns):
-    lines = made_runs.read_metrics(folder)
+    lines = runs.metrics(folder)
     assert run['steps'] == [line['step'] for line in lines]
     names = {name for line in lines for name in line} - {'step'}
     assert names <= set(run['columns'])

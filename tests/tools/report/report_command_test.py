@@ -14,6 +14,7 @@ from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import markdown
 from stppo_jax.tools.report import run_files
 from tests.tools.report import conftest
+from tests.training import runs
 
 _NESTED = '[' * 100_000 + '\n'
 
@@ -420,7 +421,7 @@ def test_markdown_has_the_same_numbers_and_pictures(run, tmp_path):
   names = ('step', 'critic/score/mean', 'val/em/one_hop')
   lines = [
     {name: line[name] for name in names if name in line}
-    for line in made_runs.read_metrics(run)
+    for line in runs.metrics(run)
   ]
   text = ''.join(json.dumps(line) + '\n' for line in lines)
   (run / 'metrics.jsonl').write_text(text)

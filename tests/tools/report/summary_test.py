@@ -10,6 +10,7 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import page
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import summary
+from tests.training import runs
 
 
 @pytest.fixture(scope='module')
@@ -20,9 +21,7 @@ def contents(made):
 def _column(folder, name):
   """Returns the steps and the values of a metric."""
   pairs = [
-    (line['step'], line[name])
-    for line in made_runs.read_metrics(folder)
-    if name in line
+    (line['step'], line[name]) for line in runs.metrics(folder) if name in line
   ]
   return np.array(pairs).T if pairs else np.zeros((2, 0))
 
@@ -48,7 +47,8 @@ def _mean_of_ten(name):
 
 
 def _level(folder):
-  return made_runs.flat_config(folder)['algorithm.ratio.level']
+  values = json.loads((folder / 'config.json').read_text('utf-8'))
+  return values['algorithm']['ratio']['level']
 
 
 _EXPECTED = {
@@ -153,7 +153,7 @@ def test_alarms(contents, made):
 
 def test_numbers_that_are_not_finite_are_alarms(tmp_path):
   folder = made_runs.make(tmp_path / 'run', dialogues=0)
-  lines = made_runs.read_metrics(folder)
+  lines = runs.metrics(folder)
   for line in lines[3:5]:
     line['ratio/turn/max'] = None
     line['writer/non_finite'] = {'ratio/turn/max': 'inf'}

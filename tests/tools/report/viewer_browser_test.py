@@ -9,6 +9,7 @@ import pytest
 from benchmarks import made_runs
 from benchmarks import report
 from tests.tools.report import conftest
+from tests.training import runs
 
 
 @pytest.fixture
@@ -309,7 +310,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
   config['title'] = _HOSTILE
   config['env'][_HOSTILE] = _HOSTILE
   (folder / 'config.json').write_text(json.dumps(config))
-  lines = made_runs.read_metrics(folder)
+  lines = runs.metrics(folder)
   lines[-1] |= {f'val/{_HOSTILE}': 1.0, f'alarm/{_HOSTILE}': 1.0}
   (folder / 'metrics.jsonl').write_text(
     ''.join(json.dumps(line) + '\n' for line in lines)
