@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import os
 import pathlib
-import runpy
 import signal
 import subprocess
 import sys
@@ -30,6 +29,8 @@ import tempfile
 import threading
 import time
 from typing import NamedTuple
+
+import stppo_jax
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FLAGS = (
@@ -180,7 +181,7 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> None:
 
     watching.Watch.begin_phase = begin_phase
   sys.argv[1:] = ['train', f'--workdir={folder / "run"}', *argv]
-  runpy.run_module('stppo_jax', run_name='__main__', alter_sys=True)
+  stppo_jax.console()
 
 
 def main(argv: Sequence[str]) -> int:

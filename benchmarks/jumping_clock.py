@@ -10,9 +10,10 @@ module of stppo_jax imports the function by name, so all of them see that time.
 
 from collections.abc import Sequence
 import pathlib
-import runpy
 import sys
 import time
+
+import stppo_jax
 
 
 def main(file: pathlib.Path, argv: Sequence[str]) -> None:
@@ -27,7 +28,7 @@ def main(file: pathlib.Path, argv: Sequence[str]) -> None:
 
   time.time = now
   sys.argv[1:] = argv
-  runpy.run_module('stppo_jax', run_name='__main__', alter_sys=True)
+  stppo_jax.console()
 
 
 if __name__ == '__main__':

@@ -33,12 +33,19 @@ OURS = {
   'buckets': ('exits',),
   'http': (),
   'rl': ('batch',),
-  'parallel': ('exits', 'interruption'),
+  'parallel': ('streams', 'exits', 'interruption'),
   'models': ('settings', 'parallel'),
   'data': ('types', 'text', 'buckets'),
-  'retrieval': ('types', 'exits', 'http', 'models.hf.weight_files', 'data'),
+  'retrieval': (
+    'types',
+    'exits',
+    'text',
+    'http',
+    'models.hf.weight_files',
+    'data',
+  ),
   'envs': ('types', 'exits', 'text', 'retrieval.protocol'),
-  'sampling': ('exits', 'http', 'parallel', 'models'),
+  'sampling': ('types', 'exits', 'http', 'parallel', 'models'),
   'configs': (
     'settings',
     'buckets',
@@ -193,7 +200,8 @@ HOMES = {
   'trackio': ('records.trackers',),
   'rich': ('records',),
   'packaging': ('tools.machine',),
-  'absl': ('commands',),
+  'absl': ('tools.serving', 'commands'),
+  'safetensors': ('models.hf.safetensors_file',),
 }
 
 # The maths neither reads nor writes nor logs.
