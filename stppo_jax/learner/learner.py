@@ -193,11 +193,9 @@ class Learner:
       step: the training step; during the value warm-up the policy stays as it
         is.
     """
-    frozen = state.frozen
-    state, outputs = self.programs.update_minibatch(
-      state.with_frozen({}), frozen, batch, rows, self.hyperparameters(step)
+    return self.programs.update_minibatch(
+      state, batch, rows, self.hyperparameters(step)
     )
-    return state.with_frozen(frozen), outputs
 
   def hyperparameters(self, step: int) -> step_lib.Hyperparameters:
     """Returns the runtime inputs of the updates of a step."""

@@ -53,6 +53,7 @@ class OfflineLearner:
     self._programs = programs_lib.updating(
       spec, state_lib.Optimizers(adam, adam), method, policy.mesh
     )
+    self._update = programs_lib.keeping_frozen(self._programs.update)
     self._rows = sharding.batch_sharding(policy.mesh)
 
   def start(self) -> state_lib.TrainState:
@@ -86,14 +87,12 @@ class OfflineLearner:
       numbers: numbers of the optimiser; None: `numbers`.
     """
     numbers = numbers or self.numbers
-    frozen = state.frozen
-    state, outputs = self._programs.update(
-      state.with_frozen({}),
-      frozen,
+    state, outputs = self._update(
+      state,
       distributed.from_local_rows(minibatch, self._rows),
       step_lib.Hyperparameters(inputs, numbers, numbers),
     )
-    return state.with_frozen(frozen), outputs.metrics
+    return state, outputs.metrics
 
   def merged_params(self, state: state_lib.TrainState) -> functional.Params:
     """Returns weights for `policy`: without adapters, no copy is made."""

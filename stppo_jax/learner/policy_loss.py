@@ -7,6 +7,7 @@ minibatch into microbatches changes nothing.
 B rows of a microbatch or of a minibatch, L tokens, X experts.
 """
 
+from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -250,22 +251,26 @@ def finish(
   return gradient, _with_bias_norm(outputs, jnp.zeros(()))
 
 
-def term_gradients(
-  loss: step_lib.Loss, params: model_roles.Params, microbatch, context
-) -> tuple[clipping_bias.LossTerms, step_lib.LossOutputs]:
-  """Takes the place of `step.gradient_of` for the correction by bias norm.
+def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
+  """Takes the place of `jax.value_and_grad` for the correction by bias norm.
 
   The value model has no share in the policy and bias terms, so only the
   policy's gradients are kept of these two.
+
+  Args:
+    loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
+    has_aux: True: there are outputs.
   """
-  gradients, outputs = clipping_bias.term_gradients(
-    lambda p: loss(params._replace(trained=p), microbatch, context),
-    params.trained,
-  )
-  gradients = gradients._replace(
-    policy=gradients.policy.policy, bias=gradients.bias.policy
-  )
-  return gradients, outputs
+  assert has_aux
+
+  def differentiated(trained: model_roles.Trained):
+    gradients, outputs = clipping_bias.term_gradients(loss_terms, trained)
+    gradients = gradients._replace(
+      policy=gradients.policy.policy, bias=gradients.bias.policy
+    )
+    return (None, outputs), gradients
+
+  return differentiated
 
 
 def divide_by_bias_norm(
@@ -292,7 +297,7 @@ def _with_bias_norm(outputs: step_lib.LossOutputs, norm: Array):
 METHOD = step_lib.Method(context_of, policy_loss, finish=finish)
 # For algorithms that divide the policy gradient by the norm of the bias.
 BIAS_NORM_METHOD = step_lib.Method(
-  context_of, loss_terms, term_gradients, divide_by_bias_norm
+  context_of, loss_terms, differentiate_terms, divide_by_bias_norm
 )
 
 

@@ -30,12 +30,28 @@ class Updating(NamedTuple):
   Attributes:
     layout: the shardings of the state.
     init: makes the state of weights, which it donates, and a random key.
-    update: see `step.update`; it donates the state.
+    update: see `step.update`; it donates the state, without frozen weights.
   """
 
   layout: state_lib.TrainState
   init: Callable[..., Any]
   update: Any
+
+
+def keeping_frozen(update: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns an update of whole states; it donates all but frozen weights.
+
+  Args:
+    update: maps (state without frozen weights, those weights, ...) to the new
+      state without them, and outputs.
+  """
+
+  def updated(state: state_lib.TrainState, *inputs):
+    frozen = state.frozen
+    state, outputs = update(state.with_frozen({}), frozen, *inputs)
+    return state.with_frozen(frozen), outputs
+
+  return updated
 
 
 class Programs(NamedTuple):
@@ -47,8 +63,9 @@ class Programs(NamedTuple):
     merge: returns the policy's weights without adapters, see `Models.merged`.
     token_outputs: see `model_roles.token_outputs`.
     annotate: see `annotate.annotate`.
-    update: `step.update` on some rows of a batch; it donates the state.
-    update_minibatch: `update`, or the same on several cores of a CPU.
+    update: `step.update` on some rows of a batch; see `Updating`.
+    update_minibatch: `update` of whole states, on one program or on several
+      cores of a CPU; see `keeping_frozen`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
   """
 
@@ -199,7 +216,7 @@ def build(
       )
     ),
     update=update,
-    update_minibatch=update_minibatch,
+    update_minibatch=keeping_frozen(update_minibatch),
     token_details=jit(
       functools.partial(
         token_details.measure_tokens,

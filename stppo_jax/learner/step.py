@@ -5,8 +5,10 @@ signature (`policy_loss`, `offline_losses`):
 
     loss(params, microbatch, context, spec=...) -> (scalar, LossOutputs)
 
-`update` takes `jax.value_and_grad` of the loss of each microbatch, sums the
-gradients, clips their global norm and gives them to Adam.
+`update` is the step: it sums the gradients of the microbatches, each of them
+`jax.value_and_grad` of the loss, clips their global norm and gives them to
+Adam. What else a kind of training needs is chosen where programs are built, as
+a `Method`.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,6 @@ from stppo_jax.models import precision
 
 Array = jax.Array
 Tree = Any
-Loss = Callable[..., Any]
 
 
 class Spec(NamedTuple):
@@ -72,19 +73,6 @@ class Hyperparameters(NamedTuple):
   policy_learns: Array | bool = True
 
 
-def gradient_of(
-  loss: Loss, params: model_roles.Params, microbatch: Tree, context: Tree
-) -> tuple[model_roles.Trained, LossOutputs]:
-  """Returns the gradient of a loss in the trained weights, and its outputs."""
-  of_trained = lambda trained: loss(
-    params._replace(trained=trained), microbatch, context
-  )
-  (_, outputs), gradient = jax.value_and_grad(of_trained, has_aux=True)(
-    params.trained
-  )
-  return gradient, outputs
-
-
 class Method(NamedTuple):
   """How one kind of training gets its gradient.
 
@@ -92,14 +80,15 @@ class Method(NamedTuple):
     context: maps (params, minibatch, microbatches, `Hyperparameters.loss`) to
       what the loss reads of the whole minibatch.
     loss: see the module's docstring.
-    gradient: differentiates the loss, as `gradient_of` does.
+    differentiate: `jax.value_and_grad`, or what takes its place for a loss that
+      returns several terms.
     finish: maps (summed gradient, summed outputs with stacked diagnostics,
       `Hyperparameters.loss`) to gradient and outputs of the minibatch.
   """
 
   context: Callable[..., Tree]
-  loss: Loss
-  gradient: Callable[..., Any] = gradient_of
+  loss: Callable[..., tuple[Any, LossOutputs]]
+  differentiate: Callable[..., Callable[..., Any]] = jax.value_and_grad
   finish: Callable[..., Any] = lambda gradient, outputs, inputs: (
     gradient,
     outputs,
@@ -179,13 +168,17 @@ def sum_gradients(
   """
   loss = functools.partial(method.loss, spec=spec)
 
-  def step(microbatch):
-    gradient, outputs = method.gradient(loss, params, microbatch, context)
+  def add(microbatch):
+    of_trained = lambda trained: loss(
+      params._replace(trained=trained), microbatch, context
+    )
+    differentiated = method.differentiate(of_trained, has_aux=True)
+    (_, outputs), gradient = differentiated(params.trained)
     gradient = minibatches_lib.to_accumulator(gradient, spec.models.policy.mesh)
     return (gradient, outputs.metrics), outputs.diagnostics
 
   (gradient, metrics), diagnostics = minibatches_lib.accumulate(
-    step, microbatches
+    add, microbatches
   )
   return gradient, LossOutputs(metrics, diagnostics)
 

@@ -4,8 +4,9 @@
       ...                          # everything that can be refused is refused
       folder.record()              # from here on the folder is that of this run
 
-The folder of another run is refused at once. Nothing but the lock is written
-before `record`.
+The folder of another run is refused at once. Before `record`, nothing is
+written there but the lock and compiled programs, and the heartbeat of a run
+that has begun.
 """
 
 from collections.abc import Iterator
@@ -49,6 +50,9 @@ class Folder:
     lines: prints what is logged.
     restart: whether what the folder held is to be moved aside.
     watch: tells observers what the run does.
+    outer: the folder in which it lies, see `inside`.
+    exit_code: the exit code of the process: 0, or that of the signal that has
+      ended the body.
   """
 
   path: pathlib.Path
@@ -59,14 +63,11 @@ class Folder:
   stack: contextlib.ExitStack
   lines: streams.LogLines
   restart: bool
+  outer: 'Folder | None' = None
+  exit_code: int = 0
 
   def __post_init__(self):
     self.watch = watching.Watch(lambda: self.exit_code)
-
-  @property
-  def exit_code(self) -> int:
-    """The exit code of the process: 0, or that of the signal received."""
-    return self.interrupt.exit_code or 0
 
   def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
     """Enters a context that is left with the folder."""
@@ -96,6 +97,10 @@ class Folder:
       if not self.config['writer']['copy_to']:  # which may have them
         run_record.check_checkpoints(self.path)
       run_record.check_config(self.config, self.path)
+      # Who watches a run sees that it is being resumed. A bucket may yet bring
+      # another one, and its last copy has the last heartbeat.
+      if run_folder.read(self.path) and not self.config['writer']['copy_to']:
+        self._begin_watch()
 
   def record(self) -> None:
     """Makes the folder that of the run: records its config, begins to watch it.
@@ -119,8 +124,12 @@ class Folder:
       # Not earlier: until here the folder may be that of another run.
       left = self.interrupt.seconds_left
       self.enter(bucket_copy.copying(bucket, self.path, left))
-      names, steps = self.hosts.names, self.config['profile']['steps']
-      self.enter(self.watch.started(self.path, names, steps, self.lock))
+      if not self.watch.has_begun:
+        self._begin_watch()
+
+  def _begin_watch(self) -> None:
+    names, steps = self.hosts.names, self.config['profile']['steps']
+    self.enter(self.watch.started(self.path, names, steps, self.lock))
 
   @contextlib.contextmanager
   def inside(self, name: str, config, **also) -> Iterator['Folder']:
@@ -131,7 +140,7 @@ class Folder:
       config: the config of that run.
       **also: what else defines it, such as its command.
     """
-    rescue = self.interrupt.rescue
+    rescue, outlook = self.interrupt.rescue, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(
         self,
@@ -139,8 +148,9 @@ class Folder:
         config={**config.to_dict(), **also},
         stack=stack,
         restart=False,
+        outer=self,
       )
-    self.interrupt.rescue = rescue
+    self.interrupt.rescue, self.interrupt.outlook = rescue, outlook
     # It has saved itself at a signal, which ends the run around it, too.
     with self.abandonable():
       pass
@@ -148,7 +158,10 @@ class Folder:
   def release(self, exit_code: int) -> None:
     """Leaves the folder as an ended process would; the process ends soon."""
     self.watch.end(exit_code)
-    lock_lib.release(self.path)
+    if self.outer is None:
+      lock_lib.release(self.path)
+    else:
+      self.outer.release(exit_code)
 
 
 @contextlib.contextmanager
@@ -194,7 +207,7 @@ def claimed(
     # Once its handlers are gone, a request would kill the process.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     stack.enter_context(compilation.announced())
-    lock, is_held = None, False
+    lock = folder = None
     try:
       with voting.voted(hosts, interrupt), exits.as_misconfigured(str(path)):
         if hosts.is_first:
@@ -202,19 +215,18 @@ def claimed(
       agreement.check_folder(hosts, path)
       compilation.keep(path / run_folder.COMPILED)
       config = {**config.to_dict(), **also}
-      folder = Folder(
-        path, config, hosts, interrupt, lock, stack, lines, restart
-      )
-      folder.check()
+      held = Folder(path, config, hosts, interrupt, lock, stack, lines, restart)
+      held.check()
+      folder = held
       interrupt.rescue = functools.partial(_rescue, folder, unit)
-      is_held = True
       yield folder
-    except interruption.Interrupted:
+    except interruption.Interrupted as error:
       interrupt.rescue = interruption.no_rescue
       if not interrupt.is_told:
         tell_before_first(unit)
-      if not is_held:
+      if folder is None:
         raise
+      folder.exit_code = error.exit_code
     finally:
       interrupt.rescue = interruption.no_rescue
 

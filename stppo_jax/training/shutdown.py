@@ -43,7 +43,8 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
   interrupt.rescue = functools.partial(_rescue, last, folder)
   try:
     yield
-  except interruption.Interrupted:
+  except interruption.Interrupted as signalled:
+    folder.exit_code = signalled.exit_code
     interrupt.rescue = interruption.no_rescue
     interrupt.is_told = True
     _save_interrupted(last, folder)

@@ -78,6 +78,11 @@ class Watch:
       finally:
         self._end_trace()
 
+  @property
+  def has_begun(self) -> bool:
+    """Whether the heartbeat is being written."""
+    return self._folder is not None
+
   def phases_watched(
     self, folder: pathlib.Path, host: int
   ) -> contextlib.AbstractContextManager[None]:

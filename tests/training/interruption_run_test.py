@@ -1,7 +1,9 @@
 """A run that a signal or an outage ended resumes as the same run."""
 
 import contextlib
+import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,45 +26,75 @@ pytestmark = pytest.mark.filterwarnings(
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
-# Its first step is not saved when a signal comes, and its second never ends.
-_ENDLESS_UPDATE = """
-import hashlib, os, signal, sys, threading
+# Nothing interrupts what begins at a moment, and it does not end.
+_ENDLESS = """
+import hashlib, json, os, signal, sys, threading
 from stppo_jax import __main__
 from stppo_jax.commands.flags import configuration
 from tests.training import faults
 
 def act(moment):
-  if moment == ('updated', 2):
-    os.kill(os.getpid(), signal.SIGTERM)
+  if moment == tuple(json.loads(sys.argv[1])):
+    # The main thread is stuck when it comes.
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     # What the grace seconds are for: then the process is killed.
     threading.Timer(6, os.kill, (os.getpid(), signal.SIGKILL)).start()
     hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
 
-config = configuration.parse(sys.argv[1:-1])
+config = configuration.parse(sys.argv[2:-1])
 with faults.at(config, act):
-  __main__.main(['train', *sys.argv[1:]])
+  __main__.main(['train', *sys.argv[2:]])
 """
+
+
+def _stuck(workdir, moment, **changes):
+  """Returns the ended process of a run that is stuck when a signal comes."""
+  flags = runs.flags(**changes, preemption__grace=6.0)
+  command = [sys.executable, '-c', _ENDLESS, json.dumps(moment), *flags]
+  return subprocess.run(
+    [*command, f'--workdir={workdir}'],
+    capture_output=True,
+    text=True,
+    cwd=runs.REPO,
+    timeout=300,
+  )
 
 
 @pytest.mark.slow
 def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
   finished, tmp_path
 ):
-  options = {'checkpoint__every': 99, 'preemption__grace': 6.0}
-  flags = runs.flags(num_steps=runs.STEPS, **options)
-  process = subprocess.run(
-    [sys.executable, '-c', _ENDLESS_UPDATE, *flags, f'--workdir={tmp_path}'],
-    capture_output=True,
-    text=True,
-    cwd=runs.REPO,
-    timeout=300,
-  )
+  # Its first step is not saved when the signal comes.
+  options = {'checkpoint__every': 99, 'num_steps': runs.STEPS}
+  process = _stuck(tmp_path, ('updated', 2), **options)
   assert process.returncode == 75
   line = 'interrupted in the updates after step 1, which do not end within '
   assert f'{line}preemption.grace=6 s: what was done' in process.stdout
   assert not list((tmp_path / 'checkpoints').iterdir())
-  assert _train(tmp_path, **options) == 0
+  assert _train(tmp_path, **options, preemption__grace=6.0) == 0
   _assert_same_run(tmp_path, finished)
+
+
+@pytest.mark.slow
+def test_a_supervised_start_that_is_stuck_leaves_its_folder(tmp_path):
+  """The folder of the run around it is free, and says how the run ended."""
+  changes = {'sft__before_training': True, 'sft__num_steps': 2}
+  assert _stuck(tmp_path, ('collect', 1), **changes).returncode == 75
+  state = run_state.read(tmp_path)
+  assert (state.state, state.step) == (run_state.INTERRUPTED, 0)
+  assert not (tmp_path / 'lock').exists()
+
+
+def test_a_signal_behind_the_last_step_leaves_a_finished_run(
+  finished, tmp_path, capsys
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(finished, workdir)
+  stop = faults.send_at(('printed', 1), signal.SIGTERM)
+  with faults.printed('done. metrics', stop):
+    assert runs.train(workdir) == 0
+  assert 'policy (Hugging Face format)' in capsys.readouterr().out
+  assert run_state.read(workdir).state == run_state.FINISHED
 
 
 # Only an interruption saves these runs before their last step.
