@@ -32,6 +32,8 @@ def some_of(*choices: str) -> settings.Rule:
 POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
 AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
 NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
+# The largest that jax takes.
+SEED = settings.Rule(lambda x: 0 <= x < 2**63, '0 or greater, and below 2**63')
 STEPS = settings.Rule(
   lambda x: (
     len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]

@@ -54,9 +54,12 @@ def split(argument: str) -> tuple[str, str]:
   algorithm = words.pop(0) if words[0] in algorithms.ALGORITHMS else 'st_ppo'
   size = words.pop(0) if words and words[0] in SLICES else ''
   if words:
-    hint = settings.closest(words[0], [*sorted(algorithms.ALGORITHMS), *SLICES])
+    # Behind an algorithm, or a size, only a size may come.
+    is_first = words[0] == argument.partition(',')[0]
+    choices = [*sorted(algorithms.ALGORITHMS)] * is_first + [*SLICES]
     raise algorithms.UnknownName(
-      f'unknown {words[0]!r}, expected ALGORITHM, SIZE or ALGORITHM,SIZE{hint}'
+      f'unknown {words[0]!r}, expected ALGORITHM, SIZE or ALGORITHM,SIZE'
+      + settings.closest(words[0], choices)
     )
   return algorithm, size
 

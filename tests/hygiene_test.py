@@ -4,11 +4,18 @@ Read from the syntax tree, so that a docstring may speak of what it avoids.
 """
 
 import ast
+import collections
 from collections.abc import Iterator
+from collections.abc import Mapping
+import importlib.util
+import itertools
 import pathlib
 import re
 
 import pytest
+
+from stppo_jax import settings
+from stppo_jax.configs import base
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FOLDERS = ('stppo_jax', 'configs', 'studies', 'docs', 'benchmarks', 'launch')
@@ -44,6 +51,8 @@ _FRAGMENT = re.compile(
 )
 # An argument whose description begins so lacks its noun.
 _FRAGMENT_OF_ARGUMENT = re.compile(r'\s+[\w, ]+: (of|those|that of|as) ')
+# In backticks, but the name of no file.
+_DOTTED = re.compile(r'`([a-z_]+)\.(?!(?:py|jsonl?)\b)(\w+)(?:\(\))?`')
 _PATH = re.compile(
   r'(?<![\w/.{:*-])((?:[\w-]+/)+[\w-]+\.(?:py|md|yml|in|txt))\b(?!\S*\()'
 )
@@ -153,6 +162,45 @@ def missing_files(text: str, root: pathlib.Path) -> Iterator[str]:
         yield f'{number}: {path}'
 
 
+def lost_names(source: str, known: Mapping[str, set[str]]) -> Iterator[str]:
+  """One line for each `a.b` in backticks of which `a` has no `b`.
+
+  A name that the code of the same file has may be an object.
+
+  Args:
+    source: the text of a Python file.
+    known: what each module, folder and section of the config has.
+  """
+  nodes = list(ast.walk(ast.parse(source)))
+  used = {n.id for n in nodes if isinstance(n, ast.Name)}
+  used |= {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+  used |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+  modules = {n.name for n in nodes if isinstance(n, ast.alias) and not n.asname}
+  used -= modules & known.keys()
+  for number, line in enumerate(source.splitlines(), 1):
+    for owner, name in _DOTTED.findall(line):
+      is_lost = owner not in used and name not in known.get(owner, ())
+      if is_lost and importlib.util.find_spec(owner) is None:
+        yield f'{number}: {owner}.{name}'
+
+
+def _known() -> dict[str, set[str]]:
+  """What modules define, what folders hold, and the keys of the config."""
+  known = collections.defaultdict(set)
+  for path in _files():
+    known[path.parent.name].add(path.stem)
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+      if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        known[path.stem].add(node.name)
+      elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        known[path.stem].add(node.id)
+  for key in [*settings.flatten(base.get_config()), 'algorithm.ratio.gradient']:
+    parts = key.split('.')
+    for owner, name in itertools.pairwise(parts):
+      known[owner].add(name)
+  return known
+
+
 def _files() -> list[pathlib.Path]:
   return [
     path
@@ -181,6 +229,22 @@ def test_docstrings_have_no_fragments():
     for line in fragments(path.read_text(encoding='utf-8'))
   ]
   assert not found, '\n'.join(found)
+
+
+def test_dotted_names_exist():
+  known = _known()
+  known['gigpo'] = {'step_advantage_w'}  # of another program
+  found = [
+    f'{path.relative_to(_ROOT)}:{line}'
+    for path in _files()
+    for line in lost_names(path.read_text(encoding='utf-8'), known)
+  ]
+  assert not found, '\n'.join(found)
+
+
+def test_a_dotted_name_that_is_lost_is_found():
+  source = "def f(state):\n  'See `loop.train`, `loop.fit`, `state.x`.'\n"
+  assert list(lost_names(source, {'loop': {'train'}})) == ['2: loop.fit']
 
 
 def test_files_that_are_named_exist():

@@ -80,7 +80,7 @@ class Model:
     chunk: tokens of a device whose logits are held at once; 0: all.
 
   Raises:
-    ValueError: the mesh does not divide the model, see `division`.
+    ValueError: the mesh does not divide the model, see `mesh.check_divides`.
   """
 
   config: model_config.ModelConfig

@@ -29,7 +29,7 @@ from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
-# (rows, matrices, rows of each matrix) -> products, see `ragged.dot`.
+# (rows, matrices, rows of each matrix) -> products, see `ragged_dot`.
 Product = Callable[..., Any]
 
 
@@ -192,7 +192,7 @@ def grouped(
   Args:
     x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
     product: the product of sorted visits and their experts' matrices, if it is
-      one of kernels; None: `ragged.dot` on a TPU, `jax.lax.ragged_dot`
+      one of kernels; None: `ragged_dot` on a TPU, `jax.lax.ragged_dot`
       elsewhere.
   """
   if product is None and mesh_lib.platform(mesh) == 'tpu':

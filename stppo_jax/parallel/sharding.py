@@ -38,7 +38,7 @@ def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
   A dimension that its axis does not divide is replicated. This concerns small
   arrays only: a model refuses a mesh that does not divide its large ones
-  (`division`).
+  (`mesh.check_divides`).
 
   Args:
     params: arrays or shapes; also trees that contain parameter trees, such as

@@ -65,7 +65,7 @@ def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:
   """Returns what the policy did with a question that a person has asked.
 
   Args:
-    record: a record of `set_evaluation.record_of`.
+    record: a record, see `trajectory_metrics.records`.
     colour: whether to write ANSI colours; roles have marks in any case.
 
   Returns:

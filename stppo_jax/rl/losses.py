@@ -13,7 +13,8 @@ without s_l. The losses of the microbatches of a minibatch add up to the
 minibatch's loss.
 
 Where the clipping-bias correction divides the gradient (norm='gradient'), the
-terms policy, bias and other are differentiated separately; see `gradients`.
+terms policy, bias and other are differentiated separately; see
+`clipping_bias.term_gradients`.
 """
 
 import dataclasses
@@ -61,8 +62,8 @@ class PolicyLoss:
   Attributes:
     loss: policy + other.
     policy: the policy term.
-    bias: a scalar whose gradient is the bias c, see `gradients`; 0 unless the
-      clipping-bias correction divides the gradient.
+    bias: a scalar whose gradient is the bias c, see `clipping_bias`; 0 unless
+      that correction divides the gradient.
     other: the KL term minus the entropy bonus, with their coefficients.
     entropy: the aggregated entropy in nats, without its coefficient.
     kl: the aggregated divergence in nats, without its coefficient; 0 unless it

@@ -70,7 +70,7 @@ def pack(
   Args:
     trajectories: at least one; each becomes a row.
     length_bucket: a number of tokens; L is a multiple of it.
-    sentences: see `sentences.SentenceSplitter`; without it the batch has no
+    sentences: see `SentenceSplitter`; without it the batch has no
       sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
     hosts: the hosts whose rows make a batch.

@@ -32,7 +32,8 @@ from stppo_jax import types
 from stppo_jax.rollout import event_loop
 
 Future = concurrent.futures.Future
-# The weights of a policy, and the training state that has them: see `learner`.
+# The weights of a policy, and the training state that has them:
+# `model_roles.Params` and `state.TrainState` of `learner/`.
 Params = Any
 State = Any
 Trajectories = list[types.Trajectory]

@@ -62,23 +62,21 @@ class Parts:
   notes: Sequence[str]
 
   def evaluate(
-    self,
-    state: state_lib.TrainState,
-    abandonable: Callable[[], contextlib.AbstractContextManager[None]],
+    self, state: state_lib.TrainState, folder: claim.Folder
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
     """Returns the metrics of an evaluation, and this host's trajectories.
 
     Args:
       state: the state whose policy is evaluated.
-      abandonable: returns a section that a signal may cut short.
+      folder: the run's folder, where a signal may cut it short.
     """
-    with abandonable():
+    with folder.abandonable():
       # Wait for the collections in flight: they use the same engine, and their
       # counts of the retriever would contain the evaluation's queries.
       self.prefetcher.drain()
-    # All hosts publish together, even if one of them must stop afterwards.
-    engines.publish(self.engine, self.learner, state.params, 0)
-    with abandonable():
+    with folder.together():
+      engines.publish(self.engine, self.learner, state.params, 0)
+    with folder.abandonable():
       return self.evaluator.measure()
     raise AssertionError  # a section that is cut short raises
 

@@ -5,8 +5,7 @@
       folder.record()              # from here on the folder is that of this run
 
 The folder of another run is refused at once. Before `record`, nothing is
-written there but the lock and compiled programs, and the heartbeat of a run
-that has begun.
+written there but the lock, and the heartbeat of a run that has begun.
 """
 
 from collections.abc import Iterator
@@ -110,6 +109,7 @@ class Folder:
       CheckpointsMissing: the run's checkpoints are gone.
     """
     bucket = self.config['writer']['copy_to']
+    compilation.keep(self.path / run_folder.COMPILED)
     with self.abandonable(), exits.as_misconfigured(str(self.path)):
       bucket_copy.check_restart(bucket, self.restart)
       self.enter(self.watch.phases_watched(self.path, self.hosts.index))
@@ -213,7 +213,6 @@ def claimed(
         if hosts.is_first:
           lock = stack.enter_context(lock_lib.held(path))
       agreement.check_folder(hosts, path)
-      compilation.keep(path / run_folder.COMPILED)
       config = {**config.to_dict(), **also}
       held = Folder(path, config, hosts, interrupt, lock, stack, lines, restart)
       held.check()

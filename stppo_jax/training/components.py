@@ -5,8 +5,8 @@ written and before any server is waited for, so that every error in a config,
 its files or the devices is reported at once. `Services` run beside the policy:
 an event loop and the client of a retriever that answers.
 
-Only `training`, `tools` and `commands` read configs; all other rooms take
-numbers.
+Below `training`, only the builders of `learner` and `rollout` read configs; all
+other rooms take numbers.
 """
 
 from collections.abc import Iterator

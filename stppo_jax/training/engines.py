@@ -48,7 +48,7 @@ def build(
     services: the environment, whose stop strings end a turn, and the loop.
     tokenizer: the policy's tokenizer.
     policy: the policy without a value head.
-    placement: see `assembly.build_placement`.
+    placement: see `components.build_placement`.
 
   Raises:
     EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.

@@ -57,7 +57,9 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # the lock, signals and votes; nothing else is written yet
-    start = starts.resolve(config, folder)  # where the weights come from
+    # `start.config` and, once it is made, `loaded.config` are the config with
+    # the start as its model.
+    start = starts.resolve(config, folder)
     parts = build_lib.build(start.config, folder)  # once, or a refusal
     folder.record()
     for note in parts.notes:
@@ -75,9 +77,9 @@ def train(
       evaluate=parts.evaluate,
       prints_samples=not (config.evaluate.every and parts.evaluator.questions),
     ) as run:
-      run.begin()  # evaluates the start
+      run.evaluate_start()
       meter = metrics_lib.StepMetrics(config, learner, parts.placement, folder)
-      watch = alarms.Alarms(config, hosts)
+      alarm = alarms.Alarms(config, hosts)
       skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
       state = run.state
       for step in run.steps():
@@ -118,7 +120,7 @@ def train(
           details = learner.token_details(state, batch, hosts)
 
         metrics |= meter.measure(updates, totals, run.seconds, run.save_seconds)
-        metrics |= watch.measure(metrics)
+        metrics |= alarm.measure(metrics)
         learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
         run.finish_step(
           step + 1, state, metrics, collected.trajectories, details=details
@@ -134,7 +136,7 @@ def train(
           run.last,
         )
         skips.check([update.metrics for update in updates], dump)
-        watch.check(step + 1)
+        alarm.check(step + 1)
       params = learner.merged_params(run.state.params)
       run.finish(learner.policy, params, curve=True)
   return folder.exit_code

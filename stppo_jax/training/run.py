@@ -1,7 +1,7 @@
 """The steps of a run: its phases, its metrics, its saves, its end.
 
     with run_lib.Run.open(config, folder, start, ...) as run:
-      run.begin()
+      run.evaluate_start()
       for step in run.steps():
         with run.phase('wait'), folder.abandonable():
           ...                              # may be dropped and done again
@@ -44,11 +44,9 @@ from stppo_jax.training import shutdown
 from stppo_jax.workdir import run_folder
 
 State = state_lib.TrainState
-# Returns the metrics of a state, and the trajectories behind them; the second
-# argument returns a section that a signal may cut short.
+# Returns the metrics of a state, and the trajectories behind them.
 Evaluate = Callable[
-  [State, Callable[[], contextlib.AbstractContextManager[None]]],
-  tuple[dict[str, float], list[types.Trajectory]],
+  [State, claim.Folder], tuple[dict[str, float], list[types.Trajectory]]
 ]
 _log = logging.getLogger(__name__)
 
@@ -107,6 +105,7 @@ class Run:
   ) -> Iterator['Run']:
     """Yields a run at its newest valid step; sets aside what was written later.
 
+    A step that was interrupted before it was evaluated and written is finished.
     A signal ends the body without an error, after the last finished step was
     saved; see `shutdown` for errors.
 
@@ -155,6 +154,8 @@ class Run:
       )
       with shutdown.handled(last, folder):
         folder.interrupt.outlook = f'saving {last}'
+        if last.extra.unwritten is not None:
+          run._finish_unwritten(*last.extra.unwritten)
         yield run
 
   @property
@@ -162,12 +163,10 @@ class Run:
     """The state after the last finished step."""
     return self.last.state
 
-  def begin(self) -> None:
-    """Evaluates the start, or finishes the step that was interrupted."""
+  def evaluate_start(self) -> None:
+    """Evaluates the start, unless a step is done or nothing is evaluated."""
     if self.last.done == 0 and self._evaluate is not None:
       self._writer.write(0, self._evaluated(self._evaluate))
-    if self.last.extra.unwritten is not None:
-      self._finish_unwritten(*self.last.extra.unwritten)
 
   def steps(self) -> Iterator[int]:
     """Yields the numbers of the steps that are left, from 0."""
@@ -272,7 +271,7 @@ class Run:
     *,
     curve: bool = False,
   ) -> None:
-    """Exports the policy and logs where the files of the run are.
+    """Exports the policy; logs where the files are of a run that is no start.
 
     Args:
       policy: the model.
@@ -309,12 +308,13 @@ class Run:
       path = folder.path / 'checkpoints' / str(best)
       lines.append(f'best evaluation: after {last.unit} {best}, kept in {path}')
     lines.append(f'policy (Hugging Face format): {folder.path / "policy"}')
-    _log.info('\n'.join(lines))
+    if folder.outer is None:
+      _log.info('\n'.join(lines))
 
   def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
     """Returns the metrics of an evaluation; shows a few of its dialogues."""
     with self.phase('evaluate'):
-      metrics, trajectories = evaluate(self.state, self.folder.abandonable)
+      metrics, trajectories = evaluate(self.state, self.folder)
       records = lambda count: trajectory_metrics.records(
         dialogues.spread(trajectories, count), self._tokenizer
       )

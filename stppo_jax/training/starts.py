@@ -46,12 +46,12 @@ class Start(NamedTuple):
 
   Attributes:
     config: the config of the run, with the model that it will start from.
-    is_made: whether there is nothing to make.
+    is_missing: whether it has to be made.
     source: the config of the run to copy from; None if there is none.
   """
 
   config: Any
-  is_made: bool
+  is_missing: bool
   source: Any
 
 
@@ -62,7 +62,7 @@ class Loaded(NamedTuple):
     config: the config of the run, with its start as the model.
     state: the state.
     reference: weights of the frozen reference; None if the state has them.
-    number: 1 to 4, see the module's docstring; never 1.
+    number: 2, 3 or 4, see the module's docstring.
     name: what they are, for the line that is printed.
   """
 
@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
 
 
 def resolve(config, folder: claim.Folder) -> Start:
-  """Returns what a run starts from; nothing is read or made yet.
+  """Returns what a run starts from; no weight is read, and nothing is made.
 
   If it is another run, the model is described as the copy of that run's policy
   will be. So a config that does not fit it is refused before anything is
@@ -89,11 +89,11 @@ def resolve(config, folder: claim.Folder) -> Start:
       exported; a line for each reason.
   """
   if not run_record.makes_start(config):
-    return Start(config, True, None)
-  if not folder.restart and run_record.made_start(folder.path) is not None:
-    return Start(run_record.with_start(config, folder.path), True, None)
-  if not config.init_from:
     return Start(config, False, None)
+  if not folder.restart and run_record.made_start(folder.path) is not None:
+    return Start(run_record.with_start(config, folder.path), False, None)
+  if not config.init_from:
+    return Start(config, True, None)
   source = _source(config.init_from)
   theirs = run_record.with_start(source, pathlib.Path(config.init_from)).model
   config = config.copy_and_resolve_references()
@@ -104,7 +104,7 @@ def resolve(config, folder: claim.Folder) -> Start:
   for key in ('path', 'tokenizer_path', *fields):
     if key in theirs and key not in computes:
       config.model[key] = theirs[key]
-  return Start(config, False, source)
+  return Start(config, True, source)
 
 
 def _source(init_from: str) -> Any:
@@ -137,12 +137,12 @@ def load(
   """
   # A bucket may have brought it since. What the first host sees counts, because
   # it writes the start.
-  is_made = start.is_made or run_record.made_start(folder.path) is not None
-  is_made, *_ = folder.hosts.exchange('start', is_made)
-  if not is_made and config.init_from:
+  is_missing = start.is_missing and run_record.made_start(folder.path) is None
+  is_missing, *_ = folder.hosts.exchange('start', is_missing)
+  if is_missing and config.init_from:
     with folder.together():
       _copy(config, start.source, folder)
-  elif not is_made:
+  elif is_missing:
     # A run of its own: a signal finishes and saves its step.
     imitated = config.copy_and_resolve_references()
     imitated.writer.update(trackers=(), tensorboard=False, copy_to='')

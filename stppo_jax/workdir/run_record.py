@@ -306,7 +306,7 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
   """Returns the line about a key that must not have changed."""
   advice = '' if _is_fixed(key) else f', or allow it: {_ALLOW}={key}'
   return (
-    f'{key}={ours}: the run in {workdir} was started with {theirs}; use '
+    f'{key}={ours}: the run in {workdir} was started with {theirs!r}; use '
     f'another --workdir{advice}'
   )
 

@@ -148,6 +148,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   planned = capsys.readouterr().out.splitlines()
   assert [line.split(':')[0] for line in planned] == _RUNS
   assert '--config.seed=1' in planned[-1] and ':turn_ppo' in planned[-1]
+  assert planned[-1].split()[1:4] == ['python', '-m', 'stppo_jax']
   # Those of the second seed fail, and are made again.
   folder.mkdir()
   run_folder.write(folder, run_folder.Run('ablate', 'x', 'y'))

@@ -13,7 +13,6 @@ _CONFIGS = [
   (['rollout=3'], 'rollout=3', 'a section, not a value'),
   (['seed.x=3'], 'seed.x=3', 'config.seed is a value and has no keys'),
   (['num_steps=ten'], 'num_steps=ten', 'expected int, such as'),
-  (['num_steps=1.5'], 'num_steps=1.5', 'expected int, such as'),
   (['rollout.temperature=hot'], 'temperature=hot', 'expected a number'),
   (['writer.tensorboard=maybe'], 'tensorboard=maybe', 'true or false'),
   (['env.tools.names=5'], 'env.tools.names=5', 'expected a tuple'),
@@ -25,7 +24,7 @@ _CONFIGS = [
   (['data.name=nq'], "data.name='nq'", 'one of synthetic_wiki, jsonl'),
   (['env.name=maze'], "env.name='maze'", 'one of gymnasium, search,'),
   (['rollout.temperature=0'], 'temperature=0.0', 'must be greater than 0'),
-  (['rollout.top_p=1.5'], 'rollout.top_p=1.5', 'must be in (0, 1]'),
+  (['seed=9223372036854775808'], 'seed=9223372036854775808', 'below 2**63'),
   (['rollout.min_p=1.0'], 'rollout.min_p=1.0', 'must be in [0, 1)'),
   (['updates.remat=all'], "remat='all'", 'one of none, all_dots, dots, full'),
   (['policy_optimizer.learning_rate=2'], 'rate=2.0', 'must be in [0, 1]'),
@@ -60,6 +59,8 @@ _CONFIGS = [
   ),
   (['data.name=jsonl'], "data.root=''", 'must name a folder'),
   # Devices: there are eight.
+  # The shape of the model, which files decide.
+  (['env.max_length=99999'], 'max_length=99999', 'max_position_embeddings'),
   (['mesh.data=3'], 'mesh.data=3', '8 devices: the sizes must multiply'),
 ]
 

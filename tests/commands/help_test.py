@@ -100,3 +100,11 @@ def test_the_help_of_a_misspelt_key_suggests_another(capsys):
     assert not out
     start = f'--help={name}: no such config key; did you mean {meant}'
     assert err.startswith(start) and err.count('\n') == 1
+
+
+def test_the_help_of_a_former_name_has_the_new_one(capsys):
+  assert __main__.main(['train', '--help=retrieval.start_grace']) == 2
+  assert capsys.readouterr().err == (
+    '--help=retrieval.start_grace: no such config key; it is now '
+    'retrieval.ready_timeout\n'
+  )

@@ -218,7 +218,7 @@ def test_questions_and_passages_from_files(tmp_path, files):
   ]
   assert any(found)  # a real passage, under its own title
   # The start is kept, and not made again.
-  start = workdir / 'start' / 'model.safetensors'
+  start = workdir / 'start' / 'policy' / 'model.safetensors'
   made = start.stat().st_mtime_ns
   again = files | {'num_steps': 1, 'evaluate__every': 0}
   assert _train(workdir, **again) == 0

@@ -51,6 +51,13 @@ def test_the_figures_of_a_recipe_are_those_of_its_plan(name, size):
   assert plan.fits
 
 
+def test_a_size_that_does_not_exist_has_the_sizes_as_choices():
+  for argument in ('st_ppo,8b', '7b,st_ppo'):
+    with pytest.raises(algorithms.UnknownName) as caught:
+      slices.split(argument)
+    assert str(caught.value).endswith('; choices: 1_5b, 3b, 7b')
+
+
 @pytest.mark.parametrize('size', slices.SLICES)
 @pytest.mark.parametrize('name', ['nq', 'hotpotqa'])
 def test_one_data_set_has_the_figures_of_both(name, size):

@@ -16,6 +16,7 @@ from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import schema
 
 HINT = '--help=KEY explains a config key or section, --helpfull all of them.'
 
@@ -36,6 +37,8 @@ def describe(name: str = '') -> str:
   if not chosen:
     parts = {part for key in keys for part in key.split('.')}
     hint = settings.nearest(name, sorted({*keys, *parts}))
+    if new := schema.successor(name):
+      hint = f'it is now {new}'
     raise exits.Misconfigured(
       f'--help={name}: no such config key' + (f'; {hint}' if hint else '')
     )

@@ -201,7 +201,7 @@ def _apply(
   settings: Sequence[str],
   flag: str,
 ) -> dict[str, tuple[str, str]]:
-  """Changes options of a section; returns `options_lib.Options.typed`.
+  """Changes options of a section; returns `typed` of its `options.Options`.
 
   Raises:
     Misconfigured: every error, one line each.

@@ -41,7 +41,7 @@ def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
   if is_dry:
     commands = _start_commands(plan, runs) | _run_commands(plan, runs)
     for name, words in commands.items():
-      print(f'{name}: {shlex.join(words[1:])}')
+      print(f'{name}: {shlex.join(["python", *words[1:]])}')
     return 0
   with lock.held(plan.folder):
     _record(plan)

@@ -136,7 +136,7 @@ def make(
     config: the config of a run; of its model, `config.json` suffices.
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
-    programs: the keys of `plan_programs.PROGRAMS` to compile; those of the
+    programs: the keys of `programs.PROGRAMS` to compile; those of the
       engine are left out where there is none on these devices.
     topology: the devices; None: those of this process.
     gib: GiB of a device's memory; 0: that of the topology.
