@@ -346,7 +346,7 @@ def test_a_stopped_study_goes_on(folder):
 def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
   assert _ablate(folder, '--dry_run', study='started') == 0
   words = [line.split() for line in capsys.readouterr().out.splitlines()]
-  assert [line[0] + line[3] for line in words] == [
+  assert [line[0] + line[4] for line in words] == [
     'start-one:sft',
     'start-two:sft',
     'a-token_ppo-seed0:train',
