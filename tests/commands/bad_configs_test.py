@@ -60,7 +60,11 @@ _CONFIGS = [
   (['data.name=jsonl'], "data.root=''", 'must name a folder'),
   # Devices: there are eight.
   # The shape of the model, which files decide.
-  (['env.max_length=99999'], 'max_length=99999', 'max_position_embeddings'),
+  (
+    [f'model.path={runs.REPO}/assets/quickstart', 'env.max_length=99999'],
+    'env.max_length=99999',
+    'max_position_embeddings',
+  ),
   (['mesh.data=3'], 'mesh.data=3', '8 devices: the sizes must multiply'),
 ]
 
