@@ -54,9 +54,11 @@ def split(argument: str) -> tuple[str, str]:
   algorithm = words.pop(0) if words[0] in algorithms.ALGORITHMS else 'st_ppo'
   size = words.pop(0) if words and words[0] in SLICES else ''
   if words:
-    # Behind an algorithm, or a size, only a size may come.
+    # Behind an algorithm only a size may come, and nothing behind a size.
     is_first = words[0] == argument.partition(',')[0]
-    choices = [*sorted(algorithms.ALGORITHMS)] * is_first + [*SLICES]
+    choices = [] if size else [*SLICES]
+    if is_first:
+      choices = [*sorted(algorithms.ALGORITHMS), *SLICES]
     raise algorithms.UnknownName(
       f'unknown {words[0]!r}, expected ALGORITHM, SIZE or ALGORITHM,SIZE'
       + settings.closest(words[0], choices)

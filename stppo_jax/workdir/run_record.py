@@ -304,9 +304,10 @@ def _differences(config, recorded) -> _Changes:
 
 def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
   """Returns the line about a key that must not have changed."""
+  ours, theirs = ("''" if x == '' else x for x in (ours, theirs))
   advice = '' if _is_fixed(key) else f', or allow it: {_ALLOW}={key}'
   return (
-    f'{key}={ours}: the run in {workdir} was started with {theirs!r}; use '
+    f'{key}={ours}: the run in {workdir} was started with {theirs}; use '
     f'another --workdir{advice}'
   )
 

@@ -146,9 +146,7 @@ def test_golden_files_decide_the_exit_code(capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['st_ppo', 'sft', 'two_hosts'])
-def test_a_checkout_computes_the_same_numbers_twice(
-  name, capsys, monkeypatch
-):
+def test_a_checkout_computes_the_same_numbers_twice(name, capsys, monkeypatch):
   if name == 'two_hosts':
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')  # 16 would be too many
   overrides = [
