@@ -97,6 +97,7 @@ def _assert_same_run(workdir, expected, steps_ahead=1):
   jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.slow
 def test_staleness_is_the_number_of_steps_ahead(finished):
   lines = runs.metrics(finished(1))[1:]
   assert [line['rollout/staleness'] for line in lines] == [0.0] + [1.0] * 4
