@@ -10,7 +10,7 @@ CONFIG ?= configs/quickstart.py
 WORKDIR ?= runs/quickstart-$(ALGORITHM)-seed$(SEED)
 JOBS ?= 2
 ARGS ?=
-FAST_TESTS ?= tests/rl tests/envs tests/rollout tests/configs
+FAST_TESTS ?= tests/rl tests/envs tests/configs
 BENCH ?= .cache/bench
 
 # One order of the operations, whatever stands beside them: for comparing two

@@ -236,7 +236,14 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
 
 
 @pytest.mark.parametrize(
-  'line', ['{"step"', 'null', '{}', '{"step": -1}', '{"step": 1e400}']
+  'line',
+  [
+    '{"step"',
+    *(
+      pytest.param(line, marks=pytest.mark.slow)
+      for line in ('null', '{}', '{"step": -1}', '{"step": 1e400}')
+    ),
+  ],
 )
 def test_a_damaged_run_is_named_and_the_others_compared(folder, line, capsys):
   assert _ablate(folder, '--seeds=1') == 0
