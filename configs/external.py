@@ -5,6 +5,7 @@ the values of the keys that `configs/relations.py` names.
 """
 
 from collections.abc import Iterator
+import importlib.util
 import pathlib
 
 from stppo_jax import buckets
@@ -47,6 +48,16 @@ def bucket_is_usable(key: str, place) -> Iterator[str]:
       buckets.Bucket(place)
     except buckets.BucketError as error:
       yield f'{key}: {error}'
+
+
+def trackers_are_installed(key: str, names) -> Iterator[str]:
+  """Checks that the packages of experiment trackers are there."""
+  for name in names:
+    if importlib.util.find_spec(name) is None:
+      yield (
+        f'{key}={names!r}: needs the package {name}: pip install '
+        f"'.[{name}]' in the clone"
+      )
 
 
 def reward_function_exists(key: str, name) -> Iterator[str]:

@@ -288,7 +288,11 @@ KEYS: Mapping[str, Key] = {
   'writer.samples': _free(rules.NOT_NEGATIVE),
   'writer.tensorboard': _free(),
   'writer.token_details': _free(rules.NOT_NEGATIVE, since='0.3'),
-  'writer.trackers': _free(rules.some_of('wandb', 'trackio'), since='0.3'),
+  'writer.trackers': _free(
+    rules.some_of('wandb', 'trackio'),
+    external.trackers_are_installed,
+    since='0.3',
+  ),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
 # Keys of earlier versions that are gone; none of them changed what is computed.

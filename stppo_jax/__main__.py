@@ -13,6 +13,7 @@ without a traceback.
 from collections.abc import Sequence
 import errno
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -27,6 +28,7 @@ from stppo_jax import streams
 # These keep compiled programs in their workdir.
 _TRAINING = ('train', 'sft', 'prefer')
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def commands() -> dict[str, str]:
@@ -53,6 +55,9 @@ def _docstring(path) -> str:
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command `argv[0]` with its flags; returns the exit code."""
+  # A terminal may not know all characters of a dialogue.
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors='backslashreplace')
   with interruption.Interruption(owns_process=True) as interrupt:
     try:
       with interrupt.abandonable():
@@ -126,9 +131,9 @@ def _failed(error: Exception) -> int:
     return exit_code
   if isinstance(error, BrokenPipeError) and lost:
     return exits.UNREAD
-  if isinstance(error, OSError) and error.errno in _FULL:
+  if isinstance(error, OSError) and error.errno in (*_FULL, *_REFUSED):
     print(f'{error.filename or "output"}: {error.strerror}', file=sys.stderr)
-    return exits.TRY_AGAIN
+    return exits.TRY_AGAIN if error.errno in _FULL else exits.USAGE
   import traceback
 
   traceback.print_exc()

@@ -41,7 +41,10 @@ from stppo_jax.tools.ablation import alarm_tables
 
 def main(argv: Sequence[str]) -> int:
   """Prints what the alarms are worth; returns the exit code."""
-  numbers = dict.fromkeys(alarms_lib.THRESHOLDS, command_line.number())
+  numbers = dict.fromkeys(
+    alarms_lib.THRESHOLDS, command_line.number(lower_bound=0.0)
+  )
+  numbers['explained_variance'] = command_line.number(upper_bound=1.0)
   flags = command_line.flags(**numbers)
   words, _, errors = command_line.parse(
     flags,

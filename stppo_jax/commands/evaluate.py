@@ -31,7 +31,9 @@ from stppo_jax.commands.flags import evaluated_config
 def main(argv: Sequence[str]) -> int:
   """Evaluates a checkpoint; returns the exit code."""
   flags = command_line.flags(
-    sets='', out='', samples=command_line.integer(lower_bound=1)
+    sets='',
+    out='',
+    samples=command_line.integer(lower_bound=1, upper_bound=10_000),
   )
   checkpoint, config = evaluated_config.parse(argv, flags=flags)
   # Imported late: a wrong flag is answered before jax is loaded.

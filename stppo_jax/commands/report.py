@@ -38,7 +38,12 @@ def main(argv: Sequence[str]) -> int:
     flags, argv, words=sys.maxsize, missing=command_line.NO_RUNS
   )
   out = pathlib.Path(flags.out or f'report.{flags.format}')
-  if problem := output.problem(out, has_figures=flags.format == 'md'):
+  wrong = {'html': '.md', 'md': '.html'}[flags.format]
+  if out.suffix == wrong:
+    errors.append(
+      f'--out={out}: must not end in {wrong} with {flags.format=!s}'
+    )
+  elif problem := output.problem(out, has_figures=flags.format == 'md'):
     errors.append(f'--out={problem}')
   command_line.refuse(errors)
   losses = report.write(

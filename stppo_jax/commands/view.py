@@ -28,6 +28,7 @@ from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import terminal
+from stppo_jax.types import TrajectoryStatus
 from stppo_jax.workdir import bucket_copy
 
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     step=command_line.integer(),
     number=command_line.integer(),
     tokens=False,
-    status=None,
+    status=command_line.one_of([status.value for status in TrajectoryStatus]),
     least=command_line.number(),
     most=command_line.number(),
     searches=command_line.integer(),
@@ -50,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
     words=1,
     missing='DIR: missing; give the folder of a run',
   )
+  if None not in (flags.least, flags.most) and flags.least > flags.most:
+    given.errors.append(
+      f'--least={flags.least:g}: must not be above --most={flags.most:g}'
+    )
   command_line.refuse(given.errors)
   (folder,) = given.words
   losses: list[str] = []

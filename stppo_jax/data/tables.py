@@ -280,21 +280,29 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields each line of a CSV or TSV file as a dict of strings."""
   # Spreadsheets begin a file with a byte order mark.
   with _text(stream, encoding='utf-8-sig', newline='') as text:
+    last = 0
+
+    def lines() -> Iterator[str]:
+      nonlocal last
+      for number, line in numbered_lines(text, file):
+        last = number
+        yield line
+
     reader = csv.DictReader(
-      (line for _, line in numbered_lines(text, file)),
+      lines(),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
       strict=True,
     )
     try:
       for row in reader:
-        place = f'line {reader.line_num}'
+        place = f'line {last}'
         if None in row or None in row.values():
           names = len(reader.fieldnames or ())
           raise ValueError(f'{_where(file, place)}: expected {names} columns')
         yield place, reader.line_num, row
     except csv.Error as error:
-      raise ValueError(f'{file}:{reader.line_num}: {error}') from error
+      raise ValueError(f'{file}:{last}: {error}') from error
 
 
 def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:

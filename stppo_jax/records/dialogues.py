@@ -51,14 +51,17 @@ def render(record: Mapping[str, Any], *, colour: bool) -> str:
     passages.append(('policy', f'{turn["text"]}\n[{turn["action"]}]'))
     if turn['observation']:
       passages.append(('observation', turn['observation']))
-  rewards = record['rewards']
-  # Adding 0 turns a penalty of -0.0 into 0.
-  terms = ', '.join(f'{name} {x + 0.0:.3g}' for name, x in rewards.items())
-  outcome = f'{record["status"]}: reward {sum(rewards.values()):.3g} ({terms})'
-  passages.append(
-    ('outcome' if sum(rewards.values()) > 0 else 'failure', outcome)
-  )
+  # A reward is a score times its weight: one that is 0 says nothing.
+  rewards = {name: x for name, x in record['rewards'].items() if x}
+  total, terms = sum(rewards.values()), _numbers(rewards)
+  outcome = f'{record["status"]}: {_numbers(record["scores"])}; '
+  outcome += f'reward {total:.3g}' + (f' ({terms})' if terms else '')
+  passages.append(('outcome' if total > 0 else 'failure', outcome))
   return _page(passages, colour=colour)
+
+
+def _numbers(numbers: Mapping[str, float]) -> str:
+  return ', '.join(f'{name} {x:.3g}' for name, x in numbers.items())
 
 
 def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:

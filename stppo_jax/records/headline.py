@@ -28,6 +28,15 @@ def training(metrics: Mapping[str, float]) -> dict[str, float]:
   return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
 
 
+def seconds(metrics: Mapping[str, float | None]) -> float | None:
+  """Returns the duration of a step with its save, without what it compiled."""
+  if (step := metrics.get('timing_s/step')) is None:
+    return None
+  # Threads compile side by side: their sum may be more than has passed.
+  worked = max(step - (metrics.get('timing_s/compile') or 0.0), 0.0)
+  return worked + (metrics.get('timing_s/checkpoint') or 0.0)
+
+
 def mean_score(metrics: Mapping[str, float]) -> float | None:
   """Returns the mean score over the data sets that were evaluated.
 

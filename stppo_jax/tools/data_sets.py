@@ -78,6 +78,10 @@ def show(
     count: the largest number of questions that are printed.
   """
   questions = _questions(root, name)
+  if start >= len(questions):
+    raise ValueError(
+      f'--start={start}: {name} has {len(questions):,} questions'
+    )
   print(f'{name}: {len(questions):,} questions')
   for number in range(start, min(start + count, len(questions))):
     print('\n' + streams.escape(_page(number, questions[number])))

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import pathlib
+import statistics
 import time
 from typing import Any
 
@@ -56,7 +57,7 @@ class RunState:
     step: the number of steps that are done.
     num_steps: the length of the run; None if it is not known.
     phase: what it does; '' if it is not known.
-    seconds_per_step: the mean over the last steps; None before the second one.
+    seconds_per_step: the mean over the last steps; None before the first one.
     eta: the seconds that remain at that pace; None unless it runs.
     metrics: the reward (or the loss) of the last step and the last evaluation,
       by name.
@@ -232,18 +233,14 @@ def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
-  """Returns the mean seconds of the last steps, without the one that compiles.
+  """Returns the mean seconds of the last steps, see `headline.seconds`.
 
   Args:
     steps: lines of metrics, the newest first.
   """
-  # The last of them is left out: where the run is young, it compiled.
-  seconds = [
-    line['timing_s/step'] + (line.get('timing_s/checkpoint') or 0.0)
-    for line in steps[:-1][:_PACE]
-    if line.get('timing_s/step') is not None
-  ]
-  return sum(seconds) / len(seconds) if seconds else None
+  found = [headline.seconds(line) for line in steps[:_PACE]]
+  seconds = [x for x in found if x is not None]
+  return statistics.fmean(seconds) if seconds else None
 
 
 def _alarms(line: Mapping[str, Any]) -> list[str]:

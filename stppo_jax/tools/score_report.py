@@ -19,6 +19,7 @@ from stppo_jax.envs import rewards
 Record = Mapping[str, Any]
 _RESAMPLES = 1000
 _INTERVAL = (2.5, 97.5)  # percentiles
+_Z = 1.959964  # standard deviations of a normal distribution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class SetReport:
     samples: the number of dialogues of each.
     main_score: the name of the score that decides.
     scores: the mean of each score.
-    intervals: the 95 % bootstrap interval of each mean.
+    intervals: the 95 % interval of each mean, see `interval`.
     pass_at: k to the probability that one of k dialogues has the main score 1.
     means: other means: searches, turns, answered, and where gold passages are
       known `recall`, the share of them that the searches of a dialogue found,
@@ -89,7 +90,7 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
     samples=samples,
     main_score=main_score,
     scores={key: float(x.mean()) for key, x in scores.items()},
-    intervals={key: bootstrap(x.mean(axis=1)) for key, x in scores.items()},
+    intervals={key: interval(x.mean(axis=1)) for key, x in scores.items()},
     pass_at={
       k: _mean(pass_at_k(samples, int(count), k) for count in right)
       for k in _powers(samples)
@@ -97,6 +98,25 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
     means=means,
     baseline=majority(groups) if main_score == rewards.EXACT_MATCH else None,
   )
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+  """Returns the 95 % interval of the mean over questions.
+
+  It is Wilson's where each value is 0 or 1: the bootstrap would say that a
+  share of 0 or 1 is certain.
+  """
+  if np.isin(values, (0, 1)).all():
+    return wilson(int(values.sum()), len(values))
+  return bootstrap(values)
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+  """Returns the 95 % Wilson interval of a share."""
+  share, middle = count / total, (count + _Z**2 / 2) / (total + _Z**2)
+  spread = _Z * math.sqrt(share * (1 - share) * total + _Z**2 / 4)
+  half = spread / (total + _Z**2)
+  return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def bootstrap(values: np.ndarray) -> tuple[float, float]:

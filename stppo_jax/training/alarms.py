@@ -164,6 +164,14 @@ def describe(name: str, metrics: Metrics) -> str:
   """Returns the line of an alarm that rings in a step."""
   alarm = ALARMS[name]
   number = alarm.number(metrics)
+  least = metrics.get('critic/score/min')
+  is_constant = least is not None and least == metrics.get('critic/score/max')
+  if name == 'explained_variance' and is_constant:
+    # Their returns hardly vary, and the number says nothing.
+    return (
+      f'{name}: the rewards of the step are constant, from which the value '
+      f'model learns nothing; {ALARMS["zero_variance"].advice}'
+    )
   relation = 'below' if alarm.is_floor else 'above'
   shown = 'unknown' if number is None else f'{number:.3g}'
   return (

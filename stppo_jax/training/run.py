@@ -199,6 +199,9 @@ class Run:
     last = self.last
     self.folder.interrupt.outlook = (
       f'finishing and saving {last.unit} {last.done + 1}'
+      if last.is_unsaved or self.folder.hosts.count > 1
+      # Nothing is lost if the update is not waited for, see `shutdown`.
+      else f'ending at {last.unit} {last.done}, or at the next if it is near'
     )
     last.is_consumed = True
     yield

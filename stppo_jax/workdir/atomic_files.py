@@ -14,8 +14,12 @@ def replace(path: pathlib.Path, data: bytes) -> None:
     OSError: the old file is as it was.
   """
   new = path.with_name(f'{path.name}.new')
-  new.write_bytes(data)
-  os.replace(new, path)
+  try:
+    new.write_bytes(data)
+    os.replace(new, path)
+  except OSError:
+    new.unlink(missing_ok=True)
+    raise
 
 
 def append(path: pathlib.Path, data: bytes) -> None:

@@ -85,8 +85,9 @@ def problems(
       'sft and prefer can copy it: --config.writer.copy_to=ADDRESS)'
     ]
   try:
-    if path.exists() and not path.is_dir():
-      return [f'{start}exists and is not a folder']
+    for place in (path, *path.parents):
+      if place.exists() and not place.is_dir():
+        return [f'{start}{place} exists and is not a folder']
     for name, directory in reads.items():
       relation = _relation(path, directory)
       if relation and not (may_lie_inside and relation == 'lies in'):

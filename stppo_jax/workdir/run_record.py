@@ -40,6 +40,8 @@ _PRODUCTS = (
   *('metrics.jsonl', 'checkpoints/*'),
 )
 START = 'start/policy'  # the directory of a start that a run makes
+# The keys of files below data.root.
+_DATA = ('data.train', 'data.evaluation', 'data.corpus')
 _FILES = 'files.json'
 _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
@@ -210,14 +212,15 @@ def _compare(
     return {}, {}, {}
   allowed = config['resume']['allow_change']
   changes = _differences(config, _read(path))
-  lines = [
-    _refusal(key, *values, workdir)
-    for key, values in changes.items()
-    if _is_fixed(key) or not _is_in(key, allowed)
-  ]
   # A run that an earlier version has begun has no checksums.
   files = workdir / _FILES
   known = _read(files) if files.is_file() else {}
+  lines = [
+    _refusal(key, *values, workdir)
+    for key, values in changes.items()
+    if not _has_moved(key, checksums, known)
+    and (_is_fixed(key) or not _is_in(key, allowed))
+  ]
   changed = {
     name: (ours, known[name])
     for name, ours in checksums.items()
@@ -232,6 +235,25 @@ def _compare(
   if lines:
     raise OtherRun('\n'.join(lines))
   return changes, changed, known
+
+
+def _has_moved(
+  key: str, ours: Mapping[str, str], theirs: Mapping[str, str]
+) -> bool:
+  """Returns whether a key names the same files at another place.
+
+  `data.root` does if all files below it are the same.
+
+  Args:
+    key: the key, whose values differ.
+    ours, theirs: the checksums of files, see `_checksums`.
+  """
+  keys = _DATA if key == 'data.root' else (key,)
+  contents = [
+    [(_key(name), value) for name, value in files.items() if _key(name) in keys]
+    for files in (ours, theirs)
+  ]
+  return bool(contents[0]) and sorted(contents[0]) == sorted(contents[1])
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

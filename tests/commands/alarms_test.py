@@ -61,7 +61,9 @@ def test_what_cannot_be_read_is_said(study, tmp_path, capsys):
   assert 'entropy' in rows
   assert str(tmp_path) in err and err.count('\n') == 1
   _, _, err = _alarms(capsys, study, '--kl=x', exit_code=2)
-  assert err == '--kl=x: must be a number\n'
+  assert err == '--kl=x: must be a non-negative number\n'
+  _, _, err = _alarms(capsys, study, '--kl=-1', exit_code=2)
+  assert err == '--kl=-1: must be a non-negative number\n'
   _, _, err = _alarms(capsys, exit_code=2)
   assert err == 'RUNS: missing; give the folder of a run, or several\n'
 

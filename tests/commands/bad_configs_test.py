@@ -17,7 +17,6 @@ _CONFIGS = [
   (['writer.tensorboard=maybe'], 'tensorboard=maybe', 'true or false'),
   (['env.tools.names=5'], 'env.tools.names=5', 'expected a tuple'),
   # Rules of one key.
-  (['num_steps=0'], 'num_steps=0', 'must be greater than 0'),
   (['model.dtype=float16'], "dtype='float16'", 'one of float32, bfloat16'),
   (['model.head_dim=33'], 'model.head_dim=33', 'must be even'),
   (['mesh.fsdp=0'], 'mesh.fsdp=0', '-1 for all remaining devices'),
@@ -58,6 +57,12 @@ _CONFIGS = [
     "'ftp://host' is not an http",
   ),
   (['data.name=jsonl'], "data.root=''", 'must name a folder'),
+  # Packages, of which none is installed.
+  (
+    ["writer.trackers=('wandb',)"],
+    'writer.trackers',
+    "pip install '.[wandb]'",
+  ),
   # Devices: there are eight.
   # The shape of the model, which files decide.
   (

@@ -51,7 +51,8 @@ def _this_process():
 
 
 def test_a_running_run_has_a_phase_a_pace_and_an_end(tmp_path, capsys):
-  lines = [_line(1, **{'timing_s/step': 60.0, 'val/em/a': 0.2})]
+  compiled = {'timing_s/step': 60.0, 'timing_s/compile': 58.0}
+  lines = [_line(1, **compiled, **{'val/em/a': 0.2})]
   lines += [_line(2, **{'val/em/a': 0.4, 'val/em/b': 0.6})]
   lines += [_line(3), _line(4, **{'timing_s/checkpoint': 1.0})]
   run = _make(
@@ -64,16 +65,16 @@ def test_a_running_run_has_a_phase_a_pace_and_an_end(tmp_path, capsys):
   state = run_state.read(run)
   assert state.state == run_state.RUNNING and state.phase == 'update'
   assert state.step == state.checkpoint == 4 and state.num_steps == 10
-  # Not the first step, which compiles.
-  assert state.seconds_per_step == pytest.approx((2.0 + 2.0 + 3.0) / 3)
-  assert state.eta == pytest.approx(6 * 7 / 3)
+  # Without what the first step compiled.
+  assert state.seconds_per_step == pytest.approx((2.0 + 2.0 + 2.0 + 3.0) / 4)
+  assert state.eta == pytest.approx(6 * 9 / 4)
   assert state.metrics == {'reward': 0.5, 'val/em': 0.5}
   assert __main__.main(['status', str(run), '--json']) == 0
   assert json.loads(capsys.readouterr().out)['hosts'] == ['a', 'b']
   assert __main__.main(['status', str(run)]) == 0
   titles, row = capsys.readouterr().out.splitlines()
   assert titles.split()[:4] == ['run', 'state', 'step', 'phase']
-  assert row.split()[1:6] == ['running', '4/10', 'update', '2.33', '0:00:14']
+  assert row.split()[1:6] == ['running', '4/10', 'update', '2.25', '0:00:14']
   assert 'reward 0.500 val/em 0.500' in row
 
 

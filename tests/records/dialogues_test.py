@@ -25,7 +25,8 @@ _RECORD = {
       'action': 'answer',
     },
   ],
-  'rewards': {'exact_match': 1.0, 'format': 0.1},
+  'rewards': {'exact_match': 1.0, 'f1': 0.0, 'format': 0.1},
+  'scores': {'em': 1.0, 'f1': 0.5},
   'status': 'completed',
 }
 
@@ -41,7 +42,7 @@ def test_a_dialogue_line_by_line():
     '< <information>Doc 1</information>',
     '> <answer>London</answer>',
     '> [answer]',
-    '= completed: reward 1.1 (exact_match 1, format 0.1)',
+    '= completed: em 1, f1 0.5; reward 1.1 (exact_match 1, format 0.1)',
   ]
 
 
@@ -55,7 +56,7 @@ def test_the_legend_explains_every_mark():
 def test_a_penalty_of_nothing_has_no_sign():
   rewards = {'exact_match': 0.0, 'search_penalty': -0.0}
   text = dialogues.render(_RECORD | {'rewards': rewards}, colour=False)
-  last = '= completed: reward 0 (exact_match 0, search_penalty 0)'
+  last = '= completed: em 1, f1 0.5; reward 0'
   assert text.splitlines()[-1] == last
 
 

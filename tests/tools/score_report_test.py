@@ -59,12 +59,19 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
   rng = np.random.default_rng(0)
   covered = 0
   for _ in range(60):
-    low, high = score_report.bootstrap((rng.random(200) < 0.3).astype(float))
+    low, high = score_report.interval((rng.random(200) < 0.3).astype(float))
     covered += low <= 0.3 <= high
     # As wide as the normal approximation says.
     width = 2 * 1.96 * np.sqrt(0.3 * 0.7 / 200)
     assert high - low == pytest.approx(width, rel=0.25)
   assert 52 <= covered <= 60
+
+
+def test_a_share_of_all_is_not_certain():
+  low, high = score_report.interval(np.ones(16))
+  assert (low, high) == (pytest.approx(0.806, abs=1e-3), 1.0)
+  low, high = score_report.interval(np.array([0.5, 0.5, 0.25]))  # samples
+  assert 0.25 <= low < high == 0.5
 
 
 def test_recall_is_the_share_of_gold_passages_that_any_search_found():
@@ -114,7 +121,7 @@ def test_tables_have_a_line_for_each_set():
     *('answered', 'recall', 'all_gold', 'majority'),
   ]
   nq, hotpotqa = (line.split() for line in lines[1:])
-  assert nq[:5] == ['nq', '2', '0.500', '0.000-1.000', '0.250']
+  assert nq[:5] == ['nq', '2', '0.500', '0.095-0.905', '0.250']
   assert nq[5:] == ['2.000', '3.000', '0.500', '1.000']  # no gold passages
   assert hotpotqa[5:] == ['2.000', '3.000', *4 * ['1.000']]
   head, rule, nq, _ = score_report.as_markdown(table).splitlines()

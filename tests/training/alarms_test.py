@@ -70,6 +70,19 @@ def test_an_alarm_rings_beyond_its_threshold(name, metric, number, shown):
   assert not any(alarms.check(sick, _THRESHOLDS | {name: limit}).values())
 
 
+def test_between_equal_rewards_the_values_have_no_number():
+  metrics = {
+    'critic/vf_explained_var': -39500.0,
+    'critic/score/min': 0.0,
+    'critic/score/max': 0.0,
+  }
+  line = alarms.describe('explained_variance', metrics)
+  assert 'the rewards of the step are constant' in line
+  assert '-3' not in line and 'learning_rate' not in line
+  metrics['critic/score/max'] = 1.0
+  assert '-3.95e+04' in alarms.describe('explained_variance', metrics)
+
+
 def test_an_alarm_without_its_number_is_absent():
   """It may not be measured, not be finite (null in a file), or say nothing."""
   few = {'retrieval/answers': 9.0, 'retrieval/empty': 9.0}

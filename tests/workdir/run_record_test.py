@@ -394,3 +394,20 @@ def test_large_weights_are_compared_in_pieces(tmp_path):
   assert checksum(2 << 20) == untouched
   os.truncate(weights, size + 1)
   assert named_files.checksum(tmp_path) not in {*inside, untouched}
+
+
+def test_the_same_files_at_another_place_are_the_same_run(tmp_path, said):
+  workdir, here, there = (tmp_path / name for name in ('run', 'a', 'b'))
+  for place in (here, there):
+    place.mkdir()
+    (place / 'config.json').write_text('{}')
+  config = _config()
+  config['model']['path'] = str(here)
+  _begin(workdir, config)
+  config['model']['path'] = str(there)
+  run_record.record_config(config, workdir)
+  assert said == [f'note: model.path={there} from now on; it was {here}']
+  (here / 'config.json').write_text('{"other": 1}')
+  config['model']['path'] = str(here)
+  with pytest.raises(run_record.OtherRun, match='model.path'):
+    run_record.check_config(config, workdir)

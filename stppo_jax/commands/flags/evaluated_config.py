@@ -135,13 +135,14 @@ def _choose_sets(config: Any, sets: str) -> None:
   data = config.data
   data.name = 'tfds'
   if any(are_files):
-    # The names of the files are relative to this folder, not to data.root.
     data.name = 'jsonl'
-    if data.corpus:
-      root = buckets.local_folder(data.root)
-      data.corpus = str((root / data.corpus).resolve())
+    places = [pathlib.Path.cwd()]
+    if data.root:
+      root = buckets.local_folder(data.root).resolve()
+      places.insert(0, root)
+      data.corpus = str(root / data.corpus) if data.corpus else ''
     data.root = pathlib.Path.cwd().anchor
-    sets = ','.join(map(_with_whole_path, sets.split(',')))
+    sets = ','.join(_with_whole_path(x, places) for x in sets.split(','))
   data.evaluation = sets
   # Nothing is trained, but every config has training questions.
   data.train = sets
@@ -152,7 +153,15 @@ def _is_file(name: str) -> bool:
   return pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz')
 
 
-def _with_whole_path(element: str) -> str:
-  """Returns an element of a mixture with the whole path of its file."""
+def _with_whole_path(element: str, places: Sequence[pathlib.Path]) -> str:
+  """Returns an element of a mixture with the whole path of its file.
+
+  Raises:
+    ValueError: none of the places has the file.
+  """
   file, *options = element.split()
-  return ' '.join([str(pathlib.Path(file).resolve()), *options])
+  found = [place / file for place in places if (place / file).is_file()]
+  if not found:
+    folders = ' or '.join(map(str, places))
+    raise ValueError(f'--sets: {file}: no such file in {folders}')
+  return ' '.join([str(found[0]), *options])

@@ -15,7 +15,6 @@ from stppo_jax.tools.ablation import results
 # All signs of so many differences are tried, more are drawn.
 _MAX_EXACT = 12
 _DRAWS = 10_000
-_Z = 1.959964  # 97.5 % of a normal distribution lie below
 
 
 class Estimate(NamedTuple):
@@ -33,18 +32,8 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def rate(count: int, total: int) -> Estimate:
-  """Returns a share with its Wilson interval.
-
-  The bootstrap would say that a share of 0 or 1 is certain.
-  """
-  share = count / total
-  spread = _Z * math.sqrt(share * (1 - share) / total + (_Z / (2 * total)) ** 2)
-  middle, width = share + _Z**2 / (2 * total), 1 + _Z**2 / total
-  return Estimate(
-    share,
-    max((middle - spread) / width, 0.0),
-    min((middle + spread) / width, 1.0),
-  )
+  """Returns a share with its Wilson interval."""
+  return Estimate(count / total, *score_report.wilson(count, total))
 
 
 class Difference(NamedTuple):

@@ -83,6 +83,7 @@ ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'value_mask_BL': _MASK,
   'kl_coefficient': _REALS,
 }
+_ROUNDING = 1e-3
 # Ids that count from 1 within a row, so that no id exceeds L.
 _IDS_FROM_1 = ('turn_ids_BL', 'sentence_ids_BL')
 # Arrays that have no field in a `TokenBatch`.
@@ -180,6 +181,10 @@ def select(
       with np.errstate(over='ignore'):  # reported below, as inf
         converted[name] = array.astype(dtype)
       problems += not_finite(name, converted[name], mask_BL)
+      if name.endswith('logprobs_BL'):
+        # Rounding may leave a little above 0.
+        above = mask_BL & (converted[name] > _ROUNDING)
+        problems += [locate(f'{name}: above 0', above)] if above.any() else []
     elif name in _IDS_FROM_1:
       problems += _out_of_range(name, array, mask_BL)
       converted[name] = np.where(mask_BL, array, 0).astype(np.int32)

@@ -205,7 +205,8 @@ def _triggered(run: run_files.Run) -> float | None:
 
 
 def _median_seconds(run: run_files.Run) -> float | None:
-  seconds = run.column('timing_s/step').values()
+  found = [headline.seconds(line) for line in run.lines if line['step']]
+  seconds = [x for x in found if x is not None]
   return statistics.median(seconds) if seconds else None
 
 

@@ -65,7 +65,14 @@ _EXPECTED = {
   'last entropy': _mean_of_ten('actor/entropy'),
   'last KL to the reference': _mean_of_ten('critic/kl'),
   'last explained variance': _mean_of_ten('critic/vf_explained_var'),
-  'seconds per step': lambda f: np.median(_column(f, 'timing_s/step')[1]),
+  'seconds per step': lambda f: np.median(
+    [
+      max(line['timing_s/step'] - line.get('timing_s/compile', 0), 0)
+      + line.get('timing_s/checkpoint', 0)
+      for line in runs.metrics(f)
+      if line['step']
+    ]
+  ),
   'hours': lambda f: (
     (
       _column(f, 'timing_s/step')[1].sum()
