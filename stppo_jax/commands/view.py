@@ -28,7 +28,6 @@ from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import terminal
-from stppo_jax.types import TrajectoryStatus
 from stppo_jax.workdir import bucket_copy
 
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     step=command_line.integer(),
     number=command_line.integer(),
     tokens=False,
-    status=command_line.one_of([status.value for status in TrajectoryStatus]),
+    status=command_line.one_of(terminal.STATUSES),
     least=command_line.number(),
     most=command_line.number(),
     searches=command_line.integer(),

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from stppo_jax import buckets
+from stppo_jax.configs import schema
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 
@@ -13,6 +14,13 @@ from stppo_jax.data import mixtures
 # spread over the file: reading all of it at each start would take too long.
 _MAX_BYTES = 1 << 28
 _NUM_PIECES, _PIECE = 64, 1 << 20
+# The folders of packaged files, each with its name in the records of runs. With
+# these a run can be resumed in another clone.
+_CONFIGS = pathlib.Path(schema.__file__).resolve().parent
+_PACKAGED = {
+  'asset:prompts/': f'{_CONFIGS / "prompts"}/',
+  'asset:': f'{_CONFIGS.parent / "assets"}/',
+}
 
 
 def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
@@ -42,6 +50,20 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
     yield 'retrieval.replay', pathlib.Path(config['retrieval']['replay'])
   if config['env']['prompt_template']:
     yield 'env.prompt_template', pathlib.Path(config['env']['prompt_template'])
+
+
+def recorded(text: str) -> str:
+  """Returns the JSON of a config with the names of packaged files."""
+  for name, folder in _PACKAGED.items():
+    text = text.replace(f'"{folder}', f'"{name}')
+  return text
+
+
+def here(text: str) -> str:
+  """Returns the JSON of a recorded config with the paths of packaged files."""
+  for name, folder in _PACKAGED.items():
+    text = text.replace(f'"{name}', f'"{folder}')
+  return text
 
 
 def checksum(path: pathlib.Path) -> str:

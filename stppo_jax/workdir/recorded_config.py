@@ -10,6 +10,7 @@ from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
+from stppo_jax.workdir import named_files
 
 # The beginnings of the config keys that an export reads.
 _USED_KEYS = (
@@ -40,7 +41,7 @@ def read(folder: pathlib.Path) -> Any:
     raise ValueError('no config.json: not the folder of a run')
   try:
     text = path.read_text(encoding='utf-8')
-    content = json.loads(text, object_hook=_with_tuples)
+    content = json.loads(named_files.here(text), object_hook=_with_tuples)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'config.json is not JSON: {error}') from error
   if not isinstance(content, dict) or not (

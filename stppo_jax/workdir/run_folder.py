@@ -87,7 +87,8 @@ def problems(
   try:
     for place in (path, *path.parents):
       if place.exists() and not place.is_dir():
-        return [f'{start}{place} exists and is not a folder']
+        where = '' if place == path else f'{place} '
+        return [f'{start}{where}exists and is not a folder']
     for name, directory in reads.items():
       relation = _relation(path, directory)
       if relation and not (may_lie_inside and relation == 'lies in'):

@@ -113,7 +113,7 @@ def record_config(
   if checksums:
     content = json.dumps(known | checksums, indent=2) + '\n'
     atomic_files.replace(workdir / _FILES, content.encode())
-  atomic_files.replace(path, text.encode())
+  atomic_files.replace(path, named_files.recorded(text).encode())
   for key, (ours, theirs) in changes.items():
     _log.info(f'note: {key}={ours} from now on; it was {theirs}')
   for name in changed:
@@ -258,7 +258,7 @@ def _has_moved(
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
+    return json.loads(named_files.here(path.read_text(encoding='utf-8')))
   except (ValueError, RecursionError) as error:
     raise OtherRun(f'{path}: not the record of a run ({error})') from error
 

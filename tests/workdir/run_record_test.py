@@ -12,8 +12,10 @@ import pytest
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import base
+from stppo_jax.configs import quickstart
 from stppo_jax.configs import schema
 from stppo_jax.workdir import named_files
+from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
 
@@ -411,3 +413,15 @@ def test_the_same_files_at_another_place_are_the_same_run(tmp_path, said):
   config['model']['path'] = str(here)
   with pytest.raises(run_record.OtherRun, match='model.path'):
     run_record.check_config(config, workdir)
+
+
+def test_packaged_files_are_recorded_by_name(tmp_path, said):
+  config = quickstart.get_config()
+  _begin(tmp_path, config.to_dict())
+  recorded = json.loads((tmp_path / 'config.json').read_text())
+  assert recorded['model']['path'] == 'asset:quickstart'
+  template = recorded['env']['prompt_template']
+  assert template == 'asset:prompts/quickstart.txt'
+  run_record.record_config(config.to_dict(), tmp_path)
+  assert said == []
+  assert recorded_config.read(tmp_path).to_dict() == config.to_dict()

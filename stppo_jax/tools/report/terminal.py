@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from stppo_jax import exits
 from stppo_jax import streams
+from stppo_jax import types
 from stppo_jax.records import dialogues
 from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import run_files
 
+STATUSES = tuple(status.value for status in types.TrajectoryStatus)
 _QUESTION = 60  # characters of a question in the list
 _TITLES = 'no. reward status turns searches clipped question'.split()
 
