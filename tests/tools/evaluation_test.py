@@ -188,7 +188,7 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
     ),
     (
       ['--checkpoint=M', '--samples=0'],
-      '--samples=0: must be a positive integer',
+      '--samples=0: must be an integer in the range [1, 10000]',
     ),
     (
       ['--checkpoint=M', '--sets=nq', '--config.data.root=empty'],
@@ -237,4 +237,4 @@ def test_a_run_without_later_options_has_no_other_errors(tmp_path, capsys):
   )
   assert _evaluate(f'--checkpoint={tmp_path}', '--samples=0') == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line == '--samples=0: must be a positive integer'
+  assert line == '--samples=0: must be an integer in the range [1, 10000]'

@@ -83,6 +83,7 @@ ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'value_mask_BL': _MASK,
   'kl_coefficient': _REALS,
 }
+# Rounding to bfloat16 can lift a log-probability this much above 0.
 _ROUNDING = 1e-3
 # Ids that count from 1 within a row, so that no id exceeds L.
 _IDS_FROM_1 = ('turn_ids_BL', 'sentence_ids_BL')
@@ -182,8 +183,9 @@ def select(
         converted[name] = array.astype(dtype)
       problems += not_finite(name, converted[name], mask_BL)
       if name.endswith('logprobs_BL'):
-        # Rounding may leave a little above 0.
-        above = mask_BL & (converted[name] > _ROUNDING)
+        # Rounding may leave a little above 0; `inf` is reported above.
+        x_BL = converted[name]
+        above = mask_BL & (x_BL > _ROUNDING) & np.isfinite(x_BL)
         problems += [locate(f'{name}: above 0', above)] if above.any() else []
     elif name in _IDS_FROM_1:
       problems += _out_of_range(name, array, mask_BL)

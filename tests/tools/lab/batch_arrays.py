@@ -12,6 +12,16 @@ def arrays(seed=0, spread=0.4, poison=np.nan):
   mask is false; the others do not.
   """
   batch, logprobs, entropy = batches.make(seed, spread)
+  # The noise of a batch exceeds 0, which a file's log-probabilities may not.
+  below_0 = lambda x: x - 4.0
+  batch = batch.replace(
+    **{
+      name: below_0(x)
+      for name, x in batches.fields(batch).items()
+      if name.endswith('logprobs_BL')
+    }
+  )
+  logprobs = below_0(logprobs)
   mask = batch.loss_mask_BL
   found = batches.fields(batch)
   found['old_values_BL'] = found.pop('values_BL')
