@@ -33,6 +33,12 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
     yield f'{key}={path!r}: no such file or folder'
 
 
+def demonstrations_exist(key: str, path) -> Iterator[str]:
+  """Checks that the file of demonstrations, if any, is there."""
+  if path and not pathlib.Path(path).is_file():
+    yield f'{key}={path!r}: {_not_there(pathlib.Path(path), "file")}'
+
+
 def template_is_readable(key: str, path) -> Iterator[str]:
   """Checks that the template of the prompt can be read and has its field."""
   try:

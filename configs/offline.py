@@ -13,7 +13,10 @@ def sft() -> dict[str, Any]:
     # kept in WORKDIR/start.
     'before_training': False,
     'batch_size': 64,  # dialogues
-    'error_rate': 0.3,  # probability of an error in a turn
+    # A file of demonstrations, as `data demonstrate` prints them; '' = made
+    # from the questions of the run in every step.
+    'demonstrations': '',
+    'error_rate': 0.3,  # probability of an error at each decision
     # The first steps, which have questions of one hop and no errors.
     'clean_one_hop_steps': 0,
     # The next steps, which have questions of all hops and no errors.

@@ -1,15 +1,19 @@
-"""Build, list and show data sets of questions.
+"""Build, list, show and demonstrate data sets of questions.
 
 python -m stppo_jax data build NAME --root=DIR [--mirror=URL] [--force]
     [--from_files=FOLDER | --from_files=SPLIT:FILE,...]
 python -m stppo_jax data list [--root=DIR]
 python -m stppo_jax data show NAME[:SPLIT]|FILE [--root=DIR] [--rows=N]
     [--start=N]
+python -m stppo_jax data demonstrate --config=FILE.py [--config.KEY=VALUE ...]
+    [--rows=N]
 
 build fetches the files of a published data set, or takes those that you have,
 and writes the data set to DIR, from which runs with data.name=tfds read it.
 list prints the data sets that can be built and those in DIR, show prints
-questions of a data set or of a file. docs/data.md has more.
+questions of a data set or of a file. demonstrate prints, as JSON lines, the
+dialogues that sft imitates; sft.demonstrations can name a file of them.
+docs/data.md has more.
 
   --root=DIR          the folder of the data sets
   --from_files=FILES  the files to read: a folder or an archive with the
@@ -18,6 +22,8 @@ questions of a data set or of a file. docs/data.md has more.
   --mirror=URL        fetches the originals from this folder of the web
   --force             builds a data set again that is there already
   --rows=N            the number of questions that are shown, 3 by default
+  --config=FILE.py    the config, as for sft
+  --config.KEY=VALUE  sets a key of the config
   --start=N           the first of them, 0 by default
 """
 
@@ -26,6 +32,7 @@ import pathlib
 
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
+from stppo_jax.commands.flags import configuration
 from stppo_jax.tools import data_sets
 
 _MISSING = '{} must come before the flags'
@@ -33,7 +40,12 @@ _MISSING = '{} must come before the flags'
 
 def main(argv: Sequence[str]) -> int:
   """Runs the subcommand `argv[0]`; returns its exit code."""
-  subcommands = {'build': _build, 'list': _list, 'show': _show}
+  subcommands = {
+    'build': _build,
+    'list': _list,
+    'show': _show,
+    'demonstrate': _demonstrate,
+  }
   name = command_line.subcommand('data', argv, subcommands)
   with exits.as_misconfigured():
     subcommands[name](argv[1:])
@@ -73,3 +85,9 @@ def _show(argv: Sequence[str]) -> None:
   command_line.refuse(given.errors)
   root = pathlib.Path(flags.root) if flags.root else None
   data_sets.show(root, *given.words, start=flags.start, count=flags.rows)
+
+
+def _demonstrate(argv: Sequence[str]) -> None:
+  flags = command_line.flags(rows=command_line.integer(3, lower_bound=1))
+  config = configuration.parse(argv, flags=flags)
+  data_sets.demonstrate(config, count=flags.rows)

@@ -6,16 +6,23 @@ imitates it gets good and bad habits, so that reinforcement learning has
 something to choose from.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import os
+from typing import Any
+from typing import NamedTuple
 from typing import Protocol
 
 import numpy as np
 
 from stppo_jax import text
 from stppo_jax import types
+from stppo_jax.data import mixtures
 from stppo_jax.data import questions as questions_lib
+from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
+from stppo_jax.data import tables
 
 Demonstration = tuple[types.Question, list[str]]
 
@@ -89,39 +96,117 @@ class SyntheticDemonstrations:
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupDemonstrations:
-  """Demonstrations that search for the question itself, then answer it.
+class PassageDemonstrations:
+  """Demonstrations that search for the titles of gold passages, then answer.
 
-  Files of questions hold no facts beyond the answer, so a better search cannot
-  be made from them. The policy learns the form of the dialogue, not to read.
+  A title of which no word has been read before cannot be guessed, so it is no
+  query. A question without such titles is its own query. At each decision the
+  demonstrator may err: it searches for the first word of the title only, does
+  not search, or misreads. Its answer is then that of another question.
 
   Attributes:
     questions: the questions of the run.
-    noise: an error is an answer without a search.
+    passages: the passages by id; empty if a server has them.
+    noise: the errors of the demonstrator.
+    max_searches: the largest number of searches in a dialogue.
   """
 
   questions: questions_lib.Questions
+  passages: Mapping[str, types.Passage]
   noise: Noise
+  max_searches: int
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
     rng, rate = self.noise.of_step(step)
-    result = []
-    for question in self.questions.train(step, count):
-      query, answer = map(
-        text.neutralise_tags,
-        (question.text, question.golden_answers[0]),
-      )
-      turns = []
-      if rng.random() >= rate:
+    questions = self.questions.train(step, count)
+    guesses = [questions[n] for n in rng.permutation(count)]
+    return [
+      (question, self._turns(question, guess, rng, rate))
+      for question, guess in zip(questions, guesses)
+    ]
+
+  def _turns(
+    self,
+    question: types.Question,
+    guess: types.Question,
+    rng: np.random.Generator,
+    rate: float,
+  ) -> list[str]:
+    """Returns the turns of one dialogue."""
+    turns, answered = [], question
+    for query in self._queries(question)[: self.max_searches]:
+      error = _draw(rng, rate, _SEARCH_ERRORS[:2])
+      if error == 'partial_query':
+        query = query.split()[0]
+      if error != 'no_search':
         turns.append(
-          f'<think> I look it up. </think><search> {query} </search>'
+          '<think> I look it up. </think>'
+          f'<search> {text.neutralise_tags(query)} </search>'
         )
-      turns.append(
-        f'<think> I know it now. </think><answer> {answer} </answer>'
-      )
-      result.append((question, turns))
-    return result
+      if error:
+        answered = guess
+        break
+    else:
+      if _draw(rng, rate, ('wrong_fact',)):
+        answered = guess
+    answer = text.neutralise_tags(answered.golden_answers[0])
+    turns.append(f'<think> I know it now. </think><answer> {answer} </answer>')
+    return turns
+
+  def _queries(self, question: types.Question) -> list[str]:
+    """Returns the titles that can be searched for, or the question."""
+    queries, read = [], text.normalise(question.text).split()
+    for passage in filter(None, map(self.passages.get, question.gold_passages)):
+      if not set(text.normalise(passage.title).split()).isdisjoint(read):
+        queries.append(passage.title)
+        read += text.normalise(f'{passage.title} {passage.text}').split()
+    return list(dict.fromkeys(queries)) or [question.text]
+
+
+class StoredDemonstrations:
+  """Demonstrations from a file of questions with a field `turns`."""
+
+  def __init__(self, path: str | os.PathLike[str], *, seed: int):
+    """Reads the file.
+
+    Args:
+      path: JSON lines or another format of questions; `turns` is a list of
+        texts, each with its closing tag.
+      seed: the seed of the order.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a row is no question with turns; the message names the line.
+    """
+    self._seed = seed
+    self._rows = tables.read(path, _stored, noun='demonstrations')
+
+  def batch(self, step: int, count: int) -> list[Demonstration]:
+    """See `Demonstrations`; an epoch has every row of the file once."""
+    chosen = mixtures.epochs(
+      (self._seed,), len(self._rows), step * count, count
+    )
+    return [(self._rows[i].question, self._rows[i].turns) for i in chosen]
+
+
+class _Stored(NamedTuple):
+  """A row of a file of demonstrations; its id is the number of the row."""
+
+  id: str
+  question: types.Question
+  turns: list[str]
+
+
+def _stored(fields: Any, number: int) -> _Stored:
+  """Returns the demonstration of a row."""
+  if isinstance(fields, Mapping):
+    fields = {'id': str(number), 'dataset': 'demonstrations', **fields}
+  question = readers.parse_question(fields)
+  turns = fields.get('turns')
+  if not turns or not readers.is_strings(turns):
+    raise ValueError('"turns": expected a list of texts, one at least')
+  return _Stored(str(number), question, turns)
 
 
 def demonstrate(

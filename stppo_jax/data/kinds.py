@@ -79,6 +79,10 @@ def demonstrations_of(
     ValueError: there are none; one line.
   """
   sft = config.sft
+  if sft.demonstrations:
+    return demonstrations.StoredDemonstrations(
+      sft.demonstrations, seed=config.seed
+    )
   noise = demonstrations.Noise(
     config.seed, sft.error_rate, sft.clean_one_hop_steps + sft.clean_steps
   )
@@ -104,6 +108,11 @@ def demonstrations_of(
     )
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
+  passages = (questions.passages() or ()) if config.data.corpus else ()
   # These always have errors: the form of their dialogues needs no clean steps.
-  noise = dataclasses.replace(noise, clean_steps=0)
-  return demonstrations.LookupDemonstrations(questions, noise)
+  return demonstrations.PassageDemonstrations(
+    questions=questions,
+    passages={passage.id: passage for passage in passages},
+    noise=dataclasses.replace(noise, clean_steps=0),
+    max_searches=config.env.max_turns,
+  )

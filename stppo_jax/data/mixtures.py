@@ -204,7 +204,7 @@ class Mixture:
       count: the number of indices.
     """
     if self._quotas is None:
-      return _epochs(seeds, len(self), start, count)
+      return epochs(seeds, len(self), start, count)
     indices = []
     while len(indices) < count:
       cycle, first = divmod(start + len(indices), _CYCLE)
@@ -223,12 +223,12 @@ class Mixture:
     )
     indices = np.zeros(_CYCLE, int)
     for number, (size, quota) in enumerate(zip(self._sizes, self._quotas)):
-      places = _epochs((*seeds, number), size, cycle * quota, quota)
+      places = epochs((*seeds, number), size, cycle * quota, quota)
       indices[turns == number] = self._starts[number] + np.asarray(places)
     return indices.tolist()
 
 
-def _epochs(
+def epochs(
   seeds: Sequence[int], size: int, start: int, count: int
 ) -> list[int]:
   """Returns `count` indices of an order whose every epoch is a permutation."""

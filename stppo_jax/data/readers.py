@@ -206,7 +206,7 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
   if 'answers' not in fields:
     raise ValueError('no "answers"')
   answers = fields['answers']
-  if not answers or not _is_strings(answers):
+  if not answers or not is_strings(answers):
     raise ValueError('"answers": expected a list of strings, one at least')
   return tuple(answers)
 
@@ -230,12 +230,12 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def _gold_passages(fields: Mapping[str, Any]) -> tuple[str, ...]:
   passages = fields.get('gold_pids', [])
-  if not _is_strings(passages):
+  if not is_strings(passages):
     raise ValueError('"gold_pids": expected a list of strings')
   return tuple(passages)
 
 
-def _is_strings(value: Any) -> bool:
+def is_strings(value: Any) -> bool:
   """Returns whether a JSON value is a list of strings."""
   return isinstance(value, list) and all(isinstance(x, str) for x in value)
 

@@ -1,16 +1,20 @@
 """Builds, lists and shows data sets of questions."""
 
 from collections.abc import Sequence
+import json
 import pathlib
+from typing import Any
 
 from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.data import building
+from stppo_jax.data import kinds
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 from stppo_jax.data import published
 from stppo_jax.data import readers
 from stppo_jax.data import tables
+from stppo_jax.envs import environments
 
 _SHOWN_NOTES = 5
 
@@ -85,6 +89,31 @@ def show(
   print(f'{name}: {len(questions):,} questions')
   for number in range(start, min(start + count, len(questions))):
     print('\n' + streams.escape(_page(number, questions[number])))
+
+
+def demonstrate(config: Any, *, count: int) -> None:
+  """Prints the first demonstrations that `sft` imitates, as JSON lines.
+
+  Args:
+    config: the config of the run.
+    count: how many are printed.
+
+  Raises:
+    ValueError: the questions have no demonstrations; one line.
+  """
+  questions = kinds.KINDS[config.data.name].load(config.data, seed=config.seed)
+  kind = environments.find(config.env.name)
+  environment = None
+  if not kind.needs_retriever:
+    environment = kind.from_options(config.env.to_dict(), None)
+  teacher = kinds.demonstrations_of(config, questions, environment)
+  size = config.sft.batch_size
+  for number in range(count):
+    step, row = divmod(number, size)
+    if not row:
+      batch = teacher.batch(step, size)
+    question, turns = batch[row]
+    print(json.dumps(readers.fields_of(question) | {'turns': turns}))
 
 
 def _questions(

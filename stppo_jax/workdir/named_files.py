@@ -48,6 +48,8 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
       yield 'data.corpus', root / data['corpus']
   if config['retrieval']['replay']:
     yield 'retrieval.replay', pathlib.Path(config['retrieval']['replay'])
+  if config['sft'].get('demonstrations'):  # no key of earlier runs
+    yield 'sft.demonstrations', pathlib.Path(config['sft']['demonstrations'])
   if config['env']['prompt_template']:
     yield 'env.prompt_template', pathlib.Path(config['env']['prompt_template'])
 

@@ -315,7 +315,7 @@ def test_list_and_show_print_what_a_person_reads(root, originals, capsys):
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [
-    ([], 'data: no command; choices: build, list, show'),
+    ([], 'data: no command; choices: build, list, show, demonstrate'),
     (['built'], 'data built: unknown command; did you mean build?'),
     (['build', '--root=R'], 'a name must come before the flags'),
     (['build', 'nq'], '--root: missing'),

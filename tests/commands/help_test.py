@@ -12,7 +12,7 @@ from stppo_jax.configs import base
 _NOT_OF_A_RUN = ('lab', 'data', 'serve', 'index', 'doctor', 'checkpoint')
 _COMMANDS = [
   *(('lab', name) for name in ('collect', 'score', 'advantages', 'compare')),
-  *(('data', name) for name in ('build', 'list', 'show')),
+  *(('data', name) for name in ('build', 'list', 'show', 'demonstrate')),
   *(('checkpoint', name) for name in ('list', 'verify')),
   *((name,) for name in __main__.commands() if name not in _NOT_OF_A_RUN),
 ]
@@ -34,7 +34,7 @@ def test_the_help_of_a_command_lists_its_flags(capsys, command):
   assert shown == _help(capsys, *command, '-h', '--config=absent')
   for flag in line.split(', '):
     assert re.search(rf'^ +{re.escape(flag)}\b', shown, re.MULTILINE), flag
-  if command[0] != 'lab':  # its commands have one help
+  if command[0] not in ('lab', 'data'):  # their commands have one help
     takes_keys = '--config.KEY' in line
     assert ('--help=KEY explains a config key' in shown) == takes_keys
 

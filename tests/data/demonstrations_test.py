@@ -170,20 +170,3 @@ def test_a_step_is_always_the_same():
   other = _demonstrations(error_rate=0.3, seed=1).batch(5, 16)
   assert [q for q, _ in other] == [q for q, _ in one]  # other errors
   assert other != one
-
-
-@pytest.mark.parametrize(('error_rate', 'searches'), [(0.0, 1), (1.0, 0)])
-def test_questions_of_files_are_searched_for_unchanged(error_rate, searches):
-  questions = _demonstrations().questions
-  lookup = demonstrations_lib.LookupDemonstrations(
-    questions, demonstrations_lib.Noise(0, error_rate)
-  )
-  batch = lookup.batch(2, 6)
-  assert [question for question, _ in batch] == questions.train(2, 6)
-  for question, turns in batch:
-    assert len(turns) == searches + 1
-    if searches:
-      assert f'<search> {question.text} </search>' in turns[0]
-    assert turns[-1].endswith(
-      f'<answer> {question.golden_answers[0]} </answer>'
-    )

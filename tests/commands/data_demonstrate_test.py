@@ -1,0 +1,136 @@
+"""Demonstrations from questions and passages of one's own, as a user sees them.
+
+Two golden passages lead from the lake to its city and its region. The third one
+has a title that cannot be guessed.
+"""
+
+import json
+
+import pytest
+
+from stppo_jax import __main__
+
+_PASSAGES = [
+  {'id': 'p1', 'title': 'Como (lake)', 'text': 'Como is a lake near Lecco.'},
+  {'id': 'p2', 'title': 'Lecco', 'text': 'Lecco is a city of Lombardy.'},
+  {'id': 'p3', 'title': 'PMID 17', 'text': 'Lombardy is a region.'},
+]
+_HOPS = {
+  'question': 'Which region has Lake Como?',
+  'answers': ['Lombardy'],
+  'gold_pids': ['p1', 'p2', 'p3'],
+}
+_PLAIN = {'question': 'Who wrote Emma?', 'answers': ['Jane Austen', 'Austen']}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  _write('corpus.jsonl', _PASSAGES)
+  return tmp_path
+
+
+def _write(name, rows):
+  with open(name, 'w') as file:
+    file.writelines(json.dumps(row) + '\n' for row in rows)
+
+
+def _demonstrated(capsys, questions, rows, **keys):
+  """Returns the demonstrations that the command prints."""
+  _write('train.jsonl', questions)
+  keys = {'data.root': '.', 'evaluate.every': 0, 'sft.batch_size': 2} | keys
+  code = __main__.main(
+    [
+      'data',
+      'demonstrate',
+      '--config=own',
+      '--config.data.evaluation=',
+      f'--rows={rows}',
+      *(f'--config.{key}={value}' for key, value in keys.items()),
+    ]
+  )
+  out, err = capsys.readouterr()
+  assert (code, err) == (0, '')
+  return [json.loads(line) for line in out.splitlines()]
+
+
+def _searches(demonstration):
+  """Returns the queries of a dialogue."""
+  *turns, last = demonstration['turns']
+  assert all(turn.endswith(' </search>') for turn in turns)
+  assert last.endswith(' </answer>')
+  return [_inside(turn, 'search') for turn in turns]
+
+
+def _inside(turn, tag):
+  return turn.split(f'<{tag}> ')[1].removesuffix(f' </{tag}>')
+
+
+@pytest.mark.parametrize(
+  ('max_turns', 'searches'),
+  [(1, ['Como (lake)']), (3, ['Como (lake)', 'Lecco'])],
+)
+def test_what_was_read_is_searched_for(folder, capsys, max_turns, searches):
+  rows = _demonstrated(
+    capsys,
+    [_HOPS, _PLAIN],
+    4,
+    **{'sft.error_rate': 0, 'env.max_turns': max_turns},
+  )
+  assert len(rows) == 4
+  for row in rows:
+    hops = row['question'] == _HOPS['question']
+    assert _searches(row) == (searches if hops else [_PLAIN['question']])
+    answer = 'Lombardy' if hops else 'Jane Austen'
+    assert _inside(row['turns'][-1], 'answer') == answer
+
+
+def test_errors_occur_at_their_rate_and_end_in_guesses(folder, capsys):
+  questions = [
+    {'question': f'Which lake is {n}?', 'answers': [str(n)]} for n in range(64)
+  ]
+  rows = _demonstrated(
+    capsys, questions, 1024, **{'sft.error_rate': 0.3, 'sft.batch_size': 64}
+  )
+  answers = [_inside(row['turns'][-1], 'answer') for row in rows]
+  right = [a == row['answers'][0] for a, row in zip(answers, rows)]
+  # Two decisions, and a guess is right once in 64 times.
+  expected = 0.49 + 0.51 / 64
+  assert abs(sum(right) / 1024 - expected) < 3 * (expected / 2 / 1024) ** 0.5
+  searched = [_searches(row) for row in rows]
+  assert set(map(len, searched)) == {0, 1}
+  partial = [s == ['Which'] for s in searched]
+  assert abs(sum(partial) / 1024 - 0.15) < 3 * (0.15 * 0.85 / 1024) ** 0.5
+
+
+def test_a_file_of_demonstrations_is_imitated(folder, capsys):
+  made = _demonstrated(capsys, [_HOPS, _PLAIN], 2)
+  _write('mine.jsonl', [made[0] | {'turns': ['<answer> it </answer>']}, *made])
+  keys = {'sft.demonstrations': 'mine.jsonl', 'sft.batch_size': 3}
+  rows = _demonstrated(capsys, [_PLAIN], 6, **keys)
+  turns = sorted(row['turns'] for row in rows[:3])
+  assert turns == sorted(
+    [['<answer> it </answer>'], *(row['turns'] for row in made)]
+  )
+  assert sorted(row['turns'] for row in rows[3:]) == turns
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    (None, "config.sft.demonstrations='mine.jsonl': no such file"),
+    (json.dumps(_PLAIN), 'mine.jsonl:1: "turns": '),
+    (json.dumps(_PLAIN | {'turns': 'x'}), 'mine.jsonl:1: "turns": '),
+    ('3', 'mine.jsonl:1: expected an object'),
+  ],
+)
+def test_a_wrong_file_is_named(folder, capsys, text, message):
+  _write('train.jsonl', [_PLAIN])
+  if text is not None:
+    (folder / 'mine.jsonl').write_text(text)
+  flags = ['--config=own', '--config.data.root=.', '--config.data.evaluation=']
+  flags += ['--config.sft.demonstrations=mine.jsonl']
+  flags += ['--config.evaluate.every=0']
+  assert __main__.main(['data', 'demonstrate', *flags]) == 2
+  out, err = capsys.readouterr()
+  assert err.startswith(message) and err.count('\n') == 1 and not out
