@@ -285,6 +285,7 @@ def test_equal_runs_of_another_study_are_not_made_again(folder, capsys):
     np.testing.assert_array_equal(column, made.columns[name])
 
 
+@pytest.mark.slow
 def test_equal_runs_of_a_study_are_made_once(folder, capsys):
   assert _ablate(folder, '--dry_run', study='equal') == 0
   planned = [

@@ -18,18 +18,10 @@ def _leaves(workdir):
   return json.loads(path.read_text('utf-8'))['leaves']
 
 
-# Two processes trace the programs of each algorithm, which takes long. Other
-# tests of `make test` compile those of this one.
-_IN_MAKE_TEST = ('st_ppo',)
-
-
-@pytest.mark.parametrize(
-  'algorithm',
-  [
-    pytest.param(name, marks=() if name in _IN_MAKE_TEST else pytest.mark.slow)
-    for name in algorithms.ALGORITHMS
-  ],
-)
+# Two processes trace the programs of each algorithm, which takes long; runs of
+# st_ppo that end anywhere are resumed in `interruption_run_test.py`.
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm', algorithms.ALGORITHMS)
 def test_four_steps_a_kill_and_four_steps_are_eight_steps(tmp_path, algorithm):
   flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0)
   killed, whole = tmp_path / 'killed', tmp_path / 'whole'

@@ -99,6 +99,7 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
   assert (found > 0).sum() == larger
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_the_files():
   """A table that is changed by hand is found, too."""
   changed = _TEXT.replace('have been made', 'are there', 1)

@@ -132,10 +132,8 @@ def test_the_first_five_steps_have_a_table_of_their_own():
   assert row[head.index('cut')] == '4.750'
 
 
-@pytest.mark.parametrize(
-  ('seeds', 'expected'),
-  [(3, 0.75), pytest.param(8, 0.9, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(('seeds', 'expected'), [(3, 0.75), (8, 0.9)])
 def test_how_often_an_interval_of_few_seeds_contains_the_mean(seeds, expected):
   # docs/collapse.md says so.
   rng = np.random.default_rng(0)
