@@ -182,8 +182,8 @@ def _get(row: Any, name: str) -> Any:
 
 
 def _once(values: Sequence[Any]) -> list[Any]:
-  """Returns the values in order, without repetitions."""
-  return list(dict.fromkeys(values))
+  """Returns the values in order, without repetitions and empty ones."""
+  return list(dict.fromkeys(filter(None, values)))
 
 
 def _parsed(value: Any) -> Any:
