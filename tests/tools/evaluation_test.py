@@ -232,6 +232,16 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
       '--sets=nq,q.jsonl: must be data sets or files, not both',
     ),
     (
+      ['--checkpoint=M', '--sets=nq'],
+      '--sets=nq: no file (.jsonl, .json, .csv, .tsv, .parquet), and data sets '
+      'need their folder: --config.data.root=DIR',
+    ),
+    (['--checkpoint=M', '--sets=q.jsonl:test'], '--sets=q.jsonl:test: a file'),
+    (
+      ['--checkpoint=M', '--sets=q.jsonl weight=2'],
+      '--sets=q.jsonl weight=2: must have no weights',
+    ),
+    (
       ['--checkpoint=M', '--sets=nq size=3'],
       "--sets=nq size=3: 'size=3': expected weight=W, limit=N or a filter",
     ),
