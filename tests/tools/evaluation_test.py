@@ -209,6 +209,17 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
   assert capsys.readouterr().out == out
 
 
+def test_a_run_that_a_tracker_followed_is_evaluated_without_it(
+  finished, tmp_path, capsys
+):
+  run = shutil.copytree(finished, tmp_path / 'run')
+  config = json.loads((run / 'config.json').read_text())
+  config['writer'] |= {'trackers': ['wandb'], 'copy_to': 'gs://mine/run'}
+  (run / 'config.json').write_text(json.dumps(config))
+  assert _evaluate(f'--checkpoint={run}') == 0
+  assert capsys.readouterr().out.startswith(f'{run}, step 3, greedy\n')
+
+
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [

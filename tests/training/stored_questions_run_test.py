@@ -188,7 +188,7 @@ def test_one_command_makes_what_the_nq_config_reads(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_sweep_on_natural_questions_runs(root, tmp_path):
   out = tmp_path / 'out'
-  changes = {'data.root': root, 'sft.num_steps': 1, 'num_steps': 1}
+  changes = {'data.root': root, 'sft.before_training': False}
   tiny = runs.flags(**_TOKENIZER | changes)[1:]
   words = [sys.executable, '-m', 'launch.sweep', f'--config={_NQ_SWEEP}']
   subprocess.run([*words, f'--out={out}', *tiny], cwd=runs.REPO, check=True)

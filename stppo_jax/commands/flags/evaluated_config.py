@@ -104,6 +104,8 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
     config = config_file.load(file)
   elif checkpoint and is_run:
     config = recorded_config.read(checkpoint)
+    # Nothing is sent anywhere, so this machine needs no package for it.
+    config.writer.update(trackers=(), copy_to='')
   else:
     config = base.get_config()
   if checkpoint and not is_run:
