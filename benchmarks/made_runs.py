@@ -200,6 +200,8 @@ def _metrics(rng, step, level, steps):
         line[f'{name}/turn_{turn}'] = noise(0.03)
     for turn in (1, 2):
       line[f'ratio/{level_name}/std/turn_{turn}'] = 0.03 * turn
+  line['turn_length/tokens/turn_1'] = 1000.0 + step
+  line['turn_length/tokens/turn_2'] = 3.0 if step <= 4 else 0.0
   for phase in _PHASES:
     line[f'timing_s/{phase}'] = 1 + noise(0.2)
   line['timing_s/step'] = 4 + noise(0.2)

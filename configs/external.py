@@ -59,7 +59,9 @@ def bucket_is_usable(key: str, place) -> Iterator[str]:
 def trackers_are_installed(key: str, names) -> Iterator[str]:
   """Checks that the packages of experiment trackers are there."""
   for name in names:
-    if importlib.util.find_spec(name) is None:
+    spec = importlib.util.find_spec(name)
+    # A folder of that name, as wandb leaves where it has run, has no origin.
+    if spec is None or spec.origin is None:
       yield (
         f'{key}={names!r}: needs the package {name}: pip install '
         f"'.[{name}]' in the clone"
@@ -124,7 +126,9 @@ def data_exist(
       if key == 'evaluation' and element.weight is not None:
         yield f'data.{key}={text!r}: must have no weights'
   if environments.find(environment).needs_retriever and not url and not corpus:
-    yield f"data.corpus='': must name a file when data.name={name}"
+    yield (
+      "data.corpus='': must name a file of passages when retrieval.url is empty"
+    )
   if corpus:
     yield from _file_exists('corpus', corpus, corpus, root)
 

@@ -108,10 +108,12 @@ def normalise(text: str) -> str:
   """Returns the text as the evaluation of SQuAD compares it.
 
   The result is in lower case, without ASCII punctuation and articles, and has
-  single spaces.
+  single spaces. Where nothing would be left, as of "The" and "+", punctuation
+  and articles stay: otherwise an empty answer would equal it.
   """
-  text = text.lower().translate(_DELETE_PUNCTUATION)
-  return ' '.join(_ARTICLES.sub(' ', text).split())
+  text = text.lower()
+  kept = _ARTICLES.sub(' ', text.translate(_DELETE_PUNCTUATION)).split()
+  return ' '.join(kept or text.split())
 
 
 def whole(text: str) -> str:

@@ -29,6 +29,7 @@ from stppo_jax.configs import algorithms
 from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import readers
 from stppo_jax.rl import estimator_needs
+from tests.data import public_files
 from tests.training import runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -155,7 +156,10 @@ def _question_files(root):
 
 def _own_files(root, monkeypatch):
   """Leaves the folder DATA and the function that docs/data.md makes."""
-  _question_files(root / 'DATA')
+  if not (root / 'DATA' / 'qed.corpus.jsonl').exists():
+    originals = public_files.write(root / 'originals')['qed']
+    build = ['data', 'build', 'qed', f'--root={root}/DATA']
+    assert __main__.main([*build, f'--from_files={originals}']) == 0
   program, *_, rewards = re.findall(
     r'^```python\n(.*?)```', _PAGES['docs/data.md'], re.DOTALL | re.M
   )

@@ -5,9 +5,11 @@
         --config.data.root=DATA --config.model.path=MODEL
 
 The four algorithms and the pairing of seeds are those of quickstart_2x2.py.
-DATA is that of configs/nq.py and MODEL a Hugging Face directory; every node
-must see both. The sizes are those of configs/nq.py, whose runs have five steps:
-it tries the sweep out, and is not the comparison of the paper.
+`python -m stppo_jax data build qed --root=DATA` makes DATA, as for
+configs/nq.py. MODEL is a Hugging Face directory; without model.path, small
+random models are trained. Every node must see both. The sizes are those of
+configs/nq.py, whose runs have five steps: it tries the sweep out, and is not
+the comparison of the paper.
 """
 
 from stppo_jax.configs import nq

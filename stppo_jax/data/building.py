@@ -1,6 +1,5 @@
 """Builds a data set: fetches or finds its files, reads them and writes it."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import pathlib
 import re
@@ -20,7 +19,6 @@ def build(
   *,
   from_files: str = '',
   mirror: str = '',
-  note: Callable[[str], None] = lambda line: None,
 ):
   """Builds a data set in a folder; returns its `built.Summary`.
 
@@ -31,7 +29,6 @@ def build(
       pairs with commas between them; '' to fetch the original files.
     mirror: the address of a folder that has the originals under their names;
       '' for the addresses of their authors.
-    note: called with a line for each question that is probably faulty.
 
   Raises:
     FilesMissing: if files are needed that cannot be fetched or were not given.
@@ -57,7 +54,7 @@ def build(
   entry = published_lib.PUBLISHED.get(name)
   root.mkdir(parents=True, exist_ok=True)
   with originals.corpus_file(layout.corpus(root, name)) as keep:
-    splits = originals.Reader(name, note=note, keep=keep).read(files)
+    splits = originals.Reader(name, keep=keep).read(files)
     return built.build(
       root,
       name,

@@ -21,6 +21,24 @@ def nq_open(row: Any, file: pathlib.PurePath) -> Fields:
   return {'question': _get(row, 'question'), 'answers': _get(row, 'answer')}
 
 
+def qed(row: Any, file: pathlib.PurePath) -> Fields:
+  """Converts a row of QED: a Natural Question and a paragraph of Wikipedia.
+
+  Where an answer has several parts, they stand in one text. The annotators of
+  QED found some paragraphs that do not answer their question.
+  """
+  del file
+  parts = _get(row, 'original_nq_answers')
+  kind = _get(_get(row, 'annotation'), 'explanation_type')
+  title, text = _get(row, 'title_text'), _get(row, 'paragraph_text')
+  return {
+    'id': _get(row, 'example_id'),
+    'question': _get(row, 'question_text'),
+    'answers': _once([', '.join(_get(x, 'string') for x in p) for p in parts]),
+    'context': [(title, text, kind != 'none')],
+  }
+
+
 def triviaqa(row: Any, file: pathlib.PurePath) -> Fields:
   """Converts a row of TriviaQA; its evidence is left out."""
   del file
@@ -164,8 +182,8 @@ def _get(row: Any, name: str) -> Any:
 
 
 def _once(values: Sequence[Any]) -> list[Any]:
-  """Returns the values in order, without repetitions."""
-  return list(dict.fromkeys(values))
+  """Returns the values in order, without repetitions and empty ones."""
+  return list(dict.fromkeys(filter(None, values)))
 
 
 def _parsed(value: Any) -> Any:

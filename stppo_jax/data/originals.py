@@ -70,7 +70,6 @@ class Reader:
 
   Args:
     name: the name of the data set.
-    note: called with a line for each question that is probably faulty.
     keep: called with each new passage.
   """
 
@@ -78,11 +77,10 @@ class Reader:
     self,
     name: str,
     *,
-    note: Callable[[str], None],
     keep: Callable[[types.Passage], None],
   ):
     self._name = name
-    self._note, self._keep = note, keep
+    self._keep = keep
     self._kept: set[str] = set()
 
   def read(self, files: Files) -> dict[str, list[types.Question]]:
@@ -138,9 +136,7 @@ class Reader:
         *fields.get('gold_pids', ()),
         *self._gold_passages(fields.pop('context', ())),
       ]
-      question = readers.parse_question(fields)
-      readers.note_empty_answers(question, f'{file}:{number}', self._note)
-      return question
+      return readers.parse_question(fields)
 
     if entry is not None:
       file = dataclasses.replace(file, columns=entry.columns)

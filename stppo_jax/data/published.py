@@ -97,6 +97,17 @@ PUBLISHED: Mapping[str, Published] = {
       validation='NQ-open.dev.jsonl',
     ),
   ),
+  'qed': Published(
+    'Natural Questions with their paragraphs, QED',
+    'https://github.com/google-research-datasets/QED',
+    'CC BY-SA 3.0',
+    formats.qed,
+    _at(
+      f'{_GITHUB}/google-research-datasets/QED/master',
+      train='qed-train.jsonlines',
+      validation='qed-dev.jsonlines',
+    ),
+  ),
   'triviaqa': Published(
     'TriviaQA, unfiltered',
     'https://nlp.cs.washington.edu/triviaqa',

@@ -4,7 +4,6 @@ Because of this, a resumed run has the same questions although nothing about
 them is saved.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -29,13 +28,7 @@ _CHECKED = 4096
 
 
 class Questions(Protocol):
-  """A data set: training questions, evaluation questions and passages.
-
-  Attributes:
-    notes: a line for each question that is probably faulty.
-  """
-
-  notes: Sequence[str] = ()
+  """A data set: training questions, evaluation questions and passages."""
 
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
@@ -158,7 +151,6 @@ class StoredQuestions(Questions):
     evaluation: the evaluation questions; empty for no evaluation.
     corpus: the file of passages, read when they are asked for; None if another
       server has them.
-    notes: see `Questions`.
   """
 
   def __init__(
@@ -168,10 +160,8 @@ class StoredQuestions(Questions):
     train: mixtures.Mixture,
     evaluation: Sequence[types.Question],
     corpus: pathlib.Path | None,
-    notes: Sequence[str] = (),
   ):
     self._seed = seed
-    self.notes = notes
     self._train = train
     self._evaluation = evaluation
     self._corpus = corpus
@@ -221,12 +211,17 @@ class StoredQuestions(Questions):
     return result
 
   def passages(self) -> list[types.Passage]:
-    """See `Questions`."""
+    """See `Questions`; the file is read once."""
     if self._corpus is None:
       raise ValueError(
         "data.corpus='': must name a file, whose passages are served here or "
         'train a tokenizer'
       )
+    return self._passages
+
+  @functools.cached_property
+  def _passages(self) -> list[types.Passage]:
+    assert self._corpus is not None
     return passages_lib.read_corpus(self._corpus)
 
 
@@ -245,9 +240,8 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
       malformed; the message is one line.
     BucketError: if root is in a bucket that cannot be read.
   """
-  notes: list[str] = []
   root = buckets.local_folder(data.root)
-  read = functools.partial(sources, data.name, root, note=notes.append)
+  read = functools.partial(sources, data.name, root)
   elements = read(data.train, splits=('train',))
   evaluated = []
   if data.evaluation:
@@ -259,7 +253,6 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
     train=mixtures.Mixture(elements, weights or None),
     evaluation=evaluated,
     corpus=root / data.corpus if data.corpus else None,
-    notes=notes,
   )
 
 
@@ -269,7 +262,6 @@ def sources(
   mixture: str,
   *,
   splits: Sequence[str],
-  note: Callable[[str], None] = lambda line: None,
 ) -> list[Sequence[types.Question]]:
   """Returns the questions of each element of a mixture.
 
@@ -279,7 +271,6 @@ def sources(
     mixture: see `data/mixtures.py`.
     splits: where an element names no split, the first of these that exists is
       taken.
-    note: called with a line for each question that is probably faulty.
   """
   result = []
   for element in mixtures.parse(mixture):
@@ -290,6 +281,6 @@ def sources(
       wanted = [element.split] if element.split else splits
       questions = built.open_split(root, element.name, wanted)
     else:
-      questions = readers.read_questions(root / element.name, note=note)
+      questions = readers.read_questions(root / element.name)
     result.append(element.choose(questions))
   return result

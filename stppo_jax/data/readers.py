@@ -11,13 +11,11 @@ are accepted too. Unknown fields are ignored, and a field that is null counts as
 absent.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import os
 import pathlib
 from typing import Any
 
-from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.data import tables
 
@@ -32,8 +30,6 @@ _BEFORE_QUESTION = 'Question:'
 
 def read_questions(
   file: tables.TableFile | str | os.PathLike[str],
-  *,
-  note: Callable[[str], None] = lambda line: None,
 ) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
 
@@ -42,8 +38,6 @@ def read_questions(
 
   Args:
     file: the file; see `tables.read` for its formats.
-    note: called with a line for each golden answer that is empty once it is
-      normalised for comparison, such as "the": an empty answer equals it.
 
   Raises:
     FileNotFoundError: if there is no such file.
@@ -58,25 +52,11 @@ def read_questions(
     if isinstance(fields, Mapping):
       fields = with_our_names(fields)
       fields = {'id': str(number), 'dataset': data_set, **fields}
-    question = parse_question(fields)
-    note_empty_answers(question, f'{file}:{number}', note)
-    return question
+    return parse_question(fields)
 
   return tables.read(
     file, parse, noun='questions', space=lambda question: question.data_set
   )
-
-
-def note_empty_answers(
-  question: types.Question, where: str, note: Callable[[str], None]
-) -> None:
-  """Notes golden answers that are empty once they are normalised."""
-  for answer in question.golden_answers:
-    if question.kind == 'open' and not text_lib.normalise(answer):
-      note(
-        f'{where}: nothing is left of the answer {answer!r} when it is '
-        'compared, so an empty answer counts as correct'
-      )
 
 
 def is_question(fields: Any) -> bool:
@@ -208,6 +188,8 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
   answers = fields['answers']
   if not answers or not is_strings(answers):
     raise ValueError('"answers": expected a list of strings, one at least')
+  if not all(map(str.strip, answers)):
+    raise ValueError('"answers": an empty one, which an empty answer equals')
   return tuple(answers)
 
 

@@ -44,14 +44,9 @@ def exact_match(answer: str, golden_answers: Collection[str]) -> float:
 
 
 def substring_match(answer: str, golden_answers: Collection[str]) -> float:
-  """Returns 1 if the answer contains a golden answer, both normalised, else 0.
-
-  A golden answer that normalises to nothing ("The") matches only an answer that
-  does so too, since every text contains the empty string.
-  """
+  """Returns 1 if the normalised answer contains a normalised golden one."""
   normal = text_lib.normalise(answer)
-  goldens = map(text_lib.normalise, golden_answers)
-  return float(any(g in normal if g else g == normal for g in goldens))
+  return float(any(text_lib.normalise(g) in normal for g in golden_answers))
 
 
 def token_f1(answer: str, golden_answers: Collection[str]) -> float:

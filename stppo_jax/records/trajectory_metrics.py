@@ -186,6 +186,11 @@ def measure(
   metrics |= _describe(
     'turn_length', [len(turn.token_ids) for t in valid for turn in t.turns]
   )
+  tokens = collections.Counter()
+  for t in valid:
+    for number, turn in enumerate(t.turns, start=1):
+      tokens[f'turn_length/tokens/turn_{number}'] += len(turn.token_ids)
+  metrics |= {name: float(count) for name, count in tokens.items()}
   for name in valid[0].rewards:
     metrics[f'reward/{name}/mean'] = _mean([t.rewards[name] for t in valid])
   metrics['reward/turns/mean'] = _mean([t.turn_reward for t in valid])

@@ -16,8 +16,6 @@ from stppo_jax.data import readers
 from stppo_jax.data import tables
 from stppo_jax.envs import environments
 
-_SHOWN_NOTES = 5
-
 
 def build(
   root: pathlib.Path, name: str, *, from_files: str, mirror: str, force: bool
@@ -33,15 +31,8 @@ def build(
   """
   if name in layout.names(root) and not force:
     raise ValueError(f'{name}: built already in {root}; --force builds it anew')
-  notes: list[str] = []
   with streams.logged():
-    summary = building.build(
-      root, name, from_files=from_files, mirror=mirror, note=notes.append
-    )
-  for note in notes[:_SHOWN_NOTES]:
-    print(f'note: {note}')
-  if len(notes) > _SHOWN_NOTES:
-    print(f'note: ... and {len(notes) - _SHOWN_NOTES} more such lines')
+    summary = building.build(root, name, from_files=from_files, mirror=mirror)
   print(f'{name}: {layout.folder(root, name)}')
   for split, size in summary.sizes.items():
     print(f'  {split}: {size:,} questions, sha256 {summary.checksums[split]}')

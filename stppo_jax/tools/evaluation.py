@@ -167,6 +167,8 @@ def evaluate(
   components = components_lib.build(config)
   groups = components.questions.evaluation(config.evaluate.num_questions)
   questions = [question for group in groups.values() for question in group]
+  for note in components.notes:
+    streams.show_beside(f'note: {note}')
   if not questions:
     raise exits.Misconfigured(
       "data.evaluation='': there are no questions to evaluate on"

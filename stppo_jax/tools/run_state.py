@@ -34,7 +34,7 @@ _RESUMABLE = (exits.TRY_AGAIN, exits.INTERRUPTED)
 _SILENCE = 120.0
 # The bytes at the end of metrics.jsonl in which lines are looked for.
 _TAIL = 1 << 20
-_PACE = 20  # steps whose mean duration is the pace
+_PACE = 20  # steps whose median duration is the pace
 # The errors of reading a line or a file that is damaged, or not ours.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
@@ -57,7 +57,7 @@ class RunState:
     step: the number of steps that are done.
     num_steps: the length of the run; None if it is not known.
     phase: what it does; '' if it is not known.
-    seconds_per_step: the mean over the last steps; None before the first one.
+    seconds_per_step: the median of the last steps; None before the first one.
     eta: the seconds that remain at that pace; None unless it runs.
     metrics: the reward (or the loss) of the last step and the last evaluation,
       by name.
@@ -233,14 +233,14 @@ def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
-  """Returns the mean seconds of the last steps, see `headline.seconds`.
+  """Returns the median seconds of the last steps, see `headline.seconds`.
 
   Args:
     steps: lines of metrics, the newest first.
   """
   found = [headline.seconds(line) for line in steps[:_PACE]]
   seconds = [x for x in found if x is not None]
-  return statistics.fmean(seconds) if seconds else None
+  return statistics.median(seconds) if seconds else None
 
 
 def _alarms(line: Mapping[str, Any]) -> list[str]:

@@ -170,7 +170,8 @@ def describe(name: str, metrics: Metrics) -> str:
     # Their returns hardly vary, and the number says nothing.
     return (
       f'{name}: the rewards of the step are constant, from which the value '
-      f'model learns nothing; {ALARMS["zero_variance"].advice}'
+      'model learns nothing; use questions that the policy answers now and '
+      'then, or a better start (model.path, init_from).'
     )
   relation = 'below' if alarm.is_floor else 'above'
   shown = 'unknown' if number is None else f'{number:.3g}'

@@ -1,5 +1,6 @@
 """Checks that refuse a run, or end its first step, before anything is lost."""
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -18,8 +19,6 @@ from stppo_jax.retrieval import fakes
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import engines
 
-_NAMED = 5  # notes about single questions that are shown
-
 
 def check_data(
   config,
@@ -29,7 +28,8 @@ def check_data(
   """Returns lines about questions that a run cannot use as they are.
 
   A question whose prompt fills the context has no turn, so nothing is learned
-  from it, and its score is 0.
+  from it, and its score is 0. A gold passage that the corpus lacks is never
+  found.
 
   Raises:
     ValueError: there are too few questions, no prompt of a data set leaves room
@@ -45,9 +45,7 @@ def check_data(
     config.evaluate.num_questions
   ).items():
     groups[f'data.evaluation ({name})'] = group
-  lines = list(questions.notes[:_NAMED])
-  if len(questions.notes) > _NAMED:
-    lines.append(f'... and {len(questions.notes) - _NAMED} more such lines')
+  lines = [*_lacking(groups, questions)] if config.data.corpus else []
   for name, group in groups.items():
     too_long = _too_long(group, environment, tokenizer, config.env.max_length)
     line = (
@@ -59,6 +57,24 @@ def check_data(
     if too_long:
       lines.append(f'{line}; they have no turn, and score 0')
   return lines
+
+
+def _lacking(
+  groups: Mapping[str, Sequence[types.Question]],
+  questions: questions_lib.Questions,
+) -> Iterator[str]:
+  """Yields a line for each group with gold passages that the corpus lacks."""
+  if not any(q.gold_passages for group in groups.values() for q in group):
+    return
+  known = {passage.id for passage in questions.passages() or ()}
+  for name, group in groups.items():
+    lacking = [q for q in group if not known.issuperset(q.gold_passages)]
+    if lacking:
+      (first, *_) = set(lacking[0].gold_passages) - known
+      yield (
+        f'{name}: {len(lacking)} of {len(group)} questions have gold_pids that '
+        f'data.corpus lacks, such as {first!r} of question {lacking[0].id!r}'
+      )
 
 
 def check_count(config, questions: questions_lib.Questions) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import hashlib
+import json
 import pathlib
 from typing import Any
 
@@ -18,8 +19,8 @@ _NUM_PIECES, _PIECE = 64, 1 << 20
 # these a run can be resumed in another clone.
 _CONFIGS = pathlib.Path(schema.__file__).resolve().parent
 _PACKAGED = {
-  'asset:prompts/': f'{_CONFIGS / "prompts"}/',
-  'asset:': f'{_CONFIGS.parent / "assets"}/',
+  'asset:prompts/': json.dumps(f'{_CONFIGS / "prompts"}/')[1:-1],
+  'asset:': json.dumps(f'{_CONFIGS.parent / "assets"}/')[1:-1],
 }
 
 
@@ -55,9 +56,13 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
 
 
 def recorded(text: str) -> str:
-  """Returns the JSON of a config with the names of packaged files."""
+  """Returns the JSON of a config, or of checksums, that names packaged files.
+
+  A path begins a string, or follows the key and the = in the name of a file.
+  """
   for name, folder in _PACKAGED.items():
-    text = text.replace(f'"{folder}', f'"{name}')
+    for before in '"=':
+      text = text.replace(f'{before}{folder}', f'{before}{name}')
   return text
 
 

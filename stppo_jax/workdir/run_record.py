@@ -111,6 +111,9 @@ def record_config(
     )
     run_folder.write(workdir, run)
   if checksums:
+    # What a key named before is not what the run goes on with.
+    keys = set(map(_key, checksums))
+    known = {name: x for name, x in known.items() if _key(name) not in keys}
     content = json.dumps(known | checksums, indent=2) + '\n'
     atomic_files.replace(workdir / _FILES, content.encode())
   atomic_files.replace(path, named_files.recorded(text).encode())
@@ -214,7 +217,7 @@ def _compare(
   changes = _differences(config, _read(path))
   # A run that an earlier version has begun has no checksums.
   files = workdir / _FILES
-  known = _read(files) if files.is_file() else {}
+  known = _named(_read(files)) if files.is_file() else {}
   lines = [
     _refusal(key, *values, workdir)
     for key, values in changes.items()
@@ -289,7 +292,12 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
     f'{name.partition(":")[0]}={path}': named_files.checksum(path)
     for name, path in named_files.find(config)
   }
-  return {name: checksum for name, checksum in found.items() if checksum}
+  return _named({name: x for name, x in found.items() if x})
+
+
+def _named(checksums: Mapping[str, str]) -> dict[str, str]:
+  """Returns checksums with packaged files called what they are in any clone."""
+  return json.loads(named_files.recorded(json.dumps(checksums)))
 
 
 def _key(name: str) -> str:

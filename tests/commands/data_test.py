@@ -1,9 +1,6 @@
 """The command `data`: built from files and from a server, listed and shown."""
 
-import functools
-import http.server
 import pathlib
-import threading
 
 import pytest
 import tensorflow_datasets as tfds
@@ -16,6 +13,7 @@ from tests.data import public_files
 
 _SIZES = {
   'nq': {'train': 24, 'validation': 24},
+  'qed': {'train': 24, 'validation': 24},
   'triviaqa': {'train': 24, 'validation': 24},
   'popqa': {'test': 24},
   'hotpotqa': {'train': 24, 'validation': 24},
@@ -47,20 +45,8 @@ def root(tmp_path_factory, originals):
 @pytest.fixture
 def server(originals):
   """Returns the address of a server of all originals, one folder each."""
-
-  class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format, *args):
-      pass
-
-  folder = str(originals['nq'].parent)
-  handler = functools.partial(Quiet, directory=folder)
-  served = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
-  thread = threading.Thread(target=served.serve_forever)
-  thread.start()
-  yield f'http://127.0.0.1:{served.server_port}'
-  served.shutdown()
-  thread.join()
-  served.server_close()
+  with public_files.served(originals['nq'].parent) as address:
+    yield address
 
 
 def _data(command, name, root, *flags):
@@ -91,6 +77,12 @@ def test_every_published_set_is_built_from_its_originals(root):
       'validation',
       2,
       ('validation_3', 'how deep is lake 502', ('502 metres', '502')),
+    ),
+    (
+      'qed',
+      'validation',
+      4,
+      ('504', 'how deep is lake 504', ('504 metres', '504, metres deep')),
     ),
     (
       'triviaqa',

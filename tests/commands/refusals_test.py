@@ -26,6 +26,17 @@ def test_a_filter_that_no_dialogue_can_pass(finished, capsys):
   assert line == '--least=2: must not be above --most=1\n'
 
 
+def test_a_folder_that_a_tracker_has_left_is_no_package(
+  tmp_path, monkeypatch, capsys
+):
+  (tmp_path / 'trackio').mkdir()
+  monkeypatch.syspath_prepend(tmp_path)
+  flags = runs.flags(writer__trackers='trackio')
+  workdir = tmp_path / 'run'
+  line = _refused(capsys, 'train', *flags, f'--workdir={workdir}')
+  assert "pip install '.[trackio]'" in line and not workdir.exists()
+
+
 def test_a_question_behind_the_last_one(tmp_path, capsys):
   file = tmp_path / 'q.jsonl'
   file.write_text('{"question": "Who?", "answers": ["Ada"]}\n')

@@ -121,3 +121,15 @@ def test_wrong_flags_are_one_line_each(tmp_path, capsys):
     2,
     f'{tmp_path}/f: No such file or directory\n',
   )
+
+
+def test_an_empty_answer_is_not_the_band_the_the(tmp_path, capsys):
+  rows = [
+    _dialogue(name, _ONE, f'<answer>{answer}</answer>', em)
+    | {'golden_answers': ['The The']}
+    for name, answer, em in (('empty', '', 0.0), ('band', 'the the', 1.0))
+  ]
+  path = tmp_path / 'dialogues.jsonl'
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  code, out, _ = _rescore(capsys, path, '--scope=response')
+  assert code == 0 and '\n0 differ' in out

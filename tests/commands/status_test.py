@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -66,16 +67,34 @@ def test_a_running_run_has_a_phase_a_pace_and_an_end(tmp_path, capsys):
   assert state.state == run_state.RUNNING and state.phase == 'update'
   assert state.step == state.checkpoint == 4 and state.num_steps == 10
   # Without what the first step compiled.
-  assert state.seconds_per_step == pytest.approx((2.0 + 2.0 + 2.0 + 3.0) / 4)
-  assert state.eta == pytest.approx(6 * 9 / 4)
+  assert state.seconds_per_step == pytest.approx(2.0)
+  assert state.eta == pytest.approx(6 * 2)
   assert state.metrics == {'reward': 0.5, 'val/em': 0.5}
   assert __main__.main(['status', str(run), '--json']) == 0
   assert json.loads(capsys.readouterr().out)['hosts'] == ['a', 'b']
   assert __main__.main(['status', str(run)]) == 0
   titles, row = capsys.readouterr().out.splitlines()
   assert titles.split()[:4] == ['run', 'state', 'step', 'phase']
-  assert row.split()[1:6] == ['running', '4/10', 'update', '2.25', '0:00:14']
+  assert row.split()[1:6] == ['running', '4/10', 'update', '2', '0:00:12']
   assert 'reward 0.500 val/em 0.500' in row
+
+
+def test_status_and_report_agree_on_the_seconds_of_a_step(finished, capsys):
+  assert __main__.main(['status', str(finished), '--json']) == 0
+  seconds = json.loads(capsys.readouterr().out)['seconds_per_step']
+  out = finished.parent / 'pace.html'
+  assert __main__.main(['report', str(finished), f'--out={out}']) == 0
+  pattern = r'"seconds per step".*?"runs":\[([^]]*)\]'
+  assert re.search(pattern, out.read_text())[1] == f'{seconds}'
+
+
+def test_constant_rewards_are_named_and_have_no_number(tmp_path, capsys):
+  scores = {'critic/score/min': 0.0, 'critic/score/max': 0.0}
+  rings = {'alarm/explained_variance': 1.0, 'critic/vf_explained_var': -39500.0}
+  run = _make(tmp_path / 'run', lines=[_line(1, **scores, **rings)])
+  assert __main__.main(['status', str(run)]) == 0
+  out = capsys.readouterr().out
+  assert 'the rewards of the step are constant' in out and '3.95' not in out
 
 
 _ALL = [_line(step) for step in range(1, 11)]

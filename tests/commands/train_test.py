@@ -72,6 +72,18 @@ def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
   ]
 
 
+def test_a_dialogue_ends_with_its_scores_and_the_rewards_that_count(
+  finished, capsys
+):
+  assert __main__.main(['view', str(finished), '--step=3', '--number=1']) == 0
+  last = capsys.readouterr().out.splitlines()[-1]
+  scores, reward = last.split(': ')[1].split('; ')
+  assert [x.split()[0] for x in scores.split(', ')] == [
+    *('em', 'f1', 'substring_match', 'format')
+  ]
+  assert reward == 'reward 0'
+
+
 @pytest.mark.slow
 def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
   changes = {'sft__num_steps': 3, 'env__max_turn_tokens': 16, **_TEACHING}

@@ -453,7 +453,7 @@ def test_the_files_of_a_jsonl_data_set_exist_under_its_root(tmp_path):
   assert schema.check(_config(**(changes | broken))) == [
     f"data.train='../outside.jsonl': must lie under data.root={root}",
     f"data.evaluation='none.jsonl': no such file in data.root={root}",
-    "data.corpus='': must name a file when data.name=jsonl",
+    "data.corpus='': must name a file of passages when retrieval.url is empty",
   ]
   for changed, expected in (
     ({'data__root': '/absent'}, "data.root='/absent': no such folder"),

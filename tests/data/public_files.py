@@ -3,11 +3,15 @@
 The words are made up; the fields and the forms of the values are the authors'.
 """
 
+import contextlib
 import csv
+import functools
+import http.server
 import io
 import json
 import pathlib
 import tarfile
+import threading
 import zipfile
 
 NUM_ROWS = 24
@@ -20,6 +24,28 @@ def _lines(rows):
 def _nq(first):
   return _lines(
     {'question': f'how deep is lake {n}', 'answer': [f'{n} metres', str(n)]}
+    for n in range(first, first + NUM_ROWS)
+  )
+
+
+def _qed(first):
+  return _lines(
+    {
+      'example_id': n,
+      'title_text': f'Lake {n}',
+      'url': f'https://en.wikipedia.org//w/index.php?title=Lake_{n}',
+      'question_text': f'how deep is lake {n}',
+      'paragraph_text': f'Lake {n} , a lake , is {n} metres deep .',
+      'sentence_starts': [0],
+      'original_nq_answers': [
+        [{'start': 20, 'end': 30, 'string': f'{n} metres'}],
+        [
+          {'start': 20, 'end': 23, 'string': f'{n}'},
+          {'start': 24, 'end': 30, 'string': 'metres deep'},
+        ],
+      ],
+      'annotation': {'explanation_type': 'none' if n % 8 else 'multi_sentence'},
+    }
     for n in range(first, first + NUM_ROWS)
   )
 
@@ -204,6 +230,10 @@ def write(folder: pathlib.Path) -> dict[str, pathlib.Path]:
       'NQ-open.train.jsonl': _nq(100),
       'NQ-open.dev.jsonl': _nq(500),
     },
+    'qed': {
+      'qed-train.jsonlines': _qed(100),
+      'qed-dev.jsonlines': _qed(500),
+    },
     'triviaqa': {
       'triviaqa-unfiltered.tar.gz': {
         'triviaqa-unfiltered/unfiltered-web-train.json': _triviaqa(100),
@@ -245,6 +275,26 @@ def write(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     for file, content in served.items():
       _write(folder / name / file, content)
   return {name: folder / name for name in files}
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+  def log_message(self, format, *args):
+    pass
+
+
+@contextlib.contextmanager
+def served(folder: pathlib.Path):
+  """Yields the address of a server of a folder."""
+  handler = functools.partial(_Quiet, directory=str(folder))
+  server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+  thread = threading.Thread(target=server.serve_forever)
+  thread.start()
+  try:
+    yield f'http://127.0.0.1:{server.server_port}'
+  finally:
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def _write(path, content):

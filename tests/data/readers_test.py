@@ -173,22 +173,6 @@ def test_compressed_files_are_read_and_damaged_ones_named(tmp_path):
       readers.read_questions(path)
 
 
-def test_answers_of_which_nothing_is_left_are_noted_with_their_line(tmp_path):
-  rows = [
-    _OPEN,
-    _OPEN | {'id': '2', 'answers': ['x', 'The']},
-    _OPEN | {'id': '3', 'answers': ['', '?!']},
-    _CHOICE | {'answers': ['the', 'two']},
-  ]
-  path, notes = _write(tmp_path, *rows), []
-  assert len(readers.read_questions(path, note=notes.append)) == 4
-  for note, (line, answer) in zip(
-    notes, [(2, "'The'"), (3, "''"), (3, "'?!'")], strict=True
-  ):
-    start = f'{path}:{line}: nothing is left of the answer {answer} '
-    assert note.startswith(start)
-
-
 _SEARCH_R1 = {
   'id': 'train_0',
   'question': 'total number of death row inmates in the us?',

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from typing import Any
 
 import pytest
@@ -113,6 +114,37 @@ def test_calls_of_tools_count_as_searches():
   assert (record['searches'], record['answer']) == (2, '42')
 
 
+def test_files_lie_in_the_root_of_the_data_or_in_the_working_directory(
+  data, finished, tmp_path, monkeypatch, capsys
+):
+  root = shutil.copytree(data, tmp_path / 'my data')
+  here = tmp_path / 'here'
+  here.mkdir()
+  monkeypatch.chdir(here)
+  (here / 'mine.jsonl').symlink_to(root / 'questions.jsonl')
+  run = [f'--checkpoint={finished}', '--config.data.corpus=corpus.jsonl']
+  run += [f'--config.model.tokenizer_path={finished}/policy']
+  corpus = f'--config.data.corpus={data}/corpus.jsonl'
+  for flags, name in (
+    ([f'--config.data.root={root}'], 'questions'),
+    ([corpus], 'mine'),
+  ):
+    assert _evaluate(*run, *flags, f'--sets={name}.jsonl limit=3') == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert sum(int(row.split()[1]) for row in rows) == 3
+  root = f'--config.data.root={data}'
+  assert _evaluate(*run, root, '--sets=test.jsonl limit=3') == 2
+  line = f'--sets: test.jsonl: no such file in {data} or {here}\n'
+  assert capsys.readouterr().err == line
+  # Without a root, as in the runs of the quickstart.
+  assert _evaluate(*run, '--sets=mine.jsonl limit=3') == 2
+  line = f'config.data.corpus: corpus.jsonl: no such file in {here}\n'
+  assert capsys.readouterr().err == line
+  assert _evaluate(run[0], '--sets=mine.jsonl limit=3') == 2
+  line = "config.data.corpus='': must name a file of passages when "
+  assert capsys.readouterr().err == f'{line}retrieval.url is empty\n'
+
+
 def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
   """Half of the dialogues, and half a line of the next one, are there."""
   whole = (evaluated / 'dialogues.jsonl').read_bytes().splitlines(keepends=True)
@@ -167,13 +199,25 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
   assert head.split()[:3] == ['set', 'questions', 'em']
   metrics = runs.metrics(finished)[-1]
   for line in table:
-    name, count, em, *_ = line.split()
-    assert count == '8'
+    name, count, em, interval, *_ = line.split()
+    # No right answer of eight is no proof that there is none.
+    assert (count, em, interval) == ('8', '0.000', '0.000-0.324')
     assert em == f'{metrics[f"val/em/{name}"]:.3f}'
   assert {line.split()[0] for line in table} == {'one_hop', 'two_hop'}
   # The config is that of the run, unless another one is given.
   assert _evaluate(*runs.flags(num_steps=3), f'--checkpoint={finished}') == 0
   assert capsys.readouterr().out == out
+
+
+def test_a_run_that_a_tracker_followed_is_evaluated_without_it(
+  finished, tmp_path, capsys
+):
+  run = shutil.copytree(finished, tmp_path / 'run')
+  config = json.loads((run / 'config.json').read_text())
+  config['writer'] |= {'trackers': ['wandb'], 'copy_to': 'gs://mine/run'}
+  (run / 'config.json').write_text(json.dumps(config))
+  assert _evaluate(f'--checkpoint={run}') == 0
+  assert capsys.readouterr().out.startswith(f'{run}, step 3, greedy\n')
 
 
 @pytest.mark.parametrize(
@@ -197,6 +241,16 @@ def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
     (
       ['--checkpoint=M', '--sets=nq,q.jsonl', '--config.data.root=empty'],
       '--sets=nq,q.jsonl: must be data sets or files, not both',
+    ),
+    (
+      ['--checkpoint=M', '--sets=nq'],
+      '--sets=nq: no file (.jsonl, .json, .csv, .tsv, .parquet), and data sets '
+      'need their folder: --config.data.root=DIR',
+    ),
+    (['--checkpoint=M', '--sets=q.jsonl:test'], '--sets=q.jsonl:test: a file'),
+    (
+      ['--checkpoint=M', '--sets=q.jsonl weight=2'],
+      '--sets=q.jsonl weight=2: must have no weights',
     ),
     (
       ['--checkpoint=M', '--sets=nq size=3'],

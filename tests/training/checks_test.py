@@ -10,6 +10,7 @@ import math
 import ml_collections
 import pytest
 
+from stppo_jax import __main__
 from stppo_jax.parallel import memory
 from stppo_jax.tools.plan import plan
 from stppo_jax.training import checks
@@ -64,14 +65,28 @@ def test_prompts_that_are_all_too_long_are_refused(tmp_path, capsys, name):
   assert not (tmp_path / 'run').exists()
 
 
-def test_prompts_that_are_too_long_and_empty_answers_are_named(tmp_path):
-  questions = [{'question': 'q?'}] * 14 + [{'question': 'why ' * 300}] * 2
-  questions[3] = {'question': 'q?', 'answers': ['the']}
+def test_prompts_that_are_too_long_and_passages_not_there_are_counted(
+  tmp_path, capsys
+):
+  questions = [{'question': 'q?', 'gold_pids': ['1']}] * 14
+  questions += [{'question': 'why ' * 300, 'gold_pids': ['1', 'p9']}] * 2
   _write(tmp_path / 'data', questions)
-  config = runs.config(**_FILES, data__root=str(tmp_path / 'data'))
-  empty, long = components.build(config).notes
-  assert empty.startswith(f'{tmp_path}/data/train.jsonl:4: nothing is left of')
-  assert long.startswith('data.train: 2 of 16 prompts fill the context')
+  flags = runs.flags(**_FILES, data__root=tmp_path / 'data')
+  assert __main__.main(['doctor', *flags]) == 0
+  out, _ = capsys.readouterr()
+  assert 'data.train: 2 of 16 prompts fill the context' in out
+  line = 'data.train: 2 of 16 questions have gold_pids that data.corpus lacks'
+  assert f"{line}, such as 'p9' of question '14'" in out
+
+
+def test_an_empty_golden_answer_is_refused(tmp_path, capsys):
+  questions = [{'question': 'q?'}] * 16
+  questions[3] = {'question': 'q?', 'answers': ['x', ' ']}
+  _write(tmp_path / 'data', questions)
+  assert _train(tmp_path) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'{tmp_path}/data/train.jsonl:4: "answers": an empty')
+  assert not (tmp_path / 'run').exists()
 
 
 # Weights are larger than what a batch needs.

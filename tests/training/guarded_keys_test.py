@@ -1,12 +1,18 @@
 """A run goes on with what it began with, unless a change is allowed."""
 
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from stppo_jax.workdir import run_folder
 from tests.training import runs
+
+_TEMPLATE = runs.REPO / 'configs' / 'prompts' / 'quickstart.txt'
 
 
 @pytest.fixture
@@ -63,3 +69,77 @@ def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
   (run / 'files.json').unlink()
   assert runs.train(run, **named) == 0
   assert (run / 'files.json').exists()
+
+
+@pytest.fixture
+def places(finished, tmp_path):
+  """Returns the flags of two machines, which have the same files elsewhere."""
+  flags = []
+  for name in ('here', 'there'):
+    policy = shutil.copytree(finished / 'policy', tmp_path / name / 'policy')
+    template = shutil.copy(_TEMPLATE, tmp_path / name)
+    flags.append({'model.path': policy, 'env.prompt_template': template})
+  return flags
+
+
+def test_a_run_goes_on_where_its_files_are_elsewhere(run, places, capsys):
+  here, there = places
+  allowed = {'resume.allow_change': "('model.path',)"}
+  assert runs.train(run, **here, **allowed) == 0
+  capsys.readouterr()
+  assert runs.train(run, **there) == 0
+  out, _ = capsys.readouterr()
+  for key, path in there.items():
+    assert f'note: {key}={path} from now on; it was {here[key]}' in out
+  path = pathlib.Path(here['env.prompt_template'])
+  path.write_text(path.read_text() + '!')
+  assert runs.train(run, **here) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'env.prompt_template={path}: the run in {run} was')
+
+
+def test_a_bucket_brings_a_run_to_where_its_files_are_elsewhere(
+  run, places, tmp_path, capsys
+):
+  here, there = places
+  copied = {'writer.copy_to': f'file://{tmp_path}/bucket/run'}
+  allowed = {'resume.allow_change': "('model.path',)"}
+  assert runs.train(run, **here, **copied, **allowed) == 0
+  for lost in (run, tmp_path / 'here'):
+    shutil.rmtree(lost)
+  capsys.readouterr()
+  assert runs.train(tmp_path / 'other', **there, **copied) == 0
+  out, _ = capsys.readouterr()
+  assert f'{tmp_path}/other: brought here from file://' in out
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_clone(run, tmp_path):
+  clone = tmp_path / 'clone'
+  for name in ('stppo_jax', 'configs', 'assets'):
+    shutil.copytree(runs.REPO / name, clone / name, symlinks=True)
+  words = [sys.executable, '-m', 'stppo_jax', 'train', f'--workdir={run}']
+  words += [f'--config={clone}/configs/quickstart.py']
+  words += runs.flags(num_steps=runs.STEPS)[1:]
+
+  def start():
+    environment = os.environ | {'PYTHONPATH': str(clone)}
+    return subprocess.run(
+      words, cwd=clone, env=environment, capture_output=True, text=True
+    )
+
+  assert start().returncode == 0
+  # An earlier version has recorded where the first clone is.
+  for name in ('config.json', 'files.json'):
+    text = (run / name).read_text()
+    assert 'asset:prompts/quickstart.txt' in text
+    folder = f'{runs.REPO}/configs/prompts/'
+    (run / name).write_text(text.replace('asset:prompts/', folder))
+  assert start().returncode == 0
+  template = clone / 'configs' / 'prompts' / 'quickstart.txt'
+  template.write_text(template.read_text() + '!')
+  refused = start()
+  assert refused.returncode == 2 and refused.stderr.count('\n') == 1
+  assert refused.stderr.startswith(
+    'env.prompt_template=asset:prompts/quickstart.txt: changed since'
+  )

@@ -1,9 +1,14 @@
 """Runs of `train` on files of others, and on data sets that were built."""
 
+import os
+import subprocess
+import sys
+
 import pyarrow
 from pyarrow import parquet
 import pytest
 
+from launch import sweep
 from stppo_jax import __main__
 from stppo_jax import buckets
 from tests.data import public_files
@@ -19,6 +24,9 @@ _TOKENIZER = {
   'env__prompt_template': runs.REPO / 'configs' / 'prompts' / 'quickstart.txt',
   'rollout__trajectories_per_step': 16,
 }
+
+
+_NQ_SWEEP = f'{runs.REPO}/configs/sweeps/nq_2x2.py'
 
 
 def _row(n):
@@ -139,7 +147,10 @@ def root(tmp_path_factory):
     pytest.param(
       'hotpotqa', {'hotpotqa'}, {'hotpotqa'}, marks=pytest.mark.slow
     ),
-    ('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
+    pytest.param(
+      *('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
+      marks=pytest.mark.slow,
+    ),
     (
       'medical',
       {'medqa', 'medmcqa', 'pubmedqa'},
@@ -157,6 +168,39 @@ def test_a_step_of_each_packaged_config(
   assert names <= trained and (names or config == 'medical')
   names = {key.rpartition('/')[2] for key in metrics if 'val/em/' in key}
   assert names == evaluated
+
+
+def test_one_command_makes_what_the_nq_config_reads(tmp_path, capsys):
+  originals = public_files.write(tmp_path / 'web')['qed']
+  data = tmp_path / 'DATA'
+  sweep_flags = [f'--config={_NQ_SWEEP}', f'--out={tmp_path}/sweep']
+  sweep_flags += ['--dry_run', f'--config.data.root={data}']
+  data.mkdir()
+  assert sweep.main(sweep_flags) == 2
+  build = f'data build qed --root={data}'
+  assert f'python -m stppo_jax {build}' in capsys.readouterr().err
+  with public_files.served(originals) as address:
+    assert __main__.main([*build.split(), f'--mirror={address}']) == 0
+  assert sweep.main(sweep_flags) == 0
+  changes = {'data__root': data, 'sft__before_training': False}
+  assert _train('nq', tmp_path / 'run', changes | _TOKENIZER) == 0
+  # The passages are served too, and searches find them.
+  metrics = runs.metrics(tmp_path / 'run')[-1]
+  assert 'train/em/qed' in metrics and 'val/em/qed' in metrics
+
+
+@pytest.mark.slow
+def test_the_sweep_on_natural_questions_runs(root, tmp_path):
+  out = tmp_path / 'out'
+  changes = {'data.root': root, 'sft.before_training': False}
+  tiny = runs.flags(**_TOKENIZER | changes)[1:]
+  words = [sys.executable, '-m', 'launch.sweep', f'--config={_NQ_SWEEP}']
+  # The programs are those of the tests that train in this process.
+  environment = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+  words += [f'--out={out}', *tiny]
+  subprocess.run(words, cwd=runs.REPO, env=environment, check=True)
+  finished = list(out.glob('*/policy/model.safetensors'))
+  assert len(finished) == len(sweep.grid(_NQ_SWEEP)) == 12
 
 
 def test_a_data_set_that_was_not_built_is_named(tmp_path, capsys):

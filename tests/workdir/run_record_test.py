@@ -422,6 +422,11 @@ def test_packaged_files_are_recorded_by_name(tmp_path, said):
   assert recorded['model']['path'] == 'asset:quickstart'
   template = recorded['env']['prompt_template']
   assert template == 'asset:prompts/quickstart.txt'
+  files = json.loads((tmp_path / 'files.json').read_text())
+  assert set(files) == {
+    'model.path=asset:quickstart',
+    f'env.prompt_template={template}',
+  }
   run_record.record_config(config.to_dict(), tmp_path)
   assert said == []
   assert recorded_config.read(tmp_path).to_dict() == config.to_dict()

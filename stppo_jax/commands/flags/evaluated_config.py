@@ -1,6 +1,7 @@
 """The config of what `--checkpoint` names: a run, or a model's directory."""
 
 from collections.abc import Sequence
+import os
 import pathlib
 from typing import Any
 
@@ -103,6 +104,8 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
     config = config_file.load(file)
   elif checkpoint and is_run:
     config = recorded_config.read(checkpoint)
+    # Nothing is sent anywhere, so this machine needs no package for it.
+    config.writer.update(trackers=(), copy_to='')
   else:
     config = base.get_config()
   if checkpoint and not is_run:
@@ -129,20 +132,39 @@ def _choose_sets(config: Any, sets: str) -> None:
     elements = mixtures.parse(sets)
   except ValueError as error:
     raise ValueError(f'--sets={sets}: {error}') from error
-  are_files = [_is_file(element.name) for element in elements]
-  if any(are_files) and not all(are_files):
-    raise ValueError(f'--sets={sets}: must be data sets or files, not both')
   data = config.data
+  are_files = [_is_file(element.name) for element in elements]
+  problem = ''
+  if any(are_files) and not all(are_files):
+    problem = 'must be data sets or files, not both'
+  elif any(are_files) and any(element.split for element in elements):
+    problem = 'a file has no splits'
+  elif any(element.weight for element in elements):
+    problem = 'must have no weights'
+  elif not any(are_files) and not data.root:
+    problem = (
+      f'no file ({", ".join(tables.SUFFIXES)}), and data sets need their '
+      'folder: --config.data.root=DIR'
+    )
+  if problem:
+    raise ValueError(f'--sets={sets}: {problem}')
   data.name = 'tfds'
   if any(are_files):
     data.name = 'jsonl'
     places = [pathlib.Path.cwd()]
     if data.root:
-      root = buckets.local_folder(data.root).resolve()
-      places.insert(0, root)
-      data.corpus = str(root / data.corpus) if data.corpus else ''
-    data.root = pathlib.Path.cwd().anchor
-    sets = ','.join(_with_whole_path(x, places) for x in sets.split(','))
+      places.insert(0, buckets.local_folder(data.root).resolve())
+    files = [_find('--sets', element.name, places) for element in elements]
+    if data.corpus:
+      files.append(_find('config.data.corpus', data.corpus, places))
+    # All that a config names lies below its root, also where links lead.
+    data.root = os.path.commonpath(
+      [path.parent for file in files for path in (file, file.resolve())]
+    )
+    names = [str(file.relative_to(data.root)) for file in files]
+    options = [element.split()[1:] for element in sets.split(',')]
+    sets = ','.join(' '.join([n, *o]) for n, o in zip(names, options))
+    data.corpus = names[-1] if data.corpus else ''
   data.evaluation = sets
   # Nothing is trained, but every config has training questions.
   data.train = sets
@@ -153,15 +175,17 @@ def _is_file(name: str) -> bool:
   return pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz')
 
 
-def _with_whole_path(element: str, places: Sequence[pathlib.Path]) -> str:
-  """Returns an element of a mixture with the whole path of its file.
+def _find(
+  source: str, file: str, places: Sequence[pathlib.Path]
+) -> pathlib.Path:
+  """Returns the whole path of a file in the first of the places that has it.
 
   Raises:
-    ValueError: none of the places has the file.
+    ValueError: none has it; the message begins with what names the file.
   """
-  file, *options = element.split()
-  found = [place / file for place in places if (place / file).is_file()]
-  if not found:
-    folders = ' or '.join(map(str, places))
-    raise ValueError(f'--sets: {file}: no such file in {folders}')
-  return ' '.join([str(found[0]), *options])
+  for place in places:
+    path = pathlib.Path(os.path.abspath(place / file))
+    if path.is_file():
+      return path
+  folders = ' or '.join(map(str, places))
+  raise ValueError(f'{source}: {file}: no such file in {folders}')

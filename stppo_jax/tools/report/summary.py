@@ -18,6 +18,7 @@ from stppo_jax.training import alarms as alarms_lib
 
 _LAST = 10  # steps
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
+_TOKENS = 'turn_length/tokens/turn_'
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
 PHASES = (
   'wait annotate update token_details evaluate checkpoint other'
@@ -89,22 +90,36 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
   """Returns the share of tokens outside the bounds by level and turn.
 
   Returns:
-    Level -> [turn, mean over the steps that have the turn, largest of a step].
+    Level -> [turn, share of the tokens of all steps, number of these tokens].
+    Earlier versions recorded no numbers: then it is the mean over the steps,
+    and 0.
   """
   shares: dict[str, list[list[float]]] = {}
   for level in LEVELS:
     start = f'{run_files.OUTSIDE}{level}/turn_'
     by_turn = {
-      int(name.removeprefix(start)): column.values()
+      int(name.removeprefix(start)): column
       for name, column in run.columns.items()
       if name.startswith(start)
     }
     if by_turn:
       shares[level] = [
-        [turn, statistics.fmean(x), max(x)]
-        for turn, x in sorted(by_turn.items())
+        [turn, *_weighted(column, run.column(f'{_TOKENS}{turn}'))]
+        for turn, column in sorted(by_turn.items())
       ]
   return shares
+
+
+def _weighted(
+  shares: Mapping[int, float], tokens: Mapping[int, float]
+) -> tuple[float, float]:
+  """Returns the mean of shares, weighted by tokens, and the sum of these."""
+  counts = [tokens[step] if step in tokens else 0.0 for step in shares]
+  total = sum(counts)
+  if not total:
+    return statistics.fmean(shares.values()), 0.0
+  outside = sum(x * n for x, n in zip(shares.values(), counts))
+  return outside / total, total
 
 
 def phases(run: run_files.Run) -> dict[str, float]:

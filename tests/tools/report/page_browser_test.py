@@ -61,19 +61,24 @@ def test_the_bars_show_the_means_and_shares_of_the_metrics(opened, made):
   for group, seeds in enumerate((all_lines[:2], all_lines[2:])):
     for level in ('token', 'turn', 'sequence'):
       for turn in (1, 2):
-        means = [
-          statistics.fmean(
-            line[f'clipfrac/{level}/low/turn_{turn}']
-            + line[f'clipfrac/{level}/high/turn_{turn}']
-            for line in lines
-          )
-          for lines in seeds
-        ]
+        lines = [line for seed in seeds for line in seed]
+        counts = [line[f'turn_length/tokens/turn_{turn}'] for line in lines]
+        outside = sum(
+          count * line[f'clipfrac/{level}/{side}/turn_{turn}']
+          for line, count in zip(lines, counts)
+          for side in ('low', 'high')
+        )
         bar = opened.page.locator(
           f'[data-level="{level}"][data-turn="{turn}"][data-group="{group}"]'
         )
-        shown = float(bar.inner_text().removesuffix(' %'))
-        assert shown == pytest.approx(100 * statistics.fmean(means), abs=0.006)
+        share, _, _, tokens, _ = bar.inner_text().split()
+        expected = 100 * outside / sum(counts)
+        assert float(share) == pytest.approx(expected, abs=0.006)
+        assert int(tokens.replace(',', '')) == sum(counts)
+        # A bar of few tokens shows the page between its stripes.
+        mask = 'i => getComputedStyle(i).maskImage'
+        mask = bar.locator('xpath=../i').evaluate(mask)
+        assert ('gradient' in mask) == (sum(counts) < 30) == (turn == 2)
   names = 'wait annotate update token_details checkpoint other'.split()
   rows = opened.page.locator('.phases')
   for place, lines in enumerate(all_lines):

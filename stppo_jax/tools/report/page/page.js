@@ -24,7 +24,8 @@ function overview() {
     data.evaluation.length ? section('Evaluation',
       'The last evaluation, and the best one.', evaluationTable()) : null,
     section('Clipping by turn', 'Share of policy tokens whose ratio is outside '
-      + 'the bounds, mean over the steps.', turnBars()),
+      + `the bounds, of all steps. Bars of fewer than ${fewTokens} tokens are `
+      + 'hatched: they say little.', turnBars()),
     section('Time by phase', 'Of all steps together.', phaseBars()),
   ];
 }

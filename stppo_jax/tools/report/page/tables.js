@@ -130,7 +130,9 @@ function phaseBars() {
 }
 
 // The share of tokens outside the bounds in turn 1, 2, ...: a bar for each
-// experiment, its seeds pooled.
+// experiment, its seeds pooled. Few tokens are no evidence: such bars are
+// hatched.
+const fewTokens = 30;
 function turnBars() {
   const levels = ['token', 'turn', 'sentence', 'sequence'].filter((level) => (
     data.by_turn.some((run) => run[level])));
@@ -139,26 +141,33 @@ function turnBars() {
     const turns = new Map();
     for (const group of groups) {
       for (const run of runsOf(group)) {
-        for (const [turn, mean] of data.by_turn[run][level] || []) {
+        for (const [turn, ...found] of data.by_turn[run][level] || []) {
           if (!turns.has(turn)) turns.set(turn, new Map());
-          const means = turns.get(turn);
-          if (!means.has(group)) means.set(group, []);
-          means.get(group).push(mean);
+          const runs = turns.get(turn);
+          if (!runs.has(group)) runs.set(group, []);
+          runs.get(group).push(found);
         }
       }
     }
-    const average = (v) => v.reduce((a, b) => a + b, 0) / v.length;
-    const top = Math.max(1e-12, ...[...turns.values()].flatMap((means) => (
-      [...means.values()].map(average))));
-    const rows = [...turns].sort((a, b) => a[0] - b[0]).map(([turn, means]) => (
+    const sum = (v) => v.reduce((a, b) => a + b, 0);
+    const tokensOf = (runs) => sum(runs.map(([, tokens]) => tokens));
+    const shareOf = (runs) => (tokensOf(runs)
+      ? sum(runs.map(([share, tokens]) => share * tokens)) / tokensOf(runs)
+      : sum(runs.map(([share]) => share)) / runs.length);
+    const top = Math.max(1e-12, ...[...turns.values()].flatMap((found) => (
+      [...found.values()].map(shareOf))));
+    const rows = [...turns].sort((a, b) => a[0] - b[0]).map(([turn, found]) => (
       make('div', {class: 'turnrow'}, make('span', {class: 'name'},
         `turn ${turn}`), make('div', {class: 'bars'}, groups.map((group) => {
-        if (!means.has(group)) return null;
-        const value = average(means.get(group));
-        return make('div', {class: 'bar'}, make('i', {style: {
-          width: `${value / top * 75}%`, background: colourOf(group)}}),
+        if (!found.has(group)) return null;
+        const share = shareOf(found.get(group));
+        const tokens = tokensOf(found.get(group));
+        return make('div', {class: 'bar'}, make('i', {
+          class: tokens && tokens < fewTokens ? 'few' : '', style: {
+            width: `${share / top * 45}%`, background: colourOf(group)}}),
         make('span', {'data-level': level, 'data-turn': turn,
-          'data-group': group}, `${(value * 100).toFixed(2)} %`));
+          'data-group': group}, `${(share * 100).toFixed(2)} % of ${
+          tokens ? tokens.toLocaleString('en') : 'unknown'} tokens`));
       })))));
     return make('div', {class: 'card'}, make('h3', {}, `${level} level`), rows);
   }));
