@@ -24,21 +24,12 @@ def run(tmp_path):
   return made_runs.make(tmp_path / 'run')
 
 
-def _data(page):
-  """Returns the JSON of a page."""
-  text = page.read_text('utf-8')
-  (found,) = re.findall(
-    r'<script type="application/json"[^>]*>(.*)</script>', text
-  )
-  return json.loads(found)
-
-
 def _reported(capsys, tmp_path, *words):
   """Returns exit code, lines of errors and data of a report."""
   out = tmp_path / 'page.html'
   code = conftest.report(*words, f'--out={out}')
   errors = capsys.readouterr().err.splitlines()
-  return code, errors, _data(out) if out.exists() else None
+  return code, errors, conftest.data(out) if out.exists() else None
 
 
 def test_a_cut_off_line_is_dropped_and_said(run, tmp_path, capsys):
