@@ -175,12 +175,7 @@ def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
     commands = make(plan, runs)
     if commands and not exit_code:
       exit_code = parallel_runs.run(
-        commands,
-        jobs=plan.jobs,
-        # The seeds of an arm have the same programs, and arms share most.
-        compiled=plan.folder / f'.{run_folder.COMPILED}',
-        logs=plan.folder,
-        on_end=gather,
+        commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
       )
   gather()
   if made:
