@@ -31,7 +31,7 @@ def studies():
   return {
     'token_or_turn': {
       'title': 'Token ratios beside turn ratios',
-      'seeds': 2,
+      'seeds': 3,
       'arms': {'': {'token_ppo': {}, 'turn_ppo': {}}},
     },
   }
