@@ -1,4 +1,4 @@
-"""What a page shows where no JavaScript runs: tables, and curves as SVG."""
+"""Writes tables, and curves as SVG, for browsers without JavaScript."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
