@@ -16,7 +16,7 @@ from studies import collapse
 
 def get_config(algorithm: str = 'turn_ppo') -> base.Config:
   config = collapse.get_config(algorithm)
-  config.num_steps = 30
+  config.num_steps = 20
   # One length of rows, and so one set of programs. Further ones would take
   # longer to compile than they save in so few steps.
   config.updates.core_lengths = 1
