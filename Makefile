@@ -39,7 +39,7 @@ TESTING := $(VENV)/.installed-testing
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test test-fast test-slow test-torch test-torch-slow
+.PHONY: help quickstart compare check test test-fast test-slow test-torch test-torch-slow
 .PHONY: lint types docs bench chaos lock
 
 help:  ## list these targets
@@ -49,6 +49,10 @@ help:  ## list these targets
 quickstart: $(RUNTIME)  ## train on a synthetic wiki (ALGORITHM=token_ppo SEED=1)
 	$(PAGES) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ALGORITHM) \
 	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
+
+compare: $(RUNTIME)  ## compare token and turn ratios, with paired seeds
+	$(PAGES) $(BIN)/python -m stppo_jax ablate \
+	  --config=studies/token_or_turn.py --workdir=runs/token_or_turn $(ARGS)
 
 check: $(TESTING)  ## lint, types and the fast tests: before every commit
 	$(MAKE) lint
@@ -93,7 +97,7 @@ chaos: $(TESTING)  ## inject faults into a run of two processes (ARGS=--faults=8
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
 	  --seed=$(SEED) $(ARGS)
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games, saves, commands
+bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games, saves, commands, the first comparison
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
@@ -105,6 +109,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(BENCH)/bin/python -m benchmarks.text_games $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.checkpoints $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.commands $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.first_comparison $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
 $(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt

@@ -113,7 +113,7 @@ def _gradient(algorithm):
 
 
 def studies():
-  """Returns the studies by name; tools/ablation/study.py has their form."""
+  """Returns the studies by name; docs/your_own_study.md has their form."""
   return {
     'levels': {
       'title': 'Level of the ratio, and correction',

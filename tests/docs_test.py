@@ -170,6 +170,14 @@ def _own_files(root, monkeypatch):
   monkeypatch.syspath_prepend(root)
 
 
+def _own_study(root):
+  """Leaves the config file of docs/your_own_study.md."""
+  (program,) = re.findall(
+    r'^```python\n(.*?)```', _PAGES['docs/your_own_study.md'], re.DOTALL | re.M
+  )
+  _saved(root / 'my_study.py', program)
+
+
 def _saved(path, text):
   path.write_text(text, encoding='utf-8')
   return str(path)
@@ -203,9 +211,9 @@ def _quickstart(command, folder):
 
 
 def _made(command, folder):
-  """Returns the words of the training that a make starts."""
+  """Returns the words of the training or the study that a make starts."""
   lines = _run([*_make(command), '-n'], folder).replace('\\\n', '')
-  (train,) = (x for x in lines.splitlines() if ' train ' in x)
+  (train,) = (x for x in lines.splitlines() if ' --workdir=' in x)
   words = shlex.split(train)
   return ['python', *words[words.index('-m') :]]
 
@@ -277,6 +285,15 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
     _check_plan(command, clone)
   elif words[:2] == ['make', 'quickstart']:
     _check_quickstart(command, quickstart(command), clone)
+  elif command == 'make compare':
+    flags = shlex.join([*_SMOKE, '--seeds=1'])
+    assert 'Paired differences' in _run(_make(command, f'ARGS={flags}'), clone)
+    assert (clone / 'runs' / 'token_or_turn' / 'report.html').is_file()
+  elif ' ablate ' in command:
+    _own_study(clone)
+    assert _run([*_python(command), *_SMOKE], clone)
+    if '--dry_run' not in command:
+      assert (_workdir(words, clone) / 'report.html').is_file()
   elif ' index ' in command:
     assert _run(_python(_index(command, clone)), clone)
   elif ' serve ' in command:
@@ -345,6 +362,12 @@ def test_a_small_version_of_every_command_runs(
     assert f'seed = {chosen["SEED"]}' in config.splitlines()
     workdir = 'runs/quickstart-{ALGORITHM}-seed{SEED}'.format(**chosen)
     assert f'--workdir={workdir}' in made
+  elif command == 'make compare':
+    made = call('--dry_run', words=_made(command, small_clone))
+    assert [made.count(f':{name}_ppo ') for name in ('token', 'turn')] == [3, 3]
+  elif ' ablate ' in command:
+    _own_study(small_clone)
+    call('--dry_run')  # the runs would compile programs of their own
   elif ' train ' in command or ' sft ' in command:
     # Each would compile programs of its own. The folders of tests of what they
     # choose run these.

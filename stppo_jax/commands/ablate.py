@@ -21,11 +21,14 @@ python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
                             settings and the seed of a run of this study are
                             copied, and not made again
   --config.KEY=VALUE        sets a key of all configs
-  --dry_run                 prints the commands that would be run
+  --dry_run                 prints the commands that would be run, in order. A
+                            shell runs them as they stand; the same command
+                            without --dry_run then compares the runs
 
 The runs of one seed ask the same questions and start from the same weights. All
 arms of a seed come before the next seed. At the end, tables compare the
-finished runs. DIR holds them as STUDY.md, and pictures in the folder figures.
+finished runs. DIR holds them as STUDY.md, pictures in the folder figures, and
+report.html, a page with the tables, the figures and the dialogues of the runs.
 
 The same command goes on: finished runs are not repeated, interrupted ones are
 resumed. Ctrl-C and SIGTERM are passed on to the runs, which save. The exit code

@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
   flags = command_line.flags(
     out='',
     format=command_line.one_of(('html', 'md'), 'html'),
-    dialogues=command_line.integer(5000, lower_bound=0),
-    megabytes=command_line.integer(25, lower_bound=0),
+    dialogues=command_line.integer(report.MOST_DIALOGUES, lower_bound=0),
+    megabytes=command_line.integer(report.MOST_MEGABYTES, lower_bound=0),
   )
   words, _, errors = command_line.parse(
     flags, argv, words=sys.maxsize, missing=command_line.NO_RUNS

@@ -10,6 +10,7 @@ wrote it before. So it never replaces the files of a model, of a data set, or of
 another program.
 """
 
+from collections.abc import Container
 from collections.abc import Mapping
 import dataclasses
 import itertools
@@ -65,6 +66,7 @@ def problems(
   command: str,
   reads: Mapping[str, pathlib.Path],
   may_lie_inside: bool = False,
+  expected: Container[str] = (),
 ) -> list[str]:
   """Returns the reasons, one line each, why a command must not write there.
 
@@ -75,6 +77,7 @@ def problems(
     reads: directories that must stay as they are, by the name of what is read
       there.
     may_lie_inside: whether the folder may lie in one of them.
+    expected: names that a folder may hold which the command has not written.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
   # Locks, and folders that are renamed in one step, need a file system. As a
@@ -94,7 +97,8 @@ def problems(
       if relation and not (may_lie_inside and relation == 'lies in'):
         end = f'the folder of {name}; {_ADVICE}'
         return [f'{start}{relation} {directory}, {end}']
-    owner, others = command_of(path), _others(path)
+    owner = command_of(path)
+    others = [name for name in _others(path) if name not in expected]
   except OSError as error:  # no permission, or no possible name
     return [f'{start}{error.strerror}']
   if owner and owner != command:

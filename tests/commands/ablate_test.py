@@ -14,6 +14,7 @@ from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.tools.ablation import results
 from stppo_jax.workdir import run_folder
 from studies import collapse
+from tests.tools.report import conftest as pages
 from tests.training import runs
 
 _CONFIG = f'{runs.REPO}/studies/collapse.py'
@@ -69,6 +70,9 @@ with open(workdir.parent / 'starts', 'a') as file:
   file.write(command + ' ' + workdir.name + '\\n')
 config = dict.fromkeys(('algorithm', 'model', 'rollout'), {{}})
 config |= {{'num_steps': 30, 'command': command, 'sft': {{'num_steps': 30}}}}
+name = flags['--config'].split(':')[1]
+config |= {{'title': name, 'algorithm': {{'name': name}}}}
+config |= {{'env': {{'name': 'search'}}, 'seed': flags.get('--config.seed')}}
 (workdir / 'config.json').write_text(json.dumps(config))
 def beat(exit_code):
   beat = {{'time': time.time(), 'step': 30, 'exit_code': exit_code}}
@@ -134,6 +138,11 @@ def _starts(folder):
   return words
 
 
+def _planned(command):
+  """Returns the name of the run that a command of a dry run makes."""
+  return re.search(r'--workdir=(\S+)', command)[1].rpartition('/')[2]
+
+
 def _wait(holds, seconds=60):
   for _ in range(100 * seconds):
     if holds():
@@ -146,9 +155,9 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert _ablate(folder, '--dry_run') == 0
   assert not folder.exists()
   planned = capsys.readouterr().out.splitlines()
-  assert [line.split(':')[0] for line in planned] == _RUNS
+  assert list(map(_planned, planned)) == _RUNS
   assert '--config.seed=1' in planned[-1] and ':turn_ppo' in planned[-1]
-  assert planned[-1].split()[1:4] == ['python', '-m', 'stppo_jax']
+  assert planned[-1].split()[:3] == ['python', '-m', 'stppo_jax']
   # Those of the second seed fail, and are made again.
   folder.mkdir()
   run_folder.write(folder, run_folder.Run('ablate', 'x', 'y'))
@@ -194,6 +203,14 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert sorted(path.name for path in (folder / 'figures').iterdir()) == [
     f'{name}.{suffix}' for name in names for suffix in ('png', 'svg')
   ]
+  # The page has the runs, and the tables of the study.
+  data = pages.data(folder / 'report.html')
+  assert [run['name'] for run in data['runs']] == [
+    _RUNS[place] for place in (0, 2, 1, 3)
+  ]
+  assert data['groups'] == ['token_ppo', 'turn_ppo']
+  paired = data['tables']['Paired differences']
+  assert paired[1][:4] == ['mine', 'token_ppo', '2', '+0.32 (+0.30..+0.35)']
   out = capsys.readouterr().out
   assert 'Paired differences' in out and '2/2 (0.34..1.00)' in out
   assert '\nruns made: 2 in 0 minutes, 1 at once\n' in out
@@ -233,6 +250,31 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert 'not a table of ablate' in capsys.readouterr().err
   assert _ablate(folder.parent / 'new', f'--table={folder.parent}') == 2
   assert capsys.readouterr().err == f'{folder.parent}: Is a directory\n'
+
+
+def test_the_commands_of_a_dry_run_run_in_a_shell(folder, monkeypatch, capsys):
+  # A space and a quote in a path, and a start before the run that needs it.
+  folder = folder.parent / "the author's study"
+  monkeypatch.setenv('PATH', str(folder.parent), prepend=':')
+  assert _ablate(folder, '--dry_run', study='started') == 0
+  pasted = capsys.readouterr().out
+  subprocess.run(['sh', '-ec', pasted], check=True)
+  made = ['start-one', 'start-two', 'a-token_ppo-seed0', 'b-token_ppo-seed0']
+  assert _starts(folder) == made
+  for path in folder.iterdir():
+    if path.is_file():  # only the Python of this test leaves any
+      path.unlink()
+  # The same command without --dry_run compares these runs, and makes none.
+  assert _ablate(folder, study='started') == 0
+  assert not (folder / 'starts').exists()
+  assert 'Success' in (folder / 'started.md').read_text()
+  # A folder with anything else is still refused.
+  other = folder.parent / 'other'
+  (other / 'a-token_ppo-seed0').mkdir(parents=True)
+  (other / 'notes.txt').touch()
+  capsys.readouterr()
+  assert _ablate(other, study='started') == 2
+  assert 'it holds notes.txt' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -275,7 +317,7 @@ def test_equal_runs_of_another_study_are_not_made_again(folder, capsys):
   flags = [f'--reuse={folder}/pair.csv']
   assert _ablate(another, *flags, '--dry_run', study='copy') == 0
   (planned,) = capsys.readouterr().out.splitlines()
-  assert planned.startswith('gspo-seed0: ')
+  assert _planned(planned) == 'gspo-seed0'
   assert _ablate(another, *flags, study='copy') == 0
   assert _starts(another) == ['gspo-seed0']
   made, _ = results.read(folder / 'pair.csv')
@@ -288,9 +330,7 @@ def test_equal_runs_of_another_study_are_not_made_again(folder, capsys):
 @pytest.mark.slow
 def test_equal_runs_of_a_study_are_made_once(folder, capsys):
   assert _ablate(folder, '--dry_run', study='equal') == 0
-  planned = [
-    line.split(':')[0] for line in capsys.readouterr().out.splitlines()
-  ]
+  planned = list(map(_planned, capsys.readouterr().out.splitlines()))
   assert _ablate(folder, study='equal') == 0
   made = {
     f'{name}-seed{seed}'
@@ -353,12 +393,13 @@ def test_a_stopped_study_goes_on(folder):
 
 def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
   assert _ablate(folder, '--dry_run', study='started') == 0
-  words = [line.split() for line in capsys.readouterr().out.splitlines()]
-  assert [line[0] + line[4] for line in words] == [
-    'start-one:sft',
-    'start-two:sft',
-    'a-token_ppo-seed0:train',
-    'b-token_ppo-seed0:train',
+  lines = capsys.readouterr().out.splitlines()
+  words = [line.split() for line in lines]
+  assert [(_planned(line), line.split()[3]) for line in lines] == [
+    ('start-one', 'sft'),
+    ('start-two', 'sft'),
+    ('a-token_ppo-seed0', 'train'),
+    ('b-token_ppo-seed0', 'train'),
   ]
   assert '--config.model.path=' in words[0]
   assert '--config.sft.num_steps=1' in words[0]

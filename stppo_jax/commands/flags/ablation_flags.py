@@ -62,8 +62,11 @@ def parse(argv: Sequence[str]) -> tuple[plan_lib.Plan, bool]:
   errors += [
     f'--reuse={path}: no such file' for path in plan.reuse if not path.is_file()
   ]
+  # The commands of a dry run may have been run by hand.
+  runs = [arm.run_name(seed) for arm in whole.arms for seed in plan.seeds]
+  runs += [plan.start_folder(start).name for start in whole.starts]
   errors += run_folder.problems(
-    folder, flag='--workdir', command='ablate', reads={}
+    folder, flag='--workdir', command='ablate', reads={}, expected=runs
   )
   digests = {}
   for arm in whole.arms:

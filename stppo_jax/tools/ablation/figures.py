@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib import figure
+from matplotlib import ticker
 import numpy as np
 
 from stppo_jax.records import plots
@@ -18,7 +19,7 @@ from stppo_jax.tools.ablation import study as study_lib
 
 # Inches of a panel, and of what is around all panels.
 _WIDTH, _HEIGHT = 3.4, 1.8
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 2.0, 0.6, 0.5
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 2.0, 0.75, 0.5
 # Title -> column, whether its axis is logarithmic.
 _INSIDE = {
   'Share outside, token ratio': ('clip_token', False),
@@ -35,6 +36,14 @@ _SAVED: Mapping[str, dict[str, Any]] = {
   'png': {'format': 'png', 'dpi': 110},
   'svg': {'format': 'svg', 'metadata': {'Date': None}},
 }
+
+
+class _PlainNumbers(ticker.LogFormatter):
+  """Writes 1.28 at a tick of a logarithmic axis, not 1.28 × 10⁰."""
+
+  def __call__(self, x: float, pos: int | None = None) -> str:
+    # It says nothing at those minor ticks for which there is no room.
+    return f'{x:g}' if super().__call__(x, pos) else ''
 
 
 def draw(
@@ -116,8 +125,9 @@ def _page(
   for row, (title, (column, is_log)) in enumerate(rows.items()):
     for place, (group, arms) in enumerate(groups.items()):
       axes = grid[row][place]
-      words = [title] * (place == 0) + [group] * (row == 0 and bool(group))
-      axes.set_title(': '.join(words) if row == 0 else title)
+      # On a line of its own: "Success: rate 1e-4" would read as a success rate.
+      head = [group] * (row == 0 and bool(group))
+      axes.set_title('\n'.join([*head, title]))
       for arm in arms:
         curves = [run.per_step(column) for run in by_arm[arm.key]]
         if not curves:
@@ -127,6 +137,8 @@ def _page(
           legend.setdefault(arm.name, (line, []))[1].append(len(curves))
       if is_log:
         axes.set_yscale('log')
+        axes.yaxis.set_major_formatter(_PlainNumbers())
+        axes.yaxis.set_minor_formatter(_PlainNumbers())
       if column in _LEAST:
         axes.set_ylim(_LEAST[column], 1.0)
   for axes in grid[-1]:

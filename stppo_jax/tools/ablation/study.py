@@ -1,25 +1,9 @@
 """Studies: which algorithms and settings are compared, and with which seeds.
 
-A config file describes its studies with a function `studies()`, which returns a
-dict of dicts:
-
-    {'levels': {
-        'title': 'The level of the ratio',
-        'seeds': 8,
-        'arms': {
-          'rate 5e-4': {
-            'token_ppo': {'policy_optimizer.learning_rate': 5e-4},
-            'half the epochs': {'algorithm': 'token_ppo', ...},
-          },
-        },
-        'starts': {...},
-    }}
-
-An arm is a config that is trained once for each seed. Arms are in groups, and
-are compared with the other arms of their group. An arm is a dict of config
-keys; 'algorithm' names its algorithm, by default the name of the arm, and
-'start' the start that it trains from. A start is a dict of config keys with
-which `sft` trains one policy, which all seeds share.
+A config file describes its studies with a function `studies()`, whose form
+docs/your_own_study.md describes. An arm is a config that is trained once for
+each seed. Arms are in groups, and are compared with the other arms of their
+group. A start is a policy of `sft`, which all seeds share.
 """
 
 from collections.abc import Mapping

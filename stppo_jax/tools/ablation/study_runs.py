@@ -16,6 +16,7 @@ from stppo_jax.tools.ablation import plan as plan_lib
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
+from stppo_jax.tools.report import report
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
@@ -40,8 +41,8 @@ def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
   runs += copied
   if is_dry:
     commands = _start_commands(plan, runs) | _run_commands(plan, runs)
-    for name, words in commands.items():
-      print(f'{name}: {shlex.join(["python", *words[1:]])}')
+    for words in commands.values():
+      print(shlex.join(['python', *words[1:]]))
     return 0
   with lock.held(plan.folder):
     _record(plan)
@@ -200,23 +201,36 @@ def _report(
   Args:
     plan: what was to be done.
     runs: the finished runs.
-    draws: whether to draw figures, too; after Ctrl-C nobody wants to wait for
-      them.
+    draws: whether to make figures and a page, too; after Ctrl-C nobody wants
+      to wait for them.
   """
   if not runs:
     print('no run has finished yet')
     return
   study = plan.whole
-  tables = verdict.tables(study, runs) | verdict.alarms(runs)
+  shown = verdict.tables(study, runs)
+  tables = shown | verdict.alarms(runs)
   print(verdict.as_text(tables))
-  page = plan.folder / f'{study.name}.md'
-  page.write_text(
+  text = plan.folder / f'{study.name}.md'
+  text.write_text(
     f'# {study.title}\n\n{verdict.as_markdown(tables)}', encoding='utf-8'
   )
-  written = [plan.table, page]
+  written = [plan.table, text]
   if draws:
     from stppo_jax.tools.ablation import figures
 
     written.append(plan.folder / 'figures')
     figures.draw(study, runs, written[-1])
+    # Runs of other tables have no folder here.
+    folders = [
+      str(folder)
+      for arm in study.arms
+      for run in runs
+      if run.key == arm.key
+      and (folder := plan.run_folder(arm, run.seed)).is_dir()
+    ]
+    if folders:
+      written.append(plan.folder / 'report.html')
+      for loss in report.write(written[-1], folders, tables=shown):
+        print(loss, file=sys.stderr)
   print(f'\nwritten: {", ".join(map(str, written))}')

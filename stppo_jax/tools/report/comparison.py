@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
+import statistics
 from typing import Any
 
 from stppo_jax.configs import schema
@@ -93,6 +94,18 @@ def names(runs: Sequence[run_files.Run]) -> list[str]:
       break
     depth += 1
   return ['/'.join(part[-depth:]) for part in parts]
+
+
+def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
+  """Returns (step, mean, least, largest) of a metric over the seeds."""
+  values: dict[int, list[float]] = {}
+  for run in members.runs:
+    for step, value in run.column(metric).items():
+      values.setdefault(step, []).append(value)
+  return [
+    (step, statistics.fmean(x), min(x), max(x))
+    for step, x in sorted(values.items())
+  ]
 
 
 def _environment(run: run_files.Run) -> str:

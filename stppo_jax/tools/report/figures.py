@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import io
 import pathlib
-import statistics
 from typing import Any
 
 import matplotlib
@@ -36,7 +35,7 @@ def draw(
     axes.set_title(panel['title'])
     for number, members in enumerate(groups):
       for place, metric in enumerate(panel['metrics']):
-        points = _band(members, metric)
+        points = comparison.band(members, metric)
         if not points:
           continue
         # One experiment has a colour for each metric.
@@ -65,17 +64,3 @@ def draw(
     content = io.BytesIO()
     page.savefig(content, format='png')
     atomic_files.replace(path, content.getvalue())
-
-
-def _band(
-  members: comparison.Group, metric: str
-) -> list[tuple[int, float, float, float]]:
-  """Returns (step, mean, least, largest) of a metric over the seeds."""
-  values: dict[int, list[float]] = {}
-  for run in members.runs:
-    for step, value in run.column(metric).items():
-      values.setdefault(step, []).append(value)
-  return [
-    (step, statistics.fmean(x), min(x), max(x))
-    for step, x in sorted(values.items())
-  ]

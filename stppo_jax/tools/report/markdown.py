@@ -10,6 +10,7 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import figures
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import page
+from stppo_jax.tools.report import summary
 from stppo_jax.workdir import atomic_files
 
 # Characters that would end a cell, or begin a tag or another mark.
@@ -46,15 +47,11 @@ def write(
   lines += ['', '## Runs', '', *_table(titles, rows)]
   lines += ['', '## Summary', '']
   lines += ['Means over seeds; in brackets the least and the largest seed.', '']
-  rows = [
-    (row['name'], *(_spread(x, row['digits']) for x in row['groups']))
-    for row in contents['summary']
-  ]
-  lines += _table(['', *labels], rows)
+  lines += _table(['', *labels], summary.rows(contents))
   if contents['evaluation']:
     columns = list(itertools.product(range(len(labels)), _KINDS))
     rows = [
-      (row['name'], *(_spread(row[what][n], 3) for n, what in columns))
+      (row['name'], *(summary.text(row[what][n], 3) for n, what in columns))
       for row in contents['evaluation']
     ]
     titles = ['', *(f'{labels[n]}, {what}' for n, what in columns)]
@@ -105,12 +102,3 @@ def _table(titles: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
     '| ' + ' | '.join(x if x == '---' else escape(x) for x in line) + ' |'
     for line in lines
   ]
-
-
-def _spread(spread: dict[str, Any] | None, digits: int) -> str:
-  if spread is None:
-    return '–'
-  text = f'{spread["mean"]:.{digits}f}'
-  if spread['count'] > 1:
-    text += f' [{spread["min"]:.{digits}f}, {spread["max"]:.{digits}f}]'
-  return text

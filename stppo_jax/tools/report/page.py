@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import hashlib
 import importlib.resources
 import json
+import re
 from typing import Any
 
 from stppo_jax.tools.report import comparison
@@ -18,6 +19,7 @@ from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import panels
 from stppo_jax.tools.report import run_files
+from stppo_jax.tools.report import static
 from stppo_jax.tools.report import summary
 
 # Not a language of scripts, so the browser only keeps it.
@@ -33,6 +35,7 @@ def html(
   losses: list[str],
   most_dialogues: int,
   most_bytes: int,
+  tables: Mapping[str, Sequence[Sequence[str]]],
 ) -> str:
   """Returns the page of some runs.
 
@@ -42,6 +45,8 @@ def html(
       for each dialogue that cannot be read.
     most_dialogues: the largest number of dialogues.
     most_bytes: about the largest size of the page.
+    tables: title to rows of texts, the first being the heading; they come
+      before the summary.
   """
   runs = [run for members in groups for run in members.runs]
   content = contents(groups)
@@ -53,13 +58,13 @@ def html(
     losses=losses,
   )
   content |= {
+    'tables': tables,
     'notes': [*losses, *encoded.notes],
     'metrics': packed,
     'index': dialogue_data.pack_json(encoded.index),
   }
   program = '\n'.join(map(_file, _PROGRAMS))
-  page = _file('template.html')
-  for name, text in {
+  fills = {
     'MARK': output.MARK,
     'DIGEST': _digest(f'\n{program}\n'),
     'STYLE': _file('page.css'),
@@ -69,10 +74,11 @@ def html(
       f'<script type="{_PART}" id="part-{number}">{packed}</script>'
       for number, packed in enumerate(encoded.parts)
     ),
+    'STATIC': static.content(content, groups),
     'DATA': _script_json(content),
-  }.items():
-    page = page.replace(f'[[{name}]]', text)
-  return page
+  }
+  # In one pass: the texts of runs may have such names in them, too.
+  return re.sub(r'\[\[(\w+)\]\]', lambda m: fills[m[1]], _file('template.html'))
 
 
 def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Writes a report about runs: a page, or Markdown with pictures."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import pathlib
@@ -12,6 +13,7 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import bucket_copy
 
+MOST_DIALOGUES, MOST_MEGABYTES = 5000, 25  # of a page
 _MEGABYTE = 1_000_000
 
 
@@ -19,9 +21,10 @@ def write(
   out: pathlib.Path,
   folders: Sequence[str],
   *,
-  form: str,
-  most_dialogues: int,
-  most_megabytes: int,
+  form: str = 'html',
+  most_dialogues: int = MOST_DIALOGUES,
+  most_megabytes: int = MOST_MEGABYTES,
+  tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> list[str]:
   """Writes the report of those runs that can be read, if there is one.
 
@@ -31,6 +34,7 @@ def write(
     form: html or md.
     most_dialogues: the largest number of dialogues in a page.
     most_megabytes: about the largest size of a page.
+    tables: tables of a page beside those of the runs, see `page.html`.
 
   Returns:
     A line for each thing that could not be read or shown.
@@ -61,6 +65,7 @@ def write(
         losses=losses,
         most_dialogues=most_dialogues,
         most_bytes=most_megabytes * _MEGABYTE,
+        tables=tables or {},
       )
       atomic_files.replace(out, text.encode())
   size = out.stat().st_size / _MEGABYTE

@@ -86,6 +86,24 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
   }
 
 
+def text(spread: Mapping[str, Any] | None, digits: int) -> str:
+  """Returns a spread as text, such as 0.5 [0.4, 0.6]."""
+  if spread is None:
+    return '–'
+  mean = f'{spread["mean"]:.{digits}f}'
+  if spread['count'] == 1:
+    return mean
+  return f'{mean} [{spread["min"]:.{digits}f}, {spread["max"]:.{digits}f}]'
+
+
+def rows(contents: Mapping[str, Any]) -> list[list[str]]:
+  """Returns the rows of the summary in `page.contents` as texts."""
+  return [
+    [row['name'], *(text(x, row['digits']) for x in row['groups'])]
+    for row in contents['summary']
+  ]
+
+
 def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
   """Returns the share of tokens outside the bounds by level and turn.
 

@@ -1,5 +1,7 @@
 """Pictures of a study that is not finished show each arm as later ones will."""
 
+import re
+
 import numpy as np
 
 from stppo_jax.records import plots
@@ -27,6 +29,24 @@ def test_the_legend_has_the_arms_of_all_groups(tmp_path):
   runs += [_run('y', 'one', 0)]
   path, _ = figures.draw(study, runs, tmp_path, formats=('svg',))
   assert '>one, 1 to 2 seeds<' in path.read_text()
+
+
+def test_a_group_has_a_line_of_its_own_and_ticks_are_plain_numbers(tmp_path):
+  arms = [study_lib.Arm(f'rate {n}', 'one', 'st_ppo', '', {}) for n in (1, 2)]
+  study = study_lib.Study('rates', 'Rates', 1, arms, {})
+  runs = [_run(arm.group, arm.name, 0) for arm in arms]
+  for run in runs:
+    run.columns['ratio_max_turn'][1:] = np.geomspace(1.05, 1.29, 8)
+  success, inside = figures.draw(study, runs, tmp_path, formats=('svg',))
+  texts = [
+    ''.join(re.findall(r'>([^<>]+)<', text))
+    for text in re.findall(r'<text .*?</text>', inside.read_text(), re.DOTALL)
+  ]
+  assert '1.2' in texts
+  assert not any('×' in text or '^' in text for text in texts)
+  texts = re.findall(r'<(?:text|tspan) [^>]*>([^<]+)<', success.read_text())
+  assert texts.count('rate 1') == texts.count('rate 2') == 1
+  assert texts.count('Success') == 2
 
 
 def test_arms_of_other_names_have_other_colours(tmp_path):

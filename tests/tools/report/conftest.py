@@ -1,8 +1,10 @@
 """A browser for the tests of pages, and runs that are made up once."""
 
 import contextlib
+import json
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -92,6 +94,15 @@ def made_page(made, tmp_path_factory):
   out = tmp_path_factory.mktemp('page') / 'report.html'
   assert report(*made, f'--out={out}') == 0
   return out
+
+
+def data(page):
+  """Returns the JSON of a page."""
+  text = page.read_text('utf-8')
+  (found,) = re.findall(
+    r'<script type="application/json"[^>]*>(.*)</script>', text
+  )
+  return json.loads(found)
 
 
 def report(*words) -> int:

@@ -24,21 +24,57 @@ def run(tmp_path):
   return made_runs.make(tmp_path / 'run')
 
 
-def _data(page):
-  """Returns the JSON of a page."""
-  text = page.read_text('utf-8')
-  (found,) = re.findall(
-    r'<script type="application/json"[^>]*>(.*)</script>', text
-  )
-  return json.loads(found)
-
-
 def _reported(capsys, tmp_path, *words):
   """Returns exit code, lines of errors and data of a report."""
   out = tmp_path / 'page.html'
   code = conftest.report(*words, f'--out={out}')
   errors = capsys.readouterr().err.splitlines()
-  return code, errors, _data(out) if out.exists() else None
+  return code, errors, conftest.data(out) if out.exists() else None
+
+
+def test_a_page_has_tables_and_curves_without_javascript(made, made_page):
+  """Browsers that run scripts take what is in <noscript> for text."""
+  found = re.search('<noscript>(.*)</noscript>', made_page.read_text(), re.S)[1]
+  table = re.search('<h2>Summary</h2>.*?</table>', found, re.S)[0]
+  rows = [
+    re.findall('<td>(.*?)</td>', row)
+    for row in re.findall('<tr>.*?</tr>', table)
+  ]
+  assert rows[0] == ['', 'st_ppo', 'token_ppo']
+  (shown,) = (row[1:] for row in rows if row[0] == 'last reward')
+  for cell, folders in zip(shown, (made[:2], made[2:])):
+    means = [
+      np.mean([line['critic/score/mean'] for line in lines[-10:]])
+      for lines in map(runs.metrics, folders)
+    ]
+    low, high = min(means), max(means)
+    assert cell == f'{np.mean(means):.3f} [{low:.3f}, {high:.3f}]'
+  # Each experiment has a curve from the first to the last step.
+  figure = re.search('<h3>Reward</h3>.*?</figure>', found, re.S)[0]
+  curves = re.findall('points="(.*?)"', figure)
+  assert len(curves) == 2
+  for curve, folders in zip(curves, (made[:2], made[2:])):
+    x, y = np.array([place.split(',') for place in curve.split()], float).T
+    rewards = np.mean(
+      [
+        [line['critic/score/mean'] for line in runs.metrics(folder)[1:]]
+        for folder in folders
+      ],
+      axis=0,
+    )
+    assert x[0] == 0 and x[-1] == 400 and len(x) == len(rewards)
+    assert np.corrcoef(y, rewards)[0, 1] == pytest.approx(-1, abs=1e-4)
+
+
+def test_texts_of_runs_are_texts_without_javascript(tmp_path):
+  title = '<b>[[DATA]]</noscript> & \u202e"'
+  run = made_runs.make(tmp_path / 'run', config={'title': title})
+  out = tmp_path / 'page.html'
+  assert conftest.report(run, f'--out={out}') == 0
+  found = re.search('<noscript>(.*)</noscript>', out.read_text(), re.S)[1]
+  shown = '&lt;b&gt;[[DATA]]&lt;/noscript&gt; &amp; \\u202e&quot;'
+  assert f'<td>{shown}</td>' in found and '<b>' not in found
+  assert conftest.data(out)['groups'] == [title]
 
 
 def test_a_cut_off_line_is_dropped_and_said(run, tmp_path, capsys):

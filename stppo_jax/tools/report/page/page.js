@@ -16,6 +16,8 @@ function overview() {
     section('Runs', '', runTable()),
     learning ? make('div', {class: 'figures'},
       learning.panels.slice(0, 3).map(figureOf)) : null,
+    ...Object.entries(data.tables).map(([title, rows]) => (
+      section(title, '', textTable(rows)))),
     section('Summary', data.runs.length > data.groups.length
       ? 'Means over seeds, with the least and the largest seed.' : '',
     summaryTable()),

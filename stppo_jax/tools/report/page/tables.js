@@ -33,6 +33,12 @@ function section(title, note, ...content) {
     note ? make('p', {class: 'note'}, note) : null, ...content);
 }
 
+// A table of texts, such as those of a study; its first row is the heading.
+function textTable([titles, ...rows]) {
+  return scroller(make('table', {}, head(titles), make('tbody', {},
+    rows.map((row) => make('tr', {}, row.map((text) => cell(text)))))));
+}
+
 function runTable() {
   const rows = data.runs.map((run, n) => {
     const done = run.num_steps ? run.step / run.num_steps : 1;

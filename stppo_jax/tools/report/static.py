@@ -1,0 +1,84 @@
+"""Writes tables, and curves as SVG, for browsers without JavaScript."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import html
+from typing import Any
+
+from stppo_jax import streams
+from stppo_jax.tools.report import comparison
+from stppo_jax.tools.report import summary
+
+_WIDTH, _HEIGHT = 400, 150
+_POINTS = 200  # most points of a curve
+
+
+def content(
+  contents: Mapping[str, Any], groups: Sequence[comparison.Group]
+) -> str:
+  """Returns the HTML of the notes, the tables, and a picture for each panel.
+
+  Args:
+    contents: see `page.contents`.
+    groups: the runs, by experiment.
+  """
+  rows = [['', *contents['groups']], *summary.rows(contents)]
+  parts = [f'<p class="notes">{_text(note)}</p>' for note in contents['notes']]
+  for title, table in {**contents['tables'], 'Summary': rows}.items():
+    parts += [f'<h2>{_text(title)}</h2>', _table(table)]
+  for section in contents['sections']:
+    pictures = [_picture(panel, groups) for panel in section['panels']]
+    parts += [f'<h2>{section["title"]}</h2>', '<div class="figures">']
+    parts += [*pictures, '</div>']
+  return '\n'.join(parts)
+
+
+def _text(value: Any) -> str:
+  """Returns text that HTML shows as it is, on one line."""
+  return html.escape(streams.escape(str(value)).replace('\n', ' '))
+
+
+def _table(rows: Sequence[Sequence[Any]]) -> str:
+  head, *body = (
+    ''.join(f'<td>{_text(cell)}</td>' for cell in row) for row in rows
+  )
+  lines = ''.join(f'<tr>{row}</tr>' for row in body)
+  return (
+    f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+    f'<tbody>{lines}</tbody></table></div>'
+  )
+
+
+def _picture(
+  panel: Mapping[str, Any], groups: Sequence[comparison.Group]
+) -> str:
+  """Returns a panel: the mean over seeds of each experiment and metric."""
+  curves = {
+    (members.label, metric): points
+    for members in groups
+    for metric in panel['metrics']
+    if (points := comparison.band(members, metric))
+  }
+  steps = [step for points in curves.values() for step, *_ in points]
+  means = [mean for points in curves.values() for _, mean, *_ in points]
+  left, low = min(steps), min(means)
+  across = _WIDTH / (max(steps) - left or 1)
+  up = _HEIGHT / (max(means) - low or 1.0)
+  lines, keys = [], []
+  for number, ((label, metric), points) in enumerate(curves.items()):
+    # Neighbouring numbers are far apart on the circle of colours.
+    colour = f'hsl({137 * number % 360} 65% 50%)'
+    places = ' '.join(
+      f'{across * (step - left):.1f},{_HEIGHT - up * (mean - low):.1f}'
+      for step, mean, *_ in points[:: -(-len(points) // _POINTS)]
+    )
+    lines.append(f'<polyline points="{places}" stroke="{colour}"/>')
+    name = _text(f'{label}, {metric}')
+    keys.append(f'<span style="color:{colour}">{name}</span>')
+  return (
+    f'<figure class="card"><h3>{panel["title"]}</h3>'
+    f'<svg viewBox="-4 -4 {_WIDTH + 8} {_HEIGHT + 8}" fill="none">'
+    f'{"".join(lines)}</svg><p>steps {left} to {max(steps)}, '
+    f'from {low:.4g} to {max(means):.4g}: {"; ".join(keys)}</p>'
+    f'<p class="note">{_text(panel["note"])}</p></figure>'
+  )
