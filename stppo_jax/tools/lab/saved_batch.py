@@ -174,6 +174,8 @@ def select(
     if (wrong := (chosen[name] != 0) & (chosen[name] != 1)).any()
   )
   mask_BL = chosen['loss_mask_BL'].astype(bool)
+  if not mask_BL.any():
+    raise ValueError('loss_mask_BL: 0 everywhere, so there is nothing to learn')
   converted, problems = {}, []
   for name, array in chosen.items():
     if ARRAY_KINDS[name] is _MASK:
