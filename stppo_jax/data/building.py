@@ -1,7 +1,9 @@
 """Builds a data set: fetches or finds its files, reads them and writes it."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 import pathlib
 import re
 
@@ -55,8 +57,10 @@ def build(
   from stppo_jax.data import built
 
   entry = published_lib.PUBLISHED.get(name)
-  root.mkdir(parents=True, exist_ok=True)
-  with originals.corpus_file(layout.corpus(root, name)) as keep:
+  with (
+    _kept_if_used(root),
+    originals.corpus_file(layout.corpus(root, name)) as keep,
+  ):
     splits = originals.Reader(name, note=note, keep=keep).read(files)
     return built.build(
       root,
@@ -66,6 +70,18 @@ def build(
       home=entry.home if entry else '',
       licence=entry.licence if entry else '',
     )
+
+
+@contextlib.contextmanager
+def _kept_if_used(folder: pathlib.Path) -> Iterator[None]:
+  """Makes a folder, which is gone again if the body leaves nothing in it."""
+  is_new = not folder.exists()
+  folder.mkdir(parents=True, exist_ok=True)
+  try:
+    yield
+  finally:
+    if is_new and not any(folder.iterdir()):
+      folder.rmdir()
 
 
 def _given(name: str, from_files: str) -> originals.Files:
