@@ -28,9 +28,10 @@ arms of a seed come before the next seed. At the end, tables compare the
 finished runs. DIR holds them as STUDY.md, and pictures in the folder figures.
 
 The same command goes on: finished runs are not repeated, interrupted ones are
-resumed. Ctrl-C and SIGTERM are passed on to the runs, which save. The exit code
-is 0 once all runs are finished, and 2 if the metrics of one of them cannot be
-read; the tables then lack that run.
+resumed, and those that go on although their `ablate` was killed are waited for,
+as some of the jobs. Ctrl-C and SIGTERM are passed on to the runs, which save.
+The exit code is 0 once all runs are finished, and 2 if the metrics of one of
+them cannot be read; the tables then lack that run.
 """
 
 from collections.abc import Sequence
