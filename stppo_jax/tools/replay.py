@@ -44,9 +44,9 @@ def replay(folder: pathlib.Path) -> int:
     Misconfigured: the dump or its checkpoint is missing or damaged.
   """
   with exits.as_misconfigured(str(folder)):
+    config = recorded_config.read(folder)
     record = _read(folder)
     arrays = _read_batch(folder, record)
-    config = recorded_config.read(folder)
   workdir = folder.absolute().parent.parent
   run_record.check_run(workdir)
   config = _for_one_cpu(run_record.with_start(config, workdir))
