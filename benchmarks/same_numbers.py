@@ -288,7 +288,9 @@ def compare_runs(
     *run.flags,
     *overrides,
   ]
-  length = [f'--config.num_steps={steps}', f'--config.sft.num_steps={steps}']
+  length = [f'--config.sft.num_steps={steps}']
+  if run.command != 'prefer':  # its length is that of the batch
+    length.append(f'--config.num_steps={steps}')
   with tempfile.TemporaryDirectory() as scratch:
     workdirs = [pathlib.Path(scratch, side) for side in ('old', 'new')]
     batches = [workdir.with_suffix('.npz') for workdir in workdirs]

@@ -25,8 +25,7 @@ and launch/README.md has launchers that start it. All hosts must see /shared,
 DATA and MODEL.
 
     python -m stppo_jax plan --config=configs/medical.py:7b \
-        --topology=v5e:8x8 --compile=False --config.model.path=MODEL \
-        --config.data.name=synthetic_wiki
+        --topology=v5e:8x8 --compile=False --config.model.path=MODEL
 
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):

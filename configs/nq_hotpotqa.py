@@ -23,8 +23,7 @@ DATA and MODEL. With a size, `configs/nq.py` and `configs/hotpotqa.py` are the
 same setting with one of the two data sets.
 
     python -m stppo_jax plan --config=configs/nq_hotpotqa.py:7b \
-        --topology=v5e:8x8 --compile=False --config.model.path=MODEL \
-        --config.data.name=synthetic_wiki
+        --topology=v5e:8x8 --compile=False --config.model.path=MODEL
 
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):

@@ -328,8 +328,12 @@ def successor(name: str) -> str:
   return names.get(name, '')
 
 
-def check(config: base.Config) -> list[str]:
+def check(config: base.Config, *, data: bool = True) -> list[str]:
   """Returns all errors of a config, one line each: `key=value: must be ...`.
+
+  Args:
+    config: the config.
+    data: whether its data must be there.
 
   The keys and their types must be those of `configs/base.py`. Rules and
   relations are then checked on the values that have the right type.
@@ -360,6 +364,8 @@ def check(config: base.Config) -> list[str]:
   if not problems:
     values |= options
   for keys, relation in relations.RELATIONS:
+    if relation is external.data_exist and not data:
+      continue
     if all(key in values for key in keys):
       errors += relation(*(values[key] for key in keys))
   return errors + problems

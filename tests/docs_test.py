@@ -395,7 +395,8 @@ def test_a_small_version_of_every_command_runs(
     call('--algorithms=st_ppo')  # each of the others is a program of its own
   elif ' prefer ' in command:
     _make_small_batch(call)
-    call(*_TINY, '--config.preference.batch_size=8')
+    tiny = runs.flags(num_steps=None)[1:]
+    call(*tiny, '--config.preference.batch_size=8')
   elif ' evaluate ' in command:
     _make_run(small_clone, quickstart)
     output = call()

@@ -31,9 +31,10 @@ finished runs. DIR holds them as STUDY.md, pictures in the folder figures, and
 report.html, a page with the tables, the figures and the dialogues of the runs.
 
 The same command goes on: finished runs are not repeated, interrupted ones are
-resumed. Ctrl-C and SIGTERM are passed on to the runs, which save. The exit code
-is 0 once all runs are finished, and 2 if the metrics of one of them cannot be
-read; the tables then lack that run.
+resumed, and those that go on although their `ablate` was killed are waited for,
+as some of the jobs. Ctrl-C and SIGTERM are passed on to the runs, which save.
+The exit code is 0 once all runs are finished, and 2 if the metrics of one of
+them cannot be read; the tables then lack that run.
 """
 
 from collections.abc import Sequence

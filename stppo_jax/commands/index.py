@@ -20,6 +20,8 @@ kinds. What it has already is not built again.
 """
 
 from collections.abc import Sequence
+import functools
+import sys
 
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
@@ -45,14 +47,17 @@ def main(argv: Sequence[str]) -> int:
   command_line.refuse(errors)
   with exits.as_misconfigured():
     passages = passages_lib.read_corpus(flags.corpus)
-    folder = index_folder.IndexFolder.create(flags.out, passages)
-    if flags.backend == 'bm25':
-      built = backends.add_bm25(folder, k1=flags.k1, b=flags.b)
-    else:
-      options = backends.DenseOptions(
-        flags.query_prefix, flags.passage_prefix, flags.dtype
-      )
-      built = backends.add_dense(folder, flags.encoder, options)
+    line = f'{flags.out}: another process builds an index there; waiting for it'
+    say = functools.partial(print, line, file=sys.stderr, flush=True)
+    with index_folder.building(flags.out, waits=say):
+      folder = index_folder.IndexFolder.create(flags.out, passages)
+      if flags.backend == 'bm25':
+        built = backends.add_bm25(folder, k1=flags.k1, b=flags.b)
+      else:
+        options = backends.DenseOptions(
+          flags.query_prefix, flags.passage_prefix, flags.dtype
+        )
+        built = backends.add_dense(folder, flags.encoder, options)
   print(
     f'{folder.path}: {len(passages)} passages, {flags.backend} '
     f'{"built" if built else "was there already"}'

@@ -24,8 +24,9 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
   --compile_best=N              with --sweep_mesh: compiles the N best; -1 = all
 
 Shards the run's models over devices that need not be there; of `model.path`
-only config.json is read. Prints the bytes that one device holds, engines
-included, and an estimate of a step's time by formulas, with its assumptions.
+only config.json is read, and of data nothing. Prints the bytes that one device
+holds, engines included, and an estimate of a step's time by formulas, with its
+assumptions.
 For a TPU slice, the programs of the run are compiled for TPU, which takes the
 package libtpu and no TPU; for cpu:N, the update is compiled for CPU. A run has
 each program in several sizes, of which only the largest is compiled. For GPUs
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     sweep_mesh=False,
     compile_best=command_line.integer(0, lower_bound=-1),
   )
-  config = configuration.parse(argv, flags=flags)
+  config = configuration.parse(argv, flags=flags, data=False)
   command_line.refuse(
     [
       f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'

@@ -19,9 +19,7 @@ compiler or its memory, or in rounding, which differs between devices.
 from collections.abc import Sequence
 import pathlib
 
-from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
-from stppo_jax.workdir import recorded_config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,8 +34,6 @@ def main(argv: Sequence[str]) -> int:
   if not folder.is_dir():
     given.errors.append(f'{folder}: no such folder')
   command_line.refuse(given.errors)
-  with exits.as_misconfigured(str(folder)):
-    config = recorded_config.read(folder)
   # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
@@ -45,4 +41,4 @@ def main(argv: Sequence[str]) -> int:
   jax.config.update('jax_platforms', 'cpu')
   from stppo_jax.tools import replay
 
-  return replay.replay(config, folder)
+  return replay.replay(folder)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
   wrong = {'html': '.md', 'md': '.html'}[flags.format]
   if out.suffix == wrong:
     errors.append(
-      f'--out={out}: must not end in {wrong} with {flags.format=!s}'
+      f'--out={out}: must not end in {wrong} with --format={flags.format}'
     )
   elif problem := output.problem(out, has_figures=flags.format == 'md'):
     errors.append(f'--out={problem}')

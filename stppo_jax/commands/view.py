@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     status=command_line.one_of(terminal.STATUSES),
     least=command_line.number(),
     most=command_line.number(),
-    searches=command_line.integer(),
+    searches=command_line.integer(lower_bound=0),
     text='',
   )
   given = command_line.parse(

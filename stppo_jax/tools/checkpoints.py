@@ -3,13 +3,13 @@
 jax is imported where it is needed: a wrong flag is answered before.
 """
 
-import os
 import pathlib
 import time
 
 from stppo_jax import exits
 from stppo_jax import streams
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import run_folder
 
 _COMMANDS = ('train', 'sft', 'prefer')
@@ -44,9 +44,9 @@ def show(workdir: pathlib.Path, place: str) -> int:
 def _check(workdir: pathlib.Path, place: str) -> None:
   """Raises `Misconfigured` for a folder that is not that of a run."""
   if not workdir.is_dir():
-    raise exits.Misconfigured(f'--workdir={place}: no such folder')
+    raise exits.Misconfigured(f'{place}: no such folder')
   if run_folder.command_of(workdir) not in _COMMANDS:
-    raise exits.Misconfigured(f'--workdir={place}: not the folder of a run')
+    raise exits.Misconfigured(f'{place}: not the folder of a run')
 
 
 def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
@@ -124,8 +124,8 @@ def export(
   from stppo_jax.training import model_files
 
   out = pathlib.Path(out)
-  with exits.as_misconfigured():
-    _check_writable(out)
+  if problem := atomic_files.refusal(out.resolve().parent):
+    raise exits.Misconfigured(f'--out={out}: {problem}')
   policy = checkpoint_state.read_policy(config, workdir, step=step)
   try:
     model_files.export(
@@ -140,12 +140,3 @@ def export(
     raise ExportFailed(f'{out}: {error}') from error
   print(f'{out}: the policy after step {policy.step}, {dtype}')
   return 0
-
-
-def _check_writable(out: pathlib.Path) -> None:
-  """Raises ValueError if a folder cannot be made or replaced."""
-  parent = out.resolve().parent
-  while not parent.exists():
-    parent = parent.parent
-  if not os.access(parent, os.W_OK):
-    raise ValueError(f'--out={out}: {parent} is not writable')

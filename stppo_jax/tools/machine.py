@@ -19,7 +19,6 @@ import pathlib
 import platform
 import shutil
 import socket
-import tempfile
 import time
 import tomllib
 from typing import Any
@@ -37,6 +36,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.retrieval import recording
 from stppo_jax.tools import retriever_check
 from stppo_jax.training import components
+from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
@@ -237,21 +237,12 @@ def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
     path: the folder, which may not exist yet.
     needed: bytes; 0 = not known.
   """
+  if problem := atomic_files.refusal(path):
+    return Finding(WRONG, f'{name}: {problem}: choose another folder')
   existing = path.absolute()
   while not existing.exists():
     existing = existing.parent
-  try:
-    with tempfile.TemporaryFile(dir=existing) as file:
-      file.write(b'written')
-      file.flush()
-      os.fsync(file.fileno())
-    free = shutil.disk_usage(existing).free
-  except OSError as error:
-    return Finding(
-      WRONG,
-      f'{name}: {existing} cannot be written ({error.strerror}): choose '
-      'another folder',
-    )
+  free = shutil.disk_usage(existing).free
   line, least = f'{name}: {path} can be written', max(needed, _LEAST_DISK)
   if free >= least:
     return Finding(OK, f'{line}, {memory_lib.gib(free)} free')

@@ -27,14 +27,14 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import components
 from stppo_jax.training import model_files
 from stppo_jax.training import skipped_updates
+from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_record
 
 
-def replay(config, folder: pathlib.Path) -> int:
+def replay(folder: pathlib.Path) -> int:
   """Repeats the update of a dump and prints what is not finite in it.
 
   Args:
-    config: the config of the run.
     folder: the dump, WORKDIR/crash/step_N.
 
   Returns:
@@ -43,7 +43,8 @@ def replay(config, folder: pathlib.Path) -> int:
   Raises:
     Misconfigured: the dump or its checkpoint is missing or damaged.
   """
-  with exits.as_misconfigured():
+  with exits.as_misconfigured(str(folder)):
+    config = recorded_config.read(folder)
     record = _read(folder)
     arrays = _read_batch(folder, record)
   workdir = folder.absolute().parent.parent
@@ -79,7 +80,12 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
   Raises:
     ValueError, OSError: it is missing, or not such a record.
   """
-  text = (folder / skipped_updates.RECORD).read_text('utf-8')
+  path = folder / skipped_updates.RECORD
+  if not path.is_file():
+    dumps = sorted(map(str, folder.glob('crash/step_*')))
+    choices = f'; choices: {", ".join(dumps)}' if dumps else ', and has none'
+    raise ValueError(f'{folder}: not the dump of an update{choices}')
+  text = path.read_text('utf-8')
   kinds = {
     'step': int,
     'update': int,
@@ -95,9 +101,7 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
   except (ValueError, KeyError, TypeError, RecursionError):
     is_record = False
   if not is_record:
-    raise ValueError(
-      f'{folder / skipped_updates.RECORD}: not the record of an update'
-    )
+    raise ValueError(f'{path}: not the record of an update')
   return record
 
 

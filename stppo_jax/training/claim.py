@@ -209,7 +209,7 @@ def claimed(
     stack.enter_context(compilation.announced())
     lock = folder = None
     try:
-      with voting.voted(hosts, interrupt), exits.as_misconfigured(str(path)):
+      with voting.voted(hosts, interrupt):
         if hosts.is_first:
           lock = stack.enter_context(lock_lib.held(path))
       agreement.check_folder(hosts, path)

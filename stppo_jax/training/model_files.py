@@ -80,7 +80,8 @@ def shape(
 
   Args:
     config: the config of a run.
-    tokenizer: gives the vocabulary's size where there is no directory.
+    tokenizer: gives the vocabulary's size where there is no directory; without
+      it, that is the most which one that is made from the data can have.
 
   Raises:
     ValueError: the model is not supported.
@@ -93,10 +94,11 @@ def shape(
     for field in dataclasses.fields(model_config.ModelConfig)
     if field.name in model and field.name not in runtime
   }
-  assert tokenizer is not None  # only a model's directory makes it optional
   longest = model_config.ModelConfig.max_position_embeddings
   return model_config.ModelConfig(
-    vocab_size=tokenizer.vocab_size,
+    vocab_size=(
+      tokenizer.vocab_size if tokenizer else config.data.tokenizer_vocab_size
+    ),
     max_position_embeddings=max(longest, config.env.max_length),
     **sizes,
     **runtime,
@@ -112,7 +114,7 @@ def build_model_config(
 
   Args:
     config: the config of a run.
-    tokenizer: gives the vocabulary's size where there is no directory.
+    tokenizer: see `shape`.
     mesh: the devices that compute, whose platform chooses the implementations.
 
   Raises:

@@ -153,7 +153,8 @@ class Run:
         prints_samples=prints_samples,
       )
       with shutdown.handled(last, folder):
-        folder.interrupt.outlook = f'saving {last}'
+        if last.done:  # there is nothing to save before
+          folder.interrupt.outlook = f'saving {last}'
         if last.extra.unwritten is not None:
           run._finish_unwritten(*last.extra.unwritten)
         yield run
@@ -201,7 +202,8 @@ class Run:
       f'finishing and saving {last.unit} {last.done + 1}'
       if last.is_unsaved or self.folder.hosts.count > 1
       # Nothing is lost if the update is not waited for, see `shutdown`.
-      else f'ending at {last.unit} {last.done}, or at the next if it is near'
+      else f'ending now, or after {last.unit} {last.done + 1} if that is done '
+      'within a second'
     )
     last.is_consumed = True
     yield

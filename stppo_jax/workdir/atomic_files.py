@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import tempfile
 
 
 def replace(path: pathlib.Path, data: bytes) -> None:
@@ -17,9 +18,10 @@ def replace(path: pathlib.Path, data: bytes) -> None:
   try:
     new.write_bytes(data)
     os.replace(new, path)
-  except OSError:
+  except OSError as error:
     new.unlink(missing_ok=True)
-    raise
+    # An error of writing names no file, and the user did not name this one.
+    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
@@ -36,3 +38,25 @@ def append(path: pathlib.Path, data: bytes) -> None:
     except OSError:
       file.truncate(start)
       raise
+
+
+def refusal(folder: pathlib.Path) -> str:
+  """Returns why files cannot be made in a folder; '' if they can.
+
+  Permissions would not tell: the superuser has all of them, and cannot write to
+  /proc nevertheless.
+
+  Args:
+    folder: the folder, which may not exist yet.
+  """
+  existing = folder.absolute()
+  while not existing.exists():
+    existing = existing.parent
+  try:
+    with tempfile.TemporaryFile(dir=existing) as file:
+      file.write(b'written')
+      file.flush()
+      os.fsync(file.fileno())
+  except OSError as error:
+    return f'{existing} cannot be written ({error.strerror})'
+  return ''

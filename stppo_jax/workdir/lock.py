@@ -138,14 +138,15 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
 
   Raises:
     Locked: another process holds the lock.
-    OSError: the folder cannot be made or written.
+    Misconfigured: the folder cannot be made or written.
   """
   with contextlib.ExitStack() as stack:
     made = [x for x in (folder, *folder.parents) if not x.exists()]
     stack.callback(_remove_empty, made)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    file, holder = _acquire(path, every)
+    with exits.as_misconfigured(str(folder)):
+      folder.mkdir(parents=True, exist_ok=True)
+      file, holder = _acquire(path, every)
     stack.enter_context(file)
     claim = Claim(path, holder)
     thread = threading.Thread(

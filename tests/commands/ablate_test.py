@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -61,7 +62,7 @@ def studies():
 # it is that of token_ppo, collapsed. While the file `hold` exists, it waits for
 # its end or for a signal.
 _FAKE = f"""#!{sys.executable}
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, socket, sys, time
 command = sys.argv[3]
 flags = dict(w.split('=', 1) for w in sys.argv[4:])
 workdir = pathlib.Path(flags['--workdir'])
@@ -74,7 +75,11 @@ name = flags['--config'].split(':')[1]
 config |= {{'title': name, 'algorithm': {{'name': name}}}}
 config |= {{'env': {{'name': 'search'}}, 'seed': flags.get('--config.seed')}}
 (workdir / 'config.json').write_text(json.dumps(config))
+started = pathlib.Path('/proc/self/stat').read_text().split(')')[-1].split()[19]
+lock = {{'host': socket.gethostname(), 'pid': os.getpid(), 'started': started}}
+(workdir / 'lock').write_text(json.dumps(lock | {{'since': 'now'}}))
 def beat(exit_code):
+  (workdir / 'lock').unlink()
   beat = {{'time': time.time(), 'step': 30, 'exit_code': exit_code}}
   (workdir / 'heartbeat.json').write_text(json.dumps(beat))
 def end(*_):
@@ -389,6 +394,29 @@ def test_a_stopped_study_goes_on(folder):
   assert process.returncode == 0, out
   # Twice where it was stopped, and never after the end.
   assert sorted(_starts(folder)) == sorted([*_RUNS[:2], *_RUNS])
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_study_that_started_it(folder, capsys):
+  folder.mkdir()
+  hold = folder / 'hold'
+  hold.touch()
+  run_folder.write(folder, run_folder.Run('ablate', 'x', 'y'))
+  process = runs.start('ablate', *_flags(folder, 'pair', '--jobs=1'))
+  _wait(lambda: (folder / 'token_ppo-seed0.waits').exists())
+  process.kill()
+  process.communicate()
+  threading.Timer(2, hold.unlink).start()
+  assert _ablate(folder, '--jobs=1') == 0
+  first, *_ = capsys.readouterr().out.splitlines()
+  assert re.fullmatch(r'token_ppo-seed0: runs already, process \d+', first)
+  assert _starts(folder) == _RUNS
+  # It counts as the only job.
+  ended, began = (
+    (folder / name).stat().st_mtime_ns
+    for name in ('token_ppo-seed0/metrics.jsonl', 'mine-seed0.waits')
+  )
+  assert ended < began
 
 
 def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):

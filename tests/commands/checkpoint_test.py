@@ -199,10 +199,10 @@ def test_a_run_without_checkpoints_has_lost_them_or_none(capsys, tmp_path):
     (['lst', '--workdir={}'], 'lst: unknown; did you mean list?'),
     (['list'], 'DIR: missing; give the folder of a run'),
     (['list', '--wrkdir={}'], '--wrkdir={}: unknown flag; did you mean'),
-    (['list', '{}/no'], '--workdir={}/no: no such folder'),
-    (['list', '--workdir={}/no'], '--workdir={}/no: no such folder'),
+    (['list', '{}/no'], '{}/no: no such folder'),
+    (['list', '--workdir={}/no'], '{}/no: no such folder'),
     (['list', '{}', 'no'], 'no: not a flag; flags start with --'),
-    (['verify', '--workdir={}'], '--workdir={}: not the folder of a run'),
+    (['verify', '--workdir={}'], '{}: not the folder of a run'),
   ],
 )
 def test_bad_usage_is_lines_and_2(capsys, tmp_path, flags, expected):

@@ -10,6 +10,7 @@ from stppo_jax.data import passages as passages_lib
 from tests.commands import serving
 from tests.retrieval import encoders
 from tests.retrieval import real_data
+from tests.training import runs
 
 _SHIPPED = real_data.SHIPPED / 'corpus.jsonl'
 
@@ -70,6 +71,22 @@ def test_an_index_is_built_once(capsys, tmp_path):
   assert capsys.readouterr().out.endswith('bm25 was there already\n')
   assert _index(_SHIPPED, tmp_path / 'a', '--k1=1.5') == 2
   assert 'made with other options' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_build_one_index_one_after_the_other(tmp_path):
+  words = [f'w{n % 997}' for n in range(50)]
+  lines = [{'id': str(n), 'contents': f'"{n}"\n{words}'} for n in range(20_000)]
+  path = tmp_path / 'corpus.jsonl'
+  path.write_text('\n'.join(map(json.dumps, lines)))
+  flags = [f'--corpus={path}', f'--out={tmp_path}/index']
+  both = [runs.start('index', *flags) for _ in range(2)]
+  outs, errs = zip(*(process.communicate(timeout=120) for process in both))
+  assert [process.returncode for process in both] == [0, 0], errs
+  ends = {out.split('bm25 ')[1].strip() for out in outs}
+  assert ends == {'built', 'was there already'}
+  waits = f'{tmp_path}/index: another process builds an index there; waiting'
+  assert sum(err.startswith(waits) for err in errs) == 1
 
 
 @pytest.mark.parametrize(

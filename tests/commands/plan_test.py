@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.commands.flags import configuration
 from stppo_jax.models import functional
 from stppo_jax.tools.plan import plan
 from stppo_jax.training import engines
@@ -231,6 +232,15 @@ def test_a_wrong_plan_is_one_line_and_2(capsys, flag, expected):
   code, out, err = _plan(capsys, flag)
   assert code == 2 and out == ''
   assert err.count('\n') == 1 and expected in err
+
+
+def test_a_plan_needs_no_data(capsys):
+  flags = ['--config=configs/own.py', '--devices=2', '--compile=false']
+  assert __main__.main(['plan', *flags]) == 0
+  assert 'fits in' in capsys.readouterr().out
+  # Its model has a vocabulary of the config's size.
+  config = configuration.parse(flags[:1], data=False)
+  assert model_files.shape(config, None).vocab_size == 2048
 
 
 # Name -> billions of parameters, with embedding and output matrix.

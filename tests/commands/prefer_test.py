@@ -15,6 +15,7 @@ _SOURCE = runs.REPO / 'assets' / 'quickstart'
 
 # The shapes of tests/training/preference_test.py: the same programs.
 _FLAGS = {
+  'num_steps': None,
   'preference__batch_size': 8,
   'rollout__length_bucket': 32,
   'checkpoint__every': 99,
@@ -99,6 +100,10 @@ def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
   [
     ({'preference__name': 'dpo'}, 'must be one of tdpo1, tdpo2'),
     ({'preference__betta': 1.0}, 'did you mean beta?'),
+    (
+      {'num_steps': 2},
+      '--config.num_steps=2: prefer does not use it; set preference.num_epochs',
+    ),
     ({'preference__beta': 0.0}, 'preference.beta=0.0: must be greater than 0'),
     ({'preference__alpha': -1.0}, 'must be 0 or greater'),
     (

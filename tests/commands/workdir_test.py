@@ -46,7 +46,7 @@ def test_a_model_is_no_workdir(
   model, batch, capsys, command, key, workdir, relation
 ):
   before = _files(model)
-  flags = runs.flags(**{f'model__{key}': model})
+  flags = runs.flags(**{f'model__{key}': model}, num_steps=None)
   flags += [f'--workdir={model}/{workdir}']
   flags += [f'--batch={batch}'] if command == 'prefer' else []
   line = _refused(capsys, command, *flags)
@@ -72,7 +72,7 @@ def test_a_bucket_is_no_workdir(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('command', ['train', 'sft', 'prefer'])
 def test_a_folder_of_others_is_no_workdir(model, batch, capsys, command):
   before = _files(model)
-  flags = runs.flags() + [f'--workdir={model}']  # starts from random weights
+  flags = runs.flags(num_steps=None) + [f'--workdir={model}']
   flags += [f'--batch={batch}'] if command == 'prefer' else []
   line = _refused(capsys, command, *flags)
   assert f'is not empty and was not written by {command}' in line

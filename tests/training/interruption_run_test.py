@@ -76,6 +76,15 @@ def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
 
 
 @pytest.mark.slow
+def test_an_update_that_compiles_is_not_waited_for(tmp_path):
+  process = _stuck(tmp_path, ('updated', 1))
+  assert process.returncode == 75
+  promised = 'SIGTERM: ending now, or after step 1 if that is done within a '
+  assert promised in process.stderr
+  assert 'interrupted before the first step; the same' in process.stdout
+
+
+@pytest.mark.slow
 def test_a_supervised_start_that_is_stuck_leaves_its_folder(tmp_path):
   """The folder of the run around it is free, and says how the run ended."""
   changes = {'sft__before_training': True, 'sft__num_steps': 2}
@@ -117,17 +126,20 @@ def _assert_same_run(workdir, finished):
 
 def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
   """Dropped work is done again; an update is finished and saved."""
-  for moment, number, saved, written in (
+  first = 'ending before the first step; '
+  # It says so on another thread, while the update may end.
+  near = ('ending now, or after step 1 if that is ', 'saving step 1; ')
+  for moment, number, promised, saved, written in (
     # The evaluation of the start is dropped.
-    (('evaluate', 1), signal.SIGTERM, 0, []),
+    (('evaluate', 1), signal.SIGTERM, first, 0, []),
     # A collection is dropped; step 0 has its line, and keeps one.
-    (('collect', 1), signal.SIGINT, 0, [0]),
+    (('collect', 1), signal.SIGINT, first, 0, [0]),
     # An update is finished, written and saved.
-    (('updated', 1), signal.SIGTERM, 1, [0, 1]),
+    (('updated', 1), signal.SIGTERM, near, 1, [0, 1]),
     # An evaluation is dropped and its step is not: it has no line yet.
-    (('evaluate', 1), signal.SIGTERM, 2, [0, 1]),
+    (('evaluate', 1), signal.SIGTERM, 'saving step 2; ', 2, [0, 1]),
     # Written, but not saved again: the next start writes the same line.
-    (('updated', 1), None, 2, [0, 1, 2]),
+    (('updated', 1), None, '', 2, [0, 1, 2]),
   ):
     if number is None:
       assert _train(tmp_path, faults.crash_at(moment)) == 70
@@ -135,7 +147,9 @@ def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
       code = _train(tmp_path, faults.send_at(moment, number))
       assert code == _CODES[number]
       said = f'after step {saved}, saved' if saved else 'before the first step'
-      assert f'interrupted {said}' in capsys.readouterr().out
+      out, err = capsys.readouterr()
+      assert f'interrupted {said}' in out
+      assert err.removeprefix(f'{number.name}: ').startswith(promised)
     names = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
     assert max(names, default=0) == saved
     assert [x['step'] for x in runs.metrics(tmp_path)] == written

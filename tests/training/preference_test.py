@@ -197,7 +197,7 @@ def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path):
       os.kill(os.getpid(), signal.SIGINT)
 
   threading.Thread(target=interrupt, daemon=True).start()
-  flags = [*runs.flags(**_SMALL), f'--workdir={tmp_path}/run']
+  flags = [*runs.flags(**_SMALL, num_steps=None), f'--workdir={tmp_path}/run']
   assert __main__.main(['prefer', f'--batch={pairs}', *flags]) == 130
   assert not (tmp_path / 'run').exists()
 

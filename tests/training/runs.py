@@ -59,11 +59,13 @@ def flags(algorithm: str = 'st_ppo', **changes) -> list[str]:
 
   Args:
     algorithm: an entry of the table of algorithms.
-    **changes: config keys, their dots written as `__`.
+    **changes: config keys, their dots written as `__`; None leaves one out.
   """
   changes = {key.replace('__', '.'): x for key, x in changes.items()}
   return [f'--config={REPO}/configs/quickstart.py:{algorithm}'] + [
-    f'--config.{key}={value}' for key, value in (_TINY | changes).items()
+    f'--config.{key}={value}'
+    for key, value in (_TINY | changes).items()
+    if value is not None
   ]
 
 

@@ -208,6 +208,10 @@ def _problem(flag: absl_flags.Flag, text: str) -> str:
     return '' if is_number else 'must be a number'
   except absl_flags.IllegalFlagValueError:
     rule = parser.syntactic_help or 'true or false'
+    # absl leaves the article out where there is one bound.
+    articles = {'number': 'a number', 'integer': 'an integer'}
+    kind, _, rest = rule.partition(' ')
+    rule = f'{articles.get(kind, kind)} {rest}'.rstrip()
   if isinstance(parser, absl_flags.EnumParser):
     rule = f'one of {", ".join(filter(None, parser.enum_values))}'
     near = settings.nearest(text, parser.enum_values)

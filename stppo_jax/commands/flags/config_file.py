@@ -78,16 +78,20 @@ def _find(file: str) -> pathlib.Path:
     if (folder / path).is_file():
       return folder / path
     parent = path if path.is_dir() else path.parent
-    names = [f.name for f in (folder / parent).glob('*.py') if _is_config(f)]
-    choices.update(str(parent / name) for name in names)
+    choices |= _choices(folder, parent)
   if path.is_dir():
+    choices = choices or _choices(_PACKAGE, pathlib.Path(_INSTALLED))
     raise ValueError(f'is a folder; choices: {", ".join(sorted(choices))}')
   raise ValueError('no such file' + settings.closest(file, sorted(choices)))
 
 
-def _is_config(path: pathlib.Path) -> bool:
-  """Returns whether a Python file has the function of a config."""
-  return b'def get_config(' in path.read_bytes()
+def _choices(folder: pathlib.Path, parent: pathlib.Path) -> set[str]:
+  """Returns the config files of a folder, relative to the one it is in."""
+  return {
+    str(parent / path.name)
+    for path in (folder / parent).glob('*.py')
+    if b'def get_config(' in path.read_bytes()
+  }
 
 
 def _describe(error: Exception, path: pathlib.Path) -> str:

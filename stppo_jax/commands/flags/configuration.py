@@ -40,6 +40,7 @@ def parse(
   flags: absl_flags.FlagValues | None = None,
   required: Sequence[str] = (),
   writer: str = '',
+  data: bool = True,
 ) -> Any:
   """Returns the complete, checked configuration that a command line describes.
 
@@ -47,14 +48,17 @@ def parse(
     argv: the arguments without the program's and the command's name.
     flags: the command's own flags, which get their values.
     required: the names of flags that must be given.
-    writer: see `checked`.
+    writer, data: see `checked`.
 
   Raises:
     Misconfigured: see `checked`.
   """
   flags = absl_flags.FlagValues() if flags is None else flags
   return checked(
-    flags, split(argv, flags, ('config', *required)), writer=writer
+    flags,
+    split(argv, flags, ('config', *required)),
+    writer=writer,
+    data=data,
   )
 
 
@@ -69,7 +73,11 @@ def split(
 
 
 def checked(
-  flags: absl_flags.FlagValues, given: command_line.Given, *, writer: str = ''
+  flags: absl_flags.FlagValues,
+  given: command_line.Given,
+  *,
+  writer: str = '',
+  data: bool = True,
 ) -> Any:
   """Returns the configuration of a command line that was taken apart.
 
@@ -81,6 +89,7 @@ def checked(
     given: from `split`.
     writer: the name of the command, if it writes to the workdir; a folder that
       it must not write to is an error.
+    data: whether the data that the config names must be there.
 
   Raises:
     Misconfigured: a line for every error of flags, keys, values and rules.
@@ -95,11 +104,16 @@ def checked(
       errors.append(str(error))
     else:
       errors += overrides_lib.override_all(config, given.overrides)
-      errors += [f'config.{line}' for line in schema.check(config)]
+      errors += [f'config.{line}' for line in schema.check(config, data=data)]
       if writer in _OFFLINE and config.init_from:
         errors.append(
           f'config.init_from={config.init_from}: must be empty for {writer}, '
           'which starts from model.path'
+        )
+      if writer == 'prefer' and 'num_steps' in given.overrides:
+        errors.append(
+          f'--config.num_steps={given.overrides["num_steps"]}: prefer does not '
+          'use it; set preference.num_epochs, the passes over the pairs'
         )
   if workdir and writer:
     # The folders that a config names are known only if it is valid.

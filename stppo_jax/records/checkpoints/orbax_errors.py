@@ -18,7 +18,12 @@ import traceback
 from typing import Any
 
 _ORBAX = '/orbax/'  # in the path of a file
-_ADVICE = 'Waiting for previous save'
+# Warnings about what is meant to be so.
+_ADVICE = (
+  'Waiting for previous save',
+  'CheckpointManagerOptions.read_only=True',
+  'Given directory is read only',
+)
 # What asyncio logs of a task that has failed and that nobody waits for.
 _UNHEARD = 'exception was never retrieved'
 # The last error that Orbax has logged.
@@ -53,8 +58,9 @@ def cause(error: Exception) -> str:
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
   """Returns False for the log records of Orbax that nobody needs.
 
-  These are tracebacks, and advice to save less often: it counts the time that a
-  run waits for a save at its end.
+  These are tracebacks, advice to save less often, which counts the time that a
+  run waits for a save at its end, and that a folder which is only read cannot
+  be written.
   """
   if _ORBAX not in record.pathname:
     return True

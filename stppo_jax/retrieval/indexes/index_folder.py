@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
@@ -210,6 +212,33 @@ class IndexFolder:
   def parts(self) -> list[str]:
     """Returns the names of the parts."""
     return sorted(file.parent.name for file in self.path.glob('*/part.json'))
+
+
+@contextlib.contextmanager
+def building(
+  path: str | os.PathLike[str], *, waits: Callable[[], None]
+) -> Iterator[None]:
+  """Makes a folder, in which one process at a time runs the body.
+
+  Two would replace files of each other that are mapped.
+
+  Args:
+    path: the folder.
+    waits: called if another process has to end first.
+  """
+  pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+  folder = os.open(path, os.O_RDONLY)
+  try:
+    try:
+      fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      waits()
+      fcntl.flock(folder, fcntl.LOCK_EX)
+    except OSError:  # a file system without such locks
+      pass
+    yield
+  finally:
+    os.close(folder)
 
 
 def _lines(passages: Iterable[types.Passage]) -> Iterator[bytes]:

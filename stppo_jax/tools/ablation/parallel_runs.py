@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import os
 import pathlib
 import signal
@@ -10,13 +11,53 @@ import subprocess
 import sys
 import time
 
+from stppo_jax import exits
 from stppo_jax import interruption
+from stppo_jax.workdir import heartbeat
+from stppo_jax.workdir import lock
 
 _POLL = 0.2  # seconds
 
 
+class Orphan:
+  """A run that goes on although the process that started it is gone.
+
+  It has the part of `subprocess.Popen` that `run` needs.
+
+  Args:
+    folder: the folder of the run.
+    pid: the number of its process.
+  """
+
+  def __init__(self, folder: pathlib.Path, pid: int):
+    self._folder, self.pid = folder, pid
+
+  @classmethod
+  def find(cls, folder: pathlib.Path) -> 'Orphan | None':
+    """Returns the run that a process of this host makes in a folder."""
+    holder, is_alive = lock.holder(folder) or (None, False)
+    return cls(folder, holder.pid) if holder and is_alive else None
+
+  def poll(self) -> int | None:
+    """Returns its exit code, 75 if it left none; None before its end."""
+    if self.find(self._folder) is not None:
+      return None
+    beat = heartbeat.read(self._folder)
+    code = beat.exit_code if beat else None
+    return exits.TRY_AGAIN if code is None else code
+
+  def send_signal(self, number: int) -> None:
+    """Sends it a signal, unless it has ended."""
+    if self.find(self._folder) is not None:
+      os.kill(self.pid, number)
+
+
+Words = Sequence[str | pathlib.Path]
+Process = subprocess.Popen | Orphan
+
+
 def run(
-  commands: Mapping[str, Sequence[str | pathlib.Path]],
+  commands: Mapping[str, Words | Orphan],
   *,
   jobs: int,
   compiled: pathlib.Path | None = None,
@@ -29,7 +70,8 @@ def run(
   They may save what they have; no other command is started then.
 
   Args:
-    commands: name to the words of a command.
+    commands: name to the words of a command, or to what runs already, which
+      comes first and counts among the jobs.
     jobs: the number of commands that run at once.
     compiled: the folder in which all commands keep compiled programs, unless
       JAX_COMPILATION_CACHE_DIR names one.
@@ -43,14 +85,15 @@ def run(
   jobs = max(min(jobs, len(commands)), 1)
   cores = sorted(os.sched_getaffinity(0))
   each = max(len(cores) // jobs, 1)
-  waiting, worst = list(commands.items()), 0
+  is_new = lambda item: not isinstance(item[1], Orphan)
+  waiting, worst = sorted(commands.items(), key=is_new), 0
   # run.sh starts the Python that PYTHON names.
   environment = {'PYTHON': sys.executable, **os.environ}
   if compiled is not None:
     environment.setdefault(
       'JAX_COMPILATION_CACHE_DIR', str(compiled.absolute())
     )
-  running: dict[int, tuple[str, subprocess.Popen]] = {}
+  running: dict[int, tuple[str, Process]] = {}
   are_told = False
   with interruption.Interruption() as interrupt:
     interrupt.outlook = 'the runs save and end'
@@ -60,24 +103,26 @@ def run(
           if place in running or not waiting or interrupt.exit_code is not None:
             continue
           name, words = waiting.pop(0)
-          print(f'{name}: starts', flush=True)
-          log = logs / f'{name}.log' if logs else None
-          process = _start(words, environment, log)
+          if isinstance(words, Orphan):
+            process: Process = words
+            print(f'{name}: runs already, process {process.pid}', flush=True)
+          else:
+            print(f'{name}: starts', flush=True)
+            log = logs / f'{name}.log' if logs else None
+            process = _start(words, environment, log)
           running[place] = name, process
           first = place * each % len(cores)
-          os.sched_setaffinity(process.pid, cores[first : first + each])
+          _pin(process.pid, cores[first : first + each])
         if interrupt.exit_code is not None and not are_told:
           are_told = True
           _terminate(running)
         for place, (name, process) in list(running.items()):
-          if process.poll() is not None:
+          if (code := process.poll()) is not None:
             del running[place]
             # That of a process which a signal has killed is negative.
-            exit_code = abs(process.returncode)
+            exit_code = abs(code)
             worst = max(worst, exit_code)
-            print(
-              f'{name}: ended with exit code {process.returncode}', flush=True
-            )
+            print(f'{name}: ended with exit code {code}', flush=True)
             on_end(name, exit_code)
         time.sleep(_POLL)
     except BaseException:
@@ -116,7 +161,14 @@ def _start(
     )
 
 
-def _terminate(running: Mapping[int, tuple[str, subprocess.Popen]]) -> None:
+def _pin(pid: int, cores: Sequence[int]) -> None:
+  """Moves all threads of a process to these cores."""
+  with contextlib.suppress(OSError):  # it, or one of its threads, has ended
+    for thread in os.listdir(f'/proc/{pid}/task'):
+      os.sched_setaffinity(int(thread), cores)
+
+
+def _terminate(running: Mapping[int, tuple[str, Process]]) -> None:
   """Sends SIGTERM to all processes."""
   for _, process in running.values():
     process.send_signal(signal.SIGTERM)

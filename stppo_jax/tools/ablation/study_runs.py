@@ -20,6 +20,8 @@ from stppo_jax.tools.report import report
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
+Commands = dict[str, list[str] | parallel_runs.Orphan]
+
 
 def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
   """Trains what a study lacks and compares its runs.
@@ -42,7 +44,8 @@ def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
   if is_dry:
     commands = _start_commands(plan, runs) | _run_commands(plan, runs)
     for words in commands.values():
-      print(shlex.join(['python', *words[1:]]))
+      if not isinstance(words, parallel_runs.Orphan):
+        print(shlex.join(['python', *words[1:]]))
     return 0
   with lock.held(plan.folder):
     _record(plan)
@@ -97,23 +100,23 @@ def _state(folder: pathlib.Path) -> str:
     return ''
 
 
-def _start_commands(plan: plan_lib.Plan, runs) -> dict[str, list[str]]:
+def _start_commands(plan: plan_lib.Plan, runs) -> Commands:
   """Returns the commands of the supervised starts that are to be made."""
-  commands = {}
+  commands: Commands = {}
   for start in dict.fromkeys(arm.start for arm, _ in _missing(plan, runs)):
     folder = plan.start_folder(start)
-    if start and _state(folder) != run_state.FINISHED:
+    if start and (state := _state(folder)) != run_state.FINISHED:
       flags = plan.start_flags(start)
-      commands[folder.name] = _command('sft', flags, folder)
+      _add(commands, _command('sft', flags, folder), folder, state)
   return commands
 
 
-def _run_commands(plan: plan_lib.Plan, runs) -> dict[str, list[str]]:
+def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
   """Returns the commands of the runs that are to be made or to go on.
 
   Of equal runs, only the first one is made; `_copied` has the others.
   """
-  commands = {}
+  commands: Commands = {}
   begun: set[tuple[str, int]] = set()
   for arm, seed in _missing(plan, runs):
     folder = plan.run_folder(arm, seed)
@@ -122,11 +125,19 @@ def _run_commands(plan: plan_lib.Plan, runs) -> dict[str, list[str]]:
     if state == run_state.FINISHED or equal in begun:
       continue
     begun.add(equal)
-    if state != run_state.RUNNING:
-      path = plan.start_folder(arm.start) / 'policy'
-      flags = [*plan.train_flags(arm, str(path)), f'--config.seed={seed}']
-      commands[folder.name] = _command('train', flags, folder)
+    path = plan.start_folder(arm.start) / 'policy'
+    flags = [*plan.train_flags(arm, str(path)), f'--config.seed={seed}']
+    _add(commands, _command('train', flags, folder), folder, state)
   return commands
+
+
+def _add(
+  commands: Commands, words: list[str], folder: pathlib.Path, state: str
+) -> None:
+  """Adds the command of a run, or the run if it goes on on this machine."""
+  orphan = parallel_runs.Orphan.find(folder)
+  if orphan or state != run_state.RUNNING:
+    commands[folder.name] = orphan or words
 
 
 def _command(

@@ -101,13 +101,17 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
   Raises:
     OSError: there is no such file.
-    ValueError: it is not an npz file, or has none of these arrays.
+    ValueError: it is not an npz file, has none of these arrays, or has a loss
+      mask that is empty.
   """
   with open(path, 'rb') as file:
     arrays = batch_file.read(file, ARRAY_KINDS)
   if not arrays:
     names = ', '.join(ARRAY_KINDS)
     raise ValueError(f'has no array of these names: {names}')
+  mask_BL = arrays.get('loss_mask_BL')
+  if mask_BL is not None and mask_BL.size and not np.count_nonzero(mask_BL):
+    raise ValueError('loss_mask_BL: 0 everywhere, so there is nothing to learn')
   return arrays
 
 

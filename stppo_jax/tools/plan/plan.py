@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
+from stppo_jax.data import kinds
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
@@ -157,9 +158,11 @@ def make(
       devices = None
     mesh = components.build_mesh(config, devices)
     tokenizer = None
-    if not config.model.path:
-      questions = components.build_questions(config)
-      tokenizer = model_files.build_tokenizer(config, questions)
+    is_known = config.model.tokenizer_path or (
+      kinds.KINDS[config.data.name].vocabulary is not None
+    )
+    if is_known and not config.model.path:
+      tokenizer = model_files.build_tokenizer(config, None)
     shape = model_files.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
     placement = components.build_placement(config, shape, mesh, devices)

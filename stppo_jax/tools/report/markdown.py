@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 import itertools
+import os
 import pathlib
+import tempfile
 from typing import Any
 
 from stppo_jax import streams
@@ -82,11 +84,15 @@ def write(
       drawn[name] = panel
       lines += [f'![{panel["title"]}]({folder.name}/{name})', '']
       lines += [f'*{panel["title"]}.* {escape(panel["note"])}', '']
-  # The text is first: if drawing is interrupted, it says whose the folder is.
-  atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
-  folder.mkdir(exist_ok=True)
-  for name, panel in drawn.items():
-    figures.draw(panel, groups, folder / name)
+  # If drawing fails, as on a full disk, an earlier report is left as it was.
+  with tempfile.TemporaryDirectory(dir=out.parent) as drawing:
+    for name, panel in drawn.items():
+      figures.draw(panel, groups, pathlib.Path(drawing, name))
+    # The text is first: it says whose the folder is.
+    atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
+    folder.mkdir(exist_ok=True)
+    for name in drawn:
+      os.replace(pathlib.Path(drawing, name), folder / name)
 
 
 def escape(text: Any) -> str:

@@ -1,7 +1,8 @@
 """Says which files a report may replace: none that is something else."""
 
-import os
 import pathlib
+
+from stppo_jax.workdir import atomic_files
 
 # Every report has this text near its beginning.
 MARK = 'stppo_jax report'
@@ -25,8 +26,8 @@ def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
       return f'{path}: is a folder; give a file'
     if not path.parent.is_dir():
       return f'{path}: no such folder: {path.parent}'
-    if not os.access(path.parent, os.W_OK):
-      return f'{path}: the folder cannot be written'
+    if reason := atomic_files.refusal(path.parent):
+      return f'{path}: {reason}'
     if path.exists():
       with open(path, 'rb') as file:
         if MARK.encode() not in file.read(_BEGINNING):
