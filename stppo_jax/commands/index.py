@@ -20,6 +20,7 @@ kinds. What it has already is not built again.
 """
 
 from collections.abc import Sequence
+import os
 
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
@@ -40,11 +41,16 @@ def main(argv: Sequence[str]) -> int:
     b=command_line.number(0.4, lower_bound=0.0, upper_bound=1.0),
   )
   errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
+  if flags.k1 == float('inf'):
+    errors.append('--k1=inf: must be finite')
   if (flags.backend == 'dense') != bool(flags.encoder):
     errors.append('--backend=dense and --encoder belong together')
+  elif flags.encoder and not os.path.isfile(f'{flags.encoder}/config.json'):
+    errors.append(f'--encoder={flags.encoder}: no encoder: config.json is missing')
   command_line.refuse(errors)
   with exits.as_misconfigured():
-    passages = passages_lib.read_corpus(flags.corpus)
+    with exits.as_misconfigured(flags.corpus):
+      passages = passages_lib.read_corpus(flags.corpus)
     folder = index_folder.IndexFolder.create(flags.out, passages)
     if flags.backend == 'bm25':
       built = backends.add_bm25(folder, k1=flags.k1, b=flags.b)

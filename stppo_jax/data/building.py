@@ -55,7 +55,6 @@ def build(
   from stppo_jax.data import built
 
   entry = published_lib.PUBLISHED.get(name)
-  root.mkdir(parents=True, exist_ok=True)
   with originals.corpus_file(layout.corpus(root, name)) as keep:
     splits = originals.Reader(name, note=note, keep=keep).read(files)
     return built.build(

@@ -167,8 +167,12 @@ def corpus_file(
   """Yields a function that writes a passage to a new file of passages.
 
   The file gets its name at the end, unless the body raised. If there was no
-  passage, no file is left, not even one of an earlier build.
+  passage, no file is left, not even one of an earlier build. The folder is made,
+  and removed if it is new and the body left nothing in it.
   """
+  folder = path.parent
+  is_new = not folder.exists()
+  folder.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(f'{path.name}.partial')
   count = 0
 
@@ -187,3 +191,5 @@ def corpus_file(
       path.unlink(missing_ok=True)
   finally:
     partial.unlink(missing_ok=True)
+    if is_new and not any(folder.iterdir()):
+      folder.rmdir()
