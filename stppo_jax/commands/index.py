@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
   if (flags.backend == 'dense') != bool(flags.encoder):
     errors.append('--backend=dense and --encoder belong together')
   elif flags.encoder and not os.path.isfile(f'{flags.encoder}/config.json'):
-    errors.append(f'--encoder={flags.encoder}: no encoder: config.json is missing')
+    errors.append(
+      f'--encoder={flags.encoder}: no encoder: config.json is missing'
+    )
   command_line.refuse(errors)
   with exits.as_misconfigured():
     with exits.as_misconfigured(flags.corpus):

@@ -167,8 +167,8 @@ def corpus_file(
   """Yields a function that writes a passage to a new file of passages.
 
   The file gets its name at the end, unless the body raised. If there was no
-  passage, no file is left, not even one of an earlier build. The folder is made,
-  and removed if it is new and the body left nothing in it.
+  passage, no file is left, not even one of an earlier build. Its folder is
+  made, and a new one that stays empty is removed.
   """
   folder = path.parent
   is_new = not folder.exists()
