@@ -52,12 +52,13 @@ def _inputs() -> list[_Input]:
 
 
 _INPUTS = _inputs()
+_COMMANDS = list(__main__.commands())
 
 
 def _name(an_input: _Input) -> str:
   """Returns the name of a command."""
   name = an_input.command.partition(' ')[0]
-  return name if name in __main__.commands() else 'help'
+  return name if name in _COMMANDS else 'help'
 
 
 def _times(root: pathlib.Path) -> dict[str, object]:
@@ -112,7 +113,7 @@ def values(root, finished):
 def test_every_command_has_many_inputs():
   assert len(_INPUTS) >= 350
   assert len({x.command for x in _INPUTS}) == len(_INPUTS)
-  for name in __main__.commands():
+  for name in _COMMANDS:
     codes = [x.code for x in _INPUTS if _name(x) == name]
     assert len(codes) >= 8 and 0 in codes and 2 in codes, name
 
