@@ -89,7 +89,8 @@ def _run(argv: Sequence[str]) -> int:
     from stppo_jax import settings
 
     choices = settings.closest(name, list(files))
-    print(f'{name}: unknown command{choices}', file=sys.stderr)
+    shown = streams.escape(name).replace('\n', '\\n')
+    print(f'{shown}: unknown command{choices}', file=sys.stderr)
     return exits.USAGE
   doc = _docstring(files[name])
   for flag in flags:

@@ -54,13 +54,14 @@ class Bucket:
   """
 
   def __init__(self, address: str):
-    """Sends no request.
+    """Sends no request to the buckets that runs use.
 
     Args:
       address: such as gs://bucket/run.
 
     Raises:
-      BucketError: the kind of bucket is unknown, or its package is missing.
+      BucketError: the kind of bucket is unknown, its package is missing, or
+        (of ftp, say) its server cannot be reached.
     """
     # Late, because few runs use buckets.
     import fsspec
@@ -77,7 +78,7 @@ class Bucket:
       advice = f"pip install '.[{extra}]' in the clone" if extra else str(error)
       line = f'{address}: needs a package for {kind}://: {advice}'
       raise BucketError(line, 2) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
       reason = str(error).partition('\n')[0]
       raise BucketError(f'{address}: {reason}', 2) from error
     self._root = root.rstrip('/')

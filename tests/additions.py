@@ -4,8 +4,7 @@ import pathlib
 import textwrap
 from typing import NamedTuple
 
-from tests import adding_an_algorithm_test
-from tests import adding_an_environment_test
+from tests import pages
 
 
 class Insertion(NamedTuple):
@@ -39,19 +38,20 @@ class Addition(NamedTuple):
   Attributes:
     insertions: the code that a person writes.
     program: a program that raises unless the addition works.
-    documented: whether `make docs` has to be run.
+    documented: whether its pages and records have to be generated.
   """
 
-  insertions: tuple[
-    Insertion | adding_an_algorithm_test.Step | adding_an_environment_test.Step,
-    ...,
-  ]
+  insertions: tuple[Insertion | pages.Step, ...]
   program: str
   documented: bool = False
 
 
 ENVIRONMENT = Addition(
-  tuple(adding_an_environment_test.steps('stppo_jax')),
+  tuple(
+    step
+    for step in pages.steps('adding_an_environment')
+    if step.path.startswith('stppo_jax')
+  ),
   """
   from stppo_jax import types
   from stppo_jax.commands.flags import configuration

@@ -1,7 +1,7 @@
 """Additions to the algorithms and their functions that tests make."""
 
-from tests import adding_an_algorithm_test
 from tests import additions
+from tests import pages
 
 ALGORITHM = additions.Addition(
   (
@@ -48,7 +48,7 @@ ALGORITHM = additions.Addition(
 )
 
 CLIP_RULE = additions.Addition(
-  tuple(adding_an_algorithm_test.steps()),
+  tuple(pages.steps('adding_an_algorithm')),
   """
   from stppo_jax.commands.flags import configuration
   from stppo_jax.rl import algorithm

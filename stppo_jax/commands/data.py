@@ -69,14 +69,17 @@ def _build(argv: Sequence[str]) -> None:
 
 def _list(argv: Sequence[str]) -> None:
   flags = command_line.flags(root='')
-  command_line.refuse(command_line.parse(flags, argv).errors)
+  errors = command_line.parse(flags, argv).errors
+  if flags.root and not pathlib.Path(flags.root).is_dir():
+    errors.append(f'--root={flags.root}: no such folder')
+  command_line.refuse(errors)
   data_sets.show_all(pathlib.Path(flags.root) if flags.root else None)
 
 
 def _show(argv: Sequence[str]) -> None:
   flags = command_line.flags(
     root='',
-    rows=command_line.integer(3, lower_bound=0),
+    rows=command_line.integer(3, lower_bound=1),
     start=command_line.integer(0, lower_bound=0),
   )
   given = command_line.parse(

@@ -73,11 +73,9 @@ def _examine_server(argv: Sequence[str]) -> int:
     expect='',
     query=retriever_check.Examination.query,
     dialect=command_line.one_of(['', *dialects.DIALECTS], ''),
-    timeout=10.0,
+    timeout=command_line.number(10.0, lower_bound=1e-3, upper_bound=3600.0),
   )
   errors = command_line.parse(flags, argv, required=('url',)).errors
-  if not 0 < flags.timeout < float('inf'):
-    errors.append(f'--timeout={flags.timeout:g}: must be greater than 0')
   command_line.refuse(errors)
   with exits.as_misconfigured():
     address.check_corpus(flags.corpus)

@@ -21,6 +21,7 @@ kinds. What it has already is not built again.
 
 from collections.abc import Sequence
 import functools
+import os
 import sys
 
 from stppo_jax import exits
@@ -42,11 +43,18 @@ def main(argv: Sequence[str]) -> int:
     b=command_line.number(0.4, lower_bound=0.0, upper_bound=1.0),
   )
   errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
+  if flags.k1 == float('inf'):
+    errors.append('--k1=inf: must be finite')
   if (flags.backend == 'dense') != bool(flags.encoder):
     errors.append('--backend=dense and --encoder belong together')
+  elif flags.encoder and not os.path.isfile(f'{flags.encoder}/config.json'):
+    errors.append(
+      f'--encoder={flags.encoder}: no encoder: config.json is missing'
+    )
   command_line.refuse(errors)
   with exits.as_misconfigured():
-    passages = passages_lib.read_corpus(flags.corpus)
+    with exits.as_misconfigured(flags.corpus):
+      passages = passages_lib.read_corpus(flags.corpus)
     line = f'{flags.out}: another process builds an index there; waiting for it'
     say = functools.partial(print, line, file=sys.stderr, flush=True)
     with index_folder.building(flags.out, waits=say):

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
   """Prints the plan; returns the exit code, 2 where it does not fit."""
   flags = command_line.flags(
     topology='',
-    devices=command_line.integer(64, lower_bound=1),
+    devices=command_line.integer(lower_bound=1),
     length=command_line.integer(0, lower_bound=0),
     hbm_gib=command_line.number(0.0, lower_bound=0),
     price=command_line.number(0.0, lower_bound=0),
@@ -59,19 +59,22 @@ def main(argv: Sequence[str]) -> int:
     compile_best=command_line.integer(0, lower_bound=-1),
   )
   config = configuration.parse(argv, flags=flags, data=False)
-  command_line.refuse(
-    [
-      f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'
-      for name in flags.programs
-      if name not in _PROGRAMS
-    ]
-  )
+  errors = [
+    f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'
+    for name in flags.programs
+    if name not in _PROGRAMS
+  ]
+  if flags.topology and flags.devices:
+    errors.append(f'--devices={flags.devices}: not allowed with --topology')
+  if flags.compile_best and not flags.sweep_mesh:
+    errors.append(f'--compile_best={flags.compile_best}: needs --sweep_mesh')
+  command_line.refuse(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools.plan import estimate
 
   return estimate.show(
     config,
-    topology_name=flags.topology or f'cpu:{flags.devices}',
+    topology_name=flags.topology or f'cpu:{flags.devices or 64}',
     programs=flags.programs if flags.compile else None,
     gib=flags.hbm_gib,
     length=flags.length or config.env.max_length,

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
   given = command_line.parse(flags, argv, required=required)
   command_line.refuse(given.errors)
   path = pathlib.Path(flags.trajectories)
-  with exits.as_misconfigured():
+  with exits.as_misconfigured(str(path)):
     rescored = list(rescoring.rescore(path, flags.scope))
   if not rescored:
     raise exits.Misconfigured(f'{path}: no dialogues')

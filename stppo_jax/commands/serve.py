@@ -62,8 +62,11 @@ def main(argv: Sequence[str]) -> int:
     **dict.fromkeys(_TEXTS, ''),
     backend=command_line.one_of(backends.BACKENDS, 'bm25'),
     dialect=command_line.one_of(['', *dialects.DIALECTS], ''),
-    synthetic_seed=command_line.integer(),
-    **{x: command_line.integer(world[x]) for x in serving.WORLD_OPTIONS},
+    synthetic_seed=command_line.integer(lower_bound=0),
+    **{
+      name: command_line.integer(world[name], lower_bound=least)
+      for name, least in serving.WORLD_OPTIONS.items()
+    },
     fault_rate=command_line.number(0.0, lower_bound=0.0, upper_bound=1.0),
     fault_seed=0,
     host=http_server.LOOPBACK,
@@ -72,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
     # The descriptor of a bound socket: this process is a worker.
     socket=command_line.integer(),
   )
-  errors = command_line.parse(flags, argv).errors
-  command_line.refuse([*errors, *serving.problems(flags)])
+  command_line.refuse(command_line.parse(flags, argv).errors)
+  command_line.refuse(list(serving.problems(flags)))
   try:
     with exits.as_misconfigured():
       return serving.serve(flags, argv)

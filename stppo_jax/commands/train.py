@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     coordinator='',
     num_processes=0,
     process_id=-1,
-    start_timeout=300.0,
+    start_timeout=command_line.number(300.0, lower_bound=0),
   )
   given = configuration.split(argv, flags, required=('config', 'workdir'))
   writer = resume_check.COMMAND if flags.verify_resume else 'train'

@@ -163,8 +163,12 @@ def corpus_file(
   """Yields a function that writes a passage to a new file of passages.
 
   The file gets its name at the end, unless the body raised. If there was no
-  passage, no file is left, not even one of an earlier build.
+  passage, no file is left, not even one of an earlier build. Its folder is
+  made, and a new one that stays empty is removed.
   """
+  folder = path.parent
+  is_new = not folder.exists()
+  folder.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(f'{path.name}.partial')
   count = 0
 
@@ -183,3 +187,5 @@ def corpus_file(
       path.unlink(missing_ok=True)
   finally:
     partial.unlink(missing_ok=True)
+    if is_new and not any(folder.iterdir()):
+      folder.rmdir()

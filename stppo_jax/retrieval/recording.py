@@ -114,14 +114,16 @@ class Recording:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if a line is no answer; the message names the file and the
-        line.
+      ValueError: if a line is no answer, with the file and the line, or if
+        there is none.
     """
     path = pathlib.Path(path)
     if not path.is_file():
       raise FileNotFoundError(f'{path}: no such file')
     self._path = path
     self._answers = _read(path)
+    if not self._answers:
+      raise ValueError(f'{path}: holds no recorded answer')
 
   def find(self, corpus: str, query: str, topk: int) -> list[types.Passage]:
     """Returns the recorded passages of a query.

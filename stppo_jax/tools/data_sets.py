@@ -114,7 +114,10 @@ def _questions(
   if pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz'):
     return readers.read_questions(name)
   if root is None:
-    raise ValueError('--root: missing; the folder of the data sets')
+    raise ValueError(
+      f'{name}: no file of questions ({", ".join(tables.SUFFIXES)}), and to be '
+      'a data set it needs --root, the folder of the data sets'
+    )
   (element,) = mixtures.parse(name)
   from stppo_jax.data import built
 

@@ -47,7 +47,8 @@ def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
     OSError: the file cannot be read.
     ValueError: a line is no dialogue of a search; names file and line.
   """
-  with open(path, encoding='utf-8') as file:
+  # What is not UTF-8 is no JSON either, and is named with its line.
+  with open(path, encoding='utf-8', errors='surrogateescape') as file:
     for number, line in tables.numbered_lines(file, path):
       if not line.strip():
         continue

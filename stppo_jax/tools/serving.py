@@ -23,7 +23,8 @@ from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import index_folder
 
-WORLD_OPTIONS = ('entities_per_type', 'name_pieces', 'distractors')
+# The least value of each.
+WORLD_OPTIONS = {'entities_per_type': 1, 'name_pieces': 1, 'distractors': 0}
 _SOURCES = ('index', 'corpus', 'synthetic_seed', 'replay')
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
 

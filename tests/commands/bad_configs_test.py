@@ -21,7 +21,7 @@ _CONFIGS = [
   (['model.head_dim=33'], 'model.head_dim=33', 'must be even'),
   (['mesh.fsdp=0'], 'mesh.fsdp=0', '-1 for all remaining devices'),
   (['data.name=nq'], "data.name='nq'", 'one of synthetic_wiki, jsonl'),
-  (['env.name=maze'], "env.name='maze'", 'one of gymnasium, search,'),
+  (['env.name=maze'], "env.name='maze'", 'must be one of'),
   (['rollout.temperature=0'], 'temperature=0.0', 'must be greater than 0'),
   (['seed=9223372036854775808'], 'seed=9223372036854775808', 'below 2**63'),
   (['rollout.min_p=1.0'], 'rollout.min_p=1.0', 'must be in [0, 1)'),

@@ -316,7 +316,7 @@ def test_list_and_show_print_what_a_person_reads(root, originals, capsys):
     (['show', 'nq', '--root=R'], 'nq: not built in R (there are: none); '),
     (
       ['show', 'nq', '--root=R', '--rows=x'],
-      '--rows=x: must be a non-negative',
+      '--rows=x: must be a positive',
     ),
     (['show', 'away.parquet'], 'away.parquet: no such file'),
     (

@@ -86,7 +86,7 @@ def test_the_help_of_a_section_has_its_keys(capsys):
   keys = [line.split(' = ')[0] for line in lines[1:] if line[0] != ' ']
   assert keys == ['model.lora.rank', 'model.lora.alpha', 'model.lora.targets']
   shown = _help(capsys, 'train', '--help=algorithm.bounds')
-  assert "algorithm.bounds.name = 'fixed'\n    fixed | entropy_scaled" in shown
+  assert "algorithm.bounds.name = 'fixed'\n    fixed | " in shown
   assert 'algorithm.bounds.most = 2.0\n    With entropy_scaled: ' in shown
 
 

@@ -68,16 +68,20 @@ def parse(argv: Sequence[str]) -> tuple[plan_lib.Plan, bool]:
   errors += run_folder.problems(
     folder, flag='--workdir', command='ablate', reads={}, expected=runs
   )
-  digests = {}
+  digests, broken = {}, {}  # `broken`: line to the arms of which it is
   for arm in whole.arms:
     try:
       # Without the path of a start, which may not have been made yet.
       config = configuration.parse(plan.train_flags(arm))
     except exits.Misconfigured as error:
       label = ' '.join(part for part in arm.key if part)
-      errors += [f'{label}: {line}' for line in str(error).splitlines()]
+      for line in str(error).splitlines():
+        broken.setdefault(line, []).append(label)
     else:
       digests[arm.key] = plan_lib.digest(plan, arm, config)
+  for line, arms in broken.items():
+    of_all = len(arms) == len(whole.arms)
+    errors.append(line if of_all else f'{", ".join(arms)}: {line}')
   plan = dataclasses.replace(plan, digests=digests)
   command_line.refuse(errors or plan_lib.other_study(plan))
   return plan, flags.dry_run

@@ -104,7 +104,7 @@ def refuse(errors: Sequence[str]) -> None:
 def lost(losses: Sequence[object]) -> int:
   """Prints what a command could not read; returns its exit code."""
   for loss in losses:
-    print(loss, file=sys.stderr)
+    print(str(loss).replace('\n', '\\n'), file=sys.stderr)
   return exits.USAGE if losses else 0
 
 
@@ -174,6 +174,7 @@ def parse(
         value = rest.pop(0)
       elif not equals:
         errors.append(f'{word}: has no value')
+        meant.append(f'--{key}')
         continue
       if problem := _problem(flags[key], value):
         errors.append(f'--{key}={value}: {problem}')

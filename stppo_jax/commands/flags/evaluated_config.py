@@ -103,7 +103,10 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   if file:
     config = config_file.load(file)
   elif checkpoint and is_run:
-    config = recorded_config.read(checkpoint)
+    try:
+      config = recorded_config.read(checkpoint)
+    except ValueError as error:
+      raise ValueError(f'--checkpoint={checkpoint}: {error}') from error
     # Nothing is sent anywhere, so this machine needs no package for it.
     config.writer.update(trackers=(), copy_to='')
   else:
