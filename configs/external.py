@@ -33,8 +33,8 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
     yield f'{key}={path!r}: no such file or folder'
 
 
-def demonstrations_exist(key: str, path) -> Iterator[str]:
-  """Checks that the file of demonstrations, if any, is there."""
+def file_exists(key: str, path) -> Iterator[str]:
+  """Checks that a key names a file, or nothing."""
   if path and not pathlib.Path(path).is_file():
     yield f'{key}={path!r}: {_not_there(pathlib.Path(path), "file")}'
 

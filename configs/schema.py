@@ -265,9 +265,7 @@ KEYS: Mapping[str, Key] = {
   'sft.before_training': Key(),
   'sft.clean_one_hop_steps': Key(rules.NOT_NEGATIVE),
   'sft.clean_steps': Key(rules.NOT_NEGATIVE),
-  'sft.demonstrations': Key(
-    check=external.demonstrations_exist, since='0.3', before=''
-  ),
+  'sft.demonstrations': Key(check=external.file_exists, since='0.3', before=''),
   'sft.error_rate': Key(rules.FRACTION),
   'sft.num_steps': Key(rules.POSITIVE),
   'title': _free(rules.LINE, since='0.3'),

@@ -1,8 +1,6 @@
 """Builds a data set: fetches or finds its files, reads them and writes it."""
 
-from collections.abc import Iterator
 from collections.abc import Mapping
-import contextlib
 import pathlib
 import re
 
@@ -54,10 +52,7 @@ def build(
   from stppo_jax.data import built
 
   entry = published_lib.PUBLISHED.get(name)
-  with (
-    _kept_if_used(root),
-    originals.corpus_file(layout.corpus(root, name)) as keep,
-  ):
+  with originals.corpus_file(layout.corpus(root, name)) as keep:
     splits = originals.Reader(name, keep=keep).read(files)
     return built.build(
       root,
@@ -67,18 +62,6 @@ def build(
       home=entry.home if entry else '',
       licence=entry.licence if entry else '',
     )
-
-
-@contextlib.contextmanager
-def _kept_if_used(folder: pathlib.Path) -> Iterator[None]:
-  """Makes a folder, which is gone again if the body leaves nothing in it."""
-  is_new = not folder.exists()
-  folder.mkdir(parents=True, exist_ok=True)
-  try:
-    yield
-  finally:
-    if is_new and not any(folder.iterdir()):
-      folder.rmdir()
 
 
 def _given(name: str, from_files: str) -> originals.Files:

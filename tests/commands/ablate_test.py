@@ -461,7 +461,7 @@ def test_a_start_may_go_on_from_a_policy_wherever_it_lies(folder, capsys):
     ('empty', [], 'study empty: arms must be a dict of groups'),
     ('typo', [], "study typo: unknown key 'arm'; did you mean arms?"),
     ('none', [], 'study none: seeds=0: must be a whole number'),
-    ('wrong', [], "token_ppo: --config.num_step=1: no key 'num_step'"),
+    ('wrong', [], "--config.num_step=1: no key 'num_step'"),
     ('nothing', [], "study nothing: arm token_ppo: unknown start 'one'"),
     ('pair', ['--groups=a'], 'a: no group of study pair'),
     ('pair', ['--seeds=x'], '--seeds=x: must be how many, such as 3'),
