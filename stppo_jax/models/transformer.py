@@ -217,8 +217,8 @@ class Transformer(nnx.Module):
 
     counted_BSL = None
     if segments is not None:
-      numbers_S1 = 1 + jnp.arange(segments.count)[:, None]
-      counted_BSL = segments.ids_BL[:, None] == numbers_S1
+      numbers_1S1 = 1 + jnp.arange(segments.count)[None, :, None]
+      counted_BSL = segments.ids_BL[:, None] == numbers_1S1
     elif lengths_B is not None:
       counted_BSL = (positions_BL < lengths_B[:, None])[:, None]
     ids_by_layer = None

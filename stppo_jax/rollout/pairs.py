@@ -138,7 +138,7 @@ def minibatch(
   rows = order[place * size : (place + 1) * size]
   fill = lambda x: np.zeros((size - len(rows), *x.shape[1:]), x.dtype)
   return batch_lib.PairBatch(
-    *(np.concatenate([x[rows], fill(x)]) for x in pairs)
+    *(np.concatenate([x[rows], fill(x)]) for x in pairs if x is not None)
   )
 
 

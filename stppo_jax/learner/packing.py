@@ -1,0 +1,164 @@
+"""Decides, on the host, which sequences share a row of the forward pass.
+
+S shards of a minibatch, one for each device along the axes of rows, n
+microbatches, R rows that a shard computes of a microbatch, b sequences that are
+in them at most. A row has `row_length` tokens.
+
+The sequences are dealt to the shards by length, longest first, each to the
+shard with the fewest tokens so far: all shards get equally many sequences, and
+nearly equally many tokens. Each shard then puts its sequences into rows, first
+fit by decreasing length. The sizes are those of the fullest shard, rounded up,
+because each combination is another program to compile. All of it follows from
+lengths that every host knows, so the hosts agree.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.parallel import activations
+
+# The loss positions of a row are a multiple of this share of its tokens.
+_LOSS_SHARES = 4
+
+
+class Sizes(NamedTuple):
+  """What the shape of packed rows follows from, beside the sequences.
+
+  Attributes:
+    num_shards: S.
+    row_length: tokens of a row, at least those of the longest sequence.
+    max_rows: the most rows that a shard computes at once; 0: all.
+    num_workers: if there are at least so many microbatches, their number is a
+      multiple of it.
+  """
+
+  num_shards: int
+  row_length: int
+  max_rows: int
+  num_workers: int
+
+
+def sizes(
+  mesh: jax.sharding.Mesh,
+  *,
+  row_length: int,
+  microbatch: int,
+  num_workers: int = 1,
+) -> Sizes:
+  """Returns the sizes of rows on a mesh.
+
+  Args:
+    mesh: the mesh of training.
+    row_length: see `Sizes`.
+    microbatch: rows of a forward pass, which the shards divide; 0: all.
+    num_workers: see `Sizes`.
+  """
+  num_shards = activations.extent(mesh, activations.ROWS)
+  return Sizes(num_shards, row_length, microbatch // num_shards, num_workers)
+
+
+class Packed(NamedTuple):
+  """The sequences of a minibatch in the order of the shards, and their rows.
+
+  Attributes:
+    rows: int32, numbers of sequences: those of the first shard, and so on.
+    packing: where they are in packed rows.
+  """
+
+  rows: np.ndarray
+  packing: batch_lib.Packing
+
+
+def plan(
+  rows: np.ndarray,
+  lengths_B: np.ndarray,
+  losses_B: np.ndarray,
+  sizes: Sizes,
+) -> Packed:
+  """Returns the packing of some sequences of a batch.
+
+  Args:
+    rows: the numbers of the sequences; S divides how many there are.
+    lengths_B: the tokens of all sequences of the batch.
+    losses_B: the tokens of each with a loss.
+    sizes: see `Sizes`.
+  """
+  rows = np.asarray(rows, np.int32)
+  lengths, losses = np.asarray(lengths_B)[rows], np.asarray(losses_B)[rows]
+  members_Sm = _deal(lengths, sizes.num_shards)
+  shards = [_first_fit(lengths[m], sizes.row_length) for m in members_Sm]
+  most = max(len(shard) for shard in shards)
+  n = rounded(-(-most // sizes.max_rows) if sizes.max_rows else 1)
+  workers = min(n, sizes.num_workers)
+  n = -(-n // workers) * workers
+  num_rows = rounded(-(-most // n))
+  # Rows are dealt to microbatches, since the first hold few long sequences and
+  # the last ones many short ones.
+  parts = [[shard[i::n] for shard in shards] for i in range(n)]
+  most_sequences = max(sum(map(len, part)) for x in parts for part in x)
+  b = rounded(most_sequences, steps=2)
+  empty = sizes.row_length * num_rows
+  places_nSb = np.full((n, len(shards), b), len(members_Sm[0]), np.int32)
+  starts_nSb = np.full((n, len(shards), b), empty, np.int32)
+  num_losses = 1
+  for i, part in enumerate(parts):
+    for s, shard_rows in enumerate(part):
+      own = lengths[members_Sm[s]], losses[members_Sm[s]]
+      places = np.concatenate([[], *shard_rows]).astype(np.int32)
+      starts = [
+        number * sizes.row_length + np.cumsum(own[0][row]) - own[0][row]
+        for number, row in enumerate(shard_rows)
+      ]
+      places_nSb[i, s, : len(places)] = places
+      starts_nSb[i, s, : len(places)] = np.concatenate([[], *starts])
+      sums = [int(own[1][row].sum()) for row in shard_rows]
+      num_losses = max(num_losses, *sums, 1)
+  share = -(-sizes.row_length // _LOSS_SHARES)
+  packing = batch_lib.Packing(
+    places_nSb,
+    starts_nSb,
+    num_rows=num_rows,
+    row_length=sizes.row_length,
+    num_losses=min(-(-num_losses // share) * share, sizes.row_length),
+  )
+  return Packed(rows[members_Sm.reshape(-1)], packing)
+
+
+def rounded(count: int, *, steps: int = 16) -> int:
+  """Returns a number rounded up to one of `steps` numbers of its octave."""
+  unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
+  return -(-count // unit) * unit
+
+
+def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
+  """Returns int [S, m], the members of each shard, the longest first."""
+  order = np.argsort(-lengths, kind='stable').reshape(-1, num_shards)
+  members_mS = np.empty_like(order)
+  loads_S = np.zeros(num_shards, np.int64)
+  for place, group in enumerate(order):
+    emptiest = np.argsort(loads_S, kind='stable')
+    members_mS[place, emptiest] = group
+    loads_S[emptiest] += lengths[group]
+  return members_mS.T
+
+
+def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
+  """Returns the places of the sequences in each row.
+
+  Args:
+    lengths: tokens of sequences, the longest first.
+    row_length: tokens of a row.
+  """
+  rows, free = [], np.zeros(len(lengths), np.int64)
+  for place, length in enumerate(lengths):
+    fits = np.flatnonzero(free[: len(rows)] >= length)
+    if not len(fits):
+      free[len(rows)] = row_length
+      fits = [len(rows)]
+      rows.append([])
+    rows[fits[0]].append(place)
+    free[fits[0]] -= length
+  return rows
