@@ -299,7 +299,7 @@ KEYS: Mapping[str, Key] = {
 # of them changed what is computed.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
-  'updates.core_lengths': 'trajectories share rows of updates.row_length tokens',
+  'updates.core_lengths': 'trajectories share rows, updates.row_length',
 }
 
 

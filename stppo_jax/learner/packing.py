@@ -99,7 +99,7 @@ def plan(
   # the last ones many short ones.
   parts = [[shard[i::n] for shard in shards] for i in range(n)]
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
-  b = rounded(most_sequences, steps=2)
+  b = rounded(most_sequences, steps=1)
   empty = sizes.row_length * num_rows
   places_nSb = np.full((n, len(shards), b), len(members_Sm[0]), np.int32)
   starts_nSb = np.full((n, len(shards), b), empty, np.int32)
@@ -127,7 +127,7 @@ def plan(
   return Packed(rows[members_Sm.reshape(-1)], packing)
 
 
-def rounded(count: int, *, steps: int = 16) -> int:
+def rounded(count: int, *, steps: int = 8) -> int:
   """Returns a number rounded up to one of `steps` numbers of its octave."""
   unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
   return -(-count // unit) * unit

@@ -53,7 +53,6 @@ def _program_of_pairs():
   pairs = pairs_lib.packed(
     np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
   )
-  packed = updates.packed(pairs, 4, row_length=24)
   inputs = offline_losses.PairInputs(start.policy.params, 0.1, 0.5)
   hyperparameters = updates.HYPERPARAMETERS._replace(loss=inputs)
   return jax.make_jaxpr(
