@@ -19,14 +19,14 @@ Array = jax.Array
 class Packing:
   """Where sequences are in the rows of a forward pass, which hold several.
 
-  n microbatches, S shards of their rows, one for each device along the axes of
+  n microbatches, s shards of their rows, one for each device along the axes of
   rows, b sequences of a shard in a microbatch. Within one microbatch the arrays
   have no axis n.
 
   Attributes:
-    rows: int32 [n, S, b], numbers of sequences among those of their shard, in
+    rows: int32 [n, s, b], numbers of sequences among those of their shard, in
       the order of their starts; a number that is too large stands for none.
-    starts: int32 [n, S, b], the place of the first token of each, counted
+    starts: int32 [n, s, b], the place of the first token of each, counted
       through all rows of the shard; behind them where there is no sequence.
     num_rows: rows of a shard in a microbatch.
     row_length: tokens of a row.
@@ -107,18 +107,6 @@ class TokenBatch:
   def replace(self, **arrays: Array) -> 'TokenBatch':
     """Returns a copy with some arrays replaced."""
     return dataclasses.replace(self, **arrays)
-
-  def first_tokens(self, count: int) -> 'TokenBatch':
-    """Returns a copy with the first `count` tokens of each row."""
-    # A row has no more loss positions than tokens, and its filler comes last.
-    others = ('expert_ids', 'loss_positions_BM')
-    return self.replace(
-      **{
-        name: x[:, :count]
-        for name, x in vars(self).items()
-        if x is not None and (name.endswith('_BL') or name in others)
-      }
-    )
 
 
 class TokenDetails(NamedTuple):

@@ -1,10 +1,11 @@
 """Runs a model over the tokens of a batch: the only place that knows of rows.
 
-B trajectories, L tokens of each, M loss positions; R rows of the forward pass,
-N tokens of all rows of a shard, S shards, X experts.
+B trajectories, L tokens of each, M loss positions, X experts; s shards, b
+trajectories of a shard, m = b L their tokens; r rows of the forward pass, l
+tokens of a row, p places of the tokens in all rows of a shard.
 
 The rest of the learner, and all of `rl`, see one trajectory a row, [B, L]. If a
-batch has a `batch.Packing`, its trajectories stand in R rows of the packing's
+batch has a `batch.Packing`, its trajectories stand in rows of the packing's
 length while the model computes, each token sees its own trajectory only, and
 results are moved back to [B, L]. All of this happens within a shard: nothing
 moves between devices.
@@ -158,8 +159,8 @@ def in_rows(
   """Applies a function of rows to trajectories, which may share rows.
 
   Args:
-    function: maps (tokens_RL, **`functional.Rows`) to arrays with a number per
-      token, [R, L], and `moe.Routing`.
+    function: maps (tokens_rl, **`functional.Rows`) to arrays with a number per
+      token, [r, l], and `moe.Routing`.
     inputs: the trajectories.
     mesh: the mesh that they are laid out on.
 
@@ -175,52 +176,52 @@ def in_rows(
       loss_positions_BM=inputs.loss_positions_BM,
       expert_ids=inputs.expert_ids,
     )
-  S, b = packing.starts.shape
+  s, b = packing.starts.shape
   B, L = inputs.tokens_BL.shape
-  R, length = S * packing.num_rows, packing.row_length
+  r, length = s * packing.num_rows, packing.row_length
   constrain = lambda x: activations.constrain(x, mesh, activations.ROWS)
-  source_SN, target_SM, segments = _maps(packing, inputs.lengths_B, L)
+  source_sp, target_sm, segments = _maps(packing, inputs.lengths_B, L)
   segments = segments._replace(
     ids_BL=constrain(segments.ids_BL),
     positions_BL=constrain(segments.positions_BL),
   )
   to_rows: Any = lambda x: constrain(
-    _take(x.reshape(S, b * L, *x.shape[2:]), source_SN).reshape(
-      R, length, *x.shape[2:]
+    _take(x.reshape(s, b * L, *x.shape[2:]), source_sp).reshape(
+      r, length, *x.shape[2:]
     )
   )
-  loss_positions_RM = expert_ids = None
+  loss_positions_rm = expert_ids = None
   if inputs.loss_positions_BM is not None:
-    mask_RL = to_rows(inputs.loss_mask_BL) & (segments.positions_BL > 0)
-    places_RL = jnp.where(mask_RL, jnp.arange(length)[None], length)
-    loss_positions_RM = jnp.sort(places_RL, axis=1)[:, : packing.num_losses]
+    mask_rl = to_rows(inputs.loss_mask_BL) & (segments.positions_BL > 0)
+    places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
+    loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
   if inputs.expert_ids is not None:
     # 1 is added so that nothing, which is taken as 0, becomes -1.
     expert_ids = to_rows(inputs.expert_ids + 1) - 1
   outputs = function(
     to_rows(inputs.tokens_BL),
     segments=segments,
-    loss_positions_BM=loss_positions_RM,
+    loss_positions_BM=loss_positions_rm,
     expert_ids=expert_ids,
   )
   # Of two neighbours in a row, the last state of the first predicts the first
   # token of the second. That number must not leave the row.
-  first_1M = jnp.arange(b * L)[None] % L == 0
-  later_SM = jnp.where(first_1M, source_SN.shape[1], target_SM)
-  positions_SN = segments.positions_BL.reshape(S, -1)
-  back_SN = jnp.where(positions_SN > 0, source_SN, b * L)
-  flat = lambda x: x.reshape(S, -1, *x.shape[2:])
+  first_1m = jnp.arange(b * L)[None] % L == 0
+  later_sm = jnp.where(first_1m, source_sp.shape[1], target_sm)
+  positions_sp = segments.positions_BL.reshape(s, -1)
+  back_sp = jnp.where(positions_sp > 0, source_sp, b * L)
+  flat = lambda x: x.reshape(s, -1, *x.shape[2:])
 
   def to_trajectories(x: Any) -> Any:
     if isinstance(x, moe.Routing):
-      ids = _take(flat(x.expert_ids + 1), target_SM) - 1
+      ids = _take(flat(x.expert_ids + 1), target_sm) - 1
       sums = (
-        jnp.sum(y.reshape(S, -1, *y.shape[1:]), axis=1).reshape(B, -1)
+        jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
         for y in (x.visits_BX, x.probs_BX)
       )
       ids = constrain(ids.reshape(B, L, *ids.shape[2:]))
       return moe.Routing(ids, *sums)
-    return constrain(_moved(flat(x), later_SM, back_SN).reshape(B, L))
+    return constrain(_moved(flat(x), later_sm, back_sp).reshape(B, L))
 
   return jax.tree.map(
     to_trajectories, outputs, is_leaf=lambda x: isinstance(x, moe.Routing)
@@ -238,32 +239,32 @@ def _maps(
     L: tokens of a trajectory with its padding.
 
   Returns:
-    For each of the N places in the rows of a shard, the place of its token
+    For each place in the rows of a shard, the place of its token
     among the b L of its trajectories, or b L if it is empty; for these the
-    place in the rows, or N at padding; and the segments of the rows.
+    place in the rows, or their number at padding; and the segments of the rows.
   """
-  S, b = packing.starts.shape
+  s, b = packing.starts.shape
   size = packing.num_rows * packing.row_length
-  starts_Sb, lengths_Sb = packing.starts, lengths_B.reshape(S, b)
+  starts_sb, lengths_sb = packing.starts, lengths_B.reshape(s, b)
   # Starts increase, so the latest that is not behind a place is that of its
   # trajectory. Comparing all is faster than writing numbers to their places.
-  places_N = jnp.arange(size)
-  passed_SbN = starts_Sb[..., None] <= places_N[None, None]
-  number_SN = jnp.maximum(jnp.sum(passed_SbN, axis=1) - 1, 0)
-  of = lambda x_Sb: jnp.take_along_axis(x_Sb, number_SN, axis=1)
-  position_SN = places_N[None] - of(starts_Sb)
-  text_SN = (position_SN >= 0) & (position_SN < of(lengths_Sb))
-  only = lambda x_SN: jnp.where(text_SN, x_SN, 0)
-  source_SN = jnp.where(text_SN, number_SN * L + position_SN, b * L)
+  places_p = jnp.arange(size)
+  passed_sbp = starts_sb[..., None] <= places_p[None, None]
+  number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)
+  of = lambda x_sb: jnp.take_along_axis(x_sb, number_sp, axis=1)
+  position_sp = places_p[None] - of(starts_sb)
+  text_sp = (position_sp >= 0) & (position_sp < of(lengths_sb))
+  only = lambda x_sp: jnp.where(text_sp, x_sp, 0)
+  source_sp = jnp.where(text_sp, number_sp * L + position_sp, b * L)
   l_11L = jnp.arange(L)[None, None]
-  target_SbL = jnp.where(
-    l_11L < lengths_Sb[..., None], starts_Sb[..., None] + l_11L, size
+  target_sbL = jnp.where(
+    l_11L < lengths_sb[..., None], starts_sb[..., None] + l_11L, size
   )
-  by_row = lambda x_SN: x_SN.reshape(-1, packing.row_length)
+  by_row = lambda x_sp: x_sp.reshape(-1, packing.row_length)
   segments = attention.Segments(
-    by_row(only(number_SN + 1)), by_row(only(position_SN)), b
+    by_row(only(number_sp + 1)), by_row(only(position_sp)), b
   )
-  return source_SN, target_SbL.reshape(S, b * L), segments
+  return source_sp, target_sbL.reshape(s, b * L), segments
 
 
 def _take(x: Array, index: Array) -> Array:

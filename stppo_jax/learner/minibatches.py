@@ -1,6 +1,6 @@
 """Splits a batch into minibatches, and their rows into microbatches.
 
-B rows of a minibatch, n microbatches of at most b rows of each of S shards.
+B rows of a minibatch, n microbatches of at most b rows of each of s shards.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def join(microbatches: Tree, packing: batch_lib.Packing, num_rows: int) -> Tree:
   """Returns arrays [B, ...] of those of microbatches; the inverse of `split`.
 
   Args:
-    microbatches: arrays [n, S b, ...].
+    microbatches: arrays [n, s b, ...].
     packing: see `split`.
     num_rows: B.
   """
@@ -96,26 +96,26 @@ def map_rows(
   return join(outputs, packing, len(jax.tree.leaves(rows)[0]))
 
 
-def _take(x: Array, rows_nSb: Array) -> Array:
-  """Returns rows [n, S b, ...] of the shards of an array; 0 for no row."""
-  n, S, b = rows_nSb.shape
-  parts = x.reshape(S, -1, *x.shape[1:])
+def _take(x: Array, rows_nsb: Array) -> Array:
+  """Returns rows [n, s b, ...] of the shards of an array; 0 for no row."""
+  n, s, b = rows_nsb.shape
+  parts = x.reshape(s, -1, *x.shape[1:])
   take = lambda part, rows_nb: part.at[rows_nb].get(mode='fill', fill_value=0)
-  taken = jax.vmap(take, in_axes=(0, 1), out_axes=1)(parts, rows_nSb)
-  return taken.reshape(n, S * b, *x.shape[1:])
+  taken = jax.vmap(take, in_axes=(0, 1), out_axes=1)(parts, rows_nsb)
+  return taken.reshape(n, s * b, *x.shape[1:])
 
 
-def _put(x: Array, rows_nSb: Array, num_rows: int) -> Array:
+def _put(x: Array, rows_nsb: Array, num_rows: int) -> Array:
   """Inverts `_take`."""
-  n, S, b = rows_nSb.shape
+  n, s, b = rows_nsb.shape
   shape = x.shape[2:]
   put = lambda part, rows_nb: (
-    jnp.zeros((num_rows // S, *shape), x.dtype)
+    jnp.zeros((num_rows // s, *shape), x.dtype)
     .at[rows_nb]
     .set(part, mode='drop')
   )
-  parts = x.reshape(n, S, b, *shape)
-  put_all = jax.vmap(put, in_axes=(1, 1))(parts, rows_nSb)
+  parts = x.reshape(n, s, b, *shape)
+  put_all = jax.vmap(put, in_axes=(1, 1))(parts, rows_nsb)
   return put_all.reshape(num_rows, *shape)
 
 

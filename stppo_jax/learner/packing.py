@@ -1,7 +1,7 @@
 """Decides, on the host, which sequences share a row of the forward pass.
 
-S shards of a minibatch, one for each device along the axes of rows, n
-microbatches, R rows that a shard computes of a microbatch, b sequences that are
+s shards of a minibatch, one for each device along the axes of rows, n
+microbatches, r rows that a shard computes of a microbatch, b sequences that are
 in them at most. A row has `row_length` tokens.
 
 The sequences are dealt to the shards by length, longest first, each to the
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
   """What the shape of packed rows follows from, beside the sequences.
 
   Attributes:
-    num_shards: S.
+    num_shards: s.
     row_length: tokens of a row, at least those of the longest sequence.
     max_rows: the most rows that a shard computes at once; 0: all.
     num_workers: if there are at least so many microbatches, their number is a
@@ -81,15 +81,15 @@ def plan(
   """Returns the packing of some sequences of a batch.
 
   Args:
-    rows: the numbers of the sequences; S divides how many there are.
+    rows: the numbers of the sequences; s divides how many there are.
     lengths_B: the tokens of all sequences of the batch.
     losses_B: the tokens of each with a loss.
     sizes: see `Sizes`.
   """
   rows = np.asarray(rows, np.int32)
   lengths, losses = np.asarray(lengths_B)[rows], np.asarray(losses_B)[rows]
-  members_Sm = _deal(lengths, sizes.num_shards)
-  shards = [_first_fit(lengths[m], sizes.row_length) for m in members_Sm]
+  members_sm = _deal(lengths, sizes.num_shards)
+  shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
   most = max(len(shard) for shard in shards)
   n = rounded(-(-most // sizes.max_rows) if sizes.max_rows else 1)
   workers = min(n, sizes.num_workers)
@@ -101,30 +101,30 @@ def plan(
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
   b = rounded(most_sequences, steps=1)
   empty = sizes.row_length * num_rows
-  places_nSb = np.full((n, len(shards), b), len(members_Sm[0]), np.int32)
-  starts_nSb = np.full((n, len(shards), b), empty, np.int32)
+  places_nsb = np.full((n, len(shards), b), len(members_sm[0]), np.int32)
+  starts_nsb = np.full((n, len(shards), b), empty, np.int32)
   num_losses = 1
   for i, part in enumerate(parts):
-    for s, shard_rows in enumerate(part):
-      own = lengths[members_Sm[s]], losses[members_Sm[s]]
+    for shard, shard_rows in enumerate(part):
+      own = lengths[members_sm[shard]], losses[members_sm[shard]]
       places = np.concatenate([[], *shard_rows]).astype(np.int32)
       starts = [
         number * sizes.row_length + np.cumsum(own[0][row]) - own[0][row]
         for number, row in enumerate(shard_rows)
       ]
-      places_nSb[i, s, : len(places)] = places
-      starts_nSb[i, s, : len(places)] = np.concatenate([[], *starts])
+      places_nsb[i, shard, : len(places)] = places
+      starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
       sums = [int(own[1][row].sum()) for row in shard_rows]
       num_losses = max(num_losses, *sums, 1)
   share = -(-sizes.row_length // _LOSS_SHARES)
   packing = batch_lib.Packing(
-    places_nSb,
-    starts_nSb,
+    places_nsb,
+    starts_nsb,
     num_rows=num_rows,
     row_length=sizes.row_length,
     num_losses=min(-(-num_losses // share) * share, sizes.row_length),
   )
-  return Packed(rows[members_Sm.reshape(-1)], packing)
+  return Packed(rows[members_sm.reshape(-1)], packing)
 
 
 def rounded(count: int, *, steps: int = 8) -> int:
@@ -134,15 +134,15 @@ def rounded(count: int, *, steps: int = 8) -> int:
 
 
 def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
-  """Returns int [S, m], the members of each shard, the longest first."""
+  """Returns int [s, m], the members of each shard, the longest first."""
   order = np.argsort(-lengths, kind='stable').reshape(-1, num_shards)
-  members_mS = np.empty_like(order)
-  loads_S = np.zeros(num_shards, np.int64)
+  members_ms = np.empty_like(order)
+  loads_s = np.zeros(num_shards, np.int64)
   for place, group in enumerate(order):
-    emptiest = np.argsort(loads_S, kind='stable')
-    members_mS[place, emptiest] = group
-    loads_S[emptiest] += lengths[group]
-  return members_mS.T
+    emptiest = np.argsort(loads_s, kind='stable')
+    members_ms[place, emptiest] = group
+    loads_s[emptiest] += lengths[group]
+  return members_ms.T
 
 
 def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
