@@ -104,7 +104,7 @@ class TokenBatch:
   value_mask_BL: Any = None
   packing: Packing | None = None
 
-  def replace(self, **arrays: Array) -> 'TokenBatch':
+  def replace(self, **arrays: Any) -> 'TokenBatch':
     """Returns a copy with some arrays replaced."""
     return dataclasses.replace(self, **arrays)
 

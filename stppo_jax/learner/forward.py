@@ -134,9 +134,7 @@ def values(
   )
 
 
-def of_pairs(
-  packing: batch_lib.Packing, lengths_Q2: Array
-) -> batch_lib.Packing:
+def of_pairs(packing: batch_lib.Packing, lengths_Q2: Any) -> batch_lib.Packing:
   """Returns the packing of single trajectories, given that of pairs.
 
   Args:
@@ -180,6 +178,7 @@ def in_rows(
   B, L = inputs.tokens_BL.shape
   r, length = s * packing.num_rows, packing.row_length
   constrain = lambda x: activations.constrain(x, mesh, activations.ROWS)
+  assert inputs.lengths_B is not None
   source_sp, target_sm, segments = _maps(packing, inputs.lengths_B, L)
   segments = segments._replace(
     ids_BL=constrain(segments.ids_BL),

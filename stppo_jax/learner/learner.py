@@ -105,7 +105,7 @@ class Learner:
       num_workers=num_workers,
     )
     # The sizes of the batch that is updated on, see `_packed`.
-    self._sized = lambda: None, None
+    self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
       self._spec,
       state_lib.Optimizers(policy_optimizer, value_optimizer),
@@ -217,7 +217,8 @@ class Learner:
     if of() is not batch:
       found = jax.device_get(self.programs.sizes(batch))
       self._sized = weakref.ref(batch), found
-    return packing_lib.plan(rows, *found, self.sizes)
+    lengths, losses = found
+    return packing_lib.plan(rows, lengths, losses, self.sizes)
 
   def hyperparameters(self, step: int) -> step_lib.Hyperparameters:
     """Returns the runtime inputs of the updates of a step."""

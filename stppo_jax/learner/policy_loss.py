@@ -195,10 +195,11 @@ def context_of(
   """
   outputs = None
   statistics = inputs.algorithm.uses_minibatch_statistics
-  if statistics and len(jax.tree.leaves(microbatches)[0]) > 1:
+  packing = microbatches.packing
+  if statistics and packing is not None and len(packing.rows) > 1:
     outputs = minibatches_lib.join(
       outputs_of(params, microbatches, spec=spec),
-      microbatches.packing,
+      packing,
       len(minibatch.lengths_B),
     )
   return join_context(minibatch, inputs, outputs, spec=spec)

@@ -15,7 +15,7 @@ Array = jax.Array
 Tree = Any
 
 
-def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh | None) -> Tree:
+def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns some rows of a batch, laid out like the batch.
 
   For x[rows], every device would get the whole batch and keep a few of its
