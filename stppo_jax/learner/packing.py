@@ -91,7 +91,9 @@ def plan(
   members_sm = _deal(lengths, sizes.num_shards)
   shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
   most = max(len(shard) for shard in shards)
-  n = rounded(-(-most // sizes.max_rows) if sizes.max_rows else 1)
+  max_rows = sizes.max_rows or most
+  # No more than there would be if each sequence had a row of its own.
+  n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
   num_rows = rounded(-(-most // n))
