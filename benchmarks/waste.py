@@ -76,9 +76,9 @@ class Useful(NamedTuple):
   """Shares of what is computed that are needed.
 
   Attributes:
-    tokens: of tokens, and of products with weights.
-    all: of all operations.
-    before: of tokens, if all rows are as long as the longest.
+    tokens: the share of tokens, and of products with weights.
+    all: the share of all operations.
+    before: the share of tokens, if all rows are as long as the longest.
     size: what the shape of the program depends on.
   """
 

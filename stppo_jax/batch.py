@@ -17,7 +17,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-  """Where sequences are in the rows of a forward pass, which hold several.
+  """The places of sequences in rows of a forward pass, which hold several.
 
   n microbatches, s shards of their rows, one for each device along the axes of
   rows, b sequences of a shard in a microbatch. Within one microbatch the arrays

@@ -138,7 +138,7 @@ def of_pairs(packing: batch_lib.Packing, lengths_Q2: Any) -> batch_lib.Packing:
   """Returns the packing of single trajectories, given that of pairs.
 
   Args:
-    packing: that of one microbatch; the trajectories of a pair follow each
+    packing: the packing of one microbatch; the trajectories of a pair follow each
       other in a row.
     lengths_Q2: the tokens of both trajectories of each pair.
   """
@@ -233,7 +233,7 @@ def _maps(
   """Returns where the tokens of rows come from, and where they go to.
 
   Args:
-    packing: that of one microbatch.
+    packing: the packing of one microbatch.
     lengths_B: the tokens of each trajectory.
     L: tokens of a trajectory with its padding.
 

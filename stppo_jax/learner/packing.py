@@ -25,7 +25,7 @@ _LOSS_SHARES = 4
 
 
 class Sizes(NamedTuple):
-  """What the shape of packed rows follows from, beside the sequences.
+  """The numbers that decide the shape of packed rows, beside the sequences.
 
   Attributes:
     num_shards: s.
