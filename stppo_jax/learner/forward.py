@@ -138,8 +138,8 @@ def of_pairs(packing: batch_lib.Packing, lengths_Q2: Any) -> batch_lib.Packing:
   """Returns the packing of single trajectories, given that of pairs.
 
   Args:
-    packing: the packing of one microbatch; the trajectories of a pair follow each
-      other in a row.
+    packing: the packing of one microbatch, in which the trajectories of a pair
+      follow each other in a row.
     lengths_Q2: the tokens of both trajectories of each pair.
   """
   size = packing.num_rows * packing.row_length
