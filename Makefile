@@ -102,6 +102,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
 	$(PAGES) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.waste $(ARGS)
 	$(ONE_HEAP) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.retrieval $(ARGS)

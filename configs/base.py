@@ -270,17 +270,17 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The updates of a step end after the first in which log(old / new), the
         # mean over its policy tokens (actor/ppo_kl), exceeds this; 0 = never.
         'kl_stop': 0.0,
-        # Trajectories per forward pass; 0 = minibatch_size.
+        # Tokens of a row of the forward pass, which holds several trajectories;
+        # 0 = env.max_length. Longer rows are filled better.
+        'row_length': 0,
+        # Rows per forward pass, on all devices together; 0 = all of a
+        # minibatch.
         'microbatch_size': 0,
-        # On a single CPU device, in place of microbatch_size: trajectories per
-        # forward pass of one core. The cores run in parallel, each with
-        # gradients of its own. It has no effect if the scope of a correction is
-        # the microbatch. 0 = off.
+        # On a single CPU device, in place of microbatch_size: rows per forward
+        # pass of one core. The cores run in parallel, each with gradients of
+        # its own. It has no effect if the scope of a correction is the
+        # microbatch. 0 = off.
         'core_rows': 0,
-        # Above 1, the padding that all rows of a microbatch of core_rows share
-        # is cut off, at multiples of env.max_length / core_lengths tokens. Each
-        # length has programs of its own to compile.
-        'core_lengths': 1,
         # The run ends with exit code 76 after this many skipped updates in a
         # row; 0 = never. An update is skipped if its loss, its gradient, a new
         # weight or a new moment is not finite, or if the norm of a gradient is

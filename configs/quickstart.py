@@ -43,7 +43,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     config.rollout.group_size = 8  # divides trajectories_per_step
   config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
-  config.updates.core_rows = 4  # few enough to fit the cache of a core
+  config.updates.core_rows = 3  # few enough to fit the cache of a core
   config.updates.num_epochs = 2
   # More tokens than a minibatch has: with a small vocabulary all logits fit in
   # memory, and a loop over chunks would only take time.

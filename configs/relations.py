@@ -104,8 +104,6 @@ RELATIONS: tuple[Relation, ...] = (
   _is_multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
   _is_multiple('rollout.slots', 'rollout.group_size'),
-  _is_multiple('updates.minibatch_size', 'updates.microbatch_size'),
-  _is_multiple('updates.minibatch_size', 'updates.core_rows'),
   _is_multiple('model.num_heads', 'model.num_kv_heads'),
   _refuse(
     'loss.value_warmup_steps',
@@ -152,6 +150,13 @@ RELATIONS: tuple[Relation, ...] = (
     'env.max_length',
     when=lambda turn, length: turn >= length,
     because='must be smaller than env.max_length={1}',
+  ),
+  _refuse(
+    'updates.row_length',
+    'env.max_length',
+    when=lambda row, length: 0 < row < length,
+    because='must be 0, or at least env.max_length={1}: a trajectory stands in '
+    'one row',
   ),
   _refuse(
     'rollout.resample_rounds',

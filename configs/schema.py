@@ -269,7 +269,6 @@ KEYS: Mapping[str, Key] = {
   'sft.error_rate': Key(rules.FRACTION),
   'sft.num_steps': Key(rules.POSITIVE),
   'title': _free(rules.LINE, since='0.3'),
-  'updates.core_lengths': _free(rules.POSITIVE, since='0.3'),
   'updates.core_rows': Key(rules.NOT_NEGATIVE),
   'updates.head_chunk': Key(rules.NOT_NEGATIVE),
   'updates.kl_stop': Key(rules.NOT_NEGATIVE, since='0.3', before=0.0),
@@ -279,6 +278,7 @@ KEYS: Mapping[str, Key] = {
   'updates.num_epochs': Key(rules.POSITIVE),
   'updates.old_policy': Key(rules.one_of('sampled', 'current')),
   'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
+  'updates.row_length': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
   'updates.routing_replay': Key(rules.one_of('nowhere', 'trainer', 'sampler')),
   'writer.copy_to': _free(
     rules.ADDRESS, check=external.bucket_is_usable, since='0.3'
@@ -296,8 +296,12 @@ KEYS: Mapping[str, Key] = {
   ),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
-# Keys of earlier versions that are gone; none of them changed what is computed.
-GONE = ('evaluate.batch_size',)
+# Keys of earlier versions that are gone, and what there is in their place; none
+# of them changed what is computed.
+GONE = {
+  'evaluate.batch_size': 'rollout.slots is also for evaluations',
+  'updates.core_lengths': 'trajectories share rows, updates.row_length',
+}
 
 
 def earlier() -> dict[str, Any]:

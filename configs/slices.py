@@ -20,7 +20,7 @@ class Slice(typing.NamedTuple):
   Attributes:
     topology: its name, for `plan`.
     data, fsdp, tensor: the mesh of training.
-    microbatch_size: trajectories per forward pass.
+    microbatch_size: rows per forward pass.
     slots: dialogues that a host decodes at a time.
     decode_tensor: chips over which the weights are divided in decoding.
   """

@@ -16,6 +16,32 @@ Array = jax.Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Packing:
+  """The places of sequences in rows of a forward pass, which hold several.
+
+  n microbatches, s shards of their rows, one for each device along the axes of
+  rows, b sequences of a shard in a microbatch. Within one microbatch the arrays
+  have no axis n.
+
+  Attributes:
+    rows: int32 [n, s, b], numbers of sequences among those of their shard, in
+      the order of their starts; a number that is too large stands for none.
+    starts: int32 [n, s, b], the place of the first token of each, counted
+      through all rows of the shard; behind them where there is no sequence.
+    num_rows: rows of a shard in a microbatch.
+    row_length: tokens of a row.
+    num_losses: the most loss positions of a row.
+  """
+
+  rows: Any
+  starts: Any
+  num_rows: int = dataclasses.field(metadata={'static': True})
+  row_length: int = dataclasses.field(metadata={'static': True})
+  num_losses: int = dataclasses.field(metadata={'static': True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TokenBatch:
   """Trajectories as arrays; `annotate` fills the fields from `old_logprobs_BL`.
 
@@ -52,6 +78,8 @@ class TokenBatch:
       update.
     advantages_BL, returns_BL: float32, from `rl.advantages`.
     value_mask_BL: bool, tokens that the value model is trained at.
+    packing: where the trajectories of a microbatch are in the rows that models
+      see; None: each has a row.
   """
 
   tokens_BL: Array
@@ -74,22 +102,11 @@ class TokenBatch:
   advantages_BL: Any = None
   returns_BL: Any = None
   value_mask_BL: Any = None
+  packing: Packing | None = None
 
-  def replace(self, **arrays: Array) -> 'TokenBatch':
+  def replace(self, **arrays: Any) -> 'TokenBatch':
     """Returns a copy with some arrays replaced."""
     return dataclasses.replace(self, **arrays)
-
-  def first_tokens(self, count: int) -> 'TokenBatch':
-    """Returns a copy with the first `count` tokens of each row."""
-    # A row has no more loss positions than tokens, and its filler comes last.
-    others = ('expert_ids', 'loss_positions_BM')
-    return self.replace(
-      **{
-        name: x[:, :count]
-        for name, x in vars(self).items()
-        if x is not None and (name.endswith('_BL') or name in others)
-      }
-    )
 
 
 class TokenDetails(NamedTuple):
@@ -128,9 +145,11 @@ class PairBatch(NamedTuple):
     loss_positions_Q2M: int32, positions of the loss mask, see
       `pack.loss_positions`.
     lengths_Q2: int32, tokens up to the last of the loss mask.
+    packing: see `TokenBatch`; a pair stands in one row.
   """
 
   tokens_Q2L: np.ndarray
   loss_mask_Q2L: np.ndarray
   loss_positions_Q2M: np.ndarray
   lengths_Q2: np.ndarray
+  packing: Packing | None = None

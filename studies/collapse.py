@@ -57,9 +57,8 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.rollout.trajectories_per_step = 32
   config.updates.minibatch_size = 8
   config.updates.num_epochs = 8
+  config.updates.core_rows = 4
   config.rollout.length_bucket = 64  # fewer programs to compile
-  # It pays although each length is compiled, because runs share programs.
-  config.updates.core_lengths = 8
   config.policy_optimizer.learning_rate = _STRESS_RATE
   config.value_optimizer.learning_rate = 5e-4
   # Without a warm-up, the first updates of Adam look like a collapse.

@@ -61,7 +61,7 @@ def derived(config: Any) -> list[str]:
     f'questions per step: {rows // rollout.group_size:,}',
     f'updates per collection: {count:,}',
     f'updates of the run: {count * config.num_steps:,}',
-    f'microbatches per update: {minibatch // microbatch:,}',
+    f'microbatches per update: at most {-(-minibatch // microbatch):,}',
     f'tokens per update: at most {minibatch * length:,}',
     f'tokens of the run: at most {rows * length * config.num_steps:,}',
     'off-policy degree: at the last update of a step, the policy is '

@@ -5,7 +5,7 @@ B trajectories, L tokens, M loss positions, X experts.
 Log-probabilities of the old policy and of the reference, values, the KL
 penalty, advantages and returns come from one jitted function over the whole
 collected batch, because whitening is over all of it. The models compute one
-microbatch at a time, as in an update.
+microbatch of packed rows at a time, as in an update.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import forward
 from stppo_jax.learner import minibatches
 from stppo_jax.learner import model_roles
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.models import precision
+from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
@@ -55,7 +58,7 @@ def annotate(
   models: model_roles.Models,
   temperature: float,
   num_turns: int,
-  microbatch_size: int = 0,
+  packed: packing_lib.Packed | None = None,
   routing_replay: str = 'nowhere',
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
   """Adds log-probabilities, values, returns and advantages to a batch.
@@ -72,8 +75,8 @@ def annotate(
       computes the reference.
     temperature: the sampling temperature.
     num_turns: static, the largest number of turns of a trajectory.
-    microbatch_size: static, rows that a model sees at once; divides B, or is at
-      least B. 0: all.
+    packed: the rows in the order of the shards, and their packing; None: the
+      models see all rows at once, a trajectory in each.
     routing_replay: static, which experts the updates visit: 'nowhere' (those
       that the router picks), 'trainer' (those of the old policy's pass here) or
       'sampler' (those in the batch, which the old policy then visits too).
@@ -94,9 +97,10 @@ def annotate(
   params, reference, old = precision.cast((state.params, reference, old), dtype)
   frozen_reference = params.frozen if reference is None else reference
 
-  num_microbatches = 1
-  if microbatch_size:
-    num_microbatches = max(len(batch.lengths_B) // microbatch_size, 1)
+  inputs, packing, mesh = forward.inputs_of(batch), None, models.policy.mesh
+  if packed is not None:
+    inputs = rows_lib.select(inputs, packed.rows, mesh)
+    packing = packed.packing
   outputs = minibatches.map_rows(
     lambda inputs: _model_outputs(
       inputs,
@@ -107,9 +111,11 @@ def annotate(
       temperature=temperature,
       routing_replay=routing_replay,
     ),
-    model_roles.model_inputs(batch),
-    num_microbatches,
+    inputs,
+    packing,
   )
+  if packed is not None:
+    outputs = rows_lib.select(outputs, jnp.argsort(packed.rows), mesh)
   mask_BL = batch.loss_mask_BL
   old_BL = masking.select(outputs.old_logprobs_BL, mask_BL)
   ref_BL = masking.select(outputs.ref_logprobs_BL, mask_BL)
@@ -174,7 +180,7 @@ def _metrics(
 
 
 def _model_outputs(
-  inputs: model_roles.ModelInputs,
+  inputs: forward.Inputs,
   params: model_roles.Params,
   reference: functional.Params,
   old: functional.Params | None,
@@ -184,21 +190,23 @@ def _model_outputs(
   routing_replay: str,
 ) -> _Outputs:
   """Runs all models on some rows; see `annotate`."""
-  policy, kwargs = models.policy, inputs._asdict()
-  current = model_roles.token_outputs(
-    params, **kwargs, models=models, temperature=temperature
+  policy = models.policy
+  current = forward.all_outputs(
+    params, inputs, models=models, temperature=temperature
   )
   outputs = current
   if old is not None:
-    outputs = policy.token_outputs(
+    outputs = forward.token_outputs(
+      policy,
       policy.join_params(params.frozen, old),
-      **kwargs,
+      inputs,
       temperature=temperature,
     )
   # The reference's own routers choose its experts: only the policy replays.
-  ref_logprobs_BL, _ = policy.plain_policy.logprobs_and_entropy(
+  reference_outputs = forward.token_outputs(
+    policy.plain_policy,
     reference,
-    **{name: x for name, x in kwargs.items() if name != 'expert_ids'},
+    inputs._replace(expert_ids=None),
     temperature=temperature,
   )
   visits_BX = expert_ids = None
@@ -209,7 +217,7 @@ def _model_outputs(
     expert_ids = outputs.routing.expert_ids.astype(jnp.int16)
   return _Outputs(
     outputs.logprobs_BL,
-    ref_logprobs_BL,
+    reference_outputs.logprobs_BL,
     current.values_BL,
     visits_BX,
     expert_ids,

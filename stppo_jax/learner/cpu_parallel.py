@@ -7,10 +7,6 @@ compute. Here every core runs a whole program on its share of the microbatches,
 and the cores are joined only for numbers of the whole minibatch: its statistics
 and the sum of its gradients.
 
-The rows of a minibatch are sorted by length, and each microbatch may be cut off
-behind its longest row, so that short rows are not computed at the length of
-long ones.
-
 The result is that of `step.update` up to the order of the float32 sums. A
 mesh of several devices splits the rows itself and does not use this module.
 """
@@ -19,15 +15,15 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import functools
-import math
 import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import minibatches
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
@@ -48,38 +44,20 @@ def is_supported(
   return one_cpu and not algorithm.depends_on_microbatches
 
 
-def num_workers(num_microbatches: int, cores: int | None = None) -> int:
-  """Returns how many cores can take equal shares of the microbatches.
-
-  Args:
-    num_microbatches: microbatches of a minibatch.
-    cores: cores to use; None counts those that this process may run on.
-  """
-  if cores is None:
-    affinity = getattr(os, 'sched_getaffinity', None)  # absent on macOS
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-  return math.gcd(num_microbatches, cores)
-
-
-def unit(max_length: int, num_lengths: int) -> int:
-  """Returns the unit of an `Updater` with so many lengths.
-
-  Args:
-    max_length: tokens of the longest trajectory.
-    num_lengths: `updates.core_lengths`; 1 cuts nothing off.
-  """
-  return math.ceil(max_length / num_lengths) if num_lengths > 1 else 0
+def num_cores() -> int:
+  """Returns the number of cores that this process may run on."""
+  affinity = getattr(os, 'sched_getaffinity', None)  # absent on macOS
+  return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 class Updater:
   """Updates like `step.update`, on one device and several cores.
 
   Args:
-    spec: static; `num_workers` divides its `num_microbatches`.
+    spec: static.
     method: one of `policy_loss`.
     optimizers: the optimisers.
     num_workers: programs that run at the same time.
-    unit: microbatches are cut off at multiples of so many tokens; 0: never.
     out_shardings: layout of the state.
   """
 
@@ -90,16 +68,15 @@ class Updater:
     optimizers: state_lib.Optimizers,
     *,
     num_workers: int,
-    unit: int,
     out_shardings: Tree,
   ):
     self._spec, self._method = spec, method
     self._optimizers = optimizers
     self._num_workers = num_workers
-    self._unit = unit
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
-    self._select = jax.jit(_select_rows, static_argnames='length')
+    self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
+    self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
     self._cast = jax.jit(functools.partial(step_lib.cast, spec=spec))
     self._outputs = jax.jit(
       functools.partial(policy_loss.outputs_of, spec=spec)
@@ -119,7 +96,7 @@ class Updater:
     state: state_lib.TrainState,
     frozen: Tree,
     batch: batch_lib.TokenBatch,
-    rows: np.ndarray,
+    packed: packing_lib.Packed,
     hyperparameters: step_lib.Hyperparameters,
   ) -> tuple[state_lib.TrainState, step_lib.LossOutputs]:
     """Updates on some rows of a batch; see `step.update`.
@@ -127,9 +104,14 @@ class Updater:
     Args:
       state, frozen, hyperparameters: see `step.update`.
       batch: the annotated batch.
-      rows: int32, the rows of the batch that form the minibatch.
+      packed: the rows of the batch that form the minibatch, and their packing.
     """
-    minibatch, microbatches = self._split(batch, rows)
+    minibatch = self._select(batch, packed.rows)
+    packing = packed.packing
+    microbatches = [
+      self._split(minibatch, jax.tree.map(lambda x: x[n : n + 1], packing))
+      for n in range(len(packing.rows))
+    ]
     params = self._cast(state.with_frozen(frozen))
     inputs, outputs = hyperparameters.loss, None
     if inputs.algorithm.uses_minibatch_statistics:
@@ -138,7 +120,7 @@ class Updater:
         microbatches,
         'outputs',
       )
-    context = self._context(minibatch, inputs, outputs)
+    context = self._context(minibatch, inputs, outputs, packing)
     sums = self._map(
       lambda share: _sum_share(share, lambda m: self._sums(params, m, context)),
       microbatches,
@@ -146,43 +128,20 @@ class Updater:
     )
     return self._apply(state, sums, hyperparameters)
 
-  def _split(self, batch, rows):
-    """Returns the minibatch and its microbatches, from short rows to long ones.
-
-    Each microbatch has a leading axis of length 1. The rows of the minibatch
-    have the order that `minibatches.join` gives to those of the microbatches.
-    """
-    lengths = np.asarray(batch.lengths_B)[rows]
-    order = np.argsort(lengths, kind='stable')
-    rows_nB = np.asarray(rows)[order].reshape(self._spec.num_microbatches, -1)
-    longest_n = lengths[order].reshape(rows_nB.shape)[:, -1]
-    padded = batch.tokens_BL.shape[1]
-    microbatches = [
-      self._select(
-        batch,
-        rows_1B,
-        length=microbatch_length(longest, padded, self._unit),
-      )
-      for rows_1B, longest in zip(rows_nB[:, None], longest_n)
-    ]
-    minibatch = self._select(batch, rows_nB.T.reshape(-1), length=padded)
-    return minibatch, microbatches
-
   def _map(
     self, function: Callable[[Tree], Tree], microbatches: Tree, kind: Any
   ) -> list[Tree]:
     """Applies a function to every worker's microbatches, on a thread each.
 
     Which worker gets which microbatch does not depend on time, so equal calls
-    give equal bits. With n workers, each gets every n-th microbatch, because
-    the first ones are short and the last ones long.
+    give equal bits.
 
     Calls from one thread would run one after the other. The first call for
     given shapes does run that way, so that a program is compiled once and not
     by all threads at the same time.
     """
-    workers = range(self._num_workers)
-    shares = [microbatches[n :: self._num_workers] for n in workers]
+    size = min(self._num_workers, len(microbatches))
+    shares = [microbatches[n::size] for n in range(size)]
     shapes = lambda m: tuple(x.shape for x in jax.tree.leaves(m))
     kinds = {(kind, shapes(microbatch)) for microbatch in microbatches}
     if kinds <= self._compiled:
@@ -190,13 +149,13 @@ class Updater:
     self._compiled |= kinds
     return [function(share) for share in shares]
 
-  def _join_context(self, minibatch, inputs, outputs):
+  def _join_context(self, minibatch, inputs, outputs, packing):
     if outputs is not None:
-      length = minibatch.tokens_BL.shape[1]
-      pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2])))
       # Undoes the distribution to the workers.
       in_order = [pair for pairs in zip(*outputs) for pair in pairs]
-      outputs = _concatenate(jax.tree.map(pad, in_order))
+      outputs = minibatches.join(
+        _concatenate(in_order), packing, len(minibatch.lengths_B)
+      )
     context = policy_loss.join_context(
       minibatch, inputs, outputs, spec=self._spec
     )
@@ -218,23 +177,6 @@ class Updater:
     return step_lib.apply_gradients(
       state, gradient, outputs, hyperparameters, optimizers=self._optimizers
     )
-
-
-def microbatch_length(longest: int, padded: int, unit: int) -> int:
-  """Returns the tokens that a microbatch keeps of each row.
-
-  Args:
-    longest: tokens of its longest row without padding.
-    padded: tokens of a row of the batch with padding.
-    unit: the result is a multiple of it, or `padded`; 0: it is `padded`.
-  """
-  if not unit:
-    return padded
-  return min(padded, unit * max(1, math.ceil(longest / unit)))
-
-
-def _select_rows(batch, rows, *, length):
-  return jax.tree.map(lambda x: x[rows], batch.first_tokens(length))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

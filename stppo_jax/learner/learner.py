@@ -2,15 +2,18 @@
 
 import dataclasses
 from typing import Any
+import weakref
 
 import jax
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import cpu_parallel
+from stppo_jax.learner import forward
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
@@ -46,6 +49,7 @@ class Learner:
       engine decodes with it.
     mesh: the mesh of training.
     programs: its compiled programs.
+    sizes: the sizes of packed rows.
     algorithm: the algorithm, with the present coefficient of its penalty.
 
   Raises:
@@ -84,28 +88,31 @@ class Learner:
     )
     self._numbers = policy_numbers, value_numbers
     updates = config.updates
-    core_rows = updates.core_rows
+    core_rows, num_workers = updates.core_rows, 1
     if not cpu_parallel.is_supported(mesh, self.algorithm):
       core_rows = 0
-    microbatch_size = (
-      core_rows or updates.microbatch_size or updates.minibatch_size
-    )
+    if core_rows:
+      num_workers = cpu_parallel.num_cores()
     self._spec = step_lib.Spec(
       models,
       temperature=config.rollout.temperature,
       num_turns=config.env.max_turns + 1,
-      num_microbatches=updates.minibatch_size // microbatch_size,
     )
-    self._microbatch_size = microbatch_size
+    self.sizes = packing_lib.sizes(
+      mesh,
+      row_length=updates.row_length or config.env.max_length,
+      microbatch=core_rows or updates.microbatch_size,
+      num_workers=num_workers,
+    )
+    # The sizes of the batch that is updated on, see `_packed`.
+    self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
       self._spec,
       state_lib.Optimizers(policy_optimizer, value_optimizer),
       mesh,
       divides_by_bias_norm=self.algorithm.divides_by_bias_norm,
-      microbatch_size=microbatch_size,
+      num_workers=num_workers,
       routing_replay=updates.routing_replay,
-      uses_cores=core_rows > 0,
-      core_unit=cpu_parallel.unit(config.env.max_length, updates.core_lengths),
     )
 
   def start(self, path: str | None = None) -> state_lib.TrainState:
@@ -154,6 +161,7 @@ class Learner:
       self.algorithm,
       reference=reference,
       old=None if old is None else old.trained.policy,
+      packed=self._packed(batch, np.arange(len(batch.lengths_B))),
     )
 
   def minibatches(
@@ -194,8 +202,23 @@ class Learner:
         is.
     """
     return self.programs.update_minibatch(
-      state, batch, rows, self.hyperparameters(step)
+      state, batch, self._packed(batch, rows), self.hyperparameters(step)
     )
+
+  def _packed(
+    self, batch: batch_lib.TokenBatch, rows: np.ndarray
+  ) -> packing_lib.Packed:
+    """Returns the packing of some rows of a batch.
+
+    All hosts learn the sizes of all rows. That is a program, which would wait
+    for the updates before it, so it runs once for a batch.
+    """
+    of, found = self._sized
+    if of() is not batch:
+      found = jax.device_get(self.programs.sizes(batch))
+      self._sized = weakref.ref(batch), found
+    lengths, losses = found
+    return packing_lib.plan(rows, lengths, losses, self.sizes)
 
   def hyperparameters(self, step: int) -> step_lib.Hyperparameters:
     """Returns the runtime inputs of the updates of a step."""
@@ -212,9 +235,9 @@ class Learner:
     *,
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
-    """Returns `model_roles.token_outputs` of rows laid out like a batch's."""
+    """Returns `forward.all_outputs` of rows laid out like a batch's."""
     return self.programs.token_outputs(
-      state.params, tokens_BL, expert_ids=expert_ids
+      state.params, forward.Inputs(tokens_BL, expert_ids=expert_ids)
     )
 
   def token_details(
@@ -243,11 +266,10 @@ class Learner:
       count,
       num_hosts=hosts.count,
       num_devices=activations.extent(self.mesh, activations.ROWS),
-      unit=self._microbatch_size,
     )
-    details = self.programs.token_details(state, batch, rows, self.algorithm)
-    each = len(rows) // hosts.count
-    mine = slice(hosts.index * each, (hosts.index + 1) * each)
+    packed = self._packed(batch, rows)
+    details = self.programs.token_details(state, batch, packed, self.algorithm)
+    mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 
   @property
@@ -305,7 +327,7 @@ class Learner:
       peak_operations=peak * seconds / epochs,
       has_value_model=self._models.value is not None,
       trains_adapters=self._models.policy.lora is not None,
-      extra_pass=extra_pass and self._spec.num_microbatches > 1,
+      extra_pass=extra_pass and self.sizes.max_rows > 0,
     )
 
   def copy_policy(self, state: state_lib.TrainState) -> model_roles.Params:

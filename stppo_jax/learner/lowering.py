@@ -7,6 +7,7 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.parallel import sharding
 
 
@@ -16,7 +17,11 @@ def lower_annotate(
   """Lowers `annotate` for the shapes of a packed batch."""
   state, reference = learner.abstract_start()
   return learner.programs.annotate.lower(
-    state, _laid_out(learner, packed), learner.algorithm, reference=reference
+    state,
+    _laid_out(learner, packed),
+    learner.algorithm,
+    reference=reference,
+    packed=_full_rows(learner, packed, len(packed.lengths_B)),
   )
 
 
@@ -41,9 +46,23 @@ def lower_update(
     state.with_frozen({}),
     state.frozen,
     _laid_out(learner, batch),
-    np.arange(learner.config.updates.minibatch_size, dtype=np.int32),
+    _full_rows(learner, packed, learner.config.updates.minibatch_size),
     # Of a step after the value warm-up, in which both models learn.
     learner.hyperparameters(learner.config.loss.value_warmup_steps),
+  )
+
+
+def _full_rows(
+  learner: learner_lib.Learner, packed: batch_lib.TokenBatch, count: int
+) -> packing_lib.Packed:
+  """Returns the packing of trajectories that fill a row each."""
+  assert packed.loss_positions_BM is not None
+  sizes = learner.sizes._replace(row_length=packed.tokens_BL.shape[1])
+  return packing_lib.plan(
+    np.arange(count),
+    np.full(count, sizes.row_length),
+    np.full(count, packed.loss_positions_BM.shape[1]),
+    sizes,
   )
 
 

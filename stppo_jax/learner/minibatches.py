@@ -1,6 +1,6 @@
 """Splits a batch into minibatches, and their rows into microbatches.
 
-B rows of a minibatch, n microbatches of B / n rows each.
+B rows of a minibatch, n microbatches of at most b rows of each of s shards.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,10 @@ from jax.extend import core as extend_core
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import sharding
 
+Array = jax.Array
 Tree = Any
 
 
@@ -44,43 +46,77 @@ def minibatch_rows(
   return np.split(order.astype(np.int32), len(order) // size)[:count]
 
 
-def split(rows: Tree, num_microbatches: int) -> Tree:
-  """Reshapes every leaf from [B, ...] to [n, B / n, ...].
+def split(rows: Tree, packing: batch_lib.Packing | None) -> Tree:
+  """Returns the microbatches of a minibatch, with a leading axis n.
 
-  Microbatch i holds the rows i, i + n, i + 2n, ...: interleaved, because the
-  devices of a mesh hold contiguous rows, and so each device splits its own.
+  Args:
+    rows: arrays [B, ...] in a tree with a field for the packing.
+    packing: says which rows each microbatch has. They stay within their shards.
+      Places without a row get zeros: rows without tokens, which weigh nothing.
+      None: all rows are one microbatch.
   """
-  return jax.tree.map(
-    lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
-    rows,
-  )
+  if packing is None:
+    return jax.tree.map(lambda x: x[None], rows)
+  taken = jax.tree.map(lambda x: _take(x, packing.rows), rows)
+  if isinstance(taken, batch_lib.TokenBatch):
+    return taken.replace(packing=packing)
+  return taken._replace(packing=packing)
 
 
-def join(microbatches: Tree) -> Tree:
-  """Inverts `split`: [n, B / n, ...] to [B, ...]."""
-  return jax.tree.map(
-    lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), microbatches
-  )
+def join(microbatches: Tree, packing: batch_lib.Packing, num_rows: int) -> Tree:
+  """Returns arrays [B, ...] of those of microbatches; the inverse of `split`.
+
+  Args:
+    microbatches: arrays [n, s b, ...].
+    packing: see `split`.
+    num_rows: B.
+  """
+  return jax.tree.map(lambda x: _put(x, packing.rows, num_rows), microbatches)
 
 
 def map_rows(
-  function: Callable[[Tree], Tree], rows: Tree, num_microbatches: int
+  function: Callable[[Tree], Tree],
+  rows: Tree,
+  packing: batch_lib.Packing | None,
 ) -> Tree:
   """Applies a function to the rows, one microbatch after the other.
 
   Args:
-    function: maps arrays [B / n, ...] to arrays [B / n, ...].
-    rows: arrays [B, ...].
-    num_microbatches: n; divides B. 1 calls the function without a loop.
+    function: maps the arrays of a microbatch to arrays with as many rows.
+    rows: arrays [B, ...], in a tree with a field for the packing.
+    packing: see `split`; None: the function is called once.
   """
-  if num_microbatches == 1:
+  if packing is None:
     return function(rows)
   _, outputs = jax.lax.scan(
     lambda _, microbatch: (None, function(microbatch)),
     None,
-    split(rows, num_microbatches),
+    split(rows, packing),
   )
-  return join(outputs)
+  return join(outputs, packing, len(jax.tree.leaves(rows)[0]))
+
+
+def _take(x: Array, rows_nsb: Array) -> Array:
+  """Returns rows [n, s b, ...] of the shards of an array; 0 for no row."""
+  n, s, b = rows_nsb.shape
+  parts = x.reshape(s, -1, *x.shape[1:])
+  take = lambda part, rows_nb: part.at[rows_nb].get(mode='fill', fill_value=0)
+  taken = jax.vmap(take, in_axes=(0, 1), out_axes=1)(parts, rows_nsb)
+  return taken.reshape(n, s * b, *x.shape[1:])
+
+
+def _put(x: Array, rows_nsb: Array, num_rows: int) -> Array:
+  """Inverts `_take`."""
+  n, s, b = rows_nsb.shape
+  shape = x.shape[2:]
+  put = lambda part, rows_nb: (
+    jnp.zeros((num_rows // s, *shape), x.dtype)
+    .at[rows_nb]
+    .set(part, mode='drop')
+  )
+  parts = x.reshape(n, s, b, *shape)
+  put_all = jax.vmap(put, in_axes=(1, 1))(parts, rows_nsb)
+  return put_all.reshape(num_rows, *shape)
 
 
 def accumulate(
@@ -91,7 +127,7 @@ def accumulate(
   Args:
     function: maps a microbatch to a pair (tree to be summed, tree to be
       stacked).
-    microbatches: arrays [n, B / n, ...] from `split`; n = 1 takes no loop.
+    microbatches: arrays [n, ...] from `split`; n = 1 takes no loop.
 
   Returns:
     The sums, and the stacked outputs with a leading axis n.

@@ -1,19 +1,12 @@
-"""The models that a run trains, their weights, and their forward passes.
-
-B trajectories, L tokens, M loss positions.
-"""
+"""The models that a run trains, and their weights."""
 
 from typing import NamedTuple
-from typing import Unpack
 
 import jax
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import lora
-
-Array = jax.Array
 
 
 class Trained(NamedTuple):
@@ -97,48 +90,3 @@ def build(
   if config.model.value_backbone == 'shared':
     return Models(model('both'), None)
   return Models(model('vocabulary'), model('scalar'))
-
-
-class ModelInputs(NamedTuple):
-  """The arrays of a `TokenBatch` that models read."""
-
-  tokens_BL: Array
-  lengths_B: Array
-  loss_positions_BM: Array | None
-  expert_ids: Array | None
-
-
-def model_inputs(batch: batch_lib.TokenBatch) -> ModelInputs:
-  """Returns the arrays of a batch that models read."""
-  return ModelInputs(*(getattr(batch, name) for name in ModelInputs._fields))
-
-
-def token_outputs(
-  params: Params,
-  tokens_BL: Array,
-  *,
-  models: Models,
-  temperature: float,
-  **rows: Unpack[functional.Rows],
-) -> functional.TokenOutputs:
-  """Returns log-probabilities, entropy and values of sequences.
-
-  With a shared backbone this is one pass; otherwise it is one of each model.
-  Values are wanted at every token, whatever the loss positions.
-
-  Args:
-    params: the weights of both models.
-    tokens_BL: token ids, right-padded.
-    models: policy and value model.
-    temperature: the sampling temperature.
-    **rows: see `functional.Rows`; experts are those of the policy.
-  """
-  outputs = models.policy.token_outputs(
-    models.policy_weights(params), tokens_BL, temperature=temperature, **rows
-  )
-  if models.value is None:
-    return outputs
-  values_BL = models.value.values(
-    models.value_weights(params), tokens_BL, lengths_B=rows.get('lengths_B')
-  )
-  return outputs._replace(values_BL=values_BL)

@@ -1,9 +1,11 @@
 """Makes the state of a policy, and updates it on rows that were not sampled."""
 
 import jax
+import numpy as np
 
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
@@ -22,7 +24,8 @@ class OfflineLearner:
     method: how the gradient is computed, see `offline_losses`.
     optimizer: the config section of the optimiser.
     temperature: divides the logits.
-    num_microbatches: microbatches of a minibatch.
+    row_length: tokens of a row of the forward pass.
+    microbatch: rows of a forward pass; 0: all.
 
   Attributes:
     policy: the policy without adapters.
@@ -37,7 +40,8 @@ class OfflineLearner:
     optimizer,
     *,
     temperature: float,
-    num_microbatches: int = 1,
+    row_length: int,
+    microbatch: int = 0,
   ):
     assert policy.mesh is not None  # the mesh of training
     self._config = config
@@ -48,7 +52,9 @@ class OfflineLearner:
       self._models,
       temperature=temperature,
       num_turns=config.env.max_turns + 1,
-      num_microbatches=num_microbatches,
+    )
+    self._sizes = packing_lib.sizes(
+      policy.mesh, row_length=row_length, microbatch=microbatch
     )
     self._programs = programs_lib.updating(
       spec, state_lib.Optimizers(adam, adam), method, policy.mesh
@@ -87,9 +93,15 @@ class OfflineLearner:
       numbers: numbers of the optimiser; None: `numbers`.
     """
     numbers = numbers or self.numbers
+    batch = distributed.from_local_rows(minibatch, self._rows)
+    lengths, losses = jax.device_get(self._programs.sizes(batch))
+    packed = packing_lib.plan(
+      np.arange(len(lengths)), lengths, losses, self._sizes
+    )
     state, outputs = self._update(
       state,
-      distributed.from_local_rows(minibatch, self._rows),
+      batch,
+      packed,
       step_lib.Hyperparameters(inputs, numbers, numbers),
     )
     return state, outputs.metrics

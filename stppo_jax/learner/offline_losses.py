@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import forward
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
@@ -34,12 +35,13 @@ def sft_loss(
     count: the policy tokens of the whole minibatch.
     spec: models and static sizes.
   """
-  logprobs_BL, _ = spec.models.policy.logprobs_and_entropy(
+  outputs = forward.token_outputs(
+    spec.models.policy,
     spec.models.policy_weights(params),
-    **model_roles.model_inputs(microbatch)._asdict(),
+    forward.inputs_of(microbatch),
     temperature=spec.temperature,
   )
-  chosen_BL = jnp.where(microbatch.loss_mask_BL, logprobs_BL, 0.0)
+  chosen_BL = jnp.where(microbatch.loss_mask_BL, outputs.logprobs_BL, 0.0)
   loss = -jnp.sum(chosen_BL) / count
   return loss, step_lib.LossOutputs({'sft/loss': loss})
 
@@ -84,14 +86,29 @@ def tdpo_loss(
   """
   # From [Q, 2, ...] to rows: pair 0's preferred, pair 0's dispreferred, pair
   # 1's preferred, ... In this order each device keeps its own rows.
-  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), microbatch)
-  outputs = spec.models.policy.divergence(
-    spec.models.policy_weights(params),
-    inputs.reference,
-    rows.tokens_Q2L,
-    lengths_B=rows.lengths_Q2,
-    loss_positions_BM=rows.loss_positions_Q2M,
-    temperature=spec.temperature,
+  packing = microbatch.packing
+  rows = jax.tree.map(
+    lambda x: x.reshape(-1, *x.shape[2:]), microbatch._replace(packing=None)
+  )
+  if packing is not None:
+    packing = forward.of_pairs(packing, microbatch.lengths_Q2)
+  policy = spec.models.policy
+  outputs = forward.in_rows(
+    lambda tokens_BL, **arrays: policy.divergence(
+      spec.models.policy_weights(params),
+      inputs.reference,
+      tokens_BL,
+      temperature=spec.temperature,
+      **arrays,
+    ),
+    forward.Inputs(
+      rows.tokens_Q2L,
+      rows.lengths_Q2,
+      rows.loss_mask_Q2L,
+      rows.loss_positions_Q2M,
+      packing=packing,
+    ),
+    policy.mesh,
   )
   logprobs, ref_logprobs, divergence = (
     x_BL.reshape(microbatch.tokens_Q2L.shape) for x_BL in outputs

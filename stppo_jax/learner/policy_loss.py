@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import forward
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import step as step_lib
@@ -137,11 +138,11 @@ def loss_terms(
 
   values_BL, value_coefficient = outputs.values_BL, coefficients.value
   if spec.models.value is not None:
-    values_BL = spec.models.value.values(
+    values_BL = forward.values(
+      spec.models.value,
       spec.models.value_weights(params),
-      microbatch.tokens_BL,
-      lengths_B=microbatch.lengths_B,
-      loss_positions_BM=None if everywhere else microbatch.loss_positions_BM,
+      forward.inputs_of(microbatch),
+      everywhere=everywhere,
     )
     # A separate value model has its own learning rate instead of a coefficient.
     value_coefficient = 1.0
@@ -187,14 +188,20 @@ def context_of(
   Args:
     params: weights in the dtype of the activations.
     minibatch: annotated rows.
-    microbatches: the same rows with leading axes (n, B / n).
+    microbatches: the same rows with leading axes (n, B / n), from
+      `minibatches.split`.
     inputs: see `Inputs`.
     spec: models and static sizes.
   """
   outputs = None
   statistics = inputs.algorithm.uses_minibatch_statistics
-  if statistics and spec.num_microbatches > 1:
-    outputs = outputs_of(params, microbatches, spec=spec)
+  packing = microbatches.packing
+  if statistics and packing is not None and len(packing.rows) > 1:
+    outputs = minibatches_lib.join(
+      outputs_of(params, microbatches, spec=spec),
+      packing,
+      len(minibatch.lengths_B),
+    )
   return join_context(minibatch, inputs, outputs, spec=spec)
 
 
@@ -224,12 +231,17 @@ def join_context(
   *,
   spec: step_lib.Spec,
 ) -> Context:
-  """Returns the context of a minibatch from `outputs_of`, if any is needed."""
+  """Returns the context of a minibatch.
+
+  Args:
+    minibatch, inputs, spec: see `context_of`.
+    outputs: log-probabilities and entropy [B, L], if the algorithm needs
+      statistics of the minibatch.
+  """
   algorithm, statistics = inputs.algorithm, None
   if outputs is not None:
-    logprobs_BL, entropy_BL = minibatches_lib.join(outputs)
     statistics = losses.minibatch_statistics(
-      algorithm, logprobs_BL, entropy_BL, minibatch, num_turns=spec.num_turns
+      algorithm, *outputs, minibatch, num_turns=spec.num_turns
     )
   count = aggregation.aggregate_count(
     minibatch,
@@ -308,9 +320,10 @@ def _policy_outputs(
   spec: step_lib.Spec,
   values_everywhere: bool = False,
 ) -> functional.TokenOutputs:
-  return spec.models.policy.token_outputs(
+  return forward.token_outputs(
+    spec.models.policy,
     spec.models.policy_weights(params),
-    **model_roles.model_inputs(microbatch)._asdict(),
+    forward.inputs_of(microbatch),
     temperature=spec.temperature,
     # Otherwise values are trained at loss positions only.
     values_everywhere=values_everywhere,

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import cpu_parallel
-from stppo_jax.learner import model_roles
+from stppo_jax.learner import forward
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
@@ -30,12 +31,16 @@ class Updating(NamedTuple):
   Attributes:
     layout: the shardings of the state.
     init: makes the state of weights, which it donates, and a random key.
-    update: see `step.update`; it donates the state, without frozen weights.
+    update: `step.update` of (state, frozen, batch, `packing.Packed`, numbers);
+      it donates the state, without frozen weights.
+    sizes: returns the tokens of each trajectory or pair of a batch, and its
+      loss tokens; all hosts get those of all.
   """
 
   layout: state_lib.TrainState
   init: Callable[..., Any]
   update: Any
+  sizes: Callable[..., Any]
 
 
 def keeping_frozen(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,9 +66,9 @@ class Programs(NamedTuple):
     layout, init: see `Updating`.
     copy: copies the policy's trained weights.
     merge: returns the policy's weights without adapters, see `Models.merged`.
-    token_outputs: see `model_roles.token_outputs`.
+    token_outputs: see `forward.all_outputs`.
     annotate: see `annotate.annotate`.
-    update: `step.update` on some rows of a batch; see `Updating`.
+    update, sizes: see `Updating`.
     update_minibatch: `update` of whole states, on one program or on several
       cores of a CPU; see `keeping_frozen`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
@@ -76,6 +81,7 @@ class Programs(NamedTuple):
   token_outputs: Callable[..., Any]
   annotate: Callable[..., Any]
   update: Any
+  sizes: Callable[..., Any]
   update_minibatch: Callable[..., Any]
   token_details: Callable[..., Any]
 
@@ -86,20 +92,17 @@ def updating(
   optimizers: state_lib.Optimizers,
   method: step_lib.Method,
   mesh: jax.sharding.Mesh,
-  *,
-  selects_rows: bool = False,
 ) -> Updating:
   """Returns the programs that start and update a state.
+
+  Selecting the rows of a minibatch and updating are one program: two programs
+  in flight, both with collectives, can block each other on CPU devices.
 
   Args:
     spec: the models and the sizes of an update.
     optimizers: their optimisers.
     method: how the gradient is computed.
     mesh: the mesh of training.
-    selects_rows: whether `update` takes (state, frozen, batch, rows, numbers)
-      and not a minibatch. Selecting the rows and updating are one program: two
-      programs in flight, both with collectives, can block each other on CPU
-      devices.
 
   Raises:
     ValueError: the targets of the adapters match no layer.
@@ -114,9 +117,9 @@ def updating(
     step_lib.update, method=method, spec=spec, optimizers=optimizers
   )
 
-  def update_rows(state, frozen, batch, rows, hyperparameters):
-    minibatch = rows_lib.select(batch, rows, mesh)
-    return one_step(state, frozen, minibatch, hyperparameters)
+  def update_rows(state, frozen, batch, packed, hyperparameters):
+    minibatch = rows_lib.select(batch, packed.rows, mesh)
+    return one_step(state, frozen, minibatch, hyperparameters, packed.packing)
 
   jit = functools.partial(
     compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
@@ -128,11 +131,23 @@ def updating(
     # The layout is pinned. The compiler might lay out an updated state other
     # than a new or restored one, and then the update would compile twice.
     update=jit(
-      update_rows if selects_rows else one_step,
+      update_rows,
       donate_argnums=0,
       out_shardings=(layout.with_frozen({}), None),
     ),
+    sizes=jit(
+      sizes,
+      out_shardings=sharding.replicated(mesh),
+    ),
   )
+
+
+def sizes(batch: Any) -> tuple[jax.Array, jax.Array]:
+  """Returns the tokens of each trajectory or pair, and its loss tokens."""
+  total = lambda x: jnp.sum(x.reshape(len(x), -1), axis=1, dtype=jnp.int32)
+  if isinstance(batch, batch_lib.PairBatch):
+    return total(batch.lengths_Q2), total(batch.loss_mask_Q2L)
+  return total(batch.lengths_B), total(batch.loss_mask_BL)
 
 
 # A process that trains several algorithms needs few: most of them differ in
@@ -144,10 +159,8 @@ def build(
   mesh: jax.sharding.Mesh,
   *,
   divides_by_bias_norm: bool,
-  microbatch_size: int,
+  num_workers: int,
   routing_replay: str,
-  uses_cores: bool,
-  core_unit: int,
 ) -> Programs:
   """Returns the programs for these static values.
 
@@ -156,10 +169,8 @@ def build(
     optimizers: their optimisers.
     mesh: the mesh of training.
     divides_by_bias_norm: see `policy_loss.BIAS_NORM_METHOD`.
-    microbatch_size: rows that are annotated at once.
+    num_workers: the cores of a CPU that share the microbatches; 1: none do.
     routing_replay: see `annotate.annotate`.
-    uses_cores: whether the cores of a CPU share the microbatches.
-    core_unit: see `cpu_parallel.Updater`, to which it is the unit.
 
   Raises:
     ValueError: the targets of the adapters match no layer.
@@ -167,23 +178,17 @@ def build(
   method = policy_loss.METHOD
   if divides_by_bias_norm:
     method = policy_loss.BIAS_NORM_METHOD
-  layout, init, update = updating(
-    spec, optimizers, method, mesh, selects_rows=True
-  )
+  layout, init, update, measure = updating(spec, optimizers, method, mesh)
   jit = functools.partial(
     compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
   )
   update_minibatch = update
-  num_workers = cpu_parallel.num_workers(spec.num_microbatches)
-  # One core gains only if it saves padding.
-  gains = num_workers > 1 or core_unit > 0
-  if uses_cores and spec.num_microbatches > 1 and gains:
+  if num_workers > 1:
     update_minibatch = cpu_parallel.Updater(
       spec,
       method,
       optimizers,
       num_workers=num_workers,
-      unit=core_unit,
       out_shardings=layout.with_frozen({}),
     ).update
   weights = spec.models.policy.plain_policy.abstract_params
@@ -200,7 +205,7 @@ def build(
     ),
     token_outputs=jit(
       functools.partial(
-        model_roles.token_outputs,
+        forward.all_outputs,
         models=spec.models,
         temperature=spec.temperature,
       )
@@ -211,11 +216,11 @@ def build(
         models=spec.models,
         temperature=spec.temperature,
         num_turns=spec.num_turns,
-        microbatch_size=microbatch_size,
         routing_replay=routing_replay,
       )
     ),
     update=update,
+    sizes=measure,
     update_minibatch=keeping_frozen(update_minibatch),
     token_details=jit(
       functools.partial(
@@ -223,7 +228,6 @@ def build(
         models=spec.models,
         temperature=spec.temperature,
         num_turns=spec.num_turns,
-        microbatch_size=microbatch_size,
       ),
       out_shardings=sharding.replicated(mesh),
     ),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
@@ -36,13 +37,11 @@ class Spec(NamedTuple):
     models: policy and value model.
     temperature: the sampling temperature.
     num_turns: the largest number of turns of a trajectory.
-    num_microbatches: microbatches of a minibatch; divides its rows.
   """
 
   models: model_roles.Models
   temperature: float
   num_turns: int
-  num_microbatches: int
 
 
 class LossOutputs(NamedTuple):
@@ -100,6 +99,7 @@ def update(
   frozen: Tree,
   minibatch: Tree,
   hyperparameters: Hyperparameters,
+  packing: batch_lib.Packing | None = None,
   *,
   method: Method,
   spec: Spec,
@@ -116,6 +116,8 @@ def update(
     frozen: the base under adapters; {} where everything is trained.
     minibatch: the rows.
     hyperparameters: runtime inputs.
+    packing: where the minibatch's trajectories are in rows that models see, by
+      microbatch; None: one microbatch, in which each has a row.
     method: how the gradient is computed.
     spec: models and static sizes.
     optimizers: the optimisers.
@@ -125,7 +127,7 @@ def update(
   """
   params = cast(state.with_frozen(frozen), spec)
   inputs = hyperparameters.loss
-  microbatches = minibatches_lib.split(minibatch, spec.num_microbatches)
+  microbatches = minibatches_lib.split(minibatch, packing)
   context = method.context(params, minibatch, microbatches, inputs, spec=spec)
   gradient, outputs = sum_gradients(
     params, microbatches, context, method=method, spec=spec

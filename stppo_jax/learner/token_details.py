@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import forward
 from stppo_jax.learner import minibatches
 from stppo_jax.learner import model_roles
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import precision
 from stppo_jax.parallel import rows as rows_lib
@@ -26,7 +28,7 @@ Array = jax.Array
 
 
 def choose_rows(
-  num_rows: int, count: int, *, num_hosts: int, num_devices: int, unit: int
+  num_rows: int, count: int, *, num_hosts: int, num_devices: int
 ) -> np.ndarray:
   """Returns the first rows of each host, and as many more as devices need.
 
@@ -35,16 +37,14 @@ def choose_rows(
     count: the number of rows that are wanted of each host.
     num_hosts: the number of hosts.
     num_devices: the devices that share the rows of a batch; divides num_rows.
-    unit: the rows of one forward pass; divides num_rows.
 
   Returns:
     int32: equally many rows of each host, one host after the other. Their
-    number is a multiple of num_devices, and of unit if it is larger than unit.
+    number is a multiple of num_devices.
   """
   size = num_rows // num_hosts
   for each in range(min(count, size), size):
-    total = each * num_hosts
-    if total % num_devices == 0 and (total <= unit or total % unit == 0):
+    if each * num_hosts % num_devices == 0:
       break
   else:
     each = size
@@ -55,37 +55,34 @@ def choose_rows(
 def measure_tokens(
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,
-  rows: Array,
+  packed: packing_lib.Packed,
   algorithm: algorithm_lib.Algorithm,
   *,
   models: model_roles.Models,
   temperature: float,
   num_turns: int,
-  microbatch_size: int,
 ) -> batch_lib.TokenDetails:
-  """Returns the numbers of the tokens of some rows.
+  """Returns the numbers of the tokens of some rows, in the packing's order.
 
   Args:
     state: the state after the updates.
     batch: the annotated batch that it was updated on.
-    rows: from `choose_rows`.
+    packed: rows from `choose_rows`, and their packing.
     algorithm: the algorithm, whose numbers may be traced.
     models: policy and value model, with the mesh of the batch.
     temperature: the sampling temperature.
     num_turns: static, the largest number of turns of a trajectory.
-    microbatch_size: static, rows that the policy sees at once.
   """
   policy = models.policy
-  assert policy.mesh is not None
-  chosen = rows_lib.select(batch, rows, policy.mesh)
+  chosen = rows_lib.select(batch, packed.rows, policy.mesh)
   params = precision.cast(state.params, policy.config.dtype)
   weights = models.policy_weights(params)
   logprobs_BL, entropy_BL = minibatches.map_rows(
-    lambda inputs: policy.logprobs_and_entropy(
-      weights, **inputs._asdict(), temperature=temperature
-    ),
-    model_roles.model_inputs(chosen),
-    max(len(rows) // microbatch_size, 1),
+    lambda inputs: forward.token_outputs(
+      policy, weights, inputs, temperature=temperature
+    )[:2],
+    forward.inputs_of(chosen),
+    packed.packing,
   )
   loss = losses.policy_loss(
     algorithm,

@@ -55,6 +55,20 @@ def attention(
   return _join_heads(mixed / total.astype(mixed.dtype))
 
 
+class Segments(NamedTuple):
+  """Several sequences in one row, which do not see each other.
+
+  Attributes:
+    ids_BL: int32, the sequence 1..count that a token belongs to; 0 at padding.
+    positions_BL: int32, the position of a token in its sequence.
+    count: the most sequences of a row; static.
+  """
+
+  ids_BL: Array
+  positions_BL: Array
+  count: int
+
+
 class KeySlice(NamedTuple):
   """Some of the keys and values that queries attend to.
 
@@ -182,8 +196,9 @@ def causal_attention(
   *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
+  segment_ids_BL: Array | None = None,
 ) -> Attend:
-  """Returns a function for causal attention within right-padded sequences.
+  """Returns a function for causal attention within sequences.
 
   Call it once, outside a scan over layers, so that masks are made once for all
   layers.
@@ -193,6 +208,9 @@ def causal_attention(
     size: L, tokens of a row with its padding.
     lengths_B: int32, tokens of each row without padding; None: all.
     mesh: mesh that activations are laid out on; None: one device.
+    segment_ids_BL: int32, the sequence that a token belongs to, of several in a
+      row; 0 at padding. Tokens see those of their own sequence only. None:
+      every row is one right-padded sequence.
 
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
@@ -205,7 +223,9 @@ def causal_attention(
     raise ValueError(
       f'attention={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS)
     )
-  return IMPLEMENTATIONS[name](size, lengths_B=lengths_B, mesh=mesh)
+  return IMPLEMENTATIONS[name](
+    size, lengths_B=lengths_B, mesh=mesh, segment_ids_BL=segment_ids_BL
+  )
 
 
 def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
@@ -242,7 +262,11 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
 
 
 def _xla(
-  size: int, *, lengths_B: Array | None, mesh: jax.sharding.Mesh | None
+  size: int,
+  *,
+  lengths_B: Array | None,
+  mesh: jax.sharding.Mesh | None,
+  segment_ids_BL: Array | None = None,
 ) -> Attend:
   """Returns attention that runs everywhere: by the definition, or in tiles.
 
@@ -252,17 +276,26 @@ def _xla(
   del lengths_B
   tile = _CPU_TILE if mesh_lib.platform(mesh) == 'cpu' else _TILE
   if size > tile:
-    return blockwise.attend(size, tile, mesh)
-  causal_1LL = jnp.tril(jnp.ones((size, size), bool))[None]
+    return blockwise.attend(size, tile, mesh, segment_ids_BL)
+  visible_BLL = jnp.tril(jnp.ones((size, size), bool))[None]
+  if segment_ids_BL is not None:
+    visible_BLL &= segment_ids_BL[:, :, None] == segment_ids_BL[:, None]
   return lambda q, k, v: attention(
-    q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_1LL
+    q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible_BLL
   )
 
 
 def _cudnn(
-  size: int, *, lengths_B: Array | None, mesh: jax.sharding.Mesh | None
+  size: int,
+  *,
+  lengths_B: Array | None,
+  mesh: jax.sharding.Mesh | None,
+  segment_ids_BL: Array | None = None,
 ) -> Attend:
   """Returns attention by cuDNN's fused kernel for GPUs, which skips padding."""
+  if segment_ids_BL is not None:
+    # JAX's interface to the kernel has lengths, but no segments.
+    return blockwise.attend(size, _TILE, mesh, segment_ids_BL)
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   valid_BL11 = None
   if lengths_B is not None:

@@ -47,7 +47,10 @@ _FEW = 4  # tiles up to which the unrolled program is used
 
 
 def attend(
-  size: int, tile: int, mesh: jax.sharding.Mesh | None
+  size: int,
+  tile: int,
+  mesh: jax.sharding.Mesh | None,
+  segment_ids_BL: Array | None = None,
 ) -> Callable[[Array, Array, Array], Array]:
   """Returns `attend` of `attention.causal_attention`, computed in tiles.
 
@@ -55,6 +58,7 @@ def attend(
     size: tokens of a row with its padding.
     tile: the most tokens of a tile.
     mesh: mesh that activations are laid out on; None: one device.
+    segment_ids_BL: see `attention.causal_attention`.
   """
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles have the least padding
@@ -62,6 +66,9 @@ def attend(
   mix: Any = _mix_in_loop  # custom_vjp hides the type of its result
   if num_tiles <= _FEW:
     padded, mix = size, _mix_unrolled  # the last tile may be shorter
+  ids_BL = segment_ids_BL
+  if ids_BL is not None:
+    ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
 
   def attend(q_BLNH, k_BLKH, v_BLKH):
     B, L, N, H = q_BLNH.shape
@@ -77,25 +84,29 @@ def attend(
     q_BKRLH = q.reshape(B, padded, K, N // K, H).transpose(0, 2, 3, 1, 4)
     # The causal mask hides padded keys from all queries but padded ones, and
     # the results of those are cut off again.
-    mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), tile)
+    mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), ids_BL, tile)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
   return attend
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mix_in_loop(
-  q_BKRLH: Array, k_BKLH: Array, v_BKLH: Array, tile: int
+  q_BKRLH: Array,
+  k_BKLH: Array,
+  v_BKLH: Array,
+  ids_BL: Array | None,
+  tile: int,
 ) -> Array:
   """Returns causal softmax(q k) v by a loop over pairs of tiles."""
-  return _forward(q_BKRLH, k_BKLH, v_BKLH, tile)[0]
+  return _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile)[0]
 
 
-def _forward(q_BKRLH, k_BKLH, v_BKLH, tile):
+def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
   def add_pair(carry, pair):
     queries, keys = pair
     mixed, total, largest = (_cut(x, queries, tile) for x in carry)
-    logits = _pair_logits(q_BKRLH, k_BKLH, pair, tile)
+    logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile)
     # Sums over earlier keys are relative to the old largest logit, so they are
     # rescaled to the new one before terms are added to them.
     raised = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
@@ -115,11 +126,11 @@ def _forward(q_BKRLH, k_BKLH, v_BKLH, tile):
   )
   mixed = (mixed / total).astype(v_BKLH.dtype)
   log_total = largest + jnp.log(total)
-  return mixed, (q_BKRLH, k_BKLH, v_BKLH, mixed, log_total)
+  return mixed, (q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total)
 
 
 def _backward(tile, residuals, gradient_BKRLH):
-  q_BKRLH, k_BKLH, v_BKLH, mixed, log_total = residuals
+  q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
 
   def add_pair(carry, pair):
@@ -129,7 +140,8 @@ def _backward(tile, residuals, gradient_BKRLH):
     )
     k, v = (_cut(x, keys, tile) for x in (k_BKLH, v_BKLH))
     # Already normalised: log_sum includes the keys of all tiles.
-    weights = jnp.exp(_pair_logits(q_BKRLH, k_BKLH, pair, tile) - log_sum)
+    logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile)
+    weights = jnp.exp(logits - log_sum)
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
     terms = (
@@ -149,28 +161,33 @@ def _backward(tile, residuals, gradient_BKRLH):
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
   sums, _ = jax.lax.scan(add_pair, start, _pairs(q_BKRLH, tile))
   d_q, d_k, d_v = _cast_like(sums, inputs)
-  return d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)
+  return d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3), None
 
 
 _mix_in_loop.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mix_unrolled(
-  q_BKRLH: Array, k_BKLH: Array, v_BKLH: Array, tile: int
+  q_BKRLH: Array,
+  k_BKLH: Array,
+  v_BKLH: Array,
+  ids_BL: Array | None,
+  tile: int,
 ) -> Array:
   """Returns causal softmax(q k) v by an unrolled loop over tiles of queries.
 
   The last tile may be shorter.
   """
-  return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile)[0]
+  return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile)[0]
 
 
-def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile):
+def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
   mixed, log_total = [], []
   for begin, end in _bounds(q_BKRLH, tile):
     k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
-    logits = _logits(q_BKRLH[..., begin:end, :], k, begin)
+    ids = _some_ids(ids_BL, slice(begin, end), slice(end))
+    logits = _logits(q_BKRLH[..., begin:end, :], k, ids, begin)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -180,11 +197,11 @@ def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile):
   mixed, log_total = (
     jnp.concatenate(x, axis=_TOKENS) for x in (mixed, log_total)
   )
-  return mixed, (q_BKRLH, k_BKLH, v_BKLH, mixed, log_total)
+  return mixed, (q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total)
 
 
 def _backward_unrolled(tile, residuals, gradient_BKRLH):
-  q_BKRLH, k_BKLH, v_BKLH, mixed, log_total = residuals
+  q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
   d_q: list[Array] = []
   d_k: Any = 0.0
@@ -194,7 +211,8 @@ def _backward_unrolled(tile, residuals, gradient_BKRLH):
       x[..., begin:end, :] for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
     )
     k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
-    weights = jnp.exp(_logits(q, k, begin) - log_sum)
+    ids = _some_ids(ids_BL, slice(begin, end), slice(end))
+    weights = jnp.exp(_logits(q, k, ids, begin) - log_sum)
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
     d_q.append(_sum('bkrlj,bkjh->bkrlh', d_logits, k))
@@ -203,9 +221,8 @@ def _backward_unrolled(tile, residuals, gradient_BKRLH):
     d_k += jnp.pad(_sum_over_queries(d_logits, q), hidden)
     d_v += jnp.pad(_sum_over_queries(weights, gradient), hidden)
   d_queries = jnp.concatenate(d_q, axis=_TOKENS)
-  return _cast_like(
-    (d_queries, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)), residuals
-  )
+  sums = (d_queries, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3))
+  return *_cast_like(sums, residuals), None
 
 
 _mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)
@@ -255,24 +272,42 @@ def _pairs(q_BKRLH: Array, tile: int) -> tuple[Array, Array]:
   return jax.lax.optimization_barrier((queries, keys, q_BKRLH))[:2]
 
 
-def _pair_logits(q_BKRLH: Array, k_BKLH: Array, pair, tile: int) -> Array:
+def _pair_logits(
+  q_BKRLH: Array, k_BKLH: Array, ids_BL: Array | None, pair, tile: int
+) -> Array:
   """Returns the logits of a pair of tiles [B, K, R, C, C], float32."""
   queries, keys = pair
   q, k = _cut(q_BKRLH, queries, tile), _cut(k_BKLH, keys, tile)
-  return _logits(q, k, (queries - keys) * tile)
+  ids = None
+  if ids_BL is not None:
+    ids = _cut(ids_BL, queries, tile, 1), _cut(ids_BL, keys, tile, 1)
+  return _logits(q, k, ids, (queries - keys) * tile)
 
 
-def _logits(q_BKRLH: Array, k_BKJH: Array, offset: Array | int) -> Array:
+def _some_ids(ids_BL: Array | None, queries: slice, keys: slice):
+  """Returns the segments of some queries and keys, as `_logits` takes them."""
+  return None if ids_BL is None else (ids_BL[:, queries], ids_BL[:, keys])
+
+
+def _logits(
+  q_BKRLH: Array,
+  k_BKJH: Array,
+  ids: tuple[Array, Array] | None,
+  offset: Array | int,
+) -> Array:
   """Returns float32 logits [B, K, R, L, J].
 
-  Query l sees the keys up to l + offset; the logits of others are _MASKED.
+  Query l sees the keys up to l + offset, of its own segment if segments are
+  given; the logits of others are _MASKED.
   """
   logits = _sum('bkrlh,bkjh->bkrlj', q_BKRLH, k_BKJH)
   queries_L, keys_J = (
     np.arange(x.shape[_TOKENS], dtype=np.int32) for x in (q_BKRLH, k_BKJH)
   )
-  visible_LJ = keys_J[None] - queries_L[:, None] <= offset
-  return jnp.where(visible_LJ[None, None, None], logits, _MASKED)
+  visible_BLJ = (keys_J[None] - queries_L[:, None] <= offset)[None]
+  if ids is not None:
+    visible_BLJ &= ids[0][:, :, None] == ids[1][:, None]
+  return jnp.where(visible_BLJ[:, None, None], logits, _MASKED)
 
 
 def _sum(equation: str, x: Array, y: Array) -> Array:

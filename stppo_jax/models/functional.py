@@ -18,6 +18,7 @@ from typing import Unpack
 
 import jax
 
+from stppo_jax.models import attention
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
@@ -35,6 +36,7 @@ class Rows(TypedDict, total=False):
 
   Attributes:
     lengths_B: tokens of each row without padding; None: all. It saves work.
+    segments: the sequences in each row; None: each is one sequence.
     loss_positions_BM: int32, distinct positions l of the tokens that results
       are wanted for; entries outside 1..L - 1 are filler. None: all tokens.
     expert_ids: int [B, L, layers, E], the experts to visit; None leaves them to
@@ -42,6 +44,7 @@ class Rows(TypedDict, total=False):
   """
 
   lengths_B: Array | None
+  segments: attention.Segments | None
   loss_positions_BM: Array | None
   expert_ids: Array | None
 
@@ -180,6 +183,7 @@ class Model:
     return module.hidden_and_routing(
       tokens_BL,
       lengths_B=rows.get('lengths_B'),
+      segments=rows.get('segments'),
       expert_ids=rows.get('expert_ids'),
       places_BM=places_BM,
     )
@@ -247,19 +251,19 @@ class Model:
     ref_params: Params,
     tokens_BL: Array,
     *,
-    lengths_B: Array | None = None,
-    loss_positions_BM: Array | None = None,
     temperature: float,
+    **rows: Unpack[Rows],
   ) -> tuple[Array, Array, Array]:
     """Returns log-probabilities of a policy and a reference, and their KL.
 
     See `heads.token_divergence`. The reference gets no gradient. The other
     arguments are those of `token_outputs`.
     """
+    loss_positions_BM = rows.pop('loss_positions_BM', None)
     return heads.token_divergence(
-      self.hidden(params, tokens_BL, lengths_B=lengths_B),
+      self.hidden(params, tokens_BL, **rows),
       self.output_VD(params),
-      self.hidden(ref_params, tokens_BL, lengths_B=lengths_B),
+      self.hidden(ref_params, tokens_BL, **rows),
       self.output_VD(ref_params),
       tokens_BL,
       loss_positions_BM=loss_positions_BM,

@@ -45,7 +45,7 @@ class Routing:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
       [B, L, layers, E].
     visits_BX: float32, the number of visits to each expert by those tokens of a
-      row that count; detached.
+      row that count; detached. [B, S, X] if a row has several sums.
     probs_BX: float32, the sum of p over the same tokens; differentiable.
   """
 
@@ -96,7 +96,7 @@ class MixtureOfExperts(nnx.Module):
     x_BLD: Array,
     *,
     expert_ids_BLE: Array | None = None,
-    mask_BL: Array | None = None,
+    counted_BSL: Array | None = None,
   ) -> tuple[Array, Routing]:
     """Returns the mixture [B, L, D] of every token, and the routing.
 
@@ -105,7 +105,8 @@ class MixtureOfExperts(nnx.Module):
       expert_ids_BLE: experts to visit instead of those the router ranks
         highest; its probabilities still weigh them, with gradient. A negative
         id leaves its token to the router.
-      mask_BL: tokens that count in the sums of `Routing`; None: all.
+      counted_BSL: bool, the tokens that count in each of the S sums of a row
+        in `Routing`; None: all count in the one sum of a row.
     """
     B, L, D = x_BLD.shape
     c = self.config
@@ -124,7 +125,7 @@ class MixtureOfExperts(nnx.Module):
     y_BLD = self.implementation(
       x_BLD, ids_BLE, weights_BLE.astype(x_BLD.dtype), kernels, self.mesh
     )
-    return y_BLD, _routing(ids_BLE, probs_BLX, mask_BL=mask_BL)
+    return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
     """Returns p [B, L, X], in full float32: rounding could change ranks."""
@@ -300,19 +301,28 @@ def implementation(name: str) -> Implementation:
 
 
 def _routing(
-  ids_BLE: Array, probs_BLX: Array, *, mask_BL: Array | None
+  ids_BLE: Array, probs_BLX: Array, counted_BSL: Array | None
 ) -> Routing:
   """Returns the routing of one layer."""
   num_experts = probs_BLX.shape[-1]
   visits_BLX = jnp.sum(jax.nn.one_hot(ids_BLE, num_experts), axis=2)
-  if mask_BL is not None:
-    visits_BLX, probs_BLX = (
-      jnp.where(mask_BL[..., None], x, 0.0) for x in (visits_BLX, probs_BLX)
+
+  def total(x_BLX):
+    if counted_BSL is None:
+      return jnp.sum(x_BLX, axis=1)
+    # Selected first: padding may hold nan, which a product would let through.
+    counts_BL1 = jnp.any(counted_BSL, axis=1)[..., None]
+    return jnp.einsum(
+      'bsl,blx->bsx',
+      counted_BSL.astype(x_BLX.dtype),
+      jnp.where(counts_BL1, x_BLX, 0.0),
+      precision=jax.lax.Precision.HIGHEST,
     )
+
   return Routing(
     ids_BLE.astype(jnp.int32),
-    jax.lax.stop_gradient(jnp.sum(visits_BLX, axis=1)),
-    jnp.sum(probs_BLX, axis=1),
+    jax.lax.stop_gradient(total(visits_BLX)),
+    total(probs_BLX),
   )
 
 

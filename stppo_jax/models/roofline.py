@@ -251,7 +251,7 @@ def _annotate(work: Work) -> _Counts:
 
 def _update(work: Work) -> _Counts:
   shape, rows = work.shape, work.minibatch
-  times = rows // work.microbatch
+  times = -(-rows // work.microbatch)
   models = 2 if work.values == 'own' else 1
   layers, head = _layers(work, rows), _head(work, rows)
   # Weights without a gradient need one product less in the backward pass.

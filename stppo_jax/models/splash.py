@@ -4,8 +4,8 @@ B rows, L tokens, N query heads, K heads of keys and of values, H head size.
 Inside the kernel L includes the padding to whole tiles.
 
 The kernel works on tiles of at least 128 tokens and skips those that the causal
-mask leaves empty. Text and padding are two segments, which do not attend to
-each other.
+mask leaves empty. The sequences of a row and its padding are segments, which do
+not attend to each other.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,6 @@ Array = jax.Array
 # because with smaller tiles the kernel starts more often and reads keys and
 # values again.
 _TILES = (512, 256, 128)
-_TEXT, _PADDING = 1, 0
 
 
 def attend(
@@ -32,12 +31,13 @@ def attend(
   *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
+  segment_ids_BL: Array | None = None,
   interpret: bool = False,
 ) -> Callable[[Array, Array, Array], Array]:
   """Returns `attend` of `attention.causal_attention`, by the kernel.
 
   Args:
-    size, lengths_B, mesh: see `attention.causal_attention`.
+    size, lengths_B, mesh, segment_ids_BL: see `attention.causal_attention`.
     interpret: whether to run the kernel's program without a TPU.
   """
   # Imported here because it takes a fifth of a second and only a TPU needs it.
@@ -58,15 +58,16 @@ def attend(
 
   def attend_rows(q_BLNH, k_BLKH, v_BLKH):
     rows = q_BLNH.shape[0]
-    lengths = lengths_B
-    if lengths is None:
-      lengths = jnp.full((rows,), size)
+    ids_BL = segment_ids_BL
+    if ids_BL is None:
+      lengths = jnp.full(rows, size) if lengths_B is None else lengths_B
+      ids_BL = jnp.arange(size)[None] < lengths[:, None]
     k_BLKH, v_BLKH = (
       activations.spread_heads(x, q_BLNH.shape[2], mesh)
       for x in (k_BLKH, v_BLKH)
     )
-    text_BL = jnp.arange(padded)[None] < lengths[:, None]
-    segments_BL = jnp.where(text_BL, _TEXT, _PADDING).astype(jnp.int32)
+    segments_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
+    segments_BL = segments_BL.astype(jnp.int32)
     inputs = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
     if mesh is None or mesh.size == 1:
       return mix(*inputs)

@@ -76,7 +76,7 @@ class DecoderLayer(nnx.Module):
     attend: Callable[[Array, Array, Array], Array],
     *,
     expert_ids_BLE: Array | None = None,
-    mask_BL: Array | None = None,
+    counted_BSL: Array | None = None,
     places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
     """Returns the new residual stream, and the routing; None without experts.
@@ -86,7 +86,7 @@ class DecoderLayer(nnx.Module):
       rotation: see `rotary.rotation`.
       attend: function of (q_BLNH, k_BLKH, v_BLKH) that returns mixed values
         [B, L, N, H].
-      expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
+      expert_ids_BLE, counted_BSL: see `moe.MixtureOfExperts`.
       places_BM: positions of the states that are wanted, see `gather_states`.
         Everything after attention is computed for these only, and the result
         is [B, M, D].
@@ -115,7 +115,7 @@ class DecoderLayer(nnx.Module):
     y_BLD, routing = self.mlp_norm(x_BLD), None
     if self.config.num_experts:
       y_BLD, routing = self.moe(
-        y_BLD, expert_ids_BLE=expert_ids_BLE, mask_BL=mask_BL
+        y_BLD, expert_ids_BLE=expert_ids_BLE, counted_BSL=counted_BSL
       )
     else:
       y_BLD = self._mlp(y_BLD)
@@ -178,6 +178,7 @@ class Transformer(nnx.Module):
     tokens_BL: Array,
     *,
     lengths_B: Array | None = None,
+    segments: attention.Segments | None = None,
     expert_ids: Array | None = None,
     places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
@@ -188,6 +189,8 @@ class Transformer(nnx.Module):
       lengths_B: tokens of each row without padding. They save work: the states
         at padding have no meaning, and nothing reads them. Padding does not
         count in the sums of the routing.
+      segments: the sequences in each row, if it has several; the sums of the
+        routing are then those of each segment, [B, S, X].
       expert_ids: int [B, L, layers, E], experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: positions of the states that are wanted, see `gather_states`.
@@ -199,16 +202,25 @@ class Transformer(nnx.Module):
       with its sums taken over the layers; None without experts.
     """
     L = tokens_BL.shape[1]
-    positions_1L = jnp.arange(L)[None]
-    rotation = rotary.rotation(self.config, positions_1L)
+    positions_BL, ids_BL = jnp.arange(L)[None], None
+    if segments is not None:
+      positions_BL, ids_BL = segments.positions_BL, segments.ids_BL
+    rotation = rotary.rotation(self.config, positions_BL)
     attend = attention.causal_attention(
-      self.config.attention, L, lengths_B=lengths_B, mesh=self.mesh
+      self.config.attention,
+      L,
+      lengths_B=lengths_B,
+      mesh=self.mesh,
+      segment_ids_BL=ids_BL,
     )
     graph, stacked = nnx.split(self.layers)
 
-    mask_BL = None
-    if lengths_B is not None:
-      mask_BL = positions_1L < lengths_B[:, None]
+    counted_BSL = None
+    if segments is not None:
+      numbers_1S1 = 1 + jnp.arange(segments.count)[None, :, None]
+      counted_BSL = segments.ids_BL[:, None] == numbers_1S1
+    elif lengths_B is not None:
+      counted_BSL = (positions_BL < lengths_B[:, None])[:, None]
     ids_by_layer = None
     if expert_ids is not None:
       ids_by_layer = jnp.moveaxis(expert_ids, 2, 0)
@@ -221,7 +233,7 @@ class Transformer(nnx.Module):
         rotation,
         attend,
         expert_ids_BLE=expert_ids_BLE,
-        mask_BL=mask_BL,
+        counted_BSL=counted_BSL,
         places_BM=places_BM,
       )
 
@@ -241,11 +253,10 @@ class Transformer(nnx.Module):
       x_BLD, _ = jax.lax.scan(layer, x_BLD, (before, None), unroll=unroll)
       x_BLD, routing = layer(x_BLD, (last, None), places_BM)
     if routing is not None:
-      routing = moe.Routing(
-        jnp.moveaxis(routing.expert_ids, 0, 2),
-        jnp.sum(routing.visits_BX, axis=0),
-        jnp.sum(routing.probs_BX, axis=0),
-      )
+      sums = (jnp.sum(x, axis=0) for x in (routing.visits_BX, routing.probs_BX))
+      if segments is None and lengths_B is not None:
+        sums = (x[:, 0] for x in sums)
+      routing = moe.Routing(jnp.moveaxis(routing.expert_ids, 0, 2), *sums)
     return self.norm(x_BLD), routing
 
   @property

@@ -15,7 +15,7 @@ Array = jax.Array
 Tree = Any
 
 
-def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh) -> Tree:
+def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns some rows of a batch, laid out like the batch.
 
   For x[rows], every device would get the whole batch and keep a few of its
@@ -27,11 +27,11 @@ def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh) -> Tree:
   Args:
     batch: arrays [n b, ...], sharded over the axes data and fsdp.
     rows: int32 [n m], indices of rows.
-    mesh: the mesh that the batch is laid out on.
+    mesh: the mesh that the batch is laid out on; None: one device.
   """
   axes = mesh_lib.BATCH_AXES
-  num_devices = activations.extent(mesh, axes)
-  if num_devices == 1:
+  num_devices = 1 if mesh is None else activations.extent(mesh, axes)
+  if mesh is None or num_devices == 1:
     return jax.tree.map(lambda x: x[rows], batch)
 
   def local(batch, rows_nm):

@@ -137,8 +137,12 @@ def minibatch(
   order = np.random.default_rng((seed, epoch)).permutation(count)
   rows = order[place * size : (place + 1) * size]
   fill = lambda x: np.zeros((size - len(rows), *x.shape[1:]), x.dtype)
+  chosen = lambda x: np.concatenate([x[rows], fill(x)])
   return batch_lib.PairBatch(
-    *(np.concatenate([x[rows], fill(x)]) for x in pairs)
+    chosen(pairs.tokens_Q2L),
+    chosen(pairs.loss_mask_Q2L),
+    chosen(pairs.loss_positions_Q2M),
+    chosen(pairs.lengths_Q2),
   )
 
 

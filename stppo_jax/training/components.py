@@ -174,6 +174,11 @@ def length_unit(config) -> int:
   )
 
 
+def row_length(config) -> int:
+  """Returns the number of tokens of a row of the learner's forward pass."""
+  return config.updates.row_length or config.env.max_length
+
+
 # Characters of a passage that are kept for each token of an observation.
 _CHARS_PER_TOKEN = 32
 

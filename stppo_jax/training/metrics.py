@@ -37,8 +37,6 @@ class Totals(NamedTuple):
 
   Attributes:
     rows: rows of the batch.
-    length: tokens of a row with its padding.
-    losses: tokens of a row that carry loss, with their padding.
     tokens: tokens of the batch.
     sampled: tokens of it that the policy wrote.
     trained: rows that are trained on.
@@ -47,8 +45,6 @@ class Totals(NamedTuple):
   """
 
   rows: int
-  length: int
-  losses: int
   tokens: float
   sampled: float
   trained: int
@@ -83,11 +79,8 @@ def totals(
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))
   rows, tokens, sampled, trained, *done = map(sum, counts)
-  assert packed.loss_positions_BM is not None  # `pack` returns them
   return Totals(
     rows=rows,
-    length=packed.tokens_BL.shape[1],
-    losses=packed.loss_positions_BM.shape[1],
     tokens=tokens,
     sampled=sampled,
     trained=trained,
@@ -172,11 +165,16 @@ class StepMetrics:
       seconds: their duration.
     """
     metrics = {}
+    # As if the rows of the forward pass were full.
+    length = self._learner.sizes.row_length
+    tokens = totals.tokens / totals.rows * self._config.updates.minibatch_size
+    rows = math.ceil(tokens / length)
     work = dataclasses.replace(
       self._work,
       updates=num_updates,
-      length=totals.length,
-      losses=totals.losses,
+      minibatch=rows,
+      microbatch=min(rows, self._work.microbatch),
+      length=length,
     )
     if sent := roofline.update_sent(work):
       metrics['perf/update_gb_sent_per_second'] = sent / seconds / 1e9

@@ -75,7 +75,9 @@ def prefer(
       mesh = components.build_mesh(config)
       shape = model_files.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
-      learner = build_learner(config, shape, mesh)
+      # A pair stands in one row.
+      longest = int(pairs.lengths_Q2.sum(axis=1).max())
+      learner = build_learner(config, shape, mesh, row_length=longest)
       pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)
       num_pairs = len(pairs.tokens_Q2L)
       per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
@@ -115,9 +117,20 @@ def prefer(
 
 
 def build_learner(
-  config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  row_length: int,
 ) -> offline_learner.OfflineLearner:
-  """Returns the learner of a config, see `config.preference`."""
+  """Returns the learner of a config, see `config.preference`.
+
+  Args:
+    config: the config of the run.
+    shape: the shape of the policy.
+    mesh: the mesh of training.
+    row_length: tokens of the longest pair; a row has at least so many.
+  """
   options = config.preference
   models = model_roles.build(config, shape, mesh, uses_values=False)
   return offline_learner.OfflineLearner(
@@ -126,8 +139,8 @@ def build_learner(
     offline_losses.tdpo(options.name),
     config.policy_optimizer,
     temperature=config.rollout.temperature,
-    num_microbatches=options.batch_size
-    // (options.microbatch_size or options.batch_size),
+    row_length=max(row_length, components.row_length(config)),
+    microbatch=options.microbatch_size,
   )
 
 

@@ -110,7 +110,12 @@ def imitate(
     chunk = config.updates.head_chunk
     policy = functional.Model(shape, 'vocabulary', mesh, chunk=chunk)
     learner = offline_learner.OfflineLearner(
-      config, policy, offline_losses.SFT, options.optimizer, temperature=1.0
+      config,
+      policy,
+      offline_losses.SFT,
+      options.optimizer,
+      temperature=1.0,
+      row_length=components.row_length(config),
     )
     teacher = kinds.demonstrations_of(
       config, services.questions, services.environment

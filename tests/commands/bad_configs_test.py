@@ -31,7 +31,7 @@ _CONFIGS = [
   (['rollout.cache_dtype=int4'], "cache_dtype='int4'", 'one of model, int8'),
   # Rules of several keys.
   (['updates.minibatch_size=7'], 'trajectories_per_step=16', 'size=7'),
-  (['updates.microbatch_size=3'], 'minibatch_size=8', 'microbatch_size=3'),
+  (['updates.row_length=127'], 'row_length=127', 'env.max_length=128'),
   (['rollout.group_size=3'], 'trajectories_per_step=16', 'group_size=3'),
   (['model.num_kv_heads=3'], 'model.num_heads=2', 'num_kv_heads=3'),
   (['mesh.tensor=-1'], 'mesh.tensor=-1', 'at most one axis may be -1'),

@@ -155,13 +155,9 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'times rollout.group_size=4',
     ),
     (
-      {'updates__microbatch_size': 48},
-      'updates.minibatch_size=256: must be a multiple of '
-      'updates.microbatch_size=48',
-    ),
-    (
-      {'updates__core_rows': 48},
-      'updates.minibatch_size=256: must be a multiple of updates.core_rows=48',
+      {'updates__row_length': 4000},
+      'updates.row_length=4000: must be 0, or at least env.max_length=4096: '
+      'a trajectory stands in one row',
     ),
     (
       {'model__num_heads': 3, 'model__num_kv_heads': 2},

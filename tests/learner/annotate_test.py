@@ -38,6 +38,8 @@ class _ParamsModel:
   head = 'vocabulary'
   config = tiny.model().config
 
+  mesh = None
+
   @property
   def plain_policy(self):
     return self
@@ -218,7 +220,7 @@ def test_a_planted_mismatch_is_measured_exactly():
 
 
 @functools.cache
-def _compiled(rows, microbatch_size):
+def _compiled(rows, num_microbatches):
   """Returns the compiled `annotate` for a batch of some rows, and the batch."""
   # Only the policy's experts are replayed, so the critic is a quick stand-in.
   models = updates.transformers(**tiny.MIXTURE)._replace(
@@ -233,7 +235,6 @@ def _compiled(rows, microbatch_size):
       models=models,
       temperature=1.0,
       num_turns=updates.NUM_TURNS,
-      microbatch_size=microbatch_size,
       routing_replay='trainer',
     ),
     compiler_options=updates.COMPILER_OPTIONS,
@@ -241,8 +242,10 @@ def _compiled(rows, microbatch_size):
   algorithm = batches.algorithm('st_ppo', kl__where='reward')
   reference = tiny.params(models.policy, 7)
   args = updates.train_state(models), batch, algorithm
-  program = annotate.lower(*args, reference=reference).compile()
-  return program, functools.partial(program, *args, reference=reference)
+  packed = updates.packed(batch, num_microbatches) if num_microbatches else None
+  options = {'reference': reference, 'packed': packed}
+  program = annotate.lower(*args, **options).compile()
+  return program, functools.partial(program, *args, **options)
 
 
 def test_microbatches_change_nothing():
@@ -260,7 +263,7 @@ def test_microbatches_change_nothing():
 @pytest.mark.slow
 def test_memory_is_that_of_one_microbatch():
   of_64, of_16 = (
-    _compiled(rows, 4)[0].memory_analysis().temp_size_in_bytes
+    _compiled(rows, rows // 4)[0].memory_analysis().temp_size_in_bytes
     for rows in (64, 16)
   )
   assert of_64 < 2 * of_16
@@ -274,7 +277,6 @@ def test_weights_are_cast_outside_the_loop_over_microbatches():
     models=models,
     temperature=1.0,
     num_turns=updates.NUM_TURNS,
-    microbatch_size=4,
   )
   program = jax.make_jaxpr(annotate)(
     state,
@@ -282,6 +284,7 @@ def test_weights_are_cast_outside_the_loop_over_microbatches():
     batches.algorithm('st_ppo'),
     reference=state.policy.params,
     old=state.policy.params,
+    packed=updates.packed(updates.batch(models), 2),
   )
   loop, *_ = (e for e in program.eqns if e.primitive.name == 'scan')
   kinds = [x.aval.dtype for x in loop.invars]

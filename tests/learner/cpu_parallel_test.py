@@ -12,7 +12,9 @@ import pytest
 
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
+from stppo_jax.learner import packing
 from stppo_jax.learner import policy_loss
+from stppo_jax.learner import programs
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
 from stppo_jax.training import components
@@ -36,26 +38,31 @@ def _batch(models):
 
 
 @functools.cache
-def _updater(
-  models, num_microbatches=4, num_workers=2, method=policy_loss.METHOD
-):
+def _updater(models, num_workers=2, method=policy_loss.METHOD):
   return cpu_parallel.Updater(
-    updates.spec(models, num_microbatches),
+    updates.spec(models),
     method,
     updates.OPTIMIZERS,
     num_workers=num_workers,
-    unit=3,
     out_shardings=None,
   )
 
 
-def _update(models, algorithm, batch, rows=_ALL_ROWS, **sizes):
+def _packed(batch, rows=_ALL_ROWS, max_rows=2, num_workers=2):
+  lengths, losses = programs.sizes(batch)
+  sizes = packing.Sizes(1, updates.L, max_rows, num_workers)
+  return packing.plan(rows, lengths, losses, sizes)
+
+
+def _update(
+  models, algorithm, batch, rows=_ALL_ROWS, num_workers=2, max_rows=2
+):
   method = updates.method(algorithm)
-  state, outputs = _updater(models, method=method, **sizes).update(
+  state, outputs = _updater(models, num_workers, method).update(
     jax.device_put(updates.train_state(models)),
     {},
     batch,
-    rows,
+    _packed(batch, rows, max_rows, num_workers),
     updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
   )
   return updates.result(state, outputs)
@@ -106,9 +113,7 @@ def test_only_the_rows_of_the_minibatch_count():
   models, algorithm = updates.sums(), batches.algorithm('st_ppo')
   batch = _batch(models)
   rows = _ALL_ROWS[::-2].copy()
-  result = _update(
-    models, algorithm, jax.device_put(batch), rows, num_microbatches=2
-  )
+  result = _update(models, algorithm, jax.device_put(batch), rows)
   expected = updates.update(algorithm, updates.rows(batch, rows), models)
   updates.assert_same(result, expected, models)
 
@@ -126,37 +131,6 @@ def _with_hook(hook):
   return models._replace(policy=policy)
 
 
-def test_microbatches_end_behind_their_longest_row():
-  lengths = []
-  models = _with_hook(lambda tokens_BL: lengths.append(tokens_BL.shape[1]))
-  algorithm, batch = batches.algorithm('token_ppo'), _batch(models)
-  lengths.clear()
-  _update(models, algorithm, batch)
-  # The longest of each two rows have 7, 12, 12 and 12 tokens.
-  assert set(lengths) == {9, 12}
-
-
-@pytest.mark.parametrize(
-  ('longest', 'padded', 'unit', 'expected'),
-  [
-    (0, 192, 48, 48),
-    (48, 192, 48, 48),
-    (49, 192, 48, 96),
-    (192, 192, 48, 192),
-    (60, 64, 48, 64),
-    (20, 32, 48, 32),
-    (1, 192, 0, 192),
-  ],
-)
-def test_lengths_are_multiples_of_the_unit(longest, padded, unit, expected):
-  assert cpu_parallel.microbatch_length(longest, padded, unit) == expected
-
-
-def test_one_length_cuts_nothing_off():
-  assert cpu_parallel.unit(192, 1) == 0
-  assert cpu_parallel.unit(190, 8) == 24
-
-
 def test_the_state_is_donated():
   models = updates.sums()
   state = jax.device_put(updates.train_state(models))
@@ -165,7 +139,7 @@ def test_the_state_is_donated():
     state,
     {},
     updates.batch(models),
-    _ALL_ROWS,
+    _packed(updates.batch(models)),
     updates.with_algorithm(
       updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
     ),
@@ -185,20 +159,12 @@ def test_shares_are_computed_at_the_same_time():
   waiting = _with_hook(lambda tokens_BL: jax.debug.callback(wait))
   algorithm = batches.algorithm('token_ppo')
   batch = updates.batch(updates.sums())
-  _update(waiting, algorithm, batch, num_microbatches=2)  # it compiles
+  _update(waiting, algorithm, batch, max_rows=4)  # it compiles
   jax.effects_barrier()
   waits.append(True)
-  _update(waiting, algorithm, batch, num_microbatches=2)
+  _update(waiting, algorithm, batch, max_rows=4)
   jax.effects_barrier()
   assert not together.broken
-
-
-@pytest.mark.parametrize(
-  ('cores', 'num_microbatches', 'num_workers'),
-  [(2, 4, 2), (2, 5, 1), (16, 8, 8), (6, 8, 2), (1, 8, 1)],
-)
-def test_workers_take_equal_shares(cores, num_microbatches, num_workers):
-  assert cpu_parallel.num_workers(num_microbatches, cores) == num_workers
 
 
 @pytest.mark.parametrize(
@@ -228,7 +194,6 @@ def test_a_resumed_run_on_one_cpu_device_is_the_same_run(tmp_path):
       num_steps=num_steps,
       evaluate__every=0,
       updates__core_rows=2,
-      updates__core_lengths=4,
     )
     command = [sys.executable, '-m', 'stppo_jax', 'train', *flags]
     subprocess.run(

@@ -44,13 +44,12 @@ def _check(lengths, *, passes, rows):
   assert all(x is not None and x.shape == (rows,) for x in lengths)
 
 
-@pytest.mark.parametrize(('num_microbatches', 'passes'), [(1, 2), (2, 3)])
-def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
+def test_an_update_passes_the_lengths(lengths):
   models = _models(lengths)
   update = functools.partial(
     step_lib.update,
     method=policy_loss.METHOD,
-    spec=updates.spec(models, num_microbatches),
+    spec=updates.spec(models),
     optimizers=updates.OPTIMIZERS,
   )
   batch = updates.batch(models)
@@ -64,8 +63,7 @@ def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
       updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
     ),
   )
-  # Policy and value; with several microbatches also the pass for statistics.
-  _check(lengths, passes=passes, rows=updates.B // num_microbatches)
+  _check(lengths, passes=2, rows=updates.B)  # policy and value
 
 
 def test_annotating_passes_the_lengths(lengths):

@@ -23,21 +23,23 @@ _FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
 def _program(num_microbatches):
   """Returns the jaxpr of an update, and the shapes of what it returns."""
   models = updates.transformers(dtype='bfloat16')
+  batch = updates.batch(updates.sums())
   return jax.make_jaxpr(
     functools.partial(
       step.update,
       method=updates.telling_gradient(policy_loss.METHOD),
-      spec=updates.spec(models, num_microbatches),
+      spec=updates.spec(models),
       optimizers=updates.OPTIMIZERS,
     ),
     return_shape=True,
   )(
     updates.train_state(models),
     {},
-    updates.batch(updates.sums()),
+    batch,
     updates.with_algorithm(
       updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
     ),
+    updates.packed(batch, num_microbatches).packing,
   )
 
 
@@ -57,10 +59,16 @@ def _program_of_pairs():
     functools.partial(
       step.update,
       method=offline_losses.tdpo('tdpo2'),
-      spec=updates.spec(updates.Models(policy, None), 4),
+      spec=updates.spec(updates.Models(policy, None)),
       optimizers=updates.OPTIMIZERS,
     )
-  )(start, {}, pairs, hyperparameters)
+  )(
+    start,
+    {},
+    pairs,
+    hyperparameters,
+    updates.packed(pairs, 4, row_length=24).packing,
+  )
 
 
 def _accumulation(jaxpr):
@@ -134,7 +142,7 @@ def test_the_function_is_traced_once(count):
   def total(scale, rows_B2):
     return minibatches.accumulate(
       lambda microbatch: function(scale, microbatch),
-      minibatches.split(rows_B2, count),
+      rows_B2.reshape(-1, count, 2).swapaxes(0, 1),
     )
 
   rows_B2 = jnp.arange(12.0).reshape(6, 2)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.learner import offline_losses
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
@@ -46,8 +45,8 @@ def _state(seed=1):
 
 
 @functools.cache
-def _compiled(name, num_microbatches):
-  spec = updates.spec(updates.Models(_POLICY, None), num_microbatches)
+def _compiled(name):
+  spec = updates.spec(updates.Models(_POLICY, None))
   return jax.jit(
     functools.partial(
       step_lib.update,
@@ -69,11 +68,18 @@ def _update(
   place = lambda x: jax.device_put(x, sharding.param_shardings(x, made))
   inputs = offline_losses.PairInputs(place(reference), BETA, ALPHA)
   state = _state()
-  new, outputs = _compiled(name, num_microbatches)(
+  packing = None
+  if num_microbatches > 1:
+    order, packing = updates.packed(
+      pairs, num_microbatches, num_shards=mesh[0] * mesh[1], row_length=2 * L
+    )
+    pairs = jax.tree.map(lambda x: x[order], pairs)
+  new, outputs = _compiled(name)(
     place(state),
     {},
     jax.device_put(pairs, sharding.batch_sharding(made)),
     updates.HYPERPARAMETERS._replace(loss=inputs),
+    packing,
   )
   gradient = jax.tree.map(
     lambda old, new: old - np.asarray(new),
@@ -175,7 +181,7 @@ def test_microbatches_and_devices_change_nothing():
 
 
 def test_pairs_without_tokens_change_nothing():
-  three = batch_lib.PairBatch(*(x[:3] for x in _pairs()))
+  three = jax.tree.map(lambda x: x[:3], _pairs())
   filled = pairs_lib.minibatch(three, 0, size=P, seed=0)
   # The rows are sharded and cut, so some devices and one microbatch of others
   # have none of these.

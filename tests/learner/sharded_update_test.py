@@ -88,14 +88,15 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
 
   method = updates.telling_gradient(updates.method(algorithm))
 
-  def update(state, batch):
+  def update(state, batch, packing):
     state, outputs = step_lib.update(
       state,
       {},
       batch,
       hyperparameters,
+      packing,
       method=method,
-      spec=updates.spec(models, way.num_microbatches),
+      spec=updates.spec(models),
       optimizers=state_lib.Optimizers(_ADAM, _ADAM),
     )
     return state, outputs.metrics, outputs.diagnostics
@@ -112,10 +113,14 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   if way.experts:
     visits_BX = np.arange(updates.B * 6, dtype=np.float32).reshape(-1, 6)
     batch = batch.replace(expert_visits_BX=visits_BX)
+  order, packing = updates.packed(
+    batch, way.num_microbatches, num_shards=way.mesh[0] * way.mesh[1]
+  )
+  batch = jax.tree.map(lambda x: x[order], batch)
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
   found = []
   for _ in range(_NUM_UPDATES):
-    state, metrics, gradients = compiled(state, batch)
+    state, metrics, gradients = compiled(state, batch, packing)
     losses = {n: float(x) for n, x in metrics.items() if n.endswith('loss')}
     found.append((losses, jax.device_get(gradients)))
   return found

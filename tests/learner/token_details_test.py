@@ -98,22 +98,18 @@ def test_nothing_is_measured_where_nothing_is_wanted():
 
 
 @pytest.mark.parametrize(
-  ('num_rows', 'count', 'hosts', 'devices', 'unit', 'expected'),
+  ('num_rows', 'count', 'hosts', 'devices', 'expected'),
   [
-    (16, 3, 1, 1, 16, [0, 1, 2]),
-    (16, 3, 1, 4, 16, [0, 1, 2, 3]),
-    (16, 3, 2, 2, 16, [0, 1, 2, 8, 9, 10]),
-    (16, 3, 2, 8, 8, [0, 1, 2, 3, 8, 9, 10, 11]),
-    # More than one pass: whole passes.
-    (16, 5, 1, 2, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
-    (8, 100, 1, 2, 4, list(range(8))),
-    (8, 7, 1, 8, 8, list(range(8))),
+    (16, 3, 1, 1, [0, 1, 2]),
+    (16, 3, 1, 4, [0, 1, 2, 3]),
+    (16, 3, 2, 2, [0, 1, 2, 8, 9, 10]),
+    (16, 3, 2, 8, [0, 1, 2, 3, 8, 9, 10, 11]),
+    (8, 100, 1, 2, list(range(8))),
+    (8, 7, 1, 8, list(range(8))),
   ],
 )
-def test_rows_fill_devices_and_passes(
-  num_rows, count, hosts, devices, unit, expected
-):
+def test_rows_fill_devices(num_rows, count, hosts, devices, expected):
   rows = token_details.choose_rows(
-    num_rows, count, num_hosts=hosts, num_devices=devices, unit=unit
+    num_rows, count, num_hosts=hosts, num_devices=devices
   )
   assert rows.tolist() == expected

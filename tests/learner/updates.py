@@ -13,7 +13,9 @@ import optax
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import policy_loss
+from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
@@ -103,11 +105,20 @@ class _Sums(functional.Model):
     tokens_BL,
     *,
     lengths_B=None,
+    segments=None,
     loss_positions_BM=None,
     expert_ids=None,
   ):
     del lengths_B, expert_ids
-    x_BLD = jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
+    x_BLD = params['embedding'][tokens_BL]
+    if segments is None:
+      x_BLD = jnp.cumsum(x_BLD, axis=1)
+    else:
+      ids_BL, size = segments.ids_BL, tokens_BL.shape[1]
+      earlier_1LL = np.tri(size, dtype=bool)[None]
+      visible_BLL = (ids_BL[:, :, None] == ids_BL[:, None]) & earlier_1LL
+      x_BLD = jnp.einsum('blj,bjd->bld', visible_BLL.astype(x_BLD.dtype), x_BLD)
+    x_BLD = jnp.tanh(x_BLD)
     if loss_positions_BM is not None:
       places_BM = heads.state_positions(loss_positions_BM, tokens_BL.shape[1])
       x_BLD = transformer.gather_states(x_BLD, places_BM)
@@ -204,28 +215,41 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
 OPTIMIZERS = state_lib.Optimizers(IDENTITY, IDENTITY)
 
 
-def spec(models: Models, num_microbatches: int = 1) -> step_lib.Spec:
+def spec(models: Models) -> step_lib.Spec:
   """Returns the static sizes of an update of these models."""
-  return step_lib.Spec(
-    models,
-    temperature=1.0,
-    num_turns=NUM_TURNS,
-    num_microbatches=num_microbatches,
+  return step_lib.Spec(models, temperature=1.0, num_turns=NUM_TURNS)
+
+
+def packed(
+  batch, num_microbatches: int = 1, *, num_shards: int = 1, row_length: int = L
+) -> packing_lib.Packed:
+  """Returns the packing of all trajectories, or pairs, of a batch.
+
+  Args:
+    batch: as `batch` makes it, or pairs.
+    num_microbatches: the number of microbatches if each trajectory fills a row.
+    num_shards: devices along the axes of rows.
+    row_length: tokens of a row.
+  """
+  count = len(jax.tree.leaves(batch)[0])
+  rows = count // num_microbatches // num_shards
+  lengths, losses = programs_lib.sizes(batch)
+  return packing_lib.plan(
+    np.arange(count),
+    lengths,
+    losses,
+    packing_lib.Sizes(num_shards, row_length, rows, num_workers=1),
   )
 
 
 @functools.cache
-def compiled(
-  models: Models,
-  num_microbatches: int = 1,
-  method: step_lib.Method = policy_loss.METHOD,
-):
+def compiled(models: Models, method: step_lib.Method = policy_loss.METHOD):
   """Returns the jitted `step.update` of these models."""
   return jax.jit(
     functools.partial(
       step_lib.update,
       method=method,
-      spec=spec(models, num_microbatches),
+      spec=spec(models),
       optimizers=OPTIMIZERS,
     ),
     compiler_options=COMPILER_OPTIONS,
@@ -258,9 +282,14 @@ def update(
   frozen=(),
   mesh=ONE_DEVICE,
   num_microbatches=1,
+  packed_into=None,
   hyperparameters=HYPERPARAMETERS,
 ) -> Result:
-  """Returns the result of an update on a mesh of this shape."""
+  """Returns the result of an update on a mesh of this shape.
+
+  Trajectories share rows if `packed_into` is the number of tokens of a row, or
+  if there are several microbatches.
+  """
   axes = dict(zip(mesh_lib.AXES, mesh))
   devices = jax.devices()[: math.prod(mesh)]
   made = mesh_lib.make_mesh(**axes, devices=devices)
@@ -268,9 +297,22 @@ def update(
   state = jax.device_put(state, sharding.param_shardings(state, made))
   frozen = dict(frozen)
   frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
-  rows = jax.device_put(batch, sharding.batch_sharding(made))
-  new, outputs = compiled(models, num_microbatches, method(algorithm))(
-    state, frozen, rows, with_algorithm(hyperparameters, algorithm)
+  packing = None
+  if packed_into or num_microbatches > 1:
+    order, packing = packed(
+      batch,
+      num_microbatches,
+      num_shards=mesh[0] * mesh[1],
+      row_length=packed_into or L,
+    )
+    batch = jax.tree.map(lambda x: x[order], batch)
+  laid_out = jax.device_put(batch, sharding.batch_sharding(made))
+  new, outputs = compiled(models, method(algorithm))(
+    state,
+    frozen,
+    laid_out,
+    with_algorithm(hyperparameters, algorithm),
+    packing,
   )
   return result(new, outputs)
 

@@ -243,3 +243,54 @@ def test_an_implementation_that_does_not_run_here_is_refused(
 def test_an_unknown_implementation_is_an_error_that_lists_the_choices():
   with pytest.raises(ValueError, match="attention='flash'; choices: xla, cud"):
     attention.causal_attention('flash', 9, lengths_B=None, mesh=None)
+
+
+_SEGMENTS = np.array([[1] * 5 + [2] * 9 + [3] * 3 + [0] * 5, [1] * 22])
+
+
+def _segments_alone(inputs):
+  """Returns attention of each segment as if it were a batch of its own."""
+  mixed = np.zeros(inputs[0].shape)
+  for row, ids in enumerate(_SEGMENTS):
+    for number in range(1, ids.max() + 1):
+      cut = [x[row : row + 1, ids == number] for x in inputs]
+      mixed[row, ids == number] = _by_hand(*cut)[0]
+  return mixed
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    attention.IMPLEMENTATIONS['xla'],
+    attention.IMPLEMENTATIONS['cudnn'],
+    lambda size, *, lengths_B, mesh, segment_ids_BL: attention.blockwise.attend(
+      size, 4, mesh, segment_ids_BL
+    ),
+    pytest.param(_SPLASH, marks=pytest.mark.slow),
+  ],
+)
+def test_segments_do_not_see_each_other(make):
+  inputs = _inputs(2, 22, 4, 2)
+  attend = make(22, lengths_B=None, mesh=None, segment_ids_BL=_SEGMENTS)
+  text = _SEGMENTS > 0
+  weights = np.random.default_rng(1).normal(size=inputs[0].shape)
+  weights = np.where(text[..., None, None], weights, 0.0).astype(np.float32)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def found(attend, inputs):
+    loss = lambda x: (jnp.sum(attend(*x) * weights), attend(*x))
+    return jax.grad(loss, has_aux=True)(inputs)
+
+  gradients, mixed = found(attend, inputs)
+  np.testing.assert_allclose(
+    mixed[text], _segments_alone(inputs)[text], atol=1e-5
+  )
+  visible = (_SEGMENTS[:, :, None] == _SEGMENTS[:, None]) & np.tri(
+    22, dtype=bool
+  )
+  definition = lambda q, k, v: attention.attention(
+    q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible
+  )
+  expected, _ = found(definition, inputs)
+  for ours, theirs in zip(gradients, expected):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)

@@ -33,9 +33,9 @@ def _parts(mesh=None, seed=0, **changes):
     lambda s: (0.4 * rng.standard_normal(s.shape)).astype(np.float32), abstract
   )
 
-  def mix(weights, x_BLD, ids_BLE=None, mask_BL=None):
+  def mix(weights, x_BLD, ids_BLE=None, counted_BSL=None):
     module = nnx.merge(graph, weights)
-    return module(x_BLD, expert_ids_BLE=ids_BLE, mask_BL=mask_BL)
+    return module(x_BLD, expert_ids_BLE=ids_BLE, counted_BSL=counted_BSL)
 
   return mix, weights
 
@@ -189,7 +189,7 @@ def test_a_negative_id_leaves_its_token_to_the_router():
 def _sums(seed, mask):
   apply, weights = _parts(seed=seed)
   tokens = np.where(mask[..., None], TOKENS, np.nan)
-  _, routing = jax.jit(apply)(weights, tokens, None, jnp.asarray(mask))
+  _, routing = jax.jit(apply)(weights, tokens, None, mask[:, None])
   return weights, routing
 
 
@@ -206,10 +206,10 @@ def test_load_balance_sums_over_layers_and_valid_tokens():
       probs += _softmax(TOKENS[place].astype(np.float64) @ router)
       tokens += 1
   sums = jax.tree.map(lambda *x: sum(x), *found)
-  of_all = jnp.sum(sums.visits_BX, axis=0)
+  of_all = jnp.sum(sums.visits_BX, axis=(0, 1))
   np.testing.assert_array_equal(of_all, visits)
   balance = lambda probs_BX: moe.load_balance(
-    of_all, jnp.sum(probs_BX, axis=0), jnp.float32(tokens)
+    of_all, jnp.sum(probs_BX, axis=(0, 1)), jnp.float32(tokens)
   )
   wanted = X * np.sum(visits / tokens * probs / tokens)
   np.testing.assert_allclose(balance(sums.probs_BX), wanted, rtol=1e-6)

@@ -135,7 +135,7 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
   )
   exported = load.read_params(tmp_path / 'policy', shape)['layers']
   learner = preference.build_learner(
-    config, runs.shape(config), components.build_mesh(config)
+    config, runs.shape(config), components.build_mesh(config), row_length=0
   )
   frozen = learner.start().frozen['layers']
   changed = {
@@ -162,7 +162,7 @@ def test_the_exported_policy_is_the_last_state(whole):
 def test_without_adapters_an_export_copies_no_weights(file, whole, tmp_path):
   config = runs.config(**_SMALL)
   learner = preference.build_learner(
-    config, runs.shape(config), components.build_mesh(config)
+    config, runs.shape(config), components.build_mesh(config), row_length=0
   )
   state = learner.start()
   assert learner.merged_params(state) is state.policy.params

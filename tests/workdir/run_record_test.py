@@ -220,7 +220,8 @@ def test_a_key_that_has_another_name_now_is_the_same(tmp_path):
   older = _config()
   rollout = older['rollout']
   rollout['extend_chunk'] = rollout.pop('prefill_chunk')
-  older['evaluate']['batch_size'] = 8  # a key that is gone
+  older['evaluate']['batch_size'] = 8  # keys that are gone
+  older['updates']['core_lengths'] = 4
   _begin(tmp_path, older)
   run_record.record_config(_config(), tmp_path)
   assert 'prefill_chunk' in (tmp_path / 'config.json').read_text()

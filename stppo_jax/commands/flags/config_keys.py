@@ -39,6 +39,8 @@ def describe(name: str = '') -> str:
     hint = settings.nearest(name, sorted({*keys, *parts}))
     if new := schema.successor(name):
       hint = f'it is now {new}'
+    elif name in schema.GONE:
+      hint = f'it is gone: {schema.GONE[name]}'
     raise exits.Misconfigured(
       f'--help={name}: no such config key' + (f'; {hint}' if hint else '')
     )

@@ -84,6 +84,8 @@ def _override(config: Any, key: str, text: str | bool) -> None:
     return
   if name := schema.successor(key):
     raise ValueError(f'is called {name} now')
+  if key in schema.GONE:
+    raise ValueError(f'is gone: {schema.GONE[key]}')
   *names, leaf = key.split('.')
   section, path = config, 'config'
   for name in names:

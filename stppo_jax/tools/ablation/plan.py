@@ -22,7 +22,7 @@ _NOT_COMPARED = (
   'profile',
   'mesh',
   'updates.max_skipped',
-  'updates.core_lengths',
+  'updates.row_length',
 )
 # Of a path, only the name is the same on another machine.
 _PATHS = ('model.path', 'env.prompt_template')

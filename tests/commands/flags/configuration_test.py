@@ -173,6 +173,10 @@ def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
       '--config.rollout.extend_chunk=8',
       'extend_chunk=8: is called rollout.prefill_chunk now',
     ),
+    (
+      '--config.updates.core_lengths=8',
+      'core_lengths=8: is gone: trajectories share rows, updates.row_length',
+    ),
     ('--config.seed.x=1', 'config.seed is a value and has no keys'),
     ('--config.updates=1', 'a section, not a value; set one of its keys: '),
     ('--config.seed=1.0', 'expected int, such as 0'),

@@ -1,0 +1,287 @@
+"""Runs a model over the tokens of a batch: the only place that knows of rows.
+
+B trajectories, L tokens of each, M loss positions, X experts; s shards, b
+trajectories of a shard, m = b L their tokens; r rows of the forward pass, l
+tokens of a row, p places of the tokens in all rows of a shard.
+
+The rest of the learner, and all of `rl`, see one trajectory a row, [B, L]. If a
+batch has a `batch.Packing`, its trajectories stand in rows of the packing's
+length while the model computes, each token sees its own trajectory only, and
+results are moved back to [B, L]. All of this happens within a shard: nothing
+moves between devices.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.models import attention
+from stppo_jax.models import functional
+from stppo_jax.models import moe
+from stppo_jax.parallel import activations
+
+Array = jax.Array
+_Outputs = TypeVar('_Outputs')
+
+
+class Inputs(NamedTuple):
+  """The arrays of a `TokenBatch` that models read, and its packing."""
+
+  tokens_BL: Array
+  lengths_B: Array | None = None
+  loss_mask_BL: Array | None = None
+  loss_positions_BM: Array | None = None
+  expert_ids: Array | None = None
+  packing: batch_lib.Packing | None = None
+
+
+def inputs_of(batch: batch_lib.TokenBatch) -> Inputs:
+  """Returns the arrays of a batch that models read."""
+  return Inputs(*(getattr(batch, name) for name in Inputs._fields))
+
+
+def token_outputs(
+  model: functional.Model,
+  params: functional.Params,
+  inputs: Inputs,
+  *,
+  temperature: float,
+  values_everywhere: bool = True,
+) -> functional.TokenOutputs:
+  """Returns all outputs of a policy for the tokens of trajectories.
+
+  Args:
+    model: the policy.
+    params: its weights.
+    inputs: the trajectories.
+    temperature: divides the logits.
+    values_everywhere: see `functional.Model.token_outputs`.
+  """
+  return in_rows(
+    lambda tokens_BL, **rows: model.token_outputs(
+      params,
+      tokens_BL,
+      temperature=temperature,
+      values_everywhere=values_everywhere,
+      **rows,
+    ),
+    inputs,
+    model.mesh,
+  )
+
+
+def all_outputs(
+  params: model_roles.Params,
+  inputs: Inputs,
+  *,
+  models: model_roles.Models,
+  temperature: float,
+) -> functional.TokenOutputs:
+  """Returns log-probabilities, entropy and values of trajectories.
+
+  With a shared backbone this is one pass; otherwise it is one of each model.
+  Values are wanted at every token, whatever the loss positions.
+
+  Args:
+    params: the weights of both models.
+    inputs: the trajectories; experts are those of the policy.
+    models: policy and value model.
+    temperature: the sampling temperature.
+  """
+  outputs = token_outputs(
+    models.policy,
+    models.policy_weights(params),
+    inputs,
+    temperature=temperature,
+  )
+  if models.value is None:
+    return outputs
+  return outputs._replace(
+    values_BL=values(models.value, models.value_weights(params), inputs)
+  )
+
+
+def values(
+  model: functional.Model,
+  params: functional.Params,
+  inputs: Inputs,
+  *,
+  everywhere: bool = True,
+) -> Array:
+  """Returns values_BL of a value model.
+
+  Args:
+    model: the value model, which replays no experts.
+    params: its weights.
+    inputs: the trajectories.
+    everywhere: whether values are wanted at every token, and not at the loss
+      positions alone.
+  """
+  inputs = inputs._replace(expert_ids=None)
+  if everywhere:
+    inputs = inputs._replace(loss_positions_BM=None)
+  return in_rows(
+    lambda tokens_BL, **rows: model.values(params, tokens_BL, **rows),
+    inputs,
+    model.mesh,
+  )
+
+
+def of_pairs(packing: batch_lib.Packing, lengths_Q2: Any) -> batch_lib.Packing:
+  """Returns the packing of single trajectories, given that of pairs.
+
+  Args:
+    packing: the packing of one microbatch, in which the trajectories of a pair
+      follow each other in a row.
+    lengths_Q2: the tokens of both trajectories of each pair.
+  """
+  size = packing.num_rows * packing.row_length
+  shape = packing.starts.shape
+  second = packing.starts + lengths_Q2[:, 0].reshape(shape)
+  starts = jnp.stack([packing.starts, jnp.minimum(second, size)], axis=2)
+  return dataclasses.replace(packing, starts=starts.reshape(shape[0], -1))
+
+
+def in_rows(
+  function: Callable[..., _Outputs],
+  inputs: Inputs,
+  mesh: jax.sharding.Mesh | None,
+) -> _Outputs:
+  """Applies a function of rows to trajectories, which may share rows.
+
+  Args:
+    function: maps (tokens_rl, **`functional.Rows`) to arrays with a number per
+      token, [r, l], and `moe.Routing`.
+    inputs: the trajectories.
+    mesh: the mesh that they are laid out on.
+
+  Returns:
+    The same for [B, L]. Numbers are 0 at the first token of a trajectory, which
+    nothing predicts, and at padding; there, experts are -1.
+  """
+  packing = inputs.packing
+  if packing is None:
+    return function(
+      inputs.tokens_BL,
+      lengths_B=inputs.lengths_B,
+      loss_positions_BM=inputs.loss_positions_BM,
+      expert_ids=inputs.expert_ids,
+    )
+  s, b = packing.starts.shape
+  B, L = inputs.tokens_BL.shape
+  r, length = s * packing.num_rows, packing.row_length
+  constrain = lambda x: activations.constrain(x, mesh, activations.ROWS)
+  assert inputs.lengths_B is not None
+  source_sp, target_sm, segments = _maps(packing, inputs.lengths_B, L)
+  segments = segments._replace(
+    ids_BL=constrain(segments.ids_BL),
+    positions_BL=constrain(segments.positions_BL),
+  )
+  to_rows: Any = lambda x: constrain(
+    _take(x.reshape(s, b * L, *x.shape[2:]), source_sp).reshape(
+      r, length, *x.shape[2:]
+    )
+  )
+  loss_positions_rm = expert_ids = None
+  if inputs.loss_positions_BM is not None:
+    mask_rl = to_rows(inputs.loss_mask_BL) & (segments.positions_BL > 0)
+    places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
+    loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
+  if inputs.expert_ids is not None:
+    # 1 is added so that nothing, which is taken as 0, becomes -1.
+    expert_ids = to_rows(inputs.expert_ids + 1) - 1
+  outputs = function(
+    to_rows(inputs.tokens_BL),
+    segments=segments,
+    loss_positions_BM=loss_positions_rm,
+    expert_ids=expert_ids,
+  )
+  # Of two neighbours in a row, the last state of the first predicts the first
+  # token of the second. That number must not leave the row.
+  first_1m = jnp.arange(b * L)[None] % L == 0
+  later_sm = jnp.where(first_1m, source_sp.shape[1], target_sm)
+  positions_sp = segments.positions_BL.reshape(s, -1)
+  back_sp = jnp.where(positions_sp > 0, source_sp, b * L)
+  flat = lambda x: x.reshape(s, -1, *x.shape[2:])
+
+  def to_trajectories(x: Any) -> Any:
+    if isinstance(x, moe.Routing):
+      ids = _take(flat(x.expert_ids + 1), target_sm) - 1
+      sums = (
+        jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
+        for y in (x.visits_BX, x.probs_BX)
+      )
+      ids = constrain(ids.reshape(B, L, *ids.shape[2:]))
+      return moe.Routing(ids, *sums)
+    return constrain(_moved(flat(x), later_sm, back_sp).reshape(B, L))
+
+  return jax.tree.map(
+    to_trajectories, outputs, is_leaf=lambda x: isinstance(x, moe.Routing)
+  )
+
+
+def _maps(
+  packing: batch_lib.Packing, lengths_B: Array, L: int
+) -> tuple[Array, Array, attention.Segments]:
+  """Returns where the tokens of rows come from, and where they go to.
+
+  Args:
+    packing: the packing of one microbatch.
+    lengths_B: the tokens of each trajectory.
+    L: tokens of a trajectory with its padding.
+
+  Returns:
+    For each place in the rows of a shard, the place of its token
+    among the b L of its trajectories, or b L if it is empty; for these the
+    place in the rows, or their number at padding; and the segments of the rows.
+  """
+  s, b = packing.starts.shape
+  size = packing.num_rows * packing.row_length
+  starts_sb, lengths_sb = packing.starts, lengths_B.reshape(s, b)
+  # Starts increase, so the latest that is not behind a place is that of its
+  # trajectory. Comparing all is faster than writing numbers to their places.
+  places_p = jnp.arange(size)
+  passed_sbp = starts_sb[..., None] <= places_p[None, None]
+  number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)
+  of = lambda x_sb: jnp.take_along_axis(x_sb, number_sp, axis=1)
+  position_sp = places_p[None] - of(starts_sb)
+  text_sp = (position_sp >= 0) & (position_sp < of(lengths_sb))
+  only = lambda x_sp: jnp.where(text_sp, x_sp, 0)
+  source_sp = jnp.where(text_sp, number_sp * L + position_sp, b * L)
+  l_11L = jnp.arange(L)[None, None]
+  target_sbL = jnp.where(
+    l_11L < lengths_sb[..., None], starts_sb[..., None] + l_11L, size
+  )
+  by_row = lambda x_sp: x_sp.reshape(-1, packing.row_length)
+  segments = attention.Segments(
+    by_row(only(number_sp + 1)), by_row(only(position_sp)), b
+  )
+  return source_sp, target_sbL.reshape(s, b * L), segments
+
+
+def _take(x: Array, index: Array) -> Array:
+  """Returns for each shard x[index]; 0 for an index that is too large."""
+  take = lambda x, index: x.at[index].get(mode='fill', fill_value=0)
+  return jax.vmap(take)(x, index)
+
+
+# JAX does not know that `inverse` undoes `index`: its derivative of x[index]
+# would add numbers up where they came from, one after the other.
+@jax.custom_vjp
+def _moved(x: Array, index: Array, inverse: Array) -> Array:
+  """Returns for each shard x[index]; its gradient is g[inverse]."""
+  del inverse  # only the gradient needs it
+  return _take(x, index)
+
+
+_moved.defvjp(
+  lambda x, index, inverse: (_take(x, index), inverse),
+  lambda inverse, gradient: (_take(gradient, inverse), None, None),
+)

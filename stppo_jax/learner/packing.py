@@ -1,0 +1,166 @@
+"""Decides, on the host, which sequences share a row of the forward pass.
+
+s shards of a minibatch, one for each device along the axes of rows, n
+microbatches, r rows that a shard computes of a microbatch, b sequences that are
+in them at most. A row has `row_length` tokens.
+
+The sequences are dealt to the shards by length, longest first, each to the
+shard with the fewest tokens so far: all shards get equally many sequences, and
+nearly equally many tokens. Each shard then puts its sequences into rows, first
+fit by decreasing length. The sizes are those of the fullest shard, rounded up,
+because each combination is another program to compile. All of it follows from
+lengths that every host knows, so the hosts agree.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.parallel import activations
+
+# The loss positions of a row are a multiple of this share of its tokens.
+_LOSS_SHARES = 4
+
+
+class Sizes(NamedTuple):
+  """The numbers that decide the shape of packed rows, beside the sequences.
+
+  Attributes:
+    num_shards: s.
+    row_length: tokens of a row, at least those of the longest sequence.
+    max_rows: the most rows that a shard computes at once; 0: all.
+    num_workers: if there are at least so many microbatches, their number is a
+      multiple of it.
+  """
+
+  num_shards: int
+  row_length: int
+  max_rows: int
+  num_workers: int
+
+
+def sizes(
+  mesh: jax.sharding.Mesh,
+  *,
+  row_length: int,
+  microbatch: int,
+  num_workers: int = 1,
+) -> Sizes:
+  """Returns the sizes of rows on a mesh.
+
+  Args:
+    mesh: the mesh of training.
+    row_length: see `Sizes`.
+    microbatch: rows of a forward pass, which the shards divide; 0: all.
+    num_workers: see `Sizes`.
+  """
+  num_shards = activations.extent(mesh, activations.ROWS)
+  return Sizes(num_shards, row_length, microbatch // num_shards, num_workers)
+
+
+class Packed(NamedTuple):
+  """The sequences of a minibatch in the order of the shards, and their rows.
+
+  Attributes:
+    rows: int32, numbers of sequences: those of the first shard, and so on.
+    packing: where they are in packed rows.
+  """
+
+  rows: np.ndarray
+  packing: batch_lib.Packing
+
+
+def plan(
+  rows: np.ndarray,
+  lengths_B: np.ndarray,
+  losses_B: np.ndarray,
+  sizes: Sizes,
+) -> Packed:
+  """Returns the packing of some sequences of a batch.
+
+  Args:
+    rows: the numbers of the sequences; s divides how many there are.
+    lengths_B: the tokens of all sequences of the batch.
+    losses_B: the tokens of each with a loss.
+    sizes: see `Sizes`.
+  """
+  rows = np.asarray(rows, np.int32)
+  lengths, losses = np.asarray(lengths_B)[rows], np.asarray(losses_B)[rows]
+  members_sm = _deal(lengths, sizes.num_shards)
+  shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
+  most = max(len(shard) for shard in shards)
+  max_rows = sizes.max_rows or most
+  # No more than there would be if each sequence had a row of its own.
+  n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
+  workers = min(n, sizes.num_workers)
+  n = -(-n // workers) * workers
+  num_rows = rounded(-(-most // n))
+  # Rows are dealt to microbatches, since the first hold few long sequences and
+  # the last ones many short ones.
+  parts = [[shard[i::n] for shard in shards] for i in range(n)]
+  most_sequences = max(sum(map(len, part)) for x in parts for part in x)
+  b = rounded(most_sequences, steps=1)
+  empty = sizes.row_length * num_rows
+  places_nsb = np.full((n, len(shards), b), len(members_sm[0]), np.int32)
+  starts_nsb = np.full((n, len(shards), b), empty, np.int32)
+  num_losses = 1
+  for i, part in enumerate(parts):
+    for shard, shard_rows in enumerate(part):
+      own = lengths[members_sm[shard]], losses[members_sm[shard]]
+      places = np.concatenate([[], *shard_rows]).astype(np.int32)
+      starts = [
+        number * sizes.row_length + np.cumsum(own[0][row]) - own[0][row]
+        for number, row in enumerate(shard_rows)
+      ]
+      places_nsb[i, shard, : len(places)] = places
+      starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
+      sums = [int(own[1][row].sum()) for row in shard_rows]
+      num_losses = max(num_losses, *sums, 1)
+  share = -(-sizes.row_length // _LOSS_SHARES)
+  packing = batch_lib.Packing(
+    places_nsb,
+    starts_nsb,
+    num_rows=num_rows,
+    row_length=sizes.row_length,
+    num_losses=min(-(-num_losses // share) * share, sizes.row_length),
+  )
+  return Packed(rows[members_sm.reshape(-1)], packing)
+
+
+def rounded(count: int, *, steps: int = 8) -> int:
+  """Returns a number rounded up to one of `steps` numbers of its octave."""
+  unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
+  return -(-count // unit) * unit
+
+
+def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
+  """Returns int [s, m], the members of each shard, the longest first."""
+  order = np.argsort(-lengths, kind='stable').reshape(-1, num_shards)
+  members_ms = np.empty_like(order)
+  loads_s = np.zeros(num_shards, np.int64)
+  for place, group in enumerate(order):
+    emptiest = np.argsort(loads_s, kind='stable')
+    members_ms[place, emptiest] = group
+    loads_s[emptiest] += lengths[group]
+  return members_ms.T
+
+
+def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
+  """Returns the places of the sequences in each row.
+
+  Args:
+    lengths: tokens of sequences, the longest first.
+    row_length: tokens of a row.
+  """
+  rows, free = [], np.zeros(len(lengths), np.int64)
+  for place, length in enumerate(lengths):
+    fits = np.flatnonzero(free[: len(rows)] >= length)
+    if not len(fits):
+      free[len(rows)] = row_length
+      fits = [len(rows)]
+      rows.append([])
+    rows[fits[0]].append(place)
+    free[fits[0]] -= length
+  return rows
