@@ -307,7 +307,12 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
       _own_files(clone, monkeypatch)
     _run([*_python(command), *_SMOKE], clone)
     assert (_workdir(words, clone) / 'metrics.jsonl').is_file()
+  elif ' demonstrate ' in command:
+    _own_files(clone, monkeypatch)
+    assert '</search>' in _run(_python(command), clone)
   elif ' sft ' in command:
+    if 'DATA' in command:
+      _own_files(clone, monkeypatch)
     _run([*_python(command), *_SMOKE], clone)
     assert (_workdir(words, clone) / 'policy' / 'model.safetensors').is_file()
   elif ' evaluate ' in command:
@@ -378,6 +383,9 @@ def test_a_small_version_of_every_command_runs(
       call(*_TINY, *_OF_OWN_DATA)
       _check_metrics(pathlib.Path('runs/own/metrics.jsonl'))
       assert 'val/em/test' in pathlib.Path('runs/own/metrics.jsonl').read_text()
+  elif ' demonstrate ' in command:
+    _own_files(small_clone, monkeypatch)
+    assert '</search>' in call()
   elif ' index ' in command:
     call(words=shlex.split(_index(command, small_clone)))
   elif ' serve ' in command:

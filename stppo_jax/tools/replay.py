@@ -44,8 +44,8 @@ def replay(folder: pathlib.Path) -> int:
     Misconfigured: the dump or its checkpoint is missing or damaged.
   """
   with exits.as_misconfigured(str(folder)):
-    config = recorded_config.read(folder)
     record = _read(folder)
+    config = recorded_config.read(folder)
     arrays = _read_batch(folder, record)
   workdir = folder.absolute().parent.parent
   run_record.check_run(workdir)

@@ -61,7 +61,7 @@ def prefer(
     that were skipped (76).
   """
   options = config.preference
-  with exits.as_misconfigured(file):
+  with exits.as_misconfigured(str(file)):
     pairs, digest = pairs_lib.read(file)
   # With other pairs, a resumed run would be one that no command describes.
   with claim.claimed(

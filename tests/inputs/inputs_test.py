@@ -73,7 +73,7 @@ def _words(command: str, values: dict[str, str]) -> list[str]:
   words = []
   for word in shlex.split(command):
     made = word.format_map(values)
-    words += made.split() if word == '{tiny}' else [made]
+    words += made.split() if word in ('{tiny}', '{pairwise}') else [made]
   return words
 
 

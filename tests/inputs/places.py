@@ -95,4 +95,5 @@ def make(root: pathlib.Path, finished: pathlib.Path) -> dict[str, str]:
     'escape': '\x1b[31m',
     'long': 'x' * 5000,
     'tiny': ' '.join(runs.flags()),
+    'pairwise': ' '.join(runs.flags(num_steps=None)),
   }
