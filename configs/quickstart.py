@@ -41,9 +41,10 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.rollout.trajectories_per_step = 128
   if config.rollout.group_size > 1:
     config.rollout.group_size = 8  # divides trajectories_per_step
-  config.rollout.length_bucket = 32
+  # One length: rows of the forward pass have no padding to save any more.
+  config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 64
-  config.updates.core_rows = 3  # few enough to fit the cache of a core
+  config.updates.core_rows = 2  # few enough to fit the cache of a core
   config.updates.num_epochs = 2
   # More tokens than a minibatch has: with a small vocabulary all logits fit in
   # memory, and a loop over chunks would only take time.

@@ -153,6 +153,10 @@ class Learner:
       old: the policy in the ratio's denominator; None: that of the state.
     """
     batch = distributed.from_local_rows(packed, self._rows)
+    # All cores of a CPU work on one program here, which takes the rows of all.
+    sizes = self.sizes._replace(
+      max_rows=self.sizes.max_rows * self.sizes.num_workers, num_workers=1
+    )
     if self._reference_on_host and reference is not None:
       reference = memory.on_devices(reference)
     return self.programs.annotate(
@@ -161,7 +165,7 @@ class Learner:
       self.algorithm,
       reference=reference,
       old=None if old is None else old.trained.policy,
-      packed=self._packed(batch, np.arange(len(batch.lengths_B))),
+      packed=self._packed(batch, np.arange(len(batch.lengths_B)), sizes),
     )
 
   def minibatches(
@@ -206,9 +210,12 @@ class Learner:
     )
 
   def _packed(
-    self, batch: batch_lib.TokenBatch, rows: np.ndarray
+    self,
+    batch: batch_lib.TokenBatch,
+    rows: np.ndarray,
+    sizes: packing_lib.Sizes | None = None,
   ) -> packing_lib.Packed:
-    """Returns the packing of some rows of a batch.
+    """Returns the packing of some rows of a batch; by default in `sizes`.
 
     All hosts learn the sizes of all rows. That is a program, which would wait
     for the updates before it, so it runs once for a batch.
@@ -218,7 +225,7 @@ class Learner:
       found = jax.device_get(self.programs.sizes(batch))
       self._sized = weakref.ref(batch), found
     lengths, losses = found
-    return packing_lib.plan(rows, lengths, losses, self.sizes)
+    return packing_lib.plan(rows, lengths, losses, sizes or self.sizes)
 
   def hyperparameters(self, step: int) -> step_lib.Hyperparameters:
     """Returns the runtime inputs of the updates of a step."""

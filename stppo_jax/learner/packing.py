@@ -21,7 +21,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import activations
 
 # The loss positions of a row are a multiple of this share of its tokens.
-_LOSS_SHARES = 4
+_LOSS_SHARES = 2
 
 
 class Sizes(NamedTuple):
@@ -101,7 +101,11 @@ def plan(
   # the last ones many short ones.
   parts = [[shard[i::n] for shard in shards] for i in range(n)]
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
-  b = rounded(most_sequences, steps=1)
+  # 4, 16, 64, ...: nothing but arithmetic depends on it, so few sizes matter
+  # more than a tight one.
+  b = 4
+  while b < most_sequences:
+    b *= 4
   empty = sizes.row_length * num_rows
   places_nsb = np.full((n, len(shards), b), len(members_sm[0]), np.int32)
   starts_nsb = np.full((n, len(shards), b), empty, np.int32)
