@@ -47,7 +47,7 @@ def template_is_readable(key: str, path) -> Iterator[str]:
     yield f'{key.partition(".")[0]}.{error}'
 
 
-def bucket_is_usable(key: str, place) -> Iterator[str]:
+def bucket_usable(key: str, place) -> Iterator[str]:
   """Checks that this machine has what the bucket of the copy needs."""
   if buckets.is_address(place):
     try:

@@ -66,6 +66,7 @@ ABOVE_256 = settings.Rule(
 LIMIT = settings.Rule(
   lambda x: x == -1 or 0 <= x < math.inf, '0 or greater, or -1'
 )
+TRACKERS = some_of('wandb', 'trackio')
 SERVERS = settings.Rule(
   lambda servers: all(isinstance(x, str) and x.strip() for x in servers),
   "addresses or commands, such as ('http://localhost:8000/mcp',)",

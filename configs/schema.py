@@ -280,9 +280,7 @@ KEYS: Mapping[str, Key] = {
   'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
   'updates.row_length': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
   'updates.routing_replay': Key(rules.one_of('nowhere', 'trainer', 'sampler')),
-  'writer.copy_to': _free(
-    rules.ADDRESS, check=external.bucket_is_usable, since='0.3'
-  ),
+  'writer.copy_to': _free(rules.ADDRESS, external.bucket_usable, since='0.3'),
   'writer.evaluation': _free(rules.NOT_NEGATIVE, since='0.3'),
   'writer.keep_files': _free(rules.NOT_NEGATIVE, since='0.3'),
   'writer.keep_lines': _free(rules.NOT_NEGATIVE, since='0.3'),
@@ -290,14 +288,11 @@ KEYS: Mapping[str, Key] = {
   'writer.tensorboard': _free(),
   'writer.token_details': _free(rules.NOT_NEGATIVE, since='0.3'),
   'writer.trackers': _free(
-    rules.some_of('wandb', 'trackio'),
-    external.trackers_are_installed,
-    since='0.3',
+    rules.TRACKERS, external.trackers_are_installed, since='0.3'
   ),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
-# Keys of earlier versions that are gone, and what there is in their place; none
-# of them changed what is computed.
+# Keys that are gone, and what replaces them; none changed what is computed.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
   'updates.core_lengths': 'trajectories share rows, updates.row_length',

@@ -19,7 +19,6 @@ def get_config(algorithm: str = 'turn_ppo') -> base.Config:
   config.num_steps = 20
   # One length of rows, and so one set of programs. Further ones would take
   # longer to compile than they save in so few steps.
-  config.updates.core_lengths = 1
   config.rollout.length_bucket = config.env.max_length
   # The greedy policy at the start and at the end.
   config.evaluate.every = config.num_steps

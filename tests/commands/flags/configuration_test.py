@@ -393,7 +393,7 @@ def test_config_prints_numbers_that_follow_from_it():
     '# questions per step: 128',
     '# updates per collection: 4',
     '# updates of the run: 240',
-    '# microbatches per update: 4',
+    '# microbatches per update: at most 4',
     '# tokens per update: at most 12,288',
     '# tokens of the run: at most 1,474,560',
     '# off-policy degree: at the last update of a step, the policy is 11 '
