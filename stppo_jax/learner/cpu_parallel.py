@@ -12,7 +12,6 @@ mesh of several devices splits the rows itself and does not use this module.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
 from concurrent import futures
 import functools
 import os
@@ -28,6 +27,7 @@ from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import diagnostics as diagnostics_lib
 
 Tree = Any
 
@@ -78,9 +78,7 @@ class Updater:
     self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
     self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
     self._cast = jax.jit(functools.partial(step_lib.cast, spec=spec))
-    self._outputs = jax.jit(
-      functools.partial(policy_loss.outputs_of, spec=spec)
-    )
+    self._outputs = jax.jit(self._placed_outputs, static_argnames='num_rows')
     self._context = jax.jit(self._join_context)
     self._sums = jax.jit(
       functools.partial(step_lib.sum_gradients, method=method, spec=spec)
@@ -115,12 +113,15 @@ class Updater:
     params = self._cast(state.with_frozen(frozen))
     inputs, outputs = hyperparameters.loss, None
     if inputs.algorithm.uses_minibatch_statistics:
+      count = len(packed.rows)
       outputs = self._map(
-        lambda share: [self._outputs(params, m) for m in share],
+        lambda share: functools.reduce(
+          _add, [self._outputs(params, m, num_rows=count) for m in share]
+        ),
         microbatches,
         'outputs',
       )
-    context = self._context(minibatch, inputs, outputs, packing)
+    context = self._context(minibatch, inputs, outputs)
     sums = self._map(
       lambda share: _sum_share(share, lambda m: self._sums(params, m, context)),
       microbatches,
@@ -142,20 +143,27 @@ class Updater:
     """
     size = min(self._num_workers, len(microbatches))
     shares = [microbatches[n::size] for n in range(size)]
-    shapes = lambda m: tuple(x.shape for x in jax.tree.leaves(m))
+    shapes = lambda m: (
+      jax.tree.structure(m),
+      *(x.shape for x in jax.tree.leaves(m)),
+    )
     kinds = {(kind, shapes(microbatch)) for microbatch in microbatches}
     if kinds <= self._compiled:
       return list(self._pool.map(function, shares))
     self._compiled |= kinds
     return [function(share) for share in shares]
 
-  def _join_context(self, minibatch, inputs, outputs, packing):
+  def _placed_outputs(self, params, microbatch, *, num_rows):
+    """Returns outputs [B, L], with 0 in the rows of other microbatches.
+
+    So their sum is that of all, and no program depends on how many there are.
+    """
+    outputs = policy_loss.outputs_of(params, microbatch, spec=self._spec)
+    return minibatches.join(outputs, microbatch.packing, num_rows)
+
+  def _join_context(self, minibatch, inputs, outputs):
     if outputs is not None:
-      # Undoes the distribution to the workers.
-      in_order = [pair for pairs in zip(*outputs) for pair in pairs]
-      outputs = minibatches.join(
-        _concatenate(in_order), packing, len(minibatch.lengths_B)
-      )
+      outputs = functools.reduce(_add, outputs)
     context = policy_loss.join_context(
       minibatch, inputs, outputs, spec=self._spec
     )
@@ -166,12 +174,10 @@ class Updater:
     return context._replace(minibatch=None)
 
   def _join_and_apply(self, state, sums, hyperparameters):
-    summands, diagnostics = zip(*sums)
-    add = lambda *x: functools.reduce(jnp.add, x)
-    gradient, metrics = jax.tree.map(add, *summands)
+    (gradient, metrics), diagnostics = functools.reduce(_join, sums)
     gradient, outputs = self._method.finish(
       gradient,
-      step_lib.LossOutputs(metrics, _concatenate(sum(diagnostics, []))),
+      step_lib.LossOutputs(metrics, diagnostics),
       hyperparameters.loss,
     )
     return step_lib.apply_gradients(
@@ -184,16 +190,18 @@ def _add(total, summand):
   return jax.tree.map(jnp.add, total, summand)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _join(total, summand):
+  """Returns the sums, and the merged diagnostics, of some microbatches."""
+  sums, diagnostics = zip(total, summand)
+  return _add(*sums), diagnostics_lib.merge(*diagnostics)
+
+
 def _sum_share(share, sum_microbatch):
   """Returns the sums and the diagnostics of one worker's microbatches."""
-  total, diagnostics = None, []
+  total: Any = None
   for microbatch in share:
     gradient, outputs = sum_microbatch(microbatch)
-    summand = gradient, outputs.metrics
-    total = summand if total is None else _add(total, summand)
-    diagnostics.append(outputs.diagnostics)
-  return total, diagnostics
-
-
-def _concatenate(trees: Sequence[Tree]) -> Tree:
-  return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+    summand = (gradient, outputs.metrics), outputs.diagnostics
+    total = summand if total is None else _join(total, summand)
+  return total

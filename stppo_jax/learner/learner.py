@@ -153,10 +153,12 @@ class Learner:
       old: the policy in the ratio's denominator; None: that of the state.
     """
     batch = distributed.from_local_rows(packed, self._rows)
-    # All cores of a CPU work on one program here, which takes the rows of all.
-    sizes = self.sizes._replace(
-      max_rows=self.sizes.max_rows * self.sizes.num_workers, num_workers=1
-    )
+    sizes = self.sizes
+    if sizes.num_workers > 1:
+      # All cores work on one program, which takes more rows than one of each
+      # core: then there are few numbers of microbatches, and of programs.
+      rows = 4 * sizes.max_rows * sizes.num_workers
+      sizes = sizes._replace(max_rows=rows, num_workers=1)
     if self._reference_on_host and reference is not None:
       reference = memory.on_devices(reference)
     return self.programs.annotate(

@@ -20,8 +20,9 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import activations
 
-# The loss positions of a row are a multiple of this share of its tokens.
-_LOSS_SHARES = 2
+# The loss positions of a row are a multiple of half of its tokens. Fewer than
+# these are not worth a program of their own.
+_LOSS_SHARES, _FEW_LOSSES = 2, 256
 
 
 class Sizes(NamedTuple):
@@ -96,16 +97,10 @@ def plan(
   n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
-  num_rows = rounded(-(-most // n))
-  # Rows are dealt to microbatches, since the first hold few long sequences and
-  # the last ones many short ones.
-  parts = [[shard[i::n] for shard in shards] for i in range(n)]
+  num_rows = rounded(-(-most // n), steps=4)
+  parts = list(zip(*(_shares(shard, n) for shard in shards)))
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
-  # 4, 16, 64, ...: nothing but arithmetic depends on it, so few sizes matter
-  # more than a tight one.
-  b = 4
-  while b < most_sequences:
-    b *= 4
+  b = max(8, rounded(most_sequences, steps=1))
   empty = sizes.row_length * num_rows
   places_nsb = np.full((n, len(shards), b), len(members_sm[0]), np.int32)
   starts_nsb = np.full((n, len(shards), b), empty, np.int32)
@@ -122,7 +117,7 @@ def plan(
       starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
       sums = [int(own[1][row].sum()) for row in shard_rows]
       num_losses = max(num_losses, *sums, 1)
-  share = -(-sizes.row_length // _LOSS_SHARES)
+  share = max(-(-sizes.row_length // _LOSS_SHARES), _FEW_LOSSES)
   packing = batch_lib.Packing(
     places_nsb,
     starts_nsb,
@@ -149,6 +144,19 @@ def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
     members_ms[place, emptiest] = group
     loads_s[emptiest] += lengths[group]
   return members_ms.T
+
+
+def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
+  """Returns the rows of each microbatch, with about equally many sequences.
+
+  Rows with many short sequences go to where rows with few long ones are.
+  """
+  rows = sorted(rows, key=len, reverse=True)
+  rounds = [rows[k : k + n] for k in range(0, len(rows), n)]
+  for late in rounds[1::2]:
+    late.extend([[]] * (n - len(late)))
+    late.reverse()
+  return [[r[i] for r in rounds if i < len(r)] for i in range(n)]
 
 
 def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
