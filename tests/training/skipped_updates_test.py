@@ -138,8 +138,8 @@ def test_a_dump_that_is_no_use_is_refused_in_one_line(
     (lambda: None, 'the checkpoint of step 1 is gone'),
     (lambda: (folder / 'batch.npz').write_bytes(b'PK'), 'cut off or damaged'),
     (lambda: (folder / 'batch.npz').unlink(), 'batch.npz: No such file'),
-    (lambda: (folder / 'crash.json').write_text('[]'), 'not the record of an'),
     (lambda: (folder / 'config.json').unlink(), 'no config.json'),
+    (lambda: (folder / 'crash.json').write_text('[]'), 'not the record of an'),
     (lambda: shutil.rmtree(folder), 'no such folder'),
   ):
     damage()
