@@ -35,6 +35,7 @@ def preference() -> dict[str, Any]:
     'beta': 0.1,  # how strongly the policy is kept near the reference
     'alpha': 0.5,  # tdpo2: weight of the divergences
     'batch_size': 64,  # pairs per update
-    'microbatch_size': 0,  # pairs per forward pass; 0 = batch_size
+    # Rows per forward pass, with at least one pair in each; 0 = all.
+    'microbatch_size': 0,
     'num_epochs': 1,  # passes over the pairs
   }

@@ -89,7 +89,7 @@ _BIAS = {
       entry.CODE + ' The microbatch of the reference implementation is that of '
       'one GPU.',
       'You want what is nearest to the reference implementation. The result '
-      'depends on `updates.microbatch_size`.',
+      'depends on `updates.microbatch_size` and `updates.row_length`.',
     ),
     'sequence': entry.Description(
       'rho over each trajectory, N_V = 1 where nothing is inside',

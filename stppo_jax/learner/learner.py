@@ -153,12 +153,6 @@ class Learner:
       old: the policy in the ratio's denominator; None: that of the state.
     """
     batch = distributed.from_local_rows(packed, self._rows)
-    sizes = self.sizes
-    if sizes.num_workers > 1:
-      # All cores work on one program, which takes more rows than one of each
-      # core: then there are few numbers of microbatches, and of programs.
-      rows = 4 * sizes.max_rows * sizes.num_workers
-      sizes = sizes._replace(max_rows=rows, num_workers=1)
     if self._reference_on_host and reference is not None:
       reference = memory.on_devices(reference)
     return self.programs.annotate(
@@ -167,7 +161,9 @@ class Learner:
       self.algorithm,
       reference=reference,
       old=None if old is None else old.trained.policy,
-      packed=self._packed(batch, np.arange(len(batch.lengths_B)), sizes),
+      packed=self._packed(
+        batch, np.arange(len(batch.lengths_B)), self.annotate_sizes
+      ),
     )
 
   def minibatches(
@@ -280,6 +276,20 @@ class Learner:
     details = self.programs.token_details(state, batch, packed, self.algorithm)
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
+
+  @property
+  def annotate_sizes(self) -> packing_lib.Sizes:
+    """The sizes of packed rows in `annotate`."""
+    sizes = self.sizes
+    if sizes.num_workers > 1:
+      # All cores work on one program, which takes more rows than one of each
+      # core: then there are few numbers of microbatches, and of programs.
+      rows = 4 * sizes.max_rows * sizes.num_workers
+      return sizes._replace(max_rows=rows, num_workers=1)
+    # A collected batch may have many minibatches, and so too many rows for one
+    # forward pass.
+    rows = self.config.updates.minibatch_size // sizes.num_shards
+    return sizes._replace(max_rows=sizes.max_rows or rows)
 
   @property
   def kl_coefficient(self) -> float:

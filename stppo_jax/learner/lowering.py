@@ -21,7 +21,9 @@ def lower_annotate(
     _laid_out(learner, packed),
     learner.algorithm,
     reference=reference,
-    packed=_full_rows(learner, packed, len(packed.lengths_B)),
+    packed=_full_rows(
+      learner, packed, len(packed.lengths_B), learner.annotate_sizes
+    ),
   )
 
 
@@ -46,23 +48,35 @@ def lower_update(
     state.with_frozen({}),
     state.frozen,
     _laid_out(learner, batch),
-    _full_rows(learner, packed, learner.config.updates.minibatch_size),
+    _full_rows(
+      learner,
+      packed,
+      learner.config.updates.minibatch_size,
+      learner.sizes,
+    ),
     # Of a step after the value warm-up, in which both models learn.
     learner.hyperparameters(learner.config.loss.value_warmup_steps),
   )
 
 
 def _full_rows(
-  learner: learner_lib.Learner, packed: batch_lib.TokenBatch, count: int
+  learner: learner_lib.Learner,
+  packed: batch_lib.TokenBatch,
+  count: int,
+  sizes: packing_lib.Sizes,
 ) -> packing_lib.Packed:
-  """Returns the packing of trajectories that fill a row each."""
+  """Returns the packing of trajectories without padding.
+
+  Each fills a row, unless `updates.row_length` makes rows longer.
+  """
   assert packed.loss_positions_BM is not None
-  sizes = learner.sizes._replace(row_length=packed.tokens_BL.shape[1])
+  length = packed.tokens_BL.shape[1]
+  row_length = max(learner.config.updates.row_length, length)
   return packing_lib.plan(
     np.arange(count),
-    np.full(count, sizes.row_length),
+    np.full(count, length),
     np.full(count, packed.loss_positions_BM.shape[1]),
-    sizes,
+    sizes._replace(row_length=row_length),
   )
 
 

@@ -98,6 +98,8 @@ def plan(
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
   num_rows = rounded(-(-most // n), steps=4)
+  if sizes.max_rows:
+    num_rows = min(num_rows, sizes.max_rows)
   parts = list(zip(*(_shares(shard, n) for shard in shards)))
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
   b = max(8, rounded(most_sequences, steps=1))

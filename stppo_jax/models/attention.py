@@ -292,7 +292,10 @@ def _cudnn(
   mesh: jax.sharding.Mesh | None,
   segment_ids_BL: Array | None = None,
 ) -> Attend:
-  """Returns attention by cuDNN's fused kernel for GPUs, which skips padding."""
+  """Returns attention by cuDNN's fused kernel for GPUs, which skips padding.
+
+  With several sequences in a row it is computed in tiles, without the kernel.
+  """
   if segment_ids_BL is not None:
     # JAX's interface to the kernel has lengths, but no segments.
     return blockwise.attend(size, _TILE, mesh, segment_ids_BL)

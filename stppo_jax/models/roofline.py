@@ -240,7 +240,7 @@ def _annotate(work: Work) -> _Counts:
   rows = work.trajectories
   models = 3 if work.values == 'own' else 2  # old policy, reference, values
   count = models * _layers(work, rows) + 2 * _head(work, rows)
-  times = max(rows // work.microbatch, 1)
+  times = -(-rows // work.microbatch)
   gathered = times * models * work.weights + 2 * work.output
   traffic = {
     ('all-gather', 'fsdp'): _scatter(work, gathered),

@@ -207,3 +207,10 @@ def test_an_updated_state_keeps_its_layout(learner, packed):
   places = jax.tree.map(lambda leaf: leaf.sharding, state)
   state, _ = _stepped(learner, packed, 5, state=state)
   assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+def test_annotating_takes_no_more_rows_at_once_than_a_minibatch(learner):
+  assert not learner.config.updates.microbatch_size
+  sizes = learner.annotate_sizes
+  rows = sizes.max_rows * sizes.num_shards
+  assert rows == learner.config.updates.minibatch_size

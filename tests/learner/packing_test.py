@@ -25,7 +25,9 @@ _B, _L = updates.B, updates.L
 
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('num_shards', [1, 8])
-@pytest.mark.parametrize(('max_rows', 'num_workers'), [(0, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(
+  ('max_rows', 'num_workers'), [(0, 1), (1, 1), (2, 2), (9, 1)]
+)
 def test_every_sequence_has_a_place_of_its_own(
   seed, num_shards, max_rows, num_workers
 ):
