@@ -88,11 +88,9 @@ class Learner:
     )
     self._numbers = policy_numbers, value_numbers
     updates = config.updates
-    core_rows, num_workers = updates.core_rows, 1
-    if not cpu_parallel.is_supported(mesh, self.algorithm):
-      core_rows = 0
-    if core_rows:
-      num_workers = cpu_parallel.num_cores()
+    on_cores = cpu_parallel.is_supported(mesh, self.algorithm)
+    core_rows = updates.core_rows if on_cores else 0
+    num_workers = cpu_parallel.num_cores() if core_rows else 1
     self._spec = step_lib.Spec(
       models,
       temperature=config.rollout.temperature,
@@ -374,8 +372,7 @@ class Learner:
 
   def abstract_policy_params(self) -> Any:
     """Returns shapes and layouts of the policy's trained weights."""
-    weights = self.policy.abstract_params
-    return self._abstract_state_of(weights).policy.params
+    return self._abstract_state_of(self.policy.abstract_params).policy.params
 
   def abstract_start(
     self,
