@@ -127,7 +127,7 @@ $(BIN)/python:
 $(BIN)/pip: | $(BIN)/python
 	$(BIN)/python -m ensurepip --default-pip
 
-# It installs in a fifth of pip's time.
+# It installs the same packages faster than pip.
 $(UV): | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet uv
 

@@ -328,12 +328,12 @@ def successor(name: str) -> str:
 def check(config: base.Config, *, data: bool = True) -> list[str]:
   """Returns all errors of a config, one line each: `key=value: must be ...`.
 
-  Args:
-    config: the config.
-    data: whether its data must be there.
-
   The keys and their types must be those of `configs/base.py`. Rules and
   relations are then checked on the values that have the right type.
+
+  Args:
+    config: the config.
+    data: whether the files that `data` names must be there.
   """
   values = settings.flatten(config)
   expected = settings.flatten(base.get_config())

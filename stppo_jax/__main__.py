@@ -89,7 +89,7 @@ def _run(argv: Sequence[str]) -> int:
     from stppo_jax import settings
 
     choices = settings.closest(name, list(files))
-    shown = streams.escape(name).replace('\n', '\\n')
+    shown = streams.one_line(name)
     print(f'{shown}: unknown command{choices}', file=sys.stderr)
     return exits.USAGE
   doc = _docstring(files[name])

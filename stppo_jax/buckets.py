@@ -174,7 +174,8 @@ class Bucket:
     with self._errors(), contextlib.suppress(FileNotFoundError):
       found = self._files.find(self._root, detail=True)
       if not found:
-        # That of http takes a host that does not exist for an empty folder.
+        # The `find` of http returns nothing where the host does not exist; `ls`
+        # raises.
         self._files.ls(self._root)
     start = len(self._root) + 1
     names = {path[start:]: entry for path, entry in found.items()}

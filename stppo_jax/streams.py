@@ -31,6 +31,11 @@ def escape(text: str) -> str:
   )
 
 
+def one_line(text: str) -> str:
+  """Returns the text with line breaks escaped, too."""
+  return escape(text).replace('\n', '\\n')
+
+
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
   """Returns the lines of a table whose columns are aligned.
 

@@ -21,10 +21,11 @@ docs/data.md has more.
                       train:FILE,test:FILE
   --mirror=URL        fetches the originals from this folder of the web
   --force             builds a data set again that is there already
-  --rows=N            the number of questions that are shown, 3 by default
+  --rows=N            the number of questions or dialogues that are printed, 3
+                      by default
+  --start=N           the first question that is shown, 0 by default
   --config=FILE.py    the config, as for sft
   --config.KEY=VALUE  sets a key of the config
-  --start=N           the first of them, 0 by default
 """
 
 from collections.abc import Sequence

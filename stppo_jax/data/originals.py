@@ -163,12 +163,11 @@ def corpus_file(
   """Yields a function that writes a passage to a new file of passages.
 
   The file gets its name at the end, unless the body raised. If there was no
-  passage, no file is left, not even one of an earlier build. Its folder is
-  made, and a new one that stays empty is removed.
+  passage, no file is left, not even one of an earlier build. Its folders are
+  made, and new ones that stay empty are removed.
   """
-  folder = path.parent
-  is_new = not folder.exists()
-  folder.mkdir(parents=True, exist_ok=True)
+  made = [folder for folder in path.parents if not folder.exists()]
+  path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(f'{path.name}.partial')
   count = 0
 
@@ -187,5 +186,6 @@ def corpus_file(
       path.unlink(missing_ok=True)
   finally:
     partial.unlink(missing_ok=True)
-    if is_new and not any(folder.iterdir()):
-      folder.rmdir()
+    with contextlib.suppress(OSError):  # the first one that is not empty
+      for folder in made:
+        folder.rmdir()

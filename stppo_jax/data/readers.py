@@ -189,7 +189,10 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
   if not answers or not is_strings(answers):
     raise ValueError('"answers": expected a list of strings, one at least')
   if not all(map(str.strip, answers)):
-    raise ValueError('"answers": an empty one, which an empty answer equals')
+    raise ValueError(
+      '"answers": expected strings that are not empty, or an empty answer '
+      'would be right'
+    )
   return tuple(answers)
 
 

@@ -274,17 +274,17 @@ _TITLES = 'run state step phase s/step eta scores saved hosts'.split()
 
 def table(states: Sequence[RunState]) -> list[str]:
   """Returns the lines of a table of runs, and those of notes and alarms."""
-  rows = [_TITLES, *([_line(x) for x in _row(state)] for state in states)]
+  rows = [
+    _TITLES,
+    *([streams.one_line(x) for x in _row(state)] for state in states),
+  ]
   lines = streams.aligned(rows)
   for state in states:
     notes = [state.note] if state.note else []
-    lines += [_line(f'{state.folder}: {x}') for x in notes + state.alarms]
+    lines += [
+      streams.one_line(f'{state.folder}: {x}') for x in notes + state.alarms
+    ]
   return lines
-
-
-def _line(text: str) -> str:
-  """Returns text of a run's files as one line without control characters."""
-  return streams.escape(text).replace('\n', '\\n')
 
 
 def _row(state: RunState) -> tuple[str, ...]:

@@ -111,7 +111,8 @@ def record_config(
     )
     run_folder.write(workdir, run)
   if checksums:
-    # What a key named before is not what the run goes on with.
+    # `_has_moved` compares all files of a key. One that it named before would
+    # make every later start look like that of another run.
     keys = set(map(_key, checksums))
     known = {name: x for name, x in known.items() if _key(name) not in keys}
     content = json.dumps(known | checksums, indent=2) + '\n'

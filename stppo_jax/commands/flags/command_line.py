@@ -23,6 +23,7 @@ from absl import flags as absl_flags
 
 from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax import streams
 
 NO_RUNS = 'DIR: missing; give the folder of a run, or several'
 _OVERRIDE = 'config.'
@@ -104,7 +105,7 @@ def refuse(errors: Sequence[str]) -> None:
 def lost(losses: Sequence[object]) -> int:
   """Prints what a command could not read; returns its exit code."""
   for loss in losses:
-    print(str(loss).replace('\n', '\\n'), file=sys.stderr)
+    print(streams.one_line(str(loss)), file=sys.stderr)
   return exits.USAGE if losses else 0
 
 

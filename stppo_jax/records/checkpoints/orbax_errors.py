@@ -58,9 +58,9 @@ def cause(error: Exception) -> str:
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
   """Returns False for the log records of Orbax that nobody needs.
 
-  These are tracebacks, advice to save less often, which counts the time that a
-  run waits for a save at its end, and that a folder which is only read cannot
-  be written.
+  Tracebacks are among them, and warnings that a folder is read only, where it
+  is opened to be read. Another advises to save less often, because it counts
+  the time that a run waits for its last save.
   """
   if _ORBAX not in record.pathname:
     return True

@@ -162,7 +162,7 @@ def _token_table(turn: Mapping[str, Any]) -> list[str]:
     start += count
     rows.append(
       (
-        streams.escape(piece).replace('\n', '\\n'),
+        streams.one_line(piece),
         *(_shown(numbers[name][place]) for name in names),
         'clipped' if place in clipped else '',
       )
