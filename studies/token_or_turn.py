@@ -17,8 +17,8 @@ from studies import collapse
 def get_config(algorithm: str = 'turn_ppo') -> base.Config:
   config = collapse.get_config(algorithm)
   config.num_steps = 20
-  # One length of rows, and so one set of programs. Further ones would take
-  # longer to compile than they save in so few steps.
+  # One length of collected batches, and so one set of programs. Further ones
+  # would take longer to compile than they save in so few steps.
   config.rollout.length_bucket = config.env.max_length
   # The greedy policy at the start and at the end.
   config.evaluate.every = config.num_steps
