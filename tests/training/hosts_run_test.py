@@ -139,7 +139,10 @@ def _assert_same_run(workdir, expected, *, count, steps):
     _assert_same_metrics(ours, theirs)
 
 
-def _assert_same_metrics(ours, theirs, *, rtol=1e-4, atol=1e-5):
+# With other shards, other trajectories share a row, so sums are rounded
+# differently. Four updates of Adam, with advantages whitened by a small spread,
+# make 1.7e-4 of that.
+def _assert_same_metrics(ours, theirs, *, rtol=5e-4, atol=1e-5):
   ours, theirs = (
     {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
     for line in (ours, theirs)
