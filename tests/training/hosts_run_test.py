@@ -139,18 +139,28 @@ def _assert_same_run(workdir, expected, *, count, steps):
     _assert_same_metrics(ours, theirs)
 
 
-# With other shards, other trajectories share a row, so sums are rounded
-# differently. Four updates of Adam, with advantages whitened by a small spread,
-# make 1.7e-4 of that.
-def _assert_same_metrics(ours, theirs, *, rtol=5e-4, atol=1e-5):
+# Quotients by the spread of advantages or returns, which is almost 0 here. With
+# other shards, other trajectories share a row, so sums are rounded differently;
+# by step 4 these metrics differed by up to 3.5e-4, and no other by 1e-4.
+_QUOTIENTS = (
+  'critic/advantages/max',
+  'critic/advantages/min',
+  'critic/vf_explained_var',
+)
+
+
+def _assert_same_metrics(
+  ours, theirs, *, rtol=1e-4, atol=1e-5, quotient_rtol=5e-4
+):
   ours, theirs = (
     {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
     for line in (ours, theirs)
   )
   assert ours.keys() == theirs.keys()
   for name in ours:
+    near = quotient_rtol if name in _QUOTIENTS else rtol
     np.testing.assert_allclose(
-      ours[name], theirs[name], rtol=rtol, atol=atol, err_msg=name
+      ours[name], theirs[name], rtol=near, atol=atol, err_msg=name
     )
 
 
@@ -275,7 +285,7 @@ def test_a_checkpoint_resumes_on_another_number_of_hosts(
   ours, theirs = runs.repeated(run)[-1], runs.repeated(finished)[-1]
   close = {}
   if count == 1:
-    close = {'rtol': 1e-6, 'atol': 1e-6}
+    close = {'rtol': 1e-6, 'atol': 1e-6, 'quotient_rtol': 1e-6}
     name = 'critic/vf_explained_var'
     assert ours.pop(name) == pytest.approx(theirs.pop(name), rel=1e-5)
   _assert_same_metrics(ours, theirs, **close)
