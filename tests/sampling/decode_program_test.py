@@ -37,7 +37,7 @@ def _lowering(model, devices, tensor, **changes):
     model,
     placement=placement,
     options=tiny_engine.options(
-      slots=_A, max_length=_J, cache_blocks=1, decode_chunk=5, **changes
+      slots=_A, max_length=_J, page_size=_J, decode_chunk=5, **changes
     ),
     num_states=3,
     trained=jax.tree.map(

@@ -133,7 +133,7 @@ def test_the_tokens_of_a_row_do_not_depend_on_other_rows(mode):
   [
     {},
     _slow({'devices': 2, 'group_size': 2}),
-    _slow({'group_size': 2, 'cache_blocks': 4}),
+    _slow({'group_size': 2, 'page_size': 10}),
     _slow({'group_size': 2, 'lanes': 2, 'slots': 8}),
   ],
   ids=str,
@@ -150,12 +150,12 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
   [
     _slow({'slots': 16}),
     _slow({'prefill_chunk': 7, 'decode_chunk': 1, 'lookahead': 0}),
-    _slow({'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1}),
+    _slow({'decode_chunk': 50, 'lookahead': 2, 'page_size': 40}),
     _slow({'devices': 2}),
     {'deterministic': False},
-    _slow({'cache_blocks': 4}),
+    _slow({'page_size': 10}),
     _slow(
-      {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3}
+      {'deterministic': False, 'slots': 3, 'lookahead': 2, 'page_size': 14}
     ),
     {'deterministic': False, 'lookahead': 0, 'early_exit': 0.3},
     _slow({'deterministic': False, 'devices': 2}),
@@ -198,9 +198,9 @@ def test_slots_and_weights_may_be_sharded_over_devices():
 @pytest.mark.parametrize(
   ('devices', 'tensor', 'cache'),
   [
-    pytest.param(2, 2, (8, 1), marks=pytest.mark.slow),
-    pytest.param(4, 4, (2, 2), marks=pytest.mark.slow),
-    pytest.param(8, 2, (2, 1), marks=pytest.mark.slow),
+    pytest.param(2, 2, (16, 1), marks=pytest.mark.slow),
+    pytest.param(4, 4, (4, 2), marks=pytest.mark.slow),
+    pytest.param(8, 2, (4, 1), marks=pytest.mark.slow),
   ],
 )
 def test_layers_may_be_cut_over_devices(devices, tensor, cache):
@@ -219,7 +219,7 @@ def test_layers_may_be_cut_over_devices(devices, tensor, cache):
   for row, expected in dialogues[0].items():
     tiny_engine.assert_same(dialogues[1][row], expected)
   whole, cut = programs
-  assert whole.keys_per_device[:2] == (8, 2)
+  assert whole.keys_per_device[:2] == (16, 2)  # two pages a slot
   assert cut.keys_per_device[:2] == cache
   # All but the norms, which are much of a model of this size.
   of_one = whole.weights_per_device - 5 * 16

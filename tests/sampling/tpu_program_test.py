@@ -51,7 +51,7 @@ def _lowering() -> lowering.Lowering:
     options=tiny_engine.options(
       slots=_SLOTS,
       max_length=_LENGTH,
-      cache_blocks=4,
+      page_size=128,
       decode_chunk=_CHUNK,
       prefill_chunk=256,
     ),
