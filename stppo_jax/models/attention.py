@@ -147,7 +147,7 @@ def attend_to_slices(
     scale = jnp.exp(slice_largest - largest)
     mixed += slice_mixed * scale.astype(slice_mixed.dtype)
     total += slice_total * scale
-  return _join_heads(mixed / total.astype(mixed.dtype))
+  return _join_heads(mixed / total.astype(mixed.dtype)).astype(q_BLNH.dtype)
 
 
 def _split_heads(q_BLNH: Array, K: int) -> Array:

@@ -244,3 +244,41 @@ def _written(
   kept = (index >= 0) & (index < count)
   window = jnp.where(kept[None, None, :, None], new[None], old)
   return jax.lax.dynamic_update_slice(old_PKJH, window, place)
+
+
+def copy_pages(
+  cache: Cache,
+  from_A: Array,
+  to_A: Array,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+  """Returns the cache with copies of pages; donate the old one.
+
+  All pages are read before any is overwritten.
+
+  Args:
+    cache: all pages.
+    from_A: int32, the pages that are copied.
+    to_A: int32, where they are copied to; `NO_PAGE`: nowhere.
+    mesh: mesh that the cache is laid out on; None: one device.
+  """
+
+  def copied(cache, from_A, to_A):
+    return jax.tree.map(
+      lambda x: x.at[to_A].set(x.at[from_A].get(mode='clip'), mode='drop'),
+      cache,
+    )
+
+  if mesh is None or mesh.size == 1:
+    return copied(cache, from_A, to_A)
+  rows, heads = axes(cache[0][0].shape[1], mesh)
+  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in cache[0])
+  layers = (layer,) * len(cache)
+  return jax.shard_map(
+    copied,
+    mesh=mesh,
+    in_specs=(layers, P(rows), P(rows)),
+    out_specs=layers,
+    check_vma=False,
+  )(cache, from_A, to_A)

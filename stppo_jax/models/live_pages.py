@@ -64,11 +64,11 @@ def plan_work(lengths_B: Array, table_BN: Array, num_pages: int) -> Work:
   rows_E = jnp.searchsorted(ends_B, index_E, side='right')
   rows_E = jnp.minimum(rows_E, B - 1).astype(jnp.int32)
   firsts_E = (index_E - (ends_B - entries_B)[rows_E]) * _PLACES
-  wanted_ZE = firsts_E + jnp.arange(_PLACES)[:, None]
+  wanted_ZE = firsts_E[None] + jnp.arange(_PLACES)[:, None]
   # The entry whose page a place holds: this one, or the last with a page.
-  held_ZE = jnp.where(wanted_ZE < pages_B[rows_E], index_E, 0)
+  held_ZE = jnp.where(wanted_ZE < pages_B[rows_E][None], index_E[None], 0)
   held_ZE = jax.lax.cummax(held_ZE, axis=1)
-  pages_ZE = table_BN[rows_E, jnp.minimum(wanted_ZE, N - 1)]
+  pages_ZE = table_BN[rows_E[None], jnp.minimum(wanted_ZE, N - 1)]
   pages_ZE = jnp.take_along_axis(pages_ZE, held_ZE, axis=1)
   int32 = lambda x: x.astype(jnp.int32)
   return Work(
@@ -107,6 +107,7 @@ def reduce(
   from jax.experimental.pallas import tpu as pltpu
 
   B, K, Q, H = q_BKQH.shape
+  N = len(work.rows_E) // B * _PLACES
   tile = min(_up(Q, _SUBLANES), _up(_MOST_QUERIES // K, _SUBLANES))
   padded = _up(Q, tile)
   q_BKQH = jnp.pad(q_BKQH, ((0, 0), (0, 0), (0, padded - Q), (0, 0)))
@@ -128,6 +129,12 @@ def reduce(
       ),
     )
 
+  def in_memory(x_PKJH):
+    # Otherwise the compiler may fetch all pages before the kernel begins.
+    if interpret:
+      return x_PKJH
+    return pltpu.with_memory_space_constraint(x_PKJH, pltpu.HBM)
+
   pages = [of_page(place) for place in range(_PLACES)]
   mixed_BKQH, numbers = pl.pallas_call(
     _kernel,
@@ -145,12 +152,25 @@ def reduce(
       jax.ShapeDtypeStruct((B, K, padded, width), jnp.float32)
       for width in (H, PAGE_SIZE)
     ],
+    # At most, because lengths are not known here.
+    cost_estimate=pl.CostEstimate(
+      flops=4 * B * K * Q * N * PAGE_SIZE * H,
+      bytes_accessed=2
+      * (padded // tile)
+      * B
+      * K
+      * N
+      * PAGE_SIZE
+      * H
+      * k_PKJH.dtype.itemsize,
+      transcendentals=B * K * Q * N * PAGE_SIZE,
+    ),
     interpret=interpret,
   )(
     *work[1:],
     q_BKQH,
-    *[k_PKJH] * _PLACES,
-    *[v_PKJH] * _PLACES,
+    *[in_memory(k_PKJH)] * _PLACES,
+    *[in_memory(v_PKJH)] * _PLACES,
   )
   numbers = numbers[:, :, :Q]
   return mixed_BKQH[:, :, :Q], numbers[..., :1], numbers[..., -1:]

@@ -187,7 +187,11 @@ def build(
       **state,
       **by_pages,
     ),
-    copy=jax.jit(slot_state_lib.copy_prompts, donate_argnums=0, **state),
+    copy=jax.jit(
+      functools.partial(slot_state_lib.copy_prompts, mesh=mesh),
+      donate_argnums=0,
+      **state,
+    ),
     decode=jit(
       functools.partial(
         slot_programs.decode,

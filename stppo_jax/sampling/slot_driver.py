@@ -153,18 +153,16 @@ class SlotDriver:
           *(copy.last_page or (none, none)),
         )
       sources_A, lengths_A, budgets_A, from_A, to_A = arrays
-      local = lambda x_A: (
-        x_A if self.shards == 1 else x_A.reshape(self.shards, -1)
-      )
+      assert active.slots is not None
       self._state = self._programs.copy(
         self._state,
         *self._programs.put(
-          local(sources_A),
+          sources_A.reshape(active.slots.shape),
           active.slots,
           lengths_A,
           budgets_A,
-          local(from_A),
-          local(to_A),
+          from_A,
+          to_A,
         ),
       )
 

@@ -89,6 +89,8 @@ def copy_prompts(
   budgets_A: Array,
   from_A: Array,
   to_A: Array,
+  *,
+  mesh: jax.sharding.Mesh,
 ) -> SlotState:
   """Lets slots begin with the prompts of other slots, and starts their turns.
 
@@ -104,10 +106,11 @@ def copy_prompts(
     lengths_A: int32, tokens of the prompt.
     budgets_A: int32, tokens that the policy may generate.
     from_A, to_A: the last page of the prompt, and the page that it is copied
-      to; both too large where the prompt fills its pages.
+      to; both `cache.NO_PAGE` where the prompt fills its pages.
+    mesh: the mesh of the slots.
   """
   sources = gather_slots(state, slots_A=sources_A)
-  cache = _scatter(state.cache, to_A, _gather(state.cache, from_A))
+  cache = cache_lib.copy_pages(state.cache, from_A, to_A, mesh=mesh)
   return scatter_slots(
     state,
     cache,

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import cache as cache_lib
@@ -74,7 +75,7 @@ def read_on(
   `num_pages` is how many pages of each row are looked at; None: all.
   """
   B, C = tokens_BC.shape
-  table_BN = table(cache, B)
+  table_BN = jnp.asarray(table(cache, B))
   hidden_BCD, recent = model.extend(
     model.split_layers(params),
     tokens_BC,
