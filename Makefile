@@ -103,6 +103,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
 	$(PAGES) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.waste $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.schedule $(ARGS)
 	$(ONE_HEAP) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.retrieval $(ARGS)

@@ -23,8 +23,8 @@ dialogues of about the same length.
 
 Ours has settings for a CPU, not the defaults of `configs/base.py`: as many
 `rollout.lanes` as there are cores, `batch_rows` 16, `early_exit` 0.5,
-`lookahead` 0, ten `cache_blocks`, and `deterministic=False`. Waves
-(`deterministic=True`) have only the lanes and the blocks: each program works on
+`lookahead` 0, ten pages a slot, and `deterministic=False`. Waves
+(`deterministic=True`) have only the lanes and the pages: each program works on
 all slots of a lane, and no chunk ends early.
 
 `original`, with a quarter of the dialogues, has no stops. In every turn it

@@ -165,6 +165,13 @@ RELATIONS: tuple[Relation, ...] = (
     because='must be 0 when rollout.group_size={1}: groups of one have no '
     'variance',
   ),
+  _refuse(
+    'rollout.pages',
+    'rollout.deterministic',
+    when=lambda pages, deterministic: pages > 0 and deterministic,
+    because='must be 0 when rollout.deterministic=True: which trajectories '
+    'wait for pages depends on when observations arrive',
+  ),
   (
     (
       'rollout.lanes',

@@ -65,10 +65,14 @@ def section() -> dict[str, Any]:
     'early_exit': 0.25,
     # Chunks that are started before the host has read the previous one.
     'lookahead': 1,
-    # Blocks of the KV cache per slot. Programs read only the blocks that
-    # their longest trajectory has reached. More blocks save more reads, but
-    # more programs are compiled.
-    'cache_blocks': 4,
+    # Keys and values are kept in pages of so many tokens; 0 = a quarter of
+    # env.max_length, but at most 128, with which a kernel for TPU reads only
+    # the pages that a trajectory has begun. Other programs read those that
+    # their longest trajectory has begun.
+    'page_size': 0,
+    # The pages of a host. With fewer than all slots can need, trajectories wait
+    # until others have ended; this needs deterministic=False. 0 = enough.
+    'pages': 0,
     # The type of cached keys and values: model (as model.dtype) | int8.
     # int8 halves a cache of bfloat16. The engine's log-probabilities then
     # differ more from the trainer's: see mismatch/* in docs/metrics.md.

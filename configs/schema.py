@@ -230,7 +230,6 @@ KEYS: Mapping[str, Key] = {
   'retrieval.topk': _asked(rules.POSITIVE),
   'retrieval.url': _free(check=external.url_is_valid),
   'rollout.batch_rows': Key(rules.NOT_NEGATIVE),
-  'rollout.cache_blocks': Key(rules.POSITIVE),
   'rollout.cache_dtype': _asked(
     rules.one_of('model', 'int8'), since='0.3', before='model'
   ),
@@ -245,6 +244,8 @@ KEYS: Mapping[str, Key] = {
   'rollout.min_p': _asked(rules.BELOW_1),
   'rollout.min_valid_fraction': Key(rules.FRACTION),
   'rollout.mismatch_limit': _free(rules.LIMIT),
+  'rollout.page_size': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
+  'rollout.pages': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
   'rollout.prefill_chunk': Key(rules.POSITIVE, formerly='rollout.extend_chunk'),
   'rollout.refill_rounds': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
   'rollout.remote.concurrency': Key(rules.POSITIVE),
@@ -295,6 +296,7 @@ KEYS: Mapping[str, Key] = {
 # Keys that are gone, and what replaces them; none changed what is computed.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
+  'rollout.cache_blocks': 'the cache has pages, rollout.page_size',
   'updates.core_lengths': 'trajectories share rows, updates.row_length',
 }
 

@@ -23,7 +23,6 @@ from stppo_jax.models import blockwise
 from stppo_jax.models import splash
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import rows
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
@@ -77,8 +76,6 @@ class KeySlice(NamedTuple):
     visible_BLJ: bool, the keys that each query sees; its B and L may be 1.
     needed: scalar bool. It may be false if no query sees any of these keys;
       then they are not read.
-    slots_B: for each row, the index of its keys and values, whose leading axis
-      may then have any size, see `rows.take`; None: row b uses index b.
     scales: (k_scale_BKJ1, v_scale_BKJ1), the factors of keys and values of type
       int8; None: keys and values are used as they are.
   """
@@ -87,11 +84,20 @@ class KeySlice(NamedTuple):
   v_BKJH: Array
   visible_BLJ: Array
   needed: Array | bool
-  slots_B: Array | None = None
   scales: tuple[Array, Array] | None = None
 
 
-def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
+# The sums of values weighted by exp(logit - largest) [B, K, R, L, H], the sums
+# of these weights, and the largest logits [B, K, R, L, 1].
+Reduced = tuple[Array, Array, Array]
+
+
+def attend_to_slices(
+  q_BLNH: Array,
+  slices: Sequence[KeySlice],
+  *,
+  reduce_others: Callable[[Array], Sequence[Reduced]] = lambda q_BKRLH: (),
+) -> Array:
   """Returns attention to all slices as if they were one array, [B, L, N, H].
 
   Each slice is reduced by itself to (weighted values, sum of weights, largest
@@ -99,19 +105,22 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
   order. A slice of which a query sees nothing has the largest logit _MASKED,
   so its scale is exp(_MASKED - largest) = 0 exactly. Therefore no bit of the
   result depends on whether such a slice is read: programs that read different
-  numbers of cache blocks agree to the last bit.
+  numbers of cached pages agree to the last bit.
+
+  Args:
+    q_BLNH: queries.
+    slices: keys and values.
+    reduce_others: returns what is left of keys and values that are read in
+      another way, from the queries divided by √H.
   """
   q_BKRLH = _split_heads(q_BLNH, slices[0].k_BKJH.shape[1])
 
   def read(key_slice):
-    arrays = key_slice.k_BKJH, key_slice.v_BKJH, key_slice.scales
-    if key_slice.slots_B is not None:
-      arrays = jax.tree.map(lambda x: rows.take(x, key_slice.slots_B), arrays)
-    k_BKJH, v_BKJH, scales = arrays
-    k_scale, v_scale = (None, None) if scales is None else scales
+    k_scale, v_scale = key_slice.scales or (None, None)
     weights, total, largest = _weights(
-      q_BKRLH, k_BKJH, key_slice.visible_BLJ, k_scale_BKJ1=k_scale
+      q_BKRLH, key_slice.k_BKJH, key_slice.visible_BLJ, k_scale_BKJ1=k_scale
     )
+    v_BKJH = key_slice.v_BKJH
     if v_scale is not None:
       weights = weights * _per_key(v_scale)
       v_BKJH = v_BKJH.astype(q_BLNH.dtype)
@@ -125,7 +134,11 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
   # A python bool decides while tracing and leaves the other branch out of the
   # program; an array decides when the program runs.
   reduced = [
-    jax.lax.cond(x.needed, read, skip, x._replace(needed=True)) for x in slices
+    *reduce_others(q_BKRLH),
+    *(
+      jax.lax.cond(x.needed, read, skip, x._replace(needed=True))
+      for x in slices
+    ),
   ]
   largest = functools.reduce(jnp.maximum, [x for *_, x in reduced])
   mixed: Any = 0.0
@@ -134,7 +147,7 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
     scale = jnp.exp(slice_largest - largest)
     mixed += slice_mixed * scale.astype(slice_mixed.dtype)
     total += slice_total * scale
-  return _join_heads(mixed / total.astype(mixed.dtype))
+  return _join_heads(mixed / total.astype(mixed.dtype)).astype(q_BLNH.dtype)
 
 
 def _split_heads(q_BLNH: Array, K: int) -> Array:

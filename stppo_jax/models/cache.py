@@ -1,20 +1,26 @@
-"""A cache of keys and values, and passes that continue from it.
+"""A cache of keys and values in pages.
 
-B rows, C tokens read at once, D width, K heads of keys and of values, H head
-size, J positions of a block of the cache or of the recent tokens, E experts
-that a token visits.
+B rows, C tokens read at once, D width, P pages, N pages that a row can have, K
+heads of keys and of values, H head size, J positions of a page or of the recent
+tokens, E experts that a token visits.
 
-A slot's keys and values lie in several blocks, and a program reads only the
-first ones, up to the last block that the longest row has reached. So the cost
-of a token grows with the present length of the rows, not with the greatest
-possible length. The number of blocks read changes no bit of the result, see
-`attention.attend_to_slices`.
+A page holds the keys and values of J adjacent tokens of a row. The host gives
+pages to rows as they grow, and keeps the numbers of each row's pages in a table
+[B, N], in which P or more stands for no page. Rows with a prefix in common can
+share pages. On a mesh, each device has its own pages and rows, and a number
+counts the pages of one device.
 
-New tokens are kept beside the blocks, in `Recent`, until `store` moves them
+A program reads only the first pages of each row, up to the last one that the
+longest row has begun, so the cost of a token grows with the present length of
+the rows, not with the greatest possible length. The number of pages read
+changes no bit of the result, see `attention.attend_to_slices`. On TPU it reads
+no page that its row has not begun, see `live_pages`.
+
+New tokens are kept beside the pages, in `Recent`, until `store` moves them
 there. A loop that decodes tokens only ever appends to `Recent`, which is small;
-the blocks are an input of the loop, not part of what it carries from token to
+the pages are an input of the loop, not part of what it carries from token to
 token, so they are neither copied nor written in it. `store` runs once per chunk
-of tokens, after the loop, and updates the donated blocks in place, on every
+of tokens, after the loop, and updates the donated pages in place, on every
 device for itself.
 
 On a mesh, heads of keys and values are sharded along `tensor`. If the devices
@@ -30,7 +36,6 @@ For a mixture of experts, the cache also holds the experts that each token
 visited, so that training can route it to the same ones (routing replay).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,62 +43,55 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
-from stppo_jax.models import rotary
-from stppo_jax.models import transformer
 from stppo_jax.parallel import activations
 
 Array = jax.Array
-# Keys and values [B, K, J, H]; if they are int8, also their scales
-# [B, K, J, 1]; with experts, also their ids [B, 1, J, E].
+# Keys and values of pages [P, K, J, H], or of as many positions of rows
+# [B, K, J, H]; if they are int8, also their scales [..., J, 1]; with experts,
+# also their ids [..., 1, J, E].
 Block = tuple[Array, ...]
-Cache = tuple[tuple[Block, ...], ...]  # for each layer, its blocks
-Recent = tuple[Block, ...]  # for each layer; never in 8 bits
+Cache = tuple[Block, ...]  # for each layer, all pages
+NO_PAGE = 2**30  # larger than any number of pages
+Recent = tuple[Block, ...]  # for each layer, of rows; never in 8 bits
 # Scales are made from this magnitude at least, so no number is divided by zero.
 _LEAST = 1e-12
 
 
 def empty(
-  config: model_config.ModelConfig, rows: int, blocks: Sequence[int]
+  config: model_config.ModelConfig, num_pages: int, page_size: int
 ) -> Cache:
   """Returns a cache of zeros.
 
   Args:
     config: the model's shape.
-    rows: number of slots.
-    blocks: positions J of each block; a slot holds as many tokens as their sum.
+    num_pages: P, of all devices.
+    page_size: J.
   """
-
-  def block(size):
-    zeros = _zeros(config, rows, size)
-    return _in_8_bits(zeros) if config.cache == 'int8' else zeros
-
-  return tuple(
-    tuple(block(size) for size in blocks) for _ in range(config.num_layers)
-  )
+  page = _zeros(config, num_pages, page_size)
+  if config.cache == 'int8':
+    page = _in_8_bits(page)
+  return (page,) * config.num_layers
 
 
-def shardings(
-  config: model_config.ModelConfig, mesh: jax.sharding.Mesh, num_blocks: int
-) -> Any:
-  """Returns the shardings of a cache with `num_blocks` blocks per layer."""
-  rows, heads = _axes(config.num_kv_heads, mesh)
+def shardings(config: model_config.ModelConfig, mesh: jax.sharding.Mesh) -> Any:
+  """Returns the layout of a cache on a mesh."""
+  rows, heads = axes(config.num_kv_heads, mesh)
   specs = (P(rows, heads),) * (4 if config.cache == 'int8' else 2)
   if config.num_experts:
     specs = *specs, P(rows)
-  block = tuple(NamedSharding(mesh, spec) for spec in specs)
-  return ((block,) * num_blocks,) * config.num_layers
+  page = tuple(NamedSharding(mesh, spec) for spec in specs)
+  return (page,) * config.num_layers
 
 
 def row_shards(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh
 ) -> int:
   """Returns the number of devices that the rows of a cache are cut over."""
-  return activations.extent(mesh, _axes(config.num_kv_heads, mesh)[0])
+  return activations.extent(mesh, axes(config.num_kv_heads, mesh)[0])
 
 
-def _axes(
+def axes(
   num_kv_heads: int, mesh: jax.sharding.Mesh
 ) -> tuple[activations.Axes, activations.Axes]:
   """Returns the mesh axes of rows and of heads."""
@@ -135,222 +133,152 @@ def _in_8_bits(block: Block) -> Block:
   return *map(whole, arrays, scales), *scales, *rest
 
 
-def expert_ids(cache: Cache) -> Array:
-  """Returns the experts that cached tokens visited [B, J, layers, E].
-
-  J counts the positions of all blocks.
-  """
-  visits = [[block[-1][:, 0] for block in blocks] for blocks in cache]
-  return jnp.stack([jnp.concatenate(x, axis=1) for x in visits], axis=2)
-
-
-def extend(
-  module: transformer.Transformer,
-  layers: Sequence[transformer.DecoderLayer],
-  tokens_BC: Array,
-  *,
-  cache: Cache,
-  lengths_B: Array,
-  recent: Recent,
-  first: Array | int,
-  num_blocks: Array | int,
-  slots_B: Array | None = None,
-) -> tuple[Array, Recent]:
-  """Returns the states of the next tokens of each row; decoding has C = 1.
-
-  Args:
-    module: the transformer, whose own layers are not used.
-    layers: the layers.
-    tokens_BC: token ids. A row with fewer new tokens may end with any ids,
-      which change nothing before them.
-    cache: all blocks; they are read, not written.
-    lengths_B: tokens of each row that the cache holds.
-    recent: keys and values of the tokens that follow the cached ones; the
-      first `first` of them are valid.
-    first: index in `recent` of the first new token; the same in all rows.
-    num_blocks: how many of the first blocks to read; together they hold all
-      tokens of the rows. An int leaves the other blocks out of the program. An
-      array skips them by a branch when the program runs, which saves compiling
-      a program for each number, where a branch is cheap.
-    slots_B: the slot of the cache that each row reads, see `rows.take`; only
-      blocks that are read are gathered. None: row b reads slot b.
-
-  Returns:
-    Final hidden states [B, C, D], and the recent tokens with the new ones.
-  """
-  C = tokens_BC.shape[1]
-  places_C = first + jnp.arange(C)  # indices of the new tokens in `recent`
-  rotation = rotary.rotation(module.config, lengths_B[:, None] + places_C[None])
-  mesh = module.mesh
-  rows, heads = (
-    (None, None) if mesh is None else _axes(module.config.num_kv_heads, mesh)
-  )
-  x_BCD, updated = module.embed(tokens_BC), []
-  for layer, blocks, old_block in zip(layers, cache, recent, strict=True):
-    new_block = []
-
-    # Defaults bind this layer's values: a closure would see the last layer's.
-    def append(new_BCKH, old_block=old_block, new_block=new_block):
-      old = old_block[len(new_block)]
-      new = new_BCKH.swapaxes(1, 2).astype(old.dtype)
-      new = activations.constrain(new, mesh, rows, heads)
-      new = jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2)
-      new_block.append(activations.constrain(new, mesh, rows, heads))
-      return new_block[-1]
-
-    def attend(q, k, v, append=append, blocks=blocks):
-      slices = [
-        attention.KeySlice(
-          k_BKJH,
-          v_BKJH,
-          _filled(blocks, n, lengths_B),
-          n < num_blocks,
-          slots_B,
-          (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None,
-        )
-        for n, (k_BKJH, v_BKJH, *others) in enumerate(blocks)
-      ]
-      keys, values = append(k), append(v)
-      # Among the recent tokens, each attends to itself and those before it.
-      seen_1CJ = (
-        jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
-      )
-      slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
-      q = activations.constrain(q, mesh, rows, None, heads)
-      mixed = attention.attend_to_slices(q, slices)
-      # The layout changes in two steps. With the second one alone the compiler
-      # would move the parts of every slice instead of their mean.
-      mixed = activations.constrain(mixed, mesh, rows, None, heads)
-      return activations.constrain(
-        mixed, mesh, activations.ROWS, None, activations.TENSOR
-      )
-
-    x_BCD, routing = layer(x_BCD, rotation, attend)
-    if routing is not None:
-      append(routing.expert_ids[:, :, None])
-    updated.append(tuple(new_block))
-  return module.norm(x_BCD), tuple(updated)
-
-
-def _filled(blocks, n: int, lengths_B: Array) -> Array:
-  """Returns which positions of block n each row has reached [B, 1, J]."""
-  begin = sum(keys.shape[2] for keys, *_ in blocks[:n])
-  positions_J = begin + jnp.arange(blocks[n][0].shape[2])
-  return positions_J[None, None] < lengths_B[:, None, None]
+def expert_ids(cache: Cache, pages_N: Array) -> Array:
+  """Returns the experts that the tokens of pages visited [N J, layers, E]."""
+  visits = [page[-1][pages_N, 0] for page in cache]
+  return jnp.stack([x.reshape(-1, x.shape[-1]) for x in visits], axis=1)
 
 
 def store(
   cache: Cache,
   recent: Recent,
+  table_BN: Array,
   lengths_B: Array,
   counts_B: Array,
   *,
-  slots_B: Array | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
   """Returns the cache with the recent tokens appended; donate the old one.
 
-  Rows are written one after the other, each with one contiguous write to an
-  array. A scatter of all rows would do the same in one operation, but the
+  Rows are written one after the other, each with a contiguous write to each
+  page. A scatter of all rows would do the same in one operation, but the
   compiler for TPUs changes the layout of the whole cache before and after it.
 
   Args:
-    cache: all blocks.
+    cache: all pages.
     recent: keys and values of the tokens that follow the cached ones.
+    table_BN: int32, the pages of each row. What belongs to no page is dropped.
     lengths_B: tokens of each row that the cache holds.
     counts_B: the number of recent tokens of each row that are stored.
-    slots_B: the slot of the cache that each row writes to, see `rows.put`; rows
-      with a slot that the cache does not have are left out. None: row b writes
-      to slot b.
     mesh: mesh that the cache is laid out on; None: one device.
   """
-  if cache[0][0][0].dtype == jnp.int8:
+  if cache[0][0].dtype == jnp.int8:
     recent = tuple(map(_in_8_bits, recent))
-  if slots_B is not None:
-    slots_B = slots_B.reshape(-1)
   if mesh is None or mesh.size == 1:
-    return _store(cache, recent, lengths_B, counts_B, slots_B)
-  rows, heads = _axes(cache[0][0][0].shape[1], mesh)
-  block = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in recent[0])
+    return _store(cache, recent, table_BN, lengths_B, counts_B)
+  rows, heads = axes(cache[0][0].shape[1], mesh)
+  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in recent[0])
+  layers = (layer,) * len(cache)
   return jax.shard_map(
     _store,
     mesh=mesh,
-    in_specs=(
-      tuple((block,) * len(x) for x in cache),
-      (block,) * len(recent),
-      P(rows),
-      P(rows),
-      P(rows),
-    ),
-    out_specs=tuple((block,) * len(x) for x in cache),
+    in_specs=(layers, layers, P(rows), P(rows), P(rows)),
+    out_specs=layers,
     check_vma=False,
-  )(cache, recent, lengths_B, counts_B, slots_B)
+  )(cache, recent, table_BN, lengths_B, counts_B)
 
 
 def _store(
   cache: Cache,
   recent: Recent,
+  table_BN: Array,
   lengths_B: Array,
   counts_B: Array,
-  slots_B: Array | None,
 ) -> Cache:
   """Returns the part of a cache on one device, with the recent tokens."""
-  num_slots = len(cache[0][0][0])
-  if slots_B is None:
-    slots_B = jnp.arange(num_slots)
-  counts_B = jnp.where(slots_B < num_slots, counts_B, 0)
-  slots_B = jnp.minimum(slots_B, num_slots - 1)
+  num_pages, _, size, _ = cache[0][0].shape
+  N, C = table_BN.shape[1], recent[0][0].shape[2]
+  touched = (C + size - 2) // size + 1  # most pages that C tokens lie in
 
-  def one_row(row, cache):
-    where = slots_B[row], lengths_B[row], counts_B[row]
+  def one_page(index, cache):
+    row = index // touched
+    number = lengths_B[row] // size + index % touched
+    page = table_BN[row, jnp.minimum(number, N - 1)]
+    exists = (number < N) & (page < num_pages)
+    where = (
+      jnp.minimum(page, num_pages - 1),
+      lengths_B[row],
+      jnp.where(exists, counts_B[row], 0),
+      number * size,
+    )
+    return tuple(
+      tuple(
+        _written(old, new[row], *where) for old, new in zip(*layer, strict=True)
+      )
+      for layer in zip(cache, recent, strict=True)
+    )
 
-    def one_layer(blocks, recent):
-      begin, stored = 0, []
-      for block in blocks:
-        stored.append(
-          tuple(
-            _written(old, new[row], *where, begin)
-            for old, new in zip(block, recent, strict=True)
-          )
-        )
-        begin += block[0].shape[2]
-      return tuple(stored)
-
-    return tuple(one_layer(*layer) for layer in zip(cache, recent, strict=True))
-
-  return jax.lax.fori_loop(0, len(lengths_B), one_row, cache)
+  return jax.lax.fori_loop(0, len(lengths_B) * touched, one_page, cache)
 
 
 def _written(
-  old_BKJH: Array,
+  old_PKJH: Array,
   new_KCH: Array,
-  slot: Array,
+  page: Array,
   length: Array,
   count: Array,
-  begin: int,
+  begin: Array,
 ) -> Array:
-  """Returns a block with the recent tokens of a row that belong in it.
+  """Returns all pages with the recent tokens of a row that belong in one.
 
   Args:
-    old_BKJH: the block.
+    old_PKJH: all pages.
     new_KCH: recent tokens.
-    slot: the slot to write to.
+    page: the page to write to.
     length: position of the first recent token.
     count: the number of recent tokens that are stored.
-    begin: position of the block's first token.
+    begin: position of the page's first token in the row.
   """
-  _, K, J, H = old_BKJH.shape
+  _, K, J, H = old_PKJH.shape
   C = new_KCH.shape[1]
   size = min(C, J)
-  # Only a window of the block is rewritten. It covers the positions of all new
-  # tokens in the block; its other positions keep their content.
+  # Only a window of the page is rewritten. It covers the positions of all new
+  # tokens in the page; its other positions keep their content.
   first = jnp.clip(length - begin, 0, J - size)
-  place = (slot, 0, first, 0)
-  old = jax.lax.dynamic_slice(old_BKJH, place, (1, K, size, H))
+  place = (page, 0, first, 0)
+  old = jax.lax.dynamic_slice(old_PKJH, place, (1, K, size, H))
   shift = begin + first - length  # the recent token at the window's start
   padded = jnp.pad(new_KCH, ((0, 0), (size, size), (0, 0)))
   new = jax.lax.dynamic_slice_in_dim(padded, shift + size, size, axis=1)
   index = shift + jnp.arange(size)
   kept = (index >= 0) & (index < count)
   window = jnp.where(kept[None, None, :, None], new[None], old)
-  return jax.lax.dynamic_update_slice(old_BKJH, window, place)
+  return jax.lax.dynamic_update_slice(old_PKJH, window, place)
+
+
+def copy_pages(
+  cache: Cache,
+  from_A: Array,
+  to_A: Array,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+  """Returns the cache with copies of pages; donate the old one.
+
+  All pages are read before any is overwritten.
+
+  Args:
+    cache: all pages.
+    from_A: int32, the pages that are copied.
+    to_A: int32, where they are copied to; `NO_PAGE`: nowhere.
+    mesh: mesh that the cache is laid out on; None: one device.
+  """
+
+  def copied(cache, from_A, to_A):
+    return jax.tree.map(
+      lambda x: x.at[to_A].set(x.at[from_A].get(mode='clip'), mode='drop'),
+      cache,
+    )
+
+  if mesh is None or mesh.size == 1:
+    return copied(cache, from_A, to_A)
+  rows, heads = axes(cache[0][0].shape[1], mesh)
+  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in cache[0])
+  layers = (layer,) * len(cache)
+  return jax.shard_map(
+    copied,
+    mesh=mesh,
+    in_specs=(layers, P(rows), P(rows)),
+    out_specs=layers,
+    check_vma=False,
+  )(cache, from_A, to_A)

@@ -20,6 +20,7 @@ import jax
 
 from stppo_jax.models import attention
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import cached_pass
 from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
 from stppo_jax.models import lora as lora_lib
@@ -303,14 +304,14 @@ class Model:
   def extend(
     self, params: Params, tokens_BC: Array, **cached: Any
   ) -> tuple[Array, cache_lib.Recent]:
-    """Returns the states of tokens that follow a cache; see `cache.extend`.
+    """Returns the states of the next tokens; see `cached_pass.extend`.
 
     Args:
       params: the result of `split_layers`, adapters included.
       tokens_BC: the next tokens of each row.
-      **cached: the keyword arguments of `cache.extend`.
+      **cached: the keyword arguments of `cached_pass.extend`.
     """
     module, layers = modules.filled_by_layer(
       self.config, self.head, self.mesh, params, lora=self.lora
     )
-    return cache_lib.extend(module, layers, tokens_BC, **cached)
+    return cached_pass.extend(module, layers, tokens_BC, **cached)

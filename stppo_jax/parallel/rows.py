@@ -6,6 +6,7 @@ n devices hold b rows each, and get m of the selected rows each.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from stppo_jax.parallel import activations
@@ -81,12 +82,13 @@ def put(x: Array, index: Array, new: Array) -> Array:
     x, index: see `take`; a number that is too large stands for no row.
     new: the rows, in the order of the index.
   """
-  if index.ndim == 1:
-    return x.at[index].set(new, mode='drop')
-  put_part = lambda part, m, new: part.at[m].set(new, mode='drop')
-  parts = _parts(x, index)
-  updated = jax.vmap(put_part)(parts, index, _parts(new, index))
-  return updated.reshape(x.shape)
+  if index.ndim == 2:
+    # Not by a scatter within each part: on some meshes the compiler does not
+    # drop its numbers that are too large.
+    size = len(x) // len(index)
+    part = jnp.arange(len(index))[:, None]
+    index = jnp.where(index < size, part * size + index, len(x)).reshape(-1)
+  return x.at[index].set(new, mode='drop')
 
 
 def _parts(x: Array, index: Array) -> Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import cached_pass
 from stppo_jax.models import functional
 from stppo_jax.models import lora
 from stppo_jax.models import precision
@@ -36,12 +37,13 @@ class CompiledPrograms:
     options: the engine's options.
 
   Attributes:
-    block_size: tokens in one block of a slot's cache.
-    shards: number of devices that the caches of slots are divided over.
+    page_size: tokens of a page.
+    pages_per_row: the most pages that a row needs.
+    shards: number of devices that slots and pages are divided over.
     params: the published weights; None before the first `publish`.
     table_ZV: the automaton's transitions, with a column for each id.
-    empty, extend, copy, repeat, decode, expert_ids: compiled functions of
-      `slot_state` and `slot_programs`.
+    empty, extend, copy, decode, expert_ids: compiled functions of `slot_state`
+      and `slot_programs`.
   """
 
   def __init__(
@@ -53,7 +55,8 @@ class CompiledPrograms:
     options: engine_options.EngineOptions,
   ):
     mesh = placement.mesh
-    self.block_size = options.block_size
+    self.page_size = options.tokens_per_page
+    self.pages_per_row = options.pages_per_row
     self.shards = cache_lib.row_shards(model.config, mesh)
     self._by_slot = sharding.batch_sharding(mesh)
     self.params = None
@@ -66,7 +69,6 @@ class CompiledPrograms:
       self.empty,
       self.extend,
       self.copy,
-      self.repeat,
       self.decode,
       self.expert_ids,
     ) = build(model, placement, options.programs, stopped=automaton.stopped)
@@ -118,7 +120,6 @@ class Functions(NamedTuple):
   empty: Callable[..., Any]
   extend: Callable[..., Any]
   copy: Callable[..., Any]
-  repeat: Callable[..., Any]
   decode: Callable[..., Any]
   expert_ids: Callable[..., Any]
 
@@ -141,17 +142,21 @@ def build(
     options: what the programs depend on.
     stopped: the absorbing state of the stop automaton.
   """
-  blocks, sampling, num_tokens = options
+  page_size, num_pages, sampling, num_tokens = options
   mesh = placement.mesh
   model = dataclasses.replace(model, mesh=mesh)
   # The state comes out in the layout in which it went in; with another layout,
   # the next call would be compiled anew.
-  layout = slot_state_lib.shardings(model, mesh, len(blocks))
+  layout = slot_state_lib.shardings(model, mesh)
   state: dict[str, Any] = {'out_shardings': layout}
   # On a CPU a branch is cheap and compiling is slow, so one program handles any
-  # number of blocks. Elsewhere each number of blocks has its own program.
+  # number of pages; so does the kernel for TPU. Elsewhere each number of pages
+  # has its own program.
   cpu = mesh.devices.flat[0].platform == 'cpu'
-  by_blocks: dict[str, Any] = {'static_argnames': () if cpu else 'num_blocks'}
+  any_number = cpu or cached_pass.reads_live(model.config, page_size)
+  by_pages: dict[str, Any] = {
+    'static_argnames': () if any_number else 'num_pages'
+  }
   jit = functools.partial(compilation.jit, mesh=mesh, dtype=model.config.dtype)
   return Functions(
     # The weights are cast once here, to the dtype they are computed with:
@@ -168,7 +173,9 @@ def build(
       num_layers=model.config.num_layers,
     ),
     empty=jax.jit(
-      lambda num_slots: slot_state_lib.empty(model, num_slots, blocks),
+      lambda num_slots: slot_state_lib.empty(
+        model, num_slots, num_pages, page_size
+      ),
       static_argnums=0,
       **state,
     ),
@@ -178,13 +185,12 @@ def build(
       functools.partial(slot_programs.extend, model=model),
       donate_argnums=1,
       **state,
-      **by_blocks,
+      **by_pages,
     ),
     copy=jax.jit(
-      slot_state_lib.copy_prompts, donate_argnums=0, **state, **by_blocks
-    ),
-    repeat=jax.jit(
-      slot_state_lib.repeat_prompts, static_argnums=(1, 2), **state
+      functools.partial(slot_state_lib.copy_prompts, mesh=mesh),
+      donate_argnums=0,
+      **state,
     ),
     decode=jit(
       functools.partial(
@@ -196,7 +202,7 @@ def build(
       ),
       donate_argnums=1,
       out_shardings=(layout, sharding.batch_sharding(mesh)),
-      **by_blocks,
+      **by_pages,
     ),
     expert_ids=jax.jit(
       slot_state_lib.expert_ids, out_shardings=sharding.replicated(mesh)

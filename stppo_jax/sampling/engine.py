@@ -126,9 +126,8 @@ class Engine:
 
     Args:
       prompts: token ids, one array for each group of adjacent rows; None for a
-        group that is left out. A prompt is computed once for its group, or, if
-        slots are refilled, once in each lane in which rows of the group get a
-        slot.
+        group that is left out. A prompt is computed only if no row on the
+        device has it.
       keys: one typed key for each row; token t of a row is sampled with
         fold_in(key, t), where t is its position in the row.
       group_size: rows that share a prompt; divides the slots of a lane.
@@ -241,12 +240,8 @@ class Engine:
   def _start_wave(self) -> None:
     """Fills all slots; the lanes get the groups in turn."""
     first = self._queue[0].group
-    rows_of = [[] for _ in self._lanes]
     while self._queue:
       group = self._queue[0].group - first
       if group >= self.slots // self._group_size:
         break
-      rows_of[group % len(self._lanes)].append(self._queue.popleft())
-    for lane, rows in zip(self._lanes, rows_of):
-      if rows:
-        lane.start_wave(rows, self._group_size)
+      self._lanes[group % len(self._lanes)].admit(self._queue.popleft())

@@ -11,12 +11,14 @@ class ProgramOptions(NamedTuple):
   """The options that compiled programs depend on.
 
   Attributes:
-    blocks: the number of tokens in each block of a slot's cache.
+    page_size: tokens of a page of the cache.
+    num_pages: pages of a lane.
     sampling: temperature and truncation.
     decode_chunk: most tokens of a row that one call decodes.
   """
 
-  blocks: tuple[int, ...]
+  page_size: int
+  num_pages: int
   sampling: sampler.Sampling
   decode_chunk: int
 
@@ -33,9 +35,10 @@ class EngineOptions:
       devices that cut them.
     max_length: tokens that a row can hold, its prompt included.
     sampling: temperature and truncation.
-    cache_blocks: blocks that a slot's KV cache is cut into. A token attends to
-      the blocks that the longest row in its call has begun, so more blocks
-      waste less attention, but compile more programs.
+    page_size: tokens of a page of keys and values; 0: see
+      `lane_rules.tokens_per_page`.
+    pages: pages of all slots; 0: as many as full slots need. With fewer, rows
+      wait for pages of others.
     prefill_chunk: tokens of a prompt or an observation that one call appends.
     decode_chunk: most tokens of a row that one call decodes.
     early_exit: a chunk ends once this share of its turns has ended; without
@@ -53,7 +56,8 @@ class EngineOptions:
   slots: int
   max_length: int
   sampling: sampler.Sampling
-  cache_blocks: int
+  page_size: int
+  pages: int
   prefill_chunk: int
   decode_chunk: int
   early_exit: float
@@ -72,19 +76,30 @@ class EngineOptions:
     return self.slots // self.lanes
 
   @property
-  def block_size(self) -> int:
-    """The number of tokens in a block of a slot's cache."""
-    return -(-self.max_length // self.cache_blocks)
+  def tokens_per_page(self) -> int:
+    """The number of tokens of a page."""
+    return lane_rules.tokens_per_page(self.page_size, self.max_length)
 
   @property
-  def blocks(self) -> tuple[int, ...]:
-    """The number of tokens in each block of a slot's cache."""
-    return (self.block_size,) * self.cache_blocks
+  def pages_per_row(self) -> int:
+    """N, the most pages that a row needs."""
+    return -(-self.max_length // self.tokens_per_page)
+
+  @property
+  def pages_per_lane(self) -> int:
+    """The number of pages of each lane."""
+    full = self.slots_per_lane * self.pages_per_row
+    return self.pages // self.lanes or full
 
   @property
   def programs(self) -> ProgramOptions:
     """The options that compiled programs depend on."""
-    return ProgramOptions(self.blocks, self.sampling, self.decode_chunk)
+    return ProgramOptions(
+      self.tokens_per_page,
+      self.pages_per_lane,
+      self.sampling,
+      self.decode_chunk,
+    )
 
   @property
   def compacts(self) -> bool:
@@ -108,22 +123,6 @@ class EngineOptions:
       shards: the number of devices that slots are divided over.
     """
     return shards * min(self.most_rows, self.slots_per_lane // shards)
-
-  def most_copied(self, shards: int) -> int:
-    """Returns the most slots whose keys and values a device copies to decode.
-
-    A call on only the active slots reads them from a copy. The number is 0 if
-    every call is on all slots.
-
-    Args:
-      shards: the number of devices that slots are divided over.
-    """
-    part = self.slots_per_lane // shards
-    if not self.compacts:
-      return 0
-    if self.most_rows < part:
-      return self.most_rows
-    return 0 if part % 2 else part // 2
 
   def check_devices(self, num_devices: int) -> None:
     """Raises ValueError if lanes cannot run on this number of devices."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import pages
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 
@@ -39,6 +40,7 @@ class Row:
     key_data: uint32 [2], the data of the row's key.
     lane: the lane of its slot; None while it waits for one.
     slot: its slot in the lane.
+    pages: its pages of keys and values, of the device that has the slot.
     length: tokens so far, without those of chunks in flight.
     turn: serial number of the turn; it tells a late chunk of an earlier turn
       from one of this turn.
@@ -53,6 +55,7 @@ class Row:
   key_data: np.ndarray
   lane: 'Lane | None' = None
   slot: int = -1
+  pages: list[int] = dataclasses.field(default_factory=list)
   length: int = 0
   turn: int = 0
   generating: bool = False
@@ -117,10 +120,16 @@ class Lane:
     self._max_turn_tokens = max_turn_tokens
     self._greedy = greedy
     self.free = list(range(self._driver.slots))
-    # The group whose prompt each slot holds. It stays when the row goes on or
-    # ends, until the slot is given to a row of another group.
-    self._group_at: list[int | None] = [None] * self._driver.slots
-    self._groups: set[int] = set()  # the groups of all rows of this lane so far
+    self._rows: dict[int, Row] = {}  # by slot
+    shards = self._driver.shards
+    self._pools = [
+      pages.PagePool(
+        self._options.pages_per_lane // shards,
+        page_size=self._options.tokens_per_page,
+        pages_per_row=self._options.pages_per_row,
+      )
+      for _ in range(shards)
+    ]
     self._to_append: list[tuple[Row, np.ndarray]] = []
     # By slot; the row whose last chunk was started longest ago comes first.
     self._generating: dict[int, Row] = {}
@@ -139,46 +148,21 @@ class Lane:
   @property
   def busy(self) -> bool:
     """Whether a turn can end before a row is resumed or closed."""
-    return bool(self._to_append or self._generating)
-
-  def start_wave(self, rows: Sequence[Row], group_size: int) -> None:
-    """Fills empty slots with whole groups, computing each prompt once."""
-    prompts, places = {}, {}
-    self._group_at = [None] * self._driver.slots
-    for row in rows:
-      group = places.setdefault(row.group, len(places))
-      self._place(row, group * group_size + row.number % group_size)
-      self._start_turn(row, len(row.prompt))
-      self._group_at[row.slot] = row.group
-      prompts[group] = slot_driver.Append(row.prompt, 0, self._budget(row))
-    self._calls.append(self._call(self._driver.start_wave, prompts, group_size))
+    if any(self._fits(row, len(ids)) for row, ids in self._to_append):
+      return True
+    rows = self._generating.values()
+    return any(row.in_flight or self._fits(row) for row in rows)
 
   def has_group(self, group: int) -> bool:
-    """Returns whether a row of the group has come to this lane."""
-    return group in self._groups
+    """Returns whether a slot holds the prompt of a group."""
+    return any(row.group == group for row in self._rows.values())
 
   def admit(self, row: Row) -> None:
-    """Gives a free slot to a row and schedules its prompt.
-
-    The rows of a group come one after the other, and their prompt is computed
-    once: the later ones copy it from a slot that holds it. So a slot must not
-    be given to another group while a row still waits to copy from it.
-    """
-    slot = self.free[0]
-    group = self._group_at[slot]
-    if group != row.group and any(
-      other.group == group and not other.length for other, _ in self._to_append
-    ):
-      self._append_scheduled()
-    self._place(row, slot)
+    """Gives a free slot to a row and schedules its prompt."""
+    row.lane, row.slot = self, self.free.pop(0)
+    self._rows[row.slot] = row
+    self._pool(row).add(row)
     self.append_observation(row, row.prompt)
-
-  def _place(self, row: Row, slot: int) -> None:
-    self.free.remove(slot)
-    row.lane, row.slot = self, slot
-    self._groups.add(row.group)
-    if self._group_at[slot] != row.group:
-      self._group_at[slot] = None
 
   def append_observation(self, row: Row, token_ids: np.ndarray) -> None:
     """Schedules tokens to be appended to a row before its next turn."""
@@ -198,9 +182,14 @@ class Lane:
     """
     self.free.append(row.slot)
     self.free.sort()
+    del self._rows[row.slot]
+    held = row.pages
+    self._pool(row).remove(row)
     if not self._driver.returns_expert_ids:
       return None
-    return self._call(self._driver.expert_ids, row.slot, row.length).result()
+    return self._call(
+      self._driver.expert_ids, row.slot, held, row.length
+    ).result()
 
   def schedule(self, *, queued: bool) -> concurrent.futures.Future | None:
     """Starts the calls that are due.
@@ -239,6 +228,26 @@ class Lane:
     row.chunks = []
     self._generating[row.slot] = row
 
+  def _shard(self, row: Row) -> int:
+    return row.slot * self._driver.shards // self._driver.slots
+
+  def _pool(self, row: Row) -> pages.PagePool:
+    return self._pools[self._shard(row)]
+
+  def _room(self, row: Row, appended: int = 0) -> int:
+    """Returns the tokens that a row needs pages for before its next call."""
+    if appended:
+      return row.length + appended
+    ahead = (row.in_flight + 1) * self._options.decode_chunk
+    return min(row.length + ahead, self._options.max_length)
+
+  def _fits(self, row: Row, appended: int = 0) -> bool:
+    return self._pool(row).fits(row, self._room(row, appended))
+
+  def _grow(self, row: Row, appended: int = 0) -> bool:
+    """Gives a row its pages for the next call; returns whether it has them."""
+    return self._pool(row).grow(row, self._room(row, appended))
+
   def _budget(self, row: Row) -> int:
     return min(self._max_turn_tokens, self._options.max_length - row.length)
 
@@ -248,39 +257,53 @@ class Lane:
     Waiting changes when a token is computed, but no token.
     """
     share = _APPEND_SHARE if self._driver.compacts else 1
-    enough = min(len(self._generating) * share, self._driver.batch_rows)
+    decoding = sum(map(self._fits, self._generating.values()))
+    enough = min(decoding * share, self._driver.batch_rows)
     return len(self._to_append) > 0 and len(self._to_append) >= enough
 
   def _append_scheduled(self) -> None:
-    """Appends all scheduled tokens and starts the turns after them.
+    """Appends scheduled tokens, if there are pages, and starts the turns.
 
-    A prompt that a slot holds, or that another row of this call computes, is
-    copied from there.
+    A prompt that another row has, or that another row of this call computes, is
+    not computed again.
     """
     scheduled, self._to_append = self._to_append, []
-    appends, copied = {}, []
+    appends, copies = {}, {}
     for row, token_ids in scheduled:
+      source = None if row.length else self._source(row)
+      if source is not None:
+        self._pool(row).share(row, source, len(token_ids))
+      shared = len(row.pages)
+      if not self._grow(row, len(token_ids)):
+        if not row.length:
+          self._pool(row).release(row)
+        self._to_append.append((row, token_ids))
+        continue
       length = row.length
       self._start_turn(row, len(token_ids))
-      if not length and row.group in self._group_at:
-        copied.append(row)
+      if source is None:
+        appends[row.slot] = slot_driver.Append(
+          token_ids, length, self._budget(row), tuple(row.pages)
+        )
         continue
-      if not length:
-        self._group_at[row.slot] = row.group
-      append = slot_driver.Append(token_ids, length, self._budget(row))
-      appends[row.slot] = append
+      last_page = None
+      if len(row.pages) > shared:
+        last_page = source.pages[shared], row.pages[shared]
+      copies[row.slot] = slot_driver.CopyPrompt(
+        source.slot, row.length, self._budget(row), last_page
+      )
     if appends:
       self._calls.append(self._call(self._driver.append, appends))
-    copies = {}
-    for row in copied:
-      source = self._group_at.index(row.group)
-      copies[row.slot] = slot_driver.CopyPrompt(
-        source, row.length, self._budget(row)
-      )
     if copies:
       self._calls.append(self._call(self._driver.copy, copies))
-    for row in copied:
-      self._group_at[row.slot] = row.group
+
+  def _source(self, row: Row) -> Row | None:
+    """Returns a row on the same device that has the prompt of another."""
+    for other in self._rows.values():
+      if other.group == row.group and other.length:
+        if self._shard(other) == self._shard(row):
+          return other
+    return None
 
   def _next_batch(self, queued: bool) -> Sequence[Row]:
     """Returns the rows of the next chunk; none if it is not yet time for one.
@@ -299,10 +322,10 @@ class Lane:
     would be idle while they wait for the retriever.
     """
     size = self._driver.batch_rows
-    rows = self._generating.values()
+    rows = [row for row in self._generating.values() if self._fits(row)]
     if size == self._driver.slots:
       early = len(self._in_flight) <= self._options.lookahead
-      return list(rows) if early else []
+      return rows if early else []
     if len(self._in_flight) > 1:
       return []
     ready = [row for row in rows if not row.in_flight]
@@ -319,10 +342,15 @@ class Lane:
     """Starts decoding in rows."""
     decodes, row_turns = {}, {}
     for row in rows:
+      # The pages that were free for one may have gone to another.
+      if not self._grow(row):
+        continue
       # The row may be longer by all tokens of its chunks in flight.
       ahead = row.in_flight * self._options.decode_chunk
       length = min(row.length + ahead, self._options.max_length)
-      decodes[row.slot] = slot_driver.Decode(row.key_data, length)
+      decodes[row.slot] = slot_driver.Decode(
+        row.key_data, length, tuple(row.pages)
+      )
       row_turns[row.slot] = row, row.turn
       row.in_flight += 1
       self._generating[row.slot] = self._generating.pop(row.slot)

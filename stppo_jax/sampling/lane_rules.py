@@ -1,4 +1,4 @@
-"""The rules for lanes, which configs are checked with too: no jax here."""
+"""The rules for lanes and pages; configs are checked with them: no jax here."""
 
 
 def slots_problem(
@@ -35,4 +35,27 @@ def devices_problem(lanes: int, num_devices: int) -> str:
   return (
     f'must be 1 on the {num_devices} devices of this host, on which the engine '
     'decodes'
+  )
+
+
+def tokens_per_page(page_size: int, max_length: int) -> int:
+  """Returns the tokens of a page; see rollout.page_size for 0."""
+  return page_size or min(-(-max_length // 4), 128)
+
+
+def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
+  """Returns why the slots cannot have this number of pages; '' if they can.
+
+  Args:
+    pages: the number of pages; 0: as many as full slots need.
+    parts: the parts of the slots that have pages of their own: devices, or
+      lanes.
+    pages_per_row: the most pages that a row needs.
+  """
+  least = parts * pages_per_row
+  if not pages or (pages >= least and pages % parts == 0):
+    return ''
+  return (
+    f'must be 0, or a multiple of {parts} from {least} on: the longest '
+    f'trajectory needs {pages_per_row} pages in one of {parts} parts'
   )

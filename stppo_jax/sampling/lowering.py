@@ -1,7 +1,7 @@
 """Lowers the engine's programs from shapes; nothing is loaded or computed.
 
 `extend` and `decode` are lowered as the largest programs that a run compiles:
-those for the most rows, which read all blocks of the cache. The devices need
+those for the most rows, which read all pages. The devices need
 not be there, see `parallel/topology.py`.
 """
 
@@ -57,11 +57,15 @@ class Lowering:
       self.weights = compiled_programs.joined(
         self._published(base), self.weights
       )
-    self._slots_layout = slot_state.shardings(model, mesh, options.cache_blocks)
+    self._slots_layout = slot_state.shardings(model, mesh)
     slots = options.slots_per_lane
     self.state = jax.tree.map(
       _placed,
-      jax.eval_shape(lambda: slot_state.empty(model, slots, options.blocks)),
+      jax.eval_shape(
+        lambda: slot_state.empty(
+          model, slots, options.pages_per_lane, options.tokens_per_page
+        )
+      ),
       self._slots_layout,
     )
     self._shards = cache_lib.row_shards(model.config, mesh)
@@ -85,8 +89,9 @@ class Lowering:
       self.weights,
       self.state,
       appended,
+      self._by_row(jnp.int32, self._options.pages_per_row),
       slots_A=self._active(),
-      num_blocks=self._options.cache_blocks,
+      num_pages=self._options.pages_per_row,
     )
 
   def decode(self) -> Any:
@@ -95,11 +100,13 @@ class Lowering:
       self.weights,
       self.state,
       self._by_row(jnp.uint32, 2),
+      self._by_row(jnp.bool_),
+      self._by_row(jnp.int32, self._options.pages_per_row),
       self._table_ZV,
       slots_A=self._active(),
       greedy=False,
       enough=self._rows,
-      num_blocks=self._options.cache_blocks,
+      num_pages=self._options.pages_per_row,
     )
 
   def publish(self) -> Any:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import slot_programs
@@ -35,26 +36,31 @@ class Append:
     length: tokens that the slot holds before; 0 for a prompt, before which the
       slot is emptied.
     budget: tokens that the policy may generate after them.
+    pages: the pages of the slot, with room for these tokens.
   """
 
   token_ids: np.ndarray
   length: int
   budget: int
+  pages: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyPrompt:
-  """A prompt that a slot gets from another slot, or gets back from itself.
+  """A prompt that a slot gets from another slot of its device.
 
   Attributes:
     source: the slot that holds the prompt; its row may have gone on since.
     length: tokens of the prompt.
     budget: tokens that the policy may generate after it.
+    last_page: the page that the prompt does not fill, and the page that it is
+      copied to; None if the prompt fills its pages.
   """
 
   source: int
   length: int
   budget: int
+  last_page: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +70,12 @@ class Decode:
   Attributes:
     key_data: uint32 [2], the data of the row's key.
     length: most tokens that the slot can hold when the chunk begins.
+    pages: the pages of the slot, with room for the chunk.
   """
 
   key_data: np.ndarray
   length: int
+  pages: Sequence[int]
 
 
 class SlotDriver:
@@ -86,6 +94,8 @@ class SlotDriver:
     slots: S.
     compacts: whether programs run on the active slots only.
     batch_rows: most slots in a call of `decode`.
+    shards: the number of devices that slots and pages are divided over. Device
+      d has the slots from d * slots / shards on.
     returns_expert_ids: whether `expert_ids` can be called.
   """
 
@@ -97,6 +107,7 @@ class SlotDriver:
     self._programs = programs
     self._prefill_chunk = options.prefill_chunk
     self.slots = options.slots_per_lane
+    self.shards = programs.shards
     self.compacts = options.compacts
     self.batch_rows = options.most_rows
     self.returns_expert_ids = options.return_expert_ids
@@ -106,65 +117,53 @@ class SlotDriver:
     """Drops the state, which a call that failed may have left unusable."""
     self._state = None
 
-  def start_wave(self, prompts: Mapping[int, Append], group_size: int) -> None:
-    """Fills empty slots with groups, computing each prompt once.
-
-    The prompts get a state of their own, with one slot for each group, which
-    is then repeated.
-
-    Args:
-      prompts: the prompt of each group; group g gets the slots from
-        g * group_size on.
-      group_size: divides the slots.
-    """
-    groups = self.slots // group_size
-    # Every device needs the same number of slots, so empty slots are added.
-    shards = self._programs.shards
-    num_slots = -(-groups // shards) * shards
-    self._state = None  # frees the old cache before the new one is allocated
-    state = self._programs.empty(num_slots)
-    for appends, first in self._chunks(prompts):
-      everywhere = _Active(None, list(appends), num_slots)
-      state = self._extend(state, appends, first, everywhere)
-    if group_size > 1:
-      state = self._programs.repeat(state, groups, group_size)
-    self._state = state
-
   def append(self, appends: Mapping[int, Append]) -> None:
     """Appends tokens to slots, in which turns begin."""
     state = self._state or self._programs.empty(self.slots)
+    # Prompts alone are the start of a wave, the same in every run.
+    compacts = self.compacts or all(not x.length for x in appends.values())
     for chunk, first in self._chunks(appends):
-      # A batch reads as many blocks as its longest slot has begun, so slots of
+      # A batch reads as many pages as its longest slot has begun, so slots of
       # like lengths go together.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
         # Set after every call, because the call donates the previous state.
-        state = self._extend(state, batch_appends, first, self._active(batch))
+        state = self._extend(
+          state, batch_appends, first, self._active(batch, compacts)
+        )
         self._state = state
 
   def copy(self, copies: Mapping[int, CopyPrompt]) -> None:
-    """Copies prompts to slots, in which turns begin.
+    """Lets slots begin with prompts of other slots, and starts their turns.
 
-    All prompts of a call are read before any slot is overwritten, so two slots
-    can swap theirs, as long as they are in one batch.
+    All prompts of a batch are read before any slot is overwritten.
     """
     for batch in self._batches(list(copies)):
-      # A prompt may be on another device than its copy, so slots have their
-      # numbers among all slots here, not among those of a device.
-      A = self.slots
-      if self.compacts and self._programs.shards == 1:
-        A = _size(len(batch), self.batch_rows)
-      active = np.full(A, self.slots, np.int32)
-      active[: len(batch)] = batch
-      arrays = np.zeros((3, A), np.int32)
-      for place, copy in enumerate(copies[slot] for slot in batch):
-        arrays[:, place] = copy.source, copy.length, copy.budget
-      sources_A, lengths_A, budgets_A = arrays
+      active = self._active(batch, compacts=True, always=True)
+      none = cache_lib.NO_PAGE
+      arrays = np.zeros((5, active.size), np.int32)
+      arrays[3:] = none
+      for place, slot in zip(active.places, batch):
+        copy = copies[slot]
+        arrays[:, place] = (
+          copy.source % (self.slots // self.shards),
+          copy.length,
+          copy.budget,
+          *(copy.last_page or (none, none)),
+        )
+      sources_A, lengths_A, budgets_A, from_A, to_A = arrays
+      assert active.slots is not None
       self._state = self._programs.copy(
         self._state,
-        *self._programs.put(sources_A, active, lengths_A, budgets_A),
-        num_blocks=self._num_blocks(copies[slot] for slot in batch),
+        *self._programs.put(
+          sources_A.reshape(active.slots.shape),
+          active.slots,
+          lengths_A,
+          budgets_A,
+          from_A,
+          to_A,
+        ),
       )
 
   def decode(
@@ -181,26 +180,33 @@ class SlotDriver:
       The slot of each entry of the chunk, None for padding; and the chunk.
     """
     slots = sorted(decodes)
-    active, places, A = self._active(slots)
-    placed: list[int | None] = [None] * A
-    key_data_A2 = np.zeros((A, 2), np.uint32)
-    for place, slot in zip(places, slots):
+    active = self._active(slots, self.compacts)
+    placed: list[int | None] = [None] * active.size
+    key_data_A2 = np.zeros((active.size, 2), np.uint32)
+    runs_A = np.zeros(active.size, bool)
+    for place, slot in zip(active.places, slots):
       placed[place] = slot
       key_data_A2[place] = decodes[slot].key_data
-    slots_A, key_data_A2 = self._programs.put(active, key_data_A2)
+      runs_A[place] = True
+    table_AN = self._table(active, [decodes[slot] for slot in slots])
+    slots_A, *arrays = self._programs.put(
+      active.slots, key_data_A2, runs_A, table_AN
+    )
     self._state, chunk = self._programs.decode(
       self._programs.params,
       self._state,
-      key_data_A2,
+      *arrays,
       self._programs.table_ZV,
       slots_A=slots_A,
       greedy=greedy,
       enough=enough,
-      num_blocks=self._num_blocks(decodes.values()),
+      num_pages=self._num_pages(decodes.values()),
     )
     return placed, chunk
 
-  def expert_ids(self, slot: int, length: int) -> np.ndarray:
+  def expert_ids(
+    self, slot: int, pages: Sequence[int], length: int
+  ) -> np.ndarray:
     """Returns the experts that each token of a slot visited.
 
     Waits for the chunks that are in flight.
@@ -208,7 +214,12 @@ class SlotDriver:
     Returns:
       int16 [length, layers, E].
     """
-    ids = jax.device_get(self._programs.expert_ids(self._state, slot))
+    assert self._state is not None
+    of_device = self._state.cache[0][0].shape[0] // self.shards
+    table_N = np.zeros(self._programs.pages_per_row, np.int32)
+    table_N[: len(pages)] = pages
+    table_N += slot // (self.slots // self.shards) * of_device
+    ids = jax.device_get(self._programs.expert_ids(self._state, table_N))
     return ids[:length]
 
   def _chunks(
@@ -243,6 +254,7 @@ class SlotDriver:
       prompts_A=np.zeros(A, bool),
       budgets_A=np.full(A, -1, np.int32),
     )
+    table_AN = self._table(active, list(appends.values()))
     for place, append in zip(active.places, appends.values()):
       token_ids = append.token_ids[first : first + C]
       last = first + C >= len(append.token_ids)
@@ -251,33 +263,52 @@ class SlotDriver:
       batch.starts_A[place] = not append.length and not first
       batch.prompts_A[place] = not append.length and last
       batch.budgets_A[place] = append.budget if last else -1
-    slots_A, batch = self._programs.put(active.slots, batch)
+    slots_A, batch, table_AN = self._programs.put(active.slots, batch, table_AN)
     return self._programs.extend(
       self._programs.params,
       state,
       batch,
+      table_AN,
       slots_A=slots_A,
-      num_blocks=self._num_blocks(appends.values(), first),
+      num_pages=self._num_pages(appends.values(), first),
     )
 
-  def _num_blocks(
-    self, slots: Iterable[Append | CopyPrompt | Decode], appended: int = 0
+  def _table(
+    self, active: '_Active', slots: Sequence[Append | Decode]
+  ) -> np.ndarray:
+    """Returns the pages of each active slot [A, N]."""
+    shape = active.size, self._programs.pages_per_row
+    table_AN = np.full(shape, cache_lib.NO_PAGE, np.int32)
+    for place, slot in zip(active.places, slots):
+      table_AN[place, : len(slot.pages)] = slot.pages
+    return table_AN
+
+  def _num_pages(
+    self, slots: Iterable[Append | Decode], appended: int = 0
   ) -> int:
-    """Returns how many blocks hold all tokens that the slots have so far."""
+    """Returns how many pages hold all tokens that the slots have so far."""
     longest = max(slot.length + appended for slot in slots)
-    return -(-longest // self._programs.block_size)
+    return -(-longest // self._programs.page_size)
 
   def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:
     for first in range(0, len(slots), self.batch_rows):
       yield slots[first : first + self.batch_rows]
 
-  def _active(self, slots: Sequence[int]) -> '_Active':
-    """Returns the active slots as a program gets them."""
-    shards = self._programs.shards
+  def _active(
+    self, slots: Sequence[int], compacts: bool, *, always: bool = False
+  ) -> '_Active':
+    """Returns the active slots as a program gets them.
+
+    Args:
+      slots: the slots.
+      compacts: whether the program runs on these slots only.
+      always: whether it gets their numbers even if it runs on all slots.
+    """
+    shards = self.shards
     part = self.slots // shards  # slots of a device
     largest = int(np.bincount([slot // part for slot in slots]).max())
-    size = _size(largest, min(self.batch_rows, part))
-    if not self.compacts or size == part:
+    size = _size(largest, min(self.batch_rows, part)) if compacts else part
+    if size == part and not always:
       return _Active(None, slots, self.slots)
     active = np.full((shards, size), self.slots, np.int32)
     counts, places = [0] * shards, []

@@ -10,13 +10,13 @@ and end their turns at any time, which changes only masks, counts and lengths. A
 row that waits or has ended is computed along with the others and frozen by a
 mask: nothing that belongs to it is stored.
 
-Every program works on all slots (`slots_A=None`), which needs no copy of the
-cache, or on the slots `slots_A`, whose state it gathers first: int32 [A],
-or, if several devices hold the slots, [devices, A / devices], slots within the
-part of each device. An entry that is S or more pads the shape and stands for no
-slot. `num_blocks` is the number of blocks of the cache that hold all tokens of
-the active slots so far. Attention reads no others, so that a short dialogue
-does not pay for `max_length`; see `cache.extend`.
+Every program works on all slots (`slots_A=None`), or on the slots `slots_A`,
+whose state it gathers first: int32 [A], or, if several devices hold the slots,
+[devices, A / devices], slots within the part of each device. An entry that is S
+or more pads the shape and stands for no slot. `table_AN` has the pages of each
+active slot, and `num_pages` is the number of pages that hold all tokens of the
+longest one so far. Attention reads no others, so that a short dialogue does not
+pay for `max_length`; see `models/cache`.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import cached_pass
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.sampling import sampler
@@ -81,10 +82,11 @@ def extend(
   params: functional.Params,
   state: slot_state.SlotState,
   appended: AppendBatch,
+  table_AN: Array,
   *,
   slots_A: Array | None,
   model: functional.Model,
-  num_blocks: Array | int,
+  num_pages: Array | int,
 ) -> slot_state.SlotState:
   """Appends prompts or observations to slots.
 
@@ -92,9 +94,10 @@ def extend(
     params: the policy's weights.
     state: all slots; donate it.
     appended: the tokens.
+    table_AN: see the module.
     slots_A: see the module.
     model: the policy.
-    num_blocks: see the module.
+    num_pages: see the module.
 
   Returns:
     The state with the tokens in it.
@@ -105,22 +108,28 @@ def extend(
   hidden_ACD, recent = model.extend(
     params,
     jnp.asarray(appended.tokens_AC),
-    cache=state.cache,
+    cached=cached_pass.read(
+      model.config,
+      state.cache,
+      table_AN,
+      # Nothing is read for slots to which nothing is appended.
+      jnp.where(appended.counts_A > 0, lengths_A, 0),
+      count=num_pages,
+      mesh=model.mesh,
+    ),
     lengths_B=lengths_A,
     recent=cache_lib.nothing_recent(model.config, A, C),
     first=0,
-    num_blocks=num_blocks,
-    slots_B=slots_A,
   )
   hidden_AD = _last(hidden_ACD, appended.counts_A, active.hidden)
   begins_A = appended.budgets_A >= 0
   cache = _stored(
-    state,
+    state.cache,
     recent,
+    table_AN,
     lengths_A,
     appended.counts_A,
     hidden_AD,
-    slots_A=slots_A,
     mesh=model.mesh,
   )
   return slot_state.scatter_slots(
@@ -141,6 +150,8 @@ def decode(
   params: functional.Params,
   state: slot_state.SlotState,
   key_data_A2: Array,
+  runs_A: Array,
+  table_AN: Array,
   table_ZV: Array,
   *,
   slots_A: Array | None,
@@ -150,7 +161,7 @@ def decode(
   stopped: int,
   sampling: sampler.Sampling,
   num_tokens: int,
-  num_blocks: Array | int,
+  num_pages: Array | int,
 ) -> tuple[slot_state.SlotState, Chunk]:
   """Decodes at most `num_tokens` tokens in the slots that have a budget.
 
@@ -162,6 +173,8 @@ def decode(
     params: the policy's weights.
     state: all slots; donate it.
     key_data_A2: uint32, the data of a key for each row.
+    runs_A: bool, the slots that decode, if they have a budget.
+    table_AN: see the module.
     table_ZV: transitions of the stop automaton.
     slots_A: see the module.
     greedy: whether to take the most probable token instead of sampling.
@@ -170,29 +183,18 @@ def decode(
     stopped: the automaton's absorbing state.
     sampling: temperature and truncation.
     num_tokens: C.
-    num_blocks: see the module.
+    num_pages: see the module.
 
   Returns:
     The state, and the tokens of the chunk.
   """
   active = slot_state.gather_slots(state, slots_A=slots_A)
-  # Gathered once, outside the loop, which reads the blocks for every token. The
-  # loop stores new keys and values in `recent` and not in the blocks, because a
-  # loop that carried the blocks would copy the whole cache for every token.
-  blocks = slot_state.gather_cache(
-    state, slots_A=slots_A, num_blocks=num_blocks
-  )
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
   A, C = len(active.lengths), num_tokens
-  if slots_A is not None:
-    # Entries that only pad the shape have nothing to generate.
-    is_slot_A = slots_A.reshape(-1) < len(state.lengths)
-    budgets_A = jnp.where(is_slot_A, active.budgets, 0)
-    active = dataclasses.replace(active, budgets=budgets_A)
 
   def generating(active):
-    return (active.budgets > 0) & (active.automaton != stopped)
+    return runs_A & (active.budgets > 0) & (active.automaton != stopped)
 
   def goes_on(carry):
     active, *_, step = carry
@@ -217,11 +219,10 @@ def decode(
     hidden_A1D, recent = model.extend(
       params,
       sampled.tokens_S[:, None],
-      cache=blocks,
+      cached=cached,
       lengths_B=begin.lengths,
       recent=recent,
       first=step,
-      num_blocks=num_blocks,
     )
     next_A = table_ZV[active.automaton, sampled.tokens_S].astype(jnp.int32)
     one_A = generating_A.astype(jnp.int32)
@@ -244,8 +245,19 @@ def decode(
     jnp.zeros(A, jnp.int32),
   )
   recent = cache_lib.nothing_recent(model.config, A, C)
-  begin = active = dataclasses.replace(active, cache=())
-  num_begun = jnp.sum(generating(active))
+  begin, generates_A = active, generating(active)
+  num_begun = jnp.sum(generates_A)
+  # Read outside the loop, which needs the same pages for every token. The loop
+  # stores new keys and values in `recent` and not in the pages, because a loop
+  # that carried the pages would copy the whole cache for every token.
+  cached = cached_pass.read(
+    model.config,
+    state.cache,
+    table_AN,
+    jnp.where(generates_A, begin.lengths, 0),
+    count=num_pages,
+    mesh=model.mesh,
+  )
   active, recent, chunk, _ = jax.lax.while_loop(
     goes_on, decode_one, (active, recent, chunk, 0)
   )
@@ -253,12 +265,12 @@ def decode(
   stopped_A = active.automaton == stopped
   out = Chunk(*chunk, stopped_A, stopped_A | (active.budgets == 0))
   cache = _stored(
-    state,
+    state.cache,
     recent,
+    table_AN,
     begin.lengths,
     counts_A,
     active.hidden,
-    slots_A=slots_A,
     mesh=model.mesh,
   )
   state = slot_state.scatter_slots(
@@ -274,19 +286,19 @@ def decode(
   return state, out
 
 
-def _stored(state, recent, lengths_A, counts_A, hidden_AD, *, slots_A, mesh):
+def _stored(cache, recent, table_AN, lengths_A, counts_A, hidden_AD, *, mesh):
   """Returns the cache with the recent tokens of all rows that are finite.
 
-  A slot outlives its row. Attention gives invisible positions the weight 0, but
+  A page outlives its row. Attention gives invisible positions the weight 0, but
   0 times nan is nan, so no value that is not finite may reach the cache. The
-  test of the final hidden state also orders the program: blocks are overwritten
+  test of the final hidden state also orders the program: pages are overwritten
   only after all of them have been read. Otherwise the compiler would have to
   copy them.
   """
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)
   return cache_lib.store(
-    state.cache, recent, lengths_A, counts_A, slots_B=slots_A, mesh=mesh
+    cache, recent, table_AN, lengths_A, counts_A, mesh=mesh
   )
 
 

@@ -1,11 +1,10 @@
-"""The state of the slots on the devices, and how prompts move between slots.
+"""The state of the slots on the devices, and how rows get a prompt of another.
 
-S slots, A active slots, D model width, L positions of the cache, E experts a
-token visits. See `slot_programs` for the programs that append and decode, and
-for the meaning of `slots_A` and `num_blocks`.
+S slots, A active slots, D model width, N pages that a row can have. See
+`slot_programs` for the programs that append and decode, and for the meaning of
+`slots_A`; see `models/cache` for pages.
 """
 
-from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -27,8 +26,8 @@ class SlotState:
   """The state of all slots, or of A active ones, on the devices.
 
   Attributes:
-    cache: keys and values of all tokens of the dialogue so far.
-    lengths: [S] int32, tokens in the cache.
+    cache: keys and values in pages, which the host gives to slots.
+    lengths: [S] int32, tokens of each slot in the cache.
     hidden: [S, D], final hidden state of the last token; it predicts the next.
     prompt_hidden: [S, D], final hidden state of the prompt's last token; a copy
       of the prompt starts from it after the slot itself has gone on.
@@ -46,20 +45,21 @@ class SlotState:
 
 
 def empty(
-  model: functional.Model, num_slots: int, blocks: Sequence[int]
+  model: functional.Model, num_slots: int, num_pages: int, page_size: int
 ) -> SlotState:
   """Returns slots without a token.
 
   Args:
     model: the policy.
     num_slots: S.
-    blocks: tokens of each block of the cache.
+    num_pages: pages of all slots.
+    page_size: tokens of a page.
   """
   config = model.config
   hidden = jnp.zeros((num_slots, config.hidden_size), config.dtype)
   zeros_S = jnp.zeros(num_slots, jnp.int32)
   return SlotState(
-    cache_lib.empty(config, num_slots, blocks),
+    cache_lib.empty(config, num_pages, page_size),
     lengths=zeros_S,
     hidden=hidden,
     prompt_hidden=hidden,
@@ -68,13 +68,11 @@ def empty(
   )
 
 
-def shardings(
-  model: functional.Model, mesh: jax.sharding.Mesh, num_blocks: int
-) -> SlotState:
+def shardings(model: functional.Model, mesh: jax.sharding.Mesh) -> SlotState:
   """Returns the layout of slots on a mesh."""
   by_slot: Any = sharding.batch_sharding(mesh)
   return SlotState(
-    cache_lib.shardings(model.config, mesh, num_blocks),
+    cache_lib.shardings(model.config, mesh),
     lengths=by_slot,
     hidden=by_slot,
     prompt_hidden=by_slot,
@@ -89,40 +87,33 @@ def copy_prompts(
   slots_A: Array,
   lengths_A: Array,
   budgets_A: Array,
+  from_A: Array,
+  to_A: Array,
   *,
-  num_blocks: Array | int,
+  mesh: jax.sharding.Mesh,
 ) -> SlotState:
-  """Copies prompts from slots to other slots, in which a turn begins.
+  """Lets slots begin with the prompts of other slots, and starts their turns.
 
-  A slot still holds its prompt when its row has gone on, because the cache only
-  grows at the end. Beyond the prompt, the copy has what followed it in the
-  source, but its length makes those positions invisible.
+  The host has given the slots the full pages of the prompt, too. Its last page
+  is copied, because rows differ after the prompt. Beyond the prompt, the copy
+  has what followed it in the source, but its length makes that invisible.
 
   Args:
     state: all slots; donate it.
-    sources_A: slots whose first lengths_A tokens are the prompt.
-    slots_A: slots that are overwritten.
+    sources_A: slots whose first lengths_A tokens are the prompt; their rows may
+      have gone on since.
+    slots_A: slots that begin.
     lengths_A: int32, tokens of the prompt.
     budgets_A: int32, tokens that the policy may generate.
-    num_blocks: blocks that hold the prompts.
+    from_A, to_A: the last page of the prompt, and the page that it is copied
+      to; both `cache.NO_PAGE` where the prompt fills its pages.
+    mesh: the mesh of the slots.
   """
   sources = gather_slots(state, slots_A=sources_A)
-  gathered = gather_cache(state, slots_A=sources_A, num_blocks=num_blocks)
-  layers = [
-    tuple(
-      jax.lax.cond(
-        n < num_blocks,
-        lambda block, copied: _scatter(block, slots_A, copied),
-        lambda block, _: block,
-        *pair,
-      )
-      for n, pair in enumerate(zip(blocks, copied))
-    )
-    for blocks, copied in zip(state.cache, gathered)
-  ]
+  cache = cache_lib.copy_pages(state.cache, from_A, to_A, mesh=mesh)
   return scatter_slots(
     state,
-    tuple(layers),
+    cache,
     slots_A=slots_A,
     lengths=lengths_A,
     hidden=sources.prompt_hidden,
@@ -132,53 +123,23 @@ def copy_prompts(
   )
 
 
-def repeat_prompts(
-  prompts: SlotState, num_groups: int, group_size: int
-) -> SlotState:
-  """Returns slots in which each prompt is repeated `group_size` times.
+def expert_ids(state: SlotState, pages_N: Array) -> Array:
+  """Returns the experts that the tokens of pages visited.
 
   Args:
-    prompts: a slot for each group, then possibly slots of padding.
-    num_groups: number of groups, without the padding.
-    group_size: slots of each group.
-  """
-  return jax.tree.map(
-    lambda x: jnp.repeat(x[:num_groups], group_size, axis=0), prompts
-  )
-
-
-def expert_ids(state: SlotState, slot: Array) -> Array:
-  """Returns the experts that each token of a slot visited.
+    state: all slots.
+    pages_N: int32, numbers of pages, of all devices.
 
   Returns:
-    int16 [L, layers, E]; arbitrary from the slot's length on.
+    int16 [tokens of the pages, layers, experts of a token].
   """
-  cache = jax.tree.map(lambda x: x[slot][None], state.cache)
-  return cache_lib.expert_ids(cache)[0].astype(jnp.int16)
+  return cache_lib.expert_ids(state.cache, pages_N).astype(jnp.int16)
 
 
 def gather_slots(state: SlotState, *, slots_A: Array | None) -> SlotState:
   """Returns the state of the active slots, without their cache."""
   state = dataclasses.replace(state, cache=())
   return state if slots_A is None else _gather(state, slots_A)
-
-
-def gather_cache(
-  state: SlotState, *, slots_A: Array | None, num_blocks: Array | int
-) -> cache_lib.Cache:
-  """Returns the cache of the active slots: its first blocks, then zeros."""
-  if slots_A is None:
-    return state.cache
-  zeros = lambda block, slots_A: jax.tree.map(
-    lambda x: jnp.zeros((slots_A.size, *x.shape[1:]), x.dtype), block
-  )
-  return tuple(
-    tuple(
-      jax.lax.cond(n < num_blocks, _gather, zeros, block, slots_A)
-      for n, block in enumerate(blocks)
-    )
-    for blocks in state.cache
-  )
 
 
 def _gather(tree, slots_A: Array):

@@ -275,6 +275,14 @@ def check_sizes(
         f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
         'the engine divides slots over so many devices of this host'
       )
+    size = lane_rules.tokens_per_page(rollout.page_size, config.env.max_length)
+    problem = lane_rules.pages_problem(
+      rollout.pages,
+      parts=shards * rollout.lanes,
+      pages_per_row=-(-config.env.max_length // size),
+    )
+    if problem:
+      lines['rollout.pages'] = f'rollout.pages={rollout.pages}: {problem}'
     problem = lane_rules.devices_problem(rollout.lanes, placement.mesh.size)
     if problem:
       lines['rollout.lanes'] = f'rollout.lanes={rollout.lanes}: {problem}'

@@ -12,6 +12,7 @@ from stppo_jax.envs import reward_function
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import cached_pass
 from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import memory as memory_lib
@@ -154,7 +155,8 @@ def options(config, hosts: int) -> engine_options.EngineOptions:
     slots=components.num_slots(config, hosts),
     max_length=config.env.max_length,
     sampling=_sampling(config),
-    cache_blocks=rollout.cache_blocks,
+    page_size=rollout.page_size,
+    pages=rollout.pages,
     prefill_chunk=rollout.prefill_chunk,
     decode_chunk=rollout.decode_chunk,
     early_exit=rollout.early_exit,
@@ -171,13 +173,13 @@ def sizes(
 ) -> tuple[dict[str, int], int]:
   """Returns what the engine holds on a device, and what decoding copies.
 
-  With rollout.deterministic=False, a call on at most half of the slots reads
-  their keys and values from a copy. While all slots are active there is none.
+  Unless a kernel reads the pages in place, decoding reads a copy of those of
+  the rows of a call.
 
   Returns:
     Name to bytes of a device's part of the weights, in the dtype of the
-    computation, and of the keys and values of the slots of a host; and the
-    bytes of keys and values that are copied.
+    computation, and of the keys and values of a host; and the bytes of keys and
+    values that are copied.
   """
   weights = jax.eval_shape(
     functools.partial(precision.cast, dtype=policy.config.dtype),
@@ -185,22 +187,30 @@ def sizes(
   )
   chosen = options(config, mesh_lib.num_hosts(placement.training))
   cache = jax.eval_shape(
-    lambda: cache_lib.empty(policy.config, chosen.slots, chosen.blocks)
+    lambda: cache_lib.empty(
+      policy.config,
+      chosen.lanes * chosen.pages_per_lane,
+      chosen.tokens_per_page,
+    )
   )
   layouts = {
     WEIGHTS: (weights, sharding.param_shardings(weights, placement.mesh)),
     CACHE: (
       cache,
-      cache_lib.shardings(policy.config, placement.mesh, chosen.cache_blocks),
+      cache_lib.shardings(policy.config, placement.mesh),
     ),
   }
   held = {
     name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
-  shards = cache_lib.row_shards(policy.config, placement.mesh)
-  slots = chosen.slots_per_lane // shards
-  return held, held[CACHE] * chosen.most_copied(shards) // slots
+  if cached_pass.reads_live(policy.config, chosen.tokens_per_page):
+    return held, 0
+  rows = chosen.largest_call(
+    cache_lib.row_shards(policy.config, placement.mesh)
+  )
+  pages = chosen.lanes * chosen.pages_per_lane
+  return held, held[CACHE] * rows * chosen.pages_per_row // pages
 
 
 def _build_remote(

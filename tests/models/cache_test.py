@@ -9,7 +9,8 @@ from stppo_jax.models import cache as cache_lib
 from tests.models import tiny
 
 _B, _L, _C = 3, 14, 4
-_BLOCKS = (5, 5, 4)
+_SIZE = 5  # tokens of a page
+_N = 3  # pages of a row
 
 
 def _tokens(seed=0, shape=(_B, _L)):
@@ -18,7 +19,7 @@ def _tokens(seed=0, shape=(_B, _L)):
 
 def _poisoned(model, rows=_B):
   """Returns an empty cache with garbage in place of zeros."""
-  empty = cache_lib.empty(model.config, rows, _BLOCKS)
+  empty = cache_lib.empty(model.config, rows * _N, _SIZE)
   return jax.tree.map(lambda x: jnp.full_like(x, 1e3), empty)
 
 
@@ -41,7 +42,7 @@ def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
       for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
         tokens_BC[b, :count] = tokens_BL[b, length : length + count]
       counts_B = counts_B.astype(np.int32)
-      needed = int(np.searchsorted(np.cumsum(_BLOCKS), lengths_B.max()) + 1)
+      needed = -(-int(lengths_B.max()) // _SIZE)
       hidden_BCD, cache = tiny.read_on(
         model,
         params,
@@ -49,7 +50,7 @@ def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
         cache,
         lengths_B,
         counts_B,
-        num_blocks=needed,
+        num_pages=needed,
       )
       for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
         np.testing.assert_allclose(
@@ -69,7 +70,7 @@ def test_keys_and_values_of_8_bits_are_near_those_of_32():
   found = {}
   for kind in ('model', 'int8'):
     model = tiny.model(cache=kind)
-    cache = cache_lib.empty(model.config, _B, _BLOCKS)
+    cache = cache_lib.empty(model.config, _B * _N, _SIZE)
     # Read in two calls: the second one reads what the first has stored.
     for first in (0, _L // 2):
       found[kind], cache = tiny.read_on(
@@ -79,7 +80,7 @@ def test_keys_and_values_of_8_bits_are_near_those_of_32():
         cache,
         lengths_B + first,
         lengths_B + _L // 2,
-        num_blocks=3 if first else 0,
+        num_pages=3 if first else 0,
       )
     sizes = {x.dtype.name for x in jax.tree.leaves(cache)}
     assert sizes == ({'int8', 'float32'} if kind == 'int8' else {'float32'})
@@ -89,7 +90,7 @@ def test_keys_and_values_of_8_bits_are_near_those_of_32():
   assert distance.mean() < 0.01 * np.abs(found['model']).mean()
 
 
-def test_more_blocks_than_needed_change_no_bit():
+def test_more_pages_than_needed_change_no_bit():
   model = tiny.model()
   params = tiny.params(model)
   lengths_B, counts_B = np.zeros(_B, np.int32), np.array([4, 3, 1], np.int32)
@@ -101,51 +102,46 @@ def test_more_blocks_than_needed_change_no_bit():
     _poisoned(model),
     lengths_B,
     counts_B,
-    num_blocks=0,
+    num_pages=0,
   )
   found = [
     tiny.read_on(
-      model, params, further_BC, cache, counts_B, counts_B, num_blocks=n
+      model, params, further_BC, cache, counts_B, counts_B, num_pages=n
     )
     for n in (1, 2, 3)
   ]
   for other in found[1:]:
     jax.tree.map(np.testing.assert_array_equal, other, found[0])
-  # Blocks that are not needed are not even read.
-  cache = tuple(
-    (first, *jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), others))
-    for first, *others in cache
-  )
+  # Pages that are not needed are not even read.
+  others = tiny.table(cache, _B)[:, 1:]
+  cache = jax.tree.map(lambda x: x.at[others].set(jnp.nan), cache)
   hidden_BCD, _ = tiny.read_on(
-    model, params, further_BC, cache, counts_B, counts_B, num_blocks=1
+    model, params, further_BC, cache, counts_B, counts_B, num_pages=1
   )
   np.testing.assert_array_equal(hidden_BCD, found[0][0])
 
 
 def test_storing_equals_a_plain_loop():
   model = tiny.model()
-  cache = jax.tree.map(np.asarray, _poisoned(model, rows=4))
+  cache = jax.tree.map(np.asarray, _poisoned(model))
   rng = np.random.default_rng(0)
-  N = 6
-  recent = jax.tree.map(
-    lambda x: rng.normal(size=x.shape).astype(np.float32),
-    cache_lib.nothing_recent(model.config, _B, N),
-  )
-  lengths_B, counts_B = np.array([0, 4, 9]), np.array([3, 6, 5])
-  for rows_B in (
-    np.array([2, 0, 1]),
-    np.array([3, 4, 0]),
-  ):  # slot 4 does not exist
-    stored = jax.jit(cache_lib.store)(
-      cache, recent, lengths_B, counts_B, slots_B=rows_B
+  for C in (1, 4, 12):  # within a page, and up to all three
+    recent = jax.tree.map(
+      lambda x: rng.normal(size=x.shape).astype(np.float32),
+      cache_lib.nothing_recent(model.config, _B, C),
     )
-    for blocks, expected_blocks, layer in zip(stored, cache, recent):
+    lengths_B = rng.integers(0, _N * _SIZE - C + 1, _B)
+    counts_B = rng.integers(0, C + 1, _B)
+    table_BN = rng.permutation(_B * _N).reshape(_B, _N).astype(np.int32)
+    table_BN[1] = cache_lib.NO_PAGE  # nothing of this row is stored
+    stored = jax.jit(cache_lib.store)(
+      cache, recent, table_BN, lengths_B, counts_B
+    )
+    for found, old, layer in zip(stored, cache, recent):
       for part in (0, 1):
-        expected = np.concatenate([b[part] for b in expected_blocks], axis=2)
-        for b, row in enumerate(rows_B):
-          if row < 4:
-            end = lengths_B[b] + counts_B[b]
-            kept = layer[part][b, :, : counts_B[b]]
-            expected[row, :, lengths_B[b] : end] = kept
-        found = np.concatenate([b[part] for b in blocks], axis=2)
-        np.testing.assert_array_equal(found, expected)
+        expected = np.array(old[part])
+        for b in (0, 2):
+          for n in range(counts_B[b]):
+            page, place = divmod(lengths_B[b] + n, _SIZE)
+            expected[table_BN[b, page], :, place] = layer[part][b, :, n]
+        np.testing.assert_array_equal(found[part], expected)

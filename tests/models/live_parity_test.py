@@ -99,7 +99,7 @@ def test_transformers_generates_the_same_tokens_from_an_export(kind, tmp_path):
       pad_token_id=0,
     ).numpy()
   B, L = golden['tokens_BL'].shape
-  cache = cache_lib.empty(model.config, B, [L + 8])
+  cache = cache_lib.empty(model.config, B, L + 8)
   tokens_BL = appended = golden['tokens_BL'].astype(np.int32)
   for _ in range(8):
     lengths_B = np.full(B, tokens_BL.shape[1] - appended.shape[1], np.int32)

@@ -86,7 +86,7 @@ def test_the_product_is_scaled_by_alpha_over_rank():
 def test_cached_decoding_of_merged_weights_includes_adapters():
   model = _model()
   params = model.join_params(tiny.params(model), _adapters(model, 0.3))
-  empty = cache.empty(model.config, 2, [4])
+  empty = cache.empty(model.config, 2, 4)
   counts = np.full(2, 4, np.int32)
   extended, _ = tiny.read_on(
     model.plain_policy,

@@ -94,7 +94,7 @@ def test_decoding_from_a_cache_gives_the_same_logits(name):
   tokens_BL = golden['tokens_BL'].astype(np.int32)
   B, L = tokens_BL.shape
   model = functional.Model(config, 'vocabulary')
-  cache = cache_lib.empty(config, B, [L // 2, L - L // 2])
+  cache = cache_lib.empty(config, 2 * B, -(-L // 2))
   hidden = []
   for start in range(0, L, 5):
     count = min(5, L - start)

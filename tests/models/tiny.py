@@ -3,9 +3,11 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import cached_pass
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 
@@ -66,23 +68,40 @@ def read_on(
   lengths_B,
   counts_B,
   *,
-  num_blocks: int | None = None,
+  num_pages: int | None = None,
 ):
   """Returns hidden states of further tokens, and the cache with these tokens.
 
-  `num_blocks` is how many blocks of the cache are looked at; None: all.
+  `num_pages` is how many pages of each row are looked at; None: all.
   """
   B, C = tokens_BC.shape
+  table_BN = jnp.asarray(table(cache, B))
   hidden_BCD, recent = model.extend(
     model.split_layers(params),
     tokens_BC,
-    cache=cache,
+    cached=cached_pass.read(
+      model.config,
+      cache,
+      table_BN,
+      lengths_B,
+      count=table_BN.shape[1] if num_pages is None else num_pages,
+      mesh=None,
+    ),
     lengths_B=lengths_B,
     recent=cache_lib.nothing_recent(model.config, B, C),
     first=0,
-    num_blocks=len(cache[0]) if num_blocks is None else num_blocks,
   )
-  return hidden_BCD, cache_lib.store(cache, recent, lengths_B, counts_B)
+  stored = cache_lib.store(cache, recent, table_BN, lengths_B, counts_B)
+  return hidden_BCD, stored
+
+
+def table(cache: cache_lib.Cache, rows: int) -> np.ndarray:
+  """Returns pages of rows that share all pages of a cache [rows, N].
+
+  No two pages of a row are neighbours.
+  """
+  numbers = np.arange(cache[0][0].shape[0], dtype=np.int32)
+  return numbers.reshape(-1, rows).T
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def _lowering(model, devices, tensor, **changes):
     model,
     placement=placement,
     options=tiny_engine.options(
-      slots=_A, max_length=_J, cache_blocks=1, decode_chunk=5, **changes
+      slots=_A, max_length=_J, page_size=_J, decode_chunk=5, **changes
     ),
     num_states=3,
     trained=jax.tree.map(
@@ -56,24 +56,33 @@ def _per_device(tree):
 
 
 # Keys and values are cut by heads; or by slots, with as many devices as that.
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('devices', 'tensor'),
-  [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
+  ('devices', 'tensor', 'rows'),
+  [
+    (4, 2, 5),
+    pytest.param(4, 2, 0, marks=pytest.mark.slow),
+    pytest.param(4, 4, 0, marks=pytest.mark.slow),
+    pytest.param(4, 4, 5, marks=pytest.mark.slow),
+  ],
 )
-def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
-  devices, tensor
+def test_decoding_on_devices_copies_each_row_s_pages_once_and_sends_none(
+  devices, tensor, rows
 ):
   model = dataclasses.replace(
     _MODEL, config=dataclasses.replace(_MODEL.config, dtype='float32')
   )
-  engine = _lowering(model, devices, tensor)
+  some = {'deterministic': False, 'batch_rows': rows} if rows else {}
+  engine = _lowering(model, devices, tensor, **some)
   cache, compiled = engine.state.cache, engine.decode().compile()
   memory = compiled.memory_analysis()
   size = _per_device(cache)
   assert size == 2 * 2 * _A * 2 * _J * 8 * 4 / devices  # layers, k and v, heads
   assert memory.alias_size_in_bytes >= size
-  assert memory.temp_size_in_bytes < size / 2
+  of_device = _A // cache_lib.row_shards(
+    model.config, tiny_engine.placement(devices, tensor).mesh
+  )
+  copied = (rows or of_device) * size / of_device
+  assert copied <= memory.temp_size_in_bytes < copied + size / 2
   text = compiled.as_text()
   # What devices send for each token has no axis of the cache's length, and is
   # no larger than the hidden states of all slots.
@@ -81,7 +90,7 @@ def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
   assert sent and max(map(math.prod, sent)) <= _A * 48
   assert all(_J not in dims for dims in sent)
   # No array repeats keys or values for the query heads that share them.
-  keys = math.prod(cache[0][0][0].sharding.shard_shape(cache[0][0][0].shape))
+  keys = math.prod(cache[0][0].sharding.shard_shape(cache[0][0].shape))
   of_cache = [
     math.prod(dims)
     for line in hlo.read(text).instructions
@@ -89,42 +98,6 @@ def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
     if _J in dims and 8 in dims
   ]
   assert of_cache and max(of_cache) == keys
-
-
-@pytest.mark.parametrize(
-  ('devices', 'tensor'),
-  [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
-)
-def test_devices_gather_their_own_active_slots(devices, tensor):
-  model = dataclasses.replace(
-    _MODEL, config=dataclasses.replace(_MODEL.config, dtype='float32')
-  )
-  some = {'deterministic': False, 'batch_rows': 5}
-  engine = _lowering(model, devices, tensor, **some)
-  compiled = engine.decode().compile()
-  size = _per_device(engine.state.cache)
-  memory = compiled.memory_analysis()
-  assert memory.alias_size_in_bytes >= size
-  slots = _A // cache_lib.row_shards(
-    model.config, tiny_engine.placement(devices, tensor).mesh
-  )
-  # What a plan counts beside the cache, see `most_copied`.
-  options = tiny_engine.options(slots=_A, **some)
-  assert options.most_copied(_A // slots) == 5
-  assert memory.temp_size_in_bytes >= 5 * size / slots
-  text = compiled.as_text()
-  sent = [x.dims for c in program.collectives(hlo.read(text)) for x in c.arrays]
-  assert sent and all(_J not in dims for dims in sent)
-  # Attention reads 5 slots of a device, of as many as it has heads of.
-  heads = 1 if tensor == 2 else 2
-  shapes = {
-    tuple(dims)
-    for line in hlo.read(text).instructions
-    for _, dims, _ in line.arrays
-    if _J in dims and 8 in dims
-  }
-  assert {dims[0] for dims in shapes} <= {slots, 5, 1}
-  assert (5, heads, _J, 8) in shapes
 
 
 def test_weights_are_read_in_the_dtype_of_the_computation():
@@ -144,7 +117,7 @@ def test_weights_are_read_in_the_dtype_of_the_computation():
 class _Shapes:
   """Stands in for compiled programs; records how many slots they run on."""
 
-  shards, block_size, params, table_ZV = 1, 64, None, None
+  shards, page_size, pages_per_row, params, table_ZV = 1, 64, 1, None, None
 
   def __init__(self):
     self.sizes = set()
@@ -152,7 +125,7 @@ class _Shapes:
   def put(self, *trees):
     return trees
 
-  def decode(self, params, state, key_data_A2, table_ZV, **kwargs):
+  def decode(self, params, state, key_data_A2, *args, **kwargs):
     self.sizes.add(len(key_data_A2))
     return state, None
 
@@ -166,7 +139,8 @@ def test_batches_have_at_most_four_sizes(slots):
   driver = slot_driver.SlotDriver(shapes, options)
   for count in range(1, slots + 1):
     chosen = {
-      n: slot_driver.Decode(np.zeros(2, np.uint32), 1) for n in range(count)
+      n: slot_driver.Decode(np.zeros(2, np.uint32), 1, [n])
+      for n in range(count)
     }
     driver.decode(chosen, greedy=False, enough=1)
   assert max(shapes.sizes) == slots and len(shapes.sizes) <= 4

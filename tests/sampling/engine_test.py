@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_the_tokens_of_a_row_do_not_depend_on_other_rows(mode):
   [
     {},
     _slow({'devices': 2, 'group_size': 2}),
-    _slow({'group_size': 2, 'cache_blocks': 4}),
+    _slow({'group_size': 2, 'page_size': 10}),
     _slow({'group_size': 2, 'lanes': 2, 'slots': 8}),
   ],
   ids=str,
@@ -150,18 +151,24 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
   [
     _slow({'slots': 16}),
     _slow({'prefill_chunk': 7, 'decode_chunk': 1, 'lookahead': 0}),
-    _slow({'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1}),
+    _slow({'decode_chunk': 50, 'lookahead': 2, 'page_size': 40}),
     _slow({'devices': 2}),
+    _slow({'devices': 8, 'slots': 8}),
     {'deterministic': False},
-    _slow({'cache_blocks': 4}),
+    _slow({'page_size': 10}),
     _slow(
-      {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3}
+      {'deterministic': False, 'slots': 3, 'lookahead': 2, 'page_size': 14}
     ),
     {'deterministic': False, 'lookahead': 0, 'early_exit': 0.3},
     _slow({'deterministic': False, 'devices': 2}),
     {'lanes': 2, 'slots': 8},
     {'deterministic': False, 'batch_rows': 2, 'lookahead': 0},
     {'deterministic': False, 'slots': 8, 'lanes': 2, 'batch_rows': 2},
+    # Rows wait for pages of others; the longest of them needs all there are.
+    {'deterministic': False, 'slots': 8, 'page_size': 10, 'pages': 4},
+    _slow({'deterministic': False, 'slots': 8, 'page_size': 4, 'pages': 13}),
+    _slow({'deterministic': False, 'devices': 2, 'page_size': 5, 'pages': 20}),
+    _slow({'deterministic': False, 'batch_rows': 2, 'pages': 3}),
   ],
   ids=str,
 )
@@ -194,21 +201,45 @@ def test_slots_and_weights_may_be_sharded_over_devices():
     tiny_engine.assert_same(moved[row], expected[n])
 
 
+@pytest.mark.slow
+def test_a_kernel_that_reads_live_pages_generates_the_same_tokens():
+  found = []
+  for attention in ('xla', 'splash'):
+    made, _ = tiny_engine.new_engine(
+      model=tiny.model(head_dim=128, attention=attention),
+      page_size=128,
+      deterministic=False,
+    )
+    with pltpu.force_tpu_interpret_mode():
+      found.append(
+        tiny_engine.run_dialogues(
+          made, tiny_engine.prompts(5), tiny_engine.keys(10), group_size=2
+        )
+      )
+  for row, dialogue in found[1].items():
+    tiny_engine.assert_same(dialogue, found[0][row])
+
+
 # As many heads of keys as devices, and half as many: then slots are cut.
+@pytest.mark.parametrize('mode', _MODES)
 @pytest.mark.parametrize(
   ('devices', 'tensor', 'cache'),
   [
-    pytest.param(2, 2, (8, 1), marks=pytest.mark.slow),
-    pytest.param(4, 4, (2, 2), marks=pytest.mark.slow),
-    pytest.param(8, 2, (2, 1), marks=pytest.mark.slow),
+    pytest.param(2, 2, (16, 1), marks=pytest.mark.slow),
+    pytest.param(4, 4, (4, 2), marks=pytest.mark.slow),
+    pytest.param(8, 2, (4, 1), marks=pytest.mark.slow),
   ],
 )
-def test_layers_may_be_cut_over_devices(devices, tensor, cache):
+def test_layers_may_be_cut_over_devices(devices, tensor, cache, mode):
   model = tiny.model(num_heads=4, num_kv_heads=2, vocab_size=12)
   dialogues, programs = [], []
   for place in ((1, 1), (devices, tensor)):
     engine, (driver,) = tiny_engine.new_engine(
-      place[0], tensor=place[1], model=model, slots=8
+      place[0],
+      tensor=place[1],
+      model=model,
+      slots=8,
+      deterministic=_MODES[mode],
     )
     dialogues.append(
       tiny_engine.run_dialogues(
@@ -219,7 +250,7 @@ def test_layers_may_be_cut_over_devices(devices, tensor, cache):
   for row, expected in dialogues[0].items():
     tiny_engine.assert_same(dialogues[1][row], expected)
   whole, cut = programs
-  assert whole.keys_per_device[:2] == (8, 2)
+  assert whole.keys_per_device[:2] == (16, 2)  # two pages a slot
   assert cut.keys_per_device[:2] == cache
   # All but the norms, which are much of a model of this size.
   of_one = whole.weights_per_device - 5 * 16

@@ -75,7 +75,7 @@ def test_nothing_is_compiled_after_the_warm_up(devices):
   # One for each size of a batch: two slots of each device, or one.
   assert refilling['decode'] == 2 and waiting['decode'] == 0
   assert refilling['extend'] == 2
-  # In waves, the prompts of groups are one more shape.
+  # In waves, fewer prompts than slots are one more shape.
   assert waiting['extend'] <= 1
   for engine, driver in zip(engines, drivers):
     driver.programs.forget_calls()
@@ -128,26 +128,29 @@ def test_each_device_runs_as_many_of_its_active_slots():
 )
 def test_deterministic_programs_always_run_on_all_slots(devices):
   engine, (driver,) = tiny_engine.engine_and_drivers(devices=devices)
-  _dialogues(engine, 12, 0, 1, 3)
+  # Each prompt is appended in one call, so that the other calls can be told.
+  prompts = [tiny_engine.ids(n, 3) for n in range(12)]
+  tiny_engine.run_dialogues(engine, prompts, tiny_engine.keys(12), delays=3)
   decodes, extends = _calls(driver, 'decode'), _calls(driver, 'extend')
-  assert decodes and extends
-  assert all(slots_A is None for slots_A, *_ in decodes + extends)
+  later = [x for x in extends if not x[1].starts_A.any()]
+  assert decodes and later
   assert {key_data.shape for _, key_data, *_ in decodes} == {(4, 2)}
-  assert {batch.tokens_AC.shape for _, batch in extends} == {(4, 4)}
+  assert {batch.tokens_AC.shape for _, batch, *_ in later} == {(4, 4)}
+  assert all(slots_A is None for slots_A, *_ in decodes)
 
 
 @pytest.mark.parametrize(
-  ('devices', 'slots', 'group_size', 'prompt_slots'),
+  ('devices', 'slots', 'group_size', 'computed', 'rows'),
   [
-    (1, 4, 2, 2),
-    (1, 4, 4, 1),
-    (2, 4, 2, 2),
-    (2, 4, 4, 2),  # one group on two devices: one slot is padding
-    (1, 4, 1, 4),
+    (1, 4, 2, 2, 2),
+    (1, 4, 4, 1, 1),
+    (2, 4, 2, 2, 2),
+    (2, 4, 4, 2, 2),  # one group on two devices, which both compute its prompt
+    (1, 4, 1, 4, 4),
   ],
 )
-def test_a_wave_computes_each_prompt_once(
-  devices, slots, group_size, prompt_slots
+def test_a_wave_computes_each_prompt_once_on_a_device(
+  devices, slots, group_size, computed, rows
 ):
   engine, (driver,) = tiny_engine.engine_and_drivers(
     devices=devices, slots=slots
@@ -161,31 +164,36 @@ def test_a_wave_computes_each_prompt_once(
     greedy=False,
   )
   engine.poll()
-  batches = [batch for _, batch in _calls(driver, 'extend')]
+  batches = [batch for _, batch, _ in _calls(driver, 'extend')]
   longest = max(map(len, prompts))
-  shapes = [batch.tokens_AC.shape for batch in batches]
-  assert shapes == [(prompt_slots, 4)] * -(-longest // 4)
-  assert sum(batch.starts_A.sum() for batch in batches) == len(prompts)
-  assert sum(batch.counts_A.sum() for batch in batches) == sum(
-    map(len, prompts)
-  )
-  assert len(driver.programs.calls['repeat']) == (group_size > 1)
+  assert len(batches) == -(-longest // 4)
+  assert batches[0].tokens_AC.shape == (rows, 4)
+  assert sum(batch.starts_A.sum() for batch in batches) == computed
 
 
 @pytest.mark.parametrize(('slots', 'group_size'), [(4, 4), (3, 3)])
 @pytest.mark.parametrize('delays', range(3))
-def test_refilling_computes_each_prompt_once(slots, group_size, delays):
+def test_a_prompt_is_computed_if_no_row_has_it(slots, group_size, delays):
   engine, (driver,) = tiny_engine.engine_and_drivers(
     slots=slots, deterministic=False
   )
   rows = 24
   _dialogues(engine, rows, 0, group_size, delays)
-  computed = sum(batch.starts_A.sum() for _, batch in _calls(driver, 'extend'))
-  assert computed == rows // group_size
-  copied = sum(
-    (slots_A < slots).sum() for _, slots_A, *_ in _calls(driver, 'copy')
+  computed = sum(
+    batch.starts_A.sum() for _, batch, _ in _calls(driver, 'extend')
   )
-  assert copied == rows - computed
+  copied = sum((call[1] < slots).sum() for call in _calls(driver, 'copy'))
+  assert computed + copied == rows
+  assert computed >= rows // group_size and copied >= rows // group_size
+
+
+def _pages(slot):
+  """Returns the two pages of a slot, if none is shared."""
+  return 2 * slot, 2 * slot + 1
+
+
+def _append(slot, ids, length, budget):
+  return slot_driver_lib.Append(ids, length, budget, _pages(slot))
 
 
 def _turns(driver, slots):
@@ -194,7 +202,7 @@ def _turns(driver, slots):
   while True:
     placed, chunk = driver.decode(
       {
-        slot: slot_driver_lib.Decode(np.zeros(2, np.uint32), 40)
+        slot: slot_driver_lib.Decode(np.zeros(2, np.uint32), 40, _pages(slot))
         for slot in slots
       },
       greedy=False,
@@ -216,60 +224,57 @@ def test_weights_are_stored_in_the_dtype_of_the_computation():
     assert {x.dtype for x in weights} == {jnp.dtype(dtype)}
 
 
-def test_a_prompt_can_be_copied_between_any_slots():
+def test_a_slot_can_begin_with_the_prompt_of_another():
   driver, _ = _driver()
-  prompts = [tiny_engine.ids(n, 3 + 2 * n) for n in range(4)]
-  opened = {
-    n: slot_driver_lib.Append(ids, 0, 6) for n, ids in enumerate(prompts)
-  }
-  driver.start_wave(opened, 1)
+  prompts = [tiny_engine.ids(n, 3 + 8 * n) for n in range(4)]  # up to 27
+  driver.append({n: _append(n, ids, 0, 6) for n, ids in enumerate(prompts)})
   expected = _turns(driver, range(4))
   assert len({tuple(turn) for turn in expected.values()}) == 4
-  # The sources have gone on; two slots swap their prompts, one keeps its own.
-  driver.append({1: slot_driver_lib.Append(tiny_engine.ids(9, 7), 11, 3)})
-  driver.copy(
-    {
-      source: slot_driver_lib.CopyPrompt(other, len(prompts[other]), 6)
-      for source, other in ((0, 1), (1, 0), (2, 2))
-    }
+  # The sources have gone on. One prompt has a full page, which is shared.
+  driver.append({1: _append(1, tiny_engine.ids(9, 7), 17, 3)})
+  copy = lambda source, pages: slot_driver_lib.CopyPrompt(
+    source, len(prompts[source]), 6, pages
   )
-  copied = _turns(driver, [0, 1, 2])
-  assert copied == {0: expected[1], 1: expected[0], 2: expected[2]}
-  # A copy is as good a source as the first; what was not named is untouched.
-  driver.copy({2: slot_driver_lib.CopyPrompt(0, len(prompts[1]), 6)})
-  assert _turns(driver, [2]) == {2: expected[1]}
-  driver.copy({0: slot_driver_lib.CopyPrompt(3, len(prompts[3]), 6)})
-  assert _turns(driver, [0]) == {0: expected[3]}
+  driver.copy({0: copy(1, (2, 0)), 2: copy(3, (7, 5))})
+  shared = {0: (0, 1), 2: (6, 5)}
+  writes = {
+    slot: slot_driver_lib.Decode(np.zeros(2, np.uint32), 40, pages)
+    for slot, pages in shared.items()
+  }
+  turns = {0: [], 2: []}
+  for _ in range(2):
+    placed, chunk = driver.decode(writes, greedy=False, enough=2)
+    for place, slot in enumerate(placed):
+      turns[slot] += chunk.tokens_AC[place, : chunk.counts_A[place]].tolist()
+  assert turns == {0: expected[1], 2: expected[3]}
 
 
 def test_a_slot_that_starts_anew_has_nothing_left_of_its_last_row():
   driver, _ = _driver()
-  prompt = slot_driver_lib.Append(tiny_engine.ids(5, 6), 0, 6)
-  driver.start_wave({0: prompt}, 1)
+  prompt = tiny_engine.ids(5, 6)
+  driver.append({0: _append(0, prompt, 0, 6)})
   (expected,) = _turns(driver, [0]).values()
-  driver.start_wave(
-    {n: slot_driver_lib.Append(tiny_engine.ids(n, 30), 0, 9) for n in (0, 1)}, 1
-  )
+  driver.append({n: _append(n, tiny_engine.ids(n, 30), 0, 9) for n in (0, 1)})
   _turns(driver, [0, 1])
-  driver.append({1: prompt})
+  driver.append({1: _append(1, prompt, 0, 6)})
   assert _turns(driver, [1]) == {1: expected}
 
 
 def test_values_that_are_not_finite_stay_in_their_row():
   driver, programs = _driver()
-  prompt = slot_driver_lib.Append(tiny_engine.ids(5, 6), 0, 6)
-  driver.start_wave({0: prompt}, 1)
+  prompt = tiny_engine.ids(5, 6)
+  driver.append({0: _append(0, prompt, 0, 6)})
   (expected,) = _turns(driver, [0]).values()
   # They come up while the prompt is appended, or only while a turn is decoded.
   for in_prompt in (True, False):
     broken = jax.tree.map(lambda x: np.full_like(x, np.nan), tiny_engine.PARAMS)
     if in_prompt:
       programs.publish(broken)
-    driver.append({1: slot_driver_lib.Append(tiny_engine.ids(1, 20), 0, 9)})
+    driver.append({1: _append(1, tiny_engine.ids(1, 20), 0, 9)})
     programs.publish(broken)
     _turns(driver, [1])
     programs.publish(tiny_engine.PARAMS)
-    driver.append({1: prompt})
+    driver.append({1: _append(1, prompt, 0, 6)})
     assert _turns(driver, [1]) == {1: expected}
 
 
@@ -278,11 +283,10 @@ def test_a_chunk_ends_with_enough_turns():
   budgets = (1, 2, 3, 3)
   ids = tiny_engine.ids(1, 4)
   for enough, steps in ((1, 1), (2, 2), (4, 3)):
-    driver.start_wave(
-      {n: slot_driver_lib.Append(ids, 0, b) for n, b in enumerate(budgets)}, 1
-    )
+    driver.append({n: _append(n, ids, 0, b) for n, b in enumerate(budgets)})
     writes = {
-      n: slot_driver_lib.Decode(np.zeros(2, np.uint32), 4) for n in range(4)
+      n: slot_driver_lib.Decode(np.zeros(2, np.uint32), 4, _pages(n))
+      for n in range(4)
     }
     _, chunk = driver.decode(writes, greedy=False, enough=enough)
     assert not chunk.stopped_A.any()  # so that budgets end all turns
@@ -301,32 +305,26 @@ def _shapes(programs, slots, devices=1):
 @pytest.mark.parametrize('name', ['decode', 'extend'])
 def test_the_cache_is_updated_in_place(name):
   slots, length, C = 8, 4096, 1
-  programs, _ = _programs(slots=slots, max_length=length)
-  params, state = _shapes(programs, slots)
+  # Most pages are those of rows that the call is not about.
+  programs, _ = _programs(slots=64, max_length=length, page_size=2048)
+  params, state = _shapes(programs, 64)
+  rows = np.arange(slots, dtype=np.int32)
+  table_AN = np.zeros((slots, 2), np.int32)
   if name == 'decode':
     keys = np.zeros((slots, 2), np.uint32)
-    args = params, state, keys, programs.table_ZV
+    args = params, state, keys, rows > 0, table_AN, programs.table_ZV
     options = {'greedy': False, 'enough': slots}
   else:
     zeros = np.zeros(slots, np.int32)
     batch = slot_programs.AppendBatch(
       np.zeros((slots, C), np.int32), zeros, zeros > 0, zeros > 0, zeros
     )
-    args, options = (params, state, batch), {}
+    args, options = (params, state, batch, table_AN), {}
   lowered = getattr(programs, name).lower(
-    *args, slots_A=None, num_blocks=2, **options
+    *args, slots_A=rows, num_pages=2, **options
   )
-  compiled = lowered.compile()
-  memory = compiled.memory_analysis()
+  memory = lowered.compile().memory_analysis()
   cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
-  assert cache == 2 * 2 * slots * length * 8 * 4  # layers, keys and values
+  assert cache == 2 * 2 * 64 * length * 8 * 4  # layers, keys and values
   assert memory.alias_size_in_bytes >= cache
   assert memory.temp_size_in_bytes < cache / 2
-
-
-def test_prompts_are_repeated_without_communication():
-  programs, _ = _programs(devices=8, slots=8)
-  prompts = _shapes(programs, 8, 8)[1]
-  program = programs.repeat.lower(prompts, 8, 2).compile().as_text()
-  for collective in ('all-', 'collective-permute', 'reduce-scatter'):
-    assert collective not in program

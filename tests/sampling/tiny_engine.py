@@ -39,7 +39,8 @@ _DEFAULTS: dict[str, Any] = {
   'top_k': 0,
   'slots': 4,
   'max_length': MAX_LENGTH,
-  'cache_blocks': 2,
+  'page_size': 20,
+  'pages': 0,
   'prefill_chunk': 4,
   'decode_chunk': 3,
   'early_exit': 1.0,
@@ -49,7 +50,7 @@ _DEFAULTS: dict[str, Any] = {
   'batch_rows': 0,
 }
 # How many arguments of a program are weights and state.
-_DEVICE_ARGS = {'empty': 0, 'extend': 2, 'copy': 1, 'repeat': 1, 'decode': 2}
+_DEVICE_ARGS = {'empty': 0, 'extend': 2, 'copy': 1, 'decode': 2}
 
 
 def placement(devices: int = 1, tensor: int = 1) -> publish.Placement:
@@ -115,7 +116,7 @@ class RecordingPrograms:
     state = result[0] if name == 'decode' else result
     self.lengths_per_device, self.keys_per_device = (
       x.sharding.shard_shape(x.shape)
-      for x in (state.lengths, state.cache[0][0][0])
+      for x in (state.lengths, state.cache[0][0])
     )
     return result
 

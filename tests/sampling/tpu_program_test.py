@@ -51,7 +51,7 @@ def _lowering() -> lowering.Lowering:
     options=tiny_engine.options(
       slots=_SLOTS,
       max_length=_LENGTH,
-      cache_blocks=4,
+      page_size=128,
       decode_chunk=_CHUNK,
       prefill_chunk=256,
     ),
@@ -84,9 +84,10 @@ def _bytes(tree) -> int:
 
 
 def test_decoding_reads_little_more_than_weights_keys_and_values():
-  # Of all rows the whole cache is live.
+  # The kernel says what it reads of rows of the greatest length.
   needed = _bytes(_lowering().weights) + _bytes(_lowering().state.cache)
   accessed = program.accessed(hlo.read(_compiled('decode').text)) / _CHUNK
+  print(needed, accessed)
   assert needed < accessed < 1.15 * needed
 
 

@@ -126,6 +126,11 @@ class Instruction:
     return int(self._found(r'"cost_estimate":\{"flops":"(\d+)"') or 0)
 
   @property
+  def said_bytes(self) -> int:
+    """The bytes that such a kernel reads and writes; 0: unknown."""
+    return int(self._found(r'"bytes_accessed":"(\d+)"') or 0)
+
+  @property
   def cycles(self) -> int:
     """The cycles that the compiler for TPU expects; 0: unknown."""
     cycles = int(self._found(r'"estimated_cycles":"(\d+)"') or 0)

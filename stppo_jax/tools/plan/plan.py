@@ -26,7 +26,6 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.data import kinds
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.models import roofline
@@ -36,7 +35,6 @@ from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import programs as programs_lib
 from stppo_jax.training import checks
 from stppo_jax.training import components
-from stppo_jax.training import engines
 from stppo_jax.training import metrics
 from stppo_jax.training import model_files
 
@@ -170,11 +168,7 @@ def make(
     packed = packed_shapes(config, shape, length, loss_fraction)
   held = checks.held_memory(config, learner, placement)
   if placement is not None and 'decode' in programs:
-    options = engines.options(config, mesh_lib.num_hosts(placement.training))
-    shards = cache_lib.row_shards(shape, placement.mesh)
-    if options.most_rows < options.slots_per_lane // shards:
-      # Every call is on fewer slots: the program has the copy.
-      held = held._replace(copied=0)
+    held = held._replace(copied=0)  # the program has the copy
   axes = dict(mesh.shape)
   assert packed.loss_positions_BM is not None  # `packed_shapes` has them
   work = metrics.work(

@@ -172,6 +172,8 @@ def _moved(line: hlo.Instruction, program: hlo.Program) -> int:
   opcode = line.opcode
   if opcode in _FREE or opcode.endswith('-done') or line.target == _JOINED:
     return 0
+  if line.said_bytes:
+    return line.said_bytes
   operands = [sum(map(_in_memory, arrays)) for arrays in line.operands]
   results = list(map(_in_memory, line.arrays))
   if opcode == 'copy-start':  # (destination, source, context)

@@ -1,0 +1,269 @@
+"""Counts what the engine reads and decodes that is not needed.
+
+    python -m benchmarks.schedule
+
+The engine of a run schedules dialogues with random lengths; its programs are
+replaced by counters and a clock. In the table, `read` is the share of the
+keys and values read in decode that belong to a decoding dialogue, `busy` is
+the share of the decoded places that give a token, and `seconds` the time on the
+clock. The lines: waves and refilled slots that read the cache in four blocks up
+to the longest dialogue of a call; refilled slots that read live pages; and
+these with twice as many dialogues as places and the same memory, where a
+dialogue that waits for its observation gives its place to another.
+
+Dialogues: a prompt of 100 tokens, 2 to 5 turns, log-normal around 170 tokens
+(sigma 0.6), observations of about 420 tokens, at most 4,096 tokens together; a
+search takes 250 ms. The clock: a host of v5e:8x8 decodes a 7B model on 4 chips,
+bound by its memory, and appends at half of its peak. Nothing is timed.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import heapq
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import measure
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import slot_driver
+from stppo_jax.sampling import slot_programs
+from stppo_jax.sampling import stops
+
+MAX_LENGTH, PROMPT, OBSERVATION, MAX_TURN = 4096, 100, 420, 500
+SEARCH_SECONDS = 0.25
+_CHUNK = 16
+# A 7B model on 4 chips of v5e, per chip.
+_WEIGHTS = 15.2e9 / 4  # bytes
+_PER_TOKEN = 57_344 / 4  # bytes of keys and values
+_BANDWIDTH, _OPERATIONS = 819e9, 0.5 * 197e12  # per second
+_GOAL_READ, _GOAL_BUSY = 0.9, 0.85
+
+
+class Case(NamedTuple):
+  """How the engine works.
+
+  Attributes:
+    name: the first column.
+    slots: dialogues that have a slot.
+    places: most dialogues of a call; 0: all slots.
+    waves: whether slots are filled in waves.
+    page: tokens of a page.
+    live: whether a kernel reads only pages that a dialogue has begun.
+    pages: pages of all dialogues; 0: as many as full slots need.
+  """
+
+  name: str
+  slots: int
+  places: int
+  waves: bool
+  page: int
+  live: bool
+  pages: int = 0
+
+
+CASES = (
+  Case('waves, four blocks', 32, 0, True, 1024, False),
+  Case('refilled, four blocks', 32, 0, False, 1024, False),
+  Case('refilled, live pages', 32, 0, False, 128, True),
+  Case('2 slots a place, same memory', 64, 32, False, 128, True, 1024),
+)
+HEADER = ('engine', 'read', 'busy', 'seconds')
+
+
+@dataclasses.dataclass
+class _Dialogue:
+  """A dialogue that is written: tokens left of its turns, and observations."""
+
+  turns: list[int]
+  observations: list[int]
+  length: int = 0
+
+
+def dialogues(count: int, *, seed: int) -> list[_Dialogue]:
+  """Returns the lengths of random dialogues."""
+  rng, made = np.random.default_rng(seed), []
+  while len(made) < count:
+    number = int(rng.integers(2, 6))
+    turns = np.exp(rng.normal(np.log(170), 0.6, number)).astype(int)
+    turns = np.clip(turns, 1, MAX_TURN).tolist()
+    found = rng.normal(OBSERVATION, 60, number - 1).clip(1).astype(int).tolist()
+    if PROMPT + sum(turns) + sum(found) < MAX_LENGTH:
+      made.append(_Dialogue(turns, found))
+  return made
+
+
+class _Counters:
+  """Stands in for the compiled programs of an engine."""
+
+  shards, params, table_ZV = 1, None, None
+
+  def __init__(self, case: Case, rows: Sequence[_Dialogue]):
+    self._case, self._rows = case, rows
+    self.page_size = case.page
+    self.pages_per_row = -(-MAX_LENGTH // case.page)
+    self.seconds = 0.0
+    self.needed = self.read = self.given = self.places = 0
+
+  def empty(self, num_slots: int) -> None:
+    return None
+
+  def put(self, *trees: Any) -> Any:
+    return trees
+
+  def copy(self, *arrays: Any) -> None:
+    return None
+
+  def extend(self, params, state, batch, table_AN, **options) -> None:
+    self.seconds += batch.tokens_AC.size * 15.2e9 / 4 / _OPERATIONS
+
+  def decode(self, params, state, key_data_A2, runs_A, *arrays, **options):
+    rows = [
+      self._rows[n] if run else None for (n, _), run in zip(key_data_A2, runs_A)
+    ]
+    decoding = [row for row in rows if row is not None and row.turns[0]]
+    begun, counts_A = [row.length for row in decoding], np.zeros(len(rows), int)
+    steps = 0
+    while steps < _CHUNK and decoding:
+      left = [row for row in decoding if row.turns[0]]
+      ended = len(decoding) - len(left)
+      if not left or ended >= options['enough']:
+        break
+      for place, row in enumerate(rows):
+        if row is not None and row.turns[0]:
+          counts_A[place] += 1
+          row.turns[0] -= 1
+          row.length += 1
+          self.needed += row.length
+      steps += 1
+    pages = [-(-length // self._case.page) for length in begun]
+    if not self._case.live:
+      pages = [options['num_pages']] * len(rows)
+    read = sum(pages) * self._case.page + len(rows) * _CHUNK
+    self.read += steps * read
+    self.given += counts_A.sum()
+    self.places += steps * len(rows)
+    moved = _WEIGHTS + read * _PER_TOKEN
+    self.seconds += steps * moved / _BANDWIDTH
+    ended_A = np.array([row is not None and not row.turns[0] for row in rows])
+    zeros_AC = np.zeros((len(rows), _CHUNK))
+    return state, slot_programs.Chunk(
+      zeros_AC.astype(int), zeros_AC, zeros_AC, counts_A, ended_A, ended_A
+    )
+
+
+def collect(case: Case, rows: Sequence[_Dialogue]) -> _Counters:
+  """Returns the counters after all dialogues have been written."""
+  counters = _Counters(case, rows)
+  engine = _engine(case, counters)
+  keys = np.stack([np.arange(len(rows)), np.zeros(len(rows))], axis=1)
+  engine.begin(
+    [np.zeros(PROMPT, np.int32)] * len(rows),
+    jax.random.wrap_key_data(keys.astype(np.uint32)),
+    group_size=1,
+    max_turn_tokens=MAX_TURN,
+    greedy=True,
+  )
+  for row in rows:
+    row.length = PROMPT
+  due: list[tuple[float, int]] = []
+  left = len(rows)
+  while left:
+    if not engine.busy and due:
+      counters.seconds = max(counters.seconds, due[0][0])
+    while due and due[0][0] <= counters.seconds:
+      _, number = heapq.heappop(due)
+      row = rows[number]
+      row.turns.pop(0)
+      if not row.turns:
+        engine.close(number)
+        left -= 1
+        continue
+      tokens = row.observations.pop(0)
+      engine.resume(number, np.zeros(tokens, np.int32))
+      row.length += tokens
+    for number in engine.poll():
+      is_last = len(rows[number].turns) == 1
+      wait = 0.0 if is_last else SEARCH_SECONDS
+      heapq.heappush(due, (counters.seconds + wait, number))
+  return counters
+
+
+def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
+  shape = model_config.ModelConfig(
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    qkv_bias=False,
+    tie_embeddings=True,
+  )
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  programs: Any = counters
+  return engine_lib.Engine(
+    functional.Model(shape, 'vocabulary'),
+    placement=publish.Placement(mesh, tensor=1),
+    automaton=stops.build((b'a',) * 8, stop_strings=('a',), eos_ids=[7]),
+    options=engine_options.EngineOptions(
+      slots=case.slots,
+      max_length=MAX_LENGTH,
+      sampling=sampler.Sampling(temperature=1.0),
+      page_size=case.page,
+      pages=case.pages,
+      prefill_chunk=256,
+      decode_chunk=_CHUNK,
+      early_exit=0.25,
+      lookahead=1,
+      deterministic=case.waves,
+      lanes=1,
+      batch_rows=case.places,
+    ),
+    make_driver=lambda _, options: slot_driver.SlotDriver(programs, options),
+  )
+
+
+def run(*, count: int, seeds: int) -> tuple[str, bool]:
+  """Returns the table, and whether the last line reaches the goals.
+
+  Args:
+    count: dialogues of a host.
+    seeds: collections of each line.
+  """
+  lines, good = [], False
+  for case in CASES:
+    read, busy, seconds = np.mean(
+      [
+        (x.needed / x.read, x.given / x.places, x.seconds)
+        for x in (
+          collect(case, dialogues(count, seed=seed)) for seed in range(seeds)
+        )
+      ],
+      axis=0,
+    )
+    good = read >= _GOAL_READ and busy >= _GOAL_BUSY
+    lines.append((case.name, f'{read:.2f}', f'{busy:.2f}', f'{seconds:.1f}'))
+  return measure.table(HEADER, lines), good
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the shares, and whether the goals are reached."""
+  flags = measure.start(measure.parser('schedule', steps=3), arguments)
+  table, good = run(count=128, seeds=flags.steps)
+  print(f'{table}\n\n{"goals reached" if good else "a goal is missed"}')
+
+
+if __name__ == '__main__':
+  main()

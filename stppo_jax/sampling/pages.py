@@ -1,0 +1,91 @@
+"""Gives pages of the cache to rows, on the host.
+
+Rows that share a prompt share its full pages. A page is free again when the
+last row that has it gives it back.
+
+There may be fewer pages than all rows need at their longest. Then rows wait,
+and the oldest one never does: what it may still need is kept free for it. When
+it ends, it leaves at least as much for the row that is the oldest then, so that
+every row ends.
+"""
+
+import collections
+from typing import Protocol
+
+
+class Holder(Protocol):
+  """A row.
+
+  Attributes:
+    pages: the numbers of its pages, in order.
+  """
+
+  pages: list[int]
+
+
+class PagePool:
+  """The pages of one device of a lane.
+
+  Args:
+    num_pages: the number of pages.
+    page_size: tokens of a page.
+    pages_per_row: the most pages that a row needs; no more than there are.
+  """
+
+  def __init__(self, num_pages: int, *, page_size: int, pages_per_row: int):
+    assert num_pages >= pages_per_row
+    self._size, self._most = page_size, pages_per_row
+    self._free = list(range(num_pages))[::-1]
+    self._holders: collections.Counter[int] = collections.Counter()
+    self._rows: list[Holder] = []  # the oldest first
+
+  def add(self, row: Holder) -> None:
+    """Adds a row without pages, the youngest."""
+    self._rows.append(row)
+
+  def share(self, row: Holder, other: Holder, length: int) -> None:
+    """Gives a row without pages the full pages of another row's first tokens.
+
+    Args:
+      row: gets the pages.
+      other: has the pages.
+      length: tokens that the two rows have in common.
+    """
+    row.pages = other.pages[: length // self._size]
+    self._holders.update(row.pages)
+
+  def grow(self, row: Holder, length: int) -> bool:
+    """Gives a row the pages that so many tokens need.
+
+    Returns:
+      Whether it has them now; if not, it has got none and must wait.
+    """
+    if not self.fits(row, length):
+      return False
+    for _ in range(self._missing(row, length)):
+      row.pages.append(self._free.pop())
+      self._holders[row.pages[-1]] += 1
+    return True
+
+  def fits(self, row: Holder, length: int) -> bool:
+    """Returns whether `grow` would give a row what it needs."""
+    missing, oldest = self._missing(row, length), self._rows[0]
+    kept = 0 if row is oldest else self._most - len(oldest.pages)
+    return missing <= max(len(self._free) - kept, 0)
+
+  def _missing(self, row: Holder, length: int) -> int:
+    return max(-(-length // self._size) - len(row.pages), 0)
+
+  def remove(self, row: Holder) -> None:
+    """Takes back the pages of a row that has ended."""
+    self._rows.remove(row)
+    self.release(row)
+
+  def release(self, row: Holder) -> None:
+    """Takes back the pages of a row, which stays."""
+    pages, row.pages = row.pages, []
+    for page in pages:
+      self._holders[page] -= 1
+      if not self._holders[page]:
+        del self._holders[page]
+        self._free.append(page)
