@@ -52,7 +52,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   """
   with claim.claimed(config, workdir, restart=restart, command='sft') as folder:
     with folder.abandonable():
-      found = components.build(config)
+      found = components.build(config, imitates=True)
       services = folder.enter(
         components.build_services(config, found.questions)
       )
