@@ -24,7 +24,6 @@ from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
-from stppo_jax.models import precision
 
 Array = jax.Array
 Tree = Any
@@ -125,7 +124,7 @@ def update(
   Returns:
     The new state, also without frozen weights, and the metrics.
   """
-  params = cast(state.with_frozen(frozen), spec)
+  params = spec.models.cast(state.with_frozen(frozen).params)
   inputs = hyperparameters.loss
   microbatches = minibatches_lib.split(minibatch, packing)
   context = method.context(params, minibatch, microbatches, inputs, spec=spec)
@@ -136,15 +135,6 @@ def update(
   return apply_gradients(
     state, gradient, outputs, hyperparameters, optimizers=optimizers
   )
-
-
-def cast(state: state_lib.TrainState, spec: Spec) -> model_roles.Params:
-  """Returns the weights of a state in the dtype of the activations.
-
-  Call it outside a loop over microbatches, so that the cast copies are made
-  once and the gathers between devices move the smaller dtype.
-  """
-  return precision.cast(state.params, spec.models.policy.config.dtype)
 
 
 def sum_gradients(
@@ -158,7 +148,7 @@ def sum_gradients(
   """Sums gradients and metrics over microbatches.
 
   Args:
-    params: the weights, from `cast`.
+    params: the weights, from `Models.cast`.
     context: what `method.context` returned for the whole minibatch.
     method, spec: see `update`.
     microbatches: arrays with leading axes (n, B / n): all microbatches of the

@@ -28,6 +28,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
@@ -80,8 +81,8 @@ def build(config, *, imitates: bool = False) -> Components:
     model_files.check(config, tokenizer)
     mesh = build_mesh(config)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    learner = learner_lib.Learner(config, shape, mesh)
     placement = build_placement(config, shape, mesh)
+    learner = build_learner(config, shape, mesh, placement)
     check_sizes(config, shape, mesh, placement, imitates=imitates)
     notes = checks.check_data(config, questions, tokenizer)
   return Components(questions, tokenizer, learner, placement, notes)
@@ -170,6 +171,25 @@ def build_placement(
   except ValueError as error:
     raise ValueError(f'rollout.tensor={tensor}: {error}') from error
   return placement
+
+
+def build_learner(
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  placement: publish_lib.Placement | None,
+) -> learner_lib.Learner:
+  """Returns a run's learner, which gathers a frozen base once if it fits.
+
+  Raises:
+    ValueError: see `Learner`.
+  """
+  if config.model.lora.rank:
+    learner = learner_lib.Learner(config, shape, mesh, gathers_base=True)
+    held = checks.held_memory(config, learner, placement)
+    if memory.leaves_room(mesh, held.total):
+      return learner
+  return learner_lib.Learner(config, shape, mesh)
 
 
 def length_unit(config) -> int:

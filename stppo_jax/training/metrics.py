@@ -26,6 +26,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
+from stppo_jax.parallel import topology
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training import claim
 from stppo_jax.training import components
@@ -147,12 +148,36 @@ class StepMetrics:
     if len(totals.collect_seconds) > 1:
       metrics |= _collect_seconds(totals.collect_seconds)
     metrics |= memory.max_memory()
-    metrics |= self._learner.utilization(
-      totals.operations, seconds=updating, epochs=epochs
-    )
+    metrics |= self._utilization(totals.operations, updating / epochs)
     metrics |= self._bytes_per_second(totals, len(updates), updating)
     metrics['timing_s/compile'] = self._compile_seconds()
     return metrics
+
+  def _utilization(
+    self, counts: utilization.Counts, seconds: float
+  ) -> dict[str, float]:
+    """Returns the shares of the devices' peak that the updates of a step use.
+
+    {} on devices without a known peak, and in float32, of which it is not the
+    peak.
+
+    Args:
+      counts: the operations of a pass over the batch.
+      seconds: the duration of an epoch.
+    """
+    learner = self._learner
+    peak = topology.peak_operations(learner.mesh)
+    if peak is None or learner.policy.config.dtype != 'bfloat16':
+      return {}
+    # A single microbatch has the statistics of the minibatch itself.
+    extra_pass = learner.num_microbatches > 1
+    return utilization.shares(
+      counts,
+      peak_operations=peak * seconds,
+      has_value_model=learner.models.value is not None,
+      trains_adapters=learner.models.policy.lora is not None,
+      extra_pass=extra_pass and learner.algorithm.uses_minibatch_statistics,
+    )
 
   def _bytes_per_second(
     self, totals: Totals, num_updates: int, seconds: float
@@ -284,6 +309,7 @@ def work(
     losses=losses,
     values=values,
     adapters=config.model.lora.rank > 0,
+    gathers_base=learner.models.gathers_base,
     statistics=algorithm.uses_minibatch_statistics,
     weights=weights,
     trained=trained,

@@ -15,6 +15,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.data import demonstrations
 from stppo_jax.data import kinds
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import offline_learner
 from stppo_jax.learner import offline_losses
 from stppo_jax.models import functional
@@ -111,7 +112,7 @@ def imitate(
     policy = functional.Model(shape, 'vocabulary', mesh, chunk=chunk)
     learner = offline_learner.OfflineLearner(
       config,
-      policy,
+      model_roles.Models(policy, None),
       offline_losses.SFT,
       options.optimizer,
       temperature=1.0,
