@@ -81,8 +81,7 @@ def build(config, *, imitates: bool = False) -> Components:
     model_files.check(config, tokenizer)
     mesh = build_mesh(config)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    placement = build_placement(config, shape, mesh)
-    learner = build_learner(config, shape, mesh, placement)
+    learner, placement = build_learner(config, shape, mesh)
     check_sizes(config, shape, mesh, placement, imitates=imitates)
     notes = checks.check_data(config, questions, tokenizer)
   return Components(questions, tokenizer, learner, placement, notes)
@@ -177,19 +176,23 @@ def build_learner(
   config,
   shape: model_config.ModelConfig,
   mesh: jax.sharding.Mesh,
-  placement: publish_lib.Placement | None,
-) -> learner_lib.Learner:
-  """Returns a run's learner, which gathers a frozen base once if it fits.
+  devices: Sequence | None = None,
+) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
+  """Returns a run's learner and the devices that decode.
+
+  The learner gathers a frozen base once, if it fits beside the engine.
 
   Raises:
-    ValueError: see `Learner`.
+    ValueError: see `Learner` and `build_placement`, whose arguments these are.
   """
+  learner = learner_lib.Learner(config, shape, mesh)
+  placement = build_placement(config, shape, mesh, devices)
   if config.model.lora.rank:
-    learner = learner_lib.Learner(config, shape, mesh, gathers_base=True)
-    held = checks.held_memory(config, learner, placement)
+    gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
+    held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.total):
-      return learner
-  return learner_lib.Learner(config, shape, mesh)
+      learner = gathers
+  return learner, placement
 
 
 def length_unit(config) -> int:

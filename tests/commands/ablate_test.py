@@ -420,7 +420,8 @@ def test_a_run_outlives_the_study_that_started_it(folder, capsys):
 
 
 def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
-  assert _ablate(folder, '--dry_run', study='started') == 0
+  steps = '--config.num_steps=3'
+  assert _ablate(folder, '--dry_run', steps, study='started') == 0
   lines = capsys.readouterr().out.splitlines()
   words = [line.split() for line in lines]
   assert [(_planned(line), line.split()[3]) for line in lines] == [
@@ -431,6 +432,7 @@ def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
   ]
   assert '--config.model.path=' in words[0]
   assert '--config.sft.num_steps=1' in words[0]
+  assert [steps in line for line in words] == [False, False, True, True]
   assert f'--config.model.path={folder}/start-two/policy' in words[3]
   flags = ['--groups=b', '--dry_run']
   assert _ablate(folder, *flags, study='started') == 0

@@ -379,7 +379,7 @@ def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
 def test_only_runs_that_imitate_need_batches_of_demonstrations_to_divide(
   tmp_path, capsys
 ):
-  flags = runs.flags(sft__batch_size=12)
+  flags = runs.flags(num_steps=None, sft__batch_size=12)
   assert __main__.main(['sft', *flags, f'--workdir={tmp_path}/run']) == 2
   err = capsys.readouterr().err
   assert err.startswith('sft.batch_size=12: must be') and err.count('\n') == 1

@@ -371,6 +371,7 @@ def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
     ),
     ('--programs=sft', '--programs=sft: must be some of extend, decode, pub'),
     ('--price=-1.0', '--price=-1.0: must be a non-neg'),
+    ('--price=inf', '--price=inf: must be finite'),
   ],
 )
 def test_a_wrong_topology_is_one_line_and_2(capsys, flag, expected):

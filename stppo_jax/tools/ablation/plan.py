@@ -81,9 +81,11 @@ class Plan:
     """Returns the flags of `sft` for a supervised start, but the workdir."""
     # The algorithm decides nothing there, but must be one of the config.
     algorithm = next(x.algorithm for x in self.whole.arms if x.start == start)
-    return self._flags(
+    flags = self._flags(
       algorithm, {'model.path': '', **self.whole.starts[start]}
     )
+    # The steps of the runs are not those of a start, and `sft` refuses them.
+    return [x for x in flags if not x.startswith('--config.num_steps=')]
 
   def _flags(self, algorithm: str, changes: Mapping[str, Any]) -> list[str]:
     """Returns flags of a config; those of the command line come last."""

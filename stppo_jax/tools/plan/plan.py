@@ -163,8 +163,7 @@ def make(
     if is_known and not config.model.path:
       tokenizer = model_files.build_tokenizer(config, None)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    placement = components.build_placement(config, shape, mesh, devices)
-    learner = components.build_learner(config, shape, mesh, placement)
+    learner, placement = components.build_learner(config, shape, mesh, devices)
     components.check_sizes(config, shape, mesh, placement)
     packed = packed_shapes(config, shape, length, loss_fraction)
   held = checks.held_memory(config, learner, placement)
