@@ -94,7 +94,10 @@ class OfflineLearner:
     """
     numbers = numbers or self.numbers
     batch = distributed.from_local_rows(minibatch, self._rows)
-    lengths, losses = jax.device_get(self._programs.sizes(batch))
+    if jax.process_count() == 1:
+      lengths, losses = programs_lib.sizes(minibatch)  # on no device
+    else:
+      lengths, losses = jax.device_get(self._programs.sizes(batch))
     packed = packing_lib.plan(
       np.arange(len(lengths)), lengths, losses, self._sizes
     )

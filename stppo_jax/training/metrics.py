@@ -17,7 +17,6 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import step as step_lib
-from stppo_jax.learner import utilization
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.models import roofline
@@ -31,6 +30,21 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import engines
+
+
+class Counts(NamedTuple):
+  """Operations of a batch, counted by `models.operations`.
+
+  Attributes:
+    policy: operations of a forward pass of the policy.
+    value: operations of a forward pass of a value model.
+    policy_again, value_again: what their backward passes compute again.
+  """
+
+  policy: float
+  value: float
+  policy_again: float
+  value_again: float
 
 
 class Totals(NamedTuple):
@@ -49,7 +63,7 @@ class Totals(NamedTuple):
   tokens: float
   sampled: float
   trained: int
-  operations: utilization.Counts
+  operations: Counts
   collect_seconds: list[float]
 
 
@@ -85,7 +99,7 @@ def totals(
     tokens=tokens,
     sampled=sampled,
     trained=trained,
-    operations=utilization.Counts(*done),
+    operations=Counts(*done),
     collect_seconds=list(collected),
   )
 
@@ -134,7 +148,7 @@ class StepMetrics:
         was written before the save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
-    metrics = utilization.summarize(updates)
+    metrics = step_lib.summarize(updates)
     metrics['update/count'] = len(updates)
     updating = seconds['timing_s/update']
     metrics |= timings(
@@ -153,9 +167,7 @@ class StepMetrics:
     metrics['timing_s/compile'] = self._compile_seconds()
     return metrics
 
-  def _utilization(
-    self, counts: utilization.Counts, seconds: float
-  ) -> dict[str, float]:
+  def _utilization(self, counts: Counts, seconds: float) -> dict[str, float]:
     """Returns the shares of the devices' peak that the updates of a step use.
 
     {} on devices without a known peak, and in float32, of which it is not the
@@ -171,7 +183,7 @@ class StepMetrics:
       return {}
     # A single microbatch has the statistics of the minibatch itself.
     extra_pass = learner.num_microbatches > 1
-    return utilization.shares(
+    return shares(
       counts,
       peak_operations=peak * seconds,
       has_value_model=learner.models.value is not None,
@@ -257,6 +269,40 @@ def timings(
     'perf/collect_tokens_per_second': sampled / collect_seconds,
     'perf/update_tokens_per_second': updated / seconds['timing_s/update'],
     'timing_s/checkpoint': save_seconds,
+  }
+
+
+def shares(
+  counts: Counts,
+  *,
+  peak_operations: float,
+  has_value_model: bool,
+  trains_adapters: bool,
+  extra_pass: bool,
+) -> dict[str, float]:
+  """Returns `perf/mfu` and `perf/hfu` of an epoch.
+
+  The first counts what the formulas need, the second also what is computed
+  again because it was not kept.
+
+  Args:
+    counts: the operations of the batch.
+    peak_operations: operations that the devices do at their peak in the time of
+      an epoch.
+    has_value_model: whether the value model has a backbone of its own.
+    trains_adapters: whether the weights of the backbone are frozen.
+    extra_pass: whether one more forward pass of the policy collects statistics
+      of the minibatch.
+  """
+  # A backward pass has a product for the gradient of the input and one for that
+  # of the weights, which frozen weights do not need.
+  passes = 2 if trains_adapters else 3
+  needed = passes * (counts.policy + counts.value * has_value_model)
+  again = counts.policy_again + counts.value_again * has_value_model
+  again += counts.policy * extra_pass
+  return {
+    'perf/mfu': needed / peak_operations,
+    'perf/hfu': (needed + again) / peak_operations,
   }
 
 

@@ -527,6 +527,15 @@ def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
   assert ends.digests == digests
 
 
+def test_what_a_microbatch_holds_counts_where_a_correction_is_over_it(tmp_path):
+  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
+  longer = '--config.updates.row_length=4096'
+  assert _plan([*flags, longer]).digests == _plan(flags).digests
+  flags.append('--config.algorithm.correction.clipping_bias.scope=microbatch')
+  one, other = _plan(flags).digests, _plan([*flags, longer]).digests
+  assert all(one[key] != other[key] for key in one)
+
+
 @pytest.mark.slow
 def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
   (tmp_path / 'studies.py').write_text(_STUDIES)

@@ -20,10 +20,11 @@ _NOT_COMPARED = (
   'checkpoint',
   'alarms',
   'profile',
-  'mesh',
   'updates.max_skipped',
-  'updates.row_length',
 )
+# Which trajectories share a microbatch, over which a correction may be.
+_OF_MICROBATCHES = ('mesh', 'updates.row_length')
+_SCOPE = 'algorithm.correction.clipping_bias.scope'
 # Of a path, only the name is the same on another machine.
 _PATHS = ('model.path', 'env.prompt_template')
 _RECORD = 'study.json'
@@ -111,11 +112,14 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
     arm: an arm of its study.
     config: the config of the arm, without the path of its start.
   """
-  usual = settings.flatten(base.get_config())
+  usual, own = settings.flatten(base.get_config()), settings.flatten(config)
+  left_out = _NOT_COMPARED
+  if own[_SCOPE] != 'microbatch':
+    left_out += _OF_MICROBATCHES
   values = {
     key: value
-    for key, value in settings.flatten(config).items()
-    if not f'{key}.'.startswith(tuple(f'{name}.' for name in _NOT_COMPARED))
+    for key, value in own.items()
+    if not f'{key}.'.startswith(tuple(f'{name}.' for name in left_out))
     and (key not in usual or usual[key] != value)
   }
   start = dict(plan.whole.starts[arm.start]) if arm.start else {}
