@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
     if name not in _PROGRAMS
   ]
   errors += [
-    f'--{name}={flags[name].value}: must be finite'
-    for name in ('hbm_gib', 'price')
-    if math.isinf(flags[name].value)
+    f'--{name}={value}: must be finite'
+    for name, value in (('hbm_gib', flags.hbm_gib), ('price', flags.price))
+    if math.isinf(value)
   ]
   if flags.topology and flags.devices:
     errors.append(f'--devices={flags.devices}: not allowed with --topology')

@@ -92,11 +92,12 @@ def tdpo_loss(
   )
   if packing is not None:
     packing = forward.of_pairs(packing, microbatch.lengths_Q2)
-  policy = spec.models.policy
+  policy, reference = spec.models.policy, inputs.reference
+  assert reference is not None  # `_cast_reference` gives it
   outputs = forward.in_rows(
     lambda tokens_BL, **arrays: policy.divergence(
       spec.models.policy_weights(params),
-      inputs.reference,
+      reference,
       tokens_BL,
       temperature=spec.temperature,
       **arrays,
