@@ -17,7 +17,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
-from stppo_jax.learner import utilization
+from stppo_jax.learner import step as step_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pack
@@ -153,7 +153,7 @@ def update_epochs(
   for rows in learner.minibatches(len(batch.lengths_B), step):
     state, output = learner.update(state, batch, rows, step)
     outputs.append(output)
-  return state, utilization.summarize(outputs)
+  return state, step_lib.summarize(outputs)
 
 
 def _with_head(state: state_lib.TrainState) -> state_lib.TrainState:

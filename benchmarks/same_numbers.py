@@ -289,7 +289,7 @@ def compare_runs(
     *overrides,
   ]
   length = [f'--config.sft.num_steps={steps}']
-  if run.command != 'prefer':  # its length is that of the batch
+  if run.command == 'train':
     length.append(f'--config.num_steps={steps}')
   with tempfile.TemporaryDirectory() as scratch:
     workdirs = [pathlib.Path(scratch, side) for side in ('old', 'new')]

@@ -33,11 +33,11 @@ def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
 
 
 def _is_multiple(key: str, of: str) -> Relation:
-  """Returns the rule that `key` is a multiple of `of`, unless that is 0."""
+  """Returns the rule that `key` is a multiple of `of`."""
   return _refuse(
     key,
     of,
-    when=lambda number, divisor: divisor and number % divisor,
+    when=lambda number, divisor: number % divisor,
     because=f'must be a multiple of {of}={{1}}',
   )
 
@@ -130,7 +130,6 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _family_exists,
   ),
-  _is_multiple('preference.batch_size', 'preference.microbatch_size'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),
   _refuse(
     'mesh.collect_fraction',

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
   numbers = dict.fromkeys(
     alarms_lib.THRESHOLDS, command_line.number(lower_bound=0.0)
   )
+  numbers['finish_ratio'] = command_line.number(lower_bound=0, upper_bound=1)
   numbers['explained_variance'] = command_line.number(upper_bound=1.0)
   flags = command_line.flags(**numbers)
   words, _, errors = command_line.parse(

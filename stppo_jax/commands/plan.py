@@ -36,6 +36,7 @@ with the changes were compiled, too.
 """
 
 from collections.abc import Sequence
+import math
 
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
@@ -63,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
     f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'
     for name in flags.programs
     if name not in _PROGRAMS
+  ]
+  errors += [
+    f'--{name}={value}: must be finite'
+    for name, value in (('hbm_gib', flags.hbm_gib), ('price', flags.price))
+    if math.isinf(value)
   ]
   if flags.topology and flags.devices:
     errors.append(f'--devices={flags.devices}: not allowed with --topology')

@@ -89,12 +89,11 @@ def annotate(
     ValueError: experts are to be replayed that the batch or the model lacks.
   """
   _check_routing(batch, models.policy, routing_replay)
-  # Cast once, outside the loop over microbatches, so that gathers between
-  # devices move the smaller dtype.
-  dtype = models.policy.config.dtype
   if reference is None and not state.frozen:
     raise ValueError('reference: missing, and there is no base under adapters')
-  params, reference, old = precision.cast((state.params, reference, old), dtype)
+  params = models.cast(state.params)
+  dtype = models.policy.config.dtype
+  reference, old = precision.cast((reference, old), dtype)
   frozen_reference = params.frozen if reference is None else reference
 
   inputs, packing, mesh = forward.inputs_of(batch), None, models.policy.mesh

@@ -77,7 +77,7 @@ class Updater:
     self._compiled = set()
     self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
     self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
-    self._cast = jax.jit(functools.partial(step_lib.cast, spec=spec))
+    self._cast = jax.jit(spec.models.cast)
     self._outputs = jax.jit(self._placed_outputs, static_argnames='num_rows')
     self._context = jax.jit(self._join_context)
     self._sums = jax.jit(
@@ -110,7 +110,7 @@ class Updater:
       self._split(minibatch, jax.tree.map(lambda x: x[n : n + 1], packing))
       for n in range(len(packing.rows))
     ]
-    params = self._cast(state.with_frozen(frozen))
+    params = self._cast(state.with_frozen(frozen).params)
     inputs, outputs = hyperparameters.loss, None
     if inputs.algorithm.uses_minibatch_statistics:
       count = len(packed.rows)

@@ -19,7 +19,6 @@ from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details as token_details_lib
-from stppo_jax.learner import utilization as utilization_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -29,7 +28,6 @@ from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
-from stppo_jax.parallel import topology
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import kl as kl_lib
 
@@ -41,15 +39,18 @@ class Learner:
     config: the run's config.
     shape: the shape of policy and value model.
     mesh: the mesh of training.
+    gathers_base: see `model_roles.Models`.
 
   Attributes:
     config: the run's config.
+    models: policy and value model.
     policy: the policy without adapters and value head, as it is exported.
     decoded: the policy with its adapters but without a value head, as the local
       engine decodes with it.
     mesh: the mesh of training.
     programs: its compiled programs.
     sizes: the sizes of packed rows.
+    num_microbatches: the number of microbatches of the last update.
     algorithm: the algorithm, with the present coefficient of its penalty.
 
   Raises:
@@ -59,14 +60,23 @@ class Learner:
   """
 
   def __init__(
-    self, config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+    self,
+    config,
+    shape: model_config.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    gathers_base: bool = False,
   ):
     self.config = config
     self.algorithm = algorithm_lib.build_algorithm(config.algorithm)
     models = model_roles.build(
-      config, shape, mesh, uses_values=self.algorithm.uses_values
+      config,
+      shape,
+      mesh,
+      uses_values=self.algorithm.uses_values,
+      gathers_base=gathers_base,
     )
-    self._models = models
+    self.models = models
     self.policy = models.policy.plain_policy
     self.decoded = dataclasses.replace(self.policy, lora=models.policy.lora)
     self.mesh = mesh
@@ -102,6 +112,7 @@ class Learner:
       microbatch=core_rows or updates.microbatch_size,
       num_workers=num_workers,
     )
+    self.num_microbatches = 0
     # The sizes of the batch that is updated on, see `_packed`.
     self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
@@ -121,7 +132,7 @@ class Learner:
     """
     path = self.config.model.path if path is None else path
     return self.programs.init(
-      *weights_lib.load_start(self.config, path, self._models.policy)
+      *weights_lib.load_start(self.config, path, self.models.policy)
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
@@ -201,8 +212,10 @@ class Learner:
       step: the training step; during the value warm-up the policy stays as it
         is.
     """
+    packed = self._packed(batch, rows)
+    self.num_microbatches = len(packed.packing.rows)
     return self.programs.update_minibatch(
-      state, batch, self._packed(batch, rows), self.hyperparameters(step)
+      state, batch, packed, self.hyperparameters(step)
     )
 
   def _packed(
@@ -318,35 +331,6 @@ class Learner:
       horizon=options.horizon,
     )
 
-  def utilization(
-    self,
-    counts: utilization_lib.Counts,
-    *,
-    seconds: float,
-    epochs: float,
-  ) -> dict[str, float]:
-    """Returns `utilization.shares` of the peak that the updates of a step use.
-
-    {} on devices without a known peak, and in float32, of which it is not the
-    peak.
-
-    Args:
-      counts: the operations of a pass over the batch.
-      seconds: the duration of all updates of the step.
-      epochs: the number of passes over the batch that they made.
-    """
-    peak = topology.peak_operations(self.mesh)
-    if peak is None or self.policy.config.dtype != 'bfloat16':
-      return {}
-    extra_pass = self.algorithm.uses_minibatch_statistics
-    return utilization_lib.shares(
-      counts,
-      peak_operations=peak * seconds / epochs,
-      has_value_model=self._models.value is not None,
-      trains_adapters=self._models.policy.lora is not None,
-      extra_pass=extra_pass and self.sizes.max_rows > 0,
-    )
-
   def copy_policy(self, state: state_lib.TrainState) -> model_roles.Params:
     """Returns the policy with copies of the weights that an update donates."""
     trained = model_roles.Trained(self.programs.copy(state.policy.params), None)
@@ -362,7 +346,7 @@ class Learner:
       params: the weights of a policy.
     """
     if not params.frozen:
-      return self._models.merged(params)
+      return self.models.merged(params)
     return self.programs.merge(params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
@@ -382,7 +366,7 @@ class Learner:
     cast = jax.eval_shape(
       lambda params: precision.cast(params, self.policy.config.dtype), weights
     )
-    start = weights if self._models.policy.lora is None else cast
+    start = weights if self.models.policy.lora is None else cast
     state = self._abstract_state_of(start)
     reference = None
     if weights_lib.has_own_reference(self.config):

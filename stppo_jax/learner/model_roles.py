@@ -1,5 +1,6 @@
 """The models that a run trains, and their weights."""
 
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,9 @@ import jax
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import lora
+from stppo_jax.models import precision
+from stppo_jax.parallel import memory
+from stppo_jax.parallel import sharding
 
 
 class Trained(NamedTuple):
@@ -41,10 +45,46 @@ class Models(NamedTuple):
     policy: the policy; with a shared backbone it has the value head too.
     value: a value model with layers, or adapters, of its own; None with a
       shared backbone, and for an algorithm that uses no values.
+    gathers_base: whether a program gathers the frozen base once, and holds all
+      of it, instead of gathering each layer in every pass.
   """
 
   policy: functional.Model
   value: functional.Model | None
+  gathers_base: bool = False
+
+  def cast(self, params: Params) -> Params:
+    """Returns weights in the dtype of the activations, for a whole program.
+
+    Call it outside a loop over microbatches, so that the cast copies are made
+    once, the gathers between devices move the smaller dtype, and a base that
+    fits is gathered once.
+    """
+    params = precision.cast(params, self.policy.config.dtype)
+    if not self.gathers_base or not params.frozen:
+      return params
+    layout = self._gathered_layout(params.frozen)
+    frozen = jax.lax.with_sharding_constraint(params.frozen, layout)
+    return params._replace(frozen=frozen)
+
+  @property
+  def gathered_bytes(self) -> int:
+    """The bytes of the gathered base on a device; 0 if it is not gathered."""
+    if not self.gathers_base:
+      return 0
+    base = jax.eval_shape(
+      lambda params: precision.cast(params, self.policy.config.dtype),
+      self.policy.plain_policy.abstract_params,
+    )
+    layout = self._gathered_layout(base)
+    return memory.bytes_per_device(sharding.with_layout(base, layout))
+
+  def _gathered_layout(self, base: functional.Params) -> Any:
+    assert self.policy.mesh is not None  # the mesh of training
+    layout = sharding.param_shardings(base, self.policy.mesh)
+    # Tokens are looked up where the embedding is, and the vocabulary head
+    # gathers it once anyway where it is the output matrix.
+    return sharding.gathered(layout) | {'embedding': layout['embedding']}
 
   def policy_weights(self, params: Params) -> functional.Params:
     """Returns the weights of `policy` as one tree; no array is copied."""
@@ -66,6 +106,7 @@ def build(
   mesh: jax.sharding.Mesh,
   *,
   uses_values: bool,
+  gathers_base: bool = False,
 ) -> Models:
   """Builds the models of a config.
 
@@ -74,6 +115,7 @@ def build(
     shape: the shape of both models.
     mesh: the mesh that both are laid out on.
     uses_values: whether the algorithm's advantages need values.
+    gathers_base: see `Models`.
 
   Raises:
     ValueError: adapter options that do not fit each other or the model.
@@ -86,7 +128,7 @@ def build(
     return functional.Model(shape, head, mesh, adapters, chunk)
 
   if not uses_values:
-    return Models(model('vocabulary'), None)
+    return Models(model('vocabulary'), None, gathers_base)
   if config.model.value_backbone == 'shared':
-    return Models(model('both'), None)
-  return Models(model('vocabulary'), model('scalar'))
+    return Models(model('both'), None, gathers_base)
+  return Models(model('vocabulary'), model('scalar'), gathers_base)

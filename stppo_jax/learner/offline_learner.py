@@ -20,7 +20,7 @@ class OfflineLearner:
 
   Args:
     config: the config of a run.
-    policy: the policy, perhaps with adapters.
+    models: the policy, perhaps with adapters.
     method: how the gradient is computed, see `offline_losses`.
     optimizer: the config section of the optimiser.
     temperature: divides the logits.
@@ -35,7 +35,7 @@ class OfflineLearner:
   def __init__(
     self,
     config,
-    policy: functional.Model,
+    models: model_roles.Models,
     method: step_lib.Method,
     optimizer,
     *,
@@ -43,10 +43,11 @@ class OfflineLearner:
     row_length: int,
     microbatch: int = 0,
   ):
-    assert policy.mesh is not None  # the mesh of training
+    mesh = models.policy.mesh
+    assert mesh is not None  # the mesh of training
     self._config = config
-    self._models = model_roles.Models(policy, None)
-    self.policy = policy.plain_policy
+    self._models = models
+    self.policy = models.policy.plain_policy
     adam, self.numbers = optimizer_lib.from_config(optimizer)
     spec = step_lib.Spec(
       self._models,
@@ -54,13 +55,13 @@ class OfflineLearner:
       num_turns=config.env.max_turns + 1,
     )
     self._sizes = packing_lib.sizes(
-      policy.mesh, row_length=row_length, microbatch=microbatch
+      mesh, row_length=row_length, microbatch=microbatch
     )
     self._programs = programs_lib.updating(
-      spec, state_lib.Optimizers(adam, adam), method, policy.mesh
+      spec, state_lib.Optimizers(adam, adam), method, mesh
     )
     self._update = programs_lib.keeping_frozen(self._programs.update)
-    self._rows = sharding.batch_sharding(policy.mesh)
+    self._rows = sharding.batch_sharding(mesh)
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first update."""
@@ -70,11 +71,10 @@ class OfflineLearner:
       )
     )
 
-  def reference(self, state: state_lib.TrainState) -> functional.Params:
-    """Returns the weights of the frozen reference."""
+  def reference(self) -> functional.Params | None:
+    """Returns the weights of the frozen reference; None: those of the state."""
     path = self._config.model.path
-    reference = weights_lib.load_reference(self._config, path, self.policy)
-    return state.frozen if reference is None else reference
+    return weights_lib.load_reference(self._config, path, self.policy)
 
   def update(
     self,
@@ -94,7 +94,10 @@ class OfflineLearner:
     """
     numbers = numbers or self.numbers
     batch = distributed.from_local_rows(minibatch, self._rows)
-    lengths, losses = jax.device_get(self._programs.sizes(batch))
+    if jax.process_count() == 1:
+      lengths, losses = programs_lib.sizes(minibatch)  # on no device
+    else:
+      lengths, losses = jax.device_get(self._programs.sizes(batch))
     packed = packing_lib.plan(
       np.arange(len(lengths)), lengths, losses, self._sizes
     )

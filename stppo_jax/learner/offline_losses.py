@@ -58,11 +58,11 @@ class PairInputs(NamedTuple):
   """The inputs of `tdpo_loss` beside weights and pairs.
 
   Attributes:
-    reference: weights of the frozen reference.
+    reference: weights of the frozen reference; None: the base under adapters.
     beta, alpha: see `preferences.preference_loss`.
   """
 
-  reference: functional.Params
+  reference: functional.Params | None
   beta: Array | float
   alpha: Array | float
 
@@ -92,11 +92,12 @@ def tdpo_loss(
   )
   if packing is not None:
     packing = forward.of_pairs(packing, microbatch.lengths_Q2)
-  policy = spec.models.policy
+  policy, reference = spec.models.policy, inputs.reference
+  assert reference is not None  # `_cast_reference` gives it
   outputs = forward.in_rows(
     lambda tokens_BL, **arrays: policy.divergence(
       spec.models.policy_weights(params),
-      inputs.reference,
+      reference,
       tokens_BL,
       temperature=spec.temperature,
       **arrays,
@@ -127,9 +128,12 @@ def tdpo_loss(
 
 def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
   """Returns the inputs, the reference cast once for all microbatches."""
-  del params, minibatch, microbatches
+  del minibatch, microbatches
   dtype = spec.models.policy.config.dtype
-  return inputs._replace(reference=precision.cast(inputs.reference, dtype))
+  reference = params.frozen
+  if inputs.reference is not None:
+    reference = precision.cast(inputs.reference, dtype)
+  return inputs._replace(reference=reference)
 
 
 def _divide(gradient, outputs, inputs):

@@ -142,9 +142,13 @@ def updating(
   )
 
 
-def sizes(batch: Any) -> tuple[jax.Array, jax.Array]:
-  """Returns the tokens of each trajectory or pair, and its loss tokens."""
-  total = lambda x: jnp.sum(x.reshape(len(x), -1), axis=1, dtype=jnp.int32)
+def sizes(batch: Any) -> tuple[Any, Any]:
+  """Returns the tokens of each trajectory or pair, and its loss tokens.
+
+  Args:
+    batch: traced arrays, or numpy arrays, of which the results are some too.
+  """
+  total = lambda x: x.reshape(len(x), -1).sum(axis=1, dtype='int32')
   if isinstance(batch, batch_lib.PairBatch):
     return total(batch.lengths_Q2), total(batch.loss_mask_Q2L)
   return total(batch.lengths_B), total(batch.loss_mask_BL)

@@ -12,19 +12,21 @@ a `Method`.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
-from stppo_jax.models import precision
+from stppo_jax.rl import diagnostics as diagnostics_lib
 
 Array = jax.Array
 Tree = Any
@@ -125,7 +127,7 @@ def update(
   Returns:
     The new state, also without frozen weights, and the metrics.
   """
-  params = cast(state.with_frozen(frozen), spec)
+  params = spec.models.cast(state.with_frozen(frozen).params)
   inputs = hyperparameters.loss
   microbatches = minibatches_lib.split(minibatch, packing)
   context = method.context(params, minibatch, microbatches, inputs, spec=spec)
@@ -136,15 +138,6 @@ def update(
   return apply_gradients(
     state, gradient, outputs, hyperparameters, optimizers=optimizers
   )
-
-
-def cast(state: state_lib.TrainState, spec: Spec) -> model_roles.Params:
-  """Returns the weights of a state in the dtype of the activations.
-
-  Call it outside a loop over microbatches, so that the cast copies are made
-  once and the gathers between devices move the smaller dtype.
-  """
-  return precision.cast(state.params, spec.models.policy.config.dtype)
 
 
 def sum_gradients(
@@ -158,7 +151,7 @@ def sum_gradients(
   """Sums gradients and metrics over microbatches.
 
   Args:
-    params: the weights, from `cast`.
+    params: the weights, from `Models.cast`.
     context: what `method.context` returned for the whole minibatch.
     method, spec: see `update`.
     microbatches: arrays with leading axes (n, B / n): all microbatches of the
@@ -226,3 +219,23 @@ def apply_gradients(
   )
   metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
   return new_state, outputs._replace(metrics=metrics)
+
+
+def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
+  """Returns the metrics of a step: means over its updates, ratios pooled."""
+  metrics, diagnostics = zip(*jax.device_get(outputs))
+  means = {
+    name: float(np.mean([update[name] for update in metrics]))
+    for name in metrics[0]
+  }
+  pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
+  return means | diagnostics_lib.summarize(pooled)
+
+
+def exceeds_kl(update: LossOutputs, limit: float) -> bool:
+  """Returns whether an update's KL estimate is above a limit.
+
+  The estimate is the metric `actor/ppo_kl`, in nats per token. A limit of 0 is
+  no limit.
+  """
+  return 0 < limit < summarize([update])['actor/ppo_kl']

@@ -18,7 +18,6 @@ from stppo_jax.learner import minibatches
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import state as state_lib
-from stppo_jax.models import precision
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
@@ -75,8 +74,7 @@ def measure_tokens(
   """
   policy = models.policy
   chosen = rows_lib.select(batch, packed.rows, policy.mesh)
-  params = precision.cast(state.params, policy.config.dtype)
-  weights = models.policy_weights(params)
+  weights = models.policy_weights(models.cast(state.params))
   logprobs_BL, entropy_BL = minibatches.map_rows(
     lambda inputs: forward.token_outputs(
       policy, weights, inputs, temperature=temperature

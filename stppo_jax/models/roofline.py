@@ -89,6 +89,7 @@ class Work:
     losses: tokens of a row that are trained on.
     values: 'own', 'shared' or 'none', where the values come from.
     adapters: whether only adapters are trained.
+    gathers_base: whether adapters' base is gathered once in a program.
     statistics: whether updates with several microbatches need one more pass.
     weights: the weights of all layers of one model, in number.
     trained: the number of weights that are trained, without the embedding and
@@ -115,6 +116,7 @@ class Work:
   losses: int
   values: str
   adapters: bool
+  gathers_base: bool
   statistics: bool
   weights: int
   trained: int
@@ -242,6 +244,8 @@ def _annotate(work: Work) -> _Counts:
   count = models * _layers(work, rows) + 2 * _head(work, rows)
   times = -(-rows // work.microbatch)
   gathered = times * models * work.weights + 2 * work.output
+  if work.gathers_base:
+    gathered = work.weights + work.output
   traffic = {
     ('all-gather', 'fsdp'): _scatter(work, gathered),
     **_activations(work, times * models, sums=2),
@@ -262,7 +266,8 @@ def _update(work: Work) -> _Counts:
   extra = int(work.statistics and times > 1)
   computed += extra * (layers + head)
   remat = shape.remat == 'full'
-  gathered = times * (2 * models + extra) * work.weights + work.output
+  gathers = 1 if work.gathers_base else times * (2 * models + extra)
+  gathered = gathers * work.weights + work.output
   summed = times * (models * work.trained + work.output * (not work.adapters))
   tensor, fsdp = work.axes['tensor'], work.axes['fsdp']
   sums = _all_reduce(summed * work.itemsize / tensor / fsdp, work.axes['data'])

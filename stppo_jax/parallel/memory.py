@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 import jax
 
+from stppo_jax.parallel import topology
+
 Tree = Any
 
 GIB = 1 << 30
 
 _HOST, _DEVICE = 'pinned_host', 'device'
+# The share of a device's memory that weights may fill to save communication.
+_FILLED = 1 / 2
 
 
 def check_host(mesh: jax.sharding.Mesh) -> None:
@@ -69,12 +73,14 @@ class Held(NamedTuple):
     gradients: bytes of the gradients of an update.
     copied: bytes of keys and values that decode copies while few slots are
       active, on a device that collects.
+    gathered: bytes of a frozen base that an update has gathered.
   """
 
   sizes: Mapping[str, int]
   collecting: Mapping[str, int]
   gradients: int
   copied: int
+  gathered: int = 0
 
   @property
   def learns(self) -> int:
@@ -89,7 +95,7 @@ class Held(NamedTuple):
   @property
   def total(self) -> int:
     """The bytes on the device that holds most."""
-    return max(self.learns + self.gradients, self.decodes)
+    return max(self.learns + self.gradients + self.gathered, self.decodes)
 
 
 def bytes_per_device(tree: Tree) -> int:
@@ -106,6 +112,20 @@ def device_limit() -> int | None:
   None if the devices do not report it; CPUs do not.
   """
   return min(_reported('bytes_limit'), default=None)
+
+
+def leaves_room(mesh: jax.sharding.Mesh, size: int) -> bool:
+  """Returns whether each device of a mesh has room for activations beside this.
+
+  Where the memory is not known, as that of CPUs, it has.
+
+  Args:
+    mesh: the mesh, whose devices need not be there.
+    size: the bytes of all else on a device.
+  """
+  limits = topology.limits_of(mesh.devices.flat[0])
+  limit = limits.memory * GIB if limits else device_limit()
+  return limit is None or size <= _FILLED * limit
 
 
 def _reported(name: str) -> list[int]:

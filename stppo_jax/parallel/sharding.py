@@ -87,6 +87,14 @@ def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   return jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
 
 
+def gathered(layout: Tree) -> Tree:
+  """Returns a layout of parameters with all of `fsdp` on each device."""
+  whole = lambda axis: None if axis == 'fsdp' else axis
+  return jax.tree.map(
+    lambda x: NamedSharding(x.mesh, P(*map(whole, x.spec))), layout
+  )
+
+
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of rows over `data` and `fsdp`."""
   return NamedSharding(mesh, P(mesh_lib.BATCH_AXES))

@@ -261,12 +261,19 @@ _KINDS = {
 }
 
 
+def limits_of(device: Any) -> Limits | None:
+  """Returns the limits of a device; None if they are not known, as of a CPU."""
+  if isinstance(device, VirtualDevice):
+    return find(device.device_kind).limits
+  return _KINDS.get(device.device_kind)
+
+
 def peak_operations(mesh: jax.sharding.Mesh) -> float | None:
   """Returns the bfloat16 operations per second of all devices of a mesh.
 
   None if the limits of one of them are not known, as of a CPU.
   """
-  kinds = [device.device_kind for device in mesh.devices.flat]
-  if any(kind not in _KINDS for kind in kinds):
+  limits = [limits_of(device) for device in mesh.devices.flat]
+  if None in limits:
     return None
-  return sum(_KINDS[kind].operations for kind in kinds)
+  return sum(x.operations for x in limits if x)

@@ -257,4 +257,5 @@ def held_memory(
     collecting,
     gradients=trained,
     copied=copied,
+    gathered=learner.models.gathered_bytes,
   )

@@ -28,6 +28,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
@@ -42,6 +43,7 @@ from stppo_jax.sampling import lane_rules
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checks
 from stppo_jax.training import model_files
+from stppo_jax.workdir import run_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +65,12 @@ class Components:
   notes: Sequence[str]
 
 
-def build(config) -> Components:
+def build(config, *, imitates: bool = False) -> Components:
   """Builds and checks everything that needs no weights and no retriever.
+
+  Args:
+    config: the config of a run.
+    imitates: whether it is one of `sft`.
 
   Raises:
     Misconfigured: the config does not fit its files or the devices.
@@ -75,9 +81,8 @@ def build(config) -> Components:
     model_files.check(config, tokenizer)
     mesh = build_mesh(config)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    learner = learner_lib.Learner(config, shape, mesh)
-    placement = build_placement(config, shape, mesh)
-    check_sizes(config, shape, mesh, placement)
+    learner, placement = build_learner(config, shape, mesh)
+    check_sizes(config, shape, mesh, placement, imitates=imitates)
     notes = checks.check_data(config, questions, tokenizer)
   return Components(questions, tokenizer, learner, placement, notes)
 
@@ -167,6 +172,29 @@ def build_placement(
   return placement
 
 
+def build_learner(
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  devices: Sequence | None = None,
+) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
+  """Returns a run's learner and the devices that decode.
+
+  The learner gathers a frozen base once, if it fits beside the engine.
+
+  Raises:
+    ValueError: see `Learner` and `build_placement`, whose arguments these are.
+  """
+  learner = learner_lib.Learner(config, shape, mesh)
+  placement = build_placement(config, shape, mesh, devices)
+  if config.model.lora.rank:
+    gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
+    held = checks.held_memory(config, gathers, placement)
+    if memory.leaves_room(mesh, held.total):
+      learner = gathers
+  return learner, placement
+
+
 def length_unit(config) -> int:
   """Returns the number of tokens that every batch's length is a multiple of."""
   return pack.unit(
@@ -233,6 +261,8 @@ def check_sizes(
   shape: model_config.ModelConfig,
   mesh: jax.sharding.Mesh,
   placement: publish_lib.Placement | None,
+  *,
+  imitates: bool = False,
 ) -> None:
   """Checks that devices divide every size, and that lanes may be used.
 
@@ -241,6 +271,8 @@ def check_sizes(
     shape: the policy's shape.
     mesh: the mesh of training.
     placement: the devices that decode, if the engine is local.
+    imitates: whether the run is one of `sft`; the supervised start of a run of
+      `train` is checked, too.
 
   Raises:
     ValueError: a size that they do not divide; one line for each.
@@ -250,8 +282,9 @@ def check_sizes(
     'rollout.trajectories_per_step': rollout.trajectories_per_step,
     'updates.minibatch_size': updates.minibatch_size,
     'updates.microbatch_size': updates.microbatch_size,
-    'sft.batch_size': config.sft.batch_size,
   }
+  if imitates or run_record.imitates(config):
+    trained['sft.batch_size'] = config.sft.batch_size
   lines = indivisible(trained, mesh)
   hosts = mesh_lib.num_hosts(mesh)
   if rollout.trajectories_per_step % (hosts * rollout.group_size):

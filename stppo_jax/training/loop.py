@@ -11,7 +11,7 @@ import pathlib
 
 import jax
 
-from stppo_jax.learner import utilization
+from stppo_jax.learner import step as step_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.training import alarms
 from stppo_jax.training import build as build_lib
@@ -112,7 +112,7 @@ def train(
           for rows in learner.minibatches(len(batch.lengths_B), step):
             state, update = learner.update(state, batch, rows, step)
             updates.append(update)
-            if utilization.exceeds_kl(update, config.updates.kl_stop):
+            if step_lib.exceeds_kl(update, config.updates.kl_stop):
               break
           # Devices may still compute, and that time belongs to the updates.
           jax.block_until_ready(updates)

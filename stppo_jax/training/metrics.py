@@ -17,7 +17,6 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import step as step_lib
-from stppo_jax.learner import utilization
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.models import roofline
@@ -26,10 +25,26 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
+from stppo_jax.parallel import topology
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import engines
+
+
+class Counts(NamedTuple):
+  """Operations of a batch, counted by `models.operations`.
+
+  Attributes:
+    policy: operations of a forward pass of the policy.
+    value: operations of a forward pass of a value model.
+    policy_again, value_again: what their backward passes compute again.
+  """
+
+  policy: float
+  value: float
+  policy_again: float
+  value_again: float
 
 
 class Totals(NamedTuple):
@@ -48,7 +63,7 @@ class Totals(NamedTuple):
   tokens: float
   sampled: float
   trained: int
-  operations: utilization.Counts
+  operations: Counts
   collect_seconds: list[float]
 
 
@@ -84,7 +99,7 @@ def totals(
     tokens=tokens,
     sampled=sampled,
     trained=trained,
-    operations=utilization.Counts(*done),
+    operations=Counts(*done),
     collect_seconds=list(collected),
   )
 
@@ -133,7 +148,7 @@ class StepMetrics:
         was written before the save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
-    metrics = utilization.summarize(updates)
+    metrics = step_lib.summarize(updates)
     metrics['update/count'] = len(updates)
     updating = seconds['timing_s/update']
     metrics |= timings(
@@ -147,12 +162,34 @@ class StepMetrics:
     if len(totals.collect_seconds) > 1:
       metrics |= _collect_seconds(totals.collect_seconds)
     metrics |= memory.max_memory()
-    metrics |= self._learner.utilization(
-      totals.operations, seconds=updating, epochs=epochs
-    )
+    metrics |= self._utilization(totals.operations, updating / epochs)
     metrics |= self._bytes_per_second(totals, len(updates), updating)
     metrics['timing_s/compile'] = self._compile_seconds()
     return metrics
+
+  def _utilization(self, counts: Counts, seconds: float) -> dict[str, float]:
+    """Returns the shares of the devices' peak that the updates of a step use.
+
+    {} on devices without a known peak, and in float32, of which it is not the
+    peak.
+
+    Args:
+      counts: the operations of a pass over the batch.
+      seconds: the duration of an epoch.
+    """
+    learner = self._learner
+    peak = topology.peak_operations(learner.mesh)
+    if peak is None or learner.policy.config.dtype != 'bfloat16':
+      return {}
+    # A single microbatch has the statistics of the minibatch itself.
+    extra_pass = learner.num_microbatches > 1
+    return shares(
+      counts,
+      peak_operations=peak * seconds,
+      has_value_model=learner.models.value is not None,
+      trains_adapters=learner.models.policy.lora is not None,
+      extra_pass=extra_pass and learner.algorithm.uses_minibatch_statistics,
+    )
 
   def _bytes_per_second(
     self, totals: Totals, num_updates: int, seconds: float
@@ -235,6 +272,40 @@ def timings(
   }
 
 
+def shares(
+  counts: Counts,
+  *,
+  peak_operations: float,
+  has_value_model: bool,
+  trains_adapters: bool,
+  extra_pass: bool,
+) -> dict[str, float]:
+  """Returns `perf/mfu` and `perf/hfu` of an epoch.
+
+  The first counts what the formulas need, the second also what is computed
+  again because it was not kept.
+
+  Args:
+    counts: the operations of the batch.
+    peak_operations: operations that the devices do at their peak in the time of
+      an epoch.
+    has_value_model: whether the value model has a backbone of its own.
+    trains_adapters: whether the weights of the backbone are frozen.
+    extra_pass: whether one more forward pass of the policy collects statistics
+      of the minibatch.
+  """
+  # A backward pass has a product for the gradient of the input and one for that
+  # of the weights, which frozen weights do not need.
+  passes = 2 if trains_adapters else 3
+  needed = passes * (counts.policy + counts.value * has_value_model)
+  again = counts.policy_again + counts.value_again * has_value_model
+  again += counts.policy * extra_pass
+  return {
+    'perf/mfu': needed / peak_operations,
+    'perf/hfu': (needed + again) / peak_operations,
+  }
+
+
 def work(
   config,
   learner: learner_lib.Learner,
@@ -284,6 +355,7 @@ def work(
     losses=losses,
     values=values,
     adapters=config.model.lora.rank > 0,
+    gathers_base=learner.models.gathers_base,
     statistics=algorithm.uses_minibatch_statistics,
     weights=weights,
     trained=trained,

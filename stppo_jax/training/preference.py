@@ -5,6 +5,7 @@ function of (config, file, number, state), so that the same command resumes from
 the last checkpoint as if nothing had happened.
 """
 
+import functools
 import logging
 import pathlib
 
@@ -15,6 +16,7 @@ from stppo_jax.learner import model_roles
 from stppo_jax.learner import offline_learner
 from stppo_jax.learner import offline_losses
 from stppo_jax.models import config as model_config
+from stppo_jax.parallel import memory
 from stppo_jax.rollout import pairs as pairs_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import claim
@@ -85,7 +87,7 @@ def prefer(
     with folder.abandonable(), exits.as_misconfigured():
       start = learner.start()
       inputs = offline_losses.PairInputs(
-        learner.reference(start),
+        learner.reference(),
         beta=float(options.beta),
         alpha=float(options.alpha),
       )
@@ -132,10 +134,16 @@ def build_learner(
     row_length: tokens of the longest pair; a row has at least so many.
   """
   options = config.preference
-  models = model_roles.build(config, shape, mesh, uses_values=False)
+  build = functools.partial(
+    model_roles.build, config, shape, mesh, uses_values=False
+  )
+  models = build(gathers_base=config.model.lora.rank > 0)
+  # It is in memory twice: divided, and gathered.
+  if not memory.leaves_room(mesh, 2 * models.gathered_bytes):
+    models = build()
   return offline_learner.OfflineLearner(
     config,
-    models.policy,
+    models,
     offline_losses.tdpo(options.name),
     config.policy_optimizer,
     temperature=config.rollout.temperature,

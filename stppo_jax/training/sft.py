@@ -15,6 +15,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.data import demonstrations
 from stppo_jax.data import kinds
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import offline_learner
 from stppo_jax.learner import offline_losses
 from stppo_jax.models import functional
@@ -52,7 +53,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   """
   with claim.claimed(config, workdir, restart=restart, command='sft') as folder:
     with folder.abandonable():
-      found = components.build(config)
+      found = components.build(config, imitates=True)
       services = folder.enter(
         components.build_services(config, found.questions)
       )
@@ -111,7 +112,7 @@ def imitate(
     policy = functional.Model(shape, 'vocabulary', mesh, chunk=chunk)
     learner = offline_learner.OfflineLearner(
       config,
-      policy,
+      model_roles.Models(policy, None),
       offline_losses.SFT,
       options.optimizer,
       temperature=1.0,

@@ -154,8 +154,13 @@ def check_checkpoints(workdir: pathlib.Path) -> None:
 
 def makes_start(config) -> bool:
   """Returns whether the run makes the weights that it starts from."""
-  imitates = config.sft.before_training and not config.model.path
-  return bool(config.init_from or imitates)
+  return bool(config.init_from or imitates(config))
+
+
+def imitates(config) -> bool:
+  """Returns whether a run of `train` begins with a supervised start."""
+  starts_elsewhere = config.model.path or config.init_from
+  return config.sft.before_training and not starts_elsewhere
 
 
 def made_start(workdir: pathlib.Path) -> pathlib.Path | None:

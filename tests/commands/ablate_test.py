@@ -420,7 +420,8 @@ def test_a_run_outlives_the_study_that_started_it(folder, capsys):
 
 
 def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
-  assert _ablate(folder, '--dry_run', study='started') == 0
+  steps = '--config.num_steps=3'
+  assert _ablate(folder, '--dry_run', steps, study='started') == 0
   lines = capsys.readouterr().out.splitlines()
   words = [line.split() for line in lines]
   assert [(_planned(line), line.split()[3]) for line in lines] == [
@@ -431,6 +432,7 @@ def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
   ]
   assert '--config.model.path=' in words[0]
   assert '--config.sft.num_steps=1' in words[0]
+  assert [steps in line for line in words] == [False, False, True, True]
   assert f'--config.model.path={folder}/start-two/policy' in words[3]
   flags = ['--groups=b', '--dry_run']
   assert _ablate(folder, *flags, study='started') == 0
@@ -523,6 +525,15 @@ def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
   # It decides when a run ends, not what it computes.
   ends = _plan([*flags, '--config.updates.max_skipped=8'])
   assert ends.digests == digests
+
+
+def test_what_a_microbatch_holds_counts_where_a_correction_is_over_it(tmp_path):
+  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
+  longer = '--config.updates.row_length=4096'
+  assert _plan([*flags, longer]).digests == _plan(flags).digests
+  flags.append('--config.algorithm.correction.clipping_bias.scope=microbatch')
+  one, other = _plan(flags).digests, _plan([*flags, longer]).digests
+  assert all(one[key] != other[key] for key in one)
 
 
 @pytest.mark.slow

@@ -64,6 +64,8 @@ def test_what_cannot_be_read_is_said(study, tmp_path, capsys):
   assert err == '--kl=x: must be a non-negative number\n'
   _, _, err = _alarms(capsys, study, '--kl=-1', exit_code=2)
   assert err == '--kl=-1: must be a non-negative number\n'
+  _, _, err = _alarms(capsys, study, '--finish_ratio=2', exit_code=2)
+  assert err == '--finish_ratio=2: must be a number in the range [0, 1]\n'
   _, _, err = _alarms(capsys, exit_code=2)
   assert err == 'RUNS: missing; give the folder of a run, or several\n'
 

@@ -238,7 +238,7 @@ def test_a_config_is_examined_with_its_data_model_and_retriever(capsys):
   ((grade, line),) = found['retriever']
   assert code == 2 and grade == 'WRONG'
   assert line.startswith(f'address: nothing answers at {served.url}')
-  flags = runs.flags(sft__batch_size=12)
+  flags = runs.flags(sft__before_training=True, sft__batch_size=12)
   code, found = _examine_machine(capsys, *flags)
   assert code == 2 and 'model' not in found
   assert found['config'][0][0] == 'WRONG'

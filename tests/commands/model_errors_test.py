@@ -338,6 +338,10 @@ def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
       'rollout.slots=12: must be a multiple of 8: the engine divides slots',
     ),
     (
+      {'sft__batch_size': 12},
+      'sft.batch_size=12: must be a multiple of the 8 devices of the axes data',
+    ),
+    (
       {'rollout__tensor': 3},
       'rollout.tensor=3: must divide the 8 devices of this host',
     ),
@@ -370,6 +374,20 @@ def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
   changes = {'sft__before_training': True, **_NO_RETRIEVER, **changes}
   err = _refused(tmp_path / 'run', capsys, **changes)
   assert err.startswith(expected) and err.count('\n') == 1
+
+
+def test_only_runs_that_imitate_need_batches_of_demonstrations_to_divide(
+  tmp_path, capsys
+):
+  flags = runs.flags(num_steps=None, sft__batch_size=12)
+  assert __main__.main(['sft', *flags, f'--workdir={tmp_path}/run']) == 2
+  err = capsys.readouterr().err
+  assert err.startswith('sft.batch_size=12: must be') and err.count('\n') == 1
+  assert not (tmp_path / 'run').exists()
+  for changes in ({}, {'sft__before_training': True, 'init_from': 'other'}):
+    config = runs.config(sft__batch_size=12, **changes)
+    shape, mesh = runs.shape(config), components.build_mesh(config)
+    components.check_sizes(config, shape, mesh, placement=None)
 
 
 def test_a_remote_engine_has_no_rows_to_divide_among_devices():

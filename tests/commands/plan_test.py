@@ -273,6 +273,36 @@ def test_published_models_are_laid_out_on_64_devices(name):
   assert sizes['policy optimizer'] == pytest.approx(2 * per_device, rel=0.005)
 
 
+@pytest.mark.parametrize(
+  ('topology', 'gathers'), [('v6e:4x4', True), ('v5e:4x4', False)]
+)
+def test_a_frozen_base_is_gathered_once_where_it_fits(
+  capsys, topology, gathers
+):
+  flags = [
+    *('plan', '--config=configs/base.py', f'--topology={topology}'),
+    *('--compile=False', '--config.model.lora.rank=16'),
+    f'--config.model.path={_PUBLISHED / "qwen2_5_7b"}',
+    *('--config.model.dtype=bfloat16', '--config.updates.remat=full'),
+    *('--config.mesh.fsdp=4', '--config.mesh.tensor=4'),
+    *('--config.updates.microbatch_size=4', '--config.rollout.slots=16'),
+  ]
+  assert __main__.main(flags) == 0
+  out = capsys.readouterr().out
+  # The layers and the output matrix in bfloat16, over four devices of `tensor`.
+  table = 152064 * 3584
+  base = 2 * (7.616e9 - table) / 4
+  whole = _sizes(out).get('the gathered base, estimated', 0.0)
+  assert whole == pytest.approx(gathers * base / _GIB, rel=0.03)
+  sent = float(re.search(r'([\d.]+) GiB  sent by all-gather.* update', out)[1])
+  # Two updates: otherwise, in each of 64 microbatches, twice for both models,
+  # and once more for the statistics of the minibatch.
+  passes = 1 if gathers else 5 * 64
+  layers = 2 * (7.616e9 - 2 * table) / 4
+  expected = 2 * 3 / 4 * (passes * layers + 2 * table / 4) / _GIB
+  assert sent == pytest.approx(expected, rel=0.01)
+
+
 @pytest.mark.slow
 def test_the_update_of_7b_compiles_for_64_devices():
   out = _published('qwen2_5_7b')
@@ -341,6 +371,7 @@ def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
     ),
     ('--programs=sft', '--programs=sft: must be some of extend, decode, pub'),
     ('--price=-1.0', '--price=-1.0: must be a non-neg'),
+    ('--price=inf', '--price=inf: must be finite'),
   ],
 )
 def test_a_wrong_topology_is_one_line_and_2(capsys, flag, expected):

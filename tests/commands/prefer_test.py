@@ -110,10 +110,6 @@ def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
       {'init_from': 'a/run'},
       'init_from=a/run: must be empty for prefer, which starts from model.path',
     ),
-    (
-      {'preference__microbatch_size': 3},
-      'preference.batch_size=8: must be a multiple of preference.microbatch_s',
-    ),
   ],
 )
 def test_a_wrong_config_is_one_line_and_2(tmp_path, capsys, changes, expected):

@@ -43,6 +43,17 @@ def test_a_folder_that_a_tracker_has_left_is_no_package(
   assert "pip install '.[trackio]'" in line and not workdir.exists()
 
 
+def test_the_steps_of_the_supervised_start_have_a_key_of_their_own(
+  tmp_path, capsys
+):
+  flags = [*runs.flags(num_steps=7), f'--workdir={tmp_path / "run"}']
+  line = _refused(capsys, 'sft', *flags)
+  assert line == (
+    '--config.num_steps=7: sft does not use it; set sft.num_steps\n'
+  )
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_question_behind_the_last_one(tmp_path, capsys):
   file = tmp_path / 'q.jsonl'
   file.write_text('{"question": "Who?", "answers": ["Ada"]}\n')

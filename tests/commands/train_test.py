@@ -52,7 +52,7 @@ def taught(tmp_path_factory):
   """Returns (folder of a policy after a supervised start, its output)."""
   folder = tmp_path_factory.mktemp('taught')
   changes = {'sft__num_steps': 60, 'env__max_turn_tokens': 16, **_TEACHING}
-  flags = runs.flags(checkpoint__every=99, **changes)
+  flags = runs.flags(num_steps=None, checkpoint__every=99, **changes)
   with contextlib.redirect_stdout(io.StringIO()) as output:
     assert __main__.main(['sft', *flags, f'--workdir={folder}']) == 0
   return folder / 'policy', output.getvalue()
@@ -87,6 +87,7 @@ def test_a_dialogue_ends_with_its_scores_and_the_rewards_that_count(
 @pytest.mark.slow
 def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
   changes = {'sft__num_steps': 3, 'env__max_turn_tokens': 16, **_TEACHING}
+  changes['num_steps'] = None
   flags = runs.flags(**changes, checkpoint__every=9, evaluate__num_questions=1)
   whole, workdir = tmp_path / 'whole', tmp_path / 'interrupted'
   assert __main__.main(['sft', *flags, f'--workdir={whole}']) == 0

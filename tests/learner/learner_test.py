@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import learners
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import lowering
+from stppo_jax.tools.plan import lowering
 from stppo_jax.training import components
 from stppo_jax.training import model_files
 from tests import compilations

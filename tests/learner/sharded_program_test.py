@@ -13,10 +13,10 @@ import jax
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import lowering
 from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.training import runs
@@ -58,7 +58,9 @@ class _Compiled(NamedTuple):
 
 
 @functools.cache
-def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
+def _compiled(
+  axes, num_microbatches=1, remat='none', rank=0, gathers_base=False
+) -> _Compiled:
   """Returns the compiled update on two rows per device."""
   devices = math.prod(axes)
   rows = devices * _ROWS_PER_DEVICE * num_microbatches
@@ -71,9 +73,10 @@ def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
     updates__minibatch_size=rows,
     updates__microbatch_size=rows // num_microbatches,
     updates__head_chunk=_CHUNK,
+    model__lora__rank=rank,
   )
   shape = dataclasses.replace(_SHAPE, remat=remat)
-  learner = learner_lib.Learner(config, shape, mesh)
+  learner = learner_lib.Learner(config, shape, mesh, gathers_base=gathers_base)
   state, _ = learner.abstract_start()
   lowered = lowering.lower_update(
     learner, abstract_batch.packed(rows, _LENGTH, _NUM_LOSSES)
@@ -128,6 +131,24 @@ def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   sent = sum(c.sent for c in program.collectives(hlo.read(text)))
   expected = _fsdp_formula(state, 8, num_microbatches=num_microbatches)
   assert sent == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_frozen_base_is_gathered_once_for_both_models():
+  """And not in both passes of two models over each of two microbatches."""
+  kernels = {}
+  for gathers_base in (False, True):
+    _, _, text = _compiled(
+      _FSDP, num_microbatches=2, rank=2, gathers_base=gathers_base
+    )
+    gathered = [
+      c for c in program.collectives(hlo.read(text)) if c.kind == 'all-gather'
+    ]
+    kernels[gathers_base] = sum(
+      c.sent for c in gathered if any(192 in x.dims for x in c.arrays)
+    )
+  assert kernels[True] == 4 * 7 / 8 * _NUM_LAYERS * 3 * 192 * _D
+  assert kernels[False] > 3 * kernels[True]
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ import functools
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import lowering
 from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.parallel import tpu_compiler

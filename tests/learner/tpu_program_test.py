@@ -8,13 +8,18 @@ import re
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import lowering
 from stppo_jax.models import config as model_config
+from stppo_jax.models import heads
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import lowering
 from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.parallel import tpu_compiler
@@ -134,3 +139,33 @@ def test_products_are_not_computed_in_windows():
 
 def test_layers_are_gathered_while_others_compute():
   assert 'async_collective_fusion' in _compiled().text
+
+
+def test_the_gradient_of_the_vocabulary_of_qwen_is_scattered():
+  # 128 x 1187 entries, which cannot be cut into small equal blocks.
+  entries, width, rows = 151_936, 1536, 8
+  chips = topology.devices(topology.find('v6e:2x4'))
+  mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1, devices=chips)
+  by_row = sharding.batch_sharding(mesh)
+  layout = by_row, NamedSharding(mesh, P('tensor', 'fsdp')), by_row
+
+  def total(hidden_BLD, output_VD, tokens_BL):
+    logprobs_BL, _ = heads.token_logprobs_and_entropy(
+      hidden_BLD, output_VD, tokens_BL, temperature=1.0, chunk=128, mesh=mesh
+    )
+    return jnp.sum(logprobs_BL)
+
+  of = lambda n, dtype, *shape: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=layout[n]
+  )
+  gradient = jax.jit(jax.grad(total, (0, 1)), out_shardings=layout[:2])
+  compiled = topology.compiled(
+    gradient.lower(
+      of(0, jnp.bfloat16, rows, 257, width),
+      of(1, jnp.bfloat16, entries, width),
+      of(2, jnp.int32, rows, 257),
+    )
+  )
+  found = program.collectives(hlo.read(compiled.as_text()))
+  large = {c.kind for c in found if c.size > entries * width}
+  assert large == {'all-gather', 'reduce-scatter'}

@@ -119,6 +119,24 @@ def test_dimensions_that_an_axis_does_not_divide_are_replicated(entries, rows):
   )
 
 
+def test_what_is_added_to_scatter_a_sum_changes_no_number(monkeypatch):
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  placed, _ = _placed(mesh, _arguments())
+  gradient = lambda: jax.jit(
+    _function('entropy', mesh), compiler_options=_COMPILER_OPTIONS
+  ).lower(*placed)
+  own = gradient()
+  monkeypatch.setattr(mesh_lib, 'platform', lambda mesh: 'tpu')
+  filled = gradient()
+  # A device has half of the entries. Their sum is scattered in whole blocks.
+  assert '1024x8xf32' in filled.as_text()
+  assert '1024x8xf32' not in own.as_text()
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    *(jax.device_get(x.compile()(*placed)) for x in (own, filled)),
+  )
+
+
 @pytest.mark.parametrize('kind', _KINDS)
 def test_no_logits_are_sent_and_the_matrix_is_sent_once_a_pass(kind):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)

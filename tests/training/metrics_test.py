@@ -2,7 +2,13 @@
 
 import pytest
 
+from stppo_jax.parallel import topology
 from stppo_jax.training import metrics as metrics_lib
+from tests.training import runs
+
+_COUNTS = metrics_lib.Counts(
+  policy=10.0, value=8.0, policy_again=3.0, value_again=2.0
+)
 
 
 def test_tokens_per_second():
@@ -28,3 +34,42 @@ def test_tokens_per_second():
     'perf/collect_tokens_per_second': pytest.approx(7 / 3.5),
     'perf/update_tokens_per_second': pytest.approx(11 * 2 / 4.0),
   }
+
+
+@pytest.mark.parametrize(
+  ('value', 'adapters', 'extra', 'needed', 'again'),
+  [
+    (False, False, False, 3 * 10, 3),
+    (True, False, False, 3 * (10 + 8), 3 + 2),
+    (True, True, False, 2 * (10 + 8), 3 + 2),
+    (False, False, True, 3 * 10, 3 + 10),
+  ],
+)
+def test_shares_of_the_peak(value, adapters, extra, needed, again):
+  found = metrics_lib.shares(
+    _COUNTS,
+    peak_operations=100.0,
+    has_value_model=value,
+    trains_adapters=adapters,
+    extra_pass=extra,
+  )
+  assert found == {
+    'perf/mfu': needed / 100,
+    'perf/hfu': pytest.approx((needed + again) / 100),
+  }
+
+
+@pytest.mark.slow
+def test_a_single_microbatch_needs_no_pass_for_statistics(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(topology, 'peak_operations', lambda mesh: 1e12)
+  shares = []
+  # A minibatch has one row for each device, and so one microbatch at most.
+  for size in (0, 8):
+    changes = {'updates__microbatch_size': size, 'model__dtype': 'bfloat16'}
+    changes |= {'num_steps': 1, 'evaluate__every': 0}
+    assert runs.train(tmp_path / str(size), **changes) == 0
+    (line,) = runs.metrics(tmp_path / str(size))
+    shares.append(line['perf/hfu'] / line['perf/mfu'])
+  assert shares[0] == pytest.approx(shares[1])

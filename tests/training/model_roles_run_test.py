@@ -10,6 +10,7 @@ import pytest
 from benchmarks import learners
 from stppo_jax import __main__
 from stppo_jax.models.hf import load
+from stppo_jax.parallel import memory
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.rollout import prefetch
 from stppo_jax.training import checkpoint_state
@@ -138,6 +139,20 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
     assert len(host['base_fingerprints']) == len(jax.tree.leaves(merged))
   else:
     assert not state.frozen and 'base_fingerprints' not in host
+
+
+@pytest.mark.slow
+def test_it_does_not_matter_whether_the_base_is_gathered_once(
+  tmp_path, monkeypatch
+):
+  changes = _LORA | {'mesh__fsdp': 4, 'updates__microbatch_size': 8}
+  assert _train(tmp_path / 'once', changes) == 0
+  monkeypatch.setattr(memory, 'leaves_room', lambda mesh, size: False)
+  assert _train(tmp_path / 'often', changes) == 0
+  once, often = (runs.repeated(tmp_path / x) for x in ('once', 'often'))
+  assert len(once) == len(often) == _STEPS
+  for line, other in zip(once, often):
+    assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
 # learner/model_roles_test.py tests the updates of adapters every time.

@@ -163,6 +163,7 @@ def test_the_supervised_start_keeps_weights_that_are_not_finite_out(
   # An eps that is 0 in float32 divides 0 by 0 where there is no gradient: at
   # the embeddings of tokens that do not occur.
   flags = runs.flags(
+    num_steps=None,
     sft__optimizer__eps=1e-50,
     model__tie_embeddings=False,
     updates__max_skipped=2,

@@ -75,7 +75,7 @@ def test_a_run_traces_the_steps_of_its_config(tmp_path):
 
 @pytest.mark.slow
 def test_a_supervised_run_traces_them_too(tmp_path):
-  flags = runs.flags(sft__num_steps=2, profile__steps='(2,3)')
+  flags = runs.flags(num_steps=None, sft__num_steps=2, profile__steps='(2,3)')
   assert __main__.main(['sft', *flags, f'--workdir={tmp_path}']) == 0
   (trace,) = _traces(tmp_path)
   assert 'step' in _names(trace)

@@ -30,8 +30,12 @@ from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.workdir import run_folder
 
-# The commands that train but do not start from another run.
-_OFFLINE = ('sft', 'prefer')
+# The commands that train but do not start from another run, and what they read
+# in place of num_steps.
+_OFFLINE = {
+  'sft': 'sft.num_steps',
+  'prefer': 'preference.num_epochs, the passes over the pairs',
+}
 
 
 def parse(
@@ -110,10 +114,10 @@ def checked(
           f'config.init_from={config.init_from}: must be empty for {writer}, '
           'which starts from model.path'
         )
-      if writer == 'prefer' and 'num_steps' in given.overrides:
+      if writer in _OFFLINE and 'num_steps' in given.overrides:
         errors.append(
-          f'--config.num_steps={given.overrides["num_steps"]}: prefer does not '
-          'use it; set preference.num_epochs, the passes over the pairs'
+          f'--config.num_steps={given.overrides["num_steps"]}: {writer} does '
+          f'not use it; set {_OFFLINE[writer]}'
         )
   if workdir and writer:
     # The folders that a config names are known only if it is valid.

@@ -20,10 +20,11 @@ _NOT_COMPARED = (
   'checkpoint',
   'alarms',
   'profile',
-  'mesh',
   'updates.max_skipped',
-  'updates.row_length',
 )
+# Which trajectories share a microbatch, over which a correction may be.
+_OF_MICROBATCHES = ('mesh', 'updates.row_length')
+_SCOPE = 'algorithm.correction.clipping_bias.scope'
 # Of a path, only the name is the same on another machine.
 _PATHS = ('model.path', 'env.prompt_template')
 _RECORD = 'study.json'
@@ -81,9 +82,11 @@ class Plan:
     """Returns the flags of `sft` for a supervised start, but the workdir."""
     # The algorithm decides nothing there, but must be one of the config.
     algorithm = next(x.algorithm for x in self.whole.arms if x.start == start)
-    return self._flags(
+    flags = self._flags(
       algorithm, {'model.path': '', **self.whole.starts[start]}
     )
+    # The steps of the runs are not those of a start, and `sft` refuses them.
+    return [x for x in flags if not x.startswith('--config.num_steps=')]
 
   def _flags(self, algorithm: str, changes: Mapping[str, Any]) -> list[str]:
     """Returns flags of a config; those of the command line come last."""
@@ -109,11 +112,14 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
     arm: an arm of its study.
     config: the config of the arm, without the path of its start.
   """
-  usual = settings.flatten(base.get_config())
+  usual, own = settings.flatten(base.get_config()), settings.flatten(config)
+  left_out = _NOT_COMPARED
+  if own[_SCOPE] != 'microbatch':
+    left_out += _OF_MICROBATCHES
   values = {
     key: value
-    for key, value in settings.flatten(config).items()
-    if not f'{key}.'.startswith(tuple(f'{name}.' for name in _NOT_COMPARED))
+    for key, value in own.items()
+    if not f'{key}.'.startswith(tuple(f'{name}.' for name in left_out))
     and (key not in usual or usual[key] != value)
   }
   start = dict(plan.whole.starts[arm.start]) if arm.start else {}

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.data import kinds
-from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.models import roofline
@@ -162,8 +161,7 @@ def make(
     if is_known and not config.model.path:
       tokenizer = model_files.build_tokenizer(config, None)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    learner = learner_lib.Learner(config, shape, mesh)
-    placement = components.build_placement(config, shape, mesh, devices)
+    learner, placement = components.build_learner(config, shape, mesh, devices)
     components.check_sizes(config, shape, mesh, placement)
     packed = packed_shapes(config, shape, length, loss_fraction)
   held = checks.held_memory(config, learner, placement)
@@ -190,7 +188,7 @@ def make(
     num_hosts=mesh_lib.num_hosts(mesh),
     held=held,
     estimated=estimated_temporaries(
-      work, held.gradients, head_chunk=config.updates.head_chunk
+      work, held, head_chunk=config.updates.head_chunk
     ),
     programs=costs,
     work=work,
@@ -240,7 +238,7 @@ def packed_shapes(
 
 
 def estimated_temporaries(
-  work: roofline.Work, trained: int, *, head_chunk: int
+  work: roofline.Work, held: memory.Held, *, head_chunk: int
 ) -> dict[str, int]:
   """Returns the bytes of an update's temporaries on one device, by formula.
 
@@ -248,10 +246,10 @@ def estimated_temporaries(
 
   Args:
     work: the sizes of a step.
-    trained: the bytes of the trained float32 weights on one device.
+    held: the memory of one device.
     head_chunk: tokens whose logits are held at once; 0: all.
   """
-  shape, tensor = work.shape, work.axes['tensor']
+  trained, shape, tensor = held.gradients, work.shape, work.axes['tensor']
   size, rows = work.itemsize, work.rows_per_device
   tokens = rows * work.length
   queries = shape.num_heads * shape.head_dim
@@ -283,6 +281,7 @@ def estimated_temporaries(
   models = 2 if work.values == 'own' else 1
   estimated = {
     'gradients': trained,
+    'the gathered base': held.gathered,
     f'weights in {shape.dtype}': trained * size // 4 if size < 4 else 0,
     # The kernel's gradients of all layers are in the dtype of the computation.
     f'gradients of experts in {shape.dtype}': (

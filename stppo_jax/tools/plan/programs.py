@@ -13,13 +13,13 @@ from typing import NamedTuple
 from stppo_jax import batch as batch_lib
 from stppo_jax.envs import environments
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import lowering as learner_lowering
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import stops
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import lowering as learner_lowering
 from stppo_jax.tools.plan import program as program_lib
 from stppo_jax.training import engines
 
