@@ -103,7 +103,10 @@ class SlotDriver:
     self._state: slot_state_lib.SlotState | None = None
 
   def reset(self) -> None:
-    """Drops the state, which a call that failed may have left unusable."""
+    """Drops the state, and frees its memory.
+
+    A call that failed may have left it unusable.
+    """
     self._state = None
 
   def start_wave(self, prompts: Mapping[int, Append], group_size: int) -> None:

@@ -47,6 +47,8 @@ class Parts:
     prefetcher: schedules the collections of steps and returns their results.
     evaluator: evaluates a published policy.
     pack: turns trajectories into the arrays of a batch.
+    release: frees the memory of the engine that training may use, until the
+      next policy is published.
     notes: lines about what the config leads to; of the first host.
   """
 
@@ -59,6 +61,7 @@ class Parts:
   prefetcher: prefetch.Prefetcher
   evaluator: evaluation.Evaluator
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
+  release: Callable[[], None]
   notes: Sequence[str]
 
   def evaluate(
@@ -77,7 +80,9 @@ class Parts:
     with folder.together():
       engines.publish(self.engine, self.learner, state.params, 0)
     with folder.abandonable():
-      return self.evaluator.measure()
+      measured = self.evaluator.measure()
+      self.release()
+      return measured
     raise AssertionError  # a section that is cut short raises
 
 
@@ -140,6 +145,7 @@ def build(config, folder: claim.Folder) -> Parts:
     prefetcher,
     evaluator,
     pack,
+    functools.partial(engines.release, engine, config),
     [*_notes(config, found, folder.hosts.count)] * folder.hosts.is_first,
   )
 

@@ -147,6 +147,23 @@ def _sampling(config) -> sampler.Sampling:
   )
 
 
+def release(engine: Engine, config) -> None:
+  """Drops what a local engine does not keep while the policy is trained."""
+  if isinstance(engine, engine_lib.Engine) and not config.rollout.steps_ahead:
+    engine.release()
+
+
+def kept(config) -> frozenset[str]:
+  """Returns what an engine keeps while the policy is trained, of `sizes`.
+
+  It is everything if steps are collected meanwhile. Otherwise the engine drops
+  its keys and values, and its weights but for a frozen base.
+  """
+  if config.rollout.steps_ahead:
+    return frozenset({WEIGHTS, CACHE})
+  return frozenset({WEIGHTS} if config.model.lora.rank else ())
+
+
 def options(config, hosts: int) -> engine_options.EngineOptions:
   """Returns the options of the local engine of each host."""
   rollout = config.rollout

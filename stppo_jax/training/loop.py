@@ -89,6 +89,7 @@ def train(
           prefetcher.schedule(step, state)
           with folder.abandonable():
             collected = prefetcher.result(step)
+            parts.release()
 
         with run.phase('annotate'):
           packed = parts.pack(collected.trajectories)
