@@ -228,7 +228,8 @@ def held_memory(
 ) -> memory_lib.Held:
   """Returns the bytes that a run holds on one device, by name.
 
-  These are weights, moments, gradients, the reference and the engine.
+  These are weights, moments, gradients, the reference, the engine, and the
+  policies that later steps are collected with.
   """
   state, reference = learner.abstract_start()
   size_of = memory_lib.bytes_per_device
@@ -241,20 +242,27 @@ def held_memory(
   sizes['frozen base'] = size_of(state.frozen)
   if config.model.reference_memory == 'device':
     sizes['reference'] = size_of(reference)
-  engine, copied, collecting = {}, 0, {}
+  ahead = config.rollout.steps_ahead
+  if ahead:  # those of the last `ahead` steps, and the newest
+    policies = (ahead + 1) * sizes['policy parameters']
+    sizes['policies of the next steps'] = policies
+  copied, collecting = 0, {}
   if placement is not None:
     engine, copied = engines.sizes(config, learner.policy, placement)
-  if placement is not None and placement.collecting:
-    collecting = dict(engine)
-    # Policies that differ in their adapters share the base, so the later ones
-    # are not counted.
-    if not config.model.lora.rank:
-      ahead = config.rollout.steps_ahead
-      collecting['weights of the next steps'] = ahead * engine[engines.WEIGHTS]
-    engine = {}
+    if not placement.collecting:
+      collecting = sizes | engine
+      kept = engines.kept(config)
+      sizes |= {name: size for name, size in engine.items() if name in kept}
+    else:
+      collecting = engine
+      # Policies that differ in their adapters share the base, so the later ones
+      # are not counted.
+      if not config.model.lora.rank:
+        weights = ahead * engine[engines.WEIGHTS]
+        collecting = engine | {'weights of the next steps': weights}
   return memory_lib.Held(
-    {name: size for name, size in (sizes | engine).items() if size},
-    collecting,
+    {name: size for name, size in sizes.items() if size},
+    {name: size for name, size in collecting.items() if size},
     gradients=trained,
     copied=copied,
   )

@@ -7,10 +7,11 @@ optimiser states, and the collectives, are the same on any device; temporaries
 that the CPU compiler plans differ on accelerators. Without `programs`,
 temporaries are estimated by a formula.
 
-The engine of this host keeps its weights, keys and values all the time, so they
-are counted: on all devices, or on those that only collect. The policies of
-steps that are collected ahead are not counted where all devices learn, nor are
-batches without a compiled program.
+Collecting and learning follow each other, and the larger of the two counts: the
+engine has its weights, keys and values only while it collects, and temporaries
+exist only while programs run. With `rollout.steps_ahead` the two overlap, and
+the engine is counted in both; programs of a device still run one by one.
+Batches are not counted without a compiled program.
 """
 
 from collections.abc import Mapping
@@ -79,8 +80,14 @@ class Plan:
     pads; without them, the temporaries of an update are estimated.
     """
     if self.programs:
-      sizes = {**self.held.sizes, **self.held.collecting}
-      return {name: cost.beside(sizes) for name, cost in self.programs.items()}
+      return {
+        name: cost.beside(
+          self.held.collecting
+          if name in roofline.COLLECTING
+          else self.held.sizes
+        )
+        for name, cost in self.programs.items()
+      }
     return {'update': sum(self.estimated.values())}
 
   @property
@@ -117,7 +124,7 @@ class Plan:
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
       side[1] += phase.expected
-    joined = max if self.held.collecting else lambda *both: sum(both)
+    joined = max if self.work.collectors else lambda *both: sum(both)
     bound, expected = zip(*sides.values())
     return joined(*bound), joined(*expected)
 
