@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -38,6 +39,7 @@ class Parts:
   """The objects that the loop works with.
 
   Attributes:
+    config: the config of the run, with a number of slots that fits.
     tokenizer: the policy's tokenizer.
     learner: annotates and updates.
     placement: the devices that decode; None with rollout.engine=remote.
@@ -52,6 +54,7 @@ class Parts:
     notes: lines about what the config leads to; of the first host.
   """
 
+  config: Any
   tokenizer: tokenizer_lib.Tokenizer
   learner: learner_lib.Learner
   placement: publish_lib.Placement | None
@@ -99,7 +102,7 @@ def build(config, folder: claim.Folder) -> Parts:
   """
   with folder.abandonable():
     found = components_lib.build(config)
-    checks.check_memory(
+    config = checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()
     )
   with folder.abandonable():
@@ -136,6 +139,7 @@ def build(config, folder: claim.Folder) -> Parts:
       hosts=folder.hosts,
     )
   return Parts(
+    config,
     tokenizer,
     learner,
     found.placement,
@@ -168,6 +172,9 @@ def _notes(
       'updates, which saves no time; with mesh.collect_fraction some devices '
       'collect beside them'
     )
+  slots = config.rollout.slots
+  if 0 < slots < config.rollout.trajectories_per_step // num_hosts:
+    yield f'note: each host decodes {slots} trajectories at a time'
   ends = model_files.end_token_ids(config, found.tokenizer)
   names = ', '.join(f'{i} {found.tokenizer.decode([i])!r}' for i in ends)
   yield f'a turn ends at a stop string or at token {names}'

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from stppo_jax import exits
@@ -13,7 +14,9 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import memory as memory_lib
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import fakes
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -189,7 +192,7 @@ def check_memory(
   learner: learner_lib.Learner,
   placement: publish_lib.Placement | None,
   limit: int | None,
-) -> None:
+) -> Any:
   """Checks that the models, their training and the engine fit.
 
   Programs need more than what is counted here, so what is refused would have
@@ -201,12 +204,16 @@ def check_memory(
     placement: the devices that decode; None with rollout.engine=remote.
     limit: the bytes of a device; None: they are not known.
 
+  Returns:
+    The config with a number of slots that fits, see `sized`.
+
   Raises:
     DoesNotFit: one line with what is largest.
   """
   if limit is None:
-    return
-  held = held_memory(config, learner, placement)
+    return config
+  fitting = sized(config, learner, placement, limit)
+  held = held_memory(fitting, learner, placement)
   if held.total > limit:
     parts = sorted(
       {**held.sizes, **held.collecting}.items(), key=lambda part: -part[1]
@@ -219,6 +226,50 @@ def check_memory(
       config,
       limit,
     )
+  return fitting
+
+
+# The share of a device's memory that slots may fill. The rest is for the code
+# of programs, and for what lies between arrays.
+_FILLED = 0.9
+
+
+def sized(
+  config,
+  learner: learner_lib.Learner,
+  placement: publish_lib.Placement | None,
+  limit: float | None,
+) -> Any:
+  """Returns the config with as many slots as fit, if it leaves that open.
+
+  That is all that a host collects of a step, divided into as few waves of equal
+  size as memory permits. If not even the fewest slots fit, those are chosen.
+
+  Args:
+    config: the config of a run that fits its files and devices.
+    learner: its learner.
+    placement: the devices that decode; None with rollout.engine=remote.
+    limit: the bytes of a device; None: they are not known.
+  """
+  rollout = config.rollout
+  if placement is None or limit is None or rollout.slots:
+    return config
+  hosts = mesh_lib.num_hosts(placement.training)
+  wanted = rollout.trajectories_per_step // hosts
+  unit = math.lcm(
+    rollout.lanes * rollout.group_size,
+    cache_lib.row_shards(learner.policy.config, placement.mesh),
+  )
+  held = held_memory(config, learner, placement)
+  beside = sum(held.collecting.values()) - held.collecting[engines.CACHE]
+  changed = config.copy_and_resolve_references()
+  for waves in range(1, wanted + 1):
+    with changed.unlocked():
+      changed.rollout.slots = -(-wanted // (waves * unit)) * unit
+    slots = engines.slot_memory(changed, learner.policy, placement)
+    if beside + slots <= _FILLED * limit or changed.rollout.slots == unit:
+      break
+  return config if changed.rollout.slots == wanted else changed.lock()
 
 
 def held_memory(

@@ -7,6 +7,7 @@ the weights, and the keys and values of its slots.
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from stppo_jax.envs import reward_function
 from stppo_jax.learner import learner as learner_lib
@@ -218,6 +219,28 @@ def sizes(
   shards = cache_lib.row_shards(policy.config, placement.mesh)
   slots = chosen.slots_per_lane // shards
   return held, held[CACHE] * chosen.most_copied(shards) // slots
+
+
+def slot_memory(
+  config, policy: functional.Model, placement: publish_lib.Placement
+) -> int:
+  """Returns the bytes that slots need on a device, those to extend them too.
+
+  The latter are within a third of what the compiler for TPU plans.
+  """
+  held, copied = sizes(config, policy, placement)
+  shape, tensor = policy.config, placement.tensor
+  chosen = options(config, mesh_lib.num_hosts(placement.training))
+  shards = cache_lib.row_shards(shape, placement.mesh)
+  tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
+  mlp = shape.intermediate_size
+  if shape.num_experts:
+    mlp = shape.num_experts_per_tok * shape.moe_intermediate_size
+  size = jnp.dtype(shape.dtype).itemsize
+  # Of a token: states, the MLP, and scores of a block, also in float32.
+  per_token = (4 * shape.hidden_size + 3 * mlp // tensor) * size
+  per_token += shape.num_heads // tensor * chosen.block_size * (size + 4)
+  return held[CACHE] + copied + tokens * per_token
 
 
 def _build_remote(

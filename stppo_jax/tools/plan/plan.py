@@ -175,6 +175,8 @@ def make(
     placement = components.build_placement(config, shape, mesh, devices)
     components.check_sizes(config, shape, mesh, placement)
     packed = packed_shapes(config, shape, length, loss_fraction)
+  limit = (gib or topology.limits.memory) * memory.GIB
+  config = checks.sized(config, learner, placement, limit)
   held = checks.held_memory(config, learner, placement)
   if placement is not None and 'decode' in programs:
     options = engines.options(config, mesh_lib.num_hosts(placement.training))
@@ -209,7 +211,7 @@ def make(
     work=work,
     phases=roofline.phases(work, topology),
     num_steps=config.num_steps,
-    limit=(gib or topology.limits.memory) * memory.GIB,
+    limit=limit,
   )
 
 
