@@ -52,6 +52,8 @@ class Plan:
     topology: the devices.
     axes: the sizes of the mesh axes.
     num_hosts: the number of hosts.
+    slots: the trajectories that each host decodes at a time; 0 with
+      rollout.engine=remote.
     held: what the run holds, beside what programs need.
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
@@ -64,6 +66,7 @@ class Plan:
   topology: topology_lib.Topology
   axes: Mapping[str, int]
   num_hosts: int
+  slots: int
   held: memory.Held
   estimated: Mapping[str, int]
   programs: Mapping[str, programs_lib.Cost]
@@ -184,7 +187,7 @@ def make(
     if options.most_rows < options.slots_per_lane // shards:
       # Every call is on fewer slots: the program has the copy.
       held = held._replace(copied=0)
-  axes = dict(mesh.shape)
+  axes, hosts = dict(mesh.shape), mesh_lib.num_hosts(mesh)
   assert packed.loss_positions_BM is not None  # `packed_shapes` has them
   work = metrics.work(
     config,
@@ -202,7 +205,8 @@ def make(
   return Plan(
     topology=topology,
     axes=axes,
-    num_hosts=mesh_lib.num_hosts(mesh),
+    num_hosts=hosts,
+    slots=0 if placement is None else components.num_slots(config, hosts),
     held=held,
     estimated=estimated_temporaries(
       work, held.gradients, head_chunk=config.updates.head_chunk

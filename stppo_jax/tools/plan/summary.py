@@ -57,6 +57,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
       'trajectories': work.trajectories,
       'length': work.length,
       'losses': work.losses,
+      'slots': plan.slots,
       'parts': {
         name: {
           'operations': phase.operations,
@@ -227,6 +228,8 @@ def _describe_step(summary: Mapping[str, Any]) -> list[str]:
     f'{step["tokens_per_second"]:,.0f} tokens and '
     f'{step["questions_per_second"]:.3g} questions per second'
   )
+  if step['slots']:
+    lines.append(f'Each host decodes {step["slots"]} trajectories at a time')
   run = summary['run']
   price = ''
   if run['cost'] is not None:
