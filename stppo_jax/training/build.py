@@ -102,7 +102,8 @@ def build(config, folder: claim.Folder) -> Parts:
   """
   with folder.abandonable():
     found = components_lib.build(config)
-    config = checks.check_memory(
+    config = found.config
+    checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()
     )
   with folder.abandonable():

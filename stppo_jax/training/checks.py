@@ -192,7 +192,7 @@ def check_memory(
   learner: learner_lib.Learner,
   placement: publish_lib.Placement | None,
   limit: int | None,
-) -> Any:
+) -> None:
   """Checks that the models, their training and the engine fit.
 
   Programs need more than what is counted here, so what is refused would have
@@ -204,16 +204,12 @@ def check_memory(
     placement: the devices that decode; None with rollout.engine=remote.
     limit: the bytes of a device; None: they are not known.
 
-  Returns:
-    The config with a number of slots that fits, see `sized`.
-
   Raises:
     DoesNotFit: one line with what is largest.
   """
   if limit is None:
-    return config
-  fitting = sized(config, learner, placement, limit)
-  held = held_memory(fitting, learner, placement)
+    return
+  held = held_memory(config, learner, placement)
   if held.total > limit:
     parts = sorted(
       {**held.sizes, **held.collecting}.items(), key=lambda part: -part[1]
@@ -226,7 +222,6 @@ def check_memory(
       config,
       limit,
     )
-  return fitting
 
 
 # The share of a device's memory that slots may fill. The rest is for the code

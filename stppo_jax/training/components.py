@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
@@ -28,6 +29,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
@@ -49,6 +51,7 @@ class Components:
   """The components of a config that fits its files and the devices.
 
   Attributes:
+    config: the config, with a number of slots that fits (`checks.sized`).
     questions: the data set.
     tokenizer: the policy's tokenizer.
     learner: models and compiled programs; no weight is read yet.
@@ -56,6 +59,7 @@ class Components:
     notes: lines about questions that cannot be used as they are.
   """
 
+  config: Any
   questions: questions_lib.Questions
   tokenizer: tokenizer_lib.Tokenizer
   learner: learner_lib.Learner
@@ -79,7 +83,8 @@ def build(config) -> Components:
     placement = build_placement(config, shape, mesh)
     check_sizes(config, shape, mesh, placement)
     notes = checks.check_data(config, questions, tokenizer)
-  return Components(questions, tokenizer, learner, placement, notes)
+  config = checks.sized(config, learner, placement, memory.device_limit())
+  return Components(config, questions, tokenizer, learner, placement, notes)
 
 
 def build_questions(config) -> questions_lib.Questions:
