@@ -95,18 +95,19 @@ def line(name: str) -> str:
     programs=list(programs.PROGRAMS)[::-1],
     topology=topology.find(chips),
   )
-  engine = sum(size for n, size in plan.held.sizes.items() if 'engine' in n)
-  state = sum(plan.held.sizes.values()) - engine
+  state = plan.held.learns
+  engine = plan.held.decodes - state
   update = plan.programs['update']
   setting = SETTINGS[name]
-  learning, collecting = (
+  learning, collecting, publishing = (
     [
       plan.programs[n].problem or f'{(held + plan.temporaries[n]) / _GIB:.1f}'
       for n in names
     ]
     for held, names in (
       (state, ('annotate', 'update')),
-      (state + engine, ('extend', 'decode', 'publish')),
+      (state + engine, ('extend', 'decode')),
+      (state, ('publish',)),
     )
   )
   seconds = [f'{plan.programs[n].seconds:.1f}' for n in ('annotate', 'update')]
@@ -121,6 +122,7 @@ def line(name: str) -> str:
     ', '.join(map(str, setting[3:])),
     f'{engine / _GIB:.1f}',
     *collecting,
+    *publishing,
     'fits' if plan.fits else 'does not fit',
   )
   return f'| {" | ".join(cells)} |'

@@ -29,9 +29,9 @@ needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
     size  topology  GiB of a chip   seconds a step    500 steps
-    1_5b  v5e:4x4   13.0 of 15.75   108, at least 40  15 hours, 241 chip-hours
-    3b    v5e:8x8   11.8 of 15.75    75, at least 27  10 hours, 670 chip-hours
-    7b    v5e:8x8   11.7 of 15.75   119, at least 44  17 hours, 1,057 chip-hours
+    1_5b  v5e:4x4    9.6 of 15.75    74, at least 28  10 hours, 164 chip-hours
+    3b    v5e:8x8      6.9 of 15.75    52, at least 19  7 hours, 464 chip-hours
+    7b    v5e:8x8      8.1 of 15.75    90, at least 34  13 hours, 802 chip-hours
 """
 
 from stppo_jax.configs import base

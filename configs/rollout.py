@@ -23,8 +23,9 @@ def section() -> dict[str, Any]:
     # The third keeps tokens with at least min_p times the largest
     # probability.
     'min_p': 0.0,
-    # Trajectories that a host decodes at once, also in evaluations;
-    # 0 = all that it collects of a step.
+    # Trajectories that a host decodes at once, also in evaluations; 0 = all
+    # that it collects of a step, or as many of them as the memory of its
+    # devices holds beside the training state.
     'slots': 0,
     # local: the engine of this process. remote: a server, see below. It
     # must be local on several hosts.

@@ -21,7 +21,6 @@ class Slice(typing.NamedTuple):
     topology: its name, for `plan`.
     data, fsdp, tensor: the mesh of training.
     microbatch_size: rows per forward pass.
-    slots: dialogues that a host decodes at a time.
     decode_tensor: chips over which the weights are divided in decoding.
   """
 
@@ -30,14 +29,13 @@ class Slice(typing.NamedTuple):
   fsdp: int
   tensor: int
   microbatch_size: int
-  slots: int
   decode_tensor: int
 
 
 SLICES = {
-  '1_5b': Slice('v5e:4x4', 2, 8, 1, 16, 32, 2),
-  '3b': Slice('v5e:8x8', 2, 32, 1, 64, 16, 2),
-  '7b': Slice('v5e:8x8', 1, 16, 4, 16, 16, 4),
+  '1_5b': Slice('v5e:4x4', 2, 8, 1, 16, 2),
+  '3b': Slice('v5e:8x8', 2, 32, 1, 64, 2),
+  '7b': Slice('v5e:8x8', 1, 16, 4, 16, 4),
 }
 
 
@@ -83,8 +81,8 @@ def place(config: base.Config, size: str) -> None:
   config.updates.remat = 'full'
   config.updates.microbatch_size = chosen.microbatch_size
   config.updates.head_chunk = 1024
-  config.rollout.slots = chosen.slots
   config.rollout.tensor = chosen.decode_tensor
+  config.rollout.deterministic = False  # full batches, see docs/engines.md
   per_epoch = (
     config.rollout.trajectories_per_step // config.updates.minibatch_size
   )

@@ -66,10 +66,9 @@ class Held(NamedTuple):
   """The bytes that a run holds on one device, beside what programs need.
 
   Attributes:
-    sizes: name to bytes of everything in memory during an update, the engine
-      included where devices both learn and collect.
-    collecting: name to bytes of what a device holds that only collects; {} if
-      there is none.
+    sizes: name to bytes of everything on a device that learns, while it does.
+    collecting: name to bytes of everything on a device that collects, while it
+      does; {} if none does.
     gradients: bytes of the gradients of an update.
     copied: bytes of keys and values that decode copies while few slots are
       active, on a device that collects.
@@ -90,7 +89,7 @@ class Held(NamedTuple):
   @property
   def decodes(self) -> int:
     """The bytes on a device that collects."""
-    return sum((self.collecting or self.sizes).values()) + self.copied
+    return sum(self.collecting.values()) + self.copied
 
   @property
   def total(self) -> int:

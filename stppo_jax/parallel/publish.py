@@ -179,37 +179,71 @@ class Placement:
 class Publisher:
   """Copies weights of a model to the devices that decode with them.
 
+  What is no layer is copied first, then one layer after the other, by programs
+  of their own. A single program would gather many layers before it puts the
+  first into its results, and so hold most of the weights twice.
+
   Args:
     placement: the devices.
-    cut: a function of weights with stacked layers that returns copies with a
-      tree for each layer, in the dtype of the computation.
+    cast: a function of weights that returns copies in the dtype of the
+      computation.
     num_layers: the number of layers.
   """
 
   def __init__(
     self,
     placement: Placement,
-    cut: Callable[[Tree], Tree],
+    cast: Callable[[Tree], Tree],
     *,
     num_layers: int,
   ):
     self._placement = placement
-    self._cut = cut
+    self._cast = cast
     self._num_layers = num_layers
     self._programs: dict[Any, tuple[Any, Tree]] = {}
 
-  def program(self, params: Tree) -> tuple[Any, Tree]:
-    """Returns the jitted copy of weights, and their layout on this host.
+  def program(self, part: Tree) -> tuple[Any, Tree]:
+    """Returns the jitted copy of a part of the weights, and its layout here.
 
     Args:
-      params: the weights, or their shapes.
+      part: the stacked layers, of which a second argument of the copy chooses
+        one, or what is no layer; shapes suffice.
     """
-    key = jax.tree.structure(params)
+    key = jax.tree.structure(part)
     if key not in self._programs:
-      layout = self._layout(params, self._placement.mesh)
-      copy = jax.jit(self._copy, out_shardings=self._stages(params)[-1])
+      layout = self._layout(part, self._placement.mesh)
+      copy = jax.jit(self._copy, out_shardings=self._stages(part)[-1])
       self._programs[key] = copy, layout
     return self._programs[key]
+
+  def parts(self, params: Tree) -> list[tuple[Tree, int]]:
+    """Returns the parts of weights, see `program`, and the layers of each.
+
+    Args:
+      params: the weights with stacked layers, or their shapes.
+    """
+    whole, stack = {}, {}
+    for name, x in params.items():
+      (stack if name == 'layers' else whole)[name] = x
+    counted = (whole, 1), (stack, self._num_layers)
+    return [(part, count) for part, count in counted if part]
+
+  def by_part(
+    self, params: Tree, function: Callable[[Tree, int], Tree]
+  ) -> Tree:
+    """Returns the results of a function of each part, with a tree for a layer.
+
+    Args:
+      params: the weights with stacked layers, or their shapes.
+      function: gets a part, and the number of the layer.
+    """
+    made: dict[str, Any] = {}
+    for part, count in self.parts(params):
+      results = [function(part, n) for n in range(count)]
+      if 'layers' in part:
+        results = [{'layers': tuple(x['layers'] for x in results)}]
+      made |= results[0]
+    return made
 
   def __call__(self, params: Tree) -> Tree:
     """Returns copies of weights on this host's devices.
@@ -217,31 +251,42 @@ class Publisher:
     Args:
       params: the weights, on the devices of training.
     """
-    copy, layout = self.program(params)
-    return jax.tree.map(self._placement.here, copy(params), layout)
 
-  def _copy(self, params: Tree) -> Tree:
-    copied = self._cut(params)
+    def copied(part: Tree, layer: int) -> Tree:
+      copy, layout = self.program(part)
+      return jax.tree.map(self._placement.here, copy(part, layer), layout)
+
+    return self.by_part(params, copied)
+
+  def _copy(self, part: Tree, layer: jax.Array) -> Tree:
+    is_stack = 'layers' in part
+    copied = self._cast(
+      jax.tree.map(lambda x: x[layer] if is_stack else x, part)
+    )
     if self._placement.training.size == 1:
       return copied
-    # The first stage is in the layout of training after the cast and for each
-    # layer, so that devices send the smaller dtype and no stack is held twice.
-    for layout in self._stages(params):
+    # The first stage is in the layout of training after the cast, so that
+    # devices send the smaller dtype.
+    for layout in self._stages(part):
       copied = jax.lax.with_sharding_constraint(copied, layout)
     return copied
 
-  def _stages(self, params: Tree) -> list[Tree]:
-    layout = self._layout(params, self._placement.training)
+  def _stages(self, part: Tree) -> list[Tree]:
+    layout = self._layout(part, self._placement.training)
     stages = jax.tree.map(
-      self._placement.stages, layout, self._layout(params, self._placement.mesh)
+      self._placement.stages, layout, self._layout(part, self._placement.mesh)
     )
     return [
       jax.tree.map(lambda _, x, n=n: x[n], layout, stages) for n in range(3)
     ]
 
-  def _layout(self, params: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    layout = sharding.param_shardings(params, mesh)
-    return sharding.per_layer(layout, self._num_layers)
+  def _layout(self, part: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    layout = sharding.param_shardings(part, mesh)
+    if 'layers' in part:
+      layout = jax.tree.map(
+        lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), layout
+      )
+    return layout
 
 
 def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:

@@ -61,21 +61,6 @@ def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
   return jax.tree_util.tree_map_with_path(one, params)
 
 
-def per_layer(layout: Tree, num_layers: int) -> Tree:
-  """Returns the layout of weights that have a tree for each layer.
-
-  Args:
-    layout: the layout of the same weights with stacked layers.
-    num_layers: the number of layers.
-  """
-  if 'layers' not in layout:
-    return layout
-  layer = jax.tree.map(
-    lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), layout['layers']
-  )
-  return {**layout, 'layers': (layer,) * num_layers}
-
-
 def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns parameters or gradients, in a program, sharded by the rules.
 

@@ -166,9 +166,8 @@ def build(
     # decodes.
     publisher=publish_lib.Publisher(
       placement,
-      lambda params: jax.tree.map(
-        jnp.copy,
-        model.split_layers(precision.cast(params, model.config.dtype)),
+      lambda part: jax.tree.map(
+        jnp.copy, precision.cast(part, model.config.dtype)
       ),
       num_layers=model.config.num_layers,
     ),

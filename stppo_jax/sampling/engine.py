@@ -113,6 +113,20 @@ class Engine:
     self._programs.params = weights
     self.version = version
 
+  def release(self) -> None:
+    """Drops weights, keys and values, and what is left of a collection.
+
+    The memory is free until the next `publish`, but for frozen weights under
+    adapters, which stay.
+
+    Raises:
+      Exception: the error that a lane's thread has raised, see `begin`.
+    """
+    for lane in self._lanes:
+      lane.release()
+    self._queue.clear()
+    self._programs.params = None
+
   def begin(
     self,
     prompts: Sequence[np.ndarray | None],

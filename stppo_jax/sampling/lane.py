@@ -145,6 +145,11 @@ class Lane:
       self._driver.reset()
       raise
 
+  def release(self) -> None:
+    """Empties all slots, as `begin` does, and frees their memory."""
+    self.begin(max_turn_tokens=1, greedy=False)
+    self._driver.reset()
+
   @property
   def busy(self) -> bool:
     """Whether a turn can end before a row is resumed or closed."""

@@ -109,14 +109,26 @@ class Lowering:
       num_pages=self._options.pages_per_row,
     )
 
-  def publish(self) -> Any:
-    """Lowers the copy of the trained weights, on the devices of training."""
-    copy, _ = self._functions.publisher.program(self._trained)
-    return copy.lower(self._trained)
+  def publish(self) -> list[tuple[Any, int]]:
+    """Lowers the copies of the trained weights, on the devices of training.
+
+    Returns:
+      The programs, and how often each of them runs.
+    """
+    publisher = self._functions.publisher
+    return [
+      (publisher.program(part)[0].lower(part, 0), count)
+      for part, count in publisher.parts(self._trained)
+    ]
 
   def _published(self, params: functional.Params) -> functional.Params:
-    copy, layout = self._functions.publisher.program(params)
-    return jax.tree.map(_placed, jax.eval_shape(copy, params), layout)
+    publisher = self._functions.publisher
+
+    def shapes(part, layer):
+      copy, layout = publisher.program(part)
+      return jax.tree.map(_placed, jax.eval_shape(copy, part, layer), layout)
+
+    return publisher.by_part(params, shapes)
 
   def _by_row(self, dtype, *shape: int) -> Any:  # a shape in place of an array
     return jax.ShapeDtypeStruct(

@@ -114,7 +114,10 @@ class SlotDriver:
     self._state: slot_state_lib.SlotState | None = None
 
   def reset(self) -> None:
-    """Drops the state, which a call that failed may have left unusable."""
+    """Drops the state, and frees its memory.
+
+    A call that failed may have left it unusable.
+    """
     self._state = None
 
   def append(self, appends: Mapping[int, Append]) -> None:

@@ -252,7 +252,7 @@ def build_collector(
   """Returns a collector that samples with the weights of a policy."""
   tokenizer, policy = components.tokenizer, components.learner.policy
   engine = engines.build(
-    config, services, tokenizer, policy, components.placement
+    components.config, services, tokenizer, policy, components.placement
   )
   engine.publish(params, 0)
   return engines.build_collector(config, services, tokenizer, engine)
@@ -303,7 +303,7 @@ def _collect_all(
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
-  size = _BATCHES * components_lib.num_slots(config, 1)
+  size = _BATCHES * components_lib.num_slots(components.config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]
     asked = [rows[n][0] for n in part]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -38,6 +39,7 @@ class Parts:
   """The objects that the loop works with.
 
   Attributes:
+    config: the config of the run, with a number of slots that fits.
     tokenizer: the policy's tokenizer.
     learner: annotates and updates.
     placement: the devices that decode; None with rollout.engine=remote.
@@ -47,9 +49,12 @@ class Parts:
     prefetcher: schedules the collections of steps and returns their results.
     evaluator: evaluates a published policy.
     pack: turns trajectories into the arrays of a batch.
+    release: frees the memory of the engine that training may use, until the
+      next policy is published.
     notes: lines about what the config leads to; of the first host.
   """
 
+  config: Any
   tokenizer: tokenizer_lib.Tokenizer
   learner: learner_lib.Learner
   placement: publish_lib.Placement | None
@@ -59,6 +64,7 @@ class Parts:
   prefetcher: prefetch.Prefetcher
   evaluator: evaluation.Evaluator
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
+  release: Callable[[], None]
   notes: Sequence[str]
 
   def evaluate(
@@ -77,7 +83,9 @@ class Parts:
     with folder.together():
       engines.publish(self.engine, self.learner, state.params, 0)
     with folder.abandonable():
-      return self.evaluator.measure()
+      measured = self.evaluator.measure()
+      self.release()
+      return measured
     raise AssertionError  # a section that is cut short raises
 
 
@@ -94,6 +102,7 @@ def build(config, folder: claim.Folder) -> Parts:
   """
   with folder.abandonable():
     found = components_lib.build(config)
+    config = found.config
     checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()
     )
@@ -131,6 +140,7 @@ def build(config, folder: claim.Folder) -> Parts:
       hosts=folder.hosts,
     )
   return Parts(
+    config,
     tokenizer,
     learner,
     found.placement,
@@ -140,6 +150,7 @@ def build(config, folder: claim.Folder) -> Parts:
     prefetcher,
     evaluator,
     pack,
+    functools.partial(engines.release, engine, config),
     [*_notes(config, found, folder.hosts.count)] * folder.hosts.is_first,
   )
 
@@ -162,6 +173,9 @@ def _notes(
       'updates, which saves no time; with mesh.collect_fraction some devices '
       'collect beside them'
     )
+  slots = config.rollout.slots
+  if 0 < slots < config.rollout.trajectories_per_step // num_hosts:
+    yield f'note: each host decodes {slots} trajectories at a time'
   ends = model_files.end_token_ids(config, found.tokenizer)
   names = ', '.join(f'{i} {found.tokenizer.decode([i])!r}' for i in ends)
   yield f'a turn ends at a stop string or at token {names}'

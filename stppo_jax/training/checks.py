@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from stppo_jax import exits
@@ -13,7 +14,9 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import memory as memory_lib
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import fakes
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -221,6 +224,49 @@ def check_memory(
     )
 
 
+# The share of a device's memory that slots may fill. The rest is for the code
+# of programs, and for what lies between arrays.
+_FILLED = 0.9
+
+
+def sized(
+  config,
+  learner: learner_lib.Learner,
+  placement: publish_lib.Placement | None,
+  limit: float | None,
+) -> Any:
+  """Returns the config with as many slots as fit, if it leaves that open.
+
+  That is all that a host collects of a step, divided into as few waves of equal
+  size as memory permits. If not even the fewest slots fit, those are chosen.
+
+  Args:
+    config: the config of a run that fits its files and devices.
+    learner: its learner.
+    placement: the devices that decode; None with rollout.engine=remote.
+    limit: the bytes of a device; None: they are not known.
+  """
+  rollout = config.rollout
+  if placement is None or limit is None or rollout.slots:
+    return config
+  hosts = mesh_lib.num_hosts(placement.training)
+  wanted = rollout.trajectories_per_step // hosts
+  unit = math.lcm(
+    rollout.lanes * rollout.group_size,
+    cache_lib.row_shards(learner.policy.config, placement.mesh),
+  )
+  held = held_memory(config, learner, placement)
+  beside = sum(held.collecting.values()) - held.collecting[engines.CACHE]
+  changed = config.copy_and_resolve_references()
+  for waves in range(1, wanted + 1):
+    with changed.unlocked():
+      changed.rollout.slots = -(-wanted // (waves * unit)) * unit
+    slots = engines.slot_memory(changed, learner.policy, placement)
+    if beside + slots <= _FILLED * limit or changed.rollout.slots == unit:
+      break
+  return config if changed.rollout.slots == wanted else changed.lock()
+
+
 def held_memory(
   config,
   learner: learner_lib.Learner,
@@ -228,7 +274,8 @@ def held_memory(
 ) -> memory_lib.Held:
   """Returns the bytes that a run holds on one device, by name.
 
-  These are weights, moments, gradients, the reference and the engine.
+  These are weights, moments, gradients, the reference, the engine, and the
+  policies that later steps are collected with.
   """
   state, reference = learner.abstract_start()
   size_of = memory_lib.bytes_per_device
@@ -241,20 +288,27 @@ def held_memory(
   sizes['frozen base'] = size_of(state.frozen)
   if config.model.reference_memory == 'device':
     sizes['reference'] = size_of(reference)
-  engine, copied, collecting = {}, 0, {}
+  ahead = config.rollout.steps_ahead
+  if ahead:  # those of the last `ahead` steps, and the newest
+    policies = (ahead + 1) * sizes['policy parameters']
+    sizes['policies of the next steps'] = policies
+  copied, collecting = 0, {}
   if placement is not None:
     engine, copied = engines.sizes(config, learner.policy, placement)
-  if placement is not None and placement.collecting:
-    collecting = dict(engine)
-    # Policies that differ in their adapters share the base, so the later ones
-    # are not counted.
-    if not config.model.lora.rank:
-      ahead = config.rollout.steps_ahead
-      collecting['weights of the next steps'] = ahead * engine[engines.WEIGHTS]
-    engine = {}
+    if not placement.collecting:
+      collecting = sizes | engine
+      kept = engines.kept(config)
+      sizes |= {name: size for name, size in engine.items() if name in kept}
+    else:
+      collecting = engine
+      # Policies that differ in their adapters share the base, so the later ones
+      # are not counted.
+      if not config.model.lora.rank:
+        weights = ahead * engine[engines.WEIGHTS]
+        collecting = engine | {'weights of the next steps': weights}
   return memory_lib.Held(
-    {name: size for name, size in (sizes | engine).items() if size},
-    collecting,
+    {name: size for name, size in sizes.items() if size},
+    {name: size for name, size in collecting.items() if size},
     gradients=trained,
     copied=copied,
     gathered=learner.models.gathered_bytes,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
@@ -51,6 +52,7 @@ class Components:
   """The components of a config that fits its files and the devices.
 
   Attributes:
+    config: the config, with a number of slots that fits (`checks.sized`).
     questions: the data set.
     tokenizer: the policy's tokenizer.
     learner: models and compiled programs; no weight is read yet.
@@ -58,6 +60,7 @@ class Components:
     notes: lines about questions that cannot be used as they are.
   """
 
+  config: Any
   questions: questions_lib.Questions
   tokenizer: tokenizer_lib.Tokenizer
   learner: learner_lib.Learner
@@ -84,7 +87,8 @@ def build(config, *, imitates: bool = False) -> Components:
     learner, placement = build_learner(config, shape, mesh)
     check_sizes(config, shape, mesh, placement, imitates=imitates)
     notes = checks.check_data(config, questions, tokenizer)
-  return Components(questions, tokenizer, learner, placement, notes)
+  config = checks.sized(config, learner, placement, memory.device_limit())
+  return Components(config, questions, tokenizer, learner, placement, notes)
 
 
 def build_questions(config) -> questions_lib.Questions:

@@ -7,6 +7,7 @@ the weights, and the keys and values of its slots.
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from stppo_jax.envs import reward_function
 from stppo_jax.learner import learner as learner_lib
@@ -148,6 +149,23 @@ def _sampling(config) -> sampler.Sampling:
   )
 
 
+def release(engine: Engine, config) -> None:
+  """Drops what a local engine does not keep while the policy is trained."""
+  if isinstance(engine, engine_lib.Engine) and not config.rollout.steps_ahead:
+    engine.release()
+
+
+def kept(config) -> frozenset[str]:
+  """Returns what an engine keeps while the policy is trained, of `sizes`.
+
+  It is everything if steps are collected meanwhile. Otherwise the engine drops
+  its keys and values, and its weights but for a frozen base.
+  """
+  if config.rollout.steps_ahead:
+    return frozenset({WEIGHTS, CACHE})
+  return frozenset({WEIGHTS} if config.model.lora.rank else ())
+
+
 def options(config, hosts: int) -> engine_options.EngineOptions:
   """Returns the options of the local engine of each host."""
   rollout = config.rollout
@@ -195,10 +213,7 @@ def sizes(
   )
   layouts = {
     WEIGHTS: (weights, sharding.param_shardings(weights, placement.mesh)),
-    CACHE: (
-      cache,
-      cache_lib.shardings(policy.config, placement.mesh),
-    ),
+    CACHE: (cache, cache_lib.shardings(policy.config, placement.mesh)),
   }
   held = {
     name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
@@ -211,6 +226,31 @@ def sizes(
   )
   pages = chosen.lanes * chosen.pages_per_lane
   return held, held[CACHE] * rows * chosen.pages_per_row // pages
+
+
+def slot_memory(
+  config, policy: functional.Model, placement: publish_lib.Placement
+) -> int:
+  """Returns the bytes that slots need on a device, those to extend them too.
+
+  The latter are what the compiler for TPU plans for few slots, and up to twice
+  as much for many.
+  """
+  held, copied = sizes(config, policy, placement)
+  shape, tensor = policy.config, placement.tensor
+  chosen = options(config, mesh_lib.num_hosts(placement.training))
+  shards = cache_lib.row_shards(shape, placement.mesh)
+  tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
+  mlp = shape.intermediate_size
+  if shape.num_experts:
+    mlp = shape.num_experts_per_tok * shape.moe_intermediate_size
+  size = jnp.dtype(shape.dtype).itemsize
+  # Of a token: states, the MLP, and scores of the keys that are read together,
+  # also in float32.
+  per_token = (4 * shape.hidden_size + 3 * mlp // tensor) * size
+  keys = max(chosen.tokens_per_page, chosen.prefill_chunk)
+  per_token += shape.num_heads // tensor * keys * (size + 4)
+  return held[CACHE] + copied + tokens * per_token
 
 
 def _build_remote(

@@ -78,7 +78,9 @@ def train(
       prints_samples=not (config.evaluate.every and parts.evaluator.questions),
     ) as run:
       run.evaluate_start()
-      meter = metrics_lib.StepMetrics(config, learner, parts.placement, folder)
+      meter = metrics_lib.StepMetrics(
+        parts.config, learner, parts.placement, folder
+      )
       alarm = alarms.Alarms(config, hosts)
       skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
       state = run.state
@@ -89,6 +91,7 @@ def train(
           prefetcher.schedule(step, state)
           with folder.abandonable():
             collected = prefetcher.result(step)
+            parts.release()
 
         with run.phase('annotate'):
           packed = parts.pack(collected.trajectories)

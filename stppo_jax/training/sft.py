@@ -61,7 +61,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
 
     def evaluate(policy: functional.Model, params: functional.Params) -> None:
       engine = engines.build(
-        config, services, found.tokenizer, policy, found.placement
+        found.config, services, found.tokenizer, policy, found.placement
       )
       engine.publish(params, config.sft.num_steps)
       evaluator = evaluation.Evaluator(

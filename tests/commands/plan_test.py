@@ -56,9 +56,13 @@ def test_bytes_of_a_small_model():
     assert sizes[f'{name} optimizer'] == expected
   # The engine has all weights on every device, and two of the 16 slots: keys
   # and values of 128 tokens, one layer, one head of 8.
-  weights = sizes['weights of the engine']
+  collecting = dict(found.held.collecting)
+  weights = collecting.pop('weights of the engine')
   assert weights == 2 * sizes['policy parameters'] - whole
-  assert sizes['keys and values of the engine'] == 2 * 2 * 128 * 8 * 4
+  cache = collecting.pop(engines.CACHE)
+  assert cache == 2 * 2 * 128 * 8 * 4
+  # They are dropped while it learns, and the larger of the two counts.
+  assert collecting == sizes
   assert found.total == sum(sizes.values()) + sum(found.estimated.values())
   trained = sizes['policy parameters'] + sizes['value parameters']
   assert found.estimated['gradients'] == trained
@@ -68,8 +72,12 @@ def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
   divided = {'mesh__collect_fraction': 0.5, 'rollout__steps_ahead': 1}
   found = plan.make(runs.config(**divided), length=128, loss_fraction=0.5)
   assert found.axes == {'data': 4, 'fsdp': 1, 'tensor': 1}
-  together = plan.make(runs.config(mesh__data=8), length=128, loss_fraction=0.5)
+  beside = runs.config(mesh__data=8, rollout__steps_ahead=1)
+  together = plan.make(beside, length=128, loss_fraction=0.5)
   ours, theirs = dict(found.held.collecting), dict(together.held.sizes)
+  # Devices that do both at a time hold all of it all the time.
+  assert together.held.collecting == theirs
+  assert theirs['policies of the next steps'] == 2 * theirs['policy parameters']
   weights = theirs.pop('weights of the engine')
   cache = theirs.pop('keys and values of the engine')
   assert found.held.sizes == theirs
@@ -97,7 +105,7 @@ def test_decoding_active_slots_only_copies_their_keys_and_values(capsys):
     return plan.make(runs.config(**changes), length=128, loss_fraction=0.5)
 
   some = {'rollout__deterministic': False}
-  cache = made().held.sizes['keys and values of the engine']
+  cache = made().held.collecting['keys and values of the engine']
   assert made().held.copied == 0
   # A device has two of the 16 slots; with one, there is nothing to leave out.
   assert made(**some).held.copied == cache / 2
@@ -106,10 +114,7 @@ def test_decoding_active_slots_only_copies_their_keys_and_values(capsys):
   assert made(**some).total == made().total
   apart = {**some, 'mesh__collect_fraction': 0.5, 'rollout__steps_ahead': 1}
   long = made(**apart, env__max_length=2**20)
-  assert (
-    long.held.copied
-    == long.held.collecting['keys and values of the engine'] / 2
-  )
+  assert long.held.copied == long.held.collecting[engines.CACHE] / 2
   assert long.total == sum(long.held.collecting.values()) + long.held.copied
   flag = '--config.rollout.deterministic=False'
   code, out, _ = _plan(capsys, flag, '--compile=False')
@@ -123,7 +128,7 @@ def test_a_copy_inside_the_compiled_decode_is_counted_once():
       rollout__deterministic=False, rollout__batch_rows=batch_rows
     )
     found = plan.make(config, length=64, loss_fraction=0.5, programs=programs)
-    return found.held.copied / found.held.sizes[engines.CACHE]
+    return found.held.copied / found.held.collecting[engines.CACHE]
 
   # A device has two slots. The program that is compiled is on both of them, or
   # on one: then its temporaries hold the copy.

@@ -12,6 +12,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['JAX_NUM_CPU_DEVICES'] = '2'
 
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from stppo_jax.parallel import mesh as mesh_lib  # noqa: E402
@@ -32,7 +33,7 @@ def main(number: int, port: int) -> None:
       kernel.shape, layout, lambda index: kernel[index]
     )
     placement = publish.Placement(mesh, decoding)
-    publisher = publish.Publisher(placement, _cut, num_layers=2)
+    publisher = publish.Publisher(placement, _copied, num_layers=2)
     published = publisher({'layers': {'q_proj': {'kernel': trained}}})
     assert placement.mesh.devices.size == jax.local_device_count()
     for layer, expected in zip(published['layers'], kernel, strict=True):
@@ -48,9 +49,8 @@ def main(number: int, port: int) -> None:
   print('published')
 
 
-def _cut(params):
-  kernel = params['layers']['q_proj']['kernel']
-  return {'layers': tuple({'q_proj': {'kernel': x}} for x in kernel)}
+def _copied(params):
+  return jax.tree.map(jnp.copy, params)
 
 
 if __name__ == '__main__':

@@ -10,6 +10,7 @@ import pytest
 import scipy.special
 import scipy.stats
 
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import heads
 from stppo_jax.models import lora as lora_lib
 from stppo_jax.parallel import mesh as mesh_lib
@@ -536,6 +537,28 @@ def test_publishing_copies_the_weights():
   engine.publish(tiny_engine.PARAMS, 0)
   assert results[0] == _dialogues()
   assert all(results[0][n].tokens != results[1][n].tokens for n in results[0])
+
+
+@pytest.mark.parametrize('mode', _MODES)
+def test_a_released_engine_holds_nothing_and_then_repeats_its_bits(mode):
+  engine, (driver,) = tiny_engine.new_engine(deterministic=_MODES[mode])
+  rows = tiny_engine.prompts(_ROWS), tiny_engine.keys(_ROWS)
+  first = tiny_engine.run_dialogues(engine, *rows)
+  weights = sum(x.nbytes for x in jax.tree.leaves(driver.programs.params))
+  cache = jax.eval_shape(
+    lambda: cache_lib.empty(tiny_engine.MODEL.config, 4, (_MAX_LENGTH,))
+  )
+  cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+  held = _live()
+  engine.release()
+  assert held - _live() >= weights + cache
+  engine.publish(tiny_engine.PARAMS, 1)
+  assert tiny_engine.run_dialogues(engine, *rows) == first
+
+
+def _live():
+  """Returns the bytes of all arrays."""
+  return sum(x.nbytes for x in jax.live_arrays())
 
 
 @pytest.mark.slow

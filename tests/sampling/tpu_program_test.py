@@ -13,7 +13,9 @@ from typing import NamedTuple
 import jax
 import pytest
 
+from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
+from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
@@ -34,16 +36,20 @@ _STATES = 19
 
 
 @functools.cache
-def _lowering() -> lowering.Lowering:
+def _shape() -> model_config.ModelConfig:
   config = runs.config(
     model__path=str(runs.REPO / 'tests/models/published/qwen2_5_1_5b'),
     model__dtype='bfloat16',
   )
   shape = model_files.shape(config, None)
-  shape = dataclasses.replace(shape, num_layers=_LAYERS, attention='splash')
+  return dataclasses.replace(shape, num_layers=_LAYERS, attention='splash')
+
+
+@functools.cache
+def _lowering() -> lowering.Lowering:
   chips = topology.devices(topology.find('v5e:2x2'))
   mesh = mesh_lib.make_mesh(data=1, fsdp=_CHIPS, tensor=1, devices=chips)
-  model = functional.Model(shape, 'vocabulary', mesh=mesh)
+  model = functional.Model(_shape(), 'vocabulary', mesh=mesh)
   weights = jax.eval_shape(model.init, jax.random.key(0))
   return lowering.Lowering(
     model,
@@ -91,6 +97,20 @@ def test_decoding_reads_little_more_than_weights_keys_and_values():
   assert needed < accessed < 1.15 * needed
 
 
+@pytest.mark.parametrize(
+  ('name', 'tokens'), [('decode', _CHUNK), ('extend', 256)]
+)
+def test_the_products_are_those_of_the_formula(name, tokens):
+  shape = _shape()
+  # Each token attends to all positions, not to half of them.
+  per_token = operations.layer_operations(shape, 2 * _LENGTH)
+  if name == 'decode':
+    per_token += operations.logit_operations(shape)
+  needed = _SLOTS * tokens * per_token / _CHIPS
+  counted = program.operations(hlo.read(_compiled(name).text))
+  assert counted == pytest.approx(needed, rel=0.1)
+
+
 @pytest.mark.parametrize('name', ['decode', 'extend'])
 def test_the_cache_is_updated_in_place(name):
   memory, size = _compiled(name).memory, _bytes(_lowering().state.cache)
@@ -119,8 +139,23 @@ def test_publishing_sends_what_the_formula_says():
   size = sum(2 * x.size for x in weights if x.ndim > 1)  # bfloat16
   exchanged = size / _CHIPS * (_TENSOR - 1) / _TENSOR
   gathered = size / _TENSOR * (1 - _TENSOR / _CHIPS)
-  found = program.collectives(hlo.read(_compiled('publish').text))
-  sent = sum(collective.sent for collective in found)
+  compiled = [
+    (topology.compiled(lowered), times)
+    for lowered, times in _lowering().publish()
+  ]
+  found, sent = [], 0
+  for part, times in compiled:
+    collectives = program.collectives(hlo.read(part.as_text()))
+    found += collectives
+    sent += times * sum(collective.sent for collective in collectives)
+  # At most one array of a part is there twice: the embedding, or of a layer.
+  for part, _ in compiled:
+    memory = part.memory_analysis()
+    results = memory.output_size_in_bytes
+    own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
+    assert own < 1.1 * max(
+      2 * math.prod(x.sharding.shard_shape(x.shape)) for x in weights
+    )
   assert sent == pytest.approx(exchanged + gathered, rel=0.03)
   dtypes = {x.kind for c in found for x in c.arrays if len(x.dims) > 1}
   assert dtypes == {'bf16'}

@@ -15,6 +15,7 @@ from stppo_jax.parallel import memory
 from stppo_jax.tools.plan import plan
 from stppo_jax.training import checks
 from stppo_jax.training import components
+from stppo_jax.training import engines
 from tests.training import runs
 
 _FILES = {
@@ -133,6 +134,59 @@ def test_the_line_names_what_would_fit(tmp_path, monkeypatch, capsys):
   assert refused(1).endswith(
     '; no change of the config was found with which it fits; use more devices'
   )
+
+
+def _slots(**changes):
+  """Returns a function from bytes of a device to the slots of a host."""
+  config = runs.config(rollout__trajectories_per_step=96, **changes)
+  found = components.build(config)
+
+  def slots(limit):
+    fitting = checks.sized(config, found.learner, found.placement, limit)
+    assert fitting.rollout.slots in (0, components.num_slots(fitting, 1))
+    return components.num_slots(fitting, 1)
+
+  return config, found, slots
+
+
+def test_as_many_slots_as_fit_are_filled_in_equal_waves():
+  config, found, slots = _slots()
+  held = checks.held_memory(config, found.learner, found.placement)
+  whole = engines.slot_memory(config, found.learner.policy, found.placement)
+  cache = held.collecting[engines.CACHE]
+  beside = sum(held.collecting.values()) - cache
+  # On 8 devices, a wave has a multiple of 8 slots. 88 would be 88 + 8.
+  for room, expected in (
+    (1, 96),
+    (95 / 96, 48),
+    (0.5, 48),
+    (0.4, 32),
+    (0.3, 24),
+    (0.24, 16),  # neither four waves of 24 nor five, in which devices share 20
+    (0.2, 16),
+    (0.1, 8),
+    (0, 8),
+  ):
+    assert slots((beside + room * whole) / 0.9 + 1) == expected, room
+  assert slots(None) == 96  # as on a CPU
+  # Slots of the config are kept, and a group is not divided.
+  assert _slots(rollout__slots=48)[-1](1) == 48
+  assert _slots(rollout__group_size=3)[-1](1) == 24
+
+
+@pytest.mark.slow
+def test_a_start_takes_the_slots_that_fit(tmp_path, monkeypatch, capsys):
+  config = runs.config()
+  whole = plan.make(config, length=128, loss_fraction=0.5).held
+  half = whole.decodes - whole.collecting[engines.CACHE] / 4
+  monkeypatch.setattr(memory, 'device_limit', lambda: int(half / 0.9))
+  folder = tmp_path / 'run'
+  assert runs.train(folder, num_steps=1) == 0
+  out, _ = capsys.readouterr()
+  assert 'note: each host decodes 8 trajectories at a time' in out
+  # The run has the config that it was given, and goes on with other memory.
+  monkeypatch.undo()
+  assert runs.train(folder, num_steps=2) == 0
 
 
 def _metrics(mean, tail):

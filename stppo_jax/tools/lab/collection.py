@@ -85,7 +85,11 @@ def collect(
       state = learner.start()
       reference = learner.reference()
     engine = engines.build(
-      config, services, tokenizer, learner.decoded, components.placement
+      components.config,
+      services,
+      tokenizer,
+      learner.decoded,
+      components.placement,
     )
     collector = engines.build_collector(
       config,
@@ -104,6 +108,7 @@ def collect(
       f'collecting {number} trajectories with the policy after step {step}'
     )
     trajectories, _ = step_collector.collect(step)
+    engines.release(engine, config)
   packed = pack.pack(
     trajectories,
     length_bucket=components_lib.length_unit(config),

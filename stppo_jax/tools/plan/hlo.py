@@ -115,6 +115,19 @@ class Instruction:
     """The letters of the axes of a convolution's factors and its result."""
     return re.split('_|->', self._found(r'dim_labels=([\w>-]+)'))
 
+  def window(self, axis: int) -> dict[str, int]:
+    """Returns how a convolution's window moves along an axis.
+
+    Of the padding only that at the beginning counts.
+    """
+    moves = re.findall(
+      r'(stride|pad|lhs_dilate|rhs_dilate)=([-\dx_]+)',
+      self._found(r'window=\{([^}]*)\}'),
+    )
+    return {
+      key: int(values.split('x')[axis].split('_')[0]) for key, values in moves
+    }
+
   @property
   def target(self) -> str:
     """The name of the function that a custom call calls."""

@@ -12,6 +12,7 @@ part counts.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -138,12 +139,35 @@ def _operations(line: hlo.Instruction) -> int:
       dict(zip(letters, array.dims))
       for letters, array in zip(line.labels, (left, right, line.arrays[0]))
     )
-    pairs = left.pop('f') * right.pop('o') * result.pop('b')
-    for axis in result.keys() - {'f'}:
-      # Products with padding are left out.
-      pairs *= min(left[axis], result[axis]) * right[axis]
+    pairs = result['b'] * result['f'] * right['i']
+    for axis in result.keys() - {'b', 'f'}:
+      pairs *= _met(
+        left[axis], right[axis], result[axis], **line.window(int(axis))
+      )
     return 2 * pairs
   return line.cost
+
+
+@functools.cache
+def _met(
+  size: int,
+  window: int,
+  results: int,
+  *,
+  stride: int = 1,
+  pad: int = 0,
+  lhs_dilate: int = 1,
+  rhs_dilate: int = 1,
+) -> int:
+  """Returns how often a moving window meets an entry of its argument.
+
+  The compiler for TPU writes the batch of a product as an axis with holes, so
+  wide that each place of the window meets one entry; padding and holes are not
+  computed.
+  """
+  at = np.add.outer(np.arange(results) * stride, np.arange(window) * rhs_dilate)
+  entry, hole = np.divmod(at - pad, lhs_dilate)
+  return int(np.sum((hole == 0) & (0 <= entry) & (entry < size)))
 
 
 def estimated_cycles(program: hlo.Program) -> int:

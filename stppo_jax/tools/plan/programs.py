@@ -66,9 +66,11 @@ class Cost(NamedTuple):
 
   Attributes:
     arguments: the bytes of its arguments, as the compiler lays them out.
+    results: the bytes of its results that take the place of no argument.
     counted: the names by which a plan counts arguments too.
     in_place: the bytes of arguments that its results take the place of.
-    temporaries: the bytes that it needs beside its arguments.
+    peak: the bytes that it needs at most at a time, its arguments included, by
+      the compiler.
     accessed: the bytes that it reads from the device's memory and writes to it,
       see `program`; 0 if not known, as for other platforms than TPU.
     axes: the sizes of the axes of the mesh that it runs on.
@@ -80,9 +82,10 @@ class Cost(NamedTuple):
   """
 
   arguments: int = 0
+  results: int = 0
   counted: frozenset[str] = frozenset()
   in_place: int = 0
-  temporaries: int = 0
+  peak: int = 0
   accessed: int = 0
   axes: Mapping[str, int] = {}
   collectives: tuple[program_lib.Collective, ...] = ()
@@ -94,10 +97,10 @@ class Cost(NamedTuple):
     """Returns the bytes that it needs beside what a plan counts by name.
 
     Args:
-      sizes: the bytes of weights, moments and the engine, see `plan.Plan`.
+      sizes: the bytes of weights, moments and the engine, see `memory.Held`.
     """
     counted = sum(size for name, size in sizes.items() if name in self.counted)
-    return self.temporaries + max(self.arguments - counted, 0)
+    return max(self.peak - counted, 0)
 
   @property
   def sent(self) -> list[dict[str, Any]]:
@@ -117,7 +120,7 @@ class Cost(NamedTuple):
 
 
 # The programs that a plan may compile, by name, and how they are lowered. Of
-# each it is the largest that a run compiles.
+# each it is the largest that a run compiles. Publishing is several programs.
 PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
   'extend': lambda subject: subject.engine.extend(),
   'decode': lambda subject: subject.engine.decode(),
@@ -136,7 +139,8 @@ _ENGINE = frozenset({engines.WEIGHTS, engines.CACHE})
 _COUNTED: Mapping[str, frozenset[str]] = {
   'extend': _ENGINE,
   'decode': _ENGINE,
-  'publish': frozenset({'policy parameters'}),
+  # Its results take the place of the old weights, where there are any.
+  'publish': frozenset({'policy parameters', engines.WEIGHTS}),
   'annotate': _WEIGHTS | {'reference'},
   'update': _WEIGHTS | {'policy optimizer', 'value optimizer'},
 }
@@ -173,7 +177,11 @@ def compile_all(
 
 
 def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
-  """Returns the cost of a lowered program; see `compile_all`."""
+  """Returns the cost of a lowered program, or of several; see `compile_all`."""
+  if isinstance(lowered, list):
+    return _in_turn(
+      [(_cost(name, one, subject, clock), times) for one, times in lowered]
+    )
   try:
     compiled = topology_lib.compiled(lowered)
   except topology_lib.DoesNotFit as error:
@@ -182,24 +190,50 @@ def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
     raise topology_lib.Rejected(f'{name}: {error}') from error
   memory = compiled.memory_analysis()
   program = hlo.read(compiled.as_text())
-  temporaries = memory.temp_size_in_bytes
-  if name != 'publish':  # its results take the place of the old weights
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    temporaries += results
   mesh = subject.learner.mesh
   if name in _OF_A_HOST:
     assert subject.placement is not None
     mesh = subject.placement.mesh
+  on_tpu = mesh_lib.platform(mesh) == 'tpu'
+  # The compiler for CPU gives no peak that temporaries are part of.
+  at_once = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+  at_once += memory.output_size_in_bytes - memory.alias_size_in_bytes
   return Cost(
     arguments=memory.argument_size_in_bytes,
+    results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     counted=_COUNTED[name],
     in_place=memory.alias_size_in_bytes,
-    temporaries=temporaries,
-    accessed=program_lib.accessed(program)
-    if mesh_lib.platform(mesh) == 'tpu'
-    else 0,
+    peak=memory.peak_memory_in_bytes if on_tpu else at_once,
+    accessed=program_lib.accessed(program) if on_tpu else 0,
     axes=dict(mesh.shape),
     collectives=tuple(program_lib.collectives(program)),
     operations=program_lib.operations(program),
     seconds=program_lib.estimated_cycles(program) / clock,
+  )
+
+
+def _in_turn(costs: Sequence[tuple[Cost, int]]) -> Cost:
+  """Returns the cost of programs that run one after the other.
+
+  Args:
+    costs: the cost of each, and how often it runs. All results stay, and no
+      argument of one is an argument of another.
+  """
+  if problems := [cost.problem for cost, _ in costs if cost.problem]:
+    return Cost(problem=problems[0])
+  own = max(x.peak - x.arguments - x.results for x, _ in costs)
+  arguments = sum(x.arguments for x, _ in costs)
+  results = sum(n * x.results for x, n in costs)
+  return costs[0][0]._replace(
+    arguments=arguments,
+    results=results,
+    peak=arguments + results + own,
+    accessed=sum(n * x.accessed for x, n in costs),
+    collectives=tuple(
+      dataclasses.replace(collective, times=n * collective.times)
+      for x, n in costs
+      for collective in x.collectives
+    ),
+    operations=sum(n * x.operations for x, n in costs),
+    seconds=sum(n * x.seconds for x, n in costs),
   )

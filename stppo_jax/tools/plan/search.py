@@ -13,7 +13,6 @@ from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import plan as plan_lib
-from stppo_jax.training import components
 
 # Returns the plan of a config; `programs` are compiled.
 Planner = Callable[..., plan_lib.Plan]
@@ -154,11 +153,10 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
   """Yields changes that save memory, those first that cost the least time."""
   updates, rollout = config.updates, config.rollout
   shards = plan.axes['data'] * plan.axes['fsdp']
-  slots = components.num_slots(config, plan.num_hosts)
-  if rollout.engine == 'local':
+  if rollout.engine == 'local' and rollout.slots:  # others are sized to fit
     for part in (2, 4, 8):
-      if slots % part == 0:
-        yield 'rollout.slots', slots // part
+      if rollout.slots % part == 0:
+        yield 'rollout.slots', rollout.slots // part
   if updates.remat != 'full':
     yield 'updates.remat', 'full'
   microbatch = updates.microbatch_size or updates.minibatch_size
@@ -217,6 +215,9 @@ def advice_at_start(config, limit: int) -> str:
   """
   # At most all tokens of a row carry loss.
   planner = functools.partial(
-    plan_lib.make, length=config.env.max_length, loss_fraction=1.0
+    plan_lib.make,
+    length=config.env.max_length,
+    loss_fraction=1.0,
+    gib=limit / memory_lib.GIB,
   )
   return advice(config, planner, limit)

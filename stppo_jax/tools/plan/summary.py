@@ -45,7 +45,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
       name: {
         'arguments': cost.arguments,
         'in_place': cost.in_place,
-        'temporaries': cost.temporaries,
+        'peak': cost.peak,
         'accessed': cost.accessed,
         'operations': cost.operations,
         'kernel_seconds': cost.seconds,
@@ -57,6 +57,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
       'trajectories': work.trajectories,
       'length': work.length,
       'losses': work.losses,
+      'slots': plan.slots,
       'parts': {
         name: {
           'operations': phase.operations,
@@ -86,7 +87,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     },
     'assumptions': [
       *roofline.ASSUMPTIONS,
-      *([roofline.BESIDE] if plan.held.collecting else []),
+      *([roofline.BESIDE] if plan.work.collectors else []),
     ],
   }
 
@@ -135,28 +136,10 @@ def text(summary: Mapping[str, Any]) -> list[str]:
   """Returns the lines that print a summary; sizes are of one device."""
   axes = ' '.join(f'{axis}={n}' for axis, n in summary['mesh'].items())
   memory = summary['memory']
-  which = ' that learns' if memory['collecting'] else ''
-  lines = [f'{summary["topology"]}: {axes}', '', f'Memory of a device{which}']
-  sizes = dict(memory['sizes'])
-  names = list(memory['temporaries'])
-  if memory['compiled_for']:
-    compiler = memory['compiled_for'].upper()
-    for name in names:
-      label = f'other memory of {name}, as compiled for {compiler}'
-      sizes[label] = memory['temporaries'][name]
-  else:
-    for name, size in memory['estimated'].items():
-      sizes[f'{name}, estimated'] = size
-  if memory['collecting']:
+  lines = [f'{summary["topology"]}: {axes}']
+  for title, sizes in _sections(memory).items():
+    lines += ['', title] if sizes else []
     lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
-    lines += ['', 'Memory of a device that collects']
-    sizes = dict(memory['collecting'])
-  if memory['copied']:
-    label = 'keys and values of active slots, which decode copies'
-    sizes[label] = memory['copied']
-  for name in ('total', 'limit', 'headroom'):
-    sizes[name] = memory[name]
-  lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
   lines += summary['problems']
   for name, program in summary['programs'].items():
     lines += ['', f'The compiled program of {name}, on a device']
@@ -190,6 +173,33 @@ def text(summary: Mapping[str, Any]) -> list[str]:
   return lines + ([summary['advice']] if 'advice' in summary else [])
 
 
+def _sections(memory: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+  """Returns the sizes of a device by name, below the titles of sections."""
+  learning, collecting = dict(memory['sizes']), dict(memory['collecting'])
+  # What is there all the time, if the same devices learn and collect.
+  always = {name: x for name, x in learning.items() if name in collecting}
+  for name in always:
+    del learning[name], collecting[name]
+  if memory['copied']:
+    label = 'keys and values of active slots, which decode copies'
+    collecting[label] = memory['copied']
+  if memory['compiled_for']:
+    compiler = memory['compiled_for'].upper()
+    for name, size in memory['temporaries'].items():
+      where = collecting if name in roofline.COLLECTING else learning
+      where[f'other memory of {name}, as compiled for {compiler}'] = size
+  else:
+    for name, size in memory['estimated'].items():
+      learning[f'{name}, estimated'] = size
+  which = 'While it' if always else 'Memory of a device that'
+  return {
+    'Memory of a device': always,
+    f'{which} learns': learning,
+    f'{which} collects': collecting,
+    'At most': {x: memory[x] for x in ('total', 'limit', 'headroom')},
+  }
+
+
 def _describe_step(summary: Mapping[str, Any]) -> list[str]:
   """Returns the lines about the time of a step, by formulas."""
   step = summary['step']
@@ -218,6 +228,8 @@ def _describe_step(summary: Mapping[str, Any]) -> list[str]:
     f'{step["tokens_per_second"]:,.0f} tokens and '
     f'{step["questions_per_second"]:.3g} questions per second'
   )
+  if step['slots']:
+    lines.append(f'Each host decodes {step["slots"]} trajectories at a time')
   run = summary['run']
   price = ''
   if run['cost'] is not None:

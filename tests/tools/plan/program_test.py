@@ -1,5 +1,7 @@
 """Bytes and operations of programs, compared with counts by hand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -161,6 +163,22 @@ def test_convolutions_that_are_products_are_counted():
   # which the window adds padding.
   expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
   assert program.operations(hlo.read(text)) == expected
+
+
+def test_a_batch_of_products_is_multiplied_once():
+  # Axis 0 is the batch: 16 products of [6, 128] x [128, 64]; 15 holes lie
+  # between the entries, so that each window meets one of them.
+  text = _TPU_TEXT.replace(
+    '  %heads',
+    '  %q = bf16[16,6,128]{2,1,0} parameter(1)\n'
+    '  %k = bf16[16,64,128]{2,1,0} parameter(2)\n'
+    '  %scores = f32[16,6,64]{2,1,0} convolution(%q, %k), window={size=16 '
+    'stride=15 lhs_dilate=16}, dim_labels=0bf_0oi->0bf\n  %heads',
+  )
+  loop = 28 * 2 * 4 * 16 * 8
+  text = re.sub('  %heads.*\n', '', text)
+  products = program.operations(hlo.read(text)) - loop
+  assert products == 16 * 2 * 6 * 128 * 64
 
 
 def test_kernels_that_say_what_they_compute_are_counted():
