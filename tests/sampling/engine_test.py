@@ -546,7 +546,7 @@ def test_a_released_engine_holds_nothing_and_then_repeats_its_bits(mode):
   first = tiny_engine.run_dialogues(engine, *rows)
   weights = sum(x.nbytes for x in jax.tree.leaves(driver.programs.params))
   cache = jax.eval_shape(
-    lambda: cache_lib.empty(tiny_engine.MODEL.config, 4, (_MAX_LENGTH,))
+    lambda: cache_lib.empty(tiny_engine.MODEL.config, 4, _MAX_LENGTH)
   )
   cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
   held = _live()
