@@ -354,7 +354,9 @@ def test_another_supervised_start_is_refused_before_any_request(
   config = runs.config().to_dict()
   run_record.record_config({**config, 'command': 'sft'}, tmp_path)
   (tmp_path / 'metrics.jsonl').touch()
-  flags = runs.flags(seed=5, retrieval__url='http://127.0.0.1:9')
+  flags = runs.flags(
+    seed=5, num_steps=None, retrieval__url='http://127.0.0.1:9'
+  )
   command = ['sft', *flags, f'--workdir={tmp_path}']
   assert __main__.main(command) == 3  # it has written, and saved nothing
   capsys.readouterr()
