@@ -61,6 +61,7 @@ class Key(NamedTuple):
 _free = functools.partial(Key, resume=FREE)
 _fixed = functools.partial(Key, resume=FIXED)
 _asked = functools.partial(Key, asked=True)
+_new = functools.partial(Key, since='0.3')
 
 
 def _are_keys(names: Sequence[str]) -> bool:
@@ -103,9 +104,7 @@ KEYS: Mapping[str, Key] = {
   **{f'sft.optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   # The options of algorithms have their rules in `rl`.
   'algorithm.advantage.critic_tokens': Key(since='0.3', before='policy'),
-  'algorithm.advantage.outcome_counts': Key(
-    since='0.3', before='per_trajectory'
-  ),
+  'algorithm.advantage.outcome_counts': _new(before='per_trajectory'),
   'alarms.stop': _free(rules.some_of(*alarms.THRESHOLDS), since='0.3'),
   'alarms.stop_after': _free(rules.POSITIVE, since='0.3'),
   'checkpoint.every': _free(rules.POSITIVE),

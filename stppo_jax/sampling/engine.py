@@ -28,6 +28,7 @@ from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lane as lane_lib
+from stppo_jax.sampling import row as row_lib
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import turns
@@ -75,8 +76,8 @@ class Engine:
       lane_lib.Lane(make_driver(self._programs, options), options)
       for _ in range(options.lanes)
     ]
-    self._rows: dict[int, lane_lib.Row] = {}
-    self._queue: collections.deque[lane_lib.Row] = collections.deque()
+    self._rows: dict[int, row_lib.Row] = {}
+    self._queue: collections.deque[row_lib.Row] = collections.deque()
 
   def publish(
     self,
@@ -167,7 +168,7 @@ class Engine:
     for group, prompt in enumerate(prompts):
       for n in range(group * group_size, (group + 1) * group_size):
         if prompt is not None:
-          self._rows[n] = lane_lib.Row(n, prompt, group, key_data[n])
+          self._rows[n] = row_lib.Row(n, prompt, group, key_data[n])
     self._queue = collections.deque(self._rows.values())
 
   def remaining(self, row: int) -> int:

@@ -21,46 +21,13 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import pages
+from stppo_jax.sampling import row as row_lib
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 
 # Append once the number of rows that wait for it is this share of the number of
 # generating rows: a larger call of `extend` costs little more than a small one.
 _APPEND_SHARE = 0.25
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-  """A dialogue, as the host sees it.
-
-  Attributes:
-    number: the number of the row in the collection.
-    prompt: [L] int32, token ids.
-    group: the group that shares the prompt.
-    key_data: uint32 [2], the data of the row's key.
-    lane: the lane of its slot; None while it waits for one.
-    slot: its slot in the lane.
-    pages: its pages of keys and values, of the device that has the slot.
-    length: tokens so far, without those of chunks in flight.
-    turn: serial number of the turn; it tells a late chunk of an earlier turn
-      from one of this turn.
-    generating: whether it is the policy's turn.
-    in_flight: chunks in flight that decode this turn.
-    chunks: token ids and log-probabilities of this turn so far.
-  """
-
-  number: int
-  prompt: np.ndarray
-  group: int
-  key_data: np.ndarray
-  lane: 'Lane | None' = None
-  slot: int = -1
-  pages: list[int] = dataclasses.field(default_factory=list)
-  length: int = 0
-  turn: int = 0
-  generating: bool = False
-  in_flight: int = 0
-  chunks: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +41,7 @@ class _ChunkInFlight:
     result: the future of what `SlotDriver.decode` returns.
   """
 
-  turns: Mapping[int, tuple[Row, int]]
+  turns: Mapping[int, tuple[row_lib.Row, int]]
   earlier: Sequence[concurrent.futures.Future]
   result: concurrent.futures.Future
 
@@ -120,7 +87,7 @@ class Lane:
     self._max_turn_tokens = max_turn_tokens
     self._greedy = greedy
     self.free = list(range(self._driver.slots))
-    self._rows: dict[int, Row] = {}  # by slot
+    self._rows: dict[int, row_lib.Row] = {}  # by slot
     shards = self._driver.shards
     self._pools = [
       pages.PagePool(
@@ -130,9 +97,9 @@ class Lane:
       )
       for _ in range(shards)
     ]
-    self._to_append: list[tuple[Row, np.ndarray]] = []
+    self._to_append: list[tuple[row_lib.Row, np.ndarray]] = []
     # By slot; the row whose last chunk was started longest ago comes first.
-    self._generating: dict[int, Row] = {}
+    self._generating: dict[int, row_lib.Row] = {}
     left = [x for c in self._in_flight for x in (*c.earlier, c.result)]
     left += self._calls
     self._in_flight.clear()
@@ -162,23 +129,23 @@ class Lane:
     """Returns whether a slot holds the prompt of a group."""
     return any(row.group == group for row in self._rows.values())
 
-  def admit(self, row: Row) -> None:
+  def admit(self, row: row_lib.Row) -> None:
     """Gives a free slot to a row and schedules its prompt."""
     row.lane, row.slot = self, self.free.pop(0)
     self._rows[row.slot] = row
     self._pool(row).add(row)
     self.append_observation(row, row.prompt)
 
-  def append_observation(self, row: Row, token_ids: np.ndarray) -> None:
+  def append_observation(self, row: row_lib.Row, token_ids: np.ndarray) -> None:
     """Schedules tokens to be appended to a row before its next turn."""
     self._to_append.append((row, token_ids))
 
-  def is_between_turns(self, row: Row) -> bool:
+  def is_between_turns(self, row: row_lib.Row) -> bool:
     """Returns whether a row can be resumed or closed."""
     scheduled = any(row is other for other, _ in self._to_append)
     return not row.generating and not scheduled
 
-  def close(self, row: Row) -> np.ndarray | None:
+  def close(self, row: row_lib.Row) -> np.ndarray | None:
     """Frees the slot of a row.
 
     Returns:
@@ -225,7 +192,7 @@ class Lane:
       future.set_exception(error)
     return future
 
-  def _start_turn(self, row: Row, new_tokens: int) -> None:
+  def _start_turn(self, row: row_lib.Row, new_tokens: int) -> None:
     row.length += new_tokens
     row.turn += 1
     row.generating = True
@@ -233,27 +200,27 @@ class Lane:
     row.chunks = []
     self._generating[row.slot] = row
 
-  def _shard(self, row: Row) -> int:
+  def _shard(self, row: row_lib.Row) -> int:
     return row.slot * self._driver.shards // self._driver.slots
 
-  def _pool(self, row: Row) -> pages.PagePool:
+  def _pool(self, row: row_lib.Row) -> pages.PagePool:
     return self._pools[self._shard(row)]
 
-  def _room(self, row: Row, appended: int = 0) -> int:
+  def _room(self, row: row_lib.Row, appended: int = 0) -> int:
     """Returns the tokens that a row needs pages for before its next call."""
     if appended:
       return row.length + appended
     ahead = (row.in_flight + 1) * self._options.decode_chunk
     return min(row.length + ahead, self._options.max_length)
 
-  def _fits(self, row: Row, appended: int = 0) -> bool:
+  def _fits(self, row: row_lib.Row, appended: int = 0) -> bool:
     return self._pool(row).fits(row, self._room(row, appended))
 
-  def _grow(self, row: Row, appended: int = 0) -> bool:
+  def _grow(self, row: row_lib.Row, appended: int = 0) -> bool:
     """Gives a row its pages for the next call; returns whether it has them."""
     return self._pool(row).grow(row, self._room(row, appended))
 
-  def _budget(self, row: Row) -> int:
+  def _budget(self, row: row_lib.Row) -> int:
     return min(self._max_turn_tokens, self._options.max_length - row.length)
 
   def _should_append(self) -> bool:
@@ -302,7 +269,7 @@ class Lane:
     if copies:
       self._calls.append(self._call(self._driver.copy, copies))
 
-  def _source(self, row: Row) -> Row | None:
+  def _source(self, row: row_lib.Row) -> row_lib.Row | None:
     """Returns a row on the same device that has the prompt of another."""
     for other in self._rows.values():
       if other.group == row.group and other.length:
@@ -310,7 +277,7 @@ class Lane:
           return other
     return None
 
-  def _next_batch(self, queued: bool) -> Sequence[Row]:
+  def _next_batch(self, queued: bool) -> Sequence[row_lib.Row]:
     """Returns the rows of the next chunk; none if it is not yet time for one.
 
     If a chunk has room for all slots, it decodes all generating rows, and
@@ -343,7 +310,7 @@ class Lane:
     ]
     return [*ready, *ahead][:size]
 
-  def _start_chunk(self, rows: Sequence[Row]) -> None:
+  def _start_chunk(self, rows: Sequence[row_lib.Row]) -> None:
     """Starts decoding in rows."""
     decodes, row_turns = {}, {}
     for row in rows:
@@ -412,8 +379,8 @@ class Lane:
 
 
 def _closest_in_length(
-  row: Row, rows: Sequence[Row], size: int
-) -> Sequence[Row]:
+  row: row_lib.Row, rows: Sequence[row_lib.Row], size: int
+) -> Sequence[row_lib.Row]:
   """Returns the `size` rows, `row` among them, with the least length range."""
   by_length = sorted(rows, key=lambda row: row.length)
   place = by_length.index(row)

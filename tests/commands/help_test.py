@@ -76,8 +76,8 @@ def test_the_help_of_a_key_is_its_comment(capsys, flag):
     'rollout.slots = 0',
     '    Trajectories that a host decodes at once, also in evaluations; '
     '0 = all that',
-    '    it collects of a step, or as many of them as the memory of its devices '
-    'holds',
+    '    it collects of a step, or as many of them as the memory of its '
+    'devices holds',
     '    beside the training state.',
   ]
 
