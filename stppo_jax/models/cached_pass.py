@@ -7,6 +7,7 @@ positions of a page or of the recent tokens. See `cache` for pages.
 
 from collections.abc import Sequence
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -102,8 +103,9 @@ class Live(NamedTuple):
 
 
 def _work_specs(rows: activations.Axes) -> live_pages.Work:
-  by_row = P(rows)
-  return live_pages.Work(by_row, by_row, by_row, by_row, P(None, rows))
+  by_row: Any = P(rows)  # layouts in place of arrays
+  by_place: Any = P(None, rows)
+  return live_pages.Work(by_row, by_row, by_row, by_row, by_place)
 
 
 def reads_live(config: model_config.ModelConfig, page_size: int) -> bool:
