@@ -6,7 +6,7 @@ The engine of a run schedules dialogues with random lengths; its programs are
 replaced by counters and a clock. In the table, `read` is the share of the
 keys and values read in decode that belong to a decoding dialogue, `busy` is
 the share of the decoded places that give a token, and `seconds` the time on the
-clock. The lines: waves and refilled slots that read the cache in four blocks up
+clock. The lines: waves and refilled slots that read the cache in four pages up
 to the longest dialogue of a call; refilled slots that read live pages; and
 these with twice as many dialogues as places and the same memory, where a
 dialogue that waits for its observation gives its place to another.
@@ -71,8 +71,8 @@ class Case(NamedTuple):
 
 
 CASES = (
-  Case('waves, four blocks', 32, 0, True, 1024, False),
-  Case('refilled, four blocks', 32, 0, False, 1024, False),
+  Case('waves, four pages', 32, 0, True, 1024, False),
+  Case('refilled, four pages', 32, 0, False, 1024, False),
   Case('refilled, live pages', 32, 0, False, 128, True),
   Case('2 slots a place, same memory', 64, 32, False, 128, True, 1024),
 )
@@ -104,7 +104,7 @@ def dialogues(count: int, *, seed: int) -> list[_Dialogue]:
 class _Counters:
   """Stands in for the compiled programs of an engine."""
 
-  shards, params, table_ZV = 1, None, None
+  shards, params, table_ZV, takes_any_number = 1, None, None, True
 
   def __init__(self, case: Case, rows: Sequence[_Dialogue]):
     self._case, self._rows = case, rows

@@ -30,10 +30,10 @@ DATA and MODEL.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    size  topology  GiB of a chip   seconds a step   200 steps
-    1_5b  v5e:4x4    9.4 of 15.75    43, at least 16  2 hours, 38 chip-hours
-    3b    v5e:8x8      6.9 of 15.75    38, at least 13  2 hours, 134 chip-hours
-    7b    v5e:8x8      7.2 of 15.75    59, at least 22  3 hours, 212 chip-hours
+    size  topology  GiB of a chip  seconds a step   200 steps
+    1_5b  v5e:4x4    9.4 of 15.75   43, at least 16  2 hours, 38 chip-hours
+    3b    v5e:8x8    6.9 of 15.75   38, at least 13  2 hours, 134 chip-hours
+    7b    v5e:8x8    7.2 of 15.75   59, at least 22  3 hours, 212 chip-hours
 """
 
 from stppo_jax.configs import base

@@ -28,10 +28,10 @@ same setting with one of the two data sets.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    size  topology  GiB of a chip   seconds a step    500 steps
-    1_5b  v5e:4x4    9.6 of 15.75    74, at least 28  10 hours, 164 chip-hours
-    3b    v5e:8x8      6.9 of 15.75    52, at least 19  7 hours, 464 chip-hours
-    7b    v5e:8x8      8.1 of 15.75    90, at least 34  13 hours, 802 chip-hours
+    size  topology  GiB of a chip  seconds a step   500 steps
+    1_5b  v5e:4x4    9.6 of 15.75   74, at least 28  10 hours, 164 chip-hours
+    3b    v5e:8x8    6.9 of 15.75   52, at least 19  7 hours, 464 chip-hours
+    7b    v5e:8x8    8.1 of 15.75   90, at least 34  13 hours, 802 chip-hours
 """
 
 from stppo_jax.configs import base

@@ -171,6 +171,19 @@ RELATIONS: tuple[Relation, ...] = (
     because='must be 0 when rollout.deterministic=True: which trajectories '
     'wait for pages depends on when observations arrive',
   ),
+  _refuse(
+    'rollout.pages',
+    'rollout.slots',
+    when=lambda pages, slots: pages > 0 and not slots,
+    because='must be 0 when rollout.slots=0: all slots then have memory for '
+    'full trajectories',
+  ),
+  _refuse(
+    'rollout.page_size',
+    'env.max_length',
+    when=lambda size, length: size > length,
+    because='must not be greater than env.max_length={1}',
+  ),
   (
     (
       'rollout.lanes',

@@ -70,8 +70,8 @@ class Held(NamedTuple):
     collecting: name to bytes of everything on a device that collects, while it
       does; {} if none does.
     gradients: bytes of the gradients of an update.
-    copied: bytes of keys and values that decode copies while few slots are
-      active, on a device that collects.
+    copied: bytes of keys and values that decode copies on a device that
+      collects; 0 if a kernel reads them in place.
     gathered: bytes of a frozen base that an update has gathered.
   """
 

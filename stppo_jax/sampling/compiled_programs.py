@@ -39,6 +39,7 @@ class CompiledPrograms:
   Attributes:
     page_size: tokens of a page.
     pages_per_row: the most pages that a row needs.
+    takes_any_number: whether one program handles any number of pages.
     shards: number of devices that slots and pages are divided over.
     params: the published weights; None before the first `publish`.
     table_ZV: the automaton's transitions, with a column for each id.
@@ -57,6 +58,7 @@ class CompiledPrograms:
     mesh = placement.mesh
     self.page_size = options.tokens_per_page
     self.pages_per_row = options.pages_per_row
+    self.takes_any_number = _takes_any_number(model, mesh, self.page_size)
     self.shards = cache_lib.row_shards(model.config, mesh)
     self._by_slot = sharding.batch_sharding(mesh)
     self.params = None
@@ -105,6 +107,18 @@ class CompiledPrograms:
     return jax.device_put(trees, self._by_slot)
 
 
+def _takes_any_number(
+  model: functional.Model, mesh: jax.sharding.Mesh, page_size: int
+) -> bool:
+  """Returns whether a program handles any number of pages.
+
+  On a CPU a branch is cheap and compiling is slow, and the kernel for TPU reads
+  as many as there are. Elsewhere each number has its own program.
+  """
+  cpu = mesh.devices.flat[0].platform == 'cpu'
+  return cpu or cached_pass.reads_live(model.config, page_size)
+
+
 def joined(
   base: functional.Params, trained: functional.Params
 ) -> functional.Params:
@@ -149,11 +163,7 @@ def build(
   # the next call would be compiled anew.
   layout = slot_state_lib.shardings(model, mesh)
   state: dict[str, Any] = {'out_shardings': layout}
-  # On a CPU a branch is cheap and compiling is slow, so one program handles any
-  # number of pages; so does the kernel for TPU. Elsewhere each number of pages
-  # has its own program.
-  cpu = mesh.devices.flat[0].platform == 'cpu'
-  any_number = cpu or cached_pass.reads_live(model.config, page_size)
+  any_number = _takes_any_number(model, mesh, page_size)
   by_pages: dict[str, Any] = {
     'static_argnames': () if any_number else 'num_pages'
   }

@@ -123,10 +123,10 @@ class Engine:
     Raises:
       Exception: the error that a lane's thread has raised, see `begin`.
     """
-    for lane in self._lanes:
-      lane.release()
     self._queue.clear()
     self._programs.params = None
+    for lane in self._lanes:
+      lane.release()
 
   def begin(
     self,

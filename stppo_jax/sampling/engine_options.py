@@ -69,6 +69,13 @@ class EngineOptions:
 
   def __post_init__(self):
     self.check_group_size(1)
+    problem = lane_rules.pages_problem(
+      self.pages, parts=self.lanes, pages_per_row=self.pages_per_row
+    )
+    if self.pages and self.deterministic:
+      problem = 'must be 0 for an engine that is deterministic'
+    if problem:
+      raise ValueError(f'pages={self.pages}: {problem}')
 
   @property
   def slots_per_lane(self) -> int:

@@ -231,7 +231,8 @@ class Lane:
     share = _APPEND_SHARE if self._driver.compacts else 1
     decoding = sum(map(self._fits, self._generating.values()))
     enough = min(decoding * share, self._driver.batch_rows)
-    return len(self._to_append) > 0 and len(self._to_append) >= enough
+    ready = sum(self._fits(row, len(ids)) for row, ids in self._to_append)
+    return ready > 0 and ready >= enough
 
   def _append_scheduled(self) -> None:
     """Appends scheduled tokens, if there are pages, and starts the turns.
@@ -284,8 +285,8 @@ class Lane:
     `lookahead` chunks are started before the last result is read.
 
     Otherwise two chunks are in flight, so that the device need not wait for the
-    host. A chunk reads as many blocks of the cache as its longest row needs, so
-    a batch is one row and those closest to it in length. The queue decides
+    host. A chunk may read as many pages of each row as its longest row needs,
+    so a batch is one row and those closest to it in length. The queue decides
     which row that is. While rows wait for a slot, it is the row that has waited
     longest: new rows are short, and if the shortest row went first, new ones
     would overtake the others for ever. Once the queue is empty, it is the

@@ -123,7 +123,8 @@ class SlotDriver:
   def append(self, appends: Mapping[int, Append]) -> None:
     """Appends tokens to slots, in which turns begin."""
     state = self._state or self._programs.empty(self.slots)
-    # Prompts alone are the start of a wave, the same in every run.
+    # A wave begins with all its prompts together, in every run, so that few of
+    # them need not be computed as if they filled all slots.
     compacts = self.compacts or all(not x.length for x in appends.values())
     for chunk, first in self._chunks(appends):
       # A batch reads as many pages as its longest slot has begun, so slots of
@@ -291,7 +292,11 @@ class SlotDriver:
   ) -> int:
     """Returns how many pages hold all tokens that the slots have so far."""
     longest = max(slot.length + appended for slot in slots)
-    return -(-longest // self._programs.page_size)
+    number = -(-longest // self._programs.page_size)
+    if self._programs.takes_any_number or number < 2:
+      return number
+    # A power of 2, because each number is compiled.
+    return min(2 ** (number - 1).bit_length(), self._programs.pages_per_row)
 
   def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:
     for first in range(0, len(slots), self.batch_rows):

@@ -257,6 +257,8 @@ def sized(
   )
   held = held_memory(config, learner, placement)
   beside = sum(held.collecting.values()) - held.collecting[engines.CACHE]
+  if rollout.steps_ahead and not placement.collecting:
+    beside += held.gradients + held.gathered  # slots stay during updates
   changed = config.copy_and_resolve_references()
   for waves in range(1, wanted + 1):
     with changed.unlocked():

@@ -84,8 +84,7 @@ def build(config, *, imitates: bool = False) -> Components:
     model_files.check(config, tokenizer)
     mesh = build_mesh(config)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    learner, placement = build_learner(config, shape, mesh)
-    check_sizes(config, shape, mesh, placement, imitates=imitates)
+    learner, placement = build_learner(config, shape, mesh, imitates=imitates)
     notes = checks.check_data(config, questions, tokenizer)
   config = checks.sized(config, learner, placement, memory.device_limit())
   return Components(config, questions, tokenizer, learner, placement, notes)
@@ -181,20 +180,28 @@ def build_learner(
   shape: model_config.ModelConfig,
   mesh: jax.sharding.Mesh,
   devices: Sequence | None = None,
+  *,
+  imitates: bool = False,
 ) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
   """Returns a run's learner and the devices that decode.
 
-  The learner gathers a frozen base once, if it fits beside the engine.
+  The learner gathers a frozen base once, if it fits beside what is held while
+  it learns.
+
+  Args:
+    config, shape, mesh, devices: see `build_placement`.
+    imitates: see `check_sizes`.
 
   Raises:
-    ValueError: see `Learner` and `build_placement`, whose arguments these are.
+    ValueError: see `Learner`, `build_placement` and `check_sizes`.
   """
   learner = learner_lib.Learner(config, shape, mesh)
   placement = build_placement(config, shape, mesh, devices)
+  check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
-    if memory.leaves_room(mesh, held.total):
+    if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
       learner = gathers
   return learner, placement
 

@@ -140,6 +140,24 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'rollout.group_size=3',
     ),
     (
+      {
+        'rollout__pages': 64,
+        'rollout__slots': 16,
+        'rollout__deterministic': True,
+      },
+      'rollout.pages=64: must be 0 when rollout.deterministic=True: which '
+      'trajectories wait for pages depends on when observations arrive',
+    ),
+    (
+      {'rollout__pages': 64, 'rollout__deterministic': False},
+      'rollout.pages=64: must be 0 when rollout.slots=0: all slots then have '
+      'memory for full trajectories',
+    ),
+    (
+      {'rollout__page_size': 4097},
+      'rollout.page_size=4097: must not be greater than env.max_length=4096',
+    ),
+    (
       {'rollout__resample_rounds': 2},
       'rollout.resample_rounds=2: must be 0 when rollout.group_size=1: '
       'groups of one have no variance',

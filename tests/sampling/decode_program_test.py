@@ -118,15 +118,17 @@ class _Shapes:
   """Stands in for compiled programs; records how many slots they run on."""
 
   shards, page_size, pages_per_row, params, table_ZV = 1, 64, 1, None, None
+  takes_any_number = True
 
   def __init__(self):
-    self.sizes = set()
+    self.sizes, self.num_pages = set(), set()
 
   def put(self, *trees):
     return trees
 
   def decode(self, params, state, key_data_A2, *args, **kwargs):
     self.sizes.add(len(key_data_A2))
+    self.num_pages.add(kwargs['num_pages'])
     return state, None
 
 
@@ -144,3 +146,13 @@ def test_batches_have_at_most_four_sizes(slots):
     }
     driver.decode(chosen, greedy=False, enough=1)
   assert max(shapes.sizes) == slots and len(shapes.sizes) <= 4
+
+
+def test_where_each_number_of_pages_is_compiled_there_are_few():
+  shapes: Any = _Shapes()
+  shapes.takes_any_number, shapes.pages_per_row = False, 20
+  driver = slot_driver.SlotDriver(shapes, tiny_engine.options())
+  for length in range(1, 20 * 64 + 1, 16):
+    decode = slot_driver.Decode(np.zeros(2, np.uint32), length, [0])
+    driver.decode({0: decode}, greedy=False, enough=1)
+  assert shapes.num_pages == {1, 2, 4, 8, 16, 20}
