@@ -104,17 +104,24 @@ class PassageDemonstrations:
   demonstrator may err: it searches for the first word of the title only, does
   not search, or misreads. Its answer is then that of another question.
 
+  A small model that was made from these passages alone learns to copy long
+  before it learns to read. It can imitate answers that quote: the first words
+  of the gold passage that was found last.
+
   Attributes:
     questions: the questions of the run.
     passages: the passages by id; empty if a server has them.
     noise: the errors of the demonstrator.
     max_searches: the largest number of searches in a dialogue.
+    quote_words: the largest number of words of an answer that quotes; it has
+      any number up to it. 0 = the answer is a golden answer.
   """
 
   questions: questions_lib.Questions
   passages: Mapping[str, types.Passage]
   noise: Noise
   max_searches: int
+  quote_words: int
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
@@ -135,7 +142,7 @@ class PassageDemonstrations:
   ) -> list[str]:
     """Returns the turns of one dialogue."""
     turns, answered = [], question
-    for query in self._queries(question)[: self.max_searches]:
+    for query, _ in self._searches(question):
       error = _draw(rng, rate, _SEARCH_ERRORS[:2])
       if error == 'partial_query':
         query = query.split()[0]
@@ -150,18 +157,33 @@ class PassageDemonstrations:
     else:
       if _draw(rng, rate, ('wrong_fact',)):
         answered = guess
-    answer = text.neutralise_tags(answered.golden_answers[0])
+    answer = text.neutralise_tags(self._answer(answered, rng))
     turns.append(f'<think> I know it now. </think><answer> {answer} </answer>')
     return turns
 
-  def _queries(self, question: types.Question) -> list[str]:
-    """Returns the titles that can be searched for, or the question."""
-    queries, read = [], text.normalise(question.text).split()
-    for passage in filter(None, map(self.passages.get, question.gold_passages)):
+  def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
+    """Returns the golden answer, or a quotation of a gold passage."""
+    _, passage = self._searches(question)[-1]
+    if not (self.quote_words and passage and passage.text.split()):
+      return question.golden_answers[0]
+    count = rng.integers(1, self.quote_words, endpoint=True)
+    return ' '.join(passage.text.split()[:count])
+
+  def _searches(
+    self, question: types.Question
+  ) -> list[tuple[str, types.Passage | None]]:
+    """Returns the titles that can be searched for, or the question.
+
+    Each is beside the gold passage that it should find, if that is known.
+    """
+    searches, read = {}, text.normalise(question.text).split()
+    gold = [*filter(None, map(self.passages.get, question.gold_passages))]
+    for passage in gold:
       if not set(text.normalise(passage.title).split()).isdisjoint(read):
-        queries.append(passage.title)
+        searches.setdefault(passage.title, passage)
         read += text.normalise(f'{passage.title} {passage.text}').split()
-    return list(dict.fromkeys(queries)) or [question.text]
+    found = searches or {question.text: gold[0] if gold else None}
+    return list(found.items())[: self.max_searches]
 
 
 class StoredDemonstrations:

@@ -115,4 +115,5 @@ def demonstrations_of(
     passages={passage.id: passage for passage in passages},
     noise=dataclasses.replace(noise, clean_steps=0),
     max_searches=config.env.max_turns,
+    quote_words=sft.quote_words,
   )

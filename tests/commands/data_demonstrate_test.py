@@ -4,6 +4,7 @@ Two golden passages lead from the lake to its city and its region. The third one
 has a title that cannot be guessed.
 """
 
+import collections
 import json
 
 import pytest
@@ -38,7 +39,12 @@ def _write(name, rows):
 def _demonstrated(capsys, questions, rows, **keys):
   """Returns the demonstrations that the command prints."""
   _write('train.jsonl', questions)
-  keys = {'data.root': '.', 'evaluate.every': 0, 'sft.batch_size': 2} | keys
+  keys = {
+    'data.root': '.',
+    'evaluate.every': 0,
+    'sft.batch_size': 2,
+    'sft.quote_words': 0,
+  } | keys
   code = __main__.main(
     [
       'data',
@@ -101,6 +107,43 @@ def test_errors_occur_at_their_rate_and_end_in_guesses(folder, capsys):
   assert set(map(len, searched)) == {0, 1}
   partial = [s == ['Which'] for s in searched]
   assert abs(sum(partial) / 1024 - 0.15) < 3 * (0.15 * 0.85 / 1024) ** 0.5
+
+
+@pytest.mark.parametrize(
+  ('max_turns', 'quoted'), [(1, 'p1'), (3, 'p2')]
+)
+def test_answers_quote_the_passage_that_was_found_last(
+  folder, capsys, max_turns, quoted
+):
+  rows = _demonstrated(
+    capsys,
+    [_HOPS, _PLAIN, _HOPS | {'gold_pids': ['p3']}],
+    300,
+    **{
+      'sft.error_rate': 0,
+      'sft.quote_words': 4,
+      'sft.batch_size': 3,
+      'env.max_turns': max_turns,
+    },
+  )
+  texts = {p['id']: p['text'].split() for p in _PASSAGES}
+  counts = collections.Counter()
+  for row in rows:
+    answer = _inside(row['turns'][-1], 'answer')
+    if not row['gold_pids']:
+      assert answer == 'Jane Austen'  # no passage can be quoted
+      continue
+    words = answer.split()
+    if row['gold_pids'] == ['p3']:
+      # Its title cannot be guessed, so the question finds it.
+      assert _searches(row) == [row['question']]
+      assert words == texts['p3'][: len(words)]
+    else:
+      assert words == texts[quoted][: len(words)]
+      counts[len(words)] += 1
+  assert set(counts) == {1, 2, 3, 4}
+  # A quarter each, up to three standard deviations.
+  assert all(abs(n - 25) < 3 * (100 * 3 / 16) ** 0.5 for n in counts.values())
 
 
 def test_a_file_of_demonstrations_is_imitated(folder, capsys):
