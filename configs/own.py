@@ -38,7 +38,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   # small random model below first imitates searching and quoting, and learns
   # from rewards which query finds the answer and how much it must quote.
   config.model.hidden_size = 128
-  config.model.intermediate_size = 352
+  config.model.intermediate_size = 128
   config.model.num_layers = 2
   config.model.num_heads = 4
   config.model.num_kv_heads = 2
@@ -46,17 +46,18 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.env.rewards.exact_match = 0.0
   config.env.rewards.substring_match = 1.0
   config.sft.before_training = True
-  config.sft.num_steps = 1200
-  config.sft.batch_size = 32
-  config.sft.error_rate = 0.1
+  config.sft.num_steps = 1500
+  config.sft.clean_steps = 1100
+  config.sft.batch_size = 16
+  config.sft.error_rate = 0.75
   config.sft.quote_words = 40
 
   # Lengths in tokens. A longest dialogue fits if max_length is at least the
   # prompt, plus a turn and an observation for each of max_turns, plus a turn.
   config.env.max_turns = 1
   config.env.max_turn_tokens = 96
-  config.env.max_observation_tokens = 128
-  config.env.max_length = 384
+  config.env.max_observation_tokens = 100
+  config.env.max_length = 256
   config.rollout.length_bucket = config.env.max_length
 
   # Batches. A real run has hundreds of trajectories per step, and

@@ -105,8 +105,9 @@ class PassageDemonstrations:
   not search, or misreads. Its answer is then that of another question.
 
   A small model that was made from these passages alone learns to copy long
-  before it learns to read. It can imitate answers that quote: the first words
-  of the gold passage that was found last.
+  before it learns to read. With `quote_words`, it can imitate a demonstrator
+  that copies: it searches for the question, and its answer quotes the beginning
+  of the gold passage, without misreading.
 
   Attributes:
     questions: the questions of the run.
@@ -141,8 +142,8 @@ class PassageDemonstrations:
     rate: float,
   ) -> list[str]:
     """Returns the turns of one dialogue."""
-    turns, answered = [], question
-    for query, _ in self._searches(question):
+    turns, answer = [], self._answer(question, rng)
+    for query in self._queries(question)[: self.max_searches]:
       error = _draw(rng, rate, _SEARCH_ERRORS[:2])
       if error == 'partial_query':
         query = query.split()[0]
@@ -152,38 +153,38 @@ class PassageDemonstrations:
           f'<search> {text.neutralise_tags(query)} </search>'
         )
       if error:
-        answered = guess
+        answer = guess.golden_answers[0]
         break
     else:
-      if _draw(rng, rate, ('wrong_fact',)):
-        answered = guess
-    answer = text.neutralise_tags(self._answer(answered, rng))
-    turns.append(f'<think> I know it now. </think><answer> {answer} </answer>')
+      if not self.quote_words and _draw(rng, rate, ('wrong_fact',)):
+        answer = guess.golden_answers[0]
+    turns.append(
+      '<think> I know it now. </think>'
+      f'<answer> {text.neutralise_tags(answer)} </answer>'
+    )
     return turns
 
   def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
-    """Returns the golden answer, or a quotation of a gold passage."""
-    _, passage = self._searches(question)[-1]
-    if not (self.quote_words and passage and passage.text.split()):
+    """Returns a golden answer, or a quotation of a gold passage."""
+    gold = self._gold(question)
+    if not (self.quote_words and gold):
       return question.golden_answers[0]
     count = rng.integers(1, self.quote_words, endpoint=True)
-    return ' '.join(passage.text.split()[:count])
+    return ' '.join(gold[0].text.split()[:count])
 
-  def _searches(
-    self, question: types.Question
-  ) -> list[tuple[str, types.Passage | None]]:
-    """Returns the titles that can be searched for, or the question.
-
-    Each is beside the gold passage that it should find, if that is known.
-    """
-    searches, read = {}, text.normalise(question.text).split()
-    gold = [*filter(None, map(self.passages.get, question.gold_passages))]
-    for passage in gold:
+  def _queries(self, question: types.Question) -> list[str]:
+    """Returns the titles that can be searched for, or the question."""
+    queries, read = [], text.normalise(question.text).split()
+    for passage in [] if self.quote_words else self._gold(question):
       if not set(text.normalise(passage.title).split()).isdisjoint(read):
-        searches.setdefault(passage.title, passage)
+        queries.append(passage.title)
         read += text.normalise(f'{passage.title} {passage.text}').split()
-    found = searches or {question.text: gold[0] if gold else None}
-    return list(found.items())[: self.max_searches]
+    return list(dict.fromkeys(queries)) or [question.text]
+
+  def _gold(self, question: types.Question) -> list[types.Passage]:
+    """Returns the gold passages that are known."""
+    found = map(self.passages.get, question.gold_passages)
+    return [passage for passage in found if passage]
 
 
 class StoredDemonstrations:

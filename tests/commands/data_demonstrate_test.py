@@ -43,6 +43,7 @@ def _demonstrated(capsys, questions, rows, **keys):
     'data.root': '.',
     'evaluate.every': 0,
     'sft.batch_size': 2,
+    'sft.clean_steps': 0,
     'sft.quote_words': 0,
   } | keys
   code = __main__.main(
@@ -109,41 +110,39 @@ def test_errors_occur_at_their_rate_and_end_in_guesses(folder, capsys):
   assert abs(sum(partial) / 1024 - 0.15) < 3 * (0.15 * 0.85 / 1024) ** 0.5
 
 
-@pytest.mark.parametrize(
-  ('max_turns', 'quoted'), [(1, 'p1'), (3, 'p2')]
-)
-def test_answers_quote_the_passage_that_was_found_last(
-  folder, capsys, max_turns, quoted
-):
-  rows = _demonstrated(
-    capsys,
-    [_HOPS, _PLAIN, _HOPS | {'gold_pids': ['p3']}],
-    300,
-    **{
-      'sft.error_rate': 0,
-      'sft.quote_words': 4,
-      'sft.batch_size': 3,
-      'env.max_turns': max_turns,
-    },
-  )
-  texts = {p['id']: p['text'].split() for p in _PASSAGES}
-  counts = collections.Counter()
+def test_answers_quote_up_to_so_many_words_of_the_gold_passage(folder, capsys):
+  keys = {'sft.error_rate': 0, 'sft.quote_words': 4}
+  rows = _demonstrated(capsys, [_HOPS, _PLAIN], 200, **keys)
+  lengths = collections.Counter()
   for row in rows:
+    assert _searches(row) == [row['question']]
     answer = _inside(row['turns'][-1], 'answer')
-    if not row['gold_pids']:
-      assert answer == 'Jane Austen'  # no passage can be quoted
-      continue
-    words = answer.split()
-    if row['gold_pids'] == ['p3']:
-      # Its title cannot be guessed, so the question finds it.
-      assert _searches(row) == [row['question']]
-      assert words == texts['p3'][: len(words)]
+    if row['question'] == _PLAIN['question']:
+      assert answer == 'Jane Austen'  # it names no passage
     else:
-      assert words == texts[quoted][: len(words)]
-      counts[len(words)] += 1
-  assert set(counts) == {1, 2, 3, 4}
+      assert _PASSAGES[0]['text'].startswith(answer)
+      lengths[len(answer.split())] += 1
+  assert set(lengths) == {1, 2, 3, 4}
   # A quarter each, up to three standard deviations.
-  assert all(abs(n - 25) < 3 * (100 * 3 / 16) ** 0.5 for n in counts.values())
+  assert all(abs(n - 25) < 3 * (100 * 3 / 16) ** 0.5 for n in lengths.values())
+
+
+def test_who_quotes_errs_only_in_searching_and_only_after_clean_steps(
+  folder, capsys
+):
+  other = _HOPS | {'question': 'Where is it?', 'answers': ['Lecco']}
+  keys = {'sft.error_rate': 0.5, 'sft.quote_words': 9, 'sft.clean_steps': 100}
+  rows = _demonstrated(capsys, [_HOPS, other], 600, **keys)
+  quotes = [
+    _PASSAGES[0]['text'].startswith(_inside(row['turns'][-1], 'answer'))
+    for row in rows
+  ]
+  assert all(quotes[:200])  # 100 steps of two dialogues
+  assert abs(sum(quotes[200:]) / 400 - 0.5) < 3 * (0.25 / 400) ** 0.5
+  for row, quote in zip(rows, quotes):
+    answer = _inside(row['turns'][-1], 'answer')
+    assert quote or answer in ('Lecco', 'Lombardy')
+    assert not quote or _searches(row) == [row['question']]
 
 
 def test_a_file_of_demonstrations_is_imitated(folder, capsys):
