@@ -70,30 +70,24 @@ def report(
     arguments: further arguments of `train`.
   """
   run = folder / 'run'
-  commands = {
-    'start and training': [
-      'train',
-      '--config=configs/own.py',
-      f'--config.data.root={folder}/data',
-      f'--workdir={run}',
-      *arguments,
-    ]
-  }
+  config = ['--config=configs/own.py', f'--config.data.root={folder}/data']
+  config += arguments
+  sets = ', '.join(f'{name}.jsonl limit={questions}' for name in _SETS)
+  commands = {'start and training': ['train', *config, f'--workdir={run}']}
   results = {}
-  for policy, checkpoint in (('start', run / 'start'), ('trained', run)):
+  for policy, source in {
+    'start': [f'--checkpoint={run}/start/policy', *config],
+    'trained': [f'--checkpoint={run}'],
+  }.items():
     for kind, flags in _SAMPLES.items():
       results[policy, kind] = folder / f'{policy}-{kind}'
       commands[f'evaluation: {policy}, {kind}'] = [
-        'evaluate',
-        f'--checkpoint={checkpoint}',
-        '--sets='
-        + ', '.join(f'{name}.jsonl limit={questions}' for name in _SETS),
-        f'--out={results[policy, kind]}',
-        *flags,
+        *('evaluate', *source, *flags),
+        *(f'--sets={sets}', f'--out={results[policy, kind]}'),
       ]
   spent = {name: _spent(folder, name, x) for name, x in commands.items()}
   spent['all'] = [sum(x) for x in zip(*spent.values())]
-  sets = {
+  scored = {
     key: json.loads((path / 'results.json').read_text('utf-8'))['sets']
     for key, path in results.items()
   }
@@ -101,10 +95,10 @@ def report(
   for name, part in _SETS.items():
     for kind in _SAMPLES:
       before, after = (
-        sets[policy, kind][name]['scores'][_SCORE]
+        scored[policy, kind][name]['scores'][_SCORE]
         for policy in ('start', 'trained')
       )
-      majority = sets['start', kind][name]['baseline']
+      majority = scored['start', kind][name]['baseline']
       numbers = (f'{x:.3f}' for x in (before, after, after - before, majority))
       scores.append((f'{part}, {kind}', *numbers))
   seconds = [
