@@ -6,11 +6,10 @@
 
 The first command fetches the part of Natural Questions for which QED has
 paragraphs: some 7,600 training and 1,400 evaluation questions. Of these, the
-run has those with an answer of at most five words. It takes a few minutes on
-two CPU cores. A byte-level BPE tokenizer is trained on the paragraphs. A small
-random model is first trained on demonstrations of dialogues, without which it
-would never search, and then by RL for five steps. It is far too small to answer
-anything: expect finite metrics and readable dialogues.
+run has those with an answer of at most five words. A byte-level BPE tokenizer
+is trained on the paragraphs. As in `configs/own.py`, a small random model first
+imitates searching and quoting, and then learns from rewards. It cannot read:
+docs/your_own_data.md says what it learns, and how long that takes.
 
 `configs/nq.py:st_ppo,7b` is the setting of the paper for Qwen2.5 of 1.5B, 3B or
 7B instead, with all questions of the data set `nq` and a server that has the

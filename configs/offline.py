@@ -17,6 +17,10 @@ def sft() -> dict[str, Any]:
     # from the questions of the run in every step.
     'demonstrations': '',
     'error_rate': 0.3,  # probability of an error at each decision
+    # Questions from files: the largest number of words of an answer that quotes
+    # the beginning of a gold passage; 0 = the golden answer. See
+    # docs/your_own_data.md.
+    'quote_words': 0,
     # The first steps, which have questions of one hop and no errors.
     'clean_one_hop_steps': 0,
     # The next steps, which have questions of all hops and no errors.

@@ -268,6 +268,7 @@ KEYS: Mapping[str, Key] = {
   'sft.demonstrations': Key(check=external.file_exists, since='0.3', before=''),
   'sft.error_rate': Key(rules.FRACTION),
   'sft.num_steps': Key(rules.POSITIVE),
+  'sft.quote_words': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
   'title': _free(rules.LINE, since='0.3'),
   'updates.core_rows': Key(rules.NOT_NEGATIVE),
   'updates.head_chunk': Key(rules.NOT_NEGATIVE),

@@ -155,13 +155,14 @@ def _question_files(root):
 
 
 def _own_files(root, monkeypatch):
-  """Leaves the folder DATA and the function that docs/data.md makes."""
+  """Leaves the folder DATA and the reward function of the documents."""
   if not (root / 'DATA' / 'qed.corpus.jsonl').exists():
     originals = public_files.write(root / 'originals')['qed']
     build = ['data', 'build', 'qed', f'--root={root}/DATA']
     assert __main__.main([*build, f'--from_files={originals}']) == 0
-  program, *_, rewards = re.findall(
-    r'^```python\n(.*?)```', _PAGES['docs/data.md'], re.DOTALL | re.M
+  (program,), (rewards,) = (
+    re.findall(r'^```python\n(.*?)```', _PAGES[page], re.DOTALL | re.M)
+    for page in ('docs/your_own_data.md', 'docs/data.md')
   )
   with monkeypatch.context() as patch:
     patch.chdir(root)
@@ -270,6 +271,19 @@ def _check_quickstart(command, output, folder):
   _check_metrics(workdir / 'metrics.jsonl')
 
 
+def _of_own_data():
+  """Returns the command of the run that others evaluate."""
+  (line,) = (x for x in _commands() if x.endswith(' --workdir=runs/own'))
+  return line
+
+
+def _check_own_scores(output):
+  """Asserts that both parts of the questions are beside the baseline."""
+  head, *rows = [x.split() for x in output.splitlines()[-3:]]
+  assert (head[2], head[-1]) == ('substring_match', 'majority')
+  assert sorted(row[:2] for row in rows) == [['test', '8'], ['train', '32']]
+
+
 def _check_plan(command, folder):
   """Asserts that these tests are called; here they would never end."""
   plan = _run([*_make(command, 'TESTING='), '-n'], folder)
@@ -291,6 +305,8 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
     assert (clone / 'runs' / 'token_or_turn' / 'report.html').is_file()
   elif ' ablate ' in command:
     _own_study(clone)
+    if 'DATA' in command:
+      _own_files(clone, monkeypatch)
     assert _run([*_python(command), *_SMOKE], clone)
     if '--dry_run' not in command:
       assert (_workdir(words, clone) / 'report.html').is_file()
@@ -315,6 +331,11 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
       _own_files(clone, monkeypatch)
     _run([*_python(command), *_SMOKE[1:]], clone)
     assert (_workdir(words, clone) / 'policy' / 'model.safetensors').is_file()
+  elif ' evaluate ' in command and 'runs/own' in command:
+    if not (clone / 'runs' / 'own').exists():
+      _own_files(clone, monkeypatch)
+      _run([*_python(_of_own_data()), *_SMOKE], clone)
+    _check_own_scores(_run(_python(command), clone))
   elif ' evaluate ' in command:
     _make_run(clone, quickstart)
     output = _run([*_python(command), *_SMOKE], clone)
@@ -372,6 +393,8 @@ def test_a_small_version_of_every_command_runs(
     assert [made.count(f':{name}_ppo ') for name in ('token', 'turn')] == [3, 3]
   elif ' ablate ' in command:
     _own_study(small_clone)
+    if 'DATA' in command:
+      _own_files(small_clone, monkeypatch)
     call('--dry_run')  # the runs would compile programs of their own
   elif ' train ' in command or ' sft ' in command:
     # Each would compile programs of its own. The folders of tests of what they
@@ -379,10 +402,11 @@ def test_a_small_version_of_every_command_runs(
     if 'DATA' in command:
       _own_files(small_clone, monkeypatch)
     call(words=_config(words))
-    if command.endswith('runs/own'):
+    if command == _of_own_data():
       call(*_TINY, *_OF_OWN_DATA)
-      _check_metrics(pathlib.Path('runs/own/metrics.jsonl'))
-      assert 'val/em/test' in pathlib.Path('runs/own/metrics.jsonl').read_text()
+      metrics = pathlib.Path('runs/own/metrics.jsonl')
+      _check_metrics(metrics)
+      assert 'val/substring_match/test' in metrics.read_text()
   elif ' demonstrate ' in command:
     _own_files(small_clone, monkeypatch)
     assert '</search>' in call()
@@ -405,6 +429,11 @@ def test_a_small_version_of_every_command_runs(
     _make_small_batch(call)
     tiny = runs.flags(num_steps=None)[1:]
     call(*tiny, '--config.preference.batch_size=8')
+  elif ' evaluate ' in command and 'runs/own' in command:
+    if not pathlib.Path('runs/own').exists():
+      _own_files(small_clone, monkeypatch)
+      call(*_TINY, *_OF_OWN_DATA, words=shlex.split(_of_own_data()))
+    _check_own_scores(call())
   elif ' evaluate ' in command:
     _make_run(small_clone, quickstart)
     output = call()

@@ -104,17 +104,25 @@ class PassageDemonstrations:
   demonstrator may err: it searches for the first word of the title only, does
   not search, or misreads. Its answer is then that of another question.
 
+  A small model that was made from these passages alone learns to copy long
+  before it learns to read. With `quote_words`, it can imitate a demonstrator
+  that copies: it searches for the question, and its answer quotes the beginning
+  of the gold passage, without misreading.
+
   Attributes:
     questions: the questions of the run.
     passages: the passages by id; empty if a server has them.
     noise: the errors of the demonstrator.
     max_searches: the largest number of searches in a dialogue.
+    quote_words: the largest number of words of an answer that quotes; it has
+      any number up to it. 0 = the answer is a golden answer.
   """
 
   questions: questions_lib.Questions
   passages: Mapping[str, types.Passage]
   noise: Noise
   max_searches: int
+  quote_words: int
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
@@ -134,7 +142,7 @@ class PassageDemonstrations:
     rate: float,
   ) -> list[str]:
     """Returns the turns of one dialogue."""
-    turns, answered = [], question
+    turns, answer = [], self._answer(question, rng)
     for query in self._queries(question)[: self.max_searches]:
       error = _draw(rng, rate, _SEARCH_ERRORS[:2])
       if error == 'partial_query':
@@ -145,23 +153,38 @@ class PassageDemonstrations:
           f'<search> {text.neutralise_tags(query)} </search>'
         )
       if error:
-        answered = guess
+        answer = guess.golden_answers[0]
         break
     else:
-      if _draw(rng, rate, ('wrong_fact',)):
-        answered = guess
-    answer = text.neutralise_tags(answered.golden_answers[0])
-    turns.append(f'<think> I know it now. </think><answer> {answer} </answer>')
+      if not self.quote_words and _draw(rng, rate, ('wrong_fact',)):
+        answer = guess.golden_answers[0]
+    turns.append(
+      '<think> I know it now. </think>'
+      f'<answer> {text.neutralise_tags(answer)} </answer>'
+    )
     return turns
+
+  def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
+    """Returns a golden answer, or a quotation of a gold passage."""
+    gold = self._gold(question)
+    if not (self.quote_words and gold):
+      return question.golden_answers[0]
+    count = rng.integers(1, self.quote_words, endpoint=True)
+    return ' '.join(gold[0].text.split()[:count])
 
   def _queries(self, question: types.Question) -> list[str]:
     """Returns the titles that can be searched for, or the question."""
     queries, read = [], text.normalise(question.text).split()
-    for passage in filter(None, map(self.passages.get, question.gold_passages)):
+    for passage in [] if self.quote_words else self._gold(question):
       if not set(text.normalise(passage.title).split()).isdisjoint(read):
         queries.append(passage.title)
         read += text.normalise(f'{passage.title} {passage.text}').split()
     return list(dict.fromkeys(queries)) or [question.text]
+
+  def _gold(self, question: types.Question) -> list[types.Passage]:
+    """Returns the gold passages that are known."""
+    found = map(self.passages.get, question.gold_passages)
+    return [passage for passage in found if passage]
 
 
 class StoredDemonstrations:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 from typing import Any
 from typing import NamedTuple
 
@@ -109,10 +108,10 @@ def demonstrations_of(
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
   passages = (questions.passages() or ()) if config.data.corpus else ()
-  # These always have errors: the form of their dialogues needs no clean steps.
   return demonstrations.PassageDemonstrations(
     questions=questions,
     passages={passage.id: passage for passage in passages},
-    noise=dataclasses.replace(noise, clean_steps=0),
+    noise=noise,
     max_searches=config.env.max_turns,
+    quote_words=sft.quote_words,
   )

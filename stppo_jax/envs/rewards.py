@@ -17,10 +17,11 @@ from stppo_jax.envs import actions
 # The name of the score that says whether an answer is right. It is the accuracy
 # of the choice if the question has options.
 EXACT_MATCH = 'em'
+SUBSTRING_MATCH = 'substring_match'
 SCORE_NAMES: tuple[str, ...] = (
   EXACT_MATCH,
   'f1',
-  'substring_match',
+  SUBSTRING_MATCH,
   'format',
 )
 _ANSWER = re.compile('<answer>(.*?)</answer>', re.DOTALL)
@@ -129,7 +130,7 @@ def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
   return {
     EXACT_MATCH: em,
     'f1': token_f1(answer, golden),
-    'substring_match': substring_match(answer, golden),
+    SUBSTRING_MATCH: substring_match(answer, golden),
   }
 
 

@@ -30,7 +30,8 @@ Status = types.TrajectoryStatus
 class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  Its scores are `rewards.SCORE_NAMES`.
+  Its scores are `rewards.SCORE_NAMES`. The main score is the exact match, or
+  the substring match if only that one has a weight.
   """
 
   stop_strings = actions.STOP_STRINGS
@@ -68,6 +69,8 @@ class SearchEnvironment(protocol.Environment):
     self._retriever = retriever
     self._template = prompts.load_template(prompt_template)
     self._weights = rewards
+    if rewards['substring_match'] and not rewards['exact_match']:
+      self.main_score = rewards_lib.SUBSTRING_MATCH
     self._find_answer = rewards_lib.SCOPES[reward_scope]
 
   @classmethod

@@ -17,6 +17,7 @@ from stppo_jax import text as text_lib
 from stppo_jax.envs import rewards
 
 Record = Mapping[str, Any]
+_OF_ANSWERS = (rewards.EXACT_MATCH, rewards.SUBSTRING_MATCH)
 _RESAMPLES = 1000
 _INTERVAL = (2.5, 97.5)  # percentiles
 _Z = 1.959964  # standard deviations of a normal distribution
@@ -37,8 +38,8 @@ class SetReport:
     means: other means: searches, turns, answered, and where gold passages are
       known `recall`, the share of them that the searches of a dialogue found,
       and `all_gold`, the share of dialogues that found all.
-    baseline: the main score of the best constant answer; None where answers
-      are not compared.
+    baseline: the share of questions that the most frequent golden answer is
+      right for; None where answers are not compared.
   """
 
   name: str
@@ -96,7 +97,7 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
       for k in _powers(samples)
     },
     means=means,
-    baseline=majority(groups) if main_score == rewards.EXACT_MATCH else None,
+    baseline=majority(groups) if main_score in _OF_ANSWERS else None,
   )
 
 

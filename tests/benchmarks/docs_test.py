@@ -13,7 +13,8 @@ _WITH_TORCH = (
   'benchmarks.torch_update',
   'benchmarks.vocabulary',
 )
-# `make bench` leaves them out: they measure no times, or need an accelerator.
+# `make bench` leaves them out: they measure no times, or need an accelerator or
+# files of the reader.
 _NO_BENCHMARK = {
   'benchmarks.accelerator',
   'benchmarks.chaos',
@@ -21,6 +22,7 @@ _NO_BENCHMARK = {
   'benchmarks.jumping_clock',
   'benchmarks.same_numbers',
   'benchmarks.mismatch',
+  'benchmarks.own_data',
   'benchmarks.slices',
   'benchmarks.weak_scaling',
 }

@@ -487,8 +487,8 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, capsys):
     (['--workdir=a'], '--config: missing'),
     (['--config=/no.py', '--workdir=a'], '--config=/no.py: no such file'),
     (
-      [f'--config={runs.REPO}/configs/own.py', '--workdir=a'],
-      'own.py: has no function studies',
+      [f'--config={runs.REPO}/configs/nq.py', '--workdir=a'],
+      'nq.py: has no function studies',
     ),
     (
       [f'--config={_CONFIG}', f'--workdir={runs.REPO}/docs'],

@@ -4,6 +4,7 @@ Two golden passages lead from the lake to its city and its region. The third one
 has a title that cannot be guessed.
 """
 
+import collections
 import json
 
 import pytest
@@ -38,7 +39,13 @@ def _write(name, rows):
 def _demonstrated(capsys, questions, rows, **keys):
   """Returns the demonstrations that the command prints."""
   _write('train.jsonl', questions)
-  keys = {'data.root': '.', 'evaluate.every': 0, 'sft.batch_size': 2} | keys
+  keys = {
+    'data.root': '.',
+    'evaluate.every': 0,
+    'sft.batch_size': 2,
+    'sft.clean_steps': 0,
+    'sft.quote_words': 0,
+  } | keys
   code = __main__.main(
     [
       'data',
@@ -101,6 +108,41 @@ def test_errors_occur_at_their_rate_and_end_in_guesses(folder, capsys):
   assert set(map(len, searched)) == {0, 1}
   partial = [s == ['Which'] for s in searched]
   assert abs(sum(partial) / 1024 - 0.15) < 3 * (0.15 * 0.85 / 1024) ** 0.5
+
+
+def test_answers_quote_up_to_so_many_words_of_the_gold_passage(folder, capsys):
+  keys = {'sft.error_rate': 0, 'sft.quote_words': 4}
+  rows = _demonstrated(capsys, [_HOPS, _PLAIN], 200, **keys)
+  lengths = collections.Counter()
+  for row in rows:
+    assert _searches(row) == [row['question']]
+    answer = _inside(row['turns'][-1], 'answer')
+    if row['question'] == _PLAIN['question']:
+      assert answer == 'Jane Austen'  # it names no passage
+    else:
+      assert _PASSAGES[0]['text'].startswith(answer)
+      lengths[len(answer.split())] += 1
+  assert set(lengths) == {1, 2, 3, 4}
+  # A quarter each, up to three standard deviations.
+  assert all(abs(n - 25) < 3 * (100 * 3 / 16) ** 0.5 for n in lengths.values())
+
+
+def test_who_quotes_errs_only_in_searching_and_only_after_clean_steps(
+  folder, capsys
+):
+  other = _HOPS | {'question': 'Where is it?', 'answers': ['Lecco']}
+  keys = {'sft.error_rate': 0.5, 'sft.quote_words': 9, 'sft.clean_steps': 100}
+  rows = _demonstrated(capsys, [_HOPS, other], 600, **keys)
+  quotes = [
+    _PASSAGES[0]['text'].startswith(_inside(row['turns'][-1], 'answer'))
+    for row in rows
+  ]
+  assert all(quotes[:200])  # 100 steps of two dialogues
+  assert abs(sum(quotes[200:]) / 400 - 0.5) < 3 * (0.25 / 400) ** 0.5
+  for row, quote in zip(rows, quotes):
+    answer = _inside(row['turns'][-1], 'answer')
+    assert quote or answer in ('Lecco', 'Lombardy')
+    assert not quote or _searches(row) == [row['question']]
 
 
 def test_a_file_of_demonstrations_is_imitated(folder, capsys):

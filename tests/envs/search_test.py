@@ -157,6 +157,18 @@ def test_rewards_and_scores_by_hand():
 
 
 @pytest.mark.parametrize(
+  ('exact', 'substring', 'main'),
+  [(1, 0, 'em'), (1, 1, 'em'), (0, 0, 'em'), (0, 1, 'substring_match')],
+)
+def test_the_main_score_is_one_that_is_rewarded(exact, substring, main):
+  weights = {'exact_match': exact, 'substring_match': substring}
+  environment = _environment(rewards=_WEIGHTS | weights)
+  assert environment.main_score == main
+  _, scores = environment.rewards(_QUESTION, '', [_ANSWER], _STATUS.COMPLETED)
+  assert scores[main] == (main == 'substring_match')
+
+
+@pytest.mark.parametrize(
   'status', [_STATUS.TRUNCATED_LENGTH, _STATUS.TRUNCATED_TURNS]
 )
 def test_a_truncated_trajectory_pays_for_its_searches(status):
