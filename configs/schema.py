@@ -110,9 +110,7 @@ KEYS: Mapping[str, Key] = {
   'checkpoint.every': _free(rules.POSITIVE),
   'checkpoint.keep': _free(rules.POSITIVE),
   'checkpoint.keep_every': _free(rules.NOT_NEGATIVE, since='0.3'),
-  'data.arithmetic.max_number': _asked(
-    rules.AT_LEAST_2, since='0.3', before=20
-  ),
+  'data.arithmetic.max_number': _new(rules.AT_LEAST_2, asked=True, before=20),
   'data.corpus': _asked(),
   'data.evaluation': _asked(),
   'data.games.count': _asked(rules.NOT_NEGATIVE, since='0.3', before=0),
