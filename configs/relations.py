@@ -175,14 +175,15 @@ RELATIONS: tuple[Relation, ...] = (
     'rollout.pages',
     'rollout.slots',
     when=lambda pages, slots: pages > 0 and not slots,
-    because='must be 0 when rollout.slots=0: all slots then have memory for '
-    'full trajectories',
+    because='must be 0 when rollout.slots=0, which chooses as many slots as '
+    'have memory for full trajectories',
   ),
   _refuse(
     'rollout.page_size',
     'env.max_length',
     when=lambda size, length: size > length,
-    because='must not be greater than env.max_length={1}',
+    because='must not be greater than env.max_length={1}; 0 chooses a quarter of '
+    'it, but at most 128',
   ),
   (
     (

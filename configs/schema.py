@@ -294,7 +294,7 @@ KEYS: Mapping[str, Key] = {
 # Keys that are gone, and what replaces them; none changed what is computed.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
-  'rollout.cache_blocks': 'the cache has pages, rollout.page_size',
+  'rollout.cache_blocks': 'set the tokens of a page, rollout.page_size',
   'updates.core_lengths': 'trajectories share rows, updates.row_length',
 }
 

@@ -55,7 +55,13 @@ def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
   least = parts * pages_per_row
   if not pages or (pages >= least and pages % parts == 0):
     return ''
+  if parts == 1:
+    return (
+      f'must be 0 (enough for all slots) or at least {least}, which the longest '
+      'trajectory needs'
+    )
   return (
-    f'must be 0, or a multiple of {parts} from {least} on: the longest '
-    f'trajectory needs {pages_per_row} pages in one of {parts} parts'
+    f'must be 0 (enough for all slots) or a multiple of {parts} from {least} '
+    f'on: each of {parts} devices or lanes has pages of its own, and the longest '
+    f'trajectory needs {pages_per_row}'
   )

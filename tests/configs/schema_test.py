@@ -150,12 +150,13 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'rollout__pages': 64, 'rollout__deterministic': False},
-      'rollout.pages=64: must be 0 when rollout.slots=0: all slots then have '
-      'memory for full trajectories',
+      'rollout.pages=64: must be 0 when rollout.slots=0, which chooses as many '
+      'slots as have memory for full trajectories',
     ),
     (
       {'rollout__page_size': 4097},
-      'rollout.page_size=4097: must not be greater than env.max_length=4096',
+      'rollout.page_size=4097: must not be greater than env.max_length=4096; '
+      '0 chooses a quarter of it, but at most 128',
     ),
     (
       {'rollout__resample_rounds': 2},
