@@ -182,8 +182,8 @@ RELATIONS: tuple[Relation, ...] = (
     'rollout.page_size',
     'env.max_length',
     when=lambda size, length: size > length,
-    because='must not be greater than env.max_length={1}; 0 chooses a quarter of '
-    'it, but at most 128',
+    because='must not be greater than env.max_length={1}; 0 chooses a quarter '
+    'of it, but at most 128',
   ),
   (
     (

@@ -57,11 +57,11 @@ def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
     return ''
   if parts == 1:
     return (
-      f'must be 0 (enough for all slots) or at least {least}, which the longest '
-      'trajectory needs'
+      f'must be 0 (enough for all slots) or at least {least}, which the '
+      'longest trajectory needs'
     )
   return (
     f'must be 0 (enough for all slots) or a multiple of {parts} from {least} '
-    f'on: each of {parts} devices or lanes has pages of its own, and the longest '
-    f'trajectory needs {pages_per_row}'
+    f'on: each of {parts} devices or lanes has pages of its own, and the '
+    f'longest trajectory needs {pages_per_row}'
   )
