@@ -75,20 +75,33 @@ def take(x: Array, index: Array) -> Array:
   return taken.reshape(-1, *x.shape[1:])
 
 
-def put(x: Array, index: Array, new: Array) -> Array:
-  """Returns an array with other rows in some places.
+def put(
+  x: Array, index: Array, new: Array, mesh: jax.sharding.Mesh | None
+) -> Array:
+  """Returns an array with other rows in some places; nothing is sent.
 
   Args:
     x, index: see `take`; a number that is too large stands for no row.
     new: the rows, in the order of the index.
+    mesh: the mesh that rows are laid out on, over the axes data and fsdp.
   """
-  if index.ndim == 2:
-    # Not by a scatter within each part: on some meshes the compiler does not
-    # drop its numbers that are too large.
+
+  def local(x, index, new):
     size = len(x) // len(index)
     part = jnp.arange(len(index))[:, None]
     index = jnp.where(index < size, part * size + index, len(x)).reshape(-1)
-  return x.at[index].set(new, mode='drop')
+    return x.at[index].set(new, mode='drop')
+
+  if index.ndim == 1:
+    return x.at[index].set(new, mode='drop')
+  if mesh is None or mesh.size == 1:
+    return local(x, index, new)
+  # The compiler would exchange rows between devices, and on some meshes it does
+  # not drop numbers that are too large.
+  rows = P(mesh_lib.BATCH_AXES)
+  return jax.shard_map(
+    local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+  )(x, index, new)
 
 
 def _parts(x: Array, index: Array) -> Array:

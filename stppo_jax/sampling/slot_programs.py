@@ -136,6 +136,7 @@ def extend(
     state,
     cache,
     slots_A=slots_A,
+    mesh=model.mesh,
     lengths=lengths_A + appended.counts_A,
     hidden=hidden_AD,
     prompt_hidden=jnp.where(
@@ -277,6 +278,7 @@ def decode(
     state,
     cache,
     slots_A=slots_A,
+    mesh=model.mesh,
     lengths=begin.lengths + counts_A,
     hidden=active.hidden,
     prompt_hidden=active.prompt_hidden,

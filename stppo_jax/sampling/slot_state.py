@@ -115,6 +115,7 @@ def copy_prompts(
     state,
     cache,
     slots_A=slots_A,
+    mesh=mesh,
     lengths=lengths_A,
     hidden=sources.prompt_hidden,
     prompt_hidden=sources.prompt_hidden,
@@ -153,14 +154,16 @@ def scatter_slots(
   cache: cache_lib.Cache,
   *,
   slots_A: Array | None,
+  mesh: jax.sharding.Mesh | None,
   **fields_A: Array,
 ) -> SlotState:
   """Returns the state with new fields of the active slots and a new cache."""
   if slots_A is None:
     return SlotState(cache, **fields_A)
-  fields = {name: getattr(state, name) for name in fields_A}
-  return SlotState(cache, **_scatter(fields, slots_A, fields_A))
-
-
-def _scatter(tree, slots_A: Array, new):
-  return jax.tree.map(lambda x, new: rows.put(x, slots_A, new), tree, new)
+  return SlotState(
+    cache,
+    **{
+      name: rows.put(getattr(state, name), slots_A, new_A, mesh)
+      for name, new_A in fields_A.items()
+    },
+  )
