@@ -67,7 +67,25 @@ def test_rows_of_each_part_are_taken_and_put(index):
   found = np.asarray(rows.take(jnp.asarray(x), jnp.asarray(index)))
   np.testing.assert_array_equal(found[real], x[numbers[real]])
   new = -np.arange(1.0, 1 + len(numbers))[:, None]
-  updated = rows.put(jnp.asarray(x), jnp.asarray(index), jnp.asarray(new))
+  arrays = map(jnp.asarray, (x, index, new))
+  updated = rows.put(*arrays, mesh=None)
   expected = x.copy()
   expected[numbers[real]] = new[real]
   np.testing.assert_array_equal(updated, expected)
+
+
+@pytest.mark.parametrize('axes', [(2, 1, 1), (1, 1, 2)])
+def test_rows_are_put_back_on_devices_without_sending_them(axes):
+  data, fsdp, tensor = axes
+  mesh = mesh_lib.make_mesh(
+    data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[:2]
+  )
+  x, index = jnp.zeros((8, 1)), jnp.array([[9], [1]])
+  x = jax.device_put(x, sharding.batch_sharding(mesh))
+  put = jax.jit(lambda *arrays: rows.put(*arrays, mesh=mesh))
+  compiled = put.lower(x, index, jnp.ones((2, 1))).compile()
+  # The first part gets nothing: 9 stands for no row.
+  np.testing.assert_array_equal(
+    put(x, index, jnp.ones((2, 1)))[:, 0], [0, 0, 0, 0, 0, 1, 0, 0]
+  )
+  assert 'all-' not in compiled.as_text()
