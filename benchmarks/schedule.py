@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks import measure
-from stppo_jax.models import config as model_config
+from benchmarks import waste
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
@@ -198,23 +198,10 @@ def collect(case: Case, rows: Sequence[_Dialogue]) -> _Counters:
 
 
 def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
-  shape = model_config.ModelConfig(
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    qkv_bias=False,
-    tie_embeddings=True,
-  )
   mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
   programs: Any = counters
   return engine_lib.Engine(
-    functional.Model(shape, 'vocabulary'),
+    functional.Model(waste.SHAPE, 'vocabulary'),  # it gets no weights
     placement=publish.Placement(mesh, tensor=1),
     automaton=stops.build((b'a',) * 8, stop_strings=('a',), eos_ids=[7]),
     options=engine_options.EngineOptions(

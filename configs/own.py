@@ -92,7 +92,8 @@ def studies():
       'title': 'Token ratios beside turn ratios on data of your own',
       'seeds': 3,
       'arms': {'': arms},
-      # All runs share one start. With a model.path, drop it and 'start' above.
+      # All runs share one start. If you set model.path, delete 'starts' here
+      # and 'start' in the arms.
       'starts': {'own': {}},
     },
   }

@@ -231,8 +231,9 @@ class Learner:
     """
     of, found = self._sized
     if of() is not batch:
-      # Devices of a CPU run two programs at once, and would wait for each other
-      # for ever if a thread of each were held by a collective of the other.
+      # `annotate` must have ended: programs that run at once on a CPU share its
+      # threads, and a collective that holds one can wait for ever for a
+      # collective of the other program that holds another.
       jax.block_until_ready(batch)
       found = jax.device_get(self.programs.sizes(batch))
       self._sized = weakref.ref(batch), found

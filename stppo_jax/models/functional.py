@@ -287,27 +287,15 @@ class Model:
       loss_positions_BM=rows.get('loss_positions_BM'),
     )
 
-  def split_layers(self, params: Params) -> Params:
-    """Returns the same weights with a tree for each layer, as `extend` takes.
-
-    Decoding reads every weight for every token. With stacked layers, each
-    layer's weights would be sliced, and so copied, for every token.
-    """
-    if 'layers' not in params:
-      return params
-    layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
-    return {
-      **params,
-      'layers': tuple(layer(n) for n in range(self.config.num_layers)),
-    }
-
   def extend(
     self, params: Params, tokens_BC: Array, **cached: Any
   ) -> tuple[Array, cache_lib.Recent]:
     """Returns the states of the next tokens; see `cached_pass.extend`.
 
     Args:
-      params: the result of `split_layers`, adapters included.
+      params: weights with a tree for each layer, adapters included. Decoding
+        reads every weight for every token; of stacked layers, each would be
+        sliced, and so copied, for every token.
       tokens_BC: the next tokens of each row.
       **cached: the keyword arguments of `cached_pass.extend`.
     """

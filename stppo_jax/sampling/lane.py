@@ -206,17 +206,22 @@ class Lane:
   def _pool(self, row: row_lib.Row) -> pages.PagePool:
     return self._pools[self._shard(row)]
 
-  def _room(self, row: row_lib.Row, appended: int = 0) -> int:
-    """Returns the tokens that a row needs pages for before its next call."""
-    if appended:
+  def _room(self, row: row_lib.Row, appended: int | None) -> int:
+    """Returns the tokens that a row needs pages for.
+
+    Args:
+      row: the row.
+      appended: tokens that its next call appends; None if the call decodes.
+    """
+    if appended is not None:
       return row.length + appended
     ahead = (row.in_flight + 1) * self._options.decode_chunk
     return min(row.length + ahead, self._options.max_length)
 
-  def _fits(self, row: row_lib.Row, appended: int = 0) -> bool:
+  def _fits(self, row: row_lib.Row, appended: int | None = None) -> bool:
     return self._pool(row).fits(row, self._room(row, appended))
 
-  def _grow(self, row: row_lib.Row, appended: int = 0) -> bool:
+  def _grow(self, row: row_lib.Row, appended: int | None = None) -> bool:
     """Gives a row its pages for the next call; returns whether it has them."""
     return self._pool(row).grow(row, self._room(row, appended))
 

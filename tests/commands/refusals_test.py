@@ -1,4 +1,4 @@
-"""What commands are asked in vain: one line, exit code 2, nothing written."""
+"""Commands refuse in one line, with exit code 2, and write nothing."""
 
 import json
 import os

@@ -77,7 +77,7 @@ def read_on(
   B, C = tokens_BC.shape
   table_BN = jnp.asarray(table(cache, B))
   hidden_BCD, recent = model.extend(
-    model.split_layers(params),
+    split_layers(params),
     tokens_BC,
     cached=cached_pass.read(
       model.config,
@@ -93,6 +93,16 @@ def read_on(
   )
   stored = cache_lib.store(cache, recent, table_BN, lengths_B, counts_B)
   return hidden_BCD, stored
+
+
+def split_layers(params):
+  """Returns the same weights with a tree for each layer."""
+  if 'layers' not in params:
+    return params
+  stack = params['layers']
+  count = len(jax.tree.leaves(stack)[0])
+  layers = (jax.tree.map(lambda x: x[n], stack) for n in range(count))
+  return {**params, 'layers': tuple(layers)}
 
 
 def table(cache: cache_lib.Cache, rows: int) -> np.ndarray:

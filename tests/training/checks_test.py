@@ -1,4 +1,4 @@
-"""What is refused or named before a run, or ends its first step.
+"""A run is refused, or its faults are named, before it or in its first step.
 
 Data that it cannot use and devices that are too small are told before anything
 is written; on the first step, rounding passes, and everything else does not.

@@ -1,4 +1,4 @@
-"""What a plan reads of compiled programs."""
+"""A plan reads the cost of compiled programs."""
 
 import pytest
 
