@@ -231,10 +231,6 @@ class Learner:
     """
     of, found = self._sized
     if of() is not batch:
-      # `annotate` must have ended: programs that run at once on a CPU share its
-      # threads, and a collective that holds one can wait for ever for a
-      # collective of the other program that holds another.
-      jax.block_until_ready(batch)
       found = jax.device_get(self.programs.sizes(batch))
       self._sized = weakref.ref(batch), found
     lengths, losses = found

@@ -48,7 +48,11 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
 
       return None, jax.tree.map(exchange, batch)
 
-    return jax.lax.scan(one_row, None, rows_nm.T)[1]
+    # Devices of a CPU run the collectives of a program in one order, but not
+    # those of a loop and those beside it: they would wait for each other for
+    # ever.
+    unroll = mesh_lib.platform(mesh) == 'cpu'
+    return jax.lax.scan(one_row, None, rows_nm.T, unroll=unroll)[1]
 
   return jax.shard_map(
     local,
