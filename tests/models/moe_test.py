@@ -271,15 +271,14 @@ def test_the_layer_of_transformers_agrees(name, normed):
     balance = theirs.load_balancing_loss_func(
       (scores,), X, E, torch.tensor(MASK)
     )
-  mask = jnp.asarray(MASK)
-  y, routing = jax.jit(apply)(weights, TOKENS, None, mask)
+  y, routing = jax.jit(apply)(weights, TOKENS, None, MASK[:, None])
   np.testing.assert_allclose(y, wanted, atol=1e-5)
   np.testing.assert_array_equal(
     routing.expert_ids, ids.numpy().reshape(B, L, E)
   )
   found = moe.load_balance(
-    jnp.sum(routing.visits_BX, axis=0),
-    jnp.sum(routing.probs_BX, axis=0),
+    jnp.sum(routing.visits_BX, axis=(0, 1)),
+    jnp.sum(routing.probs_BX, axis=(0, 1)),
     jnp.float32(np.sum(MASK)),
   )
   np.testing.assert_allclose(found, balance.item(), rtol=1e-5)
