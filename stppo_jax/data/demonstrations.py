@@ -29,6 +29,7 @@ Demonstration = tuple[types.Question, list[str]]
 # The errors of a turn that searches. The last one is impossible in the first
 # turn, because no passage has been read yet.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
+_EXCERPT_WORDS = (5, 20)  # the words of an excerpt, about those of a question
 _RANDOM_FILLER = 1 / 8  # the share of filler words that are random
 
 
@@ -129,6 +130,8 @@ class PassageDemonstrations:
     rng, rate = self.noise.of_step(step)
     questions = self.questions.train(step, count)
     guesses = [questions[n] for n in rng.permutation(count)]
+    if self.quote_words and not rate:
+      questions = [self._excerpt(question, rng) for question in questions]
     return [
       (question, self._turns(question, guess, rng, rate))
       for question, guess in zip(questions, guesses)
@@ -163,6 +166,19 @@ class PassageDemonstrations:
       f'<answer> {text.neutralise_tags(answer)} </answer>'
     )
     return turns
+
+  def _excerpt(
+    self, question: types.Question, rng: np.random.Generator
+  ) -> types.Question:
+    """Returns a question, or in every second case words of its gold passage."""
+    gold = self._gold(question)
+    if not gold or rng.random() < 0.5:
+      return question
+    words = gold[0].text.split()
+    count = rng.integers(*_EXCERPT_WORDS, endpoint=True)
+    start = rng.integers(max(1, len(words) - count), endpoint=True)
+    excerpt = ' '.join(words[start : start + count])
+    return dataclasses.replace(question, text=excerpt or question.text)
 
   def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
     """Returns a golden answer, or a quotation of a gold passage."""

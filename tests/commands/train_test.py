@@ -248,7 +248,9 @@ def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
   fast.add_tokens(list(tags))
   fast.save_pretrained(folder)
   workdir = tmp_path / 'run'
-  line, records = _one_step(workdir, **files, model__tokenizer_path=folder)
+  line, records = _one_step(
+    workdir, **files, model__tokenizer_path=folder, rollout__temperature=0.5
+  )
   turns = [turn for record in records for turn in record['turns']]
   assert {'search', 'answer'} <= {turn['action'] for turn in turns}
   assert line['env/ratio_of_valid_action'] > 0.5
