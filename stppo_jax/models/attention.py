@@ -96,6 +96,7 @@ def attend_to_slices(
   q_BLNH: Array,
   slices: Sequence[KeySlice],
   *,
+  num_kv_heads: int,
   reduce_others: Callable[[Array], Sequence[Reduced]] = lambda q_BKRLH: (),
 ) -> Array:
   """Returns attention to all slices as if they were one array, [B, L, N, H].
@@ -110,10 +111,11 @@ def attend_to_slices(
   Args:
     q_BLNH: queries.
     slices: keys and values.
+    num_kv_heads: K.
     reduce_others: returns what is left of keys and values that are read in
       another way, from the queries divided by √H.
   """
-  q_BKRLH = _split_heads(q_BLNH, slices[0].k_BKJH.shape[1])
+  q_BKRLH = _split_heads(q_BLNH, num_kv_heads)
 
   def read(key_slice):
     k_scale, v_scale = key_slice.scales or (None, None)
@@ -147,14 +149,25 @@ def attend_to_slices(
     scale = jnp.exp(slice_largest - largest)
     mixed += slice_mixed * scale.astype(slice_mixed.dtype)
     total += slice_total * scale
-  return _join_heads(mixed / total.astype(mixed.dtype)).astype(q_BLNH.dtype)
+  mixed = (mixed / total.astype(mixed.dtype)).astype(q_BLNH.dtype)
+  if slices:
+    return _join_heads(mixed)
+  # Kernels have read everything. Between barriers the change of layout is an
+  # operation of its own. The compiler for TPU would else make it a part of the
+  # projection that follows, which then takes four times as long.
+  joined = _join_heads(jax.lax.optimization_barrier(mixed))
+  B, L, N, H = joined.shape
+  flat = jax.lax.optimization_barrier(joined.reshape(B, L, N * H))
+  return flat.reshape(B, L, N, H)
 
 
 def _split_heads(q_BLNH: Array, K: int) -> Array:
   """Returns q / √H as [B, K, R, L, H], the layout of every product below."""
   B, L, N, H = q_BLNH.shape
-  q_BLKRH = (q_BLNH * H**-0.5).reshape(B, L, K, N // K, H)
-  return q_BLKRH.transpose(0, 2, 3, 1, 4)
+  # A TPU fills up a tile whose second last axis is as short as R, so no array
+  # has R there.
+  q_BNLH = (q_BLNH * H**-0.5).swapaxes(1, 2)
+  return q_BNLH.reshape(B, K, N // K, L, H)
 
 
 def _weights(
@@ -200,7 +213,7 @@ def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
 def _join_heads(mixed: Array) -> Array:
   """Returns [B, K, R, L, H] as [B, L, N, H]."""
   B, K, R, L, H = mixed.shape
-  return mixed.transpose(0, 3, 1, 2, 4).reshape(B, L, K * R, H)
+  return mixed.reshape(B, K * R, L, H).swapaxes(1, 2)
 
 
 def causal_attention(

@@ -203,7 +203,8 @@ def _store(
     )
     return tuple(
       tuple(
-        _written(old, new[row], *where) for old, new in zip(*layer, strict=True)
+        _written(old, new, row, *where)
+        for old, new in zip(*layer, strict=True)
       )
       for layer in zip(cache, recent, strict=True)
     )
@@ -213,7 +214,8 @@ def _store(
 
 def _written(
   old_PKJH: Array,
-  new_KCH: Array,
+  new_BKCH: Array,
+  row: Array,
   page: Array,
   length: Array,
   count: Array,
@@ -223,26 +225,30 @@ def _written(
 
   Args:
     old_PKJH: all pages.
-    new_KCH: recent tokens.
+    new_BKCH: recent tokens.
+    row: the row.
     page: the page to write to.
     length: position of the first recent token.
     count: the number of recent tokens that are stored.
     begin: position of the page's first token in the row.
   """
   _, K, J, H = old_PKJH.shape
-  C = new_KCH.shape[1]
+  C = new_BKCH.shape[2]
   size = min(C, J)
   # Only a window of the page is rewritten. It covers the positions of all new
   # tokens in the page; its other positions keep their content.
   first = jnp.clip(length - begin, 0, J - size)
   place = (page, 0, first, 0)
-  old = jax.lax.dynamic_slice(old_PKJH, place, (1, K, size, H))
+  shape = (1, K, size, H)
+  old = jax.lax.dynamic_slice(old_PKJH, place, shape)
   shift = begin + first - length  # the recent token at the window's start
-  padded = jnp.pad(new_KCH, ((0, 0), (size, size), (0, 0)))
-  new = jax.lax.dynamic_slice_in_dim(padded, shift + size, size, axis=1)
+  start = jnp.clip(shift, 0, C - size)
+  new = jax.lax.dynamic_slice(new_BKCH, (row, 0, start, 0), shape)
+  padded = jnp.pad(new, ((0, 0), (0, 0), (size, size), (0, 0)))
+  new = jax.lax.dynamic_slice_in_dim(padded, shift - start + size, size, axis=2)
   index = shift + jnp.arange(size)
   kept = (index >= 0) & (index < count)
-  window = jnp.where(kept[None, None, :, None], new[None], old)
+  window = jnp.where(kept[None, None, :, None], new, old)
   return jax.lax.dynamic_update_slice(old_PKJH, window, place)
 
 

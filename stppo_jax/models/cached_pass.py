@@ -5,6 +5,7 @@ keys and of values, R query heads that share one of them, H head size, J
 positions of a page or of the recent tokens. See `cache` for pages.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -54,7 +55,13 @@ class Copied(NamedTuple):
       for n, (k_BKJH, v_BKJH, *others) in enumerate(self.layers[layer])
     ]
 
-  def reduce(self, layer: int, q_BKRCH: Array) -> Sequence[attention.Reduced]:
+  def reads_own(self, num_queries: int) -> bool:
+    """Returns False: the recent tokens are a slice, too."""
+    return False
+
+  def reduce(
+    self, layer: int, q_BKRCH: Array, own: Sequence[Array] = ()
+  ) -> Sequence[attention.Reduced]:
     """Returns nothing: all pages are slices."""
     return ()
 
@@ -81,25 +88,49 @@ class Live(NamedTuple):
     """Returns nothing: the kernel reads all pages."""
     return []
 
-  def reduce(self, layer: int, q_BKRCH: Array) -> Sequence[attention.Reduced]:
-    """Returns what the kernel makes of the pages of a layer."""
-    k, v = self.cache[layer][:2]
+  def reads_own(self, num_queries: int) -> bool:
+    """Returns whether the kernel also reads the tokens of the queries."""
+    return num_queries % live_pages.PAGE_SIZE == 0
+
+  def reduce(
+    self, layer: int, q_BKRCH: Array, own: Sequence[Array] = ()
+  ) -> Sequence[attention.Reduced]:
+    """Returns what the kernel makes of the pages of a layer.
+
+    Args:
+      layer: the number of the layer.
+      q_BKRCH: queries, divided by √H.
+      own: the keys and values of the queries' own tokens [B, K, C, H], if the
+        kernel reads them.
+    """
+    pages = self.cache[layer][:2]
+    reduced = [self._on_devices(live_pages.reduce, q_BKRCH, *pages, self.work)]
+    if own:
+      reduced.append(self._on_devices(live_pages.reduce_own, q_BKRCH, *own))
+    return reduced
+
+  def _on_devices(
+    self, reduce: Callable[..., Any], q_BKRCH: Array, *arrays: Any
+  ) -> attention.Reduced:
+    """Returns the results of a kernel that each device runs on its rows."""
     B, K, R, C, H = q_BKRCH.shape
-    q_BKQH = q_BKRCH.reshape(B, K, R * C, H)
-    reduce = live_pages.reduce
+    inputs = (q_BKRCH.reshape(B, K, R * C, H), *arrays)
     if self.mesh is not None and self.mesh.size > 1:
       rows, heads = cache_lib.axes(K, self.mesh)
       reduce = jax.shard_map(
         reduce,
         mesh=self.mesh,
-        in_specs=(*(P(rows, heads),) * 3, _work_specs(rows)),
+        in_specs=tuple(
+          _work_specs(rows) if isinstance(x, live_pages.Work) else P(rows, heads)
+          for x in inputs
+        ),
         out_specs=P(rows, heads),
         check_vma=False,  # the kernel does not declare which axes vary
       )
     mixed, total, largest = (
-      x.reshape(B, K, R, C, -1) for x in reduce(q_BKQH, k, v, self.work)
+      x.reshape(B, K, R, C, -1) for x in reduce(*inputs)
     )
-    return [(mixed, total, largest)]
+    return mixed, total, largest
 
 
 def _work_specs(rows: activations.Axes) -> live_pages.Work:
@@ -227,13 +258,17 @@ def extend(
       seen_1CJ = (
         jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
       )
-      slices = [
-        *cached.slices(n),
-        attention.KeySlice(keys, values, seen_1CJ, True),
-      ]
+      slices, own = cached.slices(n), ()
+      if cached.reads_own(C):
+        own = keys, values
+      else:
+        slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
       q = activations.constrain(q, mesh, rows, None, heads)
       mixed = attention.attend_to_slices(
-        q, slices, reduce_others=functools.partial(cached.reduce, n)
+        q,
+        slices,
+        num_kv_heads=module.config.num_kv_heads,
+        reduce_others=functools.partial(cached.reduce, n, own=own),
       )
       # The layout changes in two steps. With the second one alone the compiler
       # would move the parts of every slice instead of their mean.

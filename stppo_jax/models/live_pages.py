@@ -1,5 +1,7 @@
 """Attention to the live pages of a cache, by a kernel for TPU.
 
+The kernel also reads tokens that are in no page yet, as if they were pages.
+
 B rows, P pages of the cache, N pages that a row can have, K heads of keys and
 of values, R query heads that share one of them, C queries of a row, Q = R * C,
 J positions of a page, H head size.
@@ -11,6 +13,7 @@ place without a page of this row keeps the page that it had before, which is not
 read again.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -86,6 +89,7 @@ def reduce(
   v_PKJH: Array,
   work: Work,
   *,
+  num_queries: int = 0,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """Reduces the cached keys and values that each row has.
@@ -95,6 +99,7 @@ def reduce(
       row.
     k_PKJH, v_PKJH: keys and values; all finite, and J = `PAGE_SIZE`.
     work: the entries, of `plan_work`.
+    num_queries: see `reduce_own`; 0 in calls from elsewhere.
     interpret: whether to run the kernel's program without a TPU.
 
   Returns:
@@ -118,16 +123,14 @@ def reduce(
       lambda t, e, rows_E, *_: (rows_E[e], 0, t, 0),
     )
 
+  parts = k_PKJH.shape[2] // PAGE_SIZE  # pages that are one array
+
   def of_page(place):
-    return pl.BlockSpec(
-      (1, K, PAGE_SIZE, H),
-      lambda t, e, rows_E, firsts_E, lengths_B, pages_ZE: (
-        pages_ZE[place, e],
-        0,
-        0,
-        0,
-      ),
-    )
+    def index(t, e, rows_E, firsts_E, lengths_B, pages_ZE):
+      page = pages_ZE[place, e]
+      return page // parts, 0, page % parts, 0
+
+    return pl.BlockSpec((1, K, PAGE_SIZE, H), index)
 
   def in_memory(x_PKJH):
     # Otherwise the compiler may fetch all pages before the kernel begins.
@@ -137,7 +140,7 @@ def reduce(
 
   pages = [of_page(place) for place in range(_PLACES)]
   mixed_BKQH, numbers = pl.pallas_call(
-    _kernel,
+    functools.partial(_kernel, num_queries=num_queries),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=4,
       grid=(padded // tile, work.count_1[0]),
@@ -176,7 +179,30 @@ def reduce(
   return mixed_BKQH[:, :, :Q], numbers[..., :1], numbers[..., -1:]
 
 
-def _kernel(rows_E, firsts_E, lengths_B, pages_ZE, q_ref, *refs):
+def reduce_own(
+  q_BKQH: Array, k_BKCH: Array, v_BKCH: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+  """Reduces the tokens of the queries themselves, which no page holds yet.
+
+  Args:
+    q_BKQH: queries, divided by √H; Q is [R, C] as one axis. Each of them sees
+      its own token and those before it.
+    k_BKCH, v_BKCH: keys and values; all finite, and J divides C.
+    interpret: whether to run the kernel's program without a TPU.
+
+  Returns:
+    See `reduce`.
+  """
+  B, _, C, _ = k_BKCH.shape
+  parts = C // PAGE_SIZE
+  table_BN = jnp.arange(B * parts).reshape(B, parts)
+  work = plan_work(jnp.full(B, C), table_BN, B * parts)
+  return reduce(
+    q_BKQH, k_BKCH, v_BKCH, work, num_queries=C, interpret=interpret
+  )
+
+
+def _kernel(rows_E, firsts_E, lengths_B, pages_ZE, q_ref, *refs, num_queries):
   """Adds an entry to the sums of its row, for a tile of queries.
 
   The numbers of a query fill a whole vector of lanes, all of them equal.
@@ -195,15 +221,19 @@ def _kernel(rows_E, firsts_E, lengths_B, pages_ZE, q_ref, *refs):
     totals[...] = jnp.zeros_like(totals)
     tops[...] = jnp.full_like(tops, MASKED)
 
-  def positions(place, shape):
+  def visible(place, shape):
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return (first + place) * PAGE_SIZE + lane
+    seen = length
+    if num_queries:
+      query = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+      seen = (pl.program_id(0) * shape[0] + query) % num_queries + 1
+    return (first + place) * PAGE_SIZE + lane < seen
 
   for head in range(q_ref.shape[1]):
     logits = []
     for place, k_ref in enumerate(k_refs):
       x = _product(q_ref[0, head], k_ref[0, head], transposed=True)
-      logits.append(jnp.where(positions(place, x.shape) < length, x, MASKED))
+      logits.append(jnp.where(visible(place, x.shape), x, MASKED))
     old = tops[head]
     top = old
     for x in logits:

@@ -71,7 +71,7 @@ def _start(way):
     moments = jax.tree.map(np.asarray, _ADAM.init(params))
     return state_lib.ModelState(params, moments, np.int32(0))
 
-  policy, value = updates.transformers(**way.shape)
+  policy, value, *_ = updates.transformers(**way.shape)
   return state_lib.TrainState(fresh(policy, 1), fresh(value, 2))
 
 

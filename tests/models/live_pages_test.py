@@ -67,6 +67,27 @@ def test_queries_of_many_tiles():
   np.testing.assert_allclose(mixed / total, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 2e-2)]
+)
+def test_each_query_sees_its_own_token_and_those_before_it(dtype, tolerance):
+  shared, tokens = 2, 2 * _SIZE  # query heads of a head of keys; C
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  q_BKQH = normal(3, 2, shared * tokens, 32) * 32**-0.5
+  k, v = normal(3, 2, tokens, 32), normal(3, 2, tokens, 32)
+  mixed, total, largest = live_pages.reduce_own(q_BKQH, k, v, interpret=True)
+  q, k, v = (np.asarray(x, np.float64) for x in (q_BKQH, k, v))
+  seen = np.tile(np.tri(tokens, dtype=bool), (shared, 1))
+  logits = np.where(seen, q @ k.swapaxes(2, 3), -np.inf)
+  weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+  expected = weights @ v / weights.sum(axis=-1, keepdims=True)
+  np.testing.assert_allclose(mixed / total, expected, atol=tolerance)
+  np.testing.assert_allclose(
+    largest[..., 0], logits.max(axis=-1), atol=2 * tolerance
+  )
+
+
 def test_a_row_without_tokens_weighs_nothing():
   q, k, v, table_BN = _arrays('float32', rows=2)
   work = live_pages.plan_work(np.array([0, 200]), table_BN, len(k))
