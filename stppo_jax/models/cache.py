@@ -203,8 +203,7 @@ def _store(
     )
     return tuple(
       tuple(
-        _written(old, new, row, *where)
-        for old, new in zip(*layer, strict=True)
+        _written(old, new, row, *where) for old, new in zip(*layer, strict=True)
       )
       for layer in zip(cache, recent, strict=True)
     )

@@ -117,19 +117,18 @@ class Live(NamedTuple):
     inputs = (q_BKRCH.reshape(B, K, R * C, H), *arrays)
     if self.mesh is not None and self.mesh.size > 1:
       rows, heads = cache_lib.axes(K, self.mesh)
+      spec = P(rows, heads)
       reduce = jax.shard_map(
         reduce,
         mesh=self.mesh,
         in_specs=tuple(
-          _work_specs(rows) if isinstance(x, live_pages.Work) else P(rows, heads)
+          _work_specs(rows) if isinstance(x, live_pages.Work) else spec
           for x in inputs
         ),
-        out_specs=P(rows, heads),
+        out_specs=spec,
         check_vma=False,  # the kernel does not declare which axes vary
       )
-    mixed, total, largest = (
-      x.reshape(B, K, R, C, -1) for x in reduce(*inputs)
-    )
+    mixed, total, largest = (x.reshape(B, K, R, C, -1) for x in reduce(*inputs))
     return mixed, total, largest
 
 
