@@ -131,8 +131,8 @@ def attend_to_slices(
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return zeros(mixed), zeros(total), jnp.full_like(zeros(largest), _MASKED)
 
-  # A python bool decides while tracing and leaves the other branch out of the
-  # program; an array decides when the program runs.
+  # A python bool is a constant: the compiler leaves the other branch out. An
+  # array decides when the program runs.
   reduced = [
     *reduce_others(q_BKRLH),
     *(
