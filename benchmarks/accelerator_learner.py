@@ -19,8 +19,8 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
-from stppo_jax.training import components
 
 _MEDIAN = 1300  # tokens of a dialogue, see `waste`
 _NUM_TURNS = 4  # of a dialogue in `update`
@@ -153,7 +153,8 @@ def build_learner(
   config.model.dtype = shape.dtype
   config.rollout.trajectories_per_step = rows
   config.env.max_length = options.length
-  return learner_lib.Learner(config, shape, components.build_mesh(config))
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  return learner_lib.Learner(config, shape, mesh)
 
 
 def dialogue_batch(vocab_size: int, options: Options) -> batch_lib.TokenBatch:
