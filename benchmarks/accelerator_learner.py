@@ -27,7 +27,7 @@ _NUM_TURNS = 4  # of a dialogue in `update`
 
 
 class Line(NamedTuple):
-  """What was measured of a program.
+  """The result of measuring one program.
 
   Attributes:
     program: its name in the table.
