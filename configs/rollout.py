@@ -62,7 +62,7 @@ def section() -> dict[str, Any]:
     # Tokens decoded before the host reads which turns have ended: a chunk.
     'decode_chunk': 16,
     # If not deterministic, a chunk ends as soon as this share of its turns
-    # has ended.
+    # has ended; on a GPU it always has decode_chunk tokens.
     'early_exit': 0.25,
     # Chunks that are started before the host has read the previous one.
     'lookahead': 1,

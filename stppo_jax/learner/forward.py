@@ -26,6 +26,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import functional
 from stppo_jax.models import moe
 from stppo_jax.parallel import activations
+from stppo_jax.parallel import rows as rows_lib
 
 Array = jax.Array
 _Outputs = TypeVar('_Outputs')
@@ -185,7 +186,7 @@ def in_rows(
     positions_BL=constrain(segments.positions_BL),
   )
   to_rows: Any = lambda x: constrain(
-    _take(x.reshape(s, b * L, *x.shape[2:]), source_sp).reshape(
+    rows_lib.taken(x.reshape(s, b * L, *x.shape[2:]), source_sp).reshape(
       r, length, *x.shape[2:]
     )
   )
@@ -213,14 +214,14 @@ def in_rows(
 
   def to_trajectories(x: Any) -> Any:
     if isinstance(x, moe.Routing):
-      ids = _take(flat(x.expert_ids + 1), target_sm) - 1
+      ids = rows_lib.taken(flat(x.expert_ids + 1), target_sm) - 1
       sums = (
         jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
         for y in (x.visits_BX, x.probs_BX)
       )
       ids = constrain(ids.reshape(B, L, *ids.shape[2:]))
       return moe.Routing(ids, *sums)
-    return constrain(_moved(flat(x), later_sm, back_sp).reshape(B, L))
+    return constrain(rows_lib.moved(flat(x), later_sm, back_sp).reshape(B, L))
 
   return jax.tree.map(
     to_trajectories, outputs, is_leaf=lambda x: isinstance(x, moe.Routing)
@@ -261,27 +262,9 @@ def _maps(
   )
   by_row = lambda x_sp: x_sp.reshape(-1, packing.row_length)
   segments = attention.Segments(
-    by_row(only(number_sp + 1)), by_row(only(position_sp)), b
+    by_row(only(number_sp + 1)),
+    by_row(only(position_sp)),
+    b,
+    min(L, packing.row_length),
   )
   return source_sp, target_sbL.reshape(s, b * L), segments
-
-
-def _take(x: Array, index: Array) -> Array:
-  """Returns for each shard x[index]; 0 for an index that is too large."""
-  take = lambda x, index: x.at[index].get(mode='fill', fill_value=0)
-  return jax.vmap(take)(x, index)
-
-
-# JAX does not know that `inverse` undoes `index`: its derivative of x[index]
-# would add numbers up where they came from, one after the other.
-@jax.custom_vjp
-def _moved(x: Array, index: Array, inverse: Array) -> Array:
-  """Returns for each shard x[index]; its gradient is g[inverse]."""
-  del inverse  # only the gradient needs it
-  return _take(x, index)
-
-
-_moved.defvjp(
-  lambda x, index, inverse: (_take(x, index), inverse),
-  lambda inverse, gradient: (_take(gradient, inverse), None, None),
-)

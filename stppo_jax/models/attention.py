@@ -23,6 +23,7 @@ from stppo_jax.models import blockwise
 from stppo_jax.models import splash
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import rows
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
@@ -59,13 +60,16 @@ class Segments(NamedTuple):
 
   Attributes:
     ids_BL: int32, the sequence 1..count that a token belongs to; 0 at padding.
+      A number stands for one sequence in all rows of a device.
     positions_BL: int32, the position of a token in its sequence.
-    count: the most sequences of a row; static.
+    count: the most sequences of a device; static.
+    size: the most tokens of a sequence; static.
   """
 
   ids_BL: Array
   positions_BL: Array
   count: int
+  size: int
 
 
 class KeySlice(NamedTuple):
@@ -133,8 +137,8 @@ def attend_to_slices(
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return zeros(mixed), zeros(total), jnp.full_like(zeros(largest), _MASKED)
 
-  # A python bool decides while tracing and leaves the other branch out of the
-  # program; an array decides when the program runs.
+  # A python bool is a constant: the compiler leaves the other branch out. An
+  # array decides when the program runs.
   reduced = [
     *reduce_others(q_BKRLH),
     *(
@@ -222,7 +226,7 @@ def causal_attention(
   *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
-  segment_ids_BL: Array | None = None,
+  segments: Segments | None = None,
 ) -> Attend:
   """Returns a function for causal attention within sequences.
 
@@ -234,9 +238,8 @@ def causal_attention(
     size: L, tokens of a row with its padding.
     lengths_B: int32, tokens of each row without padding; None: all.
     mesh: mesh that activations are laid out on; None: one device.
-    segment_ids_BL: int32, the sequence that a token belongs to, of several in a
-      row; 0 at padding. Tokens see those of their own sequence only. None:
-      every row is one right-padded sequence.
+    segments: the sequences in each row. Tokens see those of their own sequence
+      only. None: every row is one right-padded sequence.
 
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
@@ -250,7 +253,7 @@ def causal_attention(
       f'attention={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS)
     )
   return IMPLEMENTATIONS[name](
-    size, lengths_B=lengths_B, mesh=mesh, segment_ids_BL=segment_ids_BL
+    size, lengths_B=lengths_B, mesh=mesh, segments=segments
   )
 
 
@@ -292,7 +295,7 @@ def _xla(
   *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
-  segment_ids_BL: Array | None = None,
+  segments: Segments | None = None,
 ) -> Attend:
   """Returns attention that runs everywhere: by the definition, or in tiles.
 
@@ -301,11 +304,12 @@ def _xla(
   """
   del lengths_B
   tile = _CPU_TILE if mesh_lib.platform(mesh) == 'cpu' else _TILE
+  ids_BL = None if segments is None else segments.ids_BL
   if size > tile:
-    return blockwise.attend(size, tile, mesh, segment_ids_BL)
+    return blockwise.attend(size, tile, mesh, ids_BL)
   visible_BLL = jnp.tril(jnp.ones((size, size), bool))[None]
-  if segment_ids_BL is not None:
-    visible_BLL &= segment_ids_BL[:, :, None] == segment_ids_BL[:, None]
+  if ids_BL is not None:
+    visible_BLL &= ids_BL[:, :, None] == ids_BL[:, None]
   return lambda q, k, v: attention(
     q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible_BLL
   )
@@ -316,15 +320,17 @@ def _cudnn(
   *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
-  segment_ids_BL: Array | None = None,
+  segments: Segments | None = None,
 ) -> Attend:
   """Returns attention by cuDNN's fused kernel for GPUs, which skips padding.
 
-  With several sequences in a row it is computed in tiles, without the kernel.
+  JAX's public interface to the kernel has the lengths of rows, but no segments.
+  So each sequence gets a row of its own, for attention alone. Copying queries,
+  keys, values and results takes little time beside the products of a layer, and
+  the kernel computes nothing for the padding.
   """
-  if segment_ids_BL is not None:
-    # JAX's interface to the kernel has lengths, but no segments.
-    return blockwise.attend(size, _TILE, mesh, segment_ids_BL)
+  if segments is not None:
+    return _of_sequences(segments, mesh)
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   valid_BL11 = None
   if lengths_B is not None:
@@ -347,6 +353,39 @@ def _cudnn(
     inputs = (jnp.where(valid_BL11, x, 0) for x in inputs)
     mixed_BLNH = jax.nn.dot_product_attention(*inputs, **options)
     return jnp.where(valid_BL11, mixed_BLNH, 0)
+
+  return attend
+
+
+def _of_sequences(segments: Segments, mesh: jax.sharding.Mesh | None) -> Attend:
+  """Returns `_cudnn` of sequences that share rows.
+
+  s devices hold rows, each b sequences of at most L tokens, and p places for
+  tokens in its rows.
+  """
+  s = 1 if mesh is None else activations.extent(mesh, activations.ROWS)
+  _, _, b, L = segments
+  ids_sp, positions_sp = (x.reshape(s, -1) for x in segments[:2])
+  p = ids_sp.shape[1]
+  own_sbp = ids_sp[:, None] == 1 + jnp.arange(b)[None, :, None]
+  lengths_sb1 = jnp.sum(own_sbp, axis=2, keepdims=True)
+  firsts_sb1 = jnp.argmax(own_sbp, axis=2, keepdims=True)
+  l_11L = jnp.arange(L)[None, None]
+  places_sbL = jnp.where(l_11L < lengths_sb1, firsts_sb1 + l_11L, p)
+  places_sm = places_sbL.reshape(s, b * L)
+  numbers_sp = (ids_sp - 1) * L + positions_sp
+  numbers_sp = jnp.where(ids_sp > 0, numbers_sp, b * L)
+  attend_alone = _cudnn(L, lengths_B=lengths_sb1.reshape(s * b), mesh=mesh)
+
+  def attend(q_BLNH, k_BLKH, v_BLKH):
+    alone = (
+      rows.moved(x.reshape(s, p, *x.shape[2:]), places_sm, numbers_sp).reshape(
+        s * b, L, *x.shape[2:]
+      )
+      for x in (q_BLNH, k_BLKH, v_BLKH)
+    )
+    mixed = attend_alone(*alone).reshape(s, b * L, *q_BLNH.shape[2:])
+    return rows.moved(mixed, numbers_sp, places_sm).reshape(q_BLNH.shape)
 
   return attend
 

@@ -58,7 +58,8 @@ def attend(
     size: tokens of a row with its padding.
     tile: the most tokens of a tile.
     mesh: mesh that activations are laid out on; None: one device.
-    segment_ids_BL: see `attention.causal_attention`.
+    segment_ids_BL: int32, the sequence that a token belongs to, of several in a
+      row; 0 at padding. None: every row is one sequence.
   """
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles have the least padding

@@ -31,13 +31,13 @@ def attend(
   *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
-  segment_ids_BL: Array | None = None,
+  segments: Any = None,
   interpret: bool = False,
 ) -> Callable[[Array, Array, Array], Array]:
   """Returns `attend` of `attention.causal_attention`, by the kernel.
 
   Args:
-    size, lengths_B, mesh, segment_ids_BL: see `attention.causal_attention`.
+    size, lengths_B, mesh, segments: see `attention.causal_attention`.
     interpret: whether to run the kernel's program without a TPU.
   """
   # Imported here because it takes a fifth of a second and only a TPU needs it.
@@ -58,8 +58,9 @@ def attend(
 
   def attend_rows(q_BLNH, k_BLKH, v_BLKH):
     rows = q_BLNH.shape[0]
-    ids_BL = segment_ids_BL
-    if ids_BL is None:
+    if segments is not None:
+      ids_BL = segments.ids_BL
+    else:
       lengths = jnp.full(rows, size) if lengths_B is None else lengths_B
       ids_BL = jnp.arange(size)[None] < lengths[:, None]
     k_BLKH, v_BLKH = (

@@ -202,16 +202,16 @@ class Transformer(nnx.Module):
       with its sums taken over the layers; None without experts.
     """
     L = tokens_BL.shape[1]
-    positions_BL, ids_BL = jnp.arange(L)[None], None
+    positions_BL = jnp.arange(L)[None]
     if segments is not None:
-      positions_BL, ids_BL = segments.positions_BL, segments.ids_BL
+      positions_BL = segments.positions_BL
     rotation = rotary.rotation(self.config, positions_BL)
     attend = attention.causal_attention(
       self.config.attention,
       L,
       lengths_B=lengths_B,
       mesh=self.mesh,
-      segment_ids_BL=ids_BL,
+      segments=segments,
     )
     graph, stacked = nnx.split(self.layers)
 

@@ -108,6 +108,32 @@ def put(
   )(x, index, new)
 
 
+def taken(x: Array, index: Array) -> Array:
+  """Returns for each shard x[index]; 0 for an index that is too large.
+
+  Args:
+    x: [s, p, ...].
+    index: int32 [s, m].
+  """
+  take = lambda x, index: x.at[index].get(mode='fill', fill_value=0)
+  return jax.vmap(take)(x, index)
+
+
+# JAX does not know that `inverse` undoes `index`: its derivative of x[index]
+# would add numbers up where they came from, one after the other.
+@jax.custom_vjp
+def moved(x: Array, index: Array, inverse: Array) -> Array:
+  """Returns for each shard x[index]; its gradient is g[inverse]."""
+  del inverse  # only the gradient needs it
+  return taken(x, index)
+
+
+moved.defvjp(
+  lambda x, index, inverse: (taken(x, index), inverse),
+  lambda inverse, gradient: (taken(gradient, inverse), None, None),
+)
+
+
 def _parts(x: Array, index: Array) -> Array:
   """Returns the part of each device, [n, b, ...]."""
   return x.reshape(len(index), -1, *x.shape[1:])

@@ -19,6 +19,7 @@ from stppo_jax.models import functional
 from stppo_jax.models import lora
 from stppo_jax.models import precision
 from stppo_jax.parallel import compilation
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
@@ -115,7 +116,7 @@ def _takes_any_number(
   On a CPU a branch is cheap and compiling is slow, and the kernel for TPU reads
   as many as there are. Elsewhere each number has its own program.
   """
-  cpu = mesh.devices.flat[0].platform == 'cpu'
+  cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)
 
 
@@ -208,6 +209,7 @@ def build(
         stopped=stopped,
         sampling=sampling,
         num_tokens=num_tokens,
+        captured=mesh_lib.platform(mesh) == 'gpu',
       ),
       donate_argnums=1,
       out_shardings=(layout, sharding.batch_sharding(mesh)),

@@ -59,6 +59,8 @@ def sample(
   positions_S: Array,
   sampling: Sampling,
   greedy: Array | bool,
+  *,
+  branches: bool,
 ) -> SampledTokens:
   """Samples the next token of every row.
 
@@ -68,14 +70,16 @@ def sample(
     positions_S: int32, the position of the next token in its row.
     sampling: temperature and truncation.
     greedy: whether to take the most probable token instead.
+    branches: whether the program branches on `greedy`, so that it makes noise
+      only if it is needed.
   """
   scaled_SV = logits_SV / sampling.temperature
   left_SV = truncate(scaled_SV, sampling)
-  noisy_SV = jax.lax.cond(
-    greedy,
-    lambda: left_SV,
-    lambda: left_SV + _gumbel(keys_S, positions_S, scaled_SV.shape[1]),
-  )
+  noisy = lambda: left_SV + _gumbel(keys_S, positions_S, left_SV.shape[1])
+  if branches:
+    noisy_SV = jax.lax.cond(greedy, lambda: left_SV, noisy)
+  else:
+    noisy_SV = jnp.where(greedy, left_SV, noisy())
   tokens_S = jnp.argmax(noisy_SV, axis=-1).astype(jnp.int32)
   logprobs_S = _logprobs(scaled_SV, tokens_S)
   if left_SV is scaled_SV:

@@ -163,12 +163,18 @@ def decode(
   sampling: sampler.Sampling,
   num_tokens: int,
   num_pages: Array | int,
+  captured: bool,
 ) -> tuple[slot_state.SlotState, Chunk]:
   """Decodes at most `num_tokens` tokens in the slots that have a budget.
 
   The chunk ends early after `enough` turns have ended in it. Otherwise the rows
   that still generate would be decoded in a batch that is mostly frozen, and the
   rows that ended would wait for them.
+
+  On a GPU the host would have to read after each token whether the chunk goes
+  on, and which branch is next. There the chunk has `num_tokens` steps and no
+  branch, whatever the data, so that XLA can capture its kernels as CUDA graphs.
+  Rows that have ended are frozen, so the tokens are the same.
 
   Args:
     params: the policy's weights.
@@ -184,7 +190,8 @@ def decode(
     stopped: the automaton's absorbing state.
     sampling: temperature and truncation.
     num_tokens: C.
-    num_pages: see the module.
+    num_pages: see the module; an int if `captured`.
+    captured: whether the program has neither branches nor an early end.
 
   Returns:
     The state, and the tokens of the chunk.
@@ -199,6 +206,8 @@ def decode(
 
   def goes_on(carry):
     active, *_, step = carry
+    if captured:
+      return step < C
     num_generating = jnp.sum(generating(active))
     ended = num_begun - num_generating
     return (step < C) & (num_generating > 0) & (ended < enough)
@@ -216,6 +225,7 @@ def decode(
       begin.lengths + counts_A,
       sampling,
       greedy,
+      branches=not captured,
     )
     hidden_A1D, recent = model.extend(
       params,

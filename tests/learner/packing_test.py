@@ -16,6 +16,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import splash
 from stppo_jax.rollout import pack
 from tests.learner import updates
+from tests.models import cudnn
 from tests.models import tiny
 from tests.rl import batches
 
@@ -190,13 +191,15 @@ def test_every_algorithm_may_be_packed(name):
 
 
 @pytest.mark.slow
-def test_splash_computes_packed_rows(monkeypatch):
+@pytest.mark.parametrize('kernel', ['splash', 'cudnn'])
+def test_kernels_compute_packed_rows(kernel, monkeypatch):
   monkeypatch.setitem(
     attention.IMPLEMENTATIONS,
     'splash',
     functools.partial(splash.attend, interpret=True),
   )
-  models = updates.transformers(attention='splash')
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
+  models = updates.transformers(attention=kernel)
   _check('st_ppo', models, _random_packings(models, 5), 1e-5)
 
 

@@ -13,6 +13,7 @@ from stppo_jax.models import splash
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
+from tests.models import cudnn
 from tests.models import tiny
 
 _H = 8
@@ -102,27 +103,7 @@ def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
 
 @pytest.mark.parametrize('lengths', [(9, 4, 0), None])
 def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
-  # A stand-in with the kernel's interface, which writes garbage at padding,
-  # also in the gradients.
-  plain = jax.nn.dot_product_attention
-  padding = np.arange(9)[None] >= np.array(lengths or (9, 9, 9))[:, None]
-  spoiled = lambda x: jnp.where(padding[..., None, None], jnp.nan, x)
-  leaves_rubbish = jax.custom_vjp(lambda x: x)
-  leaves_rubbish.defvjp(lambda x: (x, None), lambda _, g: (spoiled(g),))
-
-  def stand_in(q, k, v, *, implementation, **options):
-    assert implementation == 'cudnn'
-    for name in ('query_seq_lengths', 'key_value_seq_lengths'):
-      found = options.get(name)
-      if lengths is None:
-        assert found is None
-      else:  # a row of nothing would divide by zero
-        np.testing.assert_array_equal(found, np.maximum(lengths, 1))
-        assert found.dtype == np.int32
-    inputs = map(leaves_rubbish, (q, k, v))
-    return spoiled(plain(*inputs, implementation='xla', **options))
-
-  monkeypatch.setattr(jax.nn, 'dot_product_attention', stand_in)
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
   lengths_B = None if lengths is None else np.array(lengths, np.int32)
   inputs = _inputs(3, 9, 4, 2)
   attend = attention.causal_attention(
@@ -134,7 +115,7 @@ def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
     _value_and_gradients(
       attention.causal_attention(name, 9, lengths_B=lengths_B, mesh=None),
       inputs,
-      (~padding).sum(1),
+      np.array(lengths or (9, 9, 9)),
     )
     for name in ('xla', 'cudnn')
   )
@@ -245,33 +226,44 @@ def test_an_unknown_implementation_is_an_error_that_lists_the_choices():
     attention.causal_attention('flash', 9, lengths_B=None, mesh=None)
 
 
-_SEGMENTS = np.array([[1] * 5 + [2] * 9 + [3] * 3 + [0] * 5, [1] * 22])
+_SEGMENTS = np.array([[1] * 5 + [2] * 9 + [3] * 3 + [0] * 5, [4] * 22])
+_POSITIONS = np.array([[*range(5), *range(9), *range(3), *[0] * 5], range(22)])
 
 
 def _segments_alone(inputs):
   """Returns attention of each segment as if it were a batch of its own."""
   mixed = np.zeros(inputs[0].shape)
   for row, ids in enumerate(_SEGMENTS):
-    for number in range(1, ids.max() + 1):
+    for number in set(ids) - {0}:
       cut = [x[row : row + 1, ids == number] for x in inputs]
       mixed[row, ids == number] = _by_hand(*cut)[0]
   return mixed
 
 
 @pytest.mark.parametrize(
-  'make',
+  ('make', 'devices'),
   [
-    attention.IMPLEMENTATIONS['xla'],
-    attention.IMPLEMENTATIONS['cudnn'],
-    lambda size, *, lengths_B, mesh, segment_ids_BL: attention.blockwise.attend(
-      size, 4, mesh, segment_ids_BL
+    (attention.IMPLEMENTATIONS['xla'], 1),
+    (attention.IMPLEMENTATIONS['cudnn'], 1),
+    (attention.IMPLEMENTATIONS['cudnn'], 2),
+    (
+      lambda size, *, lengths_B, mesh, segments: attention.blockwise.attend(
+        size, 4, mesh, segments.ids_BL
+      ),
+      1,
     ),
-    pytest.param(_SPLASH, marks=pytest.mark.slow),
+    pytest.param(_SPLASH, 1, marks=pytest.mark.slow),
   ],
 )
-def test_segments_do_not_see_each_other(make):
+def test_segments_do_not_see_each_other(make, devices, monkeypatch):
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
   inputs = _inputs(2, 22, 4, 2)
-  attend = make(22, lengths_B=None, mesh=None, segment_ids_BL=_SEGMENTS)
+  mesh = mesh_lib.make_mesh(
+    data=devices, fsdp=1, tensor=1, devices=jax.devices()[:devices]
+  )
+  # There is a number without a segment.
+  segments = attention.Segments(_SEGMENTS, _POSITIONS, 5, 22)
+  attend = make(22, lengths_B=None, mesh=mesh, segments=segments)
   text = _SEGMENTS > 0
   weights = np.random.default_rng(1).normal(size=inputs[0].shape)
   weights = np.where(text[..., None, None], weights, 0.0).astype(np.float32)

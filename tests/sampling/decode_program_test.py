@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import slot_driver
@@ -112,6 +114,35 @@ def test_weights_are_read_in_the_dtype_of_the_computation():
   matrices = {shape for shape in shapes if 'x' in shape}
   assert len(matrices) > 4 and converted
   assert not matrices & set(converted)
+
+
+def _like_on_a_gpu(monkeypatch):
+  """Builds programs as those for GPUs, which the devices of a CPU run, too."""
+  monkeypatch.setattr(mesh_lib, 'platform', lambda mesh: 'gpu')
+  uncached = compiled_programs.build.__wrapped__
+  monkeypatch.setattr(compiled_programs, 'build', uncached)
+
+
+def test_on_gpus_a_chunk_has_no_branch_and_loops_of_known_length(monkeypatch):
+  _like_on_a_gpu(monkeypatch)
+  text = _lowering(_MODEL, 1, 1).decode().compile().as_text()
+  assert ' conditional(' not in text
+  loops = re.findall(r'^.* while\(.*$', text, re.M)
+  assert loops and all('known_trip_count' in line for line in loops)
+  assert any('"known_trip_count":{"n":"5"}' in line for line in loops)
+
+
+def test_chunks_without_branches_have_the_same_tokens(monkeypatch):
+  run = lambda engine, greedy: tiny_engine.run_dialogues(
+    engine, tiny_engine.prompts(6), tiny_engine.keys(6), greedy=greedy
+  )
+  expected = [run(tiny_engine.engine(), greedy) for greedy in (False, True)]
+  _like_on_a_gpu(monkeypatch)
+  engine, _ = tiny_engine.new_engine(decode_chunk=4, page_size=40)
+  for greedy, dialogues in enumerate(expected):
+    found = run(engine, bool(greedy))
+    for row, dialogue in dialogues.items():
+      tiny_engine.assert_same(found[row], dialogue)
 
 
 class _Shapes:

@@ -16,7 +16,9 @@ from stppo_jax.sampling import sampler
 _V = 7
 _ROWS = 64
 _truncate = jax.jit(sampler.truncate, static_argnums=1)
-_sample = jax.jit(sampler.sample, static_argnums=3)
+_sample = jax.jit(
+  functools.partial(sampler.sample, branches=True), static_argnums=3
+)
 
 
 def _left(logits, top_k=0, top_p=1.0, min_p=0.0):

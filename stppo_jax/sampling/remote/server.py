@@ -255,5 +255,10 @@ def _next_token(
   hidden_1LD = policy.hidden(params, tokens_1L)
   logits_1V = heads.logits(hidden_1LD[:, length - 1], policy.output_VD(params))
   return sampler.sample(
-    logits_1V, key[None], jnp.asarray(length)[None], sampling, greedy=False
+    logits_1V,
+    key[None],
+    jnp.asarray(length)[None],
+    sampling,
+    greedy=False,
+    branches=False,
   )
