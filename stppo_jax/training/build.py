@@ -115,7 +115,12 @@ def build(config, folder: claim.Folder) -> Parts:
       sentences = steps_lib.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, found)
     engine = engines.build(
-      config, collecting, tokenizer, learner.decoded, found.placement
+      config,
+      collecting,
+      tokenizer,
+      learner.decoded,
+      found.placement,
+      folder.agreed,
     )
     collector = functools.partial(
       engines.build_collector, config, tokenizer=tokenizer, engine=engine
