@@ -195,6 +195,20 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _lanes_divide_slots,
   ),
+  _refuse(
+    'rollout.span',
+    'mesh.collect_fraction',
+    when=lambda span, fraction: span == 'slice' and fraction,
+    because='must be auto or host when mesh.collect_fraction={1}: hosts that '
+    'decode together learn with the same devices',
+  ),
+  _refuse(
+    'rollout.span',
+    'updates.routing_replay',
+    when=lambda span, replay: span == 'slice' and replay == 'sampler',
+    because='must be auto or host when updates.routing_replay={1}: a host that '
+    'decodes alone can read its experts without the others',
+  ),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   _refuse(
     'updates.routing_replay',

@@ -252,6 +252,7 @@ KEYS: Mapping[str, Key] = {
   'rollout.remote.url': Key(),
   'rollout.resample_rounds': Key(rules.NOT_NEGATIVE),
   'rollout.slots': Key(rules.NOT_NEGATIVE),
+  'rollout.span': _free(rules.one_of('auto', 'host', 'slice'), since='0.3'),
   'rollout.steps_ahead': _fixed(rules.NOT_NEGATIVE),
   'rollout.temperature': _asked(rules.POSITIVE),
   'rollout.tensor': Key(rules.NOT_NEGATIVE, since='0.3', before=0),

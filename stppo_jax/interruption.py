@@ -141,15 +141,26 @@ class Interruption:
     self._thread.join()
     os.close(self._reader)
 
-  @contextlib.contextmanager
-  def abandonable(self) -> Iterator[None]:
+  def abandonable(self) -> contextlib.AbstractContextManager[None]:
     """Runs a body that a signal may end with `Interrupted`.
 
     Raises:
       Interrupted: a signal was received, in the body or before it. The body may
         have caught what the handler raised, or turned it into an error.
     """
-    outside, self._abandonable = self._abandonable, True
+    return self._raising(within=True)
+
+  def postponed(self) -> contextlib.AbstractContextManager[None]:
+    """Runs a part of such a body that is done as a whole or not at all.
+
+    Raises:
+      Interrupted: before it or at its end, after a signal.
+    """
+    return self._raising(within=False)
+
+  @contextlib.contextmanager
+  def _raising(self, *, within: bool) -> Iterator[None]:
+    outside, self._abandonable = self._abandonable, within
     try:
       if not self._is_interrupted:
         yield

@@ -41,6 +41,23 @@ def test_other_work_is_finished_first(number):
   assert finished and interrupt.exit_code == _CODES[number]
 
 
+@pytest.mark.parametrize('number', _CODES)
+def test_a_part_is_done_as_a_whole_or_not_at_all(number):
+  done = []
+  with interruption.Interruption() as interrupt:
+    with pytest.raises(interruption.Interrupted) as caught:
+      with interrupt.abandonable():
+        with interrupt.postponed():
+          _send(number)
+          done.append('all')
+        pytest.fail('went on')
+    assert caught.value.exit_code == _CODES[number]
+    with pytest.raises(interruption.Interrupted):
+      with interrupt.postponed():
+        done.append('more')
+  assert done == ['all']
+
+
 # A process that computes for minutes, and reaches no Python code meanwhile.
 _BUSY = """
 import hashlib

@@ -45,6 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 # Keys and values of pages [P, K, J, H], or of as many positions of rows
@@ -89,6 +90,13 @@ def row_shards(
 ) -> int:
   """Returns the number of devices that the rows of a cache are cut over."""
   return activations.extent(mesh, axes(config.num_kv_heads, mesh)[0])
+
+
+def row_shards_of_host(
+  config: model_config.ModelConfig, mesh: jax.sharding.Mesh
+) -> int:
+  """Returns how many of the `row_shards` of a mesh each of its hosts has."""
+  return row_shards(config, mesh) // mesh_lib.num_hosts(mesh)
 
 
 def axes(

@@ -118,14 +118,22 @@ class Coordinator:
     self._all_left = asyncio.Event()
 
   async def start(self, host: str, port: int) -> None:
-    """Listens at an address.
+    """Listens at the first address of a name that is possible.
 
     Raises:
-      OSError: the address is in use, or not one of this machine.
+      OSError: the name is not known, or the port is in use.
     """
-    self._server = await asyncio.start_server(
-      self._serve, host, port, limit=_LIMIT
-    )
+    errors = []
+    for place in addresses(host):
+      try:
+        self._server = await asyncio.start_server(
+          self._serve, place, port, limit=_LIMIT
+        )
+        break
+      except OSError as error:
+        errors.append(error)
+    else:
+      raise errors[0]
     self._watching = asyncio.create_task(self._watch())
 
   async def close(self, seconds: float) -> None:

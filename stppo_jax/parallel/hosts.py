@@ -31,6 +31,8 @@ _GRACE = 10.0
 # Seconds to learn which host has failed, after an error that may follow from
 # the failure of another host.
 _DIAGNOSIS = 5.0
+# What is exchanged before a program that no host may call without the others.
+PROGRAM = 'program'
 
 
 class HostFailed(Exception):
@@ -87,6 +89,7 @@ class Hosts:
     Raises:
       HostFailed: another host has failed, or does not come.
       TimeoutError: another host does not come within `timeout`.
+      Interrupted: all hosts abandon what they can, before a `PROGRAM`.
     """
     del what, timeout
     return [value]
@@ -152,6 +155,7 @@ class ConnectedHosts(Hosts):
     self._rounds: dict[str, int] = {}
     self._lock = threading.Lock()
     self._failure: HostFailed | None = None
+    self._stopped = False
     self._failed = threading.Event()
     self._ending = False
     self._server: coordinator_lib.Coordinator | None = None
@@ -171,7 +175,11 @@ class ConnectedHosts(Hosts):
         start_timeout=start_timeout,
         patience=patience,
       )
-      self._listen(host, int(port))
+      try:
+        self._call(self._server.start(host, int(port)))
+      except OSError as error:
+        line = f'the coordinator, process 0, cannot listen at {address}: '
+        raise HostFailed(line + str(error)) from error
     else:
       self._relay = coordinator_lib.Relay(host, int(port))
       self.jax_address = f'127.0.0.1:{self._call(self._relay.start())}'
@@ -199,10 +207,7 @@ class ConnectedHosts(Hosts):
     return self._failure or error
 
   def fail(self, line: str, exit_code: int) -> None:
-    """Tells all hosts that the run cannot go on; this process must end now.
-
-    It waits until the others know.
-    """
+    """Tells the others, and waits until they know; this process must end."""
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:
@@ -227,22 +232,6 @@ class ConnectedHosts(Hosts):
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
-
-  def _listen(self, host: str, port: int) -> None:
-    """Starts the coordinator at the first address that is possible."""
-    assert self._server is not None
-    problem = ''
-    try:
-      for place in coordinator_lib.addresses(host):
-        try:
-          return self._call(self._server.start(place, port))
-        except OSError as error:
-          problem = problem or str(error)
-    except OSError as error:  # the name is not known
-      problem = str(error)
-    raise HostFailed(
-      f'the coordinator, process 0, cannot listen at {self._address}: {problem}'
-    )
 
   async def _connect(self, host: str, port: int, timeout: float) -> None:
     """Connects to the coordinator, says who this is, and begins to listen."""
@@ -320,6 +309,10 @@ class ConnectedHosts(Hosts):
       if self._waiting or self.index == 0:
         streams.say(f'waiting {message["waiting"]}')
     elif 'stop' in message:
+      # All hosts get the coordinator's messages in the same order. So either
+      # all of them have the values before a program, or none has.
+      self._stopped = True
+      self._end_exchanges(interruption.Interrupted(), PROGRAM)
       self.on_stop()
     elif 'failed' in message:
       self._end(HostFailed(message['failed'], message['code']))
@@ -330,16 +323,22 @@ class ConnectedHosts(Hosts):
     if future is not None:
       future.set_result(value)
 
+  def _end_exchanges(self, error: BaseException, what: str = '') -> None:
+    """Ends whatever waits for the others, or only what has this name."""
+    with self._lock:
+      keys = [key for key in self._waiting if key.startswith(what)]
+      futures = [self._waiting.pop(key) for key in keys]
+    for future in futures:
+      future.set_exception(error)
+
   def _end(self, failure: HostFailed) -> None:
     """Ends whatever waits for the others, and soon this process."""
     with self._lock:
       if self._failure is not None:
         return
       self._failure = failure
-      waiting, self._waiting = self._waiting, {}
     self._failed.set()
-    for future in waiting.values():
-      future.set_exception(failure)
+    self._end_exchanges(failure)
     self.on_stop()
     # The main thread may wait in a program for a host that never comes.
     self._loop.call_later(self._grace, self._abort, failure)
@@ -360,10 +359,11 @@ class ConnectedHosts(Hosts):
     """Returns the future of an exchange, which a failure ends too."""
     future = concurrent.futures.Future()
     with self._lock:
-      if self._failure is None:
+      abandoned = self._stopped and key.startswith(PROGRAM)
+      if self._failure is None and not abandoned:
         self._waiting[key] = future
         return future
-    future.set_exception(self._failure)
+    future.set_exception(self._failure or interruption.Interrupted())
     return future
 
   async def _close(self) -> None:

@@ -1,7 +1,7 @@
 """Copies weights from the layout of training to that of decoding.
 
-Training cuts a policy over the devices of all hosts. Every host decodes by
-itself, so each holds all weights, cut over some of its devices along `tensor`;
+Training cuts a policy over the devices of all hosts. Every host decodes rows of
+its own, so each holds all weights, cut over some of its devices along `tensor`;
 the other devices of the host hold the same and decode other rows. One program
 on all devices copies the weights from one layout to the other. Its results are
 global arrays of which every host has all pieces; each host then makes arrays of
@@ -49,6 +49,8 @@ class Placement:
     collecting: the devices of this host that decode, if they are not those that
       train.
     host: the number of this host; None: that of this process.
+    spans_slice: whether all hosts decode with the same programs, each its own
+      rows. Then `mesh` has the devices of all hosts.
 
   Raises:
     ValueError: weights cannot be cut over so many devices of each host.
@@ -58,6 +60,7 @@ class Placement:
   tensor: int
   collecting: tuple[Any, ...] = ()
   host: int | None = None
+  spans_slice: bool = False
 
   def __post_init__(self):
     local = [d for d in self.training.devices.flat if self._is_here(d)]
@@ -66,8 +69,8 @@ class Placement:
     for which, count in counts.items():
       if count % self.tensor:
         raise ValueError(
-          f'must divide the {count} devices of this host{which}; an '
-          'engine over several hosts is not supported'
+          f'must divide the {count} devices of this host{which}, which '
+          'decodes rows of its own with all weights'
         )
     trained = self.training.shape['tensor']
     sizes = self._split_sizes
@@ -81,16 +84,22 @@ class Placement:
       hosts = sorted({device.process_index for device in group})
       if len(hosts) > 1:
         raise ValueError(
-          'an engine over several hosts is not supported, and in this mesh the '
-          f'devices of a copy of the weights are on hosts {hosts}'
+          'each host must have all weights, and in this mesh the devices of a '
+          f'copy of them are on hosts {hosts}'
         )
 
   @functools.cached_property
   def mesh(self) -> jax.sharding.Mesh:
-    """The mesh of this host, with the axes of training; `fsdp` has 1 device."""
+    """The mesh of decoding, with the axes of training; `fsdp` has 1 device."""
     devices = list(self.collecting)
     if not devices:
-      groups = [group for group in self._groups if self._is_here(group[0])]
+      groups = [
+        group
+        for group in self._groups
+        if self.spans_slice or self._is_here(group[0])
+      ]
+      # The rows of a host lie side by side.
+      groups.sort(key=lambda group: group[0].process_index)
       devices = list(np.concatenate(groups))
     return mesh_lib.make_mesh(
       data=-1, fsdp=1, tensor=self.tensor, devices=devices

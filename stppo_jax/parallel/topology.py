@@ -17,6 +17,7 @@ in a mesh and nothing else, so layouts can be computed but nothing compiled.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import math
 import os
@@ -266,6 +267,17 @@ def limits_of(device: Any) -> Limits | None:
   if isinstance(device, VirtualDevice):
     return find(device.device_kind).limits
   return _KINDS.get(device.device_kind)
+
+
+def slice_of(devices: Sequence[Any]) -> str:
+  """Returns the name of the TPU slice that devices fill; '' if not known."""
+  limits = limits_of(devices[0])
+  kinds = [kind for kind, known in TPUS.items() if known is limits]
+  axes = list(zip(*(device.coords for device in devices)))
+  sizes = [max(axis) - min(axis) + 1 for axis in axes]
+  # Slices of v5e and v6e have two axes.
+  names = [str(size) for n, size in enumerate(sizes) if n < 2 or size > 1]
+  return f'{kinds[0]}:{"x".join(names)}' if kinds else ''
 
 
 def peak_operations(mesh: jax.sharding.Mesh) -> float | None:

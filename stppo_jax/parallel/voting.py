@@ -110,6 +110,28 @@ def together(
     pass
 
 
+@contextlib.contextmanager
+def agreed(
+  hosts: hosts_lib.Hosts, interrupt: interruption.Interruption, value: Any
+) -> Iterator[list[Any]]:
+  """Yields the values of all hosts, which decide what they call in the body.
+
+  A program that one host called and another did not would keep the devices
+  busy for ever. So a signal ends neither the exchange, unless it ends it on all
+  hosts, nor the body.
+
+  Args:
+    hosts: the hosts of the run.
+    interrupt: notices the signals of this one.
+    value: the value of this host.
+
+  Raises:
+    Interrupted: before the body or after it.
+  """
+  with interrupt.postponed():
+    yield hosts.exchange(hosts_lib.PROGRAM, value)
+
+
 def _vote(
   error: BaseException | None,
   interrupt: interruption.Interruption,

@@ -70,6 +70,7 @@ class Engine(Protocol):
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
   def close(self, row: int) -> np.ndarray | None: ...
   def statistics(self) -> Mapping[str, float]: ...
+  def finish(self) -> None: ...
 
 
 @dataclasses.dataclass
@@ -153,6 +154,9 @@ class Collector:
     group_size: trajectories of each question, which share a prompt.
     overlong: what is subtracted from the reward of long trajectories.
     reward_function: computes one more reward of a trajectory.
+
+  Attributes:
+    statistics, finish: methods of the engine.
   """
 
   def __init__(
@@ -169,6 +173,7 @@ class Collector:
     reward_function: reward_function_lib.RewardFunction | None = None,
   ):
     self._engine, self._environment = engine, environment
+    self.statistics, self.finish = engine.statistics, engine.finish
     self._tokenizer, self._loop = tokenizer, loop
     self._max_turn_tokens, self._group_size = max_turn_tokens, group_size
     self._max_observation_tokens = max_observation_tokens
@@ -234,10 +239,6 @@ class Collector:
         _log.warning(
           'an episode could not be closed: %s: %s', type(error).__name__, error
         )
-
-  def statistics(self) -> Mapping[str, float]:
-    """Returns what the engine has counted since the last call."""
-    return self._engine.statistics()
 
   def _answered(self, pending: _Pending) -> list[concurrent.futures.Future]:
     """Returns the answered turns, and waits for one if the engine is idle."""

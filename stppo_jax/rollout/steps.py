@@ -12,8 +12,9 @@ the other places get groups without variance from the same round.
 
 Each of several hosts collects some whole groups of every step; which ones
 depends only on the number of hosts. It replaces its own groups, and collects
-its own failed rows again. No host waits for another here;
-`measured` later describes what all of them have collected.
+its own failed rows again. No host waits for another here,
+unless one engine spans all of them; `measured` later describes what all of them
+have collected.
 """
 
 from collections.abc import Callable
@@ -156,6 +157,7 @@ class StepCollector:
     groups, refilled = self._collect_round(step, 0)
     first = list(groups)
     counts = self._replace_groups(groups, step, refilled=refilled)
+    self._collector.finish()
     rows = _rows(groups)
     counts |= trajectory_metrics.count_tokens(_rows(first))
     counts |= self._statistics()

@@ -19,6 +19,7 @@ from stppo_jax.models import functional
 from stppo_jax.models import lora
 from stppo_jax.models import precision
 from stppo_jax.parallel import compilation
+from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
@@ -41,7 +42,9 @@ class CompiledPrograms:
     page_size: tokens of a page.
     pages_per_row: the most pages that a row needs.
     takes_any_number: whether one program handles any number of pages.
-    shards: number of devices that slots and pages are divided over.
+    num_hosts: the number of hosts that call these programs together.
+    shards: number of devices of each host that slots and pages are divided
+      over.
     params: the published weights; None before the first `publish`.
     table_ZV: the automaton's transitions, with a column for each id.
     empty, extend, copy, decode, expert_ids: compiled functions of `slot_state`
@@ -60,11 +63,12 @@ class CompiledPrograms:
     self.page_size = options.tokens_per_page
     self.pages_per_row = options.pages_per_row
     self.takes_any_number = _takes_any_number(model, mesh, self.page_size)
-    self.shards = cache_lib.row_shards(model.config, mesh)
+    self.num_hosts = mesh_lib.num_hosts(mesh)
+    self.shards = cache_lib.row_shards_of_host(model.config, mesh)
     self._by_slot = sharding.batch_sharding(mesh)
     self.params = None
     self._base = self._base_copy = None
-    self.table_ZV = jax.device_put(
+    self.table_ZV = distributed.from_local_rows(
       automaton.table(model.config.vocab_size), sharding.replicated(mesh)
     )
     (
@@ -104,8 +108,16 @@ class CompiledPrograms:
     return params
 
   def put(self, *trees):
-    """Puts arrays on the devices, sharded by slot like the state."""
+    """Puts arrays of this host on its devices, sharded like the state."""
+    if self.num_hosts > 1:
+      return distributed.from_local_rows(trees, self._by_slot)
     return jax.device_put(trees, self._by_slot)
+
+  def get(self, tree):
+    """Returns arrays that `decode` has made, the part of this host."""
+    if self.num_hosts > 1:
+      return distributed.to_local_rows(tree)
+    return jax.device_get(tree)
 
 
 def _takes_any_number(
@@ -159,6 +171,7 @@ def build(
   """
   page_size, num_pages, sampling, num_tokens = options
   mesh = placement.mesh
+  hosts = mesh_lib.num_hosts(mesh)
   model = dataclasses.replace(model, mesh=mesh)
   # The state comes out in the layout in which it went in; with another layout,
   # the next call would be compiled anew.
@@ -184,7 +197,7 @@ def build(
     ),
     empty=jax.jit(
       lambda num_slots: slot_state_lib.empty(
-        model, num_slots, num_pages, page_size
+        model, hosts * num_slots, hosts * num_pages, page_size
       ),
       static_argnums=0,
       **state,

@@ -72,10 +72,11 @@ class Engine:
     self._programs = compiled_programs.CompiledPrograms(
       model, placement=placement, automaton=automaton, options=options
     )
-    self._lanes = [
-      lane_lib.Lane(make_driver(self._programs, options), options)
-      for _ in range(options.lanes)
+    drivers = [
+      make_driver(self._programs, options) for _ in range(options.lanes)
     ]
+    self._driver = drivers[0]  # the only one if other hosts wait for this one
+    self._lanes = [lane_lib.Lane(driver, options) for driver in drivers]
     self._rows: dict[int, row_lib.Row] = {}
     self._queue: collections.deque[row_lib.Row] = collections.deque()
 
@@ -212,8 +213,12 @@ class Engine:
 
   @property
   def busy(self) -> bool:
-    """Whether a poll can end a turn before a row is resumed or closed."""
-    if any(lane.busy for lane in self._lanes):
+    """Whether to poll before a row is resumed or closed.
+
+    A poll can end a turn, or other hosts wait for it.
+    """
+    joins = self._driver.joins and bool(self._rows)
+    if joins or any(lane.busy for lane in self._lanes):
       return True
     return bool(self._queue) and self._can_admit()
 
@@ -225,6 +230,8 @@ class Engine:
     for lane in self._lanes:
       if future := lane.schedule(queued=bool(self._queue)):
         lanes[future] = lane
+    if not lanes and self._rows:
+      self._driver.join(done=False)
     done, _ = concurrent.futures.wait(
       lanes, return_when=concurrent.futures.FIRST_COMPLETED
     )
@@ -232,6 +239,14 @@ class Engine:
       if future in done:
         ended |= lane.collect_done()
     return ended
+
+  def finish(self) -> None:
+    """Lets other hosts finish what they collect, with programs of all hosts.
+
+    All hosts call it after one or several collections of theirs.
+    """
+    while not self._driver.join(done=True):
+      pass
 
   def _can_admit(self) -> bool:
     """Returns whether there are slots for rows of the queue."""

@@ -15,13 +15,13 @@ import concurrent.futures
 import dataclasses
 import math
 
-import jax
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import pages
 from stppo_jax.sampling import row as row_lib
+from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 
@@ -260,14 +260,14 @@ class Lane:
       length = row.length
       self._start_turn(row, len(token_ids))
       if source is None:
-        appends[row.slot] = slot_driver.Append(
+        appends[row.slot] = slot_calls.Append(
           token_ids, length, self._budget(row), tuple(row.pages)
         )
         continue
       last_page = None
       if len(row.pages) > shared:
         last_page = source.pages[shared], row.pages[shared]
-      copies[row.slot] = slot_driver.CopyPrompt(
+      copies[row.slot] = slot_calls.CopyPrompt(
         source.slot, row.length, self._budget(row), last_page
       )
     if appends:
@@ -326,7 +326,7 @@ class Lane:
       # The row may be longer by all tokens of its chunks in flight.
       ahead = row.in_flight * self._options.decode_chunk
       length = min(row.length + ahead, self._options.max_length)
-      decodes[row.slot] = slot_driver.Decode(
+      decodes[row.slot] = slot_calls.Decode(
         row.key_data, length, tuple(row.pages)
       )
       row_turns[row.slot] = row, row.turn
@@ -338,13 +338,13 @@ class Lane:
     self._calls = []
 
   def _decode(
-    self, decodes: Mapping[int, slot_driver.Decode], enough: int
+    self, decodes: Mapping[int, slot_calls.Decode], enough: int
   ) -> tuple[list[int | None], slot_programs.Chunk]:
     slots, chunk = self._driver.decode(
       decodes, greedy=self._greedy, enough=enough
     )
     # A lane's thread may wait for the device; the caller's thread must not.
-    return slots, chunk if self._thread is None else jax.device_get(chunk)
+    return slots, chunk if self._thread is None else self._driver.read(chunk)
 
   def collect_done(self) -> dict[int, types.GeneratedTurn]:
     """Reads the oldest chunk and returns the turns that ended in it, by row."""
@@ -352,7 +352,7 @@ class Lane:
     for future in oldest.earlier:
       future.result()  # raises what the call raised
     slots, chunk = oldest.result.result()
-    chunk = jax.device_get(chunk)
+    chunk = self._driver.read(chunk)
     # Removed only now, because `begin` must find a chunk that failed.
     self._in_flight.popleft()
     columns = chunk.tokens_AC, chunk.logprobs_AC, chunk.truncated_logprobs_AC

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
@@ -58,18 +59,23 @@ class Lowering:
         self._published(base), self.weights
       )
     self._slots_layout = slot_state.shardings(model, mesh)
-    slots = options.slots_per_lane
+    # A program has the slots of all hosts that call it.
+    hosts = mesh_lib.num_hosts(mesh)
+    slots = hosts * options.slots_per_lane
     self.state = jax.tree.map(
       _placed,
       jax.eval_shape(
         lambda: slot_state.empty(
-          model, slots, options.pages_per_lane, options.tokens_per_page
+          model,
+          slots,
+          hosts * options.pages_per_lane,
+          options.tokens_per_page,
         )
       ),
       self._slots_layout,
     )
     self._shards = cache_lib.row_shards(model.config, mesh)
-    self._rows = options.largest_call(self._shards)
+    self._rows = hosts * options.largest_call(self._shards // hosts)
     self._table_ZV = jax.ShapeDtypeStruct(
       (num_states, model.config.vocab_size),
       jnp.int16,
@@ -137,7 +143,7 @@ class Lowering:
 
   def _active(self) -> Any:
     """Returns the shape of the active slots; None if all slots are."""
-    if self._rows == self._options.slots_per_lane:
+    if self._rows == len(self.state.lengths):
       return None
     if self._shards == 1:
       return self._by_row(jnp.int32)

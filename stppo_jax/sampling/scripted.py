@@ -74,6 +74,9 @@ class ScriptedEngine:
     """Returns no metrics: nothing can fail."""
     return {}
 
+  def finish(self) -> None:
+    """Does nothing: no other host is waited for."""
+
   def poll(self) -> dict[int, types.GeneratedTurn]:
     """Returns the next turn of every generating row, cut to what fits."""
     ended = {}

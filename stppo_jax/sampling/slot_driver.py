@@ -5,11 +5,13 @@ append, and where to decode, by slot. This module turns it into arrays of a few
 fixed shapes, so that nothing is compiled once each shape has been used.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
+import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
@@ -25,57 +28,6 @@ from stppo_jax.sampling import slot_state as slot_state_lib
 # most this many times. With more sizes, batches are fuller, but each size is
 # compiled.
 _MAX_HALVINGS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Append:
-  """A prompt or an observation, after which a turn begins in the slot.
-
-  Attributes:
-    token_ids: [L] int32.
-    length: tokens that the slot holds before; 0 for a prompt, before which the
-      slot is emptied.
-    budget: tokens that the policy may generate after them.
-    pages: the pages of the slot, with room for these tokens.
-  """
-
-  token_ids: np.ndarray
-  length: int
-  budget: int
-  pages: Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class CopyPrompt:
-  """A prompt that a slot gets from another slot of its device.
-
-  Attributes:
-    source: the slot that holds the prompt; its row may have gone on since.
-    length: tokens of the prompt.
-    budget: tokens that the policy may generate after it.
-    last_page: the page that the prompt does not fill, and the page that it is
-      copied to; None if the prompt fills its pages.
-  """
-
-  source: int
-  length: int
-  budget: int
-  last_page: tuple[int, int] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Decode:
-  """A slot in which the policy generates.
-
-  Attributes:
-    key_data: uint32 [2], the data of the row's key.
-    length: most tokens that the slot can hold when the chunk begins.
-    pages: the pages of the slot, with room for the chunk.
-  """
-
-  key_data: np.ndarray
-  length: int
-  pages: Sequence[int]
 
 
 class SlotDriver:
@@ -96,8 +48,11 @@ class SlotDriver:
     batch_rows: most slots in a call of `decode`.
     shards: the number of devices that slots and pages are divided over. Device
       d has the slots from d * slots / shards on.
+    joins: whether other hosts wait for this one, which then calls `join`.
     returns_expert_ids: whether `expert_ids` can be called.
   """
+
+  joins = False
 
   def __init__(
     self,
@@ -120,58 +75,39 @@ class SlotDriver:
     """
     self._state = None
 
-  def append(self, appends: Mapping[int, Append]) -> None:
+  def append(self, appends: Mapping[int, slot_calls.Append]) -> None:
     """Appends tokens to slots, in which turns begin."""
-    state = self._state or self._programs.empty(self.slots)
     # A wave begins with all its prompts together, in every run, so that few of
-    # them need not be computed as if they filled all slots.
-    compacts = self.compacts or all(not x.length for x in appends.values())
+    # them need not be computed as if they filled all slots. Other hosts may be
+    # anywhere in a wave of theirs.
+    is_wave = all(not x.length for x in appends.values())
+    compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
       # A batch reads as many pages as its longest slot has begun, so slots of
       # like lengths go together.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
-        # Set after every call, because the call donates the previous state.
-        state = self._extend(
-          state, batch_appends, first, self._active(batch, compacts)
+        pages = self._num_pages(batch_appends.values(), first)
+        self._run(
+          slot_calls.Call('extend', self._size(batch, compacts), pages),
+          functools.partial(self._extend, batch_appends, first),
         )
-        self._state = state
 
-  def copy(self, copies: Mapping[int, CopyPrompt]) -> None:
+  def copy(self, copies: Mapping[int, slot_calls.CopyPrompt]) -> None:
     """Lets slots begin with prompts of other slots, and starts their turns.
 
     All prompts of a batch are read before any slot is overwritten.
     """
     for batch in self._batches(list(copies)):
-      active = self._active(batch, compacts=True, always=True)
-      none = cache_lib.NO_PAGE
-      arrays = np.zeros((5, active.size), np.int32)
-      arrays[3:] = none
-      for place, slot in zip(active.places, batch):
-        copy = copies[slot]
-        arrays[:, place] = (
-          copy.source % (self.slots // self.shards),
-          copy.length,
-          copy.budget,
-          *(copy.last_page or (none, none)),
-        )
-      sources_A, lengths_A, budgets_A, from_A, to_A = arrays
-      assert active.slots is not None
-      self._state = self._programs.copy(
-        self._state,
-        *self._programs.put(
-          sources_A.reshape(active.slots.shape),
-          active.slots,
-          lengths_A,
-          budgets_A,
-          from_A,
-          to_A,
-        ),
+      batch_copies = {slot: copies[slot] for slot in batch}
+      self._run(
+        slot_calls.Call('copy', self._size(batch, compacts=True)),
+        functools.partial(self._copy, batch_copies),
       )
 
   def decode(
-    self, decodes: Mapping[int, Decode], *, greedy: bool, enough: int
+    self, decodes: Mapping[int, slot_calls.Decode], *, greedy: bool, enough: int
   ) -> tuple[list[int | None], slot_programs.Chunk]:
     """Starts decoding a chunk, without waiting for its result.
 
@@ -183,8 +119,69 @@ class SlotDriver:
     Returns:
       The slot of each entry of the chunk, None for padding; and the chunk.
     """
+    call = slot_calls.Call(
+      'decode',
+      self._size(decodes, self.compacts),
+      self._num_pages(decodes.values()),
+      enough,
+      greedy,
+    )
+    return self._run(call, functools.partial(self._decode, decodes))
+
+  def join(self, *, done: bool) -> bool:
+    """Calls a program with other hosts that needs nothing of this one.
+
+    Args:
+      done: whether this host has nothing left to collect.
+
+    Returns:
+      Whether no host has.
+    """
+    return done
+
+  def read(self, chunk: slot_programs.Chunk) -> Any:
+    """Returns a chunk as numpy arrays, once it is there."""
+    return self._programs.get(chunk)
+
+  def _run(
+    self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
+  ) -> Any:
+    """Returns the result of a function that calls a program."""
+    return function(call)
+
+  def _copy(
+    self, copies: Mapping[int, slot_calls.CopyPrompt], call: slot_calls.Call
+  ) -> None:
+    active = self._active(list(copies), call.size, always=True)
+    none = cache_lib.NO_PAGE
+    arrays = np.zeros((5, active.size), np.int32)
+    arrays[3:] = none
+    for place, copy in zip(active.places, copies.values()):
+      arrays[:, place] = (
+        copy.source % (self.slots // self.shards),
+        copy.length,
+        copy.budget,
+        *(copy.last_page or (none, none)),
+      )
+    sources_A, lengths_A, budgets_A, from_A, to_A = arrays
+    assert active.slots is not None
+    self._state = self._programs.copy(
+      self._state,
+      *self._programs.put(
+        sources_A.reshape(active.slots.shape),
+        active.slots,
+        lengths_A,
+        budgets_A,
+        from_A,
+        to_A,
+      ),
+    )
+
+  def _decode(
+    self, decodes: Mapping[int, slot_calls.Decode], call: slot_calls.Call
+  ) -> tuple[list[int | None], slot_programs.Chunk]:
     slots = sorted(decodes)
-    active = self._active(slots, self.compacts)
+    active = self._active(slots, call.size)
     placed: list[int | None] = [None] * active.size
     key_data_A2 = np.zeros((active.size, 2), np.uint32)
     runs_A = np.zeros(active.size, bool)
@@ -202,9 +199,9 @@ class SlotDriver:
       *arrays,
       self._programs.table_ZV,
       slots_A=slots_A,
-      greedy=greedy,
-      enough=enough,
-      num_pages=self._num_pages(decodes.values()),
+      greedy=call.greedy,
+      enough=call.enough,
+      num_pages=call.num_pages,
     )
     return placed, chunk
 
@@ -227,8 +224,8 @@ class SlotDriver:
     return ids[:length]
 
   def _chunks(
-    self, appends: Mapping[int, Append]
-  ) -> Iterator[tuple[Mapping[int, Append], int]]:
+    self, appends: Mapping[int, slot_calls.Append]
+  ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
     """Yields the slots with tokens in a chunk of C, and the chunk's start."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
@@ -244,12 +241,12 @@ class SlotDriver:
 
   def _extend(
     self,
-    state: slot_state_lib.SlotState,
-    appends: Mapping[int, Append],
+    appends: Mapping[int, slot_calls.Append],
     first: int,
-    active: '_Active',
-  ) -> slot_state_lib.SlotState:
-    """Appends up to C tokens to slots of a state, which is donated."""
+    call: slot_calls.Call,
+  ) -> None:
+    """Appends up to C tokens to slots."""
+    active = self._active(list(appends), call.size)
     A, C = active.size, self._prefill_chunk
     batch = slot_programs.AppendBatch(
       tokens_AC=np.zeros((A, C), np.int32),
@@ -268,17 +265,20 @@ class SlotDriver:
       batch.prompts_A[place] = not append.length and last
       batch.budgets_A[place] = append.budget if last else -1
     slots_A, batch, table_AN = self._programs.put(active.slots, batch, table_AN)
-    return self._programs.extend(
+    # Set after every call, because the call donates the previous state.
+    self._state = self._programs.extend(
       self._programs.params,
-      state,
+      self._state or self._programs.empty(self.slots),
       batch,
       table_AN,
       slots_A=slots_A,
-      num_pages=self._num_pages(appends.values(), first),
+      num_pages=call.num_pages,
     )
 
   def _table(
-    self, active: '_Active', slots: Sequence[Append | Decode]
+    self,
+    active: '_Active',
+    slots: Sequence[slot_calls.Append | slot_calls.Decode],
   ) -> np.ndarray:
     """Returns the pages of each active slot [A, N]."""
     shape = active.size, self._programs.pages_per_row
@@ -288,7 +288,9 @@ class SlotDriver:
     return table_AN
 
   def _num_pages(
-    self, slots: Iterable[Append | Decode], appended: int = 0
+    self,
+    slots: Iterable[slot_calls.Append | slot_calls.Decode],
+    appended: int = 0,
   ) -> int:
     """Returns how many pages hold all tokens that the slots have so far."""
     longest = max(slot.length + appended for slot in slots)
@@ -302,20 +304,31 @@ class SlotDriver:
     for first in range(0, len(slots), self.batch_rows):
       yield slots[first : first + self.batch_rows]
 
+  def _size(self, slots: Iterable[int], compacts: bool) -> int:
+    """Returns on how many slots of each device a program runs.
+
+    Args:
+      slots: the active slots.
+      compacts: whether it runs on few others beside them.
+    """
+    part = self.slots // self.shards
+    if not compacts:
+      return part
+    largest = int(np.bincount([slot // part for slot in slots]).max())
+    return _fitting(largest, min(self.batch_rows, part))
+
   def _active(
-    self, slots: Sequence[int], compacts: bool, *, always: bool = False
+    self, slots: Sequence[int], size: int, *, always: bool = False
   ) -> '_Active':
     """Returns the active slots as a program gets them.
 
     Args:
       slots: the slots.
-      compacts: whether the program runs on these slots only.
+      size: on how many slots of each device the program runs.
       always: whether it gets their numbers even if it runs on all slots.
     """
     shards = self.shards
     part = self.slots // shards  # slots of a device
-    largest = int(np.bincount([slot // part for slot in slots]).max())
-    size = _size(largest, min(self.batch_rows, part)) if compacts else part
     if size == part and not always:
       return _Active(None, slots, self.slots)
     active = np.full((shards, size), self.slots, np.int32)
@@ -325,7 +338,8 @@ class SlotDriver:
       active[shard, counts[shard]] = slot % part
       places.append(shard * size + counts[shard])
       counts[shard] += 1
-    return _Active(active if shards > 1 else active[0], places, shards * size)
+    one = shards == self._programs.num_hosts == 1
+    return _Active(active[0] if one else active, places, shards * size)
 
 
 class _Active(NamedTuple):
@@ -342,7 +356,7 @@ class _Active(NamedTuple):
   size: int
 
 
-def _size(count: int, largest: int) -> int:
+def _fitting(count: int, largest: int) -> int:
   """Returns the smallest size of a batch that holds so many slots."""
   size = largest
   for _ in range(_MAX_HALVINGS):

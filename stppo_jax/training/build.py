@@ -32,6 +32,7 @@ from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
+from stppo_jax.training import span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ def build(config, folder: claim.Folder) -> Parts:
     Exceptions with an `exit_code`, see `loop.train`.
   """
   with folder.abandonable():
-    found = components_lib.build(config)
+    found = components_lib.build(span.resolved(config, folder.hosts))
     config = found.config
     checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()
@@ -115,7 +116,12 @@ def build(config, folder: claim.Folder) -> Parts:
       sentences = steps_lib.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, found)
     engine = engines.build(
-      config, collecting, tokenizer, learner.decoded, found.placement
+      config,
+      collecting,
+      tokenizer,
+      learner.decoded,
+      found.placement,
+      folder.agreed,
     )
     collector = functools.partial(
       engines.build_collector, config, tokenizer=tokenizer, engine=engine

@@ -253,7 +253,7 @@ def sized(
   wanted = rollout.trajectories_per_step // hosts
   unit = math.lcm(
     rollout.lanes * rollout.group_size,
-    cache_lib.row_shards(learner.policy.config, placement.mesh),
+    cache_lib.row_shards_of_host(learner.policy.config, placement.mesh),
   )
   held = held_memory(config, learner, placement)
   beside = sum(held.collecting.values()) - held.collecting[engines.CACHE]

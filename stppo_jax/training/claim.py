@@ -78,6 +78,10 @@ class Folder:
     """Runs a body that a signal may cut short; hosts vote, see `voting`."""
     return voting.voted(self.hosts, self.interrupt, patience=patience)
 
+  def agreed(self, value: Any) -> contextlib.AbstractContextManager[list[Any]]:
+    """Yields the values of all hosts; see `voting.agreed`."""
+    return voting.agreed(self.hosts, self.interrupt, value)
+
   def together(self) -> contextlib.AbstractContextManager[None]:
     """Runs a body in which hosts wait for each other; see `voting.together`."""
     return voting.together(self.hosts, self.abandonable)

@@ -144,6 +144,7 @@ def build_placement(
   shape: model_config.ModelConfig,
   mesh: jax.sharding.Mesh,
   devices: Sequence | None = None,
+  host: int | None = None,
 ) -> publish_lib.Placement | None:
   """Returns the devices that decode; None with rollout.engine=remote.
 
@@ -152,6 +153,8 @@ def build_placement(
     shape: the policy's shape.
     mesh: the mesh of training.
     devices: see `build_mesh`.
+    host: the number of the host; None: that of this process, or the last one of
+      `devices`.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
@@ -165,10 +168,12 @@ def build_placement(
   # Programs that are only compiled are those of the last host: libtpu 0.0.42
   # fails with an internal error for the first host of v5e and v6e slices that
   # have several, and not for the others.
-  host = devices[-1].process_index if devices else jax.process_index()
+  if host is None:
+    host = devices[-1].process_index if devices else jax.process_index()
   here = tuple(d for d in collecting if d.process_index == host)
+  spans = config.rollout.span == 'slice' and mesh_lib.num_hosts(mesh) > 1
   try:
-    placement = publish_lib.Placement(mesh, tensor, here, host)
+    placement = publish_lib.Placement(mesh, tensor, here, host, spans)
     functional.Model(shape, 'vocabulary', mesh=placement.mesh)
   except ValueError as error:
     raise ValueError(f'rollout.tensor={tensor}: {error}') from error
@@ -313,7 +318,7 @@ def check_sizes(
     )
   if placement is not None:
     slots = 'slots' if rollout.slots else 'trajectories_per_step'
-    shards = cache_lib.row_shards(shape, placement.mesh)
+    shards = cache_lib.row_shards_of_host(shape, placement.mesh)
     if num_slots(config, hosts) % shards:
       lines[f'rollout.{slots}'] = (
         f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '

@@ -25,6 +25,8 @@ from stppo_jax.rollout import steps
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
+from stppo_jax.sampling import slice_driver
+from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.sampling.remote import client as client_lib
@@ -42,6 +44,7 @@ def build(
   tokenizer: tokenizer_lib.Tokenizer,
   policy: functional.Model,
   placement: publish_lib.Placement | None,
+  agreed: slice_driver.Agreed | None = None,
 ) -> Engine:
   """Returns the engine of a run, to which no weights are published yet.
 
@@ -51,6 +54,8 @@ def build(
     tokenizer: the policy's tokenizer.
     policy: the policy without a value head.
     placement: see `components.build_placement`.
+    agreed: yields the values of all hosts, see `claim.Folder`; needed if the
+      placement spans the slice.
 
   Raises:
     EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
@@ -63,11 +68,16 @@ def build(
   )
   if placement is None:
     return _build_remote(config, services, policy, automaton, eos_ids)
+  driver = slot_driver.SlotDriver
+  if placement.spans_slice:
+    assert agreed is not None
+    driver = functools.partial(slice_driver.SliceDriver, agreed=agreed)
   return engine_lib.Engine(
     policy,
     placement=placement,
     automaton=automaton,
     options=options(config, mesh_lib.num_hosts(placement.training)),
+    make_driver=driver,
   )
 
 
@@ -204,10 +214,11 @@ def sizes(
     policy.abstract_params,
   )
   chosen = options(config, mesh_lib.num_hosts(placement.training))
+  pages = chosen.lanes * chosen.pages_per_lane
   cache = jax.eval_shape(
     lambda: cache_lib.empty(
       policy.config,
-      chosen.lanes * chosen.pages_per_lane,
+      mesh_lib.num_hosts(placement.mesh) * pages,
       chosen.tokens_per_page,
     )
   )
@@ -222,9 +233,8 @@ def sizes(
   if cached_pass.reads_live(policy.config, chosen.tokens_per_page):
     return held, 0
   rows = chosen.largest_call(
-    cache_lib.row_shards(policy.config, placement.mesh)
+    cache_lib.row_shards_of_host(policy.config, placement.mesh)
   )
-  pages = chosen.lanes * chosen.pages_per_lane
   return held, held[CACHE] * rows * chosen.pages_per_row // pages
 
 
@@ -239,7 +249,7 @@ def slot_memory(
   held, copied = sizes(config, policy, placement)
   shape, tensor = policy.config, placement.tensor
   chosen = options(config, mesh_lib.num_hosts(placement.training))
-  shards = cache_lib.row_shards(shape, placement.mesh)
+  shards = cache_lib.row_shards_of_host(shape, placement.mesh)
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
   mlp = shape.intermediate_size
   if shape.num_experts:

@@ -65,6 +65,7 @@ class Evaluator:
         min_valid_fraction=self._min_valid_fraction,
         what='evaluation',
       )
+    self._collector.finish()
     scored = [
       (t.question.data_set, float(t.scores[self._main_score]))
       for t in trajectories

@@ -340,7 +340,8 @@ def work(
     hosts = mesh_lib.num_hosts(placement.training)
     slots = components.num_slots(config, hosts)
     waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
-    rows = slots / placement.mesh.shape['data']
+    decoding = placement.mesh
+    rows = slots * mesh_lib.num_hosts(decoding) / decoding.shape['data']
     steps = float(waves * losses)
   return roofline.Work(
     shape=shape,

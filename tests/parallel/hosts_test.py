@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from stppo_jax import interruption
 from stppo_jax.parallel import coordinator as coordinator_lib
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
@@ -42,6 +43,20 @@ def _in_threads(count, body):
 
   with concurrent.futures.ThreadPoolExecutor(count) as pool:
     return list(pool.map(one, range(count)))
+
+
+def test_a_stop_ends_the_wait_before_a_program_on_all_hosts():
+  def body(hosts):
+    together = hosts.exchange(hosts_lib.PROGRAM, hosts.index)
+    if hosts.index == 1:
+      hosts.stop()
+    else:
+      for _ in range(2):  # the second time they have heard of it already
+        with pytest.raises(interruption.Interrupted):
+          hosts.exchange(hosts_lib.PROGRAM, hosts.index)
+    return together, hosts.exchange('vote', hosts.index)
+
+  assert _in_threads(3, body) == [([0, 1, 2], [0, 1, 2])] * 3
 
 
 def test_hosts_exchange_values():

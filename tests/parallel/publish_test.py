@@ -141,7 +141,7 @@ def test_devices_send_what_the_formula_says(layout):
   ('layout', 'expected'),
   [
     ((1, 8, 1, 3), 'must divide the 8 devices of this host'),
-    ((8, 1, 1, 16), 'this host; an engine over several hosts is not'),
+    ((8, 1, 1, 16), 'this host, which decodes rows of its own'),
   ],
 )
 def test_devices_that_cannot_be_cut_are_refused(layout, expected):

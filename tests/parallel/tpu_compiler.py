@@ -12,3 +12,10 @@ MARKS = [
     importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
   ),
 ]
+
+
+def marked(test):
+  """Marks one test of a file in which others need no compiler for TPU."""
+  for mark in MARKS:
+    test = mark(test)
+  return test

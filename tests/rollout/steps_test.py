@@ -99,7 +99,9 @@ def _collect(world, rounds, refill_rounds=0):
     rollout__refill_rounds=refill_rounds,
   )
   sampler = types_lib.SimpleNamespace(
-    collect=world.collect, statistics=lambda: {'engine/ok': 7.0}
+    collect=world.collect,
+    statistics=lambda: {'engine/ok': 7.0},
+    finish=lambda: None,
   )
   collector = steps.StepCollector(config, world, sampler)
   trajectories, metrics = collector.collect(_STEP)
@@ -209,7 +211,9 @@ def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
     rollout__group_size=2,
     rollout__refill_rounds=1,
   )
-  sampler = types_lib.SimpleNamespace(collect=world.collect, statistics=dict)
+  sampler = types_lib.SimpleNamespace(
+    collect=world.collect, statistics=dict, finish=lambda: None
+  )
   step = steps.StepCollector(config, world, sampler)
   trajectories, _ = step.collect(_STEP)
   # `h` has the rewards 0.5 and none; `v` has 0 and 1.

@@ -19,6 +19,7 @@ from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lowering
+from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
@@ -148,7 +149,8 @@ def test_chunks_without_branches_have_the_same_tokens(monkeypatch):
 class _Shapes:
   """Stands in for compiled programs; records how many slots they run on."""
 
-  shards, page_size, pages_per_row, params, table_ZV = 1, 64, 1, None, None
+  shards, num_hosts, page_size, pages_per_row = 1, 1, 64, 1
+  params = table_ZV = None
   takes_any_number = True
 
   def __init__(self):
@@ -172,8 +174,7 @@ def test_batches_have_at_most_four_sizes(slots):
   driver = slot_driver.SlotDriver(shapes, options)
   for count in range(1, slots + 1):
     chosen = {
-      n: slot_driver.Decode(np.zeros(2, np.uint32), 1, [n])
-      for n in range(count)
+      n: slot_calls.Decode(np.zeros(2, np.uint32), 1, [n]) for n in range(count)
     }
     driver.decode(chosen, greedy=False, enough=1)
   assert max(shapes.sizes) == slots and len(shapes.sizes) <= 4
@@ -184,6 +185,6 @@ def test_where_each_number_of_pages_is_compiled_there_are_few():
   shapes.takes_any_number, shapes.pages_per_row = False, 20
   driver = slot_driver.SlotDriver(shapes, tiny_engine.options())
   for length in range(1, 20 * 64 + 1, 16):
-    decode = slot_driver.Decode(np.zeros(2, np.uint32), length, [0])
+    decode = slot_calls.Decode(np.zeros(2, np.uint32), length, [0])
     driver.decode({0: decode}, greedy=False, enough=1)
   assert shapes.num_pages == {1, 2, 4, 8, 16, 20}

@@ -121,6 +121,7 @@ class _FakeDriver:
   compacts = False
   returns_expert_ids = False
   shards = 1
+  read = staticmethod(lambda chunk: chunk)
 
   def __init__(self, slots, batch_rows):
     self.slots, self.batch_rows = slots, batch_rows

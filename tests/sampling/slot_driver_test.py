@@ -9,6 +9,7 @@ import pytest
 
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
+from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver as slot_driver_lib
 from stppo_jax.sampling import slot_programs
 from tests.models import tiny
@@ -193,7 +194,7 @@ def _pages(slot):
 
 
 def _append(slot, ids, length, budget):
-  return slot_driver_lib.Append(ids, length, budget, _pages(slot))
+  return slot_calls.Append(ids, length, budget, _pages(slot))
 
 
 def _turns(driver, slots):
@@ -202,7 +203,7 @@ def _turns(driver, slots):
   while True:
     placed, chunk = driver.decode(
       {
-        slot: slot_driver_lib.Decode(np.zeros(2, np.uint32), 40, _pages(slot))
+        slot: slot_calls.Decode(np.zeros(2, np.uint32), 40, _pages(slot))
         for slot in slots
       },
       greedy=False,
@@ -232,13 +233,13 @@ def test_a_slot_can_begin_with_the_prompt_of_another():
   assert len({tuple(turn) for turn in expected.values()}) == 4
   # The sources have gone on. One prompt has a full page, which is shared.
   driver.append({1: _append(1, tiny_engine.ids(9, 7), 17, 3)})
-  copy = lambda source, pages: slot_driver_lib.CopyPrompt(
+  copy = lambda source, pages: slot_calls.CopyPrompt(
     source, len(prompts[source]), 6, pages
   )
   driver.copy({0: copy(1, (2, 0)), 2: copy(3, (7, 5))})
   shared = {0: (0, 1), 2: (6, 5)}
   writes = {
-    slot: slot_driver_lib.Decode(np.zeros(2, np.uint32), 40, pages)
+    slot: slot_calls.Decode(np.zeros(2, np.uint32), 40, pages)
     for slot, pages in shared.items()
   }
   turns = {0: [], 2: []}
@@ -285,7 +286,7 @@ def test_a_chunk_ends_with_enough_turns():
   for enough, steps in ((1, 1), (2, 2), (4, 3)):
     driver.append({n: _append(n, ids, 0, b) for n, b in enumerate(budgets)})
     writes = {
-      n: slot_driver_lib.Decode(np.zeros(2, np.uint32), 4, _pages(n))
+      n: slot_calls.Decode(np.zeros(2, np.uint32), 4, _pages(n))
       for n in range(4)
     }
     _, chunk = driver.decode(writes, greedy=False, enough=enough)

@@ -46,14 +46,15 @@ def _shape() -> model_config.ModelConfig:
 
 
 @functools.cache
-def _lowering() -> lowering.Lowering:
-  chips = topology.devices(topology.find('v5e:2x2'))
-  mesh = mesh_lib.make_mesh(data=1, fsdp=_CHIPS, tensor=1, devices=chips)
+def _lowering(name: str = 'v5e:2x2') -> lowering.Lowering:
+  """Returns the programs of a slice, which its hosts call together."""
+  chips = topology.devices(topology.find(name))
+  mesh = mesh_lib.make_mesh(data=-1, fsdp=_CHIPS, tensor=1, devices=chips)
   model = functional.Model(_shape(), 'vocabulary', mesh=mesh)
   weights = jax.eval_shape(model.init, jax.random.key(0))
   return lowering.Lowering(
     model,
-    placement=publish.Placement(mesh, _TENSOR),
+    placement=publish.Placement(mesh, _TENSOR, host=0, spans_slice=True),
     options=tiny_engine.options(
       slots=_SLOTS,
       max_length=_LENGTH,
@@ -132,6 +133,20 @@ def test_no_program_has_a_float32_copy_of_the_weights():
     if kind == 'f32' and not line.kernel
   }
   assert len(matrices) > 4 and of_f32 and not matrices & of_f32
+
+
+@pytest.mark.parametrize(
+  ('name', 'counts'),
+  # How many dialogues generate: at first, and before each token.
+  [('extend', 0), ('decode', 2)],
+)
+def test_hosts_that_decode_together_exchange_only_counts(name, counts):
+  lowered = getattr(_lowering('v5e:4x4'), name)()
+  found = program.collectives(hlo.read(topology.compiled(lowered).as_text()))
+  mesh = {'data': 8, 'fsdp': 1, 'tensor': _TENSOR}
+  # The weights are cut over chips of one host.
+  others = [c for c in found if c.axes(mesh) != ('tensor',)]
+  assert [collective.size for collective in others] == [4] * counts
 
 
 def test_publishing_sends_what_the_formula_says():

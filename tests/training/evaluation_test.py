@@ -59,6 +59,7 @@ class _Sampler:
 
   def __init__(self):
     self.calls, self.outages = [], 0
+    self.finish = lambda: None
 
   def collect(self, questions, keys, *, greedy):
     if self.outages:

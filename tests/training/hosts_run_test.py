@@ -449,6 +449,61 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
   _assert_same_run(run, finished, count=2, steps=runs.STEPS)
 
 
+# One of two groups of each host waits for slots, and one of five evaluation
+# questions more is on the second host.
+_TOGETHER = {
+  'num_steps': runs.STEPS,
+  'rollout__span': 'slice',
+  'rollout__slots': 4,
+  'evaluate__num_questions': 5,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('deterministic', [True, False])
+def test_hosts_that_decode_together_are_the_same_run(tmp_path, deterministic):
+  options = _TOGETHER | {'rollout__deterministic': deterministic}
+  _train(tmp_path / 'together', **options)
+  _train(tmp_path / 'alone', **options | {'rollout__span': 'host'})
+  for step in range(1, runs.STEPS + 1):
+    ours, theirs = (
+      _dialogues(tmp_path / name, step, 2) for name in ('together', 'alone')
+    )
+    assert ours == theirs
+  lines = (runs.repeated(tmp_path / name) for name in ('together', 'alone'))
+  for ours, theirs in zip(*lines):
+    _assert_same_metrics(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('what', 'kind', 'culprit', 'codes'),
+  [
+    ('stop', 'collect', 1, (75, 75)),
+    ('stop', 'collected', 0, (75, 75)),
+    ('raise', 'collect', 0, (70, 70)),
+    ('kill', 'collected', 1, (-9, 75)),
+  ],
+)
+def test_hosts_that_decode_together_end_together(
+  tmp_path, what, kind, culprit, codes
+):
+  """The other host waits for this one before a program."""
+  processes = _start(
+    tmp_path / 'run', faults={culprit: (what, kind, '2')}, **_TOGETHER
+  )
+  processes[culprit].wait(timeout=_TIMEOUT)
+  began = time.monotonic()
+  processes[1 - culprit].wait(timeout=_TIMEOUT)
+  assert time.monotonic() - began < 30
+  ends = _ends(processes)
+  assert (ends[culprit][0], ends[1 - culprit][0]) == codes
+  said = f'host {culprit} ({socket.gethostname()})'
+  if what == 'stop':
+    said = 'interrupted after step 1, saved'
+  assert said in ends[1 - culprit][1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('culprit', [0, 1])
 def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):

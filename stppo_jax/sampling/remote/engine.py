@@ -245,6 +245,9 @@ class RemoteEngine:
       return {}
     return {row: self._finish(row, self._in_flight.pop(row)) for row in done}
 
+  def finish(self) -> None:
+    """Does nothing: no other host is waited for."""
+
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 

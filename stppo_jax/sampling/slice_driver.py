@@ -1,0 +1,85 @@
+"""Calls the programs of an engine that spans all hosts of a slice.
+
+Each host has slots and pages of its own, and a schedule of its own. But a
+program runs on the devices of all hosts, so all of them must call the same
+programs in the same order. Before each call, every host tells which program it
+needs. That which comes first in `_ORDER` is called by all: by those that need
+another one, or none, for no slot. Its shapes are those of the host that needs
+the largest.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import contextlib
+import time
+from typing import Any
+
+from stppo_jax.sampling import slot_calls
+from stppo_jax.sampling import slot_driver
+
+# A host that waits has rows that others answer; one that is done has none.
+_WAITS, _DONE = 'waits', 'done'
+_ORDER = ('extend', 'copy', 'decode', _WAITS, _DONE)
+# Seconds until hosts that all wait ask each other again.
+_PAUSE = 0.005
+
+# Yields the values of all hosts, see `voting.agreed`.
+Agreed = Callable[[Any], contextlib.AbstractContextManager[list[Any]]]
+
+
+class SliceDriver(slot_driver.SlotDriver):
+  """The slots of one host.
+
+  Args:
+    programs, options: see `SlotDriver`.
+    agreed: yields the values of all hosts.
+  """
+
+  joins = True
+
+  def __init__(self, programs, options, *, agreed: Agreed):
+    super().__init__(programs, options)
+    self._agreed = agreed
+
+  def join(self, *, done: bool) -> bool:
+    """See `SlotDriver.join`."""
+    mine = slot_calls.Call(_DONE if done else _WAITS)
+    with self._agreed(mine) as calls:
+      call = _merged(calls)
+      self._call_for_others(call)
+    if call.program == _WAITS:
+      time.sleep(_PAUSE)
+    return call.program == _DONE
+
+  def _run(
+    self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
+  ) -> Any:
+    while True:
+      with self._agreed(call) as calls:
+        merged = _merged(calls)
+        if merged.program == call.program:
+          return function(merged)
+        self._call_for_others(merged)
+
+  def _call_for_others(self, call: slot_calls.Call) -> None:
+    """Calls a program for no slot of this host."""
+    if call.program == 'extend':
+      self._extend({}, 0, call)
+    elif call.program == 'copy':
+      self._copy({}, call)
+    elif call.program == 'decode':
+      self._decode({}, call)
+
+
+def _merged(calls: Sequence[Sequence[Any]]) -> slot_calls.Call:
+  """Returns the call that all hosts make, from the calls that they need."""
+  program = min((call[0] for call in calls), key=_ORDER.index)
+  needed = [slot_calls.Call(*call) for call in calls if call[0] == program]
+  return slot_calls.Call(
+    program,
+    max(call.size for call in needed),
+    max(call.num_pages for call in needed),
+    # The program counts the turns of all hosts.
+    sum(call.enough for call in needed),
+    any(call.greedy for call in needed),
+  )

@@ -1,0 +1,135 @@
+"""Chooses whether each host decodes by itself, or all of a slice together.
+
+The compiler for TPU refuses programs for one host of some slices, or ends the
+process. So each host first compiles small programs of its own, for chips as
+they are in the slice, in a process of its own.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import logging
+import math
+import multiprocessing
+import os
+from typing import Any
+
+import jax
+
+from stppo_jax.envs import environments
+from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import functional
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from stppo_jax.parallel import topology
+from stppo_jax.sampling import lowering
+from stppo_jax.sampling import stops
+from stppo_jax.training import components
+from stppo_jax.training import engines
+from stppo_jax.training import model_files
+
+_log = logging.getLogger(__name__)
+
+
+def try_here(config) -> str:
+  """Returns why programs for this host do not compile; '' if they may."""
+  devices = jax.devices()
+  # With these, the config's relations and the build refuse `slice`.
+  decodes_alone = (
+    config.mesh.collect_fraction
+    or config.updates.routing_replay == 'sampler'
+    or config.rollout.engine != 'local'
+  )
+  if devices[0].platform != 'tpu' or decodes_alone:
+    return ''
+  return try_host(config, topology.slice_of(devices), jax.process_index())
+
+
+def resolved(
+  config,
+  hosts: hosts_lib.Hosts,
+  *,
+  try_it: Callable[[Any], str] = try_here,
+) -> Any:
+  """Returns the config with a span in place of `auto`, the same on all hosts.
+
+  Args:
+    config: the config of a run.
+    hosts: the hosts of the run, all of which call this function.
+    try_it: returns why programs for this host do not compile, see `try_here`.
+  """
+  if config.rollout.span != 'auto' or hosts.count == 1:
+    return config
+  problems = hosts.exchange('span', try_it(config))
+  changed = config.copy_and_resolve_references()
+  with changed.unlocked():
+    changed.rollout.span = 'slice' if any(problems) else 'host'
+  for index, problem in enumerate(problems):
+    if problem and hosts.is_first:
+      line = f'its own programs do not compile: {problem}'
+      _log.info('rollout.span=slice: %s: %s', hosts.describe(index), line)
+  return changed.lock()
+
+
+def try_host(config, name: str, host: int) -> str:
+  """Returns why programs for a host of a slice do not compile; '' if they may.
+
+  Args:
+    config: the config of a run.
+    name: the name of the slice, see `topology.find`.
+    host: the number of the host.
+  """
+  context = multiprocessing.get_context('spawn')
+  ours, theirs = context.Pipe()
+  child = context.Process(target=_try, args=(theirs, config, name, host))
+  child.start()
+  theirs.close()  # so that the end of the child is the end of the pipe
+  try:
+    return ours.recv()
+  except EOFError:
+    return 'the compiler ends its process'
+  finally:
+    child.kill()
+    child.join()
+
+
+def _try(connection, config, name: str, host: int) -> None:
+  """Sends why programs do not compile; other errors are found later."""
+  # The compiler says much before it ends the process.
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+  jax.config.update('jax_platforms', 'cpu')
+  problem = ''
+  try:
+    _compile(config, topology.devices(topology.find(name)), host)
+  except topology.Rejected as error:
+    problem = str(error)
+  except (ValueError, OSError):
+    pass  # the start refuses such a config
+  connection.send(problem)
+
+
+def _compile(config, devices, host: int) -> None:
+  """Compiles the programs of one layer and few slots for a host."""
+  mesh = components.build_mesh(config, devices)
+  shape = model_files.build_model_config(config, None, mesh)
+  shape = dataclasses.replace(shape, num_layers=1)
+  placement = components.build_placement(config, shape, mesh, devices, host)
+  assert placement is not None  # rollout.engine=local
+  slots = math.lcm(
+    config.rollout.group_size, cache_lib.row_shards(shape, placement.mesh)
+  )
+  options = engines.options(config, mesh_lib.num_hosts(mesh))
+  model = functional.Model(shape, 'vocabulary', mesh=mesh)
+  weights = jax.eval_shape(model.init, jax.random.key(0))
+  environment = environments.find(config.env.name)
+  programs = lowering.Lowering(
+    model,
+    placement=placement,
+    options=dataclasses.replace(options, slots=slots, pages=0, batch_rows=0),
+    num_states=stops.num_states(environment.stop_strings),
+    trained=sharding.with_layout(
+      weights, sharding.param_shardings(weights, mesh)
+    ),
+  )
+  for lowered in (programs.extend(), programs.decode()):
+    topology.compiled(lowered)
