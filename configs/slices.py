@@ -83,6 +83,8 @@ def place(config: base.Config, size: str) -> None:
   config.updates.head_chunk = 1024
   config.rollout.tensor = chosen.decode_tensor
   config.rollout.deterministic = False  # full batches, see docs/engines.md
+  # Fewer tokens in a call would wait for the weights.
+  config.rollout.prefill_chunk = 256
   per_epoch = (
     config.rollout.trajectories_per_step // config.updates.minibatch_size
   )

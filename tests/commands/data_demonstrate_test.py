@@ -139,6 +139,9 @@ def test_who_quotes_errs_only_in_searching_and_only_after_clean_steps(
   ]
   assert all(quotes[:200])  # 100 steps of two dialogues
   assert abs(sum(quotes[200:]) / 400 - 0.5) < 3 * (0.25 / 400) ** 0.5
+  excerpts = [row['question'] in _PASSAGES[0]['text'] for row in rows]
+  assert abs(sum(excerpts[:200]) / 200 - 0.5) < 3 * (0.25 / 200) ** 0.5
+  assert not any(excerpts[200:])
   for row, quote in zip(rows, quotes):
     answer = _inside(row['turns'][-1], 'answer')
     assert quote or answer in ('Lecco', 'Lombardy')
