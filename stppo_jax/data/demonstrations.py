@@ -108,9 +108,9 @@ class PassageDemonstrations:
   A small model that was made from these passages alone learns to copy long
   before it learns to read. With `quote_words`, it can imitate a demonstrator
   that copies: it searches for the question, and its answer quotes the beginning
-  of the gold passage, without misreading. While it makes no errors, every second
-  question is replaced by words of its gold passage: a few hundred questions
-  would be learned by heart, and no other one could be copied.
+  of the gold passage, without misreading. While it makes no errors, every
+  second question is replaced by words of its gold passage: a few hundred
+  questions would be learned by heart, and no other one could be copied.
 
   Attributes:
     questions: the questions of the run.
