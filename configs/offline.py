@@ -18,7 +18,8 @@ def sft() -> dict[str, Any]:
     'demonstrations': '',
     'error_rate': 0.3,  # probability of an error at each decision
     # Questions from files: the largest number of words of an answer that quotes
-    # the beginning of a gold passage; 0 = the golden answer. See
+    # the beginning of a gold passage; 0 = the golden answer. In steps without
+    # errors, every second question is then words of a gold passage, too. See
     # docs/your_own_data.md.
     'quote_words': 0,
     # The first steps, which have questions of one hop and no errors.

@@ -33,10 +33,11 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.evaluate.num_questions = 256
 
   # The model. A real run starts from a model that can follow instructions: set
-  # config.model.path to its Hugging Face directory, and delete the lines down
-  # to the lengths. It can read, so its short answers can match exactly. The
-  # small random model below first imitates searching and quoting, and learns
-  # from rewards which query finds the answer and how much it must quote.
+  # config.model.path to its Hugging Face directory, delete the lines down to
+  # the batches and the learning rates. It can read, so its short answers
+  # can match exactly. The small random model below first imitates searching and
+  # quoting, and learns from rewards which query finds the answer and how much
+  # it must quote.
   config.model.hidden_size = 128
   config.model.intermediate_size = 128
   config.model.num_layers = 2
@@ -61,7 +62,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.rollout.length_bucket = config.env.max_length
 
   # A sampled quotation of a small model soon goes astray; at a low temperature
-  # it does not. Set the temperature to 1.0 for a real model.
+  # it does not.
   config.rollout.temperature = 0.5
 
   # Batches. A real run has hundreds of trajectories per step, and
@@ -86,14 +87,15 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
 def studies():
   """Returns the study of `ablate`; docs/your_own_study.md has its form."""
-  arms = {name: {'start': 'own'} for name in ('token_ppo', 'turn_ppo')}
+  # All runs share one start, which a model of your own does not need.
+  starts = {} if get_config().model.path else {'own': {}}
+  arm = {'start': 'own'} if starts else {}
+  arms = {name: dict(arm) for name in ('token_ppo', 'turn_ppo')}
   return {
     'own': {
       'title': 'Token ratios beside turn ratios on data of your own',
       'seeds': 3,
       'arms': {'': arms},
-      # All runs share one start. If you set model.path, delete 'starts' here
-      # and 'start' in the arms.
-      'starts': {'own': {}},
+      'starts': starts,
     },
   }

@@ -131,7 +131,8 @@ class PassageDemonstrations:
     """See `Demonstrations`."""
     rng, rate = self.noise.of_step(step)
     questions = self.questions.train(step, count)
-    guesses = [questions[n] for n in rng.permutation(count)]
+    # Each is guessed by the answer of its neighbour.
+    guesses = [*questions[1:], *questions[:1]]
     if self.quote_words and not rate:
       questions = [self._excerpt(question, rng) for question in questions]
     return [
@@ -178,7 +179,7 @@ class PassageDemonstrations:
       return question
     words = gold[0].text.split()
     count = rng.integers(*_EXCERPT_WORDS, endpoint=True)
-    start = rng.integers(max(1, len(words) - count), endpoint=True)
+    start = rng.integers(max(0, len(words) - count), endpoint=True)
     excerpt = ' '.join(words[start : start + count])
     return dataclasses.replace(question, text=excerpt or question.text)
 

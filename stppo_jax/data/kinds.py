@@ -63,6 +63,8 @@ KINDS: Mapping[str, Kind] = {
   'games': Kind(_games, lambda data: []),
 }
 
+_SAMPLE = 256  # questions of which one must have a gold passage to quote
+
 
 def demonstrations_of(
   config, questions: questions_lib.Questions, environment: Any
@@ -108,6 +110,16 @@ def demonstrations_of(
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
   passages = (questions.passages() or ()) if config.data.corpus else ()
+  known = {passage.id for passage in passages}
+  sample = questions.training_sample(_SAMPLE)
+  if sft.quote_words and known.isdisjoint(
+    name for question in sample for name in question.gold_passages
+  ):
+    raise ValueError(
+      f'sft.quote_words={sft.quote_words}: no question has gold_pids of '
+      'passages in data.corpus, whose words would be quoted; add them, or set '
+      'sft.quote_words=0'
+    )
   return demonstrations.PassageDemonstrations(
     questions=questions,
     passages={passage.id: passage for passage in passages},

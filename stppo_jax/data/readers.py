@@ -216,7 +216,9 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
 def _gold_passages(fields: Mapping[str, Any]) -> tuple[str, ...]:
   passages = fields.get('gold_pids', [])
   if not is_strings(passages):
-    raise ValueError('"gold_pids": expected a list of strings')
+    raise ValueError(
+      f'"gold_pids": {passages!r:.60}: must be a list of strings'
+    )
   return tuple(passages)
 
 

@@ -233,7 +233,7 @@ def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
     for number, line in numbered_lines(text, file):
       if line.strip():
         place = f'line {number}'
-        yield place, number, _loads(line, _where(file, place))
+        yield place, number, _loads(line.rstrip(), _where(file, place))
 
 
 def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:

@@ -18,7 +18,6 @@ from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.workdir import run_folder
 
 COMMAND = 'train --verify_resume'
-_NONE = '--verify_resume=0'  # a flag that verifies nothing
 
 
 class NothingToCompare(Exception):
@@ -65,13 +64,14 @@ def verify(
     raise exits.Misconfigured('\n'.join(errors))
   workdir.mkdir(parents=True, exist_ok=True)
   run_folder.mark(workdir, COMMAND)
+  flags = _without_verifying(flags)
   whole, cut = workdir / 'whole', workdir / 'cut'
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
     print(f'--- {folder}: to step {steps}', flush=True)
     length = f'--config.num_steps={steps}'
     # With one address for both, the second would be brought from the first.
     alone = '--config.writer.copy_to='
-    code = _train([*flags, f'--workdir={folder}', length, _NONE, alone])
+    code = _train([*flags, f'--workdir={folder}', length, alone])
     if code:
       print(f'{folder}: ended with exit code {code}; nothing was compared')
       return code
@@ -82,6 +82,18 @@ def verify(
   if not lines:
     print(f'ok     {pieces}: {count} arrays, all of them equal in every bit')
   return exits.DAMAGED if lines else 0
+
+
+def _without_verifying(flags: Sequence[str]) -> list[str]:
+  """Returns the flags without `--verify_resume`, whose value may follow it."""
+  left, words = [], iter(flags)
+  for word in words:
+    name, equals, _ = word.lstrip('-').partition('=')
+    if name != 'verify_resume' or word == name:
+      left.append(word)
+    elif not equals:
+      next(words, None)
+  return left
 
 
 def differences(

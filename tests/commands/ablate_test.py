@@ -466,6 +466,11 @@ def test_a_start_may_go_on_from_a_policy_wherever_it_lies(folder, capsys):
     ('wrong', [], "--config.num_step=1: no key 'num_step'"),
     ('nothing', [], "study nothing: arm token_ppo: unknown start 'one'"),
     ('pair', ['--groups=a'], 'a: no group of study pair'),
+    (
+      'started',
+      [f'--config.model.path={runs.REPO}/assets/quickstart'],
+      'assets/quickstart: the runs of study started train from its starts',
+    ),
     ('pair', ['--seeds=x'], '--seeds=x: must be how many, such as 3'),
     ('pair', ['--seeds=0'], '--seeds=0: must be how many, such as 3'),
     ('pair', ['--jobs=0'], '--jobs=0: must be a positive integer'),

@@ -170,12 +170,22 @@ def test_a_file_of_demonstrations_is_imitated(folder, capsys):
   ],
 )
 def test_a_wrong_file_is_named(folder, capsys, text, message):
-  _write('train.jsonl', [_PLAIN])
   if text is not None:
     (folder / 'mine.jsonl').write_text(text)
-  flags = ['--config=own', '--config.data.root=.', '--config.data.evaluation=']
-  flags += ['--config.sft.demonstrations=mine.jsonl']
-  flags += ['--config.evaluate.every=0']
-  assert __main__.main(['data', 'demonstrate', *flags]) == 2
+  err = _refused(capsys, '--config.sft.demonstrations=mine.jsonl')
+  assert err.startswith(message)
+
+
+def _refused(capsys, *flags):
+  """Returns the line that `data demonstrate` prints of a wrong input."""
+  _write('train.jsonl', [_PLAIN])
+  command = ['data', 'demonstrate', '--config=own', '--config.data.root=.']
+  command += ['--config.data.evaluation=', '--config.evaluate.every=0']
+  assert __main__.main([*command, *flags]) == 2
   out, err = capsys.readouterr()
-  assert err.startswith(message) and err.count('\n') == 1 and not out
+  assert err.count('\n') == 1 and not out
+  return err
+
+
+def test_nothing_can_be_quoted_without_gold_passages(folder, capsys):
+  assert 'sft.quote_words=40: no question has gold_pids' in _refused(capsys)

@@ -62,6 +62,11 @@ def parse(argv: Sequence[str]) -> tuple[plan_lib.Plan, bool]:
   errors += [
     f'--reuse={path}: no such file' for path in plan.reuse if not path.is_file()
   ]
+  if whole.starts and 'model.path' in given.overrides:
+    errors.append(
+      f'--config.model.path={given.overrides["model.path"]}: the runs of study '
+      f'{whole.name} train from its starts; edit the study'
+    )
   # The commands of a dry run may have been run by hand.
   runs = [arm.run_name(seed) for arm in whole.arms for seed in plan.seeds]
   runs += [plan.start_folder(start).name for start in whole.starts]

@@ -122,7 +122,10 @@ def run(
             # That of a process which a signal has killed is negative.
             exit_code = abs(code)
             worst = max(worst, exit_code)
-            print(f'{name}: ended with exit code {code}', flush=True)
+            ended = f'{name}: ended with exit code {code}'
+            if code and logs:
+              ended += f', see {logs / name}.log'
+            print(ended, flush=True)
             on_end(name, exit_code)
         time.sleep(_POLL)
     except BaseException:
