@@ -105,7 +105,7 @@ def try_host(
     problem, error = ours.recv()
   except EOFError:
     child.join()
-    if child.exitcode < 0:  # by a signal
+    if (child.exitcode or 0) < 0:  # by a signal
       return 'the compiler ends its process'
     problem, error = '', f'exit code {child.exitcode}'
   finally:
