@@ -195,19 +195,16 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _lanes_divide_slots,
   ),
-  _refuse(
-    'rollout.span',
-    'mesh.collect_fraction',
-    when=lambda span, fraction: span == 'slice' and fraction,
-    because='must be auto or host when mesh.collect_fraction={1}: hosts that '
-    'decode together learn with the same devices',
-  ),
-  _refuse(
-    'rollout.span',
-    'updates.routing_replay',
-    when=lambda span, replay: span == 'slice' and replay == 'sampler',
-    because='must be auto or host when updates.routing_replay={1}: a host that '
-    'decodes alone can read its experts without the others',
+  *(
+    _refuse(
+      'rollout.span',
+      key,
+      when=lambda span, value, forbids=forbids: (
+        span == 'slice' and forbids(value)
+      ),
+      because=f'must be auto or host when {key}={{1}}: {reason}',
+    )
+    for key, (forbids, reason) in lane_rules.DECODES_ALONE.items()
   ),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   _refuse(

@@ -59,10 +59,11 @@ def section() -> dict[str, Any]:
     # over. The other devices of a host hold further copies, which decode
     # other trajectories. 0 = mesh.tensor.
     'tensor': 0,
-    # The devices that one program decodes on, if there are several hosts: host,
-    # those of a host, which waits for no other; or slice, those of all hosts,
-    # which call their programs together; each still decodes trajectories of its
-    # own. auto: slice on TPUs whose compiler refuses programs for one host.
+    # The devices that a program decodes on, if there are several hosts. Each
+    # host decodes its own trajectories in any case.
+    # host: those of one host, which waits for no other.
+    # slice: those of all hosts, which call their programs together.
+    # auto: slice on TPUs whose compiler refuses programs for one host, or host.
     'span': 'auto',
     # Tokens decoded before the host reads which turns have ended: a chunk.
     'decode_chunk': 16,

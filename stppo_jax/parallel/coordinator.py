@@ -39,6 +39,9 @@ from typing import NamedTuple
 
 from stppo_jax import exits
 
+# What is exchanged before a program that no host may call without the others. A
+# stop abandons these exchanges, and no others.
+PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
 # How the task of a connection ends; asyncio would log a cancelled one.
 _ENDS = (OSError, asyncio.CancelledError)
@@ -114,7 +117,7 @@ class Coordinator:
     self._asked: dict[int, float] = {}  # since when processes owe an answer
     self._said: dict[str, float] = {}  # when a wait is said again
     self._clock = AwakeClock()
-    self._failed = False
+    self._failed = self._stopped = False
     self._all_left = asyncio.Event()
 
   async def start(self, host: str, port: int) -> None:
@@ -196,6 +199,7 @@ class Coordinator:
     if 'give' in message:
       self._give(process, message)
     elif 'stop' in message:
+      self._stopped = True
       self._broadcast(message)
     elif 'failed' in message:
       self._fail(message['failed'], message['code'])
@@ -266,6 +270,8 @@ class Coordinator:
         line = f'to come to {self.address}'
         waits.append((started, self.start_timeout, line, missing))
       for key, (since, parts) in self._given.items():
+        if self._stopped and key.startswith(PROGRAM):
+          continue  # nobody waits for it any more
         line = f'to come to the others ({key.rpartition("/")[0]})'
         waits.append((since, self.patience, line, self._missing(parts)))
       for since, patience, line, late in waits:

@@ -31,8 +31,6 @@ _GRACE = 10.0
 # Seconds to learn which host has failed, after an error that may follow from
 # the failure of another host.
 _DIAGNOSIS = 5.0
-# What is exchanged before a program that no host may call without the others.
-PROGRAM = 'program'
 
 
 class HostFailed(Exception):
@@ -89,7 +87,8 @@ class Hosts:
     Raises:
       HostFailed: another host has failed, or does not come.
       TimeoutError: another host does not come within `timeout`.
-      Interrupted: all hosts abandon what they can, before a `PROGRAM`.
+      Interrupted: all hosts abandon what they can, before a
+        `coordinator.PROGRAM`.
     """
     del what, timeout
     return [value]
@@ -312,7 +311,7 @@ class ConnectedHosts(Hosts):
       # All hosts get the coordinator's messages in the same order. So either
       # all of them have the values before a program, or none has.
       self._stopped = True
-      self._end_exchanges(interruption.Interrupted(), PROGRAM)
+      self._end_exchanges(interruption.Interrupted(), coordinator_lib.PROGRAM)
       self.on_stop()
     elif 'failed' in message:
       self._end(HostFailed(message['failed'], message['code']))
@@ -359,7 +358,7 @@ class ConnectedHosts(Hosts):
     """Returns the future of an exchange, which a failure ends too."""
     future = concurrent.futures.Future()
     with self._lock:
-      abandoned = self._stopped and key.startswith(PROGRAM)
+      abandoned = self._stopped and key.startswith(coordinator_lib.PROGRAM)
       if self._failure is None and not abandoned:
         self._waiting[key] = future
         return future

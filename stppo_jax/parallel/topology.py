@@ -86,7 +86,9 @@ _CHIPS = re.compile(rf'{_NUMBER.pattern}(x{_NUMBER.pattern}){{1,2}}')
 _GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
 # The slices of eight chips that one host holds; larger ones have hosts of four.
 _ONE_HOST = ('v5e:2x4', 'v6e:2x4')
-# Otherwise libtpu looks for a TPU, and for another process that uses it.
+# Otherwise libtpu looks for a TPU, and for another process that uses it. Where
+# there is one, the machine's own variables name its hosts and chips.
+_OF_A_MACHINE = 'TPU_', 'CLOUD_TPU_', 'MEGASCALE_'
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -209,8 +211,10 @@ def devices(topology: Topology) -> list[Any]:
     options['chips_per_host_bounds'] = (2, 4, 1)
   if name.startswith('v4:'):  # otherwise a chip is two devices
     options['chip_config_name'] = 'megacore'
-  for key, value in _ENVIRONMENT.items():
-    os.environ.setdefault(key, value)
+  for key in [key for key in os.environ if key.startswith(_OF_A_MACHINE)]:
+    if key != 'TPU_LIBRARY_PATH':  # where libtpu is
+      del os.environ[key]
+  os.environ.update(_ENVIRONMENT)
   try:
     found = topologies.get_topology_desc(name, platform='tpu', **options)
   except Exception as error:

@@ -17,6 +17,7 @@ import jax
 
 from stppo_jax import exits
 from stppo_jax import interruption
+from stppo_jax.parallel import coordinator
 from stppo_jax.parallel import hosts as hosts_lib
 
 # Seconds that the others have to abandon a section.
@@ -129,7 +130,7 @@ def agreed(
     Interrupted: before the body or after it.
   """
   with interrupt.postponed():
-    yield hosts.exchange(hosts_lib.PROGRAM, value)
+    yield hosts.exchange(coordinator.PROGRAM, value)
 
 
 def _vote(

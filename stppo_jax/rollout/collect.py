@@ -5,8 +5,7 @@ environment only. A `Turn` keeps the policy's tokens apart from the observation;
 the loss mask is made from that, never from the text.
 
 No row waits for another: the environment answers on the event loop's thread
-while the engine decodes other rows, and a row goes on as soon as its answer is
-there.
+while the engine decodes other rows, and a row goes on once it is answered.
 """
 
 from collections.abc import Mapping
@@ -112,9 +111,8 @@ _Pending = dict[concurrent.futures.Future, tuple[int, types.GeneratedTurn]]
 class Overlong:
   """The soft punishment of overlong trajectories (arXiv 2503.14476, Eq. 13).
 
-  Its length is that of the whole trajectory, which is what the limit holds for:
-  in a dialogue, observations fill the context too. (In DAPO, whose answers have
-  one turn, it is the length of the answer.)
+  Its length is that of the whole trajectory: in a dialogue, observations fill
+  the context too. (In DAPO, it is the length of the answer, the only turn.)
 
   Attributes:
     weight: what a trajectory of `max_length` loses.
@@ -154,9 +152,6 @@ class Collector:
     group_size: trajectories of each question, which share a prompt.
     overlong: what is subtracted from the reward of long trajectories.
     reward_function: computes one more reward of a trajectory.
-
-  Attributes:
-    statistics, finish: methods of the engine.
   """
 
   def __init__(
@@ -173,7 +168,6 @@ class Collector:
     reward_function: reward_function_lib.RewardFunction | None = None,
   ):
     self._engine, self._environment = engine, environment
-    self.statistics, self.finish = engine.statistics, engine.finish
     self._tokenizer, self._loop = tokenizer, loop
     self._max_turn_tokens, self._group_size = max_turn_tokens, group_size
     self._max_observation_tokens = max_observation_tokens
@@ -198,9 +192,17 @@ class Collector:
       for question in questions:
         rows += self._open(question)
       self._run(rows, keys, greedy=greedy)
-      return [self._finish(row) for row in rows]
+      return [self._trajectory(row) for row in rows]
     finally:
       self._close_episodes([row.episode for row in rows])
+
+  def statistics(self) -> Mapping[str, float]:
+    """Returns what the engine has counted since the last call."""
+    return self._engine.statistics()
+
+  def finish(self) -> None:
+    """Lets other hosts finish what they collect, see `Engine.finish`."""
+    self._engine.finish()
 
   def _run(self, rows: Sequence[_Row], keys, *, greedy: bool) -> None:
     """Samples and answers turns until every row has a status."""
@@ -221,11 +223,10 @@ class Collector:
         polled = self._engine.poll()
         generated = {n: turn for n, turn in polled.items() if turn is not None}
         pending |= self._request_steps(rows, generated)
-        for number in polled:
-          if number not in generated:
-            rows[number].status = Status.INFRA_ERROR
-            rows[number].cause = 'the engine failed a turn'
-            self._engine.close(number)
+        for number in [n for n, turn in polled.items() if turn is None]:
+          rows[number].status = Status.INFRA_ERROR
+          rows[number].cause = 'the engine failed a turn'
+          self._engine.close(number)
     finally:
       # An interrupt or an error leaves requests that nobody waits for.
       for future in pending:
@@ -284,9 +285,8 @@ class Collector:
       raise error
     if not self._has_logged:
       self._has_logged = True
-      _log.error(
-        'the environment failed a trajectory; further errors are counted only',
-        exc_info=error,
+      _log.exception(
+        'the environment failed a trajectory; further errors are counted only'
       )
     return ' '.join(f'{type(error).__name__}: {error}'.split())
 
@@ -365,7 +365,7 @@ class Collector:
     room = self._max_observation_tokens - len(prefix) - len(suffix)
     return np.concatenate([prefix, body[: max(room, 0)], suffix])
 
-  def _finish(self, row: _Row) -> types.Trajectory:
+  def _trajectory(self, row: _Row) -> types.Trajectory:
     """Returns the trajectory of a row that has ended, with its rewards."""
     assert row.status is not None
     try:

@@ -12,9 +12,8 @@ the other places get groups without variance from the same round.
 
 Each of several hosts collects some whole groups of every step; which ones
 depends only on the number of hosts. It replaces its own groups, and collects
-its own failed rows again. No host waits for another here,
-unless one engine spans all of them; `measured` later describes what all of them
-have collected.
+its own failed rows again. No host waits for another here, unless one engine
+spans all of them; `measured` later describes what all of them have collected.
 """
 
 from collections.abc import Callable

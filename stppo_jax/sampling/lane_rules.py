@@ -1,5 +1,26 @@
 """The rules for lanes and pages; configs are checked with them: no jax here."""
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+# Why hosts cannot decode together (rollout.span=slice): for some keys of a
+# config, whether a value forbids it, and the reason.
+DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+  'mesh.collect_fraction': (
+    lambda fraction: fraction > 0,
+    'hosts that decode together learn with the same devices',
+  ),
+  'updates.routing_replay': (
+    lambda replay: replay == 'sampler',
+    'a host that decodes alone can read its experts without the others',
+  ),
+  'rollout.lanes': (
+    lambda lanes: lanes > 1,
+    'hosts that decode together have several devices',
+  ),
+}
+
 
 def slots_problem(
   slots: int, *, lanes: int, group_size: int, prefix: str = ''

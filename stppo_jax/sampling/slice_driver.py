@@ -3,9 +3,9 @@
 Each host has slots and pages of its own, and a schedule of its own. But a
 program runs on the devices of all hosts, so all of them must call the same
 programs in the same order. Before each call, every host tells which program it
-needs. That which comes first in `_ORDER` is called by all: by those that need
-another one, or none, for no slot. Its shapes are those of the host that needs
-the largest.
+needs. All hosts call the first of these in `_ORDER`; a host that did not ask
+for it takes part with no slot. Its shapes are those of the host that needs the
+largest.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Agreed = Callable[[Any], contextlib.AbstractContextManager[list[Any]]]
 
 
 class SliceDriver(slot_driver.SlotDriver):
-  """The slots of one host.
+  """Calls programs in step with the other hosts.
 
   Args:
     programs, options: see `SlotDriver`.
@@ -60,6 +60,13 @@ class SliceDriver(slot_driver.SlotDriver):
         if merged.program == call.program:
           return function(merged)
         self._call_for_others(merged)
+
+  def _num_pages(self, slots, appended=0) -> int:
+    # If all slots are computed together, the result must not depend on when
+    # other hosts need more pages, which would choose another program.
+    if self.compacts or self._programs.takes_any_number:
+      return super()._num_pages(slots, appended)
+    return self._programs.pages_per_row
 
   def _call_for_others(self, call: slot_calls.Call) -> None:
     """Calls a program for no slot of this host."""

@@ -62,11 +62,10 @@ class Call(NamedTuple):
   """A call of a program.
 
   Attributes:
-    program: its name; a word in place of it, see `slice_driver`.
+    program: its name, or a state of a host that needs none, see `slice_driver`.
     size: the slots of each device that it runs on; 0 where it runs on none.
     num_pages: see `slot_programs`.
-    enough: see `decode`.
-    greedy: see `decode`.
+    enough, greedy: see `SlotDriver.decode`.
   """
 
   program: str

@@ -135,7 +135,7 @@ class SlotDriver:
       done: whether this host has nothing left to collect.
 
     Returns:
-      Whether no host has.
+      Whether all hosts are done.
     """
     return done
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import multiprocessing
+import operator
 import os
 from typing import Any
 
@@ -22,6 +23,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
+from stppo_jax.sampling import lane_rules
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import stops
 from stppo_jax.training import components
@@ -30,19 +32,23 @@ from stppo_jax.training import model_files
 
 _log = logging.getLogger(__name__)
 
+# Seconds that a host may try; usually it takes a minute.
+_LIMIT = 900.0
+
 
 def try_here(config) -> str:
   """Returns why programs for this host do not compile; '' if they may."""
   devices = jax.devices()
-  # With these, the config's relations and the build refuse `slice`.
-  decodes_alone = (
-    config.mesh.collect_fraction
-    or config.updates.routing_replay == 'sampler'
-    or config.rollout.engine != 'local'
+  decodes_alone = config.rollout.engine != 'local' or any(
+    forbids(operator.attrgetter(key)(config))
+    for key, (forbids, _) in lane_rules.DECODES_ALONE.items()
   )
   if devices[0].platform != 'tpu' or decodes_alone:
     return ''
-  return try_host(config, topology.slice_of(devices), jax.process_index())
+  corner = [min(axis) for axis in zip(*(d.coords for d in devices))]
+  here = jax.local_devices()[0].coords
+  place = tuple(x - first for x, first in zip(here, corner))
+  return try_host(config, topology.slice_of(devices), place)
 
 
 def resolved(
@@ -71,41 +77,62 @@ def resolved(
   return changed.lock()
 
 
-def try_host(config, name: str, host: int) -> str:
+def try_host(
+  config, name: str, place: tuple[int, ...], *, limit: float = _LIMIT
+) -> str:
   """Returns why programs for a host of a slice do not compile; '' if they may.
 
   Args:
     config: the config of a run.
     name: the name of the slice, see `topology.find`.
-    host: the number of the host.
+    place: the coordinates of a chip of the host. Its number may be another one
+      in the run than in the topology.
+    limit: seconds that it may take.
+
+  Raises:
+    RuntimeError: nobody knows whether they compile; one line.
   """
   context = multiprocessing.get_context('spawn')
   ours, theirs = context.Pipe()
-  child = context.Process(target=_try, args=(theirs, config, name, host))
+  child = context.Process(
+    target=_try, args=(theirs, config, name, place), daemon=True
+  )
   child.start()
   theirs.close()  # so that the end of the child is the end of the pipe
   try:
-    return ours.recv()
+    if not ours.poll(limit):
+      return f'the compiler does not end within {limit:.0f} s'
+    problem, error = ours.recv()
   except EOFError:
-    return 'the compiler ends its process'
+    child.join()
+    if (child.exitcode or 0) < 0:  # by a signal
+      return 'the compiler ends its process'
+    problem, error = '', f'exit code {child.exitcode}'
   finally:
     child.kill()
     child.join()
+  if error:
+    raise RuntimeError(f'rollout.span=auto: the trial has failed: {error}')
+  return problem
 
 
-def _try(connection, config, name: str, host: int) -> None:
-  """Sends why programs do not compile; other errors are found later."""
+def _try(connection, config, name: str, place: tuple[int, ...]) -> None:
+  """Sends why programs do not compile, and an error that is a bug."""
+  jax.config.update('jax_platforms', 'cpu')
   # The compiler says much before it ends the process.
   os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-  jax.config.update('jax_platforms', 'cpu')
-  problem = ''
+  problem = error = ''
   try:
-    _compile(config, topology.devices(topology.find(name)), host)
-  except topology.Rejected as error:
-    problem = str(error)
+    devices = topology.devices(topology.find(name))
+    host = next(d.process_index for d in devices if tuple(d.coords) == place)
+    _compile(config, devices, host)
+  except topology.Rejected as rejected:
+    problem = str(rejected)
   except (ValueError, OSError):
     pass  # the start refuses such a config
-  connection.send(problem)
+  except Exception as bug:
+    error = hosts_lib.describe(bug)
+  connection.send((problem, error))
 
 
 def _compile(config, devices, host: int) -> None:

@@ -45,18 +45,26 @@ def _in_threads(count, body):
     return list(pool.map(one, range(count)))
 
 
-def test_a_stop_ends_the_wait_before_a_program_on_all_hosts():
+def test_a_stop_ends_the_wait_before_a_program_on_all_hosts(
+  monkeypatch, capsys
+):
+  monkeypatch.setattr(coordinator_lib, 'FIRST_WAIT', 0)
+
   def body(hosts):
-    together = hosts.exchange(hosts_lib.PROGRAM, hosts.index)
+    together = hosts.exchange(coordinator_lib.PROGRAM, hosts.index)
     if hosts.index == 1:
       hosts.stop()
     else:
       for _ in range(2):  # the second time they have heard of it already
         with pytest.raises(interruption.Interrupted):
-          hosts.exchange(hosts_lib.PROGRAM, hosts.index)
-    return together, hosts.exchange('vote', hosts.index)
+          hosts.exchange(coordinator_lib.PROGRAM, hosts.index)
+    votes = hosts.exchange('vote', hosts.index)
+    capsys.readouterr()  # waits before the stop
+    time.sleep(2 * coordinator_lib.PAUSE)  # as of hosts that save
+    return together, votes
 
   assert _in_threads(3, body) == [([0, 1, 2], [0, 1, 2])] * 3
+  assert 'next program' not in capsys.readouterr().err
 
 
 def test_hosts_exchange_values():

@@ -5,8 +5,11 @@ installs it on any Linux machine.
 """
 
 import importlib.util
+import os
+import types
 
 import jax
+from jax.experimental import topologies
 import jax.numpy as jnp
 import pytest
 
@@ -54,6 +57,21 @@ def test_virtual_devices_of_a_topology_have_a_place_in_a_mesh(
   assert mesh.size == found.num_devices == devices
   assert mesh_lib.platform(mesh) == platform
   assert mesh_lib.num_hosts(mesh) == hosts
+
+
+def test_the_variables_of_a_tpu_machine_describe_no_other_slice(monkeypatch):
+  here = {'TPU_PROCESS_BOUNDS': '1,1,1', 'TPU_WORKER_HOSTNAMES': 'a,b'}
+  for name, value in (here | {'TPU_LIBRARY_PATH': '/lib'}).items():
+    monkeypatch.setenv(name, value)
+
+  def describe(*_, **__):
+    assert 'TPU_PROCESS_BOUNDS' not in os.environ
+    assert os.environ['TPU_WORKER_HOSTNAMES'] == 'localhost'
+    assert os.environ['TPU_LIBRARY_PATH'] == '/lib'
+    return types.SimpleNamespace(devices=[])
+
+  monkeypatch.setattr(topologies, 'get_topology_desc', describe)
+  assert topology.devices(topology.find('v5e:4x4')) == []
 
 
 def test_gpus_fill_whole_hosts():

@@ -23,9 +23,9 @@ class _Other:
     called: how often the two hosts have called each program.
   """
 
-  def __init__(self, sizes):
+  def __init__(self, sizes, pages):
     self._rng = np.random.default_rng(0)
-    self._sizes, self._left = sizes, 60
+    self._sizes, self._pages, self._left = sizes, pages, 60
     self.called = collections.Counter()
 
   @contextlib.contextmanager
@@ -37,19 +37,21 @@ class _Other:
       program = 'done'
     if not self.called:  # a host begins with a prompt
       program = 'extend'
-    size, pages = int(self._rng.choice(self._sizes)), int(self._rng.integers(3))
+    size, pages = map(int, map(self._rng.choice, (self._sizes, self._pages)))
     self.called[min(program, mine.program, key=order.index)] += 1
     # As they are read from JSON.
     yield [list(mine), [program, size, pages, 1, False]]
 
 
 @pytest.mark.parametrize(
-  ('deterministic', 'sizes'), [(False, [1, 4]), (True, [4])]
+  ('deterministic', 'sizes', 'pages'),
+  [(False, [1, 4], [0, 1, 2]), (True, [4], [2])],
 )
-def test_programs_for_other_hosts_change_nothing(deterministic, sizes):
-  other, recorded = _Other(sizes), []
+def test_programs_for_other_hosts_change_nothing(deterministic, sizes, pages):
+  other, recorded = _Other(sizes, pages), []
 
   def make_driver(programs, options):
+    programs.takes_any_number = False  # as on a GPU
     recorded.append(tiny_engine.RecordingPrograms(programs, lanes=1))
     return slice_driver.SliceDriver(recorded[0], options, agreed=other.agreed)
 
@@ -74,8 +76,10 @@ def test_programs_for_other_hosts_change_nothing(deterministic, sizes):
   calls = recorded[0].calls
   assert all(len(calls[name]) == other.called[name] for name in programs)
   if deterministic:
-    # Which other hosts begin a wave meanwhile must not change a shape.
+    # Which other hosts begin a wave meanwhile must not change a shape, or
+    # choose a program.
     assert all(slots is None for slots, *_ in calls['extend'])
+    assert set(recorded[0].num_pages) == {2}
 
 
 @pytest.mark.slow

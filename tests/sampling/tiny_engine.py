@@ -81,6 +81,7 @@ class RecordingPrograms:
   Attributes:
     calls: by program, the arguments of each call but for weights and state;
       `slots_A` is the first one where a program takes it.
+    num_pages: that of each call which reads pages.
     compiled: by program, how many calls had to compile; not counted if there
       are several lanes, which compile at the same time.
     lengths_per_device, keys_per_device: shapes of parts of the latest state on
@@ -92,6 +93,7 @@ class RecordingPrograms:
     self._programs = programs
     self._counts = lanes == 1
     self.calls: dict[str, list[tuple]] = {name: [] for name in _DEVICE_ARGS}
+    self.num_pages: list[int] = []
     self.compiled = dict.fromkeys(_DEVICE_ARGS, 0)
     self.lengths_per_device = self.keys_per_device = ()
     self.broken = False
@@ -104,6 +106,7 @@ class RecordingPrograms:
   def _call(self, name, *args, **kwargs):
     slots_A = [kwargs['slots_A']] if 'slots_A' in kwargs else []
     self.calls[name].append((*slots_A, *args[_DEVICE_ARGS[name] :]))
+    self.num_pages += [kwargs['num_pages']] if 'num_pages' in kwargs else []
     if name == 'extend' and self.broken:
       jax.tree.map(lambda x: x.delete(), args[1])
       raise RuntimeError('the device is gone')

@@ -1,9 +1,13 @@
 """Whether each host decodes by itself, or all of a slice together."""
 
 import concurrent.futures
+import multiprocessing
+import os
 import pathlib
 import socket
+import types
 
+import jax
 import pytest
 
 from stppo_jax import __main__
@@ -59,7 +63,8 @@ _AHEAD = {'rollout__steps_ahead': 1, 'mesh__collect_fraction': 0.5}
 
 
 @pytest.mark.parametrize(
-  'changes', [_AHEAD, {'updates__routing_replay': 'sampler'}]
+  'changes',
+  [_AHEAD, {'updates__routing_replay': 'sampler'}, {'rollout__lanes': 2}],
 )
 def test_what_hosts_cannot_do_together_is_refused(changes, capsys):
   flags = runs.flags(rollout__span='slice', **changes)
@@ -72,6 +77,50 @@ def test_what_hosts_cannot_do_together_is_refused(changes, capsys):
 
 def test_on_a_cpu_nothing_is_tried():
   assert span.try_here(runs.config()) == ''
+
+
+def test_a_host_tries_the_programs_of_its_own_chips(monkeypatch):
+  chips = [
+    types.SimpleNamespace(
+      platform='tpu', device_kind='TPU v5 lite', coords=[x, y, 0]
+    )
+    for x in range(4, 8)
+    for y in range(4)
+  ]
+  monkeypatch.setattr(jax, 'devices', lambda: chips)
+  monkeypatch.setattr(jax, 'local_devices', lambda: chips[-4:])
+  monkeypatch.setattr(span, 'try_host', lambda _, *place: place)
+  assert span.try_here(runs.config()) == ('v5e:4x4', (3, 0, 0))
+  # What hosts cannot do together, they do alone.
+  assert span.try_here(runs.config(rollout__lanes=2)) == ''
+
+
+class _Abort:
+  """Ends the process that it is sent to, as the compiler may."""
+
+  def __reduce__(self):
+    return os.abort, ()
+
+
+def test_a_compiler_that_ends_its_process_is_a_reason(monkeypatch):
+  monkeypatch.setattr(span, '_try', print)  # which is there at once
+  problem = span.try_host(_Abort(), 'v5e:4x4', (0, 0, 0))
+  assert problem == 'the compiler ends its process'
+
+
+def test_a_compiler_that_hangs_is_a_reason():
+  problem = span.try_host(runs.config(), 'v5e:4x4', (0, 0, 0), limit=0)
+  assert problem == 'the compiler does not end within 0 s'
+  assert not multiprocessing.active_children()
+
+
+def test_an_error_of_a_trial_is_no_reason(monkeypatch):
+  line = r'^rollout.span=auto: the trial has failed: '
+  with pytest.raises(RuntimeError, match=line + 'AttributeError: .*$'):
+    span.try_host(None, None, None)
+  monkeypatch.setattr(span, '_try', len)  # which takes one argument
+  with pytest.raises(RuntimeError, match=line + 'exit code 1$'):
+    span.try_host(None, None, None)
 
 
 def test_the_plan_of_a_host_is_the_same_alone_and_together():
@@ -103,8 +152,8 @@ def test_the_first_host_of_a_slice_cannot_compile_and_others_can(
   tensor, problem
 ):
   config = _of_slice(tensor)
-  assert span.try_host(config, 'v5e:4x4', 0).startswith(problem)
-  assert span.try_host(config, 'v5e:4x4', 3) == ''
+  assert span.try_host(config, 'v5e:4x4', (0, 0, 0)).startswith(problem)
+  assert span.try_host(config, 'v5e:4x4', (2, 2, 0)) == ''
 
 
 @pytest.mark.parametrize('tensor', [1, 4])
@@ -112,8 +161,8 @@ def test_the_first_host_of_a_slice_cannot_compile_and_others_can(
 def test_all_hosts_of_a_slice_can_compile_together(tensor):
   """Each of them, the first one included, compiles the same programs."""
   config = _of_slice(tensor, rollout__span='slice')
-  for host in range(4):
-    assert span.try_host(config, 'v5e:4x4', host) == ''
+  for x, y in ((0, 0), (2, 0), (0, 2), (2, 2)):
+    assert span.try_host(config, 'v5e:4x4', (x, y, 0)) == ''
 
 
 def _of_slice(tensor, **changes):
