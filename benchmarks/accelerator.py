@@ -288,7 +288,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if refusal := _refusal(flags, devices, ', '.join(lacks)):
     print(refusal, file=sys.stderr)
     return exits.USAGE
-  folder.mkdir(parents=True, exist_ok=True)
   code = 0
   for name in todo:
     print(f'{name} ...', flush=True)
@@ -302,11 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
       continue
     figures['key'] = key
     devices.add(figures['device'])
+    folder.mkdir(parents=True, exist_ok=True)
     atomic_files.replace(folder / f'{name}.json', json.dumps(figures).encode())
     found[name] = figures
   measured_pieces = [figures for figures in found.values() if figures]
   print(table(measured_pieces))
-  if flags.write and not code:
+  if flags.write and code:
+    print(f'--write: pieces are missing, so {PAGE.name} stays', file=sys.stderr)
+  elif flags.write:
     page = _with_section(PAGE.read_text('utf-8'), _section(measured_pieces))
     atomic_files.replace(PAGE, page.encode())
   return code

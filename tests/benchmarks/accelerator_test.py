@@ -78,6 +78,7 @@ def test_only_what_is_missing_is_measured(stub, capsys):
   updates = [f'update-0.5B-{x}' for x in ('packed', 'tiles', 'padded')]
   assert [name for name, _ in stub.run] == [*updates, 'step-0.5B']
   assert stub.page.read_text() == _PAGE
+  assert 'pieces are missing' in capsys.readouterr().err
   stub.codes.clear()
   assert accelerator.main(_ALL) == 0
   text = stub.page.read_text()
