@@ -1,12 +1,14 @@
 """Compares training and decoding on one accelerator with its limits.
 
-    python -m benchmarks.accelerator --all --folder=figures [--write]
+    python -m benchmarks.accelerator --all [--folder=figures] [--write]
 
 The models have the shapes of Qwen2.5, random weights and bfloat16 activations.
 Each piece is measured in a process of its own, which has at most 9 minutes, and
 its figures are kept in the folder. The same command measures what is missing:
 after an interruption, after a piece that ran out of time (the folder keeps its
-compiled programs), and after a change of the package or of a size.
+compiled programs), and after a change of the package, its configs, the
+benchmarks, the version of jax or a size. The exit code is 75 if a piece ran out
+of time, otherwise 70 if a piece failed. A folder has the figures of one device.
 
 `limits`: the rates of a large matrix product and of a large copy, with which
 all others are compared. `update`: annotate and update for dialogues of
@@ -18,7 +20,7 @@ Operations are only those that the formulas need: causal attention counts half
 of the square, logits count at loss positions only, and neither padding nor
 recomputation counts. Decoding a token in every row must read all weights once,
 and the keys and values of each row. `--write` puts the table into
-docs/benchmarks.md.
+docs/benchmarks.md, if all pieces have been measured on an accelerator.
 """
 
 import argparse
@@ -96,11 +98,17 @@ def measured(
 
 
 def _key(options: accelerator_learner.Options) -> dict[str, Any]:
-  """Returns what figures depend on: the package and the sizes."""
+  """Returns what figures of a device depend on: the code, jax and the sizes."""
   digest = hashlib.sha256()
-  for path in sorted((_ROOT / 'stppo_jax').rglob('*.py')):
-    digest.update(path.read_bytes())
-  return {'package': digest.hexdigest()[:12], **options._asdict()}
+  # The package has its configs by a link, which `rglob` does not follow.
+  for folder in ('stppo_jax', 'configs', 'benchmarks'):
+    for path in sorted((_ROOT / folder).rglob('*.py')):
+      digest.update(path.read_bytes())
+  return {
+    'code': digest.hexdigest()[:12],
+    'jax': jax.__version__,
+    **options._asdict(),
+  }
 
 
 def _stored(path: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
@@ -113,8 +121,8 @@ def _stored(path: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
 
 def measured_in_process(
   name: str, words: Sequence[str]
-) -> dict[str, Any] | str:
-  """Measures a piece in a process; returns its figures or why there are none.
+) -> dict[str, Any] | int:
+  """Measures a piece in a process; returns its figures, or an exit code.
 
   Args:
     name: the piece.
@@ -132,9 +140,13 @@ def measured_in_process(
       timeout=_SECONDS,
     )
   except subprocess.TimeoutExpired:
-    return f'not done after {_SECONDS} s'
+    print(f'{name}: not done after {_SECONDS} s', flush=True)
+    return exits.TRY_AGAIN
+  if done.returncode == exits.USAGE:  # the process has said why
+    return exits.USAGE
   if done.returncode:
-    return f'exit code {done.returncode}'
+    print(f'{name}: exit code {done.returncode}', flush=True)
+    return exits.BUG
   return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -188,6 +200,32 @@ def _with_section(page: str, text: str) -> str:
   return f'{before}{_BEGIN}\n{text}\n{_END}{after}'
 
 
+def _positive(text: str) -> int:
+  if not (text.isdecimal() and int(text)):
+    raise argparse.ArgumentTypeError(f'{text!r} is not an integer above 0')
+  return int(text)
+
+
+def _refusal(flags: argparse.Namespace, devices: set[str], lacks: str) -> str:
+  """Returns why these figures make no table; '' if they do.
+
+  Args:
+    flags: the flags.
+    devices: the devices of the figures, and the one that would measure.
+    lacks: the names of pieces without figures that will not be measured.
+  """
+  if len(devices) > 1:
+    both = ' and '.join(sorted(devices))
+    return f'--folder={flags.folder}: has one device, not {both}; name another'
+  if flags.write and 'tiny' in flags.sizes:
+    return '--write: not with --sizes=tiny, which is no published model'
+  if flags.write and 'cpu' in devices:
+    return '--write: needs figures of an accelerator, these are of a cpu'
+  if flags.write and lacks:
+    return f'--write: needs figures of all pieces; use --all; lacks {lacks}'
+  return ''
+
+
 def _flags(words: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     prog='python -m benchmarks.accelerator',
@@ -197,7 +235,9 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
   which = parser.add_mutually_exclusive_group(required=True)
   which.add_argument('--all', action='store_true', help='all kinds of pieces')
   which.add_argument('--only', nargs='+', choices=FUNCTIONS)
-  parser.add_argument('--folder', type=pathlib.Path, required=True)
+  parser.add_argument(
+    '--folder', type=pathlib.Path, default=pathlib.Path('figures')
+  )
   parser.add_argument('--write', action='store_true')
   parser.add_argument(
     '--sizes',
@@ -205,10 +245,15 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     choices=accelerator_learner.MODELS,
     default=['0.5B', '1.5B'],
   )
-  parser.add_argument('--decode_rows', nargs='+', type=int, default=[128, 256])
+  parser.add_argument(
+    '--decode_rows', nargs='+', type=_positive, default=[128, 256]
+  )
   for name, default in accelerator_learner.Options()._asdict().items():
-    parser.add_argument(f'--{name}', type=int, default=default)
+    parser.add_argument(f'--{name}', type=_positive, default=default)
   parser.add_argument('--piece', help=argparse.SUPPRESS)
+  parser.add_argument(
+    '--devices', nargs='*', default=[], help=argparse.SUPPRESS
+  )
   flags = parser.parse_args(words)
   if refusal := atomic_files.refusal(flags.folder):
     parser.error(f'--folder={flags.folder}: {refusal}')
@@ -222,32 +267,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = accelerator_learner.Options(
     *(getattr(flags, name) for name in accelerator_learner.Options._fields)
   )
-  folder = flags.folder.absolute()
+  folder, every = flags.folder.absolute(), pieces(flags)
   if flags.piece:
+    devices = {*flags.devices, jax.devices()[0].device_kind}
+    if refusal := _refusal(flags, devices, ''):
+      print(refusal, file=sys.stderr)
+      return exits.USAGE
     compilation.keep(folder / 'programs')
-    print(json.dumps(measured(*pieces(flags)[flags.piece], options)))
+    print(json.dumps(measured(*every[flags.piece], options)))
     return 0
-  folder.mkdir(parents=True, exist_ok=True)
-  key, found, missing = _key(options), [], False
-  for name, (kind, _) in pieces(flags).items():
-    path = folder / f'{name}.json'
-    figures = _stored(path, key)
-    if figures is None and (flags.all or kind in flags.only):
-      print(f'{name} ...', flush=True)
-      figures = measured_in_process(name, [*words, f'--folder={folder}'])
-      if isinstance(figures, str):
-        print(f'{name}: {figures}', flush=True)
-        figures, missing = None, True
-      else:
-        figures['key'] = key
-        atomic_files.replace(path, json.dumps(figures).encode())
-    if figures is not None:
-      found.append(figures)
-  print(table(found))
-  if flags.write:
-    page = _with_section(PAGE.read_text('utf-8'), _section(found))
+  key = _key(options)
+  found = {name: _stored(folder / f'{name}.json', key) for name in every}
+  todo = [
+    name
+    for name, (kind, _) in every.items()
+    if found[name] is None and (flags.all or kind in flags.only)
+  ]
+  devices = {figures['device'] for figures in found.values() if figures}
+  lacks = [x for x in every if found[x] is None and x not in todo]
+  if refusal := _refusal(flags, devices, ', '.join(lacks)):
+    print(refusal, file=sys.stderr)
+    return exits.USAGE
+  code = 0
+  for name in todo:
+    print(f'{name} ...', flush=True)
+    figures = measured_in_process(
+      name, [*words, f'--folder={folder}', '--devices', *devices]
+    )
+    if figures == exits.USAGE:
+      return exits.USAGE
+    if isinstance(figures, int):
+      code = max(code, figures)
+      continue
+    figures['key'] = key
+    devices.add(figures['device'])
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_files.replace(folder / f'{name}.json', json.dumps(figures).encode())
+    found[name] = figures
+  measured_pieces = [figures for figures in found.values() if figures]
+  print(table(measured_pieces))
+  if flags.write and code:
+    print(f'--write: pieces are missing, so {PAGE.name} stays', file=sys.stderr)
+  elif flags.write:
+    page = _with_section(PAGE.read_text('utf-8'), _section(measured_pieces))
     atomic_files.replace(PAGE, page.encode())
-  return exits.TRY_AGAIN if missing else 0
+  return code
 
 
 if __name__ == '__main__':

@@ -101,8 +101,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'moe': 'auto',
         # The implementation of attention in training: auto | xla | cudnn |
         # splash. auto: cudnn on GPU with bfloat16, splash on TPU, xla
-        # elsewhere. Where trajectories share a row, cudnn works in tiles like
-        # xla. Decoding always uses xla.
+        # elsewhere. Decoding always uses a program of its own.
         'attention': 'auto',
         # Low-rank adapters: `train` trains them and leaves the base weights
         # as they are. The base is then the reference too, unless

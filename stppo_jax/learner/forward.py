@@ -186,7 +186,7 @@ def in_rows(
     positions_BL=constrain(segments.positions_BL),
   )
   to_rows: Any = lambda x: constrain(
-    rows_lib.taken(x.reshape(s, b * L, *x.shape[2:]), source_sp).reshape(
+    rows_lib.take_filled(x.reshape(s, b * L, *x.shape[2:]), source_sp).reshape(
       r, length, *x.shape[2:]
     )
   )
@@ -214,14 +214,16 @@ def in_rows(
 
   def to_trajectories(x: Any) -> Any:
     if isinstance(x, moe.Routing):
-      ids = rows_lib.taken(flat(x.expert_ids + 1), target_sm) - 1
+      ids = rows_lib.take_filled(flat(x.expert_ids + 1), target_sm) - 1
       sums = (
         jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
         for y in (x.visits_BX, x.probs_BX)
       )
       ids = constrain(ids.reshape(B, L, *ids.shape[2:]))
       return moe.Routing(ids, *sums)
-    return constrain(rows_lib.moved(flat(x), later_sm, back_sp).reshape(B, L))
+    return constrain(
+      rows_lib.take_with_inverse(flat(x), later_sm, back_sp).reshape(B, L)
+    )
 
   return jax.tree.map(
     to_trajectories, outputs, is_leaf=lambda x: isinstance(x, moe.Routing)

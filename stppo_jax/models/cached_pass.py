@@ -188,7 +188,7 @@ def read(
     index = table_BN[:, n]
     index = index if shards == 1 else index.reshape(shards, -1)
     copy = lambda pages, index: jax.tree.map(
-      lambda x: rows_lib.take(x, index), pages
+      lambda x: rows_lib.take_clipped(x, index), pages
     )
     zeros = lambda pages, index: jax.tree.map(
       lambda x: jnp.zeros((index.size, *x.shape[1:]), x.dtype), pages
@@ -259,6 +259,8 @@ def extend(
       )
       slices, own = cached.slices(n), ()
       if cached.reads_own(C):
+        # The kernel counts from the first of the keys that it is given.
+        assert keys.shape[2] == C
         own = keys, values
       else:
         slices.append(attention.KeySlice(keys, values, seen_1CJ, True))

@@ -89,7 +89,6 @@ def reduce(
   v_PKJH: Array,
   work: Work,
   *,
-  num_queries: int = 0,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """Reduces the cached keys and values that each row has.
@@ -99,7 +98,6 @@ def reduce(
       row.
     k_PKJH, v_PKJH: keys and values; all finite, and J = `PAGE_SIZE`.
     work: the entries, of `plan_work`.
-    num_queries: see `reduce_own`; 0 in calls from elsewhere.
     interpret: whether to run the kernel's program without a TPU.
 
   Returns:
@@ -107,6 +105,44 @@ def reduce(
     [B, K, Q, H]; the sums of the weights, and the largest logits
     [B, K, Q, 1]. The largest logit of a row without tokens is `MASKED`.
   """
+  return _reduce(
+    q_BKQH, k_PKJH, v_PKJH, work, num_queries=0, interpret=interpret
+  )
+
+
+def reduce_own(
+  q_BKQH: Array, k_BKCH: Array, v_BKCH: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+  """Reduces the tokens of the queries themselves, which no page holds yet.
+
+  Args:
+    q_BKQH: queries, divided by √H; Q is [R, C] as one axis. Each of them sees
+      its own token and those before it.
+    k_BKCH, v_BKCH: keys and values; all finite, and J divides C.
+    interpret: whether to run the kernel's program without a TPU.
+
+  Returns:
+    See `reduce`.
+  """
+  B, _, C, _ = k_BKCH.shape
+  parts = C // PAGE_SIZE
+  table_BN = jnp.arange(B * parts).reshape(B, parts)
+  work = plan_work(jnp.full(B, C), table_BN, B * parts)
+  return _reduce(
+    q_BKQH, k_BKCH, v_BKCH, work, num_queries=C, interpret=interpret
+  )
+
+
+def _reduce(
+  q_BKQH: Array,
+  k_PKJH: Array,
+  v_PKJH: Array,
+  work: Work,
+  *,
+  num_queries: int,
+  interpret: bool,
+) -> tuple[Array, Array, Array]:
+  """Returns `reduce`, or `reduce_own` of `num_queries` tokens if not 0."""
   # Imported here because it takes a while and only a TPU needs it.
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import tpu as pltpu
@@ -177,29 +213,6 @@ def reduce(
   )
   numbers = numbers[:, :, :Q]
   return mixed_BKQH[:, :, :Q], numbers[..., :1], numbers[..., -1:]
-
-
-def reduce_own(
-  q_BKQH: Array, k_BKCH: Array, v_BKCH: Array, *, interpret: bool = False
-) -> tuple[Array, Array, Array]:
-  """Reduces the tokens of the queries themselves, which no page holds yet.
-
-  Args:
-    q_BKQH: queries, divided by √H; Q is [R, C] as one axis. Each of them sees
-      its own token and those before it.
-    k_BKCH, v_BKCH: keys and values; all finite, and J divides C.
-    interpret: whether to run the kernel's program without a TPU.
-
-  Returns:
-    See `reduce`.
-  """
-  B, _, C, _ = k_BKCH.shape
-  parts = C // PAGE_SIZE
-  table_BN = jnp.arange(B * parts).reshape(B, parts)
-  work = plan_work(jnp.full(B, C), table_BN, B * parts)
-  return reduce(
-    q_BKQH, k_BKCH, v_BKCH, work, num_queries=C, interpret=interpret
-  )
 
 
 def _kernel(rows_E, firsts_E, lengths_B, pages_ZE, q_ref, *refs, num_queries):

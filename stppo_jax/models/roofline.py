@@ -45,7 +45,7 @@ BESIDE = (
 )
 ASSUMPTIONS = (
   'every row has all its tokens; the shares of published rates are those that '
-  'Qwen2.5-1.5B reached on one H200 (python -m benchmarks.accelerator): '
+  'Qwen2.5-1.5B reached on one H200 (python -m benchmarks.accelerator --all): '
   f'annotate and update {SHARES["update"]:.0%} of the operations, recomputed '
   f'ones included, extend {SHARES["extend"]:.0%}, decode '
   f"{SHARES['decode']:.0%} of the memory's bandwidth",

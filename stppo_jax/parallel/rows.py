@@ -1,6 +1,10 @@
-"""Selects rows of arrays that are sharded over devices.
+"""Takes rows of arrays that are sharded over devices, and puts rows there.
 
-n devices hold b rows each, and get m of the selected rows each.
+n devices hold b rows each. `select` exchanges rows: each device gets m of the
+selected ones. The other functions take or put, for an index [n, m], m rows
+within the part of each device, and nothing is sent. A number that is too large
+stands for any row (`take_clipped`), for zeros (`take_filled` and
+`take_with_inverse`), or for no row (`put`).
 """
 
 from typing import Any
@@ -63,7 +67,7 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
   )(batch, rows.reshape(num_devices, -1))
 
 
-def take(x: Array, index: Array) -> Array:
+def take_clipped(x: Array, index: Array) -> Array:
   """Returns rows of an array.
 
   Args:
@@ -85,7 +89,7 @@ def put(
   """Returns an array with other rows in some places; nothing is sent.
 
   Args:
-    x, index: see `take`; a number that is too large stands for no row.
+    x, index: see `take_clipped`; a number that is too large stands for no row.
     new: the rows, in the order of the index.
     mesh: the mesh that rows are laid out on, over the axes data and fsdp.
   """
@@ -108,12 +112,12 @@ def put(
   )(x, index, new)
 
 
-def taken(x: Array, index: Array) -> Array:
-  """Returns for each shard x[index]; 0 for an index that is too large.
+def take_filled(x: Array, index: Array) -> Array:
+  """Returns for each device x[index]; 0 for a number that is too large.
 
   Args:
-    x: [s, p, ...].
-    index: int32 [s, m].
+    x: [n, b, ...].
+    index: int32 [n, m].
   """
   take = lambda x, index: x.at[index].get(mode='fill', fill_value=0)
   return jax.vmap(take)(x, index)
@@ -122,15 +126,22 @@ def taken(x: Array, index: Array) -> Array:
 # JAX does not know that `inverse` undoes `index`: its derivative of x[index]
 # would add numbers up where they came from, one after the other.
 @jax.custom_vjp
-def moved(x: Array, index: Array, inverse: Array) -> Array:
-  """Returns for each shard x[index]; its gradient is g[inverse]."""
+def take_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
+  """Returns `take_filled(x, index)`, whose gradient also takes rows.
+
+  Args:
+    x: [n, b, ...].
+    index: int32 [n, m]. It takes no row of a device twice.
+    inverse: int32 [n, b], for each row the place i with index[i] = row; too
+      large for a row that is not taken. Otherwise the gradient is wrong.
+  """
   del inverse  # only the gradient needs it
-  return taken(x, index)
+  return take_filled(x, index)
 
 
-moved.defvjp(
-  lambda x, index, inverse: (taken(x, index), inverse),
-  lambda inverse, gradient: (taken(gradient, inverse), None, None),
+take_with_inverse.defvjp(
+  lambda x, index, inverse: (take_filled(x, index), inverse),
+  lambda inverse, gradient: (take_filled(gradient, inverse), None, None),
 )
 
 

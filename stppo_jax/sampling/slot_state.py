@@ -146,7 +146,7 @@ def gather_slots(state: SlotState, *, slots_A: Array | None) -> SlotState:
 def _gather(tree, slots_A: Array):
   # A slot id of S or more stands for no slot: what is read there is never
   # stored, because `_scatter` drops it.
-  return jax.tree.map(lambda x: rows.take(x, slots_A), tree)
+  return jax.tree.map(lambda x: rows.take_clipped(x, slots_A), tree)
 
 
 def scatter_slots(

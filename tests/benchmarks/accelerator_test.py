@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 from benchmarks import accelerator
+from benchmarks import accelerator_engine
 
 _TINY = (
   '--sizes=tiny',
@@ -39,47 +41,129 @@ def _figures(size, lines):
 
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
-  """Measures nothing; returns the page and the pieces that would be."""
-  page, run = tmp_path / 'page.md', []
-  page.write_text(_PAGE)
+  """Measures nothing; has the page, and the pieces that would be measured."""
+  made = types.SimpleNamespace(
+    page=tmp_path / 'page.md', run=[], device='a device', codes={}
+  )
+  made.page.write_text(_PAGE)
 
   def figures(name, words):
-    run.append(name)
-    if name == 'limits':
-      return _figures('', _LIMITS)
-    if 'step' in name:
-      return 'exit code 1'
-    return _figures('tiny', {name: (2.0, 1000, 1e14, 0.0)})
+    made.run.append((name, words[words.index('--devices') + 1 :]))
+    if name in made.codes:
+      return made.codes[name]
+    lines = {name: (2.0, 1000, 1e14, 0.0)}
+    found = (
+      _figures('0.5B', lines) if name != 'limits' else _figures('', _LIMITS)
+    )
+    return found | {'device': made.device}
 
-  monkeypatch.setattr(accelerator, 'PAGE', page)
+  monkeypatch.chdir(tmp_path)  # the default folder is there
+  monkeypatch.setattr(accelerator, 'PAGE', made.page)
   monkeypatch.setattr(accelerator, 'measured_in_process', figures)
-  return page, run
+  return made
 
 
-def test_only_what_is_missing_is_measured(stub, tmp_path, capsys):
-  page, run = stub
-  words = [f'--folder={tmp_path / "figures"}', '--sizes=tiny', '--write']
-  # The exit code says whether to go on.
-  assert accelerator.main([*words, '--only', 'limits', 'decode']) == 0
-  decodes = ['decode-tiny-128', 'decode-tiny-256']
-  assert run == ['limits', *decodes]
-  run.clear()
-  assert accelerator.main([*words, '--all']) == 75
-  updates = [f'update-tiny-{x}' for x in ('packed', 'tiles', 'padded')]
-  assert run == [*updates, 'step-tiny']
-  assert 'step-tiny: exit code 1' in capsys.readouterr().out
-  text = page.read_text()
+_WORDS = ['--sizes=0.5B']
+_ALL = [*_WORDS, '--all', '--write']
+
+
+def test_only_what_is_missing_is_measured(stub, capsys):
+  assert accelerator.main([*_WORDS, '--only', 'limits', 'decode']) == 0
+  decodes = ['decode-0.5B-128', 'decode-0.5B-256']
+  # Later pieces must be measured on the device of the first.
+  assert stub.run == [('limits', []), *((x, ['a device']) for x in decodes)]
+  stub.run.clear()
+  stub.codes['step-0.5B'] = 70
+  assert accelerator.main(_ALL) == 70
+  updates = [f'update-0.5B-{x}' for x in ('packed', 'tiles', 'padded')]
+  assert [name for name, _ in stub.run] == [*updates, 'step-0.5B']
+  assert stub.page.read_text() == _PAGE
+  assert 'pieces are missing' in capsys.readouterr().err
+  stub.codes.clear()
+  assert accelerator.main(_ALL) == 0
+  text = stub.page.read_text()
   assert (
     text.startswith('a\n') and text.endswith('\nc\n') and '\nb\n' not in text
   )
   assert 'Measured on 2025-01-01: one a device, jax 1, commit ' in text
-  rows = [line.split() for line in text.splitlines() if 'tiny-' in line]
-  assert [row[3] for row in rows] == [*updates, *decodes]
+  rows = [line.split() for line in text.splitlines() if '-0.5B' in line]
+  assert [row[3] for row in rows] == [*updates, *decodes, 'step-0.5B']
   # 1e14 operations in 2 s are 50 TFLOP/s, a quarter of those of the product.
   assert rows[0][5:] == '2 | 500 | 50 TFLOP/s | 25.0 % | 1.5 |'.split()
-  run.clear()
-  accelerator.main([*words, '--all', '--length=64'])  # another size
-  assert len(run) == 7
+  stub.run.clear()
+  accelerator.main([*_ALL, '--length=64'])  # another size
+  assert len(stub.run) == 7
+
+
+@pytest.mark.parametrize(
+  'folder', ['stppo_jax', 'configs', 'benchmarks', 'jax']
+)
+def test_a_change_is_measured_again(folder, stub, monkeypatch, tmp_path):
+  monkeypatch.setattr(accelerator, '_ROOT', tmp_path)
+  words = [*_WORDS, '--only', 'limits']
+  for _ in range(2):
+    accelerator.main(words)
+  assert len(stub.run) == 1
+  if folder == 'jax':
+    monkeypatch.setattr(accelerator.jax, '__version__', 'another')
+  else:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / 'new.py').write_text('x = 1')
+  accelerator.main(words)
+  assert len(stub.run) == 2
+
+
+def _refused(words, message, capsys):
+  assert accelerator.main(words) == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count('\n') == 1
+
+
+def test_a_table_needs_all_figures_of_one_accelerator(stub, tmp_path, capsys):
+  _refused(['--all', '--write', '--sizes=tiny'], '--sizes=tiny', capsys)
+  only = [*_WORDS, '--only', 'limits']
+  _refused([*only, '--write'], 'lacks update-0.5B-packed, ', capsys)
+  assert not stub.run and not (tmp_path / 'figures').exists()
+  stub.device = 'cpu'
+  accelerator.main([*_WORDS, '--all'])
+  _refused(_ALL, 'these are of a cpu', capsys)
+  path = tmp_path / 'figures' / 'limits.json'
+  path.write_text(path.read_text().replace('"cpu"', '"another"'))
+  _refused([*_WORDS, '--all'], 'has one device, not another and cpu', capsys)
+  assert stub.page.read_text() == _PAGE
+
+
+def test_a_piece_is_not_measured_in_vain(stub, tmp_path, capsys):
+  piece = [*_WORDS, '--all', '--piece=limits']
+  _refused([*piece, '--write'], 'these are of a cpu', capsys)
+  words = [*piece, '--devices', 'another']
+  _refused(words, 'has one device, not another and cpu', capsys)
+  stub.codes['limits'] = 2  # then no other piece is begun
+  assert accelerator.main(_ALL) == 2
+  assert len(stub.run) == 1
+
+
+@pytest.mark.parametrize(('returned', 'code'), [(None, 75), (1, 70), (2, 2)])
+def test_the_exit_code_says_whether_to_go_on(
+  returned, code, monkeypatch, tmp_path
+):
+  def run(command, **options):
+    if returned is None:
+      raise subprocess.TimeoutExpired(command, options['timeout'])
+    return subprocess.CompletedProcess(command, returned, '')
+
+  monkeypatch.setattr(accelerator.subprocess, 'run', run)
+  words = [*_WORDS, '--only', 'limits', f'--folder={tmp_path}']
+  assert accelerator.main(words) == code
+
+
+def test_times_that_make_no_sense_are_measured_again():
+  # Prompts of 2 s, short turns of 1 s and long ones of 5 s.
+  times = iter([(3.0, 3.0), (1.0, 9.0), (3.0, 7.0)])
+  found = accelerator_engine.parts_of(lambda: next(times), 1 / 4)
+  assert found == (4.0, 2.0)
+  with pytest.raises(RuntimeError, match='3 s with short turns and 2.5 s with'):
+    accelerator_engine.parts_of(lambda: (3.0, 2.5), 1 / 4)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +171,9 @@ def test_only_what_is_missing_is_measured(stub, tmp_path, capsys):
   [
     (['--folder=x'], 'one of the arguments --all --only is required'),
     (['--all', '--folder=/proc/x'], '--folder=/proc/x: '),
+    (['--all', '--rows=0'], "--rows: '0' is not an integer above 0"),
+    (['--all', '--length=-1'], "--length: '-1' is not an integer above 0"),
+    (['--all', '--decode_rows', '4', 'x'], "--decode_rows: 'x' is not an "),
   ],
 )
 def test_a_bad_command_is_an_error(words, message, capsys):
@@ -96,7 +183,7 @@ def test_a_bad_command_is_an_error(words, message, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch, capfd):
+def test_a_run_that_is_killed_goes_on(tmp_path, capfd):
   folder = tmp_path / 'figures'
   words = [*_TINY, '--all', f'--folder={folder}']
   first = subprocess.Popen(
@@ -109,9 +196,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch, capfd):
   os.killpg(first.pid, 9)
   first.wait()
   limits = (folder / 'limits.json').read_bytes()
-  monkeypatch.setattr(accelerator, 'PAGE', tmp_path / 'page.md')
-  accelerator.PAGE.write_text(_PAGE)
-  assert accelerator.main([*words, '--write']) == 0
+  assert accelerator.main(words) == 0
   assert (folder / 'limits.json').read_bytes() == limits
   output = capfd.readouterr().out
   assert output.count('limits ...') == 1
@@ -121,5 +206,4 @@ def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch, capfd):
     for line in json.loads(path.read_text())['lines']
   }
   assert len(programs) == 2 + 3 * 2 + 2 + 4
-  page = accelerator.PAGE.read_text()
-  assert all(f'| {name} ' in page for name in programs)
+  assert all(f'| {name} ' in output for name in programs)
