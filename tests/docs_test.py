@@ -323,6 +323,9 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
       _own_files(clone, monkeypatch)
     _run([*_python(command), *_SMOKE], clone)
     assert (_workdir(words, clone) / 'metrics.jsonl').is_file()
+  elif ' doctor ' in command and 'DATA' in command:
+    _own_files(clone, monkeypatch)
+    assert _run(_python(command), clone)
   elif ' demonstrate ' in command:
     _own_files(clone, monkeypatch)
     assert '</search>' in _run(_python(command), clone)
@@ -407,6 +410,9 @@ def test_a_small_version_of_every_command_runs(
       metrics = pathlib.Path('runs/own/metrics.jsonl')
       _check_metrics(metrics)
       assert 'val/substring_match/test' in metrics.read_text()
+  elif ' doctor ' in command and 'DATA' in command:
+    _own_files(small_clone, monkeypatch)
+    call()
   elif ' demonstrate ' in command:
     _own_files(small_clone, monkeypatch)
     assert '</search>' in call()
