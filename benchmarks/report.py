@@ -157,7 +157,8 @@ def measuring_seconds(config: Any) -> float:
   microbatches = (
     config.rollout.trajectories_per_step * config.updates.num_epochs / rows
   )
-  workers = cpu_parallel.num_workers(config.updates.minibatch_size // rows)
+  microbatches = config.updates.minibatch_size // rows
+  workers = min(cpu_parallel.num_cores(), microbatches)
   return extra * microbatches / workers
 
 
