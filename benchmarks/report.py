@@ -157,8 +157,8 @@ def measuring_seconds(config: Any) -> float:
   microbatches = (
     config.rollout.trajectories_per_step * config.updates.num_epochs / rows
   )
-  microbatches = config.updates.minibatch_size // rows
-  workers = min(cpu_parallel.num_cores(), microbatches)
+  of_minibatch = config.updates.minibatch_size // rows
+  workers = min(cpu_parallel.num_cores(), of_minibatch)
   return extra * microbatches / workers
 
 
