@@ -33,11 +33,11 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.evaluate.num_questions = 256
 
   # The model. A real run starts from a model that can follow instructions: set
-  # config.model.path to its Hugging Face directory, delete the lines down to
-  # the batches and the learning rates. It can read, so its short answers
-  # can match exactly. The small random model below first imitates searching and
-  # quoting, and learns from rewards which query finds the answer and how much
-  # it must quote.
+  # config.model.path to its Hugging Face directory, and delete the lines from
+  # here to the batches, and those of the learning rates. It can read, so its
+  # short answers can match exactly. The small random model below first imitates
+  # searching and quoting, and learns from rewards which query finds the answer
+  # and how much it must quote.
   config.model.hidden_size = 128
   config.model.intermediate_size = 128
   config.model.num_layers = 2

@@ -131,7 +131,7 @@ class PassageDemonstrations:
     """See `Demonstrations`."""
     rng, rate = self.noise.of_step(step)
     questions = self.questions.train(step, count)
-    # Each is guessed by the answer of its neighbour.
+    # A guess is the answer of the next question of the batch.
     guesses = [*questions[1:], *questions[:1]]
     if self.quote_words and not rate:
       questions = [self._excerpt(question, rng) for question in questions]

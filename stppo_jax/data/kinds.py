@@ -109,11 +109,12 @@ def demonstrations_of(
     )
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
-  passages = (questions.passages() or ()) if config.data.corpus else ()
-  known = {passage.id for passage in passages}
-  sample = questions.training_sample(_SAMPLE)
-  if sft.quote_words and known.isdisjoint(
-    name for question in sample for name in question.gold_passages
+  found = (questions.passages() or ()) if config.data.corpus else ()
+  passages = {passage.id: passage for passage in found}
+  if sft.quote_words and not any(
+    name in passages
+    for question in questions.training_sample(_SAMPLE)
+    for name in question.gold_passages
   ):
     raise ValueError(
       f'sft.quote_words={sft.quote_words}: no question has gold_pids of '
@@ -122,7 +123,7 @@ def demonstrations_of(
     )
   return demonstrations.PassageDemonstrations(
     questions=questions,
-    passages={passage.id: passage for passage in passages},
+    passages=passages,
     noise=noise,
     max_searches=config.env.max_turns,
     quote_words=sft.quote_words,
