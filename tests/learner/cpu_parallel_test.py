@@ -149,7 +149,7 @@ def test_the_state_is_donated():
 
 def test_shares_are_computed_at_the_same_time():
   """Makes each share wait inside its program until the other has begun."""
-  together = threading.Barrier(2, timeout=60)
+  together = threading.Barrier(2, timeout=15)
   waits = []
 
   def wait():
@@ -162,8 +162,16 @@ def test_shares_are_computed_at_the_same_time():
   _update(waiting, algorithm, batch, max_rows=4)  # it compiles
   jax.effects_barrier()
   waits.append(True)
-  _update(waiting, algorithm, batch, max_rows=4)
-  jax.effects_barrier()
+  # A thread of XLA may be busy with what another test has left, so one meeting
+  # of several is enough. Shares that take turns never meet.
+  for _ in range(3):
+    together.reset()
+    try:
+      _update(waiting, algorithm, batch, max_rows=4)
+      jax.effects_barrier()
+      break
+    except (jax.errors.JaxRuntimeError, threading.BrokenBarrierError):
+      continue
   assert not together.broken
 
 
