@@ -47,11 +47,11 @@ def attention(
     k_BKJH, v_BKJH: keys and values.
     visible_BLJ: bool, the keys that each query sees; its B may be 1.
   """
-  q_BKRLH = _split_heads(q_BLNH, k_BKJH.shape[1])
+  q_BKRLH = split_heads(q_BLNH, k_BKJH.shape[1])
   weights, total, _ = _weights(q_BKRLH, k_BKJH, visible_BLJ)
   # Normalised after the product with v: H divisions a query instead of J.
   mixed = _mix(weights, v_BKJH)
-  return _join_heads(mixed / total.astype(mixed.dtype))
+  return join_heads(mixed / total.astype(mixed.dtype))
 
 
 class Segments(NamedTuple):
@@ -90,17 +90,8 @@ class KeySlice(NamedTuple):
   scales: tuple[Array, Array] | None = None
 
 
-# The sums of values weighted by exp(logit - largest) [B, K, R, L, H], the sums
-# of these weights, and the largest logits [B, K, R, L, 1].
-Reduced = tuple[Array, Array, Array]
-
-
 def attend_to_slices(
-  q_BLNH: Array,
-  slices: Sequence[KeySlice],
-  *,
-  num_kv_heads: int,
-  reduce_others: Callable[[Array], Sequence[Reduced]] = lambda q_BKRLH: (),
+  q_BLNH: Array, slices: Sequence[KeySlice], *, num_kv_heads: int
 ) -> Array:
   """Returns attention to all slices as if they were one array, [B, L, N, H].
 
@@ -115,10 +106,8 @@ def attend_to_slices(
     q_BLNH: queries.
     slices: keys and values.
     num_kv_heads: K.
-    reduce_others: returns what is left of keys and values that are read in
-      another way, from the queries divided by √H.
   """
-  q_BKRLH = _split_heads(q_BLNH, num_kv_heads)
+  q_BKRLH = split_heads(q_BLNH, num_kv_heads)
 
   def read(key_slice):
     k_scale, v_scale = key_slice.scales or (None, None)
@@ -139,11 +128,7 @@ def attend_to_slices(
   # A python bool is a constant: the compiler leaves the other branch out. An
   # array decides when the program runs.
   reduced = [
-    *reduce_others(q_BKRLH),
-    *(
-      jax.lax.cond(x.needed, read, skip, x._replace(needed=True))
-      for x in slices
-    ),
+    jax.lax.cond(x.needed, read, skip, x._replace(needed=True)) for x in slices
   ]
   largest = functools.reduce(jnp.maximum, [x for *_, x in reduced])
   mixed: Any = 0.0
@@ -153,18 +138,10 @@ def attend_to_slices(
     mixed += slice_mixed * scale.astype(slice_mixed.dtype)
     total += slice_total * scale
   mixed = (mixed / total.astype(mixed.dtype)).astype(q_BLNH.dtype)
-  if slices:
-    return _join_heads(mixed)
-  # Kernels have read everything. Between barriers the change of layout is an
-  # operation of its own. The compiler for TPU would else make it a part of the
-  # projection that follows, which then takes four times as long.
-  joined = _join_heads(jax.lax.optimization_barrier(mixed))
-  B, L, N, H = joined.shape
-  flat = jax.lax.optimization_barrier(joined.reshape(B, L, N * H))
-  return flat.reshape(B, L, N, H)
+  return join_heads(mixed)
 
 
-def _split_heads(q_BLNH: Array, K: int) -> Array:
+def split_heads(q_BLNH: Array, K: int) -> Array:
   """Returns q / √H as [B, K, R, L, H], the layout of every product below."""
   B, L, N, H = q_BLNH.shape
   # A TPU fills up a tile whose second last axis is as short as R, so no array
@@ -213,7 +190,7 @@ def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
   return flat.reshape(B, K, R, L, -1)
 
 
-def _join_heads(mixed: Array) -> Array:
+def join_heads(mixed: Array) -> Array:
   """Returns [B, K, R, L, H] as [B, L, N, H]."""
   B, K, R, L, H = mixed.shape
   return mixed.reshape(B, K * R, L, H).swapaxes(1, 2)

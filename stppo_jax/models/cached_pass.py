@@ -5,7 +5,6 @@ keys and of values, R query heads that share one of them, H head size, J
 positions of a page or of the recent tokens. See `cache` for pages.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -42,7 +41,7 @@ class Copied(NamedTuple):
   lengths_B: Array
   count: Array | int
 
-  def slices(self, layer: int) -> list[attention.KeySlice]:
+  def _slices(self, layer: int) -> list[attention.KeySlice]:
     """Returns the pages of a layer for `attention.attend_to_slices`."""
     return [
       attention.KeySlice(
@@ -55,15 +54,27 @@ class Copied(NamedTuple):
       for n, (k_BKJH, v_BKJH, *others) in enumerate(self.layers[layer])
     ]
 
-  def reads_own(self, num_queries: int) -> bool:
-    """Returns False: the recent tokens are a slice, too."""
-    return False
+  def attend(
+    self, layer: int, q_BCNH: Array, own: Sequence[Array], first: Array | int
+  ) -> Array:
+    """Returns attention to the cached and the recent tokens [B, C, N, H].
 
-  def reduce(
-    self, layer: int, q_BKRCH: Array, own: Sequence[Array] = ()
-  ) -> Sequence[attention.Reduced]:
-    """Returns nothing: all pages are slices."""
-    return ()
+    Args:
+      layer: the number of the layer.
+      q_BCNH: queries.
+      own: keys and values of the recent tokens [B, K, J, H].
+      first: the place of the first query's token among them.
+    """
+    keys, values = own
+    _, K, J, _ = keys.shape
+    places_C = first + jnp.arange(q_BCNH.shape[1])
+    # Among the recent tokens, each attends to itself and those before it.
+    seen_1CJ = jnp.arange(J)[None, None] <= places_C[None, :, None]
+    slices = [
+      *self._slices(layer),
+      attention.KeySlice(keys, values, seen_1CJ, True),
+    ]
+    return attention.attend_to_slices(q_BCNH, slices, num_kv_heads=K)
 
   def _filled(self, number: int, size: int) -> Array:
     """Returns which positions of a page each row has reached [B, 1, J]."""
@@ -84,52 +95,30 @@ class Live(NamedTuple):
   work: live_pages.Work
   mesh: jax.sharding.Mesh | None
 
-  def slices(self, layer: int) -> list[attention.KeySlice]:
-    """Returns nothing: the kernel reads all pages."""
-    return []
-
-  def reads_own(self, num_queries: int) -> bool:
-    """Returns whether the kernel also reads the tokens of the queries."""
-    return num_queries % live_pages.PAGE_SIZE == 0
-
-  def reduce(
-    self, layer: int, q_BKRCH: Array, own: Sequence[Array] = ()
-  ) -> Sequence[attention.Reduced]:
-    """Returns what the kernel makes of the pages of a layer.
-
-    Args:
-      layer: the number of the layer.
-      q_BKRCH: queries, divided by √H.
-      own: the keys and values of the queries' own tokens [B, K, C, H], if the
-        kernel reads them.
-    """
-    pages = self.cache[layer][:2]
-    reduced = [self._on_devices(live_pages.reduce, q_BKRCH, *pages, self.work)]
-    if own:
-      reduced.append(self._on_devices(live_pages.reduce_own, q_BKRCH, *own))
-    return reduced
-
-  def _on_devices(
-    self, reduce: Callable[..., Any], q_BKRCH: Array, *arrays: Any
-  ) -> attention.Reduced:
-    """Returns the results of a kernel that each device runs on its rows."""
-    B, K, R, C, H = q_BKRCH.shape
-    inputs = (q_BKRCH.reshape(B, K, R * C, H), *arrays)
+  def attend(
+    self, layer: int, q_BCNH: Array, own: Sequence[Array], first: Array | int
+  ) -> Array:
+    """Returns attention to the cached and the recent tokens; see `Copied`."""
+    q_BKRCH = attention.split_heads(q_BCNH, own[0].shape[1])
+    attend = live_pages.attend
     if self.mesh is not None and self.mesh.size > 1:
-      rows, heads = cache_lib.axes(K, self.mesh)
+      rows, heads = cache_lib.axes(own[0].shape[1], self.mesh)
       spec = P(rows, heads)
-      reduce = jax.shard_map(
-        reduce,
+      attend = jax.shard_map(
+        attend,
         mesh=self.mesh,
-        in_specs=tuple(
-          _work_specs(rows) if isinstance(x, live_pages.Work) else spec
-          for x in inputs
-        ),
+        in_specs=(*[spec] * 5, _work_specs(rows), P()),
         out_specs=spec,
         check_vma=False,  # the kernel does not declare which axes vary
       )
-    mixed, total, largest = (x.reshape(B, K, R, C, -1) for x in reduce(*inputs))
-    return mixed, total, largest
+    pages = self.cache[layer][:2]
+    mixed = attend(q_BKRCH, *pages, *own, self.work, jnp.int32(first))
+    # Between barriers the change of layout is an operation of its own. The
+    # compiler for TPU would else make it a part of the projection that follows,
+    # which then takes four times as long.
+    joined = attention.join_heads(jax.lax.optimization_barrier(mixed))
+    flat = joined.reshape(*joined.shape[:2], -1)
+    return jax.lax.optimization_barrier(flat).reshape(joined.shape)
 
 
 def _work_specs(rows: activations.Axes) -> live_pages.Work:
@@ -252,25 +241,9 @@ def extend(
       return new_block[-1]
 
     def attend(q, k, v, append=append, n=n):
-      keys, values = append(k), append(v)
-      # Among the recent tokens, each attends to itself and those before it.
-      seen_1CJ = (
-        jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
-      )
-      slices, own = cached.slices(n), ()
-      if cached.reads_own(C):
-        # The kernel counts from the first of the keys that it is given.
-        assert keys.shape[2] == C
-        own = keys, values
-      else:
-        slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
+      own = append(k), append(v)
       q = activations.constrain(q, mesh, rows, None, heads)
-      mixed = attention.attend_to_slices(
-        q,
-        slices,
-        num_kv_heads=module.config.num_kv_heads,
-        reduce_others=functools.partial(cached.reduce, n, own=own),
-      )
+      mixed = cached.attend(n, q, own, first)
       # The layout changes in two steps. With the second one alone the compiler
       # would move the parts of every slice instead of their mean.
       mixed = activations.constrain(mixed, mesh, rows, None, heads)

@@ -1,10 +1,11 @@
 """Attention to the live pages of a cache, by a kernel for TPU.
 
-The kernel also reads tokens that are in no page yet, as if they were pages.
+It also reads the tokens that are in no page yet: those of the queries
+themselves, and what was decoded since pages were last written.
 
 B rows, P pages of the cache, N pages that a row can have, K heads of keys and
 of values, R query heads that share one of them, C queries of a row, Q = R * C,
-J positions of a page, H head size.
+J positions of a page, T tokens that are in no page, H head size.
 
 Rows differ in length, and the kernel reads only the pages that a row has begun.
 Its grid is a list of work: an entry is a row and up to `_PLACES` adjacent pages
@@ -83,90 +84,68 @@ def plan_work(lengths_B: Array, table_BN: Array, num_pages: int) -> Work:
   )
 
 
-def reduce(
-  q_BKQH: Array,
+def attend(
+  q_BKRCH: Array,
   k_PKJH: Array,
   v_PKJH: Array,
+  own_k_BKTH: Array,
+  own_v_BKTH: Array,
   work: Work,
+  first: Array | int,
   *,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  sinks_KR: Array | None = None,
   interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-  """Reduces the cached keys and values that each row has.
+) -> Array:
+  """Returns attention to the cached tokens of each row and to its own ones.
+
+  Query c of a row is at the position length + first + c. It sees the cached
+  tokens and the own tokens 0..first + c.
 
   Args:
-    q_BKQH: queries, divided by √H. Each of them sees all cached tokens of its
-      row.
-    k_PKJH, v_PKJH: keys and values; all finite, and J = `PAGE_SIZE`.
+    q_BKRCH: queries, divided by √H.
+    k_PKJH, v_PKJH: keys and values of the pages; all finite, J = `PAGE_SIZE`.
+    own_k_BKTH, own_v_BKTH: keys and values of tokens that no page holds yet;
+      all finite. T is at most `PAGE_SIZE` or a multiple of it.
     work: the entries, of `plan_work`.
+    first: int32, the number of own tokens before the first query.
+    window: the number of tokens that a query sees at most, its own and those
+      before it; None: all.
+    soft_cap: c, for logits c tanh(logit / c); None: logits as they are.
+    sinks_KR: for each query head, the logit of a key without a value, as in
+      gpt-oss (OpenAI, 2025); None: there is none.
     interpret: whether to run the kernel's program without a TPU.
 
   Returns:
-    The sums of the values weighted by exp(logit - largest), float32
-    [B, K, Q, H]; the sums of the weights, and the largest logits
-    [B, K, Q, 1]. The largest logit of a row without tokens is `MASKED`.
+    The weighted means of the values [B, K, R, C, H], in the dtype of q.
   """
-  return _reduce(
-    q_BKQH, k_PKJH, v_PKJH, work, num_queries=0, interpret=interpret
-  )
-
-
-def reduce_own(
-  q_BKQH: Array, k_BKCH: Array, v_BKCH: Array, *, interpret: bool = False
-) -> tuple[Array, Array, Array]:
-  """Reduces the tokens of the queries themselves, which no page holds yet.
-
-  Args:
-    q_BKQH: queries, divided by √H; Q is [R, C] as one axis. Each of them sees
-      its own token and those before it.
-    k_BKCH, v_BKCH: keys and values; all finite, and J divides C.
-    interpret: whether to run the kernel's program without a TPU.
-
-  Returns:
-    See `reduce`.
-  """
-  B, _, C, _ = k_BKCH.shape
-  parts = C // PAGE_SIZE
-  table_BN = jnp.arange(B * parts).reshape(B, parts)
-  work = plan_work(jnp.full(B, C), table_BN, B * parts)
-  return _reduce(
-    q_BKQH, k_BKCH, v_BKCH, work, num_queries=C, interpret=interpret
-  )
-
-
-def _reduce(
-  q_BKQH: Array,
-  k_PKJH: Array,
-  v_PKJH: Array,
-  work: Work,
-  *,
-  num_queries: int,
-  interpret: bool,
-) -> tuple[Array, Array, Array]:
-  """Returns `reduce`, or `reduce_own` of `num_queries` tokens if not 0."""
   # Imported here because it takes a while and only a TPU needs it.
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import tpu as pltpu
 
-  B, K, Q, H = q_BKQH.shape
+  B, K, R, C, H = q_BKRCH.shape
+  Q, T = R * C, own_k_BKTH.shape[2]
   N = len(work.rows_E) // B * _PLACES
   tile = min(_up(Q, _SUBLANES), _up(_MOST_QUERIES // K, _SUBLANES))
   padded = _up(Q, tile)
-  q_BKQH = jnp.pad(q_BKQH, ((0, 0), (0, 0), (0, padded - Q), (0, 0)))
+  pad = ((0, 0), (0, 0), (0, padded - Q), (0, 0))
+  q_BKQH = jnp.pad(q_BKRCH.reshape(B, K, Q, H), pad)
 
-  def of_row(width):
+  def of_row(size):
     return pl.BlockSpec(
-      (1, K, tile, width),
-      lambda t, e, rows_E, *_: (rows_E[e], 0, t, 0),
+      (1, K, size, H),
+      lambda t, e, rows_E, *_: (rows_E[e], 0, t if size == tile else 0, 0),
     )
 
-  parts = k_PKJH.shape[2] // PAGE_SIZE  # pages that are one array
-
   def of_page(place):
-    def index(t, e, rows_E, firsts_E, lengths_B, pages_ZE):
-      page = pages_ZE[place, e]
-      return page // parts, 0, page % parts, 0
-
-    return pl.BlockSpec((1, K, PAGE_SIZE, H), index)
+    return pl.BlockSpec(
+      (1, K, PAGE_SIZE, H),
+      lambda t, e, rows_E, firsts_E, lengths_B, pages_ZE, first_1: (
+        *(pages_ZE[place, e], 0),
+        *(0, 0),
+      ),
+    )
 
   def in_memory(x_PKJH):
     # Otherwise the compiler may fetch all pages before the kernel begins.
@@ -175,78 +154,98 @@ def _reduce(
     return pltpu.with_memory_space_constraint(x_PKJH, pltpu.HBM)
 
   pages = [of_page(place) for place in range(_PLACES)]
-  mixed_BKQH, numbers = pl.pallas_call(
-    functools.partial(_kernel, num_queries=num_queries),
+  specs = [of_row(tile), *pages, *pages, of_row(T), of_row(T)]
+  arrays = [
+    q_BKQH,
+    *[in_memory(k_PKJH)] * _PLACES,
+    *[in_memory(v_PKJH)] * _PLACES,
+    own_k_BKTH,
+    own_v_BKTH,
+  ]
+  if sinks_KR is not None:
+    sinks_KQ = jnp.pad(jnp.repeat(sinks_KR, C, axis=1), pad[1:3])
+    shape = K, padded, PAGE_SIZE
+    arrays.append(jnp.broadcast_to(sinks_KQ[..., None], shape))
+    specs.append(pl.BlockSpec((K, tile, PAGE_SIZE), lambda t, e, *_: (0, t, 0)))
+  keys = N * PAGE_SIZE + T  # at most, because lengths are not known here
+  mixed_BKQH = pl.pallas_call(
+    functools.partial(_kernel, num_queries=C, window=window, soft_cap=soft_cap),
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=4,
+      num_scalar_prefetch=5,
       grid=(padded // tile, work.count_1[0]),
-      in_specs=[of_row(H), *pages, *pages],
-      out_specs=[of_row(H), of_row(PAGE_SIZE)],
+      in_specs=specs,
+      out_specs=of_row(tile),
       scratch_shapes=[
         pltpu.VMEM((K, tile, width), jnp.float32)
         for width in (H, PAGE_SIZE, PAGE_SIZE)
       ],
     ),
-    out_shape=[
-      jax.ShapeDtypeStruct((B, K, padded, width), jnp.float32)
-      for width in (H, PAGE_SIZE)
-    ],
-    # At most, because lengths are not known here.
+    out_shape=jax.ShapeDtypeStruct((B, K, padded, H), q_BKRCH.dtype),
     cost_estimate=pl.CostEstimate(
-      flops=4 * B * K * Q * N * PAGE_SIZE * H,
+      flops=4 * B * K * Q * keys * H,
       bytes_accessed=2
       * (padded // tile)
       * B
       * K
-      * N
-      * PAGE_SIZE
+      * keys
       * H
       * k_PKJH.dtype.itemsize,
-      transcendentals=B * K * Q * N * PAGE_SIZE,
+      transcendentals=B * K * Q * keys,
     ),
     interpret=interpret,
-  )(
-    *work[1:],
-    q_BKQH,
-    *[in_memory(k_PKJH)] * _PLACES,
-    *[in_memory(v_PKJH)] * _PLACES,
-  )
-  numbers = numbers[:, :, :Q]
-  return mixed_BKQH[:, :, :Q], numbers[..., :1], numbers[..., -1:]
+  )(*work[1:], jnp.full(1, first, jnp.int32), *arrays)
+  return mixed_BKQH[:, :, :Q].reshape(B, K, R, C, H)
 
 
-def _kernel(rows_E, firsts_E, lengths_B, pages_ZE, q_ref, *refs, num_queries):
+def _kernel(
+  rows_E,
+  firsts_E,
+  lengths_B,
+  pages_ZE,
+  first_1,
+  q_ref,
+  *refs,
+  num_queries,
+  window,
+  soft_cap,
+):
   """Adds an entry to the sums of its row, for a tile of queries.
 
+  The last entry of a row also adds the row's own tokens and divides the sums.
   The numbers of a query fill a whole vector of lanes, all of them equal.
   """
   from jax.experimental import pallas as pl
 
   del pages_ZE  # the specifications of the blocks have used it
   k_refs, v_refs = refs[:_PLACES], refs[_PLACES : 2 * _PLACES]
-  mixed_ref, numbers_ref, sums, totals, tops = refs[2 * _PLACES :]
+  own_k_ref, own_v_ref, *sinks_ref = refs[2 * _PLACES : -4]
+  mixed_ref, sums, totals, tops = refs[-4:]
+  _, K, tile, _ = q_ref.shape
   entry = pl.program_id(1)
-  first, length = firsts_E[entry], lengths_B[rows_E[entry]]
+  page, length = firsts_E[entry], lengths_B[rows_E[entry]]
+  # The own token that is the query's.
+  start = pl.program_id(0) * tile
+  query = jax.lax.broadcasted_iota(jnp.int32, (tile, PAGE_SIZE), 0) + start
+  query = first_1[0] + query % num_queries
 
-  @pl.when(first == 0)
+  @pl.when(page == 0)
   def _():
     sums[...] = jnp.zeros_like(sums)
-    totals[...] = jnp.zeros_like(totals)
-    tops[...] = jnp.full_like(tops, MASKED)
+    if sinks_ref:
+      totals[...] = jnp.ones_like(totals)
+      tops[...] = sinks_ref[0][...]
+    else:
+      totals[...] = jnp.zeros_like(totals)
+      tops[...] = jnp.full_like(tops, MASKED)
 
-  def visible(place, shape):
-    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    seen = length
-    if num_queries:
-      query = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-      seen = (pl.program_id(0) * shape[0] + query) % num_queries + 1
-    return (first + place) * PAGE_SIZE + lane < seen
-
-  for head in range(q_ref.shape[1]):
+  def add(head, slices):
+    """Adds keys and values; each slice has a mask of the keys it has."""
     logits = []
-    for place, k_ref in enumerate(k_refs):
-      x = _product(q_ref[0, head], k_ref[0, head], transposed=True)
-      logits.append(jnp.where(visible(place, x.shape), x, MASKED))
+    for k, _, visible in slices:
+      x = _product(q_ref[0, head], k, transposed=True)
+      if soft_cap is not None:
+        x = soft_cap * jnp.tanh(x / soft_cap)
+      logits.append(jnp.where(visible, x, MASKED))
     old = tops[head]
     top = old
     for x in logits:
@@ -254,17 +253,45 @@ def _kernel(rows_E, firsts_E, lengths_B, pages_ZE, q_ref, *refs, num_queries):
     scale = jnp.exp(old - top)
     total = totals[head] * scale
     mixed = sums[head] * scale[:, :1]
-    for x, v_ref in zip(logits, v_refs):
-      weights = jnp.exp(x - top)
+    for x, (_, v, visible) in zip(logits, slices):
+      weights = jnp.exp(x - top[:, : x.shape[1]])
+      if window is not None:  # a query may see nothing of the first pages
+        weights = jnp.where(visible, weights, 0.0)
       total += jnp.sum(weights, axis=1, keepdims=True)
-      mixed += _product(weights.astype(v_ref.dtype), v_ref[0, head])
+      mixed += _product(weights.astype(v.dtype), v)
     sums[head], totals[head], tops[head] = mixed, total, top
 
-  @pl.when((first + _PLACES) * PAGE_SIZE >= length)
+  def lanes(start, size):
+    lane = jax.lax.broadcasted_iota(jnp.int32, (tile, size), 1)
+    return start + lane
+
+  def cached(place):
+    position = lanes((page + place) * PAGE_SIZE, PAGE_SIZE)
+    visible = position < length
+    if window is not None:
+      visible &= position > length + query - window
+    return visible
+
+  masks = [cached(place) for place in range(_PLACES)]
+  for head in range(K):
+    pages = zip(k_refs, v_refs, masks)
+    add(head, [(k[0, head], v[0, head], seen) for k, v, seen in pages])
+
+  @pl.when((page + _PLACES) * PAGE_SIZE >= length)
   def _():
-    mixed_ref[0] = sums[...]
-    lane = jax.lax.broadcasted_iota(jnp.int32, totals.shape, 2)
-    numbers_ref[0] = jnp.where(lane < PAGE_SIZE // 2, totals[...], tops[...])
+    for begin in range(0, own_k_ref.shape[2], PAGE_SIZE):
+      size = min(PAGE_SIZE, own_k_ref.shape[2] - begin)
+      part = pl.ds(begin, size)
+      token = lanes(begin, size)
+      visible = token <= query[:, :size]
+      if window is not None:
+        visible &= token > query[:, :size] - window
+      for head in range(K):
+        k, v = own_k_ref[0, head, part], own_v_ref[0, head, part]
+        add(head, [(k, v, visible)])
+    for head in range(K):
+      mixed = sums[head] / totals[head][:, :1]
+      mixed_ref[0, head] = mixed.astype(mixed_ref.dtype)
 
 
 def _product(x, y, *, transposed: bool = False):

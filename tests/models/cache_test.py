@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.models import cached_pass
-from stppo_jax.models import live_pages
 from tests.models import tiny
 
 _B, _L, _C = 3, 14, 4
@@ -147,27 +145,3 @@ def test_storing_equals_a_plain_loop():
             page, place = divmod(lengths_B[b] + n, _SIZE)
             expected[table_BN[b, page], :, place] = layer[part][b, :, n]
         np.testing.assert_array_equal(found[part], expected)
-
-
-def test_the_kernel_is_given_the_keys_of_new_tokens_only():
-  model = tiny.model(head_dim=128, attention='splash')
-  C = live_pages.PAGE_SIZE
-  empty = cache_lib.empty(model.config, 1, C)
-  zeros_1 = jnp.zeros(1, jnp.int32)
-
-  def extend(params, recent):
-    cached = cached_pass.read(
-      model.config, empty, zeros_1[:, None], zeros_1, count=1, mesh=None
-    )
-    return model.extend(
-      params,
-      jnp.zeros((1, C), jnp.int32),
-      cached=cached,
-      lengths_B=zeros_1,
-      recent=recent,
-      first=0,
-    )
-
-  recent = cache_lib.nothing_recent(model.config, 1, 2 * C)
-  with pytest.raises(AssertionError):
-    jax.eval_shape(extend, tiny.split_layers(tiny.params(model)), recent)

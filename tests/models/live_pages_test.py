@@ -12,88 +12,102 @@ _SIZE = live_pages.PAGE_SIZE
 _N = 6  # pages that a row can have
 
 
-def _arrays(dtype, *, queries=5, rows=5, heads=2, head_dim=32):
-  """Returns random queries, keys and values, and the pages of rows."""
+def _arrays(dtype, *, queries=5, own=128, lengths=(0, 1, 128, 129, 768)):
+  """Returns queries, pages, own keys and values, and the pages of rows."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-  q_BKQH = normal(rows, heads, queries, head_dim) * head_dim**-0.5
-  pages = rows * _N
-  shape = pages, heads, _SIZE, head_dim
-  table_BN = rng.permutation(pages).reshape(rows, _N).astype(np.int32)
-  return q_BKQH, normal(*shape), normal(*shape), table_BN
+  B, K, R, H = len(lengths), 2, 3, 32
+  q_BKRCH = normal(B, K, R, queries, H) * H**-0.5
+  pages = [normal(B * _N, K, _SIZE, H) for _ in 'kv']
+  table_BN = rng.permutation(B * _N).reshape(B, _N).astype(np.int32)
+  table_BN = np.where(
+    np.arange(_N) * _SIZE < np.array(lengths)[:, None],
+    table_BN,
+    cache_lib.NO_PAGE,
+  )
+  return q_BKRCH, *pages, *(normal(B, K, own, H) for _ in 'kv'), table_BN
 
 
-def _reference(q_BKQH, k_PKJH, v_PKJH, table_BN, lengths_B):
-  """Returns attention of each row by loops, in float64."""
-  q, k, v = (np.asarray(x, np.float64) for x in (q_BKQH, k_PKJH, v_PKJH))
+def _reference(
+  arrays, lengths, first, *, window=None, soft_cap=None, sinks_KR=None
+):
+  """Returns attention of each query by loops, in float64."""
+  *arrays, table_BN = arrays
+  q, k, v, own_k, own_v = (np.asarray(x, np.float64) for x in arrays)
   result = np.zeros(q.shape)
-  for b, length in enumerate(lengths_B):
-    for head in range(q.shape[1]):
-      keys, values = (
-        np.concatenate(
-          [x[page, head] for page in table_BN[b, : -(-length // _SIZE)]]
-        )[:length]
-        for x in (k, v)
-      )
-      logits = q[b, head] @ keys.T
-      weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-      weights /= weights.sum(axis=1, keepdims=True)
-      result[b, head] = weights @ values
+  for b, head, r, c in np.ndindex(q.shape[:-1]):
+    length, seen = lengths[b], lengths[b] + first + c + 1
+    keys, values = (
+      np.concatenate(
+        [x[page, head] for page in table_BN[b, : -(-length // _SIZE)]]
+        + [np.zeros((0, q.shape[-1]))]
+      )[:length]
+      for x in (k, v)
+    )
+    begin = 0 if window is None else max(seen - window, 0)
+    keys = np.concatenate([keys, own_k[b, head]])[begin:seen]
+    values = np.concatenate([values, own_v[b, head]])[begin:seen]
+    logits = keys @ q[b, head, r, c]
+    if soft_cap is not None:
+      logits = soft_cap * np.tanh(logits / soft_cap)
+    weights = np.exp(logits)
+    total = weights.sum()
+    if sinks_KR is not None:
+      total += np.exp(np.float64(sinks_KR[head, r]))
+    result[b, head, r, c] = weights @ values / total
   return result
 
 
+def _attend(arrays, lengths, first, **options):
+  *arrays, table_BN = arrays
+  work = live_pages.plan_work(np.array(lengths), table_BN, len(arrays[1]))
+  return live_pages.attend(*arrays, work, first, interpret=True, **options)
+
+
 @pytest.mark.parametrize(
   ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 2e-2)]
 )
-def test_the_kernel_equals_loops(dtype, tolerance):
-  q, k, v, table_BN = _arrays(dtype)
-  lengths_B = np.array([1, 128, 129, 700, 768])
-  table_BN = np.where(
-    np.arange(_N) * _SIZE < lengths_B[:, None], table_BN, cache_lib.NO_PAGE
+@pytest.mark.parametrize(
+  ('queries', 'own', 'first'),
+  # Decoding; a short chunk; a chunk whose own keys are all of it.
+  [(1, 16, 0), (1, 16, 9), (5, 128, 40), (256, 256, 0)],
+)
+def test_the_kernel_equals_loops(dtype, tolerance, queries, own, first):
+  lengths = 0, 1, 129, 768
+  arrays = _arrays(dtype, queries=queries, own=own, lengths=lengths)
+  found = _attend(arrays, lengths, first)
+  assert found.dtype == dtype
+  expected = _reference(arrays, lengths, first)
+  np.testing.assert_allclose(
+    np.asarray(found, np.float64), expected, atol=tolerance
   )
-  work = live_pages.plan_work(lengths_B, table_BN, len(k))
-  mixed, total, largest = live_pages.reduce(q, k, v, work, interpret=True)
-  expected = _reference(q, k, v, table_BN, lengths_B)
-  np.testing.assert_allclose(mixed / total, expected, atol=tolerance)
-  assert np.isfinite(largest).all()
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'window': 4},
+    {'window': 300},
+    {'soft_cap': 0.7},
+    {'sinks_KR': np.array([[0.5, -1, 3], [9, 0, -5]], np.float32)},
+    {'window': 7, 'soft_cap': 2.0, 'sinks_KR': np.ones((2, 3), np.float32)},
+  ],
+)
+def test_variants_of_attention_equal_loops(options):
+  lengths = 0, 3, 700
+  arrays = _arrays('float32', lengths=lengths)
+  found = _attend(arrays, lengths, 2, **options)
+  expected = _reference(arrays, lengths, 2, **options)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  plain = _attend(arrays, lengths, 2)
+  assert np.abs(plain - found).max() > 1e-2
 
 
 def test_queries_of_many_tiles():
-  q, k, v, table_BN = _arrays('float32', queries=1100, rows=1, heads=1)
-  lengths_B = np.array([300])
-  work = live_pages.plan_work(lengths_B, table_BN, len(k))
-  mixed, total, _ = live_pages.reduce(q, k, v, work, interpret=True)
-  expected = _reference(q, k, v, table_BN, lengths_B)
-  np.testing.assert_allclose(mixed / total, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-  ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 2e-2)]
-)
-def test_each_query_sees_its_own_token_and_those_before_it(dtype, tolerance):
-  shared, tokens = 2, 2 * _SIZE  # query heads of a head of keys; C
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-  q_BKQH = normal(3, 2, shared * tokens, 32) * 32**-0.5
-  k, v = normal(3, 2, tokens, 32), normal(3, 2, tokens, 32)
-  mixed, total, largest = live_pages.reduce_own(q_BKQH, k, v, interpret=True)
-  q, k, v = (np.asarray(x, np.float64) for x in (q_BKQH, k, v))
-  seen = np.tile(np.tri(tokens, dtype=bool), (shared, 1))
-  logits = np.where(seen, q @ k.swapaxes(2, 3), -np.inf)
-  weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-  expected = weights @ v / weights.sum(axis=-1, keepdims=True)
-  np.testing.assert_allclose(mixed / total, expected, atol=tolerance)
-  np.testing.assert_allclose(
-    largest[..., 0], logits.max(axis=-1), atol=2 * tolerance
-  )
-
-
-def test_a_row_without_tokens_weighs_nothing():
-  q, k, v, table_BN = _arrays('float32', rows=2)
-  work = live_pages.plan_work(np.array([0, 200]), table_BN, len(k))
-  mixed, total, largest = live_pages.reduce(q, k, v, work, interpret=True)
-  np.testing.assert_array_equal(largest[0], np.float32(live_pages.MASKED))
-  assert np.isfinite(mixed).all() and np.isfinite(total).all()
+  arrays = _arrays('float32', queries=384, own=384, lengths=(300,))
+  found = _attend(arrays, (300,), 0)
+  expected = _reference(arrays, (300,), 0)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_only_begun_pages_are_read():
