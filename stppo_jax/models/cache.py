@@ -193,70 +193,56 @@ def _store(
   lengths_B: Array,
   counts_B: Array,
 ) -> Cache:
-  """Returns the part of a cache on one device, with the recent tokens."""
+  """Returns the part of a cache on one device, with the recent tokens.
+
+  Of each page that a row's new tokens lie in, a window of W positions is
+  rewritten: all that C new tokens can touch. The windows of all rows are made
+  in one product with rows of the identity matrix. A loop that cut them out one
+  by one would spend its time on starting small kernels.
+  """
   num_pages, _, size, _ = cache[0][0].shape
-  N, C = table_BN.shape[1], recent[0][0].shape[2]
+  B, N = table_BN.shape
+  C = recent[0][0].shape[2]
+  W = min(C, size)
   touched = (C + size - 2) // size + 1  # most pages that C tokens lie in
+  numbers_BT = lengths_B[:, None] // size + jnp.arange(touched)[None]
+  begins_BT = numbers_BT * size - lengths_B[:, None]  # in new tokens
+  pages_BT = jnp.take_along_axis(
+    table_BN, jnp.minimum(numbers_BT, N - 1), axis=1
+  )
+  exists_BT = (numbers_BT < N) & (pages_BT < num_pages)
+  pages_BT = jnp.minimum(pages_BT, num_pages - 1)
+  firsts_BT = jnp.clip(-begins_BT, 0, size - W)
+  # The new token at each position of a window.
+  tokens_BTW = (begins_BT + firsts_BT)[..., None] + jnp.arange(W)[None, None]
+  is_new_BTW = (tokens_BTW >= 0) & (tokens_BTW < counts_B[:, None, None])
+  is_new_BTW &= exists_BT[..., None]
+  chosen_BTWC = tokens_BTW[..., None] == jnp.arange(C)[None, None, None]
+  windows = jax.tree.map(
+    lambda x_BKCH: jnp.einsum(
+      'btwc,bkch->btkwh',
+      chosen_BTWC.astype(x_BKCH.dtype),
+      x_BKCH,
+      precision='highest',  # exact: each sum has one term that is not 0
+      preferred_element_type=x_BKCH.dtype,
+    ),
+    recent,
+  )
 
   def one_page(index, cache):
-    row = index // touched
-    number = lengths_B[row] // size + index % touched
-    page = table_BN[row, jnp.minimum(number, N - 1)]
-    exists = (number < N) & (page < num_pages)
-    where = (
-      jnp.minimum(page, num_pages - 1),
-      lengths_B[row],
-      jnp.where(exists, counts_B[row], 0),
-      number * size,
-    )
-    return tuple(
-      tuple(
-        _written(old, new, row, *where) for old, new in zip(*layer, strict=True)
-      )
-      for layer in zip(cache, recent, strict=True)
-    )
+    row, part = index // touched, index % touched
+    place = pages_BT[row, part], 0, firsts_BT[row, part], 0
+    is_new_1W1 = is_new_BTW[row, part][None, :, None]
 
-  return jax.lax.fori_loop(0, len(lengths_B) * touched, one_page, cache)
+    def written(old_PKJH, windows_BTKWH):
+      new = windows_BTKWH[row, part]
+      old = jax.lax.dynamic_slice(old_PKJH, place, (1, *new.shape))
+      window = jnp.where(is_new_1W1, new, old)
+      return jax.lax.dynamic_update_slice(old_PKJH, window, place)
 
+    return jax.tree.map(written, cache, windows)
 
-def _written(
-  old_PKJH: Array,
-  new_BKCH: Array,
-  row: Array,
-  page: Array,
-  length: Array,
-  count: Array,
-  begin: Array,
-) -> Array:
-  """Returns all pages with the recent tokens of a row that belong in one.
-
-  Args:
-    old_PKJH: all pages.
-    new_BKCH: recent tokens.
-    row: the row.
-    page: the page to write to.
-    length: position of the first recent token.
-    count: the number of recent tokens that are stored.
-    begin: position of the page's first token in the row.
-  """
-  _, K, J, H = old_PKJH.shape
-  C = new_BKCH.shape[2]
-  size = min(C, J)
-  # Only a window of the page is rewritten. It covers the positions of all new
-  # tokens in the page; its other positions keep their content.
-  first = jnp.clip(length - begin, 0, J - size)
-  place = (page, 0, first, 0)
-  shape = (1, K, size, H)
-  old = jax.lax.dynamic_slice(old_PKJH, place, shape)
-  shift = begin + first - length  # the recent token at the window's start
-  start = jnp.clip(shift, 0, C - size)
-  new = jax.lax.dynamic_slice(new_BKCH, (row, 0, start, 0), shape)
-  padded = jnp.pad(new, ((0, 0), (0, 0), (size, size), (0, 0)))
-  new = jax.lax.dynamic_slice_in_dim(padded, shift - start + size, size, axis=2)
-  index = shift + jnp.arange(size)
-  kept = (index >= 0) & (index < count)
-  window = jnp.where(kept[None, None, :, None], new, old)
-  return jax.lax.dynamic_update_slice(old_PKJH, window, place)
+  return jax.lax.fori_loop(0, B * touched, one_page, cache)
 
 
 def copy_pages(
