@@ -1,0 +1,324 @@
+"""Measures on a real slice what compiling ahead cannot prove.
+
+    python -m benchmarks.first_hour --config=FILE.py[:ALGORITHM] --workdir=DIR
+        [--config.KEY=VALUE ...] [--report=FILE] [--megabytes=N]
+
+Run it on all hosts at once, as `train` is run, with the config and the workdir
+of the run that is to follow; it takes some minutes. Process 0 prints a table
+and, with `--report`, writes it to a file as JSON. A line compares what was
+measured with what `plan` and the docs assume:
+
+- devices: their number, and the memory of one;
+- own programs: whether the compiler accepts programs for each host alone
+  (`rollout.span`);
+- product, copy: the rates of a large matrix product and of a large copy;
+- links: what a device sends in an all-gather and a reduce-scatter of weights,
+  along each axis of the mesh;
+- attention: the kernel of training, forward and backward, on rows of the
+  config's length;
+- cached attention: the kernel of decoding, on rows that are half full;
+- workdir: writing and reading a file of `--megabytes` (by default 64) on every
+  host at the same time, and the latency of a small one.
+
+A check that fails is a line with its error, and the others go on. The exit code
+is then 70.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
+import json
+import math
+import sys
+import time
+from typing import Any
+from typing import NamedTuple
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from benchmarks import accelerator_learner
+from benchmarks import measure
+from stppo_jax import exits
+from stppo_jax.commands.flags import command_line
+from stppo_jax.commands.flags import configuration
+from stppo_jax.models import attention
+from stppo_jax.models import config as model_config
+from stppo_jax.models import live_pages
+from stppo_jax.models import operations
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import memory
+from stppo_jax.parallel import topology
+from stppo_jax.training import components
+from stppo_jax.training import model_files
+from stppo_jax.training import span
+
+_REPEATS = 5
+
+
+class Line(NamedTuple):
+  """A line of the report.
+
+  Attributes:
+    check: what was measured.
+    found, expected: what was found, and what `plan` assumes; numbers are in
+      `unit`.
+    unit: the unit of both.
+  """
+
+  check: str
+  found: Any
+  expected: Any = ''
+  unit: str = ''
+
+
+class Subject(NamedTuple):
+  """What the checks need.
+
+  Attributes:
+    config: the config of the run.
+    shape: the shape of its models.
+    mesh: the mesh of training.
+    hosts: the hosts.
+    limits: the published limits of a device; None if they are not known.
+    workdir: the folder of the run.
+    megabytes: the size of the file that is written there.
+  """
+
+  config: Any
+  shape: model_config.ModelConfig
+  mesh: jax.sharding.Mesh
+  hosts: hosts_lib.Hosts
+  limits: topology.Limits | None
+  workdir: epath.Path
+  megabytes: int
+
+
+def devices(subject: Subject) -> Iterator[Line]:
+  """Compares the devices with those of the mesh and the table of chips."""
+  kind = jax.devices()[0].device_kind
+  yield Line(f'devices of kind {kind}', jax.device_count(), subject.mesh.size)
+  yield Line('hosts', jax.process_count(), subject.hosts.count)
+  if (found := memory.device_limit()) is not None:
+    expected = subject.limits.memory if subject.limits else ''
+    yield Line('memory', round(found / memory.GIB, 2), expected, 'GiB')
+
+
+def own_programs(subject: Subject) -> Iterator[Line]:
+  """Compiles small programs for each host alone."""
+  problems = subject.hosts.exchange('trial', span.try_here(subject.config))
+  for index, problem in enumerate(problems):
+    yield Line(f'own programs of host {index}', problem or 'compile', 'compile')
+
+
+def rates(subject: Subject) -> Iterator[Line]:
+  """Measures a matrix product and a copy on one device."""
+  width = 8192 if subject.limits else 256
+  options = accelerator_learner.Options(product=width)
+  product, copy = accelerator_learner.limits(options)
+  yield _rate(subject, 'product', product.operations, product.seconds)
+  yield _rate(subject, 'copy', copy.bytes, copy.seconds, of='bandwidth')
+
+
+def links(subject: Subject) -> Iterator[Line]:
+  """Measures what a device sends along each axis of the mesh."""
+  mesh, per_device = subject.mesh, 2**23  # float32 elements
+  if not subject.limits:
+    per_device = 2**16
+  for axis, count in mesh.shape.items():
+    if count == 1:
+      continue
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
+    scatter = functools.partial(
+      jax.lax.psum_scatter, axis_name=axis, tiled=True
+    )
+    size = per_device // count * count
+    spec = P(tuple(mesh.axis_names))
+    for name, call, sent in (
+      ('all-gather', gather, (count - 1) * size * 4),
+      ('reduce-scatter', scatter, (count - 1) / count * size * 4),
+    ):
+      program = jax.jit(
+        # The sum keeps the compiler from leaving the exchange out.
+        jax.shard_map(
+          lambda x, call=call: jnp.sum(call(x))[None],
+          mesh=mesh,
+          in_specs=spec,
+          out_specs=spec,
+          check_vma=False,
+        )
+      )
+      x = jax.jit(
+        functools.partial(jnp.ones, (size * mesh.size,)),
+        out_shardings=jax.sharding.NamedSharding(mesh, spec),
+      )()
+      seconds = accelerator_learner.seconds_of(lambda: program(x), _REPEATS)
+      yield _rate(subject, f'{name} along {axis}', sent, seconds, of='links')
+
+
+def kernel_of_training(subject: Subject) -> Iterator[Line]:
+  """Measures attention of a row, forward and backward, on one device."""
+  shape, length = subject.shape, subject.config.env.max_length
+  attend = attention.causal_attention(
+    shape.attention, length, lengths_B=None, mesh=None
+  )
+  heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+  keys = jax.random.split(jax.random.key(0), 3)
+  q, k, v = (
+    jax.random.normal(key, (1, length, n, shape.head_dim), shape.dtype)
+    for key, n in zip(keys, heads)
+  )
+  loss = lambda *qkv: jnp.sum(attend(*qkv).astype(jnp.float32))
+  program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+  seconds = accelerator_learner.seconds_of(lambda: program(q, k, v), _REPEATS)
+  per_token = operations.attention_operations(shape, length) / shape.num_layers
+  # A backward pass has twice the products of a forward pass.
+  yield _rate(subject, 'attention', 3 * length * per_token, seconds)
+
+
+def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
+  """Measures attention to a cache on one device, if it has the kernel."""
+  shape = subject.shape
+  if shape.attention != 'splash' or shape.head_dim % live_pages.PAGE_SIZE:
+    return
+  B, K, H = 32, shape.num_kv_heads, shape.head_dim
+  N = math.ceil(subject.config.env.max_length / live_pages.PAGE_SIZE)
+  lengths_B = jnp.full(B, N * live_pages.PAGE_SIZE // 2)
+  pages = B * N
+  kv = jax.jit(
+    lambda: jax.random.normal(
+      jax.random.key(0), (pages, K, live_pages.PAGE_SIZE, H), shape.dtype
+    )
+  )()
+  q = jnp.ones((B, K, shape.num_heads // K, 1, H), shape.dtype)
+  own = jnp.ones((B, K, subject.config.rollout.decode_chunk, H), shape.dtype)
+  table_BN = jnp.arange(pages).reshape(B, N)
+  work = live_pages.plan_work(lengths_B, table_BN, pages)
+  program = jax.jit(live_pages.attend)
+  run = lambda: program(q, kv, kv, own, own, work, 0)
+  read = 2 * int(lengths_B.sum()) * K * H * kv.dtype.itemsize
+  seconds = accelerator_learner.seconds_of(run, _REPEATS)
+  yield _rate(subject, 'cached attention', read, seconds, of='bandwidth')
+
+
+def storage(subject: Subject) -> Iterator[Line]:
+  """Writes and reads files in the workdir, on every host."""
+  folder = subject.workdir / 'first_hour'
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / f'host_{subject.hosts.index}'
+  content = np.random.default_rng(subject.hosts.index).bytes(
+    subject.megabytes << 20
+  )
+
+  def timed(call: Callable[[], Any]) -> float:
+    subject.hosts.exchange('storage', None)
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+  written = timed(lambda: path.write_bytes(content))
+  read = timed(lambda: _compare(path, content))
+  small = float(
+    np.median([timed(lambda: path.write_bytes(b'x')) for _ in 'abcde'])
+  )
+  path.unlink()
+  seconds = subject.hosts.exchange('storage', [written, read, small])
+  for index, (written, read, small) in enumerate(seconds):
+    for name, second in ('written', written), ('read', read):
+      rate = round(subject.megabytes / second, 1)
+      yield Line(f'workdir, {name} by host {index}', rate, '', 'MiB/s')
+    yield Line(
+      f'workdir, a small file of host {index}', round(small, 4), '', 's'
+    )
+
+
+def _compare(path: epath.Path, content: bytes) -> None:
+  if path.read_bytes() != content:
+    raise OSError(f'{path}: other bytes than were written')
+
+
+CHECKS: Sequence[Callable[[Subject], Iterator[Line]]] = (
+  devices,
+  own_programs,
+  rates,
+  links,
+  kernel_of_training,
+  kernel_of_decoding,
+  storage,
+)
+
+
+def _rate(
+  subject: Subject,
+  name: str,
+  amount: float,
+  seconds: float,
+  *,
+  of: str = 'operations',
+) -> Line:
+  """Returns a rate beside the limit of a device that has this name."""
+  unit = 'TFLOP/s' if of == 'operations' else 'GB/s'
+  scale = 1e12 if of == 'operations' else 1e9
+  expected = getattr(subject.limits, of) / scale if subject.limits else ''
+  return Line(name, round(amount / seconds / scale, 3), expected, unit)
+
+
+def measured(subject: Subject) -> tuple[list[Line], bool]:
+  """Returns the lines of all checks, and whether all of them ran."""
+  lines, complete = [], True
+  for check in CHECKS:
+    try:
+      lines += check(subject)
+    except Exception as error:  # the report is worth more than the other checks
+      lines.append(Line(check.__name__, hosts_lib.describe(error), 'no error'))
+      complete = False
+  return lines, complete
+
+
+def main(argv: Sequence[str]) -> int:
+  """Measures and reports; returns the exit code."""
+  flags = command_line.flags(
+    workdir='',
+    report='',
+    megabytes=command_line.integer(64, lower_bound=1),
+    coordinator='',
+    num_processes=0,
+    process_id=-1,
+  )
+  try:
+    given = configuration.split(argv, flags, required=('config', 'workdir'))
+    config = configuration.checked(flags, given)
+    place = distributed.place(
+      flags.coordinator, flags.num_processes, flags.process_id
+    )
+  except (exits.Misconfigured, ValueError) as error:
+    print(error, file=sys.stderr)
+    return exits.USAGE
+  with distributed.joined(place) as hosts:
+    mesh = components.build_mesh(config)
+    subject = Subject(
+      config=config,
+      shape=model_files.build_model_config(config, None, mesh),
+      mesh=mesh,
+      hosts=hosts,
+      limits=topology.limits_of(jax.devices()[0]),
+      workdir=epath.Path(flags.workdir),
+      megabytes=flags.megabytes,
+    )
+    lines, complete = measured(subject)
+    if hosts.is_first:
+      rows = [[str(cell) for cell in line] for line in lines]
+      print(measure.table(Line._fields, rows))
+      if flags.report:
+        records = [line._asdict() for line in lines]
+        epath.Path(flags.report).write_text(json.dumps(records, indent=2))
+  return 0 if complete else exits.BUG
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""The checks of a slice run on the virtual devices of this machine."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import first_hour
+from stppo_jax.parallel import topology
+
+_CONFIG = '--config=configs/quickstart.py:st_ppo'
+
+
+def _report(tmp_path, *flags):
+  report = tmp_path / 'report.json'
+  code = first_hour.main(
+    [_CONFIG, f'--workdir={tmp_path}', f'--report={report}', *flags]
+  )
+  return code, {x['check']: x for x in json.loads(report.read_text('utf-8'))}
+
+
+def test_every_check_reports_what_it_measured(tmp_path, capsys):
+  code, lines = _report(
+    tmp_path,
+    '--megabytes=1',
+    '--config.mesh.data=-1',
+    '--config.mesh.fsdp=4',
+  )
+  assert code == 0
+  devices = lines.pop('devices of kind cpu')
+  assert devices['found'] == devices['expected'] == jax.device_count()
+  assert lines.pop('own programs of host 0')['found'] == 'compile'
+  for name in (
+    *('product', 'copy', 'attention', 'all-gather along fsdp'),
+    *('reduce-scatter along fsdp', 'workdir, written by host 0'),
+    *('workdir, read by host 0', 'workdir, a small file of host 0'),
+  ):
+    assert lines[name]['found'] > 0, name
+  assert 'all-gather along tensor' not in lines  # one device
+  assert 'attention' in capsys.readouterr().out
+  # Nothing of the checks stays in the workdir.
+  assert not list((tmp_path / 'first_hour').iterdir())
+
+
+def test_rates_are_compared_with_the_limits_of_the_device(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(first_hour, 'CHECKS', [first_hour.kernel_of_training])
+  monkeypatch.setattr(topology, 'limits_of', lambda _: topology.TPUS['v5e'])
+  code, lines = _report(tmp_path)
+  assert code == 0 and lines['attention']['expected'] == 197.0
+
+
+def test_a_failed_check_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
+  def fails(subject):
+    raise OSError('no bucket')
+    yield
+
+  monkeypatch.setattr(first_hour, 'CHECKS', [fails, first_hour.devices])
+  code, lines = _report(tmp_path)
+  assert code == 70
+  assert 'no bucket' in lines['fails']['found']
+  assert 'hosts' in lines
+
+
+@pytest.mark.parametrize(
+  ('flags', 'named'),
+  [
+    ([_CONFIG], '--workdir'),
+    ([_CONFIG, '--workdir=x', '--megabytes=0'], '--megabytes=0'),
+    ([_CONFIG, '--workdir=x', '--config.mesh.fsdp=x'], 'mesh.fsdp'),
+    ([_CONFIG, '--workdir=x', '--process_id=1'], '--coordinator'),
+  ],
+)
+def test_wrong_flags_are_refused(flags, named, capsys):
+  assert first_hour.main(flags) == 2
+  error = capsys.readouterr().err
+  assert named in error and len(error.splitlines()) == 1
