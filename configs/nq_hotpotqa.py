@@ -19,19 +19,23 @@ The setting of the paper, which docs/algorithms.md describes, trains Qwen2.5 of
         --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
 and launch/README.md has launchers that start it. All hosts must see /shared,
-DATA and MODEL. With a size, `configs/nq.py` and `configs/hotpotqa.py` are the
-same setting with one of the two data sets.
+DATA and MODEL; docs/recipes.md says what to look at after ten steps. With a
+size, `configs/nq.py` and `configs/hotpotqa.py` are the same setting with one of
+the two data sets.
 
     python -m stppo_jax plan --config=configs/nq_hotpotqa.py:7b \
         --topology=v5e:8x8 --compile=False --config.model.path=MODEL
 
 needs no data. If half of the tokens are trained on, it estimates (no run on a
-TPU has confirmed it yet):
+TPU has confirmed it yet, nor on a node of eight H100):
 
-    size  topology  GiB of a chip  seconds a step   500 steps
-    1_5b  v5e:4x4    9.6 of 15.75   74, at least 28  10 hours, 164 chip-hours
-    3b    v5e:8x8    6.9 of 15.75   52, at least 19  7 hours, 464 chip-hours
-    7b    v5e:8x8    8.1 of 15.75   90, at least 34  13 hours, 802 chip-hours
+    size      topology   GiB of a chip seconds a step   500 steps
+    1_5b      v5e:4x4    9.6 of 15.75  74, at least 28  10 hours, 164 chip-hours
+    3b        v5e:8x8    6.9 of 15.75  52, at least 19  7 hours, 464 chip-hours
+    7b        v5e:8x8    8.1 of 15.75  90, at least 34  13 hours, 802 chip-hours
+    1_5b_node gpu:h100:8 21.6 of 79.20 32, at least 12  4 hours, 35 chip-hours
+    3b_node   gpu:h100:8 33.1 of 79.20 59, at least 23  8 hours, 66 chip-hours
+    7b_node   gpu:h100:8 64.5 of 79.20 129, at least 50 18 hours, 143 chip-hours
 """
 
 from stppo_jax.configs import base

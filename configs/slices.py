@@ -1,10 +1,10 @@
-"""The options with which Qwen2.5 trains on slices of TPU v5e, by model size.
+"""The options with which Qwen2.5 trains on TPU slices and a node of GPUs.
 
 The configs of data sets take a size behind the algorithm or in its place, such
-as `configs/nq.py:st_ppo,7b` or `configs/nq.py:7b`.
-
-The chips have 16 GiB each, and a host has four of them. `python -m stppo_jax
-plan --sweep_mesh` finds such settings for other models and other slices.
+as `configs/nq.py:st_ppo,7b` or `configs/nq.py:7b` for a slice of TPU v5e, whose
+chips have 16 GiB each, and four a host. `7b_node` is the same model on a node
+of eight H100. `python -m stppo_jax plan --sweep_mesh` finds such settings for
+other models and other devices.
 """
 
 import typing
@@ -15,7 +15,7 @@ from stppo_jax.configs import base
 
 
 class Slice(typing.NamedTuple):
-  """A slice and the layout of a model on it.
+  """A slice or a node, and the layout of a model on it.
 
   Attributes:
     topology: its name, for `plan`.
@@ -36,6 +36,9 @@ SLICES = {
   '1_5b': Slice('v5e:4x4', 2, 8, 1, 16, 2),
   '3b': Slice('v5e:8x8', 2, 32, 1, 64, 2),
   '7b': Slice('v5e:8x8', 1, 16, 4, 16, 4),
+  '1_5b_node': Slice('gpu:h100:8', 1, 8, 1, 16, 1),
+  '3b_node': Slice('gpu:h100:8', 1, 8, 1, 16, 1),
+  '7b_node': Slice('gpu:h100:8', 1, 8, 1, 8, 1),
 }
 
 

@@ -29,7 +29,7 @@ def test_the_figures_of_a_recipe_are_those_of_its_plan(name, size):
   where = re.search(r'--topology=(\S+)', doc)
   assert where is not None and where[1] == slices.SLICES['7b'].topology
   config = module.get_config(size)
-  config.model.path = str(_PUBLISHED / f'qwen2_5_{size}')
+  config.model.path = str(_PUBLISHED / f'qwen2_5_{size.removesuffix("_node")}')
   plan = plan_lib.make(
     config,
     length=config.env.max_length,
