@@ -100,7 +100,7 @@ class Live(NamedTuple):
   ) -> Array:
     """Returns attention to the cached and the recent tokens; see `Copied`."""
     q_BKRCH = attention.split_heads(q_BCNH, own[0].shape[1])
-    attend = live_pages.attend
+    attend: Any = live_pages.attend
     if self.mesh is not None and self.mesh.size > 1:
       rows, heads = cache_lib.axes(own[0].shape[1], self.mesh)
       spec = P(rows, heads)
