@@ -1,10 +1,12 @@
 """Show how runs are doing: state, step, phase, speed, scores, checkpoint.
 
-python -m stppo_jax status DIR... [--json]
+python -m stppo_jax status DIR... [--json] [--watch=SECONDS]
 
   DIR     the folder of a run, its --workdir, or the address of its copy in a
-          bucket, its writer.copy_to
+          bucket, its writer.copy_to; or a folder that has folders of runs in
+          it, such as that of a sweep, of a study, or runs/
   --json  prints one JSON object for each run, with all digits
+  --watch=SECONDS  prints the table again every so many seconds, until Ctrl-C
 
 Below the table are the errors that ended runs, and the alarms of their last
 steps: skipped updates, numbers that are not finite, and the alarms that
@@ -31,6 +33,7 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import sys
+import time
 
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools import run_state
@@ -38,18 +41,32 @@ from stppo_jax.tools import run_state
 
 def main(argv: Sequence[str]) -> int:
   """Prints the states of runs; returns the exit code."""
-  flags = command_line.flags(json=False)
+  flags = command_line.flags(
+    json=False, watch=command_line.number(0.0, lower_bound=0)
+  )
   given = command_line.parse(
     flags, argv, words=sys.maxsize, missing=command_line.NO_RUNS
   )
   command_line.refuse(given.errors)
+  if not flags.watch:
+    return _print(given.words, as_json=flags.json)
+  while True:
+    if sys.stdout.isatty() and not flags.json:
+      print('\033[2J\033[H', end='')  # an empty screen
+    _print(given.words, as_json=flags.json)
+    sys.stdout.flush()
+    time.sleep(flags.watch)
+
+
+def _print(folders: Sequence[str], *, as_json: bool) -> int:
+  """Prints the states of runs once; returns the exit code."""
   states, problems = [], []
-  for folder in given.words:
+  for folder in run_state.runs_in(folders):
     try:
       states.append(run_state.read(folder))
     except run_state.NoRun as error:
       problems.append(error)
-  if flags.json:
+  if as_json:
     for state in states:
       print(json.dumps(dataclasses.asdict(state)))
   elif states:

@@ -82,6 +82,20 @@ class RunState:
   alarms: list[str]
 
 
+def runs_in(folders: Sequence[str]) -> list[str]:
+  """Returns folders, with those of its runs in place of a folder of runs.
+
+  Runs lie directly in it, or in its folders, as those of several studies do.
+  """
+  found: list[str] = []
+  for folder in folders:
+    path, inner = pathlib.Path(folder), []
+    if not buckets.is_address(folder) and not run_folder.command_of(path):
+      inner = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
+    found += sorted(str(x.parent) for x in inner) or [folder]
+  return found
+
+
 def read(folder: str | pathlib.Path) -> RunState:
   """Returns the state of the run of a folder.
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -178,6 +179,38 @@ def test_a_folder_that_is_no_run_does_not_hide_the_others(tmp_path, capsys):
   for arguments in ([], ['--jsn', str(run)]):
     assert __main__.main(['status', *arguments]) == 2
     assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_a_folder_of_runs_stands_for_its_runs(tmp_path, capsys):
+  for name in ('study/turn-0', 'study/token-0', 'study/token-1', 'other'):
+    _make(tmp_path / name, lines=_ALL)
+  assert __main__.main(['status', '--json', str(tmp_path)]) == 0
+  found = [
+    json.loads(x)['folder'] for x in capsys.readouterr().out.splitlines()
+  ]
+  assert found == [
+    str(tmp_path / name)
+    for name in ('other', 'study/token-0', 'study/token-1', 'study/turn-0')
+  ]
+
+
+def test_watching_shows_what_has_changed(tmp_path):
+  run = _make(tmp_path / 'run', lines=[_line(1)])
+  with subprocess.Popen(
+    [sys.executable, '-m', 'stppo_jax', 'status', '--json', str(run)]
+    + ['--watch=0.1'],
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as process:
+    assert process.stdout is not None
+    steps = [json.loads(process.stdout.readline())['step']]
+    with (run / 'metrics.jsonl').open('a') as file:
+      file.write(json.dumps(_line(2)) + '\n')
+    while steps[-1] == 1:
+      steps.append(json.loads(process.stdout.readline())['step'])
+    process.send_signal(signal.SIGINT)
+    process.stdout.read()
+  assert steps[0] == 1 and steps[-1] == 2 and process.returncode == 130
 
 
 def test_files_that_are_cut_off_are_no_error(tmp_path):
