@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from benchmarks import first_hour
+from launch import first_hour
 from stppo_jax.parallel import topology
 
 _CONFIG = '--config=configs/quickstart.py:st_ppo'

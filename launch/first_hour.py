@@ -1,6 +1,6 @@
 """Measures on a real slice what compiling ahead cannot prove.
 
-    python -m benchmarks.first_hour --config=FILE.py[:ALGORITHM] --workdir=DIR
+    python -m launch.first_hour --config=FILE.py[:ALGORITHM] --workdir=DIR
         [--config.KEY=VALUE ...] [--report=FILE] [--megabytes=N]
 
 Run it on all hosts at once, as `train` is run, with the config and the workdir
@@ -41,8 +41,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from benchmarks import accelerator_learner
-from benchmarks import measure
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
@@ -58,7 +56,7 @@ from stppo_jax.training import components
 from stppo_jax.training import model_files
 from stppo_jax.training import span
 
-_REPEATS = 5
+_REPEATS, _CALLS = 5, 4
 
 
 class Line(NamedTuple):
@@ -119,10 +117,15 @@ def own_programs(subject: Subject) -> Iterator[Line]:
 def rates(subject: Subject) -> Iterator[Line]:
   """Measures a matrix product and a copy on one device."""
   width = 8192 if subject.limits else 256
-  options = accelerator_learner.Options(product=width)
-  product, copy = accelerator_learner.limits(options)
-  yield _rate(subject, 'product', product.operations, product.seconds)
-  yield _rate(subject, 'copy', copy.bytes, copy.seconds, of='bandwidth')
+  # Random numbers, because a product of zeros takes less power.
+  x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
+  product = jax.jit(lambda x: x @ x)
+  seconds = _seconds(lambda: product(x))
+  yield _rate(subject, 'product', 2.0 * width**3, seconds)
+  many = jnp.ones((16, width, width), jnp.bfloat16)
+  copy = jax.jit(lambda x: x + 1)  # reads and writes each element once
+  seconds = _seconds(lambda: copy(many))
+  yield _rate(subject, 'copy', 2.0 * many.nbytes, seconds, of='bandwidth')
 
 
 def links(subject: Subject) -> Iterator[Line]:
@@ -157,7 +160,7 @@ def links(subject: Subject) -> Iterator[Line]:
         functools.partial(jnp.ones, (size * mesh.size,)),
         out_shardings=jax.sharding.NamedSharding(mesh, spec),
       )()
-      seconds = accelerator_learner.seconds_of(lambda: program(x), _REPEATS)
+      seconds = _seconds(lambda: program(x))
       yield _rate(subject, f'{name} along {axis}', sent, seconds, of='links')
 
 
@@ -175,7 +178,7 @@ def kernel_of_training(subject: Subject) -> Iterator[Line]:
   )
   loss = lambda *qkv: jnp.sum(attend(*qkv).astype(jnp.float32))
   program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-  seconds = accelerator_learner.seconds_of(lambda: program(q, k, v), _REPEATS)
+  seconds = _seconds(lambda: program(q, k, v))
   per_token = operations.attention_operations(shape, length) / shape.num_layers
   # A backward pass has twice the products of a forward pass.
   yield _rate(subject, 'attention', 3 * length * per_token, seconds)
@@ -202,7 +205,7 @@ def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
   program = jax.jit(live_pages.attend)
   run = lambda: program(q, kv, kv, own, own, work, 0)
   read = 2 * int(lengths_B.sum()) * K * H * kv.dtype.itemsize
-  seconds = accelerator_learner.seconds_of(run, _REPEATS)
+  seconds = _seconds(run)
   yield _rate(subject, 'cached attention', read, seconds, of='bandwidth')
 
 
@@ -251,6 +254,20 @@ CHECKS: Sequence[Callable[[Subject], Iterator[Line]]] = (
   kernel_of_decoding,
   storage,
 )
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+  """Returns the median of the seconds of a call, after one to warm up.
+
+  Each measurement is of several calls, so that starting them takes no part.
+  """
+  jax.block_until_ready(run())
+  found = []
+  for _ in range(_REPEATS):
+    begin = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(_CALLS)])
+    found.append((time.perf_counter() - begin) / _CALLS)
+  return float(np.median(found))
 
 
 def _rate(
@@ -312,8 +329,8 @@ def main(argv: Sequence[str]) -> int:
     )
     lines, complete = measured(subject)
     if hosts.is_first:
-      rows = [[str(cell) for cell in line] for line in lines]
-      print(measure.table(Line._fields, rows))
+      for check, found, expected, unit in [Line._fields, *lines]:
+        print(f'{check:32} {found!s:>12} {expected!s:>12} {unit}'.rstrip())
       if flags.report:
         records = [line._asdict() for line in lines]
         epath.Path(flags.report).write_text(json.dumps(records, indent=2))
