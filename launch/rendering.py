@@ -19,7 +19,7 @@ from stppo_jax.commands.flags import overrides as overrides_lib
 SOURCES = '.sources'  # the folder of unpacked sources, in that of --root
 _TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 _FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
-_SETUP = {'uv': '0.13.9', 'python_version': '3.12', 'attempts': 5, 'delay': 10}
+_SETUP = {'uv': '0.13.9', 'python_version': '3.12', 'attempts': 5}
 
 # The flags of many runs, and how many of them run at once.
 Array = tuple[Sequence[Sequence[str]], str]
@@ -88,8 +88,11 @@ def _fields(
     }
   if name == 'tpu':
     place = values['place'].rpartition('/')[0]
-    patience = slices.PATIENCE * values['poll']
-    return _SETUP | {'patience': patience, 'source': f'{place}/{source.name}'}
+    return _SETUP | {
+      'patience': slices.PATIENCE * values['poll'],
+      'delay': -(-values['poll'] // 6),
+      'source': f'{place}/{source.name}',
+    }
   nodes, chips = accelerators.nodes(
     values['accelerator'], values['topology'], values['chips']
   )

@@ -30,6 +30,7 @@ from launch import cloud
 from launch import source as source_lib
 from stppo_jax import exits
 
+_NEW = 60  # seconds in which a slice may not be there yet
 PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 
 
@@ -126,6 +127,7 @@ class Slices:
     is_kept = False
     try:
       code = self._follow()
+      cloud.say(f'{self._values["workdir"]}: ended with exit code {code}')
     except _Interrupted as error:
       for number in numbers:
         signal.signal(number, signal.SIG_DFL)
@@ -152,7 +154,6 @@ class Slices:
   def _follow(self) -> int:
     self._adopt()
     if self._live is None and self._is_done():
-      cloud.say(f'{self._values["workdir"]}: the run is done')
       return 0
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     while True:
@@ -186,7 +187,7 @@ class Slices:
       return
     name = self.name(self._live['number'])
     if self._live['job'] != self._job:
-      if self._state()[0] or time.time() - self._live['asked'] < 60:
+      if self._state()[0] or time.time() - self._live['asked'] < _NEW:
         self._live = None
         raise Ended(
           f'{self._values["workdir"]}: the slice {name} of another command '
@@ -205,8 +206,9 @@ class Slices:
       Ended: the budget is spent, or the request was refused.
     """
     records = self._records()
-    if records and records[-1]['reason'] == 'stopped' and self._said:
-      raise Ended('the run was stopped')
+    if records and not records[-1]['ended']:  # of another one of these
+      self._adopt()
+      return
     self._check_budget(records)
     number = len(records) + 1
     self._live = {'number': number, 'job': self._job, 'asked': time.time()}
@@ -268,11 +270,14 @@ class Slices:
         return 0
     elif all_ended:
       return exits.TRY_AGAIN
-    is_new = not live['active'] and now - live['asked'] < 5 * self._poll
+    is_new = not live['active'] and now - live['asked'] < _NEW
     if state in cloud.OVER or not state and not is_new:
       if not live['active'] and state == 'FAILED':
         raise Ended(f'{self.name(live["number"])}: {problem or "FAILED"}')
       cloud.say(f'{self.name(live["number"])} was taken away')
+      if self._records()[live['number'] - 1]['reason'] == 'stopped':
+        self._live = None
+        raise Ended('the run was stopped')
       self._leave('lost')
     elif live['active']:
       self._check_budget(self._records())

@@ -26,11 +26,11 @@ setup() {
   gcloud storage cp {{source}} "$home/source.tar.gz" &&
     rm -rf "$home/source" && mkdir "$home/source" &&
     tar -xzf "$home/source.tar.gz" -C "$home/source" &&
-    curl -LsSf --retry 3 https://astral.sh/uv/{{uv}}/install.sh \
+    curl -LsSf --retry 3 --max-time 300 https://astral.sh/uv/{{uv}}/install.sh \
       -o "$home/install.sh" &&
     UV_UNMANAGED_INSTALL="$home" sh "$home/install.sh" &&
     "$home/uv" venv --clear --python {{python_version}} "$home/venv" &&
-    "$home/uv" pip install --python "$home/venv/bin/python" \
+    timeout 1800 "$home/uv" pip install --python "$home/venv/bin/python" \
       -r "$home/source/launch/requirements.txt" \
       -c "$home/source/launch/requirements.txt" 'jax[tpu]' 'gcsfs>=2025.3' &&
     if [ -n "$secrets" ]; then
