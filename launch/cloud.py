@@ -16,6 +16,8 @@ SILENCE = 20  # polls without a word of any worker, after which it is given up
 class CloudError(Exception):
   """A command of gcloud that failed; one line."""
 
+  exit_code = exits.TRY_AGAIN
+
 
 def reap(values: Mapping[str, Any]) -> int:
   """Deletes the slices of a zone whose run has ended; returns the exit code."""
@@ -55,9 +57,9 @@ def read(address: str) -> str:
     CloudError: the bucket could not be read.
   """
   done = run(['gcloud', 'storage', 'cat', address])
-  if done.returncode and 'matched no objects' not in done.stderr:
+  if done.returncode and b'matched no objects' not in done.stderr:
     raise CloudError(reason(done))
-  return '' if done.returncode else done.stdout
+  return '' if done.returncode else done.stdout.decode(errors='replace')
 
 
 def write(address: str, data: bytes, *, new: bool = False) -> bool:
@@ -69,7 +71,7 @@ def write(address: str, data: bytes, *, new: bool = False) -> bool:
   words = ['gcloud', 'storage', 'cp', '--quiet', '-', address]
   done = run(words + ['--if-generation-match=0'] * new, data)
   if done.returncode:
-    if new and ('412' in done.stderr or 'pre-condition' in done.stderr):
+    if new and b'412' in done.stderr:
       return False
     raise CloudError(reason(done))
   return True
@@ -83,7 +85,7 @@ def delete(values: Mapping[str, Any], name: str, pause: float) -> None:
   """
   for attempt in range(5):
     done = run(tpus(values, 'delete', name, '--force', '--quiet'))
-    if not done.returncode or 'NOT_FOUND' in done.stderr:
+    if not done.returncode or b'NOT_FOUND' in done.stderr:
       return
     time.sleep(pause * attempt)
   raise CloudError(f'{name} could not be deleted: {reason(done)}')
@@ -94,24 +96,18 @@ def tpus(values: Mapping[str, Any], *words: str) -> list[str]:
   return ['gcloud', 'compute', 'tpus', 'queued-resources', *words, *where]
 
 
-def run(words: list[str], data: bytes = b'') -> Any:
+def run(words: list[str], data: bytes = b'') -> subprocess.CompletedProcess:
   """Runs a command in a session of its own, which a Ctrl-C does not reach."""
-  done = subprocess.run(
+  return subprocess.run(
     words, input=data, capture_output=True, check=False, start_new_session=True
   )
-  return subprocess.CompletedProcess(
-    words,
-    done.returncode,
-    done.stdout.decode(errors='replace'),
-    done.stderr.decode(errors='replace'),
-  )
 
 
-def reason(done: subprocess.CompletedProcess[str]) -> str:
+def reason(done: subprocess.CompletedProcess[bytes]) -> str:
   """Returns why a command failed, in one line."""
-  lines = [x for x in done.stderr.splitlines() if x.strip()] or ['no reason']
-  start = next((x for x in lines if x.startswith('ERROR')), lines[-1])
-  return ' '.join(start.split())
+  lines = done.stderr.decode(errors='replace').strip().splitlines()
+  errors = [x for x in lines if x.startswith('ERROR')] or lines[-1:]
+  return ' '.join(''.join(errors[:1]).split()) or 'no reason'
 
 
 def say(line: str) -> None:

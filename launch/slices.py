@@ -18,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import json
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -35,17 +36,15 @@ PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 
 
 class Ended(Exception):
-  """The end of the program: a line and an exit code."""
+  """Ends the program; its line is printed."""
 
-  def __init__(self, line: str, exit_code: int = exits.TRY_AGAIN):
-    super().__init__(line)
-    self.exit_code = exit_code
+  exit_code = exits.TRY_AGAIN
 
 
-class _Interrupted(Exception):
-  def __init__(self, number: int, *_: Any):
-    super().__init__(number)
-    self.number = number
+class Refused(Ended):
+  """A request that will never be granted."""
+
+  exit_code = exits.USAGE
 
 
 class Slices:
@@ -74,7 +73,7 @@ class Slices:
     self._poll: int = values['poll']
     self._slice = accelerators.find(values['accelerator'])
     self._live: dict[str, Any] | None = None  # the record of the slice
-    self._heard = ('', 0.0)  # the last words of the workers, and when
+    self._heard = '', time.time()  # the last words of the workers, and when
     self._said, self._shown = '', 0  # the state, and how much of the log
     self._is_done_since = 0.0
 
@@ -116,29 +115,28 @@ class Slices:
     """
 
     def interrupt(number, frame) -> NoReturn:
-      raise _Interrupted(number)
+      raise KeyboardInterrupt(number)
 
-    numbers = [
-      x
-      for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-      if signal.getsignal(x) != signal.SIG_IGN  # as under nohup
-    ]
-    before = {x: signal.signal(x, interrupt) for x in numbers}
     is_kept = False
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in signals:
+      if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        signal.signal(number, interrupt)
     try:
       code = self._follow()
       cloud.say(f'{self._values["workdir"]}: ended with exit code {code}')
-    except _Interrupted as error:
-      for number in numbers:
+    except KeyboardInterrupt as error:
+      for number in signals:
         signal.signal(number, signal.SIG_DFL)
-      code = 130 if error.number == signal.SIGINT else exits.TRY_AGAIN
+      is_int = error.args == (signal.SIGINT,)
+      code = exits.INTERRUPTED if is_int else exits.TRY_AGAIN
       is_kept = self._is_kept()
     except (Ended, cloud.CloudError) as error:
       cloud.say(str(error))
-      code = error.exit_code if isinstance(error, Ended) else exits.TRY_AGAIN
+      code = error.exit_code
     finally:
-      for number, handler in before.items():
-        signal.signal(number, handler)
+      for number in signals:  # what is paid for is deleted first
+        signal.signal(number, signal.SIG_IGN)
       if not is_kept:
         self._leave('ended')
     return code
@@ -157,27 +155,24 @@ class Slices:
       return 0
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     while True:
-      if self._live is None:
-        self._request()
+      code = None
       try:
+        if self._live is None:
+          self._request()
         code = self._look()
       except cloud.CloudError as error:  # the network; it is asked again
         cloud.say(str(error))
-        code = None
       if code is not None:
         return code
-      if self._live is not None:
-        time.sleep(self._poll)
+      time.sleep(self._poll)
 
   def _records(self) -> list[dict[str, Any]]:
     text = cloud.read(f'{self._place}/*/record')
     return sorted(map(json.loads, text.splitlines()), key=lambda x: x['number'])
 
-  def _record(self, new: bool = False) -> bool:
-    assert self._live is not None
-    text = json.dumps(self._live) + '\n'
-    where = f'{self.folder(self._live["number"])}/record'
-    return cloud.write(where, text.encode(), new=new)
+  def _record(self, record: Mapping[str, Any], *, new: bool = False) -> bool:
+    where = f'{self.folder(record["number"])}/record'
+    return cloud.write(where, (json.dumps(record) + '\n').encode(), new=new)
 
   def _adopt(self) -> None:
     """Takes the slice that exists, if the same command has requested it."""
@@ -190,8 +185,7 @@ class Slices:
       if self._state()[0] or time.time() - self._live['asked'] < _NEW:
         self._live = None
         raise Ended(
-          f'{self._values["workdir"]}: the slice {name} of another command '
-          'runs there; end it with --stop, or give that command'
+          f'{name} runs another command there; end it with --stop, or give that'
         )
       self._leave('lost')
       return
@@ -210,26 +204,21 @@ class Slices:
       self._adopt()
       return
     self._check_budget(records)
-    number = len(records) + 1
-    self._live = {'number': number, 'job': self._job, 'asked': time.time()}
-    self._live |= {'source': self._source.name}
-    self._live |= {'active': 0.0, 'ended': 0.0, 'reason': ''}
-    self._heard, self._shown = ('', 0.0), 0
-    if not self._record(new=True):
+    number, asked = len(records) + 1, time.time()
+    live = {'number': number, 'job': self._job, 'source': self._source.name}
+    live |= {'asked': asked, 'active': 0.0, 'ended': 0.0, 'reason': ''}
+    if not self._record(live, new=True):
       self._adopt()
       return
+    self._live, self._heard, self._shown = live, ('', asked), 0
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder, 'startup.sh')
       path.write_text(self.script(number), 'utf-8')
       done = cloud.run(self.create_command(number, str(path)))
     if done.returncode:
-      problem = cloud.reason(done)
-      is_wrong = any(
-        x in problem
-        for x in ('PERMISSION_DENIED', 'INVALID_ARGUMENT', 'NOT_FOUND')
-      )
-      code = exits.USAGE if is_wrong else exits.TRY_AGAIN
-      raise Ended(f'{self.name(number)}: {problem}', code)
+      line = f'{self.name(number)}: {cloud.reason(done)}'
+      is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND', line)
+      raise Refused(line) if is_wrong else Ended(line)
 
   def _look(self) -> int | None:
     """Looks at the slice once; returns the exit code of a run that has ended.
@@ -244,14 +233,14 @@ class Slices:
     now, folder = time.time(), self.folder(live['number'])
     state, problem = self._state()
     text = cloud.read(f'{folder}/state-*')
-    if text != self._heard[0] or not self._heard[1]:
+    if text != self._heard[0]:
       self._heard = text, now
     words = {line.split()[0]: line.split()[2:] for line in text.splitlines()}
     self._show(state, words)
     if state == 'ACTIVE' and not live['active']:
       live['active'] = now
       self._heard = text, now
-      self._record()
+      self._record(live)
     for host, (word, *_) in sorted(words.items()):
       if word == 'failed':
         raise Ended(
@@ -293,10 +282,10 @@ class Slices:
 
   def _check_budget(self, records: list[dict[str, Any]]) -> None:
     """Raises `Ended` if the slices of the run have spent what they may."""
-    spent = [(x['ended'] or time.time()) - x['active'] for x in records]
-    hours = sum(x for x, y in zip(spent, records) if y['active']) / 3600
+    paid = [x for x in records if x['active']]
+    hours = sum((x['ended'] or time.time()) - x['active'] for x in paid) / 3600
     cost = hours * self._slice.chips * self._values['price']
-    had = sum(x['active'] > 0 and x['ended'] > 0 for x in records)
+    had = sum(x['ended'] > 0 for x in paid)
     spent = {'max_slices': had, 'max_hours': hours, 'max_cost': cost}
     for key, used in spent.items():
       most = self._values[key]
@@ -309,24 +298,21 @@ class Slices:
   def _state(self) -> tuple[str, str]:
     """Returns the state of the slice, '' if there is none, and its problem."""
     assert self._live is not None
+    name = self.name(self._live['number'])
     done = cloud.run(
-      cloud.tpus(
-        self._values,
-        *('describe', self.name(self._live['number']), '--format=json'),
-      )
+      cloud.tpus(self._values, 'describe', name, '--format=json')
     )
-    if done.returncode:
-      if 'NOT_FOUND' in done.stderr:
-        return '', ''
+    if done.returncode and b'NOT_FOUND' not in done.stderr:
       raise cloud.CloudError(cloud.reason(done))
+    if done.returncode:
+      return '', ''
     state = json.loads(done.stdout).get('state', {})
     error = state.get('failedData', {}).get('error', {})
     return state.get('state', ''), error.get('message', '')
 
   def _is_done(self) -> bool:
-    return (
-      cloud.read(f'{self._values["workdir"]}/launched').strip() == self._job
-    )
+    marker = cloud.read(f'{self._values["workdir"]}/launched')
+    return marker.strip() == self._job
 
   def _leave(self, reason: str) -> None:
     """Deletes the slice, and writes down that it is paid for no longer."""
@@ -335,13 +321,11 @@ class Slices:
     self._live |= {'ended': time.time(), 'reason': reason}
     try:
       if reason == 'stopped':  # those who follow it must not request another
-        self._record()
+        self._record(self._live)
       cloud.delete(self._values, self.name(self._live['number']), self._poll)
-      self._record()
+      self._record(self._live)
     except cloud.CloudError as error:
-      cloud.say(
-        f'{error}; python -m launch.submit tpu --reap deletes what is left'
-      )
+      cloud.say(f'{error}; it is paid for: try again, or --reap')
     self._live = None
 
   def _show(self, state: str, words: Mapping[str, list[str]]) -> None:
@@ -357,8 +341,8 @@ class Slices:
       where = f'{self.folder(number)}/log-{min(words)}'
       done = cloud.run(['gcloud', 'storage', 'cat', f'-r{self._shown}-', where])
       if not done.returncode:  # there may be no log yet, or nothing new
-        print(done.stdout, end='', flush=True)
-        self._shown += len(done.stdout.encode())
+        print(done.stdout.decode(errors='replace'), end='', flush=True)
+        self._shown += len(done.stdout)
 
   def _is_kept(self) -> bool:
     """Returns whether the slice is to outlive this program."""
@@ -366,11 +350,8 @@ class Slices:
       return False
     choice = self._values['on_interrupt']
     if not choice and sys.stdin.isatty():
-      try:
-        answer = input('Keep the slice, which is paid for? [Y/n] ')
-      except EOFError:
-        answer = ''
-      choice = 'delete' if answer.strip().lower() in ('n', 'no') else 'keep'
+      answer = input('Keep the slice, which is paid for? [Y/n] ')
+      choice = 'delete' if answer.lower().startswith('n') else 'keep'
     if choice == 'delete':
       return False
     name = self.name(self._live['number'])

@@ -118,10 +118,7 @@ def unpack(source: Source, folder: pathlib.Path) -> pathlib.Path:
   if not target.exists():
     with tarfile.open(fileobj=io.BytesIO(source.data)) as archive:
       archive.extractall(part, filter='data')
-    try:
-      part.rename(target)
-    except OSError:  # another process was faster
-      shutil.rmtree(part)
+    part.rename(target)
   return target
 
 
@@ -148,11 +145,9 @@ def _add(
 
 def _difference() -> bytes:
   """Returns the commit of the clone and what differs; b'' without git."""
-  texts = []
-  if (_ROOT / '.git').exists() and shutil.which('git'):
-    for words in (['rev-parse', 'HEAD'], ['diff', 'HEAD', '--', *_FOLDERS]):
-      done = subprocess.run(
-        ['git', '-C', _ROOT, *words], capture_output=True, check=False
-      )
-      texts.append(done.stdout)
-  return b''.join(texts)
+  if not (_ROOT / '.git').exists() or not shutil.which('git'):
+    return b''
+  words = ['git', '-C', _ROOT, 'show', '--no-patch', '--format=%H', 'HEAD']
+  commit = subprocess.run(words, capture_output=True, check=False).stdout
+  words = ['git', '-C', _ROOT, 'diff', 'HEAD', '--', *_FOLDERS]
+  return commit + subprocess.run(words, capture_output=True, check=False).stdout
