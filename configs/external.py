@@ -171,5 +171,16 @@ def answers_come_from_one_place(replay, record, url) -> Iterator[str]:
         f'retrieval.replay={replay!r}: must be empty when retrieval.{key} is '
         f'{value!r}'
       )
-  if replay and not pathlib.Path(replay).is_file():
-    yield f'retrieval.replay={replay!r}: must be a file'
+
+
+# What looks for files and packages on this machine, and so says nothing about
+# another one.
+OF_THIS_MACHINE = (
+  model_exists,
+  tokenizer_exists,
+  file_exists,
+  template_is_readable,
+  bucket_usable,
+  trackers_are_installed,
+  data_exist,
+)

@@ -221,7 +221,7 @@ KEYS: Mapping[str, Key] = {
     rules.NOT_NEGATIVE, formerly='retrieval.start_grace'
   ),
   'retrieval.record': _free(since='0.3'),
-  'retrieval.replay': Key(since='0.3', before=''),
+  'retrieval.replay': Key(check=external.file_exists, since='0.3', before=''),
   'retrieval.retries': _free(rules.NOT_NEGATIVE),
   'retrieval.timeout': _free(rules.POSITIVE),
   'retrieval.topk': _asked(rules.POSITIVE),
@@ -326,7 +326,7 @@ def successor(name: str) -> str:
   return names.get(name, '')
 
 
-def check(config: base.Config, *, data: bool = True) -> list[str]:
+def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
   """Returns all errors of a config, one line each: `key=value: must be ...`.
 
   The keys and their types must be those of `configs/base.py`. Rules and
@@ -334,7 +334,7 @@ def check(config: base.Config, *, data: bool = True) -> list[str]:
 
   Args:
     config: the config.
-    data: whether the files that `data` names must be there.
+    ignored: functions that are not called: of `external`, or `check_algorithm`.
   """
   values = settings.flatten(config)
   expected = settings.flatten(base.get_config())
@@ -356,15 +356,13 @@ def check(config: base.Config, *, data: bool = True) -> list[str]:
     if key.rule is not None and not key.rule.holds(values[name]):
       errors.append(f'{name}={values[name]!r}: must be {key.rule.allowed}')
       del values[name]
-    elif key.check is not None:
+    elif key.check is not None and key.check not in ignored:
       errors += key.check(name, values[name])
-  problems = _check_algorithm(config)
+  problems = [] if check_algorithm in ignored else check_algorithm(config)
   if not problems:
     values |= options
   for keys, relation in relations.RELATIONS:
-    if relation is external.data_exist and not data:
-      continue
-    if all(key in values for key in keys):
+    if relation not in ignored and all(key in values for key in keys):
       errors += relation(*(values[key] for key in keys))
   return errors + problems
 
@@ -388,7 +386,8 @@ def _same_type(value: Any, like: Any) -> bool:
   return isinstance(value, type(like))
 
 
-def _check_algorithm(config: base.Config) -> list[str]:
+def check_algorithm(config: base.Config) -> list[str]:
+  """Returns the errors of the options of the algorithm."""
   if 'algorithm' not in config:
     return ['algorithm: missing']
   if config.algorithm.to_dict() in algorithms.ALGORITHMS.values():

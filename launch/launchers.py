@@ -2,11 +2,69 @@
 
 from collections.abc import Mapping
 import dataclasses
+import functools
+import os
 import pathlib
+import re
 import sys
+from typing import Any
+
+from absl import flags as absl_flags
+
+from launch import accelerators
+from stppo_jax import settings
+from stppo_jax.commands.flags import command_line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_MISSING = None  # the default of an option that must be given
+
+
+class _Text(absl_flags.ArgumentParser):
+  """Takes text that keeps a rule."""
+
+  def __init__(self, rule: settings.Rule):
+    self._rule = rule
+    self.syntactic_help = rule.allowed
+
+  def parse(self, argument: str) -> str:
+    if not self._rule.holds(argument):
+      raise ValueError(self._rule.allowed)
+    return argument
+
+
+def _text(
+  pattern: str, allowed: str, default: str | None = None
+) -> command_line.Definition:
+  """Returns the definition of an option whose value matches a pattern.
+
+  Args:
+    pattern: the regular expression.
+    allowed: the rule in words, to follow "must be".
+    default: its default, None if it must be given; '' = it may be empty.
+  """
+  matches = re.compile(f'({pattern})?' if default == '' else pattern).fullmatch
+  rule = settings.Rule(lambda text: bool(matches(text)), allowed)
+  return functools.partial(absl_flags.DEFINE, _Text(rule), default=default)
+
+
+_line = functools.partial(_text, '[^\x00-\x1f\x7f]+', 'one line')
+_path = functools.partial(
+  _text, '/[^\x00-\x1f\x7f]*', 'an absolute path in one line'
+)
+# Names of objects of Kubernetes and of Google Cloud.
+_name = functools.partial(
+  _text,
+  '[a-z]([-a-z0-9]{0,38}[a-z0-9])?',
+  'at most 40 lowercase letters, digits and hyphens, and begin with a letter',
+)
+_whole = functools.partial(command_line.integer, upper_bound=10**6)
+_count = functools.partial(_whole, lower_bound=1)
+_restarts = functools.partial(_whole, 20, lower_bound=0)
+_zone = _text('[a-z]+-[a-z]+[0-9]+-(ai[0-9])?[a-z]', 'such as us-west4-a')
+_project = _text(
+  '([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]',
+  'the id of a project: 6 to 30 lowercase letters, digits and hyphens',
+)
+_image = _text('[a-z0-9][a-zA-Z0-9._/:@-]*', 'the name of an image')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +73,11 @@ class Launcher:
 
   Attributes:
     template: the file of launch/templates that is rendered.
-    submit: the command that takes it: its standard input is the text, unless
-      a word is {file}, or {text} for a script that takes this process's place.
-    stop: the command that ends the run; () = Ctrl-C.
-    options: name to default; None must be given.
-    shared: whether the workdir must be seen by several machines.
+    submit: the command that takes it: its standard input is the text, unless a
+      word is {text}, for a script that takes this process's place; () =
+      launch/slices.py gives it to its slices.
+    stop: the command that ends the run; () = Ctrl-C, or launch/slices.py.
+    options: name to definition, as for `command_line.flags`.
     run_restarts: whether launch/run.sh starts a run again, and not the machines
       it runs on.
   """
@@ -27,128 +85,116 @@ class Launcher:
   template: str
   submit: tuple[str, ...]
   stop: tuple[str, ...]
-  options: Mapping[str, str | None]
-  shared: bool = True
+  options: Mapping[str, Any]
   run_restarts: bool = False
 
 
-_BASH = ('bash', '-c', '{text}')
-_CLOUD = {'project': _MISSING, 'zone': _MISSING}
-# Options of every launcher that trains.
-_COMMON = {'name': '', 'retriever': '', 'secrets': ''}
-_RESTARTS = {'restarts': '20'}  # an option of the launchers that count restarts
+_COMMON = {'name': _name(''), 'retriever': _line('')}
 _CLUSTER = {
-  'image': _MISSING,
-  'mount': '/shared',
-  'claim': 'shared',
-  'secret': 'stppo',
+  'image': _image,
+  'mount': _path('/shared'),
+  'claim': _name('shared'),
+  'secret': _name('stppo'),
 }
 LAUNCHERS = {
   'local': Launcher(
     'local.sh',
-    _BASH,
+    ('bash', '-c', '{text}'),
     (),
-    _RESTARTS
+    _COMMON
     | {
-      'processes': '2',
-      'gpus': '0',
-      'python': sys.executable,
-      'root': str(ROOT),
+      'secrets': _line(''),
+      'processes': _count(2),
+      'gpus': _whole(0, lower_bound=0),
+      'python': _line(sys.executable),
+      'root': _path(str(ROOT)),
+      'restarts': _restarts(),
     },
-    shared=False,
     run_restarts=True,
   ),
   'slurm': Launcher(
     'slurm.sbatch',
     ('sbatch',),
     ('scancel', '--name={name}'),
-    _RESTARTS
+    _COMMON
     | {
-      'nodes': '1',
-      'gpus': '8',
-      'cpus': '64',
-      'time': '24:00:00',
-      'partition': _MISSING,
-      'root': str(ROOT),
+      'secrets': _path(''),
+      'nodes': _count(1),
+      'gpus': _whole(8, lower_bound=0),
+      'cpus': _count(64),
+      'time': _text(
+        r'\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}',
+        'a time of Slurm: minutes, H:MM:SS or D-HH:MM:SS',
+        '24:00:00',
+      ),
+      'partition': _text(
+        r'[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*', 'names of partitions'
+      ),
+      'python': _path(sys.executable),
+      'root': _path(os.getcwd()),
+      'restarts': _restarts(),
     },
   ),
   'tpu': Launcher(
-    'tpu.sh',
-    _BASH,
-    (
-      *('gcloud', 'compute', 'tpus', 'queued-resources', 'delete', '{name}'),
-      *('--project={project}', '--zone={zone}', '--force'),
-    ),
-    _CLOUD
-    | _RESTARTS
+    'startup.sh',
+    (),
+    (),
+    _COMMON
     | {
-      'accelerator': _MISSING,  # such as v5litepod-16
-      'runtime': _MISSING,  # such as v2-alpha-tpuv5-lite
-      'nfs': _MISSING,  # HOST:/EXPORT, such as a Filestore
-      'mount': '/shared',
-      'repository': _MISSING,
-      'revision': 'main',
-      'worker_python': 'python3.11',
-      'spot': 'true',
-      'poll': '60',
+      'secrets': _text('[A-Za-z0-9_-]+', 'the name of a secret', ''),
+      'project': _project,
+      'zone': _zone,
+      'accelerator': _line(),
+      'runtime': _text('[a-z0-9][a-z0-9.-]*', 'a runtime version', ''),
+      'spot': True,
+      'reserved': False,
+      'network': _text('[a-zA-Z0-9./-]+', 'the name of a network', ''),
+      'subnetwork': _text('[a-zA-Z0-9./-]+', 'the name of a subnetwork', ''),
+      'service_account': _text(
+        r'[a-z0-9.-]+@[a-z0-9.-]+', 'the address of a service account', ''
+      ),
+      'wait': command_line.number(24.0, lower_bound=0.1, upper_bound=10**4),
+      'max_slices': _count(20),
+      'max_hours': command_line.number(24.0, lower_bound=0.1),
+      'price': command_line.number(0.0, lower_bound=0.0),
+      'max_cost': command_line.number(0.0, lower_bound=0.0),
+      'restarts': _restarts(),
+      'poll': _whole(60, lower_bound=1, upper_bound=3600),
+      'on_interrupt': command_line.one_of(('', 'keep', 'delete'), ''),
+      'watch': False,
+      'reap': False,
     },
     run_restarts=True,
   ),
   'jobset': Launcher(
     'jobset.yaml',
     ('kubectl', 'replace', '--force', '-f', '-'),
-    ('kubectl', 'delete', 'jobset', '{name}'),
-    _CLUSTER
-    | _RESTARTS
+    ('kubectl', 'delete', '--ignore-not-found', 'jobset,configmap', '{name}'),
+    _COMMON
+    | _CLUSTER
     | {
-      'accelerator': _MISSING,  # such as tpu-v5-lite-podslice
-      'topology': _MISSING,  # such as 4x4
-      'workers': _MISSING,  # machines of the slice
-      'chips': '4',  # chips of a machine
-      'grace': '300',
-    },
-  ),
-  'xpk': Launcher(
-    'xpk.sh',
-    # This process goes on beside it, because a sweep submits several.
-    ('bash', '{file}'),
-    (
-      *('xpk', 'workload', 'delete', '--workload={name}'),
-      *('--cluster={cluster}', '--project={project}', '--zone={zone}'),
-    ),
-    _CLOUD
-    | _RESTARTS
-    | {
-      'cluster': _MISSING,
-      'tpu_type': _MISSING,  # such as v5litepod-16
-      'image': _MISSING,
-      'mount': '/shared',
-    },
-  ),
-  'sky': Launcher(
-    'sky.yaml',
-    ('sky', 'jobs', 'launch', '--yes', '{file}'),
-    ('sky', 'jobs', 'cancel', '--yes', '--name', '{name}'),
-    {
-      'nodes': '1',
-      'accelerators': _MISSING,  # such as H100:8
-      'spot': 'true',
-      'volume': _MISSING,  # the name of a volume of SkyPilot
-      'mount': '/shared',
-      'extra': 'cuda',
-      'root': str(ROOT),
+      'accelerator': command_line.one_of(
+        [x.label for x in accelerators.GENERATIONS.values()]
+      ),
+      'topology': _line(),
+      'workers': _whole(0, lower_bound=0),
+      'chips': _whole(0, lower_bound=0),
+      'grace': _count(300),
+      'restarts': _restarts(),
     },
   ),
   'retriever': Launcher(
     'retriever.yaml',
     ('kubectl', 'apply', '-f', '-'),
     ('kubectl', 'delete', 'deployment,service', '{name}'),
-    _CLUSTER | {'name': 'retriever', 'replicas': '1', 'index': _MISSING},
+    _CLUSTER
+    | {'name': _name('retriever'), 'replicas': _count(1), 'index': _path()},
   ),
 }
+SWITCHES = {'dry_run': False, 'stop': False}
 
 
-def options(name: str) -> dict[str, str | None]:
-  """Returns the options of a launcher, with their defaults."""
-  common = {} if name == 'retriever' else _COMMON
-  return {**common, **LAUNCHERS[name].options}
+def flags(name: str) -> absl_flags.FlagValues:
+  """Returns the flags of a launcher, without values yet."""
+  run = {} if name == 'retriever' else {'config': None, 'workdir': None}
+  return command_line.flags(**run, **LAUNCHERS[name].options, **SWITCHES)

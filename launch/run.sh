@@ -12,7 +12,8 @@
 #             after a signal to this script
 #   DELAY     seconds between two starts; 10 by default
 #   LOGS      the folder of logs, one for each worker; WORKDIR.logs by default,
-#             because WORKDIR itself must hold nothing when a run begins
+#             because WORKDIR itself must hold nothing when a run begins, or a
+#             folder in /tmp if WORKDIR is a bucket
 #   SECRETS   a file of lines NAME=VALUE, such as STPPO_RETRIEVAL_TOKEN=...,
 #             which become environment variables: arguments are visible to all
 #             users of a machine, and are logged
@@ -76,7 +77,9 @@ main() {
     done <"$SECRETS"
   fi
 
-  logs=${LOGS:-${workdir%/}.logs}
+  logs=${workdir%/}.logs
+  case $logs in *://*) logs=/tmp/${logs##*/} ;; esac
+  logs=${LOGS:-$logs}
   log=$logs/$HOSTNAME${rank:+-$rank}.log
   mkdir -p "$logs" || exit 2
   # What copies the output must live until the last line of a stopped run.

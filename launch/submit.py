@@ -2,21 +2,22 @@
 
 python -m launch.submit LAUNCHER --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--OPTION=VALUE ...] [--config.KEY=VALUE ...] [--dry_run | --stop]
+python -m launch.submit tpu --project=ID --zone=ZONE --reap
 
-  LAUNCHER            local, slurm, tpu, jobset, xpk, sky, or retriever
+  LAUNCHER            local, slurm, tpu, jobset, or retriever
   --config, --workdir as for train; the same command resumes the run
   --config.KEY=VALUE  sets a key of the config
   --OPTION=VALUE      an option of the launcher; launch/README.md lists them
   --dry_run           prints exactly what would be submitted
   --stop              ends the run instead: it saves, and can be resumed
+  --reap              deletes TPU slices whose run has ended
 
-The exit code is 2 for wrong flags and for a tool that is not installed,
-otherwise that of the tool.
+The exit code is 2 for wrong flags and for a tool that is not installed, that of
+the run for local and tpu, and otherwise that of the tool.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import hashlib
 import json
 import os
 import pathlib
@@ -25,32 +26,31 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
+from typing import Any
 
 from absl import flags as absl_flags
 
+from launch import accelerators
+from launch import cloud
 from launch import launchers
+from launch import rendering
+from launch import slices
+from launch import source as source_lib
 from stppo_jax import exits
 from stppo_jax import settings
+from stppo_jax import streams
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
-from stppo_jax.commands.flags import overrides as overrides_lib
 
-_TEMPLATES = launchers.ROOT / 'launch' / 'templates'
-_FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
-_LITERAL = re.compile(r'\d+|true|false')
-_NAME = re.compile(r'[a-z]([-a-z0-9]{0,38}[a-z0-9])?')
 # Folders of one machine, which no other sees and a new one does not have.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
-_OF_RUNS = ('config', 'workdir')
+_ADDRESS = re.compile(r'(gs|s3)://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
+# The largest ConfigMap; its archive is written in base64.
+_MOST_BYTES = 2**20 * 3 // 4
 
 
-# The flags of many runs, and how many of them run at once.
-Array = tuple[Sequence[Sequence[str]], str]
-
-
-def main(argv: Sequence[str], *, array: Array | None = None) -> int:
+def main(argv: Sequence[str], *, array: rendering.Array | None = None) -> int:
   """Renders and submits; returns the exit code.
 
   Args:
@@ -61,193 +61,204 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
   if not argv or argv[0] in ('-h', '--help', 'help'):
     print(__doc__)
     return 0 if argv else 2
-  name, *flags = argv
+  name, *words = argv
   try:
     if name not in launchers.LAUNCHERS:
       choices = settings.closest(name, list(launchers.LAUNCHERS))
       raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
-    launcher = launchers.LAUNCHERS[name]
-    parsed = flags_for(name, 'dry_run', 'stop')
-    needed = {} if name == 'retriever' else dict.fromkeys(_OF_RUNS)
-    needed |= launchers.options(name)
+    flags = launchers.flags(name)
+    is_reaping = name == 'tpu' and '--reap' in words
     given = command_line.parse(
-      parsed,
       flags,
-      required=[key for key, default in needed.items() if default is None],
+      words,
+      required=[
+        key
+        for key in flags
+        if flags[key].default is None
+        and (not is_reaping or key in ('project', 'zone'))
+      ],
       overrides=True,
     )
-    values = _values(name, parsed, given)
-    text = render(name, values, given.overrides, array=array)
+    if is_reaping:
+      command_line.refuse(given.errors)
+      source = None
+    else:
+      source = _check(name, flags, given)
   except exits.Misconfigured as error:
     print(error, file=sys.stderr)
     return 2
-  words = launcher.stop if parsed.stop else launcher.submit
+  values = flags.flag_values_dict()
+  if name == 'tpu':
+    return _submit_slices(values, given.overrides, source)
+  text = rendering.render(
+    name, values, given.overrides, source=source, array=array
+  )
+  launcher = launchers.LAUNCHERS[name]
+  words = launcher.stop if values['stop'] else launcher.submit
   words = [_with_values(word, values) for word in words]
   if not words:
     print(f'{name}: has no --stop; end it with Ctrl-C', file=sys.stderr)
     return 2
-  if parsed.dry_run:
+  if values['dry_run']:
     # The text alone is on standard output.
     print(f'{shlex.join(words)}:', file=sys.stderr)
-    print('' if parsed.stop else text, end='')
+    print('' if values['stop'] else text, end='')
     return 0
-  # A script needs the tool that ends its run, too.
-  is_script = words[0] == 'bash' and bool(launcher.stop)
-  tool = launcher.stop[0] if is_script else words[0]
-  if shutil.which(tool) is None:
+  if not _is_installed(words[0]):
+    return 2
+  if name == 'slurm' and source is not None and not values['stop']:
+    source_lib.unpack(source, pathlib.Path(values['root'], rendering.SOURCES))
+    if '://' not in values['workdir']:  # it does not make the folder of logs
+      folder = pathlib.Path(values['workdir']).parent
+      folder.mkdir(parents=True, exist_ok=True)
+  if '{text}' in words:
+    # In the place of this process, so that signals reach it.
+    os.execvp(words[0], [text if w == '{text}' else w for w in words])
+  return subprocess.run(words, input=text, text=True, check=False).returncode
+
+
+def _submit_slices(
+  values: dict[str, Any],
+  overrides: Mapping[str, str | bool],
+  source: source_lib.Source | None,
+) -> int:
+  """Runs on slices of Cloud TPU; returns the exit code of the run."""
+  if source is None:
+    return cloud.reap(values) if _is_installed('gcloud') else 2
+  job = rendering.digest(json.dumps(rendering.train_flags(values, overrides)))
+  jobs = slices.Slices(
+    values,
+    lambda name, place: rendering.render(
+      'tpu',
+      values | {'slice': name, 'place': place, 'job': job},
+      overrides,
+      source=source,
+    ),
+    source,
+    job,
+  )
+  if values['dry_run']:
+    print(shlex.join(jobs.create_command(1, 'startup.sh')), file=sys.stderr)
+    print(jobs.script(1), end='')
+    return 0
+  if not _is_installed('gcloud'):
+    return 2
+  return jobs.stop() if values['stop'] else jobs.follow()
+
+
+def _is_installed(tool: str) -> bool:
+  """Returns whether a program is here, and says so if it is not."""
+  found = shutil.which(tool) is not None
+  if not found:
     print(
       f'{tool}: not installed; --dry_run prints what it would be given',
       file=sys.stderr,
     )
-    return 2
-  if name == 'slurm':  # it does not make the folder of its logs
-    folder = pathlib.Path(values['workdir']).parent
-    folder.mkdir(parents=True, exist_ok=True)
-  return _submit(words, text)
+  return found
 
 
-def render(
-  name: str,
-  values: Mapping[str, str],
-  overrides: Mapping[str, str | bool],
-  *,
-  array: Array | None = None,
-) -> str:
-  """Returns the text that a launcher submits.
-
-  Args:
-    name: the name of the launcher.
-    values: the values of its options, of config and of workdir.
-    overrides: keys of the config, as `command_line.parse` returns them.
-    array: the runs of an array, see `main`.
-  """
-  launcher = launchers.LAUNCHERS[name]
-  fields: dict[str, object] = {'root': str(launchers.ROOT), **values}
-  if name == 'retriever':
-    where = ['--host=0.0.0.0', '--port=8000']
-    fields['serve'] = [f'--index={values["index"]}', *where]
-    return _fill(launcher.template, fields)
-  train = [f'--config={values["config"]}', f'--workdir={values["workdir"]}']
-  train += flags_of(overrides)
-  variables = {
-    'RESTARTS': values['restarts'] if launcher.run_restarts else '0',
-    'RETRIEVER': values['retriever'],
-    'SECRETS': values['secrets'],
-  }
-  variables = {key: value for key, value in variables.items() if value}
-  assignments = [f'{key}={value}' for key, value in variables.items()]
-  fields |= {
-    'env': ['env', *assignments],
-    'env_list': [{'name': k, 'value': x} for k, x in variables.items()],
-    'env_map': variables,
-    'train': train,
-    'command': shlex.join(['env', *assignments, 'launch/run.sh', *train]),
-    'log': f'{values["workdir"].rstrip("/")}.slurm.log',
-  }
-  if name == 'tpu':
-    fields['startup'] = _fill('startup.sh', fields)
-    fields['spot'] = '--spot' if values['spot'] == 'true' else ''
-  if array is not None:
-    runs, fields['jobs'] = array
-    fields['last'] = len(runs) - 1
-    fields['cases'] = ''.join(
-      f'  {n}) set -- {shlex.join(flags)} ;;\n' for n, flags in enumerate(runs)
-    )
-    folder = pathlib.PurePosixPath(values['workdir']).parent
-    fields['log'] = f'{folder}/%a.slurm.log'
-    return _fill('array.sbatch', fields)
-  return _fill(launcher.template, fields)
-
-
-def _fill(template: str, fields: Mapping[str, object]) -> str:
-  """Returns a template with its fields.
-
-  `{{name}}` is quoted as the language of the file needs it, `{{name:shell}}` as
-  the shell does, and `{{name:plain}}` not at all.
-  """
-  text = (_TEMPLATES / template).read_text('utf-8')
-  default = 'yaml' if template.endswith('.yaml') else 'shell'
-
-  def quoted(match: re.Match) -> str:
-    field, language = fields[match[1]], match[2] or default
-    if language == 'plain':
-      return str(field)
-    if language == 'yaml':  # JSON is YAML
-      is_literal = isinstance(field, str) and _LITERAL.fullmatch(field)
-      return str(field) if is_literal else json.dumps(field)
-    if isinstance(field, list):
-      return shlex.join(field)
-    return shlex.quote(str(field))
-
-  return _FIELD.sub(quoted, text)
-
-
-def flags_for(name: str, *switches: str) -> absl_flags.FlagValues:
-  """Returns the flags of a launcher, for texts, and switches."""
-  return command_line.flags(
-    config=None,
-    workdir=None,
-    **launchers.options(name),
-    **dict.fromkeys(switches, False),
-  )
-
-
-def _values(
+def _check(
   name: str, flags: absl_flags.FlagValues, given: command_line.Given
-) -> dict[str, str]:
-  """Returns the checked values of all flags.
+) -> source_lib.Source | None:
+  """Checks the values of all flags, and completes them.
+
+  Returns:
+    What the workers run; None if they have the code.
 
   Raises:
-    Misconfigured: some are missing or wrong.
+    Misconfigured: some are missing or wrong; a line for each.
   """
-  launcher, errors = launchers.LAUNCHERS[name], list(given.errors)
-  values = {
-    key: value
-    for key, value in flags.flag_values_dict().items()
-    if not isinstance(value, bool)
-  }
-  values = {key: x or '' for key, x in values.items() if x is not None}
-  if name != 'retriever' and 'workdir' in values:
-    values['name'] = values['name'] or name_of(values['workdir'])
-    if launcher.shared:
-      errors += _workdir_problems(values['workdir'], values.get('mount', ''))
-  if not _NAME.fullmatch(values['name'] or 'x'):
-    errors.append(
-      f'--name={values["name"]}: must be at most 40 lowercase letters, digits '
-      'and hyphens, and begin with a letter'
-    )
-  for key in ('restarts', 'nodes', 'processes', 'workers', 'replicas', 'gpus'):
-    if values.get(key) and not values[key].isdecimal():
-      errors.append(f'--{key}={values[key]}: must be a whole number')
-  if name == 'local' and not errors:
-    processes, gpus = int(values['processes']), int(values['gpus'])
-    if not processes or gpus % processes:
-      errors.append(
-        f'--processes={processes}: must be greater than 0 and divide '
-        f'--gpus={gpus}, because each process gets as many'
-      )
-  pairs = [*values.items(), *given.overrides.items()]
+  errors = list(given.errors)
+  values = flags.flag_values_dict()
+  workdir = values.get('workdir')
+  if workdir:
+    flags.name = flags.name or rendering.name_of(workdir)
+    errors += _workdir_problems(name, workdir, values.get('mount', ''))
+  overrides = {f'config.{key}': x for key, x in given.overrides.items()}
+  pairs = [*values.items(), *overrides.items()]
   errors += [
     f'--{key}: looks like a secret; put it into the file of --secrets, because '
     'arguments are logged'
     for key, value in pairs
-    if _SECRET.search(f'{key}={value}' if key != 'secret' else str(value))
+    if _SECRET.search(f'{key}={value}' if key[:6] != 'secret' else str(value))
   ]
-  if not errors and name != 'retriever':
-    words = flags_of(given.overrides)
-    configuration.parse([f'--config={values["config"]}', *words])
+  # The options have rules of their own.
+  errors += [
+    f'--{key}={streams.one_line(str(value))}: must be one line'
+    for key, value in pairs
+    if key in ('config', 'workdir', *overrides) and not str(value).isprintable()
+  ]
+  if not errors:
+    errors = _conflicts(name, values)
   command_line.refuse(errors)
-  return values
+  if name == 'retriever':
+    return None
+  config = configuration.parse(
+    [f'--config={values["config"]}', *rendering.flags_of(given.overrides)],
+    ignored=[
+      *(configuration.OF_THIS_MACHINE if name != 'local' else ()),
+      # They take seconds; a real submission makes them.
+      *(configuration.SLOW if values['dry_run'] else ()),
+    ],
+  )
+  if name == 'local':
+    return None
+  source = source_lib.pack(
+    values['config'], configuration.paths(config), assets=name != 'jobset'
+  )
+  flags.config = source_lib.config_flag(values['config'])
+  if name == 'jobset' and len(source.data) > _MOST_BYTES:
+    raise exits.Misconfigured(
+      f'{len(source.data)} bytes of source: must be at most {_MOST_BYTES}, '
+      'which is what a ConfigMap holds'
+    )
+  return source
 
 
-def _workdir_problems(workdir: str, mount: str) -> list[str]:
+def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
+  """Returns why options do not fit each other."""
+  if name == 'local' and values['gpus'] % values['processes']:
+    return [
+      f'--processes={values["processes"]}: must divide '
+      f'--gpus={values["gpus"]}, because each process gets as many'
+    ]
+  if name == 'tpu':
+    errors = []
+    try:
+      accelerators.find(values['accelerator'])
+    except ValueError as error:
+      errors.append(f'--accelerator={values["accelerator"]}: {error}')
+    if values['spot'] and values['reserved']:
+      errors.append('--reserved: needs --nospot')
+    if values['max_cost'] and not values['price']:
+      errors.append('--max_cost: needs --price, of a chip for an hour')
+    return errors
+  if name == 'jobset':
+    try:
+      nodes, _ = accelerators.nodes(
+        values['accelerator'], values['topology'], values['chips']
+      )
+    except ValueError as error:
+      return [str(error)]
+    if values['workers'] not in (0, nodes):
+      return [
+        f'--workers={values["workers"]}: must be {nodes}, the nodes of '
+        f'--topology={values["topology"]}'
+      ]
+  return []
+
+
+def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
   """Returns why the machines of a run cannot share its folder."""
   start, path = f'--workdir={workdir}: ', pathlib.PurePosixPath(workdir)
-  if '://' in workdir:
-    return [
-      f'{start}a bucket; mount a file system that all workers share, and copy '
-      'the folder to the bucket with --config.writer.copy_to'
-    ]
+  if name == 'local':
+    return []
+  if '://' in workdir or name == 'tpu':
+    kind = workdir.partition('://')[0]
+    if not _ADDRESS.fullmatch(workdir) or name == 'tpu' and kind != 'gs':
+      kinds = 'gs://BUCKET/RUN' + ' or s3://BUCKET/RUN' * (name != 'tpu')
+      return [f'{start}must be {kinds}']
+    return []
   if not path.is_absolute():
     return [f'{start}must be absolute, because workers start elsewhere']
   if any(path.is_relative_to(own) for own in _OWN_FOLDERS):
@@ -257,38 +268,8 @@ def _workdir_problems(workdir: str, mount: str) -> list[str]:
   return []
 
 
-def name_of(workdir: str) -> str:
-  """Returns the name of the job that runs in a folder.
-
-  It ends with digits of the whole path: of two jobs of the same name, the
-  second would replace the first, or be stopped with it.
-  """
-  path = pathlib.PurePosixPath(workdir)
-  digits = hashlib.sha256(str(path).encode()).hexdigest()[:6]
-  name = re.sub(r'[^a-z0-9]+', '-', path.name.lower()).strip('-')
-  name = name if name[:1].isalpha() else f'run-{name}'
-  return f'{name[:33].rstrip("-")}-{digits}'
-
-
-def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
-  """Returns the flags that set keys of a config."""
-  return [overrides_lib.as_flag(key, text) for key, text in overrides.items()]
-
-
-def _with_values(word: str, values: Mapping[str, str]) -> str:
-  return re.sub(r'\{(\w+)\}', lambda m: values.get(m[1], m[0]), word)
-
-
-def _submit(words: Sequence[str], text: str) -> int:
-  """Gives a text to a command; returns its exit code."""
-  if '{text}' in words:
-    # In the place of this process, so that signals reach it.
-    os.execvp(words[0], [text if w == '{text}' else w for w in words])
-  with tempfile.NamedTemporaryFile('w', suffix='.yaml') as file:
-    file.write(text)
-    file.flush()
-    words = [file.name if w == '{file}' else w for w in words]
-    return subprocess.run(words, input=text, text=True, check=False).returncode
+def _with_values(word: str, values: Mapping[str, Any]) -> str:
+  return re.sub(r'\{(\w+)\}', lambda m: str(values.get(m[1], m[0])), word)
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
                       dict of lists: the names of algorithms under 'algorithm',
                       and the values of any config key under its name
   --out=DIR           the folder of the sweep; each run has a folder in it
-  --on=LAUNCHER       local, the default; slurm (an array); jobset, xpk, or sky
+  --on=LAUNCHER       local, the default; slurm (an array); or jobset
   --jobs=N            how many runs there are at once, here or in the array
   --OPTION=VALUE      an option of the launcher, see launch/README.md
   --config.KEY=VALUE  sets a key of all configs
@@ -41,6 +41,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from launch import launchers
+from launch import rendering
 from launch import submit
 from stppo_jax import exits
 from stppo_jax import settings
@@ -52,7 +53,7 @@ from stppo_jax.tools.ablation import parallel_runs
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
-_LAUNCHERS = ('local', 'slurm', 'jobset', 'xpk', 'sky')
+_LAUNCHERS = ('local', 'slurm', 'jobset')
 _ALGORITHM = 'algorithm'
 
 
@@ -76,7 +77,9 @@ def _main(argv: Sequence[str]) -> int:
     choices = settings.closest(first.on, _LAUNCHERS)
     raise exits.Misconfigured(f'--on={first.on}: unknown launcher{choices}')
   launcher = first.on
-  options = [] if launcher == 'local' else list(launchers.options(launcher))
+  options = (
+    [] if launcher == 'local' else list(launchers.LAUNCHERS[launcher].options)
+  )
   given_flags = _flags(options)
   given = command_line.parse(
     given_flags, argv, required=('config', 'out'), overrides=True
@@ -86,7 +89,7 @@ def _main(argv: Sequence[str]) -> int:
   out, jobs = pathlib.Path(values['out']), values['jobs']
   runs = {}
   for name, flags in grid(values['config']).items():
-    flags = [*flags, *submit.flags_of(given.overrides)]
+    flags = [*flags, *rendering.flags_of(given.overrides)]
     flags += parallel_runs.own_copy(flags, name)
     runs[name] = [*flags, f'--workdir={out / name}']
   _check(runs)
@@ -267,7 +270,7 @@ def _array(
     UsageError: runs of this sweep wait in the queue.
   """
   first = next(iter(left.values()))
-  name = submit.name_of(str(out))
+  name = rendering.name_of(str(out))
   is_submitted = not {'--dry_run', '--stop'}.intersection(extra)
   if is_submitted and shutil.which('squeue') is not None:
     queue = ['squeue', '--noheader', f'--name={name}', '--states=PENDING']

@@ -38,13 +38,31 @@ def site(tmp_path_factory):
   for package, patterns in _SETUPTOOLS['package-data'].items():
     folder = _ROOT / package.replace('.', '/')
     kept[folder] = {path for p in patterns for path in folder.glob(p)}
-  for folder, _, names in os.walk(_ROOT / 'stppo_jax', followlinks=True):
-    for path in (pathlib.Path(folder, name) for name in names):
-      if path.suffix == '.py' or any(path in files for files in kept.values()):
-        target = site / path.relative_to(_ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
+  packages = [x.rstrip('*') for x in _SETUPTOOLS['packages']['find']['include']]
+  for package in packages:
+    for folder, _, names in os.walk(_ROOT / package, followlinks=True):
+      for path in (pathlib.Path(folder, name) for name in names):
+        is_data = any(path in files for files in kept.values())
+        if path.suffix == '.py' or is_data:
+          target = site / path.relative_to(_ROOT)
+          target.parent.mkdir(parents=True, exist_ok=True)
+          shutil.copy(path, target)
   return site
+
+
+# By launcher, what it needs beside a config and a workdir.
+_SUBMIT = {
+  'local': ['--workdir=run'],
+  'slurm': ['--workdir=/shared/run', '--partition=gpu'],
+  'tpu': [
+    *('--workdir=gs://lab/run', '--project=the-lab', '--zone=us-west4-a'),
+    '--accelerator=v5litepod-16',
+  ],
+  'jobset': [
+    *('--workdir=gs://lab/run', '--image=i', '--topology=4x4'),
+    '--accelerator=tpu-v6e-slice',
+  ],
+}
 
 
 def _stppo(site, *arguments, cwd):
@@ -79,6 +97,42 @@ def test_shipped_configs_and_those_of_the_user_are_found(site, tmp_path):
   assert 'num_steps = 7' in output
   version = _stppo(site, '--version', cwd=folder)
   assert version == f'stppo_jax {stppo_jax.__version__}\n'
+
+
+@pytest.mark.parametrize('launcher', _SUBMIT)
+def test_a_dry_run_needs_no_clone_no_tool_and_no_file_of_the_workers(
+  site, tmp_path, launcher
+):
+  """It does not load jax, which takes longer than all the rest."""
+  (tmp_path / 'mine.py').write_text(_MINE.replace('from configs ', ''))
+  (tmp_path / 'sizes.py').write_text('STEPS = 7\n')
+  words = ['launch.submit', launcher, '--config=mine.py', *_SUBMIT[launcher]]
+  flags = ['--config.data.name=jsonl', '--config.data.root=/nowhere/data']
+  flags += ['--config.data.train=a.jsonl', '--config.model.path=gs://lab/qwen']
+  if launcher == 'local':  # its files are here
+    flags = []
+  code = (
+    'import runpy, sys\n'
+    f'sys.argv = {[*words, *flags, "--dry_run"]}\n'
+    'try:\n'
+    "  runpy.run_module('launch.submit', run_name='__main__', alter_sys=True)\n"
+    'except SystemExit as error:\n'
+    "  assert 'jax' not in sys.modules\n"
+    '  sys.exit(error.code)\n'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=tmp_path,
+    env={'PYTHONPATH': str(site), 'PATH': ''},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  assert str(_ROOT) not in done.stdout.replace(sys.executable, '')
+  if launcher != 'local':
+    assert '--config=mine.py' in done.stdout
+    assert 'source-' in done.stdout
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ for ((i = 0; i < {{processes}}; i++)); do
     CUDA_VISIBLE_DEVICES=$(seq -s, $((i * each)) $((i * each + each - 1)))
     export CUDA_VISIBLE_DEVICES
   fi
-  PYTHON={{python}} {{env}} {{root}}/launch/run.sh {{train}} \
+  # Values are taken as they are.
+  # shellcheck disable=SC2016
+  PYTHON={{python}} {{env}} bash {{root}}/launch/run.sh {{train}} \
     --coordinator=127.0.0.1:"$port" --num_processes={{processes}} \
     --process_id="$i" &
   workers+=($!)

@@ -1,29 +1,79 @@
 #!/usr/bin/env bash
-# The startup script of every VM of a TPU slice: runs as root at each boot.
-set -euo pipefail
-mkdir /run/stppo 2>/dev/null || exit 0  # once a boot
+# The startup script of every VM of a TPU slice: runs as root at each boot. What
+# it has to say stands in the folder of the slice, see launch/slices.py.
+set -uo pipefail
+export PATH="$PATH:/snap/bin" HOME="${HOME:-/root}"
+home=/opt/stppo_jax place={{place}}
+mkdir -p "$home/logs"
+boot=$(cat /proc/sys/kernel/random/boot_id)
+if [ "$(cat "$home/boot" 2>/dev/null)" = "$boot" ]; then exit 0; fi
+echo "$boot" >"$home/boot"
+
+put() { gcloud storage cp --quiet "$1" "$place/$2-$HOSTNAME" >/dev/null 2>&1; }
+tell() { echo "$HOSTNAME $(date +%s) $(cat "$home/state")" | put - state; }
+say() { echo "$*" | tee "$home/state" && tell; }
 release() {
-  gcloud compute tpus queued-resources delete {{name}} --project={{project}} \
+  gcloud compute tpus queued-resources delete {{slice}} --project={{project}} \
     --zone={{zone}} --force --quiet --async
 }
-# A setup that fails leaves a slice that does nothing and is paid for.
-trap release ERR
-mkdir -p {{mount}}
-if ! mountpoint -q {{mount}}; then
-  apt-get -qq update
-  apt-get -qq install -y nfs-common git python3-venv
-  mount -t nfs {{nfs}} {{mount}}
-fi
-if [ ! -d /opt/stppo_jax ]; then
-  git clone --quiet {{repository}} /opt/stppo_jax
-  git -C /opt/stppo_jax checkout --quiet {{revision}}
-  {{worker_python}} -m venv /opt/stppo_jax/.venv
-  /opt/stppo_jax/.venv/bin/pip install --quiet '/opt/stppo_jax[tpu,gcs]'
-fi
-cd /opt/stppo_jax
-trap - ERR
+# A slice that does nothing is paid for. The machine that has submitted the run
+# deletes it; if that is gone, this does, whatever has ended the script.
+trap 'kill "$beat" 2>/dev/null; sleep {{patience}}; release' EXIT
+# The VM is stopped: the next boot or the next slice goes on.
+trap 'trap - EXIT; kill "$beat" 2>/dev/null; exit 75' TERM
+
+setup() {
+  gcloud storage cp {{source}} "$home/source.tar.gz" &&
+    rm -rf "$home/source" && mkdir "$home/source" &&
+    tar -xzf "$home/source.tar.gz" -C "$home/source" &&
+    curl -LsSf --retry 3 --max-time 300 https://astral.sh/uv/{{uv}}/install.sh \
+      -o "$home/install.sh" &&
+    UV_UNMANAGED_INSTALL="$home" sh "$home/install.sh" &&
+    "$home/uv" venv --clear --python {{python_version}} "$home/venv" &&
+    timeout 1800 "$home/uv" pip install --python "$home/venv/bin/python" \
+      -r "$home/source/launch/requirements.txt" \
+      -c "$home/source/launch/requirements.txt" 'jax[tpu]' 'gcsfs>=2025.3' &&
+    if [ -n "$secrets" ]; then
+      (umask 077 && gcloud secrets versions access latest --project={{project}} \
+        --secret="$secrets" >"$home/secrets")
+    fi
+}
+
+secrets={{secrets}}
+say setup
+while sleep {{poll}}; do
+  tell
+  put "$home/logs/$HOSTNAME.log" log
+done &
+beat=$!
+for ((try = 1; ; try++)); do
+  echo "setup, attempt $try"
+  if setup >>"$home/setup" 2>&1; then break; fi
+  put "$home/setup" setup
+  if ((try == {{attempts}})); then
+    say failed
+    exit 1
+  fi
+  sleep $(({{delay}} << try))
+done
+put "$home/setup" setup
+say running
+export PYTHON="$home/venv/bin/python" LOGS="$home/logs"
+if [ -n "$secrets" ]; then export SECRETS="$home/secrets"; fi
+cd "$home/source" || exit
 code=0
-{{env}} launch/run.sh {{train}} || code=$?
-# Done, or broken: what would repeat for ever must not be paid for ever. After
-# 75, the next boot or the next slice goes on.
-if ((code != 75)); then release; fi
+# Values are taken as they are.
+# shellcheck disable=SC2016
+{{env}} bash launch/run.sh {{train}} || code=$?
+kill "$beat"
+wait "$beat" 2>/dev/null
+put "$home/logs/$HOSTNAME.log" log
+if ((code == 0)); then
+  # That the run is done is said in its own folder, and nowhere else.
+  for ((try = 0; try < 20; try++)); do
+    if echo {{job}} | gcloud storage cp --quiet - {{workdir:plain}}/launched
+    then break; fi
+    sleep {{poll}}
+  done
+fi
+say ended "$code"

@@ -40,6 +40,7 @@ import math
 
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
+from stppo_jax.configs import external
 
 _PROGRAMS = 'extend', 'decode', 'publish', 'annotate', 'update'
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     sweep_mesh=False,
     compile_best=command_line.integer(0, lower_bound=-1),
   )
-  config = configuration.parse(argv, flags=flags, data=False)
+  config = configuration.parse(argv, flags=flags, ignored=[external.data_exist])
   errors = [
     f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'
     for name in flags.programs

@@ -241,7 +241,7 @@ def test_a_plan_needs_no_data(capsys):
   assert __main__.main(['plan', *flags]) == 0
   assert 'fits in' in capsys.readouterr().out
   # Its model has a vocabulary of the config's size.
-  config = configuration.parse(flags[:1], data=False)
+  config = configuration.parse(flags[:1], ignored=configuration.OF_THIS_MACHINE)
   assert model_files.shape(config, None).vocab_size == 2048
 
 

@@ -248,7 +248,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'retrieval__replay': '/absent'},
-      "retrieval.replay='/absent': must be a file",
+      "retrieval.replay='/absent': no such file",
     ),
     (
       {'retrieval__replay': __file__, 'retrieval__record': 'other'},

@@ -297,7 +297,8 @@ def _slurm(tmp_path, *flags):
   template = (rendered.GOLDEN / 'slurm.sh').read_text()
   job = tmp_path / 'job.sh'
   job.write_text(
-    template.replace('/srv/stppo_jax', str(runs.REPO))
+    template.replace('/srv/lab/.sources/source-HASH', str(runs.REPO))
+    .replace('PYTHON=/srv/stppo_jax/.venv/bin/python ', '')
     .replace("'--workdir=/shared/runs/ST ppo'", ' '.join(flags))
     .replace('SECRETS=/srv/lab/secrets', '')
   )

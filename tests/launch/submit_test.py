@@ -1,6 +1,5 @@
 """Launchers submit the texts that are kept, which are valid."""
 
-import itertools
 import os
 import pathlib
 import re
@@ -12,8 +11,10 @@ import pytest
 import yaml
 
 from launch import launchers
+from launch import rendering
 from launch import submit
 from tests.launch import rendered
+from tests.launch import schemas
 
 _PLACES = f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}'
 _SHELLCHECK = shutil.which('shellcheck', path=_PLACES)
@@ -23,6 +24,7 @@ _TEXTS = {
   name: (rendered.GOLDEN / name).read_text('utf-8')
   for name in rendered.COMMANDS
 }
+_NAME = rendering.name_of('/shared/runs/ST ppo')
 _RUN = ['--config=quickstart:st_ppo', '--workdir=/shared/run']
 
 
@@ -31,15 +33,18 @@ def test_a_dry_run_prints_the_text(name, capsys):
   assert submit.main([*rendered.COMMANDS[name], '--dry_run']) == 0
   out, err = capsys.readouterr()
   message = 'if you meant it: python -m tests.launch.rendered'
-  assert out == _TEXTS[name], message
+  assert rendered.without_hash(out) == _TEXTS[name], message
   assert err.count('\n') == 1  # the command that it would be given to
 
 
-@pytest.mark.parametrize('name', ['slurm.sh', 'sky.yaml', 'local.sh'])
+@pytest.mark.parametrize('name', ['slurm.sh', 'retriever.yaml', 'local.sh'])
 def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
   """It gets it as its input, as a file, or in the place of the launcher."""
   command = rendered.COMMANDS[name]
   tool, *_ = launchers.LAUNCHERS[command[0]].submit
+  if tool == 'sbatch':
+    command = [*command, f'--root={tmp_path}', f'--workdir={tmp_path}/ST ppo']
+    monkeypatch.setattr(submit, '_OWN_FOLDERS', ())
   fake = tmp_path / tool
   fake.write_text(
     '#!/bin/sh\nfor last; do :; done\n'
@@ -54,7 +59,13 @@ def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
   else:
     code = submit.main(command)
   assert code == 7
-  got = (tmp_path / 'got').read_text()
+  got = rendered.without_hash((tmp_path / 'got').read_text())
+  if tool == 'sbatch':
+    (source,) = (tmp_path / '.sources').iterdir()
+    assert (source / 'launch' / 'run.sh').exists()
+    got = re.sub('--job-name=.*', f'--job-name={_NAME}', got)
+    got = got.replace(f'{tmp_path}/ST', '/shared/runs/ST')
+    got = got.replace(str(tmp_path), '/srv/lab')
   assert got.rstrip('\n') == _TEXTS[name].rstrip('\n')
 
 
@@ -63,9 +74,7 @@ def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
   [
     ('slurm.sh', 'sbatch'),
     ('jobset.yaml', 'kubectl'),
-    ('sky.yaml', 'sky'),
-    ('tpu.sh', 'gcloud'),
-    ('xpk.sh', 'xpk'),
+    ('startup.sh', 'gcloud'),
   ],
 )
 def test_a_tool_that_is_not_installed_is_named(name, tool, monkeypatch, capsys):
@@ -82,51 +91,24 @@ def test_shell_is_without_findings():
   assert _SHELLCHECK is not None
   done = subprocess.run([_SHELLCHECK, *scripts], capture_output=True, text=True)
   assert done.returncode == 0, done.stdout
-  startup = _TEXTS['tpu.sh'].split("<<'STARTUP'\n")[1].split('\nSTARTUP\n')[0]
-  done = subprocess.run(
-    [_SHELLCHECK, '-'], input=startup, capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stdout
 
 
-def _lost(document, known, path=''):
-  """Yields the path of each value that a schema's object does not have."""
-  if isinstance(document, dict) and isinstance(known, dict):
-    for key, value in document.items():
-      yield from _lost(value, known.get(key), f'{path}.{key}')
-  elif isinstance(document, list) and isinstance(known, list):
-    for value, other in itertools.zip_longest(document, known):
-      yield from _lost(value, other, path)
-  elif document != known:
-    yield path
+def _jobset(text):
+  _, jobset = yaml.safe_load_all(text)
+  return jobset
 
 
 def test_jobset_and_pods_keep_their_public_schemas():
   """The required fields are there with their types, and no others are."""
-  models = pytest.importorskip('kubeflow_trainer_api.models')
-  jobset = yaml.safe_load(_TEXTS['jobset.yaml'])
-  deployment, _ = yaml.safe_load_all(_TEXTS['retriever.yaml'])
-  misspelt = yaml.safe_load(_TEXTS['jobset.yaml'].replace('maxRe', 'maxre'))
-  for model, document, lost in (
-    (models.JobsetV1alpha2JobSet, jobset, []),
-    (
-      models.IoK8sApiCoreV1PodTemplateSpec,
-      deployment['spec']['template'],
-      [],
-    ),
-    (
-      models.JobsetV1alpha2JobSet,
-      misspelt,
-      ['.spec.failurePolicy.maxrestarts'],
-    ),
-  ):
-    # It drops what the schema does not have, and adds defaults.
-    known = model.from_dict(document).to_dict()
-    assert list(_lost(document, known)) == lost
+  for name in ('jobset.yaml', 'retriever.yaml'):
+    schemas.check(yaml.safe_load_all(_TEXTS[name]))
+  misspelt = _TEXTS['jobset.yaml'].replace('maxRe', 'maxre')
+  with pytest.raises(AssertionError, match='.spec.failurePolicy.maxrestarts'):
+    schemas.check(yaml.safe_load_all(misspelt))
 
 
 def test_the_jobset_says_what_is_meant():
-  jobset = yaml.safe_load(_TEXTS['jobset.yaml'])
+  jobset = _jobset(_TEXTS['jobset.yaml'])
   assert jobset['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
   job = jobset['spec']['replicatedJobs'][0]['template']['spec']
   # A policy for exit codes is allowed only where pods are never restarted.
@@ -147,11 +129,7 @@ def test_the_jobset_says_what_is_meant():
   assert rule['action'] == 'FailJobSet'
 
 
-def test_other_yaml_is_read_as_meant():
-  task = yaml.safe_load(_TEXTS['sky.yaml'])
-  assert task['resources']['job_recovery']['recover_on_exit_codes'] == [75]
-  assert task['volumes'] == {'/shared': 'disk'}
-  assert "--workdir=/shared/runs/ST ppo'" in task['run']
+def test_the_service_finds_the_retriever():
   deployment, service = yaml.safe_load_all(_TEXTS['retriever.yaml'])
   pod = deployment['spec']['template']
   assert service['spec']['selector'] == pod['metadata']['labels']
@@ -163,17 +141,13 @@ def test_other_yaml_is_read_as_meant():
     (['slurmm', *_RUN], 'slurmm: unknown launcher; did you mean slurm?'),
     (['local', *_RUN[1:]], '--config: missing'),
     (['slurm', *_RUN], '--partition: missing'),
-    (['slurm', *_RUN, '--partiton=gpu'], 'did you mean --partition?'),
+    (['slurm', *_RUN, '--partiton=gpu'], 'did you mean --partition'),
     (['slurm', *_RUN, '--partition=a', '--nodes=two'], '--nodes=two: must be'),
     (['local', *_RUN, '--name=A_b'], '--name=A_b: must be'),
     (['local', *_RUN, '--config.num_steps=x'], '--config.num_steps=x: expec'),
     (
       ['local', *_RUN, '--config.retrieval.url=http://me:word@host'],
-      '--retrieval.url: looks like a secret',
-    ),
-    (
-      ['slurm', *_RUN[:1], '--partition=a', '--workdir=gs://mine/run'],
-      '--workdir=gs://mine/run: a bucket',
+      '--config.retrieval.url: looks like a secret',
     ),
     (
       ['slurm', *_RUN[:1], '--partition=a', '--workdir=runs/a'],
@@ -202,27 +176,27 @@ def test_the_readme_has_the_options_and_defaults():
   rows = dict(re.findall(r'^\| `?([a-z ]+)`? \| (.*) \|$', page, re.M))
   common = re.findall(r'`(\w+)`', rows['all that train'])
   assert {*rows} >= {*launchers.LAUNCHERS}
-  for name in launchers.LAUNCHERS:
-    options = launchers.options(name)
+  for name, launcher in launchers.LAUNCHERS.items():
+    flags = launchers.flags(name)
     own = re.findall(r'`(\w+)`', rows[name])
     listed = own if name == 'retriever' else [*common, *own]
-    assert sorted(listed) == sorted(options), name
+    assert sorted(listed) == sorted(launcher.options), name
     for option in own:
-      default = options[option]
+      default = flags[option].default
+      if isinstance(default, bool):
+        default = str(default).lower()
+      if isinstance(default, float):
+        default = f'{default:g}' if default else ''
       # Folders of this machine are not named.
-      if default and not default.startswith(str(_LAUNCH.parent)):
-        if option not in ('python', 'mount', 'claim', 'secret'):
+      if default and not str(default).startswith('/'):
+        if option not in ('claim', 'secret'):
           assert f'`{option}` ({default}' in rows[name], (name, option)
 
 
 def test_the_same_command_stops(capsys):
-  command = [*rendered.COMMANDS['tpu.sh'], '--stop', '--dry_run']
-  name = submit.name_of('/shared/runs/ST ppo')
+  command = [*rendered.COMMANDS['slurm.sh'], '--stop', '--dry_run']
   assert submit.main(command) == 0
-  assert capsys.readouterr().err == (
-    f'gcloud compute tpus queued-resources delete {name} --project=lab '
-    '--zone=us-west4-a --force:\n'
-  )
+  assert capsys.readouterr().err == f'scancel --name={_NAME}:\n'
 
 
 def test_the_image_copies_what_exists():
@@ -246,31 +220,12 @@ def test_processes_divide_the_gpus(capsys):
   command = rendered.COMMANDS['local.sh']
   for flags in (['--gpus=3', '--processes=2'], ['--processes=0']):
     assert submit.main([*command, *flags, '--dry_run']) == 2
-    assert 'must be greater than 0 and divide --gpus=' in (
-      capsys.readouterr().err
-    )
-
-
-@pytest.mark.slow
-def test_xpk_gets_every_job_of_a_process(tmp_path, monkeypatch):
-  tool = tmp_path / 'xpk'
-  tool.write_text(f'#!/bin/bash\necho "$1 $2" >> {tmp_path}/calls\n')
-  tool.chmod(0o755)
-  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
-  # In a process of its own, which the launcher must not replace.
-  command = f'submit.main({rendered.COMMANDS["xpk.sh"]})'
-  code = f'from launch import submit; {command}; {command}; print("went on")'
-  done = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, check=True
-  )
-  assert done.stdout == 'went on\n'
-  calls = (tmp_path / 'calls').read_text().splitlines()
-  assert len(calls) == 2 and calls[0] == calls[1] == 'workload create'
+    assert 'must ' in capsys.readouterr().err
 
 
 def test_jobs_of_two_folders_have_two_names():
   names = [
-    submit.name_of(path)
+    rendering.name_of(path)
     for path in ('/a/nq', '/b/nq', '/a/nq/', f'/a/{"x" * 60}1', '/a/1')
   ]
   assert names[0] != names[1] and names[0] == names[2]

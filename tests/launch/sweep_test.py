@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launch import submit
+from launch import rendering
 from launch import sweep
 from stppo_jax.tools import run_state
 from stppo_jax.workdir import lock
@@ -213,12 +213,13 @@ def test_runs_that_wait_in_slurm_are_not_submitted_twice(
 
 
 def test_pod_jobs_are_one_for_each_run(config, capsys):
-  flags = ['--on', 'jobset', '--image=i', '--accelerator=a', '--topology=4x4']
-  flags += [f'--config={config}', '--out=/shared/grids', '--workers=4']
+  flags = ['--on', 'jobset', '--image=i', '--topology=4x4', '--workers=4']
+  flags += [f'--config={config}', '--out=/shared/grids']
+  flags.append('--accelerator=tpu-v5-lite-podslice')
   assert sweep.main([*flags, '--dry_run']) == 0
   out = capsys.readouterr().out
   for name in _NAMES:
-    job = submit.name_of(f'/shared/grids/{name}')
+    job = rendering.name_of(f'/shared/grids/{name}')
     assert f'name: "{job}"' in out
     assert f'--workdir=/shared/grids/{name}' in out
 

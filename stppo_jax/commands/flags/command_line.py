@@ -178,7 +178,7 @@ def parse(
         meant.append(f'--{key}')
         continue
       if problem := _problem(flags[key], value):
-        errors.append(f'--{key}={value}: {problem}')
+        errors.append(f'--{key}={streams.one_line(value)}: {problem}')
         meant.append(f'--{key}')
     elif overrides and word.startswith('--') and key.startswith(_OVERRIDE):
       text: str | bool = value if equals else not is_off

@@ -23,9 +23,11 @@ from typing import Any
 from absl import flags as absl_flags
 
 from stppo_jax import exits
+from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import overrides as overrides_lib
+from stppo_jax.configs import external
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.workdir import run_folder
@@ -37,6 +39,16 @@ _OFFLINE = {
   'prefer': 'preference.num_epochs, the passes over the pairs',
 }
 
+# What `schema.check` may leave out: for other machines, and to be fast.
+OF_THIS_MACHINE = external.OF_THIS_MACHINE
+SLOW = (schema.check_algorithm,)
+# The keys that name files and folders.
+_PATHS = (
+  *('env.prompt_template', 'init_from', 'model.path', 'model.reference_path'),
+  *('model.tokenizer_path', 'data.root', 'retrieval.replay'),
+  'sft.demonstrations',
+)
+
 
 def parse(
   argv: Sequence[str],
@@ -44,7 +56,7 @@ def parse(
   flags: absl_flags.FlagValues | None = None,
   required: Sequence[str] = (),
   writer: str = '',
-  data: bool = True,
+  ignored: Sequence[Any] = (),
 ) -> Any:
   """Returns the complete, checked configuration that a command line describes.
 
@@ -52,7 +64,8 @@ def parse(
     argv: the arguments without the program's and the command's name.
     flags: the command's own flags, which get their values.
     required: the names of flags that must be given.
-    writer, data: see `checked`.
+    writer: see `checked`.
+    ignored: what is not checked, see `schema.check`.
 
   Raises:
     Misconfigured: see `checked`.
@@ -62,7 +75,7 @@ def parse(
     flags,
     split(argv, flags, ('config', *required)),
     writer=writer,
-    data=data,
+    ignored=ignored,
   )
 
 
@@ -81,7 +94,7 @@ def checked(
   given: command_line.Given,
   *,
   writer: str = '',
-  data: bool = True,
+  ignored: Sequence[Any] = (),
 ) -> Any:
   """Returns the configuration of a command line that was taken apart.
 
@@ -93,7 +106,7 @@ def checked(
     given: from `split`.
     writer: the name of the command, if it writes to the workdir; a folder that
       it must not write to is an error.
-    data: whether the data that the config names must be there.
+    ignored: what is not checked, see `schema.check`.
 
   Raises:
     Misconfigured: a line for every error of flags, keys, values and rules.
@@ -108,7 +121,7 @@ def checked(
       errors.append(str(error))
     else:
       errors += overrides_lib.override_all(config, given.overrides)
-      errors += [f'config.{line}' for line in schema.check(config, data=data)]
+      errors += [f'config.{line}' for line in schema.check(config, ignored)]
       if writer in _OFFLINE and config.init_from:
         errors.append(
           f'config.init_from={config.init_from}: must be empty for {writer}, '
@@ -129,6 +142,12 @@ def checked(
     errors.append(f'--workdir={workdir}: exists and is not a folder')
   command_line.refuse(errors)
   return config.lock()
+
+
+def paths(config: Any) -> dict[str, str]:
+  """Returns the files and folders that a configuration names, by their keys."""
+  values = settings.flatten(config)
+  return {key: values[key] for key in _PATHS if values[key]}
 
 
 def folders_read(config: Any) -> dict[str, pathlib.Path]:

@@ -12,7 +12,9 @@ for ((i = 0; i < 2; i++)); do
     CUDA_VISIBLE_DEVICES=$(seq -s, $((i * each)) $((i * each + each - 1)))
     export CUDA_VISIBLE_DEVICES
   fi
-  PYTHON=/srv/stppo_jax/.venv/bin/python env RESTARTS=20 RETRIEVER=--synthetic_seed=0 /srv/stppo_jax/launch/run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' \
+  # Values are taken as they are.
+  # shellcheck disable=SC2016
+  PYTHON=/srv/stppo_jax/.venv/bin/python env RESTARTS=20 RETRIEVER=--synthetic_seed=0 bash /srv/stppo_jax/launch/run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' \
     --coordinator=127.0.0.1:"$port" --num_processes=2 \
     --process_id="$i" &
   workers+=($!)

@@ -14,13 +14,13 @@
 # One process on each node, with all GPUs of the node. The coordinator is given,
 # because jax would otherwise take one GPU for each process.
 set -uo pipefail
-cd /srv/stppo_jax || exit 2
+cd /srv/lab/.sources/source-HASH || exit 2
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export COORDINATOR=$head:$((20000 + SLURM_JOB_ID % 20000))
 # The variables are those of each process.
 # shellcheck disable=SC2016
-env RESTARTS=0 SECRETS=/srv/lab/secrets srun --kill-on-bad-exit=1 bash -c \
-  'exec launch/run.sh "$@" --coordinator="$COORDINATOR" \
+PYTHON=/srv/stppo_jax/.venv/bin/python env RESTARTS=0 SECRETS=/srv/lab/secrets srun --kill-on-bad-exit=1 bash -c \
+  'exec bash launch/run.sh "$@" --coordinator="$COORDINATOR" \
     --num_processes="$SLURM_NTASKS" --process_id="$SLURM_PROCID"' \
   run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' &
 step=$!

@@ -1,0 +1,177 @@
+"""The texts that launchers submit, rendered from launch/templates."""
+
+import base64
+from collections.abc import Mapping
+from collections.abc import Sequence
+import hashlib
+import json
+import pathlib
+import re
+import shlex
+from typing import Any
+
+from launch import accelerators
+from launch import launchers
+from launch import slices
+from launch import source as source_lib
+from stppo_jax.commands.flags import overrides as overrides_lib
+
+SOURCES = '.sources'  # the folder of unpacked sources, in that of --root
+_TEMPLATES = pathlib.Path(__file__).parent / 'templates'
+_FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
+_SETUP = {'uv': '0.13.9', 'python_version': '3.12', 'attempts': 5}
+
+# The flags of many runs, and how many of them run at once.
+Array = tuple[Sequence[Sequence[str]], str]
+
+
+def render(
+  name: str,
+  values: Mapping[str, Any],
+  overrides: Mapping[str, str | bool],
+  *,
+  source: source_lib.Source | None = None,
+  array: Array | None = None,
+) -> str:
+  """Returns the text that a launcher submits.
+
+  Args:
+    name: the name of the launcher.
+    values: the values of its options, of config and of workdir.
+    overrides: keys of the config, as `command_line.parse` returns them.
+    source: what the workers run; None = they have the code.
+    array: the runs of an array of slurm.
+  """
+  launcher = launchers.LAUNCHERS[name]
+  fields = {**values, **_fields(name, values, source)}
+  if name != 'retriever':
+    variables = {
+      'RESTARTS': str(values['restarts'] if launcher.run_restarts else 0),
+      'RETRIEVER': values['retriever'],
+      'SECRETS': '' if name == 'tpu' else values.get('secrets', ''),
+    }
+    variables = {key: value for key, value in variables.items() if value}
+    fields['env'] = ['env', *(f'{key}={x}' for key, x in variables.items())]
+    fields['env_list'] = [{'name': k, 'value': x} for k, x in variables.items()]
+    fields['train'] = train_flags(values, overrides)
+  if array is None:
+    return _fill(launcher.template, fields)
+  runs, fields['jobs'] = array
+  fields['last'] = len(runs) - 1
+  cases = [shlex.join(map(_travelling, flags)) for flags in runs]
+  fields['cases'] = ''.join(
+    f'  {n}) set -- {words} ;;\n' for n, words in enumerate(cases)
+  )
+  if '://' not in values['workdir']:
+    folder = pathlib.PurePosixPath(values['workdir']).parent
+    fields['log'] = f'{folder}/%a.slurm.log'
+  return _fill('array.sbatch', fields)
+
+
+def _fields(
+  name: str, values: Mapping[str, Any], source: source_lib.Source | None
+) -> dict[str, Any]:
+  """Returns the fields that only the template of one launcher has."""
+  if name == 'retriever':
+    where = ['--host=0.0.0.0', '--port=8000']
+    return {'serve': [f'--index={values["index"]}', *where]}
+  if source is None:
+    return {}
+  if name == 'slurm':
+    folder = f'{values["root"]}/{SOURCES}'
+    log = values['workdir'].rstrip('/')
+    if '://' in log:
+      log = f'{folder}/{values["name"]}'
+    return {
+      'source': f'{folder}/{source.name.partition(".")[0]}',
+      'log': f'{log}.slurm.log',
+    }
+  if name == 'tpu':
+    place = values['place'].rpartition('/')[0]
+    return _SETUP | {
+      'patience': slices.PATIENCE * values['poll'],
+      'delay': -(-values['poll'] // 6),
+      'source': f'{place}/{source.name}',
+    }
+  nodes, chips = accelerators.nodes(
+    values['accelerator'], values['topology'], values['chips']
+  )
+  archive = base64.b64encode(source.data).decode()
+  if values['dry_run']:
+    archive = f'{len(archive)} bytes: {source.name}'
+  mounts = [{'name': 'source', 'mountPath': '/source'}]
+  volumes: list[Any] = [
+    {'name': 'source', 'configMap': {'name': values['name']}}
+  ]
+  if '://' not in values['workdir']:
+    mounts.append({'name': 'shared', 'mountPath': values['mount']})
+    claim = {'claimName': values['claim']}
+    volumes.append({'name': 'shared', 'persistentVolumeClaim': claim})
+  return {
+    'workers': nodes,
+    'chips': chips,
+    'archive': archive,
+    'mounts': mounts,
+    'volumes': volumes,
+  }
+
+
+def _fill(template: str, fields: Mapping[str, Any]) -> str:
+  """Returns a template with its fields.
+
+  `{{name}}` is quoted as the language of the file needs it, `{{name:shell}}` as
+  the shell does, and `{{name:plain}}` not at all.
+  """
+  text = (_TEMPLATES / template).read_text('utf-8')
+  default = 'yaml' if template.endswith('.yaml') else 'shell'
+
+  def quoted(match: re.Match) -> str:
+    field, language = fields[match[1]], match[2] or default
+    if language == 'plain':
+      return str(field)
+    if language == 'yaml':  # JSON is YAML
+      return json.dumps(field)
+    if isinstance(field, list):
+      return shlex.join(field)
+    return shlex.quote(str(field))
+
+  return _FIELD.sub(quoted, text)
+
+
+def train_flags(
+  values: Mapping[str, Any], overrides: Mapping[str, str | bool]
+) -> list[str]:
+  """Returns the flags of `train`."""
+  flags = [f'--config={values["config"]}', f'--workdir={values["workdir"]}']
+  return flags + flags_of(overrides)
+
+
+def _travelling(flag: str) -> str:
+  """Returns a flag; the file of --config by its path in the source."""
+  name, _, value = flag.partition('=')
+  return (
+    flag if name != '--config' else f'{name}={source_lib.config_flag(value)}'
+  )
+
+
+def name_of(workdir: str) -> str:
+  """Returns the name of the job that runs in a folder.
+
+  It ends with digits of the whole path: of two jobs of the same name, the
+  second would replace the first, or be stopped with it.
+  """
+  path = pathlib.PurePosixPath(workdir)
+  digits = digest(str(path))[:6]
+  name = re.sub(r'[^a-z0-9]+', '-', path.name.lower()).strip('-')
+  name = name if name[:1].isalpha() else f'run-{name}'
+  return f'{name[:33].rstrip("-")}-{digits}'
+
+
+def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
+  """Returns the flags that set keys of a config."""
+  return [overrides_lib.as_flag(key, text) for key, text in overrides.items()]
+
+
+def digest(text: str) -> str:
+  """Returns 16 digits that another text does not have."""
+  return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,280 @@
+"""Stands in for `gcloud`: buckets are folders, and VMs are processes.
+
+    $CLOUD/buckets/BUCKET/...   the objects
+    $CLOUD/slices/NAME.json     a queued resource, with what it was asked for
+    $CLOUD/vms/NAME-w-0/        the disk of a VM; everything that its startup
+                                script writes is in it
+    $CLOUD/rules.json           what shall go wrong
+    $CLOUD/calls                a line for each call
+
+A slice is queued, provisioned and active after three looks at it. Flags that
+the real program does not have for a command are refused.
+"""
+
+import glob
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+CLOUD = pathlib.Path(os.environ['CLOUD'])
+_WHERE = ('project', 'zone', 'format')
+_FLAGS = {
+  'storage cat': ('r',),
+  'storage cp': ('quiet', 'if-generation-match'),
+  'secrets versions': ('project', 'secret'),
+  'compute tpus queued-resources create': (
+    *('node-id', 'accelerator-type', 'runtime-version', 'metadata', 'spot'),
+    *('valid-until-duration', 'metadata-from-file', 'reserved', 'network'),
+    *('subnetwork', 'service-account', *_WHERE),
+  ),
+  'compute tpus queued-resources describe': _WHERE,
+  'compute tpus queued-resources list': _WHERE,
+  'compute tpus queued-resources delete': (*_WHERE, 'force', 'quiet', 'async'),
+}
+
+
+class Failed(Exception):
+  """What the real program prints before it ends with exit code 1."""
+
+
+def main(argv: list[str]) -> None:
+  words = [x for x in argv if not x.startswith('-') or x == '-']
+  flags = {}
+  for word in argv:
+    if word.startswith('-') and word != '-':
+      name, _, value = word.lstrip('-').partition('=')
+      flags[name[:1] if word.startswith('-r') else name] = value or word[2:]
+  with open(CLOUD / 'calls', 'a') as file:
+    file.write(' '.join(argv) + '\n')
+  count = {'storage': 2, 'secrets': 2}.get(words[0], 4)
+  command, rest = ' '.join(words[:count]), words[count:]
+  if unknown := flags.keys() - set(_FLAGS[command]):
+    raise Failed(f'unrecognized arguments: {unknown}')
+  _COMMANDS[command](rest, flags)
+
+
+def rule(name):
+  """Returns what shall go wrong now; a number becomes one less each time."""
+  path = CLOUD / 'rules.json'
+  rules = json.loads(path.read_text()) if path.exists() else {}
+  value = rules.get(name)
+  if isinstance(value, int) and value:
+    _replace(path, rules | {name: value - 1})
+  return value
+
+
+def _replace(path, content):
+  part = path.with_name(f'{path.name}.{os.getpid()}')
+  part.write_text(json.dumps(content))
+  part.replace(path)
+
+
+def _path(address):
+  if rule('network'):
+    raise Failed('Connection reset by peer')
+  return CLOUD / 'buckets' / address.removeprefix('gs://')
+
+
+def _cat(words, flags):
+  paths = sorted(glob.glob(str(_path(words[0]))))
+  if not paths:
+    raise Failed(
+      f'The following URLs matched no objects or files:\n-{words[0]}'
+    )
+  first = int(flags.get('r', '0-').partition('-')[0])
+  for path in paths:
+    sys.stdout.buffer.write(pathlib.Path(path).read_bytes()[first:])
+
+
+def _cp(words, flags):
+  source, target = words
+  if '://' in target:
+    path, data = (
+      _path(target),
+      sys.stdin.buffer.read() if source == '-' else b'',
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if source != '-':
+      data = pathlib.Path(source).read_bytes()
+    part = path.with_name(f'.{path.name}.{os.getpid()}')
+    part.write_bytes(data)
+    if flags.get('if-generation-match') == '0':
+      try:
+        os.link(part, path)  # unless it is there
+      except FileExistsError as error:
+        raise Failed('HTTPError 412: a pre-condition did not hold') from error
+      finally:
+        part.unlink()
+    else:
+      part.replace(path)
+  elif not _path(source).exists():
+    raise Failed(f'The following URLs matched no objects or files:\n-{source}')
+  else:
+    pathlib.Path(target).write_bytes(_path(source).read_bytes())
+
+
+def _secret(words, flags):
+  print(f'WORD={flags["secret"]}')
+
+
+def _slice(name):
+  return CLOUD / 'slices' / f'{name}.json'
+
+
+def _create(words, flags):
+  if problem := rule('create'):
+    raise Failed(problem)
+  path = _slice(words[0])
+  if path.exists():
+    raise Failed(f'ALREADY_EXISTS: {words[0]}')
+  key, _, file = flags['metadata-from-file'].partition('=')
+  script = pathlib.Path(file).read_text()
+  name, _, value = flags['metadata'].partition('=')
+  path.parent.mkdir(exist_ok=True)
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+  item = {
+    'name': f'projects/p/locations/z/queuedResources/{words[0]}',
+    'state': {'state': 'WAITING_FOR_RESOURCES'},
+    'tpu': {'nodeSpec': [{'node': {'metadata': {key: script, name: value}}}]},
+    'flags': flags,
+    'port': port,
+  }
+  _replace(path, item)
+
+
+def _load(name):
+  path = _slice(name)
+  if not path.exists():
+    raise Failed(f'NOT_FOUND: {name}')
+  return json.loads(path.read_text())
+
+
+def _describe(words, flags):
+  name = words[0]
+  if problem := rule('describe'):
+    raise Failed(problem)
+  item = _load(name)
+  item['state'] = advance(name, item)
+  print(json.dumps(item))
+
+
+def advance(name, item):
+  """Returns the next state of a slice, whose VMs start when it is active."""
+  following = {
+    'WAITING_FOR_RESOURCES': 'PROVISIONING',
+    'PROVISIONING': 'ACTIVE',
+  }
+  state = item['state']
+  if rule('capacity') == 'none':
+    problem = 'the request has expired: no capacity'
+    state = {
+      'state': 'FAILED',
+      'failedData': {'error': {'message': problem}},
+    }
+  elif rule('capacity') != 'never' and state['state'] in following:
+    state = {'state': following[state['state']]}
+  if state != item['state']:
+    _replace(_slice(name), item | {'state': state})
+    if state['state'] == 'ACTIVE':
+      for number in range(2):
+        boot(name, number)
+  return state
+
+
+def boot(name, number):
+  """Starts a VM: its startup script, with the folders of this machine's."""
+  vm = f'{name}-w-{number}'
+  root = CLOUD / 'vms' / vm
+  for folder in ('home', 'tmp'):
+    (root / folder).mkdir(parents=True, exist_ok=True)
+  (root / 'boot_id').write_text(f'{time.time()}\n')
+  item = _load(name)
+  script = item['tpu']['nodeSpec'][0]['node']['metadata']['startup-script']
+  script = script.replace('/opt/stppo_jax', f'{root}/opt')
+  script = script.replace('/proc/sys/kernel/random', str(root))
+  (root / 'startup.sh').write_text(script)
+  with open(root / 'console', 'a') as console:
+    subprocess.Popen(
+      ['bash', str(root / 'startup.sh')],
+      cwd=root,
+      env=json.loads((CLOUD / 'environment.json').read_text())
+      | {
+        'PATH': f'{CLOUD}/bin:/usr/bin:/bin',
+        'HOME': str(root / 'home'),
+        'TMPDIR': str(root / 'tmp'),
+        'HOSTNAME': vm,
+        'CLOUD': str(CLOUD),
+        'VM': vm,
+        'VM_NUMBER': str(number),
+        'VM_PORT': str(item['port']),
+      },
+      stdin=subprocess.DEVNULL,
+      stdout=console,
+      stderr=console,
+      start_new_session=True,
+    )
+
+
+def processes(start):
+  """Returns the processes of the VMs whose name begins so."""
+  found = []
+  for path in pathlib.Path('/proc').glob('[0-9]*/environ'):
+    try:
+      words = path.read_bytes().split(b'\0')
+    except OSError:
+      continue
+    mine = f'CLOUD={CLOUD}'.encode() in words
+    if mine and any(x.startswith(f'VM={start}'.encode()) for x in words):
+      found.append(int(path.parent.name))
+  return found
+
+
+def kill(start, number=signal.SIGKILL):
+  """Ends the VMs whose name begins so, as when the power fails."""
+  for _ in range(3):  # a process may just have started another
+    for pid in processes(start):
+      if pid != os.getpid():
+        try:
+          os.kill(pid, number)
+        except ProcessLookupError:
+          pass
+
+
+def _delete(words, flags):
+  if problem := rule('delete'):
+    raise Failed(problem)
+  _load(words[0])
+  _slice(words[0]).unlink(missing_ok=True)
+  kill(f'{words[0]}-w-')
+
+
+def _list(words, flags):
+  paths = sorted((CLOUD / 'slices').glob('*.json'))
+  print(json.dumps([json.loads(path.read_text()) for path in paths]))
+
+
+_TPUS = 'compute tpus queued-resources'
+_COMMANDS = {
+  'storage cat': _cat,
+  'storage cp': _cp,
+  'secrets versions': _secret,
+  f'{_TPUS} create': _create,
+  f'{_TPUS} describe': _describe,
+  f'{_TPUS} delete': _delete,
+  f'{_TPUS} list': _list,
+}
+
+if __name__ == '__main__':
+  try:
+    main(sys.argv[1:])
+  except Failed as error:
+    name = re.sub(r'\W+', '.', ' '.join(sys.argv[1:4]))
+    sys.exit(f'ERROR: (gcloud.{name}) {error}')

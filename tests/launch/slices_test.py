@@ -1,0 +1,275 @@
+"""Runs on TPU slices, in a cloud of stand-ins."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import run_differences
+from tests.launch import box as box_lib
+from tests.training import runs
+
+_NAME = 'stppo-one'
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch):
+  """Yields a cloud whose runs only end."""
+  monkeypatch.setenv('CLOUD', '')
+  box = box_lib.Box(tmp_path, trains=False)
+  (tmp_path / 'here' / 'mine.py').write_text(
+    'from stppo_jax.configs import quickstart\n'
+    'get_config = quickstart.get_config\n'
+  )
+  yield box
+  box.close()
+
+
+def _end(process):
+  out, _ = process.communicate(timeout=300)
+  return process.returncode, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('codes', 'expected'),
+  [((0, 0), 0), ((2, 75), 2), ((75, 70), 70), ((76, 76), 76), ((75, 75), 75)],
+)
+def test_the_exit_code_is_that_of_the_run(box, codes, expected):
+  box.rules(**{f'exit-{n}': str(x) for n, x in enumerate(codes)})
+  code, out = _end(box.submit('--restarts=0'))
+  assert code == expected, out + box.console()
+  assert box.slices() == []
+  assert len(box.calls('compute tpus queued-resources create')) == 1
+  marker = box.bucket / 'runs' / 'one' / 'launched'
+  assert marker.exists() == (expected == 0)
+  if expected == 0:
+    # Another start of the same command finds that marker.
+    code, out = _end(box.submit('--restarts=0'))
+    assert code == 0 and 'ended with exit code 0' in out
+    assert len(box.calls('compute tpus queued-resources create')) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('rules', 'expected', 'says', 'log'),
+  [
+    ({'create': 'RESOURCE_EXHAUSTED: Quota'}, 75, 'Quota', False),
+    (
+      {'create': 'PERMISSION_DENIED: tpu.nodes.create'},
+      2,
+      'PERMISSION_D',
+      False,
+    ),
+    ({'capacity': 'none'}, 75, 'no capacity', False),
+    (
+      {'curl': 99},
+      75,
+      'gcloud storage cat gs://lab/runs/one.launch/0001/',
+      True,
+    ),
+  ],
+)
+def test_a_slice_that_cannot_be_had_or_set_up_is_not_paid_for(
+  box, rules, expected, says, log
+):
+  box.rules(**rules)
+  code, out = _end(box.submit('--restarts=0'))
+  assert code == expected and says in out, out
+  assert box.slices() == []
+  assert not (box.bucket / 'runs' / 'one' / 'launched').exists()
+  setups = list(box.bucket.glob('runs/one.launch/0001/setup-*'))
+  assert bool(setups) == log
+  assert all('could not connect' in x.read_text() for x in setups)
+
+
+@pytest.mark.slow
+def test_the_budget_holds_over_all_starts(box):
+  box.rules(seconds='600')
+  flags = ['--max_slices=2', '--on_interrupt=keep']
+  process = box.submit(*flags)
+  box_lib.wait(lambda: 'running' in _state(box))
+  process.send_signal(signal.SIGINT)
+  code, out = _end(process)
+  (first,) = box.slices()
+  assert code == 130 and f'{first} is kept' in out
+  box.preempt(first)
+  process = box.submit(*flags)
+  box_lib.wait(lambda: len(box.slices()) == 1 and box.slices() != [first])
+  (second,) = box.slices()
+  box_lib.wait(lambda: 'running' in _state(box, 2))
+  box.preempt(second)
+  code, out = _end(process)
+  assert code == 75 and '--max_slices=2: is spent' in out
+  assert box.slices() == []
+  # Cores of v4-16: eight chips. The price is that of a chip for an hour.
+  flags = ['--max_slices=9', '--price=1e6', '--max_cost=1']
+  code, out = _end(box.submit(*flags))
+  assert code == 75 and '--max_cost=1: is spent' in out
+  assert len(box.calls('compute tpus queued-resources create')) == 2
+
+
+@pytest.mark.slow
+def test_two_submissions_of_one_folder_share_a_slice_or_are_refused(box):
+  box.rules(seconds='20')
+  first, second = box.submit(), box.submit()
+  box_lib.wait(lambda: 'running' in _state(box))
+  other = box.submit('--config.seed=3')
+  code, out = _end(other)
+  assert code == 75 and 'runs another command there' in out
+  assert len(box.slices()) == 1
+  (code, out), (again, more) = _end(first), _end(second)
+  assert (code, again) == (0, 0), out + more
+  assert box.slices() == []
+  assert len(box.calls('compute tpus queued-resources create')) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_launcher_deletes_the_slice_if_it_is_told_to(
+  box, number
+):
+  box.rules(seconds='600')
+  process = box.submit('--on_interrupt=delete')
+  box_lib.wait(lambda: 'running' in _state(box))
+  process.send_signal(number)
+  code, _ = _end(process)
+  assert code == (130 if number == signal.SIGINT else 75)
+  assert box.slices() == []
+
+
+@pytest.mark.slow
+def test_stop_ends_the_run_for_who_follows_it(box):
+  box.rules(seconds='600')
+  process = box.submit('--watch')
+  box_lib.wait(lambda: 'running' in _state(box))
+  assert _end(box.submit('--stop'))[0] == 0
+  code, out = _end(process)
+  assert code == 75 and 'was stopped' in out
+  assert box.slices() == []
+  assert len(box.calls('compute tpus queued-resources create')) == 1
+
+
+@pytest.mark.slow
+def test_workers_delete_a_slice_that_nobody_follows(box):
+  """And the network fails now and then."""
+  box.rules(seconds='5')
+  process = box.submit()
+  box_lib.wait(lambda: 'running' in _state(box))
+  process.kill()
+  box.rules(seconds='5', network=3)
+  box_lib.wait(lambda: box.slices() == [])
+  assert (box.bucket / 'runs' / 'one' / 'launched').exists()
+  code, out = _end(box.submit())
+  assert code == 0 and 'ended with exit code 0' in out
+
+
+@pytest.mark.slow
+def test_reap_deletes_what_has_ended(box):
+  box.rules(seconds='600')
+  kept, lost = box.submit(), box.submit(workdir='gs://lab/runs/two')
+  for run in ('one', 'two'):
+    box_lib.wait(lambda run=run: 'running' in _state(box, run=run))
+  for process in (kept, lost):
+    process.kill()
+  name = next(x for x in box.slices() if 'two' in x)
+  box.preempt(name)
+  code, out = _end(box.submit('--reap'))
+  assert code == 0 and f'{name}: SUSPENDED; deleted' in out
+  (left,) = box.slices()
+  assert f'{left}: ACTIVE; ' in out and 'kept' in out
+
+
+def _state(box, number=1, run='one'):
+  """Returns what the workers of a slice have said."""
+  paths = box.bucket.glob(f'runs/{run}.launch/{number:04d}/state-*')
+  return ''.join(x.read_text() for x in paths)
+
+
+@pytest.fixture
+def real_box(tmp_path, monkeypatch):
+  """Yields a cloud in which runs train, with a config of the user."""
+  monkeypatch.setenv('CLOUD', '')
+  box = box_lib.Box(tmp_path, trains=True)
+  (tmp_path / 'here' / 'mine.py').write_text(
+    'import sizes\n'
+    'from stppo_jax.configs import quickstart\n'
+    'def get_config(algorithm):\n'
+    '  config = quickstart.get_config(algorithm)\n'
+    '  config.num_steps = sizes.STEPS\n'
+    "  config.env.prompt_template = 'prompt.txt'\n"
+    '  return config\n'
+  )
+  (tmp_path / 'here' / 'sizes.py').write_text('STEPS = 12\n')
+  prompt = runs.REPO / 'configs' / 'prompts' / 'quickstart.txt'
+  shutil.copy(prompt, tmp_path / 'here' / 'prompt.txt')
+  yield box
+  box.close()
+
+
+@pytest.mark.slow
+def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(real_box, tmp_path):
+  """Its setup fails twice, it is taken away in a step, and killed in a save."""
+  box = real_box
+  flags = ['--config=mine.py:st_ppo', *runs.flags(evaluate__every=6)[1:]]
+  flags = [x for x in flags if not x.startswith('--config.num_steps')]
+  box.rules(curl=1, pip=1)
+  workdir = box.bucket / 'runs' / 'one'
+
+  def beat():
+    try:
+      return json.loads((workdir / 'heartbeat.json').read_text())
+    except (OSError, ValueError):
+      return {'phase': '', 'step': 0}
+
+  process = box.submit(*flags)
+
+  def wait(holds):
+    box_lib.wait(lambda: process.poll() is not None or holds())
+    assert process.poll() is None
+
+  try:
+    wait(lambda: beat()['phase'] == 'update' and beat()['step'] >= 2)
+    (first,) = box.slices()
+    box.preempt(first)
+    wait(lambda: box.slices() not in ([], [first]))
+    (second,) = box.slices()
+    step = beat()['step']
+    wait(lambda: beat()['step'] > step)
+    wait(lambda: beat()['phase'] == 'checkpoint')
+    box.reset(second, 1)
+    code, out = _end(process)
+  except AssertionError:
+    process.terminate()
+    raise AssertionError(_end(process)[1] + box.console()) from None
+  print(out, box.console())
+  assert code == 0
+  assert (first[-2:], second[-2:]) == ('-1', '-2')
+  assert (workdir / 'launched').exists() and box.slices() == []
+  assert 'was taken away' in out
+  setups = [x.read_text() for x in box.bucket.glob('runs/one.launch/*/setup-*')]
+  assert any('could not connect' in x for x in setups)
+  assert any('failed to fetch jax' in x for x in setups)
+  # Nothing lies elsewhere: in the bucket, and on disks that are gone.
+  assert {x.name for x in box.bucket.iterdir()} == {'runs'}
+  assert {x.name for x in workdir.parent.iterdir()} == {'one', 'one.launch'}
+  assert sorted(x.name for x in (tmp_path / 'here').glob('*.*')) == [
+    'mine.py',
+    'prompt.txt',
+    'sizes.py',
+  ]
+  words = [sys.executable, '-m', 'launch.submit', 'local', *flags]
+  done = subprocess.run(
+    [*words, f'--workdir={tmp_path}/alone'],
+    cwd=tmp_path / 'here',
+    env=os.environ | box.environment | {'PYTHONPATH': str(runs.REPO)},
+  )
+  assert done.returncode == 0
+  found = run_differences.differences(
+    workdir, tmp_path / 'alone', may_lack=False
+  )
+  assert list(found) == []
