@@ -46,6 +46,8 @@ if importlib.metadata.version('jaxlib').startswith('0.10.'):
     )
   )
 os.environ['HF_HUB_OFFLINE'] = '1'
+# gcsfs would ask for the kind of a bucket by gRPC, which no stand-in answers.
+os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'
 # Where transformers copies the code of a folder that it is told to trust.
 os.environ['HF_MODULES_CACHE'] = str(_ROOT / '.cache' / 'hf_modules')
 # Under `nohup` it is ignored, and every process of a test would inherit that.
@@ -96,6 +98,17 @@ def pytest_collection_finish():
   """Keeps modules and tests, which live to the end, out of the collector."""
   gc.collect()
   gc.freeze()
+
+
+@pytest.fixture
+def google(monkeypatch):
+  """A stand-in for Google's storage, whose only bucket is `mine`."""
+  from tests.storage import emulator
+
+  with emulator.served() as storage:
+    for name, value in storage.environment.items():
+      monkeypatch.setenv(name, value)
+    yield storage
 
 
 @pytest.fixture

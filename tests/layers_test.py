@@ -34,7 +34,7 @@ OURS = {
   'http': (),
   'rl': ('batch',),
   'parallel': ('streams', 'exits', 'interruption'),
-  'models': ('settings', 'parallel'),
+  'models': ('settings', 'buckets', 'parallel'),
   'data': ('types', 'text', 'buckets'),
   'retrieval': (
     'types',
@@ -58,7 +58,7 @@ OURS = {
     'sampling.lane_rules',
   ),
   'workdir': ('settings', 'exits', 'buckets', 'parallel', 'data', 'configs'),
-  'records': ('types', 'batch', 'streams', 'exits', 'workdir'),
+  'records': ('types', 'batch', 'streams', 'exits', 'buckets', 'workdir'),
   'rollout': (
     'types',
     'batch',
@@ -79,6 +79,7 @@ OURS = {
     'exits',
     'keys',
     'interruption',
+    'buckets',
     'rl',
     'parallel',
     'models',
@@ -168,6 +169,7 @@ HOMES = {
   'flax': ('models', 'retrieval.indexes.encoder'),
   'optax': ('learner.optimizer',),
   'orbax': ('records.checkpoints',),
+  'etils': ('records.checkpoints',),
   'chex': ('rl',),
   'transformers': ('sampling.tokenizer',),
   'tokenizers': ('sampling.tokenizer', 'retrieval.indexes.encoder'),

@@ -2,8 +2,7 @@
 
 python -m stppo_jax status DIR... [--json]
 
-  DIR     the folder of a run, its --workdir, or the address of its copy in a
-          bucket, its writer.copy_to
+  DIR     the folder of a run, its --workdir, also in a bucket
   --json  prints one JSON object for each run, with all digits
 
 Below the table are the errors that ended runs, and the alarms of their last

@@ -97,7 +97,7 @@ class Storage:
     """The variables with which clients find this server."""
     return {
       'STORAGE_EMULATOR_HOST': self.address,
-      # Without it gcsfs asks for the kind of a bucket by gRPC, for a minute.
+      # Otherwise gcsfs asks for the kind of a bucket by gRPC, for a minute.
       'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
       'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'nobody',
       'TENSORSTORE_GCS_HTTP_URL': self.address,
@@ -121,10 +121,10 @@ class Storage:
     body = await request.read()
     fault = self.fault(line)
     if fault is None:
-      return self._handle(request, body)
+      return self._dated(self._handle(request, body))
     if fault.kind == 'slow':
       await asyncio.sleep(fault.seconds)
-      return self._handle(request, body)
+      return self._dated(self._handle(request, body))
     if fault.kind.isdecimal():
       return _error(int(fault.kind))
     if fault.kind == 'lost':
@@ -132,6 +132,11 @@ class Storage:
     if request.transport is not None:
       request.transport.abort()
     return web.Response()
+
+  def _dated(self, answer: web.Response) -> web.Response:
+    """Returns an answer with the time of this server."""
+    answer.headers['Date'] = email.utils.formatdate(self.clock(), usegmt=True)
+    return answer
 
   def _handle(self, request: web.Request, body: bytes) -> web.Response:
     """Answers a request, whose body was read."""
@@ -179,7 +184,6 @@ class Storage:
       'X-Goog-Metageneration': '1',
       'X-Goog-Hash': f'md5={_md5(found.data)}',
       'Last-Modified': email.utils.formatdate(found.updated, usegmt=True),
-      'Date': email.utils.formatdate(self.clock(), usegmt=True),
     }
     size = len(found.data)
     match = _RANGE.fullmatch(request.headers.get('Range', ''))

@@ -4,9 +4,10 @@
                               /manifest   JSON: rules for the arrays, host state
                        /<step>.corrupt    a damaged step, kept for inspection
 
-Orbax commits a step by one rename, so that a killed save leaves no step. But it
-verifies nothing: a flipped bit loads silently, and another dtype is cast.
-Therefore the manifest has the shape, dtype and fingerprint of every leaf.
+Orbax commits a step by one rename, or in a bucket by an object that it writes
+last, so that a killed save leaves no step. But it verifies nothing: a flipped
+bit loads silently, and another dtype is cast. Therefore the manifest has the
+shape, dtype and fingerprint of every leaf.
 
 A save copies the arrays to the host and is then written by threads, while its
 caller goes on. On a CPU the copy is a view of the array, which an update cannot
@@ -21,11 +22,13 @@ import logging
 import pathlib
 from typing import Any
 
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.records.checkpoints import fingerprint as fingerprint_lib
 from stppo_jax.records.checkpoints import manifest as manifest_lib
@@ -73,25 +76,31 @@ class Checkpointer:
     keep: int | None = None,
     keep_every: int = 0,
     read_only: bool = False,
+    flush: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
   ):
     """Opens `workdir/checkpoints`, and makes it unless `read_only`.
 
     Args:
-      workdir: the run's folder.
+      workdir: the run's folder, or one that stands for a folder in a bucket.
       keep: the number of the newest steps that are kept, beside the one with
         the best score; None: all.
       keep_every: the multiples of this number are kept too; 0: none.
       read_only: whether nothing may be changed, as in the folder of a run that
         may be going on: files that look like the rest of a killed save may be a
         save in progress.
+      flush: called by a thread of every process before a step is committed.
+      check: called by a thread of the first process; an error stops the commit.
     """
-    self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
+    self._workdir = pathlib.Path(workdir)
+    place = run_folder.address(self._workdir) or self._workdir.resolve()
+    self._folder = epath.Path(place) / 'checkpoints'
     self._read_only = read_only
     self.pending = pending_save.PendingSave(jax.process_count())
     self._preservation = orbax_parts.Preservation(
       self._folder, keep=keep, keep_every=keep_every
     )
-    self._workdir = pathlib.Path(workdir)
+    self._flush = flush
     self._run = run_folder.read(self._workdir)
     orbax_errors.hide_repeated()
     handler = ocp.type_handlers.ArrayHandler(
@@ -104,6 +113,7 @@ class Checkpointer:
         create=not read_only,
         cleanup_tmp_directories=not read_only,  # of a save that was killed
         read_only=read_only,
+        temporary_path_class=orbax_parts.checked(self._folder, check),
         async_options=ocp.AsyncOptions(
           post_finalization_callback=self.pending.note_end
         ),
@@ -161,7 +171,7 @@ class Checkpointer:
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(leaves),
-      manifest=orbax_parts.ManifestSave(manifest, numbers),
+      manifest=orbax_parts.ManifestSave(manifest, numbers, self._flush),
     )
     self.pending.begin(self._manager, step, items)
     if waits:
@@ -246,7 +256,8 @@ class Checkpointer:
         return saved, state, host
     # Steps that earlier starts have set aside count too: if the run then began
     # again from step 0, nobody would notice that it was lost.
-    corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
+    there = self._folder.iterdir() if self._folder.exists() else ()
+    corrupt = sorted(path.name for path in there if '.corrupt' in path.name)
     corrupt += skipped
     if corrupt:
       advice = '' if self._read_only else '; --restart begins the run anew'
@@ -355,6 +366,9 @@ class Checkpointer:
     ):
       raise
     except Exception as error:
+      if run_folder.address(self._workdir) and buckets.is_unreachable(error):
+        reason = orbax_errors.cause(error)
+        raise buckets.BucketError(f'{self._folder}: {reason}') from error
       text = ' '.join(str(error).split())[:300]
       problem = text if isinstance(error, _Damaged) else repr(text)
     if jax.process_count() > 1:

@@ -5,6 +5,7 @@ reading the whole state, and a run that waited for them would lose more time
 with them than with all the rest of a save.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -12,6 +13,7 @@ import json
 import pathlib
 from typing import Any
 
+from etils import epath
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -51,14 +53,17 @@ class ManifestSave(ocp.args.CheckpointArgs):
   Attributes:
     manifest: all of it but fingerprints and digest.
     fingerprints: an array of a number for each leaf, in the same order.
+    flush: called first, on every process.
   """
 
   manifest: dict[str, Any]
   fingerprints: jax.Array
+  flush: Callable[[], None]
 
 
 async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   """Writes the file, on the first process."""
+  save.flush()
   if jax.process_index() != 0:
     return
   numbers = np.asarray(save.fingerprints)  # waits for them
@@ -80,6 +85,26 @@ class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""
 
 
+def checked(
+  folder: epath.Path, check: Callable[[], None]
+) -> type[ocp.path.atomicity_types.TemporaryPath]:
+  """Returns a class of steps that are committed after a check.
+
+  Args:
+    folder: the folder of the checkpoints, which decides how they are committed.
+    check: raises an error if they must not be.
+  """
+  kinds = ocp.path.atomicity_defaults
+  base: Any = kinds.get_default_temporary_path_class(folder)
+
+  class Checked(base):
+    async def finalize(self):
+      check()
+      await super().finalize()
+
+  return Checked
+
+
 class Preservation:
   """A policy of Orbax, which asks at every save what is kept.
 
@@ -89,9 +114,7 @@ class Preservation:
     keep_every: the multiples of this number are kept too; 0: none.
   """
 
-  def __init__(
-    self, folder: pathlib.Path, *, keep: int | None, keep_every: int
-  ):
+  def __init__(self, folder: epath.Path, *, keep: int | None, keep_every: int):
     self._folder = folder
     self._keep, self._keep_every = keep, keep_every
     self._scores: dict[int, float | None] = {}
