@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import threading
 import time
 import uuid
@@ -28,6 +27,7 @@ _log = logging.getLogger(__name__)
 # How often a lease is renewed in its time, and looked at by who waits for it.
 _RENEWALS = 4
 _LOOKS = 20
+_TO_RELEASE = 5.0  # seconds that the end of a process waits for the bucket
 
 
 class Lease(lock.Claim):
@@ -37,51 +37,50 @@ class Lease(lock.Claim):
     bucket: the folder.
     data: the content of the lease, which no other holder writes.
     generation: the generation of the lease.
-    seconds: how long it holds.
   """
 
-  def __init__(
-    self, bucket: buckets.Bucket, data: bytes, generation: int, seconds: float
-  ):
+  def __init__(self, bucket: buckets.Bucket, data: bytes, generation: int):
     super().__init__()
     self._bucket, self._data, self._generation = bucket, data, generation
-    self._every = seconds / _RENEWALS
     self._renewing = threading.Lock()
-    self._renewed = time.monotonic()
+    self._lost: lock.Lost | None = None
 
   def check(self) -> None:
-    """Raises `Lost` if another process has taken the lease over.
-
-    Asks the bucket only if nobody has for a while.
-
-    Raises:
-      Lost: another process has.
-      BucketError: the bucket cannot be asked.
-    """
-    if time.monotonic() - self._renewed > 2 * self._every:
-      self.renew()
+    """Raises `Lost` if `renew` has; asks nobody, and so needs no bucket."""
+    if self._lost is not None:
+      raise self._lost
 
   def renew(self) -> None:
-    """Writes the lease again; see `check`."""
+    """Writes the lease again.
+
+    Raises:
+      Lost: another process has taken the lease over.
+      BucketError: the bucket is out of reach.
+    """
     with self._renewing:
-      began = time.monotonic()
       written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is None:
         # The answer to an earlier writing may have been lost.
         found, content = self._bucket.written(NAME), self._bucket.read(NAME)
         if found is not None and content != self._data:
-          self._renewed = -math.inf  # every later `check` asks again
-          raise lock.taken_over(self._bucket.address, _read(content)[0])
+          holder, _ = _read(content)
+          self._lost = lock.taken_over(self._bucket.address, holder)
+          raise self._lost
         self._generation = 0 if found is None else found.generation
         written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is not None:
-        self._generation, self._renewed = written, began
+        self._generation = written
 
   touch = renew
 
   def release(self) -> None:
     """Removes the lease, unless another process has taken it over."""
     self.end()
+    thread = threading.Thread(target=self._remove, daemon=True)
+    thread.start()
+    thread.join(_TO_RELEASE)
+
+  def _remove(self) -> None:
     with self._renewing, contextlib.suppress(buckets.BucketError):
       self._bucket.remove_if(NAME, self._generation)
 
@@ -107,7 +106,7 @@ def held(
   token = uuid.uuid4().hex
   record = {'holder': fields, 'seconds': seconds, 'token': token}
   data = json.dumps(record).encode() + b'\n'
-  lease = Lease(bucket, data, _acquire(bucket, data), seconds)
+  lease = Lease(bucket, data, _acquire(bucket, data))
   thread = threading.Thread(
     target=lease.keep_touching,
     args=(seconds / _RENEWALS,),

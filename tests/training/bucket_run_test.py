@@ -1,24 +1,18 @@
 """A run whose folder is in a bucket, and that has nothing else."""
 
-import contextlib
 import dataclasses
 import json
-import os
-import pathlib
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
 
-from benchmarks import run_differences
 from stppo_jax import __main__
 from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import lock
 from tests.storage import emulator
+from tests.training import bucket_hosts
 from tests.training import faults
 from tests.training import runs
 
@@ -26,37 +20,13 @@ from tests.training import runs
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )
-_ADDRESS = 'gs://mine/study/run'
+_ADDRESS = bucket_hosts.ADDRESS
 _STEPS = 4  # of the runs of two hosts
-_KINDS = (
-  emulator.Fault('503'),
-  emulator.Fault('429'),
-  emulator.Fault('reset'),
-  emulator.Fault('lost'),
-  emulator.Fault('slow', 0.2),
-)
 
 
 def _train(act=lambda moment: None, **changes):
   with faults.at(runs.config(**changes), act):
     return runs.train(_ADDRESS, **changes)
-
-
-@contextlib.contextmanager
-def _downloaded(google):
-  """Yields the folder of the run in the bucket, with arrays and weights."""
-  with bucket_files.downloaded(_ADDRESS, dialogues=True, arrays=True) as folder:
-    (folder / 'policy').mkdir()
-    data = google.data('study/run/policy/model.safetensors')
-    (folder / 'policy' / 'model.safetensors').write_bytes(data)
-    yield folder
-
-
-def _assert_same_run(google, expected):
-  """Asserts that the run in the bucket is another one, bit for bit."""
-  with _downloaded(google) as folder:
-    lines = run_differences.differences(folder, expected, may_lack=False)
-    assert not list(lines)
 
 
 @pytest.mark.slow
@@ -77,7 +47,7 @@ def test_a_run_goes_on_elsewhere_from_its_bucket(
   out = capsys.readouterr().out
   assert f'policy (Hugging Face format): {_ADDRESS}/policy' in out
   assert '/tmp' not in out
-  _assert_same_run(google, finished)
+  bucket_hosts.assert_same_run(google, finished)
   weights = 'policy/model.safetensors'
   written = (finished / weights).read_bytes()
 
@@ -137,80 +107,6 @@ def test_who_has_lost_the_lease_commits_nothing(google, capsys):
   assert b'elsewhere' in google.data('study/run/lease')
 
 
-class _Hosts:
-  """The processes of a run of two hosts in the bucket.
-
-  Each has a folder of its own for temporary files, as machines do.
-
-  Args:
-    folder: holds these folders, and what the processes print.
-    **changes: see `runs.flags`.
-  """
-
-  def __init__(self, folder: pathlib.Path, **changes):
-    self._folder, self._changes = folder, changes
-    self._starts = 0
-
-  def start(self) -> None:
-    """Starts the run, or resumes it."""
-    self._starts += 1
-    with socket.socket() as probe:
-      probe.bind(('127.0.0.1', 0))
-      coordinator = f'127.0.0.1:{probe.getsockname()[1]}'
-    self._logs, self.processes = [], []
-    for index in range(2):
-      place = self._folder / f'host{index}-{self._starts}'
-      place.mkdir(parents=True)
-      self._logs.append(place.with_suffix('.log'))
-      arguments = ['train', *runs.flags(**self._changes)]
-      arguments += [f'--workdir={_ADDRESS}', f'--coordinator={coordinator}']
-      arguments += ['--num_processes=2', f'--process_id={index}']
-      with open(self._logs[-1], 'wb') as log:
-        self.processes.append(
-          subprocess.Popen(
-            [sys.executable, '-u', '-m', 'stppo_jax', *arguments],
-            stdout=log,
-            stderr=log,
-            cwd=runs.REPO,
-            env=os.environ
-            | {
-              'JAX_NUM_CPU_DEVICES': '2',
-              'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-              'TMPDIR': str(place),
-            },
-          )
-        )
-
-  def ends(self) -> list[int]:
-    """Returns the exit codes; prints what was said."""
-    try:
-      for process in self.processes:
-        process.wait(timeout=600)
-    finally:
-      self.kill()
-      print('\n'.join(f'--- {x}\n{x.read_text()}' for x in self._logs))
-    return [process.returncode for process in self.processes]
-
-  def kill(self) -> None:
-    """Kills both with SIGKILL."""
-    for process in self.processes:
-      process.kill()
-      process.wait()
-
-  @property
-  def said(self) -> str:
-    """What both have printed since the last start."""
-    return ''.join(path.read_text() for path in self._logs)
-
-
-def _wait(condition, hosts=None, seconds=300.0):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline
-    assert hosts is None or all(x.poll() is None for x in hosts.processes)
-    time.sleep(0.05)
-
-
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
   """Returns the folder of a run of two hosts in a bucket that nobody disturbs.
@@ -221,10 +117,10 @@ def undisturbed(tmp_path_factory):
   with pytest.MonkeyPatch.context() as patch, emulator.served() as storage:
     for name, value in storage.environment.items():
       patch.setenv(name, value)
-    hosts = _Hosts(place / 'hosts', num_steps=_STEPS)
+    hosts = bucket_hosts.Hosts(place / 'hosts', num_steps=_STEPS)
     hosts.start()
     assert hosts.ends() == [0, 0]
-    with _downloaded(storage) as folder:
+    with bucket_hosts.downloaded(storage) as folder:
       shutil.copytree(folder, place / 'run')
   return place / 'run'
 
@@ -232,21 +128,23 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.slow
 def test_hosts_that_share_nothing_but_a_bucket(google, undisturbed, tmp_path):
   """Killed in a save and in a step, with one request in twenty failing."""
-  google.fault = chance = emulator.RandomFaults(3, rate=0.05, kinds=_KINDS)
-  hosts = _Hosts(tmp_path, num_steps=_STEPS)
+  google.fault = chance = emulator.RandomFaults(
+    3, rate=0.05, kinds=bucket_hosts.KINDS
+  )
+  hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS)
   hosts.start()
   is_saving = lambda: any('checkpoints/2/state' in x for x in google.objects)
-  _wait(is_saving, hosts)
+  bucket_hosts.wait(is_saving, hosts)
   hosts.kill()
   hosts.start()
-  _wait(lambda: 'step 3/' in hosts.said, hosts)
+  bucket_hosts.wait(lambda: 'step 3/' in hosts.said, hosts)
   hosts.processes[1].kill()
   assert hosts.ends() == [75, -signal.SIGKILL]
   hosts.start()
   assert hosts.ends() == [0, 0]
   chance.on = False
   assert chance.count > 20
-  _assert_same_run(google, undisturbed)
+  bucket_hosts.assert_same_run(google, undisturbed)
   assert 'study/run/lease' not in google.objects
   # The folders that stood for the bucket are gone, but those of killed ones.
   left = [x for x in tmp_path.glob('host*-3/stppo_jax-run-*')]
@@ -255,9 +153,9 @@ def test_hosts_that_share_nothing_but_a_bucket(google, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_an_outage_of_the_bucket_loses_nothing(google, undisturbed, tmp_path):
-  hosts = _Hosts(tmp_path, num_steps=_STEPS, checkpoint__retry=3)
+  hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS, checkpoint__retry=3)
   hosts.start()
-  _wait(lambda: 'step 2/' in hosts.said, hosts)
+  bucket_hosts.wait(lambda: 'step 2/' in hosts.said, hosts)
   google.fault = lambda line: emulator.Fault('reset')
   assert hosts.ends() == [75, 75]
   assert 'tried again for 3 s' in hosts.said
@@ -266,29 +164,29 @@ def test_an_outage_of_the_bucket_loses_nothing(google, undisturbed, tmp_path):
   google.fault = lambda line: None
   hosts.start()
   assert hosts.ends() == [0, 0]
-  _assert_same_run(google, undisturbed)
+  bucket_hosts.assert_same_run(google, undisturbed)
 
 
 @pytest.mark.slow
 def test_a_short_outage_is_waited_for(google, undisturbed, tmp_path):
-  hosts = _Hosts(tmp_path, num_steps=_STEPS)
+  hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS)
   hosts.start()
-  _wait(lambda: 'step 1/' in hosts.said, hosts)
+  bucket_hosts.wait(lambda: 'step 1/' in hosts.said, hosts)
   google.fault = lambda line: emulator.Fault('503')
   time.sleep(20)
   google.fault = lambda line: None
   assert hosts.ends() == [0, 0]
-  _assert_same_run(google, undisturbed)
+  bucket_hosts.assert_same_run(google, undisturbed)
 
 
 @pytest.mark.slow
 def test_two_starts_of_one_run_are_one_run(google, undisturbed, tmp_path):
-  first = _Hosts(tmp_path / 'first', num_steps=_STEPS)
-  second = _Hosts(tmp_path / 'second', num_steps=_STEPS)
+  first = bucket_hosts.Hosts(tmp_path / 'first', num_steps=_STEPS)
+  second = bucket_hosts.Hosts(tmp_path / 'second', num_steps=_STEPS)
   first.start()
-  _wait(lambda: 'study/run/lease' in google.objects, first)
+  bucket_hosts.wait(lambda: 'study/run/lease' in google.objects, first)
   second.start()
   assert second.ends() == [75, 75]
   assert 'has renewed its lease' in second.said
   assert first.ends() == [0, 0]
-  _assert_same_run(google, undisturbed)
+  bucket_hosts.assert_same_run(google, undisturbed)

@@ -36,7 +36,7 @@ def _of_another_host(google, *, seconds):
 def test_a_lease_is_there_in_the_body_alone(bucket, google):
   with lease.held(bucket) as held:
     first = google.objects[_OBJECT].generation
-    held.check()  # asks nobody
+    held.check()
     assert google.objects[_OBJECT].generation == first
     held.renew()
     assert google.objects[_OBJECT].generation > first
