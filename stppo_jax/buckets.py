@@ -30,9 +30,6 @@ _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
 # What fsspec tells of an object that changes with its content, by the kind of
 # bucket.
 _VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
-# Whose errors are those of requests, and what TensorStore says of such errors.
-_PACKAGES = ('aiohttp', 'asyncio', 'gcsfs', 'google', 'requests', 's3fs')
-_PASSING = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'RESOURCE_EXHAUSTED', 'ABORTED')
 # When it was written.
 _TIMES = ('mtime', 'created', 'LastModified')
 
@@ -91,8 +88,9 @@ class Bucket:
     import fsspec
 
     self.address = address.rstrip('/')
-    # It prints the tracebacks of errors that it raises.
-    logging.getLogger('gcsfs').setLevel(logging.CRITICAL)
+    # They print the tracebacks of errors that they raise.
+    for name in ('fsspec', 'gcsfs'):
+      logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
       # Without the cache of listings, which hides what others write.
       self._files, root = fsspec.core.url_to_fs(
@@ -295,18 +293,6 @@ class Bucket:
     except Exception as error:
       reason = str(error).strip().partition('\n')[0] or type(error).__name__
       raise BucketError(f'{self.address}: {reason}') from error
-
-
-def is_unreachable(error: Exception) -> bool:
-  """Returns whether an error of reading a bucket tells nothing of its content.
-
-  Args:
-    error: raised by fsspec, by a package of it, or by TensorStore.
-  """
-  package = type(error).__module__.partition('.')[0]
-  if isinstance(error, OSError):  # such as that of a missing permission
-    return not isinstance(error, FileNotFoundError)
-  return package in _PACKAGES or any(x in str(error) for x in _PASSING)
 
 
 def _time(entry: dict[str, Any]) -> float:

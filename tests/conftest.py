@@ -100,15 +100,23 @@ def pytest_collection_finish():
   gc.freeze()
 
 
-@pytest.fixture
-def google(monkeypatch):
-  """A stand-in for Google's storage, whose only bucket is `mine`."""
+@pytest.fixture(scope='session')
+def _storage():
+  """A stand-in for Google's storage: TensorStore looks for one only once."""
   from tests.storage import emulator
 
   with emulator.served() as storage:
-    for name, value in storage.environment.items():
-      monkeypatch.setenv(name, value)
     yield storage
+
+
+@pytest.fixture
+def google(_storage, monkeypatch):
+  """An empty stand-in for Google's storage, whose only bucket is `mine`."""
+  _storage.reset()
+  for name, value in _storage.environment.items():
+    monkeypatch.setenv(name, value)
+  yield _storage
+  _storage.reset()
 
 
 @pytest.fixture

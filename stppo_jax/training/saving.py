@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.learner import state as state_lib
 from stppo_jax.records import writer as writer_lib
@@ -102,6 +103,7 @@ class Saver:
       keep_every=options.keep_every,
       flush=folder.flush,
       check=folder.check_held,
+      retry=options.retry,
     )
     self._checkpoints, self._start = checkpoints, start
     arrays = start.with_frozen({})
@@ -147,7 +149,11 @@ class Saver:
   def save(self, step: int, state: State, extra: Extra, *, waits: bool) -> None:
     """Saves a step unless it is saved already; see `Checkpointer.save`."""
     if self._bucket is not None:
-      self._bucket.wait()
+      try:
+        self._bucket.wait()
+      except buckets.BucketError:
+        self.checkpointer.pending.cannot_end = True
+        raise
     if self._lock is not None:
       self._lock.check()
     try:

@@ -92,6 +92,12 @@ class Storage:
     self._generation = 1_000_000
     self._sessions: dict[str, tuple[str, dict[str, str], bytes]] = {}
 
+  def reset(self) -> None:
+    """Forgets all objects, requests and faults."""
+    self.objects.clear()
+    self.requests.clear()
+    self.fault, self.clock = lambda line: None, time.time
+
   @property
   def environment(self) -> dict[str, str]:
     """The variables with which clients find this server."""

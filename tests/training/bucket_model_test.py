@@ -51,7 +51,9 @@ def test_a_config_with_a_model_in_a_bucket_is_checked(google, model):
     for key in ('path', 'reference_path')
   }
   assert sums == {named_files.checksum(_FOLDER)}
-  with pytest.raises(exits.Misconfigured, match='nothing is stored at this address'):
+  with pytest.raises(
+    exits.Misconfigured, match='nothing is stored at this address'
+  ):
     runs.config(model__path='gs://mine/models/none')
 
 

@@ -21,6 +21,10 @@ from orbax.checkpoint import future
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 
+# Replicas share the writing of larger arrays only: each shape that is cut is a
+# program to compile, which costs more than a small array takes to write.
+_LEAST_BYTES_SHARED = 2**20
+
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
   """A handler of Orbax that writes a `ManifestSave`, and reads nothing."""
@@ -99,10 +103,53 @@ def checked(
 
   class Checked(base):
     async def finalize(self):
-      check()
+      # The items of a step are committed before it, in the same way.
+      if self.get_final().parent == folder:
+        check()
       await super().finalize()
 
   return Checked
+
+
+def manager(
+  folder: epath.Path,
+  preservation: 'Preservation',
+  *,
+  read_only: bool,
+  check: Callable[[], None],
+  on_end: Callable[[], None],
+) -> ocp.CheckpointManager:
+  """Returns Orbax's manager of a folder of checkpoints.
+
+  Args:
+    folder: the folder, which is made unless `read_only`.
+    preservation: chooses the steps that are kept.
+    read_only: whether nothing may be changed.
+    check: see `checked`.
+    on_end: called by a thread at the end of a save.
+  """
+  handler = ocp.type_handlers.ArrayHandler(
+    min_slice_bytes_for_replica_parallel=_LEAST_BYTES_SHARED
+  )
+  return ocp.CheckpointManager(
+    folder,
+    options=ocp.CheckpointManagerOptions(
+      preservation_policy=preservation,
+      create=not read_only,
+      cleanup_tmp_directories=not read_only,  # of a save that was killed
+      read_only=read_only,
+      temporary_path_class=checked(folder, check),
+      async_options=ocp.AsyncOptions(post_finalization_callback=on_end),
+    ),
+    item_handlers={
+      'state': ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+          (jax.Array, handler)
+        )
+      ),
+      'manifest': ManifestHandler(),
+    },
+  )
 
 
 class Preservation:
