@@ -161,17 +161,17 @@ class Bucket:
           [self._path(name) for name in paths], list(map(str, paths.values()))
         )
 
-  def upload(self, path: pathlib.Path, name: str) -> None:
-    """Copies a file into an object, in place of an earlier one.
+  def upload(self, names: Iterable[str], folder: pathlib.Path) -> None:
+    """Copies files of a folder into objects of their names.
 
     Raises:
-      BucketError: the file or the bucket cannot be read or written.
+      BucketError: a file or the bucket cannot be read or written.
     """
-    target = self._path(name)
-    with self._errors():
-      # Object stores have no folders, and do nothing here.
-      self._files.makedirs(target.rpartition('/')[0], exist_ok=True)
-      self._files.put_file(str(path), target)
+    if names := list(names):
+      with self._errors():
+        self._files.put(
+          [str(folder / name) for name in names], list(map(self._path, names))
+        )
 
   def write(self, name: str, data: bytes) -> None:
     """Writes an object, in place of an earlier one.

@@ -38,9 +38,10 @@ def test_an_address_has_a_protocol(place, expected):
 def test_objects_are_files(address, tmp_path):
   bucket = buckets.Bucket(address)
   bucket.write('a.json', b'{}')
-  source = tmp_path / 'source'
+  source = tmp_path / 'here' / 'deep' / 'er' / 'b'
+  source.parent.mkdir(parents=True)
   source.write_bytes(b'abc')
-  bucket.upload(source, 'deep/er/b')
+  bucket.upload(['deep/er/b'], tmp_path / 'here')
   assert bucket.sizes() == {'a.json': 2, 'deep/er/b': 3}
   assert bucket.read('a.json') == b'{}' and bucket.read('none') == b''
   bucket.download(['deep/er/b', 'a.json'], tmp_path / 'new')

@@ -113,12 +113,15 @@ class BucketFolder:
     """
     with self._pushing:
       files = self._files()
+      new = {n for n, x in files.items() if self._known.get(n) != x}
+      grown = set(filter(bucket_files.GROWS.fullmatch, new))
       # A model without its config is none. So one is complete or none.
-      for name in sorted(files, key=lambda x: (x.endswith('/config.json'), x)):
-        if self._known.get(name) != files[name]:
-          with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            self._upload(name)
-          self._known[name] = files[name]
+      last = {name for name in new if name.endswith('/config.json')}
+      self.bucket.upload(new - grown - last, self._folder)
+      self.bucket.upload(last, self._folder)
+      for name in grown:
+        self._append(name)
+      self._known |= {name: files[name] for name in new}
       for name in self._known.keys() - files.keys():
         self.bucket.remove(name)
         del self._known[name]
@@ -206,13 +209,10 @@ class BucketFolder:
     with contextlib.suppress(OSError):
       self.push()
 
-  def _upload(self, name: str) -> None:
-    """Writes a file to the bucket; of one that has grown, what is new."""
-    path = self._folder / name
-    if not bucket_files.GROWS.fullmatch(name):
-      self.bucket.upload(path, name)
-      return
-    data, there = path.read_bytes(), self._grown.get(name, bucket_files.Grown())
+  def _append(self, name: str) -> None:
+    """Writes what is new in a file that lines are appended to."""
+    data = (self._folder / name).read_bytes()
+    there = self._grown.get(name, bucket_files.Grown())
     number, start, old = there.number, there.size, ()
     if len(data) < start or zlib.crc32(data[:start]) != there.checksum:
       number, start, old = number + 1, 0, there.parts
