@@ -346,9 +346,6 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The lines of at least so many of the newest steps are kept in
         # metrics.jsonl, and of at most twice as many; 0 = all.
         'keep_lines': 0,
-        # An address such as gs://bucket/run, to which the run's folder is
-        # copied while it runs; docs/commands.md explains it. '' = nowhere.
-        'copy_to': '',
       },
       # What the metrics of a step are compared with, to warn of a run that is
       # going wrong: configs/alarms.py.

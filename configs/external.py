@@ -21,16 +21,37 @@ from stppo_jax.retrieval import dialects
 
 def model_exists(key: str, path) -> Iterator[str]:
   """Checks that a key names a Hugging Face directory, or nothing."""
-  if path and not pathlib.Path(path).exists():
-    yield f'{key}={path!r}: no such folder'
-  elif path and not (pathlib.Path(path) / 'config.json').is_file():
-    yield f'{key}={path!r}: has no config.json, which every model has'
+  for folder in _here(key, path):
+    if isinstance(folder, str):
+      yield folder
+    elif not folder.exists():
+      yield f'{key}={path!r}: no such folder'
+    elif not (folder / 'config.json').is_file():
+      yield f'{key}={path!r}: has no config.json, which every model has'
 
 
 def tokenizer_exists(key: str, path) -> Iterator[str]:
   """Checks that the tokenizer of its own, if any, is there."""
-  if path and not pathlib.Path(path).exists():
-    yield f'{key}={path!r}: no such file or folder'
+  for folder in _here(key, path):
+    if isinstance(folder, str):
+      yield folder
+    elif not folder.exists():
+      yield f'{key}={path!r}: no such file or folder'
+
+
+def _here(key: str, place: str) -> Iterator[pathlib.Path | str]:
+  """Yields the folder that a key names, if it names one, or why it cannot.
+
+  Raises:
+    BucketError: the folder is in a bucket that may be in reach later.
+  """
+  try:
+    if place:
+      yield buckets.local_folder(place)
+  except buckets.BucketError as error:
+    if error.exit_code != 2:
+      raise
+    yield f'{key}: {error}'
 
 
 def file_exists(key: str, path) -> Iterator[str]:
@@ -45,15 +66,6 @@ def template_is_readable(key: str, path) -> Iterator[str]:
     prompts.load_template(path)
   except ValueError as error:
     yield f'{key.partition(".")[0]}.{error}'
-
-
-def bucket_usable(key: str, place) -> Iterator[str]:
-  """Checks that this machine has what the bucket of the copy needs."""
-  if buckets.is_address(place):
-    try:
-      buckets.Bucket(place)
-    except buckets.BucketError as error:
-      yield f'{key}: {error}'
 
 
 def trackers_are_installed(key: str, names) -> Iterator[str]:
@@ -94,13 +106,11 @@ def data_exist(
   if not root:
     yield f"data.root='': must name a folder when data.name={name}"
     return
-  try:
-    folder = buckets.local_folder(root).resolve()
-  except buckets.BucketError as error:
-    if error.exit_code != 2:  # it may be in reach later
-      raise
-    yield f'data.root: {error}'
+  (folder,) = _here('data.root', root)
+  if isinstance(folder, str):
+    yield folder
     return
+  folder = folder.resolve()
   if not folder.is_dir():
     yield f'data.root={root!r}: {_not_there(folder, "folder")}'
     return

@@ -3,7 +3,6 @@
 import math
 import re
 
-from stppo_jax import buckets
 from stppo_jax import settings
 
 
@@ -70,8 +69,4 @@ TRACKERS = some_of('wandb', 'trackio')
 SERVERS = settings.Rule(
   lambda servers: all(isinstance(x, str) and x.strip() for x in servers),
   "addresses or commands, such as ('http://localhost:8000/mcp',)",
-)
-ADDRESS = settings.Rule(
-  lambda place: not place or buckets.is_address(place),
-  "an address such as gs://bucket/run, or ''",
 )

@@ -13,6 +13,9 @@ def checkpoint() -> dict[str, Any]:
     # Checkpoints of steps that are multiples of this number are never removed;
     # 0 = none. `every` says which steps are saved at all.
     'keep_every': 0,
+    # Seconds that a save waits for a bucket that is out of reach. Then the run
+    # ends, and the same command resumes it from the checkpoint before.
+    'retry': 600.0,
   }
 
 

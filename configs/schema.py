@@ -43,8 +43,7 @@ class Key(NamedTuple):
     check: yields errors about what a key's value names, one line each.
     resume: FREE, GUARDED or FIXED.
     since: the version that has brought it.
-    before: the value with which earlier runs behaved, whose records lack it;
-      not read if the key is free.
+    before: the value of earlier runs, whose records lack it; not read if free.
     asked: whether the dialogues of an evaluation depend on it.
     formerly: its name in earlier versions; '' if it had no other.
   """
@@ -110,6 +109,7 @@ KEYS: Mapping[str, Key] = {
   'checkpoint.every': _free(rules.POSITIVE),
   'checkpoint.keep': _free(rules.POSITIVE),
   'checkpoint.keep_every': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'checkpoint.retry': _free(rules.NOT_NEGATIVE, since='0.3'),
   'data.arithmetic.max_number': _new(rules.AT_LEAST_2, asked=True, before=20),
   'data.corpus': _asked(),
   'data.evaluation': _asked(),
@@ -280,7 +280,6 @@ KEYS: Mapping[str, Key] = {
   'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
   'updates.row_length': Key(rules.NOT_NEGATIVE, since='0.3', before=0),
   'updates.routing_replay': Key(rules.one_of('nowhere', 'trainer', 'sampler')),
-  'writer.copy_to': _free(rules.ADDRESS, external.bucket_usable, since='0.3'),
   'writer.evaluation': _free(rules.NOT_NEGATIVE, since='0.3'),
   'writer.keep_files': _free(rules.NOT_NEGATIVE, since='0.3'),
   'writer.keep_lines': _free(rules.NOT_NEGATIVE, since='0.3'),
@@ -297,6 +296,7 @@ GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
   'rollout.cache_blocks': 'set the tokens of a page, rollout.page_size',
   'updates.core_lengths': 'trajectories share rows, updates.row_length',
+  'writer.copy_to': 'a run may be in a bucket, --workdir=gs://BUCKET/RUN',
 }
 
 

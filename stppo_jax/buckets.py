@@ -2,19 +2,26 @@
 
 A bucket is no file system: it has no locks, no appending and no renaming. So
 commands work on folders of this machine. What they read is downloaded from the
-bucket first, and what a run writes is copied to it (`workdir/bucket_copy.py`).
-fsspec needs a package for each kind of bucket: gcsfs for gs://, s3fs for s3://.
+bucket first, and what a run writes there is brought to the bucket
+(`workdir/bucket_folder.py`). fsspec needs a package for each kind of bucket:
+gcsfs for gs://, s3fs for s3://.
 """
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
+import datetime
+import email.utils
 import functools
 import hashlib
+import json
+import logging
 import os
 import pathlib
 import re
 import tempfile
 from typing import Any
+from typing import NamedTuple
 
 from stppo_jax import exits
 
@@ -23,6 +30,8 @@ _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
 # What fsspec tells of an object that changes with its content, by the kind of
 # bucket.
 _VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
+# When it was written.
+_TIMES = ('mtime', 'created', 'LastModified')
 
 
 class BucketError(OSError):
@@ -46,6 +55,18 @@ def is_address(place: object) -> bool:
   return _ADDRESS.fullmatch(str(place)) is not None
 
 
+class Written(NamedTuple):
+  """When an object was written.
+
+  Attributes:
+    generation: a number that each writing changes.
+    age: the seconds since then, by the clock of the bucket.
+  """
+
+  generation: int
+  age: float
+
+
 class Bucket:
   """The objects below an address, by their names relative to it.
 
@@ -67,6 +88,9 @@ class Bucket:
     import fsspec
 
     self.address = address.rstrip('/')
+    # They print the tracebacks of errors that they raise.
+    for name in ('fsspec', 'gcsfs'):
+      logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
       # Without the cache of listings, which hides what others write.
       self._files, root = fsspec.core.url_to_fs(
@@ -91,6 +115,14 @@ class Bucket:
     """
     return {name: entry['size'] or 0 for name, entry in self._find().items()}
 
+  def times(self) -> dict[str, float]:
+    """Returns when each object was written, in seconds since 1970.
+
+    Raises:
+      BucketError: the bucket cannot be read.
+    """
+    return {name: _time(entry) for name, entry in self._find().items()}
+
   def versions(self) -> dict[str, str]:
     """Returns text for each object that changes when its content does.
 
@@ -114,36 +146,32 @@ class Bucket:
       except FileNotFoundError:
         return b''
 
-  def modified(self, name: str) -> float:
-    """Returns when an object was written, in seconds since 1970.
+  def download(self, names: Iterable[str], folder: pathlib.Path) -> None:
+    """Copies objects into files of their names, whose folders are made.
 
     Raises:
-      BucketError: the bucket cannot be read.
+      BucketError: an object cannot be read.
     """
-    with self._errors():
-      return self._files.modified(self._path(name)).timestamp()
+    paths = {name: folder / name for name in names}
+    for path in paths.values():
+      path.parent.mkdir(parents=True, exist_ok=True)
+    if paths:
+      with self._errors():
+        self._files.get(
+          [self._path(name) for name in paths], list(map(str, paths.values()))
+        )
 
-  def download(self, name: str, path: pathlib.Path) -> None:
-    """Copies an object into a file, whose folder is made.
+  def upload(self, names: Iterable[str], folder: pathlib.Path) -> None:
+    """Copies files of a folder into objects of their names.
 
     Raises:
-      BucketError: the object cannot be read.
+      BucketError: a file or the bucket cannot be read or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with self._errors():
-      self._files.get_file(self._path(name), str(path))
-
-  def upload(self, path: pathlib.Path, name: str) -> None:
-    """Copies a file into an object, in place of an earlier one.
-
-    Raises:
-      BucketError: the file or the bucket cannot be read or written.
-    """
-    target = self._path(name)
-    with self._errors():
-      # Object stores have no folders, and do nothing here.
-      self._files.makedirs(target.rpartition('/')[0], exist_ok=True)
-      self._files.put_file(str(path), target)
+    if names := list(names):
+      with self._errors():
+        self._files.put(
+          [str(folder / name) for name in names], list(map(self._path, names))
+        )
 
   def write(self, name: str, data: bytes) -> None:
     """Writes an object, in place of an earlier one.
@@ -164,6 +192,74 @@ class Bucket:
     """
     with self._errors(), contextlib.suppress(FileNotFoundError):
       self._files.rm_file(self._path(name))
+
+  def written(self, name: str) -> Written | None:
+    """Returns when an object was written; None if there is none.
+
+    Only for gs://, as all that has to do with generations.
+
+    Raises:
+      BucketError: the bucket cannot be read.
+    """
+    with self._errors():
+      try:
+        headers, data = self._files.call('GET', *self._object(name))
+      except FileNotFoundError:
+        return None
+      known = json.loads(data)
+      # Both times are those of the bucket: the clock here may be wrong.
+      now = email.utils.parsedate_to_datetime(headers['Date'])
+      age = now - datetime.datetime.fromisoformat(known['updated'])
+      return Written(int(known['generation']), age.total_seconds())
+
+  def write_if(self, name: str, data: bytes, generation: int) -> int | None:
+    """Writes an object unless somebody else has.
+
+    Args:
+      name: the object.
+      data: its content.
+      generation: the generation that it must have; 0: it must not exist.
+
+    Returns:
+      The new generation; None if the object has another one than it must have.
+
+    Raises:
+      BucketError: the bucket cannot be written, or its answer was lost.
+    """
+    _, bucket, key = self._object(name)
+    place = self._files.base.replace('/storage/', '/upload/storage/')
+    with self._errors():
+      try:
+        _, answer = self._files.call(
+          'POST',
+          place + 'b/{}/o',
+          bucket,
+          uploadType='media',
+          name=key,
+          ifGenerationMatch=str(generation),
+          data=data,
+        )
+      except FileExistsError:
+        return None
+      return int(json.loads(answer)['generation'])
+
+  def remove_if(self, name: str, generation: int) -> None:
+    """Removes an object if it has this generation.
+
+    Raises:
+      BucketError: the bucket cannot be written.
+    """
+    wanted = str(generation)
+    with (
+      self._errors(),
+      contextlib.suppress(FileNotFoundError, FileExistsError),
+    ):
+      self._files.call('DELETE', *self._object(name), ifGenerationMatch=wanted)
+
+  def _object(self, name: str) -> tuple[str, str, str]:
+    """Returns the place of an object in the JSON API of Google's storage."""
+    bucket, _, key = self._path(name).partition('/')
+    return 'b/{}/o/{}', bucket, key
 
   def _find(self) -> dict[str, dict[str, Any]]:
     """Returns what is known of each object.
@@ -199,8 +295,14 @@ class Bucket:
       raise BucketError(f'{self.address}: {reason}') from error
 
 
+def _time(entry: dict[str, Any]) -> float:
+  """Returns when an object was written, by what fsspec tells of it."""
+  moment = next((entry[key] for key in _TIMES if key in entry), 0.0)
+  return moment if isinstance(moment, int | float) else moment.timestamp()
+
+
 @functools.cache
-def local_folder(place: str) -> pathlib.Path:
+def local_folder(place: str | pathlib.Path) -> pathlib.Path:
   """Returns a folder of this machine with the content of a folder.
 
   A folder of this machine is returned as it is. What is in a bucket is
@@ -212,15 +314,17 @@ def local_folder(place: str) -> pathlib.Path:
     place: a path, or an address.
 
   Raises:
-    BucketError: the bucket cannot be read, or holds nothing there.
+    BucketError: the bucket cannot be read, holds nothing there, or has given
+      other bytes than it has.
   """
   if not is_address(place):
     return pathlib.Path(place)
+  place = str(place)
   caches = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
   digest = hashlib.sha256(place.encode()).hexdigest()[:16]
   folder = caches.expanduser() / 'stppo_jax' / digest
   bucket = Bucket(place)
-  versions = bucket.versions()
+  versions, sizes = bucket.versions(), bucket.sizes()
   if not versions:
     raise BucketError(
       f'{place}: nothing is stored at this address; check its spelling', 2
@@ -235,8 +339,12 @@ def local_folder(place: str) -> pathlib.Path:
       parent.mkdir(parents=True, exist_ok=True)
     # Other processes may download the same object, and must not see a part.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-      part = pathlib.Path(temporary, 'part')
-      bucket.download(name, part)
+      bucket.download([name], pathlib.Path(temporary))
+      part = pathlib.Path(temporary, name)
+      if (size := part.stat().st_size) != sizes.get(name):
+        raise BucketError(
+          f'{place}: {size} bytes of {name} came, not {sizes.get(name)}'
+        )
       part.replace(path)
     known.write_text(version)
   content = folder / 'content'

@@ -58,18 +58,21 @@ class LogLines(logging.Handler):
 
   Attributes:
     show: prints a line that tells how it goes; warnings go to standard error.
+    renamed: a text, such as that of a folder, and what is printed for it.
   """
 
   def __init__(self, show: Callable[[str], None]):
     super().__init__()
     self.show = show
+    self.renamed: tuple[str, str] = '', ''
 
   def emit(self, record: logging.LogRecord) -> None:
     """Prints a record; an error of the stream is raised, see `silence_lost`."""
     if record.levelno < logging.WARNING:
-      self.show(record.getMessage())
+      self.show(record.getMessage().replace(*self.renamed))
     else:
-      print(self.format(record), file=sys.stderr, flush=True)
+      line = self.format(record).replace(*self.renamed)
+      print(line, file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+import time
 
 import fsspec
 import pytest
@@ -37,13 +38,16 @@ def test_an_address_has_a_protocol(place, expected):
 def test_objects_are_files(address, tmp_path):
   bucket = buckets.Bucket(address)
   bucket.write('a.json', b'{}')
-  source = tmp_path / 'source'
+  source = tmp_path / 'here' / 'deep' / 'er' / 'b'
+  source.parent.mkdir(parents=True)
   source.write_bytes(b'abc')
-  bucket.upload(source, 'deep/er/b')
+  bucket.upload(['deep/er/b'], tmp_path / 'here')
   assert bucket.sizes() == {'a.json': 2, 'deep/er/b': 3}
   assert bucket.read('a.json') == b'{}' and bucket.read('none') == b''
-  bucket.download('deep/er/b', tmp_path / 'new' / 'c')
-  assert (tmp_path / 'new' / 'c').read_bytes() == b'abc'
+  bucket.download(['deep/er/b', 'a.json'], tmp_path / 'new')
+  assert (tmp_path / 'new/deep/er/b').read_bytes() == b'abc'
+  assert (tmp_path / 'new/a.json').read_bytes() == b'{}'
+  assert all(time.time() - x < 60 for x in bucket.times().values())
   bucket.remove('a.json')
   bucket.remove('a.json')
   assert bucket.sizes() == {'deep/er/b': 3}
@@ -68,7 +72,7 @@ def test_a_failed_request_names_the_bucket(address, tmp_path):
   bucket = buckets.Bucket(address)
   bucket.write('a', b'')
   with pytest.raises(buckets.BucketError, match=f'^{address}: ') as error:
-    bucket.download('missing', tmp_path / 'x')
+    bucket.download(['missing'], tmp_path)
   assert error.value.exit_code == 75
 
 

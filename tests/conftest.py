@@ -46,6 +46,8 @@ if importlib.metadata.version('jaxlib').startswith('0.10.'):
     )
   )
 os.environ['HF_HUB_OFFLINE'] = '1'
+# gcsfs would ask for the kind of a bucket by gRPC, which no stand-in answers.
+os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'
 # Where transformers copies the code of a folder that it is told to trust.
 os.environ['HF_MODULES_CACHE'] = str(_ROOT / '.cache' / 'hf_modules')
 # Under `nohup` it is ignored, and every process of a test would inherit that.
@@ -96,6 +98,25 @@ def pytest_collection_finish():
   """Keeps modules and tests, which live to the end, out of the collector."""
   gc.collect()
   gc.freeze()
+
+
+@pytest.fixture(scope='session')
+def _storage():
+  """A stand-in for Google's storage: TensorStore looks for one only once."""
+  from tests.storage import emulator
+
+  with emulator.served() as storage:
+    yield storage
+
+
+@pytest.fixture
+def google(_storage, monkeypatch):
+  """An empty stand-in for Google's storage, whose only bucket is `mine`."""
+  _storage.reset()
+  for name, value in _storage.environment.items():
+    monkeypatch.setenv(name, value)
+  yield _storage
+  _storage.reset()
 
 
 @pytest.fixture

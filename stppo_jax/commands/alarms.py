@@ -2,9 +2,8 @@
 
 python -m stppo_jax alarms RUNS... [--ALARM=THRESHOLD ...]
 
-  RUNS  the folder of a run of train, a folder of such folders (the workdir of a
-        study or a sweep), the address of the copy of a run, its
-        writer.copy_to, or FILE.csv, the table of a study
+  RUNS  the folder of a run of train, also in a bucket, a folder of such folders
+        (the workdir of a study or a sweep), or FILE.csv, the table of a study
 
 The thresholds are those of configs/alarms.py. Give others to see when the
 alarms would have rung with them:

@@ -3,8 +3,8 @@
 python -m stppo_jax checkpoint list DIR
 python -m stppo_jax checkpoint verify DIR
 
-  DIR            the folder of the run, which may still be in progress, or the
-                 address of its copy in a bucket (writer.copy_to)
+  DIR            the folder of the run, also in a bucket; the run may still be
+                 in progress
   --workdir=DIR  means the same
 
 list prints a line for each checkpoint: its step, when it was saved, its size,
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools import checkpoints
-from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import bucket_files
 
 _ACTIONS = {'list': checkpoints.show, 'verify': checkpoints.verify}
 
@@ -38,5 +38,5 @@ def main(argv: Sequence[str]) -> int:
   if not place:
     errors.append('DIR: missing; give the folder of a run')
   command_line.refuse(errors)
-  with bucket_copy.downloaded(place, arrays=action == 'verify') as workdir:
+  with bucket_files.downloaded(place, arrays=action == 'verify') as workdir:
     return _ACTIONS[action](workdir, place)

@@ -9,7 +9,8 @@ command continues an evaluation that was interrupted. docs/evaluation.md has
 more.
 
   --checkpoint=DIR              the folder of a run, whose newest checkpoint is
-                                evaluated, or a Hugging Face directory
+                                evaluated, or a Hugging Face directory; also in
+                                a bucket
   --sets=SETS                   data sets in data.root, such as nq,hotpotqa, or
                                 files of questions
   --samples=N                   samples N dialogues of each question; without

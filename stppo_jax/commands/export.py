@@ -3,7 +3,8 @@
 python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
     [--dtype=float32|bfloat16] [--model=SOURCE]
 
-  --workdir=RUN  the folder of the run, which may still be in progress
+  --workdir=RUN  the folder of the run, also in a bucket; it may still be in
+                 progress
   --out=DIR      gets config.json, the tokenizer, and model.safetensors or
                  several files with an index; it is replaced as a whole, or left
                  as it was
@@ -21,6 +22,7 @@ from typing import Any
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.tools import checkpoints
+from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
@@ -41,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
   config: Any = None
   if flags.workdir:
     try:
-      config = recorded_config.read(pathlib.Path(flags.workdir))
+      workdir = bucket_files.opened(flags.workdir)
+      config = recorded_config.read(workdir)
       recorded = config.copy_and_resolve_references()
       problems = recorded_config.prepare_export(config, flags.model)
       hint = '' if flags.model else '; if it has moved: --model=DIR'
@@ -52,20 +55,19 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
       errors.append(f'--workdir={flags.workdir}: {error}')
     else:
-      errors = errors or _out_problems(flags, recorded)
+      errors = errors or _out_problems(flags, recorded, workdir)
   command_line.refuse(errors)
   return checkpoints.export(
     config.lock(),
-    flags.workdir,
+    bucket_files.opened(flags.workdir),
     flags.out,
     step=flags.step,
     dtype=flags.dtype,
   )
 
 
-def _out_problems(flags: Any, config: Any) -> list[str]:
+def _out_problems(flags: Any, config: Any, workdir: pathlib.Path) -> list[str]:
   """Returns a line if the export would replace what it or the run reads."""
-  workdir = pathlib.Path(flags.workdir)
   folders = configuration.folders_read(config) | {
     '--workdir': workdir,
     'the supervised start': (

@@ -3,9 +3,9 @@
 python -m stppo_jax report DIR... [--out=FILE] [--format=html|md]
                            [--dialogues=N] [--megabytes=N]
 
-  DIR          the folder of a run of train, its --workdir, or the address of
-               its copy, its writer.copy_to; runs that differ only in their
-               seed are one experiment, shown with a band
+  DIR          the folder of a run of train, its --workdir, also in a bucket;
+               runs that differ only in their seed are one experiment, shown
+               with a band
   --out        the file; report.html, or report.md with its pictures beside it
   --format     html (default): one file with everything, which opens from disk
                and loads nothing; md: tables and PNG files for papers

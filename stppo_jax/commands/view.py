@@ -3,8 +3,7 @@
 python -m stppo_jax view DIR [--evaluation] [--step=N] [--number=N] [--tokens]
                         [FILTERS]
 
-  DIR           the folder of a run of train, its --workdir, or the address of
-                its copy, its writer.copy_to
+  DIR           the folder of a run of train, its --workdir, also in a bucket
   --evaluation  the dialogues of evaluations, not those that were trained on
   --step        the step; by default the last one that has dialogues
   --number      shows that dialogue of the step; without it, a list of them
@@ -28,7 +27,7 @@ from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import terminal
-from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import bucket_files
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
   (folder,) = given.words
   losses: list[str] = []
   try:
-    with bucket_copy.downloaded(folder, dialogues=True) as path:
+    with bucket_files.downloaded(folder, dialogues=True) as path:
       run_files.check(str(path), folder)
       lines = terminal.lines(
         str(path),

@@ -27,7 +27,7 @@ def show(workdir: pathlib.Path, place: str) -> int:
 
   Args:
     workdir: the folder of the run.
-    place: its name for messages: the folder, or the address of its copy.
+    place: its name for messages: the folder, or its address in a bucket.
 
   Raises:
     Misconfigured: it is not the folder of a run.

@@ -173,9 +173,10 @@ def evaluate(
     raise exits.Misconfigured(
       "data.evaluation='': there are no questions to evaluate on"
     )
+  address = run_folder.address(checkpoint)
   with opened(config, run, components) as (services, done, params):
     identity = {
-      'checkpoint': str(checkpoint.resolve()),
+      'checkpoint': address or str(checkpoint.resolve()),
       'step': done,
       'weights': fingerprint.fingerprints(jax.tree.leaves(params)),
       'samples': samples,
@@ -189,7 +190,7 @@ def evaluate(
   missing = len(questions) * max(samples, 1) - len(records)
   decoding = f'{samples} samples each' if samples else 'greedy'
   _report(
-    f'{checkpoint}, step {done}, {decoding}'
+    f'{address or checkpoint}, step {done}, {decoding}'
     if run
     else f'{checkpoint}, {decoding}',
     records,

@@ -28,6 +28,7 @@ import jax
 from packaging import requirements as requirements_lib
 from packaging import specifiers
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.envs import environments
 from stppo_jax.learner import learner as learner_lib
@@ -92,10 +93,12 @@ def examine(
     owner = run_folder.command_of(path)
     command = owner if owner in ('sft', 'prefer') else 'train'
     problems = run_folder.problems(
-      path, flag='--workdir', command=command, reads=folders
+      workdir, flag='--workdir', command=command, reads=folders
     )
     for problem in problems:
       yield Finding(WRONG, f'workdir: {problem.removeprefix("--workdir=")}')
+    if buckets.is_address(workdir):
+      return
     held = lock.holder(path)
     if held is not None and held[1] is not False:
       yield Finding(

@@ -69,9 +69,7 @@ def verify(
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
     print(f'--- {folder}: to step {steps}', flush=True)
     length = f'--config.num_steps={steps}'
-    # With one address for both, the second would be brought from the first.
-    alone = '--config.writer.copy_to='
-    code = _train([*flags, f'--workdir={folder}', length, alone])
+    code = _train([*flags, f'--workdir={folder}', length])
     if code:
       print(f'{folder}: ended with exit code {code}; nothing was compared')
       return code

@@ -20,7 +20,7 @@ from stppo_jax import exits
 from stppo_jax import streams
 from stppo_jax.records import headline
 from stppo_jax.training import alarms
-from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
@@ -103,18 +103,18 @@ def read(folder: str | pathlib.Path) -> RunState:
     NoRun: the folder is missing, or not that of a run.
   """
   try:
-    with bucket_copy.downloaded(str(folder)) as path:
+    with bucket_files.downloaded(str(folder)) as path:
       return read_from(path, str(folder))
   except buckets.BucketError as error:
     raise NoRun(str(error)) from error
 
 
 def read_from(path: pathlib.Path, folder: str) -> RunState:
-  """Returns the state of a run whose files are here, perhaps as a copy.
+  """Returns the state of a run whose files are here.
 
   Args:
     path: the folder with the files.
-    folder: what the state names: this folder, or the address of the copy.
+    folder: what the state names: this folder, or an address in a bucket.
 
   Raises:
     NoRun: the folder is missing, or not that of a run.
@@ -136,7 +136,7 @@ def read_from(path: pathlib.Path, folder: str) -> RunState:
     path,
     beat,
     is_complete=0 < num_steps <= step,
-    is_copy=buckets.is_address(folder),
+    has_lock=not buckets.is_address(folder),
   )
   pace = _pace(steps)
   is_running = state == RUNNING
@@ -162,7 +162,7 @@ def _state(
   beat: heartbeat.Beat | None,
   *,
   is_complete: bool,
-  is_copy: bool,
+  has_lock: bool,
 ) -> tuple[str, str]:
   """Returns the state of a run and the reason for it.
 
@@ -170,7 +170,8 @@ def _state(
     folder: the run's folder.
     beat: its last heartbeat; earlier versions wrote none.
     is_complete: whether all of its steps are done.
-    is_copy: whether the folder was copied to a bucket, without its lock.
+    has_lock: whether a process that writes there would have its lock there; in
+      a bucket, only the heartbeat tells.
   """
   silence = time.time() - beat.time if beat else 0.0
   held = lock.holder(folder)
@@ -188,7 +189,7 @@ def _state(
     return DEAD, f'{holder}: that process is gone; the same command resumes'
   if beat is None:
     return (FINISHED if is_complete else INTERRUPTED), ''
-  if beat.exit_code is None and is_copy:
+  if beat.exit_code is None and not has_lock:
     if silence < _SILENCE:
       return RUNNING, ''
     return DEAD, (

@@ -15,9 +15,11 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import tempfile
 from typing import Any
 from typing import TypeVar
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax import interruption
 from stppo_jax import streams
@@ -25,7 +27,8 @@ from stppo_jax.parallel import compilation
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import voting
 from stppo_jax.workdir import agreement
-from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import bucket_folder
+from stppo_jax.workdir import lease as lease_lib
 from stppo_jax.workdir import lock as lock_lib
 from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
@@ -40,14 +43,16 @@ class Folder:
   """A folder that this process holds, and what may end the run in it.
 
   Attributes:
-    path: the folder.
+    path: the folder, or the folder of this machine that stands for it.
     config: what defines the run in it.
     hosts: the hosts of the run; the first of them writes what they share.
     interrupt: notices signals.
-    lock: the lock; None if another host holds it.
+    lock: the lock, or the lease; None if another host holds it.
     stack: what is left with the folder.
     lines: prints what is logged.
     restart: whether what the folder held is to be moved aside.
+    bucket: the folder in a bucket that `path` stands for; None if there is
+      none.
     watch: tells observers what the run does.
     outer: the folder in which it lies, see `inside`.
     exit_code: the exit code of the process: 0, or that of the signal that has
@@ -62,6 +67,7 @@ class Folder:
   stack: contextlib.ExitStack
   lines: streams.LogLines
   restart: bool
+  bucket: bucket_folder.BucketFolder | None = None
   outer: 'Folder | None' = None
   exit_code: int = 0
 
@@ -89,47 +95,70 @@ class Folder:
   def check(self) -> None:
     """Refuses the folder of another run before anything is asked of a server.
 
-    What a bucket holds is compared later, in `record`.
-
     Raises:
       OtherRun, CheckpointsMissing: see `record`.
     """
     with self.abandonable(), exits.as_misconfigured(str(self.path)):
       if not self.hosts.is_first or self.restart:
         return
-      if not self.config['writer']['copy_to']:  # which may have them
-        run_record.check_checkpoints(self.path)
+      run_record.check_checkpoints(self.path)
       run_record.check_config(self.config, self.path)
-      # Who watches a run sees that it is being resumed. A bucket may yet bring
-      # another one, and its last copy has the last heartbeat.
-      if run_folder.read(self.path) and not self.config['writer']['copy_to']:
+      # Who watches a run sees that it is being resumed. The last heartbeat must
+      # still be brought to a bucket.
+      if run_folder.read(self.path) and self.bucket is None:
         self._begin_watch()
 
   def record(self) -> None:
     """Makes the folder that of the run: records its config, begins to watch it.
 
     Raises:
-      OtherRun, BucketError: see `bucket_copy`; or the folder has another run.
+      OtherRun: the folder has another run.
       CheckpointsMissing: the run's checkpoints are gone.
+      BucketError: the bucket is out of reach.
     """
-    bucket = self.config['writer']['copy_to']
     compilation.keep(self.path / run_folder.COMPILED)
     with self.abandonable(), exits.as_misconfigured(str(self.path)):
-      bucket_copy.check_restart(bucket, self.restart)
       self.enter(self.watch.phases_watched(self.path, self.hosts.index))
-      if not self.hosts.is_first:
-        return
-      aside = run_folder.move_all_aside(self.path) if self.restart else None
-      if aside is not None:
-        _log.info('%s: what it held is now in %s', self.path, aside)
-      bucket_copy.fetch(bucket, self.path)
-      run_record.check_checkpoints(self.path)
-      run_record.record_config(self.config, self.path)
+      if self.hosts.is_first:
+        aside = run_folder.move_all_aside(self.path) if self.restart else None
+        if aside is not None:
+          _log.info('%s: what it held is now in %s', self.path, aside)
+        run_record.check_checkpoints(self.path)
+        run_record.record_config(self.config, self.path)
       # Not earlier: until here the folder may be that of another run.
-      left = self.interrupt.seconds_left
-      self.enter(bucket_copy.copying(bucket, self.path, left))
-      if not self.watch.has_begun:
+      if self.bucket is not None:
+        self.enter(self.bucket.pushed(self.interrupt.seconds_left))
+      if self.hosts.is_first and not self.watch.has_begun:
         self._begin_watch()
+    self.publish()
+
+  def publish(self) -> None:
+    """Lets all hosts see what the first one has written; they all call it."""
+    bucket = self.bucket
+    if bucket is None:
+      return
+    with self.abandonable():
+      bucket.insist(bucket.push)
+    if self.hosts.count > 1:
+      with self.abandonable():
+        if not self.hosts.is_first:
+          bucket.insist(bucket.pull)
+
+  def flush(self) -> None:
+    """Brings what this host has written to the bucket, if there is one."""
+    if self.bucket is not None:
+      self.bucket.insist(self.bucket.push)
+
+  def check_held(self) -> None:
+    """Checks, before a commit, that no other process has taken the folder.
+
+    Raises:
+      Lost: another process has.
+    """
+    if self.lock is not None and self.bucket is not None:
+      self.bucket.insist(self.lock.touch)
+    elif self.lock is not None:
+      self.lock.check()
 
   def _begin_watch(self) -> None:
     names, steps = self.hosts.names, self.config['profile']['steps']
@@ -162,10 +191,13 @@ class Folder:
   def release(self, exit_code: int) -> None:
     """Leaves the folder as an ended process would; the process ends soon."""
     self.watch.end(exit_code)
-    if self.outer is None:
-      lock_lib.release(self.path)
-    else:
+    if self.outer is not None:
       self.outer.release(exit_code)
+      return
+    if self.bucket is not None:
+      self.bucket.finish(self.interrupt.seconds_left())
+    if self.lock is not None:
+      self.lock.release()
 
 
 @contextlib.contextmanager
@@ -185,24 +217,36 @@ def claimed(
 
   Args:
     config: the config of the run.
-    workdir: the run's folder, which is made if it is missing.
+    workdir: the run's folder, which is made if it is missing, or its address in
+      a bucket.
     restart: see `Folder`.
     hosts: the hosts of the run, all of which call this function.
     unit: the name of what the run counts, for the lines that are printed.
     **also: what else defines the run, such as its command.
 
   Raises:
-    Misconfigured: the hosts differ, or the folder cannot be written.
+    Misconfigured: the hosts differ, the folder cannot be written, or a run in a
+      bucket is to begin anew.
     OtherRun, CheckpointsMissing: see `Folder.record`.
     Locked: another process writes there.
+    BucketError: the bucket is out of reach.
     Interrupted: a signal came before the body.
   """
-  path = pathlib.Path(workdir)
+  address = str(workdir).rstrip('/') if buckets.is_address(workdir) else ''
+  if address and restart:
+    raise exits.Misconfigured(
+      f'--restart: nothing is moved aside in a bucket; give another address '
+      f'than --workdir={address}'
+    )
   show = streams.show
   if not hosts.is_first:
     show = functools.partial(print, f'host {hosts.index}:', flush=True)
   with contextlib.ExitStack() as stack:
     lines = stack.enter_context(streams.logged(show))
+    path, bucket = pathlib.Path(workdir), None
+    if address:
+      path = stack.enter_context(_standing_for(address))
+      lines.renamed = str(path), address
     agreement.check(hosts, config)
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
@@ -214,11 +258,22 @@ def claimed(
     lock = folder = None
     try:
       with voting.voted(hosts, interrupt):
+        if address:
+          retry = config.checkpoint.retry
+          bucket = bucket_folder.BucketFolder(address, path, retry=retry)
         if hosts.is_first:
-          lock = stack.enter_context(lock_lib.held(path))
-      agreement.check_folder(hosts, path)
+          lock = stack.enter_context(
+            lease_lib.held(bucket.bucket) if bucket else lock_lib.held(path)
+          )
+      if bucket is None:
+        agreement.check_folder(hosts, path)
+      else:
+        with voting.voted(hosts, interrupt):
+          bucket.pull()
       config = {**config.to_dict(), **also}
-      held = Folder(path, config, hosts, interrupt, lock, stack, lines, restart)
+      held = Folder(
+        path, config, hosts, interrupt, lock, stack, lines, restart, bucket
+      )
       held.check()
       folder = held
       interrupt.rescue = functools.partial(_rescue, folder, unit)
@@ -232,6 +287,24 @@ def claimed(
       folder.exit_code = error.exit_code
     finally:
       interrupt.rescue = interruption.no_rescue
+
+
+@contextlib.contextmanager
+def _standing_for(address: str) -> Iterator[pathlib.Path]:
+  """Yields a new folder of this machine, whose name no error tells."""
+  with tempfile.TemporaryDirectory(
+    prefix='stppo_jax-run-', ignore_cleanup_errors=True
+  ) as temporary:
+    folder = pathlib.Path(temporary, address.rpartition('/')[2])
+    folder.mkdir()
+    try:
+      yield folder
+    except Exception as error:
+      error.args = tuple(
+        x.replace(str(folder), address) if isinstance(x, str) else x
+        for x in error.args
+      )
+      raise
 
 
 def tell_before_first(unit: str) -> None:

@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 
+from stppo_jax import buckets
 from stppo_jax.data import kinds
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.envs import environments
@@ -33,7 +34,7 @@ def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
     ValueError: it cannot be read; one line that names the directory.
   """
   try:
-    return tokenizer_lib.Tokenizer.load(home)
+    return tokenizer_lib.Tokenizer.load(buckets.local_folder(home))
   except Exception as error:  # a damaged file gives any kind of them
     if str(home) in str(error):
       raise
@@ -277,8 +278,8 @@ def export(
   Raises:
     OSError, ValueError: see `hf.export.export`.
   """
-  source = pathlib.Path(config.model.path)
-  home = pathlib.Path(config.model.tokenizer_path or config.model.path)
+  source = buckets.local_folder(config.model.path)
+  home = buckets.local_folder(config.model.tokenizer_path or config.model.path)
   save = tokenizer.save
   if home.name and (home / 'tokenizer.json').is_file():
     save = functools.partial(export_lib.copy_tokenizer, home)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.learner import state as state_lib
 from stppo_jax.records import writer as writer_lib
@@ -93,11 +94,16 @@ class Saver:
     start: State,
   ):
     self._workdir, self._hosts = folder.path, folder.hosts
-    self._lock = folder.lock
+    self._lock, self._bucket = folder.lock, folder.bucket
     self._grace = config.preemption.grace
     options = config.checkpoint
     self.checkpointer = checkpoint.Checkpointer(
-      folder.path, keep=options.keep, keep_every=options.keep_every
+      folder.path,
+      keep=options.keep,
+      keep_every=options.keep_every,
+      flush=folder.flush,
+      check=folder.check_held,
+      retry=options.retry,
     )
     self._checkpoints, self._start = checkpoints, start
     arrays = start.with_frozen({})
@@ -142,6 +148,12 @@ class Saver:
 
   def save(self, step: int, state: State, extra: Extra, *, waits: bool) -> None:
     """Saves a step unless it is saved already; see `Checkpointer.save`."""
+    if self._bucket is not None:
+      try:
+        self._bucket.wait()
+      except buckets.BucketError:
+        self.checkpointer.pending.cannot_end = True
+        raise
     if self._lock is not None:
       self._lock.check()
     try:
@@ -189,6 +201,8 @@ class Saver:
 
   def _lack_of_room(self) -> str:
     """Returns what the disk lacks for a checkpoint; '' if nothing."""
+    if self._bucket is not None:
+      return ''
     free = shutil.disk_usage(self._workdir).free
     if free >= self._size:
       return ''

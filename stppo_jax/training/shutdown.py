@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax import interruption
 from stppo_jax.training import claim
@@ -97,7 +98,8 @@ def _save_last(
       except saving.NoTime as second:
         _log.info('%s is %s', last, second)
     return
-  if isinstance(error, lock.Lost):
+  # A bucket out of reach was waited for.
+  if isinstance(error, lock.Lost | buckets.BucketError):
     return
   # Of several hosts, the others are not in a state in which they could save.
   if folder.hosts.count > 1 or not last.is_unsaved or last.is_consumed:

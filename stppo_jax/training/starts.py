@@ -32,6 +32,7 @@ from stppo_jax.training import components
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import sft
+from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_record
 
@@ -95,7 +96,8 @@ def resolve(config, folder: claim.Folder) -> Start:
   if not config.init_from:
     return Start(config, True, None)
   source = _source(config.init_from)
-  theirs = run_record.with_start(source, pathlib.Path(config.init_from)).model
+  opened = bucket_files.opened(config.init_from)
+  theirs = run_record.with_start(source, opened).model
   config = config.copy_and_resolve_references()
   computes = (*weights.compute_options(config), *_CHOICES)
   fields = [
@@ -111,7 +113,7 @@ def _source(init_from: str) -> Any:
   """Returns the config of the run that `init_from` names."""
   subject = f'config.init_from={init_from}: '
   try:
-    source = recorded_config.read(pathlib.Path(init_from))
+    source = recorded_config.read(bucket_files.opened(init_from))
     errors = recorded_config.prepare_export(source)
   except (OSError, ValueError) as error:
     errors = [str(error)]
@@ -135,8 +137,7 @@ def load(
     Misconfigured: the other run has no checkpoint, or weights do not fit.
     Exceptions of `checkpoint_state.read_policy`, and OSError.
   """
-  # A bucket may have brought it since. What the first host sees counts, because
-  # it writes the start.
+  # What the first host sees counts, because it writes the start.
   is_missing = start.is_missing and run_record.made_start(folder.path) is None
   is_missing, *_ = folder.hosts.exchange('start', is_missing)
   if is_missing and config.init_from:
@@ -145,13 +146,15 @@ def load(
   elif is_missing:
     # A run of its own: a signal finishes and saves its step.
     imitated = config.copy_and_resolve_references()
-    imitated.writer.update(trackers=(), tensorboard=False, copy_to='')
+    imitated.writer.update(trackers=(), tensorboard=False)
     with folder.inside('start', imitated, command='sft') as inside:
       inside.record()
       sft.imitate(
         imitated, inside, parts.tokenizer, parts.services, shown_every=50
       )
   folder.hosts.exchange('start', True)  # it is there
+  if is_missing:
+    folder.publish()
   original, note = config, ''
   config = run_record.with_start(config, folder.path)
   number, name = _origin(original, config.model.path)
@@ -176,16 +179,15 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
   """Copies policy and value model of another run; all hosts call it."""
   hosts, workdir = folder.hosts, folder.path
   mesh = components.build_mesh(config)
-  theirs = checkpoint_state.read_policy(
-    source, config.init_from, step=None, mesh=mesh
-  )
+  opened = bucket_files.opened(config.init_from)
+  theirs = checkpoint_state.read_policy(source, opened, step=None, mesh=mesh)
   if hosts.is_first:
     shutil.rmtree(workdir / _VALUE, ignore_errors=True)  # of a killed start
     _log.info(
       'init_from=%s: its policy after step %d', config.init_from, theirs.step
     )
   hosts.exchange('start', False)  # what a killed start has left is gone
-  _copy_value(theirs, config.init_from, workdir / _VALUE)
+  _copy_value(theirs, opened, workdir / _VALUE)
   # Last: once it is there, nothing is made again. It gets its name when it is
   # complete.
   model_files.export(
@@ -200,7 +202,7 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
 
 
 def _copy_value(
-  theirs: checkpoint_state.Policy, source: str, target: pathlib.Path
+  theirs: checkpoint_state.Policy, source: pathlib.Path, target: pathlib.Path
 ) -> None:
   """Copies the value model of a run, if it is one of its own without adapters.
 

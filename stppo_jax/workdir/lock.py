@@ -84,16 +84,62 @@ class Holder:
     is_named = self.host == socket.gethostname()
     return is_named and self.boot in ('', _boot())
 
+  @property
+  def has_ended(self) -> bool:
+    """Whether this host can see that the process has ended."""
+    return self.is_here and _started(self.pid) != self.started
+
+  @classmethod
+  def of_this_process(cls) -> 'Holder':
+    """Returns this process as the holder of what it takes now."""
+    since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
+    pid, host = os.getpid(), socket.gethostname()
+    return cls(host, pid, _started(pid) or '', since, True, _boot())
+
   def __str__(self) -> str:
     return f'process {self.pid} on host {self.host}, since {self.since}'
 
 
 class Claim:
-  """The lock of a folder, held by this process as long as nobody takes it."""
+  """The right of this process to write to a folder, until another takes it."""
+
+  def __init__(self):
+    self._ended = threading.Event()
+
+  def check(self) -> None:
+    """Raises `Lost` if another process has taken over."""
+
+  def touch(self) -> None:
+    """Shows others that this process lives; raises `Lost` as `check` does."""
+
+  def keep_touching(self, every: float) -> None:
+    """Shows life every so many seconds; a thread's work.
+
+    It ends with `end`, or once another process has taken over, which the main
+    thread finds out by `check`.
+    """
+    while not self._ended.wait(every):
+      try:
+        self.touch()
+      except Lost:
+        return
+      except OSError:
+        pass
+
+  def end(self) -> None:
+    """Ends `keep_touching`."""
+    self._ended.set()
+
+  def release(self) -> None:
+    """Gives the folder up, for a process that ends without leaving `held`."""
+
+
+class FileClaim(Claim):
+  """The lock file of a folder, held by this process."""
 
   def __init__(self, path: pathlib.Path, holder: Holder):
+    super().__init__()
     self._path, self._holder = path, holder
-    self._ended = threading.Event()
 
   def check(self) -> None:
     """Raises `Lost` if another process has taken the lock over."""
@@ -103,29 +149,26 @@ class Claim:
     except OSError:  # removed by hand
       return
     if found != self._holder:
-      raise Lost(
-        f'{self._path.parent}: {found or "another process"} has taken over, '
-        'because this process showed no life; this process writes no more'
-      )
+      raise taken_over(self._path.parent, found)
 
-  def keep_touching(self, every: float) -> None:
-    """Touches the file every so many seconds; a thread's work.
+  def touch(self) -> None:
+    """Touches the file; see `Claim`."""
+    self.check()
+    os.utime(self._path)
 
-    It ends with `end`, or once another process has taken the lock over, which
-    the main thread finds out by `check`.
-    """
-    while not self._ended.wait(every):
-      try:
-        self.check()
-        os.utime(self._path)
-      except Lost:
-        return
-      except OSError:
-        pass
+  def release(self) -> None:
+    """Removes the file; see `Claim`."""
+    with contextlib.suppress(OSError, Lost):
+      self.check()
+      self._path.unlink()
 
-  def end(self) -> None:
-    """Ends `keep_touching`."""
-    self._ended.set()
+
+def taken_over(folder: object, holder: Holder | None) -> Lost:
+  """Returns the error that another process has taken a folder over."""
+  return Lost(
+    f'{folder}: {holder or "another process"} has taken over, because this '
+    'process showed no life; this process writes no more'
+  )
 
 
 @contextlib.contextmanager
@@ -148,7 +191,7 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
       folder.mkdir(parents=True, exist_ok=True)
       file, holder = _acquire(path, every)
     stack.enter_context(file)
-    claim = Claim(path, holder)
+    claim = FileClaim(path, holder)
     thread = threading.Thread(
       target=claim.keep_touching, args=(every,), name='lock', daemon=True
     )
@@ -169,13 +212,6 @@ def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
   with contextlib.suppress(OSError):
     for folder in folders:
       folder.rmdir()
-
-
-def release(folder: pathlib.Path) -> None:
-  """Removes the lock of this process, which ends without leaving `held`."""
-  found = holder(folder)
-  if found is not None and found[1] and found[0].pid == os.getpid():
-    (folder / NAME).unlink(missing_ok=True)
 
 
 def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
@@ -239,7 +275,7 @@ def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
       f'{folder}: locked by an unknown process; if none writes there, remove '
       f'{path} and start again'
     )
-  if not is_free or (holder.is_here and _started(holder.pid) == holder.started):
+  if not is_free or (holder.is_here and not holder.has_ended):
     raise Locked(
       f'{folder}: locked by {holder}; wait for its end, or use another folder'
     )
@@ -302,11 +338,7 @@ def _write(file: TextIO) -> Holder:
   Two hosts may take over at one moment, so it is not read back: both would read
   the one that wrote last, and neither would find out.
   """
-  since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
-  pid = os.getpid()
-  holder = Holder(
-    socket.gethostname(), pid, _started(pid) or '', since, True, _boot()
-  )
+  holder = Holder.of_this_process()
   file.seek(0)
   file.truncate()
   file.write(json.dumps(dataclasses.asdict(holder)) + '\n')

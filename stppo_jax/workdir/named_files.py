@@ -35,7 +35,7 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
   model, data = config['model'], config['data']
   for key in ('path', 'reference_path', 'tokenizer_path'):
     if model[key]:
-      yield f'model.{key}', pathlib.Path(model[key])
+      yield f'model.{key}', buckets.local_folder(model[key])
   if data['name'] in ('jsonl', 'tfds'):
     root = buckets.local_folder(data['root'])
     for key in ('train', 'evaluation'):

@@ -12,14 +12,17 @@ another program.
 
 from collections.abc import Container
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import pathlib
+import re
 from typing import Any
 import uuid
 
+from stppo_jax import buckets
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
 
@@ -27,9 +30,12 @@ EXPORT = 'export'
 # The version of the files of a run. One that a reader of today would
 # misunderstand gets a higher number, which then stands in run.json.
 SCHEMA = 1
-_RUN, _EXPORTED = 'run.json', 'export.json'
-_ASIDE = 'aside-'
+_RUNS = ('train', 'sft', 'prefer')  # commands that can write to a bucket
+IDENTITY, _EXPORTED = 'run.json', 'export.json'
+ASIDE = 'aside-'
 PROBE = 'probe-'  # a file that all hosts of a run must see
+# Names the bucket, in a folder of this machine that stands for a folder there.
+ADDRESS = '.address'
 COMPILED = 'compiled'
 METRICS = 'metrics.jsonl'  # a line for each step
 MANIFEST = 'manifest/metadata'  # the file of a checkpoint that describes it
@@ -80,13 +86,9 @@ def problems(
     expected: names that a folder may hold which the command has not written.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
-  # Locks, and folders that are renamed in one step, need a file system. As a
-  # path, gs://bucket/run would be a folder named `gs:` here.
+  # As a path, gs://bucket/run would be a folder named `gs:` here.
   if path.parts and path.parts[0].endswith(':'):
-    return [
-      f'{start}an address, not a folder; name a folder of this machine (train, '
-      'sft and prefer can copy it: --config.writer.copy_to=ADDRESS)'
-    ]
+    return _address_problems(str(folder), start, command)
   try:
     for place in (path, *path.parents):
       if place.exists() and not place.is_dir():
@@ -108,6 +110,19 @@ def problems(
       f'{start}is not empty and was not written by {command}: it holds '
       f'{others[0]}; {_ADVICE}'
     ]
+  return []
+
+
+def _address_problems(place: str, start: str, command: str) -> list[str]:
+  """Returns the reasons why a command must not write to an address."""
+  if command not in _RUNS:
+    return [f'{start}an address, not a folder; name a folder of this machine']
+  if not re.fullmatch(r'gs://[^/?@]+(/[^/?@]+)+/?', place):
+    return [f'{start}must be a folder, or an address as gs://BUCKET/RUN']
+  try:
+    buckets.Bucket(place)
+  except buckets.BucketError as error:
+    return [f'{start}{str(error).removeprefix(f"{place}: ")}']
   return []
 
 
@@ -146,9 +161,19 @@ def _others(folder: pathlib.Path) -> list[str]:
   return sorted(
     name
     for name in names
-    if name not in (lock.NAME, f'{_RUN}.new', COMPILED)
-    and not name.startswith((_ASIDE, PROBE))
+    if name not in (lock.NAME, f'{IDENTITY}.new', COMPILED, ADDRESS)
+    and not name.startswith((ASIDE, PROBE))
   )
+
+
+def address(folder: pathlib.Path) -> str:
+  """Returns the address of what a folder stands for; '' for other folders."""
+  for parent in (folder, *folder.parents):
+    with contextlib.suppress(OSError):
+      place = (parent / ADDRESS).read_text()
+      below = folder.relative_to(parent)
+      return f'{place}/{below}' if below.parts else place
+  return ''
 
 
 def _relation(path: pathlib.Path, other: pathlib.Path) -> str:
@@ -187,21 +212,21 @@ def command_of_record(config: Mapping[str, Any]) -> str:
 def read(folder: pathlib.Path) -> Run | None:
   """Returns the identity of the run of a folder; None if there is none."""
   try:
-    return Run(**_json(folder / _RUN))
+    return Run(**_json(folder / IDENTITY))
   except TypeError:
     return None
 
 
 def schema(folder: pathlib.Path) -> int:
   """Returns the version of a run's files, see `SCHEMA`."""
-  number = _json(folder / _RUN).get('schema', SCHEMA)
+  number = _json(folder / IDENTITY).get('schema', SCHEMA)
   return number if isinstance(number, int) else -1
 
 
 def write(folder: pathlib.Path, run: Run) -> None:
   """Records the identity of the run of a folder."""
   text = json.dumps(dataclasses.asdict(run), indent=2) + '\n'
-  atomic_files.replace(folder / _RUN, text.encode())
+  atomic_files.replace(folder / IDENTITY, text.encode())
 
 
 def mark(folder: pathlib.Path, command: str, digest: str = '') -> None:
@@ -225,7 +250,7 @@ def newest_step(folder: pathlib.Path) -> int:
 
 def make_aside(folder: pathlib.Path) -> pathlib.Path:
   """Makes the next folder for files that a start moves away."""
-  asides = (folder / f'{_ASIDE}{number}' for number in itertools.count(1))
+  asides = (folder / f'{ASIDE}{number}' for number in itertools.count(1))
   aside = next(path for path in asides if not path.exists())
   aside.mkdir()
   return aside
@@ -239,7 +264,7 @@ def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
   aside = make_aside(folder)
   # The identity is last: without it, a folder that a killed start has left half
   # empty would not be known as the run's.
-  for name in sorted(names, key=lambda name: name == _RUN):
+  for name in sorted(names, key=lambda name: name == IDENTITY):
     (folder / name).rename(aside / name)
   return aside
 

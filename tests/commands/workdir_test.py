@@ -54,14 +54,17 @@ def test_a_model_is_no_workdir(
   assert _files(model) == before
 
 
-def test_a_bucket_is_no_workdir(tmp_path, monkeypatch, capsys):
+def test_not_every_address_is_a_workdir(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  line = _refused(capsys, 'train', *runs.flags(), '--workdir=gs://mine/run')
-  assert line == (
-    '--workdir=gs://mine/run: an address, not a folder; name a folder of this '
-    'machine (train, sft and prefer can copy it: '
-    '--config.writer.copy_to=ADDRESS)\n'
-  )
+  for place in ('s3://mine/run', 'gs://mine', 'gs://mine/', 'gs://a:b@c/run'):
+    flags = [*runs.flags(), f'--workdir={place}']
+    assert _refused(capsys, 'train', *flags) == (
+      f'--workdir={place}: must be a folder, or an address as gs://BUCKET/RUN\n'
+    )
+    assert _refused(capsys, 'train', *flags, '--verify_resume=1') == (
+      f'--workdir={place}: an address, not a folder; name a folder of this '
+      'machine\n'
+    )
   monkeypatch.setitem(sys.modules, 's3fs', None)
   for command in ('status', 'report', 'view', 'alarms'):
     line = _refused(capsys, command, 's3://mine/run')

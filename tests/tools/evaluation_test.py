@@ -214,7 +214,7 @@ def test_a_run_that_a_tracker_followed_is_evaluated_without_it(
 ):
   run = shutil.copytree(finished, tmp_path / 'run')
   config = json.loads((run / 'config.json').read_text())
-  config['writer'] |= {'trackers': ['wandb'], 'copy_to': 'gs://mine/run'}
+  config['writer'] |= {'trackers': ['wandb']}
   (run / 'config.json').write_text(json.dumps(config))
   assert _evaluate(f'--checkpoint={run}') == 0
   assert capsys.readouterr().out.startswith(f'{run}, step 3, greedy\n')

@@ -1,14 +1,18 @@
-"""A run whose machine is lost goes on elsewhere, from its copy in a bucket."""
+"""A run whose folder is in a bucket, and that has nothing else."""
 
+import dataclasses
 import json
 import shutil
 import signal
-import socket
-import sys
+import time
 
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.workdir import bucket_files
+from stppo_jax.workdir import lock
+from tests.storage import emulator
+from tests.training import bucket_hosts
 from tests.training import faults
 from tests.training import runs
 
@@ -16,94 +20,173 @@ from tests.training import runs
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )
+_ADDRESS = bucket_hosts.ADDRESS
+_STEPS = 4  # of the runs of two hosts
 
 
-def _train(workdir, address, act=lambda moment: None):
-  changes = {'writer__copy_to': address, 'checkpoint__every': 2}
+def _train(act=lambda moment: None, **changes):
   with faults.at(runs.config(**changes), act):
-    return runs.train(workdir, **changes)
-
-
-@pytest.fixture
-def google(monkeypatch):
-  """The address of a folder in a bucket that an emulator of Google's serves."""
-  pytest.importorskip('gcsfs')
-  emulator = pytest.importorskip('gcp_storage_emulator.server')
-  with socket.create_server(('127.0.0.1', 0)) as free:
-    port = free.getsockname()[1]
-  served = emulator.create_server(
-    '127.0.0.1', port, in_memory=True, default_bucket='mine'
-  )
-  monkeypatch.setenv('STORAGE_EMULATOR_HOST', f'http://127.0.0.1:{port}')
-  served.start()
-  yield 'gs://mine/run'
-  served.stop()
+    return runs.train(_ADDRESS, **changes)
 
 
 @pytest.mark.slow
-def test_a_run_is_copied_to_google_cloud(google, tmp_path, capsys):
-  lost, other = tmp_path / 'lost', tmp_path / 'other'
+def test_a_run_goes_on_elsewhere_from_its_bucket(
+  google, finished, tmp_path, capsys
+):
+  """A process knows nothing but the address, and leaves nothing else."""
   send = faults.send_at(('collect', 3), signal.SIGTERM)
-  assert _train(lost, google, send) == 75
-  shutil.rmtree(lost)
-  assert _train(other, google) == 0
-  said = f'{other}: brought here from {google}, step 2'
-  assert said in capsys.readouterr().out
-  for command in (['status'], ['checkpoint', 'verify']):
-    assert __main__.main([*command, google]) == 0
-  out = capsys.readouterr().out
-  assert 'finished' in out and 'ok     step 3' in out
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_its_bucket(finished, tmp_path, capsys):
-  address = f'file://{tmp_path}/bucket/run'
-  lost, other = tmp_path / 'lost', tmp_path / 'other'
-  send = faults.send_at(('collect', 3), signal.SIGTERM)
-  assert _train(lost, address, send) == 75
-  shutil.rmtree(lost)
+  assert _train(send, checkpoint__every=2) == 75
+  assert 'study/run/lease' not in google.objects
   capsys.readouterr()
-  assert __main__.main(['status', address, '--json']) == 0
+  assert __main__.main(['status', _ADDRESS, '--json']) == 0
   state = json.loads(capsys.readouterr().out)
-  assert (state['folder'], state['state']) == (address, 'interrupted')
+  assert (state['folder'], state['state']) == (_ADDRESS, 'interrupted')
   assert (state['step'], state['checkpoint']) == (2, 2)
 
-  assert _train(other, address) == 0
-  said = f'{other}: brought here from {address}, step 2'
-  assert said in capsys.readouterr().out
-  runs.assert_same_files(other, finished, num_steps=runs.STEPS)
+  assert _train(checkpoint__every=2) == 0
+  out = capsys.readouterr().out
+  assert f'policy (Hugging Face format): {_ADDRESS}/policy' in out
+  assert '/tmp' not in out
+  bucket_hosts.assert_same_run(google, finished)
   weights = 'policy/model.safetensors'
   written = (finished / weights).read_bytes()
-  assert (other / weights).read_bytes() == written
-  assert (tmp_path / 'bucket' / 'run' / weights).read_bytes() == written
 
-  # What reads a run reads its copy, too.
-  assert __main__.main(['status', address]) == 0
+  # What reads a run reads it in the bucket, too.
+  assert __main__.main(['status', _ADDRESS]) == 0
   assert 'finished' in capsys.readouterr().out
   for action, expected in (('list', 'newest'), ('verify', 'ok     step 3')):
-    assert __main__.main(['checkpoint', action, address]) == 0
+    assert __main__.main(['checkpoint', action, _ADDRESS]) == 0
     assert expected in capsys.readouterr().out
   report = tmp_path / 'report.html'
-  assert __main__.main(['report', address, f'--out={report}']) == 0
+  assert __main__.main(['report', _ADDRESS, f'--out={report}']) == 0
   assert '1 run' in capsys.readouterr().out and report.stat().st_size > 10_000
-  assert __main__.main(['view', address]) == 0
+  assert __main__.main(['view', _ADDRESS]) == 0
   assert 'step 3: 16 of 16 dialogues' in capsys.readouterr().out
+  out = tmp_path / 'exported'
+  assert __main__.main(['export', f'--workdir={_ADDRESS}', f'--out={out}']) == 0
+  assert (out / 'model.safetensors').read_bytes() == written
+  capsys.readouterr()
+  evaluate = [
+    'evaluate',
+    f'--checkpoint={_ADDRESS}',
+    f'--out={tmp_path}/scores',
+  ]
+  assert __main__.main(evaluate) == 0
+  assert f'{_ADDRESS}, step 3' in capsys.readouterr().out
+  assert __main__.main(evaluate) == 0  # which is done already
 
   # Another run must not take the place of this one.
-  begins = ['train', *runs.flags(seed=5, writer__copy_to=address)]
-  assert __main__.main([*begins, f'--workdir={tmp_path / "new"}']) == 2
-  assert 'seed=5: the run in' in capsys.readouterr().err
-  assert __main__.main([*begins, f'--workdir={other}', '--restart']) == 2
+  begins = ['train', *runs.flags(seed=5), f'--workdir={_ADDRESS}']
+  capsys.readouterr()
+  assert __main__.main(begins) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'writer.copy_to={address}: holds a run already; ')
+  assert line.startswith(f'seed=5: the run in {_ADDRESS} was started with 0; ')
+  assert __main__.main([*begins, '--restart']) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('--restart: ')
 
 
-def test_a_bucket_without_its_package_is_one_line(
-  tmp_path, capsys, monkeypatch
-):
-  monkeypatch.setitem(sys.modules, 's3fs', None)
-  flags = runs.flags(writer__copy_to='s3://bucket/run')
-  assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith('config.writer.copy_to: s3://bucket/run: needs a pack')
-  assert not list(tmp_path.iterdir())
+@pytest.mark.slow
+def test_who_has_lost_the_lease_commits_nothing(google, capsys):
+  """A process that slept past its lease wakes up before a save."""
+
+  def take_over(moment):
+    if moment == ('updated', 2):
+      holder = lock.Holder('elsewhere', 7, '1', 'now', True, 'another boot')
+      record = {'holder': dataclasses.asdict(holder), 'seconds': 60.0}
+      google.put('study/run/lease', json.dumps(record).encode())
+
+  assert _train(take_over) == 75
+  assert 'process 7 on host elsewhere, since now has taken over' in (
+    capsys.readouterr().err
+  )
+  steps = bucket_files.committed(
+    {name.removeprefix('study/run/'): 0 for name in google.objects}
+  )
+  assert steps == [1]
+  assert b'elsewhere' in google.data('study/run/lease')
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+  """Returns the folder of a run of two hosts in a bucket that nobody disturbs.
+
+  It is downloaded, with all of its dialogues and arrays.
+  """
+  place = tmp_path_factory.mktemp('undisturbed')
+  with pytest.MonkeyPatch.context() as patch, emulator.served() as storage:
+    for name, value in storage.environment.items():
+      patch.setenv(name, value)
+    hosts = bucket_hosts.Hosts(place / 'hosts', num_steps=_STEPS)
+    hosts.start()
+    assert hosts.ends() == [0, 0]
+    with bucket_hosts.downloaded(storage) as folder:
+      shutil.copytree(folder, place / 'run')
+  return place / 'run'
+
+
+@pytest.mark.slow
+def test_hosts_that_share_nothing_but_a_bucket(google, undisturbed, tmp_path):
+  """Killed in a save and in a step, with one request in twenty failing."""
+  google.fault = chance = emulator.RandomFaults(
+    3, rate=0.05, kinds=bucket_hosts.KINDS
+  )
+  hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS)
+  hosts.start()
+  is_saving = lambda: any('checkpoints/2/state' in x for x in google.objects)
+  bucket_hosts.wait(is_saving, hosts)
+  hosts.kill()
+  hosts.start()
+  bucket_hosts.wait(lambda: 'step 3/' in hosts.said, hosts)
+  hosts.processes[1].kill()
+  assert hosts.ends() == [75, -signal.SIGKILL]
+  hosts.start()
+  assert hosts.ends() == [0, 0]
+  chance.on = False
+  assert chance.count > 20
+  bucket_hosts.assert_same_run(google, undisturbed)
+  assert 'study/run/lease' not in google.objects
+  # The folders that stood for the bucket are gone, but those of killed ones.
+  left = [x for x in tmp_path.glob('host*-3/stppo_jax-run-*')]
+  assert not left
+
+
+@pytest.mark.slow
+def test_an_outage_of_the_bucket_loses_nothing(google, undisturbed, tmp_path):
+  hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS, checkpoint__retry=3)
+  hosts.start()
+  bucket_hosts.wait(lambda: 'step 2/' in hosts.said, hosts)
+  google.fault = lambda line: emulator.Fault('reset')
+  assert hosts.ends() == [75, 75]
+  assert 'the run goes on' in hosts.said and 'Server disconn' in hosts.said
+  saved = [x for x in google.objects if x.endswith('/commit_success.txt')]
+  assert saved
+  google.fault = lambda line: None
+  hosts.start()
+  assert hosts.ends() == [0, 0]
+  bucket_hosts.assert_same_run(google, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_short_outage_is_waited_for(google, undisturbed, tmp_path):
+  hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS)
+  hosts.start()
+  bucket_hosts.wait(lambda: 'step 1/' in hosts.said, hosts)
+  google.fault = lambda line: emulator.Fault('503')
+  time.sleep(20)
+  google.fault = lambda line: None
+  assert hosts.ends() == [0, 0]
+  bucket_hosts.assert_same_run(google, undisturbed)
+
+
+@pytest.mark.slow
+def test_two_starts_of_one_run_are_one_run(google, undisturbed, tmp_path):
+  first = bucket_hosts.Hosts(tmp_path / 'first', num_steps=_STEPS)
+  second = bucket_hosts.Hosts(tmp_path / 'second', num_steps=_STEPS)
+  first.start()
+  bucket_hosts.wait(lambda: 'study/run/lease' in google.objects, first)
+  second.start()
+  assert second.ends() == [75, 75]
+  assert 'has renewed its lease' in second.said
+  assert first.ends() == [0, 0]
+  bucket_hosts.assert_same_run(google, undisturbed)

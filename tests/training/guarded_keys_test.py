@@ -98,19 +98,18 @@ def test_a_run_goes_on_where_its_files_are_elsewhere(run, places, capsys):
   assert line.startswith(f'env.prompt_template={path}: the run in {run} was')
 
 
-def test_a_bucket_brings_a_run_to_where_its_files_are_elsewhere(
-  run, places, tmp_path, capsys
+@pytest.mark.slow
+def test_a_run_in_a_bucket_goes_on_where_its_files_are_elsewhere(
+  google, places, tmp_path, capsys
 ):
   here, there = places
-  copied = {'writer.copy_to': f'file://{tmp_path}/bucket/run'}
   allowed = {'resume.allow_change': "('model.path',)"}
-  assert runs.train(run, **here, **copied, **allowed) == 0
-  for lost in (run, tmp_path / 'here'):
-    shutil.rmtree(lost)
+  assert runs.train('gs://mine/run', **here, **allowed) == 0
+  assert 'run/run.json' in google.objects
+  shutil.rmtree(tmp_path / 'here')
   capsys.readouterr()
-  assert runs.train(tmp_path / 'other', **there, **copied) == 0
-  out, _ = capsys.readouterr()
-  assert f'{tmp_path}/other: brought here from file://' in out
+  assert runs.train('gs://mine/run', **there) == 0
+  assert 'from now on; it was' in capsys.readouterr().out
 
 
 @pytest.mark.slow

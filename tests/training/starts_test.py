@@ -1,7 +1,6 @@
 """A run starts from the first origin that there is, and says which it was."""
 
 import json
-import pathlib
 import shutil
 import types as python_types
 
@@ -88,24 +87,28 @@ def test_a_start_that_was_killed_is_made_again(tmp_path, finished, capsys):
   assert policy.is_dir() and _weights(run, 1) == _weights(finished, 3)
 
 
-def test_a_start_that_a_bucket_brings_is_not_made_again(
-  tmp_path, finished, capsys
+@pytest.mark.slow
+def test_a_start_that_is_in_a_bucket_is_not_made_again(
+  google, tmp_path, finished, capsys
 ):
-  source, lost, other = (tmp_path / name for name in ('source', 'lost', 'run'))
-  shutil.copytree(finished, source)
-  address = f'file://{tmp_path}/bucket/run'
-  options = _STILL | {'init_from': source, 'writer__copy_to': address}
-  assert runs.train(lost, **options) == 0
-  weights = pathlib.Path('start', 'policy', 'model.safetensors')
-  made = (lost / weights).read_bytes()
-  shutil.rmtree(lost)
+  source = shutil.copytree(finished, tmp_path / 'source')
+  address = 'gs://mine/run'
+  options = _STILL | {'init_from': source}
+  assert runs.train(address, **options) == 0
+  weights = 'run/start/policy/model.safetensors'
+  made = google.data(weights)
   assert runs.train(source, num_steps=4) == 0  # it has another policy now
   capsys.readouterr()
-  assert runs.train(other, **options | {'num_steps': 2}) == 0
+  assert runs.train(address, **options | {'num_steps': 2}) == 0
   printed = capsys.readouterr().out
   assert 'its policy after step' not in printed
   assert 'start: step 1 of this run\n' in printed
-  assert (other / weights).read_bytes() == made
+  assert google.data(weights) == made
+  # Another run begins from this one, which is in a bucket.
+  other = tmp_path / 'other'
+  assert runs.train(other, **_STILL | {'init_from': address}) == 0
+  printed = capsys.readouterr().out
+  assert f'init_from={address}: its policy after step 2\n' in printed
 
 
 def _load(workdir, **changes):

@@ -17,6 +17,7 @@ from stppo_jax.configs import base
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.data import tables
+from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 
@@ -48,8 +49,12 @@ def parse(
   errors, name = given.errors, flags.checkpoint
   checkpoint, reason = pathlib.Path(name), 'missing'
   if name:
-    reason = _problem(checkpoint)
-    errors += [f'--checkpoint={checkpoint}: {reason}'] if reason else []
+    try:
+      checkpoint = bucket_files.opened(name)
+      reason = _problem(checkpoint)
+    except buckets.BucketError as error:
+      reason = str(error)
+    errors += [f'--checkpoint={name}: {reason}'] if reason else []
   config: Any = None
   try:
     # Without a checkpoint, the rest of the command line is checked all the
@@ -108,7 +113,7 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
     except ValueError as error:
       raise ValueError(f'--checkpoint={checkpoint}: {error}') from error
     # Nothing is sent anywhere, so this machine needs no package for it.
-    config.writer.update(trackers=(), copy_to='')
+    config.writer.trackers = ()
   else:
     config = base.get_config()
   if checkpoint and not is_run:

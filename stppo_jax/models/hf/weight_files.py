@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import json
 import pathlib
 
+from stppo_jax import buckets
 from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
@@ -30,7 +31,7 @@ def read_headers(
     ValueError: there are no weights, a file is damaged, or the index does not
       fit its files; one line.
   """
-  directory = pathlib.Path(directory)
+  directory = buckets.local_folder(directory)
   if (directory / SINGLE).is_file():
     return safetensors_file.read_header(directory / SINGLE)
   index = directory / INDEX

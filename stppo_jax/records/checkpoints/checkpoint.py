@@ -4,9 +4,10 @@
                               /manifest   JSON: rules for the arrays, host state
                        /<step>.corrupt    a damaged step, kept for inspection
 
-Orbax commits a step by one rename, so that a killed save leaves no step. But it
-verifies nothing: a flipped bit loads silently, and another dtype is cast.
-Therefore the manifest has the shape, dtype and fingerprint of every leaf.
+Orbax commits a step by one rename, or in a bucket by an object that it writes
+last, so that a killed save leaves no step. But it verifies nothing: a flipped
+bit loads silently, and another dtype is cast. Therefore the manifest has the
+shape, dtype and fingerprint of every leaf.
 
 A save copies the arrays to the host and is then written by threads, while its
 caller goes on. On a CPU the copy is a view of the array, which an update cannot
@@ -21,23 +22,23 @@ import logging
 import pathlib
 from typing import Any
 
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.records.checkpoints import fingerprint as fingerprint_lib
 from stppo_jax.records.checkpoints import manifest as manifest_lib
+from stppo_jax.records.checkpoints import orbax_buckets
 from stppo_jax.records.checkpoints import orbax_errors
 from stppo_jax.records.checkpoints import orbax_parts
 from stppo_jax.records.checkpoints import pending_save
 from stppo_jax.workdir import run_folder
 
 _log = logging.getLogger(__name__)
-# Replicas share the writing of larger arrays only: each shape that is cut is a
-# program to compile, which costs more than a small array takes to write.
-_LEAST_BYTES_SHARED = 2**20
 
 
 class CorruptCheckpoints(RuntimeError):
@@ -73,50 +74,47 @@ class Checkpointer:
     keep: int | None = None,
     keep_every: int = 0,
     read_only: bool = False,
+    flush: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
+    retry: float = 0.0,
   ):
     """Opens `workdir/checkpoints`, and makes it unless `read_only`.
 
     Args:
-      workdir: the run's folder.
+      workdir: the run's folder, or one that stands for a folder in a bucket.
       keep: the number of the newest steps that are kept, beside the one with
         the best score; None: all.
       keep_every: the multiples of this number are kept too; 0: none.
       read_only: whether nothing may be changed, as in the folder of a run that
         may be going on: files that look like the rest of a killed save may be a
         save in progress.
+      flush: called by a thread of every process before a step is committed.
+      check: called by a thread of the first process; an error stops the commit.
+      retry: seconds for which a request is repeated while a bucket is out of
+        reach.
     """
-    self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
+    self._workdir = pathlib.Path(workdir)
+    self._address = run_folder.address(self._workdir)
+    place = self._address or self._workdir.resolve()
+    self._folder = epath.Path(place) / 'checkpoints'
+    if self._address:
+      orbax_buckets.prepare(retry)
     self._read_only = read_only
     self.pending = pending_save.PendingSave(jax.process_count())
     self._preservation = orbax_parts.Preservation(
       self._folder, keep=keep, keep_every=keep_every
     )
-    self._workdir = pathlib.Path(workdir)
+    self._flush = flush
     self._run = run_folder.read(self._workdir)
     orbax_errors.hide_repeated()
-    handler = ocp.type_handlers.ArrayHandler(
-      min_slice_bytes_for_replica_parallel=_LEAST_BYTES_SHARED
-    )
-    self._manager = ocp.CheckpointManager(
-      self._folder,
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=self._preservation,
-        create=not read_only,
-        cleanup_tmp_directories=not read_only,  # of a save that was killed
+    with orbax_buckets.reaching(self._address):
+      self._manager = orbax_parts.manager(
+        self._folder,
+        self._preservation,
         read_only=read_only,
-        async_options=ocp.AsyncOptions(
-          post_finalization_callback=self.pending.note_end
-        ),
-      ),
-      item_handlers={
-        'state': ocp.PyTreeCheckpointHandler(
-          type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, handler)
-          )
-        ),
-        'manifest': orbax_parts.ManifestHandler(),
-      },
-    )
+        check=check,
+        on_end=self.pending.note_end,
+      )
 
   def save(
     self, step: int, state: Any, host: dict[str, Any], *, waits: bool = True
@@ -161,7 +159,7 @@ class Checkpointer:
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(leaves),
-      manifest=orbax_parts.ManifestSave(manifest, numbers),
+      manifest=orbax_parts.ManifestSave(manifest, numbers, self._flush),
     )
     self.pending.begin(self._manager, step, items)
     if waits:
@@ -190,7 +188,8 @@ class Checkpointer:
 
     Of several with the same score it is the newest.
     """
-    return self._preservation.best(self._manager.all_steps())
+    with orbax_buckets.reaching(self._address):
+      return self._preservation.best(self._manager.all_steps())
 
   def restore_latest(
     self, abstract_state: Any, *, subtree: str = '', step: int | None = None
@@ -246,8 +245,7 @@ class Checkpointer:
         return saved, state, host
     # Steps that earlier starts have set aside count too: if the run then began
     # again from step 0, nobody would notice that it was lost.
-    corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
-    corrupt += skipped
+    corrupt = [*sorted(self._set_aside_before()), *skipped]
     if corrupt:
       advice = '' if self._read_only else '; --restart begins the run anew'
       raise CorruptCheckpoints(
@@ -258,11 +256,13 @@ class Checkpointer:
 
   def close(self) -> None:
     """Releases the files, once the last save is on disk or has failed."""
+    if self.pending.cannot_end:
+      return
     try:
       self.wait()
     except pending_save.SaveFailed as error:
       _log.warning('%s', error)
-    if not self.pending.holds_up_others:
+    if not self.pending.cannot_end:
       self._manager.close()
 
   def _note_saved(self) -> None:
@@ -346,9 +346,11 @@ class Checkpointer:
     result: Any = None
     problem: str | None = None
     try:
-      result = read()
+      with orbax_buckets.reaching(self._address):
+        result = read()
     except (
       MemoryError,
+      buckets.BucketError,
       PermissionError,
       manifest_lib.NewerSchema,
       jax.errors.JaxRuntimeError,
@@ -364,6 +366,12 @@ class Checkpointer:
     if problem is not None:
       raise _Damaged(problem)
     return result
+
+  def _set_aside_before(self) -> list[str]:
+    """Returns the names of damaged steps that earlier starts have renamed."""
+    with orbax_buckets.reaching(self._address):
+      there = self._folder.iterdir() if self._folder.exists() else ()
+      return [path.name for path in there if '.corrupt' in path.name]
 
   def _set_aside(self, step: int) -> str:
     """Renames the folder of a step on the first process; returns the new name.

@@ -16,6 +16,8 @@ import json
 import pathlib
 from typing import Any
 
+from etils import epath
+
 from stppo_jax import exits
 from stppo_jax.workdir import run_folder
 
@@ -35,7 +37,7 @@ def digest(manifest: Mapping[str, Any]) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read(path: pathlib.Path, step: int) -> dict[str, Any]:
+def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
   """Returns the manifest of a checkpoint, checked by its digest.
 
   Args:
@@ -49,7 +51,7 @@ def read(path: pathlib.Path, step: int) -> dict[str, Any]:
   try:
     manifest = json.loads((path / FILE).read_text('utf-8'))
   except OSError as error:
-    raise ValueError(str(error.strerror)) from error
+    raise ValueError(error.strerror or 'no such file') from error
   except (ValueError, RecursionError) as error:
     raise ValueError(f'not JSON ({error})') from error
   if not isinstance(manifest, dict) or 'version' not in manifest:

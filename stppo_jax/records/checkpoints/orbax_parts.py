@@ -5,6 +5,7 @@ reading the whole state, and a run that waited for them would lose more time
 with them than with all the rest of a save.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -12,12 +13,17 @@ import json
 import pathlib
 from typing import Any
 
+from etils import epath
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
+
+# Replicas share the writing of larger arrays only: each shape that is cut is a
+# program to compile, which costs more than a small array takes to write.
+_LEAST_BYTES_SHARED = 2**20
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
@@ -51,14 +57,17 @@ class ManifestSave(ocp.args.CheckpointArgs):
   Attributes:
     manifest: all of it but fingerprints and digest.
     fingerprints: an array of a number for each leaf, in the same order.
+    flush: called first, on every process.
   """
 
   manifest: dict[str, Any]
   fingerprints: jax.Array
+  flush: Callable[[], None]
 
 
 async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   """Writes the file, on the first process."""
+  save.flush()
   if jax.process_index() != 0:
     return
   numbers = np.asarray(save.fingerprints)  # waits for them
@@ -80,6 +89,69 @@ class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""
 
 
+def checked(
+  folder: epath.Path, check: Callable[[], None]
+) -> type[ocp.path.atomicity_types.TemporaryPath]:
+  """Returns a class of steps that are committed after a check.
+
+  Args:
+    folder: the folder of the checkpoints, which decides how they are committed.
+    check: raises an error if they must not be.
+  """
+  kinds = ocp.path.atomicity_defaults
+  base: Any = kinds.get_default_temporary_path_class(folder)
+
+  class Checked(base):
+    async def finalize(self):
+      # The items of a step are committed before it, in the same way.
+      if self.get_final().parent == folder:
+        check()
+      await super().finalize()
+
+  return Checked
+
+
+def manager(
+  folder: epath.Path,
+  preservation: 'Preservation',
+  *,
+  read_only: bool,
+  check: Callable[[], None],
+  on_end: Callable[[], None],
+) -> ocp.CheckpointManager:
+  """Returns Orbax's manager of a folder of checkpoints.
+
+  Args:
+    folder: the folder, which is made unless `read_only`.
+    preservation: chooses the steps that are kept.
+    read_only: whether nothing may be changed.
+    check: see `checked`.
+    on_end: called by a thread at the end of a save.
+  """
+  handler = ocp.type_handlers.ArrayHandler(
+    min_slice_bytes_for_replica_parallel=_LEAST_BYTES_SHARED
+  )
+  return ocp.CheckpointManager(
+    folder,
+    options=ocp.CheckpointManagerOptions(
+      preservation_policy=preservation,
+      create=not read_only,
+      cleanup_tmp_directories=not read_only,  # of a save that was killed
+      read_only=read_only,
+      temporary_path_class=checked(folder, check),
+      async_options=ocp.AsyncOptions(post_finalization_callback=on_end),
+    ),
+    item_handlers={
+      'state': ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+          (jax.Array, handler)
+        )
+      ),
+      'manifest': ManifestHandler(),
+    },
+  )
+
+
 class Preservation:
   """A policy of Orbax, which asks at every save what is kept.
 
@@ -89,9 +161,7 @@ class Preservation:
     keep_every: the multiples of this number are kept too; 0: none.
   """
 
-  def __init__(
-    self, folder: pathlib.Path, *, keep: int | None, keep_every: int
-  ):
+  def __init__(self, folder: epath.Path, *, keep: int | None, keep_every: int):
     self._folder = folder
     self._keep, self._keep_every = keep, keep_every
     self._scores: dict[int, float | None] = {}

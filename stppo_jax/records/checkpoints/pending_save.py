@@ -36,17 +36,17 @@ class PendingSave:
   Attributes:
     seconds: how long the last save took until it was on disk; 0 before one.
     saved: the step of that save; 0 before one.
-    holds_up_others: whether a save has failed for which other hosts still wait
-      in Orbax: whoever closes it would wait for them.
+    cannot_end: whether a save has failed for which other hosts still wait in
+      Orbax, or goes on without hope: whoever closes it would wait, too.
   """
 
   def __init__(self, num_hosts: int = 1):
     self._num_hosts = num_hosts
     self.seconds, self.saved = 0.0, 0
-    self.holds_up_others = False
+    self.cannot_end = False
     self._manager: ocp.CheckpointManager | None = None
     self._step = 0
-    self._is_beginning = False
+    self._is_beginning = self._is_stale = False
     self._began = self._ended = 0.0
 
   def begin(
@@ -58,6 +58,10 @@ class PendingSave:
       SaveFailed: it could not be begun.
     """
     assert self._manager is None  # the last one was waited for
+    if self._is_stale:
+      with self._failing(manager, step):
+        manager.reload()
+        self._is_stale = False
     self._began, self._ended = time.monotonic(), 0.0
     self._is_beginning = True
     orbax_errors.logged.clear()
@@ -131,9 +135,17 @@ class PendingSave:
     if self._num_hosts == 1 or not manager.is_saving_in_progress():
       return False
     if orbax_errors.logged:
-      self.holds_up_others = True
+      self.cannot_end = True
       raise orbax_errors.logged[0]
     return True
+
+  def _reload(self, manager: ocp.CheckpointManager) -> None:
+    """Reads the list of steps again; in a bucket out of reach, later."""
+    self._is_stale = True
+    # The error that is being handled says more than another one of the bucket.
+    with contextlib.suppress(Exception):
+      manager.reload()
+      self._is_stale = False
 
   @contextlib.contextmanager
   def _failing(
@@ -147,7 +159,7 @@ class PendingSave:
       yield
     except Exception as error:
       self._manager = None
-      manager.reload()
+      self._reload(manager)
       raise SaveFailed(
         f'step {step} could not be saved in {manager.directory}: '
         + orbax_errors.cause(error)

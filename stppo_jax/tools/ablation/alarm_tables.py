@@ -17,7 +17,7 @@ from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.report import run_files
 from stppo_jax.training import alarms as alarms_lib
-from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import run_folder
 
 # Metric -> the column of a table that holds it.
@@ -70,7 +70,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
   folders = [name for name in names if not is_table(name)]
   for folder in dict.fromkeys(x for name in folders for x in _folders(name)):
     try:
-      with bucket_copy.downloaded(folder) as path:
+      with bucket_files.downloaded(folder) as path:
         run = run_files.read(str(path), folder)
     except (exits.Misconfigured, buckets.BucketError) as error:
       losses.append(str(error))

@@ -140,8 +140,8 @@ def own_copy(flags: Sequence[str], name: str) -> list[str]:
 
   Args:
     flags: the flags of all of them.
-    name: the name of the run, which is added to `writer.copy_to`; [] is
-      returned if the flags do not set it.
+    name: the name of the run, which is added to the address; [] is returned
+      if the flags name none.
   """
   start = '--config.writer.copy_to='
   given = [flag for flag in flags if flag.startswith(start) and flag != start]

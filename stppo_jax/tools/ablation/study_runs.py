@@ -146,7 +146,6 @@ def _command(
   # As in launch/run.sh, PYTHON names the interpreter.
   python = os.environ.get('PYTHON', sys.executable)
   words = [python, '-m', 'stppo_jax', name, *flags]
-  words += parallel_runs.own_copy(flags, folder.name)
   return [*words, f'--workdir={folder}']
 
 

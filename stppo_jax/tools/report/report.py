@@ -11,7 +11,7 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import page
 from stppo_jax.tools.report import run_files
 from stppo_jax.workdir import atomic_files
-from stppo_jax.workdir import bucket_copy
+from stppo_jax.workdir import bucket_files
 
 MOST_DIALOGUES, MOST_MEGABYTES = 5000, 25  # of a page
 _MEGABYTE = 1_000_000
@@ -30,7 +30,7 @@ def write(
 
   Args:
     out: the file.
-    folders: the folders of runs, or the addresses of copies of them.
+    folders: the folders of runs, or their addresses in buckets.
     form: html or md.
     most_dialogues: the largest number of dialogues in a page.
     most_megabytes: about the largest size of a page.
@@ -43,8 +43,8 @@ def write(
   with contextlib.ExitStack() as stack:
     for folder in dict.fromkeys(folders):
       try:
-        copy = bucket_copy.downloaded(folder, dialogues=True)
-        run = run_files.read(str(stack.enter_context(copy)), folder)
+        found = bucket_files.downloaded(folder, dialogues=True)
+        run = run_files.read(str(stack.enter_context(found)), folder)
       except (exits.Misconfigured, buckets.BucketError) as error:
         losses.append(str(error))
       else:

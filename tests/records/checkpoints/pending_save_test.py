@@ -72,8 +72,8 @@ def test_one_of_several_hosts_learns_of_its_own_error_at_once():
     pending, manager = pending_save.PendingSave(num_hosts=2), _Saves()
     manager.ends = time.monotonic() + 1200
     pending.begin(manager, 3, None)
-    assert not pending.check() and not pending.holds_up_others
+    assert not pending.check() and not pending.cannot_end
     orbax_errors.logged.append(OSError('no space'))
     with pytest.raises(pending_save.SaveFailed, match='step 3 could not be'):
       ask(pending)
-    assert pending.holds_up_others and not pending.step
+    assert pending.cannot_end and not pending.step

@@ -1,0 +1,248 @@
+"""The folder of a run in a bucket, and what a host has of it on its disk.
+
+A run works on a folder of its machine, which begins with what the bucket has.
+A thread brings what is new to the bucket every few seconds, and waits if it is
+out of reach. A checkpoint is committed after everything that was written before
+it has been brought, and only by the holder of the lease.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import logging
+import math
+import os
+import pathlib
+import re
+import threading
+import time
+import zlib
+
+from stppo_jax import buckets
+from stppo_jax import exits
+from stppo_jax.workdir import bucket_files
+from stppo_jax.workdir import lease
+from stppo_jax.workdir import lock
+from stppo_jax.workdir import run_folder
+
+_EVERY = 5.0  # seconds between two rounds
+_PAUSE = 1.0  # seconds between two tries of what must succeed
+_TO_END = 2.0  # seconds that a process needs after the last round
+_AFTER_ERROR = 10.0  # seconds for the last round if an error ends the run
+# What a start needs of what earlier ones have left, beside checkpoints.
+_NEEDED = re.compile(r'[^/]+\.jsonl?|start/(policy/)?[^/]+|compiled/.+')
+# Files of a folder that are of use on this machine alone.
+_OWN = (run_folder.ADDRESS, lock.NAME, run_folder.PROBE)
+_UNFINISHED = ('.new', '.part', '.partial')
+_log = logging.getLogger(__name__)
+
+
+class OtherFiles(ValueError):
+  """An address holds something else than a run; one line."""
+
+  exit_code = exits.USAGE
+
+
+class BucketFolder:
+  """A folder in a bucket, and the folder of this machine that stands for it.
+
+  Args:
+    address: such as gs://bucket/run.
+    folder: the folder of this machine, which is empty.
+    retry: seconds for which the bucket may be out of reach where the run
+      cannot go on without it.
+
+  Attributes:
+    address: the address.
+    bucket: the objects below it.
+  """
+
+  def __init__(self, address: str, folder: pathlib.Path, *, retry: float):
+    self.address, self.bucket = address, buckets.Bucket(address)
+    self._folder, self._retry = folder, retry
+    (folder / run_folder.ADDRESS).write_text(address)
+    # Files that the bucket has, as they were here.
+    self._known: dict[str, tuple[int, int]] = {}
+    self._grown: dict[str, bucket_files.Grown] = {}
+    self._pushing = threading.Lock()
+
+  def pull(self) -> None:
+    """Brings what a start needs from the bucket.
+
+    Of dialogues, those that were written after an older checkpoint; of others
+    the names.
+
+    Raises:
+      OtherFiles: the address holds files that are no run.
+      BucketError: the bucket cannot be read.
+    """
+    sizes = self.bucket.sizes()
+    others = [
+      name
+      for name in sizes
+      if name != lease.NAME and not name.startswith(run_folder.COMPILED)
+    ]
+    if others and run_folder.IDENTITY not in sizes:
+      raise OtherFiles(
+        f'{self.address}: holds files that are no run, such as {min(others)}; '
+        'name another address'
+      )
+    steps = sorted(bucket_files.committed(sizes))
+    oldest = steps[-2] if len(steps) > 1 else 0
+
+    def is_needed(name: str) -> bool:
+      match = bucket_files.DIALOGUES.fullmatch(name)
+      late = match is None or int(match[1]) > oldest
+      return late and _NEEDED.fullmatch(name) is not None
+
+    self._grown = bucket_files.bring(
+      self.bucket, self._folder, sizes, is_needed
+    )
+    for name in sizes:
+      if bucket_files.DIALOGUES.fullmatch(name):
+        (self._folder / name).touch()
+      elif name.startswith(run_folder.ASIDE):
+        (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
+    self._known = self._files()
+
+  def push(self) -> None:
+    """Brings what is new to the bucket, and removes what was removed here.
+
+    Raises:
+      BucketError: the bucket cannot be written.
+    """
+    with self._pushing:
+      files = self._files()
+      new = {n for n, x in files.items() if self._known.get(n) != x}
+      grown = set(filter(bucket_files.GROWS.fullmatch, new))
+      # A model without its config is none. So one is complete or none.
+      last = {name for name in new if name.endswith('/config.json')}
+      self.bucket.upload(new - grown - last, self._folder)
+      self.bucket.upload(last, self._folder)
+      for name in grown:
+        self._append(name)
+      self._known |= {name: files[name] for name in new}
+      for name in self._known.keys() - files.keys():
+        self.bucket.remove(name)
+        del self._known[name]
+
+  def insist(
+    self, call: Callable[[], object], seconds: float = math.inf
+  ) -> None:
+    """Calls a function, again and again as long as the bucket is out of reach.
+
+    Args:
+      call: the function.
+      seconds: the most that it may be tried, if that is less than `retry`.
+
+    Raises:
+      BucketError: the bucket was out of reach for so long.
+    """
+    seconds = min(seconds, self._retry)
+    deadline, is_told = time.monotonic() + seconds, False
+    while True:
+      try:
+        call()
+        return
+      except buckets.BucketError as error:
+        if time.monotonic() > deadline:
+          raise
+        if not is_told:
+          _log.info(f'{error}; tried again for {seconds:.0f} s')
+          is_told = True
+        time.sleep(_PAUSE)
+
+  def wait(self) -> None:
+    """Waits until the bucket is in reach; raises as `insist` does."""
+    self.insist(lambda: self.bucket.written(lease.NAME))
+
+  @contextlib.contextmanager
+  def pushed(
+    self, seconds_left: Callable[[], float] = lambda: math.inf
+  ) -> Iterator[None]:
+    """Brings what is new to the bucket during the body, and after it.
+
+    Args:
+      seconds_left: returns the seconds until the process is killed.
+
+    Raises:
+      BucketError: after a body without an error, the rest could not be brought.
+    """
+    ended, problem = threading.Event(), ''
+
+    def push_often() -> None:
+      nonlocal problem
+      while not ended.wait(_EVERY):
+        try:
+          self.push()
+        except OSError as error:
+          if not problem:
+            _log.info(f'{error}; the run goes on, and its files wait here')
+          problem = str(error)
+        else:
+          if problem:
+            _log.info(f'{self.address}: in reach again')
+          problem = ''
+
+    thread = threading.Thread(target=push_often, name='bucket', daemon=True)
+    thread.start()
+    try:
+      yield
+    except BaseException:
+      ended.set()
+      self.finish(seconds_left())
+      raise
+    ended.set()
+    self.insist(self.push, seconds_left() - _TO_END)
+
+  def finish(self, seconds: float) -> None:
+    """Brings what is new to the bucket if it takes no long time.
+
+    Args:
+      seconds: until the process is killed.
+    """
+    thread = threading.Thread(target=self._try_push, daemon=True)
+    thread.start()
+    thread.join(max(min(_AFTER_ERROR, seconds - _TO_END), 0))
+
+  def _try_push(self) -> None:
+    with contextlib.suppress(OSError):
+      self.push()
+
+  def _append(self, name: str) -> None:
+    """Writes what is new in a file that lines are appended to."""
+    data = (self._folder / name).read_bytes()
+    there = self._grown.get(name, bucket_files.Grown())
+    number, start, old = there.number, there.size, ()
+    if len(data) < start or zlib.crc32(data[:start]) != there.checksum:
+      number, start, old = number + 1, 0, there.parts
+    part = f'{name}/{number:06d}-{start:012d}'
+    if len(data) > start or old:
+      self.bucket.write(part, data[start:])
+    parts = part, *there.parts
+    for part in old:
+      self.bucket.remove(part)
+    self._grown[name] = bucket_files.Grown(
+      number,
+      len(data),
+      zlib.crc32(data),
+      tuple(x for x in dict.fromkeys(parts) if x not in old),
+    )
+
+  def _files(self) -> dict[str, tuple[int, int]]:
+    """Returns size and time of each file here that belongs in the bucket."""
+    found = {}
+    for parent, folders, names in os.walk(self._folder):
+      below = pathlib.Path(parent).relative_to(self._folder)
+      folders[:] = [
+        name
+        for name in folders
+        if name != 'checkpoints' and not name.endswith(_UNFINISHED)
+      ]
+      for name in names:
+        if name.startswith(_OWN) or name.endswith(_UNFINISHED):
+          continue
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+          status = os.stat(os.path.join(parent, name))
+          found[str(below / name)] = status.st_size, status.st_mtime_ns
+    return found
