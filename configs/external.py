@@ -190,7 +190,6 @@ OF_THIS_MACHINE = (
   tokenizer_exists,
   file_exists,
   template_is_readable,
-  bucket_usable,
   trackers_are_installed,
   data_exist,
 )
