@@ -31,28 +31,30 @@ class Copied(NamedTuple):
   """The first pages of each row, copied together.
 
   Attributes:
-    layers: for each layer, the first, second, ... page of all rows.
+    layers: for each layer, functions that return the first, second, ... page of
+      all rows.
     lengths_B: int32, tokens of each row that the cache holds.
     count: how many of these pages are needed. An int leaves the others out of
       the program. An array skips them by a branch when the program runs, which
       saves compiling a program for each number, where a branch is cheap.
   """
 
-  layers: tuple[tuple[cache_lib.Block, ...], ...]
+  layers: tuple[tuple[Callable[[], cache_lib.Block], ...], ...]
   lengths_B: Array
   count: Array | int
 
-  def slices(self, layer: int) -> list[attention.KeySlice]:
+  def pages(self, layer: int) -> list[attention.Page]:
     """Returns the pages of a layer for `attention.attend_to_slices`."""
+
+    def read(n, page):
+      k_BKJH, v_BKJH, *others = page()
+      scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
+      filled = self._filled(n, k_BKJH.shape[2])
+      return attention.KeySlice(k_BKJH, v_BKJH, filled, scales)
+
     return [
-      attention.KeySlice(
-        k_BKJH,
-        v_BKJH,
-        self._filled(n, k_BKJH.shape[2]),
-        n < self.count,
-        (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None,
-      )
-      for n, (k_BKJH, v_BKJH, *others) in enumerate(self.layers[layer])
+      attention.Page(n < self.count, functools.partial(read, n, page))
+      for n, page in enumerate(self.layers[layer])
     ]
 
   def reads_own(self, num_queries: int) -> bool:
@@ -84,7 +86,7 @@ class Live(NamedTuple):
   work: live_pages.Work
   mesh: jax.sharding.Mesh | None
 
-  def slices(self, layer: int) -> list[attention.KeySlice]:
+  def pages(self, layer: int) -> list[attention.Page]:
     """Returns nothing: the kernel reads all pages."""
     return []
 
@@ -155,6 +157,7 @@ def read(
   lengths_B: Array,
   *,
   count: Array | int,
+  once: bool,
   mesh: jax.sharding.Mesh | None,
 ) -> Copied | Live:
   """Returns the cached tokens of rows, as `extend` reads them.
@@ -165,6 +168,8 @@ def read(
     table_BN: int32, the pages of each row.
     lengths_B: int32, tokens of each row that the cache holds.
     count: how many pages hold all tokens of the longest row; see `Copied`.
+    once: whether the result is read by one call of `extend`, which then copies
+      pages where it needs them. For a loop of calls they are copied before it.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   num_pages, _, size, _ = cache[0][0].shape
@@ -187,13 +192,16 @@ def read(
   def copied(pages, n):
     index = table_BN[:, n]
     index = index if shards == 1 else index.reshape(shards, -1)
-    copy = lambda pages, index: jax.tree.map(
+    copy = lambda: jax.tree.map(
       lambda x: rows_lib.take_clipped(x, index), pages
     )
-    zeros = lambda pages, index: jax.tree.map(
+    if once:
+      return copy
+    zeros = lambda: jax.tree.map(
       lambda x: jnp.zeros((index.size, *x.shape[1:]), x.dtype), pages
     )
-    return jax.lax.cond(n < count, copy, zeros, pages, index)
+    block = jax.lax.cond(n < count, copy, zeros)
+    return lambda: block
 
   numbers = range(count if isinstance(count, int) else table_BN.shape[1])
   parts = 4 if config.cache == 'int8' else 2  # without the experts' ids
@@ -257,17 +265,18 @@ def extend(
       seen_1CJ = (
         jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
       )
-      slices, own = cached.slices(n), ()
+      slices, own = [], ()
       if cached.reads_own(C):
         # The kernel counts from the first of the keys that it is given.
         assert keys.shape[2] == C
         own = keys, values
       else:
-        slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
+        slices.append(attention.KeySlice(keys, values, seen_1CJ))
       q = activations.constrain(q, mesh, rows, None, heads)
       mixed = attention.attend_to_slices(
         q,
         slices,
+        cached.pages(n),
         num_kv_heads=module.config.num_kv_heads,
         reduce_others=functools.partial(cached.reduce, n, own=own),
       )

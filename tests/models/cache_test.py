@@ -157,7 +157,13 @@ def test_the_kernel_is_given_the_keys_of_new_tokens_only():
 
   def extend(params, recent):
     cached = cached_pass.read(
-      model.config, empty, zeros_1[:, None], zeros_1, count=1, mesh=None
+      model.config,
+      empty,
+      zeros_1[:, None],
+      zeros_1,
+      count=1,
+      once=True,
+      mesh=None,
     )
     return model.extend(
       params,
