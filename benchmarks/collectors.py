@@ -100,7 +100,7 @@ class SlotCollector:
       page_size=-(-MAX_LENGTH // 10),
       pages=0,
       prefill_chunk=64,
-      decode_chunk=16,
+      decode_chunk=24,
       early_exit=0.5,
       lookahead=0,
       lanes=math.gcd(len(os.sched_getaffinity(0)), slots),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from benchmarks import batches
+from benchmarks import waste
 from stppo_jax import batch as batch_lib
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import learner as learner_lib
@@ -25,6 +26,7 @@ from stppo_jax.training import components
 
 ALGORITHM = 'token_ppo'
 NUM_TURNS = 4
+_MEDIAN = 1300  # tokens of a dialogue, of at most `waste.LONGEST`
 _WEIGHT_DECAY = 0.01
 
 
@@ -32,7 +34,9 @@ class Sizes(NamedTuple):
   """The sizes of both models and of the batch.
 
   `chunk` is `updates.head_chunk` of the config, `core_rows` is
-  `updates.core_rows`.
+  `updates.core_rows`. Rows have `length` tokens, or, if they are `dialogues`,
+  random lengths in proportion to those of `waste`, the longest of which is
+  `length`.
   """
 
   vocabulary: int
@@ -42,6 +46,7 @@ class Sizes(NamedTuple):
   length: int
   chunk: int = 8192
   core_rows: int = 0
+  dialogues: bool = False
 
   @property
   def shape(self) -> model_config.ModelConfig:
@@ -65,7 +70,7 @@ class Sizes(NamedTuple):
   def __str__(self):
     return (
       f'{self.width} x {self.layers}, [{self.rows}, {self.length}], '
-      f'{self.vocabulary}'
+      f'{self.vocabulary}' + ', dialogues' * self.dialogues
     )
 
 
@@ -77,6 +82,7 @@ def run_config(sizes: Sizes):
   config.updates.core_rows = sizes.core_rows
   config.updates.num_epochs = 1
   config.updates.head_chunk = sizes.chunk
+  config.env.max_length = sizes.length
   config.rollout.trajectories_per_step = sizes.rows
   config.env.max_turns = NUM_TURNS - 1
   for name in ('policy', 'value'):
@@ -87,23 +93,41 @@ def run_config(sizes: Sizes):
 
 
 def random_batch(sizes: Sizes) -> batch_lib.TokenBatch:
-  """Returns an annotated batch with rows of full length.
+  """Returns an annotated batch with random tokens.
 
   The log-probabilities of the old policy are near those of random weights.
   """
   batch, _, _ = batches.token_batch(
     rows=sizes.rows, length=sizes.length, num_turns=NUM_TURNS
   )
+  if sizes.dialogues:
+    batch = _with_lengths_of_dialogues(batch, sizes)
   rng = np.random.default_rng(1)
   shape = batch.tokens_BL.shape
   normal = lambda: rng.normal(size=shape).astype(np.float32)
   return batch.replace(
     tokens_BL=rng.integers(0, sizes.vocabulary, shape).astype(np.int32),
-    loss_positions_BM=pack.loss_positions(batch.loss_mask_BL),
+    loss_positions_BM=pack.loss_positions(np.asarray(batch.loss_mask_BL)),
     old_logprobs_BL=0.2 * normal() - np.float32(math.log(sizes.vocabulary)),
     values_BL=normal(),
     returns_BL=normal(),
     value_mask_BL=batch.loss_mask_BL,
+  )
+
+
+def _with_lengths_of_dialogues(
+  batch: batch_lib.TokenBatch, sizes: Sizes
+) -> batch_lib.TokenBatch:
+  lengths_B = waste.lengths(_MEDIAN, seed=0, count=sizes.rows)
+  lengths_B = lengths_B * sizes.length // waste.LONGEST
+  rng = np.random.default_rng(0)
+  ids_BL = np.zeros_like(batch.turn_ids_BL)
+  for b, length in enumerate(lengths_B):
+    ids_BL[b, :length] = batches.turn_ids(rng, 1, int(length), NUM_TURNS)
+  return batch.replace(
+    lengths_B=lengths_B.astype(np.int32),
+    turn_ids_BL=ids_BL,
+    loss_mask_BL=ids_BL > 0,
   )
 
 

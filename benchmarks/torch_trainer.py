@@ -1,9 +1,13 @@
 """The whole update in plain torch, as a user of `transformers` would write it.
 
-B trajectories, L tokens, V vocabulary. Policy and value model are Qwen2 of
+B rows, L tokens, V vocabulary. Policy and value model are Qwen2 of
 `transformers`, attention is torch's `scaled_dot_product_attention`, logits are
-computed for all tokens, and `clip_grad_norm_` and `AdamW` make the step. All
-rows are full, so that no mask is needed, the fastest case of that attention.
+computed for all tokens, and `clip_grad_norm_` and `AdamW` make the step.
+
+A row is a trajectory, or several that are packed. Rows of one trajectory are
+right-padded to the longest of a microbatch, so that no mask is needed, the
+fastest case of that attention. In packed rows positions begin anew with each
+trajectory; `transformers` makes the mask from them.
 """
 
 import tempfile
@@ -18,13 +22,14 @@ from benchmarks import learners
 from benchmarks import measure
 from benchmarks import torch_reference
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import packing
 from stppo_jax.models import config as model_config
 from stppo_jax.models.hf import export
 
 # The implementations of AdamW. Which one is faster depends on the machine.
 FORMS = ('fused', 'foreach')
 # Rows of a microbatch; gradients are accumulated over microbatches. 0 = all.
-MICROBATCHES = (0, 16, 8, 4)
+MICROBATCHES = (0, 16, 8, 4, 2)
 
 
 # Of these arrays of a batch, index l is about token l + 1.
@@ -34,11 +39,40 @@ _FIELDS = (
 )
 
 
-def _tensors(batch: batch_lib.TokenBatch) -> list[torch.Tensor]:
-  """Returns the tokens of a batch, and then its `_FIELDS`."""
-  arrays = [getattr(batch, name)[:, 1:] for name in _FIELDS]
-  arrays.insert(0, batch.tokens_BL.astype(np.int64))
+def _tensors(batch: batch_lib.TokenBatch, *, packed: bool) -> list[Any]:
+  """Returns tokens, their positions, and `_FIELDS`, each with an axis of rows.
+
+  The positions are those of packed rows, and else numbers that are not used.
+  """
+  B, L = batch.tokens_BL.shape
+  positions_BL = np.broadcast_to(np.arange(L), (B, L))
+  arrays = [batch.tokens_BL.astype(np.int64), positions_BL]
+  arrays += [getattr(batch, name) for name in _FIELDS]
+  if packed:
+    arrays = packed_rows(batch, arrays)
+  arrays[2:] = [x[:, 1:] for x in arrays[2:]]
   return [torch.tensor(np.ascontiguousarray(x)) for x in arrays]
+
+
+def packed_rows(
+  batch: batch_lib.TokenBatch, arrays: list[np.ndarray]
+) -> list[np.ndarray]:
+  """Returns arrays [B, L] as packed rows of L tokens, first fit by length."""
+  B, L = batch.tokens_BL.shape
+  lengths_B = np.asarray(batch.lengths_B)
+  losses_B = np.asarray(batch.loss_mask_BL).sum(1)
+  sizes = packing.Sizes(1, L, max_rows=0, num_workers=1)
+  order_B, rows = packing.plan(np.arange(B), lengths_B, losses_B, sizes)
+  packed = [np.zeros(rows.num_rows * L, x.dtype) for x in arrays]
+  end = 0
+  for place, start in zip(rows.rows.flat, rows.starts.flat, strict=True):
+    if place == B:  # no trajectory
+      continue
+    length = lengths_B[order_B[place]]
+    end = max(end, start + length)
+    for x, x_BL in zip(packed, arrays, strict=True):
+      x[start : start + length] = x_BL[order_B[place], :length]
+  return [x.reshape(-1, L)[: -(-end // L)] for x in packed]
 
 
 class Trainer:
@@ -50,7 +84,8 @@ class Trainer:
     weights: the parameter trees of policy and value model.
     compiled: whether the losses are compiled by `torch.compile`.
     form: the implementation of AdamW, one of `FORMS`.
-    microbatch: the rows of a microbatch, a divisor of all rows; 0 = all.
+    microbatch: the rows of a microbatch; 0 = all.
+    packed: whether trajectories are packed.
 
   Attributes:
     policy, value: modules, whose parameters have the names of Hugging Face.
@@ -64,6 +99,7 @@ class Trainer:
     compiled: bool = False,
     form: str = FORMS[0],
     microbatch: int = 0,
+    packed: bool = False,
   ):
     self.policy = _qwen2(ours.shape, weights[0])
     self.value = torch.nn.Module()
@@ -71,7 +107,9 @@ class Trainer:
     self.value.head = torch.nn.Linear(ours.shape.hidden_size, 1, bias=False)
     with torch.no_grad():
       self.value.head.weight.copy_(torch.tensor(weights[1]['scalar_head'].T))
-    self._data = _tensors(ours.batch)
+    self._packed = packed
+    self._data = _tensors(ours.batch, packed=packed)
+    self._lengths_B = ours.batch.lengths_B
     self.split(microbatch)
     self._value_clip = ours.config.loss.value_clip
     self._losses = {'policy': self._policy_loss, 'value': self._value_loss}
@@ -111,14 +149,20 @@ class Trainer:
     The loss of a microbatch is weighted by its share of the loss positions,
     which are the same for policy and value model.
     """
-    rows = microbatch or self.rows
-    tensors = [x.split(rows) for x in self._data]
-    masks = tensors[1 + _FIELDS.index('loss_mask_BL')]
-    total = sum(mask.sum() for mask in masks)
-    self._microbatches = [
-      (float(mask.sum() / total), data)
-      for mask, data in zip(masks, zip(*tensors, strict=True), strict=True)
-    ]
+    size = microbatch or self.rows
+    place = 2 + _FIELDS.index('loss_mask_BL')
+    total = self._data[place].sum()
+    self._microbatches = []
+    for first in range(0, self.rows, size):
+      data = [x[first : first + size] for x in self._data]
+      if not self._packed:
+        longest = int(self._lengths_B[first : first + size].max())
+        data = [x[:, :longest].contiguous() for x in data[:2]] + [
+          x[:, : longest - 1].contiguous() for x in data[2:]
+        ]
+        data[1] = None
+      share = float(data[place].sum() / total)
+      self._microbatches.append((share, data))
 
   def step(self) -> dict[str, float]:
     """Updates both models; returns losses, and norms before clipping."""
@@ -149,8 +193,12 @@ class Trainer:
       for key, parameter in getattr(self, name).named_parameters()
     }
 
-  def _policy_loss(self, tokens_BL, old_BL, advantages_BL, mask_BL, *_):
-    logits_BLV = self.policy(tokens_BL, use_cache=False).logits
+  def _policy_loss(
+    self, tokens_BL, positions_BL, old_BL, advantages_BL, mask_BL, *_
+  ):
+    logits_BLV = self.policy(
+      tokens_BL, position_ids=positions_BL, use_cache=False
+    ).logits
     log_softmax_BLV = torch.log_softmax(logits_BLV, dim=-1)
     # The ids are rolled and the result is cut, because cutting the logits would
     # copy them.
@@ -169,9 +217,11 @@ class Trainer:
       corrected=False,
     )
 
-  def _value_loss(self, tokens_BL, *others):
+  def _value_loss(self, tokens_BL, positions_BL, *others):
     *_, old_BL, returns_BL, mask_BL = others
-    hidden_BLD = self.value.model(tokens_BL, use_cache=False).last_hidden_state
+    hidden_BLD = self.value.model(
+      tokens_BL, position_ids=positions_BL, use_cache=False
+    ).last_hidden_state
     values_BL = self.value.head(hidden_BLD)[:, :-1, 0]
     return torch_reference.value_loss(
       values_BL, old_BL, returns_BL, mask_BL, clip=self._value_clip

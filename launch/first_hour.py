@@ -76,7 +76,7 @@ class Line(NamedTuple):
 
 
 class Subject(NamedTuple):
-  """What the checks need.
+  """The run that is to follow, and its devices.
 
   Attributes:
     config: the config of the run.

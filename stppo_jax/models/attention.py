@@ -13,7 +13,6 @@ always uses `attend_to_slices`.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -77,8 +76,6 @@ class KeySlice(NamedTuple):
   Attributes:
     k_BKJH, v_BKJH: keys and values; each slice has its own J.
     visible_BLJ: bool, the keys that each query sees; its B and L may be 1.
-    needed: scalar bool. It may be false if no query sees any of these keys;
-      then they are not read.
     scales: (k_scale_BKJ1, v_scale_BKJ1), the factors of keys and values of type
       int8; None: keys and values are used as they are.
   """
@@ -86,30 +83,53 @@ class KeySlice(NamedTuple):
   k_BKJH: Array
   v_BKJH: Array
   visible_BLJ: Array
-  needed: Array | bool
   scales: tuple[Array, Array] | None = None
 
 
+class Page(NamedTuple):
+  """A slice that is read only if it is needed.
+
+  Attributes:
+    needed: scalar bool. It may be false if no query sees any key of this page
+      and of those after it; then none of them is read.
+    read: returns the slice.
+  """
+
+  needed: Array | bool
+  read: Callable[[], KeySlice]
+
+
+# The sums of values weighted by exp(logit - largest) [B, K, R, L, H], the sums
+# of these weights, and the largest logits [B, K, R, L, 1].
+_Sums = tuple[Array, Array, Array]
+
+
 def attend_to_slices(
-  q_BLNH: Array, slices: Sequence[KeySlice], *, num_kv_heads: int
+  q_BLNH: Array,
+  slices: Sequence[KeySlice],
+  pages: Sequence[Page],
+  *,
+  num_kv_heads: int,
 ) -> Array:
   """Returns attention to all slices as if they were one array, [B, L, N, H].
 
   Each slice is reduced by itself to (weighted values, sum of weights, largest
-  logit), and these are rescaled to the largest logit of all and added up in
-  order. A slice of which a query sees nothing has the largest logit _MASKED,
-  so its scale is exp(_MASKED - largest) = 0 exactly. Therefore no bit of the
-  result depends on whether such a slice is read: programs that read different
-  numbers of cached pages agree to the last bit.
+  logit), and added to those before it, after both have been rescaled to the
+  larger of their largest logits. A slice of which a query sees nothing has the
+  largest logit _MASKED, so its scale is exp(_MASKED - largest) = 0 exactly, and
+  that of the others is exp(0) = 1. Therefore no bit of the result depends on
+  whether such a slice is read: programs that read different numbers of cached
+  pages agree to the last bit.
 
   Args:
     q_BLNH: queries.
-    slices: keys and values.
+    slices: keys and values, of which each query sees at least one.
+    pages: keys and values that may be left out.
     num_kv_heads: K.
   """
   q_BKRLH = split_heads(q_BLNH, num_kv_heads)
 
-  def read(key_slice):
+  def reduced(key_slice):
     k_scale, v_scale = key_slice.scales or (None, None)
     weights, total, largest = _weights(
       q_BKRLH, key_slice.k_BKJH, key_slice.visible_BLJ, k_scale_BKJ1=k_scale
@@ -120,25 +140,36 @@ def attend_to_slices(
       v_BKJH = v_BKJH.astype(q_BLNH.dtype)
     return _mix(weights, v_BKJH), total, largest
 
-  def skip(key_slice):
-    mixed, total, largest = jax.eval_shape(read, key_slice)
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    return zeros(mixed), zeros(total), jnp.full_like(zeros(largest), _MASKED)
+  def with_pages(sums, pages):
+    if not pages:
+      return sums
+    if pages[0].needed is True:
+      return with_needed(sums, pages)
+    return jax.lax.cond(
+      pages[0].needed,
+      lambda sums: with_needed(sums, pages),
+      lambda sums: sums,
+      sums,
+    )
 
-  # A python bool is a constant: the compiler leaves the other branch out. An
-  # array decides when the program runs.
-  reduced = [
-    jax.lax.cond(x.needed, read, skip, x._replace(needed=True)) for x in slices
-  ]
-  largest = functools.reduce(jnp.maximum, [x for *_, x in reduced])
-  mixed: Any = 0.0
-  total: Any = 0.0
-  for slice_mixed, slice_total, slice_largest in reduced:
-    scale = jnp.exp(slice_largest - largest)
-    mixed += slice_mixed * scale.astype(slice_mixed.dtype)
-    total += slice_total * scale
-  mixed = (mixed / total.astype(mixed.dtype)).astype(q_BLNH.dtype)
-  return join_heads(mixed)
+  def with_needed(sums, pages):
+    # By halves, so that one branch skips many pages, and few are nested.
+    if half := len(pages) // 2:
+      return with_pages(with_needed(sums, pages[:half]), pages[half:])
+    return _added(sums, reduced(pages[0].read()))
+
+  mixed, total, largest = functools.reduce(_added, map(reduced, slices))
+  sums = mixed.astype(jnp.float32), total, largest
+  mixed, total, _ = with_pages(sums, pages)
+  return join_heads((mixed / total).astype(q_BLNH.dtype))
+
+
+def _added(one: _Sums, other: _Sums) -> _Sums:
+  """Returns the sums over two disjoint sets of keys; float32."""
+  largest = jnp.maximum(one[2], other[2])
+  scales = [jnp.exp(x[2] - largest) for x in (one, other)]
+  mixed, total = (one[n] * scales[0] + other[n] * scales[1] for n in (0, 1))
+  return mixed, total, largest
 
 
 def split_heads(q_BLNH: Array, K: int) -> Array:

@@ -5,6 +5,7 @@ keys and of values, R query heads that share one of them, H head size, J
 positions of a page or of the recent tokens. See `cache` for pages.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -30,28 +31,30 @@ class Copied(NamedTuple):
   """The first pages of each row, copied together.
 
   Attributes:
-    layers: for each layer, the first, second, ... page of all rows.
+    layers: for each layer, functions that return the first, second, ... page of
+      all rows.
     lengths_B: int32, tokens of each row that the cache holds.
     count: how many of these pages are needed. An int leaves the others out of
       the program. An array skips them by a branch when the program runs, which
       saves compiling a program for each number, where a branch is cheap.
   """
 
-  layers: tuple[tuple[cache_lib.Block, ...], ...]
+  layers: tuple[tuple[Callable[[], cache_lib.Block], ...], ...]
   lengths_B: Array
   count: Array | int
 
-  def _slices(self, layer: int) -> list[attention.KeySlice]:
+  def _pages(self, layer: int) -> list[attention.Page]:
     """Returns the pages of a layer for `attention.attend_to_slices`."""
+
+    def read(n, page):
+      k_BKJH, v_BKJH, *others = page()
+      scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
+      filled = self._filled(n, k_BKJH.shape[2])
+      return attention.KeySlice(k_BKJH, v_BKJH, filled, scales)
+
     return [
-      attention.KeySlice(
-        k_BKJH,
-        v_BKJH,
-        self._filled(n, k_BKJH.shape[2]),
-        n < self.count,
-        (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None,
-      )
-      for n, (k_BKJH, v_BKJH, *others) in enumerate(self.layers[layer])
+      attention.Page(n < self.count, functools.partial(read, n, page))
+      for n, page in enumerate(self.layers[layer])
     ]
 
   def attend(
@@ -70,11 +73,12 @@ class Copied(NamedTuple):
     places_C = first + jnp.arange(q_BCNH.shape[1])
     # Among the recent tokens, each attends to itself and those before it.
     seen_1CJ = jnp.arange(J)[None, None] <= places_C[None, :, None]
-    slices = [
-      *self._slices(layer),
-      attention.KeySlice(keys, values, seen_1CJ, True),
-    ]
-    return attention.attend_to_slices(q_BCNH, slices, num_kv_heads=K)
+    return attention.attend_to_slices(
+      q_BCNH,
+      [attention.KeySlice(keys, values, seen_1CJ)],
+      self._pages(layer),
+      num_kv_heads=K,
+    )
 
   def _filled(self, number: int, size: int) -> Array:
     """Returns which positions of a page each row has reached [B, 1, J]."""
@@ -144,6 +148,7 @@ def read(
   lengths_B: Array,
   *,
   count: Array | int,
+  once: bool,
   mesh: jax.sharding.Mesh | None,
 ) -> Copied | Live:
   """Returns the cached tokens of rows, as `extend` reads them.
@@ -154,6 +159,8 @@ def read(
     table_BN: int32, the pages of each row.
     lengths_B: int32, tokens of each row that the cache holds.
     count: how many pages hold all tokens of the longest row; see `Copied`.
+    once: whether the result is read by one call of `extend`, which then copies
+      pages where it needs them. For a loop of calls they are copied before it.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   num_pages, _, size, _ = cache[0][0].shape
@@ -176,13 +183,16 @@ def read(
   def copied(pages, n):
     index = table_BN[:, n]
     index = index if shards == 1 else index.reshape(shards, -1)
-    copy = lambda pages, index: jax.tree.map(
+    copy = lambda: jax.tree.map(
       lambda x: rows_lib.take_clipped(x, index), pages
     )
-    zeros = lambda pages, index: jax.tree.map(
+    if once:
+      return copy
+    zeros = lambda: jax.tree.map(
       lambda x: jnp.zeros((index.size, *x.shape[1:]), x.dtype), pages
     )
-    return jax.lax.cond(n < count, copy, zeros, pages, index)
+    block = jax.lax.cond(n < count, copy, zeros)
+    return lambda: block
 
   numbers = range(count if isinstance(count, int) else table_BN.shape[1])
   parts = 4 if config.cache == 'int8' else 2  # without the experts' ids

@@ -219,7 +219,8 @@ class Lane:
     return min(row.length + ahead, self._options.max_length)
 
   def _fits(self, row: row_lib.Row, appended: int | None = None) -> bool:
-    return self._pool(row).fits(row, self._room(row, appended))
+    enough = not self._options.pages  # as many as full slots need
+    return enough or self._pool(row).fits(row, self._room(row, appended))
 
   def _grow(self, row: row_lib.Row, appended: int | None = None) -> bool:
     """Gives a row its pages for the next call; returns whether it has them."""

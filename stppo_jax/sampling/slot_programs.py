@@ -115,6 +115,7 @@ def extend(
       # Nothing is read for slots to which nothing is appended.
       jnp.where(appended.counts_A > 0, lengths_A, 0),
       count=num_pages,
+      once=True,
       mesh=model.mesh,
     ),
     lengths_B=lengths_A,
@@ -267,6 +268,7 @@ def decode(
     table_AN,
     jnp.where(generates_A, begin.lengths, 0),
     count=num_pages,
+    once=False,
     mesh=model.mesh,
   )
   active, recent, chunk, _ = jax.lax.while_loop(

@@ -25,6 +25,30 @@ def test_updates_are_equal_and_compared_with_torch():
   assert report.splitlines()[-1].startswith(('undist', 'NOT A RESULT'))
 
 
+def test_dialogues_are_compared_with_torch_padded_and_packed():
+  report = torch_update.run(
+    [_TINY._replace(dialogues=True)], repeats=2, compiled=True
+  )
+  cases = re.findall(
+    r'^\| 32 x 1, .* 64, dialogues +\| ([^|]+) \|', report, re.M
+  )
+  assert [case.strip() for case in cases] == ['torch, padded', 'torch, packed']
+  assert 'torch, packed at least 1.3' in report
+
+
+def test_a_dialogue_that_sees_another_is_not_parity(monkeypatch):
+  packed = torch_trainer.packed_rows
+
+  def one_sequence(batch, arrays):
+    tokens, positions, *others = packed(batch, arrays)
+    positions[:] = range(positions.shape[1])
+    return [tokens, positions, *others]
+
+  monkeypatch.setattr(torch_trainer, 'packed_rows', one_sequence)
+  with pytest.raises(AssertionError):
+    torch_update.Pair(_TINY._replace(dialogues=True), compiled=False)
+
+
 @pytest.mark.parametrize('changed', ['CLIP', 'ENTROPY_COEFFICIENT', 'value'])
 def test_another_update_is_not_timed(monkeypatch, changed):
   if changed == 'value':

@@ -85,6 +85,7 @@ def read_on(
       table_BN,
       lengths_B,
       count=table_BN.shape[1] if num_pages is None else num_pages,
+      once=True,
       mesh=None,
     ),
     lengths_B=lengths_B,

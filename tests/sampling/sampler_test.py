@@ -247,3 +247,22 @@ def test_a_sample_depends_on_key_and_position_only():
   # The size of the batch does not matter either.
   few = _sample(logits_SV[:8], keys_S[:8], positions_S[:8], sampling, False)
   np.testing.assert_array_equal(few.tokens_S, sampled.tokens_S[:8])
+
+
+def test_greedy_takes_the_first_of_equal_tokens_and_an_id_among_nans():
+  logits_SV = np.zeros((_ROWS, _V), np.float32)
+  logits_SV[0, [2, 5]] = 1.0
+  logits_SV[1] = -np.inf
+  logits_SV[2, 3] = np.nan
+  keys_S = jax.random.split(jax.random.key(0), _ROWS)
+  tokens_S = _sample(
+    logits_SV,
+    keys_S,
+    np.arange(_ROWS, dtype=np.int32),
+    sampler.Sampling(temperature=1.0),
+    True,
+  ).tokens_S
+  assert tokens_S.dtype == jnp.int32
+  assert tokens_S[0] == 2
+  assert tokens_S[1] == tokens_S[3] == 0
+  assert 0 <= tokens_S[2] < _V
