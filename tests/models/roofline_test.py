@@ -75,6 +75,19 @@ def test_formulas_agree_with_compiled_programs(name):
   assert 0.85 * sent < formula < 1.05 * sent
 
 
+@pytest.mark.parametrize('name', _COMPILED)
+def test_formulas_and_the_compiler_agree_about_what_fits(name):
+  line = f'| {name.replace("@", " ")} |'
+  (row,) = (x for x in _PAGE.read_text('utf-8').splitlines() if line in x)
+  *_, sizes, verdicts = row.removesuffix(' |').split(' | ')
+  compiled, formula = map(float, sizes.split(' / '))
+  assert formula == pytest.approx(compiled, rel=0.1)
+  plan = _plan(name)
+  assert plan.total / _GIB == pytest.approx(formula, abs=0.06)  # as printed
+  by_compiler, by_formula = verdicts.split(' / ')
+  assert by_compiler == by_formula == ('fits' if plan.fits else 'does not fit')
+
+
 @functools.cache
 def _plan_of_one_host():
   return _plan('qwen2_5_1_5b@v5e:2x4')
