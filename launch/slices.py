@@ -130,7 +130,7 @@ class Slices:
         signal.signal(number, signal.SIG_DFL)
       is_int = error.args == (signal.SIGINT,)
       code = exits.INTERRUPTED if is_int else exits.TRY_AGAIN
-      is_kept = self._is_kept()
+      is_kept = self._is_kept(asks=is_int and sys.stdin.isatty())
     except (Ended, cloud.CloudError) as error:
       cloud.say(str(error))
       code = error.exit_code
@@ -339,18 +339,20 @@ class Slices:
     self._said = line
     if self._values['watch'] and words:
       where = f'{self.folder(number)}/log-{min(words)}'
-      done = cloud.run(['gcloud', 'storage', 'cat', f'-r{self._shown}-', where])
+      command = ['gcloud', 'storage', 'cat', f'--range={self._shown}-', where]
+      done = cloud.run(command)
       if not done.returncode:  # there may be no log yet, or nothing new
         print(done.stdout.decode(errors='replace'), end='', flush=True)
         self._shown += len(done.stdout)
 
-  def _is_kept(self) -> bool:
+  def _is_kept(self, *, asks: bool) -> bool:
     """Returns whether the slice is to outlive this program."""
     if self._live is None:
       return False
     choice = self._values['on_interrupt']
-    if not choice and sys.stdin.isatty():
-      answer = input('Keep the slice, which is paid for? [Y/n] ')
+    if not choice and asks:
+      print('Keep the slice, which is paid for? [Y/n] ', end='', flush=True)
+      answer = sys.stdin.readline()
       choice = 'delete' if answer.lower().startswith('n') else 'keep'
     if choice == 'delete':
       return False

@@ -122,7 +122,12 @@ class Box:
     """Says what shall go wrong from now on."""
     (self.folder / 'rules.json').write_text(json.dumps(rules))
 
-  def submit(self, *flags: str, workdir: str = 'gs://lab/runs/one'):
+  def submit(
+    self,
+    *flags: str,
+    workdir: str = 'gs://lab/runs/one',
+    stdin: int = subprocess.DEVNULL,
+  ):
     """Starts the launcher, from a folder that is not the clone."""
     words = [sys.executable, '-m', 'launch.submit', 'tpu']
     words += [f'--workdir={workdir}', '--project=the-lab', '--zone=us-west4-a']
@@ -136,7 +141,7 @@ class Box:
         'PYTHONPATH': str(runs.REPO),
         'PYTHONUNBUFFERED': '1',
       },
-      stdin=subprocess.DEVNULL,
+      stdin=stdin,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -193,4 +198,4 @@ def wait(holds, seconds: float = 600) -> None:
   while not holds():
     if time.monotonic() > until:
       raise AssertionError('it does not happen')
-    time.sleep(0.01)
+    time.sleep(0.002)

@@ -25,7 +25,7 @@ import time
 CLOUD = pathlib.Path(os.environ['CLOUD'])
 _WHERE = ('project', 'zone', 'format')
 _FLAGS = {
-  'storage cat': ('r',),
+  'storage cat': ('range',),
   'storage cp': ('quiet', 'if-generation-match'),
   'secrets versions': ('project', 'secret'),
   'compute tpus queued-resources create': (
@@ -48,8 +48,8 @@ def main(argv: list[str]) -> None:
   flags = {}
   for word in argv:
     if word.startswith('-') and word != '-':
-      name, _, value = word.lstrip('-').partition('=')
-      flags[name[:1] if word.startswith('-r') else name] = value or word[2:]
+      name, _, value = word.removeprefix('--').partition('=')
+      flags[name] = value
   with open(CLOUD / 'calls', 'a') as file:
     file.write(' '.join(argv) + '\n')
   count = {'storage': 2, 'secrets': 2}.get(words[0], 4)
@@ -76,7 +76,7 @@ def _replace(path, content):
 
 
 def _path(address):
-  if rule('network'):
+  if rule('network') or 'VM' in os.environ and rule('mute'):
     raise Failed('Connection reset by peer')
   return CLOUD / 'buckets' / address.removeprefix('gs://')
 
@@ -87,7 +87,7 @@ def _cat(words, flags):
     raise Failed(
       f'The following URLs matched no objects or files:\n-{words[0]}'
     )
-  first = int(flags.get('r', '0-').partition('-')[0])
+  first = int(flags.get('range', '0-').partition('-')[0])
   for path in paths:
     sys.stdout.buffer.write(pathlib.Path(path).read_bytes()[first:])
 

@@ -1,7 +1,9 @@
 """Runs on TPU slices, in a cloud of stand-ins."""
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -41,8 +43,11 @@ def _end(process):
 )
 def test_the_exit_code_is_that_of_the_run(box, codes, expected):
   box.rules(**{f'exit-{n}': str(x) for n, x in enumerate(codes)})
-  code, out = _end(box.submit('--restarts=0'))
+  code, out = _end(box.submit('--restarts=0', '--secrets=tokens'))
   assert code == expected, out + box.console()
+  secrets = [*box.folder.glob('vms/*/opt/secrets')]
+  assert {x.read_text() for x in secrets} == {'WORD=tokens\n'}
+  assert {x.stat().st_mode & 0o777 for x in secrets} == {0o600}
   assert box.slices() == []
   assert len(box.calls('compute tpus queued-resources create')) == 1
   marker = box.bucket / 'runs' / 'one' / 'launched'
@@ -66,6 +71,8 @@ def test_the_exit_code_is_that_of_the_run(box, codes, expected):
       False,
     ),
     ({'capacity': 'none'}, 75, 'no capacity', False),
+    # Its workers have no right to write to the bucket.
+    ({'mute': 'yes'}, 75, 'has said a word', False),
     (
       {'curl': 99},
       75,
@@ -143,6 +150,22 @@ def test_an_interrupted_launcher_deletes_the_slice_if_it_is_told_to(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(('answer', 'left'), [('n', 0), ('', 1)])
+def test_at_a_terminal_it_is_asked_whether_to_keep_the_slice(box, answer, left):
+  box.rules(seconds='600')
+  ours, theirs = pty.openpty()
+  process = box.submit(stdin=theirs)
+  box_lib.wait(lambda: 'running' in _state(box))
+  os.write(ours, f'{answer}\n'.encode())
+  process.send_signal(signal.SIGINT)
+  code, out = _end(process)
+  os.close(ours)
+  os.close(theirs)
+  assert code == 130 and 'Keep the slice' in out
+  assert len(box.slices()) == left
+
+
+@pytest.mark.slow
 def test_stop_ends_the_run_for_who_follows_it(box):
   box.rules(seconds='600')
   process = box.submit('--watch')
@@ -204,7 +227,7 @@ def real_box(tmp_path, monkeypatch):
     "  config.env.prompt_template = 'prompt.txt'\n"
     '  return config\n'
   )
-  (tmp_path / 'here' / 'sizes.py').write_text('STEPS = 12\n')
+  (tmp_path / 'here' / 'sizes.py').write_text('STEPS = 20\n')
   prompt = runs.REPO / 'configs' / 'prompts' / 'quickstart.txt'
   shutil.copy(prompt, tmp_path / 'here' / 'prompt.txt')
   yield box
@@ -215,7 +238,7 @@ def real_box(tmp_path, monkeypatch):
 def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(real_box, tmp_path):
   """Its setup fails twice, it is taken away in a step, and killed in a save."""
   box = real_box
-  flags = ['--config=mine.py:st_ppo', *runs.flags(evaluate__every=6)[1:]]
+  flags = ['--config=mine.py:st_ppo', *runs.flags(evaluate__every=10)[1:]]
   flags = [x for x in flags if not x.startswith('--config.num_steps')]
   box.rules(curl=1, pip=1)
   workdir = box.bucket / 'runs' / 'one'
@@ -226,7 +249,7 @@ def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(real_box, tmp_path):
     except (OSError, ValueError):
       return {'phase': '', 'step': 0}
 
-  process = box.submit(*flags)
+  process = box.submit('--watch', *flags)
 
   def wait(holds):
     box_lib.wait(lambda: process.poll() is not None or holds())
@@ -240,7 +263,11 @@ def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(real_box, tmp_path):
     (second,) = box.slices()
     step = beat()['step']
     wait(lambda: beat()['step'] > step)
-    wait(lambda: beat()['phase'] == 'checkpoint')
+    processes = box.gcloud.processes(f'{second}-w-1')
+    wait(lambda: [*workdir.glob('checkpoints/*.orbax-checkpoint-tmp*')])
+    for pid in processes:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     box.reset(second, 1)
     code, out = _end(process)
   except AssertionError:
@@ -251,6 +278,7 @@ def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(real_box, tmp_path):
   assert (first[-2:], second[-2:]) == ('-1', '-2')
   assert (workdir / 'launched').exists() and box.slices() == []
   assert 'was taken away' in out
+  assert 'step 2/20' in out and 'step 20/20' in out  # of --watch
   setups = [x.read_text() for x in box.bucket.glob('runs/one.launch/*/setup-*')]
   assert any('could not connect' in x for x in setups)
   assert any('failed to fetch jax' in x for x in setups)
