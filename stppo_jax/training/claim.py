@@ -126,7 +126,7 @@ class Folder:
         run_record.check_checkpoints(self.path)
         run_record.record_config(self.config, self.path)
       # Not earlier: until here the folder may be that of another run.
-      if self.bucket is not None:
+      if self.bucket is not None and self.outer is None:
         self.enter(self.bucket.pushed(self.interrupt.seconds_left))
       if self.hosts.is_first and not self.watch.has_begun:
         self._begin_watch()
@@ -134,18 +134,20 @@ class Folder:
 
   def publish(self) -> None:
     """Lets all hosts see what the first one has written; they all call it."""
-    bucket = self.bucket
-    if bucket is None:
-      return
-    with self.abandonable():
-      bucket.insist(bucket.push)
-    if self.hosts.count > 1:
+    self.settle()
+    if self.bucket is not None and self.hosts.count > 1:
       with self.abandonable():
         if not self.hosts.is_first:
-          bucket.insist(bucket.pull)
+          self.bucket.insist(self.bucket.pull)
+
+  def settle(self) -> None:
+    """Brings what hosts have done to the bucket before any of them goes on."""
+    if self.bucket is not None:
+      with self.abandonable():
+        self.flush()
 
   def flush(self) -> None:
-    """Brings what this host has written to the bucket, if there is one."""
+    """Brings what this host has done to the bucket, if there is one."""
     if self.bucket is not None:
       self.bucket.insist(self.bucket.push)
 

@@ -142,6 +142,8 @@ class Run:
           saver.check_room()
         folder.watch.resume(last.done, num_steps, number)
         saving.rewind(writer, last)
+      # The first host has moved files of all hosts aside, which they now write.
+      folder.settle()
       run = cls(
         config,
         folder,

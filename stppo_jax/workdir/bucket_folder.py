@@ -95,15 +95,16 @@ class BucketFolder:
       late = match is None or int(match[1]) > oldest
       return late and _NEEDED.fullmatch(name) is not None
 
-    self._grown = bucket_files.bring(
-      self.bucket, self._folder, sizes, is_needed
-    )
-    for name in sizes:
-      if bucket_files.DIALOGUES.fullmatch(name):
-        (self._folder / name).touch()
-      elif name.startswith(run_folder.ASIDE):
-        (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
-    self._known = self._files()
+    with self._pushing:
+      self._grown = bucket_files.bring(
+        self.bucket, self._folder, sizes, is_needed
+      )
+      for name in sizes:
+        if bucket_files.DIALOGUES.fullmatch(name):
+          (self._folder / name).touch()
+        elif name.startswith(run_folder.ASIDE):
+          (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
+      self._known = self._files()
 
   def push(self) -> None:
     """Brings what is new to the bucket, and removes what was removed here.
