@@ -158,6 +158,8 @@ LAUNCHERS = {
       'max_hours': command_line.number(24.0, lower_bound=0.1),
       'price': command_line.number(0.0, lower_bound=0.0),
       'max_cost': command_line.number(0.0, lower_bound=0.0),
+      # Where other runs spend the same budget.
+      'budget': _text('gs://[^\\s*]+', 'an address in a bucket', ''),
       'restarts': _restarts(),
       'poll': _whole(60, lower_bound=1, upper_bound=3600),
       'on_interrupt': command_line.one_of(('', 'keep', 'delete'), ''),

@@ -281,7 +281,13 @@ class Slices:
     return None
 
   def _check_budget(self, records: list[dict[str, Any]]) -> None:
-    """Raises `Ended` if the slices of the run have spent what they may."""
+    """Raises `Ended` if the slices of the run have spent what they may.
+
+    Runs of the same sweep spend one budget together.
+    """
+    if self._values['budget']:
+      text = cloud.read(f'{self._values["budget"]}/*.launch/*/record')
+      records = list(map(json.loads, text.splitlines()))
     paid = [x for x in records if x['active']]
     hours = sum((x['ended'] or time.time()) - x['active'] for x in paid) / 3600
     cost = hours * self._slice.chips * self._values['price']

@@ -1,4 +1,4 @@
-"""Run a grid of configs: here, as a Slurm array, or as jobs of a cluster.
+"""Run a grid of configs: here, as a Slurm array, on a cluster, or on slices.
 
 python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
     [--OPTION=VALUE ...] [--config.KEY=VALUE ...]
@@ -21,7 +21,9 @@ resumed, and those that still run are left alone.
 
 The exit code here is 0 once all runs are finished; 75 if they were stopped, or
 if runs of an earlier sweep still run; 130 after Ctrl-C; and otherwise the
-largest one of the runs. With another launcher it is that of the submission.
+largest one of the runs. With tpu it is the same: all slices together spend one
+budget (--max_slices, --max_hours, --max_cost). With the others it is that of
+the submission.
 """
 
 from collections.abc import Iterable
@@ -44,7 +46,6 @@ from launch import launchers
 from launch import rendering
 from launch import submit
 from stppo_jax import exits
-from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
@@ -53,7 +54,7 @@ from stppo_jax.tools.ablation import parallel_runs
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
-_LAUNCHERS = ('local', 'slurm', 'jobset')
+LAUNCHERS = ('local', 'slurm', 'jobset', 'tpu')
 _ALGORITHM = 'algorithm'
 
 
@@ -70,66 +71,143 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+  flags, given = parsed(argv, required=('config', 'out'))
+  more = rendering.flags_of(given.overrides)
+  runs = {name: [*own, *more] for name, own in grid(flags.config).items()}
+  _check(runs)
+  return carry_out(flags, flags.out, runs)
+
+
+def parsed(
+  argv: Sequence[str], *, required: Sequence[str], **more: Any
+) -> tuple[absl_flags.FlagValues, command_line.Given]:
+  """Returns the flags of several runs, with the options of their launcher.
+
+  Args:
+    argv: the command line.
+    required: flags that must be given.
+    **more: definitions of further flags.
+
+  Raises:
+    Misconfigured: a line for every error.
+  """
+
+  def define(options: dict[str, Any]) -> absl_flags.FlagValues:
+    return command_line.flags(
+      **{'config': '', 'out': ''}
+      | more
+      | options
+      | {
+        'on': command_line.one_of(LAUNCHERS, LAUNCHERS[0]),
+        'jobs': command_line.integer(1, lower_bound=1),
+        'dry_run': False,
+        'status': False,
+        'stop': False,
+      }
+    )
+
   # The launcher says which other flags there are.
-  first = _flags([])
+  first = define({})
   command_line.parse(first, argv, overrides=True)
-  if first.on not in _LAUNCHERS:
-    choices = settings.closest(first.on, _LAUNCHERS)
-    raise exits.Misconfigured(f'--on={first.on}: unknown launcher{choices}')
-  launcher = first.on
-  options = (
-    [] if launcher == 'local' else list(launchers.LAUNCHERS[launcher].options)
-  )
-  given_flags = _flags(options)
+  flags = define(_options(first.on))
+  needed = [key for key in _options(first.on) if flags[key].default is None]
   given = command_line.parse(
-    given_flags, argv, required=('config', 'out'), overrides=True
+    flags, argv, required=[*required, *needed], overrides=True
   )
   command_line.refuse(given.errors)
-  values = given_flags.flag_values_dict()
-  out, jobs = pathlib.Path(values['out']), values['jobs']
-  runs = {}
-  for name, flags in grid(values['config']).items():
-    flags = [*flags, *rendering.flags_of(given.overrides)]
-    flags += parallel_runs.own_copy(flags, name)
-    runs[name] = [*flags, f'--workdir={out / name}']
-  _check(runs)
-  if values['status']:
+  return flags, given
+
+
+def _options(launcher: str) -> dict[str, Any]:
+  if launcher not in LAUNCHERS or launcher == 'local':
+    return {}
+  return dict(launchers.LAUNCHERS[launcher].options)
+
+
+def carry_out(
+  flags: absl_flags.FlagValues, out: str, runs: Mapping[str, list[str]]
+) -> int:
+  """Runs what is left of several runs, or shows or ends them.
+
+  Args:
+    flags: see `parsed`.
+    out: the folder of all runs, or its address in a bucket.
+    runs: name to flags of each run, without its workdir.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    Misconfigured: runs cannot be submitted or ended; one line.
+  """
+  out, launcher = out.rstrip('/'), flags.on
+  runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
+  if flags.status:
     print('\n'.join(_table(out, runs)))
     return 0
-  if values['stop'] and launcher == 'local':
-    return _stop(out)
-  is_stop = values['stop']
-  left = [name for name in runs if _is_left(out / name, runs_too=is_stop)]
+  if flags.stop and launcher == 'local':
+    return _stop(pathlib.Path(out))
+  # A slice that exists is followed.
+  runs_too = flags.stop or launcher == 'tpu'
+  left = {
+    name: own
+    for name, own in runs.items()
+    if _is_left(f'{out}/{name}', runs_too=runs_too)
+  }
   if not left:
-    print(f'nothing is left to {"stop" if is_stop else "start"}')
+    print(f'nothing is left to {"stop" if flags.stop else "start"}')
     print('\n'.join(_table(out, runs)))
-    return 0 if is_stop or launcher != 'local' else _unfinished(out, runs)
-  extra = [f'--{key}={values[key]}' for key in options if values[key]]
-  extra += [f'--{name}' for name in ('dry_run', 'stop') if values[name]]
+    return 0 if flags.stop or launcher != 'local' else _unfinished(out, runs)
+  extra = [
+    f'--{key}={flags[key].value}'
+    for key in _options(launcher)
+    if flags[key].present
+  ]
+  extra += [f'--{name}' for name in ('dry_run', 'stop') if flags[name].value]
   if launcher == 'slurm':
-    return _array(out, {name: runs[name] for name in left}, str(jobs), extra)
+    return _array(out, left, str(flags.jobs), extra)
+  if launcher == 'tpu' and not (flags.dry_run or flags.stop):
+    return _follow(out, left, flags.jobs, extra, runs)
   if launcher != 'local':
-    return max(submit.main([launcher, *runs[name], *extra]) for name in left)
-  if values['dry_run']:
-    for name in left:
-      print(shlex.join(['launch/run.sh', *runs[name]]))
+    return max(submit.main([launcher, *own, *extra]) for own in left.values())
+  if flags.dry_run:
+    for own in left.values():
+      print(shlex.join(['launch/run.sh', *own]))
     return 0
-  with lock.held(out):
-    return _run_here(out, {name: runs[name] for name in left}, jobs, runs)
+  with lock.held(pathlib.Path(out)):
+    return _run_here(pathlib.Path(out), left, flags.jobs, runs)
 
 
-def _flags(options: Sequence[str]) -> absl_flags.FlagValues:
-  """Returns the flags of a sweep, with options of its launcher."""
-  return command_line.flags(
-    config='',
-    out='',
-    **dict.fromkeys(options, ''),
-    on='local',
-    jobs=command_line.integer(1, lower_bound=1),
-    dry_run=False,
-    status=False,
-    stop=False,
+def _follow(
+  out: str,
+  left: Mapping[str, list[str]],
+  jobs: int,
+  extra: Sequence[str],
+  runs: Mapping[str, Any],
+) -> int:
+  """Runs on slices of Cloud TPU, each followed by a process of its own.
+
+  Args:
+    out: the address of the runs, which spend one budget.
+    left: name to flags of the runs to start or to follow.
+    jobs: how many slices there are at once.
+    extra: options of the launcher.
+    runs: all runs, for the table at the end.
+  """
+  logs = pathlib.Path(f'{rendering.name_of(out)}.logs').absolute()
+  logs.mkdir(exist_ok=True)
+  print(f'logs: {logs}', flush=True)
+  submit_words = [sys.executable, '-u', '-m', 'launch.submit', 'tpu']
+  exit_code = parallel_runs.run(
+    {
+      name: [*submit_words, *own, f'--budget={out}', *extra]
+      for name, own in left.items()
+    },
+    jobs=jobs,
+    logs=logs,
   )
+  print('\n'.join(_table(out, runs)), flush=True)
+  return exit_code
 
 
 def grid(file: str) -> dict[str, list[str]]:
@@ -181,7 +259,7 @@ def _check(runs: Mapping[str, list[str]]) -> None:
   command_line.refuse(lines)
 
 
-def _is_left(folder: pathlib.Path, *, runs_too: bool = False) -> bool:
+def _is_left(folder: str, *, runs_too: bool = False) -> bool:
   """Returns whether a run is still to be started.
 
   Args:
@@ -196,16 +274,16 @@ def _is_left(folder: pathlib.Path, *, runs_too: bool = False) -> bool:
     return state != run_state.FINISHED
   # A killed process counts as running for two minutes, in which its heartbeat
   # is new. But `train` takes over at once where it can see that it is gone.
-  held = lock.holder(folder)
+  held = lock.holder(pathlib.Path(folder))
   return held is not None and held[1] is False
 
 
-def _table(out: pathlib.Path, runs: Mapping[str, Any]) -> list[str]:
+def _table(out: str | pathlib.Path, runs: Mapping[str, Any]) -> list[str]:
   """Returns the lines that tell the state of each run."""
   states, waiting = [], []
   for name in runs:
     try:
-      states.append(run_state.read(out / name))
+      states.append(run_state.read(f'{out}/{name}'))
     except run_state.NoRun:
       waiting.append(name)
   lines = run_state.table(states) if states else []
@@ -237,9 +315,11 @@ def _run_here(
   return exit_code or _unfinished(out, runs)
 
 
-def _unfinished(out: pathlib.Path, runs: Iterable[str]) -> int:
+def _unfinished(out: str | pathlib.Path, runs: Iterable[str]) -> int:
   """Returns 0 if all runs of the sweep are finished, otherwise 75."""
-  return 75 if any(_is_left(out / run, runs_too=True) for run in runs) else 0
+  return (
+    75 if any(_is_left(f'{out}/{run}', runs_too=True) for run in runs) else 0
+  )
 
 
 def _stop(out: pathlib.Path) -> int:
@@ -259,7 +339,7 @@ def _stop(out: pathlib.Path) -> int:
 
 
 def _array(
-  out: pathlib.Path,
+  out: str,
   left: Mapping[str, list[str]],
   jobs: str,
   extra: Sequence[str],
@@ -270,7 +350,7 @@ def _array(
     UsageError: runs of this sweep wait in the queue.
   """
   first = next(iter(left.values()))
-  name = rendering.name_of(str(out))
+  name = rendering.name_of(out)
   is_submitted = not {'--dry_run', '--stop'}.intersection(extra)
   if is_submitted and shutil.which('squeue') is not None:
     queue = ['squeue', '--noheader', f'--name={name}', '--states=PENDING']

@@ -10,11 +10,13 @@ import time
 import numpy as np
 import pytest
 
+from launch import study
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.tools.ablation import results
 from stppo_jax.workdir import run_folder
 from studies import collapse
+from tests.storage import emulator
 from tests.tools.report import conftest as pages
 from tests.training import runs
 
@@ -255,6 +257,31 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert 'not a table of ablate' in capsys.readouterr().err
   assert _ablate(folder.parent / 'new', f'--table={folder.parent}') == 2
   assert capsys.readouterr().err == f'{folder.parent}: Is a directory\n'
+
+
+def test_runs_that_have_ended_in_a_bucket_are_compared(
+  folder, monkeypatch, capsys
+):
+  assert _ablate(folder, '--jobs=1') == 0
+  expected = capsys.readouterr().out
+  with emulator.served() as storage:
+    for name, value in storage.environment.items():
+      monkeypatch.setenv(name, value)
+    for run in _RUNS:
+      for path in (folder / run).iterdir():
+        name = path.name
+        name += '/000000-000000000000' * (name == 'metrics.jsonl')
+        storage.put(f'study/{run}/{name}', path.read_bytes())
+    here = folder.with_name('here')
+    address = f'--out=gs://{emulator.BUCKET}/study'
+    slices = ['--project=the-lab', '--zone=us-west4-a', '--accelerator=v4-16']
+    words = ['--on=tpu', address, *slices]
+    # Nothing is submitted, because nothing is left to do.
+    assert study.main([*_flags(here), *words]) == 0
+  tables = lambda text: text.partition('Paired differences')[2]
+  found = tables(capsys.readouterr().out)
+  assert found.replace(str(here), str(folder)) == tables(expected)
+  assert results.read(here / 'pair.csv') and (here / 'report.html').exists()
 
 
 def test_the_commands_of_a_dry_run_run_in_a_shell(folder, monkeypatch, capsys):

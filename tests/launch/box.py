@@ -129,11 +129,14 @@ class Box:
     stdin: int = subprocess.DEVNULL,
   ):
     """Starts the launcher, from a folder that is not the clone."""
-    words = [sys.executable, '-m', 'launch.submit', 'tpu']
-    words += [f'--workdir={workdir}', '--project=the-lab', '--zone=us-west4-a']
-    words += ['--accelerator=v4-16', '--poll=1', '--config=mine.py', *flags]
+    words = ['launch.submit', 'tpu', f'--workdir={workdir}', *flags]
+    return self.start([*words, '--config=mine.py'], stdin=stdin)
+
+  def start(self, words: list[str], *, stdin: int = subprocess.DEVNULL):
+    """Starts a module with flags, there; those of a slice are added."""
+    words = [*words, '--project=the-lab', '--zone=us-west4-a', '--poll=1']
     process = subprocess.Popen(
-      words,
+      [sys.executable, '-m', *words, '--accelerator=v4-16'],
       cwd=self.folder / 'here',
       env=os.environ
       | {

@@ -253,7 +253,10 @@ def test_a_wrong_grid_is_refused(tmp_path, source, expected, capsys):
   [
     (['--out=a'], '--config: missing'),
     (['--config=/no.py', '--out=a'], '--config=/no.py: no such file'),
-    (['--config=a', '--out=b', '--on=moon'], '--on=moon: unknown launcher'),
+    (
+      ['--config=a', '--out=b', '--on=moon'],
+      '--on=moon: must be one of local, slurm',
+    ),
     (['--config=a', '--out=b', '--jobs=0'], '--jobs=0: must be a positive'),
     (['--config=a', '--out=b', '--gpus=8'], '--gpus=8: unknown flag'),
   ],

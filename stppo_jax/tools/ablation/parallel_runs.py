@@ -135,19 +135,6 @@ def run(
     return worst if interrupt.exit_code is None else interrupt.exit_code
 
 
-def own_copy(flags: Sequence[str], name: str) -> list[str]:
-  """Returns a flag that gives one of several runs a copy of its own.
-
-  Args:
-    flags: the flags of all of them.
-    name: the name of the run, which is added to the address; [] is returned
-      if the flags name none.
-  """
-  start = '--config.writer.copy_to='
-  given = [flag for flag in flags if flag.startswith(start) and flag != start]
-  return [f'{given[-1].rstrip("/")}/{name}'] if given else []
-
-
 def _start(
   words: Sequence[str | pathlib.Path],
   environment: Mapping[str, str],

@@ -23,12 +23,14 @@ from stppo_jax.workdir import run_folder
 Commands = dict[str, list[str] | parallel_runs.Orphan]
 
 
-def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
+def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
   """Trains what a study lacks and compares its runs.
 
   Args:
     plan: what is to be made.
     is_dry: whether the commands are only printed.
+    trains: whether runs are made here; otherwise those that have finished are
+      compared.
 
   Returns:
     The exit code, see the command `ablate`.
@@ -51,7 +53,24 @@ def make(plan: plan_lib.Plan, *, is_dry: bool) -> int:
     _record(plan)
     if copied:
       runs = results.add(plan.table, copied, plan.digests)
-    return _carry_out(plan, runs)
+    return _carry_out(plan, runs, trains=trains)
+
+
+def flags_of_missing(plan: plan_lib.Plan) -> dict[str, list[str]]:
+  """Returns the flags of `train`, but the workdir, for each missing run.
+
+  Of equal runs, only the first one is there.
+
+  Raises:
+    Misconfigured: a table cannot be used.
+  """
+  runs = results.read(plan.table)
+  found: dict[tuple[str, int], tuple[str, list[str]]] = {}
+  for arm, seed in _missing(plan, [*runs, *_copied(plan, runs)]):
+    flags = [*plan.train_flags(arm), f'--config.seed={seed}']
+    equal = plan.digests[arm.key], seed
+    found.setdefault(equal, (arm.run_name(seed), flags))
+  return dict(found.values())
 
 
 def _copied(
@@ -149,12 +168,15 @@ def _command(
   return [*words, f'--workdir={folder}']
 
 
-def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
+def _carry_out(
+  plan: plan_lib.Plan, runs: list[results.Run], *, trains: bool
+) -> int:
   """Makes the runs that are missing and compares all; returns the exit code.
 
   Args:
     plan: what is to be done.
     runs: the runs of the table; new ones are added.
+    trains: whether runs are made.
   """
   damaged: dict[str, str] = {}  # the name of a run -> what is wrong with it
   made: set[str] = set()
@@ -182,7 +204,7 @@ def _carry_out(plan: plan_lib.Plan, runs: list[results.Run]) -> int:
   made.clear()  # Those were made before.
   exit_code, start = 0, time.monotonic()
   for make in (_start_commands, _run_commands):
-    commands = make(plan, runs)
+    commands = make(plan, runs) if trains else {}
     if commands and not exit_code:
       exit_code = parallel_runs.run(
         commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
