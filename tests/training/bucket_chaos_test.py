@@ -1,6 +1,11 @@
-"""Two hosts, a bucket and many faults end as the undisturbed run."""
+"""Two hosts, a bucket and many faults end as the undisturbed run.
+
+    BUCKET_FAULTS=20 BUCKET_SEED=1 python -m pytest -m slow -s \
+      tests/training/bucket_chaos_test.py
+"""
 
 from collections.abc import Callable
+import os
 import random
 import shutil
 import signal
@@ -11,8 +16,10 @@ import pytest
 from tests.storage import emulator
 from tests.training import bucket_hosts
 
-_STEPS = 12
-_FAULTS = 6  # as many of the faults below, in a random order
+# As many of the faults below, in a random order.
+_FAULTS = int(os.environ.get('BUCKET_FAULTS', 6))
+_SEED = int(os.environ.get('BUCKET_SEED', 5))
+_STEPS = 2 * _FAULTS
 _RATE = 0.03  # the share of requests that fail all the time
 
 
@@ -119,7 +126,7 @@ def test_a_bucket_run_survives_faults_of_hosts_and_of_the_bucket(
   google, tmp_path
 ):
   hosts = bucket_hosts.Hosts(tmp_path / 'disturbed', num_steps=_STEPS)
-  struck = strike_all(hosts, google, seed=5, count=_FAULTS)
+  struck = strike_all(hosts, google, seed=_SEED, count=_FAULTS)
   assert len(struck) == _FAULTS
   with bucket_hosts.downloaded(google) as folder:
     disturbed = shutil.copytree(folder, tmp_path / 'run')

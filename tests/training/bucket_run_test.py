@@ -92,6 +92,8 @@ def test_who_has_lost_the_lease_commits_nothing(google, capsys):
 
   def take_over(moment):
     if moment == ('updated', 2):
+      first = 'study/run/checkpoints/1/commit_success.txt'
+      bucket_hosts.wait(lambda: first in google.objects)
       holder = lock.Holder('elsewhere', 7, '1', 'now', True, 'another boot')
       record = {'holder': dataclasses.asdict(holder), 'seconds': 60.0}
       google.put('study/run/lease', json.dumps(record).encode())
