@@ -11,7 +11,7 @@ ALGORITHM = additions.Addition(
       """
         'turn_cispo': _algorithm(
           ratio={'level': 'turn'},
-          objective=choice('objective', 'detached'),
+          objective=defaults.choice('objective', 'detached'),
           **_GROUP,
           **_NO_KL,
         ),
@@ -130,7 +130,7 @@ OBJECTIVE = additions.Addition(
       "'rising': options_lib.Choice(rising),",
     ),
     additions.Insertion(
-      'configs/algorithms.py', "'objective': {", "'rising': {},"
+      'configs/defaults.py', "'objective': {", "'rising': {},"
     ),
     _described(
       'docs/texts/policy.py', '_OBJECTIVE', 'rising', 'term = -sg(r) A l, A > 0'
@@ -155,7 +155,8 @@ OBJECTIVE = additions.Addition(
       """,
     ),
     *_algorithm(
-      'rising', "_algorithm(objective=choice('objective', 'rising'), **_GROUP)"
+      'rising',
+      "_algorithm(objective=defaults.choice('objective', 'rising'), **_GROUP)",
     ),
   ),
   _passes(
@@ -241,7 +242,7 @@ ESTIMATOR = additions.Addition(
       'stppo_jax/rl/estimator_needs.py', "'group_centered',", "'group_signs',"
     ),
     additions.Insertion(
-      'configs/algorithms.py',
+      'configs/defaults.py',
       "'advantage': {",
       "'group_signs': {'whiten': 'none'},",
     ),
@@ -261,7 +262,8 @@ ESTIMATOR = additions.Addition(
       """,
     ),
     *_algorithm(
-      'sign_grpo', "_algorithm(advantage=choice('advantage', 'group_signs'))"
+      'sign_grpo',
+      "_algorithm(advantage=defaults.choice('advantage', 'group_signs'))",
     ),
   ),
   """

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import bounds
 from stppo_jax.rl import loss_context
 from tests.rl import batches
 
-_BAPO = algorithms.DEFAULTS['bounds']['balanced']
+_BAPO = defaults.DEFAULTS['bounds']['balanced']
 BOUNDS = bounds.BOUNDS
 
 
@@ -36,7 +36,7 @@ def test_fixed_bounds_are_distances_from_one():
 def test_entropy_scales_both_distances():
   entropy = np.array([[0.0, 1.0, 2.0, 9.0]])
   context = _context(np.ones((1, 4)), np.ones((1, 4)), entropy)
-  options = algorithms.DEFAULTS['bounds']['entropy_scaled']
+  options = defaults.DEFAULTS['bounds']['entropy_scaled']
   mean = BOUNDS['entropy_scaled'].statistics(context, **options)
   assert mean == 3.0
   low, high = BOUNDS['entropy_scaled'].function(context, mean, **options)
@@ -50,7 +50,7 @@ def test_a_segment_has_one_entropy_and_no_entropy_scales_nothing():
   context = _context(
     np.ones((2, 2)), np.ones((2, 2)), entropy, level='sequence'
   )
-  options = algorithms.DEFAULTS['bounds']['entropy_scaled']
+  options = defaults.DEFAULTS['bounds']['entropy_scaled']
   mean = BOUNDS['entropy_scaled'].statistics(context, **options)
   assert mean == 1.5
   low, _ = BOUNDS['entropy_scaled'].function(context, mean, **options)

@@ -7,7 +7,7 @@ and changes that give it the options that the public implementation had.
 import json
 import pathlib
 
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 
 FAMILY = pathlib.Path(__file__).parents[1] / 'golden' / 'family'
 OPTIONS = json.loads((FAMILY / 'sources.json').read_text())['options']
@@ -15,17 +15,17 @@ LENGTH = 32.0  # max_response_tokens
 
 
 def _fixed(low='low', high='high'):
-  return algorithms.choice(
+  return defaults.choice(
     'bounds', 'fixed', clip_low=OPTIONS[low], clip_high=OPTIONS[high]
   )
 
 
 def _aggregate(name, **options):
-  return {'aggregate': algorithms.choice('aggregate', name, **options)}
+  return {'aggregate': defaults.choice('aggregate', name, **options)}
 
 
 def _objective(name, **options):
-  return {'objective': algorithms.choice('objective', name, **options)}
+  return {'objective': defaults.choice('objective', name, **options)}
 
 
 def _kl(estimator):
@@ -47,7 +47,7 @@ NEAR = {'bounds': _fixed('sequence_low', 'sequence_high')}
 CAP = OPTIONS['cap']
 DUAL_CLIP = _objective('dual_clip', c=OPTIONS['dual_clip'])
 CISPO = {
-  'bounds': algorithms.choice(
+  'bounds': defaults.choice(
     'bounds', 'fixed', clip_low=1.0, clip_high=OPTIONS['high']
   ),
   **_objective('detached'),

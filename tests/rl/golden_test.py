@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
@@ -195,7 +195,7 @@ def test_the_value_loss_is_theirs(case):
 def test_the_advantages_are_theirs(case):
   name, changes = golden_algorithms.ADVANTAGES[case]
   golden = GOLDEN[case]
-  options = algorithms.choice('advantage', name, **changes)
+  options = defaults.choice('advantage', name, **changes)
 
   @jax.jit
   def estimate(arrays):
