@@ -13,6 +13,7 @@ algorithm, and the defaults of its source where ours differ.
 """
 
 import copy
+import math
 
 from stppo_jax.configs import defaults
 from stppo_jax.rl import estimator_needs
@@ -53,19 +54,27 @@ _TOKEN_PPO = {
     # The factors of the following corrections depend on k, the ratio of the
     # trainer's probability under the old policy to the sampler's.
     'tis': {
+      'level': 'token',  # the level of k: token | turn | sequence
+      'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'cap': 2.0,  # the largest factor
-      'level': 'token',  # the level of k: token | sequence
       'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
     },
     'mis': {
+      'level': 'token',
+      'reduce': 'sum',
       'cap': 2.0,  # the factor is 0 where k is larger
-      'level': 'token',  # the level of k: token | sequence
     },
     'icepop': {
+      'level': 'token',
+      'reduce': 'sum',
       'least': 0.5,  # the factor is 0 where k is smaller
       'most': 5.0,  # the factor is 0 where k is larger
     },
-    'geo_rs': {'band': 0.001},  # how far the mean log k may be from 0
+    'geo_rs': {
+      'level': 'sequence',
+      'reduce': 'mean',
+      'band': 0.001,  # how far log k may be from 0
+    },
   },
   'aggregate': defaults.choice('aggregate', 'token_mean'),
   'advantage': defaults.choice('advantage', 'gae'),
@@ -111,6 +120,14 @@ _SEQUENCE_SUM = {'aggregate': defaults.choice('aggregate', 'sequence_sum')}
 _UNCLIPPED = {'objective': defaults.choice('objective', 'unclipped')}
 _GSPO_BOUNDS = {
   'bounds': defaults.choice('bounds', 'fixed', clip_low=3e-4, clip_high=4e-4)
+}
+_NARROW_BOUNDS = {
+  'bounds': defaults.choice('bounds', 'fixed', clip_low=3e-3, clip_high=4e-3)
+}
+_DPPO = {
+  'objective': defaults.choice('objective', 'masked', cap=20.0),
+  'advantage': defaults.choice('advantage', 'group_centered'),
+  'aggregate': defaults.choice('aggregate', 'constant_length'),
 }
 
 
@@ -208,11 +225,85 @@ ALGORITHMS = {
   'gigpo': _algorithm(
     advantage=defaults.choice('advantage', 'gigpo'), **_CLAMPED_KL_IN_LOSS
   ),
+  # Published since.
+  'atpo': _algorithm(
+    ratio={'level': 'turn', 'gradient': 'token'},
+    **_NARROW_BOUNDS,
+    **_GROUP,
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  # Its source has a row for each turn, so its ratio of a sequence is a turn's.
+  'sampo': _algorithm(
+    ratio={'level': 'turn', 'gradient': 'token'},
+    **_NARROW_BOUNDS,
+    aggregate=defaults.choice('aggregate', 'turn_mean'),
+    advantage=defaults.choice('advantage', 'gigpo'),
+    kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
+  ),
+  # A turn is an action, and its value that of the state before it. The name
+  # Turn-PPO, which arXiv 2512.17008 gives it, is that of turn_ppo here.
+  'turn_mdp_ppo': _algorithm(
+    **_TURN,
+    advantage=defaults.choice(
+      'advantage', 'gae', gamma=0.99, lambda_=0.9, steps='turn'
+    ),
+  ),
+  # What replaces the clipping of the ratio.
+  'gmpo': _algorithm(
+    **_SEQUENCE,
+    # exp(-0.4) and exp(0.4)
+    bounds=defaults.choice(
+      'bounds',
+      'fixed',
+      clip_low=-math.expm1(-0.4),
+      clip_high=math.expm1(0.4),
+    ),
+    objective=defaults.choice('objective', 'geometric'),
+    **_GROUP,
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  'dppo_tv': _algorithm(
+    bounds=defaults.choice('bounds', 'total_variation'), **_DPPO, **_NO_KL
+  ),
+  'dppo_kl': _algorithm(
+    bounds=defaults.choice('bounds', 'binary_kl'), **_DPPO, **_NO_KL
+  ),
+  'sapo_gate': _algorithm(
+    objective=defaults.choice('objective', 'soft_gate'),
+    **_GROUP,
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  'topr': _algorithm(
+    ratio={'level': 'sequence', 'reduce': 'sum'},
+    bounds=defaults.choice('bounds', 'fixed', clip_low=1.0, clip_high=0.0),
+    objective=defaults.choice('objective', 'tapered'),
+    advantage=defaults.choice('advantage', 'group_centered'),
+    **_SEQUENCE_SUM,
+    **_NO_KL,
+  ),
+  'vespo': _algorithm(
+    ratio={'level': 'sequence', 'reduce': 'sum'},
+    objective=defaults.choice('objective', 'gamma_weighted'),
+    **_GROUP,
+    **_NO_KL,
+  ),
+  'clip_cov': _algorithm(
+    bounds=defaults.choice('bounds', 'fixed', clip_low=1.0, clip_high=1.0),
+    objective=defaults.choice('objective', 'clip_cov'),
+    **_GROUP,
+    **_NO_KL,
+  ),
+  'kl_cov': _algorithm(
+    objective=defaults.choice('objective', 'kl_cov'), **_GROUP, **_NO_KL
+  ),
 }
 
 # Keys outside the section `algorithm` that an algorithm sets in `base.py`.
 # Algorithms whose advantages compare trajectories need groups.
-CHANGES = {
+CHANGES: dict[str, dict[str, float]] = {
   name: {'rollout.group_size': 8}
   for name, algorithm in ALGORITHMS.items()
   if algorithm['advantage']['name'] in estimator_needs.GROUPS
@@ -224,3 +315,5 @@ CHANGES['so_grpo'] = {
 }
 # Overlong reward shaping and dynamic sampling are parts of DAPO.
 CHANGES['dapo'] |= {'env.rewards.overlong': 1.0, 'rollout.resample_rounds': 3}
+# Groups without variance are replaced in SAMPO, too.
+CHANGES['sampo'] |= {'rollout.resample_rounds': 2}

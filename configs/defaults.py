@@ -5,6 +5,8 @@ imports no jax. The options of the other sections are those of `token_ppo` in
 `algorithms.py`.
 """
 
+import math
+
 # The default options of every choice, for the sections whose options depend on
 # their name.
 DEFAULTS = {
@@ -12,6 +14,12 @@ DEFAULTS = {
   'bounds': {
     # [1 - clip_low, 1 + clip_high]
     'fixed': {'clip_low': 0.2, 'clip_high': 0.2},
+    # Both distances times n^-exponent, n the policy tokens of the segment.
+    'by_length': {'clip_low': 0.2, 'clip_high': 0.2, 'exponent': 0.5},
+    # How far a token's probability may fall and rise.
+    'total_variation': {'fall': 0.15, 'rise': 0.15},
+    # How far a token's distribution "this or another" may diverge, in nats.
+    'binary_kl': {'fall': 0.05, 'rise': 0.05},
     # Both distances times clip(H / mean H, least, most) of the segment.
     'entropy_scaled': {
       'clip_low': 0.2,
@@ -34,9 +42,24 @@ DEFAULTS = {
   'objective': {
     'pessimistic': {},
     'dual_clip': {'c': 3.0},  # the largest ratio that counts where A < 0
+    'geometric': {},
+    # The temperatures of the gate where A > 0, and elsewhere.
+    'soft_gate': {'tau_positive': 1.0, 'tau_negative': 1.05},
     'detached': {},
-    'masked': {},
+    'masked': {'cap': math.inf},  # the largest weight
     'unclipped': {},
+    'tapered': {},
+    # Weights r^power exp(decay (1 - r)), where A >= 0 and where A < 0.
+    'gamma_weighted': {
+      'power_positive': 2.0,
+      'decay_positive': 3.0,
+      'power_negative': 3.0,
+      'decay_negative': 2.0,
+    },
+    # A share of the tokens is cut whose covariance is between least and most.
+    'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
+    # A share of the tokens gets a penalty coefficient * |log r|.
+    'kl_cov': {'share': 2e-4, 'coefficient': 1.0},
   },
   # How the terms of the tokens become a scalar.
   'aggregate': {
@@ -81,6 +104,19 @@ DEFAULTS = {
       'whiten': 'none',
     },
   },
+}
+
+# The values with which runs behaved that began before an option existed.
+BEFORE = {
+  'advantage.critic_tokens': 'policy',
+  'advantage.outcome_counts': 'per_trajectory',
+  'correction.geo_rs.level': 'sequence',
+  'correction.geo_rs.reduce': 'mean',
+  'correction.icepop.level': 'token',
+  'correction.icepop.reduce': 'sum',
+  'correction.mis.reduce': 'sum',
+  'correction.tis.reduce': 'sum',
+  'objective.cap': math.inf,
 }
 
 

@@ -117,11 +117,11 @@ OBJECTIVE = additions.Addition(
       'stppo_jax/rl/objectives.py',
       'sg = jax.lax.stop_gradient',
       """
-        def rising(ratio_BL, logprobs_BL, advantages_BL, low, high):
-          del low, high
-          weight_BL = sg(jnp.where(advantages_BL > 0, ratio_BL, 0))
-          term_BL = _weighted(weight_BL, logprobs_BL, advantages_BL)
-          return term_BL, advantages_BL < 0
+        def rising(context, low, high, statistics):
+          del low, high, statistics
+          good_BL = context.advantages_BL > 0
+          weight_BL = jnp.where(good_BL, context.ratio_BL, 0)
+          return _weighted(weight_BL, context), context.advantages_BL < 0
       """,
     ),
     additions.Insertion(
@@ -170,7 +170,7 @@ CORRECTION = additions.Addition(
   (
     additions.Insertion(
       'stppo_jax/rl/corrections.py',
-      "LEVELS = ('token', 'sequence')",
+      "LEVELS = ('token', 'turn', 'sequence')",
       """
         @options.dataclass
         class Scaled(options.Options):

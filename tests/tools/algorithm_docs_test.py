@@ -192,8 +192,9 @@ def test_a_changed_default_changes_the_page():
   table['token_ppo']['kl']['coefficient'] = 0.007
   changed = _pages(table)['algorithms.md']
   assert '| `kl.coefficient` | `0.007` |' in changed
-  # All other algorithms differ in it now.
-  assert changed.count('`kl.coefficient=0.001`') == len(table) - 1
+  # All other algorithms with the former default differ in it now.
+  same = [x for x in table.values() if x['kl']['coefficient'] == 0.001]
+  assert changed.count('`kl.coefficient=0.001`') == len(same) > 20
 
 
 def test_an_entry_lists_the_needs_of_its_algorithm():
