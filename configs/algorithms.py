@@ -6,109 +6,21 @@ turns an entry into functions; no code depends on the name of an algorithm.
 Every option can be overridden, for example
 `--config.algorithm.correction.clipping_bias.tau=5`. Setting the name of a
 section, such as `--config.algorithm.bounds.name=balanced`, also sets the
-options of that choice to their defaults, which are in `DEFAULTS`.
+options of that choice to their defaults, which are in `defaults.py`.
 
 `docs/algorithms.md` has the equation, the source and the use of every
 algorithm, and the defaults of its source where ours differ.
 """
 
 import copy
+import math
 
+from stppo_jax.configs import defaults
 from stppo_jax.rl import estimator_needs
 
 
 class UnknownName(ValueError):
   """A config knows no such algorithm or size; the message lists the choices."""
-
-
-# The default options of every choice, for the sections whose options depend on
-# their name.
-DEFAULTS = {
-  # The trusted interval of the ratio.
-  'bounds': {
-    # [1 - clip_low, 1 + clip_high]
-    'fixed': {'clip_low': 0.2, 'clip_high': 0.2},
-    # Both distances times clip(H / mean H, least, most) of the segment.
-    'entropy_scaled': {
-      'clip_low': 0.2,
-      'clip_high': 0.2,
-      'least': 0.5,
-      'most': 2.0,
-    },
-    # Absolute bounds that widen until positive terms have positive_share.
-    'balanced': {
-      'low': 0.6,
-      'high': 1.2,
-      'low_step': 0.02,
-      'high_step': 0.05,
-      'low_limit': 0.9,
-      'high_limit': 3.0,
-      'positive_share': 0.4,
-    },
-  },
-  # What happens outside the trusted interval.
-  'objective': {
-    'pessimistic': {},
-    'dual_clip': {'c': 3.0},  # the largest ratio that counts where A < 0
-    'detached': {},
-    'masked': {},
-    'unclipped': {},
-  },
-  # How the terms of the tokens become a scalar.
-  'aggregate': {
-    'token_mean': {},
-    'turn_mean': {},
-    'sequence_mean': {},
-    'sequence_sum': {},
-    'constant_length': {'max_response_tokens': 4096.0},
-  },
-  # How advantages are estimated. `whiten` says over which tokens they are
-  # whitened: none | policy | all (observation tokens too).
-  'advantage': {
-    'gae': {
-      'gamma': 1.0,
-      'lambda_': 1.0,
-      # Discount and trace decay over turns, if steps is bilevel.
-      'gamma_turn': 0.95,
-      'lambda_turn': 1.0,
-      'steps': 'token',  # token | turn | bilevel
-      # If steps is token: skipped | included (as in the reference
-      # implementation).
-      'observation_tokens': 'skipped',
-      # Where the value model is trained: at steps that are policy tokens
-      # (policy), or at all steps (response). Included observations need
-      # `response`, unless gamma and lambda_ are 1.
-      'critic_tokens': 'policy',
-      'whiten': 'policy',
-    },
-    'monte_carlo': {'gamma': 1.0, 'whiten': 'policy'},
-    'group_normalized': {'epsilon': 1e-6, 'whiten': 'none'},
-    'group_centered': {'whiten': 'none'},
-    'leave_one_out': {'whiten': 'none'},
-    'turn_group': {'turn_weight': 1.0, 'epsilon': 1e-4, 'whiten': 'none'},
-    'gigpo': {
-      'omega': 1.0,  # weight of the advantage among turns
-      'gamma': 0.95,  # discount per turn
-      'normalize': 'std',  # std | none
-      # How often an outcome counts in the statistics of its group: once for
-      # each turn of its trajectory (per_turn), or once (per_trajectory).
-      'outcome_counts': 'per_turn',
-      'epsilon': 1e-6,
-      'whiten': 'none',
-    },
-  },
-}
-
-
-def choice(kind: str, name: str, **changes: float | str) -> dict:
-  """Returns a choice with the defaults of its options, some of them changed.
-
-  Args:
-    kind: a key of `DEFAULTS`.
-    name: a key of `DEFAULTS[kind]`.
-    **changes: options that differ from their defaults.
-  """
-  return {'name': name, **DEFAULTS[kind][name], **changes}
 
 
 _TOKEN_PPO = {
@@ -124,8 +36,8 @@ _TOKEN_PPO = {
     # experimental.
     'normalize': 'none',
   },
-  'bounds': choice('bounds', 'fixed'),
-  'objective': choice('objective', 'pessimistic'),
+  'bounds': defaults.choice('bounds', 'fixed'),
+  'objective': defaults.choice('objective', 'pessimistic'),
   'correction': {
     # The selected corrections: any of clipping_bias, tis, mis, icepop, geo_rs.
     # Each gives the terms of the loss a factor; the factors of several
@@ -142,22 +54,30 @@ _TOKEN_PPO = {
     # The factors of the following corrections depend on k, the ratio of the
     # trainer's probability under the old policy to the sampler's.
     'tis': {
+      'level': 'token',  # the level of k: token | turn | sequence
+      'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'cap': 2.0,  # the largest factor
-      'level': 'token',  # the level of k: token | sequence
       'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
     },
     'mis': {
+      'level': 'token',
+      'reduce': 'sum',
       'cap': 2.0,  # the factor is 0 where k is larger
-      'level': 'token',  # the level of k: token | sequence
     },
     'icepop': {
+      'level': 'token',
+      'reduce': 'sum',
       'least': 0.5,  # the factor is 0 where k is smaller
       'most': 5.0,  # the factor is 0 where k is larger
     },
-    'geo_rs': {'band': 0.001},  # how far the mean log k may be from 0
+    'geo_rs': {
+      'level': 'sequence',
+      'reduce': 'mean',
+      'band': 0.001,  # how far log k may be from 0
+    },
   },
-  'aggregate': choice('aggregate', 'token_mean'),
-  'advantage': choice('advantage', 'gae'),
+  'aggregate': defaults.choice('aggregate', 'token_mean'),
+  'advantage': defaults.choice('advantage', 'gae'),
   'kl': {
     'where': 'reward',  # reward | loss | nowhere
     'estimator': 'k1',  # k1 | k2 | k3 | k3_clamped
@@ -194,12 +114,20 @@ _BIAS = {'correction': {'names': ('clipping_bias',)}}
 _NO_KL = {'kl': {'where': 'nowhere'}}
 _KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3'}}
 _CLAMPED_KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3_clamped'}}
-_GROUP = {'advantage': choice('advantage', 'group_normalized')}
-_SEQUENCE_MEAN = {'aggregate': choice('aggregate', 'sequence_mean')}
-_SEQUENCE_SUM = {'aggregate': choice('aggregate', 'sequence_sum')}
-_UNCLIPPED = {'objective': choice('objective', 'unclipped')}
+_GROUP = {'advantage': defaults.choice('advantage', 'group_normalized')}
+_SEQUENCE_MEAN = {'aggregate': defaults.choice('aggregate', 'sequence_mean')}
+_SEQUENCE_SUM = {'aggregate': defaults.choice('aggregate', 'sequence_sum')}
+_UNCLIPPED = {'objective': defaults.choice('objective', 'unclipped')}
 _GSPO_BOUNDS = {
-  'bounds': choice('bounds', 'fixed', clip_low=3e-4, clip_high=4e-4)
+  'bounds': defaults.choice('bounds', 'fixed', clip_low=3e-4, clip_high=4e-4)
+}
+_NARROW_BOUNDS = {
+  'bounds': defaults.choice('bounds', 'fixed', clip_low=3e-3, clip_high=4e-3)
+}
+_DPPO = {
+  'objective': defaults.choice('objective', 'masked', cap=20.0),
+  'advantage': defaults.choice('advantage', 'group_centered'),
+  'aggregate': defaults.choice('aggregate', 'constant_length'),
 }
 
 
@@ -222,16 +150,18 @@ ALGORITHMS = {
   ),
   # Related algorithms.
   'bilevel_ppo': _algorithm(
-    advantage=choice('advantage', 'gae', steps='bilevel')
+    advantage=defaults.choice('advantage', 'gae', steps='bilevel')
   ),
   'grpo': _algorithm(**_GROUP, **_SEQUENCE_MEAN, **_KL_IN_LOSS),
   'dr_grpo': _algorithm(
-    advantage=choice('advantage', 'group_centered'),
-    aggregate=choice('aggregate', 'constant_length'),
+    advantage=defaults.choice('advantage', 'group_centered'),
+    aggregate=defaults.choice('aggregate', 'constant_length'),
     **_NO_KL,
   ),
   'dapo': _algorithm(
-    bounds=choice('bounds', 'fixed', clip_high=0.28), **_GROUP, **_NO_KL
+    bounds=defaults.choice('bounds', 'fixed', clip_high=0.28),
+    **_GROUP,
+    **_NO_KL,
   ),
   'gspo': _algorithm(
     **_SEQUENCE, **_GSPO_BOUNDS, **_GROUP, **_SEQUENCE_MEAN, **_NO_KL
@@ -245,57 +175,135 @@ ALGORITHMS = {
   ),
   'sspo': _algorithm(
     ratio={'level': 'sentence'},
-    bounds=choice('bounds', 'entropy_scaled'),
+    bounds=defaults.choice('bounds', 'entropy_scaled'),
     **_GROUP,
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
-  'bapo': _algorithm(bounds=choice('bounds', 'balanced'), **_GROUP, **_NO_KL),
+  'bapo': _algorithm(
+    bounds=defaults.choice('bounds', 'balanced'), **_GROUP, **_NO_KL
+  ),
   'cispo': _algorithm(
     # The lower bound is -9, which no ratio reaches.
-    bounds=choice('bounds', 'fixed', clip_low=10.0, clip_high=0.2),
-    objective=choice('objective', 'detached'),
+    bounds=defaults.choice('bounds', 'fixed', clip_low=10.0, clip_high=0.2),
+    objective=defaults.choice('objective', 'detached'),
     **_GROUP,
     **_NO_KL,
   ),
   'reinforce': _algorithm(
     **_UNCLIPPED,
     **_SEQUENCE_SUM,
-    advantage=choice('advantage', 'monte_carlo'),
+    advantage=defaults.choice('advantage', 'monte_carlo'),
     **_NO_KL,
   ),
   'rloo': _algorithm(
     **_UNCLIPPED,
     **_SEQUENCE_SUM,
-    advantage=choice('advantage', 'leave_one_out'),
+    advantage=defaults.choice('advantage', 'leave_one_out'),
     kl={'where': 'reward', 'estimator': 'k1'},
   ),
   'minirl': _algorithm(
-    bounds=choice('bounds', 'fixed', clip_high=0.27),
-    objective=choice('objective', 'masked'),
+    bounds=defaults.choice('bounds', 'fixed', clip_high=0.27),
+    objective=defaults.choice('objective', 'masked'),
     correction={
       'names': ('tis',),
       'tis': {'cap': 5.0, 'truncated': 'product'},
     },
     **_SEQUENCE_SUM,
-    advantage=choice('advantage', 'group_centered'),
+    advantage=defaults.choice('advantage', 'group_centered'),
     **_NO_KL,
   ),
   'grpo_guard': _algorithm(  # experimental
     ratio={'normalize': 'guard'},
-    aggregate=choice('aggregate', 'turn_mean'),
+    aggregate=defaults.choice('aggregate', 'turn_mean'),
     **_GROUP,
     **_NO_KL,
   ),
-  'mt_grpo': _algorithm(advantage=choice('advantage', 'turn_group'), **_NO_KL),
+  'mt_grpo': _algorithm(
+    advantage=defaults.choice('advantage', 'turn_group'), **_NO_KL
+  ),
   'gigpo': _algorithm(
-    advantage=choice('advantage', 'gigpo'), **_CLAMPED_KL_IN_LOSS
+    advantage=defaults.choice('advantage', 'gigpo'), **_CLAMPED_KL_IN_LOSS
+  ),
+  # Published since.
+  'atpo': _algorithm(
+    ratio={'level': 'turn', 'gradient': 'token'},
+    **_NARROW_BOUNDS,
+    **_GROUP,
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  # Its source has a row for each turn, so its ratio of a sequence is a turn's.
+  'sampo': _algorithm(
+    ratio={'level': 'turn', 'gradient': 'token'},
+    **_NARROW_BOUNDS,
+    aggregate=defaults.choice('aggregate', 'turn_mean'),
+    advantage=defaults.choice('advantage', 'gigpo'),
+    kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
+  ),
+  # A turn is an action, and its value that of the state before it. The name
+  # Turn-PPO, which arXiv 2512.17008 gives it, is that of turn_ppo here.
+  'turn_mdp_ppo': _algorithm(
+    **_TURN,
+    advantage=defaults.choice(
+      'advantage', 'gae', gamma=0.99, lambda_=0.9, steps='turn'
+    ),
+  ),
+  # What replaces the clipping of the ratio.
+  'gmpo': _algorithm(
+    **_SEQUENCE,
+    # exp(-0.4) and exp(0.4)
+    bounds=defaults.choice(
+      'bounds',
+      'fixed',
+      clip_low=-math.expm1(-0.4),
+      clip_high=math.expm1(0.4),
+    ),
+    objective=defaults.choice('objective', 'geometric'),
+    **_GROUP,
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  'dppo_tv': _algorithm(
+    bounds=defaults.choice('bounds', 'total_variation'), **_DPPO, **_NO_KL
+  ),
+  'dppo_kl': _algorithm(
+    bounds=defaults.choice('bounds', 'binary_kl'), **_DPPO, **_NO_KL
+  ),
+  'sapo_gate': _algorithm(
+    objective=defaults.choice('objective', 'soft_gate'),
+    **_GROUP,
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  'topr': _algorithm(
+    ratio={'level': 'sequence', 'reduce': 'sum'},
+    bounds=defaults.choice('bounds', 'fixed', clip_low=1.0, clip_high=0.0),
+    objective=defaults.choice('objective', 'tapered'),
+    advantage=defaults.choice('advantage', 'group_centered'),
+    **_SEQUENCE_SUM,
+    **_NO_KL,
+  ),
+  'vespo': _algorithm(
+    ratio={'level': 'sequence', 'reduce': 'sum'},
+    objective=defaults.choice('objective', 'gamma_weighted'),
+    **_GROUP,
+    **_NO_KL,
+  ),
+  'clip_cov': _algorithm(
+    bounds=defaults.choice('bounds', 'fixed', clip_low=1.0, clip_high=1.0),
+    objective=defaults.choice('objective', 'clip_cov'),
+    **_GROUP,
+    **_NO_KL,
+  ),
+  'kl_cov': _algorithm(
+    objective=defaults.choice('objective', 'kl_cov'), **_GROUP, **_NO_KL
   ),
 }
 
 # Keys outside the section `algorithm` that an algorithm sets in `base.py`.
 # Algorithms whose advantages compare trajectories need groups.
-CHANGES = {
+CHANGES: dict[str, dict[str, float]] = {
   name: {'rollout.group_size': 8}
   for name, algorithm in ALGORITHMS.items()
   if algorithm['advantage']['name'] in estimator_needs.GROUPS
@@ -307,3 +315,5 @@ CHANGES['so_grpo'] = {
 }
 # Overlong reward shaping and dynamic sampling are parts of DAPO.
 CHANGES['dapo'] |= {'env.rewards.overlong': 1.0, 'rollout.resample_rounds': 3}
+# Groups without variance are replaced in SAMPO, too.
+CHANGES['sampo'] |= {'rollout.resample_rounds': 2}

@@ -19,6 +19,7 @@ from stppo_jax import settings
 from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import defaults
 from stppo_jax.configs import external
 from stppo_jax.configs import relations
 from stppo_jax.configs import rules
@@ -102,8 +103,7 @@ KEYS: Mapping[str, Key] = {
   **{f'value_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'sft.optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   # The options of algorithms have their rules in `rl`.
-  'algorithm.advantage.critic_tokens': Key(since='0.3', before='policy'),
-  'algorithm.advantage.outcome_counts': _new(before='per_trajectory'),
+  **{f'algorithm.{k}': _new(before=x) for k, x in defaults.BEFORE.items()},
   'alarms.stop': _free(rules.some_of(*alarms.THRESHOLDS), since='0.3'),
   'alarms.stop_after': _free(rules.POSITIVE, since='0.3'),
   'checkpoint.every': _free(rules.POSITIVE),

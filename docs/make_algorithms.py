@@ -7,6 +7,7 @@ from docs import texts
 from docs.texts import sources
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import defaults
 from stppo_jax.tools import algorithm_docs
 
 FOLDER = pathlib.Path(__file__).parent
@@ -17,7 +18,7 @@ def pages() -> dict[pathlib.Path, str]:
   config: Any = base.get_config()
   made = algorithm_docs.pages(
     algorithms.ALGORITHMS,
-    algorithms.DEFAULTS,
+    defaults.DEFAULTS,
     config.preference.to_dict(),
     texts,
     sources,

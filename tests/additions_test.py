@@ -85,6 +85,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       additions_to_rl.CLIP_RULE,
       _OF_ALGORITHMS
       | {
+        'configs/defaults.py',
         'stppo_jax/rl/bounds.py',
         'docs/texts/policy.py',
         'tests/rl/loss_twin.py',
@@ -96,6 +97,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       additions_to_rl.OBJECTIVE,
       _OF_ALGORITHMS
       | {
+        'configs/defaults.py',
         'stppo_jax/rl/objectives.py',
         'docs/texts/policy.py',
         'tests/rl/loss_twin.py',
@@ -120,6 +122,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       additions_to_rl.ESTIMATOR,
       _OF_ALGORITHMS
       | {
+        'configs/defaults.py',
         'stppo_jax/rl/group_advantages.py',
         'stppo_jax/rl/advantages.py',
         'stppo_jax/rl/estimator_needs.py',

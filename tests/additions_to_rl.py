@@ -11,7 +11,7 @@ ALGORITHM = additions.Addition(
       """
         'turn_cispo': _algorithm(
           ratio={'level': 'turn'},
-          objective=choice('objective', 'detached'),
+          objective=defaults.choice('objective', 'detached'),
           **_GROUP,
           **_NO_KL,
         ),
@@ -117,11 +117,11 @@ OBJECTIVE = additions.Addition(
       'stppo_jax/rl/objectives.py',
       'sg = jax.lax.stop_gradient',
       """
-        def rising(ratio_BL, logprobs_BL, advantages_BL, low, high):
-          del low, high
-          weight_BL = sg(jnp.where(advantages_BL > 0, ratio_BL, 0))
-          term_BL = _weighted(weight_BL, logprobs_BL, advantages_BL)
-          return term_BL, advantages_BL < 0
+        def rising(context, low, high, statistics):
+          del low, high, statistics
+          good_BL = context.advantages_BL > 0
+          weight_BL = jnp.where(good_BL, context.ratio_BL, 0)
+          return _weighted(weight_BL, context), context.advantages_BL < 0
       """,
     ),
     additions.Insertion(
@@ -130,7 +130,7 @@ OBJECTIVE = additions.Addition(
       "'rising': options_lib.Choice(rising),",
     ),
     additions.Insertion(
-      'configs/algorithms.py', "'objective': {", "'rising': {},"
+      'configs/defaults.py', "'objective': {", "'rising': {},"
     ),
     _described(
       'docs/texts/policy.py', '_OBJECTIVE', 'rising', 'term = -sg(r) A l, A > 0'
@@ -155,7 +155,8 @@ OBJECTIVE = additions.Addition(
       """,
     ),
     *_algorithm(
-      'rising', "_algorithm(objective=choice('objective', 'rising'), **_GROUP)"
+      'rising',
+      "_algorithm(objective=defaults.choice('objective', 'rising'), **_GROUP)",
     ),
   ),
   _passes(
@@ -169,7 +170,7 @@ CORRECTION = additions.Addition(
   (
     additions.Insertion(
       'stppo_jax/rl/corrections.py',
-      "LEVELS = ('token', 'sequence')",
+      "LEVELS = ('token', 'turn', 'sequence')",
       """
         @options.dataclass
         class Scaled(options.Options):
@@ -241,7 +242,7 @@ ESTIMATOR = additions.Addition(
       'stppo_jax/rl/estimator_needs.py', "'group_centered',", "'group_signs',"
     ),
     additions.Insertion(
-      'configs/algorithms.py',
+      'configs/defaults.py',
       "'advantage': {",
       "'group_signs': {'whiten': 'none'},",
     ),
@@ -261,7 +262,8 @@ ESTIMATOR = additions.Addition(
       """,
     ),
     *_algorithm(
-      'sign_grpo', "_algorithm(advantage=choice('advantage', 'group_signs'))"
+      'sign_grpo',
+      "_algorithm(advantage=defaults.choice('advantage', 'group_signs'))",
     ),
   ),
   """

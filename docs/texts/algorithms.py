@@ -1,6 +1,7 @@
 """Descriptions of the algorithms and of the preference losses."""
 
 from docs.texts import entry
+from docs.texts import newer_algorithms
 
 _SORL = 'arXiv 2511.20718'
 
@@ -303,6 +304,7 @@ ALGORITHMS = {
     'search results, so that their next turns can be compared.',
     'verl-agent: `adv_estimator=gigpo`, `gigpo.step_advantage_w` for omega.',
   ),
+  **newer_algorithms.ALGORITHMS,
 }
 
 _TDPO = """

@@ -41,7 +41,7 @@ _NAMES = {
     "TRL: `vllm_importance_sampling_mode='token_mask'`.",
   ),
   'icepop': entry.Description(
-    f'term * (k if least <= k <= most else 0)\n{_K} of the token',
+    f'term * (k if least <= k <= most else 0)\n{_K}',
     'Ring-1T, arXiv 2510.18855.',
     entry.CODE,
     'The model has experts, and sampler and trainer route tokens differently. '
@@ -49,12 +49,13 @@ _NAMES = {
     'verl: a threshold of two numbers, `rollout_is_threshold=0.5_5.0`.',
   ),
   'geo_rs': entry.Description(
-    f'term * (1 if |mean of log k over the trajectory| <= band else 0)\n{_K}',
+    f'term * (1 if |log k| <= band else 0)\n{_K}',
     'Rejection by the geometric mean; documentation of verl.',
     entry.CODE,
     'Sampler and trainer differ a little at every token of some trajectories. '
     'The default band is narrow: the metric `stab/rejected` shows the share of '
-    'policy tokens that is rejected.',
+    'policy tokens that is rejected. By default, log k is the mean over the '
+    'trajectory.',
     'verl: `rollout_rs=seq_mean_k1`.',
   ),
 }
@@ -146,15 +147,41 @@ _LEVELS = {
     'The variance should be low.',
     'verl: `rollout_is=token`.',
   ),
+  'turn': entry.Description(
+    f'{_K}, one for the policy tokens of a turn',
+    '—',
+    entry.OURS,
+    'A turn is one action of the policy: all of its tokens are believed alike.',
+  ),
   'sequence': entry.Description(
-    f'{_K}: the product over the policy tokens of the\n'
-    'trajectory; log k is clipped to [-20, 20]',
+    f'{_K}, one for the policy tokens of a trajectory',
     '—',
     entry.CODE,
-    'The weight should be unbiased. For long trajectories it is near 0 or '
-    'above any cap.',
+    'The reward is that of the trajectory.',
     'verl: `rollout_is=sequence`. TRL: '
     "`vllm_importance_sampling_mode='sequence_...'`.",
+  ),
+}
+
+_REDUCES = {
+  'mean': entry.Description(
+    'log k = mean over the tokens of the level: their geometric mean',
+    'The rejection of verl; as a weight it is our choice.',
+    entry.CODE,
+    'Trajectories are long. A small difference at every token, in the same '
+    'direction, makes a product vanish, and with it the update: over 2,000 '
+    'tokens of log k = -0.001 the product is 0.14 and the mean 0.999. In a run '
+    'of NeMo-RL with 40 to 60 turns, products had a mean of 0.06 (its pull '
+    'request 2269).',
+    'verl: `rollout_rs=seq_mean_k1`.',
+  ),
+  'sum': entry.Description(
+    'log k = clip(sum over the tokens of the level, -20, 20): their product',
+    'It is the probability ratio of the tokens together.',
+    entry.CODE,
+    'The weight should be unbiased. For long trajectories it is near 0 or '
+    'above any cap: see the metrics `mismatch/sequence/sum/*`.',
+    'verl: `rollout_is=sequence`.',
   ),
 }
 
@@ -177,6 +204,11 @@ CHOICES = {
   'correction.names': _NAMES,
   **{f'correction.clipping_bias.{key}': text for key, text in _BIAS.items()},
   'correction.tis.level': _LEVELS,
+  'correction.tis.reduce': _REDUCES,
   'correction.tis.truncated': _TRUNCATED,
-  'correction.mis.level': _LEVELS,
+  **{
+    f'correction.{name}.{key}': text
+    for name in ('mis', 'icepop', 'geo_rs')
+    for key, text in (('level', _LEVELS), ('reduce', _REDUCES))
+  },
 }

@@ -93,6 +93,44 @@ _BOUNDS = {
     'verl: `clip_ratio_low`, `clip_ratio_high`. TRL: `epsilon`, '
     '`epsilon_high`. slime: `--eps-clip`, `--eps-clip-high`.',
   ),
+  'by_length': entry.Description(
+    """
+    low, high = 1 - clip_low n^-exponent, 1 + clip_high n^-exponent
+
+    n is the number of policy tokens of the ratio's segment.
+    """,
+    '[The bounds of a turn](../turn_bounds.md).',
+    entry.OURS,
+    'Segments have different lengths. The mean of n independent log-ratios has '
+    'a spread proportional to n^(-1/2), so one width for all trusts almost '
+    'every long turn and few short ones. Measure the spread before you choose '
+    'the exponent: tokens of a turn are not independent.',
+  ),
+  'total_variation': entry.Description(
+    """
+    low, high = 1 - fall / pi_old, 1 + rise / pi_old
+    so that     pi_old - fall <= pi_theta <= pi_old + rise
+    """,
+    'DPPO with the binary total variation, arXiv 2602.04879.',
+    entry.CODE + ' verl, prime-rl.',
+    'The ratio of a rare token is large after a harmless change, and that of a '
+    'likely token is near 1 after a great one. It bounds the probability of '
+    'the token itself, so the level of the ratio should be `token`.',
+    'verl: policy loss `dppo_tv`. prime-rl: `dppo_mask_low`, `dppo_mask_high`.',
+  ),
+  'binary_kl': entry.Description(
+    """
+    KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+    KL <= fall where pi < pi_old;  KL <= rise where pi > pi_old
+
+    The bounds of the ratio are the two solutions, found by halving intervals.
+    """,
+    'DPPO with the binary divergence, arXiv 2602.04879.',
+    entry.CODE + ' verl.',
+    'Like `total_variation`, but a probability that falls to almost 0 counts '
+    'as far, too.',
+    'verl: policy loss `dppo_kl`.',
+  ),
   'entropy_scaled': entry.Description(
     """
     low, high = 1 - f clip_low, 1 + f clip_high
@@ -138,6 +176,29 @@ _OBJECTIVE = {
     'Ratios are very large where advantages are negative, as in stale batches.',
     'verl: `clip_ratio_c`, always on. TRL: `delta`. Tunix: `epsilon_c`.',
   ),
+  'geometric': entry.Description(
+    """
+    term = -A exp(mean over the segment of log w'),   w: the token ratio
+    w'   = high where w > high and A > 0, low where w < low and A < 0; else w
+    """,
+    'GMPO, arXiv 2507.20673.',
+    entry.CODE,
+    'One token with an extreme ratio should not decide about its segment. The '
+    'bounds are those of a token; `ratio.level` says over which tokens the '
+    'mean is formed, and the gradient goes through all of them.',
+    'verl: policy loss `geo_mean`.',
+  ),
+  'soft_gate': entry.Description(
+    """
+    term = -A sigmoid(tau (r - 1)) 4 / tau
+    tau  = tau_positive where A > 0, else tau_negative
+    """,
+    'SAPO, arXiv 2511.20347.',
+    entry.CODE,
+    'The gradient should fade with the distance from the old policy instead of '
+    'ending at a bound. The bounds are not used.',
+    "verl: policy loss `sapo`. TRL: `loss_type='sapo'`.",
+  ),
   'detached': entry.Description(
     'term = -sg(clip(r)) A log pi_theta',
     'CISPO, arXiv 2506.13585, Eq. 4.',
@@ -147,11 +208,11 @@ _OBJECTIVE = {
   ),
   'masked': entry.Description(
     """
-    term = -M sg(r) A log pi_theta
+    term = -M sg(min(r, cap)) A log pi_theta
     M    = 0 where r > high and A > 0, or r < low and A < 0; else 1
     """,
-    'MiniRL, arXiv 2512.01374.',
-    entry.PAPER,
+    'MiniRL, arXiv 2512.01374; DPPO, arXiv 2602.04879, with a cap.',
+    entry.CODE + ' verl has it for DPPO; that of MiniRL was read in the paper.',
     'A correction should truncate the ratio. The gradient is that of '
     '`pessimistic`, but the ratio is a weight that is not differentiated.',
   ),
@@ -162,6 +223,61 @@ _OBJECTIVE = {
     'There is one update per collection, or the effect of clipping is of '
     'interest.',
     'verl: the REINFORCE loss of its bypass mode.',
+  ),
+  'tapered': entry.Description(
+    """
+    term = -sg(w) A log pi_theta
+    w    = 1 where A > 0, else clip(r)
+    """,
+    'TOPR, arXiv 2503.14286.',
+    entry.CODE + ' Trinity-RFT, which has token ratios. That the ratio is that '
+    'of the trajectory was read in summaries of the paper.',
+    'Good trajectories of older policies should be learned at full weight, and '
+    'bad ones only as far as the policy would still write them.',
+    'Trinity-RFT: `policy_loss_fn=topr`.',
+  ),
+  'gamma_weighted': entry.Description(
+    """
+    term   = -sg(phi(r)) A log pi_theta
+    phi(r) = r^k exp(lambda (1 - r))
+    k, lambda = power_positive, decay_positive where A >= 0,
+                power_negative, decay_negative where A < 0
+    """,
+    'VESPO, arXiv 2602.10693.',
+    entry.CODE,
+    'The weight of a trajectory should fade on both sides of 1, although the '
+    'product of its ratios varies by orders of magnitude. The bounds are not '
+    'used.',
+    "TRL: `loss_type='vespo'`, where a sampler's mismatch is part of r.",
+  ),
+  'clip_cov': entry.Description(
+    """
+    term = max(-A r, -A clip(r)), but 0 at the chosen tokens
+    cov  = (A - mean A) (log pi_theta - mean log pi_theta)
+
+    A share of the policy tokens is chosen, at random, of those that are not
+    clipped and have least < cov < most.
+    """,
+    'Clip-Cov, arXiv 2505.22617.',
+    entry.CODE + ' The means are those of the minibatch, there of a '
+    "microbatch. The choice is a function of a token's stored numbers, so a "
+    'token that stays eligible stays chosen.',
+    'The entropy falls too fast: tokens of high covariance lower it most.',
+    'verl: policy loss `clip_cov`.',
+  ),
+  'kl_cov': entry.Description(
+    """
+    term = -A r, and coefficient |log r| in addition at the chosen tokens
+    cov  = (A - mean A) (log pi_theta - mean log pi_theta)
+
+    The share of the policy tokens with the highest cov is chosen.
+    """,
+    'KL-Cov, arXiv 2505.22617.',
+    entry.CODE
+    + ' The means are those of the minibatch, there of a microbatch.',
+    'Like `clip_cov`, but these tokens are held back instead of dropped. '
+    'Nothing is clipped, and the bounds are not used.',
+    'verl: policy loss `kl_cov`.',
   ),
 }
 

@@ -8,6 +8,16 @@ CODE = 'read in code'
 PAPER = 'read in the paper'
 DEFINITION = 'a definition'
 
+# Why a key differs, for the keys that differ in several algorithms.
+SHARED_WHY = {
+  'rollout.group_size': (
+    'Ours is that of all algorithms with groups except `so_grpo`.'
+  ),
+  'loss.entropy_coefficient': (
+    'Ours is the same for all algorithms, for comparisons.'
+  ),
+}
+
 
 class Source(NamedTuple):
   """The values that a source uses; None where it does not say.

@@ -8,6 +8,7 @@ table is our version of its method, and has no source to compare with.
 
 from typing import Any
 
+from docs.texts import newer_sources
 from docs.texts import source as source_lib
 from stppo_jax import settings
 from stppo_jax.configs import base
@@ -51,8 +52,6 @@ def _text(value: Any) -> str:
 
 
 _FORK = 'the fork of Search-R1 by the authors of arXiv 2511.20718'
-_ONE_GROUP = 'Ours is that of all algorithms with groups except `so_grpo`.'
-_ONE_BONUS = 'Ours is the same for all algorithms, for comparisons.'
 _ALONE = (
   'Ours is that of `token_ppo`, so that a comparison shows the effect of the '
   'estimator alone.'
@@ -78,11 +77,7 @@ _KL_IN_LOSS = {
   'kl.coefficient': 0.001,
 }
 _GROUP_STD = {'advantage.name': 'group_normalized', 'advantage.epsilon': 1e-6}
-# Why a key differs, for the keys that differ in several algorithms.
-_SHARED_WHY = {
-  'rollout.group_size': _ONE_GROUP,
-  'loss.entropy_coefficient': _ONE_BONUS,
-}
+_SHARED_WHY = source_lib.SHARED_WHY
 
 _PPO = _Source(
   where=_FORK,
@@ -370,4 +365,5 @@ SOURCES = {
       '0.01.',
     ),
   ),
+  **newer_sources.SOURCES,
 }

@@ -147,7 +147,10 @@ def annotate(
     returns_BL=estimate.returns_BL,
     value_mask_BL=estimate.value_mask_BL,
   )
-  return batch, _metrics(batch, algorithm, rewards_BL, kl_BL)
+  metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
+  return batch, metrics | diagnostics.mismatch_of_segments(
+    batch, num_turns=num_turns
+  )
 
 
 def _metrics(

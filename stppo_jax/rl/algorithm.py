@@ -83,6 +83,7 @@ class Algorithm(options.Options):
     """Yields what is chosen for the policy loss, with its options."""
     yield normalization.NORMALIZATIONS[self.ratio.normalize], self.ratio
     yield bounds.BOUNDS[self.bounds.name], self.bounds
+    yield objectives.OBJECTIVES[self.objective.name], self.objective
     for name in self.correction.names:
       yield corrections.CORRECTIONS[name], getattr(self.correction, name)
 

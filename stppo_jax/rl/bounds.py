@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import normalization
 from stppo_jax.rl import options as options_lib
 
 Array = jax.Array
@@ -43,6 +44,144 @@ def fixed(
   """
   del context, statistics
   return 1 - clip_low, 1 + clip_high
+
+
+@options_lib.dataclass
+class ByLength(options_lib.Named):
+  """Options of `by_length`.
+
+  Attributes:
+    clip_low, clip_high: the distances from 1 of a segment of one token.
+    exponent: a; 0 is `fixed`, 1/2 fits tokens that are independent.
+  """
+
+  clip_low: float = options_lib.number()
+  clip_high: float = options_lib.number()
+  exponent: float = options_lib.number(at_most=1.0)
+
+
+def by_length(
+  context: LossContext,
+  statistics: tuple[()],
+  *,
+  clip_low: Number,
+  clip_high: Number,
+  exponent: Number,
+) -> tuple[Array, Array]:
+  """Returns (1 - clip_low n^-a, 1 + clip_high n^-a).
+
+  n is the number of policy tokens of the ratio's segment. The mean of n
+  independent log-ratios has a standard deviation proportional to n^(-1/2); see
+  docs/turn_bounds.md. Our choice.
+  """
+  del statistics
+  # Each token has the weight 1 / n; off the mask n is 1.
+  share_BL, _ = aggregation.segment_weights(
+    context.level,
+    context.batch,
+    context.advantages_BL.dtype,
+    num_turns=context.num_turns,
+    implementation=context.implementation,
+  )
+  scale_BL = jnp.where(context.mask_BL, share_BL, 1) ** exponent
+  return 1 - clip_low * scale_BL, 1 + clip_high * scale_BL
+
+
+@options_lib.dataclass
+class TotalVariation(options_lib.Named):
+  """Options of `total_variation`: how far a probability may fall and rise."""
+
+  fall: float = options_lib.number(at_most=1.0)
+  rise: float = options_lib.number(at_most=1.0)
+
+
+def total_variation(
+  context: LossContext,
+  statistics: tuple[()],
+  *,
+  fall: Number,
+  rise: Number,
+) -> tuple[Array, Array]:
+  """Returns bounds that trust pi_old - fall <= pi <= pi_old + rise: DPPO.
+
+    low, high = 1 - fall / pi_old, 1 + rise / pi_old
+
+  |pi - pi_old| is the total variation between the distributions of one event,
+  "this token or another". Source: arXiv 2602.04879, Binary-TV.
+  """
+  del statistics
+  inverse_BL = jnp.exp(-_old_logprobs(context))
+  return 1 - fall * inverse_BL, 1 + rise * inverse_BL
+
+
+@options_lib.dataclass
+class BinaryKl(options_lib.Named):
+  """Options of `binary_kl`: the largest divergences below and above."""
+
+  fall: float = options_lib.number()
+  rise: float = options_lib.number()
+
+
+# Halvings of an interval of 20 nats, which leave 7e-14.
+_HALVINGS = 48
+_PROBABILITY_EPSILON = 1e-8  # of the public implementation
+
+
+def binary_kl(
+  context: LossContext,
+  statistics: tuple[()],
+  *,
+  fall: Number,
+  rise: Number,
+) -> tuple[Array, Array]:
+  """Returns bounds that trust a bounded divergence of one token: DPPO.
+
+    KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+  KL <= fall where pi < pi_old, and KL <= rise where pi > pi_old. The bounds are
+  found by halving intervals of log(pi / pi_old), on which KL is monotone.
+  Source: arXiv 2602.04879, Binary-KL.
+  """
+  del statistics
+  old_BL = _old_logprobs(context)
+
+  def divergence(log_ratio_BL):
+    rest_BL = 1 - jnp.exp(old_BL)
+    left_BL = 1 - jnp.exp(old_BL + log_ratio_BL)
+    gone_BL = jnp.log(rest_BL + _PROBABILITY_EPSILON) - jnp.log(
+      left_BL + _PROBABILITY_EPSILON
+    )
+    return rest_BL * gone_BL - jnp.exp(old_BL) * log_ratio_BL
+
+  def furthest(limit, end_BL):
+    """Returns the log-ratio furthest from 0, up to an end, within a limit."""
+
+    def halve(_, interval):
+      near_BL, far_BL = interval
+      middle_BL = (near_BL + far_BL) / 2
+      inside_BL = divergence(middle_BL) <= limit
+      return (
+        jnp.where(inside_BL, middle_BL, near_BL),
+        jnp.where(inside_BL, far_BL, middle_BL),
+      )
+
+    start = jnp.zeros_like(end_BL), end_BL
+    near_BL, _ = jax.lax.fori_loop(0, _HALVINGS, halve, start)
+    return jnp.where(divergence(end_BL) <= limit, end_BL, near_BL)
+
+  least = jnp.full_like(old_BL, -normalization.LOG_RATIO_LIMIT)
+  low_BL = furthest(fall, least)
+  # No probability exceeds 1.
+  high_BL = furthest(rise, normalization.limit(-old_BL))
+  return jnp.exp(low_BL), jnp.exp(high_BL)
+
+
+def _old_logprobs(context: LossContext) -> Array:
+  """Returns log pi_old of the token, limited to [-20, 0], 0 off the mask."""
+  old_BL = context.batch.old_logprobs_BL
+  assert old_BL is not None
+  old_BL = masking.select(old_BL, context.mask_BL)
+  return jnp.clip(old_BL, -normalization.LOG_RATIO_LIMIT, 0)
 
 
 @options_lib.dataclass
@@ -225,6 +364,9 @@ def _steps(start, limit, step):
 
 BOUNDS = {
   'fixed': options_lib.Choice(fixed, Fixed),
+  'by_length': options_lib.Choice(by_length, ByLength),
+  'total_variation': options_lib.Choice(total_variation, TotalVariation),
+  'binary_kl': options_lib.Choice(binary_kl, BinaryKl),
   'entropy_scaled': options_lib.Choice(
     entropy_scaled,
     EntropyScaled,

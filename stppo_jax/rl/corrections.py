@@ -15,14 +15,17 @@ With
 
   k = pi_old (trainer) / mu (sampler)
 
-of a token, or of a sequence (the product over its policy tokens), and log k
-clipped to [-20, 20], the weights of the policy terms are
+of a token, or of the policy tokens of a turn or a sequence (their geometric
+mean, or their product), and log k clipped to [-20, 20], the weights of the
+policy terms are
 
   tis     min(k, cap)                          truncated (Yao et al., 2025)
   mis     k where k <= cap, else 0             masked (Liu et al., 2025)
   icepop  k where least <= k <= most, else 0   masked (arXiv 2510.18855)
-  geo_rs  1 where |mean log k of the sequence| <= band, else 0
-                                               rejected (documentation of verl)
+  geo_rs  1 where |log k| <= band, else 0      rejected (documentation of verl)
+
+A product over hundreds of tokens is near 0 or above every cap as soon as the
+log-ratios have a mean; the geometric mean stays near 1.
 
 The weights are detached. `diagnostics.mismatch` measures k before any of this.
 """
@@ -36,6 +39,7 @@ import jax.numpy as jnp
 from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import options
+from stppo_jax.rl import ratios
 
 Array = jax.Array
 Number = Array | float
@@ -43,7 +47,7 @@ LossContext = loss_context_lib.LossContext
 TermWeights = loss_context_lib.TermWeights
 sg = jax.lax.stop_gradient
 
-LEVELS = ('token', 'sequence')
+LEVELS = ('token', 'turn', 'sequence')
 
 
 def _one(context):
@@ -51,7 +55,7 @@ def _one(context):
 
 
 def _ratio(context):
-  return sg(context.ratio_at(context.level))  # Detached: a factor of a weight.
+  return sg(context.ratio_BL)  # Detached: a factor of a weight.
 
 
 # `tis` truncates k times this factor and then divides by the factor, because
@@ -64,17 +68,28 @@ TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
 
 
 @options.dataclass
-class Tis(options.Options):
+class Mismatch(options.Options):
+  """The options that say what k is.
+
+  Attributes:
+    level: the tokens that share a k, one of `LEVELS`.
+    reduce: whether it is their geometric mean or their product.
+  """
+
+  level: str = options.one_of(LEVELS)
+  reduce: str = options.one_of(ratios.REDUCES)
+
+
+@options.dataclass
+class Tis(Mismatch):
   """Options of `tis`.
 
   Attributes:
     cap: the number at which k, or k times the ratio, is truncated.
-    level: the level of k, one of `LEVELS`.
     truncated: a key of `TRUNCATED`.
   """
 
   cap: float = options.number(above=0.0)
-  level: str = options.one_of(LEVELS)
   truncated: str = options.one_of(TRUNCATED)
 
 
@@ -86,6 +101,7 @@ def tis(
   *,
   cap: Number,
   level: str,
+  reduce: str,
   truncated: str,
 ) -> TermWeights:
   """Returns min(k, cap), or with truncated='product' min(k r, cap) / r.
@@ -94,23 +110,21 @@ def tis(
   """
   del low, high, statistics
   factor_BL = TRUNCATED[truncated](context)
-  k_BL = jnp.exp(context.log_mismatch(level))
+  k_BL = jnp.exp(context.log_mismatch(level, reduce))
   return loss_context_lib.policy_weights(
     jnp.minimum(k_BL * factor_BL, cap) / factor_BL
   )
 
 
 @options.dataclass
-class Mis(options.Options):
+class Mis(Mismatch):
   """Options of `mis`.
 
   Attributes:
     cap: the largest k whose term keeps a weight.
-    level: the level of k, one of `LEVELS`.
   """
 
   cap: float = options.number(above=0.0)
-  level: str = options.one_of(LEVELS)
 
 
 def mis(
@@ -121,15 +135,16 @@ def mis(
   *,
   cap: Number,
   level: str,
+  reduce: str,
 ) -> TermWeights:
   """Returns k where k <= cap, else 0."""
   del low, high, statistics
-  k_BL = jnp.exp(context.log_mismatch(level))
+  k_BL = jnp.exp(context.log_mismatch(level, reduce))
   return loss_context_lib.policy_weights(jnp.where(k_BL <= cap, k_BL, 0))
 
 
 @options.dataclass
-class Icepop(options.Options):
+class Icepop(Mismatch):
   """Options of `icepop`; terms with k outside [least, most] get weight 0."""
 
   least: float = options.number(at_most=1.0)
@@ -149,17 +164,19 @@ def icepop(
   *,
   least: Number,
   most: Number,
+  level: str,
+  reduce: str,
 ) -> TermWeights:
-  """Returns k of the token where least <= k <= most, else 0."""
+  """Returns k where least <= k <= most, else 0."""
   del low, high, statistics
-  k_BL = jnp.exp(context.log_mismatch('token'))
+  k_BL = jnp.exp(context.log_mismatch(level, reduce))
   inside_BL = (k_BL >= least) & (k_BL <= most)
   return loss_context_lib.policy_weights(jnp.where(inside_BL, k_BL, 0))
 
 
 @options.dataclass
-class GeoRs(options.Options):
-  """Options of `geo_rs`."""
+class GeoRs(Mismatch):
+  """Options of `geo_rs`; terms with |log k| above the band get weight 0."""
 
   band: float = options.number()
 
@@ -171,12 +188,13 @@ def geo_rs(
   statistics: tuple[()],
   *,
   band: Number,
+  level: str,
+  reduce: str,
 ) -> TermWeights:
-  """Returns 0 in sequences where |mean log k| > band, else 1."""
+  """Returns 0 where |log k| > band, else 1."""
   del low, high, statistics
-  log_k_BL = context.log_mismatch('token')
-  mean_BL = context.mean(log_k_BL, 'sequence')
-  near_BL = jnp.abs(mean_BL) <= band
+  log_k_BL = context.log_mismatch(level, reduce)
+  near_BL = jnp.abs(log_k_BL) <= band
   return loss_context_lib.policy_weights(near_BL.astype(log_k_BL.dtype))
 
 

@@ -331,6 +331,52 @@ def mismatch(
   }
 
 
+def mismatch_of_segments(
+  batch: batch_lib.TokenBatch, *, num_turns: int, implementation: str = 'auto'
+) -> dict[str, Array]:
+  """Returns k of turns and of trajectories, before any truncation, as scalars.
+
+  With k the geometric mean (mean) or the product (sum) over a segment of the
+  ratios of `mismatch`:
+
+    mismatch/{turn,sequence}/{mean,sum}/weight_raw_mean  over policy tokens
+    mismatch/{turn,sequence}/{mean,sum}/weight_raw_max
+
+  Where log k is above 60, k is computed with log k = 60. All are 0 if the loss
+  mask is false everywhere.
+
+  Args:
+    batch: the batch, with the log-probabilities of trainer and sampler.
+    num_turns: static, the most turns a row can have.
+    implementation: the way segments are summed, see `segments`.
+  """
+  mask_BL = batch.loss_mask_BL
+  old_BL, sampler_BL = batch.old_logprobs_BL, batch.sampler_logprobs_BL
+  assert old_BL is not None and sampler_BL is not None
+  log_k_BL = masking.select(old_BL - sampler_BL, mask_BL)
+  metrics = {}
+  for level in ('turn', 'sequence'):
+    segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
+    totals_BT = segments_lib.segment_totals(
+      log_k_BL, segments, implementation=implementation
+    )
+    counts_BT = segments_lib.segment_counts(
+      segments, log_k_BL.dtype, implementation=implementation
+    )
+    means_BT = masking.divide(totals_BT, counts_BT)
+    # Not by `ratios.level_log_ratio`, which clips log k.
+    for reduce, log_BT in {'mean': means_BT, 'sum': totals_BT}.items():
+      k_BL = segments_lib.segment_spread(
+        jnp.exp(jnp.minimum(log_BT, LOG_WEIGHT_LIMIT)),
+        segments,
+        implementation=implementation,
+      )
+      name = f'mismatch/{level}/{reduce}/weight_raw'
+      metrics[f'{name}_mean'] = masking.masked_mean(k_BL, mask_BL)
+      metrics[f'{name}_max'] = jnp.max(masking.select(k_BL, mask_BL))
+  return metrics
+
+
 def _percentile_99(x_BL: Array, mask_BL: Array) -> Array:
   """Returns the smallest x that 99% of x do not exceed; 0 for an empty mask."""
   # inf is sorted to the end, behind the numbers that the mask selects.

@@ -1,10 +1,11 @@
-"""The inputs of bounds and corrections, and the output of a correction.
+"""The inputs of a loss's parts, and the output of a correction.
 
-B trajectories, L tokens, T segments of a row. Bounds and corrections are
-computed from the same arrays: ratios at every level, advantages, entropies and
-masks. A `LossContext` holds these arrays for one microbatch. The numbers that a
-rule needs from the whole minibatch are its `statistics`. They are formed before
-the loss, without gradient, from a `LossContext` of the whole minibatch.
+B trajectories, L tokens, T segments of a row. Bounds, objectives and
+corrections are computed from the same arrays: ratios at every level,
+log-probabilities, advantages, entropies and masks. A `LossContext` holds these
+arrays for one microbatch. The numbers that a rule needs from the whole
+minibatch are its `statistics`. They are formed before the loss, without
+gradient, from a `LossContext` of the whole minibatch.
 """
 
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class LossContext:
     advantages_BL: the advantages, detached, 0 off the mask.
     entropy_BL: the policy's entropy at each token in nats, detached, 0 off the
       mask.
+    logprobs_BL: log pi_theta of the tokens, differentiable, 0 off the mask.
     batch: masks, ids, the old and the sampler's log-probabilities.
     num_turns: static, the most turns a row can have.
     implementation: the way segments are summed, see `segments`.
@@ -68,6 +70,7 @@ class LossContext:
   level: str
   advantages_BL: Array
   entropy_BL: Array
+  logprobs_BL: Array
   batch: batch_lib.TokenBatch
   num_turns: int
   implementation: str = 'auto'
@@ -76,6 +79,11 @@ class LossContext:
   def mask_BL(self) -> Array:
     """The loss mask."""
     return self.batch.loss_mask_BL
+
+  @property
+  def ratio_BL(self) -> Array:
+    """The ratio at the algorithm's level, differentiable, 1 off the mask."""
+    return self.ratio_at(self.level)
 
   def segments(self, level: str) -> segments_lib.Segments:
     """Returns the segments of a level."""
@@ -98,12 +106,17 @@ class LossContext:
       x_BL, self.segments(level), implementation=self.implementation
     )
 
-  def log_mismatch(self, level: str) -> Array:
+  def log_mismatch(self, level: str, reduce: str) -> Array:
     """Returns log k = log pi_old (trainer) - log mu (sampler) at a level.
 
+    Args:
+      level: a key of `segments.LEVELS`.
+      reduce: whether the log-ratios of a segment are averaged ('mean') or added
+        ('sum').
+
     Returns:
-      The sum over each token's segment, detached, clipped to [-20, 20], 0 off
-      the mask; [B, L].
+      The mean or the sum over each token's segment, detached, clipped to
+      [-20, 20], 0 off the mask; [B, L].
 
     Raises:
       ValueError: the batch lacks the sampler's log-probabilities.
@@ -120,7 +133,7 @@ class LossContext:
         self.batch,
         level=level,
         gradient='segment',
-        reduce='sum',
+        reduce=reduce,
         num_turns=self.num_turns,
         implementation=self.implementation,
       )

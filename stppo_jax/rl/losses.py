@@ -46,11 +46,13 @@ class Statistics(typing.NamedTuple):
   Attributes:
     normalize: the numbers that the normalisation reads, or ().
     bounds: the numbers that the bounds read, or ().
+    objective: the numbers that the objective reads, or ().
     corrections: by name, the numbers that each correction reads, or ().
   """
 
   normalize: typing.Any
   bounds: typing.Any
+  objective: typing.Any
   corrections: dict[str, typing.Any]
 
 
@@ -99,9 +101,9 @@ def _normalized(algorithm, logprobs_BL, batch, statistics, **segment_options):
 
 
 def _context(
-  algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
+  algorithm, log_ratio_BL, logprobs_BL, entropy_BL, batch, **segment_options
 ) -> loss_context_lib.LossContext:
-  """Returns the arrays that bounds and corrections read."""
+  """Returns the arrays that bounds, objectives and corrections read."""
   mask_BL = batch.loss_mask_BL
 
   def ratio_at(level):
@@ -123,6 +125,7 @@ def _context(
     # flows into either of them.
     sg(masking.select(batch.advantages_BL, mask_BL)),
     sg(masking.select(entropy_BL, mask_BL)),
+    logprobs_BL,
     batch,
     **segment_options,
   )
@@ -194,7 +197,7 @@ def minibatch_statistics(
     algorithm, logprobs_BL, batch, normalize, **segment_options
   )
   context = _context(
-    algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
+    algorithm, log_ratio_BL, logprobs_BL, entropy_BL, batch, **segment_options
   )
   bounds = _statistics(
     bounds_lib.BOUNDS[algorithm.bounds.name],
@@ -206,6 +209,14 @@ def minibatch_statistics(
   return Statistics(
     normalize,
     bounds,
+    _statistics(
+      objectives.OBJECTIVES[algorithm.objective.name],
+      algorithm.objective,
+      context,
+      low,
+      high,
+      **algorithm.objective.arguments(),
+    ),
     {
       name: _statistics(
         choice, options, context, low, high, **options.arguments()
@@ -260,16 +271,14 @@ def policy_loss(
     algorithm, logprobs_BL, batch, statistics.normalize, **segment_options
   )
   context = _context(
-    algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
+    algorithm, log_ratio_BL, logprobs_BL, entropy_BL, batch, **segment_options
   )
   low, high = _bounds(algorithm, context, statistics.bounds)
-  ratio_BL = context.ratio_at(algorithm.ratio.level)
   term_BL, cut_BL = objectives.OBJECTIVES[algorithm.objective.name].function(
-    ratio_BL,
-    logprobs_BL,
-    context.advantages_BL,
+    context,
     low,
     high,
+    statistics.objective,
     **algorithm.objective.arguments(),
   )
 
@@ -318,7 +327,7 @@ def policy_loss(
     other=other,
     entropy=entropy,
     kl=kl,
-    ratio_BL=sg(ratio_BL),
+    ratio_BL=sg(context.ratio_BL),
     weights_BL=scale_BL,
     value_weights_BL=value_scale_BL,
     cut_BL=cut_BL & mask_BL,

@@ -18,6 +18,8 @@ from stppo_jax.rl import options as options_lib
 
 Algorithm = Mapping[str, Mapping[str, Any]]
 
+_LEVEL = 'Which tokens share one k?'
+_REDUCE = 'Is k their geometric mean or their product?'
 # The question that each option answers, in the order of the pages.
 QUESTIONS = {
   'ratio.level': 'Which tokens share one ratio?',
@@ -31,9 +33,15 @@ QUESTIONS = {
   'correction.clipping_bias.scope': 'Over which tokens is rho computed?',
   'correction.clipping_bias.level': 'Which level does the ratio w have?',
   'correction.clipping_bias.applies_to': 'Which losses are scaled?',
-  'correction.tis.level': 'Is k the ratio of a token or of a sequence?',
+  'correction.tis.level': _LEVEL,
+  'correction.tis.reduce': _REDUCE,
   'correction.tis.truncated': 'Which weight is truncated?',
-  'correction.mis.level': 'Is k the ratio of a token or of a sequence?',
+  'correction.mis.level': _LEVEL,
+  'correction.mis.reduce': _REDUCE,
+  'correction.icepop.level': _LEVEL,
+  'correction.icepop.reduce': _REDUCE,
+  'correction.geo_rs.level': _LEVEL,
+  'correction.geo_rs.reduce': _REDUCE,
   'aggregate.name': 'How do tokens become a scalar?',
   'advantage.name': 'How good was what the policy wrote?',
   'advantage.steps': 'What is one step of GAE?',

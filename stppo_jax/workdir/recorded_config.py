@@ -7,8 +7,8 @@ from typing import Any
 from ml_collections import config_dict
 
 from stppo_jax import settings
-from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import defaults
 from stppo_jax.configs import schema
 from stppo_jax.workdir import named_files
 
@@ -66,7 +66,7 @@ def _completed(recorded: Any) -> Any:
     config.update_from_flattened_dict(values)
     # Its sections have the options of the choices that they name.
     config.algorithm = recorded.algorithm
-    for kind, choices in algorithms.DEFAULTS.items():
+    for kind, choices in defaults.DEFAULTS.items():
       section = config.algorithm[kind]
       if 'name' in section and section.name in choices:
         for option, value in choices[section.name].items():

@@ -6,8 +6,8 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax import settings
-from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import defaults
 
 _NOT_OF_A_RUN = ('lab', 'data', 'serve', 'index', 'doctor', 'checkpoint')
 _COMMANDS = [
@@ -61,7 +61,7 @@ def test_the_full_help_explains_every_key(capsys):
   for key, value in settings.flatten(base.get_config()).items():
     place = lines.index(f'{key} = {value!r}')
     assert lines[place + 1].startswith('    '), key  # its comment
-  for kind, choices in algorithms.DEFAULTS.items():
+  for kind, choices in defaults.DEFAULTS.items():
     for name, options in choices.items():
       for option, value in options.items():
         place = lines.index(f'algorithm.{kind}.{option} = {value!r}')

@@ -8,6 +8,7 @@ from docs.texts import sources
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import defaults
 
 _NAMES = pytest.mark.parametrize('name', sources.SOURCES)
 
@@ -38,7 +39,7 @@ def test_sources_speak_of_keys_that_exist(name):
     # Another choice of the section may have other options.
     options = {
       option
-      for choice in algorithms.DEFAULTS.get(section.split('.')[-1], {}).values()
+      for choice in defaults.DEFAULTS.get(section.split('.')[-1], {}).values()
       for option in choice
     }
     assert key in known or key.rpartition('.')[2] in options

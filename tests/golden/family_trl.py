@@ -17,8 +17,17 @@ OPTIONS = family_batch.OPTIONS
 
 def _loss(x, **options):
   """Returns `GRPOTrainer._compute_loss` without gradient accumulation."""
+  k_positive, lambda_positive = OPTIONS['gamma_positive']
+  k_negative, lambda_negative = OPTIONS['gamma_negative']
   arguments = types.SimpleNamespace(
-    use_bias_correction_kl=False, delta=options.pop('delta', None)
+    use_bias_correction_kl=False,
+    delta=options.pop('delta', None),
+    sapo_temperature_pos=OPTIONS['tau_positive'],
+    sapo_temperature_neg=OPTIONS['tau_negative'],
+    vespo_k_pos=k_positive,
+    vespo_lambda_pos=lambda_positive,
+    vespo_k_neg=k_negative,
+    vespo_lambda_neg=lambda_negative,
   )
   same = lambda tensor, **_: tensor
   trainer = types.SimpleNamespace(
@@ -40,6 +49,7 @@ def _loss(x, **options):
     top_entropy_quantile=1.0,
     use_adaptive_entropy=False,
     use_vllm=False,
+    get_gamma_weights=grpo_trainer.GRPOTrainer.get_gamma_weights,
     **{
       'beta': 0.0,
       'epsilon_low': OPTIONS['low'],
@@ -107,6 +117,8 @@ def make(arrays):
     'two_sided': {'loss_type': 'bnpo', 'delta': OPTIONS['dual_clip']},
     'gspo': {'loss_type': 'grpo', **sequence, **near},
     'luspo': {'loss_type': 'luspo', **sequence, **near},
+    'sapo': {'loss_type': 'sapo'},
+    'vespo': {'loss_type': 'vespo'},
     'turn': {'loss_type': 'bnpo', **sequence},
     'turn_mean': {'loss_type': 'grpo', **sequence},
   }

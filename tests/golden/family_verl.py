@@ -13,7 +13,7 @@ from verl.workers import config as verl_config
 OPTIONS = family_batch.OPTIONS
 
 
-def _actor(low, high, c=family_batch.NEVER):
+def _actor(low, high, c=family_batch.NEVER, **options):
   return verl_config.ActorConfig(
     strategy='fsdp',
     rollout_n=1,
@@ -21,6 +21,9 @@ def _actor(low, high, c=family_batch.NEVER):
     clip_ratio_low=low,
     clip_ratio_high=high,
     clip_ratio_c=c,
+    tau_pos=OPTIONS['tau_positive'],
+    tau_neg=OPTIONS['tau_negative'],
+    policy_loss=verl_config.PolicyLossConfig(**options),
   )
 
 
@@ -34,6 +37,7 @@ def _policy(
   c=family_batch.NEVER,
   weights=None,
   mask=None,
+  **options,
 ):
   return losses.get_policy_loss_fn(name)(
     old_log_prob=x.old_logprobs_BL,
@@ -41,7 +45,7 @@ def _policy(
     advantages=x.advantages_BL,
     response_mask=x.loss_mask_BL if mask is None else mask,
     loss_agg_mode=mode,
-    config=_actor(low, high, c),
+    config=_actor(low, high, c, **options),
     rollout_is_weights=weights,
   )
 
@@ -71,6 +75,48 @@ def _policies(x):
       results[case]['cut_fraction'] = np.asarray(
         metrics['actor/pg_clipfrac'] + metrics['actor/pg_clipfrac_lower']
       )
+  return results
+
+
+def _without_clipping(x):
+  """Returns results of what replaces the clipping of the ratio."""
+  geometric = OPTIONS['geometric_clip']
+  probability = {
+    'low': OPTIONS['probability_low'],
+    'high': OPTIONS['probability_high'],
+    'c': OPTIONS['weight_cap'],
+  }
+  divergence = {
+    'low': OPTIONS['divergence_low'],
+    'high': OPTIONS['divergence_high'],
+    'c': OPTIONS['weight_cap'],
+  }
+  kl_cov = {
+    'kl_cov_ratio': OPTIONS['kl_cov_share'],
+    'ppo_kl_coef': OPTIONS['kl_cov_coefficient'],
+  }
+  # All of the tokens between the bounds: then nothing is random.
+  clip_cov = {
+    'clip_cov_ratio': 1.0,
+    'clip_cov_lb': OPTIONS['clip_cov_least'],
+    'clip_cov_ub': OPTIONS['clip_cov_most'],
+  }
+  calls = {
+    'gmpo': ('geo_mean', {'low': geometric, 'high': geometric}),
+    'dppo_tv': ('dppo_tv', probability),
+    'dppo_kl': ('dppo_kl', divergence),
+    'sapo': ('sapo', {}),
+    'kl_cov': ('kl_cov', kl_cov),
+    'clip_cov': ('clip_cov', clip_cov),
+  }
+  results = {}
+  for case, (name, options) in calls.items():
+    results[case] = family_batch.differentiated(
+      lambda x: _policy(x, name, 'token-mean', **options)[0], x
+    )
+    if name.startswith('dppo'):
+      metrics = _policy(x, name, 'token-mean', **options)[1]
+      results[case]['cut_fraction'] = np.asarray(metrics['actor/pg_clipfrac'])
   return results
 
 
@@ -240,6 +286,7 @@ def make(arrays):
   x = family_batch.tensors(arrays)
   return (
     _policies(x)
+    | _without_clipping(x)
     | _weighted(x)
     | _corrections(x)
     | _kl_and_entropy(x)

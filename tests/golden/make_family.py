@@ -13,8 +13,9 @@ log-probabilities (of a value loss: the values), and `CASE.WHAT` for all else;
 `sources.json` has the versions and the options. `tests/rl/golden_test.py` holds
 our rows against them and says where an implementation deviates.
 
-No public code has a ratio per turn. A turn fed to a ratio per sequence, as a
-row of its own, is one: `family_batch.by_turn`.
+These packages have no ratio per turn. A turn fed to a ratio per sequence, as a
+row of its own, is one: `family_batch.by_turn`. The public code of AT2PO has
+one; `family_atpo.py` makes its numbers.
 """
 
 import importlib.metadata

@@ -215,6 +215,9 @@ def test_a_planted_mismatch_is_measured_exactly():
   x = np.array(list(planted.values()))
   _assert_close(metrics['mismatch/logprob_abs_diff'], 0.75)
   _assert_close(metrics['mismatch/weight_raw_max'], np.exp(0.75))
+  # A planted number is alone in its trajectory.
+  largest = 'mismatch/sequence/sum/weight_raw_max'
+  _assert_close(metrics[largest], np.exp(0.75))
   k3 = (np.exp(-x) - 1 + x).sum() / _MASK.sum()
   _assert_close(metrics['mismatch/k3'], k3)
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import segments
 from tests.rl import batches
@@ -28,7 +28,7 @@ def _aggregate(x, batch, name, implementation='auto'):
     batch,
     num_turns=batches.T,
     implementation=implementation,
-    **algorithms.choice('aggregate', name),
+    **defaults.choice('aggregate', name),
   )
 
 
@@ -51,7 +51,7 @@ def test_aggregates_by_hand(name, total, count):
 def test_aggregates_equal_the_loop(name, implementation):
   batch, x, _ = batches.make()
   total, count = _aggregate(x, batch, name, implementation)
-  options = algorithms.choice('aggregate', name)
+  options = defaults.choice('aggregate', name)
   np.testing.assert_allclose(
     total / count, twins.aggregate(x, batch, **options), rtol=1e-12
   )

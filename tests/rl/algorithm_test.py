@@ -8,6 +8,7 @@ import pytest
 
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
@@ -228,8 +229,8 @@ _TABLES = {
 
 @pytest.mark.parametrize('kind', _TABLES)
 def test_every_choice_has_defaults_and_can_be_built(kind):
-  assert _TABLES.keys() == algorithms.DEFAULTS.keys()
-  assert _TABLES[kind].keys() == algorithms.DEFAULTS[kind].keys()
+  assert _TABLES.keys() == defaults.DEFAULTS.keys()
+  assert _TABLES[kind].keys() == defaults.DEFAULTS[kind].keys()
   for name in _TABLES[kind]:
     changes = {f'{kind}__name': name, 'kl__where': 'nowhere'}
     built = batches.algorithm(**changes)

@@ -7,6 +7,7 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
 
@@ -119,7 +120,7 @@ def algorithm_options(name='token_ppo', **changes):
       section = section[step]
     assert last in section, key
     if last == 'name':  # another choice has other options
-      options[path[0]] = algorithms.choice(path[0], value)
+      options[path[0]] = defaults.choice(path[0], value)
     else:
       section[last] = value
   return options

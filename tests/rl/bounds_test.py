@@ -1,15 +1,16 @@
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import bounds
 from stppo_jax.rl import loss_context
 from tests.rl import batches
 
-_BAPO = algorithms.DEFAULTS['bounds']['balanced']
+_BAPO = defaults.DEFAULTS['bounds']['balanced']
 BOUNDS = bounds.BOUNDS
 
 
@@ -24,7 +25,13 @@ def _context(ratio, advantages, entropy=None, level='token', mask=None):
   )
   entropy = np.ones(ratio.shape) if entropy is None else entropy
   return loss_context.LossContext(
-    lambda level: ratio, level, advantages, entropy, batch, num_turns=1
+    lambda level: ratio,
+    level,
+    advantages,
+    entropy,
+    np.zeros(ratio.shape),
+    batch,
+    num_turns=1,
   )
 
 
@@ -36,7 +43,7 @@ def test_fixed_bounds_are_distances_from_one():
 def test_entropy_scales_both_distances():
   entropy = np.array([[0.0, 1.0, 2.0, 9.0]])
   context = _context(np.ones((1, 4)), np.ones((1, 4)), entropy)
-  options = algorithms.DEFAULTS['bounds']['entropy_scaled']
+  options = defaults.DEFAULTS['bounds']['entropy_scaled']
   mean = BOUNDS['entropy_scaled'].statistics(context, **options)
   assert mean == 3.0
   low, high = BOUNDS['entropy_scaled'].function(context, mean, **options)
@@ -50,7 +57,7 @@ def test_a_segment_has_one_entropy_and_no_entropy_scales_nothing():
   context = _context(
     np.ones((2, 2)), np.ones((2, 2)), entropy, level='sequence'
   )
-  options = algorithms.DEFAULTS['bounds']['entropy_scaled']
+  options = defaults.DEFAULTS['bounds']['entropy_scaled']
   mean = BOUNDS['entropy_scaled'].statistics(context, **options)
   assert mean == 1.5
   low, _ = BOUNDS['entropy_scaled'].function(context, mean, **options)
@@ -108,3 +115,79 @@ def test_a_step_below_the_rounding_reaches_its_limit():
 def test_many_steps_end_exactly_at_the_limit():
   _, high = _interval([1.0, 1.0], [-1.0, -1.0], high_step=0.001)
   assert high == 3.0
+
+
+def test_bounds_shrink_with_the_square_root_of_the_length():
+  mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0]], bool)
+  shape = mask.shape
+  options = defaults.DEFAULTS['bounds']['by_length']
+  context = _context(
+    np.ones(shape), np.ones(shape), level='sequence', mask=mask
+  )
+  low, high = BOUNDS['by_length'].function(context, (), **options)
+  width = np.where([[True] * 4, [False] * 4], 0.1, 0.2)
+  np.testing.assert_allclose(low, 1 - width)
+  np.testing.assert_allclose(high, 1 + width)
+
+
+@pytest.mark.parametrize(
+  ('level', 'exponent'), [('token', 0.5), ('turn', 0.0), ('sequence', 0.0)]
+)
+def test_bounds_by_length_are_fixed_ones_of_tokens_and_without_an_exponent(
+  level, exponent
+):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  changes = {'ratio__level': level, 'bounds__clip_high': 0.3}
+  run = jax.jit(batches.policy_loss)
+  fixed, by_length = (
+    run(algorithm, logprobs, entropy, batch)
+    for algorithm in (
+      batches.algorithm(**changes),
+      batches.algorithm(
+        bounds__name='by_length', bounds__exponent=exponent, **changes
+      ),
+    )
+  )
+  np.testing.assert_allclose(by_length.loss, fixed.loss, rtol=1e-14)
+  np.testing.assert_array_equal(by_length.cut_BL, fixed.cut_BL)
+
+
+_OLD = np.log([[0.5, 0.001, 0.9, 1.0]])
+
+
+def _of_probabilities(name, **options):
+  """Returns the lowest and the highest probabilities that are trusted."""
+  context = _context(np.ones((1, 4)), np.ones((1, 4)))
+  batch = context.batch.replace(old_logprobs_BL=_OLD)
+  context = dataclasses.replace(context, batch=batch)
+  low, high = BOUNDS[name].function(context, (), **options)
+  return np.exp(_OLD) * low, np.exp(_OLD) * high
+
+
+def test_total_variation_bounds_the_change_of_the_probability():
+  low, high = _of_probabilities('total_variation', fall=0.1, rise=0.2)
+  np.testing.assert_allclose(low, [[0.4, -0.099, 0.8, 0.9]], rtol=1e-12)
+  np.testing.assert_allclose(high, [[0.7, 0.201, 1.1, 1.2]], rtol=1e-12)
+
+
+def test_binary_kl_bounds_the_divergence():
+  low, high = _of_probabilities('binary_kl', fall=0.1, rise=0.05)
+  old = np.exp(_OLD)
+
+  def divergence(new):
+    rest = np.log((1 - old + 1e-8) / (1 - new + 1e-8))
+    return old * np.log(old / new) + (1 - old) * rest
+
+  # A probability of 0.001 diverges by less than 0.1 however far it falls, and a
+  # probability of 1 cannot rise.
+  assert low[0, 1] == pytest.approx(0.001 * np.exp(-20)) and high[0, 3] == 1
+  np.testing.assert_allclose(divergence(low)[0, [0, 2, 3]], 0.1, rtol=1e-7)
+  np.testing.assert_allclose(divergence(high)[0, :3], 0.05, rtol=1e-7)
+  assert np.all(low < old) and np.all(high[0, :3] > old[0, :3])
+
+
+def test_no_divergence_is_no_change():
+  low, high = _of_probabilities('binary_kl', fall=0.0, rise=0.0)
+  # The divergence is flat at 0, so rounding hides small changes.
+  np.testing.assert_allclose(low, np.exp(_OLD), rtol=1e-3)
+  np.testing.assert_allclose(high, np.exp(_OLD), rtol=1e-3)

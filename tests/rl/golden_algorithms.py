@@ -5,9 +5,10 @@ and changes that give it the options that the public implementation had.
 """
 
 import json
+import math
 import pathlib
 
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 
 FAMILY = pathlib.Path(__file__).parents[1] / 'golden' / 'family'
 OPTIONS = json.loads((FAMILY / 'sources.json').read_text())['options']
@@ -15,17 +16,17 @@ LENGTH = 32.0  # max_response_tokens
 
 
 def _fixed(low='low', high='high'):
-  return algorithms.choice(
+  return defaults.choice(
     'bounds', 'fixed', clip_low=OPTIONS[low], clip_high=OPTIONS[high]
   )
 
 
 def _aggregate(name, **options):
-  return {'aggregate': algorithms.choice('aggregate', name, **options)}
+  return {'aggregate': defaults.choice('aggregate', name, **options)}
 
 
 def _objective(name, **options):
-  return {'objective': algorithms.choice('objective', name, **options)}
+  return {'objective': defaults.choice('objective', name, **options)}
 
 
 def _kl(estimator):
@@ -47,13 +48,31 @@ NEAR = {'bounds': _fixed('sequence_low', 'sequence_high')}
 CAP = OPTIONS['cap']
 DUAL_CLIP = _objective('dual_clip', c=OPTIONS['dual_clip'])
 CISPO = {
-  'bounds': algorithms.choice(
+  'bounds': defaults.choice(
     'bounds', 'fixed', clip_low=1.0, clip_high=OPTIONS['high']
   ),
   **_objective('detached'),
 }
 TIS = _correct('tis', tis__cap=CAP)
 GEO_RS = {'correction__geo_rs__band': OPTIONS['band']}
+
+POSITIVE, NEGATIVE = OPTIONS['gamma_positive'], OPTIONS['gamma_negative']
+GATE = _objective(
+  'soft_gate',
+  tau_positive=OPTIONS['tau_positive'],
+  tau_negative=OPTIONS['tau_negative'],
+)
+
+
+def _dppo(bounds, what):
+  """Returns the changes of DPPO with a token mean and its limits."""
+  limits = {'fall': OPTIONS[f'{what}_low'], 'rise': OPTIONS[f'{what}_high']}
+  return {
+    'bounds': defaults.choice('bounds', bounds, **limits),
+    **_objective('masked', cap=OPTIONS['weight_cap']),
+    **_aggregate('token_mean'),
+  }
+
 
 # For each case an algorithm, and the options that the public one had.
 POLICIES = {
@@ -73,6 +92,37 @@ POLICIES = {
     {'ratio__gradient': 'token', **_aggregate('turn_mean')},
   ),
   'verl.cispo': ('cispo', CISPO),
+  'verl.gmpo': (
+    'gmpo',
+    {
+      'bounds': defaults.choice(
+        'bounds',
+        'fixed',
+        clip_low=-math.expm1(-OPTIONS['geometric_clip']),
+        clip_high=math.expm1(OPTIONS['geometric_clip']),
+      )
+    },
+  ),
+  'verl.dppo_tv': ('dppo_tv', _dppo('total_variation', 'probability')),
+  'verl.dppo_kl': ('dppo_kl', _dppo('binary_kl', 'divergence')),
+  'verl.sapo': ('sapo_gate', GATE),
+  'verl.kl_cov': (
+    'kl_cov',
+    _objective(
+      'kl_cov',
+      share=OPTIONS['kl_cov_share'],
+      coefficient=OPTIONS['kl_cov_coefficient'],
+    ),
+  ),
+  'verl.clip_cov': (
+    'clip_cov',
+    _objective(
+      'clip_cov',
+      share=1.0,
+      least=OPTIONS['clip_cov_least'],
+      most=OPTIONS['clip_cov_most'],
+    ),
+  ),
   'verl.reinforce': ('reinforce', {}),
   'verl.unclipped': ('reinforce', {}),
   'verl.unclipped_product': (
@@ -125,6 +175,18 @@ POLICIES = {
   'trl.two_sided': ('token_ppo', DUAL_CLIP),
   'trl.gspo': ('gspo', NEAR),
   'trl.luspo': ('gspo', NEAR | _aggregate('sequence_sum')),
+  'trl.sapo': ('sapo_gate', GATE),
+  'trl.vespo': (
+    'vespo',
+    _objective(
+      'gamma_weighted',
+      power_positive=POSITIVE[0],
+      decay_positive=POSITIVE[1],
+      power_negative=NEGATIVE[0],
+      decay_negative=NEGATIVE[1],
+    ),
+  ),
+  'atpo.atpo': ('atpo', NEAR),
   'trl.turn': ('turn_ppo', {}),
   'trl.turn_mean': ('turn_ppo', _aggregate('turn_mean')),
   # PPO on the product of a row's ratios; our `rloo` does not clip.
@@ -146,8 +208,10 @@ POLICIES = {
   'tunix.sequence_sum': ('token_ppo', _aggregate('sequence_sum') | _kl('k3')),
   'tunix.gspo_token': ('gspo_token', NEAR),
 }
-# Cases of trl whose mean over rows counts the row without tokens.
+# Cases whose mean over rows counts the row without tokens.
 ALL_ROWS_COUNT = (
+  'verl.gmpo',
+  'trl.sapo',
   'trl.grpo',
   'trl.dr_grpo',
   'trl.gspo',

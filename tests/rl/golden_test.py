@@ -9,9 +9,8 @@ differences hold for all: trl's means over rows count a row without tokens as
 one of zeros, ours leave it out; verl and tunix add 1e-8 to counts; verl gives
 the lone trajectory of a question its raw reward as advantage, where ours is 0.
 
-We lack verl's GMPO, SAPO, DPPO, DRO and covariance clips, and trl's SAPO and
-VESPO. They lack the clipping bias, BAPO, SSPO, GRPO-Guard, MT-GRPO, GiGPO, and
-GAE over turns.
+We lack verl's DRO. They lack the clipping bias, BAPO, SSPO, GRPO-Guard,
+MT-GRPO, GiGPO, TOPR, and GAE over turns.
 """
 
 import collections
@@ -23,7 +22,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
@@ -51,7 +50,7 @@ def _cases(source):
 
 ARRAYS = _load('arrays')
 MASK = ARRAYS['loss_mask_BL']
-GOLDEN = _cases('verl') | _cases('trl') | _cases('tunix')
+GOLDEN = _cases('verl') | _cases('trl') | _cases('tunix') | _cases('atpo')
 ROWS = MASK.any(1)
 LONE_ROW = 6  # the only trajectory of its question
 
@@ -130,6 +129,10 @@ def _scale(case):
 def _changes(case):
   if case == 'verl.reinforce':  # it uses no old policy
     return {'old_logprobs_BL': ARRAYS['logprobs_BL']}
+  if case == 'atpo.atpo':  # a turn ends where the mask does, so at holes too
+    before_BL = np.pad(MASK[:, :-1], ((0, 0), (1, 0)))
+    turn_ids_BL = np.cumsum(MASK & ~before_BL, axis=1, dtype=np.int32)
+    return {'turn_ids_BL': np.where(MASK, turn_ids_BL, 0)}
   if case == 'trl.rloo':
     advantages_BL = np.broadcast_to(ARRAYS['advantages_B'][:, None], MASK.shape)
     return {'advantages_BL': advantages_BL}
@@ -149,7 +152,7 @@ def test_the_loss_and_its_gradient_are_theirs(case):
     batches.algorithm(name, **{**golden_algorithms.PLAIN, **changes}),
     _poisoned(**_changes(case)),
     coefficient,
-    T,
+    T + 1,  # a hole makes two turns of one
   )
   _close(out.loss, _scale(case) * golden['loss'])
   _close(gradient_BL, _scale(case) * golden['gradient_BL'])
@@ -195,7 +198,7 @@ def test_the_value_loss_is_theirs(case):
 def test_the_advantages_are_theirs(case):
   name, changes = golden_algorithms.ADVANTAGES[case]
   golden = GOLDEN[case]
-  options = algorithms.choice('advantage', name, **changes)
+  options = defaults.choice('advantage', name, **changes)
 
   @jax.jit
   def estimate(arrays):

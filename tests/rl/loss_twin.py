@@ -7,6 +7,7 @@ finite differences of the twin are the intended gradient.
 import dataclasses
 import math
 
+import jax
 import numpy as np
 
 from tests.rl import twins
@@ -31,6 +32,7 @@ def policy_loss(
   options = row['ratio']
 
   live, still = (_logs(x, batch) for x in (logprobs, frozen))
+  token_live, token_still = live, still
   unit = np.ones(mask.shape)
   if options['normalize'] == 'guard':
     shift, unit = _guard(still, batch)
@@ -52,24 +54,41 @@ def policy_loss(
       row, lambda level: ratio_at(level, still), batch, low, high
     )
 
+  name, choice = row['objective']['name'], row['objective']
+  if name == 'geometric':
+    trusted, far = _trusted(token_live, token_still, advantages, low, high)
+    means = np.exp(twins.log_ratios(trusted, batch, options['level']))
+  chosen = _chosen(choice, frozen, weight, low, high, batch)
+
   term, divergence = np.zeros(mask.shape), np.zeros(mask.shape)
   cut = np.zeros(mask.shape, bool)
   for t in tokens:
     a, r, w = advantages[t], ratio[t], weight[t]
     harmful = (w > high[t] and a > 0) or (w < low[t] and a < 0)
     clipped = lambda x: min(max(x, low[t]), high[t])
-    name = row['objective']['name']
-    if name in ('pessimistic', 'dual_clip'):
+    if name in ('pessimistic', 'dual_clip', 'clip_cov'):
       term[t] = max(-a * r, -a * clipped(r))
       cut[t] = harmful
       if name == 'dual_clip' and a < 0:
-        term[t] = min(term[t], -a * row['objective']['c'])
-        cut[t] |= w > row['objective']['c']
+        term[t] = min(term[t], -a * choice['c'])
+        cut[t] |= w > choice['c']
+      if name == 'clip_cov' and t in chosen:
+        term[t], cut[t] = 0.0, True
+    elif name == 'kl_cov':
+      penalty = choice['coefficient'] * abs(math.log(r))
+      term[t] = -a * r + (penalty if t in chosen else 0.0)
+    elif name == 'geometric':
+      term[t], cut[t] = -a * means[t], far[t]
+    elif name == 'soft_gate':
+      tau = choice['tau_positive' if a > 0 else 'tau_negative']
+      term[t] = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
     else:
       weights = {
         'detached': clipped(w),
-        'masked': 0.0 if harmful else w,
+        'masked': 0.0 if harmful else min(w, choice.get('cap', w)),
         'unclipped': w,
+        'tapered': 1.0 if a > 0 else clipped(w),
+        'gamma_weighted': _gamma(w, a, choice),
       }
       term[t] = -weights[name] * a * logprobs[t]
       cut[t] = name == 'masked' and harmful
@@ -94,6 +113,51 @@ def _logs(logprobs, batch):
   for t in twins.policy_tokens(batch.loss_mask_BL):
     out[t] = twins.clipped_log(logprobs[t] - batch.old_logprobs_BL[t])
   return out
+
+
+def _trusted(live, still, advantages, low, high):
+  """Returns the logs of token ratios, clipped, and where they are clipped."""
+  out, far = np.array(live), np.zeros(live.shape, bool)
+  for t in np.ndindex(live.shape):
+    w, a = math.exp(still[t]), advantages[t]
+    if w > high[t] and a > 0:
+      out[t], far[t] = math.log(high[t]), True
+    if w < low[t] and a < 0:
+      out[t], far[t] = math.log(low[t]), True
+  return out, far
+
+
+def _gamma(w, a, choice):
+  if choice['name'] != 'gamma_weighted':
+    return None
+  side = 'positive' if a >= 0 else 'negative'
+  decay = choice[f'decay_{side}']
+  return w ** choice[f'power_{side}'] * math.exp(decay * (1 - w))
+
+
+def _chosen(choice, logprobs, ratio, low, high, batch):
+  """Returns the set of tokens that are chosen by their covariance."""
+  tokens = twins.policy_tokens(batch.loss_mask_BL)
+  if choice['name'] not in ('clip_cov', 'kl_cov'):
+    return set()
+  advantages = batch.advantages_BL
+  mean = lambda x: sum(x[t] for t in tokens) / len(tokens)
+  middle, center = mean(advantages), mean(logprobs)
+  ranked = []
+  for t in tokens:
+    covariance = (advantages[t] - middle) * (logprobs[t] - center)
+    if choice['name'] == 'kl_cov':
+      ranked.append((covariance, t))
+    elif choice['least'] < covariance < choice['most'] and not (
+      (ratio[t] > high[t] and advantages[t] > 0)
+      or (ratio[t] < low[t] and advantages[t] < 0)
+    ):
+      key = jax.random.key(0, impl='threefry2x32')
+      for x in (batch.old_logprobs_BL[t], advantages[t]):
+        key = jax.random.fold_in(key, np.float32(x).view(np.uint32))
+      ranked.append((float(jax.random.uniform(key, dtype=float)), t))
+  count = max(int(len(tokens) * choice['share']), 1)
+  return {t for _, t in sorted(ranked)[::-1][:count]}
 
 
 def _guard(logs, batch):
@@ -123,6 +187,15 @@ def _bounds(row, ratio, entropy, batch):
   full = lambda x: np.full(batch.loss_mask_BL.shape, x)
   if options['name'] == 'fixed':
     return full(1 - options['clip_low']), full(1 + options['clip_high'])
+  if options['name'] in _TOKEN_BOUNDS:
+    low, high = full(1.0), full(1.0)
+    for tokens in twins.members(row['ratio']['level'], batch):
+      for t in tokens:
+        old = batch.old_logprobs_BL[t]
+        low[t], high[t] = _TOKEN_BOUNDS[options['name']](
+          options, len(tokens), old
+        )
+    return low, high
   if options['name'] == 'balanced':
     return tuple(full(x) for x in _balanced(options, ratio, batch))
   segments = twins.members(row['ratio']['level'], batch)
@@ -135,6 +208,46 @@ def _bounds(row, ratio, entropy, batch):
       low[t] = 1 - f * options['clip_low']
       high[t] = 1 + f * options['clip_high']
   return low, high
+
+
+def _by_length(options, length, old):
+  scale = length ** -options['exponent']
+  return 1 - options['clip_low'] * scale, 1 + options['clip_high'] * scale
+
+
+def _total_variation(options, length, old):
+  p = math.exp(old)
+  return (p - options['fall']) / p, (p + options['rise']) / p
+
+
+def _binary_kl(options, length, old):
+  p = math.exp(old)
+
+  def divergence(log):
+    q = p * math.exp(log)
+    rest = math.log((1 - p + 1e-8) / (1 - q + 1e-8))
+    return p * -log + (1 - p) * rest
+
+  def furthest(limit, far):
+    if divergence(far) <= limit:
+      return math.exp(far)
+    near = 0.0
+    for _ in range(200):
+      middle = (near + far) / 2
+      if divergence(middle) <= limit:
+        near = middle
+      else:
+        far = middle
+    return math.exp(near)
+
+  return furthest(options['fall'], -20.0), furthest(options['rise'], -old)
+
+
+_TOKEN_BOUNDS = {
+  'by_length': _by_length,
+  'total_variation': _total_variation,
+  'binary_kl': _binary_kl,
+}
 
 
 def _balanced(options, ratio, batch):
@@ -172,18 +285,20 @@ def _clipping_bias(row, ratio_at, batch, low, high):
   )
 
 
-def _log_k(batch, level, reduce='sum'):
+def _k(batch, options):
   logs = np.zeros(batch.loss_mask_BL.shape)
   for t in twins.policy_tokens(batch.loss_mask_BL):
     logs[t] = twins.clipped_log(
       batch.old_logprobs_BL[t] - batch.sampler_logprobs_BL[t]
     )
-  return twins.log_ratios(logs, batch, level, reduce)
+  return np.exp(
+    twins.log_ratios(logs, batch, options['level'], options['reduce'])
+  )
 
 
 def _tis(row, ratio_at, batch, low, high):
   options = row['correction']['tis']
-  k = np.exp(_log_k(batch, options['level']))
+  k = _k(batch, options)
   if options['truncated'] == 'mismatch':
     return np.minimum(k, options['cap'])
   ratio = ratio_at(row['ratio']['level'])
@@ -192,19 +307,20 @@ def _tis(row, ratio_at, batch, low, high):
 
 def _mis(row, ratio_at, batch, low, high):
   options = row['correction']['mis']
-  k = np.exp(_log_k(batch, options['level']))
+  k = _k(batch, options)
   return np.where(k > options['cap'], 0, k)
 
 
 def _icepop(row, ratio_at, batch, low, high):
   options = row['correction']['icepop']
-  k = np.exp(_log_k(batch, 'token'))
+  k = _k(batch, options)
   return np.where((k < options['least']) | (k > options['most']), 0, k)
 
 
 def _geo_rs(row, ratio_at, batch, low, high):
-  mean = _log_k(batch, 'sequence', 'mean')
-  return np.where(np.abs(mean) > row['correction']['geo_rs']['band'], 0.0, 1.0)
+  options = row['correction']['geo_rs']
+  log_k = np.log(_k(batch, options))
+  return np.where(np.abs(log_k) > options['band'], 0.0, 1.0)
 
 
 _CORRECTIONS = {

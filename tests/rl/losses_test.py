@@ -85,6 +85,36 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
       'correction__mis__cap': 1.2,
     },
   ),
+  'mismatch_of_turns': (
+    'st_ppo',
+    {
+      'correction__names': ('tis', 'mis', 'icepop', 'geo_rs'),
+      'correction__tis__level': 'turn',
+      'correction__tis__reduce': 'mean',
+      'correction__tis__cap': 1.05,
+      'correction__mis__level': 'turn',
+      'correction__mis__cap': 1.4,
+      'correction__icepop__level': 'sequence',
+      'correction__icepop__reduce': 'mean',
+      'correction__icepop__least': 0.95,
+      'correction__geo_rs__level': 'turn',
+      'correction__geo_rs__band': 0.2,
+    },
+  ),
+  # Shares and bounds that choose more than one token.
+  'clip_cov': (
+    'clip_cov',
+    {
+      'objective__share': 0.2,
+      'objective__least': 0.1,
+      'bounds__clip_high': 0.5,
+    },
+  ),
+  'kl_cov': ('kl_cov', {'objective__share': 0.2}),
+  'turn_by_length': ('turn_ppo', {'bounds__name': 'by_length'}),
+  'turn_gmpo': ('gmpo', {'ratio__level': 'turn'}),
+  'capped': ('dppo_tv', {'objective__cap': 1.3}),
+  'turn_gate': ('sapo_gate', {'ratio__level': 'turn'}),
   'turn_entropy': ('turn_ppo', {'bounds__name': 'entropy_scaled'}),
   'turn_balanced': (
     'turn_ppo',
@@ -436,7 +466,10 @@ def test_only_some_algorithms_need_the_whole_minibatch():
     for name in algorithms.ALGORITHMS
     if batches.algorithm(name).uses_minibatch_statistics
   }
-  assert found == {'s_ppo', 'st_ppo', 'so_ppo', 'sspo', 'bapo', 'grpo_guard'}
+  assert found == {
+    *('s_ppo', 'st_ppo', 'so_ppo', 'sspo', 'bapo', 'grpo_guard'),
+    *('clip_cov', 'kl_cov'),
+  }
 
 
 def test_gradient_norm_pulls_back_policy_bias_and_other():

@@ -90,3 +90,49 @@ def test_without_a_token_all_are_0():
   none = np.zeros_like(batch.loss_mask_BL)
   found = _measure(batch.old_logprobs_BL, batch.sampler_logprobs_BL, none)
   assert set(float(x) for x in found.values()) == {0.0}
+
+
+_measure_segments = jax.jit(
+  diagnostics.mismatch_of_segments, static_argnames='num_turns'
+)
+
+
+def _of_segments(log_k, turn_ids):
+  batch, *_ = batches.make()
+  batch = batch.replace(
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=turn_ids > 0,
+    old_logprobs_BL=log_k,
+    sampler_logprobs_BL=np.zeros_like(log_k),
+  )
+  return _measure_segments(batch, num_turns=2)
+
+
+def test_means_and_products_of_turns_and_sequences_by_hand():
+  k = np.array([[2.0, 8.0, 0.5, np.nan], [1.0, np.nan, np.nan, 0.25]])
+  turns = np.array([[1, 1, 2, 0], [1, 0, 0, 2]], np.int32)
+  expected = {
+    'turn/mean': (4, 4, 0.5, 1, 0.25),
+    'turn/sum': (16, 16, 0.5, 1, 0.25),
+    'sequence/mean': (2, 2, 2, 0.5, 0.5),
+    'sequence/sum': (8, 8, 8, 0.25, 0.25),
+  }
+  assert _of_segments(np.log(k), turns) == pytest.approx(
+    {
+      f'mismatch/{name}/weight_raw_{kind}': value
+      for name, values in expected.items()
+      for kind, value in (('mean', np.mean(values)), ('max', max(values)))
+    },
+    rel=1e-12,
+  )
+
+
+@pytest.mark.parametrize('apart', [1000.0, -1000.0])
+def test_a_product_that_overflows_is_shown_as_the_largest_weight(apart):
+  turns = np.repeat(np.array([[1, 2]], np.int32), 2000, axis=1)
+  with jax.enable_x64(False):
+    found = jax.device_get(
+      _of_segments(np.full(turns.shape, apart, np.float32), turns)
+    )
+  largest = np.exp(min(apart, diagnostics.LOG_WEIGHT_LIMIT))
+  assert list(found.values()) == pytest.approx([largest] * 8, rel=1e-4)

@@ -22,7 +22,11 @@ from tests.rl import batches
 B, L, T = 4, 12, 6
 NUM_TURNS = 2 * T  # more than a row has, so that numbers may have gaps
 # Between them: every level, bounds, objective, aggregate and normalisation.
-ROWS = ('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard')
+ROWS = (
+  *('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard'),
+  *('gmpo', 'dppo_tv', 'dppo_kl', 'sapo_gate', 'topr', 'vespo'),
+  *('clip_cov', 'kl_cov'),
+)
 _CHANGES = {
   'correction__clipping_bias__tau': 0.5,
   'kl__coefficient': 0.1,
@@ -32,8 +36,12 @@ _CHANGES = {
 
 def _algorithm(name):
   changes = dict(_CHANGES)
-  if name == 'bapo':
+  if name in ('bapo', 'dppo_tv', 'dppo_kl'):
     del changes['bounds__clip_low']
+  if name in ('clip_cov', 'kl_cov'):
+    changes['objective__share'] = 0.2
+  if name == 'clip_cov':
+    changes['objective__least'] = 0.1
   return batches.algorithm(name, **changes)
 
 

@@ -11,6 +11,7 @@ from docs import texts
 from docs.texts import sources
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import preferences
 from stppo_jax.tools import algorithm_docs
 
@@ -27,7 +28,7 @@ _OVERVIEW = _PAGES['algorithms.md']
 def _pages(table=algorithms.ALGORITHMS, texts=texts):
   return algorithm_docs.pages(
     table,
-    algorithms.DEFAULTS,
+    defaults.DEFAULTS,
     {'name': 'tdpo2', 'beta': 0.1, 'alpha': 0.5},
     texts,
     sources,
@@ -120,7 +121,7 @@ def test_every_arxiv_id_becomes_a_link():
 
 
 def test_equations_name_every_number_of_their_options():
-  for kind, choices in algorithms.DEFAULTS.items():
+  for kind, choices in defaults.DEFAULTS.items():
     for name, options in choices.items():
       equation = texts.CHOICES[f'{kind}.name'][name].equation
       for key, value in options.items():
@@ -133,9 +134,9 @@ def test_equations_name_every_number_of_their_options():
         assert re.search(rf'\b{key}\b', text.equation), (name, key)
 
 
-@pytest.mark.parametrize('kind', algorithms.DEFAULTS)
+@pytest.mark.parametrize('kind', defaults.DEFAULTS)
 def test_options_of_a_choice_are_those_of_the_table(kind):
-  for name, options in algorithms.DEFAULTS[kind].items():
+  for name, options in defaults.DEFAULTS[kind].items():
     entry = _entry(f'`{name}`', _choices(f'{kind}.name'))
     if options:
       assert _bullet('Options', entry) == _settings(options)
@@ -159,7 +160,7 @@ def test_every_default_is_that_of_the_table():
 
 def test_allowed_values_follow_the_rule_of_the_chosen_option():
   algorithm = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
-  algorithm['objective'] = algorithms.choice('objective', 'dual_clip')
+  algorithm['objective'] = defaults.choice('objective', 'dual_clip')
   rules = algorithm_docs.rules(algorithm)
   assert list(rules) == list(settings.flatten(algorithm))
   assert rules['objective.c'].problem(1.0) == 'must be a finite number > 1'
@@ -178,7 +179,7 @@ def test_an_entry_lists_the_options_that_differ():
   # Of another choice all options are listed, those with equal values too.
   for name, bounds in {'bapo': 'balanced', 'sspo': 'entropy_scaled'}.items():
     listed = _bullet('Differs from `token_ppo`', _entry(f'`{name}`'))
-    for key, value in algorithms.DEFAULTS['bounds'][bounds].items():
+    for key, value in defaults.DEFAULTS['bounds'][bounds].items():
       assert f'`bounds.{key}={value}`' in listed
   assert 'Differs' not in _entry('`token_ppo`')
   twice = dict(algorithms.ALGORITHMS, so_ppo=base)
@@ -191,8 +192,9 @@ def test_a_changed_default_changes_the_page():
   table['token_ppo']['kl']['coefficient'] = 0.007
   changed = _pages(table)['algorithms.md']
   assert '| `kl.coefficient` | `0.007` |' in changed
-  # All other algorithms differ in it now.
-  assert changed.count('`kl.coefficient=0.001`') == len(table) - 1
+  # All other algorithms with the former default differ in it now.
+  same = [x for x in table.values() if x['kl']['coefficient'] == 0.001]
+  assert changed.count('`kl.coefficient=0.001`') == len(same) > 20
 
 
 def test_an_entry_lists_the_needs_of_its_algorithm():

@@ -104,7 +104,10 @@ _NAMES = {
   ),
   *(
     f'mismatch/{name}'
-    for name in 'logprob_abs_diff k3 weight_raw_max truncation'.split()
+    for name in (
+      *'logprob_abs_diff k3 weight_raw_max truncation'.split(),
+      'turn/sum/weight_raw_mean',
+    )
   ),
   *(
     f'retrieval/{name}'

@@ -1,6 +1,7 @@
 """Explains config keys by the comments of the files that define them.
 
-The keys of `algorithm` are defined in `configs/algorithms.py`, all others in
+The keys of `algorithm` are defined in `configs/algorithms.py` and
+`configs/defaults.py`, all others in
 `configs/base.py` and the files beside it that it calls.
 """
 
@@ -16,6 +17,7 @@ from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import defaults
 from stppo_jax.configs import schema
 
 HINT = '--help=KEY explains a config key or section, --helpfull all of them.'
@@ -77,15 +79,15 @@ def _of_algorithm(lines: dict[str, str]) -> Iterator[tuple[str, str, str]]:
 
   The options of every choice are among them, not only those of the default.
   """
-  of_choices = dict(_comments(algorithms, 'DEFAULTS'))
+  of_choices = dict(_comments(defaults, 'DEFAULTS'))
   for name, comment in _comments(algorithms, '_TOKEN_PPO'):
     kind = name.partition('.')[0]
     key = f'algorithm.{name}'
-    if kind not in algorithms.DEFAULTS:
+    if kind not in defaults.DEFAULTS:
       yield key, comment, lines.get(key, '')
     elif name == kind:
       yield key, of_choices[kind], ''
-      choices = algorithms.DEFAULTS[kind]
+      choices = defaults.DEFAULTS[kind]
       yield f'{key}.name', ' | '.join(choices), lines[f'{key}.name']
       for choice, options in choices.items():
         for option, value in options.items():

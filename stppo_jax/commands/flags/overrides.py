@@ -11,14 +11,12 @@ from absl import flags as absl_flags
 from ml_collections import config_dict
 
 from stppo_jax import settings
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.configs import schema
 
 # Key of an option that chooses other options (such as algorithm.bounds.name) ->
 # the section of the algorithm that they are in.
-_CHOOSING_KEYS = {
-  f'algorithm.{kind}.name': kind for kind in algorithms.DEFAULTS
-}
+_CHOOSING_KEYS = {f'algorithm.{kind}.name': kind for kind in defaults.DEFAULTS}
 
 
 def override_all(
@@ -77,9 +75,9 @@ def _override(config: Any, key: str, text: str | bool) -> None:
     ValueError: no such key, or a value of another type; one line.
   """
   kind = _CHOOSING_KEYS[key] if key in _CHOOSING_KEYS else ''
-  if kind and isinstance(text, str) and text in algorithms.DEFAULTS[kind]:
+  if kind and isinstance(text, str) and text in defaults.DEFAULTS[kind]:
     if config.algorithm[kind]['name'] != text:
-      options = algorithms.choice(kind, text)
+      options = defaults.choice(kind, text)
       config.algorithm[kind] = config_dict.ConfigDict(options)
     return
   if name := schema.successor(key):

@@ -146,6 +146,7 @@ def _differentiate(
     metrics |= diagnostics_lib.mismatch(
       batch.old_logprobs_BL, batch.sampler_logprobs_BL, batch.loss_mask_BL
     )
+    metrics |= diagnostics_lib.mismatch_of_segments(batch, num_turns=num_turns)
   arrays = {
     'loss': loss.loss,
     'dloss_dlogprobs_BL': gradient_BL,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.configs import algorithms
+from stppo_jax.configs import defaults
 from stppo_jax.rl import estimator_needs
 from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
@@ -22,7 +22,7 @@ def _double_precision():
 
 def _estimate(arrays, name, **options):
   estimator = estimates.build_estimator(
-    algorithms.choice('advantage', name, **options)
+    defaults.choice('advantage', name, **options)
   )
   needs = estimates.required_arrays(estimator, arrays)
   rollouts = saved_batch.select(
@@ -90,11 +90,11 @@ def test_groups_are_compared_and_a_group_of_one_gives_zeros():
   assert not found.arrays['value_mask_BL'].any()
 
 
-@pytest.mark.parametrize('name', algorithms.DEFAULTS['advantage'])
+@pytest.mark.parametrize('name', defaults.DEFAULTS['advantage'])
 def test_the_required_arrays_of_an_estimator_suffice(name):
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['state_ids_BL'] = batch.turn_ids_BL
-  estimator = estimates.build_estimator(algorithms.choice('advantage', name))
+  estimator = estimates.build_estimator(defaults.choice('advantage', name))
   needs = estimates.required_arrays(estimator, arrays)
   assert ('group_ids_B' in needs) == (name in estimator_needs.GROUPS)
   found = _estimate({n: arrays[n] for n in needs}, name)
@@ -143,7 +143,7 @@ def test_the_penalty_is_that_of_a_run(kl, poison):
 
 
 def test_a_penalty_that_a_run_cannot_have_is_refused():
-  options = lambda name: algorithms.choice('advantage', name)
+  options = lambda name: defaults.choice('advantage', name)
   gae = estimates.build_estimator(options('gae'))
   estimates.check_penalty(gae, 'k1')
   with pytest.raises(ValueError, match='must be one of k1, k2, k3'):

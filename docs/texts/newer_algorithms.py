@@ -1,0 +1,162 @@
+"""Descriptions of algorithms that were published after arXiv 2511.20718."""
+
+from docs.texts import entry
+
+ALGORITHMS = {
+  'atpo': entry.Description(
+    """
+    r_k  = sg(exp(mean over the policy tokens of turn k of l))
+             * pi_theta / sg(pi_theta) of the token
+    loss = mean over trajectories of
+             mean over its policy tokens of max(-A r_k, -A clip(r_k))
+    A    = (R - mean R) / (std R + epsilon) over a question's trajectories
+    """,
+    'AT2PO, arXiv 2601.04767.',
+    entry.CODE + ' This holds for the loss. Its advantages come from trees of '
+    'trajectories, which share their first turns; without trees, those of '
+    '`grpo` take their place.',
+    'The ratio of a turn, with bounds that are made for a mean: they are 60 '
+    'times narrower than those of `turn_ppo`.',
+    'The code of its authors: `policy_loss=gspo_turn`.',
+  ),
+  'sampo': entry.Description(
+    """
+    r_k  = as in atpo
+    loss = mean over turns of
+             mean over its policy tokens of max(-A r_k, -A clip(r_k))
+           + kl.coefficient * min(k3, 10)
+    A    = as in gigpo
+    """,
+    'SAMPO, arXiv 2602.21534.',
+    entry.CODE + ' The paper speaks of a sequence, and a sequence of its code '
+    'is one turn.',
+    'The ratio of a turn and the credit of a turn, without a value model. '
+    'Groups of equal rewards are replaced, as in `dapo`.',
+    'ARL-Arena: `algorithm.adv_estimator=sampo`.',
+  ),
+  'turn_mdp_ppo': entry.Description(
+    """
+    delta_k = r_k + gamma V_{k+1} - V_k,   V_k: before the first token of turn k
+    A_k  = delta_k + gamma lambda_ A_{k+1}, for all tokens of turn k, whitened
+    loss = mean over policy tokens of max(-A_k r_k, -A_k clip(r_k))
+
+    r_k is the turn ratio of turn_ppo.
+    """,
+    'arXiv 2512.17008, which calls it Turn-PPO.',
+    entry.OURS
+    + ' That a turn is one action, with a value before it, and gamma '
+    'and lambda were read in summaries of the paper; that the ratio is the '
+    'geometric mean of the turn, and the bounds, is our choice.',
+    'A value of the state before a turn can be learned where one within a turn '
+    'cannot. It is **not** the `turn_ppo` of this page: that one, of '
+    'arXiv 2511.20718, has the ratio of a turn and the advantages of tokens. '
+    'Here a turn has one advantage, too.',
+  ),
+  'gmpo': entry.Description(
+    """
+    loss = mean over trajectories of
+             -mean A * exp(mean over its policy tokens of log w')
+    w'   = the token ratio, clipped where that lowers the objective
+    A    = (R - mean R) / (std R + epsilon) over a question's trajectories
+    """,
+    'arXiv 2507.20673.',
+    entry.CODE,
+    'Like `gspo`, but one token with an extreme ratio does not move the ratio '
+    'of its trajectory. With `ratio.level=turn` it is the same for turns.',
+    'verl: policy loss `geo_mean`.',
+  ),
+  'dppo_tv': entry.Description(
+    """
+    loss = sum over policy tokens of -M sg(min(r, cap)) A log pi_theta
+           / (trajectories * max_response_tokens)
+    M    = 0 where A > 0 and pi_theta - pi_old > rise, or
+           where A < 0 and pi_old - pi_theta > fall; else 1
+    A    = R - mean R over a question's trajectories
+    """,
+    'arXiv 2602.04879.',
+    entry.CODE + ' prime-rl adds the square of l, which is no part of this.',
+    'Ratios of rare tokens are clipped although their probability hardly '
+    'changes, as happens with large vocabularies.',
+    'verl: policy loss `dppo_tv`. prime-rl: its default loss.',
+  ),
+  'dppo_kl': entry.Description(
+    """
+    loss = the loss of dppo_tv, with another M
+    M    = 0 where A > 0, pi_theta > pi_old and KL > rise, or
+           where A < 0, pi_theta < pi_old and KL > fall; else 1
+    KL   = pi_old log(pi_old / pi_theta)
+             + (1 - pi_old) log((1 - pi_old) / (1 - pi_theta))
+    """,
+    'arXiv 2602.04879.',
+    entry.CODE,
+    'Like `dppo_tv`, but a rare token that becomes far rarer is held back.',
+    'verl: policy loss `dppo_kl`.',
+  ),
+  'sapo_gate': entry.Description(
+    """
+    loss = mean over trajectories of
+             mean over its policy tokens of -A sigmoid(tau (r - 1)) 4 / tau
+    tau  = tau_positive where A > 0, else tau_negative
+    A    = (R - mean R) / (std R + epsilon) over a question's trajectories
+    """,
+    'SAPO, arXiv 2511.20347. Two other methods have that name (arXiv '
+    '2603.10069, arXiv 2605.29697), so this one has that of its gate.',
+    entry.CODE,
+    'The update should fade with the distance from the old policy, faster for '
+    'tokens that are made rarer.',
+    "verl: policy loss `sapo`. TRL: `loss_type='sapo'`.",
+  ),
+  'topr': entry.Description(
+    """
+    loss = sum over policy tokens of -sg(w) A log pi_theta / trajectories
+    w    = 1 where A > 0, else min(r, 1),   r: the product over the trajectory
+    A    = R - mean R over a question's trajectories
+    """,
+    'arXiv 2503.14286.',
+    entry.CODE + ' Trinity-RFT, which has token ratios. That r is the ratio of '
+    'the trajectory was read in summaries of the paper. The baseline is our '
+    'choice: there, rewards are 1 and -1.',
+    'Trajectories are stale or of another policy, and bad ones should not be '
+    'pushed away further once the policy no longer writes them.',
+    'Trinity-RFT: `algorithm_type=topr`.',
+  ),
+  'vespo': entry.Description(
+    """
+    loss   = mean over policy tokens of -sg(phi(r)) A log pi_theta
+    phi(r) = r^k exp(lambda (1 - r)),   r: the product over the trajectory
+    k, lambda = power_positive, decay_positive where A >= 0,
+                power_negative, decay_negative where A < 0
+    A      = (R - mean R) / (std R + epsilon) over a question's trajectories
+    """,
+    'arXiv 2602.10693.',
+    entry.CODE,
+    'Data are stale by many updates, and a ratio of the whole trajectory is '
+    'wanted that neither explodes nor depends on the length by a mean.',
+    "TRL: `loss_type='vespo'`.",
+  ),
+  'clip_cov': entry.Description(
+    """
+    loss = mean over policy tokens of max(-A r, -A clip(r)), and 0 at a share
+           of them: a random choice of those with least < cov < most
+    cov  = (A - mean A) (log pi_theta - mean log pi_theta)
+    A    = (R - mean R) / (std R + epsilon) over a question's trajectories
+    """,
+    'arXiv 2505.22617.',
+    entry.CODE,
+    'The entropy falls too fast. Few tokens, of a high covariance, lower it.',
+    'verl: policy loss `clip_cov`.',
+  ),
+  'kl_cov': entry.Description(
+    """
+    loss = mean over policy tokens of -A r, and coefficient |l| in addition
+           at the share of them with the highest cov
+    cov  = (A - mean A) (log pi_theta - mean log pi_theta)
+    A    = (R - mean R) / (std R + epsilon) over a question's trajectories
+    """,
+    'arXiv 2505.22617.',
+    entry.CODE,
+    'Like `clip_cov`. Nothing else is clipped, so do few updates per '
+    'collection.',
+    'verl: policy loss `kl_cov`.',
+  ),
+}
