@@ -25,6 +25,7 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import algorithms as algorithms_lib
+from stppo_jax.configs import defaults
 from stppo_jax.tools.lab import options as options_lib
 from stppo_jax.workdir import run_folder
 
@@ -122,7 +123,7 @@ def algorithm(
   """Returns the options of an algorithm.
 
   Args:
-    name: a key of the table of algorithms_lib.
+    name: a key of the table of algorithms.
     settings: KEY=VALUE, of which the last of equal keys counts.
     config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
     is_list: whether they stand in the flag --algorithms, not in --algorithm and
@@ -158,7 +159,7 @@ def estimator(
   Raises:
     Misconfigured: every error, one line each.
   """
-  table = algorithms_lib.DEFAULTS['advantage']
+  table = defaults.DEFAULTS['advantage']
   subject = f'--estimator={name}' if name else f'--config={config}'
   if name and name not in table:
     choices = settings_lib.closest(name, list(table))
@@ -171,7 +172,7 @@ def estimator(
         f'{subject}: the algorithm of --config={config} has {configured}'
       )
   else:
-    options = algorithms_lib.choice('advantage', name)
+    options = defaults.choice('advantage', name)
     run: Any = config_dict.ConfigDict({'algorithm': {'advantage': options}})
   typed = _apply(run, 'algorithm.advantage', settings, '--set ')
   return options_lib.Options(
