@@ -238,7 +238,7 @@ ALGORITHMS = {
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,
     aggregate=defaults.choice('aggregate', 'turn_mean'),
-    advantage=defaults.choice('advantage', 'gigpo'),
+    advantage=defaults.choice('advantage', 'gigpo', normalize='none'),
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
   ),
   # A turn is an action, and its value that of the state before it. The name
