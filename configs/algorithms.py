@@ -60,19 +60,19 @@ _TOKEN_PPO = {
       'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
     },
     'mis': {
-      'level': 'token',
-      'reduce': 'sum',
+      'level': 'token',  # the level of k: token | turn | sequence
+      'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'cap': 2.0,  # the factor is 0 where k is larger
     },
     'icepop': {
-      'level': 'token',
-      'reduce': 'sum',
+      'level': 'token',  # the level of k: token | turn | sequence
+      'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'least': 0.5,  # the factor is 0 where k is smaller
       'most': 5.0,  # the factor is 0 where k is larger
     },
     'geo_rs': {
-      'level': 'sequence',
-      'reduce': 'mean',
+      'level': 'sequence',  # the level of k: token | turn | sequence
+      'reduce': 'mean',  # k is a geometric mean (mean) or a product (sum)
       'band': 0.001,  # how far log k may be from 0
     },
   },

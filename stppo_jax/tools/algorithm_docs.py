@@ -274,7 +274,8 @@ def _needs(built):
 def _summary(table, texts, sources):
   """Returns the table of the algorithms, one line each."""
   parts = (*(kind for kind in TITLES if kind != 'kl'), 'KL')
-  rows = [('algorithm', *parts, 'source', 'how sure', 'differs from it in')]
+  head = ('algorithm', *parts, 'source', 'how sure', 'differs from it in')
+  rows: list[tuple[str, ...]] = [head]
   for name, algorithm in table.items():
     ratio = [algorithm['ratio']['level']]
     if algorithm['ratio']['gradient'] == 'token':
