@@ -60,19 +60,19 @@ _TOKEN_PPO = {
       'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
     },
     'mis': {
-      'level': 'token',
-      'reduce': 'sum',
+      'level': 'token',  # the level of k: token | turn | sequence
+      'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'cap': 2.0,  # the factor is 0 where k is larger
     },
     'icepop': {
-      'level': 'token',
-      'reduce': 'sum',
+      'level': 'token',  # the level of k: token | turn | sequence
+      'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'least': 0.5,  # the factor is 0 where k is smaller
       'most': 5.0,  # the factor is 0 where k is larger
     },
     'geo_rs': {
-      'level': 'sequence',
-      'reduce': 'mean',
+      'level': 'sequence',  # the level of k: token | turn | sequence
+      'reduce': 'mean',  # k is a geometric mean (mean) or a product (sum)
       'band': 0.001,  # how far log k may be from 0
     },
   },
@@ -238,7 +238,7 @@ ALGORITHMS = {
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,
     aggregate=defaults.choice('aggregate', 'turn_mean'),
-    advantage=defaults.choice('advantage', 'gigpo'),
+    advantage=defaults.choice('advantage', 'gigpo', normalize='none'),
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
   ),
   # A turn is an action, and its value that of the state before it. The name

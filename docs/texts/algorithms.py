@@ -34,7 +34,8 @@ ALGORITHMS = {
     entry.CODE + ' The paper says the same.',
     'Dialogues have several turns, and no token should be clipped only because '
     'its own ratio is unusual. The comparison with `token_ppo` shows the '
-    'effect of the level alone.',
+    'effect of the level alone. Another method of that name, arXiv 2512.17008, '
+    'is `turn_mdp_ppo` here.',
     'verl and TRL have no ratio per turn. Their sequence ratio is that of a '
     'turn if every turn is passed as a sequence of its own: in TRL with '
     '`ratio.gradient=segment`, in verl with `ratio.gradient=token`.',

@@ -25,18 +25,19 @@ ALGORITHMS = {
     loss = mean over turns of
              mean over its policy tokens of max(-A r_k, -A clip(r_k))
            + kl.coefficient * min(k3, 10)
-    A    = as in gigpo
+    A    = as in gigpo, with differences from the mean that are not divided
     """,
     'SAMPO, arXiv 2602.21534.',
-    entry.CODE + ' The paper speaks of a sequence, and a sequence of its code '
-    'is one turn.',
+    entry.CODE + ' There the ratio is called that of a sequence, and every '
+    'sequence is one turn.',
     'The ratio of a turn and the credit of a turn, without a value model. '
     'Groups of equal rewards are replaced, as in `dapo`.',
     'ARL-Arena: `algorithm.adv_estimator=sampo`.',
   ),
   'turn_mdp_ppo': entry.Description(
     """
-    delta_k = r_k + gamma V_{k+1} - V_k,   V_k: before the first token of turn k
+    delta_k = (rewards of turn k) + gamma V_{k+1} - V_k
+    V_k  = value before the first token of turn k
     A_k  = delta_k + gamma lambda_ A_{k+1}, for all tokens of turn k, whitened
     loss = mean over policy tokens of max(-A_k r_k, -A_k clip(r_k))
 

@@ -55,11 +55,11 @@ SOURCES = {
     ),
   ),
   'sampo': _Source(
-    where='ARL-Arena, examples/embody_agent_trainer/Qwen3-4B/train_sampo.sh',
+    where='ARL-Arena, examples/shop_agent_trainer/Qwen3_4B/train_sampo.sh',
     sure=_CODE,
     clip=_NARROW_CLIP,
     aggregate='turn_mean',
-    std={'advantage.normalize': 'std'},
+    std={'advantage.normalize': 'none'},
     group=8,
     kl={
       'kl.where': 'loss',
@@ -74,8 +74,7 @@ SOURCES = {
     notes=(
       'There, an invalid action costs 0.1; here nothing, unless '
       '`env.rewards.format` is set.',
-      'There, groups are replaced only after the first 15 steps, and its other '
-      'script does not divide by the standard deviation.',
+      'There, groups are replaced only after the first 5 steps.',
     ),
   ),
   'gmpo': _Source(

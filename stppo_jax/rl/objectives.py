@@ -229,6 +229,11 @@ class ClipCov(options_lib.Named):
   least: float = options_lib.number()
   most: float = options_lib.number(infinite=True)
 
+  @staticmethod
+  def conflicts(least, most, **_):
+    if most <= least:
+      yield 'most', most, f'greater than {least} (least)'
+
 
 def clip_cov(
   context: LossContext,

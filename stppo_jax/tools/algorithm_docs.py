@@ -119,7 +119,8 @@ def pages(
     preference: the defaults of the preference losses.
     texts: has `ALGORITHMS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE`
       and `PREAMBLE`; see `docs/texts`.
-    sources: has `SOURCES` and `lines`; see `docs/texts/sources.py`.
+    sources: has `SOURCES`, `differences` and `lines`; see
+      `docs/texts/sources.py`.
 
   Raises:
     KeyError: an algorithm or a choice is not described.
@@ -162,7 +163,7 @@ def _overview(table, preference, texts, sources) -> list[str]:
     "## The paper's setting",
     *map(_wrapped, _linked(texts.PREAMBLE.PAPER_SETTING).split('\n\n')),
     '## The algorithms',
-    _summary(table),
+    _summary(table, texts, sources),
   ]
   for name, algorithm in table.items():
     built = algorithm_lib.build_algorithm(algorithm)
@@ -270,9 +271,11 @@ def _needs(built):
   return ', '.join(needs)
 
 
-def _summary(table):
+def _summary(table, texts, sources):
   """Returns the table of the algorithms, one line each."""
-  rows = [('algorithm', *(kind for kind in TITLES if kind != 'kl'), 'KL')]
+  parts = (*(kind for kind in TITLES if kind != 'kl'), 'KL')
+  head = ('algorithm', *parts, 'source', 'how sure', 'differs from it in')
+  rows: list[tuple[str, ...]] = [head]
   for name, algorithm in table.items():
     ratio = [algorithm['ratio']['level']]
     if algorithm['ratio']['gradient'] == 'token':
@@ -290,9 +293,22 @@ def _summary(table):
       algorithm['aggregate']['name'],
       algorithm['advantage']['name'],
       'none' if kl['where'] == 'nowhere' else used,
+      *_provenance(name, texts.ALGORITHMS[name], texts, sources),
     )
     rows.append(cells)
   return _table(rows)
+
+
+def _provenance(name, text, texts, sources):
+  """Returns source, certainty and differing keys of an algorithm as cells."""
+  paper = re.search(r'arXiv \d{4}\.\d{5}', text.source)
+  sure = next(phrase for phrase in texts.SURE if text.sure.startswith(phrase))
+  differing = '—'
+  if name in sources.SOURCES:
+    keys = [f'`{key.partition(".")[2]}`' for key in sources.differences(name)]
+    differing = ', '.join(keys) or 'nothing'
+  source = paper.group() if paper else text.source.rstrip('.')
+  return _linked(source), sure.rstrip('.'), differing
 
 
 def _every_option(base):

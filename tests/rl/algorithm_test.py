@@ -208,6 +208,10 @@ def test_all_problems_at_once(wrap):
       "advantage.name is 'turn_group'",
     ),
     (
+      {'objective__name': 'clip_cov', 'objective__most': 0.5},
+      'algorithm.objective.most=0.5: must be greater than 1.0 (least)',
+    ),
+    (
       {'correction__icepop__most': 0.7},
       'algorithm.correction.icepop.most=0.7: must be 1 or greater',
     ),

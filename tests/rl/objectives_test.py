@@ -224,3 +224,30 @@ def test_a_share_of_the_tokens_between_two_covariances_is_cut():
   np.testing.assert_array_equal(cut(order), chosen[order])
   np.testing.assert_array_equal(cut(slice(30, 40)), chosen[30:])
   np.testing.assert_array_equal(cut(share=1.0), eligible)
+
+
+@pytest.mark.parametrize('sign', [1, -1])
+@pytest.mark.parametrize(('share', 'count'), [(1e-6, 1), (0.34, 2), (0.9, 5)])
+def test_rounding_in_another_program_changes_no_choice(share, count, sign):
+  advantages = np.array([[1.0, 2.0, -1.0, -3.0, 0.5, 0.1]])
+  kl_cov = objectives.OBJECTIVES['kl_cov']
+  options = {'share': share, 'coefficient': 1.0}
+
+  def context(logprobs):
+    batch, _, _ = batches.make()
+    batch = batch.replace(loss_mask_BL=np.ones((1, 6), bool))
+    return loss_context.LossContext(
+      lambda level: np.full((1, 6), np.e),
+      'token',
+      advantages,
+      None,
+      logprobs,
+      batch,
+      num_turns=1,
+    )
+
+  found = kl_cov.statistics(context(LOGPROBS), 0.8, 1.2, **options)
+  other = LOGPROBS * (1 + sign * 1e-12)
+  term, _ = kl_cov.function(context(other), 0.8, 1.2, found, **options)
+  penalty = np.round(term + advantages * np.e, 9)
+  assert sorted(penalty[0]) == [0] * (6 - count) + [1] * count

@@ -151,6 +151,36 @@ def test_options_of_a_correction_are_those_of_the_table():
     assert _bullet('Options', entry) == _settings(options[name])
 
 
+def _summary():
+  """Returns the cells of the table of algorithms, by name and column."""
+  head, _, *lines = _entry('The algorithms', heading='##').strip().splitlines()
+  cells = lambda line: [cell.strip() for cell in line.strip('|').split(' | ')]
+  columns = cells(head)
+  rows = [dict(zip(columns, cells(line), strict=True)) for line in lines]
+  return {row['algorithm'].strip('`'): row for row in rows}
+
+
+def test_the_table_says_where_an_algorithm_is_from_and_how_it_differs():
+  summary = _summary()
+  assert list(summary) == list(algorithms.ALGORITHMS)
+  for name, row in summary.items():
+    sure = f'{row["how sure"]}.'
+    assert texts.ALGORITHMS[name].sure.startswith(sure) and sure in texts.SURE
+    if name in sources.SOURCES:
+      keys = sources.differences(name)
+      listed = row['differs from it in'].split(', ')
+      assert len(listed) == max(len(keys), 1), name
+    else:
+      assert row['differs from it in'] == '—'
+  assert summary['atpo']['source'] == (
+    '[arXiv:2601.04767](https://arxiv.org/abs/2601.04767)'
+  )
+  assert summary['dppo_kl']['differs from it in'] == (
+    '`objective.cap`, `group_size`, `entropy_coefficient`'
+  )
+  assert summary['so_grpo']['differs from it in'] == 'nothing'
+
+
 def test_every_default_is_that_of_the_table():
   table = _entry('Every option of `token_ppo`', heading='##')
   listed = dict(re.findall(r'^\| `(\S+)` \| `(.*?)` \|', table, re.M))
