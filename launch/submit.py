@@ -44,7 +44,7 @@ from stppo_jax.commands.flags import configuration
 
 # Folders of one machine, which no other sees and a new one does not have.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
-_ADDRESS = re.compile(r'(gs|s3)://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
+_ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
 # The largest ConfigMap; its archive is written in base64.
 _MOST_BYTES = 2**20 * 3 // 4
@@ -254,11 +254,8 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
   if name == 'local':
     return []
   if '://' in workdir or name == 'tpu':
-    kind = workdir.partition('://')[0]
-    if not _ADDRESS.fullmatch(workdir) or name == 'tpu' and kind != 'gs':
-      kinds = 'gs://BUCKET/RUN' + ' or s3://BUCKET/RUN' * (name != 'tpu')
-      return [f'{start}must be {kinds}']
-    return []
+    is_good = _ADDRESS.fullmatch(workdir)
+    return [] if is_good else [f'{start}must be gs://BUCKET/RUN']
   if not path.is_absolute():
     return [f'{start}must be absolute, because workers start elsewhere']
   if any(path.is_relative_to(own) for own in _OWN_FOLDERS):

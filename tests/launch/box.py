@@ -37,15 +37,14 @@ if [ "$1" = pip ]; then
     UV_CACHE_DIR=$UV_CACHE REAL_UV "${words[@]}"
 else
   REAL_UV venv --clear --python REAL_PYTHON "${!#}" || exit
-  # What a TPU tells jax are flags here, and a bucket is a folder.
+  # What a TPU tells jax are flags here.
   mv "${!#}/bin/python" "${!#}/bin/real_python"
   cp "$CLOUD/bin/vm_python" "${!#}/bin/python"
 fi
 """
 _VM_PYTHON = """#!/bin/bash
-words=()
-for word; do words+=("${word//gs:\\/\\//$CLOUD/buckets/}"); done
-case " ${words[*]} " in
+words=("$@")
+case " $* " in
   *' stppo_jax train '*)
     words+=(--coordinator=127.0.0.1:"$VM_PORT" --num_processes=2)
     words+=(--process_id="$VM_NUMBER" --start_timeout=60)
@@ -101,7 +100,8 @@ class Box:
       f'import sys\nsys.path.insert(0, {str(_HERE)!r})\nimport gcloud\n'
       'print(gcloud.rule(sys.argv[1]) or 0)\n'
     )
-    kept = ('JAX_', 'XLA_', 'NPROC', 'OMP_')
+    kept = ('JAX_', 'XLA_', 'NPROC', 'OMP_', 'STORAGE_', 'GCSFS_', 'GOOGLE_')
+    kept += ('TENSORSTORE_',)
     environment = {k: x for k, x in os.environ.items() if k.startswith(kept)}
     cache = os.environ.get('UV_CACHE_DIR') or pathlib.Path.home() / '.cache/uv'
     self.environment = environment | {

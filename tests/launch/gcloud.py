@@ -1,6 +1,7 @@
 """Stands in for `gcloud`: buckets are folders, and VMs are processes.
 
-    $CLOUD/buckets/BUCKET/...   the objects
+    $CLOUD/buckets/BUCKET/...   the objects; with $STORAGE_EMULATOR_HOST, they
+                                are those of tests/storage/emulator.py
     $CLOUD/slices/NAME.json     a queued resource, with what it was asked for
     $CLOUD/vms/NAME-w-0/        the disk of a VM; everything that its startup
                                 script writes is in it
@@ -21,6 +22,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 
 CLOUD = pathlib.Path(os.environ['CLOUD'])
 _WHERE = ('project', 'zone', 'format')
@@ -75,48 +79,87 @@ def _replace(path, content):
   part.replace(path)
 
 
-def _path(address):
+def _http(path, data=None, **query):
+  """Returns the answer of the storage; None if there is no such object."""
+  address = os.environ['STORAGE_EMULATOR_HOST'] + path
+  address += '?' + urllib.parse.urlencode(query)
+  try:
+    with urllib.request.urlopen(address, data=data) as answer:
+      return answer.read()
+  except urllib.error.HTTPError as error:
+    if error.code == 404:
+      return None
+    raise Failed(f'HTTPError {error.code}: a pre-condition?') from error
+
+
+def _stored(address):
+  """Returns the content of the objects that match, by name."""
+  _network()
+  bucket, _, name = address.removeprefix('gs://').partition('/')
+  if 'STORAGE_EMULATOR_HOST' not in os.environ:
+    paths = sorted(glob.glob(str(CLOUD / 'buckets' / bucket / name)))
+    return {path: pathlib.Path(path).read_bytes() for path in paths}
+  names, folder = [name], f'/storage/v1/b/{bucket}/o'
+  if '*' in name:
+    found = json.loads(_http(folder, prefix=name.partition('*')[0]))
+    pattern = re.escape(name).replace(r'\*', '[^/]*')
+    names = [x['name'] for x in found['items']]
+    names = [x for x in names if re.fullmatch(pattern, x)]
+  objects = {
+    x: _http(f'{folder}/{urllib.parse.quote(x, safe="")}', alt='media')
+    for x in names
+  }
+  return {name: x for name, x in objects.items() if x is not None}
+
+
+def _store(address, data, new):
+  _network()
+  bucket, _, name = address.removeprefix('gs://').partition('/')
+  if 'STORAGE_EMULATOR_HOST' in os.environ:
+    query = {'uploadType': 'media', 'name': name}
+    query |= {'ifGenerationMatch': '0'} if new else {}
+    _http(f'/upload/storage/v1/b/{bucket}/o', data, **query)
+    return
+  path = CLOUD / 'buckets' / bucket / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_name(f'.{path.name}.{os.getpid()}')
+  part.write_bytes(data)
+  try:
+    os.link(part, path) if new else part.replace(path)
+  except FileExistsError as error:  # there is one
+    raise Failed('HTTPError 412: a pre-condition did not hold') from error
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def _network():
   if rule('network') or 'VM' in os.environ and rule('mute'):
     raise Failed('Connection reset by peer')
-  return CLOUD / 'buckets' / address.removeprefix('gs://')
 
 
 def _cat(words, flags):
-  paths = sorted(glob.glob(str(_path(words[0]))))
-  if not paths:
+  found = _stored(words[0])
+  if not found:
     raise Failed(
       f'The following URLs matched no objects or files:\n-{words[0]}'
     )
   first = int(flags.get('range', '0-').partition('-')[0])
-  for path in paths:
-    sys.stdout.buffer.write(pathlib.Path(path).read_bytes()[first:])
+  for name in sorted(found):
+    sys.stdout.buffer.write(found[name][first:])
 
 
 def _cp(words, flags):
   source, target = words
   if '://' in target:
-    path, data = (
-      _path(target),
-      sys.stdin.buffer.read() if source == '-' else b'',
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if source != '-':
-      data = pathlib.Path(source).read_bytes()
-    part = path.with_name(f'.{path.name}.{os.getpid()}')
-    part.write_bytes(data)
-    if flags.get('if-generation-match') == '0':
-      try:
-        os.link(part, path)  # unless it is there
-      except FileExistsError as error:
-        raise Failed('HTTPError 412: a pre-condition did not hold') from error
-      finally:
-        part.unlink()
-    else:
-      part.replace(path)
-  elif not _path(source).exists():
+    is_new = flags.get('if-generation-match') == '0'
+    file = '/dev/stdin' if source == '-' else source
+    _store(target, pathlib.Path(file).read_bytes(), is_new)
+    return
+  found = _stored(source)
+  if not found:
     raise Failed(f'The following URLs matched no objects or files:\n-{source}')
-  else:
-    pathlib.Path(target).write_bytes(_path(source).read_bytes())
+  (data,) = found.values()
+  pathlib.Path(target).write_bytes(data)
 
 
 def _secret(words, flags):

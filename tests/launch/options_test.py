@@ -45,7 +45,13 @@ _BAD = {
     *('partition=', 'partition=gpu\n#SBATCH --uid=0', 'partition=a b'),
     *('partition=a,,b', 'partition=gpu;id', 'partition=$(id)'),
     *('root=runs', 'python=python3', 'secrets=tokens', 'restarts=x'),
-    *('workdir=runs/a', 'workdir=/tmp/a', 'workdir=gs://', 'workdir=ftp://a/b'),
+    *(
+      'workdir=runs/a',
+      'workdir=/tmp/a',
+      'workdir=gs://',
+      'workdir=ftp://a/b',
+      'workdir=s3://lab/run',
+    ),
     *('workdir=/shared/a\nb', 'name=x\n#SBATCH', 'gres=gpu:8'),
     *('config.model.path=models/absent', 'config.title=a\nb'),
   ],
@@ -126,7 +132,7 @@ _CHOICES = {
   'jobset': {
     'accelerator': ['tpu-v6e-slice', 'tpu-v5-lite-podslice'],
     'topology': ['1x1', '2x2', '2x4', '4x4', '16x16'],
-    'workdir': ['/shared/run', 'gs://lab/runs/one', 's3://lab/run'],
+    'workdir': ['/shared/run', 'gs://lab/runs/one'],
     'claim': ['shared', 'b'],
     'grace': ['30', '600'],
     'config.title': ['yes', '{{name}}', '"', "a'b: c"],
