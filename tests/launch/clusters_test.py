@@ -18,24 +18,26 @@ def sweep():
 
 
 @pytest.fixture
-def box(tmp_path, monkeypatch):
-  """Yields a cloud whose runs only end, and a bucket that no run has begun."""
-  box = box_lib.Box(tmp_path, trains=False)
-  (tmp_path / 'here' / 'grid.py').write_text(_SWEEP)
+def cloud(tmp_path, monkeypatch):
+  """Yields a cloud whose runs only end, and its storage."""
   with emulator.served() as storage:
     for name, value in storage.environment.items():
       monkeypatch.setenv(name, value)
-    yield box
-  box.close()
+    monkeypatch.setenv('CLOUD', '')
+    box = box_lib.Box(tmp_path, trains=False)
+    (tmp_path / 'here' / 'grid.py').write_text(_SWEEP)
+    yield box, storage
+    box.close()
 
 
 def _sweep(box, *flags):
   words = ['launch.sweep', '--on=tpu', '--config=grid.py', '--restarts=0']
-  return box.start([*words, '--out=gs://lab/runs/grid', *flags])
+  return box.start([*words, f'--out=gs://{emulator.BUCKET}/grid', *flags])
 
 
 @pytest.mark.slow
-def test_each_run_of_a_sweep_has_a_slice_and_few_exist_at_once(box):
+def test_each_run_of_a_sweep_has_a_slice_and_few_exist_at_once(cloud):
+  box, storage = cloud
   box.rules(seconds='3')
   process, most = _sweep(box, '--jobs=2'), 0
   while process.poll() is None:
@@ -46,11 +48,12 @@ def test_each_run_of_a_sweep_has_a_slice_and_few_exist_at_once(box):
   assert most == 2 and box.slices() == []
   assert len(box.calls('compute tpus queued-resources create')) == 3
   for seed in range(3):
-    assert (box.bucket / f'runs/grid/turn_ppo-seed{seed}/launched').exists()
+    assert storage.data(f'grid/turn_ppo-seed{seed}/launched')
 
 
 @pytest.mark.slow
-def test_the_runs_of_a_sweep_spend_one_budget(box):
+def test_the_runs_of_a_sweep_spend_one_budget(cloud):
+  box, _ = cloud
   box.rules(seconds='1')
   process = _sweep(box, '--jobs=1', '--max_slices=2')
   out, _ = process.communicate(timeout=600)
