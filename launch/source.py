@@ -81,7 +81,9 @@ def pack(
     names.append(text)
   if errors:
     raise exits.Misconfigured('\n'.join(errors))
-  known = [sys.prefix, sys.base_prefix, *(f'{_ROOT}/{x}/' for x in _FOLDERS)]
+  # Of a clone, what stands beside the package is no module of a config.
+  own = *_FOLDERS, 'benchmarks', 'tests'
+  known = [sys.prefix, sys.base_prefix, *(f'{_ROOT}/{x}/' for x in own)]
   modules = [getattr(x, '__file__', None) for x in [*sys.modules.values()]]
   names += [x for x in modules if x and not x.startswith(tuple(known))]
   for name in names:

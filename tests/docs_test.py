@@ -22,6 +22,7 @@ import urllib.request
 import numpy as np
 import pytest
 
+from launch import first_hour
 from launch import submit
 from launch import sweep
 from stppo_jax import __main__
@@ -47,6 +48,7 @@ _PAGES = {
 _README = _PAGES['README.md']
 _MAINS = {
   'stppo_jax': __main__.main,
+  'launch.first_hour': first_hour.main,
   'launch.submit': submit.main,
   'launch.sweep': sweep.main,
 }
@@ -115,6 +117,9 @@ def _make_clone(root):
     'Makefile',
   ):
     (root / name).symlink_to(_ROOT / name)
+  published = 'tests/models/published'
+  (root / published).parent.mkdir(parents=True)
+  (root / published).symlink_to(_ROOT / published)
   (root / 'runs').mkdir()
   return root
 
@@ -428,7 +433,8 @@ def test_a_small_version_of_every_command_runs(
   elif ' compare ' in command:
     _make_small_batch(call)
     (names,) = (w for w in words if w.startswith('--algorithms='))
-    names = names.split('=')[1].split(',')
+    names = names.partition('=')[2].split(',')
+    names = [name.partition(':')[0] for name in names]
     assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)
     call('--algorithms=st_ppo')  # each of the others is a program of its own
   elif ' prefer ' in command:
