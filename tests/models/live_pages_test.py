@@ -86,10 +86,15 @@ def test_the_kernel_equals_loops(dtype, tolerance, queries, own, first):
 @pytest.mark.parametrize(
   'options',
   [
-    {'window': 4},
-    {'window': 300},
-    {'soft_cap': 0.7},
-    {'sinks_KR': np.array([[0.5, -1, 3], [9, 0, -5]], np.float32)},
+    *(
+      pytest.param(options, marks=pytest.mark.slow)
+      for options in (
+        {'window': 4},
+        {'window': 300},
+        {'soft_cap': 0.7},
+        {'sinks_KR': np.array([[0.5, -1, 3], [9, 0, -5]], np.float32)},
+      )
+    ),
     {'window': 7, 'soft_cap': 2.0, 'sinks_KR': np.ones((2, 3), np.float32)},
   ],
 )

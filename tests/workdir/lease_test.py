@@ -60,6 +60,7 @@ def test_who_renews_its_lease_keeps_others_out(bucket, google, said):
   assert 'runs out in' in said[0]
 
 
+@pytest.mark.slow
 def test_the_lease_of_an_ended_run_elsewhere_is_waited_for(
   bucket, google, said
 ):
@@ -134,6 +135,7 @@ def test_an_answer_that_is_lost_loses_no_lease(bucket, google):
     held.renew()
 
 
+@pytest.mark.slow
 def test_of_two_that_wait_one_gets_the_lease(bucket, google):
   _of_another_host(google, seconds=1)
   ends = []
