@@ -27,6 +27,7 @@ is then 70.
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import functools
 import json
 import math
@@ -57,6 +58,8 @@ from stppo_jax.training import model_files
 from stppo_jax.training import span
 
 _REPEATS, _CALLS = 5, 4
+_NO_ERROR = 'no error'  # expected of a check that has failed
+_FOLDER = 'first_hour'  # in the workdir, while files are written there
 
 
 class Line(NamedTuple):
@@ -109,9 +112,14 @@ def devices(subject: Subject) -> Iterator[Line]:
 
 def own_programs(subject: Subject) -> Iterator[Line]:
   """Compiles small programs for each host alone."""
-  problems = subject.hosts.exchange('trial', span.try_here(subject.config))
-  for index, problem in enumerate(problems):
-    yield Line(f'own programs of host {index}', problem or 'compile', 'compile')
+  expected = 'compile'
+  try:
+    found = span.try_here(subject.config) or expected
+  except Exception as error:  # the other hosts wait for what this one says
+    found, expected = hosts_lib.describe(error), _NO_ERROR
+  everywhere = subject.hosts.exchange('trial', [found, expected])
+  for index, (found, expected) in enumerate(everywhere):
+    yield Line(f'own programs of host {index}', found, expected)
 
 
 def rates(subject: Subject) -> Iterator[Line]:
@@ -210,28 +218,20 @@ def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
 
 
 def storage(subject: Subject) -> Iterator[Line]:
-  """Writes and reads files in the workdir, on every host."""
-  folder = subject.workdir / 'first_hour'
-  folder.mkdir(parents=True, exist_ok=True)
-  path = folder / f'host_{subject.hosts.index}'
-  content = np.random.default_rng(subject.hosts.index).bytes(
-    subject.megabytes << 20
-  )
-
-  def timed(call: Callable[[], Any]) -> float:
-    subject.hosts.exchange('storage', None)
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-  written = timed(lambda: path.write_bytes(content))
-  read = timed(lambda: _compare(path, content))
-  small = float(
-    np.median([timed(lambda: path.write_bytes(b'x')) for _ in 'abcde'])
-  )
-  path.unlink()
-  seconds = subject.hosts.exchange('storage', [written, read, small])
-  for index, (written, read, small) in enumerate(seconds):
+  """Writes and reads files in the workdir, on every host at the same time."""
+  subject.hosts.exchange('storage begins', None)
+  try:
+    here = _storage_here(subject)
+  except Exception as error:  # the other hosts wait for what this one says
+    here = hosts_lib.describe(error)
+  found = subject.hosts.exchange('storage ends', here)
+  with contextlib.suppress(OSError):  # another host was faster
+    (subject.workdir / _FOLDER).rmdir()
+  for index, numbers in enumerate(found):
+    if isinstance(numbers, str):
+      yield Line(f'workdir, host {index}', numbers, _NO_ERROR)
+      continue
+    written, read, small = numbers
     for name, second in ('written', written), ('read', read):
       rate = round(subject.megabytes / second, 1)
       yield Line(f'workdir, {name} by host {index}', rate, '', 'MiB/s')
@@ -240,9 +240,30 @@ def storage(subject: Subject) -> Iterator[Line]:
     )
 
 
-def _compare(path: epath.Path, content: bytes) -> None:
-  if path.read_bytes() != content:
+def _storage_here(subject: Subject) -> list[float]:
+  """Returns the seconds to write and to read a file, and for a small one.
+
+  Raises:
+    OSError: the workdir cannot be used, or gives other bytes back.
+  """
+  folder = subject.workdir / _FOLDER
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / f'host_{subject.hosts.index}'
+  size = subject.megabytes << 20
+  content = np.random.default_rng(subject.hosts.index).bytes(size)
+  times = [time.perf_counter()]
+  path.write_bytes(content)
+  times.append(time.perf_counter())
+  found = path.read_bytes()
+  times.append(time.perf_counter())
+  for _ in range(_REPEATS):
+    path.write_bytes(b'x')
+    times.append(time.perf_counter())
+  path.unlink()
+  if found != content:
     raise OSError(f'{path}: other bytes than were written')
+  seconds = np.diff(times)
+  return [*map(float, seconds[:2]), float(np.median(seconds[2:]))]
 
 
 CHECKS: Sequence[Callable[[Subject], Iterator[Line]]] = (
@@ -287,14 +308,13 @@ def _rate(
 
 def measured(subject: Subject) -> tuple[list[Line], bool]:
   """Returns the lines of all checks, and whether all of them ran."""
-  lines, complete = [], True
+  lines: list[Line] = []
   for check in CHECKS:
     try:
       lines += check(subject)
     except Exception as error:  # the report is worth more than the other checks
-      lines.append(Line(check.__name__, hosts_lib.describe(error), 'no error'))
-      complete = False
-  return lines, complete
+      lines.append(Line(check.__name__, hosts_lib.describe(error), _NO_ERROR))
+  return lines, all(line.expected != _NO_ERROR for line in lines)
 
 
 def main(argv: Sequence[str]) -> int:

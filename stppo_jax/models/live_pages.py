@@ -132,20 +132,18 @@ def attend(
   pad = ((0, 0), (0, 0), (0, padded - Q), (0, 0))
   q_BKQH = jnp.pad(q_BKRCH.reshape(B, K, Q, H), pad)
 
-  def of_row(size):
-    return pl.BlockSpec(
-      (1, K, size, H),
-      lambda t, e, rows_E, *_: (rows_E[e], 0, t if size == tile else 0, 0),
-    )
+  of_queries = pl.BlockSpec(
+    (1, K, tile, H), lambda t, e, rows_E, *_: (rows_E[e], 0, t, 0)
+  )
+  own = pl.BlockSpec(
+    (1, K, T, H), lambda t, e, rows_E, *_: (rows_E[e], 0, 0, 0)
+  )
 
   def of_page(place):
-    return pl.BlockSpec(
-      (1, K, PAGE_SIZE, H),
-      lambda t, e, rows_E, firsts_E, lengths_B, pages_ZE, first_1: (
-        *(pages_ZE[place, e], 0),
-        *(0, 0),
-      ),
-    )
+    def index(t, e, rows_E, firsts_E, lengths_B, pages_ZE, first_1):
+      return pages_ZE[place, e], 0, 0, 0
+
+    return pl.BlockSpec((1, K, PAGE_SIZE, H), index)
 
   def in_memory(x_PKJH):
     # Otherwise the compiler may fetch all pages before the kernel begins.
@@ -154,7 +152,7 @@ def attend(
     return pltpu.with_memory_space_constraint(x_PKJH, pltpu.HBM)
 
   pages = [of_page(place) for place in range(_PLACES)]
-  specs = [of_row(tile), *pages, *pages, of_row(T), of_row(T)]
+  specs = [of_queries, *pages, *pages, own, own]
   arrays = [
     q_BKQH,
     *[in_memory(k_PKJH)] * _PLACES,
@@ -174,7 +172,7 @@ def attend(
       num_scalar_prefetch=5,
       grid=(padded // tile, work.count_1[0]),
       in_specs=specs,
-      out_specs=of_row(tile),
+      out_specs=of_queries,
       scratch_shapes=[
         pltpu.VMEM((K, tile, width), jnp.float32)
         for width in (H, PAGE_SIZE, PAGE_SIZE)

@@ -38,8 +38,8 @@ def test_every_check_reports_what_it_measured(tmp_path, capsys):
     assert lines[name]['found'] > 0, name
   assert 'all-gather along tensor' not in lines  # one device
   assert 'attention' in capsys.readouterr().out
-  # Nothing of the checks stays in the workdir.
-  assert not list((tmp_path / 'first_hour').iterdir())
+  # Nothing stays in the workdir, where `train` would refuse to begin.
+  assert [path.name for path in tmp_path.iterdir()] == ['report.json']
 
 
 def test_rates_are_compared_with_the_limits_of_the_device(
@@ -61,6 +61,16 @@ def test_a_failed_check_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
   assert code == 70
   assert 'no bucket' in lines['fails']['found']
   assert 'hosts' in lines
+
+
+def test_a_workdir_that_cannot_be_written_is_a_failed_check(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(first_hour, 'CHECKS', [first_hour.storage])
+  (tmp_path / 'first_hour').write_text('no folder')
+  code, lines = _report(tmp_path)
+  assert code == 70
+  assert 'FileExistsError' in lines['workdir, host 0']['found']
 
 
 @pytest.mark.parametrize(

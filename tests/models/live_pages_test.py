@@ -1,6 +1,9 @@
 """The kernel that reads live pages equals the definition of attention."""
 
+import functools
+
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,11 +15,13 @@ _SIZE = live_pages.PAGE_SIZE
 _N = 6  # pages that a row can have
 
 
-def _arrays(dtype, *, queries=5, own=128, lengths=(0, 1, 128, 129, 768)):
+def _arrays(
+  dtype, *, queries=5, own=128, lengths=(0, 1, 128, 129, 768), heads=2
+):
   """Returns queries, pages, own keys and values, and the pages of rows."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-  B, K, R, H = len(lengths), 2, 3, 32
+  B, K, R, H = len(lengths), heads, 3, 32
   q_BKRCH = normal(B, K, R, queries, H) * H**-0.5
   pages = [normal(B * _N, K, _SIZE, H) for _ in 'kv']
   table_BN = rng.permutation(B * _N).reshape(B, _N).astype(np.int32)
@@ -58,10 +63,11 @@ def _reference(
   return result
 
 
-def _attend(arrays, lengths, first, **options):
+def _attend(arrays, lengths, first, *, interpret=True, **options):
   *arrays, table_BN = arrays
   work = live_pages.plan_work(np.array(lengths), table_BN, len(arrays[1]))
-  return live_pages.attend(*arrays, work, first, interpret=True, **options)
+  attend = functools.partial(live_pages.attend, interpret=interpret, **options)
+  return jax.jit(attend)(*arrays, work, first)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +118,15 @@ def test_queries_of_many_tiles():
   arrays = _arrays('float32', queries=384, own=384, lengths=(300,))
   found = _attend(arrays, (300,), 0)
   expected = _reference(arrays, (300,), 0)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_tile_may_be_as_long_as_the_own_tokens():
+  arrays = _arrays('float32', queries=128, lengths=(200,), heads=8)
+  # This mode raises if a block is outside of its array.
+  with pltpu.force_tpu_interpret_mode():
+    found = _attend(arrays, (200,), 0, interpret=False)
+  expected = _reference(arrays, (200,), 0)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
