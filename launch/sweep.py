@@ -45,6 +45,7 @@ from absl import flags as absl_flags
 from launch import launchers
 from launch import rendering
 from launch import submit
+from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
@@ -141,6 +142,14 @@ def carry_out(
     Misconfigured: runs cannot be submitted or ended; one line.
   """
   out, launcher = out.rstrip('/'), flags.on
+  if launcher == 'tpu' and not buckets.is_address(out):
+    raise exits.Misconfigured(
+      f'--out={out}: must be gs://BUCKET/FOLDER with --on=tpu'
+    )
+  if launcher == 'local' and buckets.is_address(out):
+    raise exits.Misconfigured(
+      f'--out={out}: must be a folder of this machine with --on=local'
+    )
   runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
   if flags.status:
     print('\n'.join(_table(out, runs)))

@@ -44,7 +44,7 @@ _FLAGS = {
 
 
 class Failed(Exception):
-  """What the real program prints before it ends with exit code 1."""
+  """An error of the real program, which it prints and ends with exit code 1."""
 
 
 def main(argv: list[str]) -> None:

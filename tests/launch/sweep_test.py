@@ -267,6 +267,27 @@ def test_wrong_flags_are_refused(flags, expected, capsys):
   assert expected in err and err.count('\n') == 1
 
 
+@pytest.mark.parametrize(
+  ('flags', 'problem'),
+  [
+    (['--out=gs://lab/grid'], '--out=gs://lab/grid: must be a folder of this'),
+    (
+      ['--out=grid', '--on=tpu', '--project=the-lab', '--zone=us-west4-a']
+      + ['--accelerator=v4-16'],
+      '--out=grid: must be gs://BUCKET/FOLDER',
+    ),
+  ],
+)
+def test_the_runs_are_where_their_machines_write(
+  flags, problem, config, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert sweep.main([f'--config={config}', *flags]) == 2
+  err = capsys.readouterr().err
+  assert err.startswith(problem) and err.count('\n') == 1
+  assert not (tmp_path / 'gs:').exists() and not (tmp_path / 'grid').exists()
+
+
 @pytest.mark.parametrize('name', ['quickstart_2x2', 'nq_2x2'])
 def test_the_sweep_of_the_paper_has_paired_seeds(name):
   grid = sweep.grid(f'{runs.REPO}/configs/sweeps/{name}.py')

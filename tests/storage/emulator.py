@@ -57,7 +57,7 @@ class Object(NamedTuple):
 
 
 class Fault(NamedTuple):
-  """What happens to a request in place of its answer.
+  """A fault that a request meets in place of its answer.
 
   Attributes:
     kind: a status of HTTP as text, such as '503'; 'slow': it is answered late;
@@ -72,7 +72,7 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass
 class Storage:
-  """What the server holds, and what it does to requests.
+  """The objects of the server, and its treatment of requests.
 
   Attributes:
     address: the address of the server, such as http://127.0.0.1:4000.

@@ -86,7 +86,7 @@ class Hosts:
 
   @property
   def said(self) -> str:
-    """What both have printed since the last start."""
+    """The lines that both have printed since the last start."""
     return ''.join(path.read_text() for path in self._logs)
 
 
