@@ -104,6 +104,7 @@ def rescue(exit_code, *, answered):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_reacts_to_nothing_ends_without_its_main_thread():
   """A process that compiles a program reacts to nothing."""
   ready = "  print('ready'"

@@ -259,6 +259,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert capsys.readouterr().err == f'{folder.parent}: Is a directory\n'
 
 
+@pytest.mark.slow
 def test_runs_that_have_ended_in_a_bucket_are_compared(
   folder, monkeypatch, capsys
 ):

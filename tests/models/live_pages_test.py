@@ -76,7 +76,14 @@ def _attend(arrays, lengths, first, *, interpret=True, **options):
 @pytest.mark.parametrize(
   ('queries', 'own', 'first'),
   # Decoding; a short chunk; a chunk whose own keys are all of it.
-  [(1, 16, 0), (1, 16, 9), (5, 128, 40), (256, 256, 0)],
+  [
+    (1, 16, 9),
+    *(
+      pytest.param(*sizes, marks=pytest.mark.slow)
+      for sizes in ((1, 16, 0), (256, 256, 0))
+    ),
+    (5, 128, 40),
+  ],
 )
 def test_the_kernel_equals_loops(dtype, tolerance, queries, own, first):
   lengths = 0, 1, 129, 768
@@ -114,6 +121,7 @@ def test_variants_of_attention_equal_loops(options):
   assert np.abs(plain - found).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_queries_of_many_tiles():
   arrays = _arrays('float32', queries=384, own=384, lengths=(300,))
   found = _attend(arrays, (300,), 0)

@@ -138,11 +138,11 @@ def test_eight_devices_are_one(name):
 @pytest.mark.parametrize(
   ('axes', 'width'),
   [
-    (None, F),
+    pytest.param(None, F, marks=pytest.mark.slow),
     ((2, 2, 2), F),
     # Neither the rows nor the width are divided.
     ((1, 1, 8), 12),
-    ((1, 8, 1), F),
+    pytest.param((1, 8, 1), F, marks=pytest.mark.slow),
   ],
 )
 def test_the_kernel_for_tpu_changes_no_gradient(monkeypatch, axes, width):

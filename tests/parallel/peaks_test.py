@@ -4,12 +4,14 @@ import threading
 
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax import streams
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import memory
 
 
+@pytest.mark.slow
 def test_the_largest_memory_grows_and_never_falls():
   before = memory.max_memory()['perf/max_memory_host_gb']
   assert before > 0.01

@@ -133,6 +133,7 @@ def test_on_gpus_a_chunk_has_no_branch_and_loops_of_known_length(monkeypatch):
   assert any('"known_trip_count":{"n":"5"}' in line for line in loops)
 
 
+@pytest.mark.slow
 def test_chunks_without_branches_have_the_same_tokens(monkeypatch):
   run = lambda engine, greedy: tiny_engine.run_dialogues(
     engine, tiny_engine.prompts(6), tiny_engine.keys(6), greedy=greedy

@@ -44,6 +44,7 @@ def test_a_guarded_key_is_refused_unless_it_is_allowed(run, finished, capsys):
   assert run_folder.read(run) == identity
 
 
+@pytest.mark.slow
 def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
   tokenizer = shutil.copytree(run / 'policy', run.parent / 'tokenizer')
   named = {'model.tokenizer_path': tokenizer}

@@ -124,6 +124,7 @@ def _assert_same_run(workdir, finished):
   assert (workdir / weights).read_bytes() == (finished / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
   """Dropped work is done again; an update is finished and saved."""
   first = 'ending before the first step; '

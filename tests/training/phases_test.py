@@ -3,6 +3,7 @@
 import time
 
 import jax
+import pytest
 
 from stppo_jax.learner import learner as learner_lib
 from tests.training import runs
@@ -20,6 +21,7 @@ def _wait_on_device(x):
   return jax.pure_callback(_slow, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.slow
 def test_updates_last_until_the_devices_are_done(tmp_path, monkeypatch):
   update = learner_lib.Learner.update
 

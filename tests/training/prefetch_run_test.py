@@ -74,6 +74,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.parametrize('steps_ahead', [0, 1])
+@pytest.mark.slow
 def test_slots_are_kept_in_updates_only_if_steps_are_collected_meanwhile(
   tmp_path, steps_ahead
 ):

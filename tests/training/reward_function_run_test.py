@@ -1,5 +1,7 @@
 """A run with a reward function of the user, from its start to its end."""
 
+import pytest
+
 from tests.training import runs
 
 _MODULE = """
@@ -18,6 +20,7 @@ def turns(question, texts, scores):
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_rewarded_saved_when_the_function_fails_and_resumed(
   tmp_path, monkeypatch, capsys
 ):

@@ -114,6 +114,7 @@ def test_a_compiler_that_hangs_is_a_reason():
   assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_an_error_of_a_trial_is_no_reason(monkeypatch):
   line = r'^rollout.span=auto: the trial has failed: '
   with pytest.raises(RuntimeError, match=line + 'AttributeError: .*$'):

@@ -151,10 +151,11 @@ def root(tmp_path_factory):
       *('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
       marks=pytest.mark.slow,
     ),
-    (
+    pytest.param(
       'medical',
       {'medqa', 'medmcqa', 'pubmedqa'},
       {'medqa', 'medmcqa', 'pubmedqa', 'mmlu-med'},
+      marks=pytest.mark.slow,
     ),
   ],
 )
@@ -170,6 +171,7 @@ def test_a_step_of_each_packaged_config(
   assert names == evaluated
 
 
+@pytest.mark.slow
 def test_one_command_makes_what_the_nq_config_reads(tmp_path, capsys):
   originals = public_files.write(tmp_path / 'web')['qed']
   data = tmp_path / 'DATA'

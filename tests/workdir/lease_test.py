@@ -126,6 +126,7 @@ def test_nobody_loses_a_lease_that_nobody_took(bucket, google):
     assert _OBJECT in google.objects
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_lost_loses_no_lease(bucket, google):
   lost = iter([emulator.Fault('lost')])
   google.fault = lambda line: next(lost, None) if 'POST' in line else None

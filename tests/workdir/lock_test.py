@@ -122,6 +122,7 @@ def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
   tmp_path, said
 ):

@@ -37,6 +37,7 @@ def _steps(watch, numbers):
 @pytest.mark.parametrize(
   ('steps', 'saved'), [((2, 4), 3), ((3, 9), 8), ((0, 0), None)]
 )
+@pytest.mark.slow
 def test_whole_steps_are_traced(tmp_path, steps, saved):
   """Also if the run ends in the middle of them."""
   watch = watching.Watch(lambda: 0)
@@ -49,6 +50,7 @@ def test_whole_steps_are_traced(tmp_path, steps, saved):
     assert (tmp_path / 'profile' / f'memory-{saved:06d}.prof').is_file()
 
 
+@pytest.mark.slow
 def test_a_trace_of_the_next_step_can_be_asked_for(tmp_path):
   watch = watching.Watch(lambda: 0)
   request = tmp_path / watching.REQUEST

@@ -74,6 +74,7 @@ def test_collected_dialogues_are_those_of_the_local_engine(served):
   assert max(len(trajectory.turns) for trajectory in ours) == 3
 
 
+@pytest.mark.slow
 def test_dialogues_of_sglang_are_those_of_the_local_engine(served):
   served.faults.kind = 'sglang'
   engine = served.engine()

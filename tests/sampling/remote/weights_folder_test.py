@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 from stppo_jax.sampling.remote import served_model
 
 _KILLED = """
@@ -33,6 +35,7 @@ def _killed(folder):
   return pathlib.Path(done.stdout.strip())
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_leaves_is_removed(tmp_path, monkeypatch):
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
   left = _killed(tmp_path)

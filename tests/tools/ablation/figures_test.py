@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 
 from stppo_jax.records import plots
 from stppo_jax.tools.ablation import figures
@@ -15,6 +16,7 @@ def _run(group, arm, seed):
   return results.Run(group, arm, seed, 'x', columns)
 
 
+@pytest.mark.slow
 def test_the_legend_has_the_arms_of_all_groups(tmp_path):
   arms = [
     study_lib.Arm(g, a, 'st_ppo', '', {}) for g in 'xy' for a in ('one', 'two')

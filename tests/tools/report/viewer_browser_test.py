@@ -52,6 +52,7 @@ def _text(record):
   return ' '.join([record['question'], *turns])
 
 
+@pytest.mark.slow
 def test_each_filter_keeps_what_it_says(opened, records):
   page = opened.page
   assert _count(opened) == len(records) == 480
@@ -226,6 +227,7 @@ def test_the_same_question_stands_side_by_side(opened, records):
   assert 'compare=1' in page.url
 
 
+@pytest.mark.slow
 def test_evaluations_show_the_same_questions_at_several_steps(
   browser, tmp_path
 ):
