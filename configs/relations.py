@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from stppo_jax.configs import external
 from stppo_jax.models.hf import families
 from stppo_jax.rl import estimator_needs
-from stppo_jax.sampling import lane_rules
+from stppo_jax.sampling import engine_rules
 
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
@@ -55,7 +55,7 @@ def _lanes_divide_slots(
   if engine != 'local' or lanes == 1:
     return
   key = 'slots' if slots else 'trajectories_per_step'
-  problem = lane_rules.slots_problem(
+  problem = engine_rules.slots_problem(
     slots or trajectories, lanes=lanes, group_size=group_size, prefix='rollout.'
   )
   if problem:
@@ -204,7 +204,7 @@ RELATIONS: tuple[Relation, ...] = (
       ),
       because=f'must be auto or host when {key}={{1}}: {reason}',
     )
-    for key, (forbids, reason) in lane_rules.DECODES_ALONE.items()
+    for key, (forbids, reason) in engine_rules.DECODES_ALONE.items()
   ),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   _refuse(

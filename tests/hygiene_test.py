@@ -288,6 +288,23 @@ def test_files_are_small_and_named_by_a_noun():
   assert not found, '\n'.join(found)
 
 
+def test_a_room_can_be_looked_over():
+  rooms = collections.Counter(
+    path.parent.relative_to(_ROOT).as_posix()
+    for path in _files()
+    if path.name != '__init__.py'
+  )
+  most = {'models': 20, 'rl': 20, 'training': 18, 'commands': 21}
+  package = {
+    room: number
+    for room, number in rooms.items()
+    if room.startswith('stppo_jax/')
+  }
+  assert len(package) > 20
+  for room, number in package.items():
+    assert number <= most.get(room.removeprefix('stppo_jax/'), 16), room
+
+
 @pytest.mark.parametrize(
   ('source', 'expected'),
   [

@@ -20,7 +20,7 @@ from stppo_jax.learner import model_roles
 from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import algorithm as algorithm_lib
@@ -93,7 +93,7 @@ def annotate(
     raise ValueError('reference: missing, and there is no base under adapters')
   params = models.cast(state.params)
   dtype = models.policy.config.dtype
-  reference, old = precision.cast((reference, old), dtype)
+  reference, old = modules.cast((reference, old), dtype)
   frozen_reference = params.frozen if reference is None else reference
 
   inputs, packing, mesh = forward.inputs_of(batch), None, models.policy.mesh

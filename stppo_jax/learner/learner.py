@@ -22,7 +22,7 @@ from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
@@ -364,7 +364,7 @@ class Learner:
     """Returns shapes and layouts of the first state and of the reference."""
     weights = self.policy.abstract_params
     cast = jax.eval_shape(
-      lambda params: precision.cast(params, self.policy.config.dtype), weights
+      lambda params: modules.cast(params, self.policy.config.dtype), weights
     )
     start = weights if self.models.policy.lora is None else cast
     state = self._abstract_state_of(start)

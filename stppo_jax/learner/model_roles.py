@@ -8,7 +8,7 @@ import jax
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import lora
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
 
@@ -60,7 +60,7 @@ class Models(NamedTuple):
     once, the gathers between devices move the smaller dtype, and a base that
     fits is gathered once.
     """
-    params = precision.cast(params, self.policy.config.dtype)
+    params = modules.cast(params, self.policy.config.dtype)
     if not self.gathers_base or not params.frozen:
       return params
     layout = self._gathered_layout(params.frozen)
@@ -73,7 +73,7 @@ class Models(NamedTuple):
     if not self.gathers_base:
       return 0
     base = jax.eval_shape(
-      lambda params: precision.cast(params, self.policy.config.dtype),
+      lambda params: modules.cast(params, self.policy.config.dtype),
       self.policy.plain_policy.abstract_params,
     )
     layout = self._gathered_layout(base)

@@ -14,7 +14,7 @@ from stppo_jax.learner import forward
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.rl import preferences
 
 Array = jax.Array
@@ -132,7 +132,7 @@ def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
   dtype = spec.models.policy.config.dtype
   reference = params.frozen
   if inputs.reference is not None:
-    reference = precision.cast(inputs.reference, dtype)
+    reference = modules.cast(inputs.reference, dtype)
   return inputs._replace(reference=reference)
 
 

@@ -7,7 +7,7 @@ import jax
 
 from stppo_jax import keys
 from stppo_jax.models import functional
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import sharding
 
@@ -85,7 +85,7 @@ def load_frozen(
   files, an export of merged adapters has fewer bits, too.
   """
   params = load_or_init(config, path, policy)
-  return precision.cast_and_delete(params, policy.config.dtype)
+  return modules.cast_and_delete(params, policy.config.dtype)
 
 
 def load_reference(

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import blockwise
-from stppo_jax.models import cudnn
-from stppo_jax.models import splash
+from stppo_jax.models import fused_attention
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
@@ -324,6 +323,6 @@ def _xla(
 
 IMPLEMENTATIONS: dict[str, Callable[..., Attend]] = {
   'xla': _xla,
-  'cudnn': cudnn.attend,
-  'splash': splash.attend,
+  'cudnn': fused_attention.cudnn,
+  'splash': fused_attention.splash,
 }

@@ -16,7 +16,6 @@ from stppo_jax.rl import bounds
 from stppo_jax.rl import corrections
 from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
-from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
 from stppo_jax.rl import options
 from stppo_jax.rl import ratios
@@ -81,7 +80,7 @@ class Algorithm(options.Options):
 
   def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
     """Yields what is chosen for the policy loss, with its options."""
-    yield normalization.NORMALIZATIONS[self.ratio.normalize], self.ratio
+    yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
     yield bounds.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective
     for name in self.correction.names:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
-from stppo_jax.rl import normalization
 from stppo_jax.rl import options as options_lib
+from stppo_jax.rl import ratios
 
 Array = jax.Array
 Number = Array | float
@@ -169,10 +169,10 @@ def binary_kl(
     near_BL, _ = jax.lax.fori_loop(0, _HALVINGS, halve, start)
     return jnp.where(divergence(end_BL) <= limit, end_BL, near_BL)
 
-  least = jnp.full_like(old_BL, -normalization.LOG_RATIO_LIMIT)
+  least = jnp.full_like(old_BL, -ratios.LOG_RATIO_LIMIT)
   low_BL = furthest(fall, least)
   # No probability exceeds 1.
-  high_BL = furthest(rise, normalization.limit(-old_BL))
+  high_BL = furthest(rise, ratios.limit(-old_BL))
   return jnp.exp(low_BL), jnp.exp(high_BL)
 
 
@@ -181,7 +181,7 @@ def _old_logprobs(context: LossContext) -> Array:
   old_BL = context.batch.old_logprobs_BL
   assert old_BL is not None
   old_BL = masking.select(old_BL, context.mask_BL)
-  return jnp.clip(old_BL, -normalization.LOG_RATIO_LIMIT, 0)
+  return jnp.clip(old_BL, -ratios.LOG_RATIO_LIMIT, 0)
 
 
 @options_lib.dataclass

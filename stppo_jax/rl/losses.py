@@ -32,7 +32,6 @@ from stppo_jax.rl import corrections
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
-from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
 from stppo_jax.rl import ratios
 
@@ -96,7 +95,7 @@ def _normalized(algorithm, logprobs_BL, batch, statistics, **segment_options):
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
-  normalize = normalization.NORMALIZATIONS[algorithm.ratio.normalize].function
+  normalize = ratios.NORMALIZATIONS[algorithm.ratio.normalize].function
   return normalize(log_ratio_BL, batch, statistics, **segment_options)
 
 
@@ -187,7 +186,7 @@ def minibatch_statistics(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
   normalize = _statistics(
-    normalization.NORMALIZATIONS[algorithm.ratio.normalize],
+    ratios.NORMALIZATIONS[algorithm.ratio.normalize],
     algorithm.ratio,
     log_ratio_BL,
     batch,

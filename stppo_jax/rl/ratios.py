@@ -8,19 +8,57 @@ ratio of segment k is
 
 and all tokens of the segment share it. Sources: arXiv 2511.20718 Eq. 4 for the
 turn ratio, GSPO (arXiv 2507.18071) for the sequence ratio.
+
+The log-ratio may be normalised before a ratio is formed from it. A
+normalisation is called `normalize(log_ratio_BL, batch, statistics, *,
+num_turns, implementation)` and returns the new log-ratio and a detached
+multiplier of each policy term.
+`statistics` is the result of its `Choice.statistics` for the whole minibatch,
+() for a normalisation that needs none.
+
+`guard` carries GRPO-Guard (arXiv 2510.22319) over from flow matching to tokens.
+It is experimental, and the form for tokens is our choice: the published form is
+r = exp((l + b) sigma sqrt(dt)), in the notation of the paper. With turn k as
+the unit,
+
+  l'  = clip((l - m_k) s_k, -20, 20)
+  m_k = mean over the turn of l
+  s_k = clip(target / std over the turn of l, 1/10, 10)
+
+m_k is the systematic shift of the turn's log-ratio. (The estimate of the shift
+by the mean of e^l - 1 - l is unbounded: one token with l = 7 would multiply the
+ratios of its whole turn by e^100.) s_k gives every turn the same spread;
+`target` is the mean spread of the minibatch's turns. Turns without a spread
+have s_k = 1. The terms of turn k are divided by s_k, so that the gradient of a
+turn is not enlarged with its log-ratio. With the aggregate turn_mean, all turns
+then contribute equally.
 """
+
+from typing import NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
-from stppo_jax.rl import normalization
 from stppo_jax.rl import options
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
 sg = jax.lax.stop_gradient
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
+
+# Our choices: the limit of the scale s_k and of its inverse, and the spread
+# below which the log-ratios of a turn differ by rounding only.
+GUARD_LIMIT = 10.0
+GUARD_LEAST_SPREAD = 1e-6
+
+
+def limit(log_ratio: Array) -> Array:
+  """Returns clip(log_ratio, -20, 20), so that no ratio overflows."""
+  return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def token_log_ratio(
@@ -34,7 +72,7 @@ def token_log_ratio(
   new_BL = masking.select(logprobs_BL, loss_mask_BL)
   # Detached: the old policy is data.
   old_BL = sg(masking.select(old_logprobs_BL, loss_mask_BL))
-  return normalization.limit(new_BL - old_BL)
+  return limit(new_BL - old_BL)
 
 
 def _sum(log_ratio_BL, segments, *, implementation):
@@ -42,7 +80,7 @@ def _sum(log_ratio_BL, segments, *, implementation):
     log_ratio_BL, segments, implementation=implementation
   )
   # Clipped: the sum over a long segment would overflow in exp().
-  totals_BT = normalization.limit(totals_BT)
+  totals_BT = limit(totals_BT)
   return segments_lib.segment_spread(
     totals_BT, segments, implementation=implementation
   )
@@ -65,6 +103,81 @@ def _through_token(shared_BL, log_ratio_BL):
 GRADIENTS = {'segment': _through_segment, 'token': _through_token}
 
 
+def _none(log_ratio_BL, batch, statistics, *, num_turns, implementation):
+  del batch, statistics, num_turns, implementation
+  return log_ratio_BL, jnp.ones_like(log_ratio_BL)
+
+
+class _Turns(NamedTuple):
+  """Measures of the log-ratio in each turn.
+
+  Attributes:
+    segments: the turns.
+    mean_BT: m_k.
+    spread_BT: the standard deviation of l.
+    varies_BT: bool, whether the spread is more than rounding.
+  """
+
+  segments: segments_lib.Segments
+  mean_BT: Array
+  spread_BT: Array
+  varies_BT: Array
+
+
+def _turns(log_ratio_BL, batch, num_turns, implementation):
+  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
+  log_ratio_BL = sg(log_ratio_BL)  # Detached: shift and scale are data.
+
+  def means(x_BL):
+    totals_BT = segments_lib.segment_totals(
+      x_BL, turns, implementation=implementation
+    )
+    return masking.divide(totals_BT, counts_BT)
+
+  counts_BT = segments_lib.segment_counts(
+    turns, log_ratio_BL.dtype, implementation=implementation
+  )
+  mean_BT = means(log_ratio_BL)
+  mean_BL = segments_lib.segment_spread(
+    mean_BT, turns, implementation=implementation
+  )
+  spread_BT = jnp.sqrt(means(jnp.square(log_ratio_BL - mean_BL)))
+  return _Turns(turns, mean_BT, spread_BT, spread_BT > GUARD_LEAST_SPREAD)
+
+
+def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
+  turns = _turns(log_ratio_BL, batch, num_turns, implementation)
+  scale_BT = jnp.clip(
+    target / jnp.where(turns.varies_BT, turns.spread_BT, 1),
+    1 / GUARD_LIMIT,
+    GUARD_LIMIT,
+  )
+  scale_BT = jnp.where(turns.varies_BT, scale_BT, 1)
+
+  def spread(x_BT):
+    return segments_lib.segment_spread(
+      x_BT, turns.segments, implementation=implementation
+    )
+
+  scale_BL = jnp.where(batch.loss_mask_BL, spread(scale_BT), 1)
+  normal_BL = (log_ratio_BL - spread(turns.mean_BT)) * scale_BL
+  # Limited again: shift and scale can enlarge a log-ratio.
+  normal_BL = limit(normal_BL)
+  return masking.select(normal_BL, batch.loss_mask_BL), 1 / scale_BL
+
+
+def _guard_target(log_ratio_BL, batch, *, num_turns, implementation):
+  """Returns the mean spread of the turns that have one."""
+  turns = _turns(log_ratio_BL, batch, num_turns, implementation)
+  return masking.masked_mean(turns.spread_BT, turns.varies_BT)
+
+
+NORMALIZATIONS = {
+  'none': options.Choice(_none),
+  'guard': options.Choice(_guard, statistics=_guard_target),
+}
+
+
 @options.dataclass
 class Ratio(options.Options):
   """The level on which tokens share a ratio, and the path of its gradient."""
@@ -72,7 +185,7 @@ class Ratio(options.Options):
   level: str = options.one_of(segments_lib.LEVELS)
   gradient: str = options.one_of(GRADIENTS)
   reduce: str = options.one_of(REDUCES)
-  normalize: str = options.one_of(normalization.NORMALIZATIONS)
+  normalize: str = options.one_of(NORMALIZATIONS)
 
 
 def level_log_ratio(

@@ -17,7 +17,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import cached_pass
 from stppo_jax.models import functional
 from stppo_jax.models import lora
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
@@ -191,7 +191,7 @@ def build(
     publisher=publish_lib.Publisher(
       placement,
       lambda part: jax.tree.map(
-        jnp.copy, precision.cast(part, model.config.dtype)
+        jnp.copy, modules.cast(part, model.config.dtype)
       ),
       num_layers=model.config.num_layers,
     ),

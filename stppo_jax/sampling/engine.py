@@ -27,11 +27,11 @@ from stppo_jax.models import functional
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import lane as lane_lib
-from stppo_jax.sampling import row as row_lib
+from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
-from stppo_jax.sampling import turns
 
 
 class Engine:
@@ -77,8 +77,8 @@ class Engine:
     ]
     self._driver = drivers[0]  # the only one if other hosts wait for this one
     self._lanes = [lane_lib.Lane(driver, options) for driver in drivers]
-    self._rows: dict[int, row_lib.Row] = {}
-    self._queue: collections.deque[row_lib.Row] = collections.deque()
+    self._rows: dict[int, rows_lib.Row] = {}
+    self._queue: collections.deque[rows_lib.Row] = collections.deque()
 
   def publish(
     self,
@@ -158,7 +158,7 @@ class Engine:
         collection began, even if a poll has raised it already.
     """
     self._options.check_group_size(group_size)
-    turns.check_prompts(
+    engine_rules.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
     for lane in self._lanes:
@@ -169,7 +169,7 @@ class Engine:
     for group, prompt in enumerate(prompts):
       for n in range(group * group_size, (group + 1) * group_size):
         if prompt is not None:
-          self._rows[n] = row_lib.Row(n, prompt, group, key_data[n])
+          self._rows[n] = rows_lib.Row(n, prompt, group, key_data[n])
     self._queue = collections.deque(self._rows.values())
 
   def remaining(self, row: int) -> int:
@@ -184,7 +184,7 @@ class Engine:
         the row has ended.
     """
     lane = self._lane_between_turns(row)
-    turns.check_observation(
+    engine_rules.check_observation(
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
     lane.append_observation(self._rows[row], token_ids)

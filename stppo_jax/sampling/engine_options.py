@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from stppo_jax.sampling import lane_rules
+from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import sampler
 
 
@@ -36,7 +36,7 @@ class EngineOptions:
     max_length: tokens that a row can hold, its prompt included.
     sampling: temperature and truncation.
     page_size: tokens of a page of keys and values; 0: see
-      `lane_rules.tokens_per_page`.
+      `engine_rules.tokens_per_page`.
     pages: pages of all slots; 0: as many as full slots need. With fewer, rows
       wait for pages of others.
     prefill_chunk: tokens of a prompt or an observation that one call appends.
@@ -69,7 +69,7 @@ class EngineOptions:
 
   def __post_init__(self):
     self.check_group_size(1)
-    problem = lane_rules.pages_problem(
+    problem = engine_rules.pages_problem(
       self.pages, parts=self.lanes, pages_per_row=self.pages_per_row
     )
     if self.pages and self.deterministic:
@@ -85,7 +85,7 @@ class EngineOptions:
   @property
   def tokens_per_page(self) -> int:
     """The number of tokens of a page."""
-    return lane_rules.tokens_per_page(self.page_size, self.max_length)
+    return engine_rules.tokens_per_page(self.page_size, self.max_length)
 
   @property
   def pages_per_row(self) -> int:
@@ -133,12 +133,12 @@ class EngineOptions:
 
   def check_devices(self, num_devices: int) -> None:
     """Raises ValueError if lanes cannot run on this number of devices."""
-    if problem := lane_rules.devices_problem(self.lanes, num_devices):
+    if problem := engine_rules.devices_problem(self.lanes, num_devices):
       raise ValueError(f'lanes={self.lanes}: {problem}')
 
   def check_group_size(self, group_size: int) -> None:
     """Raises ValueError if whole groups do not fill the slots of a lane."""
-    problem = lane_rules.slots_problem(
+    problem = engine_rules.slots_problem(
       self.slots, lanes=self.lanes, group_size=group_size
     )
     if problem:

@@ -19,8 +19,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import pages
-from stppo_jax.sampling import row as row_lib
+from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
@@ -28,6 +27,8 @@ from stppo_jax.sampling import slot_programs
 # Append once the number of rows that wait for it is this share of the number of
 # generating rows: a larger call of `extend` costs little more than a small one.
 _APPEND_SHARE = 0.25
+
+Row = rows_lib.Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _ChunkInFlight:
     result: the future of what `SlotDriver.decode` returns.
   """
 
-  turns: Mapping[int, tuple[row_lib.Row, int]]
+  turns: Mapping[int, tuple[Row, int]]
   earlier: Sequence[concurrent.futures.Future]
   result: concurrent.futures.Future
 
@@ -87,19 +88,19 @@ class Lane:
     self._max_turn_tokens = max_turn_tokens
     self._greedy = greedy
     self.free = list(range(self._driver.slots))
-    self._rows: dict[int, row_lib.Row] = {}  # by slot
+    self._rows: dict[int, Row] = {}  # by slot
     shards = self._driver.shards
     self._pools = [
-      pages.PagePool(
+      rows_lib.PagePool(
         self._options.pages_per_lane // shards,
         page_size=self._options.tokens_per_page,
         pages_per_row=self._options.pages_per_row,
       )
       for _ in range(shards)
     ]
-    self._to_append: list[tuple[row_lib.Row, np.ndarray]] = []
+    self._to_append: list[tuple[Row, np.ndarray]] = []
     # By slot; the row whose last chunk was started longest ago comes first.
-    self._generating: dict[int, row_lib.Row] = {}
+    self._generating: dict[int, Row] = {}
     left = [x for c in self._in_flight for x in (*c.earlier, c.result)]
     left += self._calls
     self._in_flight.clear()
@@ -129,23 +130,23 @@ class Lane:
     """Returns whether a slot holds the prompt of a group."""
     return any(row.group == group for row in self._rows.values())
 
-  def admit(self, row: row_lib.Row) -> None:
+  def admit(self, row: Row) -> None:
     """Gives a free slot to a row and schedules its prompt."""
     row.lane, row.slot = self, self.free.pop(0)
     self._rows[row.slot] = row
     self._pool(row).add(row)
     self.append_observation(row, row.prompt)
 
-  def append_observation(self, row: row_lib.Row, token_ids: np.ndarray) -> None:
+  def append_observation(self, row: Row, token_ids: np.ndarray) -> None:
     """Schedules tokens to be appended to a row before its next turn."""
     self._to_append.append((row, token_ids))
 
-  def is_between_turns(self, row: row_lib.Row) -> bool:
+  def is_between_turns(self, row: Row) -> bool:
     """Returns whether a row can be resumed or closed."""
     scheduled = any(row is other for other, _ in self._to_append)
     return not row.generating and not scheduled
 
-  def close(self, row: row_lib.Row) -> np.ndarray | None:
+  def close(self, row: Row) -> np.ndarray | None:
     """Frees the slot of a row.
 
     Returns:
@@ -192,21 +193,19 @@ class Lane:
       future.set_exception(error)
     return future
 
-  def _start_turn(self, row: row_lib.Row, new_tokens: int) -> None:
+  def _start_turn(self, row: Row, new_tokens: int) -> None:
     row.length += new_tokens
     row.turn += 1
-    row.generating = True
-    row.in_flight = 0
-    row.chunks = []
+    row.generating, row.in_flight, row.chunks = True, 0, []
     self._generating[row.slot] = row
 
-  def _shard(self, row: row_lib.Row) -> int:
+  def _shard(self, row: Row) -> int:
     return row.slot * self._driver.shards // self._driver.slots
 
-  def _pool(self, row: row_lib.Row) -> pages.PagePool:
+  def _pool(self, row: Row) -> rows_lib.PagePool:
     return self._pools[self._shard(row)]
 
-  def _room(self, row: row_lib.Row, appended: int | None) -> int:
+  def _room(self, row: Row, appended: int | None) -> int:
     """Returns the tokens that a row needs pages for.
 
     Args:
@@ -218,15 +217,15 @@ class Lane:
     ahead = (row.in_flight + 1) * self._options.decode_chunk
     return min(row.length + ahead, self._options.max_length)
 
-  def _fits(self, row: row_lib.Row, appended: int | None = None) -> bool:
-    enough = not self._options.pages  # as many as full slots need
-    return enough or self._pool(row).fits(row, self._room(row, appended))
+  def _fits(self, row: Row, appended: int | None = None) -> bool:
+    all_fit = not self._options.pages
+    return all_fit or self._pool(row).fits(row, self._room(row, appended))
 
-  def _grow(self, row: row_lib.Row, appended: int | None = None) -> bool:
+  def _grow(self, row: Row, appended: int | None = None) -> bool:
     """Gives a row its pages for the next call; returns whether it has them."""
     return self._pool(row).grow(row, self._room(row, appended))
 
-  def _budget(self, row: row_lib.Row) -> int:
+  def _budget(self, row: Row) -> int:
     return min(self._max_turn_tokens, self._options.max_length - row.length)
 
   def _should_append(self) -> bool:
@@ -276,7 +275,7 @@ class Lane:
     if copies:
       self._calls.append(self._call(self._driver.copy, copies))
 
-  def _source(self, row: row_lib.Row) -> row_lib.Row | None:
+  def _source(self, row: Row) -> Row | None:
     """Returns a row on the same device that has the prompt of another."""
     for other in self._rows.values():
       if other.group == row.group and other.length:
@@ -284,7 +283,7 @@ class Lane:
           return other
     return None
 
-  def _next_batch(self, queued: bool) -> Sequence[row_lib.Row]:
+  def _next_batch(self, queued: bool) -> Sequence[Row]:
     """Returns the rows of the next chunk; none if it is not yet time for one.
 
     If a chunk has room for all slots, it decodes all generating rows, and
@@ -317,7 +316,7 @@ class Lane:
     ]
     return [*ready, *ahead][:size]
 
-  def _start_chunk(self, rows: Sequence[row_lib.Row]) -> None:
+  def _start_chunk(self, rows: Sequence[Row]) -> None:
     """Starts decoding in rows."""
     decodes, row_turns = {}, {}
     for row in rows:
@@ -386,8 +385,8 @@ class Lane:
 
 
 def _closest_in_length(
-  row: row_lib.Row, rows: Sequence[row_lib.Row], size: int
-) -> Sequence[row_lib.Row]:
+  row: Row, rows: Sequence[Row], size: int
+) -> Sequence[Row]:
   """Returns the `size` rows, `row` among them, with the least length range."""
   by_length = sorted(rows, key=lambda row: row.length)
   place = by_length.index(row)

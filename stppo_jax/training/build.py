@@ -21,6 +21,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.rollout import evaluation
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.rollout import prefetch
 from stppo_jax.rollout import steps as steps_lib
@@ -30,7 +31,6 @@ from stppo_jax.training import checks
 from stppo_jax.training import claim
 from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
-from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import span
 

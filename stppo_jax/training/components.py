@@ -40,7 +40,7 @@ from stppo_jax.retrieval import server
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
-from stppo_jax.sampling import lane_rules
+from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checks
 from stppo_jax.training import model_files
@@ -324,15 +324,17 @@ def check_sizes(
         f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
         'the engine divides slots over so many devices of this host'
       )
-    size = lane_rules.tokens_per_page(rollout.page_size, config.env.max_length)
-    problem = lane_rules.pages_problem(
+    size = engine_rules.tokens_per_page(
+      rollout.page_size, config.env.max_length
+    )
+    problem = engine_rules.pages_problem(
       rollout.pages,
       parts=shards * rollout.lanes,
       pages_per_row=-(-config.env.max_length // size),
     )
     if problem:
       lines['rollout.pages'] = f'rollout.pages={rollout.pages}: {problem}'
-    problem = lane_rules.devices_problem(rollout.lanes, placement.mesh.size)
+    problem = engine_rules.devices_problem(rollout.lanes, placement.mesh.size)
     if problem:
       lines['rollout.lanes'] = f'rollout.lanes={rollout.lanes}: {problem}'
   if lines:

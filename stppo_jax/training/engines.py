@@ -15,7 +15,7 @@ from stppo_jax.learner import model_roles
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import cached_pass
 from stppo_jax.models import functional
-from stppo_jax.models import precision
+from stppo_jax.models import modules
 from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
@@ -210,7 +210,7 @@ def sizes(
     values that are copied.
   """
   weights = jax.eval_shape(
-    functools.partial(precision.cast, dtype=policy.config.dtype),
+    functools.partial(modules.cast, dtype=policy.config.dtype),
     policy.abstract_params,
   )
   chosen = options(config, mesh_lib.num_hosts(placement.training))

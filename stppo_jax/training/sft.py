@@ -21,6 +21,7 @@ from stppo_jax.learner import offline_losses
 from stppo_jax.models import functional
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import collect
+from stppo_jax.rollout import evaluation
 from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
 from stppo_jax.sampling import scripted
@@ -29,7 +30,6 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import engines
-from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import skipped_updates

@@ -23,7 +23,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
-from stppo_jax.sampling import lane_rules
+from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import stops
 from stppo_jax.training import components
@@ -41,7 +41,7 @@ def try_here(config) -> str:
   devices = jax.devices()
   decodes_alone = config.rollout.engine != 'local' or any(
     forbids(operator.attrgetter(key)(config))
-    for key, (forbids, _) in lane_rules.DECODES_ALONE.items()
+    for key, (forbids, _) in engine_rules.DECODES_ALONE.items()
   )
   if devices[0].platform != 'tpu' or decodes_alone:
     return ''

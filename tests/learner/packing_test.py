@@ -13,7 +13,7 @@ from stppo_jax.learner import annotate
 from stppo_jax.learner import forward
 from stppo_jax.learner import packing
 from stppo_jax.models import attention
-from stppo_jax.models import splash
+from stppo_jax.models import fused_attention
 from stppo_jax.rollout import pack
 from tests.learner import updates
 from tests.models import cudnn
@@ -196,7 +196,7 @@ def test_kernels_compute_packed_rows(kernel, monkeypatch):
   monkeypatch.setitem(
     attention.IMPLEMENTATIONS,
     'splash',
-    functools.partial(splash.attend, interpret=True),
+    functools.partial(fused_attention.splash, interpret=True),
   )
   monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
   models = updates.transformers(attention=kernel)

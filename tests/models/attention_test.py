@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import attention
-from stppo_jax.models import splash
+from stppo_jax.models import fused_attention
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import program
@@ -17,7 +17,7 @@ from tests.models import cudnn
 from tests.models import tiny
 
 _H = 8
-_SPLASH = functools.partial(splash.attend, interpret=True)
+_SPLASH = functools.partial(fused_attention.splash, interpret=True)
 
 
 def _inputs(rows, size, num_heads, num_kv_heads, seed=0):

@@ -16,8 +16,8 @@ from stppo_jax.rl import bounds
 from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import corrections
 from stppo_jax.rl import losses
-from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
+from stppo_jax.rl import ratios
 from stppo_jax.rl import segments
 from tests.rl import batches
 
@@ -258,7 +258,7 @@ def _choices():
     yield name, {}
   for name in bounds.BOUNDS:
     yield 'token_ppo', {'bounds__name': name}
-  for name in normalization.NORMALIZATIONS:
+  for name in ratios.NORMALIZATIONS:
     yield 'token_ppo', {'ratio__normalize': name}
   for name in corrections.CORRECTIONS:
     yield 'token_ppo', {'correction__names': (name,)}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.rl import normalization
+from stppo_jax.rl import ratios
 from tests.rl import batches
 
 # Turns of spread 0.3, 0.1, none at all, and a single token.
@@ -19,7 +19,7 @@ _OPTIONS = {'num_turns': 4, 'implementation': 'auto'}
 def _guard(logs):
   batch, _, _ = batches.make()
   batch = batch.replace(turn_ids_BL=TURNS, loss_mask_BL=TURNS > 0)
-  guard = normalization.NORMALIZATIONS['guard']
+  guard = ratios.NORMALIZATIONS['guard']
   target = guard.statistics(logs, batch, **_OPTIONS)
   return target, *guard.function(logs, batch, target, **_OPTIONS)
 
@@ -51,7 +51,7 @@ def test_at_the_old_policy_guard_does_nothing():
 def test_the_scale_is_limited():
   logs = np.where(TURNS == 1, LOGS * 1e-4, LOGS)
   _, _, weights = _guard(logs)
-  np.testing.assert_allclose(weights[0, 0], 1 / normalization.GUARD_LIMIT)
+  np.testing.assert_allclose(weights[0, 0], 1 / ratios.GUARD_LIMIT)
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.sampling import lane as lane_lib
-from stppo_jax.sampling import row as row_lib
+from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_programs
 from tests.sampling import tiny_engine
 
@@ -157,7 +157,7 @@ def _lane(*, slots, batch_rows, lookahead=0, lanes=1):
 
 
 def _row(number, *, group, length=2):
-  return row_lib.Row(number, np.zeros(length, np.int32), group, np.zeros(2))
+  return rows_lib.Row(number, np.zeros(length, np.int32), group, np.zeros(2))
 
 
 def test_closing_does_not_wait_for_the_thread_of_the_lane():

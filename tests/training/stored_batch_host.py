@@ -17,9 +17,9 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.rollout import evaluation
 from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
-from stppo_jax.training import evaluation
 from tests.training import runs
 
 _ROWS, _LENGTH = 8, 128

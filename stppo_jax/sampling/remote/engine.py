@@ -32,9 +32,9 @@ from stppo_jax import types
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import export
+from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
-from stppo_jax.sampling import turns
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
@@ -175,7 +175,7 @@ class RemoteEngine:
       EngineUnreachable: if the server is not ready, or does not load the
         weights.
     """
-    turns.check_prompts(
+    engine_rules.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
     self._reset()
@@ -211,7 +211,7 @@ class RemoteEngine:
         row has ended.
     """
     self._check_between_turns(row)
-    turns.check_observation(
+    engine_rules.check_observation(
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())

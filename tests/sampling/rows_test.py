@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from stppo_jax.sampling import pages
+from stppo_jax.sampling import rows as rows_lib
 
 _SIZE = 4
 
@@ -18,7 +18,7 @@ class _Row:
 
 
 def _pool(num_pages, most):
-  return pages.PagePool(num_pages, page_size=_SIZE, pages_per_row=most)
+  return rows_lib.PagePool(num_pages, page_size=_SIZE, pages_per_row=most)
 
 
 def test_a_page_has_one_row_until_it_ends():

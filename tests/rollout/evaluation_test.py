@@ -9,8 +9,8 @@ import pytest
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.rollout import evaluation
 from stppo_jax.rollout import steps
-from stppo_jax.training import evaluation
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus

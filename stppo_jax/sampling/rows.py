@@ -1,4 +1,4 @@
-"""Gives pages of the cache to rows, on the host.
+"""The dialogues of a collection, and the pages of the cache that they have.
 
 Rows that share a prompt share its full pages. A page is free again when the
 last row that has it gives it back.
@@ -10,17 +10,44 @@ every row ends.
 """
 
 import collections
-from typing import Protocol
+import dataclasses
+from typing import Any
+
+import numpy as np
 
 
-class Holder(Protocol):
-  """A row.
+@dataclasses.dataclass(eq=False)
+class Row:
+  """A dialogue of a collection.
 
   Attributes:
-    pages: the numbers of its pages, in order.
+    number: the number of the row in the collection.
+    prompt: [L] int32, token ids.
+    group: the group that shares the prompt.
+    key_data: uint32 [2], the data of the row's key.
+    lane: the lane of its slot; None while it waits for one.
+    slot: its slot in the lane.
+    pages: its pages of keys and values, of the device that has the slot.
+    length: tokens so far, without those of chunks in flight.
+    turn: serial number of the turn; it tells a late chunk of an earlier turn
+      from one of this turn.
+    generating: whether it is the policy's turn.
+    in_flight: chunks in flight that decode this turn.
+    chunks: token ids and log-probabilities of this turn so far.
   """
 
-  pages: list[int]
+  number: int
+  prompt: np.ndarray
+  group: int
+  key_data: np.ndarray
+  lane: Any = None
+  slot: int = -1
+  pages: list[int] = dataclasses.field(default_factory=list)
+  length: int = 0
+  turn: int = 0
+  generating: bool = False
+  in_flight: int = 0
+  chunks: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
 
 
 class PagePool:
@@ -37,13 +64,13 @@ class PagePool:
     self._size, self._most = page_size, pages_per_row
     self._free = list(range(num_pages))[::-1]
     self._holders: collections.Counter[int] = collections.Counter()
-    self._rows: list[Holder] = []  # the oldest first
+    self._rows: list[Row] = []  # the oldest first
 
-  def add(self, row: Holder) -> None:
+  def add(self, row: Row) -> None:
     """Adds a row without pages, the youngest."""
     self._rows.append(row)
 
-  def share(self, row: Holder, other: Holder, length: int) -> None:
+  def share(self, row: Row, other: Row, length: int) -> None:
     """Gives a row without pages the full pages of another row's first tokens.
 
     Args:
@@ -54,7 +81,7 @@ class PagePool:
     row.pages = other.pages[: length // self._size]
     self._holders.update(row.pages)
 
-  def grow(self, row: Holder, length: int) -> bool:
+  def grow(self, row: Row, length: int) -> bool:
     """Gives a row the pages that so many tokens need.
 
     Returns:
@@ -67,21 +94,21 @@ class PagePool:
       self._holders[row.pages[-1]] += 1
     return True
 
-  def fits(self, row: Holder, length: int) -> bool:
+  def fits(self, row: Row, length: int) -> bool:
     """Returns whether `grow` would give a row what it needs."""
     missing, oldest = self._missing(row, length), self._rows[0]
     kept = 0 if row is oldest else self._most - len(oldest.pages)
     return missing <= max(len(self._free) - kept, 0)
 
-  def _missing(self, row: Holder, length: int) -> int:
+  def _missing(self, row: Row, length: int) -> int:
     return max(-(-length // self._size) - len(row.pages), 0)
 
-  def remove(self, row: Holder) -> None:
+  def remove(self, row: Row) -> None:
     """Takes back the pages of a row that has ended."""
     self._rows.remove(row)
     self.release(row)
 
-  def release(self, row: Holder) -> None:
+  def release(self, row: Row) -> None:
     """Takes back the pages of a row, which stays."""
     pages, row.pages = row.pages, []
     for page in pages:
