@@ -419,6 +419,9 @@ def test_a_small_version_of_every_command_runs(
   elif ' score ' in command:
     _make_small_batch(call)
     call()
+  elif ' levels ' in command:
+    _make_small_batch(call)
+    call()
   elif ' compare ' in command:
     _make_small_batch(call)
     (names,) = (w for w in words if w.startswith('--algorithms='))

@@ -11,6 +11,10 @@ python -m stppo_jax lab advantages --batch=F.npz --estimator=gae [--out=A.npz]
 python -m stppo_jax lab compare --batch=F.npz
     --algorithms=ALGORITHM[:KEY=VALUE ...],...
     [--config=FILE.py] [--advantages=A.npz] [--float64] [--json]
+    [--plot=P.png]
+python -m stppo_jax lab levels --batch=F.npz
+    --algorithms=ALGORITHM[:KEY=VALUE ...],...
+    [--config=FILE.py] [--advantages=A.npz] [--float64] [--plot=P.png]
 
 collect samples one batch of trajectories, annotates it, makes some updates and
 saves the arrays. The other commands need no model, run on CPU, and read any
@@ -39,6 +43,7 @@ print one JSON object.
   --out=FILE.npz                the file that is written
   --float64                     computes in double precision
   --json                        prints all metrics as JSON
+  --plot=FILE.png               the picture that is written
 """
 
 from collections.abc import Sequence
@@ -61,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     'score': _score,
     'advantages': _advantages,
     'compare': _compare,
+    'levels': _levels,
   }
   name = command_line.subcommand('lab', argv, subcommands)
   if name != 'collect':
@@ -140,12 +146,24 @@ def _advantages(argv: Sequence[str]) -> None:
 
 def _compare(argv: Sequence[str]) -> None:
   """Prints several algorithms beside each other."""
-  flags = lab_flags.of_batch(algorithms='', advantages='', json=False)
+  flags = lab_flags.of_batch(algorithms='', advantages='', json=False, plot='')
   lab_flags.parse(flags, argv, required=('algorithms',))
   options = lab_flags.algorithms(flags.algorithms, config=flags.config)
   from stppo_jax.tools.lab import offline
 
-  offline.compare(lab_flags.source(flags), options, as_json=flags.json)
+  offline.compare(
+    lab_flags.source(flags), options, as_json=flags.json, plot=flags.plot
+  )
+
+
+def _levels(argv: Sequence[str]) -> None:
+  """Prints the ratios at every level, and the bounds of algorithms."""
+  flags = lab_flags.of_batch(algorithms='', advantages='', plot='')
+  lab_flags.parse(flags, argv, required=('algorithms',))
+  options = lab_flags.algorithms(flags.algorithms, config=flags.config)
+  from stppo_jax.tools.lab import offline
+
+  offline.levels(lab_flags.source(flags), options, plot=flags.plot)
 
 
 def _check_finite(name: str, value: float) -> None:

@@ -1,7 +1,7 @@
 """Make a page about runs: figures, tables, and a viewer of their dialogues.
 
 python -m stppo_jax report DIR... [--out=FILE] [--format=html|md]
-                           [--dialogues=N] [--megabytes=N]
+                           [--dialogues=N] [--megabytes=N] [--picture=P.png ...]
 
   DIR          the folder of a run of train, its --workdir, also in a bucket;
                runs that differ only in their seed are one experiment, shown
@@ -11,6 +11,8 @@ python -m stppo_jax report DIR... [--out=FILE] [--format=html|md]
                and loads nothing; md: tables and PNG files for papers
   --dialogues  the largest number of dialogues in the page (default 5000)
   --megabytes  about the largest size of the page (default 25)
+  --picture    a PNG file that the page shows, too, such as lab compare --plot
+               and lab levels --plot write; may be repeated
 
 The runs may still be going. What cannot be read (a folder that is no run, a
 line that was cut off when a run was killed) is named in one line, everything
@@ -25,6 +27,8 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import report
 
+_PNG = b'\x89PNG'  # the first bytes of every such file
+
 
 def main(argv: Sequence[str]) -> int:
   """Writes the report of runs; returns the exit code."""
@@ -33,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     format=command_line.one_of(('html', 'md'), 'html'),
     dialogues=command_line.integer(report.MOST_DIALOGUES, lower_bound=0),
     megabytes=command_line.integer(report.MOST_MEGABYTES, lower_bound=0),
+    picture=command_line.REPEATED,
   )
   words, _, errors = command_line.parse(
     flags, argv, words=sys.maxsize, missing=command_line.NO_RUNS
@@ -45,6 +50,9 @@ def main(argv: Sequence[str]) -> int:
     )
   elif problem := output.problem(out, has_figures=flags.format == 'md'):
     errors.append(f'--out={problem}')
+  errors += filter(None, map(_picture_problem, flags.picture))
+  if flags.picture and flags.format == 'md':
+    errors.append('--picture: goes with --format=html only')
   command_line.refuse(errors)
   losses = report.write(
     out,
@@ -52,5 +60,16 @@ def main(argv: Sequence[str]) -> int:
     form=flags.format,
     most_dialogues=flags.dialogues,
     most_megabytes=flags.megabytes,
+    pictures=flags.picture,
   )
   return command_line.lost(losses)
+
+
+def _picture_problem(name: str) -> str:
+  """Returns a line if a file is no PNG file; '' if it is one."""
+  try:
+    with open(name, 'rb') as file:
+      beginning = file.read(len(_PNG))
+  except OSError as error:
+    return f'--picture={name}: {error.strerror}'
+  return '' if beginning == _PNG else f'--picture={name}: is no PNG file'

@@ -41,7 +41,8 @@ METRICS = 'metrics.jsonl'  # a line for each step
 MANIFEST = 'manifest/metadata'  # the file of a checkpoint that describes it
 # Sections of the config that every record of a run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
-_NPZ = b'PK'  # the first bytes of every npz file
+# The first bytes of every file of a kind.
+_BEGINNINGS = {'npz': b'PK', 'png': b'\x89PNG'}
 _ADVICE = 'give a folder that is new or empty'
 
 
@@ -127,13 +128,18 @@ def _address_problems(place: str, start: str, command: str) -> list[str]:
 
 
 def file_problems(
-  file: str | pathlib.Path, *, flag: str, reads: Mapping[str, pathlib.Path]
+  file: str | pathlib.Path,
+  *,
+  flag: str,
+  kind: str,
+  reads: Mapping[str, pathlib.Path],
 ) -> list[str]:
-  """Returns the reasons why a command must not write an npz file there.
+  """Returns the reasons why a command must not write a file there.
 
   Args:
     file: the file that a flag names.
     flag: the flag, such as '--out'.
+    kind: npz or png.
     reads: directories that must stay as they are, as in `problems`.
   """
   path, start = pathlib.Path(file), f'{flag}={file}: '
@@ -145,9 +151,10 @@ def file_problems(
     if _relation(path, directory):
       return [f'{start}lies in {directory}, the folder of {name}']
   if path.exists():
+    beginning = _BEGINNINGS[kind]
     with open(path, 'rb') as opened:
-      if opened.read(len(_NPZ)) != _NPZ:
-        return [f'{start}exists and is not an npz file']
+      if opened.read(len(beginning)) != beginning:
+        return [f'{start}exists and is not a file of the kind {kind}']
   return []
 
 

@@ -1,6 +1,7 @@
 """The flags of all `lab` commands, and the page that describes them."""
 
 import json
+import pathlib
 import re
 import shlex
 import subprocess
@@ -55,7 +56,7 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--out=./F'],
-      '--out=./F: is the file of --batch',
+      '--out=./F: is a file that is read',
     ),
     (
       ['score', '--bach', 'F', '--algorithm=st_ppo'],
@@ -71,7 +72,7 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--advantages=A', '--out=A'],
-      '--out=A: is the file of --advantages',
+      '--out=A: is a file that is read',
     ),
     (
       ['score', '--batch=F', f'--config={_QUICKSTART}'],
@@ -167,7 +168,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
 def test_help_names_every_subcommand(capsys):
   assert lab_calls.lab('score', '--help') == 0
   out, _ = capsys.readouterr()
-  for name in ('collect', 'score', 'advantages', 'compare'):
+  for name in ('collect', 'score', 'advantages', 'compare', 'levels'):
     assert f'python -m stppo_jax lab {name} --' in out
 
 
@@ -175,7 +176,7 @@ def test_help_names_every_subcommand(capsys):
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'configs').symlink_to(runs.REPO / 'configs')
-  (block,) = re.findall(r'```text\n(.*?)```', _PAGE, re.DOTALL)
+  block, pictures = re.findall(r'```text\n(.*?)```', _PAGE, re.DOTALL)
   lines = [shlex.split(line) for line in block.splitlines()]
   # The last of equal flags counts.
   small = {
@@ -183,8 +184,10 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     'score': [],
     'advantages': [],
     'compare': ['--algorithms=st_ppo'],  # whose program is there already
+    'levels': ['--algorithms=st_ppo'],
   }
-  assert [words[4] for words in lines] == [*small, 'compare']
+  kinds = ['collect', 'score', 'advantages', 'compare', 'compare', 'levels']
+  assert [words[4] for words in lines] == kinds
   for words in lines:
     assert words[:4] == ['python', '-m', 'stppo_jax', 'lab']
     assert __main__.main([*words[3:], *small[words[4]]]) == 0
@@ -207,6 +210,11 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
       )
     if words[4] == 'score':
       assert 0.5 < json.loads(out)['ratio/token/min'] < 1
+  # The pictures of the page are of a larger batch.
+  for words in map(shlex.split, pictures.splitlines()[1:]):
+    out = '--plot=' + pathlib.Path(words[-1]).name
+    assert __main__.main([*words[3:], '--batch=F.npz', out]) == 0
+    capsys.readouterr()
   (example,) = re.findall(r'```python\n(.*?)```', _PAGE, re.DOTALL)
   done = subprocess.run(
     [sys.executable, '-c', example], capture_output=True, text=True

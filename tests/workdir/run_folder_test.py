@@ -140,12 +140,12 @@ def test_files_of_others_are_no_output(tmp_path):
   model.mkdir()
   (model / 'model.safetensors').touch()
   problems = lambda file, **reads: run_folder.file_problems(
-    file, flag='--out', reads=reads
+    file, flag='--out', kind='npz', reads=reads
   )
   for file, expected in (
     (tmp_path, 'is a folder'),
     (tmp_path / 'absent' / 'F.npz', f'no such folder: {tmp_path}/absent'),
-    (model / 'model.safetensors', 'exists and is not an npz file'),
+    (model / 'model.safetensors', 'exists and is not a file of the kind npz'),
   ):
     (line,) = problems(file)
     assert line.startswith(f'--out={file}: {expected}')

@@ -69,21 +69,31 @@ def parse(
 def out_problems(
   flags: absl_flags.FlagValues, reads: Mapping[str, pathlib.Path]
 ) -> list[str]:
-  """Returns a line if `--out` must not be written; called before any work.
+  """Returns a line if `--out` or `--plot` must not be written.
+
+  It is called before any work.
 
   Args:
     flags: the flags of a command.
     reads: the folders that the command reads, see `run_folder.problems`.
   """
   values = flags.flag_values_dict()
-  out = values.get('out')
-  if not out:
-    return []
-  for name in ('batch', 'advantages'):
-    source = values.get(name)
-    if source and pathlib.Path(out).resolve() == pathlib.Path(source).resolve():
-      return [f'--out={out}: is the file of --{name}']
-  return run_folder.file_problems(out, flag='--out', reads=reads)
+  problems = []
+  for name, kind in (('out', 'npz'), ('plot', 'png')):
+    file = values.get(name)
+    if not file:
+      continue
+    sources = (values.get(source) for source in ('batch', 'advantages'))
+    paths = [pathlib.Path(source).resolve() for source in sources if source]
+    if pathlib.Path(file).resolve() in paths:
+      problems.append(f'--{name}={file}: is a file that is read')
+    elif name == 'plot' and not file.endswith('.png'):
+      problems.append(f'--plot={file}: must end in .png')
+    else:
+      problems += run_folder.file_problems(
+        file, flag=f'--{name}', kind=kind, reads=reads
+      )
+  return problems
 
 
 def source(flags: absl_flags.FlagValues) -> options_lib.Source:

@@ -34,6 +34,7 @@ _ALWAYS_REQUIRED = (
 )
 # With these there are more metrics; the loss is the same without them.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
+_MAY_BE_INFINITE = ('low_BL', 'high_BL')
 
 
 def required_arrays(
@@ -58,7 +59,8 @@ def loss_and_gradient(
   use is not finite where it is too large for the precision. The arrays are
   loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level), weights_BL (the
   corrections' multipliers) and clipped_BL (tokens whose gradient the objective
-  cut); off the loss mask they are 0, 1, 1 and False.
+  cut); off the loss mask the last four are 0, 1, 1 and False. low_BL and
+  high_BL are the bounds in force, which may be infinite.
 
   Args:
     algorithm: the algorithm.
@@ -91,7 +93,7 @@ def loss_and_gradient(
     del metrics['actor/entropy']  # it is unknown, not 0
   metrics = {'loss': float(results['loss'])} | metrics  # printed in this order
   saved_batch.check_finite(
-    results
+    {name: x for name, x in results.items() if name not in _MAY_BE_INFINITE}
     | {
       name: np.asarray(metrics[name], zeros_BL.dtype)
       # What a correction uses must be finite, unlike what only describes it.
@@ -153,6 +155,8 @@ def _differentiate(
     'ratio_BL': loss.ratio_BL,
     'weights_BL': loss.weights_BL,
     'clipped_BL': loss.cut_BL,
+    'low_BL': jnp.broadcast_to(loss.low, logprobs_BL.shape),
+    'high_BL': jnp.broadcast_to(loss.high, logprobs_BL.shape),
   }
   return arrays, diagnostics, metrics
 

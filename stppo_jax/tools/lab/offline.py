@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import jax
+from matplotlib import figure
 import numpy as np
 
 from stppo_jax import exits
@@ -18,8 +19,11 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rollout import batch_file
 from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import estimates
+from stppo_jax.tools.lab import fates
 from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import levels as levels_lib
 from stppo_jax.tools.lab import options as options_lib
+from stppo_jax.tools.lab import pictures
 from stppo_jax.tools.lab import saved_batch
 
 _NOT_FINITE = (saved_batch.NotFinite,)
@@ -103,6 +107,7 @@ def compare(
   options: Mapping[str, options_lib.Options],
   *,
   as_json: bool,
+  plot: str,
 ) -> None:
   """Prints several algorithms beside each other.
 
@@ -110,23 +115,18 @@ def compare(
     source: the saved batch.
     options: label to the options of an algorithm.
     as_json: whether to print all metrics as JSON.
+    plot: the picture to write; '' for none.
   """
   with jax.enable_x64(source.is_double):
-    compared = {
-      label: chosen.build(algorithm_lib.build_algorithm)
-      for label, chosen in options.items()
-    }
-    # A missing array is reported for the first algorithm that reads it.
-    readers = {
-      array: label
-      for label, algorithm in reversed(compared.items())
-      for array in sorted(
-        lab.required_arrays(algorithm, entropy_coefficient=0.0)
-      )
-    }
-    arrays = _load(source, readers)
+    compared, arrays = _read(source, options)
     with exits.naming('--algorithms', _NOT_FINITE):
       result = comparison.compare(compared, arrays)
+      if plot:
+        page = pictures.comparison_page(
+          result, fates.of_algorithms(compared, arrays)
+        )
+  if plot:
+    _save(page, plot)
   if as_json:
     metrics = {
       label: _finite(source, metrics, f'{label}: ')
@@ -136,6 +136,50 @@ def compare(
     print(_json({'rows': metrics, 'cosines': result.cosines}))
   else:
     print(comparison.table(result))
+
+
+def levels(
+  source: options_lib.Source,
+  options: Mapping[str, options_lib.Options],
+  *,
+  plot: str,
+) -> None:
+  """Prints the ratios at every level, and the bounds of algorithms.
+
+  Args:
+    source: the saved batch.
+    options: label to the options of an algorithm.
+    plot: the picture to write; '' for none.
+  """
+  with jax.enable_x64(source.is_double):
+    compared, arrays = _read(source, options)
+    with exits.naming('--algorithms', _NOT_FINITE):
+      result = levels_lib.measure(compared, arrays)
+  if plot:
+    _save(pictures.levels_page(result), plot)
+  print(levels_lib.table(result))
+
+
+def _read(
+  source: options_lib.Source, options: Mapping[str, options_lib.Options]
+) -> tuple[dict[str, algorithm_lib.Algorithm], dict[str, np.ndarray]]:
+  """Returns the algorithms by label, and the arrays that they read."""
+  algorithms = {
+    label: chosen.build(algorithm_lib.build_algorithm)
+    for label, chosen in options.items()
+  }
+  # A missing array is reported for the first algorithm that reads it.
+  readers = {
+    array: label
+    for label, algorithm in reversed(algorithms.items())
+    for array in sorted(lab.required_arrays(algorithm, entropy_coefficient=0.0))
+  }
+  return algorithms, _load(source, readers)
+
+
+def _save(page: figure.Figure, plot: str) -> None:
+  with exits.naming(f'--plot={plot}'):
+    pictures.save(page, plot)
 
 
 def _load(

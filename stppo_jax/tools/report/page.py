@@ -36,6 +36,7 @@ def html(
   most_dialogues: int,
   most_bytes: int,
   tables: Mapping[str, Sequence[Sequence[str]]],
+  pictures: Mapping[str, bytes],
 ) -> str:
   """Returns the page of some runs.
 
@@ -47,6 +48,7 @@ def html(
     most_bytes: about the largest size of the page.
     tables: title to rows of texts, the first being the heading; they come
       before the summary.
+    pictures: name to a PNG file; they are a part of the page.
   """
   runs = [run for members in groups for run in members.runs]
   content = contents(groups)
@@ -59,6 +61,10 @@ def html(
   )
   content |= {
     'tables': tables,
+    'pictures': {
+      name: f'data:image/png;base64,{base64.b64encode(picture).decode()}'
+      for name, picture in pictures.items()
+    },
     'notes': [*losses, *encoded.notes],
     'metrics': packed,
     'index': dialogue_data.pack_json(encoded.index),

@@ -25,6 +25,7 @@ def write(
   most_dialogues: int = MOST_DIALOGUES,
   most_megabytes: int = MOST_MEGABYTES,
   tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
+  pictures: Sequence[str] = (),
 ) -> list[str]:
   """Writes the report of those runs that can be read, if there is one.
 
@@ -35,6 +36,7 @@ def write(
     most_dialogues: the largest number of dialogues in a page.
     most_megabytes: about the largest size of a page.
     tables: tables of a page beside those of the runs, see `page.html`.
+    pictures: PNG files that a page shows beside its own figures.
 
   Returns:
     A line for each thing that could not be read or shown.
@@ -66,6 +68,10 @@ def write(
         most_dialogues=most_dialogues,
         most_bytes=most_megabytes * _MEGABYTE,
         tables=tables or {},
+        pictures={
+          pathlib.Path(name).stem: pathlib.Path(name).read_bytes()
+          for name in pictures
+        },
       )
       atomic_files.replace(out, text.encode())
   size = out.stat().st_size / _MEGABYTE

@@ -16,7 +16,7 @@ _POINTS = 200  # most points of a curve
 def content(
   contents: Mapping[str, Any], groups: Sequence[comparison.Group]
 ) -> str:
-  """Returns the HTML of the notes, the tables, and a picture for each panel.
+  """Returns the HTML of notes, tables, a picture for each panel, and pictures.
 
   Args:
     contents: see `page.contents`.
@@ -30,6 +30,8 @@ def content(
     pictures = [_picture(panel, groups) for panel in section['panels']]
     parts += [f'<h2>{section["title"]}</h2>', '<div class="figures">']
     parts += [*pictures, '</div>']
+  for name, source in contents['pictures'].items():
+    parts.append(f'<h2>{_text(name)}</h2><img src="{source}" alt="">')
   return '\n'.join(parts)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 
+from matplotlib import figure
 import pytest
 
 from tests.tools.report import conftest
@@ -213,3 +214,27 @@ def test_every_metric_gets_to_the_page_as_it_is(opened, made):
         None if x is None else pytest.approx(x, rel=1e-5, abs=1e-12)
         for x in expected
       ]
+
+
+def test_pictures_of_other_commands_are_part_of_the_page(
+  browser, made, tmp_path, capsys
+):
+  picture, out = tmp_path / 'levels.png', tmp_path / 'report.html'
+  figure.Figure(figsize=(2, 1)).savefig(picture, dpi=100)
+  for other, line in (
+    (tmp_path / 'absent.png', 'No such file or directory'),
+    (made[0] / 'metrics.jsonl', 'is no PNG file'),
+  ):
+    assert conftest.report(made[0], f'--picture={other}') == 2
+    assert capsys.readouterr().err == f'--picture={other}: {line}\n'
+  words = (made[0], f'--picture={picture}', f'--out={out}')
+  assert conftest.report(*words) == 0
+  picture.unlink()
+  opened = conftest.Opened(browser, out, 'tab=pictures')
+  size = opened.page.locator('img').evaluate(
+    'image => image.decode().then('
+    '() => [image.alt, image.naturalWidth, image.naturalHeight])'
+  )
+  assert size == ['levels', 200, 100]
+  opened.requests = [x for x in opened.requests if not x.startswith('data:')]
+  opened.close()

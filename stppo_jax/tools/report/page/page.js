@@ -77,11 +77,19 @@ function ownPanel() {
   return make('div', {}, make('div', {class: 'controls'}, input, list), place);
 }
 
+// Pictures of other commands.
+function pictures() {
+  return Object.entries(data.pictures).map(([name, source]) => (
+    section(name, '', make('img', {src: source, alt: name}))));
+}
+
 const TABS = {
   overview: ['Overview', overview],
   curves: ['Curves', curves],
   dialogues: ['Dialogues', viewer],
   config: ['Configuration', () => [configTable()]],
+  ...(Object.keys(data.pictures).length
+    ? {pictures: ['Pictures', pictures]} : {}),
 };
 
 function showTab() {

@@ -1,0 +1,157 @@
+"""Tells which tokens of a saved batch an algorithm cuts, keeps or amplifies.
+
+B trajectories, L tokens. The multiplier of a token is its gradient over the
+gradient that the same algorithm has where the policy is still the old one, all
+ratios being 1. A factor that all tokens share changes no direction: multipliers
+are divided by the median of those that are above 0.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import saved_batch
+
+# A multiplier this far from 1 counts as a change.
+_TOLERANCE = 0.1
+_MOST_TURNS = 8  # later turns are one group
+_NUM_LENGTHS = 8  # groups of turns by their length, with about as many tokens
+# Between groups of log-ratios.
+_LOG_RATIOS = (-0.5, -0.2, -0.05, -0.01, 0.01, 0.05, 0.2, 0.5)
+
+
+class Groups(NamedTuple):
+  """Policy tokens in groups that have an order.
+
+  Attributes:
+    labels: one for each group.
+    ids_BL: the group of each token, from 0 on; -1 off the loss mask.
+  """
+
+  labels: list[str]
+  ids_BL: np.ndarray
+
+
+class Fates(NamedTuple):
+  """The shares of the tokens of each group that an algorithm changes.
+
+  Attributes:
+    cut: the multiplier is 0, or against the advantage.
+    weakened: it is less than .9.
+    amplified: it is more than 1.1.
+  """
+
+  cut: np.ndarray
+  weakened: np.ndarray
+  amplified: np.ndarray
+
+
+def of_algorithms(
+  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
+) -> dict[str, tuple[Groups, dict[str, Fates]]]:
+  """Returns, for each grouping, its groups and the fates by label.
+
+  Args:
+    algorithms: label to algorithm.
+    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
+      of each algorithm.
+
+  Raises:
+    saved_batch.NotFinite: a result is too large for the precision.
+  """
+  found = {label: multipliers(x, arrays) for label, x in algorithms.items()}
+  return {
+    grouping: (groups, {label: shares(x, groups) for label, x in found.items()})
+    for grouping, groups in groupings(arrays).items()
+  }
+
+
+def multipliers(
+  algorithm: algorithm_lib.Algorithm, arrays: saved_batch.Arrays
+) -> np.ndarray:
+  """Returns the multiplier of each token, [B, L] float64.
+
+  It is nan off the loss mask, and where a token has no gradient even at the old
+  policy, as without an advantage.
+
+  Raises:
+    saved_batch.NotFinite: a result is too large for the precision.
+  """
+
+  def gradient(logprobs_BL):
+    found = lab.loss_and_gradient(
+      algorithm,
+      {**arrays, 'logprobs_BL': logprobs_BL},
+      entropy_coefficient=0.0,
+    )
+    return found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
+
+  new_BL = gradient(arrays['logprobs_BL'])
+  old_BL = gradient(arrays['old_logprobs_BL'])
+  known_BL = arrays['loss_mask_BL'].astype(bool) & (old_BL != 0)
+  ratio_BL = np.divide(
+    new_BL, old_BL, out=np.full(new_BL.shape, np.nan), where=known_BL
+  )
+  positive = ratio_BL[ratio_BL > 0]
+  return ratio_BL / np.median(positive) if positive.size else ratio_BL
+
+
+def shares(multipliers_BL: np.ndarray, groups: Groups) -> Fates:
+  """Returns the shares of each group; nan for a group without a multiplier."""
+
+  def share(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    found = []
+    for number in range(len(groups.labels)):
+      values = multipliers_BL[groups.ids_BL == number]
+      values = values[~np.isnan(values)]
+      found.append(of(values).mean() if values.size else np.nan)
+    return np.array(found)
+
+  return Fates(
+    share(lambda m: m <= 0),
+    share(lambda m: (m > 0) & (m < 1 - _TOLERANCE)),
+    share(lambda m: m > 1 + _TOLERANCE),
+  )
+
+
+def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
+  """Returns the tokens by turn, by length of the turn, and by log-ratio."""
+  mask_BL = arrays['loss_mask_BL'].astype(bool)
+  turns_BL = np.where(mask_BL, arrays['turn_ids_BL'], 0)
+  most = min(int(turns_BL.max()), _MOST_TURNS)
+  names = [str(turn) for turn in range(1, most + 1)]
+  if turns_BL.max() > most:
+    names[-1] += '+'
+  same_BLL = turns_BL[:, :, None] == turns_BL[:, None]
+  lengths_BL = same_BLL.sum(axis=2)
+  log_ratio_BL = arrays['logprobs_BL'] - arrays['old_logprobs_BL']
+  edges = [f'{edge:g}' for edge in _LOG_RATIOS]
+  spans = [f'{low} … {high}' for low, high in itertools.pairwise(edges)]
+  numbers_BL = np.searchsorted(_LOG_RATIOS, log_ratio_BL)
+  return {
+    'turn': Groups(names, np.minimum(turns_BL, most) - 1),
+    'tokens of the turn': _by_length(lengths_BL, mask_BL),
+    'log-ratio of the token': Groups(
+      [f'< {edges[0]}', *spans, f'> {edges[-1]}'],
+      np.where(mask_BL, numbers_BL, -1),
+    ),
+  }
+
+
+def _by_length(lengths_BL: np.ndarray, mask_BL: np.ndarray) -> Groups:
+  """Returns groups of about as many tokens each, named by their medians."""
+  lengths = lengths_BL[mask_BL]
+  inner = np.linspace(0, 1, _NUM_LENGTHS + 1)[1:-1]
+  edges = np.unique(np.quantile(lengths, inner, method='higher'))
+  # Many lengths may be equal; then some groups have no token.
+  numbers = np.searchsorted(edges, lengths, side='right')
+  _, numbers = np.unique(numbers, return_inverse=True)
+  ids_BL = np.full(mask_BL.shape, -1)
+  ids_BL[mask_BL] = numbers
+  medians = [np.median(lengths[numbers == n]) for n in range(max(numbers) + 1)]
+  return Groups([f'{median:.0f}' for median in medians], ids_BL)

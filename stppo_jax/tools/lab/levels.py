@@ -1,0 +1,132 @@
+"""Ratios of a saved batch at every level, and the bounds laid over them.
+
+B trajectories, L tokens. The log-ratio of a segment is the mean over its
+tokens, as in `rl.ratios`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import streams
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import ratios
+from stppo_jax.rl import segments
+from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import saved_batch
+
+_QUANTILES = (0.01, 0.5, 0.99)
+
+
+class Bounds(NamedTuple):
+  """The bounds of an algorithm, on a saved batch.
+
+  Attributes:
+    level: the level of its ratio.
+    low, high: their medians over the policy tokens.
+    below, above: the shares of these tokens with a ratio outside them.
+  """
+
+  level: str
+  low: float
+  high: float
+  below: float
+  above: float
+
+
+class Levels(NamedTuple):
+  """The ratios of a saved batch.
+
+  Attributes:
+    log_ratios: by level, the log-ratio of each segment.
+    bounds: by label, the bounds of an algorithm.
+  """
+
+  log_ratios: dict[str, np.ndarray]
+  bounds: dict[str, Bounds]
+
+
+def measure(
+  algorithms: Mapping[str, algorithm_lib.Algorithm],
+  arrays: saved_batch.Arrays,
+) -> Levels:
+  """Returns the ratios at all levels whose ids the batch has, and the bounds.
+
+  Args:
+    algorithms: label to algorithm.
+    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
+      of each algorithm.
+
+  Raises:
+    saved_batch.NotFinite: a result is too large for the precision.
+  """
+  bounds = {}
+  mask_BL = arrays['loss_mask_BL'].astype(bool)
+  for label, algorithm in algorithms.items():
+    found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
+    low, high, ratio = (
+      np.broadcast_to(found.arrays[name], mask_BL.shape)[mask_BL]
+      for name in ('low_BL', 'high_BL', 'ratio_BL')
+    )
+    bounds[label] = Bounds(
+      algorithm.ratio.level,
+      float(np.median(low)),
+      float(np.median(high)),
+      float((ratio < low).mean()),
+      float((ratio > high).mean()),
+    )
+  return Levels(_log_ratios(arrays), bounds)
+
+
+def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
+  batch, num_turns = (
+    saved_batch.token_batch(arrays),
+    saved_batch.num_turns(arrays),
+  )
+  mask_BL = batch.loss_mask_BL
+  token_BL = ratios.token_log_ratio(
+    jnp.asarray(arrays['logprobs_BL']), batch.old_logprobs_BL, mask_BL
+  )
+  found = {}
+  for level in segments.LEVELS:
+    if level == 'sentence' and batch.sentence_ids_BL is None:
+      continue
+    ids_BL, _ = segments.level_segments(level, batch, num_turns=num_turns)
+    ratio_BL = ratios.level_log_ratio(
+      token_BL,
+      batch,
+      level=level,
+      gradient='segment',
+      reduce='mean',
+      num_turns=num_turns,
+    )
+    numbers = np.arange(len(mask_BL))[:, None] * (mask_BL.shape[1] + 1) + ids_BL
+    _, firsts = np.unique(np.asarray(numbers)[mask_BL], return_index=True)
+    found[level] = np.asarray(ratio_BL)[mask_BL][firsts]
+  return found
+
+
+def table(levels: Levels) -> str:
+  """Returns two tables as text: the levels, and the bounds."""
+  head = ('level', 'segments', 'spread', *(f'p{q:.0%}' for q in _QUANTILES))
+  lines: list[tuple[str, ...]] = [tuple(x.rstrip('%') for x in head)]
+  for level, x in levels.log_ratios.items():
+    numbers = (x.std(), *np.quantile(x, _QUANTILES))
+    lines.append((level, f'{len(x)}', *(f'{y:.3g}' for y in numbers)))
+  rows: list[tuple[str, ...]] = [
+    ('algorithm', 'level', 'low', 'high', 'below', 'above')
+  ]
+  for label, x in levels.bounds.items():
+    shares = (f'{share:.2%}' for share in (x.below, x.above))
+    rows.append((label, x.level, f'{x.low:.5g}', f'{x.high:.5g}', *shares))
+  first, second = (
+    '\n'.join(streams.aligned(rows, right=True)) for rows in (lines, rows)
+  )
+  return (
+    f'{first}\nlog-ratios of segments, the mean over their tokens; spread: '
+    f'the standard\ndeviation; p1, p50, p99: percentiles\n\n{second}\n'
+    'low, high: medians of the bounds on the ratio; below, above: policy '
+    'tokens with a\nratio outside them'
+  )

@@ -1,0 +1,136 @@
+"""Draws what algorithms do to the tokens of a saved batch."""
+
+from collections.abc import Mapping
+import io
+import pathlib
+from typing import Any
+
+import matplotlib
+from matplotlib import figure
+import numpy as np
+
+from stppo_jax.records import plots
+from stppo_jax.tools.lab import comparison
+from stppo_jax.tools.lab import fates as fates_lib
+from stppo_jax.tools.lab import levels as levels_lib
+from stppo_jax.workdir import atomic_files
+
+_STYLES = ('-', '--', ':', '-.')
+_CHANGES = {'cut': 'Cut', 'weakened': 'Weakened', 'amplified': 'Amplified'}
+_NUM_BINS = 60
+# The share of the segments that a histogram leaves out on each side.
+_TAIL = 0.01
+
+
+def comparison_page(
+  compared: comparison.Comparison,
+  fates: Mapping[str, tuple[fates_lib.Groups, Mapping[str, fates_lib.Fates]]],
+) -> figure.Figure:
+  """Draws the fates of tokens, and the cosines between gradients.
+
+  Args:
+    compared: the comparison of some algorithms.
+    fates: see `fates.of_algorithms`.
+  """
+  labels = list(compared.cosines)
+  with matplotlib.rc_context(plots.STYLE):
+    size = 1.2 + 0.42 * len(labels)
+    page = figure.Figure(figsize=(9.5, 5.2 + size), layout='constrained')
+    halves = page.subfigures(2, 1, squeeze=False, height_ratios=(5.2, size))
+    top, bottom = halves[:, 0]
+    panels = top.subplots(len(_CHANGES), len(fates), sharey='row')
+    for row, (change, title) in zip(panels, _CHANGES.items(), strict=True):
+      for axes, (grouping, (groups, by_label)) in zip(row, fates.items()):
+        for i, label in enumerate(labels):
+          axes.plot(
+            getattr(by_label[label], change),
+            marker='.',
+            label=label,
+            # Lines that cover each other are all seen.
+            linewidth=1.2 + 2.4 * (1 - (i + 1) / len(labels)),
+            **_line(i),
+          )
+        places = range(len(groups.labels))
+        axes.set_xticks(places, [''] * len(places))
+        if change == 'amplified':
+          axes.set_xticklabels(groups.labels, rotation=40, ha='right')
+          axes.set_xlabel(grouping)
+      row[0].set_ylim(bottom=0)
+      row[0].set_title(f'{title}, share of the tokens')
+    top.legend(*panels[0][0].get_legend_handles_labels(), loc='outside right')
+    _draw_cosines(bottom.subplots(), compared.cosines)
+  return page
+
+
+def _line(number: int) -> dict[str, Any]:
+  turns, colour = divmod(number, len(plots.COLOURS))
+  return {
+    'color': plots.COLOURS[colour],
+    'linestyle': _STYLES[turns % len(_STYLES)],
+  }
+
+
+def _draw_cosines(axes, cosines: Mapping[str, Mapping[str, float]]) -> None:
+  labels = list(cosines)
+  values = np.array([[cosines[a][b] for b in labels] for a in labels])
+  axes.imshow(values, vmin=-1, vmax=1, cmap='PuOr_r')
+  places = range(len(labels))
+  axes.set_xticks(places, labels, rotation=30, ha='right')
+  axes.set_yticks(places, labels)
+  axes.grid(visible=False)
+  axes.set_title('Cosine between the gradients')
+  for (i, j), value in np.ndenumerate(values):
+    colour = 'white' if abs(value) > 0.6 else 'black'
+    axes.text(j, i, f'{value:.2f}', ha='center', va='center', color=colour)
+
+
+def levels_page(levels: levels_lib.Levels) -> figure.Figure:
+  """Draws the ratios at each level, and the bounds of the algorithms there."""
+  shown = levels.log_ratios
+  tails = [np.quantile(x, (_TAIL, 1 - _TAIL)) for x in shown.values()]
+  finite = [
+    bound
+    for x in levels.bounds.values()
+    for bound in _log_bounds(x)
+    if np.isfinite(bound)
+  ]
+  # All levels have one axis: what differs is how far their ratios spread.
+  ends = [*np.concatenate(tails), *finite]
+  edges = np.linspace(min(ends) * 1.05, max(ends) * 1.05, _NUM_BINS)
+  with matplotlib.rc_context(plots.STYLE):
+    page = figure.Figure(
+      figsize=(7.5, 0.6 + 1.5 * len(shown)), layout='constrained'
+    )
+    panels = np.atleast_1d(page.subplots(len(shown), 1, sharex=True))
+    for axes, (level, x) in zip(panels, shown.items(), strict=True):
+      weights = np.full(len(x), 1 / len(x))
+      axes.hist(x, edges, weights=weights, color='#BBBBBB')
+      axes.set_title(f'{level}: {len(x)} segments, spread {x.std():.2g}')
+      axes.set_ylabel('share')
+      alike: dict[levels_lib.Bounds, list[str]] = {}
+      for label, bounds in levels.bounds.items():
+        if bounds.level == level:
+          alike.setdefault(bounds, []).append(label)
+      for i, (bounds, labels) in enumerate(alike.items()):
+        outside = bounds.below + bounds.above
+        text = f'{", ".join(labels)}: {outside:.1%} outside'
+        for bound in _log_bounds(bounds):
+          axes.axvline(bound, label=text, linewidth=1.2, **_line(i))
+          text = '_'  # one line of the legend for both
+      if alike:
+        axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
+    panels[-1].set_xlabel('log-ratio, mean over the segment')
+  return page
+
+
+def _log_bounds(bounds: levels_lib.Bounds) -> tuple[float, float]:
+  with np.errstate(divide='ignore'):
+    return float(np.log(bounds.low)), float(np.log(bounds.high))
+
+
+def save(page: figure.Figure, path: str | pathlib.Path) -> None:
+  """Writes a page as PNG; a file that is there is replaced."""
+  picture = io.BytesIO()
+  with matplotlib.rc_context(plots.STYLE):
+    page.savefig(picture, format='png', dpi=110)
+  atomic_files.replace(pathlib.Path(path), picture.getvalue())

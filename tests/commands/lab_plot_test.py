@@ -1,0 +1,69 @@
+"""The pictures of `lab compare` and `lab levels`."""
+
+import numpy as np
+import pytest
+
+from stppo_jax.tools.lab import pictures
+from tests.commands import lab_calls
+
+_ALGORITHMS = '--algorithms=token_ppo,turn_ppo'
+
+
+@pytest.fixture
+def page(monkeypatch):
+  """Returns the pages that were saved."""
+  saved, save = [], pictures.save
+  monkeypatch.setattr(
+    pictures, 'save', lambda page, path: (saved.append(page), save(page, path))
+  )
+  return saved
+
+
+def test_compare_draws_shares_and_cosines(file, tmp_path, page, capsys):
+  out = tmp_path / 'P.png'
+  words = ('compare', f'--batch={file}', _ALGORITHMS, f'--plot={out}')
+  found = lab_calls.metrics(capsys, *words, '--json')
+  assert out.read_bytes().startswith(b'\x89PNG')
+  *panels, cosines = page[0].get_axes()
+  assert len(panels) == 9
+  for axes in panels:
+    assert len(axes.get_lines()) == 2
+    for line in axes.get_lines():
+      shares = np.asarray(line.get_ydata(), float)
+      shares = shares[~np.isnan(shares)]
+      assert len(shares) and ((shares >= 0) & (shares <= 1)).all()
+  shown = cosines.get_images()[0].get_array()
+  assert shown[0, 1] == pytest.approx(found['cosines']['token_ppo']['turn_ppo'])
+
+
+def test_levels_draws_bounds_where_they_hold(file, tmp_path, page, capsys):
+  out = tmp_path / 'P.png'
+  words = ('levels', f'--batch={file}', _ALGORITHMS, f'--plot={out}')
+  assert lab_calls.lab(*words) == 0
+  assert 'turn_ppo' in capsys.readouterr().out
+  bounds = [
+    [line.get_xdata()[0] for line in axes.get_lines()]
+    for axes in page[0].get_axes()
+  ]
+  # Neither algorithm has a ratio of sentences or sequences.
+  both = pytest.approx(np.log([0.8, 1.2]), rel=1e-5)
+  assert bounds == [both, both, [], []]
+
+
+@pytest.mark.parametrize(
+  ('plot', 'expected'),
+  [
+    ('P.svg', '--plot=P.svg: must end in .png'),
+    ('absent/P.png', '--plot=absent/P.png: no such folder: absent'),
+    ('mine.png', '--plot=mine.png: exists and is not a file of the kind png'),
+  ],
+)
+def test_a_plot_that_cannot_be_written_is_refused(
+  file, tmp_path, monkeypatch, capsys, plot, expected
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'mine.png').write_text('mine')
+  for command in ('compare', 'levels'):
+    words = (command, f'--batch={file}', _ALGORITHMS, f'--plot={plot}')
+    assert lab_calls.error(capsys, *words).strip() == expected
+  assert (tmp_path / 'mine.png').read_text() == 'mine'
