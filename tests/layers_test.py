@@ -197,6 +197,7 @@ HOMES = {
     'records.plots',
     'tools.report.figures',
     'tools.ablation.figures',
+    'tools.lab.pictures',
   ),
   'tensorboardX': ('records.tensorboard',),
   'wandb': ('records.trackers',),

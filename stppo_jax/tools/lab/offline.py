@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import jax
-from matplotlib import figure
 import numpy as np
 
 from stppo_jax import exits
@@ -23,7 +22,6 @@ from stppo_jax.tools.lab import fates
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import levels as levels_lib
 from stppo_jax.tools.lab import options as options_lib
-from stppo_jax.tools.lab import pictures
 from stppo_jax.tools.lab import saved_batch
 
 _NOT_FINITE = (saved_batch.NotFinite,)
@@ -121,12 +119,13 @@ def compare(
     compared, arrays = _read(source, options)
     with exits.naming('--algorithms', _NOT_FINITE):
       result = comparison.compare(compared, arrays)
-      if plot:
-        page = pictures.comparison_page(
-          result, fates.of_algorithms(compared, arrays)
-        )
+      found = fates.of_algorithms(compared, arrays) if plot else {}
   if plot:
-    _save(page, plot)
+    # Late, because it loads the library that draws.
+    from stppo_jax.tools.lab import pictures
+
+    with exits.naming(f'--plot={plot}'):
+      pictures.save(pictures.comparison_page(result, found), plot)
   if as_json:
     metrics = {
       label: _finite(source, metrics, f'{label}: ')
@@ -156,7 +155,10 @@ def levels(
     with exits.naming('--algorithms', _NOT_FINITE):
       result = levels_lib.measure(compared, arrays)
   if plot:
-    _save(pictures.levels_page(result), plot)
+    from stppo_jax.tools.lab import pictures
+
+    with exits.naming(f'--plot={plot}'):
+      pictures.save(pictures.levels_page(result), plot)
   print(levels_lib.table(result))
 
 
@@ -175,11 +177,6 @@ def _read(
     for array in sorted(lab.required_arrays(algorithm, entropy_coefficient=0.0))
   }
   return algorithms, _load(source, readers)
-
-
-def _save(page: figure.Figure, plot: str) -> None:
-  with exits.naming(f'--plot={plot}'):
-    pictures.save(page, plot)
 
 
 def _load(
