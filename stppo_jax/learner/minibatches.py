@@ -19,7 +19,13 @@ Tree = Any
 
 
 def minibatch_rows(
-  num_rows: int, *, size: int, count: int, seed: int, step: int
+  num_rows: int,
+  *,
+  size: int,
+  count: int,
+  seed: int,
+  step: int,
+  shuffle: bool = True,
 ) -> list[np.ndarray]:
   """Returns the row numbers of each minibatch of a step, epoch by epoch.
 
@@ -32,18 +38,21 @@ def minibatch_rows(
     count: the number of minibatches, from as many epochs as necessary.
     seed: the run's seed.
     step: the training step.
+    shuffle: whether every epoch has an order of its own, or that of the batch.
 
   Returns:
     int32 arrays of `size` row numbers.
   """
   num_epochs = -(-count * size // num_rows)
-  order = np.concatenate(
+  rows = np.concatenate(
     [
       np.random.default_rng((seed, step, epoch)).permutation(num_rows)
+      if shuffle
+      else np.arange(num_rows)
       for epoch in range(max(1, num_epochs))
     ]
   )
-  return np.split(order.astype(np.int32), len(order) // size)[:count]
+  return np.split(rows.astype(np.int32), len(rows) // size)[:count]
 
 
 def split(rows: Tree, packing: batch_lib.Packing | None) -> Tree:

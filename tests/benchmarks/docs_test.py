@@ -23,6 +23,7 @@ _NO_BENCHMARK = {
   'benchmarks.same_numbers',
   'benchmarks.mismatch',
   'benchmarks.own_data',
+  'benchmarks.reference_choices',
   'benchmarks.slices',
   'benchmarks.weak_scaling',
 }

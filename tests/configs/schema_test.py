@@ -2,6 +2,8 @@
 
 import copy
 import math
+import pathlib
+import re
 
 from ml_collections import config_dict
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import nq_hotpotqa
+from stppo_jax.configs import reference
 from stppo_jax.configs import relations
 from stppo_jax.configs import schema
 from stppo_jax.models import attention
@@ -501,3 +505,18 @@ def test_check_leaves_the_config_alone():
   before = copy.deepcopy(config.to_dict())
   schema.check(config)
   assert config.to_dict() == before
+
+
+@pytest.mark.parametrize('name', ['st_ppo', 'so_grpo'])
+def test_the_authors_run_differs_from_ours_in_what_its_page_says(name):
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'reference_run.md'
+  keys = re.findall(r'`([a-z_]+\.[a-z_.]+)`', page.read_text('utf-8'))
+  ours = settings.flatten(nq_hotpotqa.get_config(name))
+  theirs = settings.flatten(reference.get_config(name))
+  differ = {key for key in ours if ours[key] != theirs[key]}
+  if name == 'st_ppo':
+    assert theirs['policy_optimizer.warmup_updates'] == 285
+    assert differ < set(keys)
+  else:
+    assert theirs['algorithm.ratio.level'] == 'token'
+    assert differ <= set(keys)

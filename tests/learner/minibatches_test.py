@@ -154,3 +154,11 @@ def test_the_function_is_traced_once(count):
   # A number from outside of the loop is differentiated as well.
   slope = jax.grad(lambda x: total(x, rows_B2)[0]['sum'].sum())(scale)
   assert slope == rows_B2.sum()
+
+
+def test_minibatches_may_be_in_the_order_of_collection():
+  found = minibatches.minibatch_rows(
+    6, size=2, count=4, seed=0, step=3, shuffle=False
+  )
+  expected = [[0, 1], [2, 3], [4, 5], [0, 1]]  # the next epoch begins
+  np.testing.assert_array_equal(found, expected)

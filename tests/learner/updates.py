@@ -215,9 +215,9 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
 OPTIMIZERS = state_lib.Optimizers(IDENTITY, IDENTITY)
 
 
-def spec(models: Models) -> step_lib.Spec:
-  """Returns the static sizes of an update of these models."""
-  return step_lib.Spec(models, temperature=1.0, num_turns=NUM_TURNS)
+def spec(models: Models, **options) -> step_lib.Spec:
+  """Returns the static sizes and options of an update of these models."""
+  return step_lib.Spec(models, temperature=1.0, num_turns=NUM_TURNS, **options)
 
 
 def packed(
@@ -243,13 +243,15 @@ def packed(
 
 
 @functools.cache
-def compiled(models: Models, method: step_lib.Method = policy_loss.METHOD):
+def compiled(
+  models: Models, method: step_lib.Method = policy_loss.METHOD, **options
+):
   """Returns the jitted `step.update` of these models."""
   return jax.jit(
     functools.partial(
       step_lib.update,
       method=method,
-      spec=spec(models),
+      spec=spec(models, **options),
       optimizers=OPTIMIZERS,
     ),
     compiler_options=COMPILER_OPTIONS,
@@ -284,6 +286,7 @@ def update(
   num_microbatches=1,
   packed_into=None,
   hyperparameters=HYPERPARAMETERS,
+  **options,
 ) -> Result:
   """Returns the result of an update on a mesh of this shape.
 
@@ -307,7 +310,7 @@ def update(
     )
     batch = jax.tree.map(lambda x: x[order], batch)
   laid_out = jax.device_put(batch, sharding.batch_sharding(made))
-  new, outputs = compiled(models, method(algorithm))(
+  new, outputs = compiled(models, method(algorithm), **options)(
     state,
     frozen,
     laid_out,

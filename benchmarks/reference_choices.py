@@ -1,0 +1,136 @@
+"""Measures what each choice of the authors' run changes on a saved batch.
+
+    python -m stppo_jax lab collect --config=configs/quickstart.py:st_ppo \
+        --config.rollout.group_size=4 --updates=16 --out=runs/far.npz
+    python -m benchmarks.reference_choices --batch=runs/far.npz
+
+The choices are those of configs/reference.py. Each line changes one of them,
+the last one all. The gradient is that of the log-probabilities; `cosine` is its
+angle to the gradient with our choices, `norm` its norm over the norm of ours.
+The parts of the batch that stand for microbatches have 16 trajectories each,
+in the order of the batch.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import copy
+import functools
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+import numpy as np
+
+from benchmarks import measure
+from stppo_jax.configs import algorithms as algorithms_lib
+from stppo_jax.configs import reference
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.tools.lab import estimates
+from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import saved_batch
+
+HEADER = ('choice', 'cosine', 'norm', 'critic is trained at')
+_ROWS = 16
+_ALGORITHM = 'st_ppo'
+_MEANS = 'updates.microbatch_means'
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(prog='benchmarks.reference_choices')
+  parser.add_argument('--batch', required=True, help='a file of lab collect')
+  batch = parser.parse_args(arguments).batch
+  with jax.enable_x64(True):
+    print(measure.table(HEADER, rows(saved_batch.load(batch))))
+
+
+def rows(arrays: saved_batch.Arrays) -> list[tuple[str, ...]]:
+  """Returns the lines of the table."""
+  changes = {
+    f'{key.removeprefix("algorithm.")} = {value}': {key: value}
+    for key, value in (reference.ALWAYS | reference.WITH_VALUES).items()
+    # One batch is one minibatch.
+    if key != 'updates.shuffle'
+  }
+  changes = {'ours': {}, **_together(changes)}
+  changes['all'] = reference.ALWAYS | reference.WITH_VALUES
+  found = {name: _gradient(change, arrays) for name, change in changes.items()}
+  ours, trained = found['ours']
+  lines = []
+  for name, (gradient, count) in found.items():
+    norm = np.linalg.norm(gradient)
+    cosine = np.vdot(gradient, ours) / norm / np.linalg.norm(ours)
+    ratio = norm / np.linalg.norm(ours)
+    shown = f'{count / trained:.2f} times the tokens'
+    lines.append((name, f'{cosine:.4f}', f'{ratio:.3f}', shown))
+  return lines
+
+
+def _together(changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the changes, with those that need each other as one."""
+  observations = 'advantage.observation_tokens = included'
+  critic = 'advantage.critic_tokens = response'
+  both = changes[observations] | changes[critic]
+  changes = {**changes, f'{observations}, {critic}': both}
+  del changes[observations], changes[critic]
+  return changes
+
+
+def _gradient(
+  change: Mapping[str, Any], arrays: saved_batch.Arrays
+) -> tuple[np.ndarray, int]:
+  """Returns the gradient, and the number of tokens that train the critic."""
+  options: Any = config_dict.ConfigDict(
+    copy.deepcopy(algorithms_lib.ALGORITHMS[_ALGORITHM])
+  )
+  for key, value in change.items():
+    if key.startswith('algorithm.'):
+      options.update_from_flattened_dict(
+        {key.removeprefix('algorithm.'): value}
+      )
+  algorithm = algorithm_lib.build_algorithm(options)
+  estimator = estimates.build_estimator(options.advantage)
+  needs = lab.required_arrays(algorithm, entropy_coefficient=0.0)
+  needs |= estimates.required_arrays(estimator, arrays)
+  found = saved_batch.select(
+    arrays, dict.fromkeys(needs, 'the table'), dtype=np.float64
+  )
+  estimated = estimates.estimate(estimator, found).arrays
+  found = {**found, 'advantages_BL': estimated['advantages_BL']}
+  return (
+    _of_parts(algorithm, found, change.get(_MEANS, False)),
+    int(estimated['value_mask_BL'].sum()),
+  )
+
+
+def _of_parts(
+  algorithm: algorithm_lib.Algorithm,
+  arrays: saved_batch.Arrays,
+  mean_of_means: bool,
+) -> np.ndarray:
+  """Returns the gradient that microbatches add up to."""
+  gradient = functools.partial(
+    lab.loss_and_gradient, algorithm, entropy_coefficient=0.0
+  )
+  if not (mean_of_means or algorithm.depends_on_microbatches):
+    return gradient(arrays).arrays['dloss_dlogprobs_BL']
+  num_rows = len(arrays['loss_mask_BL'])
+  parts = [
+    {name: x[start : start + _ROWS] for name, x in arrays.items()}
+    for start in range(0, num_rows, _ROWS)
+  ]
+  counts = np.array([part['loss_mask_BL'].sum() for part in parts])
+  shares = counts / counts.sum()
+  if mean_of_means:
+    shares = (counts > 0) / (counts > 0).sum()
+  return np.concatenate(
+    [
+      share * gradient(part).arrays['dloss_dlogprobs_BL']
+      for share, part in zip(shares, parts, strict=True)
+    ]
+  )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,50 @@
+"""Trains as the authors of ST-PPO did, where their choices differ from ours.
+
+    python -m stppo_jax train --config=configs/reference.py:st_ppo,7b \
+        --config.data.root=DATA --config.model.path=MODEL \
+        --config.retrieval.url=http://HOST:8000 --workdir=runs/reference
+
+It is configs/nq_hotpotqa.py, whose data and sizes it takes, with the choices of
+the implementation that the authors of arXiv 2511.20718 trained with.
+docs/reference_run.md lists them beside ours, with what each changes on a batch.
+Microbatches matter here: set updates.microbatch_size as they had it (rows of
+all devices together), because losses are means of their means.
+"""
+
+from stppo_jax.configs import base
+from stppo_jax.configs import nq_hotpotqa
+
+# The choices for every algorithm.
+ALWAYS = {
+  'updates.shuffle': False,
+  'updates.microbatch_means': True,
+  'algorithm.correction.clipping_bias.scope': 'microbatch',
+}
+# The choices for algorithms with a value model.
+WITH_VALUES = {
+  'algorithm.advantage.observation_tokens': 'included',
+  'algorithm.advantage.critic_tokens': 'response',
+  'algorithm.advantage.whiten': 'all',
+}
+# The shares of the updates in which the learning rates rise.
+WARMUP = {'policy_optimizer': 0.285, 'value_optimizer': 0.015}
+
+
+def get_config(argument: str = 'st_ppo') -> base.Config:
+  return changed(nq_hotpotqa.get_config(argument))
+
+
+def changed(config: base.Config) -> base.Config:
+  """Returns the config, with the choices of the authors."""
+  config.update_from_flattened_dict(ALWAYS)
+  if config.algorithm.advantage.name == 'gae':
+    config.update_from_flattened_dict(WITH_VALUES)
+  elif config.title.startswith('so_grpo'):
+    # Their script for SO-GRPO has the ratio of tokens.
+    config.algorithm.ratio.level = 'token'
+  rollout, updates = config.rollout, config.updates
+  per_step = rollout.trajectories_per_step // updates.minibatch_size
+  count = config.num_steps * per_step * updates.num_epochs
+  for name, share in WARMUP.items():
+    config[name].warmup_updates = round(share * count)
+  return config
