@@ -7,6 +7,18 @@ from typing import Any
 
 from kubeflow_trainer_api import models
 
+_OBJECTS = {
+  'JobSet': ('jobset.x-k8s.io/v1alpha2', models.JobsetV1alpha2JobSet),
+  'ConfigMap': ('v1', models.IoK8sApiCoreV1ConfigMap),
+  'Service': ('v1', models.IoK8sApiCoreV1Service),
+}
+_META = models.IoK8sApimachineryPkgApisMetaV1ObjectMeta
+# The package has no Deployment, but what one consists of.
+_DEPLOYMENT = {
+  'selector': models.IoK8sApimachineryPkgApisMetaV1LabelSelector,
+  'template': models.IoK8sApiCoreV1PodTemplateSpec,
+}
+
 
 def lost(document: Any, known: Any, path: str = ''):
   """Yields the path of each value that a schema's object does not have."""
@@ -23,22 +35,27 @@ def lost(document: Any, known: Any, path: str = ''):
 def check(documents: Iterable[Any]) -> None:
   """Asserts that required fields are there with their types, and no others."""
   for document in documents:
-    kind = document['kind']
-    if kind == 'JobSet':
-      model = models.JobsetV1alpha2JobSet
-    elif kind == 'Deployment':
-      model, document = (
-        models.IoK8sApiCoreV1PodTemplateSpec,
-        document['spec']['template'],
-      )
-    else:  # the package has no others
-      assert kind in ('ConfigMap', 'Service')
-      assert document['apiVersion'] == 'v1' and document['metadata']['name']
-      continue
-    # It drops what the schema does not have, and adds defaults.
-    known = model.from_dict(document)
-    if known is None or (found := list(lost(document, known.to_dict()))):
-      raise AssertionError(found if known else 'no object')
+    kind, version = document['kind'], document['apiVersion']
+    assert document['metadata']['name']
+    if kind == 'Deployment':
+      assert version == 'apps/v1'
+      assert {*document} == {'apiVersion', 'kind', 'metadata', 'spec'}
+      spec = dict(document['spec'])
+      assert type(spec.pop('replicas')) is int and {*spec} == {*_DEPLOYMENT}
+      _check(document['metadata'], _META)
+      for key, part in spec.items():
+        _check(part, _DEPLOYMENT[key])
+    else:
+      expected, model = _OBJECTS[kind]
+      assert version == expected
+      _check(document, model)
+
+
+def _check(document: Any, model: Any) -> None:
+  # It drops what the schema does not have, and adds defaults.
+  known = model.from_dict(document)
+  if known is None or (found := list(lost(document, known.to_dict()))):
+    raise AssertionError(found if known else 'no object')
 
 
 def archive(config_map: Any) -> bytes:

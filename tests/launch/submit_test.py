@@ -98,12 +98,21 @@ def _jobset(text):
   return jobset
 
 
-def test_jobset_and_pods_keep_their_public_schemas():
+@pytest.mark.parametrize(
+  ('name', 'good', 'bad', 'error'),
+  [
+    ('jobset.yaml', 'maxRe', 'maxre', '.spec.failurePolicy.maxrestarts'),
+    ('jobset.yaml', 'binaryData', 'binarydata', '.binarydata'),
+    ('retriever.yaml', 'matchLabels', 'labels', '.labels'),
+    ('retriever.yaml', '  - port: 8000', '  - port: http', 'valid integer'),
+    ('retriever.yaml', 'readinessProbe', 'readyProbe', '.readyProbe'),
+  ],
+)
+def test_manifests_keep_their_public_schemas(name, good, bad, error):
   """The required fields are there with their types, and no others are."""
-  for name in ('jobset.yaml', 'retriever.yaml'):
-    schemas.check(yaml.safe_load_all(_TEXTS[name]))
-  misspelt = _TEXTS['jobset.yaml'].replace('maxRe', 'maxre')
-  with pytest.raises(AssertionError, match='.spec.failurePolicy.maxrestarts'):
+  schemas.check(yaml.safe_load_all(_TEXTS[name]))
+  misspelt = _TEXTS[name].replace(good, bad)
+  with pytest.raises((AssertionError, ValueError), match=error):
     schemas.check(yaml.safe_load_all(misspelt))
 
 
