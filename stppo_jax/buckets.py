@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import contextlib
 import datetime
 import email.utils
+import fcntl
 import functools
 import hashlib
 import json
@@ -306,9 +307,9 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
   """Returns a folder of this machine with the content of a folder.
 
   A folder of this machine is returned as it is. What is in a bucket is
-  downloaded into ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax), once in a
-  process; objects that have not changed since the last download are not
-  downloaded again.
+  downloaded into ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax), by one of
+  the processes of a machine; objects that have not changed since the last
+  download are not downloaded again.
 
   Args:
     place: a path, or an address.
@@ -319,15 +320,27 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
   """
   if not is_address(place):
     return pathlib.Path(place)
-  place = str(place)
+  place = str(place).rstrip('/')
   caches = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
   digest = hashlib.sha256(place.encode()).hexdigest()[:16]
   folder = caches.expanduser() / 'stppo_jax' / digest
   bucket = Bucket(place)
+  folder.mkdir(parents=True, exist_ok=True)
+  with open(folder / 'lock', 'w') as lock:
+    with contextlib.suppress(OSError):  # a file system without such locks
+      fcntl.flock(lock, fcntl.LOCK_EX)
+    _refresh(folder, bucket)
+  return folder / 'content'
+
+
+def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
+  """Brings what has changed in a bucket to a folder of the cache."""
   versions, sizes = bucket.versions(), bucket.sizes()
   if not versions:
     raise BucketError(
-      f'{place}: nothing is stored at this address; check its spelling', 2
+      f'{bucket.address}: nothing is stored at this address; check its '
+      'spelling',
+      2,
     )
   for name, version in versions.items():
     path = folder / 'content' / name
@@ -343,7 +356,8 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
       part = pathlib.Path(temporary, name)
       if (size := part.stat().st_size) != sizes.get(name):
         raise BucketError(
-          f'{place}: {size} bytes of {name} came, not {sizes.get(name)}'
+          f'{bucket.address}: {size} bytes of {name} came, not '
+          f'{sizes.get(name)}'
         )
       part.replace(path)
     known.write_text(version)
@@ -351,4 +365,3 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
   for path in content.rglob('*'):
     if path.is_file() and str(path.relative_to(content)) not in versions:
       path.unlink(missing_ok=True)  # the bucket no longer has it
-  return content

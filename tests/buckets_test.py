@@ -1,5 +1,6 @@
 """Buckets, whose requests a file system of fsspec answers here."""
 
+from concurrent import futures
 import pathlib
 import sys
 import time
@@ -106,3 +107,22 @@ def test_a_folder_of_a_bucket_is_downloaded_once(
   assert buckets.local_folder('some/folder') == pathlib.Path('some/folder')
   with pytest.raises(buckets.BucketError, match='nothing is stored'):
     buckets.local_folder(f'{address}/none')
+
+
+def test_one_of_several_processes_downloads(address, tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  buckets.Bucket(address).write('a', b'one\n')
+  download, calls = buckets.Bucket.download, []
+
+  def slow(self, names, folder):
+    calls.append(names)
+    time.sleep(0.1)
+    download(self, names, folder)
+
+  monkeypatch.setattr(buckets.Bucket, 'download', slow)
+  buckets.local_folder.cache_clear()
+  with futures.ThreadPoolExecutor() as pool:
+    # Without the cache of this process, threads are as processes.
+    found = pool.map(buckets.local_folder.__wrapped__, [address] * 3)
+    assert [(x / 'a').read_text() for x in found] == ['one\n'] * 3
+  assert len(calls) == 1

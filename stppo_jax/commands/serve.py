@@ -8,7 +8,8 @@ python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N]
     [--name_pieces=N] [--distractors=N]
 python -m stppo_jax serve --replay=FILE.jsonl
 
-  --index=DIR            the folder that `index` wrote
+  --index=DIR            the folder that `index` wrote, or its address in a
+                         bucket, gs://BUCKET/INDEX
   --corpus=FILE.jsonl    passages, one per line: {"id", "contents"} or {"pid",
                          "title", "text"}; with --index, the corpus from which
                          it must have been made
@@ -17,8 +18,10 @@ python -m stppo_jax serve --replay=FILE.jsonl
   --backend=NAME         bm25, the default; dense, for vectors that `index` has
                          made; faiss, for those in a file of FAISS; or hybrid,
                          which joins BM25 with one of them
-  --encoder=MODEL        the Hugging Face directory of the vectors' encoder
-  --faiss=FILE           an index of FAISS over the passages, in their order
+  --encoder=MODEL        the Hugging Face directory of the vectors' encoder, or
+                         its address
+  --faiss=FILE           an index of FAISS over the passages, in their order; in
+                         a bucket, a file of the folder of --index
   --query_prefix=TEXT    what the encoder expects in front of a query; with
                          --faiss
   --synthetic_seed=N     data.synthetic_wiki.seed in the run's config

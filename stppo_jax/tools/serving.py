@@ -11,6 +11,7 @@ import sys
 
 from absl import flags as absl_flags
 
+from stppo_jax import buckets
 from stppo_jax.data import passages
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
@@ -101,15 +102,24 @@ def _app(options: absl_flags.FlagValues):
 
 
 def _open_index(options: absl_flags.FlagValues) -> backends.Index:
-  """Opens the folder of an index; raises ValueError with one line."""
-  folder = index_folder.IndexFolder(options.index)
+  """Opens the folder of an index, downloaded if it is in a bucket.
+
+  Raises:
+    ValueError: a part is missing, damaged, or of another corpus; one line.
+    BucketError: the bucket cannot be read.
+  """
+  index, faiss = options.index.rstrip('/'), options.faiss
+  encoder = options.encoder and str(buckets.local_folder(options.encoder))
+  folder = index_folder.IndexFolder(buckets.local_folder(index))
+  if faiss.startswith(f'{index}/'):
+    faiss = f'{folder.path}{faiss.removeprefix(index)}'
   if options.corpus:
     folder.check_corpus(passages.read_corpus(options.corpus))
   return backends.open_index(
     folder,
     options.backend,
-    encoder_directory=options.encoder,
-    faiss_file=options.faiss,
+    encoder_directory=encoder,
+    faiss_file=faiss,
     query_prefix=options.query_prefix,
   )
 

@@ -14,6 +14,7 @@ import urllib.request
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax import buckets
 from stppo_jax import types
 from stppo_jax.commands import index
 from stppo_jax.data import synthetic_wiki
@@ -21,6 +22,7 @@ from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 from tests.commands import serving
+from tests.storage import emulator
 
 
 def _ask(url, query):
@@ -56,6 +58,30 @@ def test_serves_worlds(capsys, monkeypatch):
   assert passages == [{'id': '3/5', 'contents': '"Town"\nx'}]
   options = {'entities_per_type': 42, 'name_pieces': 2, 'distractors': 9}
   assert asked == [(3, 0, options), (3, 5, options)]
+
+
+def test_an_index_in_a_bucket_is_read_once_per_host(
+  google, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  out = tmp_path / 'index'
+  assert index.main([f'--corpus={_corpus(tmp_path)}', f'--out={out}']) == 0
+  capsys.readouterr()
+  for path in out.rglob('*'):
+    if path.is_file():
+      google.put(f'wiki/{path.relative_to(out)}', path.read_bytes())
+  ask = lambda url: _ask(f'{url}/retrieve', 'france')
+  for place in ('gs://mine/wiki', 'gs://mine/wiki/'):
+    buckets.local_folder.cache_clear()  # as in another process
+    _, found = serving.run(capsys, [f'--index={place}'], ask)
+    assert [passage['id'] for passage in found] == ['7']
+  downloads = [x for x in google.requests if 'passages.jsonl?' in x]
+  assert len(downloads) == 1
+  google.fault = lambda line: emulator.Fault('403', 1.0)
+  buckets.local_folder.cache_clear()
+  assert __main__.main(['serve', '--index=gs://mine/wiki']) == 75
+  err = capsys.readouterr().err
+  assert err.startswith('gs://mine/wiki: ') and err.count('\n') == 1
 
 
 def test_several_processes_serve_one_index(tmp_path):
