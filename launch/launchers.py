@@ -89,7 +89,11 @@ class Launcher:
   run_restarts: bool = False
 
 
-_COMMON = {'name': _name(''), 'retriever': _line('')}
+_COMMON = {
+  'command': command_line.one_of(('train', 'first_hour'), 'train'),
+  'name': _name(''),
+  'retriever': _line(''),
+}
 _CLUSTER = {
   'image': _image,
   'mount': _path('/shared'),
@@ -190,7 +194,14 @@ LAUNCHERS = {
     ('kubectl', 'apply', '-f', '-'),
     ('kubectl', 'delete', 'deployment,service', '{name}'),
     _CLUSTER
-    | {'name': _name('retriever'), 'replicas': _count(1), 'index': _path()},
+    | {
+      'name': _name('retriever'),
+      'replicas': _count(1),
+      'index': _text(
+        '/[^\x00-\x1f\x7f]*|gs://[a-z0-9][a-z0-9._-]+/[^\x00-\x20\x7f*?@]+',
+        'an absolute path or gs://BUCKET/INDEX',
+      ),
+    },
   ),
 }
 SWITCHES = {'dry_run': False, 'stop': False}

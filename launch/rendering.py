@@ -45,7 +45,9 @@ def render(
   launcher = launchers.LAUNCHERS[name]
   fields = {**values, **_fields(name, values, source)}
   if name != 'retriever':
+    is_run = values['command'] == 'train'
     variables = {
+      'COMMAND': '' if is_run else f'launch.{values["command"]}',
       'RESTARTS': str(values['restarts'] if launcher.run_restarts else 0),
       'RETRIEVER': values['retriever'],
       'SECRETS': '' if name == 'tpu' else values.get('secrets', ''),
@@ -53,7 +55,7 @@ def render(
     variables = {key: value for key, value in variables.items() if value}
     fields['env'] = ['env', *(f'{key}={x}' for key, x in variables.items())]
     fields['env_list'] = [{'name': k, 'value': x} for k, x in variables.items()]
-    fields['train'] = train_flags(values, overrides)
+    fields['flags'] = flags_of_run(values, overrides)
   if array is None:
     return _fill(launcher.template, fields)
   runs, fields['jobs'] = array
@@ -74,7 +76,12 @@ def _fields(
   """Returns the fields that only the template of one launcher has."""
   if name == 'retriever':
     where = ['--host=0.0.0.0', '--port=8000']
-    return {'serve': [f'--index={values["index"]}', *where]}
+    mounts, volumes = _shared(values, values['index'])
+    return {
+      'serve': [f'--index={values["index"]}', *where],
+      'mounts': mounts,
+      'volumes': volumes,
+    }
   if source is None:
     return {}
   if name == 'slurm':
@@ -99,21 +106,26 @@ def _fields(
   archive = base64.b64encode(source.data).decode()
   if values['dry_run']:
     archive = f'{len(archive)} bytes: {source.name}'
-  mounts = [{'name': 'source', 'mountPath': '/source'}]
-  volumes: list[Any] = [
-    {'name': 'source', 'configMap': {'name': values['name']}}
-  ]
-  if '://' not in values['workdir']:
-    mounts.append({'name': 'shared', 'mountPath': values['mount']})
-    claim = {'claimName': values['claim']}
-    volumes.append({'name': 'shared', 'persistentVolumeClaim': claim})
+  mounts, volumes = _shared(values, values['workdir'])
+  of_source: dict[str, Any] = {'configMap': {'name': values['name']}}
   return {
     'workers': nodes,
     'chips': chips,
     'archive': archive,
-    'mounts': mounts,
-    'volumes': volumes,
+    'mounts': [{'name': 'source', 'mountPath': '/source'}, *mounts],
+    'volumes': [{'name': 'source', **of_source}, *volumes],
   }
+
+
+def _shared(values: Mapping[str, Any], place: str) -> tuple[list, list]:
+  """Returns mounts and volumes of pods; none if a place is in a bucket."""
+  if '://' in place:
+    return [], []
+  claim = {'claimName': values['claim']}
+  return (
+    [{'name': 'shared', 'mountPath': values['mount']}],
+    [{'name': 'shared', 'persistentVolumeClaim': claim}],
+  )
 
 
 def _fill(template: str, fields: Mapping[str, Any]) -> str:
@@ -138,11 +150,13 @@ def _fill(template: str, fields: Mapping[str, Any]) -> str:
   return _FIELD.sub(quoted, text)
 
 
-def train_flags(
+def flags_of_run(
   values: Mapping[str, Any], overrides: Mapping[str, str | bool]
 ) -> list[str]:
-  """Returns the flags of `train`."""
+  """Returns the flags of what the workers run."""
   flags = [f'--config={values["config"]}', f'--workdir={values["workdir"]}']
+  if values['command'] != 'train':
+    flags.append(f'--report={values["workdir"]}/report.json')
   return flags + flags_of(overrides)
 
 

@@ -10,6 +10,7 @@
 #   RESTARTS  how often the run is started again; 20 by default. Only after exit
 #             code 75, which says that another attempt may succeed, and never
 #             after a signal to this script
+#   COMMAND   what is run: a module and its words; `stppo_jax train` by default
 #   DELAY     seconds between two starts; 10 by default
 #   LOGS      the folder of logs, one for each worker; WORKDIR.logs by default,
 #             because WORKDIR itself must hold nothing when a run begins, or a
@@ -134,7 +135,9 @@ main() {
     fi
     if [ -n "$stopped" ]; then code=$stopped && break; fi
     if [ -n "${RETRIEVER:-}" ]; then retrieve; fi
-    setsid "$python" -u -m stppo_jax train "$@" ${url:+"$url"} &
+    # The command is words.
+    # shellcheck disable=SC2086
+    setsid "$python" -u -m ${COMMAND:-stppo_jax train} "$@" ${url:+"$url"} &
     child=$!
     # It came before there was a child to tell.
     if [ -n "$stopped" ]; then kill -s "$tell" "$child" 2>/dev/null; fi

@@ -125,7 +125,7 @@ def _submit_slices(
   """Runs on slices of Cloud TPU; returns the exit code of the run."""
   if source is None:
     return cloud.reap(values) if _is_installed('gcloud') else 2
-  job = rendering.digest(json.dumps(rendering.train_flags(values, overrides)))
+  job = rendering.digest(json.dumps(rendering.flags_of_run(values, overrides)))
   jobs = slices.Slices(
     values,
     lambda name, place: rendering.render(
@@ -171,6 +171,10 @@ def _check(
   errors = list(given.errors)
   values = flags.flag_values_dict()
   workdir = values.get('workdir')
+  if workdir and flags.command != 'train':
+    # A run refuses a folder in which there is anything before it begins.
+    workdir = flags.workdir = f'{workdir.rstrip("/")}.{flags.command}'
+    values = flags.flag_values_dict()
   if workdir:
     flags.name = flags.name or rendering.name_of(workdir)
     errors += _workdir_problems(name, workdir, values.get('mount', ''))

@@ -122,7 +122,9 @@ def parsed(
 def _options(launcher: str) -> dict[str, Any]:
   if launcher not in LAUNCHERS or launcher == 'local':
     return {}
-  return dict(launchers.LAUNCHERS[launcher].options)
+  options = dict(launchers.LAUNCHERS[launcher].options)
+  del options['command']
+  return options
 
 
 def carry_out(

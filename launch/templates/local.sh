@@ -14,7 +14,7 @@ for ((i = 0; i < {{processes}}; i++)); do
   fi
   # Values are taken as they are.
   # shellcheck disable=SC2016
-  PYTHON={{python}} {{env}} bash {{root}}/launch/run.sh {{train}} \
+  PYTHON={{python}} {{env}} bash {{root}}/launch/run.sh {{flags}} \
     --coordinator=127.0.0.1:"$port" --num_processes={{processes}} \
     --process_id="$i" &
   workers+=($!)

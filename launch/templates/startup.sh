@@ -64,7 +64,7 @@ cd "$home/source" || exit
 code=0
 # Values are taken as they are.
 # shellcheck disable=SC2016
-{{env}} bash launch/run.sh {{train}} || code=$?
+{{env}} bash launch/run.sh {{flags}} || code=$?
 kill "$beat"
 wait "$beat" 2>/dev/null
 put "$home/logs/$HOSTNAME.log" log

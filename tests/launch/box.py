@@ -49,6 +49,10 @@ case " $* " in
     words+=(--coordinator=127.0.0.1:"$VM_PORT" --num_processes=2)
     words+=(--process_id="$VM_NUMBER" --start_timeout=60)
     ;;
+  *' launch.first_hour '*)
+    words+=(--coordinator=127.0.0.1:"$VM_PORT" --num_processes=2)
+    words+=(--process_id="$VM_NUMBER" --megabytes=1)
+    ;;
 esac
 exec "$(dirname "$0")/real_python" "${words[@]}"
 """

@@ -79,7 +79,8 @@ _BAD = {
     *('workdir=/shared/run', 'workdir=s3://lab/run', 'workdir=gs://lab'),
     *('workdir=gs://lab/a b', 'workdir=gs://lab/run?x'),
     *('nfs=10.0.0.2:/share', 'repository=/srv/clone', 'revision=main'),
-    *('config.model.path=models', 'config.retrieval.url=http://me:word@host'),
+    *('command=evaluate', 'command=', 'config.model.path=models'),
+    'config.retrieval.url=http://me:word@host',
   ],
   'jobset': [
     *('accelerator=H100', 'accelerator=v5litepod-16', 'accelerator=nvidia-l4'),
@@ -99,6 +100,7 @@ _BAD = {
   ],
   'retriever': [
     *('replicas=0', 'replicas=some', 'index=index', 'index=', 'name=R'),
+    *('index=gs://lab', 'index=s3://lab/wiki', 'index=gs://lab/a b'),
     *('image=a b', 'mount=x', 'claim=', 'restarts=1'),
   ],
 }
@@ -108,6 +110,7 @@ _CHOICES = {
     'processes': ['1', '2'],
     'gpus': ['0', '4'],
     'restarts': ['0'],
+    'command': ['train', 'first_hour'],
     'retriever': ['--index=/srv/a', '$(id)'],
     'config.title': ['what?', '$(id)', "a'b"],
   },
@@ -126,6 +129,7 @@ _CHOICES = {
     'network': ['projects/p/global/networks/n'],
     'service_account': ['runs@the-lab.iam.gserviceaccount.com'],
     'poll': ['1', '3600'],
+    'command': ['first_hour'],
     'retriever': ['', '--index=gs://lab/index'],
     'config.title': ['what?', '$(id)', "a'b", 'STARTUP'],
   },
@@ -135,12 +139,13 @@ _CHOICES = {
     'workdir': ['/shared/run', 'gs://lab/runs/one'],
     'claim': ['shared', 'b'],
     'grace': ['30', '600'],
+    'command': ['first_hour'],
     'config.title': ['yes', '{{name}}', '"', "a'b: c"],
   },
   'retriever': {
     'replicas': ['1', '9'],
     'name': ['wiki', 'w'],
-    'index': ['/shared/a b', '/shared/{{x}}'],
+    'index': ['/shared/a b', '/shared/{{x}}', 'gs://lab/wiki'],
     'secret': ['stppo'],
   },
 }

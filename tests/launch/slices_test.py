@@ -308,3 +308,20 @@ def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(
   )
   assert done.returncode == 0
   bucket_hosts.assert_same_run(google, tmp_path / 'alone')
+
+
+@pytest.mark.slow
+def test_the_first_hour_of_a_slice_reports_to_the_bucket(real_box, google):
+  box = real_box
+  flags = ['--command=first_hour', *runs.flags()[1:]]
+  code, out = _end(box.submit(*flags, workdir=bucket_hosts.ADDRESS))
+  assert code == 0, out + box.console()
+  place = f'{bucket_hosts.ADDRESS.removeprefix("gs://mine/")}.first_hour'
+  report = json.loads(google.data(f'{place}/report.json'))
+  lines = {line['check']: line for line in report}
+  assert lines['hosts']['found'] == 2
+  for host in range(2):
+    assert lines[f'workdir, written by host {host}']['found'] > 0
+  assert google.data(f'{place}/launched') and box.slices() == []
+  # The folder of the run is as it was.
+  assert all(name.startswith(f'{place}') for name in google.objects)
