@@ -2,9 +2,9 @@
 
 python -m stppo_jax status DIR... [--json] [--watch=SECONDS]
 
-  DIR     the folder of a run, its --workdir, also in a bucket; or a folder
-          that has folders of runs in it, such as that of a sweep, of a study,
-          or runs/
+  DIR     the folder of a run, its --workdir; or a folder that has folders of
+          runs in it, such as that of a sweep, of a study, or runs/; both may be
+          in a bucket
   --json  prints one JSON object for each run, with all digits
   --watch=SECONDS  prints the table again every so many seconds, until Ctrl-C
 

@@ -7,10 +7,12 @@ many runs take no time.
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import datetime
 import json
 import pathlib
+import re
 import statistics
 import time
 from typing import Any
@@ -38,6 +40,8 @@ _PACE = 20  # steps whose median duration is the pace
 # The errors of reading a line or a file that is damaged, or not ours.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
+# The config of a run in a folder of runs, or of studies.
+_CONFIG = re.compile(r'([^/]+(?:/[^/]+)?)/config\.json')
 
 
 class NoRun(exits.Misconfigured):
@@ -87,13 +91,24 @@ def runs_in(folders: Sequence[str]) -> list[str]:
 
   Runs lie directly in it, or in its folders, as those of several studies do.
   """
-  found: list[str] = []
-  for folder in folders:
-    path, inner = pathlib.Path(folder), []
-    if not buckets.is_address(folder) and not run_folder.command_of(path):
-      inner = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
-    found += sorted(str(x.parent) for x in inner) or [folder]
-  return found
+  return [run for folder in folders for run in _runs_in(folder)]
+
+
+def _runs_in(folder: str) -> list[str]:
+  """Returns the runs of a folder of runs; otherwise the folder."""
+  path, names = pathlib.Path(folder), set()
+  if buckets.is_address(folder):
+    with contextlib.suppress(buckets.BucketError):  # of which `read` tells
+      names = {*buckets.Bucket(folder).sizes()}
+  elif not run_folder.command_of(path):
+    found = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
+    names = {x.relative_to(path).as_posix() for x in found}
+  inner = {match[1] for match in map(_CONFIG.fullmatch, names) if match}
+  # The policy in the folder of a run is none.
+  inner = {x for x in inner if x.partition('/')[0] not in inner - {x}}
+  if run_folder.IDENTITY in names or not inner:
+    return [folder]
+  return [f'{folder.rstrip("/")}/{x}' for x in sorted(inner)]
 
 
 def read(folder: str | pathlib.Path) -> RunState:

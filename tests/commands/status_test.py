@@ -181,15 +181,26 @@ def test_a_folder_that_is_no_run_does_not_hide_the_others(tmp_path, capsys):
     assert capsys.readouterr().err.count('\n') == 1
 
 
-def test_a_folder_of_runs_stands_for_its_runs(tmp_path, capsys):
+@pytest.mark.parametrize('is_in_bucket', [False, True])
+def test_a_folder_of_runs_stands_for_its_runs(
+  is_in_bucket, google, tmp_path, capsys
+):
+  place = str(tmp_path)
   for name in ('study/turn-0', 'study/token-0', 'study/token-1', 'other'):
     _make(tmp_path / name, lines=_ALL)
-  assert __main__.main(['status', '--json', str(tmp_path)]) == 0
+  (tmp_path / 'other' / 'policy').mkdir()  # that of a finished run
+  (tmp_path / 'other' / 'policy' / 'config.json').write_text('{}')
+  if is_in_bucket:
+    place = 'gs://mine/runs'
+    for path in tmp_path.rglob('*'):
+      if path.is_file():
+        google.put(f'runs/{path.relative_to(tmp_path)}', path.read_bytes())
+  assert __main__.main(['status', '--json', place]) == 0
   found = [
     json.loads(x)['folder'] for x in capsys.readouterr().out.splitlines()
   ]
   assert found == [
-    str(tmp_path / name)
+    f'{place}/{name}'
     for name in ('other', 'study/token-0', 'study/token-1', 'study/turn-0')
   ]
 
