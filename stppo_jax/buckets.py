@@ -68,6 +68,30 @@ class Written(NamedTuple):
   age: float
 
 
+class Entry(NamedTuple):
+  """What a bucket tells of an object.
+
+  Attributes:
+    size: its bytes.
+    time: when it was written, in seconds since 1970; 0 if that is not told.
+    version: text that changes when its content does.
+  """
+
+  size: int
+  time: float
+  version: str
+
+  @classmethod
+  def of(cls, known: dict[str, Any]) -> 'Entry':
+    """Returns what fsspec tells of an object."""
+    moment = next((known[key] for key in _TIMES if key in known), 0.0)
+    return cls(
+      known['size'] or 0,
+      moment if isinstance(moment, int | float) else moment.timestamp(),
+      ' '.join(str(known.get(key, '')) for key in _VERSION),
+    )
+
+
 class Bucket:
   """The objects below an address, by their names relative to it.
 
@@ -108,31 +132,27 @@ class Bucket:
       raise BucketError(f'{address}: {reason}', 2) from error
     self._root = root.rstrip('/')
 
-  def sizes(self) -> dict[str, int]:
-    """Returns the bytes of each object; {} if there is none.
+  def entries(self) -> dict[str, Entry]:
+    """Returns what is known of each object; {} if there is none.
+
+    Names that would lead out of a folder are left out.
 
     Raises:
       BucketError: the bucket cannot be read.
     """
-    return {name: entry['size'] or 0 for name, entry in self._find().items()}
-
-  def times(self) -> dict[str, float]:
-    """Returns when each object was written, in seconds since 1970.
-
-    Raises:
-      BucketError: the bucket cannot be read.
-    """
-    return {name: _time(entry) for name, entry in self._find().items()}
-
-  def versions(self) -> dict[str, str]:
-    """Returns text for each object that changes when its content does.
-
-    Raises:
-      BucketError: the bucket cannot be read.
-    """
+    found = {}
+    with self._errors(), contextlib.suppress(FileNotFoundError):
+      found = self._files.find(self._root, detail=True)
+      if not found:
+        # The `find` of http returns nothing where the host does not exist; `ls`
+        # raises.
+        self._files.ls(self._root)
+    start = len(self._root) + 1
+    names = {path[start:]: known for path, known in found.items()}
     return {
-      name: ' '.join(str(entry.get(key, '')) for key in _VERSION)
-      for name, entry in self._find().items()
+      name: Entry.of(known)
+      for name, known in names.items()
+      if name and not name.startswith('/') and '..' not in name.split('/')
     }
 
   def read(self, name: str) -> bytes:
@@ -262,26 +282,6 @@ class Bucket:
     bucket, _, key = self._path(name).partition('/')
     return 'b/{}/o/{}', bucket, key
 
-  def _find(self) -> dict[str, dict[str, Any]]:
-    """Returns what is known of each object.
-
-    Names that would lead out of a folder are left out.
-    """
-    found = {}
-    with self._errors(), contextlib.suppress(FileNotFoundError):
-      found = self._files.find(self._root, detail=True)
-      if not found:
-        # The `find` of http returns nothing where the host does not exist; `ls`
-        # raises.
-        self._files.ls(self._root)
-    start = len(self._root) + 1
-    names = {path[start:]: entry for path, entry in found.items()}
-    return {
-      name: entry
-      for name, entry in names.items()
-      if name and not name.startswith('/') and '..' not in name.split('/')
-    }
-
   def _path(self, name: str) -> str:
     return f'{self._root}/{name}'
 
@@ -294,12 +294,6 @@ class Bucket:
     except Exception as error:
       reason = str(error).strip().partition('\n')[0] or type(error).__name__
       raise BucketError(f'{self.address}: {reason}') from error
-
-
-def _time(entry: dict[str, Any]) -> float:
-  """Returns when an object was written, by what fsspec tells of it."""
-  moment = next((entry[key] for key in _TIMES if key in entry), 0.0)
-  return moment if isinstance(moment, int | float) else moment.timestamp()
 
 
 @functools.cache
@@ -335,18 +329,20 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
 
 def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
   """Brings what has changed in a bucket to a folder of the cache."""
-  versions, sizes = bucket.versions(), bucket.sizes()
-  if not versions:
+  entries = bucket.entries()
+  if not entries:
     raise BucketError(
       f'{bucket.address}: nothing is stored at this address; check its '
       'spelling',
       2,
     )
-  for name, version in versions.items():
+  for name, entry in entries.items():
     path = folder / 'content' / name
     # Not beside the file: whoever reads the folder must not find it.
     known = folder / 'versions' / name
-    if path.is_file() and known.is_file() and known.read_text() == version:
+    if (
+      path.is_file() and known.is_file() and known.read_text() == entry.version
+    ):
       continue
     for parent in (path.parent, known.parent):
       parent.mkdir(parents=True, exist_ok=True)
@@ -354,14 +350,13 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
       bucket.download([name], pathlib.Path(temporary))
       part = pathlib.Path(temporary, name)
-      if (size := part.stat().st_size) != sizes.get(name):
+      if (size := part.stat().st_size) != entry.size:
         raise BucketError(
-          f'{bucket.address}: {size} bytes of {name} came, not '
-          f'{sizes.get(name)}'
+          f'{bucket.address}: {size} bytes of {name} came, not {entry.size}'
         )
       part.replace(path)
-    known.write_text(version)
+    known.write_text(entry.version)
   content = folder / 'content'
   for path in content.rglob('*'):
-    if path.is_file() and str(path.relative_to(content)) not in versions:
+    if path.is_file() and str(path.relative_to(content)) not in entries:
       path.unlink(missing_ok=True)  # the bucket no longer has it

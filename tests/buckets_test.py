@@ -43,15 +43,17 @@ def test_objects_are_files(address, tmp_path):
   source.parent.mkdir(parents=True)
   source.write_bytes(b'abc')
   bucket.upload(['deep/er/b'], tmp_path / 'here')
-  assert bucket.sizes() == {'a.json': 2, 'deep/er/b': 3}
+  entries = bucket.entries()
+  sizes = {name: entry.size for name, entry in entries.items()}
+  assert sizes == {'a.json': 2, 'deep/er/b': 3}
   assert bucket.read('a.json') == b'{}' and bucket.read('none') == b''
   bucket.download(['deep/er/b', 'a.json'], tmp_path / 'new')
   assert (tmp_path / 'new/deep/er/b').read_bytes() == b'abc'
   assert (tmp_path / 'new/a.json').read_bytes() == b'{}'
-  assert all(time.time() - x < 60 for x in bucket.times().values())
+  assert all(time.time() - x.time < 60 for x in entries.values())
   bucket.remove('a.json')
   bucket.remove('a.json')
-  assert bucket.sizes() == {'deep/er/b': 3}
+  assert {*bucket.entries()} == {'deep/er/b'}
 
 
 def test_a_bucket_of_an_unknown_kind_is_one_line():

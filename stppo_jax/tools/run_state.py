@@ -99,7 +99,7 @@ def _runs_in(folder: str) -> list[str]:
   path, names = pathlib.Path(folder), set()
   if buckets.is_address(folder):
     with contextlib.suppress(buckets.BucketError):  # of which `read` tells
-      names = {*buckets.Bucket(folder).sizes()}
+      names = {*buckets.Bucket(folder).entries()}
   elif not run_folder.command_of(path):
     found = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
     names = {x.relative_to(path).as_posix() for x in found}

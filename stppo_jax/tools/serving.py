@@ -157,12 +157,14 @@ async def _supervise(
 ) -> int:
   """Serves in several processes."""
   _open_index(options)  # Raises ValueError once, and not in every worker.
-  program = [sys.executable, '-m', 'stppo_jax', 'serve']
+  program = [sys.executable, '-m', 'stppo_jax', 'serve', *argv]
+  # A worker that replaces another one needs no bucket.
+  program += [f'--index={buckets.local_folder(options.index.rstrip("/"))}']
   bound = http_server.listen(options.host, options.port)
   with bound:
     url = http_server.url_of(bound, options.host)
     await workers.supervise(
-      lambda descriptor: [*program, *argv, f'--socket={descriptor}'],
+      lambda descriptor: [*program, f'--socket={descriptor}'],
       num_workers=options.workers,
       bound=bound,
       stopping=_stopping(),

@@ -13,6 +13,7 @@ rewritten as a whole: only the parts of the greatest number count.
 
 import atexit
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
@@ -77,8 +78,8 @@ def downloaded(
     yield pathlib.Path(place)
     return
   bucket = buckets.Bucket(place)
-  sizes = bucket.sizes()
-  if not sizes:
+  entries = bucket.entries()
+  if not entries:
     raise buckets.BucketError(
       f'{place}: nothing is stored at this address; check its spelling, or '
       'whether the run has begun',
@@ -97,7 +98,7 @@ def downloaded(
     folder = pathlib.Path(temporary) / place.rstrip('/').rpartition('/')[2]
     folder.mkdir()
     (folder / run_folder.ADDRESS).write_text(place.rstrip('/'))
-    bring(bucket, folder, sizes, is_needed)
+    bring(bucket, folder, entries, is_needed)
     yield folder
 
 
@@ -122,9 +123,9 @@ def opened(place: str) -> pathlib.Path:
   return stack.enter_context(downloaded(place, start=True))
 
 
-def committed(sizes: Mapping[str, int]) -> list[int]:
-  """Returns the steps of the committed checkpoints of a run."""
-  folders = (name.split('/') for name in sizes)
+def committed(names: Iterable[str]) -> list[int]:
+  """Returns the steps of the committed checkpoints of a run's objects."""
+  folders = (name.split('/') for name in names)
   return [
     int(x[1])
     for x in folders
@@ -135,7 +136,7 @@ def committed(sizes: Mapping[str, int]) -> list[int]:
 def bring(
   bucket: buckets.Bucket,
   folder: pathlib.Path,
-  sizes: Mapping[str, int],
+  entries: Mapping[str, buckets.Entry],
   is_needed: Callable[[str], bool],
 ) -> dict[str, Grown]:
   """Brings files from a bucket, growing ones whole.
@@ -146,7 +147,7 @@ def bring(
   Args:
     bucket: the bucket.
     folder: gets the files.
-    sizes: the bytes of each object.
+    entries: its objects.
     is_needed: returns whether the file of a name is needed.
 
   Returns:
@@ -154,23 +155,22 @@ def bring(
   """
   parts: dict[str, list[re.Match[str]]] = {}
   wanted, empty = [], []
-  for name in sorted(sizes):
+  for name in sorted(entries):
     if match := _PART.fullmatch(name):
       if is_needed(match[1]):
         parts.setdefault(match[1], []).append(match)
     elif match := _CHECKPOINT.fullmatch(name):
-      if f'{match[1]}/{_COMMITTED}' in sizes:
+      if f'{match[1]}/{_COMMITTED}' in entries:
         (wanted if is_needed(name) else empty).append(name)
     elif is_needed(name):
       wanted.append(name)
   bucket.download(wanted, folder)
-  times = bucket.times() if empty else {}
   for name in empty:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-    os.truncate(path, sizes[name])
-    os.utime(path, (times.get(name, 0), times.get(name, 0)))
+    os.truncate(path, entries[name].size)
+    os.utime(path, (entries[name].time, entries[name].time))
   return {
     name: _join(bucket, folder / name, matches)
     for name, matches in parts.items()

@@ -76,18 +76,18 @@ class BucketFolder:
       OtherFiles: the address holds files that are no run.
       BucketError: the bucket cannot be read.
     """
-    sizes = self.bucket.sizes()
+    entries = self.bucket.entries()
     others = [
       name
-      for name in sizes
+      for name in entries
       if name != lease.NAME and not name.startswith(run_folder.COMPILED)
     ]
-    if others and run_folder.IDENTITY not in sizes:
+    if others and run_folder.IDENTITY not in entries:
       raise OtherFiles(
         f'{self.address}: holds files that are no run, such as {min(others)}; '
         'name another address'
       )
-    steps = sorted(bucket_files.committed(sizes))
+    steps = sorted(bucket_files.committed(entries))
     oldest = steps[-2] if len(steps) > 1 else 0
 
     def is_needed(name: str) -> bool:
@@ -97,9 +97,9 @@ class BucketFolder:
 
     with self._pushing:
       self._grown = bucket_files.bring(
-        self.bucket, self._folder, sizes, is_needed
+        self.bucket, self._folder, entries, is_needed
       )
-      for name in sizes:
+      for name in entries:
         if bucket_files.DIALOGUES.fullmatch(name):
           (self._folder / name).touch()
         elif name.startswith(run_folder.ASIDE):
