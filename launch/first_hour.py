@@ -319,6 +319,10 @@ def measured(subject: Subject) -> tuple[list[Line], bool]:
 
 def main(argv: Sequence[str]) -> int:
   """Measures and reports; returns the exit code."""
+  return command_line.program(_main, argv, __doc__)
+
+
+def _main(argv: Sequence[str]) -> int:
   flags = command_line.flags(
     workdir='',
     report='',
@@ -327,15 +331,12 @@ def main(argv: Sequence[str]) -> int:
     num_processes=0,
     process_id=-1,
   )
-  try:
-    given = configuration.split(argv, flags, required=('config', 'workdir'))
-    config = configuration.checked(flags, given)
+  given = configuration.split(argv, flags, required=('config', 'workdir'))
+  config = configuration.checked(flags, given)
+  with exits.as_misconfigured():
     place = distributed.place(
       flags.coordinator, flags.num_processes, flags.process_id
     )
-  except (exits.Misconfigured, ValueError) as error:
-    print(error, file=sys.stderr)
-    return exits.USAGE
   with distributed.joined(place) as hosts:
     mesh = components.build_mesh(config)
     subject = Subject(

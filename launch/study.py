@@ -32,10 +32,10 @@ from launch import sweep
 from stppo_jax import buckets
 from stppo_jax import exits
 from stppo_jax.commands.flags import ablation_flags
+from stppo_jax.commands.flags import command_line
 from stppo_jax.tools import run_state
 from stppo_jax.tools.ablation import study_runs
 from stppo_jax.workdir import bucket_files
-from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
 _OF_ABLATE = ('config', 'workdir', 'seeds', 'groups', 'table', 'reuse')
@@ -43,14 +43,7 @@ _OF_ABLATE = ('config', 'workdir', 'seeds', 'groups', 'table', 'reuse')
 
 def main(argv: Sequence[str]) -> int:
   """Runs what is left of a study and compares it; returns the exit code."""
-  if not argv or argv[0] in ('-h', '--help', 'help'):
-    print(__doc__)
-    return 0 if argv else 2
-  try:
-    return _main(argv)
-  except (exits.Misconfigured, lock.Locked, buckets.BucketError) as error:
-    print(error, file=sys.stderr)
-    return getattr(error, 'exit_code', exits.TRY_AGAIN)
+  return command_line.program(_main, argv, __doc__)
 
 
 def _main(argv: Sequence[str]) -> int:

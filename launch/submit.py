@@ -58,37 +58,27 @@ def main(argv: Sequence[str], *, array: rendering.Array | None = None) -> int:
     array: with the launcher slurm, the runs of an array; `argv` then has the
       flags of its first run.
   """
-  if not argv or argv[0] in ('-h', '--help', 'help'):
-    print(__doc__)
-    return 0 if argv else 2
+  return command_line.program(lambda argv: _main(argv, array), argv, __doc__)
+
+
+def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
   name, *words = argv
-  try:
-    if name not in launchers.LAUNCHERS:
-      choices = settings.closest(name, list(launchers.LAUNCHERS))
-      raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
-    flags = launchers.flags(name)
-    is_reaping = name == 'tpu' and '--reap' in words
-    given = command_line.parse(
-      flags,
-      words,
-      required=[
-        key
-        for key in flags
-        if flags[key].default is None
-        and (not is_reaping or key in ('project', 'zone'))
-      ],
-      overrides=True,
-    )
-    if is_reaping:
-      command_line.refuse(given.errors)
-      source = None
-    else:
-      source = _check(name, flags, given)
-  except exits.Misconfigured as error:
-    print(error, file=sys.stderr)
-    return 2
+  if name not in launchers.LAUNCHERS:
+    choices = settings.closest(name, list(launchers.LAUNCHERS))
+    raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
+  flags = launchers.flags(name)
+  is_reaping = name == 'tpu' and '--reap' in words
+  needed = [x for x in flags if flags[x].default is None]
+  if is_reaping:
+    needed = ['project', 'zone']
+  given = command_line.parse(flags, words, required=needed, overrides=True)
+  if is_reaping:
+    command_line.refuse(given.errors)
+    _require('gcloud')
+    return cloud.reap(flags.flag_values_dict())
+  source = _check(name, flags, given)
   values = flags.flag_values_dict()
-  if name == 'tpu':
+  if source is not None and name == 'tpu':
     return _submit_slices(values, given.overrides, source)
   text = rendering.render(
     name, values, given.overrides, source=source, array=array
@@ -97,15 +87,13 @@ def main(argv: Sequence[str], *, array: rendering.Array | None = None) -> int:
   words = launcher.stop if values['stop'] else launcher.submit
   words = [_with_values(word, values) for word in words]
   if not words:
-    print(f'{name}: has no --stop; end it with Ctrl-C', file=sys.stderr)
-    return 2
+    raise exits.Misconfigured(f'{name}: has no --stop; end it with Ctrl-C')
   if values['dry_run']:
     # The text alone is on standard output.
     print(f'{shlex.join(words)}:', file=sys.stderr)
     print('' if values['stop'] else text, end='')
     return 0
-  if not _is_installed(words[0]):
-    return 2
+  _require(words[0])
   if name == 'slurm' and source is not None and not values['stop']:
     source_lib.unpack(source, pathlib.Path(values['root'], rendering.SOURCES))
     if '://' not in values['workdir']:  # it does not make the folder of logs
@@ -120,11 +108,9 @@ def main(argv: Sequence[str], *, array: rendering.Array | None = None) -> int:
 def _submit_slices(
   values: dict[str, Any],
   overrides: Mapping[str, str | bool],
-  source: source_lib.Source | None,
+  source: source_lib.Source,
 ) -> int:
   """Runs on slices of Cloud TPU; returns the exit code of the run."""
-  if source is None:
-    return cloud.reap(values) if _is_installed('gcloud') else 2
   job = rendering.digest(json.dumps(rendering.flags_of_run(values, overrides)))
   jobs = slices.Slices(
     values,
@@ -141,20 +127,16 @@ def _submit_slices(
     print(shlex.join(jobs.create_command(1, 'startup.sh')), file=sys.stderr)
     print(jobs.script(1), end='')
     return 0
-  if not _is_installed('gcloud'):
-    return 2
+  _require('gcloud')
   return jobs.stop() if values['stop'] else jobs.follow()
 
 
-def _is_installed(tool: str) -> bool:
-  """Returns whether a program is here, and says so if it is not."""
-  found = shutil.which(tool) is not None
-  if not found:
-    print(
-      f'{tool}: not installed; --dry_run prints what it would be given',
-      file=sys.stderr,
+def _require(tool: str) -> None:
+  """Raises `Misconfigured` if a program is not here."""
+  if shutil.which(tool) is None:
+    raise exits.Misconfigured(
+      f'{tool}: not installed; --dry_run prints what it would be given'
     )
-  return found
 
 
 def _check(

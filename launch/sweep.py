@@ -8,7 +8,8 @@ python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
                       dict of lists: the names of algorithms under 'algorithm',
                       and the values of any config key under its name
   --out=DIR           the folder of the sweep; each run has a folder in it
-  --on=LAUNCHER       local, the default; slurm (an array); or jobset
+  --on=LAUNCHER       local, the default; slurm (an array); jobset; or tpu, on
+                      slices, with --out in a bucket
   --jobs=N            how many runs there are at once, here or in the array
   --OPTION=VALUE      an option of the launcher, see launch/README.md
   --config.KEY=VALUE  sets a key of all configs
@@ -19,11 +20,13 @@ python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
 The same command goes on: finished runs are not repeated, interrupted ones are
 resumed, and those that still run are left alone.
 
-The exit code here is 0 once all runs are finished; 75 if they were stopped, or
-if runs of an earlier sweep still run; 130 after Ctrl-C; and otherwise the
-largest one of the runs. With tpu it is the same: all slices together spend one
-budget (--max_slices, --max_hours, --max_cost). With the others it is that of
-the submission.
+With tpu, all slices together spend one budget (--max_slices, --max_hours,
+--max_cost).
+
+With local and tpu, the exit code is 0 once all runs are finished; 75 if they
+were stopped, or if runs of an earlier sweep still run; 130 after Ctrl-C; and
+otherwise the largest one of the runs. With the others it is that of the
+submission.
 """
 
 from collections.abc import Iterable
@@ -61,14 +64,7 @@ _ALGORITHM = 'algorithm'
 
 def main(argv: Sequence[str]) -> int:
   """Runs what is left of a sweep; returns the exit code."""
-  if not argv or argv[0] in ('-h', '--help', 'help'):
-    print(__doc__)
-    return 0 if argv else 2
-  try:
-    return _main(argv)
-  except (exits.Misconfigured, lock.Locked) as error:
-    print(error, file=sys.stderr)
-    return error.exit_code
+  return command_line.program(_main, argv, __doc__)
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -120,7 +116,7 @@ def parsed(
 
 
 def _options(launcher: str) -> dict[str, Any]:
-  if launcher not in LAUNCHERS or launcher == 'local':
+  if launcher == 'local':
     return {}
   options = dict(launchers.LAUNCHERS[launcher].options)
   del options['command']
@@ -262,9 +258,8 @@ def _check(runs: Mapping[str, list[str]]) -> None:
   """Raises `UsageError` unless the configs of all runs are valid."""
   lines = []
   for name, flags in runs.items():
-    words = [word for word in flags if not word.startswith('--workdir=')]
     try:
-      configuration.parse(words)
+      configuration.parse(flags)
     except exits.Misconfigured as error:
       lines += [f'{name}: {line}' for line in str(error).splitlines()]
   command_line.refuse(lines)

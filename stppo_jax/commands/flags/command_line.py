@@ -109,6 +109,29 @@ def lost(losses: Sequence[object]) -> int:
   return exits.USAGE if losses else 0
 
 
+def program(
+  body: Callable[[Sequence[str]], int], argv: Sequence[str], doc: str | None
+) -> int:
+  """Runs a program that is no command of `stppo_jax`; returns its exit code.
+
+  Args:
+    body: does what the arguments say; returns the exit code, or raises an
+      error with an `exit_code`, which is printed.
+    argv: the arguments; without any, and with --help, the help is printed.
+    doc: the help.
+  """
+  if not argv or {'-h', '--help'}.intersection(argv):
+    print(doc)
+    return 0 if argv else exits.USAGE
+  try:
+    return body(argv)
+  except Exception as error:
+    if not hasattr(error, 'exit_code'):
+      raise
+    print(error, file=sys.stderr)
+    return error.exit_code
+
+
 def subcommand(
   command: str, argv: Sequence[str], subcommands: Collection[str]
 ) -> str:
