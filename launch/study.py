@@ -28,6 +28,7 @@ import pathlib
 import shutil
 import sys
 
+from launch import submit
 from launch import sweep
 from stppo_jax import buckets
 from stppo_jax import exits
@@ -56,7 +57,9 @@ def _main(argv: Sequence[str]) -> int:
     f'--{key}={flags[key].value}' for key in _OF_ABLATE if flags[key].present
   ]
   words += [f'--config.{key}={x}' for key, x in given.overrides.items()]
-  plan, _ = ablation_flags.parse(words)
+  plan, _ = ablation_flags.parse(
+    words, ignored=submit.unchecked(flags.on, is_dry=flags.dry_run)
+  )
   if plan.whole.starts:
     raise exits.Misconfigured(
       f'--config={flags.config}: has supervised starts; train them with `sft`, '

@@ -181,11 +181,7 @@ def _check(
     return None
   config = configuration.parse(
     [f'--config={values["config"]}', *rendering.flags_of(given.overrides)],
-    ignored=[
-      *(configuration.OF_THIS_MACHINE if name != 'local' else ()),
-      # They take seconds; a real submission makes them.
-      *(configuration.SLOW if values['dry_run'] else ()),
-    ],
+    ignored=unchecked(name, is_dry=values['dry_run']),
   )
   if name == 'local':
     return None
@@ -199,6 +195,15 @@ def _check(
       'which is what a ConfigMap holds'
     )
   return source
+
+
+def unchecked(name: str, *, is_dry: bool) -> list[Any]:
+  """Returns the checks of a config that a launcher does not make here."""
+  return [
+    *(configuration.OF_THIS_MACHINE if name != 'local' else ()),
+    # They take seconds; a real submission makes them.
+    *(configuration.SLOW if is_dry else ()),
+  ]
 
 
 def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:

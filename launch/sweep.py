@@ -71,7 +71,7 @@ def _main(argv: Sequence[str]) -> int:
   flags, given = parsed(argv, required=('config', 'out'))
   more = rendering.flags_of(given.overrides)
   runs = {name: [*own, *more] for name, own in grid(flags.config).items()}
-  _check(runs)
+  _check(runs, submit.unchecked(flags.on, is_dry=flags.dry_run))
   return carry_out(flags, flags.out, runs)
 
 
@@ -138,16 +138,20 @@ def carry_out(
 
   Raises:
     Misconfigured: runs cannot be submitted or ended; one line.
+    BucketError: this machine has no access to such buckets.
   """
   out, launcher = out.rstrip('/'), flags.on
-  if launcher == 'tpu' and not buckets.is_address(out):
+  in_bucket = buckets.is_address(out)
+  if launcher == 'tpu' and not in_bucket:
     raise exits.Misconfigured(
       f'--out={out}: must be gs://BUCKET/FOLDER with --on=tpu'
     )
-  if launcher == 'local' and buckets.is_address(out):
+  if launcher == 'local' and in_bucket:
     raise exits.Misconfigured(
       f'--out={out}: must be a folder of this machine with --on=local'
     )
+  if in_bucket and not flags.dry_run:
+    buckets.Bucket(out)  # it says what is missing here
   runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
   if flags.status:
     print('\n'.join(_table(out, runs)))
@@ -159,7 +163,10 @@ def carry_out(
   left = {
     name: own
     for name, own in runs.items()
-    if _is_left(f'{out}/{name}', runs_too=runs_too)
+    # A dry run needs no account, and so asks no bucket.
+    if in_bucket
+    and flags.dry_run
+    or _is_left(f'{out}/{name}', runs_too=runs_too)
   }
   if not left:
     print(f'nothing is left to {"stop" if flags.stop else "start"}')
@@ -254,12 +261,17 @@ def _part(item: tuple[str, Any]) -> str:
   return re.sub(r'[^A-Za-z0-9_.]+', '_', text)
 
 
-def _check(runs: Mapping[str, list[str]]) -> None:
-  """Raises `UsageError` unless the configs of all runs are valid."""
+def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:
+  """Raises `Misconfigured` unless the configs of all runs are valid.
+
+  Args:
+    runs: name to flags of each run.
+    ignored: what is not checked, see `submit.unchecked`.
+  """
   lines = []
   for name, flags in runs.items():
     try:
-      configuration.parse(flags)
+      configuration.parse(flags, ignored=ignored)
     except exits.Misconfigured as error:
       lines += [f'{name}: {line}' for line in str(error).splitlines()]
   command_line.refuse(lines)
@@ -353,7 +365,7 @@ def _array(
   """Submits runs as an array of Slurm; returns the exit code.
 
   Raises:
-    UsageError: runs of this sweep wait in the queue.
+    Misconfigured: runs of this sweep wait in the queue.
   """
   first = next(iter(left.values()))
   name = rendering.name_of(out)

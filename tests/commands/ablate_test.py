@@ -285,6 +285,16 @@ def test_runs_that_have_ended_in_a_bucket_are_compared(
   assert results.read(here / 'pair.csv') and (here / 'report.html').exists()
 
 
+def test_a_study_for_machines_asks_for_nothing_that_only_they_have(
+  folder, capsys
+):
+  words = ['--on=slurm', '--partition=gpu', '--config.model.path=/shared/qwen']
+  words += ['--out=/shared/pair', '--dry_run']
+  assert study.main([*_flags(folder), *words]) == 0
+  out = capsys.readouterr().out
+  assert '--config.model.path=/shared/qwen' in out and 'sbatch' not in out
+
+
 def test_the_commands_of_a_dry_run_run_in_a_shell(folder, monkeypatch, capsys):
   # A space and a quote in a path, and a start before the run that needs it.
   folder = folder.parent / "the author's study"

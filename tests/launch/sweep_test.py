@@ -225,6 +225,32 @@ def test_pod_jobs_are_one_for_each_run(config, capsys):
 
 
 @pytest.mark.parametrize(
+  'flags',
+  [
+    ['--on=slurm', '--partition=gpu', '--out=/shared/grid'],
+    [
+      '--on=tpu',
+      '--project=the-lab',
+      '--zone=us-west4-a',
+      '--out=gs://lab/grid',
+    ]
+    + ['--accelerator=v5litepod-8'],
+  ],
+)
+@pytest.mark.parametrize('where', ['gs://lab', '/shared'])
+def test_what_only_the_workers_have_is_not_asked_for(
+  flags, where, config, capsys, google
+):
+  flags = [f'--config={config}', *flags, '--config.data.name=jsonl']
+  flags += [f'--config.data.root={where}/data', '--config.data.train=a.jsonl']
+  flags += [f'--config.model.path={where}/qwen', '--dry_run']
+  assert sweep.main(flags) == 0, capsys.readouterr()
+  out = capsys.readouterr().out
+  assert all(f'/grid/{name}' in out for name in _NAMES)
+  assert not google.requests
+
+
+@pytest.mark.parametrize(
   ('source', 'expected'),
   [
     ('get_config = None', 'has no function sweep'),

@@ -16,11 +16,14 @@ from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.workdir import run_folder
 
 
-def parse(argv: Sequence[str]) -> tuple[plan_lib.Plan, bool]:
+def parse(
+  argv: Sequence[str], *, ignored: Sequence[Any] = ()
+) -> tuple[plan_lib.Plan, bool]:
   """Returns the work that a command line asks for, and if it is only shown.
 
   Args:
     argv: the arguments without the program's and the command's name.
+    ignored: what is not checked of configs, see `schema.check`.
 
   Raises:
     Misconfigured: a line for every error of flags, study and configs.
@@ -77,7 +80,7 @@ def parse(argv: Sequence[str]) -> tuple[plan_lib.Plan, bool]:
   for arm in whole.arms:
     try:
       # Without the path of a start, which may not have been made yet.
-      config = configuration.parse(plan.train_flags(arm))
+      config = configuration.parse(plan.train_flags(arm), ignored=ignored)
     except exits.Misconfigured as error:
       label = ' '.join(part for part in arm.key if part)
       for line in str(error).splitlines():
