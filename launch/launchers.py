@@ -46,7 +46,7 @@ def _text(
   return functools.partial(absl_flags.DEFINE, _Text(rule), default=default)
 
 
-_line = functools.partial(_text, '[^\x00-\x1f\x7f]+', 'one line')
+_line = functools.partial(_text, '[^\x00-\x1f\x7f]+')
 _path = functools.partial(
   _text, '/[^\x00-\x1f\x7f]*', 'an absolute path in one line'
 )
@@ -59,7 +59,9 @@ _name = functools.partial(
 _whole = functools.partial(command_line.integer, upper_bound=10**6)
 _count = functools.partial(_whole, lower_bound=1)
 _restarts = functools.partial(_whole, 20, lower_bound=0)
-_zone = _text('[a-z]+-[a-z]+[0-9]+-(ai[0-9])?[a-z]', 'such as us-west4-a')
+_zone = _text(
+  '[a-z]+-[a-z]+[0-9]+-(ai[0-9])?[a-z]', 'a zone, such as us-west4-a'
+)
 _project = _text(
   '([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]',
   'the id of a project: 6 to 30 lowercase letters, digits and hyphens',
@@ -92,7 +94,7 @@ class Launcher:
 _COMMON = {
   'command': command_line.one_of(('train', 'first_hour'), 'train'),
   'name': _name(''),
-  'retriever': _line(''),
+  'retriever': _line('the arguments of `serve` in one line', ''),
 }
 _CLUSTER = {
   'image': _image,
@@ -107,10 +109,10 @@ LAUNCHERS = {
     (),
     _COMMON
     | {
-      'secrets': _line(''),
+      'secrets': _line('a file', ''),
       'processes': _count(2),
       'gpus': _whole(0, lower_bound=0),
-      'python': _line(sys.executable),
+      'python': _line('a program', sys.executable),
       'root': _path(str(ROOT)),
       'restarts': _restarts(),
     },
@@ -148,7 +150,7 @@ LAUNCHERS = {
       'secrets': _text('[A-Za-z0-9_-]+', 'the name of a secret', ''),
       'project': _project,
       'zone': _zone,
-      'accelerator': _line(),
+      'accelerator': _line('a slice, such as v5litepod-16'),
       'runtime': _text('[a-z0-9][a-z0-9.-]*', 'a runtime version', ''),
       'spot': True,
       'reserved': False,
@@ -182,7 +184,7 @@ LAUNCHERS = {
       'accelerator': command_line.one_of(
         [x.label for x in accelerators.GENERATIONS.values()]
       ),
-      'topology': _line(),
+      'topology': _line('the chips along each axis, such as 4x4'),
       'workers': _whole(0, lower_bound=0),
       'chips': _whole(0, lower_bound=0),
       'grace': _count(300),
@@ -211,3 +213,15 @@ def flags(name: str) -> absl_flags.FlagValues:
   """Returns the flags of a launcher, without values yet."""
   run = {} if name == 'retriever' else {'config': None, 'workdir': None}
   return command_line.flags(**run, **LAUNCHERS[name].options, **SWITCHES)
+
+
+def describe(name: str) -> str:
+  """Returns the options of a launcher, with their rules and defaults."""
+  lines = [f'The options of {name}:\n']
+  for key in LAUNCHERS[name].options:
+    flag = flags(name)[key]
+    default = '; required' if flag.default is None else ''
+    if flag.default not in (None, ''):
+      default = f'; {flag.default} by default'
+    lines.append(f'  --{key:18}{command_line.rule(flag)}{default}')
+  return '\n'.join(lines)

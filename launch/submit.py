@@ -7,7 +7,7 @@ python -m launch.submit tpu --project=ID --zone=ZONE --reap
   LAUNCHER            local, slurm, tpu, jobset, or retriever
   --config, --workdir as for train; the same command resumes the run
   --config.KEY=VALUE  sets a key of the config
-  --OPTION=VALUE      an option of the launcher; launch/README.md lists them
+  --OPTION=VALUE      an option of the launcher; `LAUNCHER --help` lists them
   --dry_run           prints exactly what would be submitted
   --stop              ends the run instead: it saves, and can be resumed
   --reap              deletes TPU slices whose run has ended
@@ -39,12 +39,14 @@ from launch import source as source_lib
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax import streams
+from stppo_jax.commands import serve
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
 # Folders of one machine, which no other sees and a new one does not have.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
 _ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
+_NAMES = ', whose names have letters, digits and any of . _ + - only'
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
 # The largest ConfigMap; its archive is written in base64.
 _MOST_BYTES = 2**20 * 3 // 4
@@ -58,7 +60,10 @@ def main(argv: Sequence[str], *, array: rendering.Array | None = None) -> int:
     array: with the launcher slurm, the runs of an array; `argv` then has the
       flags of its first run.
   """
-  return command_line.program(lambda argv: _main(argv, array), argv, __doc__)
+  doc = __doc__
+  if argv and argv[0] in launchers.LAUNCHERS:
+    doc = f'{doc}\n{launchers.describe(argv[0])}'
+  return command_line.program(lambda argv: _main(argv, array), argv, doc)
 
 
 def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
@@ -174,6 +179,11 @@ def _check(
     for key, value in pairs
     if key in ('config', 'workdir', *overrides) and not str(value).isprintable()
   ]
+  if values.get('retriever') and not errors:
+    try:
+      serve.parse(values['retriever'].split())
+    except exits.Misconfigured as error:
+      errors += [f'--retriever: {x}' for x in str(error).splitlines()]
   if not errors:
     errors = _conflicts(name, values)
   command_line.refuse(errors)
@@ -246,7 +256,7 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
     return []
   if '://' in workdir or name == 'tpu':
     is_good = _ADDRESS.fullmatch(workdir)
-    return [] if is_good else [f'{start}must be gs://BUCKET/RUN']
+    return [] if is_good else [f'{start}must be gs://BUCKET/RUN{_NAMES}']
   if not path.is_absolute():
     return [f'{start}must be absolute, because workers start elsewhere']
   if any(path.is_relative_to(own) for own in _OWN_FOLDERS):

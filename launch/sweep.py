@@ -60,6 +60,7 @@ from stppo_jax.workdir import run_folder
 
 LAUNCHERS = ('local', 'slurm', 'jobset', 'tpu')
 _ALGORITHM = 'algorithm'
+_SCRIPT = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,7 +139,7 @@ def carry_out(
 
   Raises:
     Misconfigured: runs cannot be submitted or ended; one line.
-    BucketError: this machine has no access to such buckets.
+    BucketError: the bucket cannot be read.
   """
   out, launcher = out.rstrip('/'), flags.on
   in_bucket = buckets.is_address(out)
@@ -151,7 +152,7 @@ def carry_out(
       f'--out={out}: must be a folder of this machine with --on=local'
     )
   if in_bucket and not flags.dry_run:
-    buckets.Bucket(out)  # it says what is missing here
+    buckets.Bucket(out).entries()  # or each run would wait for the network
   runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
   if flags.status:
     print('\n'.join(_table(out, runs)))
@@ -186,7 +187,7 @@ def carry_out(
     return max(submit.main([launcher, *own, *extra]) for own in left.values())
   if flags.dry_run:
     for own in left.values():
-      print(shlex.join(['launch/run.sh', *own]))
+      print(shlex.join([os.path.relpath(_SCRIPT), *own]))
     return 0
   with lock.held(pathlib.Path(out)):
     return _run_here(pathlib.Path(out), left, flags.jobs, runs)
@@ -322,9 +323,8 @@ def _run_here(
     jobs: how many there are at once.
     runs: all runs, for the table at the end.
   """
-  script = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
   exit_code = parallel_runs.run(
-    {name: [script, *flags] for name, flags in left.items()},
+    {name: [_SCRIPT, *flags] for name, flags in left.items()},
     jobs=jobs,
     # Many runs differ in numbers only, and then their programs are the same.
     compiled=out / f'.{run_folder.COMPILED}',

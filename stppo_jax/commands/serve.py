@@ -44,6 +44,8 @@ then it finishes the requests in flight.
 from collections.abc import Sequence
 from typing import Any
 
+from absl import flags as absl_flags
+
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.configs import base
@@ -58,6 +60,20 @@ _TEXTS = 'index', 'corpus', 'encoder', 'faiss', 'query_prefix', 'replay'
 
 def main(argv: Sequence[str]) -> int:
   """Runs the server; returns the exit code."""
+  flags = parse(argv)
+  try:
+    with exits.as_misconfigured():
+      return serving.serve(flags, argv)
+  except workers.WorkerFailed as failed:
+    return failed.exit_code
+
+
+def parse(argv: Sequence[str]) -> absl_flags.FlagValues:
+  """Returns the flags of a command line.
+
+  Raises:
+    Misconfigured: a line for every error.
+  """
   # The defaults of a run, so that both make the same worlds.
   config: Any = base.get_config()
   world = config.data.synthetic_wiki
@@ -80,8 +96,4 @@ def main(argv: Sequence[str]) -> int:
   )
   command_line.refuse(command_line.parse(flags, argv).errors)
   command_line.refuse(list(serving.problems(flags)))
-  try:
-    with exits.as_misconfigured():
-      return serving.serve(flags, argv)
-  except workers.WorkerFailed as failed:
-    return failed.exit_code
+  return flags

@@ -111,7 +111,7 @@ _CHOICES = {
     'gpus': ['0', '4'],
     'restarts': ['0'],
     'command': ['train', 'first_hour'],
-    'retriever': ['--index=/srv/a', '$(id)'],
+    'retriever': ['--index=/srv/a', '--corpus=$(id)'],
     'config.title': ['what?', '$(id)', "a'b"],
   },
   'slurm': {

@@ -170,6 +170,18 @@ def test_the_service_finds_the_retriever():
       [*rendered.COMMANDS['jobset.yaml'], '--workdir=/srv/lab/run'],
       '--workdir=/srv/lab/run: workers share only --mount=/shared',
     ),
+    (
+      [*rendered.COMMANDS['startup.sh'], '--accelerator=v5e-16'],
+      '--accelerator=v5e-16: is named v5litepod-16',
+    ),
+    (
+      [*rendered.COMMANDS['startup.sh'], '--accelerator=tpu7x-16'],
+      '--accelerator=tpu7x-16: only GKE has it',
+    ),
+    (
+      [*rendered.COMMANDS['startup.sh'], '--retriever=gs://lab/wiki'],
+      '--retriever: gs://lab/wiki: not a flag',
+    ),
     (['local', *_RUN, '--stop'], 'local: has no --stop; end it with Ctrl-C'),
   ],
 )
@@ -200,6 +212,16 @@ def test_the_readme_has_the_options_and_defaults():
       if default and not str(default).startswith('/'):
         if option not in ('claim', 'secret'):
           assert f'`{option}` ({default}' in rows[name], (name, option)
+
+
+@pytest.mark.parametrize('name', launchers.LAUNCHERS)
+def test_the_help_of_a_launcher_lists_its_options(name, capsys):
+  assert submit.main([name, '--help']) == 0
+  out = capsys.readouterr().out
+  options = launchers.LAUNCHERS[name].options
+  assert re.findall(r'^  --(\w+)  +\S', out.split('The options')[1], re.M) == [
+    *options
+  ]
 
 
 def test_the_same_command_stops(capsys):

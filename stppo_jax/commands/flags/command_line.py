@@ -232,13 +232,18 @@ def _problem(flag: absl_flags.Flag, text: str) -> str:
     is_number = flag.value == flag.value  # nan is not
     return '' if is_number else 'must be a number'
   except absl_flags.IllegalFlagValueError:
-    rule = parser.syntactic_help or 'true or false'
-    # absl leaves the article out where there is one bound.
-    articles = {'number': 'a number', 'integer': 'an integer'}
-    kind, _, rest = rule.partition(' ')
-    rule = f'{articles.get(kind, kind)} {rest}'.rstrip()
-  if isinstance(parser, absl_flags.EnumParser):
-    rule = f'one of {", ".join(filter(None, parser.enum_values))}'
-    near = settings.nearest(text, parser.enum_values)
-    rule += f'; {near}' if near else ''
-  return f'must be {rule}'
+    near = ''
+    if isinstance(parser, absl_flags.EnumParser):
+      near = settings.nearest(text, parser.enum_values)
+    return f'must be {rule(flag)}' + (f'; {near}' if near else '')
+
+
+def rule(flag: absl_flags.Flag) -> str:
+  """Returns the rule of a flag's values in words, to follow "must be"."""
+  if isinstance(flag.parser, absl_flags.EnumParser):
+    return f'one of {", ".join(filter(None, flag.parser.enum_values))}'
+  words = flag.parser.syntactic_help or 'true or false'
+  # absl leaves the article out where there is one bound.
+  articles = {'number': 'a number', 'integer': 'an integer'}
+  kind, _, rest = words.partition(' ')
+  return f'{articles.get(kind, kind)} {rest}'.rstrip()
