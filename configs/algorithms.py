@@ -299,6 +299,13 @@ ALGORITHMS = {
   'kl_cov': _algorithm(
     objective=defaults.choice('objective', 'kl_cov'), **_GROUP, **_NO_KL
   ),
+  # Credit. This one is unbiased where the policy decides when to stop.
+  'turn_rloo': _algorithm(
+    **_UNCLIPPED,
+    **_SEQUENCE_SUM,
+    advantage=defaults.choice('advantage', 'turn_leave_one_out'),
+    **_NO_KL,
+  ),
 }
 
 # Keys outside the section `algorithm` that an algorithm sets in `base.py`.

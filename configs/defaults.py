@@ -93,6 +93,7 @@ DEFAULTS = {
     'group_centered': {'whiten': 'none'},
     'leave_one_out': {'whiten': 'none'},
     'turn_group': {'turn_weight': 1.0, 'epsilon': 1e-4, 'whiten': 'none'},
+    'turn_leave_one_out': {'gamma': 1.0, 'whiten': 'none'},
     'gigpo': {
       'omega': 1.0,  # weight of the advantage among turns
       'gamma': 0.95,  # discount per turn

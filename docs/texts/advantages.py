@@ -56,7 +56,19 @@ _NAMES = {
     'MT-GRPO, arXiv 2505.11821.',
     entry.CODE + ' The form for several tool calls is our choice.',
     'Turns have rewards of their own. It cannot be used with the KL penalty in '
-    'the reward, which would count as a reward of the turns.',
+    'the reward, which would count as a reward of the turns. Where the policy '
+    'decides when to stop, it is biased: '
+    '[the baseline of a turn](../turn_baselines.md).',
+  ),
+  'turn_leave_one_out': entry.Description(
+    """
+    A_k = G_k - mean of G_k over the question's other trajectories that have a
+          turn k; without any, of the latest turn that one of them has
+    G_k = r_k + gamma G_{k+1} over turns
+    """,
+    '[The baseline of a turn](../turn_baselines.md).',
+    entry.OURS,
+    'Turns have rewards of their own, and the policy decides when to stop.',
   ),
   'gigpo': entry.Description(
     """

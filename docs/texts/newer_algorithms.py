@@ -160,4 +160,16 @@ ALGORITHMS = {
     'collection.',
     'verl: policy loss `kl_cov`.',
   ),
+  'turn_rloo': entry.Description(
+    """
+    A_k  = G_k - mean of G_k over the question's other trajectories that have
+           a turn k,   G_k = r_k + gamma G_{k+1}
+    loss = sum over policy tokens of -sg(r) A_k log pi_theta / trajectories
+    """,
+    'Our choice; [the baseline of a turn](turn_baselines.md) derives it.',
+    entry.OURS,
+    'Turns have rewards of their own, and the policy decides when to stop: '
+    '`mt_grpo` is biased there. Like `rloo`, of which it is the form for '
+    'turns, it clips nothing, so do few updates per collection.',
+  ),
 }

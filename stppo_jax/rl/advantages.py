@@ -224,6 +224,9 @@ ADVANTAGES = {
   'turn_group': _without_critic(
     group_advantages.turn_group, group_advantages.TurnGroup
   ),
+  'turn_leave_one_out': _without_critic(
+    group_advantages.turn_leave_one_out, group_advantages.TurnLeaveOneOut
+  ),
   'gigpo': _without_critic(group_advantages.gigpo, group_advantages.Gigpo),
 }
 

@@ -13,10 +13,11 @@ GROUPS = frozenset(
     'group_centered',
     'leave_one_out',
     'turn_group',
+    'turn_leave_one_out',
     'gigpo',
   }
 )
 # These take the static number num_turns.
-TURNS = frozenset({'gigpo'})
+TURNS = frozenset({'turn_leave_one_out', 'gigpo'})
 # These read batch.state_ids_BL.
 STATES = frozenset({'gigpo'})

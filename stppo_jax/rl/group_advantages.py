@@ -203,8 +203,17 @@ def turn_group(
   )
 
 
-def _to_go(rewards_BT, present_BT, gamma):
-  """Returns the reward-to-go of each turn; an absent turn is not discounted."""
+def _by_turn(rewards_BL, batch, gamma, num_turns):
+  """Returns rewards-to-go [B, T], which turns exist, and segments of turns.
+
+  An absent turn has the reward-to-go of the next one, without a discount.
+  """
+  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
+  starts_BL = segments_lib.segment_starts(turns)
+  # Tokens in no turn do not count.
+  rewards_BT = segments_lib.segment_totals(rewards_BL, turns)
+  present_BT = segments_lib.segment_totals(starts_BL.astype(jnp.int32), turns)
+  present_BT = present_BT > 0
 
   def previous(to_go_B, turn):
     reward_B, present_B = turn
@@ -215,7 +224,77 @@ def _to_go(rewards_BT, present_BT, gamma):
   _, to_go_TB = jax.lax.scan(
     previous, zero_B, (rewards_BT.T, present_BT.T), reverse=True
   )
-  return to_go_TB.T
+  return to_go_TB.T, present_BT, turns
+
+
+def _turns_to_tokens(x_BT, batch):
+  """Returns for every token the number of the latest turn at or before it."""
+  segments = segments_lib.Segments(_turns_so_far(batch), x_BT.shape[1])
+  return segments_lib.segment_spread(x_BT, segments)
+
+
+@options_lib.dataclass
+class TurnLeaveOneOut(options_lib.Named):
+  """Options of `turn_leave_one_out`.
+
+  Attributes:
+    gamma: discount per turn.
+    whiten: see `advantages.estimate_advantages`.
+  """
+
+  gamma: float = options_lib.number(at_most=1.0)
+  whiten: str = options_lib.one_of(masking.WHITENS)
+
+
+def turn_leave_one_out(
+  rewards_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  gamma: Array | float,
+  num_turns: int,
+) -> Array:
+  """Returns the reward-to-go of each turn, minus that of other rows there.
+
+    A_k = G_k - mean of G_k over the other rows of the group that have a turn k
+    G_k = r_k + gamma G_{k+1}
+
+  Where no other row has a turn k, the mean is that of the latest turn that
+  another row has. So the baseline of a row depends on the other rows only, and
+  is subtracted in every turn of the row. Both together make it unbiased:
+  E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also where the
+  policy chooses in turn k whether there is a turn k + 1. `turn_group`, whose
+  baseline is left out in the last turn of a row, is biased there;
+  docs/turn_baselines.md derives by how much.
+
+  Args:
+    rewards_BL: the outcome, and the rewards of turns.
+    batch: masks, turn ids and group ids.
+    gamma: discount per turn.
+    num_turns: static, the most turns a row can have.
+  """
+  to_go_BT, present_BT, _ = _by_turn(rewards_BL, batch, gamma, num_turns)
+  _, pairs_BB = _rows(rewards_BL, batch)
+  others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
+
+  def following(carry, turn):
+    baseline_B, known_B = carry
+    to_go_B, present_B = turn
+    total_B, count_B = _differences(to_go_B, others_BB & present_B[None])
+    some_B = count_B > 0
+    baseline_B = jnp.where(
+      some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
+    )
+    known_B = known_B | some_B
+    # A group of one has no baseline, and advantage 0.
+    return (baseline_B, known_B), masking.select(to_go_B - baseline_B, known_B)
+
+  zero_B = jnp.zeros_like(to_go_BT[:, 0])
+  _, advantages_TB = jax.lax.scan(
+    following,
+    (zero_B, jnp.zeros_like(present_BT[:, 0])),
+    (to_go_BT.T, present_BT.T),
+  )
+  return _turns_to_tokens(advantages_TB.T, batch)
 
 
 # The outcome of a trajectory counts once per turn, or once, in the mean and the
@@ -276,14 +355,11 @@ def gigpo(
     raise ValueError('the estimator gigpo needs state_ids_BL')
   normalization = NORMALIZATIONS[normalize]
   reward_B, pairs_BB = _rows(rewards_BL, batch)
-  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
-  starts_BL = segments_lib.segment_starts(turns)
-  total = lambda x_BL: segments_lib.segment_totals(x_BL, turns)
-  rewards_BT = total(rewards_BL)  # tokens in no turn do not count
-  present_BT = total(starts_BL.astype(jnp.int32)) > 0
-  states_BT = total(masking.select(batch.state_ids_BL, starts_BL))
-
-  to_go_BT = _to_go(rewards_BT, present_BT, gamma)
+  to_go_BT, present_BT, turns = _by_turn(rewards_BL, batch, gamma, num_turns)
+  states_BL = masking.select(
+    batch.state_ids_BL, segments_lib.segment_starts(turns)
+  )
+  states_BT = segments_lib.segment_totals(states_BL, turns)
   present = present_BT.reshape(-1)
   group_ids = jnp.repeat(batch.group_ids_B, num_turns)
   # State ids start anew with every question, so that equal ids mean the same
@@ -291,10 +367,7 @@ def gigpo(
   group_pairs = _pairs(group_ids, present)
   pairs = group_pairs & _pairs(states_BT.reshape(-1), present)
   step = normalization(to_go_BT.reshape(-1), pairs, epsilon)
-  step_BL = segments_lib.segment_spread(
-    step.reshape(to_go_BT.shape),
-    segments_lib.Segments(_turns_so_far(batch), num_turns),
-  )
+  step_BL = _turns_to_tokens(step.reshape(to_go_BT.shape), batch)
   if outcome_counts == 'per_turn':
     rewards = jnp.repeat(reward_B, num_turns)
     outcome = normalization(rewards, group_pairs, epsilon)

@@ -132,6 +132,33 @@ def turn_group(batch, turn_weight, epsilon):
   return out
 
 
+def to_go_by_turn(batch, b, gamma):
+  """Returns the reward-to-go of each turn of a row, by the turn's id."""
+  out, to_go = {}, 0.0
+  for turn in reversed(turns_of(batch, b)):
+    to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
+    out[batch.turn_ids_BL[b, turn[0]]] = to_go
+  return out
+
+
+def turn_leave_one_out(batch, gamma):
+  out = np.zeros(batch.loss_mask_BL.shape)
+  to_go = {b: to_go_by_turn(batch, b, gamma) for b in present_rows(batch)}
+  for b, own in to_go.items():
+    others = [
+      x
+      for other, x in to_go.items()
+      if other != b and batch.group_ids_B[other] == batch.group_ids_B[b]
+    ]
+    for turn in turns_of(batch, b):
+      k = batch.turn_ids_BL[b, turn[0]]
+      reached = max((j for x in others for j in x if j <= k), default=None)
+      if reached is not None:
+        there = [x[reached] for x in others if reached in x]
+        out[b, turn] = own[k] - sum(there) / len(there)
+  return out
+
+
 def _over_turns(batch, epsilon):
   """Returns `over_rows` with each outcome once for every turn of its row."""
   turns = [

@@ -20,6 +20,7 @@ OPTIONS = {
   'group_centered': {},
   'leave_one_out': {},
   'turn_group': {'turn_weight': WEIGHT, 'epsilon': EPSILON},
+  'turn_leave_one_out': {'gamma': GAMMA},
   'gigpo': {
     'omega': OMEGA,
     'gamma': GAMMA,
@@ -34,6 +35,9 @@ TWINS = {
   'leave_one_out': advantage_twins.leave_one_out,
   'turn_group': lambda batch: advantage_twins.turn_group(
     batch, WEIGHT, EPSILON
+  ),
+  'turn_leave_one_out': lambda batch: advantage_twins.turn_leave_one_out(
+    batch, GAMMA
   ),
   'gigpo': lambda batch: advantage_twins.gigpo(batch, OMEGA, GAMMA, EPSILON),
 }
@@ -152,6 +156,10 @@ def test_estimators_by_hand():
   expected[:2, 1] += 0.5 * turn[:2]  # the third row has a last turn only
   near(_estimate(batch, 'turn_group', turn_weight=0.5, epsilon=0.0), expected)
 
+  # Rewards-to-go: 3 and 3; 0 and -1; 0. The first two rows have a second turn.
+  expected = np.array([[0, 3, 0, 4], [0, -1.5, 0, -4], [0, -1.5, -1.5, 0]])
+  near(_estimate(batch, 'turn_leave_one_out', gamma=1.0), expected)
+
   # Rewards-to-go: 1.5 and 3; 0.5 and -1; 0. State 5 holds 1.5, 0.5 and 0.
   expected = per_row([2.0, -1.0, -1.0])
   expected[:, 1] += np.array([2.5, -0.5, -2]) / 3
@@ -209,6 +217,16 @@ def test_one_turn_and_no_step_weight_are_group_normalized():
   )
 
 
+def test_a_turn_that_no_other_row_has_gets_the_baseline_of_the_turn_before():
+  batch = _three_rows()
+  mask = batch.loss_mask_BL & ~np.array([[0], [1], [0]], bool)
+  out = _estimate(
+    batch.replace(loss_mask_BL=mask), 'turn_leave_one_out', gamma=1.0
+  )
+  # The third row had 0 to go in its only turn.
+  np.testing.assert_array_equal(out, [[0, 3, 0, 3], [0] * 4, [0, -3, -3, 0]])
+
+
 @NAMES
 def test_a_group_of_one_gives_zero(name):
   batch = _make()
@@ -237,6 +255,8 @@ def test_equal_rewards_give_exactly_zero_in_float32(name, epsilon, reward):
     state_ids_BL=np.array([[0, 5, 0, 6], [0, 5, 0, 6], [0, 6, 6, 0]], np.int32),
   )
   changes = {'epsilon': epsilon} if 'epsilon' in OPTIONS[name] else {}
+  if name == 'turn_leave_one_out':
+    changes['gamma'] = 1.0  # a discount would make the rewards unequal
   out = _estimate(batch, name, **changes)
   assert out.dtype == np.float32
   assert not out.any()
@@ -295,12 +315,13 @@ def test_whitening_all_lets_an_observation_repeat_the_token_before(name):
   )
 
 
-def test_a_turn_with_no_trained_token_takes_no_time():
+@pytest.mark.parametrize('name', ['turn_leave_one_out', 'gigpo'])
+def test_a_turn_with_no_trained_token_takes_no_time(name):
   batch = _make()
   mask = batch.loss_mask_BL & (batch.turn_ids_BL != 2)
   batch = batch.replace(loss_mask_BL=mask)
   np.testing.assert_allclose(
-    _estimate(batch, 'gigpo'), TWINS['gigpo'](batch), rtol=1e-10, atol=1e-12
+    _estimate(batch, name), TWINS[name](batch), rtol=1e-10, atol=1e-12
   )
 
 
