@@ -299,7 +299,19 @@ ALGORITHMS = {
   'kl_cov': _algorithm(
     objective=defaults.choice('objective', 'kl_cov'), **_GROUP, **_NO_KL
   ),
-  # Credit. This one is unbiased where the policy decides when to stop.
+  # Credit with a value model.
+  'vapo': _algorithm(
+    bounds=defaults.choice('bounds', 'fixed', clip_high=0.28),
+    objective=defaults.choice('objective', 'positive_examples'),
+    advantage=defaults.choice('advantage', 'decoupled_gae', alpha=0.05),
+    **_NO_KL,
+  ),
+  'evpo': _algorithm(
+    advantage=defaults.choice(
+      'advantage', 'decoupled_gae', baseline='explained'
+    )
+  ),
+  # Credit without one, unbiased where the policy decides when to stop.
   'turn_rloo': _algorithm(
     **_UNCLIPPED,
     **_SEQUENCE_SUM,

@@ -60,6 +60,8 @@ DEFAULTS = {
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
     # A share of the tokens gets a penalty coefficient * |log r|.
     'kl_cov': {'share': 2e-4, 'coefficient': 1.0},
+    # Trajectories whose outcome is `least` or more are imitated, too.
+    'positive_examples': {'coefficient': 0.1, 'least': 1.0},
   },
   # How the terms of the tokens become a scalar.
   'aggregate': {
@@ -86,6 +88,18 @@ DEFAULTS = {
       # (policy), or at all steps (response). Included observations need
       # `response`, unless gamma and lambda_ are 1.
       'critic_tokens': 'policy',
+      'whiten': 'policy',
+    },
+    # GAE over policy tokens, with a lambda of its own for the critic.
+    'decoupled_gae': {
+      'gamma': 1.0,
+      'lambda_': 1.0,
+      'lambda_critic': 1.0,
+      # lambda_ is multiplied by 1 - 1 / (alpha * policy tokens of the row).
+      'alpha': math.inf,
+      # Which baseline the policy has: critic | explained (the critic's only if
+      # its explained variance is positive).
+      'baseline': 'critic',
       'whiten': 'policy',
     },
     'monte_carlo': {'gamma': 1.0, 'whiten': 'policy'},

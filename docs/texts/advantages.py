@@ -18,6 +18,19 @@ _NAMES = {
     'There is a value model, and credit should differ within a trajectory.',
     'verl, Search-R1: `adv_estimator=gae`.',
   ),
+  'decoupled_gae': entry.Description(
+    """
+    A: GAE over policy tokens with gamma and the lambda of the trajectory,
+       lambda_ * max(1 - 1 / (alpha * its policy tokens), 0)
+    targets of V: GAE with lambda_critic, plus V
+    """,
+    'VC-PPO, arXiv 2503.01491; VAPO, arXiv 2504.05118.',
+    entry.PAPER + ' That a negative lambda is 0 was read in NeMo-RL.',
+    'Values should learn returns, while the policy has a lambda below 1. With '
+    '`alpha`, the outcome counts about exp(-1 / alpha) at the start of a long '
+    'trajectory, whatever its length.',
+    'NeMo-RL: `gae_lambda_value`, `length_adaptive_alpha`.',
+  ),
   'monte_carlo': entry.Description(
     'A = sum of the rewards from here on, discounted with gamma per token',
     'REINFORCE; whitened, REINFORCE++, arXiv 2501.03262.',
@@ -100,7 +113,7 @@ _OPTIONS = {
       """,
       'arXiv 2511.20718 describes turns as actions.',
       entry.OURS,
-      'Credit and discounts should be per turn.',
+      'Credit and discounts should be per turn, as in `turn_mdp_ppo`.',
     ),
     'bilevel': entry.Description(
       'GAE over turns, whose returns become the last rewards of a GAE over\n'
@@ -146,6 +159,24 @@ _OPTIONS = {
       entry.CODE,
       'To repeat a run of the reference implementation. Use it together with '
       '`observation_tokens=included`.',
+    ),
+  },
+  'advantage.baseline': {
+    'critic': entry.Description(
+      'GAE with V',
+      '—',
+      entry.CODE,
+      'The default.',
+    ),
+    'explained': entry.Description(
+      """
+      GAE with V, if 1 - var(targets - V) / var(targets) > 0 over the policy
+      tokens of a collection; otherwise with the mean of the targets
+      """,
+      'EVPO, arXiv 2604.19485.',
+      entry.OURS + ' The rule was read in the abstract.',
+      'Values that explain nothing should not be a baseline: they add more '
+      'variance than they take.',
     ),
   },
   'advantage.whiten': {

@@ -160,6 +160,44 @@ ALGORITHMS = {
     'collection.',
     'verl: policy loss `kl_cov`.',
   ),
+  'vapo': entry.Description(
+    """
+    loss = mean over policy tokens of max(-A w, -A clip(w))
+           + coefficient * mean over the policy tokens of correct trajectories
+             of -log pi_theta
+    A    = GAE, whitened, lambda of a trajectory = 1 - 1 / (alpha * its policy
+           tokens), but at least 0
+    V learns returns (lambda_critic = 1)
+
+    w is the token ratio. A trajectory is correct if its outcome is `least`.
+    """,
+    'VAPO, arXiv 2504.05118; the separate lambdas: arXiv 2503.01491.',
+    entry.PAPER + ' That a negative lambda is 0 was read in NeMo-RL; that '
+    'length counts policy tokens, and what is correct, is our choice.',
+    'Dialogues are long and of different lengths, and the outcome is their '
+    'only reward. Pretrain the values: `loss.value_warmup_steps=50` updates '
+    'nothing else in the first 50 steps, on dialogues of the same policy. With '
+    'alpha 0.05 a row of up to 20 tokens has lambda 0, so raise it for short '
+    'dialogues.',
+    'NeMo-RL: `length_adaptive_alpha`, `gae_lambda_value`.',
+  ),
+  'evpo': entry.Description(
+    """
+    loss = mean over policy tokens of max(-A w, -A clip(w))
+    A    = GAE with V' in place of V, whitened
+    V'   = V, if 1 - var(returns - V) / var(returns) > 0 over the policy tokens
+           of the collection; otherwise the mean return
+
+    w is the token ratio.
+    """,
+    'arXiv 2604.19485.',
+    entry.OURS + ' The rule was read in the abstract: the critic where the '
+    'explained variance of the batch is positive, the mean of the batch '
+    'otherwise. That it is about GAE with lambda 1, over policy tokens and '
+    'whitened, is our choice.',
+    'It is not known whether the values are worth anything: until they are, '
+    'advantages are those without a critic. It equals `token_ppo` afterwards.',
+  ),
   'turn_rloo': entry.Description(
     """
     A_k  = G_k - mean of G_k over the question's other trajectories that have

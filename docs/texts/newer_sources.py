@@ -164,4 +164,24 @@ SOURCES = {
   'kl_cov': _ENTROPY_MECHANISM._replace(
     clip={'objective.share': 2e-4, 'objective.coefficient': 1.0},
   ),
+  'vapo': _Source(
+    where='arXiv 2504.05118',
+    sure=source_lib.PAPER,
+    clip={'bounds.clip_low': 0.2, 'bounds.clip_high': 0.28},
+    aggregate='token_mean',
+    group=16,
+    others={
+      'algorithm.advantage.alpha': 0.05,
+      'algorithm.advantage.lambda_critic': 1.0,
+      'algorithm.objective.coefficient': 0.1,
+      'loss.value_warmup_steps': 50,
+    },
+    why={
+      'rollout.group_size': 'GAE compares no trajectories.',
+      'loss.value_warmup_steps': (
+        'Short runs would update nothing but the values.'
+      ),
+    },
+    notes=('There, the values start as a reward model.',),
+  ),
 }

@@ -279,6 +279,16 @@ _OBJECTIVE = {
     'Nothing is clipped, and the bounds are not used.',
     'verl: policy loss `kl_cov`.',
   ),
+  'positive_examples': entry.Description(
+    """
+    term = max(-A r, -A clip(r)) - coefficient * n log pi_theta, the second part
+           in trajectories whose outcome is least or more
+    n    = policy tokens / those of these trajectories, in the minibatch
+    """,
+    'VAPO, arXiv 2504.05118.',
+    entry.PAPER + ' What counts as correct is our choice.',
+    'Correct trajectories are rare, and should be used better.',
+  ),
 }
 
 _AGGREGATE = {

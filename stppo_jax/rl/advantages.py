@@ -162,6 +162,94 @@ def gae_estimator(
   )
 
 
+def _critic(values_BL, returns_BL, mask_BL):
+  """Returns the values."""
+  del returns_BL, mask_BL
+  return values_BL
+
+
+def _critic_if_it_explains(values_BL, returns_BL, mask_BL):
+  """Returns the values, or the mean return if that misses the returns less."""
+  mean, variance = masking.masked_moments(returns_BL, mask_BL)
+  _, missed = masking.masked_moments(returns_BL - values_BL, mask_BL)
+  # The explained variance, 1 - missed / variance, is positive.
+  return jnp.where(missed < variance, values_BL, mean)
+
+
+# What takes the place of the values in the advantages of the policy.
+BASELINES = {'critic': _critic, 'explained': _critic_if_it_explains}
+
+
+@options_lib.dataclass
+class DecoupledGae(options_lib.Named):
+  """Options of `decoupled_gae`; see `estimate_advantages` for `whiten`."""
+
+  gamma: float = options_lib.number(at_most=1.0)
+  lambda_: float = options_lib.number(at_most=1.0)
+  lambda_critic: float = options_lib.number(at_most=1.0)
+  alpha: float = options_lib.number(above=0.0, infinite=True)
+  baseline: str = options_lib.one_of(BASELINES)
+  whiten: str = options_lib.one_of(masking.WHITENS)
+
+
+def decoupled_gae(
+  rewards_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  gamma: Array | float,
+  lambda_: Array | float,
+  lambda_critic: Array | float,
+  alpha: Array | float,
+  baseline: str,
+) -> Advantages:
+  """Returns GAE over policy tokens, with another lambda for the critic.
+
+  The policy's advantages are those of `gae.gae` with
+
+    lambda of a row = lambda_ max(1 - 1 / (alpha length), 0)
+
+  where length counts the row's policy tokens: the longer a row, the further
+  back its outcome must reach. The critic's targets are formed with
+  lambda_critic; with 1 they are returns, which no wrong value distorts.
+  Sources: arXiv 2503.01491, which separates the two, and VAPO, arXiv
+  2504.05118, which makes lambda depend on the length. That a negative lambda is
+  0 is from NeMo-RL.
+
+  Args:
+    rewards_BL: the outcome, minus a KL penalty where there is one.
+    batch: masks and values.
+    gamma: discount per token.
+    lambda_: trace decay per token for the policy, without `alpha`.
+    lambda_critic: trace decay per token for the critic's targets.
+    alpha: how fast the policy's trace decay approaches lambda_; inf: at once.
+    baseline: 'critic': the values. 'explained': the values if their explained
+      variance over the policy tokens of the batch is positive, otherwise the
+      mean of the critic's targets (EVPO, arXiv 2604.19485).
+  """
+  mask_BL = batch.loss_mask_BL
+  rewards_BL = masking.select(rewards_BL, mask_BL)
+  assert batch.values_BL is not None
+  values_BL = masking.select(batch.values_BL, mask_BL)
+  returns_BL = values_BL + gae_lib.gae(
+    rewards_BL, values_BL, mask_BL, gamma=gamma, lambda_=lambda_critic
+  )
+  length_B = jnp.sum(mask_BL, axis=1, dtype=rewards_BL.dtype)
+  # An empty row has no step at which its lambda would count.
+  reach_B = jnp.maximum(1 - 1 / (alpha * jnp.maximum(length_B, 1)), 0)
+  advantages_BL = gae_lib.gae(
+    rewards_BL,
+    BASELINES[baseline](values_BL, returns_BL, mask_BL),
+    mask_BL,
+    gamma=gamma,
+    lambda_=lambda_ * reach_B,
+  )
+  return Advantages(
+    advantages_BL=gae_lib.latest(advantages_BL, mask_BL),
+    returns_BL=masking.select(returns_BL, mask_BL),
+    value_mask_BL=mask_BL,
+  )
+
+
 def _without_critic(estimate_BL, options):
   """Returns the table entry of an estimator that trains no critic."""
 
@@ -211,6 +299,7 @@ def monte_carlo(
 
 ADVANTAGES = {
   'gae': options_lib.Choice(gae_estimator, Gae),
+  'decoupled_gae': options_lib.Choice(decoupled_gae, DecoupledGae),
   'monte_carlo': _without_critic(monte_carlo, MonteCarlo),
   'group_normalized': _without_critic(
     group_advantages.group_normalized, group_advantages.GroupNormalized

@@ -5,7 +5,7 @@ imports no jax.
 """
 
 # These estimators read batch.values_BL, from a value model.
-VALUES = frozenset({'gae'})
+VALUES = frozenset({'gae', 'decoupled_gae'})
 # These compare the trajectories of a question, which batch.group_ids_B marks.
 GROUPS = frozenset(
   {

@@ -188,9 +188,7 @@ def turn_group(
   z(turn reward), and a row of one turn has z(outcome) only, where the authors'
   code normalises the sum of both rewards.
   """
-  mask_BL = batch.loss_mask_BL
-  count_BL = jnp.cumsum(mask_BL.astype(jnp.int32), axis=1)
-  last_BL = mask_BL & (count_BL == jnp.max(count_BL, axis=1, keepdims=True))
+  last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
   turn_B, _ = _rows(masking.select(rewards_BL, ~last_BL), batch)
   turn_BL = _turns_so_far(batch)

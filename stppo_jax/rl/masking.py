@@ -71,6 +71,13 @@ def response_mask(loss_mask_BL: Array) -> Array:
   return begun_BL & to_come_BL
 
 
+def last_mask(loss_mask_BL: Array) -> Array:
+  """Returns a mask of each row's last policy token."""
+  count_BL = jnp.cumsum(loss_mask_BL.astype(jnp.int32), axis=1)
+  total_B1 = jnp.max(count_BL, axis=1, keepdims=True)
+  return loss_mask_BL & (count_BL == total_B1)
+
+
 def _as_is(x_BL, mask_BL):
   del mask_BL
   return x_BL

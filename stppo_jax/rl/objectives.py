@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from stppo_jax.rl import covariance as covariance_lib
 from stppo_jax.rl import loss_context as loss_context_lib
+from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
 
 Array = jax.Array
@@ -315,6 +316,56 @@ def _kl_cov_statistics(context, low, high, *, share, coefficient):
   return means.choosing(means.of(context), mask_BL, mask_BL, share)
 
 
+@options_lib.dataclass
+class PositiveExamples(options_lib.Named):
+  """Options of `positive_examples`.
+
+  Attributes:
+    coefficient: the weight of the likelihood of correct trajectories.
+    least: the least outcome of a correct trajectory.
+  """
+
+  coefficient: float = options_lib.number()
+  least: float = options_lib.number()
+
+
+def positive_examples(
+  context: LossContext,
+  low: Number,
+  high: Number,
+  weight: Array,
+  *,
+  coefficient: Number,
+  least: Number,
+) -> tuple[Array, Array]:
+  """Returns the pessimistic term, and imitates correct trajectories: VAPO.
+
+  Every policy token of a row whose outcome is `least` or more gets
+  -coefficient log pi in addition, times the weight that makes a mean over all
+  policy tokens of the minibatch one over these. Corrections weigh both terms.
+  Source: arXiv 2504.05118.
+  """
+  term_BL, cut_BL = pessimistic(context, low, high, ())
+  correct_BL = _correct(context, least)
+  likelihood_BL = masking.select(context.logprobs_BL, correct_BL)
+  return term_BL - coefficient * weight * likelihood_BL, cut_BL
+
+
+def _positive_weight(context, low, high, *, coefficient, least):
+  del low, high, coefficient
+  count = lambda mask_BL: jnp.sum(mask_BL, dtype=context.logprobs_BL.dtype)
+  return masking.divide(count(context.mask_BL), count(_correct(context, least)))
+
+
+def _correct(context, least):
+  """Returns a mask of the policy tokens of rows with such an outcome."""
+  mask_BL = context.mask_BL
+  last_BL = masking.last_mask(mask_BL)
+  outcome_BL = masking.select(context.batch.rewards_BL, last_BL)
+  correct_BL = last_BL & (outcome_BL >= least)
+  return mask_BL & jnp.any(correct_BL, axis=1, keepdims=True)
+
+
 def _trusted(ratio_BL, advantages_BL, low, high):
   """Returns the ratio where its gradient is kept, else a bound; and where."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
@@ -346,4 +397,10 @@ OBJECTIVES = {
   'gamma_weighted': options_lib.Choice(gamma_weighted, GammaWeighted),
   'clip_cov': options_lib.Choice(clip_cov, ClipCov, _clip_cov_statistics),
   'kl_cov': options_lib.Choice(kl_cov, KlCov, _kl_cov_statistics),
+  'positive_examples': options_lib.Choice(
+    positive_examples,
+    PositiveExamples,
+    _positive_weight,
+    arrays=frozenset({'rewards_BL'}),
+  ),
 }

@@ -48,6 +48,7 @@ QUESTIONS = {
   'advantage.observation_tokens': 'Are the tokens of observations steps, too?',
   'advantage.critic_tokens': 'At which tokens is the value model trained?',
   'advantage.whiten': 'Over which tokens are advantages whitened?',
+  'advantage.baseline': 'What takes the place of the values in advantages?',
   'advantage.normalize': 'What is the difference from the mean divided by?',
   'advantage.outcome_counts': (
     'How often does an outcome count in the statistics of its group?'

@@ -186,7 +186,7 @@ def test_no_critic_is_trained(name):
 
 
 def test_every_group_estimator_is_tested_here():
-  others = {'gae', 'monte_carlo'}
+  others = {'gae', 'decoupled_gae', 'monte_carlo'}
   assert advantages.ADVANTAGES.keys() == OPTIONS.keys() | others
   assert estimator_needs.GROUPS == OPTIONS.keys()
 

@@ -59,6 +59,7 @@ def policy_loss(
     trusted, far = _trusted(token_live, token_still, advantages, low, high)
     means = np.exp(twins.log_ratios(trusted, batch, options['level']))
   chosen = _chosen(choice, frozen, weight, low, high, batch)
+  correct = _correct(choice, batch)
 
   term, divergence = np.zeros(mask.shape), np.zeros(mask.shape)
   cut = np.zeros(mask.shape, bool)
@@ -66,7 +67,7 @@ def policy_loss(
     a, r, w = advantages[t], ratio[t], weight[t]
     harmful = (w > high[t] and a > 0) or (w < low[t] and a < 0)
     clipped = lambda x: min(max(x, low[t]), high[t])
-    if name in ('pessimistic', 'dual_clip', 'clip_cov'):
+    if name in _PESSIMISTIC:
       term[t] = max(-a * r, -a * clipped(r))
       cut[t] = harmful
       if name == 'dual_clip' and a < 0:
@@ -74,6 +75,9 @@ def policy_loss(
         cut[t] |= w > choice['c']
       if name == 'clip_cov' and t in chosen:
         term[t], cut[t] = 0.0, True
+      if t in correct:
+        share = len(tokens) / len(correct)
+        term[t] -= choice['coefficient'] * share * logprobs[t]
     elif name == 'kl_cov':
       penalty = choice['coefficient'] * abs(math.log(r))
       term[t] = -a * r + (penalty if t in chosen else 0.0)
@@ -106,6 +110,9 @@ def policy_loss(
   other = row['kl']['coefficient'] * mean(divergence)
   loss = policy + other - entropy_coefficient * mean(entropy)
   return Loss(loss, policy, np.where(mask, scales, 1), cut, low, high)
+
+
+_PESSIMISTIC = ('pessimistic', 'dual_clip', 'clip_cov', 'positive_examples')
 
 
 def _logs(logprobs, batch):
@@ -158,6 +165,15 @@ def _chosen(choice, logprobs, ratio, low, high, batch):
       ranked.append((float(jax.random.uniform(key, dtype=float)), t))
   count = max(int(len(tokens) * choice['share']), 1)
   return {t for _, t in sorted(ranked)[::-1][:count]}
+
+
+def _correct(choice, batch):
+  """Returns the set of tokens of trajectories that are imitated."""
+  if choice['name'] != 'positive_examples':
+    return set()
+  rows = twins.members('sequence', batch)
+  least = choice['least']
+  return {t for row in rows if batch.rewards_BL[row[-1]] >= least for t in row}
 
 
 def _guard(logs, batch):

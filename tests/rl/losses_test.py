@@ -111,6 +111,7 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
     },
   ),
   'kl_cov': ('kl_cov', {'objective__share': 0.2}),
+  'vapo': ('vapo', {'objective__least': 0.0}),  # rewards are about 0 there
   'turn_by_length': ('turn_ppo', {'bounds__name': 'by_length'}),
   'turn_gmpo': ('gmpo', {'ratio__level': 'turn'}),
   'capped': ('dppo_tv', {'objective__cap': 1.3}),

@@ -5,6 +5,7 @@ import pytest
 
 from stppo_jax.configs import defaults
 from stppo_jax.rl import loss_context
+from stppo_jax.rl import masking
 from stppo_jax.rl import objectives
 from tests.rl import batches
 
@@ -35,6 +36,30 @@ def _objective(
   if choice.statistics is not None:
     statistics = choice.statistics(context, 0.8, 1.2, **options)
   return choice.function(context, 0.8, 1.2, statistics, **options)
+
+
+def test_correct_trajectories_are_imitated_by_a_mean_over_their_tokens():
+  batch, logprobs, entropy = batches.make()
+  mask = batch.loss_mask_BL
+  last = masking.last_mask(mask)
+  assert last.sum() == mask.any(1).sum() == batches.B - 1
+  rewards = np.where(last, 0.5, 9.0)  # 9 does not count: it is no outcome
+  rewards[last & (np.arange(batches.B) < 2)[:, None]] = 1.0
+  batch = batch.replace(rewards_BL=rewards)
+
+  def loss(coefficient):
+    algorithm = batches.algorithm('vapo', objective__coefficient=coefficient)
+    return batches.policy_loss(algorithm, logprobs, entropy, batch)
+
+  plain, both = loss(0.0), loss(0.3)
+  likelihood = logprobs[:2][mask[:2]].mean()
+  np.testing.assert_allclose(both.loss - plain.loss, -0.3 * likelihood)
+  np.testing.assert_array_equal(both.cut_BL, plain.cut_BL)
+  nobody = batch.replace(rewards_BL=np.where(last, 0.5, 9.0))
+  algorithm = batches.algorithm('vapo')
+  np.testing.assert_array_equal(
+    batches.policy_loss(algorithm, logprobs, entropy, nobody).loss, plain.loss
+  )
 
 
 def _pessimistic(ratio, advantages):

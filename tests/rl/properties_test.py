@@ -25,7 +25,7 @@ NUM_TURNS = 2 * T  # more than a row has, so that numbers may have gaps
 ROWS = (
   *('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard'),
   *('gmpo', 'dppo_tv', 'dppo_kl', 'sapo_gate', 'topr', 'vespo'),
-  *('clip_cov', 'kl_cov'),
+  *('clip_cov', 'kl_cov', 'vapo'),
 )
 _CHANGES = {
   'correction__clipping_bias__tau': 0.5,
@@ -40,7 +40,7 @@ def _algorithm(name):
     del changes['bounds__clip_low']
   if name in ('clip_cov', 'kl_cov'):
     changes['objective__share'] = 0.2
-  if name == 'clip_cov':
+  if name in ('clip_cov', 'vapo'):
     changes['objective__least'] = 0.1
   return batches.algorithm(name, **changes)
 

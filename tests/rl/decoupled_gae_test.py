@@ -1,0 +1,210 @@
+"""GAE with a lambda for the critic, and one that depends on the length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import advantages
+from stppo_jax.rl import diagnostics
+from stppo_jax.rl import gae as gae_lib
+from tests.rl import batches
+from tests.rl import twins
+
+FIELDS = ('advantages_BL', 'returns_BL', 'value_mask_BL')
+BASELINES = pytest.mark.parametrize('baseline', advantages.BASELINES)
+
+
+@functools.partial(jax.jit, static_argnames=('baseline', 'whiten'))
+def _estimate(
+  batch,
+  baseline='critic',
+  whiten='none',
+  gamma=0.9,
+  lambda_=0.8,
+  lambda_critic=0.7,
+  alpha=0.3,
+):
+  return advantages.estimate_advantages(
+    batch.rewards_BL,
+    batch,
+    name='decoupled_gae',
+    whiten=whiten,
+    num_turns=batches.T,
+    gamma=gamma,
+    lambda_=lambda_,
+    lambda_critic=lambda_critic,
+    alpha=alpha,
+    baseline=baseline,
+  )
+
+
+def _twin(
+  batch, baseline, gamma=0.9, lambda_=0.8, lambda_critic=0.7, alpha=0.3
+):
+  """Returns (advantages, returns) of plain loops."""
+  mask = batch.loss_mask_BL
+  out, returns = np.zeros((2, *mask.shape))
+  for b, row in enumerate(mask):
+    rewards, values = batch.rewards_BL[b, row], batch.values_BL[b, row]
+    returns[b, row] = values + twins.gae(rewards, values, gamma, lambda_critic)
+  mean, variance = twins.moments(returns, mask)
+  _, missed = twins.moments(returns - batch.values_BL, mask)
+  explained = 1 - missed / variance
+  for b, row in enumerate(mask):
+    rewards, values = batch.rewards_BL[b, row], batch.values_BL[b, row]
+    if baseline == 'explained' and explained <= 0:
+      values = np.full(values.shape, mean)
+    if len(rewards):
+      own = lambda_ * max(1 - 1 / (alpha * len(rewards)), 0)
+      out[b, row] = twins.gae(rewards, values, gamma, own)
+  return out, returns
+
+
+def _batch(scale):
+  """Returns a batch whose values are their targets, plus noise of a scale."""
+  batch, _, _ = batches.make()
+  returns = np.zeros(batch.values_BL.shape)
+  for b, row in enumerate(batch.loss_mask_BL):
+    # Values that equal the rewards-to-go explain all of them.
+    to_go = twins.gae(batch.rewards_BL[b, row], np.zeros(row.sum()), 0.9, 1.0)
+    returns[b, row] = to_go
+  noise = np.random.default_rng(3).normal(size=returns.shape)
+  return batch.replace(values_BL=returns + scale * noise)
+
+
+@BASELINES
+@pytest.mark.parametrize('scale', [0.3, 30.0])
+def test_estimates_equal_plain_loops(baseline, scale):
+  batch = _batch(scale)
+  expected, returns = _twin(batch, baseline)
+  actual = _estimate(batch, baseline)
+  np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-9)
+  np.testing.assert_allclose(actual.returns_BL, returns, rtol=1e-9)
+  np.testing.assert_array_equal(actual.value_mask_BL, batch.loss_mask_BL)
+  # The critic is the baseline only where it explains the returns.
+  explained = diagnostics.critic_diagnostics(
+    batch.replace(
+      returns_BL=actual.returns_BL, value_mask_BL=actual.value_mask_BL
+    )
+  )['critic/vf_explained_var']
+  assert (explained > 0) == (scale < 1)
+  critic, _ = _twin(batch, 'critic')
+  same = np.array_equal(expected, critic)
+  assert same == (baseline == 'critic' or scale < 1)
+
+
+def test_equal_lambdas_without_alpha_are_gae():
+  batch, _, _ = batches.make()
+  numbers = {'gamma': 0.9, 'lambda_': 0.7}
+  plain = advantages.estimate_advantages(
+    batch.rewards_BL,
+    batch,
+    name='gae',
+    whiten='policy',
+    num_turns=batches.T,
+    steps='token',
+    observation_tokens='skipped',
+    critic_tokens='policy',
+    gamma_turn=1.0,
+    lambda_turn=1.0,
+    **numbers,
+  )
+  ours = _estimate(batch, whiten='policy', alpha=np.inf, **numbers)
+  for name in FIELDS:
+    np.testing.assert_allclose(
+      getattr(ours, name), getattr(plain, name), rtol=1e-12
+    )
+
+
+def test_the_outcome_reaches_back_a_share_of_the_row():
+  # alpha is about how many rows long the reach of lambda is: the outcome counts
+  # exp(-1 / alpha) at the start of any long row.
+  weights = []
+  for length in (200, 400, 2000):
+    rewards = np.zeros((1, length))
+    rewards[0, -1] = 1.0
+    own = 1 - 1 / (0.5 * length)
+    out = gae_lib.gae(
+      rewards,
+      np.zeros((1, length)),
+      np.ones((1, length), bool),
+      gamma=1.0,
+      lambda_=np.full(1, own),
+    )
+    weights.append(float(out[0, 0]))
+  np.testing.assert_allclose(weights, np.exp(-2), rtol=0.01)
+
+
+def test_short_rows_see_one_step_and_the_critic_sees_all():
+  batch, _, _ = batches.make()  # rows have at most 14 tokens: alpha * 14 < 1
+  short = _estimate(batch, gamma=1.0, lambda_critic=1.0, alpha=0.05)
+  one = _estimate(
+    batch, gamma=1.0, lambda_=0.0, lambda_critic=1.0, alpha=np.inf
+  )
+  np.testing.assert_array_equal(short.advantages_BL, one.advantages_BL)
+  rewards = np.where(batch.loss_mask_BL, batch.rewards_BL, 0)
+  to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+  np.testing.assert_allclose(
+    short.returns_BL, np.where(batch.loss_mask_BL, to_go, 0), atol=1e-12
+  )
+
+
+def test_without_an_explaining_critic_the_baseline_is_the_mean_return():
+  batch = _batch(30.0)
+  options = {'gamma': 1.0, 'lambda_': 1.0, 'alpha': np.inf}
+  out = _estimate(batch, 'explained', lambda_critic=1.0, **options)
+  mask = batch.loss_mask_BL
+  mean = np.asarray(out.returns_BL)[mask].mean()
+  np.testing.assert_allclose(
+    out.advantages_BL, np.where(mask, out.returns_BL - mean, 0), atol=1e-12
+  )
+
+
+@BASELINES
+@pytest.mark.parametrize('scale', [0.3, 30.0])
+def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(baseline, scale):
+  batch = _batch(scale)
+  order = np.array([4, 2, 0, 5, 1])  # without the failed row
+  whole = _estimate(batch, baseline, 'policy')
+  part = _estimate(batches.rows(batch, order), baseline, 'policy')
+  for name in FIELDS:
+    whole_BL = np.asarray(getattr(whole, name))
+    np.testing.assert_allclose(
+      whole_BL[order], getattr(part, name), rtol=1e-9, atol=1e-12
+    )
+    assert not whole_BL[batches.FAILED_ROW].any()
+
+
+@functools.cache
+def _value_and_gradient(baseline):
+  def total(arrays, batch):
+    out = _estimate(batch.replace(**arrays), baseline, 'policy')
+    weight = jnp.arange(batches.L, dtype=float)[None]
+    return jnp.sum(weight * (out.advantages_BL**2 + out.returns_BL))
+
+  return jax.jit(jax.value_and_grad(total))
+
+
+@BASELINES
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_poison_off_the_mask_changes_nothing(baseline, value):
+  batch = _batch(30.0)
+
+  def run(batch):
+    arrays = {'values_BL': batch.values_BL, 'rewards_BL': batch.rewards_BL}
+    return _value_and_gradient(baseline)(arrays, batch)
+
+  clean, clean_gradient = run(batch)
+  poisoned, gradient = run(batches.poison(batch, value))
+  np.testing.assert_array_equal(poisoned, clean)
+  jax.tree.map(np.testing.assert_array_equal, gradient, clean_gradient)
+
+
+def test_float32_stays_float32():
+  batch, _, _ = batches.make(dtype=np.float32)
+  for baseline in advantages.BASELINES:
+    out = _estimate(batch, baseline, 'policy')
+    assert out.advantages_BL.dtype == out.returns_BL.dtype == np.float32
