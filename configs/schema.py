@@ -148,6 +148,7 @@ KEYS: Mapping[str, Key] = {
   'env.rewards.solved': _new_asked(rules.FINITE, before=1.0),
   'env.rewards.substring_match': _asked(rules.FINITE),
   'env.rewards.turn_answer_found': _asked(rules.FINITE),
+  'env.rewards.turn_first_found': _new_asked(rules.FINITE, before=0.0),
   'env.rewards.turn_progress': _new_asked(rules.FINITE, before=0.0),
   'env.rewards.turn_search': _asked(rules.FINITE),
   'env.textworld.list_commands': _new_asked(before=True),
@@ -155,8 +156,8 @@ KEYS: Mapping[str, Key] = {
   'env.textworld.quest_length': _new_asked(rules.POSITIVE, before=2),
   'env.textworld.rooms': _new_asked(rules.POSITIVE, before=2),
   'env.tools.mcp_servers': _new_asked(rules.SERVERS, before=()),
-  'env.tools.names': _asked(
-    rules.some_of(*tools.TOOLS), since='0.3', before=('calculator',)
+  'env.tools.names': _new_asked(
+    rules.some_of(*tools.TOOLS), before=('calculator',)
   ),
   'env.tools.timeout': _new_asked(rules.POSITIVE, before=10.0),
   'evaluate.every': _free(rules.NOT_NEGATIVE),
@@ -226,8 +227,8 @@ KEYS: Mapping[str, Key] = {
   'retrieval.topk': _asked(rules.POSITIVE),
   'retrieval.url': _free(check=external.url_is_valid),
   'rollout.batch_rows': Key(rules.NOT_NEGATIVE),
-  'rollout.cache_dtype': _asked(
-    rules.one_of('model', 'int8'), since='0.3', before='model'
+  'rollout.cache_dtype': _new_asked(
+    rules.one_of('model', 'int8'), before='model'
   ),
   'rollout.decode_chunk': Key(rules.POSITIVE),
   'rollout.deterministic': Key(),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 from typing import Any
 from typing import Self
 
@@ -21,7 +22,7 @@ OUTCOME_NAMES = (
   'format',
   'search_penalty',
 )
-TURN_NAMES = ('turn_search', 'turn_answer_found')
+TURN_NAMES = ('turn_search', 'turn_answer_found', 'turn_first_found')
 REWARD_NAMES = OUTCOME_NAMES + TURN_NAMES
 
 Status = types.TrajectoryStatus
@@ -57,8 +58,8 @@ class SearchEnvironment(protocol.Environment):
       prompt_template: a file with `{question}`; '' for the built-in prompt.
       rewards: the weight of each of REWARD_NAMES. `search_penalty` is
         subtracted per search. `turn_search` goes to a turn whose search found
-        passages, and `turn_answer_found` to a turn whose passages contain a
-        golden answer.
+        passages, `turn_answer_found` to a turn whose passages contain a golden
+        answer, and `turn_first_found` to the first such turn of an episode.
       reward_scope: a key of `rewards.SCOPES`: the text in which the answer is
         sought.
 
@@ -72,6 +73,7 @@ class SearchEnvironment(protocol.Environment):
     if rewards['substring_match'] and not rewards['exact_match']:
       self.main_score = rewards_lib.SUBSTRING_MATCH
     self._find_answer = rewards_lib.SCOPES[reward_scope]
+    self._has_found = False  # whether a golden answer was in some passage
 
   @classmethod
   def from_options(
@@ -99,6 +101,13 @@ class SearchEnvironment(protocol.Environment):
   def prompt(self, question: types.Question) -> str:
     """See `protocol.Environment`."""
     return prompts.fill(self._template, question)
+
+  def episode(self, question: types.Question) -> Self:
+    """Returns a copy, which remembers whether it has found the answer."""
+    del question
+    episode = copy.copy(self)
+    episode._has_found = False
+    return episode
 
   async def step(
     self, question: types.Question, turn_index: int, text: str
@@ -159,7 +168,8 @@ class SearchEnvironment(protocol.Environment):
     """Returns the reward of a search for the passages that it found.
 
     All passages count, including those that the length limit will cut off.
-    Source: MT-GRPO, arXiv 2505.11821.
+    Sources: MT-GRPO, arXiv 2505.11821; for the first turn alone, the abstract
+    of TSPO, arXiv 2601.22776.
     """
     if not passages:
       return 0.0
@@ -169,4 +179,8 @@ class SearchEnvironment(protocol.Environment):
       for passage in passages
     )
     weights = self._weights
-    return weights['turn_search'] + weights['turn_answer_found'] * found
+    reward = weights['turn_search'] + weights['turn_answer_found'] * found
+    if found and not self._has_found:
+      self._has_found = True
+      reward += weights['turn_first_found']
+    return reward

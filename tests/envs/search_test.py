@@ -21,6 +21,7 @@ _WEIGHTS = {
   'search_penalty': 0.0625,
   'turn_search': 0.03125,
   'turn_answer_found': 2.0,
+  'turn_first_found': 0.0,
 }
 _SEARCH = '<think>a</think><search> capital </search>'
 _ANSWER = '<answer>city of Paris</answer>'
@@ -73,6 +74,25 @@ def test_the_reward_of_a_search_depends_on_what_it_found(passages, reward):
   retriever = fakes.FakeRetriever({'capital': passages})
   step = _step(_environment(retriever), 1, _SEARCH)
   assert step.reward == reward
+
+
+def test_the_first_turn_that_finds_the_answer_can_be_paid_alone():
+  retriever = fakes.FakeRetriever(
+    {
+      'town': [types.Passage('1', 'Lyon', 'A town.')],
+      'capital': [types.Passage('2', 'Paris', 'A capital.')],
+    }
+  )
+  weights = dict.fromkeys(_WEIGHTS, 0.0) | {'turn_first_found': 0.5}
+  environment = _environment(retriever, rewards=weights, max_turns=9)
+  queries = ['town', 'capital', 'capital', 'town', 'capital']
+  for _ in range(2):  # each trajectory has a first turn of its own
+    episode = environment.episode(_QUESTION)
+    earned = [
+      _step(episode, i, f'<search>{query}</search>').reward
+      for i, query in enumerate(queries)
+    ]
+    assert earned == [0.0, 0.5, 0.0, 0.0, 0.0]
 
 
 def test_turns_that_find_nothing_earn_nothing():
