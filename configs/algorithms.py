@@ -318,6 +318,19 @@ ALGORITHMS = {
     advantage=defaults.choice('advantage', 'turn_leave_one_out'),
     **_NO_KL,
   ),
+  'a2tgpo': _algorithm(
+    ratio={'level': 'turn', 'gradient': 'token'},
+    **_NARROW_BOUNDS,
+    advantage=defaults.choice('advantage', 'turn_index'),
+    **_SEQUENCE_MEAN,
+    **_NO_KL,
+  ),
+  'hgpo': _algorithm(
+    advantage=defaults.choice(
+      'advantage', 'gigpo', outcome_weight=0.0, history=2.0
+    ),
+    kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
+  ),
 }
 
 # Keys outside the section `algorithm` that an algorithm sets in `base.py`.

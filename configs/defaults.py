@@ -108,9 +108,20 @@ DEFAULTS = {
     'leave_one_out': {'whiten': 'none'},
     'turn_group': {'turn_weight': 1.0, 'epsilon': 1e-4, 'whiten': 'none'},
     'turn_leave_one_out': {'gamma': 1.0, 'whiten': 'none'},
+    'turn_index': {
+      'turn_weight': 0.3,
+      'gamma': 1.0,
+      'epsilon': 1e-6,
+      'whiten': 'none',
+    },
     'gigpo': {
       'omega': 1.0,  # weight of the advantage among turns
+      'outcome_weight': 1.0,  # weight of the advantage among trajectories
       'gamma': 0.95,  # discount per turn
+      # Turns are compared by their state and by up to so many before it; a
+      # comparison by n states weighs (n + 1)^power.
+      'history': 0.0,
+      'power': 1.0,
       'normalize': 'std',  # std | none
       # How often an outcome counts in the statistics of its group: once for
       # each turn of its trajectory (per_turn), or once (per_trajectory).
@@ -124,7 +135,10 @@ DEFAULTS = {
 # The values with which runs behaved that began before an option existed.
 BEFORE = {
   'advantage.critic_tokens': 'policy',
+  'advantage.history': 0.0,
   'advantage.outcome_counts': 'per_trajectory',
+  'advantage.outcome_weight': 1.0,
+  'advantage.power': 1.0,
   'correction.geo_rs.level': 'sequence',
   'correction.geo_rs.reduce': 'mean',
   'correction.icepop.level': 'token',

@@ -225,7 +225,7 @@ ESTIMATOR = additions.Addition(
       'Array = jax.Array',
       """
         def group_signs(rewards_BL, batch):
-          total_B, _ = _differences(*_rows(rewards_BL, batch))
+          total_B, _ = masking.differences(*_rows(rewards_BL, batch))
           return _to_tokens(jnp.sign(total_B), batch)
       """,
     ),

@@ -83,17 +83,32 @@ _NAMES = {
     entry.OURS,
     'Turns have rewards of their own, and the policy decides when to stop.',
   ),
+  'turn_index': entry.Description(
+    """
+    A_k = z(outcome) + turn_weight D_k / sqrt(n_k) [before the last turn]
+    D_k = z(r_k) + gamma D_{k+1},   n_k: how many z are summed in it
+    z   = (x - mean) / (std + epsilon), of r_k among the turns k of a question
+    """,
+    'A2TGPO, arXiv 2605.06200.',
+    entry.CODE,
+    'Turns have rewards of their own, whose size depends on the number of the '
+    'turn. It cannot be used with the KL penalty in the reward, and is biased '
+    'where the policy decides when to stop, both like `turn_group`.',
+    "A2TGPO's code: `igpo_norm_mode=turn-group-v1d`.",
+  ),
   'gigpo': entry.Description(
     """
-    A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1} over turns
+    A = outcome_weight N(R) + omega sum_h w_h N_h(G) / sum_h w_h
+    G_k = r_k + gamma G_{k+1} over turns,   w_h = (h + 2)^power, h = 0..history
     N = (x - mean) / (std + epsilon), or x - mean (`normalize`)
     R among the trajectories of a question, by default once for each of their
-    turns (`outcome_counts`), G among turns with one state
+    turns (`outcome_counts`), G among turns with one state and the same h states
+    before; an h with N_h(G) = 0 is left out
     """,
-    'GiGPO, arXiv 2505.10978.',
+    'GiGPO, arXiv 2505.10978; with a history, HGPO, arXiv 2602.22817.',
     entry.CODE,
     'Trajectories of one question pass through the same states.',
-    'verl-agent: `adv_estimator=gigpo`.',
+    'verl-agent: `adv_estimator=gigpo`, `adv_estimator=hgpo`.',
   ),
 }
 

@@ -287,8 +287,10 @@ ALGORITHMS = {
     'arXiv 2505.11821.',
     entry.CODE + " The authors' code has one tool call; that all turns before "
     'the last share z(turn reward) is our choice.',
-    'Turns have rewards of their own: set `env.rewards.turn_search` or '
-    '`env.rewards.turn_answer_found`.',
+    'Turns have rewards of their own: set `env.rewards.turn_search`, '
+    '`env.rewards.turn_answer_found`, or `env.rewards.turn_first_found`, which '
+    'pays the first turn alone that finds the answer (TSPO, arXiv 2601.22776, '
+    'of which we know the abstract).',
   ),
   'gigpo': entry.Description(
     """

@@ -210,4 +210,39 @@ ALGORITHMS = {
     '`mt_grpo` is biased there. Like `rloo`, of which it is the form for '
     'turns, it clips nothing, so do few updates per collection.',
   ),
+  'a2tgpo': entry.Description(
+    """
+    A_k  = z(outcome) + turn_weight * D_k / sqrt(n_k) on all turns but the last,
+           z(outcome) on the last
+    D_k  = z(r_k) + gamma D_{k+1},   n_k: how many z are summed in it
+    z    = (x - mean) / (std + epsilon), of r_k over the turns k of a question
+    loss = the loss of atpo
+    """,
+    'A2TGPO, arXiv 2605.06200.',
+    entry.CODE + ' There, r_k is the information gain of a turn (IGPO, arXiv '
+    '2510.14967), and the bounds of a turn are scaled by 1 + 0.3 (2 '
+    'sigmoid(z(r_k)) - 1). Here, r_k is any reward of turns and bounds are not '
+    'scaled.',
+    'Turns have rewards of their own, whose size depends on the number of the '
+    'turn. It is biased where the policy decides when to stop: '
+    '[the baseline of a turn](turn_baselines.md).',
+    'Its authors: `igpo_norm_mode=turn-group-v1d`, `igpo_adv_rescale_alpha` '
+    'for turn_weight.',
+  ),
+  'hgpo': entry.Description(
+    """
+    A    = sum_h w_h N_h(G) / sum_h w_h,   w_h = (h + 2)^power
+    G_k  = r_k + gamma G_{k+1}
+    N_h  = (x - mean) / (std + epsilon) over the turns of a question with the
+           same state as this one and the same h states before; h = 0..history
+    loss = mean over policy tokens of max(-A r, -A clip(r))
+           + kl.coefficient * min(k3, 10)
+    """,
+    'arXiv 2602.22817.',
+    entry.CODE,
+    'States recur, but what came before them matters: `gigpo` compares turns '
+    'with one state whatever their past.',
+    'verl-agent: `algorithm.adv_estimator=hgpo`, `length_weight_alpha` for '
+    'power.',
+  ),
 }

@@ -184,4 +184,53 @@ SOURCES = {
     },
     notes=('There, the values start as a reward model.',),
   ),
+  'a2tgpo': _Source(
+    where='A-TGPO, the script of ATGPO_multihop_qwen3_4B',
+    sure=_CODE,
+    clip=_NARROW_CLIP,
+    aggregate='sequence_mean',
+    std={'advantage.name': 'turn_index'},
+    group=16,
+    kl=_NO_KL,
+    others={
+      'algorithm.advantage.turn_weight': 0.3,
+      'algorithm.advantage.gamma': 1.0,
+    },
+    why=_SHARED_WHY,
+    notes=(
+      'There, turns are numbered among those whose reward is not 0, and the '
+      'deviation is that of a population.',
+    ),
+  ),
+  'hgpo': _Source(
+    where='verl-agent, recipe/hgpo',
+    sure=_CODE,
+    clip={
+      'bounds.clip_low': 0.2,
+      'bounds.clip_high': 0.2,
+      'objective.name': 'dual_clip',
+    },
+    aggregate='token_mean',
+    std={'advantage.normalize': 'std', 'advantage.epsilon': 1e-6},
+    group=8,
+    kl={
+      'kl.where': 'loss',
+      'kl.estimator': 'k3_clamped',
+      'kl.coefficient': 0.01,
+    },
+    others={
+      'algorithm.advantage.outcome_weight': 0.0,
+      'algorithm.advantage.history': 2.0,
+      'algorithm.advantage.power': 1.0,
+      'algorithm.advantage.gamma': 0.95,
+    },
+    why={
+      'algorithm.objective.name': 'It comes with verl, not with the method.',
+    },
+    notes=(
+      'There, the deviation is that of a population, and epsilon is added to '
+      'the sum of the weights, too.',
+      'There, every turn is a row of its own, and an invalid action costs 0.1.',
+    ),
+  ),
 }

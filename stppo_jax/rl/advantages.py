@@ -316,6 +316,9 @@ ADVANTAGES = {
   'turn_leave_one_out': _without_critic(
     group_advantages.turn_leave_one_out, group_advantages.TurnLeaveOneOut
   ),
+  'turn_index': _without_critic(
+    group_advantages.turn_index, group_advantages.TurnIndex
+  ),
   'gigpo': _without_critic(group_advantages.gigpo, group_advantages.Gigpo),
 }
 

@@ -52,10 +52,9 @@ class Algorithm(options.Options):
       # these objectives does the gradient flow through the ratio.
       rule = "'none' unless objective.name is " + ' or '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
-    if advantage['name'] == 'turn_group' and kl['where'] == 'reward':
-      # turn_group counts every reward but the outcome as a turn's reward, so
-      # the KL penalty inside the rewards would count as one.
-      rule = "'loss' or 'nowhere' when advantage.name is 'turn_group'"
+    name = advantage['name']
+    if name in estimator_needs.TURN_REWARDS and kl['where'] == 'reward':
+      rule = f"'loss' or 'nowhere' when advantage.name is {name!r}"
       yield 'kl.where', kl['where'], rule
 
   @property

@@ -1,13 +1,14 @@
-"""Generalised advantage estimation over the steps of a row.
+"""Generalised advantage estimation over the steps of a row, and its turns.
 
-B trajectories, L tokens. `values_BL[:, l]` is V before token l. A step is a
-policy token, any token from the first to the last policy token, or a turn.
+B trajectories, L tokens, T turns. `values_BL[:, l]` is V before token l. A step
+is a policy token, any token from the first to the last policy token, or a turn.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import segments as segments_lib
 
@@ -102,6 +103,44 @@ def latest(x_BL: Array, step_mask_BL: Array) -> Array:
 
 def _turn_ids(batch):
   return jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
+
+
+def turns_so_far(batch: batch_lib.TokenBatch) -> Array:
+  """Returns the latest turn at or before each token; 0 before the first."""
+  return jax.lax.cummax(_turn_ids(batch), axis=1)
+
+
+def by_turn(
+  rewards_BL: Array, batch: batch_lib.TokenBatch, num_turns: int
+) -> tuple[Array, Array, segments_lib.Segments]:
+  """Returns the rewards of turns [B, T], which exist, and their segments."""
+  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
+  starts_BL = segments_lib.segment_starts(turns)
+  # Tokens in no turn do not count.
+  rewards_BT = segments_lib.segment_totals(rewards_BL, turns)
+  present_BT = segments_lib.segment_totals(starts_BL.astype(jnp.int32), turns)
+  return rewards_BT, present_BT > 0, turns
+
+
+def to_go(rewards_BT: Array, present_BT: Array, gamma: Array | float) -> Array:
+  """Returns the reward-to-go of each turn; an absent turn is not discounted."""
+
+  def previous(to_go_B, turn):
+    reward_B, present_B = turn
+    to_go_B = jnp.where(present_B, reward_B + gamma * to_go_B, to_go_B)
+    return to_go_B, to_go_B
+
+  zero_B = jnp.zeros_like(rewards_BT, shape=rewards_BT.shape[:1])
+  _, to_go_TB = jax.lax.scan(
+    previous, zero_B, (rewards_BT.T, present_BT.T), reverse=True
+  )
+  return to_go_TB.T
+
+
+def turns_to_tokens(x_BT: Array, batch: batch_lib.TokenBatch) -> Array:
+  """Returns for every token the number of the latest turn at or before it."""
+  segments = segments_lib.Segments(turns_so_far(batch), x_BT.shape[1])
+  return segments_lib.segment_spread(x_BT, segments)
 
 
 def _turn_starts(batch):

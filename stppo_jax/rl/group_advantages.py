@@ -28,51 +28,12 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.rl import gae as gae_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
-
-
-def _pairs(ids, present):
-  """Returns a square mask of the pairs (i, j) that are present in one group."""
-  both = present[:, None] & present[None, :]
-  return both & (ids[:, None] == ids[None, :])
-
-
-def _differences(x, pairs):
-  """Returns the sum of x_i - x_j over i's group, and the group's size."""
-  total = jnp.sum(masking.select(x[:, None] - x[None, :], pairs), axis=1)
-  return total, jnp.sum(pairs, axis=1, dtype=x.dtype)
-
-
-def _centered(x, pairs, epsilon):
-  del epsilon
-  return masking.divide(*_differences(x, pairs))
-
-
-def _standardized(x, pairs, epsilon):
-  """Returns (x - mean) / (std + epsilon), with the unbiased variance."""
-  total, count = _differences(x, pairs)
-  centered = masking.divide(total, count)
-  squares = jnp.sum(
-    masking.select(
-      jnp.broadcast_to(jnp.square(centered)[None, :], pairs.shape),
-      pairs,
-    ),
-    axis=1,
-  )
-  variance = masking.divide(squares, jnp.maximum(count - 1, 0))
-  # The square root has an infinite slope at 0. So where the variance is 0, the
-  # root of 1 is computed instead and then replaced by 0.
-  some = variance > 0
-  std = masking.select(jnp.sqrt(jnp.where(some, variance, 1)), some)
-  return masking.divide(centered, std + epsilon)
-
-
-# The difference from the group's mean is divided by std + epsilon, or not.
-NORMALIZATIONS = {'std': _standardized, 'none': _centered}
 
 
 def _rows(x_BL, batch):
@@ -82,7 +43,7 @@ def _rows(x_BL, batch):
   """
   mask_BL = batch.loss_mask_BL
   total_B, _ = masking.masked_total(x_BL, mask_BL, axis=1)
-  return total_B, _pairs(batch.group_ids_B, jnp.any(mask_BL, axis=1))
+  return total_B, masking.pairs_of(batch.group_ids_B, jnp.any(mask_BL, axis=1))
 
 
 def _to_tokens(x_B, batch):
@@ -115,7 +76,7 @@ def group_normalized(
   2402.03300.
   """
   reward_B, pairs_BB = _rows(rewards_BL, batch)
-  return _to_tokens(_standardized(reward_B, pairs_BB, epsilon), batch)
+  return _to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
 
 
 @options_lib.dataclass
@@ -130,7 +91,7 @@ def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 
   Sources: arXiv 2503.20783, arXiv 2512.01374.
   """
-  total_B, count_B = _differences(*_rows(rewards_BL, batch))
+  total_B, count_B = masking.differences(*_rows(rewards_BL, batch))
   return _to_tokens(masking.divide(total_B, count_B), batch)
 
 
@@ -140,15 +101,9 @@ def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
   With G rows in the group this is G / (G - 1) times `group_centered`. Source:
   arXiv 2402.14740.
   """
-  total_B, count_B = _differences(*_rows(rewards_BL, batch))
+  total_B, count_B = masking.differences(*_rows(rewards_BL, batch))
   others_B = jnp.maximum(count_B - 1, 0)
   return _to_tokens(masking.divide(total_B, others_B), batch)
-
-
-def _turns_so_far(batch):
-  """Returns the latest turn at or before each token; 0 before the first."""
-  ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
-  return jax.lax.cummax(ids_BL, axis=1)
 
 
 @options_lib.dataclass
@@ -191,44 +146,16 @@ def turn_group(
   last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
   turn_B, _ = _rows(masking.select(rewards_BL, ~last_BL), batch)
-  turn_BL = _turns_so_far(batch)
+  turn_BL = gae_lib.turns_so_far(batch)
   early_BL = turn_BL < jnp.max(turn_BL, axis=1, keepdims=True)
   return _to_tokens(
-    _standardized(outcome_B, pairs_BB, epsilon), batch
+    masking.standardized(outcome_B, pairs_BB, epsilon), batch
   ) + masking.select(
-    _to_tokens(turn_weight * _standardized(turn_B, pairs_BB, epsilon), batch),
+    _to_tokens(
+      turn_weight * masking.standardized(turn_B, pairs_BB, epsilon), batch
+    ),
     early_BL,
   )
-
-
-def _by_turn(rewards_BL, batch, gamma, num_turns):
-  """Returns rewards-to-go [B, T], which turns exist, and segments of turns.
-
-  An absent turn has the reward-to-go of the next one, without a discount.
-  """
-  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
-  starts_BL = segments_lib.segment_starts(turns)
-  # Tokens in no turn do not count.
-  rewards_BT = segments_lib.segment_totals(rewards_BL, turns)
-  present_BT = segments_lib.segment_totals(starts_BL.astype(jnp.int32), turns)
-  present_BT = present_BT > 0
-
-  def previous(to_go_B, turn):
-    reward_B, present_B = turn
-    to_go_B = jnp.where(present_B, reward_B + gamma * to_go_B, to_go_B)
-    return to_go_B, to_go_B
-
-  zero_B = jnp.zeros_like(rewards_BT, shape=rewards_BT.shape[:1])
-  _, to_go_TB = jax.lax.scan(
-    previous, zero_B, (rewards_BT.T, present_BT.T), reverse=True
-  )
-  return to_go_TB.T, present_BT, turns
-
-
-def _turns_to_tokens(x_BT, batch):
-  """Returns for every token the number of the latest turn at or before it."""
-  segments = segments_lib.Segments(_turns_so_far(batch), x_BT.shape[1])
-  return segments_lib.segment_spread(x_BT, segments)
 
 
 @options_lib.dataclass
@@ -262,22 +189,17 @@ def turn_leave_one_out(
   E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also where the
   policy chooses in turn k whether there is a turn k + 1. `turn_group`, whose
   baseline is left out in the last turn of a row, is biased there;
-  docs/turn_baselines.md derives by how much.
-
-  Args:
-    rewards_BL: the outcome, and the rewards of turns.
-    batch: masks, turn ids and group ids.
-    gamma: discount per turn.
-    num_turns: static, the most turns a row can have.
+  docs/turn_baselines.md derives by how much. gamma is the discount per turn.
   """
-  to_go_BT, present_BT, _ = _by_turn(rewards_BL, batch, gamma, num_turns)
+  rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
+  to_go_BT = gae_lib.to_go(rewards_BT, present_BT, gamma)
   _, pairs_BB = _rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
   def following(carry, turn):
     baseline_B, known_B = carry
     to_go_B, present_B = turn
-    total_B, count_B = _differences(to_go_B, others_BB & present_B[None])
+    total_B, count_B = masking.differences(to_go_B, others_BB & present_B[None])
     some_B = count_B > 0
     baseline_B = jnp.where(
       some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
@@ -292,7 +214,67 @@ def turn_leave_one_out(
     (zero_B, jnp.zeros_like(present_BT[:, 0])),
     (to_go_BT.T, present_BT.T),
   )
-  return _turns_to_tokens(advantages_TB.T, batch)
+  return gae_lib.turns_to_tokens(advantages_TB.T, batch)
+
+
+@options_lib.dataclass
+class TurnIndex(options_lib.Named):
+  """Options of `turn_index`; `whiten` as in `TurnLeaveOneOut`."""
+
+  turn_weight: float = options_lib.number()
+  gamma: float = options_lib.number(at_most=1.0)
+  epsilon: float = options_lib.number(above=0.0)
+  whiten: str = options_lib.one_of(masking.WHITENS)
+
+
+def turn_index(
+  rewards_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  turn_weight: Array | float,
+  gamma: Array | float,
+  epsilon: Array | float,
+  num_turns: int,
+) -> Array:
+  """Returns advantages that compare turns of one number: A2TGPO.
+
+    A_k = z(outcome) + turn_weight D_k / sqrt(n_k)   before the row's last turn
+    A_k = z(outcome)                                 in the row's last turn
+    D_k = z(r_k) + gamma D_{k+1}
+
+  n_k is how many z are summed. z is that of `group_normalized`: of outcomes
+  over the group, of r_k over the turns k that are not the last of their row.
+  Like `turn_group`, it is biased where the policy chooses when to stop.
+
+  Source: arXiv 2605.06200, whose turn reward is an information gain. The
+  authors' code has gamma 1 and turn_weight 0.3; it numbers only turns whose
+  reward is not 0, and its standard deviation is that of a population.
+
+  Args:
+    rewards_BL: the outcome, and the rewards of turns.
+    batch: masks, turn ids and group ids.
+    turn_weight: weight of the turn rewards.
+    gamma: discount per turn.
+    epsilon: added to the standard deviation.
+    num_turns: static, the most turns a row can have.
+  """
+  last_BL = masking.last_mask(batch.loss_mask_BL)
+  outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
+  rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
+  number_BT = gae_lib.to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
+  early_BT = present_BT & (number_BT > 1)  # the last turn has the number 1
+  z_TB = jax.lax.map(
+    lambda turn: masking.standardized(
+      turn[0], pairs_BB & masking.pairs_of(batch.group_ids_B, turn[1]), epsilon
+    ),
+    (rewards_BT.T, early_BT.T),
+  )
+  total_BT = masking.select(gae_lib.to_go(z_TB.T, early_BT, gamma), early_BT)
+  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
+  outcome_BL = _to_tokens(
+    masking.standardized(outcome_B, pairs_BB, epsilon), batch
+  )
+  return outcome_BL + turn_weight * gae_lib.turns_to_tokens(scaled_BT, batch)
 
 
 # The outcome of a trajectory counts once per turn, or once, in the mean and the
@@ -305,8 +287,11 @@ class Gigpo(options_lib.Named):
   """Options of `gigpo`; see `advantages.estimate_advantages` for `whiten`."""
 
   omega: float = options_lib.number()
+  outcome_weight: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
-  normalize: str = options_lib.one_of(NORMALIZATIONS)
+  history: float = options_lib.number()
+  power: float = options_lib.number()
+  normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
   outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
   epsilon: float = options_lib.number(above=0.0)
   whiten: str = options_lib.one_of(masking.WHITENS)
@@ -317,7 +302,10 @@ def gigpo(
   batch: batch_lib.TokenBatch,
   *,
   omega: Array | float,
+  outcome_weight: Array | float,
   gamma: Array | float,
+  history: Array | float,
+  power: Array | float,
   normalize: str,
   outcome_counts: str,
   epsilon: Array | float,
@@ -325,20 +313,27 @@ def gigpo(
 ) -> Array:
   """Returns advantages of rows, and of turns that begin in one state: GiGPO.
 
-    A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1}
+    A = outcome_weight N(R) + omega sum_h w_h N_h(G) / sum_h w_h
+    G_k = r_k + gamma G_{k+1},   w_h = (h + 2)^power
 
   N normalises as the argument `normalize` says. R is compared over the group.
   G, the reward-to-go of a turn, is compared over all turns of the question that
-  share a state id, also within one row, as in the authors' code.
+  share a state id, also within one row, and whose h predecessors do so too. The
+  sums are over h from 0 to `history`, without those where N_h(G) is 0.
 
-  Source: arXiv 2505.10978. The authors' code has omega 1, gamma 0.95 and
-  epsilon 1e-6.
+  Sources: arXiv 2505.10978, without a history, whose code has omega 1, gamma
+  0.95 and epsilon 1e-6. HGPO, arXiv 2602.22817, has a history of 2 or 4, power
+  1 and outcome_weight 0; its deviation of G is that of a population, and it
+  adds epsilon to the sum of the weights.
 
   Args:
     rewards_BL: the outcome, and the rewards of turns.
     batch: masks, turn ids, group ids, and state ids within a question.
     omega: weight of N(G).
+    outcome_weight: weight of N(R).
     gamma: discount per turn.
+    history: the most states before a turn that are compared.
+    power: how much more an h weighs under which fewer turns are comparable.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
     outcome_counts: R counts in the mean and the deviation of its group once for
       each turn of the trajectory ('per_turn', the default of the authors'
@@ -351,21 +346,41 @@ def gigpo(
   """
   if batch.state_ids_BL is None:
     raise ValueError('the estimator gigpo needs state_ids_BL')
-  normalization = NORMALIZATIONS[normalize]
+  normalization = masking.NORMALIZATIONS[normalize]
   reward_B, pairs_BB = _rows(rewards_BL, batch)
-  to_go_BT, present_BT, turns = _by_turn(rewards_BL, batch, gamma, num_turns)
+  rewards_BT, present_BT, turns = gae_lib.by_turn(rewards_BL, batch, num_turns)
   states_BL = masking.select(
     batch.state_ids_BL, segments_lib.segment_starts(turns)
   )
   states_BT = segments_lib.segment_totals(states_BL, turns)
+  to_go = gae_lib.to_go(rewards_BT, present_BT, gamma).reshape(-1)
   present = present_BT.reshape(-1)
   group_ids = jnp.repeat(batch.group_ids_B, num_turns)
   # State ids start anew with every question, so that equal ids mean the same
   # state within one question only.
-  group_pairs = _pairs(group_ids, present)
-  pairs = group_pairs & _pairs(states_BT.reshape(-1), present)
-  step = normalization(to_go_BT.reshape(-1), pairs, epsilon)
-  step_BL = _turns_to_tokens(step.reshape(to_go_BT.shape), batch)
+  group_pairs = masking.pairs_of(group_ids, present)
+  same = group_pairs & masking.pairs_of(states_BT.reshape(-1), present)
+
+  def compare(carry, before):
+    pairs, total, weights = carry
+    advantage = normalization(to_go, pairs, epsilon)
+    weight = masking.select((before + 2) ** power, advantage != 0)
+    # The next pairs are those whose predecessors are pairs, too; first turns
+    # have none.
+    shifted = pairs.reshape(*present_BT.shape, *present_BT.shape)
+    shifted = shifted[:, :-1, :, :-1]
+    shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
+    pairs = same & shifted.reshape(same.shape)
+    return pairs, total + weight * advantage, weights + weight
+
+  def step(carry, before):
+    skip = lambda carry, before: carry
+    return jax.lax.cond(before <= history, compare, skip, carry, before), None
+
+  zero = jnp.zeros_like(to_go)
+  before = jnp.arange(num_turns, dtype=to_go.dtype)
+  (_, total, weights), _ = jax.lax.scan(step, (same, zero, zero), before)
+  steps_BT = masking.divide(total, weights).reshape(present_BT.shape)
   if outcome_counts == 'per_turn':
     rewards = jnp.repeat(reward_B, num_turns)
     outcome = normalization(rewards, group_pairs, epsilon)
@@ -377,4 +392,5 @@ def gigpo(
     )[:, 0]
   else:
     outcome_B = normalization(reward_B, pairs_BB, epsilon)
-  return _to_tokens(outcome_B, batch) + omega * step_BL
+  outcome_BL = outcome_weight * _to_tokens(outcome_B, batch)
+  return outcome_BL + omega * gae_lib.turns_to_tokens(steps_BT, batch)

@@ -1,8 +1,9 @@
-"""Reductions over the tokens that a mask selects.
+"""Reductions over the tokens that a mask selects, and comparisons in groups.
 
 B trajectories, L tokens. Every function selects before it computes:
 `mask * nan` is nan, in the gradient too, while `where(mask, x, 0)` is not.
-An empty mask gives 0, never NaN.
+An empty mask gives 0, never NaN. What is compared in groups is a vector; a
+square mask says which pairs of its elements are in one group.
 """
 
 import jax
@@ -90,3 +91,44 @@ def _whiten_response(x_BL, mask_BL):
 # 'all' takes mean and variance over observation tokens too, as the reference
 # implementation of arXiv 2511.20718 does.
 WHITENS = {'none': _as_is, 'policy': whiten, 'all': _whiten_response}
+
+
+def pairs_of(ids: Array, present: Array) -> Array:
+  """Returns a square mask of the pairs (i, j) that are present in one group."""
+  both = present[:, None] & present[None, :]
+  return both & (ids[:, None] == ids[None, :])
+
+
+def differences(x: Array, pairs: Array) -> tuple[Array, Array]:
+  """Returns the sum of x_i - x_j over i's group, and the group's size."""
+  total = jnp.sum(select(x[:, None] - x[None, :], pairs), axis=1)
+  return total, jnp.sum(pairs, axis=1, dtype=x.dtype)
+
+
+def centered(x: Array, pairs: Array, epsilon: Array | float) -> Array:
+  """Returns x - mean, over the group."""
+  del epsilon
+  return divide(*differences(x, pairs))
+
+
+def standardized(x: Array, pairs: Array, epsilon: Array | float) -> Array:
+  """Returns (x - mean) / (std + epsilon), with the unbiased variance."""
+  total, count = differences(x, pairs)
+  centered_x = divide(total, count)
+  squares = jnp.sum(
+    select(
+      jnp.broadcast_to(jnp.square(centered_x)[None, :], pairs.shape),
+      pairs,
+    ),
+    axis=1,
+  )
+  variance = divide(squares, jnp.maximum(count - 1, 0))
+  # The square root has an infinite slope at 0. So where the variance is 0, the
+  # root of 1 is computed instead and then replaced by 0.
+  some = variance > 0
+  std = select(jnp.sqrt(jnp.where(some, variance, 1)), some)
+  return divide(centered_x, std + epsilon)
+
+
+# The difference from the group's mean is divided by std + epsilon, or not.
+NORMALIZATIONS = {'std': standardized, 'none': centered}

@@ -175,17 +175,62 @@ def _over_turns(batch, epsilon):
   return out
 
 
-def gigpo(batch, omega, gamma, epsilon, per_turn=True):
-  returns, states = {}, {}
+def turn_index(batch, turn_weight, gamma, epsilon):
+  last = {b: turns_of(batch, b)[-1][-1] for b in present_rows(batch)}
+  outcome = compare_rows(batch, lambda b: batch.rewards_BL[b, last[b]], epsilon)
+  rewards, places = {}, {}
+  for b in last:
+    for turn in turns_of(batch, b)[:-1]:
+      k = batch.turn_ids_BL[b, turn[0]]
+      rewards[b, k] = batch.rewards_BL[b, turn].sum()
+      places[b, k] = batch.group_ids_B[b], k
+  z = compare_in_groups(rewards, places, epsilon)
+  out = np.zeros(batch.loss_mask_BL.shape)
+  for b in last:
+    out[b, batch.loss_mask_BL[b]] = outcome[b]
+    mine = sorted(k for row, k in rewards if row == b)
+    for i, k in enumerate(mine):
+      later = [gamma**n * z[b, j] for n, j in enumerate(mine[i:])]
+      turn = batch.loss_mask_BL[b] & (batch.turn_ids_BL[b] == k)
+      out[b, turn] += turn_weight * sum(later) / math.sqrt(len(later))
+  return out
+
+
+def gigpo(
+  batch,
+  omega,
+  gamma,
+  epsilon,
+  per_turn=True,
+  history=0,
+  power=1.0,
+  outcome_weight=1.0,
+):
+  returns, states, turns = {}, {}, {}
   for b in present_rows(batch):
-    to_go = 0.0
-    for k, turn in reversed(list(enumerate(turns_of(batch, b)))):
-      to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
-      returns[b, k] = to_go
+    for turn in turns_of(batch, b):
+      k = batch.turn_ids_BL[b, turn[0]]
+      turns[b, k] = turn
+      returns[b, k] = to_go_by_turn(batch, b, gamma)[k]
       # Equal ids mean the same state within one question only.
       states[b, k] = batch.group_ids_B[b], batch.state_ids_BL[b, turn[0]]
-  steps = compare_in_groups(returns, states, epsilon)
-  out = (_over_turns if per_turn else over_rows)(batch, epsilon)
-  for b, k in returns:
-    out[b, turns_of(batch, b)[k]] += omega * steps[b, k]
+  outcome = (_over_turns if per_turn else over_rows)(batch, epsilon)
+  out = outcome_weight * outcome
+  total, weights = dict.fromkeys(returns, 0.0), dict.fromkeys(returns, 0.0)
+  for h in range(history + 1):
+    pasts = {
+      (b, k): tuple(states[b, k - i] for i in range(h + 1))
+      for b, k in returns
+      if all((b, k - i) in states for i in range(h + 1))
+    }
+    compared = compare_in_groups(
+      {key: returns[key] for key in pasts}, pasts, epsilon
+    )
+    for key, step in compared.items():
+      if step:
+        total[key] += (h + 2) ** power * step
+        weights[key] += (h + 2) ** power
+  for key, turn in turns.items():
+    if weights[key]:
+      out[key[0], turn] += omega * total[key] / weights[key]
   return out

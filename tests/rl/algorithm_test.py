@@ -208,6 +208,11 @@ def test_all_problems_at_once(wrap):
       "advantage.name is 'turn_group'",
     ),
     (
+      {'advantage__name': 'turn_index'},
+      "algorithm.kl.where='reward': must be 'loss' or 'nowhere' when "
+      "advantage.name is 'turn_index'",
+    ),
+    (
       {'objective__name': 'clip_cov', 'objective__most': 0.5},
       'algorithm.objective.most=0.5: must be greater than 1.0 (least)',
     ),

@@ -21,9 +21,13 @@ OPTIONS = {
   'leave_one_out': {},
   'turn_group': {'turn_weight': WEIGHT, 'epsilon': EPSILON},
   'turn_leave_one_out': {'gamma': GAMMA},
+  'turn_index': {'turn_weight': WEIGHT, 'gamma': GAMMA, 'epsilon': EPSILON},
   'gigpo': {
     'omega': OMEGA,
+    'outcome_weight': 1.0,
     'gamma': GAMMA,
+    'history': 0.0,
+    'power': 1.0,
     'normalize': 'std',
     'outcome_counts': 'per_turn',
     'epsilon': EPSILON,
@@ -38,6 +42,9 @@ TWINS = {
   ),
   'turn_leave_one_out': lambda batch: advantage_twins.turn_leave_one_out(
     batch, GAMMA
+  ),
+  'turn_index': lambda batch: advantage_twins.turn_index(
+    batch, WEIGHT, GAMMA, EPSILON
   ),
   'gigpo': lambda batch: advantage_twins.gigpo(batch, OMEGA, GAMMA, EPSILON),
 }
@@ -109,6 +116,37 @@ def test_gigpo_equals_its_twin_without_normalisation():
   )
 
 
+def _recurring(seed=0):
+  """Returns a batch whose questions have one state at the first turns."""
+  batch = _make(seed)
+  first = np.where(batch.turn_ids_BL <= 3, 1, batch.state_ids_BL)
+  return batch.replace(
+    state_ids_BL=np.where(batch.turn_ids_BL > 0, first, 0).astype(np.int32)
+  )
+
+
+@pytest.mark.parametrize('history', [0, 1, 2])
+@pytest.mark.parametrize('normalize', ['std', 'none'])
+def test_turns_are_compared_by_the_states_before_them(normalize, history):
+  batch = _recurring()
+  epsilon = EPSILON if normalize == 'std' else None
+  options = {'history': history, 'power': 1.5, 'outcome_weight': 0.5}
+  actual = _estimate(batch, 'gigpo', normalize=normalize, **options)
+  expected = advantage_twins.gigpo(batch, OMEGA, GAMMA, epsilon, **options)
+  np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
+  longer = _estimate(
+    batch, 'gigpo', normalize=normalize, **(options | {'history': history + 1})
+  )
+  if history < 2:
+    assert np.abs(longer - actual).max() > 1e-3
+  # A history of all turns there are is the most there is.
+  most = options | {'history': batches.T}
+  np.testing.assert_array_equal(
+    _estimate(batch, 'gigpo', normalize=normalize, **most),
+    _estimate(batch, 'gigpo', normalize=normalize, **(most | {'history': 99})),
+  )
+
+
 @pytest.mark.parametrize('normalize', ['std', 'none'])
 def test_outcomes_of_gigpo_may_count_once_a_trajectory(normalize):
   batch = _make()
@@ -155,6 +193,12 @@ def test_estimators_by_hand():
   expected = per_row(outcome)
   expected[:2, 1] += 0.5 * turn[:2]  # the third row has a last turn only
   near(_estimate(batch, 'turn_group', turn_weight=0.5, epsilon=0.0), expected)
+
+  # The first turns have 0 and 1; that of the third row is its last.
+  expected = per_row(outcome)
+  expected[:2, 1] += 0.5 * np.array([-0.5, 0.5]) / np.sqrt(0.5)
+  numbers = {'turn_weight': 0.5, 'gamma': 1.0, 'epsilon': 0.0}
+  near(_estimate(batch, 'turn_index', **numbers), expected)
 
   # Rewards-to-go: 3 and 3; 0 and -1; 0. The first two rows have a second turn.
   expected = np.array([[0, 3, 0, 4], [0, -1.5, 0, -4], [0, -1.5, -1.5, 0]])
@@ -212,9 +256,10 @@ def test_one_turn_and_no_step_weight_are_group_normalized():
   for b in advantage_twins.present_rows(batch):
     last[b, np.flatnonzero(batch.loss_mask_BL[b])[-1]] = True
   batch = batch.replace(rewards_BL=np.where(last, batch.rewards_BL, 0))
-  np.testing.assert_array_equal(
-    _estimate(batch, 'turn_group'), _estimate(batch, 'group_normalized')
-  )
+  for name in ('turn_group', 'turn_index'):
+    np.testing.assert_array_equal(
+      _estimate(batch, name), _estimate(batch, 'group_normalized')
+    )
 
 
 def test_a_turn_that_no_other_row_has_gets_the_baseline_of_the_turn_before():
@@ -315,7 +360,7 @@ def test_whitening_all_lets_an_observation_repeat_the_token_before(name):
   )
 
 
-@pytest.mark.parametrize('name', ['turn_leave_one_out', 'gigpo'])
+@pytest.mark.parametrize('name', ['turn_leave_one_out', 'turn_index', 'gigpo'])
 def test_a_turn_with_no_trained_token_takes_no_time(name):
   batch = _make()
   mask = batch.loss_mask_BL & (batch.turn_ids_BL != 2)

@@ -158,8 +158,9 @@ def test_the_bias_of_turn_group_is_what_the_last_turn_lacks():
   )
 
 
-def test_the_bias_can_turn_an_update_around():
+@pytest.mark.parametrize('name', ['turn_group', 'turn_index'])
+def test_the_bias_can_turn_an_update_around(name):
   true = _true_gradient(TRAJECTORIES)
-  biased = _expected(TRAJECTORIES, 'turn_group')
+  biased = _expected(TRAJECTORIES, name, turn_weight=1.0)
   assert true[FIRST] > 0.03
   assert biased[FIRST] < -0.03

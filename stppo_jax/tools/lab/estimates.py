@@ -24,9 +24,6 @@ from stppo_jax.tools.lab import saved_batch
 
 # The arrays of which `penalized` computes the KL penalty.
 PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
-# Estimators that sum the rewards of a turn, to which a penalty on every token
-# would be added; a run refuses the combination too.
-_READ_TURN_REWARDS = frozenset({'turn_group'})
 _VALUES = frozenset({'old_values_BL', 'values_BL'})
 
 
@@ -98,7 +95,7 @@ def check_penalty(estimator: Any, kl: str) -> None:
   """
   if kl not in kl_lib.KL_ESTIMATORS:
     raise ValueError(f'must be one of {", ".join(kl_lib.KL_ESTIMATORS)}')
-  if estimator.name in _READ_TURN_REWARDS:
+  if estimator.name in estimator_needs.TURN_REWARDS:
     raise ValueError(
       f'would count as a reward of the turns in {estimator.name}'
     )
