@@ -1,4 +1,4 @@
-"""Measures retrieval: BM25 against bm25s, a server, indexes, faults.
+"""Measures retrieval: BM25 against bm25s, a server, indexes, an outage.
 
     python -m benchmarks.retrieval
     python -m benchmarks.retrieval --corpus=FILE.jsonl --only search http
@@ -17,8 +17,8 @@ work of the machine, but the CPU time of a query does not.
 `index` runs `index` on 100,000 random passages as a process, and measures the
 time from opening the memory-mapped index to its first answer.
 
-`faults` runs `serve --fault_rate=0.3` as a process, which is killed after some
-answers and started again a second later. 300 queries are sent. All must be
+`outage` runs `serve` as a process, which is killed after some answers and
+started again a second later. 300 queries are sent. All must be
 answered, and no thread or socket may be left over.
 """
 
@@ -49,14 +49,13 @@ from stppo_jax.retrieval.indexes import index_folder
 # This import must come after that of `bm25`, which imports bm25s without jax.
 import bm25s  # isort: skip
 
-PARTS = ('search', 'http', 'index', 'faults')
+PARTS = ('search', 'http', 'index', 'outage')
 _GOALS = {'search': 0.8, 'http': 500.0, 'index': 60.0, 'open': 1.0}
 _BATCH = 100  # queries of a call
 _CLIENTS = 64
 _TOPK = 3
 _LARGE = 100_000  # passages of the index that is built
-_ASKED_UNDER_FAULTS = 300
-_FAULT_RATE = 0.3
+_ASKED_IN_OUTAGE = 300
 _OUTAGE = 1.0  # seconds
 
 
@@ -240,24 +239,23 @@ def index(folder: pathlib.Path, *, size: int) -> str:
   )
 
 
-def faults(folder: pathlib.Path, queries: Sequence[str]) -> str:
-  """Returns the line about a server that fails and goes away."""
+def outage(folder: pathlib.Path, queries: Sequence[str]) -> str:
+  """Returns the line about a server that goes away."""
   before = threading.active_count(), _sockets()
-  answered, latencies = asyncio.run(_under_faults(folder, queries))
+  answered, latencies = asyncio.run(_in_outage(folder, queries))
   after = threading.active_count(), _sockets()
   assert after == before, f'threads, sockets: {before} before, {after} after'
   p50, p99 = np.quantile(latencies, (0.5, 0.99))
   return (
-    f'faults: {answered} of {len(queries)} answered at '
-    f'{100 * _FAULT_RATE:.0f} % faults and an outage of {_OUTAGE:g} s; p50 '
+    f'outage: {answered} of {len(queries)} answered in an outage of '
+    f'{_OUTAGE:g} s; p50 '
     f'{p50:.2f} s, p99 {p99:.2f} s; no thread and no socket left over'
   )
 
 
-async def _under_faults(
+async def _in_outage(
   folder: pathlib.Path, queries: Sequence[str]
 ) -> tuple[int, list[float]]:
-  flags = (f'--fault_rate={_FAULT_RATE}', '--fault_seed=1')
   latencies: list[float] = []
 
   async def ask(one: client.HttpRetriever, query: str) -> bool:
@@ -267,7 +265,7 @@ async def _under_faults(
     return bool(found)
 
   with contextlib.ExitStack() as stack:
-    url, pid = stack.enter_context(served(folder, '--port=0', *flags))
+    url, pid = stack.enter_context(served(folder, '--port=0'))
     port = url.rpartition(':')[2]
     one = retriever(url)
     asking = [asyncio.create_task(ask(one, query)) for query in queries]
@@ -276,7 +274,7 @@ async def _under_faults(
     os.kill(pid, signal.SIGKILL)
     stack.close()
     await asyncio.sleep(_OUTAGE)
-    stack.enter_context(served(folder, f'--port={port}', *flags))
+    stack.enter_context(served(folder, f'--port={port}'))
     answered = await asyncio.gather(*asking)
     await one.close()
   return sum(answered), latencies
@@ -314,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = pathlib.Path(name)
     if 'search' in flags.only:
       print(search(passages, repeats=flags.repeats), flush=True)
-    if {'http', 'faults'} & {*flags.only}:
+    if {'http', 'outage'} & {*flags.only}:
       write_index(folder / 'index', passages)
     if 'http' in flags.only:
       queries = random_queries(passages, flags.queries, seed=4)
@@ -324,9 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       print(line, flush=True)
     if 'index' in flags.only:
       print(index(folder, size=flags.large), flush=True)
-    if 'faults' in flags.only:
-      queries = random_queries(passages, _ASKED_UNDER_FAULTS, seed=5)
-      print(faults(folder / 'index', queries), flush=True)
+    if 'outage' in flags.only:
+      queries = random_queries(passages, _ASKED_IN_OUTAGE, seed=5)
+      print(outage(folder / 'index', queries), flush=True)
 
 
 if __name__ == '__main__':

@@ -252,17 +252,6 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # ready_timeout seconds; 1 = never.
         'max_failure_rate': 0.5,
         'max_queries_per_request': 64,  # more become several requests
-        # A file to which the first answer to each query is written; '' = none.
-        # With its path in retrieval.replay, the run can be repeated without its
-        # server. It must be '' on several hosts.
-        'record': '',
-        'replay': '',  # a file of recorded answers, in place of a server
-        'faults': {
-          # The share of the attempts to answer a query that fail on purpose,
-          # to test how a run copes with failures.
-          'rate': 0.0,
-          'seed': 0,  # decides which attempts fail
-        },
       },
       'rollout': rollout.section(),
       'updates': {

@@ -173,16 +173,6 @@ def embedded_server_speaks(dialect, url) -> Iterator[str]:
     )
 
 
-def answers_come_from_one_place(replay, record, url) -> Iterator[str]:
-  """Checks that answers come from a file or from a server."""
-  for key, value in (('record', record), ('url', url)):
-    if replay and value:
-      yield (
-        f'retrieval.replay={replay!r}: must be empty when retrieval.{key} is '
-        f'{value!r}'
-      )
-
-
 # What looks for files and packages on this machine, and so says nothing about
 # another one.
 OF_THIS_MACHINE = (

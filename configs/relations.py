@@ -243,10 +243,6 @@ RELATIONS: tuple[Relation, ...] = (
     external.data_exist,
   ),
   (('retrieval.dialect', 'retrieval.url'), external.embedded_server_speaks),
-  (
-    ('retrieval.replay', 'retrieval.record', 'retrieval.url'),
-    external.answers_come_from_one_place,
-  ),
   _refuse(
     'rollout.group_size',
     'algorithm.advantage.name',

@@ -63,6 +63,7 @@ _fixed = functools.partial(Key, resume=FIXED)
 _asked = functools.partial(Key, asked=True)
 _new = functools.partial(Key, since='0.3')
 _new_asked = functools.partial(_asked, since='0.3')
+_new_free = functools.partial(_free, since='0.3')
 
 
 def _are_keys(names: Sequence[str]) -> bool:
@@ -97,20 +98,18 @@ _OPTIMIZER = {
 }
 
 KEYS: Mapping[str, Key] = {
-  **{
-    f'alarms.{x}': _free(rules.NUMBER, since='0.3') for x in alarms.THRESHOLDS
-  },
+  **{f'alarms.{x}': _new_free(rules.NUMBER) for x in alarms.THRESHOLDS},
   **{f'policy_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'value_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'sft.optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   # The options of algorithms have their rules in `rl`.
   **{f'algorithm.{k}': _new(before=x) for k, x in defaults.BEFORE.items()},
-  'alarms.stop': _free(rules.some_of(*alarms.THRESHOLDS), since='0.3'),
-  'alarms.stop_after': _free(rules.POSITIVE, since='0.3'),
+  'alarms.stop': _new_free(rules.some_of(*alarms.THRESHOLDS)),
+  'alarms.stop_after': _new_free(rules.POSITIVE),
   'checkpoint.every': _free(rules.POSITIVE),
   'checkpoint.keep': _free(rules.POSITIVE),
-  'checkpoint.keep_every': _free(rules.NOT_NEGATIVE, since='0.3'),
-  'checkpoint.retry': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'checkpoint.keep_every': _new_free(rules.NOT_NEGATIVE),
+  'checkpoint.retry': _new_free(rules.NOT_NEGATIVE),
   'data.arithmetic.max_number': _new(rules.AT_LEAST_2, asked=True, before=20),
   'data.corpus': _asked(),
   'data.evaluation': _asked(),
@@ -168,11 +167,11 @@ KEYS: Mapping[str, Key] = {
   'loss.value_clip': Key(rules.POSITIVE),
   'loss.value_coefficient': Key(rules.POSITIVE),
   'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
-  'mesh.collect_fraction': _free(rules.BELOW_1, since='0.3'),
+  'mesh.collect_fraction': _new_free(rules.BELOW_1),
   'mesh.data': _free(rules.AXIS),
   'mesh.fsdp': _free(rules.AXIS),
   'mesh.tensor': _free(rules.AXIS),
-  'model.allow_beyond_max_position_embeddings': _free(since='0.3'),
+  'model.allow_beyond_max_position_embeddings': _new_free(),
   'model.attention': Key(rules.one_of('auto', 'xla', 'cudnn', 'splash')),
   'model.dtype': _asked(rules.one_of('float32', 'bfloat16')),
   'model.eos_token_ids': _new(rules.TOKEN_IDS, before=()),
@@ -203,25 +202,21 @@ KEYS: Mapping[str, Key] = {
   'model.tokenizer_path': Key(check=external.tokenizer_exists),
   'model.value_backbone': _fixed(rules.one_of('own', 'shared')),
   'num_steps': _free(rules.POSITIVE),
-  'preemption.grace': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'preemption.grace': _new_free(rules.NOT_NEGATIVE),
   'preference.alpha': Key(rules.NOT_NEGATIVE),
   'preference.batch_size': Key(rules.POSITIVE),
   'preference.beta': Key(rules.POSITIVE),
   'preference.microbatch_size': Key(rules.NOT_NEGATIVE),
   'preference.name': Key(rules.one_of('tdpo1', 'tdpo2')),
   'preference.num_epochs': Key(rules.POSITIVE),
-  'profile.steps': _free(rules.STEPS, since='0.3'),
-  'resume.allow_change': _free(_SOME_KEYS, since='0.3'),
+  'profile.steps': _new_free(rules.STEPS),
+  'resume.allow_change': _new_free(_SOME_KEYS),
   'retrieval.dialect': _free(rules.one_of(*dialects.DIALECTS), asked=True),
-  'retrieval.faults.rate': _new(rules.FRACTION, before=0.0),
-  'retrieval.faults.seed': _new(rules.SEED, before=0),
-  'retrieval.max_failure_rate': _free(rules.FRACTION, since='0.3'),
+  'retrieval.max_failure_rate': _new_free(rules.FRACTION),
   'retrieval.max_queries_per_request': _free(rules.POSITIVE),
   'retrieval.ready_timeout': _free(
     rules.NOT_NEGATIVE, formerly='retrieval.start_grace'
   ),
-  'retrieval.record': _free(since='0.3'),
-  'retrieval.replay': _new(check=external.file_exists, before=''),
   'retrieval.retries': _free(rules.NOT_NEGATIVE),
   'retrieval.timeout': _free(rules.POSITIVE),
   'retrieval.topk': _asked(rules.POSITIVE),
@@ -252,7 +247,7 @@ KEYS: Mapping[str, Key] = {
   'rollout.remote.url': Key(),
   'rollout.resample_rounds': Key(rules.NOT_NEGATIVE),
   'rollout.slots': Key(rules.NOT_NEGATIVE),
-  'rollout.span': _free(rules.one_of('auto', 'host', 'slice'), since='0.3'),
+  'rollout.span': _new_free(rules.one_of('auto', 'host', 'slice')),
   'rollout.steps_ahead': _fixed(rules.NOT_NEGATIVE),
   'rollout.temperature': _asked(rules.POSITIVE),
   'rollout.tensor': _new(rules.NOT_NEGATIVE, before=0),
@@ -268,11 +263,11 @@ KEYS: Mapping[str, Key] = {
   'sft.error_rate': Key(rules.FRACTION),
   'sft.num_steps': Key(rules.POSITIVE),
   'sft.quote_words': _new(rules.NOT_NEGATIVE, before=0),
-  'title': _free(rules.LINE, since='0.3'),
+  'title': _new_free(rules.LINE),
   'updates.core_rows': Key(rules.NOT_NEGATIVE),
   'updates.head_chunk': Key(rules.NOT_NEGATIVE),
   'updates.kl_stop': _new(rules.NOT_NEGATIVE, before=0.0),
-  'updates.max_skipped': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'updates.max_skipped': _new_free(rules.NOT_NEGATIVE),
   'updates.microbatch_means': _new(before=False),
   'updates.microbatch_size': Key(rules.NOT_NEGATIVE),
   'updates.minibatch_size': Key(rules.POSITIVE),
@@ -282,20 +277,22 @@ KEYS: Mapping[str, Key] = {
   'updates.row_length': _new(rules.NOT_NEGATIVE, before=0),
   'updates.routing_replay': Key(rules.one_of('nowhere', 'trainer', 'sampler')),
   'updates.shuffle': _new(before=True),
-  'writer.evaluation': _free(rules.NOT_NEGATIVE, since='0.3'),
-  'writer.keep_files': _free(rules.NOT_NEGATIVE, since='0.3'),
-  'writer.keep_lines': _free(rules.NOT_NEGATIVE, since='0.3'),
+  'writer.evaluation': _new_free(rules.NOT_NEGATIVE),
+  'writer.keep_files': _new_free(rules.NOT_NEGATIVE),
+  'writer.keep_lines': _new_free(rules.NOT_NEGATIVE),
   'writer.samples': _free(rules.NOT_NEGATIVE),
   'writer.tensorboard': _free(),
-  'writer.token_details': _free(rules.NOT_NEGATIVE, since='0.3'),
-  'writer.trackers': _free(
-    rules.TRACKERS, external.trackers_are_installed, since='0.3'
-  ),
+  'writer.token_details': _new_free(rules.NOT_NEGATIVE),
+  'writer.trackers': _new_free(rules.TRACKERS, external.trackers_are_installed),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
 # Keys that are gone, and what replaces them; none changed what is computed.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
+  'retrieval.faults.rate': 'no request fails on purpose',
+  'retrieval.faults.seed': 'no request fails on purpose',
+  'retrieval.record': 'a run asks its server again',
+  'retrieval.replay': 'a run asks its server again',
   'rollout.cache_blocks': 'set the tokens of a page, rollout.page_size',
   'updates.core_lengths': 'trajectories share rows, updates.row_length',
   'writer.copy_to': 'a run may be in a bucket, --workdir=gs://BUCKET/RUN',

@@ -62,6 +62,9 @@ questions per step with one trajectory each, minibatches of 256 or 128, 1 or 2
 epochs; learning rates 1e-6 (policy, warm-up 28.5 % of the steps) and 1e-5
 (value, 1.5 %); value clip 0.5, entropy 0.001, gradient norm 1, temperature 1.
 
+`configs/reference.py` has the choices of the authors' implementation in which
+ours differs; [the authors' run](reference_run.md) lists them.
+
 No number on this page is a result. The paper's tables of results were not
 available.
 """

@@ -6,7 +6,6 @@ python -m stppo_jax serve --index=DIR --backend=dense|faiss|hybrid
 python -m stppo_jax serve --corpus=FILE.jsonl
 python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N]
     [--name_pieces=N] [--distractors=N]
-python -m stppo_jax serve --replay=FILE.jsonl
 
   --index=DIR            the folder that `index` wrote, or its address in a
                          bucket, gs://BUCKET/INDEX
@@ -28,11 +27,8 @@ python -m stppo_jax serve --replay=FILE.jsonl
   --entities_per_type=N  data.synthetic_wiki.entities_per_type, likewise
   --name_pieces=N        data.synthetic_wiki.name_pieces, likewise
   --distractors=N        data.synthetic_wiki.distractors, likewise
-  --replay=FILE.jsonl    answers that a run has recorded (retrieval.record)
   --dialect=NAME         the only dialect that is answered, see
                          docs/retrieval.md; by default all are
-  --fault_rate=SHARE     the share of the requests that fail on purpose
-  --fault_seed=N         the seed of these faults
   --host=ADDRESS         127.0.0.1 by default; another address than loopback
                          needs a bearer token in STPPO_RETRIEVAL_TOKEN
   --port=PORT            8000 by default; 0 is a free one
@@ -55,7 +51,7 @@ from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.tools import serving
 
-_TEXTS = 'index', 'corpus', 'encoder', 'faiss', 'query_prefix', 'replay'
+_TEXTS = 'index', 'corpus', 'encoder', 'faiss', 'query_prefix'
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,8 +82,6 @@ def parse(argv: Sequence[str]) -> absl_flags.FlagValues:
       name: command_line.integer(world[name], lower_bound=least)
       for name, least in serving.WORLD_OPTIONS.items()
     },
-    fault_rate=command_line.number(0.0, lower_bound=0.0, upper_bound=1.0),
-    fault_seed=0,
     host=http_server.LOOPBACK,
     port=command_line.integer(8000, lower_bound=0, upper_bound=65535),
     workers=command_line.integer(1, lower_bound=1),

@@ -1,7 +1,6 @@
 """The steps that every request takes on its way to a handler of the server."""
 
 import asyncio
-from collections.abc import Callable
 import dataclasses
 import hmac
 import logging
@@ -126,42 +125,6 @@ def bound(
         return await handler(request)
     finally:
       in_flight -= 1
-
-  return middleware
-
-
-def inject(fault: Callable[[int], str], limits: Limits):
-  """Returns a middleware that fails posts on purpose.
-
-  Args:
-    fault: takes the number of the post, from 1, and returns what happens to it:
-      'connection' breaks the connection, 'status_500' and 'status_429' are
-      statuses, 'malformed' is a reply that is not JSON, and '' is no fault.
-    limits: the limits of the server, with the seconds of Retry-After.
-  """
-  count = 0
-
-  @web.middleware
-  async def middleware(request: web.Request, handler) -> web.StreamResponse:
-    nonlocal count
-    if request.method != 'POST':
-      return await handler(request)
-    count += 1
-    match fault(count):
-      case 'connection':
-        if request.transport is not None:
-          request.transport.abort()
-        raise Refusal(500, 'injected fault: the connection is broken')
-      case 'status_500':
-        raise Refusal(500, 'injected fault')
-      case 'status_429':
-        raise web.HTTPTooManyRequests(
-          text='injected fault',
-          headers={'Retry-After': str(limits.retry_after)},
-        )
-      case 'malformed':
-        return web.Response(text='{"injected fault')
-    return await handler(request)
 
   return middleware
 

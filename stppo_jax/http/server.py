@@ -59,7 +59,6 @@ def application(
   token: str = '',
   json_only: bool = False,
   metrics: metrics_lib.Metrics | None = None,
-  fault: Callable[[int], str] | None = None,
 ) -> web.Application:
   """Returns a server as an aiohttp application, with /health and /metrics.
 
@@ -74,8 +73,6 @@ def application(
       does not send it for a web page of another site unless the server agrees,
       so such a page cannot make a browser on this machine post.
     metrics: the metrics of the server; requests and connections are added.
-    fault: decides which posts fail on purpose, see `middleware.inject`; None =
-      none do.
   """
 
   async def on_cleanup(app: web.Application) -> None:
@@ -94,7 +91,6 @@ def application(
       middleware.one_line,
       middleware.authorize(token),
       middleware.bound(limits, connections, json_only=json_only),
-      *([] if fault is None else [middleware.inject(fault, limits)]),
     ],
   )
   app[_CONNECTIONS] = connections

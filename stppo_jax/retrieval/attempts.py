@@ -62,14 +62,6 @@ def malformed() -> http_client.Failure:
   return http_client.Failure('malformed list of passages', Cause.MALFORMED)
 
 
-def injected(kind: str) -> http_client.Failure:
-  """Returns the failure of a request whose queries all have injected faults."""
-  cause, _, status = kind.partition('_')
-  return http_client.Failure(
-    f'injected fault: {kind}', Cause(cause), status=int(status or 0)
-  )
-
-
 def may_be_mismatch(failure: http_client.Failure) -> bool:
   """Returns whether a server of another dialect may fail like this."""
   if failure.cause is Cause.STATUS:

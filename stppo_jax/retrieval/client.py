@@ -17,9 +17,7 @@ from stppo_jax.http import outage_gate
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
-from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
-from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import replies
 from stppo_jax.retrieval import statistics
 
@@ -74,8 +72,6 @@ class HttpRetriever:
     cached_bytes: int = 64 << 20,
     max_passage_chars: int = 1 << 16,
     max_reply_bytes: int = http_client.MAX_REPLY_BYTES,
-    faults: faults_lib.Faults | None = None,
-    recorder: recording.Recorder | None = None,
     pauses: http_client.Pauses = http_client.PAUSES,
   ):
     """Makes a retriever; nothing is sent yet.
@@ -98,9 +94,6 @@ class HttpRetriever:
         used ones are dropped.
       max_passage_chars: the most characters that are kept of a passage's text.
       max_reply_bytes: the largest reply; a larger one is a failure.
-      faults: attempts that fail on purpose, by query and number of the attempt;
-        None = none do.
-      recorder: writes every answer; None = they are not recorded.
       pauses: how long to wait before retries and between health checks.
 
     Raises:
@@ -131,8 +124,6 @@ class HttpRetriever:
     self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
     self._cache = replies.AnswerCache(cached_bytes)
-    self._faults = faults
-    self._recorder = recorder
     # Whether a server of this address has ever answered a query.
     self._was_answered = False
     self._pending: _Pending | None = None
@@ -149,8 +140,6 @@ class HttpRetriever:
       protocol.RetrieverMisconfigured: if no retry can help; the message is one
         line.
       protocol.RetrieverUnreachable: see `wait_until_ready`.
-      recording.RecordingFailed: if the answer cannot be recorded; the message
-        is one line.
       ValueError: if the corpus is not a plain relative path.
     """
     address.check_corpus(corpus)
@@ -294,8 +283,6 @@ class HttpRetriever:
       if passages is None:
         failed[query] = future
       else:
-        if self._recorder is not None:
-          self._recorder.record(corpus, query, passages)
         future.set_result(passages)
     if not failed:
       return
@@ -359,24 +346,16 @@ class HttpRetriever:
     """Sends one request; raises `http_client.Failure`.
 
     Returns:
-      The passages of each query; None where they are malformed, or where the
-      query has an injected fault.
+      The passages of each query; None where they are malformed.
     """
-    asked = list(queries)
-    if self._faults is not None:
-      draws = {q: self._faults.draw(corpus, q, attempt) for q in queries}
-      asked = [query for query in queries if not draws[query]]
-      if not asked:
-        raise attempts.injected(draws[queries[0]])
     answers = await attempts.ask(
-      self._client, self._dialect, asked, corpus=corpus, topk=self._topk
+      self._client, self._dialect, queries, corpus=corpus, topk=self._topk
     )
     answers = replies.clean(
       answers, topk=self._topk, max_chars=self._max_passage_chars
     )
     self._was_answered |= any(answer is not None for answer in answers)
-    of_query = dict(zip(asked, answers, strict=True))
-    return [of_query.get(query) for query in queries]
+    return answers
 
 
 def _chunks(futures: _Futures, size: int) -> list[_Futures]:

@@ -29,8 +29,6 @@ from stppo_jax import types
 from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import dialects
-from stppo_jax.retrieval import faults as faults_lib
-from stppo_jax.retrieval import recording as recording_lib
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
 
@@ -67,10 +65,8 @@ def make_app(
   index: backends.Index | None = None,
   *,
   world_passages: WorldPassages | None = None,
-  recording: recording_lib.Recording | None = None,
   token: str = '',
   dialect: str = '',
-  faults: faults_lib.Faults | None = None,
   limits: Limits | None = None,
 ):
   """Returns the server as an application to be started.
@@ -79,11 +75,9 @@ def make_app(
     index: the index that is served at /retrieve; None = no such index.
     world_passages: returns the passages of a world, served under /worlds;
       raises LookupError if there is no such world. None = no worlds.
-    recording: recorded answers, served in place of the index and the worlds.
     token: the bearer token that every request but /health needs; '' = none.
     dialect: the only dialect that is spoken; '' = the first of `DIALECTS` that
       has the fields of the request.
-    faults: requests that fail on purpose; None = none do.
     limits: the limits of what clients may request.
   """
   limits = limits or Limits()
@@ -91,7 +85,7 @@ def make_app(
     [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
   )
   metrics = metrics_lib.Metrics()
-  service = _Service(index, world_passages, recording, limits, metrics)
+  service = _Service(index, world_passages, limits, metrics)
   post = {}
   for path in dict.fromkeys(d.path for d in spoken):
     handler = service.handler([d for d in spoken if d.path == path])
@@ -103,7 +97,6 @@ def make_app(
     close=service.close,
     token=token,
     metrics=metrics,
-    fault=None if faults is None else faults.draw,
   )
 
 
@@ -202,12 +195,10 @@ class _Service:
     self,
     index: backends.Index | None,
     world_passages: WorldPassages | None,
-    recording: recording_lib.Recording | None,
     limits: Limits,
     metrics: metrics_lib.Metrics,
   ):
     self._limits = limits
-    self._recording = recording
     self._own = index
     self._world = world_passages and functools.lru_cache(limits.max_worlds)(
       lambda world: bm25.Bm25Index(world_passages(world))
@@ -225,21 +216,13 @@ class _Service:
     """Returns the handler of requests in any of these dialects."""
 
     async def retrieve(fields: dict[str, Any], corpus: str = '') -> Any:
-      search = self._recording
-      if search is None:
-        search = self._search_of(corpus)
+      search = self._search_of(corpus)
       dialect = _dialect_of(fields, spoken)
       queries, topk, scores = self._parse(fields, dialect)
-      missing: list[str] = []
-      if isinstance(search, recording_lib.Recording):
-        lists, missing = _replay(search, corpus, queries, topk)
-      else:
-        lists = await self._searches.search(corpus, search, queries, topk)
-      found = [passages for passages in lists if passages is not None]
-      self._count_queries(len(found))
-      self._count_empty(sum(not passages for passages in found))
-      reply = dialect.write(lists, scores)
-      return {**reply, 'detail': '; '.join(missing)} if missing else reply
+      lists = await self._searches.search(corpus, search, queries, topk)
+      self._count_queries(len(lists))
+      self._count_empty(sum(not passages for passages in lists))
+      return dialect.write(lists, scores)
 
     return retrieve
 
@@ -278,30 +261,6 @@ class _Service:
     boolean = isinstance(scores, bool)
     require(boolean, f'{dialect.scores}: expected true or false')
     return queries, topk, scores
-
-
-def _replay(
-  recording: recording_lib.Recording,
-  corpus: str,
-  queries: Sequence[str],
-  topk: int,
-) -> tuple[list[list[types.Passage] | None], list[str]]:
-  """Returns the recorded passages of each query, and a line on each other one.
-
-  A query that was not recorded has None. A request of which no query was
-  recorded is refused.
-  """
-  lists: list[list[types.Passage] | None] = []
-  missing = []
-  for query in queries:
-    try:
-      lists.append(recording.find(corpus, query, topk))
-    except LookupError as error:
-      lists.append(None)
-      missing.append(str(error.args[0]))
-  if missing and len(missing) == len(queries):
-    raise http_server.Refusal(404, missing[0])
-  return lists, missing
 
 
 def _search_world(

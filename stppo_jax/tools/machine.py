@@ -34,7 +34,6 @@ from stppo_jax.envs import environments
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.retrieval import recording
 from stppo_jax.tools import retriever_check
 from stppo_jax.training import components
 from stppo_jax.workdir import atomic_files
@@ -335,13 +334,6 @@ def retriever(config, built: components.Components) -> Iterator[Finding]:
   options = config.retrieval
   if not environments.find(config.env.name).needs_retriever:
     yield Finding(OK, f'retriever: env.name={config.env.name} needs none')
-  elif options.replay:
-    try:
-      recording.Recording(options.replay)
-    except (OSError, ValueError) as error:
-      yield Finding(WRONG, f'retriever: {error}; set retrieval.replay')
-    else:
-      yield Finding(OK, f'retriever: answers recorded in {options.replay}')
   elif not options.url:
     yield Finding(OK, 'retriever: embedded in the run')
   else:

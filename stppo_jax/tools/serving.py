@@ -1,4 +1,4 @@
-"""Serves a corpus, a synthetic encyclopedia or recorded answers over HTTP."""
+"""Serves a corpus, or a synthetic encyclopedia, over HTTP."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,8 +17,6 @@ from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
 from stppo_jax.http import workers
 from stppo_jax.retrieval import address
-from stppo_jax.retrieval import faults
-from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
@@ -26,7 +24,7 @@ from stppo_jax.retrieval.indexes import index_folder
 
 # The least value of each.
 WORLD_OPTIONS = {'entities_per_type': 1, 'name_pieces': 1, 'distractors': 0}
-_SOURCES = ('index', 'corpus', 'synthetic_seed', 'replay')
+_SOURCES = ('index', 'corpus', 'synthetic_seed')
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
 
 
@@ -77,27 +75,22 @@ def _token() -> str:
 
 
 def _app(options: absl_flags.FlagValues):
-  index = world_passages = answers = None
+  index = world_passages = None
   if options.index:
     index = _open_index(options)
   elif options.corpus:
     index = bm25.Bm25Index(passages.read_corpus(options.corpus))
-  elif options.replay:
-    answers = recording.Recording(options.replay)
   else:
     sizes = {name: getattr(options, name) for name in WORLD_OPTIONS}
     world_passages = functools.partial(
       synthetic_wiki.make_passages, options.synthetic_seed, **sizes
     )
     world_passages(0)  # Raises ValueError for options that make no world.
-  failing = faults.Faults(rate=options.fault_rate, seed=options.fault_seed)
   return server.make_app(
     index,
     world_passages=world_passages,
-    recording=answers,
     token=_token(),
     dialect=options.dialect,
-    faults=failing if options.fault_rate else None,
   )
 
 

@@ -34,8 +34,6 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import dialects
-from stppo_jax.retrieval import faults
-from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import server
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
@@ -234,25 +232,17 @@ def _connected(
   """Connects to the retriever; without a URL, to an embedded server.
 
   Raises:
-    ValueError, OSError: passages or a recording cannot be read or written.
+    ValueError, OSError: passages cannot be read.
     RetrieverUnreachable: no server answers within retrieval.ready_timeout.
   """
   c = config.retrieval
   with contextlib.ExitStack() as stack:
     url = c.url
-    if c.replay:
-      replayed = server.embedded(recording=recording.Recording(c.replay))
-      url = stack.enter_context(replayed).url
-    elif not url:
+    if not url:
       embedded = server.embedded(
         questions.passages(), world_passages=questions.world_passages
       )
       url = stack.enter_context(embedded).url
-    recorder = None
-    if c.record:
-      recorder = recording.Recorder(c.record, topk=c.topk)
-      stack.callback(recorder.close)
-    rate, seed = c.faults.rate, c.faults.seed
     retriever = client.HttpRetriever(
       url,
       dialect=dialects.DIALECTS[c.dialect],
@@ -264,8 +254,6 @@ def _connected(
       max_queries_per_request=c.max_queries_per_request,
       # Text has some four characters a token; more is cut off anyway.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
-      faults=faults.Faults(rate=rate, seed=seed) if rate else None,
-      recorder=recorder,
     )
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
@@ -311,11 +299,6 @@ def check_sizes(
     )
   if hosts > 1 and rollout.engine == 'remote':
     lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'
-  if hosts > 1 and config.retrieval.record:
-    lines['record'] = (
-      f"retrieval.record={config.retrieval.record}: must be '' on {hosts} "
-      'hosts, which would write the same file'
-    )
   if placement is not None:
     slots = 'slots' if rollout.slots else 'trajectories_per_step'
     shards = cache_lib.row_shards_of_host(shape, placement.mesh)

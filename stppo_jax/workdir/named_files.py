@@ -47,8 +47,6 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
         yield f'data.{key}: {element.name}', path
     if data['corpus']:
       yield 'data.corpus', root / data['corpus']
-  if config['retrieval']['replay']:
-    yield 'retrieval.replay', pathlib.Path(config['retrieval']['replay'])
   if config['sft'].get('demonstrations'):  # no key of earlier runs
     yield 'sft.demonstrations', pathlib.Path(config['sft']['demonstrations'])
   if config['env']['prompt_template']:

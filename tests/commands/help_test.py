@@ -43,7 +43,7 @@ def test_the_help_of_a_command_lists_its_flags(capsys, command):
   ('command', 'flags'),
   [
     ('serve', 'corpus synthetic_seed host port name_pieces index workers'),
-    ('serve', 'replay dialect fault_rate fault_seed backend encoder faiss'),
+    ('serve', 'dialect backend encoder faiss'),
     ('index', 'corpus out k1 backend encoder dtype passage_prefix'),
     ('doctor', 'url dialect corpus query expect timeout config workdir'),
   ],

@@ -251,20 +251,6 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'zerosearch, r1_searcher',
     ),
     (
-      {'retrieval__replay': '/absent'},
-      "retrieval.replay='/absent': no such file",
-    ),
-    (
-      {'retrieval__replay': __file__, 'retrieval__record': 'other'},
-      f'retrieval.replay={__file__!r}: must be empty when retrieval.record is '
-      "'other'",
-    ),
-    (
-      {'retrieval__replay': __file__, 'retrieval__url': 'http://host'},
-      f'retrieval.replay={__file__!r}: must be empty when retrieval.url is '
-      "'http://host'",
-    ),
-    (
       {'retrieval__dialect': 'skyrl'},
       "retrieval.dialect='skyrl': must be search_r1 when retrieval.url is "
       'empty, because the run then starts its own server',

@@ -183,42 +183,6 @@ def _metrics(url):
   return {n: float(v) for n, v in (line.rsplit(' ', 1) for line in lines)}
 
 
-@pytest.mark.parametrize(
-  ('kind', 'status'),
-  [('status_500', 500), ('status_429', 429), ('malformed', 200)],
-)
-def test_faults_can_be_injected(kind, status):
-  def app():
-    return http_server.application(
-      get={},
-      post={'/echo': _echo},
-      limits=_LIMITS,
-      close=lambda: None,
-      fault=lambda number: kind if number == 1 else '',
-    )
-
-  with http_server.EmbeddedServer(app) as server:
-    got, _, text = _request(server.url, '/echo', b'{}')
-    assert got == status and 'injected fault' in text
-    assert _request(server.url, '/echo', b'{}')[0] == 200
-
-
-def test_a_connection_can_be_broken_on_purpose():
-  def app():
-    return http_server.application(
-      get={},
-      post={'/echo': _echo},
-      limits=_LIMITS,
-      close=lambda: None,
-      fault=lambda number: 'connection',
-    )
-
-  with http_server.EmbeddedServer(app) as server:
-    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
-      _request(server.url, '/echo', b'{}')
-    assert _request(server.url, '/health', method='GET')[0] == 200
-
-
 def test_all_but_health_needs_the_token():
   with http_server.EmbeddedServer(lambda: _app(token='s3cret')) as server:
     got = []

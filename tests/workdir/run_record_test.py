@@ -246,7 +246,6 @@ def test_a_key_that_has_another_name_now_is_the_same(tmp_path):
     ('retrieval', 'ready_timeout', 1.0),
     ('retrieval', 'max_failure_rate', 1.0),
     ('retrieval', 'max_queries_per_request', 1),
-    ('retrieval', 'record', 'answers.jsonl'),
     ('mesh', 'fsdp', 2),
     ('rollout', 'mismatch_limit', 0.0),
   ],
@@ -264,9 +263,6 @@ def test_keys_that_may_differ_are_rewritten(tmp_path, block, key, value):
   ('key', 'value'),
   [
     ('topk', 5),
-    ('replay', 'answers.jsonl'),
-    ('faults', {'rate': 0.5, 'seed': 0}),
-    ('faults', {'rate': 0.0, 'seed': 1}),
   ],
 )
 def test_what_a_search_finds_is_guarded(tmp_path, key, value):
@@ -346,7 +342,7 @@ def test_an_infinite_number_is_recorded_and_compared(tmp_path):
 
 def test_any_file_that_a_config_names_is_guarded_with_its_key(tmp_path):
   workdir, root = tmp_path / 'run', tmp_path / 'data'
-  names = ('a.jsonl', 'b.jsonl', 'test.jsonl', 'corpus.jsonl', 'answers')
+  names = ('a.jsonl', 'b.jsonl', 'test.jsonl', 'corpus.jsonl')
   model = root / 'model'
   model.mkdir(parents=True)
   files = [root / name for name in names] + [model / 'model.safetensors']
@@ -360,11 +356,10 @@ def test_any_file_that_a_config_names_is_guarded_with_its_key(tmp_path):
     'evaluation': 'test.jsonl',
     'corpus': 'corpus.jsonl',
   }
-  config['retrieval']['replay'] = str(root / 'answers')
   config['model']['path'] = str(model)
   _begin(workdir, config)
   keys = ('train', 'train', 'evaluation', 'corpus')
-  keys = [f'data.{key}' for key in keys] + ['retrieval.replay', 'model.path']
+  keys = [f'data.{key}' for key in keys] + ['model.path']
   for file, key in zip(files, keys, strict=True):
     file.write_text('after')
     with pytest.raises(run_record.OtherRun) as caught:

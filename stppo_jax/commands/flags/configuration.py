@@ -45,8 +45,7 @@ SLOW = (schema.check_algorithm,)
 # The keys that name files and folders.
 _PATHS = (
   *('env.prompt_template', 'init_from', 'model.path', 'model.reference_path'),
-  *('model.tokenizer_path', 'data.root', 'retrieval.replay'),
-  'sft.demonstrations',
+  *('model.tokenizer_path', 'data.root', 'sft.demonstrations'),
 )
 
 

@@ -23,7 +23,6 @@ _OF_A_RUN = (
   'mesh',
   'evaluate.every',
   'retrieval.url',
-  'retrieval.record',
 )
 _ABSENT = '(absent)'
 _LABEL_KEYS = 3  # most keys in a label
