@@ -201,6 +201,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'turn_search': 0.0,  # if its search found passages
           'turn_answer_found': 0.0,  # if these contain a golden answer
           'turn_first_found': 0.0,  # if no passages of earlier turns did
+          # Times how much likelier a golden answer becomes with its passages.
+          'information_gain': 0.0,
           # Rewards of env.name=textworld.
           'solved': 1.0,  # reward of the trajectory, if the game is solved
           # Reward of a turn: added if the solution is fewer commands away than

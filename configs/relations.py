@@ -208,6 +208,13 @@ RELATIONS: tuple[Relation, ...] = (
   ),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   _refuse(
+    'env.rewards.information_gain',
+    'env.name',
+    when=lambda weight, name: weight and name != 'search',
+    because='must be 0 when env.name={1}: only env.name=search has dialogues '
+    'that end in <answer>',
+  ),
+  _refuse(
     'updates.routing_replay',
     'model.path',
     'model.num_experts',

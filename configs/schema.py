@@ -142,6 +142,7 @@ KEYS: Mapping[str, Key] = {
   'env.rewards.exact_match': _asked(rules.FINITE),
   'env.rewards.f1': _asked(rules.FINITE),
   'env.rewards.format': _asked(rules.FINITE),
+  'env.rewards.information_gain': _new_asked(rules.FINITE, before=0.0),
   'env.rewards.overlong': _new_asked(rules.NOT_NEGATIVE, before=0.0),
   'env.rewards.search_penalty': _asked(rules.NOT_NEGATIVE),
   'env.rewards.solved': _new_asked(rules.FINITE, before=1.0),

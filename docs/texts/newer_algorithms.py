@@ -221,8 +221,8 @@ ALGORITHMS = {
     'A2TGPO, arXiv 2605.06200.',
     entry.CODE + ' There, r_k is the information gain of a turn (IGPO, arXiv '
     '2510.14967), and the bounds of a turn are scaled by 1 + 0.3 (2 '
-    'sigmoid(z(r_k)) - 1). Here, r_k is any reward of turns and bounds are not '
-    'scaled.',
+    'sigmoid(z(r_k)) - 1). Here, r_k is any reward of turns, such as '
+    '`env.rewards.information_gain`, and bounds are not scaled.',
     'Turns have rewards of their own, whose size depends on the number of the '
     'turn. It is biased where the policy decides when to stop: '
     '[the baseline of a turn](turn_baselines.md).',

@@ -153,6 +153,40 @@ def annotate(
   )
 
 
+def mean_logprobs(
+  params: model_roles.Params,
+  batch: batch_lib.TokenBatch,
+  packed: packing_lib.Packed,
+  *,
+  models: model_roles.Models,
+  temperature: float,
+) -> Array:
+  """Returns the policy's mean log-probability of each row's loss mask, [B].
+
+  Args:
+    params: the weights of the models.
+    batch: the packed batch; the result is 0 for a row without a loss mask.
+    packed, models, temperature: see `annotate`.
+  """
+  policy = models.policy
+  weights = models.policy_weights(models.cast(params))
+  logprobs_BL = minibatches.map_rows(
+    lambda inputs: (
+      forward.token_outputs(
+        policy, weights, inputs, temperature=temperature
+      ).logprobs_BL
+    ),
+    rows_lib.select(forward.inputs_of(batch), packed.rows, policy.mesh),
+    packed.packing,
+  )
+  logprobs_BL = rows_lib.select(
+    logprobs_BL, jnp.argsort(packed.rows), policy.mesh
+  )
+  return masking.divide(
+    *masking.masked_total(logprobs_BL, batch.loss_mask_BL, axis=1)
+  )
+
+
 def _metrics(
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,

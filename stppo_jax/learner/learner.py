@@ -177,6 +177,18 @@ class Learner:
       ),
     )
 
+  def mean_logprobs(
+    self, state: state_lib.TrainState, packed: batch_lib.TokenBatch
+  ) -> np.ndarray:
+    """Returns `annotate.mean_logprobs` of this host's rows."""
+    batch = distributed.from_local_rows(packed, self._rows)
+    rows = self._packed(
+      batch, np.arange(len(batch.lengths_B)), self.annotate_sizes
+    )
+    return distributed.to_local_rows(
+      self.programs.mean_logprobs(state.params, batch, rows)
+    )
+
   def minibatches(
     self, num_rows: int, step: int, *, num_updates: int | None = None
   ) -> list[np.ndarray]:

@@ -67,7 +67,7 @@ class Programs(NamedTuple):
     copy: copies the policy's trained weights.
     merge: returns the policy's weights without adapters, see `Models.merged`.
     token_outputs: see `forward.all_outputs`.
-    annotate: see `annotate.annotate`.
+    annotate, mean_logprobs: see `annotate`.
     update, sizes: see `Updating`.
     update_minibatch: `update` of whole states, on one program or on several
       cores of a CPU; see `keeping_frozen`.
@@ -80,6 +80,7 @@ class Programs(NamedTuple):
   merge: Callable[..., Any]
   token_outputs: Callable[..., Any]
   annotate: Callable[..., Any]
+  mean_logprobs: Callable[..., Any]
   update: Any
   sizes: Callable[..., Any]
   update_minibatch: Callable[..., Any]
@@ -222,6 +223,14 @@ def build(
         num_turns=spec.num_turns,
         routing_replay=routing_replay,
       )
+    ),
+    mean_logprobs=jit(
+      functools.partial(
+        annotate_lib.mean_logprobs,
+        models=spec.models,
+        temperature=spec.temperature,
+      ),
+      out_shardings=sharding.batch_sharding(mesh),
     ),
     update=update,
     sizes=measure,

@@ -318,12 +318,7 @@ def _kl_cov_statistics(context, low, high, *, share, coefficient):
 
 @options_lib.dataclass
 class PositiveExamples(options_lib.Named):
-  """Options of `positive_examples`.
-
-  Attributes:
-    coefficient: the weight of the likelihood of correct trajectories.
-    least: the least outcome of a correct trajectory.
-  """
+  """Options of `positive_examples`; `least`: the least outcome to imitate."""
 
   coefficient: float = options_lib.number()
   least: float = options_lib.number()
@@ -346,8 +341,7 @@ def positive_examples(
   Source: arXiv 2504.05118.
   """
   term_BL, cut_BL = pessimistic(context, low, high, ())
-  correct_BL = _correct(context, least)
-  likelihood_BL = masking.select(context.logprobs_BL, correct_BL)
+  likelihood_BL = masking.select(context.logprobs_BL, _correct(context, least))
   return term_BL - coefficient * weight * likelihood_BL, cut_BL
 
 

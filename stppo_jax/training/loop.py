@@ -95,6 +95,7 @@ def train(
 
         with run.phase('annotate'):
           packed = parts.pack(collected.trajectories)
+          packed = parts.add_gains(state, packed, collected.trajectories)
           agreement.check_program(hosts, 'annotate and update', step, packed)
           totals = metrics_lib.totals(
             hosts, packed, collected.seconds, learner.policy.config

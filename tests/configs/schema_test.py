@@ -218,6 +218,11 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'rollout.engine=remote, which does not report its experts',
     ),
     (
+      {'env__rewards__information_gain': 1.0, 'env__name': 'textworld'},
+      'env.rewards.information_gain=1.0: must be 0 when env.name=textworld: '
+      'only env.name=search has dialogues that end in <answer>',
+    ),
+    (
       {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
       'loss.value_warmup_steps=2: must be 0 when model.value_backbone=shared: '
       'values and policy are trained together',

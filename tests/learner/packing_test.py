@@ -283,3 +283,22 @@ def test_annotating_packed_rows_gives_the_same_batch(experts):
     (found[0].replace(**same), found[1]),
     (expected[0].replace(**same), expected[1]),
   )
+
+
+def test_mean_logprobs_are_those_of_rows_of_their_own():
+  models = updates.sums()
+  batch = _batch(models)
+  state = updates.train_state(models)
+  means = jax.jit(
+    functools.partial(annotate.mean_logprobs, models=models, temperature=0.7),
+    compiler_options=updates.COMPILER_OPTIONS,
+  )(state.params, batch, updates.packed(batch, 2, row_length=_ROW))
+  logprobs_BL = forward.token_outputs(
+    models.policy,
+    state.policy.params,
+    forward.Inputs(batch.tokens_BL),
+    temperature=0.7,
+  ).logprobs_BL
+  for mean, logprobs, mask in zip(means, logprobs_BL, batch.loss_mask_BL):
+    expected = logprobs[mask].mean() if mask.any() else 0.0
+    np.testing.assert_allclose(mean, expected, rtol=1e-5)

@@ -1,0 +1,110 @@
+"""Asks how likely the golden answer is after each observation of a dialogue.
+
+B trajectories, L tokens, T turns. A probe is a dialogue up to one of its
+observations, followed by `<answer>` and the golden answer. The mean
+log-probability of the answer's tokens says how much the policy can make of what
+it has read. What an observation adds is the information gain of its turn: IGPO,
+arXiv 2510.14967. That only the first golden answer is asked for, directly after
+the tag, is our choice.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from stppo_jax import batch as batch_lib
+from stppo_jax import types
+from stppo_jax.envs import rewards as rewards_lib
+from stppo_jax.rollout import collect
+
+_TAG = '<answer>'
+_FAILED = types.TrajectoryStatus.INFRA_ERROR
+
+
+def build(
+  trajectories: Sequence[types.Trajectory],
+  tokenizer: collect.Tokenizer,
+  *,
+  num_turns: int,
+  max_length: int,
+) -> list[types.Trajectory]:
+  """Returns T probes of each trajectory: before its turns 1, ..., T.
+
+  A probe has no token where the trajectory has no such turn or failed, where
+  the answer would exceed the length, and where there is no golden answer.
+
+  Args:
+    trajectories: dialogues of the search environment.
+    tokenizer: the policy's tokenizer.
+    num_turns: T, the most turns of a trajectory.
+    max_length: the most tokens of a dialogue.
+  """
+  opening = tokenizer.encode_text(_TAG, tags=(_TAG,))
+  probes = []
+  for trajectory in trajectories:
+    golden = next(iter(rewards_lib.golden_texts(trajectory.question)), '')
+    answer = tokenizer.encode_text(f' {golden}')
+    asks = golden and trajectory.status is not _FAILED
+    read = trajectory.prompt_ids
+    for turn in range(num_turns):
+      exists = asks and turn < len(trajectory.turns)
+      if exists and turn:
+        asked = trajectory.turns[turn - 1]
+        read = np.concatenate([read, asked.token_ids, asked.observation_ids])
+      if len(read) + len(opening) + len(answer) > max_length:
+        exists = False
+      probes.append(
+        _dialogue(
+          trajectory.question,
+          np.concatenate([read, opening]) if exists else read[:0],
+          [answer] if exists else [],
+        )
+      )
+  return probes
+
+
+def _dialogue(question, prompt_ids, texts) -> types.Trajectory:
+  turns = [
+    types.Turn(x, np.zeros(len(x), np.float32), x[:0], 'answer') for x in texts
+  ]
+  return types.Trajectory(
+    question, prompt_ids, tuple(turns), {}, types.TrajectoryStatus.COMPLETED
+  )
+
+
+def gains(
+  logprobs: np.ndarray, lengths: npt.ArrayLike, num_turns: int
+) -> np.ndarray:
+  """Returns how much likelier the answer became with each turn's observation.
+
+  Args:
+    logprobs: the mean log-probability of the answer in each probe.
+    lengths: the tokens of each probe; 0: it does not exist.
+    num_turns: T, the probes of a trajectory.
+
+  Returns:
+    float [B, T - 1], p after turn k's observation minus p before the turn,
+    where p is the exponential of the mean; 0 where a probe does not exist.
+  """
+  p_BT = np.exp(logprobs.astype(np.float64)).reshape(-1, num_turns)
+  exists_BT = (np.asarray(lengths) > 0).reshape(-1, num_turns)
+  both_BT = exists_BT[:, 1:] & exists_BT[:, :-1]
+  return np.where(both_BT, np.diff(p_BT, axis=1), 0.0)
+
+
+def rewarded(
+  batch: batch_lib.TokenBatch, gains_BT: np.ndarray, weight: float
+) -> batch_lib.TokenBatch:
+  """Returns the packed batch with the gains as rewards of their turns.
+
+  Args:
+    batch: numpy arrays, see `pack.pack`.
+    gains_BT: the gains of turns 1, 2, ...
+    weight: what a gain is multiplied with.
+  """
+  rewards_BL = np.array(batch.rewards_BL)
+  for b, turn in np.argwhere(gains_BT != 0):
+    last = np.flatnonzero(batch.turn_ids_BL[b] == turn + 1)[-1:]
+    rewards_BL[b, last] += weight * gains_BT[b, turn]
+  return batch.replace(rewards_BL=rewards_BL)
