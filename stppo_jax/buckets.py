@@ -69,7 +69,7 @@ class Written(NamedTuple):
 
 
 class Entry(NamedTuple):
-  """What a bucket tells of an object.
+  """An object, as its bucket describes it.
 
   Attributes:
     size: its bytes.

@@ -126,10 +126,11 @@ def program(
   try:
     return body(argv)
   except Exception as error:
-    if not hasattr(error, 'exit_code'):
+    exit_code = getattr(error, 'exit_code', None)
+    if exit_code is None:
       raise
     print(error, file=sys.stderr)
-    return error.exit_code
+    return exit_code
 
 
 def subcommand(
