@@ -18,8 +18,7 @@ from stppo_jax.commands.flags import overrides as overrides_lib
 
 SOURCES = '.sources'  # the folder of unpacked sources, in that of --root
 _TEMPLATES = pathlib.Path(__file__).parent / 'templates'
-_FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
-_SETUP = {'uv': '0.13.9', 'python_version': '3.12', 'attempts': 5}
+_FIELD = re.compile(r'\{\{(\w+)(:plain)?\}\}')
 
 # The flags of many runs, and how many of them run at once.
 Array = tuple[Sequence[Sequence[str]], str]
@@ -95,7 +94,7 @@ def _fields(
     }
   if name == 'tpu':
     place = values['place'].rpartition('/')[0]
-    return _SETUP | {
+    return {
       'patience': slices.PATIENCE * values['poll'],
       'delay': -(-values['poll'] // 6),
       'source': f'{place}/{source.name}',
@@ -131,17 +130,16 @@ def _shared(values: Mapping[str, Any], place: str) -> tuple[list, list]:
 def _fill(template: str, fields: Mapping[str, Any]) -> str:
   """Returns a template with its fields.
 
-  `{{name}}` is quoted as the language of the file needs it, `{{name:shell}}` as
-  the shell does, and `{{name:plain}}` not at all.
+  `{{name}}` is quoted as the language of the file needs it, `{{name:plain}}` not
+  at all.
   """
   text = (_TEMPLATES / template).read_text('utf-8')
-  default = 'yaml' if template.endswith('.yaml') else 'shell'
 
   def quoted(match: re.Match) -> str:
-    field, language = fields[match[1]], match[2] or default
-    if language == 'plain':
+    field = fields[match[1]]
+    if match[2]:
       return str(field)
-    if language == 'yaml':  # JSON is YAML
+    if template.endswith('.yaml'):  # JSON is YAML
       return json.dumps(field)
     if isinstance(field, list):
       return shlex.join(field)

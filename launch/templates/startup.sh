@@ -26,10 +26,10 @@ setup() {
   gcloud storage cp {{source}} "$home/source.tar.gz" &&
     rm -rf "$home/source" && mkdir "$home/source" &&
     tar -xzf "$home/source.tar.gz" -C "$home/source" &&
-    curl -LsSf --retry 3 --max-time 300 https://astral.sh/uv/{{uv}}/install.sh \
+    curl -LsSf --retry 3 --max-time 300 https://astral.sh/uv/0.13.9/install.sh \
       -o "$home/install.sh" &&
     UV_UNMANAGED_INSTALL="$home" sh "$home/install.sh" &&
-    "$home/uv" venv --clear --python {{python_version}} "$home/venv" &&
+    "$home/uv" venv --clear --python 3.12 "$home/venv" &&
     timeout 1800 "$home/uv" pip install --python "$home/venv/bin/python" \
       -r "$home/source/launch/requirements.txt" \
       -c "$home/source/launch/requirements.txt" 'jax[tpu]' 'gcsfs>=2025.3' &&
@@ -50,7 +50,7 @@ for ((try = 1; ; try++)); do
   echo "setup, attempt $try"
   if setup >>"$home/setup" 2>&1; then break; fi
   put "$home/setup" setup
-  if ((try == {{attempts}})); then
+  if ((try == 5)); then
     say failed
     exit 1
   fi
