@@ -130,8 +130,8 @@ def _shared(values: Mapping[str, Any], place: str) -> tuple[list, list]:
 def _fill(template: str, fields: Mapping[str, Any]) -> str:
   """Returns a template with its fields.
 
-  `{{name}}` is quoted as the language of the file needs it, `{{name:plain}}` not
-  at all.
+  `{{name}}` is quoted as the language of the file needs it, and
+  `{{name:plain}}` not at all.
   """
   text = (_TEMPLATES / template).read_text('utf-8')
 
