@@ -43,6 +43,7 @@ secrets={{secrets}}
 say setup
 while sleep {{poll}}; do
   tell
+  if [ "$(cat "$home/state")" = setup ]; then put "$home/setup" setup; fi
   put "$home/logs/$HOSTNAME.log" log
 done &
 beat=$!

@@ -27,6 +27,7 @@ echo 'cp "$CLOUD/bin/uv" "$UV_UNMANAGED_INSTALL/uv"' >"${!next}"
 # has the wheels, because this environment was made so. There is no TPU.
 _UV_STAND_IN = """#!/bin/bash
 if [ "$1" = pip ]; then
+  sleep "$("$CLOUD/bin/rule" setup)"
   if [ "$("$CLOUD/bin/rule" pip)" -gt 0 ]; then
     echo 'error: failed to fetch jax' >&2
     exit 1

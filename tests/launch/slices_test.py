@@ -95,6 +95,16 @@ def test_a_slice_that_cannot_be_had_or_set_up_is_not_paid_for(
 
 
 @pytest.mark.slow
+def test_the_log_of_a_setup_is_there_while_it_goes_on(box):
+  box.rules(setup='600')
+  process = box.submit('--on_interrupt=delete')
+  box_lib.wait(lambda: any(box.bucket.glob('runs/one.launch/0001/setup-*')))
+  assert ' setup\n' in _state(box)
+  process.send_signal(signal.SIGTERM)
+  assert _end(process)[0] == 75 and box.slices() == []
+
+
+@pytest.mark.slow
 def test_the_budget_holds_over_all_starts(box):
   box.rules(seconds='600')
   flags = ['--max_slices=2', '--on_interrupt=keep']

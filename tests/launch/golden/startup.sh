@@ -43,6 +43,7 @@ secrets=tokens
 say setup
 while sleep 60; do
   tell
+  if [ "$(cat "$home/state")" = setup ]; then put "$home/setup" setup; fi
   put "$home/logs/$HOSTNAME.log" log
 done &
 beat=$!
