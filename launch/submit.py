@@ -39,7 +39,6 @@ from launch import source as source_lib
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax import streams
-from stppo_jax.commands import serve
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
@@ -180,6 +179,9 @@ def _check(
     if key in ('config', 'workdir', *overrides) and not str(value).isprintable()
   ]
   if values.get('retriever') and not errors:
+    # Late: servers take a while to import, and few runs have one.
+    from stppo_jax.commands import serve
+
     try:
       serve.parse(values['retriever'].split())
     except exits.Misconfigured as error:
