@@ -128,12 +128,11 @@ def rates(subject: Subject) -> Iterator[Line]:
   # Random numbers, because a product of zeros takes less power.
   x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
   product = jax.jit(lambda x: x @ x)
-  seconds = _seconds(lambda: product(x))
-  yield _rate(subject, 'product', 2.0 * width**3, seconds)
+  yield _rate(subject, 'product', 2.0 * width**3, lambda: product(x))
   many = jnp.ones((16, width, width), jnp.bfloat16)
   copy = jax.jit(lambda x: x + 1)  # reads and writes each element once
-  seconds = _seconds(lambda: copy(many))
-  yield _rate(subject, 'copy', 2.0 * many.nbytes, seconds, of='bandwidth')
+  moved = 2.0 * many.nbytes
+  yield _rate(subject, 'copy', moved, lambda: copy(many), of='bandwidth')
 
 
 def links(subject: Subject) -> Iterator[Line]:
@@ -168,8 +167,8 @@ def links(subject: Subject) -> Iterator[Line]:
         functools.partial(jnp.ones, (size * mesh.size,)),
         out_shardings=jax.sharding.NamedSharding(mesh, spec),
       )()
-      seconds = _seconds(lambda: program(x))
-      yield _rate(subject, f'{name} along {axis}', sent, seconds, of='links')
+      line = f'{name} along {axis}'
+      yield _rate(subject, line, sent, lambda: program(x), of='links')
 
 
 def kernel_of_training(subject: Subject) -> Iterator[Line]:
@@ -186,10 +185,10 @@ def kernel_of_training(subject: Subject) -> Iterator[Line]:
   )
   loss = lambda *qkv: jnp.sum(attend(*qkv).astype(jnp.float32))
   program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-  seconds = _seconds(lambda: program(q, k, v))
   per_token = operations.attention_operations(shape, length) / shape.num_layers
   # A backward pass has twice the products of a forward pass.
-  yield _rate(subject, 'attention', 3 * length * per_token, seconds)
+  done = 3 * length * per_token
+  yield _rate(subject, 'attention', done, lambda: program(q, k, v))
 
 
 def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
@@ -213,8 +212,7 @@ def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
   program = jax.jit(live_pages.attend)
   run = lambda: program(q, kv, kv, own, own, work, 0)
   read = 2 * int(lengths_B.sum()) * K * H * kv.dtype.itemsize
-  seconds = _seconds(run)
-  yield _rate(subject, 'cached attention', read, seconds, of='bandwidth')
+  yield _rate(subject, 'cached attention', read, run, of='bandwidth')
 
 
 def storage(subject: Subject) -> Iterator[Line]:
@@ -277,10 +275,23 @@ CHECKS: Sequence[Callable[[Subject], Iterator[Line]]] = (
 )
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-  """Returns the median of the seconds of a call, after one to warm up.
+def _rate(
+  subject: Subject,
+  name: str,
+  amount: float,
+  run: Callable[[], Any],
+  *,
+  of: str = 'operations',
+) -> Line:
+  """Measures a rate, beside the limit of a device that has this name.
 
-  Each measurement is of several calls, so that starting them takes no part.
+  Args:
+    subject: knows the limits.
+    name: what is measured.
+    amount: the operations or the bytes of a call.
+    run: makes a call. The first one warms up, and each measurement is of
+      several, so that starting them takes no part.
+    of: the name of the limit.
   """
   jax.block_until_ready(run())
   found = []
@@ -288,22 +299,11 @@ def _seconds(run: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     jax.block_until_ready([run() for _ in range(_CALLS)])
     found.append((time.perf_counter() - begin) / _CALLS)
-  return float(np.median(found))
-
-
-def _rate(
-  subject: Subject,
-  name: str,
-  amount: float,
-  seconds: float,
-  *,
-  of: str = 'operations',
-) -> Line:
-  """Returns a rate beside the limit of a device that has this name."""
   unit = 'TFLOP/s' if of == 'operations' else 'GB/s'
   scale = 1e12 if of == 'operations' else 1e9
   expected = getattr(subject.limits, of) / scale if subject.limits else ''
-  return Line(name, round(amount / seconds / scale, 3), expected, unit)
+  rate = amount / float(np.median(found)) / scale
+  return Line(name, round(rate, 3), expected, unit)
 
 
 def measured(subject: Subject) -> tuple[list[Line], bool]:
