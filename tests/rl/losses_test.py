@@ -469,7 +469,7 @@ def test_only_some_algorithms_need_the_whole_minibatch():
   }
   assert found == {
     *('s_ppo', 'st_ppo', 'so_ppo', 'sspo', 'bapo', 'grpo_guard'),
-    *('clip_cov', 'kl_cov'),
+    *('clip_cov', 'kl_cov', 'vapo'),
   }
 
 
