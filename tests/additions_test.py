@@ -81,7 +81,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       additions_to_rl.ALGORITHM,
       _OF_ALGORITHMS,
     ),
-    (
+    pytest.param(
       additions_to_rl.CLIP_RULE,
       _OF_ALGORITHMS
       | {
@@ -92,8 +92,9 @@ def _run(program: str, root: pathlib.Path) -> str:
         'tests/rl/bounds_test.py',
         'docs/choices/bounds.md',  # generated
       },
+      marks=pytest.mark.slow,
     ),
-    (
+    pytest.param(
       additions_to_rl.OBJECTIVE,
       _OF_ALGORITHMS
       | {
@@ -104,6 +105,7 @@ def _run(program: str, root: pathlib.Path) -> str:
         'tests/rl/objectives_test.py',
         'docs/choices/objective.md',
       },
+      marks=pytest.mark.slow,
     ),
     pytest.param(
       additions_to_rl.CORRECTION,

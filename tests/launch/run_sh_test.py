@@ -126,7 +126,13 @@ def test_only_exit_code_75_is_tried_again(
 @pytest.mark.parametrize(
   ('number', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
 )
-@pytest.mark.parametrize('to', ['script', 'group', 'all'])
+@pytest.mark.parametrize(
+  'to',
+  [
+    'script',
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ('group', 'all')),
+  ],
+)
 def test_a_signal_is_passed_on_once_and_ends_it(
   fake, tmp_path, number, code, to
 ):

@@ -131,6 +131,7 @@ def _with_hook(hook):
   return models._replace(policy=policy)
 
 
+@pytest.mark.slow
 def test_the_state_is_donated():
   models = updates.sums()
   state = jax.device_put(updates.train_state(models))

@@ -244,7 +244,9 @@ def test_a_token_changes_its_own_trajectory_only(experts):
   assert not np.any(before.logprobs_BL[:, 0])
 
 
-@pytest.mark.parametrize('experts', [False, True])
+@pytest.mark.parametrize(
+  'experts', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_annotating_packed_rows_gives_the_same_batch(experts):
   models = updates.sums()
   if experts:

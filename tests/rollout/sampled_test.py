@@ -220,7 +220,9 @@ def test_the_engine_decodes_while_the_environment_answers():
   assert max(waiting) > 0  # polls did not wait for all answers
 
 
-@pytest.mark.parametrize('deterministic', [True, False])
+@pytest.mark.parametrize(
+  'deterministic', [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_collection_leaves_nothing_behind(deterministic):
   questions = [dialogues.question(text) for text in ('why?', 'the of', 'so')]
   row_keys = jax.random.split(jax.random.key(2), 6)

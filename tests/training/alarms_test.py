@@ -178,6 +178,7 @@ def test_all_hosts_end_with_the_first_one(said):
     _steps(told, 3)
 
 
+@pytest.mark.slow
 def test_an_alarm_saves_and_ends_a_run_and_is_in_its_files(tmp_path, capsys):
   changes = {
     'evaluate__every': 0,

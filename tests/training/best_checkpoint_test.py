@@ -1,5 +1,7 @@
 """A run whose policy gets worse still has its best state."""
 
+import pytest
+
 from stppo_jax.envs import environments
 from stppo_jax.envs import search
 from tests.training import runs
@@ -20,6 +22,7 @@ class _Declining(search.SearchEnvironment):
     return outcomes, scores | {'em': 1.0 if good else 0.0}
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_kept(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(environments.ENVIRONMENTS, 'search', _Declining)
   changes = {'evaluate__every': 1, 'checkpoint__keep': 1}

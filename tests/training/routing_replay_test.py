@@ -103,6 +103,7 @@ def _other_router(params):
   return {**params, 'layers': {**params['layers'], 'moe': mixture}}
 
 
+@pytest.mark.slow
 def test_the_ratio_is_one_whatever_another_router_would_choose():
   models = _models(**CHOICE)
   params = updates.train_state(models).policy.params
@@ -113,7 +114,9 @@ def test_the_ratio_is_one_whatever_another_router_would_choose():
   assert _log_ratio(models.policy, other, batch, expert_ids=None) > 0.1
 
 
-@pytest.mark.parametrize('replay', ('nowhere', 'trainer'))
+@pytest.mark.parametrize(
+  'replay', (pytest.param('nowhere', marks=pytest.mark.slow), 'trainer')
+)
 def test_the_kept_experts_are_those_of_the_old_policy(replay):
   models = _models(**tiny.MIXTURE)
   old = tiny.params(models.policy, seed=5)

@@ -204,6 +204,7 @@ def test_a_checkpoint_of_another_run_is_not_loaded(run, capsys, field):
   assert after == before
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes(run, finished):
   """Its manifests name no run; new ones do, and both are its own."""
   (run / 'run.json').unlink()

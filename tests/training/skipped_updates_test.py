@@ -44,6 +44,7 @@ def test_a_nan_reward_fails_its_trajectory_and_no_update(
   assert reason in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_updates_that_are_not_finite_end_the_run(tmp_path, capsys):
   changes = {'checkpoint__every': 99, **_OVERFLOW}
   assert runs.train(tmp_path, updates__max_skipped=4, **changes) == 76

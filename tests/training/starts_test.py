@@ -72,6 +72,7 @@ def test_random_numbers_and_a_directory_are_said_and_counted(tmp_path, capsys):
   assert runs.metrics(second)[-1]['goodput/origin'] == 3
 
 
+@pytest.mark.slow
 def test_a_start_that_was_killed_is_made_again(tmp_path, finished, capsys):
   run, options = tmp_path / 'run', _STILL | {'init_from': finished}
   assert runs.train(run, **options) == 0

@@ -176,9 +176,8 @@ def test_differences_of_configurations_are_shown(opened):
   assert rows.all_inner_texts() == ['algorithm.ratio.level\tturn\ttoken']
 
 
-@pytest.mark.parametrize(
-  'scheme', ['dark', pytest.param('light', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('scheme', ['dark', 'light'])
+@pytest.mark.slow
 def test_light_dark_and_narrow(browser, made_page, scheme):
   opened = conftest.Opened(
     browser,

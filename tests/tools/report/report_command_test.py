@@ -422,9 +422,8 @@ def test_a_file_that_the_run_removes_meanwhile_is_left_out(
   assert (code, errors) == (0, []) and data['runs'][0]['step'] == 6
 
 
-@pytest.mark.parametrize(
-  'kind', ['file', pytest.param('folder', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('kind', ['file', 'folder'])
+@pytest.mark.slow
 def test_figures_of_others_are_not_replaced(
   run, tmp_path, capsys, monkeypatch, kind
 ):
