@@ -4,8 +4,9 @@
         --config.rollout.group_size=4 --updates=16 --out=runs/far.npz
     python -m benchmarks.reference_choices --batch=runs/far.npz
 
-The choices are those of configs/reference.py. Each line changes one of them,
-the last one all. The gradient is that of the log-probabilities; `cosine` is its
+The choices are those of configs/reference.py, and the mean of the means of
+microbatches, with which no run trains here. Each line changes one of them, the
+last one all. The gradient is that of the log-probabilities; `cosine` is its
 angle to the gradient with our choices, `norm` its norm over the norm of ours.
 The parts of the batch that stand for microbatches have 16 trajectories each,
 in the order of the batch.
@@ -33,7 +34,7 @@ from stppo_jax.tools.lab import saved_batch
 HEADER = ('choice', 'cosine', 'norm', 'critic is trained at')
 _ROWS = 16
 _ALGORITHM = 'st_ppo'
-_MEANS = 'updates.microbatch_means'
+_MEANS = 'mean of the means of microbatches'
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def rows(arrays: saved_batch.Arrays) -> list[tuple[str, ...]]:
   """Returns the lines of the table."""
-  changes = {
+  changes: dict[str, dict[str, Any]] = {
     f'{key.removeprefix("algorithm.")} = {value}': {key: value}
     for key, value in (reference.ALWAYS | reference.WITH_VALUES).items()
     # One batch is one minibatch.
     if key != 'updates.shuffle'
   }
-  changes = {'ours': {}, **_together(changes)}
-  changes['all'] = reference.ALWAYS | reference.WITH_VALUES
+  changes = {'ours': {}, _MEANS: {_MEANS: True}, **_together(changes)}
+  changes['all'] = reference.ALWAYS | reference.WITH_VALUES | {_MEANS: True}
   found = {name: _gradient(change, arrays) for name, change in changes.items()}
   ours, trained = found['ours']
   lines = []

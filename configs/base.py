@@ -262,10 +262,6 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Whether every epoch divides the batch into minibatches in a random
         # order of its own, or in the order of collection.
         'shuffle': True,
-        # Whether a loss is the mean of the means of microbatches, in place of
-        # the mean over the minibatch. Then a token's weight depends on those
-        # that it is computed with.
-        'microbatch_means': False,
         # The updates of a step end after the first in which log(old / new), the
         # mean over its policy tokens (actor/ppo_kl), exceeds this; 0 = never.
         'kl_stop': 0.0,
@@ -278,7 +274,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # On a single CPU device, in place of microbatch_size: rows per forward
         # pass of one core. The cores run in parallel, each with gradients of
         # its own. It has no effect if the scope of a correction is the
-        # microbatch, or with microbatch_means. 0 = off.
+        # microbatch. 0 = off.
         'core_rows': 0,
         # The run ends with exit code 76 after this many skipped updates in a
         # row; 0 = never. An update is skipped if its loss, its gradient, a new

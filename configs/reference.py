@@ -6,18 +6,19 @@
 
 It is configs/nq_hotpotqa.py, whose data and sizes it takes, with the choices of
 the implementation that the authors of arXiv 2511.20718 trained with.
-docs/reference_run.md lists them beside ours, with what each changes on a batch.
-Microbatches matter here: set updates.microbatch_size as they had it (rows of
-all devices together), because losses are means of their means.
+docs/reference_run.md lists them beside ours, with what each changes on a batch,
+and says which choice is not reproduced. Learning rates rise in a share of the
+updates of this config: set their warm-up again if you change the number of
+steps or the sizes of batches.
 """
 
 from stppo_jax.configs import base
 from stppo_jax.configs import nq_hotpotqa
+from stppo_jax.configs import slices
 
-# The choices for every algorithm.
+# The choices for every algorithm; SO-GRPO has a scope of its own.
 ALWAYS = {
   'updates.shuffle': False,
-  'updates.microbatch_means': True,
   'algorithm.correction.clipping_bias.scope': 'microbatch',
 }
 # The choices for algorithms with a value model.
@@ -31,17 +32,16 @@ WARMUP = {'policy_optimizer': 0.285, 'value_optimizer': 0.015}
 
 
 def get_config(argument: str = 'st_ppo') -> base.Config:
-  return changed(nq_hotpotqa.get_config(argument))
-
-
-def changed(config: base.Config) -> base.Config:
-  """Returns the config, with the choices of the authors."""
+  config = nq_hotpotqa.get_config(argument)
+  algorithm, _ = slices.split(argument)
+  scope = config.algorithm.correction.clipping_bias.scope
   config.update_from_flattened_dict(ALWAYS)
   if config.algorithm.advantage.name == 'gae':
     config.update_from_flattened_dict(WITH_VALUES)
-  elif config.title.startswith('so_grpo'):
+  if algorithm == 'so_grpo':
     # Their script for SO-GRPO has the ratio of tokens.
     config.algorithm.ratio.level = 'token'
+    config.algorithm.correction.clipping_bias.scope = scope
   rollout, updates = config.rollout, config.updates
   per_step = rollout.trajectories_per_step // updates.minibatch_size
   count = config.num_steps * per_step * updates.num_epochs

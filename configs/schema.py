@@ -269,7 +269,6 @@ KEYS: Mapping[str, Key] = {
   'updates.head_chunk': Key(rules.NOT_NEGATIVE),
   'updates.kl_stop': _new(rules.NOT_NEGATIVE, before=0.0),
   'updates.max_skipped': _new_free(rules.NOT_NEGATIVE),
-  'updates.microbatch_means': _new(before=False),
   'updates.microbatch_size': Key(rules.NOT_NEGATIVE),
   'updates.minibatch_size': Key(rules.POSITIVE),
   'updates.num_epochs': Key(rules.POSITIVE),
@@ -290,10 +289,6 @@ KEYS: Mapping[str, Key] = {
 # Keys that are gone, and what replaces them; none changed what is computed.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
-  'retrieval.faults.rate': 'no request fails on purpose',
-  'retrieval.faults.seed': 'no request fails on purpose',
-  'retrieval.record': 'a run asks its server again',
-  'retrieval.replay': 'a run asks its server again',
   'rollout.cache_blocks': 'set the tokens of a page, rollout.page_size',
   'updates.core_lengths': 'trajectories share rows, updates.row_length',
   'writer.copy_to': 'a run may be in a bucket, --workdir=gs://BUCKET/RUN',

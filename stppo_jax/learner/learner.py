@@ -98,15 +98,13 @@ class Learner:
     )
     self._numbers = policy_numbers, value_numbers
     updates = config.updates
-    of_means = updates.microbatch_means
-    on_cores = cpu_parallel.is_supported(mesh, self.algorithm) and not of_means
+    on_cores = cpu_parallel.is_supported(mesh, self.algorithm)
     core_rows = updates.core_rows if on_cores else 0
     num_workers = cpu_parallel.num_cores() if core_rows else 1
     self._spec = step_lib.Spec(
       models,
       temperature=config.rollout.temperature,
       num_turns=config.env.max_turns + 1,
-      means_of_microbatches=of_means,
     )
     self.sizes = packing_lib.sizes(
       mesh,

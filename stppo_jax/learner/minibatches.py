@@ -25,7 +25,7 @@ def minibatch_rows(
   count: int,
   seed: int,
   step: int,
-  shuffle: bool = True,
+  shuffle: bool,
 ) -> list[np.ndarray]:
   """Returns the row numbers of each minibatch of a step, epoch by epoch.
 

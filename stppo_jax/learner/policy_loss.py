@@ -68,7 +68,6 @@ class Context(NamedTuple):
     minibatch: all rows, of which the load of experts is read.
     count: the policy loss's denominator, see `aggregation.aggregate_count`.
     value_count: the value loss's denominator: trained values, at least 1.
-    num_microbatches: the number of microbatches that have policy tokens.
     statistics: see `losses.minibatch_statistics`; None where the microbatch is
       the whole minibatch, or where the algorithm reads none.
   """
@@ -77,7 +76,6 @@ class Context(NamedTuple):
   minibatch: batch_lib.TokenBatch
   count: Array
   value_count: Array
-  num_microbatches: Array
   statistics: losses.Statistics | None
 
 
@@ -113,12 +111,6 @@ def loss_terms(
   algorithm divides by its gradient's norm.
   """
   algorithm, coefficients = context.inputs
-  count, value_count = context.count, context.value_count
-  if spec.means_of_microbatches:
-    own = _counts(microbatch, algorithm, spec=spec)
-    count, value_count = (
-      jnp.maximum(x, 1) * context.num_microbatches for x in own
-    )
   everywhere = algorithm.trains_values_at_observations
   outputs = _policy_outputs(
     params, microbatch, spec=spec, values_everywhere=everywhere
@@ -129,7 +121,7 @@ def loss_terms(
     outputs.entropy_BL,
     microbatch,
     statistics=context.statistics,
-    count=count,
+    count=context.count,
     entropy_coefficient=coefficients.entropy,
     num_turns=spec.num_turns,
   )
@@ -163,10 +155,10 @@ def loss_terms(
       clip=coefficients.value_clip,
       weights_BL=policy.value_weights_BL,
     )
-    value_loss = value.total / value_count
+    value_loss = value.total / context.value_count
     other += value_coefficient * value_loss
     metrics['critic/vf_loss'] = value_loss
-    metrics['critic/vf_clipfrac'] = value.clipped / value_count
+    metrics['critic/vf_clipfrac'] = value.clipped / context.value_count
   if outputs.routing is not None:
     balance = _load_balance(
       outputs.routing.probs_BX,
@@ -210,9 +202,7 @@ def context_of(
       packing,
       len(minibatch.lengths_B),
     )
-  context = join_context(minibatch, inputs, outputs, spec=spec)
-  some_n = jnp.any(microbatches.loss_mask_BL, axis=(1, 2))
-  return context._replace(num_microbatches=jnp.maximum(jnp.sum(some_n), 1))
+  return join_context(minibatch, inputs, outputs, spec=spec)
 
 
 def outputs_of(
@@ -253,21 +243,14 @@ def join_context(
     statistics = losses.minibatch_statistics(
       algorithm, *outputs, minibatch, num_turns=spec.num_turns
     )
-  count, value_count = _counts(minibatch, algorithm, spec=spec)
-  value_count = jnp.maximum(value_count, 1)
-  one = jnp.ones((), jnp.int32)
-  return Context(inputs, minibatch, count, value_count, one, statistics)
-
-
-def _counts(batch, algorithm, *, spec: step_lib.Spec) -> tuple[Array, Array]:
-  """Returns the denominators of the policy loss and of the value loss."""
   count = aggregation.aggregate_count(
-    batch,
+    minibatch,
     num_turns=spec.num_turns,
     name=algorithm.aggregate.name,
     **algorithm.aggregate.arguments(),
   )
-  return count, jnp.sum(batch.value_mask_BL)
+  value_count = jnp.maximum(jnp.sum(minibatch.value_mask_BL), 1)
+  return Context(inputs, minibatch, count, value_count, statistics)
 
 
 def finish(

@@ -39,14 +39,11 @@ class Spec(NamedTuple):
     models: policy and value model.
     temperature: the sampling temperature.
     num_turns: the largest number of turns of a trajectory.
-    means_of_microbatches: whether a loss is the mean of the means of
-      microbatches.
   """
 
   models: model_roles.Models
   temperature: float
   num_turns: int
-  means_of_microbatches: bool = False
 
 
 class LossOutputs(NamedTuple):

@@ -154,7 +154,7 @@ def file_problems(
     beginning = _BEGINNINGS[kind]
     with open(path, 'rb') as opened:
       if opened.read(len(beginning)) != beginning:
-        return [f'{start}exists and is not a file of the kind {kind}']
+        return [f'{start}exists and is not a {kind} file']
   return []
 
 

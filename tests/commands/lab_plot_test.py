@@ -55,7 +55,7 @@ def test_levels_draws_bounds_where_they_hold(file, tmp_path, page, capsys):
   [
     ('P.svg', '--plot=P.svg: must end in .png'),
     ('absent/P.png', '--plot=absent/P.png: no such folder: absent'),
-    ('mine.png', '--plot=mine.png: exists and is not a file of the kind png'),
+    ('mine.png', '--plot=mine.png: exists and is not a png file'),
   ],
 )
 def test_a_plot_that_cannot_be_written_is_refused(

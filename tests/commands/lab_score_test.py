@@ -38,6 +38,8 @@ def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
     'ratio_BL',
     'weights_BL',
     'clipped_BL',
+    'low_BL',
+    'high_BL',
   }
   assert found['loss'] == metrics['loss']
   assert found['dloss_dlogprobs_BL'].dtype == np.float64

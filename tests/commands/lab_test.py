@@ -56,7 +56,7 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--out=./F'],
-      '--out=./F: is a file that is read',
+      '--out=./F: is the file of --batch',
     ),
     (
       ['score', '--bach', 'F', '--algorithm=st_ppo'],
@@ -72,7 +72,7 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--advantages=A', '--out=A'],
-      '--out=A: is a file that is read',
+      '--out=A: is the file of --advantages',
     ),
     (
       ['score', '--batch=F', f'--config={_QUICKSTART}'],

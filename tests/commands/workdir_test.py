@@ -111,7 +111,7 @@ def test_a_batch_is_collected_into_no_model_and_over_no_other_file(
   line = _refused(capsys, *collect, f'--out={model}/model.safetensors')
   assert f'lies in {model}, the folder of model.path' in line
   line = _refused(capsys, *collect, f'--out={tmp_path}/notes.txt')
-  assert 'exists and is not a file of the kind npz' in line
+  assert 'exists and is not a npz file' in line
   assert _files(model) == before
 
 

@@ -78,35 +78,6 @@ def test_eight_devices_and_two_microbatches_are_one(name):
   updates.assert_same(many, one, models)
 
 
-def test_the_mean_of_the_means_of_microbatches():
-  models, algorithm = updates.sums(), _ALGORITHMS['token_ppo']
-  batch = updates.batch(models)
-  # Microbatches with as many trajectories, but not as many policy tokens.
-  order, packing = updates.packed(batch, 2)
-  halves = [order[rows[rows < len(order)]] for rows in packing.rows]
-  counts = [batch.loss_mask_BL[rows].sum() for rows in halves]
-  assert counts[0] != counts[1]
-  found = updates.update(
-    algorithm, batch, models, num_microbatches=2, means_of_microbatches=True
-  )
-  alone = [
-    updates.update(algorithm, updates.rows(batch, rows), models)
-    for rows in halves
-  ]
-  for name in ('actor/pg_loss', 'critic/vf_loss'):
-    means = [half.metrics[name] for half in alone]
-    assert found.metrics[name] == pytest.approx(np.mean(means), rel=1e-5)
-  expected = jax.tree.map(
-    lambda a, b: (a + b) / 2,
-    *(updates.gradients(half, models) for half in alone),
-  )
-  jax.tree.map(
-    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
-    updates.gradients(found, models),
-    expected,
-  )
-
-
 def _num_products(jaxpr):
   """Returns the number of matrix products in a program and what it calls."""
   return sum(

@@ -243,15 +243,13 @@ def packed(
 
 
 @functools.cache
-def compiled(
-  models: Models, method: step_lib.Method = policy_loss.METHOD, **options
-):
+def compiled(models: Models, method: step_lib.Method = policy_loss.METHOD):
   """Returns the jitted `step.update` of these models."""
   return jax.jit(
     functools.partial(
       step_lib.update,
       method=method,
-      spec=spec(models, **options),
+      spec=spec(models),
       optimizers=OPTIMIZERS,
     ),
     compiler_options=COMPILER_OPTIONS,
@@ -286,7 +284,6 @@ def update(
   num_microbatches=1,
   packed_into=None,
   hyperparameters=HYPERPARAMETERS,
-  **options,
 ) -> Result:
   """Returns the result of an update on a mesh of this shape.
 
@@ -310,7 +307,7 @@ def update(
     )
     batch = jax.tree.map(lambda x: x[order], batch)
   laid_out = jax.device_put(batch, sharding.batch_sharding(made))
-  new, outputs = compiled(models, method(algorithm), **options)(
+  new, outputs = compiled(models, method(algorithm))(
     state,
     frozen,
     laid_out,

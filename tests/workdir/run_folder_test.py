@@ -145,7 +145,7 @@ def test_files_of_others_are_no_output(tmp_path):
   for file, expected in (
     (tmp_path, 'is a folder'),
     (tmp_path / 'absent' / 'F.npz', f'no such folder: {tmp_path}/absent'),
-    (model / 'model.safetensors', 'exists and is not a file of the kind npz'),
+    (model / 'model.safetensors', 'exists and is not a npz file'),
   ):
     (line,) = problems(file)
     assert line.startswith(f'--out={file}: {expected}')

@@ -83,10 +83,10 @@ def out_problems(
     file = values.get(name)
     if not file:
       continue
-    sources = (values.get(source) for source in ('batch', 'advantages'))
-    paths = [pathlib.Path(source).resolve() for source in sources if source]
-    if pathlib.Path(file).resolve() in paths:
-      problems.append(f'--{name}={file}: is a file that is read')
+    sources = (x for x in ('batch', 'advantages') if values.get(x))
+    paths = {pathlib.Path(values[x]).resolve(): x for x in sources}
+    if source := paths.get(pathlib.Path(file).resolve()):
+      problems.append(f'--{name}={file}: is the file of --{source}')
     elif name == 'plot' and not file.endswith('.png'):
       problems.append(f'--plot={file}: must end in .png')
     else:

@@ -104,7 +104,13 @@ def table(comparison: Comparison) -> str:
   matrix: list[tuple[str, ...]] = [('cosine', *labels)]
   for a in labels:
     cosines = (comparison.cosines[a][b] for b in labels)
-    matrix.append((a, *(f'{x:.4f}' for x in cosines)))
+    # A gradient that is 0 everywhere has no direction.
+    known = (
+      comparison.cosines[a][a] and comparison.cosines[b][b] for b in labels
+    )
+    matrix.append(
+      (a, *(f'{x:.4f}' if y else '–' for x, y in zip(cosines, known)))
+    )
   summary, agreement = (
     '\n'.join(streams.aligned(rows, right=True)) for rows in (lines, matrix)
   )
@@ -112,5 +118,6 @@ def table(comparison: Comparison) -> str:
     f'{summary}\n'
     'cut: tokens whose gradient the objective cut; below, above: tokens whose '
     "ratio\nat the algorithm's level is outside the band; silenced: policy "
-    f'tokens with an\nadvantage but without a gradient\n\n{agreement}'
+    'tokens with an\nadvantage but without a gradient. All are computed on the '
+    f'same advantages.\nCosine –: a gradient is 0 everywhere.\n\n{agreement}'
   )

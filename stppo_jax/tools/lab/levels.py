@@ -5,6 +5,7 @@ tokens, as in `rl.ratios`.
 """
 
 from collections.abc import Mapping
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,15 +19,22 @@ from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
 
 _QUANTILES = (0.01, 0.5, 0.99)
+# Objectives that read no bounds, and those that read them for tokens whatever
+# the level of the ratio is.
+WITHOUT_BOUNDS = frozenset(
+  {'soft_gate', 'unclipped', 'gamma_weighted', 'kl_cov'}
+)
+OF_TOKENS = frozenset({'geometric'})
 
 
 class Bounds(NamedTuple):
   """The bounds of an algorithm, on a saved batch.
 
   Attributes:
-    level: the level of its ratio.
-    low, high: their medians over the policy tokens.
-    below, above: the shares of these tokens with a ratio outside them.
+    level: the level of the ratios that they are for.
+    low, high: their medians over the policy tokens; nan without bounds.
+    below, above: the shares of these tokens with a ratio outside them; nan
+      without bounds.
   """
 
   level: str
@@ -65,13 +73,20 @@ def measure(
   bounds = {}
   mask_BL = arrays['loss_mask_BL'].astype(bool)
   for label, algorithm in algorithms.items():
+    if algorithm.objective.name in WITHOUT_BOUNDS:
+      nan = float('nan')
+      bounds[label] = Bounds(algorithm.ratio.level, nan, nan, nan, nan)
+      continue
+    level = algorithm.ratio.level
     found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
     low, high, ratio = (
-      np.broadcast_to(found.arrays[name], mask_BL.shape)[mask_BL]
-      for name in ('low_BL', 'high_BL', 'ratio_BL')
+      found.arrays[name][mask_BL] for name in ('low_BL', 'high_BL', 'ratio_BL')
     )
+    if algorithm.objective.name in OF_TOKENS:
+      log_ratio_BL = arrays['logprobs_BL'] - arrays['old_logprobs_BL']
+      level, ratio = 'token', np.exp(log_ratio_BL[mask_BL])
     bounds[label] = Bounds(
-      algorithm.ratio.level,
+      level,
       float(np.median(low)),
       float(np.median(high)),
       float((ratio < low).mean()),
@@ -119,8 +134,13 @@ def table(levels: Levels) -> str:
     ('algorithm', 'level', 'low', 'high', 'below', 'above')
   ]
   for label, x in levels.bounds.items():
-    shares = (f'{share:.2%}' for share in (x.below, x.above))
-    rows.append((label, x.level, f'{x.low:.5g}', f'{x.high:.5g}', *shares))
+    cells = [
+      f'{x.low:.5g}',
+      f'{x.high:.5g}',
+      f'{x.below:.2%}',
+      f'{x.above:.2%}',
+    ]
+    rows.append((label, x.level, *(['—'] * 4 if math.isnan(x.low) else cells)))
   first, second = (
     '\n'.join(streams.aligned(rows, right=True)) for rows in (lines, rows)
   )
@@ -128,5 +148,5 @@ def table(levels: Levels) -> str:
     f'{first}\nlog-ratios of segments, the mean over their tokens; spread: '
     f'the standard\ndeviation; p1, p50, p99: percentiles\n\n{second}\n'
     'low, high: medians of the bounds on the ratio; below, above: policy '
-    'tokens with a\nratio outside them'
+    'tokens with a\nratio outside them; —: the objective reads no bounds'
   )

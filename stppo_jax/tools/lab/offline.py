@@ -18,11 +18,11 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rollout import batch_file
 from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import estimates
-from stppo_jax.tools.lab import fates
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import levels as levels_lib
 from stppo_jax.tools.lab import options as options_lib
 from stppo_jax.tools.lab import saved_batch
+from stppo_jax.tools.lab import token_changes
 
 _NOT_FINITE = (saved_batch.NotFinite,)
 
@@ -119,7 +119,7 @@ def compare(
     compared, arrays = _read(source, options)
     with exits.naming('--algorithms', _NOT_FINITE):
       result = comparison.compare(compared, arrays)
-      found = fates.of_algorithms(compared, arrays) if plot else {}
+      found = token_changes.measure(compared, arrays) if plot else {}
   if plot:
     # Late, because it loads the library that draws.
     from stppo_jax.tools.lab import pictures

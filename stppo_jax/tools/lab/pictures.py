@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import io
+import math
 import pathlib
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 
 from stppo_jax.records import plots
 from stppo_jax.tools.lab import comparison
-from stppo_jax.tools.lab import fates as fates_lib
 from stppo_jax.tools.lab import levels as levels_lib
+from stppo_jax.tools.lab import token_changes
 from stppo_jax.workdir import atomic_files
 
 _STYLES = ('-', '--', ':', '-.')
-_CHANGES = {'cut': 'Cut', 'weakened': 'Weakened', 'amplified': 'Amplified'}
+_SHOWN = {'cut': 'Cut', 'weakened': 'Weakened', 'amplified': 'Amplified'}
 _NUM_BINS = 60
 # The share of the segments that a histogram leaves out on each side.
 _TAIL = 0.01
@@ -24,13 +25,13 @@ _TAIL = 0.01
 
 def comparison_page(
   compared: comparison.Comparison,
-  fates: Mapping[str, tuple[fates_lib.Groups, Mapping[str, fates_lib.Fates]]],
+  changes: token_changes.Changes,
 ) -> figure.Figure:
-  """Draws the fates of tokens, and the cosines between gradients.
+  """Draws the changes of tokens, and the cosines between gradients.
 
   Args:
     compared: the comparison of some algorithms.
-    fates: see `fates.of_algorithms`.
+    changes: the changes of tokens by the same algorithms.
   """
   labels = list(compared.cosines)
   with matplotlib.rc_context(plots.STYLE):
@@ -38,9 +39,9 @@ def comparison_page(
     page = figure.Figure(figsize=(9.5, 5.2 + size), layout='constrained')
     halves = page.subfigures(2, 1, squeeze=False, height_ratios=(5.2, size))
     top, bottom = halves[:, 0]
-    panels = top.subplots(len(_CHANGES), len(fates), sharey='row')
-    for row, (change, title) in zip(panels, _CHANGES.items(), strict=True):
-      for axes, (grouping, (groups, by_label)) in zip(row, fates.items()):
+    panels = top.subplots(len(_SHOWN), len(changes), sharey='row')
+    for row, (change, title) in zip(panels, _SHOWN.items(), strict=True):
+      for axes, (grouping, (groups, by_label)) in zip(row, changes.items()):
         for i, label in enumerate(labels):
           axes.plot(
             getattr(by_label[label], change),
@@ -109,12 +110,12 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
       axes.set_ylabel('share')
       alike: dict[levels_lib.Bounds, list[str]] = {}
       for label, bounds in levels.bounds.items():
-        if bounds.level == level:
+        if bounds.level == level and not np.isnan(bounds.low):
           alike.setdefault(bounds, []).append(label)
       for i, (bounds, labels) in enumerate(alike.items()):
         outside = bounds.below + bounds.above
-        text = f'{", ".join(labels)}: {outside:.1%} outside'
-        for bound in _log_bounds(bounds):
+        text = f'{", ".join(labels)}: {outside:.1%} of the tokens outside'
+        for bound in filter(math.isfinite, _log_bounds(bounds)):
           axes.axvline(bound, label=text, linewidth=1.2, **_line(i))
           text = '_'  # one line of the legend for both
       if alike:
@@ -124,8 +125,8 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
 
 
 def _log_bounds(bounds: levels_lib.Bounds) -> tuple[float, float]:
-  with np.errstate(divide='ignore'):
-    return float(np.log(bounds.low)), float(np.log(bounds.high))
+  low = math.log(bounds.low) if bounds.low > 0 else -math.inf
+  return low, math.log(bounds.high)
 
 
 def save(page: figure.Figure, path: str | pathlib.Path) -> None:

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from stppo_jax.rl import objectives
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import levels
 from stppo_jax.tools.lab import saved_batch
@@ -75,3 +76,18 @@ def test_the_table_has_a_line_for_each_level_and_algorithm(measured):
   assert starts[:5] == ['level', 'token', 'turn', 'sentence', 'sequence']
   begin = starts.index('algorithm')
   assert starts[begin + 1 : begin + 5] == list(_NAMES)
+
+
+@pytest.mark.parametrize('objective', objectives.OBJECTIVES)
+def test_bounds_are_shown_where_an_objective_reads_them(objective):
+  arrays, batch, logprobs, entropy = batch_arrays.arrays()
+  read = objective not in levels.WITHOUT_BOUNDS
+  losses = []
+  for high in (0.05, 0.9):
+    algorithm = batches.algorithm(
+      'turn_ppo', objective__name=objective, bounds__clip_high=high
+    )
+    with jax.enable_x64(True):
+      loss = batches.policy_loss(algorithm, logprobs, entropy, batch)
+    losses.append(float(loss.policy))
+  assert (losses[0] != losses[1]) == read

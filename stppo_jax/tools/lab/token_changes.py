@@ -2,12 +2,14 @@
 
 B trajectories, L tokens. The multiplier of a token is its gradient over the
 gradient that the same algorithm has where the policy is still the old one, all
-ratios being 1. A factor that all tokens share changes no direction: multipliers
-are divided by the median of those that are above 0.
+ratios being 1; a KL term of the loss is left out of both. A factor that all
+tokens share changes no direction: multipliers are divided by the median of
+those that are above 0.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -37,7 +39,7 @@ class Groups(NamedTuple):
   ids_BL: np.ndarray
 
 
-class Fates(NamedTuple):
+class Shares(NamedTuple):
   """The shares of the tokens of each group that an algorithm changes.
 
   Attributes:
@@ -51,10 +53,14 @@ class Fates(NamedTuple):
   amplified: np.ndarray
 
 
-def of_algorithms(
+# Name of a grouping -> its groups, and label of an algorithm -> shares.
+Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
+
+
+def measure(
   algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
-) -> dict[str, tuple[Groups, dict[str, Fates]]]:
-  """Returns, for each grouping, its groups and the fates by label.
+) -> Changes:
+  """Returns the changes of tokens by some algorithms.
 
   Args:
     algorithms: label to algorithm.
@@ -83,6 +89,10 @@ def multipliers(
     saved_batch.NotFinite: a result is too large for the precision.
   """
 
+  # A KL term would hide that a token is cut.
+  kl = dataclasses.replace(algorithm.kl, where='nowhere')
+  algorithm = dataclasses.replace(algorithm, kl=kl)
+
   def gradient(logprobs_BL):
     found = lab.loss_and_gradient(
       algorithm,
@@ -101,7 +111,7 @@ def multipliers(
   return ratio_BL / np.median(positive) if positive.size else ratio_BL
 
 
-def shares(multipliers_BL: np.ndarray, groups: Groups) -> Fates:
+def shares(multipliers_BL: np.ndarray, groups: Groups) -> Shares:
   """Returns the shares of each group; nan for a group without a multiplier."""
 
   def share(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -112,7 +122,7 @@ def shares(multipliers_BL: np.ndarray, groups: Groups) -> Fates:
       found.append(of(values).mean() if values.size else np.nan)
     return np.array(found)
 
-  return Fates(
+  return Shares(
     share(lambda m: m <= 0),
     share(lambda m: (m > 0) & (m < 1 - _TOLERANCE)),
     share(lambda m: m > 1 + _TOLERANCE),
@@ -127,18 +137,19 @@ def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
   names = [str(turn) for turn in range(1, most + 1)]
   if turns_BL.max() > most:
     names[-1] += '+'
-  same_BLL = turns_BL[:, :, None] == turns_BL[:, None]
-  lengths_BL = same_BLL.sum(axis=2)
+  rows_B = np.arange(len(turns_BL))
+  numbers_BL = rows_B[:, None] * (turns_BL.max() + 1) + turns_BL
+  lengths_BL = np.bincount(numbers_BL.ravel())[numbers_BL]
   log_ratio_BL = arrays['logprobs_BL'] - arrays['old_logprobs_BL']
   edges = [f'{edge:g}' for edge in _LOG_RATIOS]
   spans = [f'{low} … {high}' for low, high in itertools.pairwise(edges)]
-  numbers_BL = np.searchsorted(_LOG_RATIOS, log_ratio_BL)
+  bins_BL = np.searchsorted(_LOG_RATIOS, log_ratio_BL)
   return {
     'turn': Groups(names, np.minimum(turns_BL, most) - 1),
     'tokens of the turn': _by_length(lengths_BL, mask_BL),
     'log-ratio of the token': Groups(
       [f'< {edges[0]}', *spans, f'> {edges[-1]}'],
-      np.where(mask_BL, numbers_BL, -1),
+      np.where(mask_BL, bins_BL, -1),
     ),
   }
 
