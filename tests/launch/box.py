@@ -134,8 +134,9 @@ class Box:
     stdin: int = subprocess.DEVNULL,
   ):
     """Starts the launcher, from a folder that is not the clone."""
-    words = ['launch.submit', 'tpu', f'--workdir={workdir}', *flags]
-    return self.start([*words, '--config=mine.py'], stdin=stdin)
+    words = ['launch.submit', 'tpu', f'--workdir={workdir}']
+    # Of equal flags the last one counts.
+    return self.start([*words, '--config=mine.py', *flags], stdin=stdin)
 
   def start(self, words: list[str], *, stdin: int = subprocess.DEVNULL):
     """Starts a module with flags, there; those of a slice are added."""

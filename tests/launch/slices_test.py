@@ -323,7 +323,8 @@ def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(
 @pytest.mark.slow
 def test_the_first_hour_of_a_slice_reports_to_the_bucket(real_box, google):
   box = real_box
-  flags = ['--command=first_hour', *runs.flags()[1:]]
+  flags = ['--command=first_hour', '--config=mine.py:st_ppo']
+  flags += [x for x in runs.flags()[1:] if 'num_steps' not in x]
   code, out = _end(box.submit(*flags, workdir=bucket_hosts.ADDRESS))
   assert code == 0, out + box.console()
   place = f'{bucket_hosts.ADDRESS.removeprefix("gs://mine/")}.first_hour'
