@@ -103,8 +103,10 @@ class SearchEnvironment(protocol.Environment):
     return prompts.fill(self._template, question)
 
   def episode(self, question: types.Question) -> Self:
-    """Returns a copy, which remembers whether it has found the answer."""
+    """Returns itself; a copy if it must remember what it has found."""
     del question
+    if not self._weights['turn_first_found']:
+      return self
     episode = copy.copy(self)
     episode._has_found = False
     return episode
