@@ -25,7 +25,8 @@ _NAMES = {
     targets of V: GAE with lambda_critic, plus V
     """,
     'VC-PPO, arXiv 2503.01491; VAPO, arXiv 2504.05118.',
-    entry.PAPER + ' That a negative lambda is 0 was read in NeMo-RL.',
+    entry.PAPER + ' That a negative lambda is 0, and that the length counts '
+    'policy tokens, was read in NeMo-RL, whose numbers ours equal.',
     'Values should learn returns, while the policy has a lambda below 1. With '
     '`alpha`, the outcome counts about exp(-1 / alpha) at the start of a long '
     'trajectory, whatever its length.',

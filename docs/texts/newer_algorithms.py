@@ -172,8 +172,9 @@ ALGORITHMS = {
     w is the token ratio. A trajectory is correct if its outcome is `least`.
     """,
     'VAPO, arXiv 2504.05118; the separate lambdas: arXiv 2503.01491.',
-    entry.PAPER + ' That a negative lambda is 0 was read in NeMo-RL; that '
-    'length counts policy tokens, and what is correct, is our choice.',
+    entry.PAPER + ' That a negative lambda is 0, and that the length counts '
+    'policy tokens, was read in NeMo-RL, whose numbers ours equal. What is '
+    'correct is our choice.',
     'Dialogues are long and of different lengths, and the outcome is their '
     'only reward. Pretrain the values: `loss.value_warmup_steps=50` updates '
     'nothing else in the first 50 steps, on dialogues of the same policy. With '

@@ -41,6 +41,7 @@ OPTIONS = {
   'max_response_tokens': 100,
   'gamma': 0.97,
   'lambda_': 0.9,
+  'alpha': 0.3,
 }
 
 

@@ -232,6 +232,15 @@ ADVANTAGES = {
   'verl.leave_one_out': ('leave_one_out', {}),
   # REINFORCE++ is the whitened return-to-go.
   'verl.monte_carlo': ('monte_carlo', {'gamma': OPTIONS['gamma']}),
+  'nemo.gae_by_length': (
+    'decoupled_gae',
+    {
+      'gamma': OPTIONS['gamma'],
+      'lambda_critic': OPTIONS['lambda_'],
+      'alpha': OPTIONS['alpha'],
+      'whiten': 'none',
+    },
+  ),
   'tunix.gae_decayed': ('gae', DECAYED),
   'tunix.group_normalized': ('group_normalized', {}),
   'tunix.group_centered': ('group_centered', {}),

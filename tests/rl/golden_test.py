@@ -1,8 +1,9 @@
 """Our algorithms against public implementations, on the same arrays.
 
 The numbers are those of verl, trl and tunix, made by
-tests/golden/make_family.py; a failing test here means that our mathematics
-changed. Ours run jitted, in float64, with NaN and inf off the mask.
+tests/golden/make_family.py, and of AT2PO and NeMo-RL, made by scripts beside
+it; a failing test here means that our mathematics changed. Ours run jitted, in
+float64, with NaN and inf off the mask.
 
 Where theirs is another formula, the case has a comment and aligns it. Three
 differences hold for all: trl's means over rows count a row without tokens as
@@ -10,7 +11,7 @@ one of zeros, ours leave it out; verl and tunix add 1e-8 to counts; verl gives
 the lone trajectory of a question its raw reward as advantage, where ours is 0.
 
 We lack verl's DRO. They lack the clipping bias, BAPO, SSPO, GRPO-Guard,
-MT-GRPO, GiGPO, TOPR, and GAE over turns.
+MT-GRPO, GiGPO, TOPR, EVPO, and GAE over turns.
 """
 
 import collections
@@ -50,7 +51,9 @@ def _cases(source):
 
 ARRAYS = _load('arrays')
 MASK = ARRAYS['loss_mask_BL']
-GOLDEN = _cases('verl') | _cases('trl') | _cases('tunix') | _cases('atpo')
+GOLDEN = {}
+for source in ('verl', 'trl', 'tunix', 'atpo', 'nemo'):
+  GOLDEN |= _cases(source)
 ROWS = MASK.any(1)
 LONE_ROW = 6  # the only trajectory of its question
 

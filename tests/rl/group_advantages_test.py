@@ -147,6 +147,25 @@ def test_turns_are_compared_by_the_states_before_them(normalize, history):
   )
 
 
+def test_a_longer_common_past_weighs_more_by_hand():
+  turn_ids = np.tile(np.array([1, 2, 3], np.int32), (3, 1))
+  batch = batches.rows(batches.make()[0], np.arange(3)).replace(
+    rewards_BL=np.array([[0, 0, 0.0], [0, 0, 2], [0, 0, 8]]),
+    group_ids_B=np.zeros(3, np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=turn_ids > 0,
+    # The first and the last row have one past, the other joins them later.
+    state_ids_BL=np.array([[1, 2, 3], [4, 2, 3], [1, 2, 3]], np.int32),
+  )
+  options = {'omega': 1.0, 'gamma': 1.0, 'normalize': 'none', 'history': 2}
+  out = _estimate(batch, 'gigpo', outcome_weight=0.0, **options)
+  # Weights 2, 3 and 4; the means of all three are 10 / 3, of two 4.
+  all_three = (2 + 3) * -10 / 3
+  np.testing.assert_allclose(out[0, 2], (all_three + 4 * -4) / 9)
+  np.testing.assert_allclose(out[1, 2], 2 - 10 / 3)
+  np.testing.assert_allclose(out[:, 0], [-4, 0, 4])
+
+
 @pytest.mark.parametrize('normalize', ['std', 'none'])
 def test_outcomes_of_gigpo_may_count_once_a_trajectory(normalize):
   batch = _make()
