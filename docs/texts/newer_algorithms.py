@@ -169,7 +169,7 @@ ALGORITHMS = {
            tokens), but at least 0
     V learns returns (lambda_critic = 1)
 
-    w is the token ratio. A trajectory is correct if its outcome is `least`.
+    w is the token ratio. Correct is a trajectory with an outcome >= least.
     """,
     'VAPO, arXiv 2504.05118; the separate lambdas: arXiv 2503.01491.',
     entry.PAPER + ' That a negative lambda is 0, and that the length counts '

@@ -287,6 +287,7 @@ def test_annotating_packed_rows_gives_the_same_batch(experts):
   )
 
 
+@pytest.mark.slow
 def test_mean_logprobs_are_those_of_rows_of_their_own():
   models = updates.sums()
   batch = _batch(models)

@@ -9,6 +9,7 @@ batch is a turn. docs/turn_baselines.md has the derivation.
 import itertools
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -92,9 +93,11 @@ def _moments(trajectories, name, **options):
     group_ids_B=np.repeat(np.arange(len(groups), dtype=np.int32), G),
   )
   chosen = defaults.choice('advantage', name, **options)
-  estimate = advantages.estimate_advantages(
-    rewards, batch, num_turns=T, **chosen
-  )
+  estimate = jax.jit(
+    lambda batch: advantages.estimate_advantages(
+      batch.rewards_BL, batch, num_turns=T, **chosen
+    )
+  )(batch)
   by_row = np.einsum(
     'bt,bti->bi', estimate.advantages_BL, [_scores(x) for x in rows]
   )
