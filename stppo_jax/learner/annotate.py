@@ -155,7 +155,7 @@ def annotate(
 
 def mean_logprobs(
   params: model_roles.Params,
-  batch: batch_lib.TokenBatch,
+  inputs: forward.Inputs,
   packed: packing_lib.Packed,
   *,
   models: model_roles.Models,
@@ -165,7 +165,7 @@ def mean_logprobs(
 
   Args:
     params: the weights of the models.
-    batch: the packed batch; the result is 0 for a row without a loss mask.
+    inputs: the rows; the result is 0 for one without a loss mask.
     packed, models, temperature: see `annotate`.
   """
   policy = models.policy
@@ -176,14 +176,15 @@ def mean_logprobs(
         policy, weights, inputs, temperature=temperature
       ).logprobs_BL
     ),
-    rows_lib.select(forward.inputs_of(batch), packed.rows, policy.mesh),
+    rows_lib.select(inputs, packed.rows, policy.mesh),
     packed.packing,
   )
   logprobs_BL = rows_lib.select(
     logprobs_BL, jnp.argsort(packed.rows), policy.mesh
   )
+  assert inputs.loss_mask_BL is not None
   return masking.divide(
-    *masking.masked_total(logprobs_BL, batch.loss_mask_BL, axis=1)
+    *masking.masked_total(logprobs_BL, inputs.loss_mask_BL, axis=1)
   )
 
 

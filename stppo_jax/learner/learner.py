@@ -179,12 +179,12 @@ class Learner:
     self, state: state_lib.TrainState, packed: batch_lib.TokenBatch
   ) -> np.ndarray:
     """Returns `annotate.mean_logprobs` of this host's rows."""
-    batch = distributed.from_local_rows(packed, self._rows)
-    rows = self._packed(
-      batch, np.arange(len(batch.lengths_B)), self.annotate_sizes
-    )
+    inputs = distributed.from_local_rows(forward.inputs_of(packed), self._rows)
+    lengths, losses = jax.device_get(self.programs.sizes(inputs))
+    order = np.arange(len(lengths))
+    rows = packing_lib.plan(order, lengths, losses, self.annotate_sizes)
     return distributed.to_local_rows(
-      self.programs.mean_logprobs(state.params, batch, rows)
+      self.programs.mean_logprobs(state.params, inputs, rows)
     )
 
   def minibatches(

@@ -295,7 +295,11 @@ def test_mean_logprobs_are_those_of_rows_of_their_own():
   means = jax.jit(
     functools.partial(annotate.mean_logprobs, models=models, temperature=0.7),
     compiler_options=updates.COMPILER_OPTIONS,
-  )(state.params, batch, updates.packed(batch, 2, row_length=_ROW))
+  )(
+    state.params,
+    forward.inputs_of(batch),
+    updates.packed(batch, 2, row_length=_ROW),
+  )
   logprobs_BL = forward.token_outputs(
     models.policy,
     state.policy.params,
