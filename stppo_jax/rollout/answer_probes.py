@@ -4,8 +4,8 @@ B trajectories, L tokens, T turns. A probe is a dialogue up to one of its
 observations, followed by `<answer>` and the golden answer. The mean
 log-probability of the answer's tokens says how much the policy can make of what
 it has read. What an observation adds is the information gain of its turn: IGPO,
-arXiv 2510.14967. That only the first golden answer is asked for, directly after
-the tag, is our choice.
+arXiv 2510.14967. That only the first golden answer is asked for, after the tag
+and a space, is our choice.
 """
 
 from collections.abc import Sequence
