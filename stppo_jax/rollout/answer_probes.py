@@ -85,7 +85,8 @@ def gains(
 
   Returns:
     float [B, T - 1], p after turn k's observation minus p before the turn,
-    where p is the exponential of the mean; 0 where a probe does not exist.
+    where p is the exponential of the mean; 0 where a probe does not exist, and
+    not finite where a log-probability is not.
   """
   p_BT = np.exp(logprobs.astype(np.float64)).reshape(-1, num_turns)
   exists_BT = (np.asarray(lengths) > 0).reshape(-1, num_turns)

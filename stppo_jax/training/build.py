@@ -21,9 +21,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import publish as publish_lib
-from stppo_jax.rollout import answer_probes
 from stppo_jax.rollout import evaluation
-from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.rollout import prefetch
 from stppo_jax.rollout import steps as steps_lib
 from stppo_jax.sampling import engine as local_engine
@@ -34,6 +32,7 @@ from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from stppo_jax.training import span
+from stppo_jax.training import step_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Parts:
     step_collector: collects one step, and completes its metrics.
     prefetcher: schedules the collections of steps and returns their results.
     evaluator: evaluates a published policy.
-    pack: turns trajectories into the arrays of a batch.
-    add_gains: adds information gains of a policy to the rewards of a batch.
+    pack: makes the batch of a step; see `step_batch.pack`.
     release: frees the memory of the engine that training may use, until the
       next policy is published.
     notes: lines about what the config leads to; of the first host.
@@ -66,8 +64,7 @@ class Parts:
   step_collector: steps_lib.StepCollector
   prefetcher: prefetch.Prefetcher
   evaluator: evaluation.Evaluator
-  pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
-  add_gains: Callable[..., batch_lib.TokenBatch]
+  pack: Callable[..., tuple[batch_lib.TokenBatch, dict[str, float]]]
   release: Callable[[], None]
   notes: Sequence[str]
 
@@ -142,10 +139,11 @@ def build(config, folder: claim.Folder) -> Parts:
     prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
     folder.enter(contextlib.closing(prefetcher))
     pack = functools.partial(
-      pack_lib.pack,
-      length_bucket=components_lib.length_unit(config),
+      step_batch.pack,
+      config=config,
+      tokenizer=tokenizer,
+      learner=learner,
       sentences=sentences,
-      with_expert_ids=config.updates.routing_replay == 'sampler',
       hosts=folder.hosts,
     )
   return Parts(
@@ -159,40 +157,9 @@ def build(config, folder: claim.Folder) -> Parts:
     prefetcher,
     evaluator,
     pack,
-    _gains(config, tokenizer, learner, folder),
     functools.partial(engines.release, engine, config),
     [*_notes(config, found, folder.hosts.count)] * folder.hosts.is_first,
   )
-
-
-def _gains(config, tokenizer, learner, folder):
-  """Returns a function that adds information gains to a packed batch.
-
-  It is called with the state whose policy is asked, the batch, and the
-  trajectories of its rows; see `answer_probes`.
-  """
-  num_turns = config.env.max_turns + 1
-
-  def add(state, packed, trajectories):
-    weight = config.env.rewards.information_gain
-    if not weight:
-      return packed
-    probes = pack_lib.pack(
-      answer_probes.build(
-        trajectories,
-        tokenizer,
-        num_turns=num_turns,
-        max_length=config.env.max_length,
-      ),
-      length_bucket=components_lib.length_unit(config),
-      hosts=folder.hosts,
-    )
-    gains_BT = answer_probes.gains(
-      learner.mean_logprobs(state, probes), probes.lengths_B, num_turns
-    )
-    return answer_probes.rewarded(packed, gains_BT, weight)
-
-  return add
 
 
 def _notes(

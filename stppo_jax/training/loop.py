@@ -22,7 +22,6 @@ from stppo_jax.training import metrics as metrics_lib
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import skipped_updates
 from stppo_jax.training import starts
-from stppo_jax.workdir import agreement
 
 _log = logging.getLogger(__name__)
 
@@ -94,9 +93,7 @@ def train(
             parts.release()
 
         with run.phase('annotate'):
-          packed = parts.pack(collected.trajectories)
-          packed = parts.add_gains(state, packed, collected.trajectories)
-          agreement.check_program(hosts, 'annotate and update', step, packed)
+          packed, gained = parts.pack(collected.trajectories, state, step)
           totals = metrics_lib.totals(
             hosts, packed, collected.seconds, learner.policy.config
           )
@@ -108,6 +105,7 @@ def train(
           )
           metrics = parts.step_collector.measured(collected.metrics, step)
           metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}
+          metrics |= gained
           if step == 0:
             checks.check_mismatch(config, metrics)
 

@@ -31,6 +31,7 @@ from stppo_jax.tools.lab import saved_batch
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
+from stppo_jax.training import step_batch
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
@@ -109,11 +110,14 @@ def collect(
     )
     trajectories, _ = step_collector.collect(step)
     engines.release(engine, config)
-  packed = pack.pack(
+  packed, _ = step_batch.pack(
     trajectories,
-    length_bucket=components_lib.length_unit(config),
+    state,
+    step,
+    config=config,
+    tokenizer=tokenizer,
+    learner=learner,
     sentences=pack.SentenceSplitter(tokenizer.token_bytes()),
-    with_expert_ids=config.updates.routing_replay == 'sampler',
   )
   _log.info('annotating them')
   annotated, _ = learner.annotate(state, packed, reference=reference)
