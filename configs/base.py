@@ -200,8 +200,12 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
           'turn_answer_found': 0.0,  # if these contain a golden answer
-          'turn_first_found': 0.0,  # if no passages of earlier turns did
-          # Times how much likelier a golden answer becomes with its passages.
+          # If these passages contain a golden answer and no earlier ones did.
+          'turn_first_found': 0.0,
+          # Times the gain in the probability of the first golden answer by what
+          # was read after the turn. The policy that is about to be updated is
+          # asked, also with rollout.steps_ahead. It costs up to max_turns + 1
+          # forward passes of each trajectory, each over all tokens so far.
           'information_gain': 0.0,
           # Rewards of env.name=textworld.
           'solved': 1.0,  # reward of the trajectory, if the game is solved

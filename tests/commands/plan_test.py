@@ -353,12 +353,17 @@ def test_a_plan_without_a_compiler_has_seconds_and_costs(capsys, name):
 
 
 def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
-  code, out, _ = _planned_for(capsys, 'gpu:a100:8', '--hbm_gib=1e-6')
+  code, out, _ = _planned_for(
+    capsys,
+    *('gpu:a100:8', '--hbm_gib=1e-6'),
+    '--config.env.rewards.information_gain=1.0',
+  )
   assert code == 2 and out.endswith(
     '\ndoes not fit in 1e-06 GiB\nno change of the config was found with which '
     'it fits; use more devices\n'
   )
   assert 'GiB  headroom' in out and 'Assumed: every row' in out
+  assert 'env.rewards.information_gain are not counted' in out
   assert re.search(r'^4 steps: [\d.e-]+ hours, [\d.e-]+ chip-hours$', out, re.M)
 
 

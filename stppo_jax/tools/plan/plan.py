@@ -57,6 +57,7 @@ class Plan:
     work: the sizes of a step.
     phases: the phases of a step by name, see `roofline.phases`.
     num_steps: the steps of the run.
+    asks_for_gains: whether turns are rewarded for information gains.
     limit: the bytes of a device's memory.
   """
 
@@ -70,6 +71,7 @@ class Plan:
   work: roofline.Work
   phases: Mapping[str, roofline.Phase]
   num_steps: int
+  asks_for_gains: bool
   limit: float
 
   @property
@@ -206,6 +208,7 @@ def make(
     work=work,
     phases=roofline.phases(work, topology),
     num_steps=config.num_steps,
+    asks_for_gains=bool(config.env.rewards.information_gain),
     limit=limit,
   )
 

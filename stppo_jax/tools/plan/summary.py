@@ -9,6 +9,10 @@ from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
 
 _GIB = 2**30
+_GAINS = (
+  'the forward passes of env.rewards.information_gain are not counted, up to '
+  'env.max_turns + 1 of each trajectory'
+)
 
 
 def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
@@ -88,6 +92,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     'assumptions': [
       *roofline.ASSUMPTIONS,
       *([roofline.BESIDE] if plan.work.collectors else []),
+      *([_GAINS] if plan.asks_for_gains else []),
     ],
   }
 
