@@ -327,7 +327,7 @@ ALGORITHMS = {
   ),
   'hgpo': _algorithm(
     advantage=defaults.choice(
-      'advantage', 'gigpo', outcome_weight=0.0, history=2.0
+      'advantage', 'gigpo', outcome_weight=0.0, history=2
     ),
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
   ),

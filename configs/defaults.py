@@ -120,7 +120,7 @@ DEFAULTS = {
       'gamma': 0.95,  # discount per turn
       # Turns are compared by their state and by up to so many before it; a
       # comparison by n states weighs (n + 1)^power.
-      'history': 0.0,
+      'history': 0,
       'power': 1.0,
       'normalize': 'std',  # std | none
       # How often an outcome counts in the statistics of its group: once for
@@ -135,7 +135,7 @@ DEFAULTS = {
 # The values with which runs behaved that began before an option existed.
 BEFORE = {
   'advantage.critic_tokens': 'policy',
-  'advantage.history': 0.0,
+  'advantage.history': 0,
   'advantage.outcome_counts': 'per_trajectory',
   'advantage.outcome_weight': 1.0,
   'advantage.power': 1.0,

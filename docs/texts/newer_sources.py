@@ -220,7 +220,7 @@ SOURCES = {
     },
     others={
       'algorithm.advantage.outcome_weight': 0.0,
-      'algorithm.advantage.history': 2.0,
+      'algorithm.advantage.history': 2,
       'algorithm.advantage.power': 1.0,
       'algorithm.advantage.gamma': 0.95,
     },

@@ -17,7 +17,8 @@ trajectories; these vectors, and the square matrices of their pairs, have no
 suffix where they may be either. With matrices there is no scatter and no
 sorting, and on a mesh every device compares its own rows with all rows. A
 compiler for accelerators fuses the matrices into their sums; on CPU they take 5
-bytes per pair.
+bytes per pair. Only the pairs of `gigpo` with a history are kept, one byte per
+pair, from one h to the next.
 
 Every token of a row has an advantage, observations and padding included,
 because whitening may be over observation tokens.
@@ -289,8 +290,9 @@ class Gigpo(options_lib.Named):
   omega: float = options_lib.number()
   outcome_weight: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
-  history: float = options_lib.number()
-  power: float = options_lib.number()
+  history: int = options_lib.count()
+  # With more, the longest history alone would count, and float32 overflow.
+  power: float = options_lib.number(at_most=10.0)
   normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
   outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
   epsilon: float = options_lib.number(above=0.0)
@@ -304,7 +306,7 @@ def gigpo(
   omega: Array | float,
   outcome_weight: Array | float,
   gamma: Array | float,
-  history: Array | float,
+  history: int,
   power: Array | float,
   normalize: str,
   outcome_counts: str,
@@ -332,7 +334,7 @@ def gigpo(
     omega: weight of N(G).
     outcome_weight: weight of N(R).
     gamma: discount per turn.
-    history: the most states before a turn that are compared.
+    history: static, the most states before a turn that are compared.
     power: how much more an h weighs under which fewer turns are comparable.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
     outcome_counts: R counts in the mean and the deviation of its group once for
@@ -363,24 +365,25 @@ def gigpo(
 
   def compare(carry, before):
     pairs, total, weights = carry
-    advantage = normalization(to_go, pairs, epsilon)
-    weight = masking.select((before + 2) ** power, advantage != 0)
-    # The next pairs are those whose predecessors are pairs, too; first turns
-    # have none.
+    # The pairs whose predecessors are pairs, too; first turns have none.
     shifted = pairs.reshape(*present_BT.shape, *present_BT.shape)
     shifted = shifted[:, :-1, :, :-1]
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
     pairs = same & shifted.reshape(same.shape)
-    return pairs, total + weight * advantage, weights + weight
+    advantage = normalization(to_go, pairs, epsilon)
+    # All w_h are divided by w_0, which leaves N_0 as it is.
+    weight = masking.select((1 + before / 2) ** power, advantage != 0)
+    return (pairs, total + weight * advantage, weights + weight), None
 
-  def step(carry, before):
-    skip = lambda carry, before: carry
-    return jax.lax.cond(before <= history, compare, skip, carry, before), None
-
-  zero = jnp.zeros_like(to_go)
-  before = jnp.arange(num_turns, dtype=to_go.dtype)
-  (_, total, weights), _ = jax.lax.scan(step, (same, zero, zero), before)
-  steps_BT = masking.divide(total, weights).reshape(present_BT.shape)
+  steps = normalization(to_go, same, epsilon)
+  if earlier := min(history, num_turns - 1):
+    weights = (steps != 0).astype(steps.dtype)
+    before = jnp.arange(1, earlier + 1, dtype=to_go.dtype)
+    (_, total, weights), _ = jax.lax.scan(
+      compare, (same, steps, weights), before
+    )
+    steps = masking.divide(total, weights)
+  steps_BT = steps.reshape(present_BT.shape)
   if outcome_counts == 'per_turn':
     rewards = jnp.repeat(reward_B, num_turns)
     outcome = normalization(rewards, group_pairs, epsilon)

@@ -11,10 +11,11 @@ name to both:
 
     BOUNDS = {'fixed': options.Choice(fixed, Fixed), ...}
 
-Every field is made by `one_of`, `some_of`, `number` or `section`, which attach
-the rule for its values. Numbers are leaves of a jax pytree, so that changing
-one does not recompile; names are static. `check` finds all problems of a
-mapping of options at once, and `build` turns the mapping into the dataclass.
+Every field is made by `one_of`, `some_of`, `number`, `count` or `section`,
+which attach the rule for its values. Numbers are leaves of a jax pytree, so
+that changing one does not recompile; names and counts are static. `check` finds
+all problems of a mapping of options at once, and `build` turns the mapping into
+the dataclass.
 """
 
 from collections.abc import Callable
@@ -182,7 +183,23 @@ class Number:
     return float(value)
 
 
-OptionRule = OneOf | SomeOf | Number
+@dataclasses.dataclass(frozen=True)
+class Count:
+  """The rule of an option that holds an integer, 0 or greater."""
+
+  allowed: ClassVar[str] = 'an integer >= 0'
+
+  def problem(self, value: Any) -> str | None:
+    """Returns what is wrong with a value; None if nothing is."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    return None if integer and value >= 0 else f'must be {self.allowed}'
+
+  def build(self, value: Any) -> int:
+    """Returns a valid value in the type that the option stores."""
+    return int(value)
+
+
+OptionRule = OneOf | SomeOf | Number | Count
 
 
 def one_of(names: Iterable[str]) -> Any:
@@ -209,6 +226,11 @@ def number(
     infinite: whether infinity is allowed.
   """
   return dataclasses.field(metadata={'rule': Number(above, at_most, infinite)})
+
+
+def count() -> Any:
+  """Returns a field that holds an integer; another one is another program."""
+  return _static(Count())
 
 
 def section(options: Section) -> Any:

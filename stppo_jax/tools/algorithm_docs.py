@@ -84,7 +84,7 @@ def choices() -> dict[str, list[str]]:
   """
   result: dict[str, list[str]] = {}
   for key, rule in options_lib.rules(algorithm_lib.Algorithm):
-    if not isinstance(rule, options_lib.Number):
+    if isinstance(rule, options_lib.OneOf | options_lib.SomeOf):
       names = result.setdefault(key, [])
       names += [name for name in rule.names if name not in names]
   return result
@@ -318,10 +318,10 @@ def _every_option(base):
   rule_of_key = rules(base)
   for key, value in settings.flatten(base).items():
     rule = rule_of_key[key]
-    if isinstance(rule, options_lib.Number):
-      allowed = rule.allowed
-    else:
+    if isinstance(rule, options_lib.OneOf | options_lib.SomeOf):
       allowed = ', '.join(f'`{name}`' for name in rule.names)
+    else:
+      allowed = rule.allowed
     rows.append((f'`{key}`', f'`{value}`', allowed))
   return _table(rows)
 

@@ -189,6 +189,14 @@ def test_all_problems_at_once(wrap):
       'algorithm.bounds.low_limit=0.5: must be 0.6 (low) or greater',
     ),
     (
+      {'advantage__name': 'gigpo', 'advantage__history': 1.5},
+      'algorithm.advantage.history=1.5: must be an integer >= 0',
+    ),
+    (
+      {'advantage__name': 'gigpo', 'advantage__power': 11.0},
+      'algorithm.advantage.power=11.0: must be a finite number >= 0 and <= 10',
+    ),
+    (
       {'objective__name': 'dual_clip', 'objective__c': 1.0},
       'algorithm.objective.c=1.0: must be a finite number > 1',
     ),

@@ -26,7 +26,7 @@ OPTIONS = {
     'omega': OMEGA,
     'outcome_weight': 1.0,
     'gamma': GAMMA,
-    'history': 0.0,
+    'history': 0,
     'power': 1.0,
     'normalize': 'std',
     'outcome_counts': 'per_turn',
@@ -52,7 +52,8 @@ NAMES = pytest.mark.parametrize('name', OPTIONS)
 
 
 @functools.partial(
-  jax.jit, static_argnames=('name', 'whiten', 'normalize', 'outcome_counts')
+  jax.jit,
+  static_argnames=('name', 'whiten', 'normalize', 'outcome_counts', 'history'),
 )
 def _jitted(
   batch, name, whiten, normalize=None, outcome_counts=None, **options
