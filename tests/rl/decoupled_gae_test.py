@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.rl import advantages
 from stppo_jax.rl import diagnostics
-from stppo_jax.rl import gae as gae_lib
 from tests.rl import batches
 from tests.rl import twins
 
@@ -122,20 +122,23 @@ def test_equal_lambdas_without_alpha_are_gae():
 def test_the_outcome_reaches_back_a_share_of_the_row():
   # alpha is about how many rows long the reach of lambda is: the outcome counts
   # exp(-1 / alpha) at the start of any long row.
-  weights = []
-  for length in (200, 400, 2000):
-    rewards = np.zeros((1, length))
-    rewards[0, -1] = 1.0
-    own = 1 - 1 / (0.5 * length)
-    out = gae_lib.gae(
-      rewards,
-      np.zeros((1, length)),
-      np.ones((1, length), bool),
-      gamma=1.0,
-      lambda_=np.full(1, own),
-    )
-    weights.append(float(out[0, 0]))
-  np.testing.assert_allclose(weights, np.exp(-2), rtol=0.01)
+  lengths = np.array([200, 400, 2000])
+  mask_BL = np.arange(2000) < lengths[:, None]
+  zeros_BL = np.zeros(mask_BL.shape)
+  rewards_BL = zeros_BL.copy()
+  rewards_BL[np.arange(3), lengths - 1] = 1.0
+  batch = batch_lib.TokenBatch(
+    tokens_BL=np.zeros(mask_BL.shape, np.int32),
+    lengths_B=lengths.astype(np.int32),
+    turn_ids_BL=mask_BL.astype(np.int32),
+    loss_mask_BL=mask_BL,
+    sampler_logprobs_BL=zeros_BL,
+    rewards_BL=rewards_BL,
+    group_ids_B=np.arange(3, dtype=np.int32),
+    values_BL=zeros_BL,
+  )
+  out = _estimate(batch, gamma=1.0, lambda_=1.0, alpha=0.5)
+  np.testing.assert_allclose(out.advantages_BL[:, 0], np.exp(-2), rtol=0.01)
 
 
 def test_short_rows_see_one_step_and_the_critic_sees_all():
