@@ -60,7 +60,10 @@ DEFAULTS = {
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
     # A share of the tokens gets a penalty coefficient * |log r|.
     'kl_cov': {'share': 2e-4, 'coefficient': 1.0},
-    # Trajectories whose outcome is `least` or more are imitated, too.
+    # Trajectories whose outcome is `least` or more are imitated, too. That is
+    # the sum of all rewards on the last token: search_penalty and overlong
+    # lower it, and if no outcome is so high nothing is imitated. The metric
+    # actor/imitated tells the share.
     'positive_examples': {'coefficient': 0.1, 'least': 1.0},
   },
   # How the terms of the tokens become a scalar.

@@ -169,7 +169,8 @@ ALGORITHMS = {
            tokens), but at least 0
     V learns returns (lambda_critic = 1)
 
-    w is the token ratio. Correct is a trajectory with an outcome >= least.
+    w is the token ratio. A trajectory is correct if its outcome is at least
+    `least`.
     """,
     'VAPO, arXiv 2504.05118; the separate lambdas: arXiv 2503.01491.',
     entry.PAPER + ' That a negative lambda is 0, and that the length counts '
@@ -179,7 +180,10 @@ ALGORITHMS = {
     'only reward. Pretrain the values: `loss.value_warmup_steps=50` updates '
     'nothing else in the first 50 steps, on dialogues of the same policy. With '
     'alpha 0.05 a row of up to 20 tokens has lambda 0, so raise it for short '
-    'dialogues.',
+    'dialogues. The outcome is the sum of all rewards on the last token: '
+    '`env.rewards.search_penalty` and `env.rewards.overlong` lower it, and '
+    'where it never reaches `least` nothing is imitated. The metric '
+    '`actor/imitated` is the share of trajectories that are.',
     'NeMo-RL: `length_adaptive_alpha`, `gae_lambda_value`.',
   ),
   'evpo': entry.Description(
@@ -223,7 +227,11 @@ ALGORITHMS = {
     entry.CODE + ' There, r_k is the information gain of a turn (IGPO, arXiv '
     '2510.14967), and the bounds of a turn are scaled by 1 + 0.3 (2 '
     'sigmoid(z(r_k)) - 1). Here, r_k is any reward of turns, such as '
-    '`env.rewards.information_gain`, and bounds are not scaled.',
+    '`env.rewards.information_gain`, and bounds are not scaled. For these '
+    'gains the policy that is about to be updated is asked, also with '
+    '`rollout.steps_ahead`, for the probability of the first golden answer '
+    'before every turn: up to `env.max_turns` + 1 forward passes of each '
+    'trajectory, each over all tokens so far.',
     'Turns have rewards of their own, whose size depends on the number of the '
     'turn. It is biased where the policy decides when to stop: '
     '[the baseline of a turn](turn_baselines.md).',

@@ -27,6 +27,7 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import objectives
 
 Array = jax.Array
 
@@ -211,6 +212,15 @@ def _metrics(
     jnp.sum(kl_BL, axis=1), jnp.any(mask_BL, axis=1)
   )
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
+  objective = algorithm.objective
+  if isinstance(objective, objectives.PositiveExamples):
+    imitated_BL = objectives.imitated(
+      batch.rewards_BL, mask_BL, objective.least
+    )
+    metrics['actor/imitated'] = masking.masked_mean(
+      jnp.any(imitated_BL, axis=1).astype(kl_BL.dtype),
+      jnp.any(mask_BL, axis=1),
+    )
   return metrics | diagnostics.mismatch(
     batch.old_logprobs_BL, batch.sampler_logprobs_BL, mask_BL
   )

@@ -341,21 +341,25 @@ def positive_examples(
   Source: arXiv 2504.05118.
   """
   term_BL, cut_BL = pessimistic(context, low, high, ())
-  likelihood_BL = masking.select(context.logprobs_BL, _correct(context, least))
+  correct_BL = imitated(context.batch.rewards_BL, context.mask_BL, least)
+  likelihood_BL = masking.select(context.logprobs_BL, correct_BL)
   return term_BL - coefficient * weight * likelihood_BL, cut_BL
 
 
 def _positive_weight(context, low, high, *, coefficient, least):
   del low, high, coefficient
   count = lambda mask_BL: jnp.sum(mask_BL, dtype=context.logprobs_BL.dtype)
-  return masking.divide(count(context.mask_BL), count(_correct(context, least)))
+  correct_BL = imitated(context.batch.rewards_BL, context.mask_BL, least)
+  return masking.divide(count(context.mask_BL), count(correct_BL))
 
 
-def _correct(context, least):
-  """Returns a mask of the policy tokens of rows with such an outcome."""
-  mask_BL = context.mask_BL
+def imitated(rewards_BL: Array, mask_BL: Array, least: Number) -> Array:
+  """Returns a mask of the policy tokens of rows that have such an outcome.
+
+  The outcome is the reward on the last token, penalties included.
+  """
   last_BL = masking.last_mask(mask_BL)
-  outcome_BL = masking.select(context.batch.rewards_BL, last_BL)
+  outcome_BL = masking.select(rewards_BL, last_BL)
   correct_BL = last_BL & (outcome_BL >= least)
   return mask_BL & jnp.any(correct_BL, axis=1, keepdims=True)
 

@@ -178,6 +178,12 @@ def test_whitening_is_over_the_whole_batch():
   assert abs(batch.advantages_BL[0][_MASK[0]].mean()) > 0.05
 
 
+def test_the_share_of_imitated_trajectories_is_measured():
+  changes = {'objective__name': 'positive_examples', 'objective__least': 0.25}
+  _, metrics = _annotate(_case(), **changes)
+  _assert_close(metrics['actor/imitated'], 2 / 3)  # 1.0 and 0.25, not -0.5
+
+
 def test_temperature_reaches_the_log_probabilities():
   case = _case()
   batch, _ = _annotate(case, temperature=2.0)
