@@ -97,9 +97,17 @@ def gymnasium_is_made(make, environment) -> Iterator[str]:
       yield str(error)
 
 
-def data_exist(
-  name, root, train, evaluation, corpus, url, environment
-) -> Iterator[str]:
+def passages_are_named(name, root, corpus, url, environment) -> Iterator[str]:
+  """Checks that a run on files has passages, or a server that has them."""
+  is_of_files = root and name in ('jsonl', 'tfds')
+  needed = is_of_files and environments.find(environment).needs_retriever
+  if needed and not url and not corpus:
+    yield (
+      "data.corpus='': must name a file of passages when retrieval.url is empty"
+    )
+
+
+def data_exist(name, root, train, evaluation, corpus) -> Iterator[str]:
   """Checks that the files or data sets exist and lie under the root."""
   if name not in ('jsonl', 'tfds'):
     return
@@ -135,10 +143,6 @@ def data_exist(
           yield f'data.{key}={text!r}: {error}'
       if key == 'evaluation' and element.weight is not None:
         yield f'data.{key}={text!r}: must have no weights'
-  if environments.find(environment).needs_retriever and not url and not corpus:
-    yield (
-      "data.corpus='': must name a file of passages when retrieval.url is empty"
-    )
   if corpus:
     yield from _file_exists('corpus', corpus, corpus, root)
 
@@ -182,4 +186,5 @@ OF_THIS_MACHINE = (
   template_is_readable,
   trackers_are_installed,
   data_exist,
+  passages_are_named,
 )

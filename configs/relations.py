@@ -244,10 +244,12 @@ RELATIONS: tuple[Relation, ...] = (
       'data.train',
       'data.evaluation',
       'data.corpus',
-      'retrieval.url',
-      'env.name',
     ),
     external.data_exist,
+  ),
+  (
+    ('data.name', 'data.root', 'data.corpus', 'retrieval.url', 'env.name'),
+    external.passages_are_named,
   ),
   (('retrieval.dialect', 'retrieval.url'), external.embedded_server_speaks),
   _refuse(

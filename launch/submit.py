@@ -71,13 +71,18 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     choices = settings.closest(name, list(launchers.LAUNCHERS))
     raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
   flags = launchers.flags(name)
-  is_reaping = name == 'tpu' and '--reap' in words
+  is_reaping = name == 'tpu' and any(
+    word.partition('=')[0] == '--reap' for word in words
+  )
   needed = [x for x in flags if flags[x].default is None]
   if is_reaping:
     needed = ['project', 'zone']
   given = command_line.parse(flags, words, required=needed, overrides=True)
   if is_reaping:
-    command_line.refuse(given.errors)
+    errors = list(given.errors)
+    if flags.dry_run:
+      errors.append('--dry_run: not with --reap, which would ask the cloud')
+    command_line.refuse(errors)
     _require('gcloud')
     return cloud.reap(flags.flag_values_dict())
   source = _check(name, flags, given)
@@ -193,7 +198,11 @@ def _check(
     return None
   config = configuration.parse(
     [f'--config={values["config"]}', *rendering.flags_of(given.overrides)],
-    ignored=unchecked(name, is_dry=values['dry_run']),
+    ignored=unchecked(
+      name,
+      is_dry=values['dry_run'],
+      has_retriever=bool(values.get('retriever')),
+    ),
   )
   if name == 'local':
     return None
@@ -209,10 +218,14 @@ def _check(
   return source
 
 
-def unchecked(name: str, *, is_dry: bool) -> list[Any]:
+def unchecked(
+  name: str, *, is_dry: bool, has_retriever: bool = True
+) -> list[Any]:
   """Returns the checks of a config that a launcher does not make here."""
+  ignored = configuration.OF_THIS_MACHINE if name != 'local' else ()
   return [
-    *(configuration.OF_THIS_MACHINE if name != 'local' else ()),
+    # A machine that is paid for must not be the one that finds no passages.
+    *(x for x in ignored if has_retriever or x is not configuration.PASSAGES),
     # They take seconds; a real submission makes them.
     *(configuration.SLOW if is_dry else ()),
   ]
@@ -233,6 +246,8 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
       errors.append(f'--accelerator={values["accelerator"]}: {error}')
     if values['spot'] and values['reserved']:
       errors.append('--reserved: needs --nospot')
+    if values['stop'] and values['dry_run']:
+      errors.append('--dry_run: not with --stop, which submits nothing')
     if values['max_cost'] and not values['price']:
       errors.append('--max_cost: needs --price, of a chip for an hour')
     return errors

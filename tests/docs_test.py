@@ -444,6 +444,12 @@ def test_a_small_version_of_every_command_runs(
     assert 'finished' in call()
   elif any(f' {name} ' in command for name in _READERS):
     _make_run(small_clone, quickstart)
+    for word in words:
+      if word.startswith('--picture='):
+        _make_small_batch(call)
+        lab = 'python -m stppo_jax lab levels --batch=runs/batch.npz'
+        plot = word.replace('--picture', '--plot')
+        call(words=[*lab.split(), '--algorithms=token_ppo', plot])
     call()
   elif ' checkpoint ' in command:
     _make_run(small_clone, quickstart)

@@ -108,7 +108,8 @@ def test_a_dry_run_needs_no_clone_no_tool_and_no_file_of_the_workers(
   (tmp_path / 'sizes.py').write_text('STEPS = 7\n')
   words = ['launch.submit', launcher, '--config=mine.py', *_SUBMIT[launcher]]
   flags = ['--config.data.name=jsonl', '--config.data.root=/nowhere/data']
-  flags += ['--config.data.train=a.jsonl', '--config.model.path=gs://lab/qwen']
+  flags += ['--config.data.train=a.jsonl', '--config.data.corpus=b.jsonl']
+  flags += ['--config.model.path=gs://lab/qwen']
   if launcher == 'local':  # its files are here
     flags = []
   code = (

@@ -60,7 +60,11 @@ def main(argv: Sequence[str]) -> int:
     sweep_mesh=False,
     compile_best=command_line.integer(0, lower_bound=-1),
   )
-  config = configuration.parse(argv, flags=flags, ignored=[external.data_exist])
+  config = configuration.parse(
+    argv,
+    flags=flags,
+    ignored=[external.data_exist, external.passages_are_named],
+  )
   errors = [
     f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'
     for name in flags.programs

@@ -354,14 +354,9 @@ def _positive_weight(context, low, high, *, coefficient, least):
 
 
 def imitated(rewards_BL: Array, mask_BL: Array, least: Number) -> Array:
-  """Returns a mask of the policy tokens of rows that have such an outcome.
-
-  The outcome is the reward on the last token, penalties included.
-  """
-  last_BL = masking.last_mask(mask_BL)
-  outcome_BL = masking.select(rewards_BL, last_BL)
-  correct_BL = last_BL & (outcome_BL >= least)
-  return mask_BL & jnp.any(correct_BL, axis=1, keepdims=True)
+  """Returns the policy tokens of rows whose last reward is `least` or more."""
+  outcome_BL = jnp.where(masking.last_mask(mask_BL), rewards_BL, -jnp.inf)
+  return mask_BL & jnp.any(outcome_BL >= least, axis=1, keepdims=True)
 
 
 def _trusted(ratio_BL, advantages_BL, low, high):

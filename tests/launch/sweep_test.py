@@ -243,6 +243,7 @@ def test_what_only_the_workers_have_is_not_asked_for(
 ):
   flags = [f'--config={config}', *flags, '--config.data.name=jsonl']
   flags += [f'--config.data.root={where}/data', '--config.data.train=a.jsonl']
+  flags += ['--config.data.corpus=passages.jsonl']
   flags += [f'--config.model.path={where}/qwen', '--dry_run']
   assert sweep.main(flags) == 0, capsys.readouterr()
   out = capsys.readouterr().out

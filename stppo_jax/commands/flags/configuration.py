@@ -41,6 +41,8 @@ _OFFLINE = {
 
 # What `schema.check` may leave out: for other machines, and to be fast.
 OF_THIS_MACHINE = external.OF_THIS_MACHINE
+# One of them; it holds on machines that start a retriever of their own, too.
+PASSAGES = external.passages_are_named
 SLOW = (schema.check_algorithm,)
 # The keys that name files and folders.
 _PATHS = (
