@@ -13,15 +13,20 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.rollout import answer_probes
+from stppo_jax.rollout import collect
 from stppo_jax.rollout import evaluation
+from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.rollout import prefetch
 from stppo_jax.rollout import steps as steps_lib
 from stppo_jax.sampling import engine as local_engine
@@ -32,7 +37,7 @@ from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from stppo_jax.training import span
-from stppo_jax.training import step_batch
+from stppo_jax.workdir import agreement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Parts:
     step_collector: collects one step, and completes its metrics.
     prefetcher: schedules the collections of steps and returns their results.
     evaluator: evaluates a published policy.
-    pack: makes the batch of a step; see `step_batch.pack`.
+    pack: makes the batch of a step; see `pack_step`.
     release: frees the memory of the engine that training may use, until the
       next policy is published.
     notes: lines about what the config leads to; of the first host.
@@ -139,7 +144,7 @@ def build(config, folder: claim.Folder) -> Parts:
     prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
     folder.enter(contextlib.closing(prefetcher))
     pack = functools.partial(
-      step_batch.pack,
+      pack_step,
       config=config,
       tokenizer=tokenizer,
       learner=learner,
@@ -160,6 +165,70 @@ def build(config, folder: claim.Folder) -> Parts:
     functools.partial(engines.release, engine, config),
     [*_notes(config, found, folder.hosts.count)] * folder.hosts.is_first,
   )
+
+
+def pack_step(
+  trajectories: Sequence[types.Trajectory],
+  state: state_lib.TrainState,
+  step: int,
+  *,
+  config,
+  tokenizer: collect.Tokenizer,
+  learner: learner_lib.Learner,
+  sentences: pack_lib.Sentences | None,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> tuple[batch_lib.TokenBatch, dict[str, float]]:
+  """Returns the batch of a step, see `pack.pack`, and its metrics.
+
+  Rewards that need the policy are added. T turns.
+
+  Args:
+    trajectories: this host's trajectories.
+    state: the state whose policy is asked for information gains.
+    step: the training step.
+    config: the config of the run.
+    tokenizer: the policy's tokenizer.
+    learner: computes log-probabilities.
+    sentences: see `pack.pack`.
+    hosts: the hosts whose rows make a batch; all of them call this function.
+
+  Raises:
+    HostsDiffer: the arrays of the hosts have different shapes.
+  """
+  bucket = components_lib.length_unit(config)
+  packed = pack_lib.pack(
+    trajectories,
+    length_bucket=bucket,
+    sentences=sentences,
+    with_expert_ids=config.updates.routing_replay == 'sampler',
+    hosts=hosts,
+  )
+  # Before the first program of the step, in which hosts would wait for ever.
+  agreement.check_program(hosts, 'annotate and update', step, packed)
+  weight = config.env.rewards.information_gain
+  if not weight:
+    return packed, {}
+  num_turns = config.env.max_turns + 1
+  probes = answer_probes.build(
+    trajectories,
+    tokenizer,
+    num_turns=num_turns,
+    max_length=config.env.max_length,
+  )
+  not_finite = 0
+  asks = any(probe.turns for probe in probes)
+  # A host without a probe takes part in the program of the others.
+  if any(hosts.exchange('probes', asks)):
+    asked = pack_lib.pack(probes, length_bucket=bucket, hosts=hosts)
+    agreement.check_program(hosts, 'information gain', step, asked)
+    gains_BT = answer_probes.gains(
+      learner.mean_logprobs(state, asked), asked.lengths_B, num_turns
+    )
+    finite_BT = np.isfinite(gains_BT)
+    not_finite = sum(hosts.exchange('gains', int(np.sum(~finite_BT))))
+    gains_BT = np.where(finite_BT, gains_BT, 0.0)
+    packed = answer_probes.rewarded(packed, gains_BT, weight)
+  return packed, {'information_gain/not_finite': float(not_finite)}
 
 
 def _notes(

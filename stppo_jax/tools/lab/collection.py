@@ -28,10 +28,10 @@ from stppo_jax.rollout import batch_file
 from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
 from stppo_jax.tools.lab import saved_batch
+from stppo_jax.training import build
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
-from stppo_jax.training import step_batch
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def collect(
     )
     trajectories, _ = step_collector.collect(step)
     engines.release(engine, config)
-  packed, _ = step_batch.pack(
+  packed, _ = build.pack_step(
     trajectories,
     state,
     step,

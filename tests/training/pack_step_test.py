@@ -5,7 +5,7 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.training import step_batch
+from stppo_jax.training import build
 from stppo_jax.workdir import agreement
 from tests.training import runs
 
@@ -59,7 +59,7 @@ def _trajectory(*golden):
 
 
 def _pack(trajectories, learner, hosts=hosts_lib.ALONE):
-  return step_batch.pack(
+  return build.pack_step(
     trajectories,
     None,
     0,
