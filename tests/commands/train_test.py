@@ -293,7 +293,7 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
     ('st_ppo', {'model__path': '/absent'}, "model.path='/absent'"),
     (
       'st_ppo',
-      {'data__name': 'jsonl', 'data__root': '/absent'},
+      {'data__name': 'jsonl', 'data__root': '/absent', 'data__corpus': 'x'},
       "data.root='/absent'",
     ),
     # These need the devices: eight.
