@@ -11,6 +11,10 @@ WORKDIR ?= runs/quickstart-$(ALGORITHM)-seed$(SEED)
 JOBS ?= 2
 ARGS ?=
 FAST_TESTS ?= tests/rl tests/envs tests/configs
+# These compile many programs of their own; `make test` runs them.
+NOT_FAST := $(addprefix --ignore=tests/rl/, \
+  properties_test.py golden_test.py hlo_test.py diagnostics_test.py \
+  mismatch_diagnostics_test.py segments_test.py group_advantages_test.py)
 BENCH ?= .cache/bench
 
 # One order of the operations, whatever stands beside them: for comparing two
@@ -66,7 +70,7 @@ test: $(TESTING)  ## all tests but the slow ones
 
 test-fast: $(TESTING)  ## the tests of the folders that answer in seconds
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal \
-	  -m 'not slow' $(FAST_TESTS) $(ARGS)
+	  -m 'not slow' $(NOT_FAST) $(FAST_TESTS) $(ARGS)
 
 test-slow: $(TESTING)  ## the slow tests
 	$(BIN)/python -m pytest -q -m slow tests
