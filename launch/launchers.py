@@ -128,9 +128,10 @@ LAUNCHERS = {
       'nodes': _count(1),
       'gpus': _whole(8, lower_bound=0),
       'cpus': _count(64),
+      # Slurm reads 24 and 24:00 as minutes, and 0 as no limit.
       'time': _text(
-        r'\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}',
-        'a time of Slurm: minutes, H:MM:SS or D-HH:MM:SS',
+        r'(?!0+:00:00)\d+:[0-5]\d:[0-5]\d|\d+-\d\d:[0-5]\d:[0-5]\d',
+        'a time of Slurm, H:MM:SS or D-HH:MM:SS',
         '24:00:00',
       ),
       'partition': _text(

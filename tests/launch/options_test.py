@@ -41,7 +41,15 @@ _BAD = {
   'slurm': [
     *('nodes=0', 'nodes=two', 'nodes=-2', 'gpus=four', 'gpus=-1', 'cpus=0'),
     *('cpus=many', 'time=forever', 'time=1h', 'time=24:00:00:00', 'time=1-2-3'),
-    *('time=10:99', 'time=', 'time=1\n#SBATCH --uid=0', 'time=-1'),
+    *(
+      'time=10:99',
+      'time=',
+      'time=1\n#SBATCH --uid=0',
+      'time=-1',
+      'time=24',
+      'time=24:00',
+    ),
+    *('time=0', 'time=0:00:00', 'time=1-12'),
     *('partition=', 'partition=gpu\n#SBATCH --uid=0', 'partition=a b'),
     *('partition=a,,b', 'partition=gpu;id', 'partition=$(id)'),
     *('root=runs', 'python=python3', 'secrets=tokens', 'restarts=x'),
@@ -117,7 +125,7 @@ _CHOICES = {
   'slurm': {
     'nodes': ['1', '64'],
     'gpus': ['0', '8'],
-    'time': ['30', '1-12', '7-00:00:00', '12:30'],
+    'time': ['0:30:00', '1-12:00:00', '7-00:00:00', '100:30:00'],
     'partition': ['gpu', 'a,b-2'],
     'secrets': ['/srv/a b', "/srv/it's"],
     'config.title': ['what?', '$(id)', "a'b"],
