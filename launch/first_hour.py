@@ -338,10 +338,13 @@ def _main(argv: Sequence[str]) -> int:
       flags.coordinator, flags.num_processes, flags.process_id
     )
   with distributed.joined(place) as hosts:
-    mesh = components.build_mesh(config)
+    # The slice may be another one than the config is for.
+    with exits.as_misconfigured():
+      mesh = components.build_mesh(config)
+      shape = model_files.build_model_config(config, None, mesh)
     subject = Subject(
       config=config,
-      shape=model_files.build_model_config(config, None, mesh),
+      shape=shape,
       mesh=mesh,
       hosts=hosts,
       limits=topology.limits_of(jax.devices()[0]),
@@ -354,7 +357,10 @@ def _main(argv: Sequence[str]) -> int:
         print(f'{check:32} {found!s:>12} {expected!s:>12} {unit}'.rstrip())
       if flags.report:
         records = [line._asdict() for line in lines]
-        epath.Path(flags.report).write_text(json.dumps(records, indent=2))
+        report = epath.Path(flags.report)
+        with exits.naming(f'--report={report}', (OSError,)):
+          report.parent.mkdir(parents=True, exist_ok=True)
+          report.write_text(json.dumps(records, indent=2))
   return 0 if complete else exits.BUG
 
 

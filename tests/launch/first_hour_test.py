@@ -86,3 +86,23 @@ def test_wrong_flags_are_refused(flags, named, capsys):
   assert first_hour.main(flags) == 2
   error = capsys.readouterr().err
   assert named in error and len(error.splitlines()) == 1
+
+
+def test_a_mesh_of_another_slice_is_one_line(tmp_path, capsys):
+  words = [_CONFIG, f'--workdir={tmp_path}', '--config.mesh.data=3']
+  assert first_hour.main(words) == 2
+  err = capsys.readouterr().err
+  assert 'mesh.data=3' in err and err.count('\n') == 1
+
+
+def test_a_report_in_a_folder_that_cannot_be_made_is_one_line(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(first_hour, 'measured', lambda subject: ([], True))
+  (tmp_path / 'file').touch()
+  report = tmp_path / 'file' / 'report.json'
+  words = [_CONFIG, f'--workdir={tmp_path}', f'--report={report}']
+  assert first_hour.main(words) == 2
+  out, err = capsys.readouterr()
+  assert out.startswith('check')  # what was measured is shown
+  assert err.startswith(f'--report={report}: ') and err.count('\n') == 1
