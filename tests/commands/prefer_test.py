@@ -45,6 +45,7 @@ def _prefer(workdir, file, **changes):
   return __main__.main(['prefer', *flags, *batch, f'--workdir={workdir}'])
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_prints_where_its_policy_is(tmp_path, capsys):
   np.savez(tmp_path / 'batch.npz', **_arrays())
   code = _prefer(

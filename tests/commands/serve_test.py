@@ -83,6 +83,7 @@ def test_an_index_in_a_bucket_is_read_once_per_host(
   assert err.startswith('gs://mine/wiki: ') and err.count('\n') == 1
 
 
+@pytest.mark.slow
 def test_several_processes_serve_one_index(tmp_path):
   """They are counted together, replaced, and end with their parent."""
   out = tmp_path / 'index'

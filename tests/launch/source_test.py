@@ -65,6 +65,7 @@ _JOBSET = [
 ]
 
 
+@pytest.mark.slow
 def test_the_config_of_a_user_runs_from_what_has_travelled(here, tmp_path):
   """The pod's own command unpacks the archive that kubectl is given."""
   kubectl = tmp_path / 'bin' / 'kubectl'

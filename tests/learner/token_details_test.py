@@ -87,6 +87,7 @@ def test_each_host_gets_its_own_rows():
   np.testing.assert_array_equal(np.concatenate(rows), expected)
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_where_nothing_is_wanted():
   _, state, batch = _updated()
   for changes in (

@@ -129,6 +129,7 @@ def test_queries_of_many_tiles():
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tile_may_be_as_long_as_the_own_tokens():
   arrays = _arrays('float32', queries=128, lengths=(200,), heads=8)
   # This mode raises if a block is outside of its array.

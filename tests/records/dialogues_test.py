@@ -84,6 +84,7 @@ def test_hidden_characters_are_shown(text, expected):
 
 
 @given(st.text())
+@pytest.mark.slow
 def test_nothing_unprintable_is_left(text):
   record = _RECORD | {'turns': [
       {'text': text, 'observation': text, 'action': 'invalid'}

@@ -34,6 +34,7 @@ def _weights(workdir, step):
   return {name: leaves[name] for name in kept}
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   tmp_path, finished, capsys
 ):
