@@ -67,7 +67,8 @@ def find(accelerator: str) -> Slice:
   name, _, count = accelerator.rpartition('-')
   known = {x.accelerator: x for x in GENERATIONS.values() if x.accelerator}
   if name not in known or not _NUMBER.fullmatch(count):
-    if name in GENERATIONS and name not in known:  # as Cloud TPU does not say
+    # It names the generation, but Cloud TPU calls its slices otherwise.
+    if name in GENERATIONS and name not in known:
       own = GENERATIONS[name].accelerator
       raise ValueError(f'is named {own}-{count}' if own else 'only GKE has it')
     examples = [f'{x}-{8 if x == "v6e" else 16}' for x in known]

@@ -72,7 +72,8 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
   flags = launchers.flags(name)
   is_reaping = name == 'tpu' and any(
-    word.partition('=')[0] == '--reap' for word in words
+    word.lower() in ('--reap', '--reap=true', '--reap=t', '--reap=1')
+    for word in words
   )
   needed = [x for x in flags if flags[x].default is None]
   if is_reaping:
@@ -80,6 +81,8 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
   given = command_line.parse(flags, words, required=needed, overrides=True)
   if is_reaping:
     errors = list(given.errors)
+    if not flags.reap:
+      errors.append('--reap: given twice, with other values')
     if flags.dry_run:
       errors.append('--dry_run: not with --reap, which would ask the cloud')
     command_line.refuse(errors)

@@ -165,8 +165,7 @@ def carry_out(
     name: own
     for name, own in runs.items()
     # A dry run needs no account, and so asks no bucket.
-    if in_bucket
-    and flags.dry_run
+    if (in_bucket and flags.dry_run)
     or _is_left(f'{out}/{name}', runs_too=runs_too)
   }
   if not left:

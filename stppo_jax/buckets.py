@@ -83,7 +83,7 @@ class Entry(NamedTuple):
 
   @classmethod
   def of(cls, known: dict[str, Any]) -> 'Entry':
-    """Returns what fsspec tells of an object."""
+    """Returns an object from what fsspec tells of it."""
     moment = next((known[key] for key in _TIMES if key in known), 0.0)
     return cls(
       known['size'] or 0,

@@ -125,7 +125,7 @@ def google(_storage, monkeypatch):
 
 @pytest.fixture
 def said():
-  """What the package logs during the test, as lines."""
+  """Returns the lines that the package logs during the test."""
   lines = []
   with streams.logged(lines.append):
     yield lines

@@ -185,7 +185,7 @@ def lost_names(source: str, known: Mapping[str, set[str]]) -> Iterator[str]:
 
 
 def _known() -> dict[str, set[str]]:
-  """What modules define, what folders hold, and the keys of the config."""
+  """Returns what modules define, what folders hold, and the config's keys."""
   known = collections.defaultdict(set)
   for path in _files():
     known[path.parent.name].add(path.stem)

@@ -171,6 +171,33 @@ def test_the_service_finds_the_retriever():
       '--workdir=/srv/lab/run: workers share only --mount=/shared',
     ),
     (
+      ['tpu', '--project=the-lab', '--zone=us-west4-a', '--reap', '--dry_run'],
+      '--dry_run: not with --reap',
+    ),
+    (
+      [
+        'tpu',
+        '--project=the-lab',
+        '--zone=us-west4-a',
+        '--reap',
+        '--reap=false',
+      ],
+      '--reap: given twice',
+    ),
+    (
+      [*rendered.COMMANDS['startup.sh'], '--stop', '--dry_run'],
+      '--dry_run: not with --stop',
+    ),
+    (
+      [
+        *rendered.COMMANDS['startup.sh'],
+        '--config=configs/nq.py:1_5b',
+        '--config.data.root=gs://lab/data',
+        '--dry_run',
+      ],
+      "data.corpus='': must name a file of passages",
+    ),
+    (
       [*rendered.COMMANDS['startup.sh'], '--accelerator=v5e-16'],
       '--accelerator=v5e-16: is named v5litepod-16',
     ),

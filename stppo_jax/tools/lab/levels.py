@@ -135,7 +135,7 @@ def table(levels: Levels) -> str:
   ]
   for label, x in levels.bounds.items():
     cells = [
-      f'{x.low:.5g}',
+      f'{x.low:.5g}' if x.low > 0 else 'none',  # no ratio is below 0
       f'{x.high:.5g}',
       f'{x.below:.2%}',
       f'{x.above:.2%}',

@@ -78,6 +78,15 @@ def test_the_table_has_a_line_for_each_level_and_algorithm(measured):
   assert starts[begin + 1 : begin + 5] == list(_NAMES)
 
 
+def test_a_bound_below_every_ratio_is_none():
+  wide = levels.Bounds('token', -9.0, 5.0, 0.0, 0.0)
+  unread = levels.Bounds('token', *[float('nan')] * 4)
+  found = levels.Levels({}, {'cispo': wide, 'rloo': unread})
+  lines = [line.split() for line in levels.table(found).splitlines()]
+  assert ['cispo', 'token', 'none', '5', '0.00%', '0.00%'] in lines
+  assert ['rloo', 'token', *'————'] in lines
+
+
 @pytest.mark.parametrize('objective', objectives.OBJECTIVES)
 def test_bounds_are_shown_where_an_objective_reads_them(objective):
   arrays, batch, logprobs, entropy = batch_arrays.arrays()

@@ -1,4 +1,4 @@
-"""Which tokens an algorithm cuts, keeps or amplifies, and where they are."""
+"""Algorithms are told apart by the tokens that they cut, keep or amplify."""
 
 import jax
 import numpy as np
