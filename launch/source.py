@@ -96,7 +96,7 @@ def pack(
     }
   with io.BytesIO() as raw:
     with (
-      gzip.GzipFile('', 'wb', mtime=0, fileobj=raw) as packed,
+      gzip.GzipFile('', 'wb', 6, mtime=0, fileobj=raw) as packed,
       tarfile.open(fileobj=packed, mode='w') as archive,
     ):
       for name in _LINKED:
