@@ -17,7 +17,6 @@ import uuid
 
 import jax
 
-import stppo_jax
 from stppo_jax import exits
 from stppo_jax import settings
 from stppo_jax.parallel import hosts as hosts_lib
@@ -26,7 +25,7 @@ from stppo_jax.workdir import run_folder
 
 # Every host asks its own retriever.
 _OWN_KEYS = ('retrieval.url',)
-_PACKAGE = pathlib.Path(stppo_jax.__file__).parent
+_PACKAGE = pathlib.Path(__file__).parents[1]
 # Seconds that a file system may take to show a new file to other machines.
 _PROBE_PATIENCE = 10.0
 _PROBE_PAUSE = 0.1
