@@ -26,6 +26,7 @@ class Generation(NamedTuple):
     runtime: the software of its machines in Cloud TPU.
     largest: the chips of the largest slice.
     axes: the axes of a topology.
+    devices: what jax calls a device, for each chip.
   """
 
   accelerator: str
@@ -34,6 +35,7 @@ class Generation(NamedTuple):
   runtime: str
   largest: int
   axes: int
+  devices: int = 1
 
 
 GENERATIONS = {
@@ -43,7 +45,7 @@ GENERATIONS = {
   ),
   'v5p': Generation('v5p', 2, 'tpu-v5p-slice', 'v2-alpha-tpuv5', 6144, 3),
   'v6e': Generation('v6e', 1, 'tpu-v6e-slice', 'v2-alpha-tpuv6e', 256, 2),
-  'tpu7x': Generation('', 2, 'tpu7x', '', 9216, 3),
+  'tpu7x': Generation('', 2, 'tpu7x', '', 9216, 3, 2),
 }
 _FLAT = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
 _CUBIC = ('2x2x1', '2x2x2', '2x2x4', '2x4x4')  # larger ones: multiples of 4

@@ -307,14 +307,26 @@ def _rate(
 
 
 def measured(subject: Subject) -> tuple[list[Line], bool]:
-  """Returns the lines of all checks, and whether all of them ran."""
+  """Returns the lines of all checks, and whether all of them ran.
+
+  They are those of this host, and the errors of the others.
+  """
   lines: list[Line] = []
   for check in CHECKS:
     try:
       lines += check(subject)
     except Exception as error:  # the report is worth more than the other checks
       lines.append(Line(check.__name__, hosts_lib.describe(error), _NO_ERROR))
-  return lines, all(line.expected != _NO_ERROR for line in lines)
+  errors = [line for line in lines if line.expected == _NO_ERROR]
+  everywhere = subject.hosts.exchange('errors', errors)
+  for index, found in enumerate(everywhere):
+    lines += [
+      Line(f'{check}, host {index}', *rest)
+      for check, *rest in found
+      # Some checks tell the errors of all hosts themselves.
+      if [check, *rest] not in map(list, errors)
+    ]
+  return lines, not any(everywhere)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ the run for local and tpu, and otherwise that of the tool.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
+import math
 import os
 import pathlib
 import re
@@ -207,11 +208,19 @@ def _check(
       has_retriever=bool(values.get('retriever')),
     ),
   )
+  paths = configuration.paths(config)
+  errors = _mesh_problems(config.mesh, *_devices(name, values))
+  if name == 'tpu':
+    errors += [
+      f'--config.{key}={path}: must be gs://, because nothing that reads other '
+      'addresses is installed on the workers'
+      for key, path in paths.items()
+      if '://' in path and not path.startswith('gs://')
+    ]
+  command_line.refuse(errors)
   if name == 'local':
     return None
-  source = source_lib.pack(
-    values['config'], configuration.paths(config), assets=name != 'jobset'
-  )
+  source = source_lib.pack(values['config'], paths, assets=name != 'jobset')
   flags.config = source_lib.config_flag(values['config'])
   if name == 'jobset' and len(source.data) > _MOST_BYTES:
     raise exits.Misconfigured(
@@ -267,6 +276,33 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
         f'--topology={values["topology"]}'
       ]
   return []
+
+
+def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
+  """Returns the number of machines, and of the devices of each; 0: unknown."""
+  if name == 'tpu':
+    found = accelerators.find(values['accelerator'])
+    return found.machines, found.chips // found.machines
+  if name == 'jobset':
+    label = values['accelerator']
+    nodes, chips = accelerators.nodes(
+      label, values['topology'], values['chips']
+    )
+    kinds = accelerators.GENERATIONS.values()
+    return nodes, chips * next(x.devices for x in kinds if x.label == label)
+  return values.get('nodes', 1), values['gpus']
+
+
+def _mesh_problems(mesh: Any, machines: int, devices: int) -> list[str]:
+  """Returns why the mesh of a config does not fit machines with devices."""
+  learning = machines * (devices - round(mesh.collect_fraction * devices))
+  sizes = {axis: mesh[axis] for axis in ('data', 'fsdp', 'tensor')}
+  known = math.prod(size for size in sizes.values() if size != -1)
+  rest = learning % known if -1 in sizes.values() else learning - known
+  if not devices or not rest:
+    return []
+  given = ' '.join(f'--config.mesh.{x}={size}' for x, size in sizes.items())
+  return [f'{given}: must multiply to {learning}, the devices that learn there']
 
 
 def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:

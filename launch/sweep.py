@@ -268,13 +268,19 @@ def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:
     runs: name to flags of each run.
     ignored: what is not checked, see `submit.unchecked`.
   """
-  lines = []
+  named: dict[str, list[str]] = {}  # an error, and the runs that have it
   for name, flags in runs.items():
     try:
       configuration.parse(flags, ignored=ignored)
     except exits.Misconfigured as error:
-      lines += [f'{name}: {line}' for line in str(error).splitlines()]
-  command_line.refuse(lines)
+      for line in str(error).splitlines():
+        named.setdefault(line, []).append(name)
+  command_line.refuse(
+    [
+      f'{"all runs" if len(names) == len(runs) else ", ".join(names)}: {line}'
+      for line, names in named.items()
+    ]
+  )
 
 
 def _is_left(folder: str, *, runs_too: bool = False) -> bool:

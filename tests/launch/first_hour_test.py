@@ -1,11 +1,14 @@
 """The checks of a slice run on the virtual devices of this machine."""
 
+import contextlib
 import json
 
 import jax
 import pytest
 
 from launch import first_hour
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import topology
 
 _CONFIG = '--config=configs/quickstart.py:st_ppo'
@@ -61,6 +64,24 @@ def test_a_failed_check_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
   assert code == 70
   assert 'no bucket' in lines['fails']['found']
   assert 'hosts' in lines
+
+
+class _TwoHosts(hosts_lib.Hosts):
+  """The first of two hosts, the second of which could not measure rates."""
+
+  def exchange(self, what, value, *, timeout=None):
+    theirs = [['rates', 'OSError: no memory', 'no error', '']]
+    return [value, theirs if what == 'errors' else value]
+
+
+def test_the_errors_of_other_hosts_are_told(tmp_path, monkeypatch):
+  hosts = _TwoHosts(0, ['a', 'b'])
+  joined = lambda place: contextlib.nullcontext(hosts)
+  monkeypatch.setattr(distributed, 'joined', joined)
+  monkeypatch.setattr(first_hour, 'CHECKS', [first_hour.devices])
+  code, lines = _report(tmp_path)
+  assert code == 70
+  assert 'no memory' in lines['rates, host 1']['found']
 
 
 def test_a_workdir_that_cannot_be_written_is_a_failed_check(

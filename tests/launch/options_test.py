@@ -37,6 +37,7 @@ _BAD = {
     *('restarts=1.0', 'name=A_b', 'name=-a', f'name={"a" * 41}', 'name=a\nb'),
     *('root=here', 'root=/srv\n/x', 'python=py\nthon', 'retriever=a\nb'),
     *('secrets=a\nb', 'nodes=2', 'config.num_steps=many', 'config.sed=1'),
+    'config.mesh.fsdp=8 --gpus=4',
   ],
   'slurm': [
     *('nodes=0', 'nodes=two', 'nodes=-2', 'gpus=four', 'gpus=-1', 'cpus=0'),
@@ -62,6 +63,7 @@ _BAD = {
     ),
     *('workdir=/shared/a\nb', 'name=x\n#SBATCH', 'gres=gpu:8'),
     *('config.model.path=models/absent', 'config.title=a\nb'),
+    *('config.mesh.fsdp=16', 'config.mesh.data=2 --config.mesh.tensor=2'),
   ],
   'tpu': [
     *('accelerator=H100', 'accelerator=v5e-16', 'accelerator=v5litepod-3'),
@@ -88,7 +90,9 @@ _BAD = {
     *('workdir=gs://lab/a b', 'workdir=gs://lab/run?x'),
     *('nfs=10.0.0.2:/share', 'repository=/srv/clone', 'revision=main'),
     *('command=evaluate', 'command=', 'config.model.path=models'),
+    'config.model.path=s3://lab/qwen',
     'config.retrieval.url=http://me:word@host',
+    *('config.mesh.tensor=3', 'config.mesh.data=2 --config.mesh.fsdp=4'),
   ],
   'jobset': [
     *('accelerator=H100', 'accelerator=v5litepod-16', 'accelerator=nvidia-l4'),
@@ -105,6 +109,7 @@ _BAD = {
     ),
     *('image=', 'image=a b', 'image=a\nb', 'image=-a', 'restarts=20x'),
     *('workdir=/srv/run', 'accelerator=tpu7x', 'accelerator=tpu-v4-podslice'),
+    'config.mesh.fsdp=32',
   ],
   'retriever': [
     *('replicas=0', 'replicas=some', 'index=index', 'index=', 'name=R'),

@@ -261,8 +261,12 @@ def test_what_only_the_workers_have_is_not_asked_for(
     ('def sweep():\n  return {"seed": [1, 1]}', 'named grid-seed1'),
     (f'{_GRID}\n  return 0', ''),
     (
+      _GRID.replace("'seed': [0, 1]", "'num_steps': [0, 1]"),
+      'token_ppo-num_steps0, st_ppo-num_steps0: config.num_steps=0: must be',
+    ),
+    (
       _GRID.replace("'seed': [0, 1]", "'sed': [0]"),
-      "token_ppo-sed0: --config.sed=0: no key 'sed' in config",
+      "all runs: --config.sed=0: no key 'sed' in config",
     ),
   ],
 )
@@ -271,7 +275,8 @@ def test_a_wrong_grid_is_refused(tmp_path, source, expected, capsys):
   path.write_text(source)
   flags = [f'--config={path}', f'--out={tmp_path}/out', '--dry_run']
   assert sweep.main(flags) == (2 if expected else 0)
-  assert expected in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert expected in err and err.count('\n') == bool(expected)
   assert not (tmp_path / 'out').exists()
 
 
