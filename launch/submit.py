@@ -45,6 +45,7 @@ from stppo_jax.commands.flags import configuration
 
 # Folders of one machine, which no other sees and a new one does not have.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
+_CANNOT_SHARE = ': workers cannot share it: each machine has its own'
 _ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
 _NAMES = ', whose names have letters, digits and any of . _ + - only'
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
@@ -173,6 +174,9 @@ def _check(
   if workdir:
     flags.name = flags.name or rendering.name_of(workdir)
     errors += _workdir_problems(name, workdir, values.get('mount', ''))
+  # By default it is the folder here, wherever that may be.
+  if name == 'slurm' and flags['root'].present and _is_own(values['root']):
+    errors.append(f'--root={values["root"]}{_CANNOT_SHARE}')
   overrides = {f'config.{key}': x for key, x in given.overrides.items()}
   pairs = [*values.items(), *overrides.items()]
   errors += [
@@ -315,11 +319,17 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
     return [] if is_good else [f'{start}must be gs://BUCKET/RUN{_NAMES}']
   if not path.is_absolute():
     return [f'{start}must be absolute, because workers start elsewhere']
-  if any(path.is_relative_to(own) for own in _OWN_FOLDERS):
-    return [f'{start}workers cannot share it: each machine has its own']
+  if _is_own(workdir):
+    return [f'--workdir={workdir}{_CANNOT_SHARE}']
   if mount and not path.is_relative_to(mount):
     return [f'{start}workers share only --mount={mount}; give a folder in it']
   return []
+
+
+def _is_own(folder: str) -> bool:
+  """Returns whether each machine has a folder of this name for itself."""
+  path = pathlib.PurePosixPath(folder)
+  return any(path.is_relative_to(own) for own in _OWN_FOLDERS)
 
 
 def _with_values(word: str, values: Mapping[str, Any]) -> str:

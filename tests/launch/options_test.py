@@ -53,7 +53,8 @@ _BAD = {
     *('time=0', 'time=0:00:00', 'time=1-12'),
     *('partition=', 'partition=gpu\n#SBATCH --uid=0', 'partition=a b'),
     *('partition=a,,b', 'partition=gpu;id', 'partition=$(id)'),
-    *('root=runs', 'python=python3', 'secrets=tokens', 'restarts=x'),
+    *('root=runs', 'root=/tmp/a', 'python=python3', 'secrets=tokens'),
+    'restarts=x',
     *(
       'workdir=runs/a',
       'workdir=/tmp/a',
