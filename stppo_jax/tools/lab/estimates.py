@@ -66,10 +66,17 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
 
   Raises:
     ValueError: one line each for turn ids that decrease within a row (its turns
-      would have no beginning), and for values of observation tokens that the
-      estimator reads and that are not finite.
+      would have no beginning), for groups of one row where the estimator
+      compares the rows of a group, and for values of observation tokens that it
+      reads and that are not finite.
   """
   lines = []
+  ids_B = arrays.get('group_ids_B', ())
+  if estimator.name in estimator_needs.GROUPS and len({*ids_B}) == len(ids_B):
+    lines.append(
+      f'group_ids_B: some rows must share an id, because {estimator.name} '
+      'compares the rows of a group; with groups of one all advantages are 0'
+    )
   ids_BL = arrays['turn_ids_BL']  # 0 off the loss mask
   highest_BL = np.maximum.accumulate(ids_BL, axis=1)
   wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)

@@ -69,12 +69,11 @@ def test_old_values_are_preferred_to_new_ones():
   assert _estimate(arrays, 'gae').metrics == new.metrics
 
 
-def test_groups_are_compared_and_a_group_of_one_gives_zeros():
+def test_groups_are_compared_and_groups_of_one_are_refused():
   arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
-  alone = _estimate(arrays, 'group_normalized')
-  assert not alone.arrays['advantages_BL'].any()
-  assert set(alone.metrics.values()) == {0.0}
+  with pytest.raises(ValueError, match='^group_ids_B: some rows must share'):
+    _estimate(arrays, 'group_normalized')
   arrays['group_ids_B'] = np.array([5, 5, 5, 5, -9, -9])
   found = _estimate(arrays, 'group_centered')
   totals = np.where(mask, batch.rewards_BL, 0).sum(axis=1)
@@ -94,6 +93,7 @@ def test_groups_are_compared_and_a_group_of_one_gives_zeros():
 def test_the_required_arrays_of_an_estimator_suffice(name):
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['state_ids_BL'] = batch.turn_ids_BL
+  arrays['group_ids_B'][1] = arrays['group_ids_B'][0]
   estimator = estimates.build_estimator(defaults.choice('advantage', name))
   needs = estimates.required_arrays(estimator, arrays)
   assert ('group_ids_B' in needs) == (name in estimator_needs.GROUPS)
