@@ -17,8 +17,8 @@ from benchmarks import schedule
 from benchmarks import waste
 from stppo_jax import types
 from stppo_jax.envs import protocol
+from stppo_jax.models import flops
 from stppo_jax.models import functional
-from stppo_jax.models import operations
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
@@ -182,9 +182,7 @@ def decode(
   weights = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
   middle = options.prompt + (long + short) / 2
   kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * middle
-  extended, _ = operations.forward_operations(
-    shape, [options.prompt] * rows, rows
-  )
+  extended, _ = flops.forward_operations(shape, [options.prompt] * rows, rows)
   return [
     learner_pieces.Line(
       f'decode, {rows} rows after {options.prompt} tokens, '

@@ -18,7 +18,7 @@ from stppo_jax.configs import base
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
 
@@ -183,9 +183,7 @@ def passes(
   shape: model_config.ModelConfig, lengths_B: np.ndarray, losses: int
 ) -> tuple[float, float]:
   """Returns the operations that annotate and update need."""
-  policy, value = operations.forward_operations(
-    shape, lengths_B.tolist(), losses
-  )
+  policy, value = flops.forward_operations(shape, lengths_B.tolist(), losses)
   return 2 * policy + value, 3 * (policy + value)
 
 

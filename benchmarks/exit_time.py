@@ -170,16 +170,16 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> None:
 
   sys.addaudithook(audit)
   if moment.kind == 'phase':
-    from stppo_jax.workdir import watching
+    from stppo_jax.workdir import run_monitor
 
-    begin = watching.Watch.begin_phase
+    begin = run_monitor.Watch.begin_phase
 
-    def begin_phase(self: watching.Watch, phase: str) -> None:
+    def begin_phase(self: run_monitor.Watch, phase: str) -> None:
       begin(self, phase)
       if phase == moment.name:
         count()
 
-    watching.Watch.begin_phase = begin_phase
+    run_monitor.Watch.begin_phase = begin_phase
   sys.argv[1:] = ['train', f'--workdir={folder / "run"}', *argv]
   stppo_jax.console()
 

@@ -153,7 +153,7 @@ def against_bounds(plan, rollout) -> tuple[float, float]:
     plan: the plan, with both programs.
     rollout: the part `rollout` of the config.
   """
-  from stppo_jax.models import operations
+  from stppo_jax.models import flops
 
   work, limits = plan.work, plan.topology.limits
   extend, decode = (plan.programs[name] for name in ('extend', 'decode'))
@@ -161,8 +161,8 @@ def against_bounds(plan, rollout) -> tuple[float, float]:
     return 0.0, 0.0
   tokens = work.decode_rows * rollout.prefill_chunk / work.engine_tensor
   rate = tokens / limits.operations
-  kernel = rate * operations.attention_operations(work.shape, _LENGTH)
-  products = rate * operations.layer_operations(work.shape, _LENGTH)
+  kernel = rate * flops.attention_operations(work.shape, _LENGTH)
+  products = rate * flops.layer_operations(work.shape, _LENGTH)
   per_token = decode.seconds / rollout.decode_chunk
   cached = work.decode_bytes - work.engine_weights
   return (

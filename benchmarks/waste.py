@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import measure
 from stppo_jax.learner import packing
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 
 SHORTEST, LONGEST, SIGMA = 300, 4096, 0.6
 NUM_ROWS = 512  # trajectories of a step
@@ -103,10 +103,10 @@ def useful(lengths_B: np.ndarray, rows: np.ndarray, case: Case) -> Useful:
   n, _, b = packed.rows.shape
   num_rows = n * packed.num_rows * case.num_shards
   tokens = int(lengths_B[rows].sum())
-  needed, _ = operations.forward_operations(
+  needed, _ = flops.forward_operations(
     SHAPE, lengths_B[rows].tolist(), int(losses_B[rows].sum())
   )
-  computed, _ = operations.forward_operations(
+  computed, _ = flops.forward_operations(
     SHAPE, [case.row_length] * num_rows, num_rows * packed.num_losses
   )
   return Useful(

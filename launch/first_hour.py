@@ -47,8 +47,8 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
+from stppo_jax.models import flops
 from stppo_jax.models import live_pages
-from stppo_jax.models import operations
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
@@ -185,7 +185,7 @@ def kernel_of_training(subject: Subject) -> Iterator[Line]:
   )
   loss = lambda *qkv: jnp.sum(attend(*qkv).astype(jnp.float32))
   program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-  per_token = operations.attention_operations(shape, length) / shape.num_layers
+  per_token = flops.attention_operations(shape, length) / shape.num_layers
   # A backward pass has twice the products of a forward pass.
   done = 3 * length * per_token
   yield _rate(subject, 'attention', done, lambda: program(q, k, v))

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.reconfigure(errors='backslashreplace')
   with interruption.Interruption(owns_process=True) as interrupt:
     try:
-      with interrupt.abandonable():
+      with interrupt.interruptible():
         exit_code = _run(argv)
         sys.stdout.flush()
         return exit_code

@@ -3,15 +3,15 @@
 A handler may run between any two bytecodes of the main thread. Raising from it
 in the middle of an update or a save would leave a state that is half consumed,
 since updates donate their arguments. So the handler raises only inside
-`abandonable` bodies and otherwise only records the signal; the next
-`abandonable` raises for it.
+`interruptible` bodies and otherwise only records the signal; the next
+`interruptible` raises for it.
 
 A handler waits while the main thread compiles or computes. So another thread
 learns of signals from the operating system's side: it says at once what will
 happen, and ends the process at a second signal. Nothing is raised then: files
 are written in such a way that a process may be killed at any moment. If the
 main thread does not react for a while, it also asks the run whether the process
-may end without it (`rescue`).
+may end without it (`force_exit`).
 
 A run of several processes ends as one: the first signal of any of them is told
 to the others, which then abandon what they can as well (`request`).
@@ -42,13 +42,14 @@ EXIT_CODES = {
 # By which another thread interrupts the main thread.
 _REQUEST = signal.SIGUSR1
 _IMPORTLIB = '<frozen importlib._bootstrap>'
-# Seconds that the main thread has to react before a rescue, and between two.
+# Seconds that the main thread has to react before the exit is forced, and
+# between two attempts.
 _PATIENCE = 1.0
 _SHOW_CURSOR = b'\x1b[?25h\n'
 
 
 class Interrupted(BaseException):
-  """Ends the body of `abandonable`.
+  """Ends the body of `interruptible`.
 
   It is not an Exception, so that no handler of errors catches it.
 
@@ -65,8 +66,8 @@ class Interrupted(BaseException):
     self.exit_code = exit_code or exits.TRY_AGAIN
 
 
-def no_rescue(exit_code: int, *, answered: bool) -> bool:
-  """Leaves the end to the main thread; see `Interruption.rescue`."""
+def no_force_exit(exit_code: int, *, answered: bool) -> bool:
+  """Leaves the end to the main thread; see `Interruption.force_exit`."""
   del exit_code, answered
   return False
 
@@ -92,17 +93,17 @@ class Interruption:
     signalled: the time of that signal, by `time.monotonic`; None before it.
     grace: seconds from that signal until the process is killed; 0: not known.
     is_told: whether it was said what the signal has led to.
-    rescue: called on another thread while the main thread does not end; returns
-      whether the process may end without it. Its arguments are the exit code,
-      and whether the main thread knows of the signal. If not, the main thread
-      runs no Python code until `rescue` returns.
+    force_exit: called on another thread while the main thread does not end;
+      returns whether the process may end without it. Its arguments are the
+      exit code, and whether the main thread knows of the signal. If not, the
+      main thread runs no Python code until `force_exit` returns.
   """
 
   def __init__(self, *, owns_process: bool = False):
     self.exit_code: int | None = None
     self.outlook = 'ending'
     self.on_signal: Callable[[], None] = lambda: None
-    self.rescue: Callable[..., bool] = no_rescue
+    self.force_exit: Callable[..., bool] = no_force_exit
     self.signalled: float | None = None
     self.grace = 0.0
     self.is_told = False
@@ -111,7 +112,7 @@ class Interruption:
     self._left = threading.Event()
     self._requested = False
     self._owns_process = owns_process
-    self._abandonable = False
+    self._interruptible = False
     self._announced = threading.Lock()
     self._previous: dict[int, Any] = {}
 
@@ -141,7 +142,7 @@ class Interruption:
     self._thread.join()
     os.close(self._reader)
 
-  def abandonable(self) -> contextlib.AbstractContextManager[None]:
+  def interruptible(self) -> contextlib.AbstractContextManager[None]:
     """Runs a body that a signal may end with `Interrupted`.
 
     Raises:
@@ -160,7 +161,7 @@ class Interruption:
 
   @contextlib.contextmanager
   def _raising(self, *, within: bool) -> Iterator[None]:
-    outside, self._abandonable = self._abandonable, within
+    outside, self._interruptible = self._interruptible, within
     try:
       if not self._is_interrupted:
         yield
@@ -169,12 +170,12 @@ class Interruption:
         raise Interrupted(self.exit_code) from error
       raise
     finally:
-      self._abandonable = outside
+      self._interruptible = outside
     if self._is_interrupted:
       raise Interrupted(self.exit_code)
 
   def request(self) -> None:
-    """Ends the body of `abandonable`, now or next time, from any thread."""
+    """Ends the body of `interruptible`, now or next time, from any thread."""
     if not self._is_interrupted:
       self._requested = True
       main = threading.main_thread().ident
@@ -191,7 +192,8 @@ class Interruption:
   def is_overdue(self) -> bool:
     """Whether the seconds since the signal are about to be over.
 
-    A rescue that looks every second must act before the process is killed.
+    A forced exit is tried every second, and must come before the process is
+    killed.
     """
     return self.seconds_left() <= 2 * _PATIENCE
 
@@ -203,20 +205,20 @@ class Interruption:
     """Handles a request, on the main thread."""
     del number, frame
     # A request to one that has ended meanwhile may reach the one around it.
-    if self._requested and self._abandonable:
+    if self._requested and self._interruptible:
       raise Interrupted
 
   def _receive(self, number: int, frame: types.FrameType | None) -> None:
     """Handles a signal, on the main thread."""
     if self.exit_code is not None:
       return  # The other thread handles a second signal.
-    with self._answering:  # not during a rescue
+    with self._answering:  # not while the exit is forced
       self._answered = True
     # This thread needs the time of the signal, and the other one, which notes
     # it too, may be late.
     self.signalled = self.signalled or time.monotonic()
     self.exit_code = EXIT_CODES[signal.Signals(number)]
-    if not self._abandonable:
+    if not self._interruptible:
       return
     if self._owns_process and _is_importing(frame):
       self._announce(number)
@@ -256,7 +258,7 @@ class Interruption:
     """Ends the process when that loses nothing, unless it ends by itself."""
     while not self._left.wait(_PATIENCE):
       with self._answering:
-        if self.rescue(exit_code, answered=self._answered):
+        if self.force_exit(exit_code, answered=self._answered):
           end_process(exit_code)
 
   def _announce(self, number: int) -> None:

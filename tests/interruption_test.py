@@ -22,7 +22,7 @@ def _send(number):
 def test_abandonable_work_ends_at_a_signal(number):
   with interruption.Interruption() as interrupt:
     with pytest.raises(interruption.Interrupted) as caught:
-      with interrupt.abandonable():
+      with interrupt.interruptible():
         _send(number)
         pytest.fail('went on')
     assert caught.value.exit_code == interrupt.exit_code == _CODES[number]
@@ -31,12 +31,12 @@ def test_abandonable_work_ends_at_a_signal(number):
 @pytest.mark.parametrize('number', _CODES)
 def test_other_work_is_finished_first(number):
   with interruption.Interruption() as interrupt:
-    with interrupt.abandonable():
+    with interrupt.interruptible():
       pass
     _send(number)
     finished = True
     with pytest.raises(interruption.Interrupted):
-      with interrupt.abandonable():
+      with interrupt.interruptible():
         pytest.fail('began')
   assert finished and interrupt.exit_code == _CODES[number]
 
@@ -46,7 +46,7 @@ def test_a_part_is_done_as_a_whole_or_not_at_all(number):
   done = []
   with interruption.Interruption() as interrupt:
     with pytest.raises(interruption.Interrupted) as caught:
-      with interrupt.abandonable():
+      with interrupt.interruptible():
         with interrupt.postponed():
           _send(number)
           done.append('all')
@@ -98,7 +98,7 @@ def test_a_signal_is_answered_at_once_and_a_second_one_ends(number):
 # One that may end without its main thread, from the second time it is asked.
 _RESCUED = """
 answers = [False, True]
-def rescue(exit_code, *, answered):
+def force_exit(exit_code, *, answered):
   print('asked', exit_code, answered, flush=True)
   return answers.pop(0)
 """
@@ -108,7 +108,9 @@ def rescue(exit_code, *, answered):
 def test_a_process_that_reacts_to_nothing_ends_without_its_main_thread():
   """A process that compiles a program reacts to nothing."""
   ready = "  print('ready'"
-  program = _BUSY.replace(ready, f'  interrupt.rescue = rescue\n{ready}')
+  program = _BUSY.replace(
+    ready, f'  interrupt.force_exit = force_exit\n{ready}'
+  )
   process = _busy(program=_RESCUED + program)
   process.send_signal(signal.SIGTERM)
   out, err = process.communicate(timeout=60)
@@ -134,12 +136,12 @@ def test_a_hangup_counts_once_and_nohup_ignores_it():
 def test_what_the_body_makes_of_an_interrupt_does_not_matter():
   with interruption.Interruption() as interrupt:
     with pytest.raises(interruption.Interrupted):
-      with interrupt.abandonable():
+      with interrupt.interruptible():
         with contextlib.suppress(interruption.Interrupted):  # as C code does
           _send(signal.SIGTERM)
   with interruption.Interruption() as interrupt:
     with pytest.raises(interruption.Interrupted):
-      with interrupt.abandonable():
+      with interrupt.interruptible():
         try:
           _send(signal.SIGTERM)
         except interruption.Interrupted as error:
@@ -160,7 +162,7 @@ def test_an_interruption_is_not_an_error_to_be_handled():
 
 def test_a_request_that_comes_too_late_ends_nothing_else():
   with interruption.Interruption() as outer:
-    with outer.abandonable():
+    with outer.interruptible():
       with interruption.Interruption() as inner:
         pass
       inner.request()

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 import pathlib
 import re
 
+from stppo_jax.data import catalogue
 from stppo_jax.data import layout
-from stppo_jax.data import originals
-from stppo_jax.data import published as published_lib
+from stppo_jax.data import raw_files
 from stppo_jax.data import tables
 
 # The name is part of a path and of a mixture, so it has no slash and no space.
@@ -20,11 +20,11 @@ def build(
   from_files: str = '',
   mirror: str = '',
 ):
-  """Builds a data set in a folder; returns its `built.Summary`.
+  """Builds a data set in a folder; returns its `tfds_store.Summary`.
 
   Args:
     root: the folder of the data sets.
-    name: a key of `published.PUBLISHED`, or any name for files of questions.
+    name: a key of `catalogue.PUBLISHED`, or any name for files of questions.
     from_files: a folder or an archive with the original files, or SPLIT:FILE
       pairs with commas between them; '' to fetch the original files.
     mirror: the address of a folder that has the originals under their names;
@@ -49,12 +49,12 @@ def build(
   else:
     files = _fetched(root, name, mirror)
   # This import takes a second, so it comes after the check of the arguments.
-  from stppo_jax.data import built
+  from stppo_jax.data import tfds_store
 
-  entry = published_lib.PUBLISHED.get(name)
-  with originals.corpus_file(layout.corpus(root, name)) as keep:
-    splits = originals.Reader(name, keep=keep).read(files)
-    return built.build(
+  entry = catalogue.PUBLISHED.get(name)
+  with raw_files.corpus_file(layout.corpus(root, name)) as keep:
+    splits = raw_files.Reader(name, keep=keep).read(files)
+    return tfds_store.build(
       root,
       name,
       splits,
@@ -64,10 +64,10 @@ def build(
     )
 
 
-def _given(name: str, from_files: str) -> originals.Files:
+def _given(name: str, from_files: str) -> raw_files.Files:
   """Returns the files of each split that the user has given."""
   pairs = [pair.partition(':') for pair in from_files.split(',')]
-  if all(split in published_lib.SPLITS and file for split, _, file in pairs):
+  if all(split in catalogue.SPLITS and file for split, _, file in pairs):
     files: dict[str, list[tables.TableFile]] = {}
     for split, _, file in pairs:
       if not pathlib.Path(file).is_file():
@@ -75,35 +75,35 @@ def _given(name: str, from_files: str) -> originals.Files:
       files.setdefault(split, []).append(tables.TableFile(pathlib.Path(file)))
     return files
   place = pathlib.Path(from_files)
-  if name not in published_lib.PUBLISHED:
-    raise originals.FilesMissing(
+  if name not in catalogue.PUBLISHED:
+    raise raw_files.FilesMissing(
       f'--from_files={from_files}: must be SPLIT:FILE,... for {name}, with '
-      f'splits among {", ".join(published_lib.SPLITS)}; published data sets: '
-      + ', '.join(published_lib.PUBLISHED)
+      f'splits among {", ".join(catalogue.SPLITS)}; published data sets: '
+      + ', '.join(catalogue.PUBLISHED)
     )
   if not place.exists():
     raise FileNotFoundError(f'{place}: no such file or folder')
-  return originals.in_place(name, place)
+  return raw_files.in_place(name, place)
 
 
-def _fetched(root: pathlib.Path, name: str, mirror: str) -> originals.Files:
+def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
   """Returns the files of each split, fetched from the web."""
-  if name not in published_lib.PUBLISHED:
-    choices = ', '.join(published_lib.PUBLISHED)
-    raise originals.FilesMissing(
+  if name not in catalogue.PUBLISHED:
+    choices = ', '.join(catalogue.PUBLISHED)
+    raise raw_files.FilesMissing(
       f'{name}: not a published data set, so its files must be given with '
       f'--from_files=train:FILE,test:FILE; published: {choices}'
     )
   urls = _urls(name, mirror)
-  from stppo_jax.data import built
+  from stppo_jax.data import tfds_store
 
   try:
-    built.download(root, urls)
+    tfds_store.download(root, urls)
   except OSError as error:
-    raise originals.FilesMissing(
-      f'{name}: cannot fetch {error}; {originals.needed(name)}'
+    raise raw_files.FilesMissing(
+      f'{name}: cannot fetch {error}; {raw_files.needed(name)}'
     ) from error
-  return originals.in_place(name, root / layout.DOWNLOADS / name)
+  return raw_files.in_place(name, root / layout.DOWNLOADS / name)
 
 
 def _urls(name: str, mirror: str) -> Mapping[str, str]:
@@ -112,15 +112,15 @@ def _urls(name: str, mirror: str) -> Mapping[str, str]:
   Raises:
     FilesMissing: if a file has no address.
   """
-  entry = published_lib.PUBLISHED[name]
+  entry = catalogue.PUBLISHED[name]
   urls = {}
   for original in entry.originals:
     download = original.download or original.pattern
     url = f'{mirror.rstrip("/")}/{download}' if mirror else original.url
     if not url:
-      raise originals.FilesMissing(
+      raise raw_files.FilesMissing(
         f'{name}: its files cannot be fetched by a program; '
-        f'{originals.needed(name)}'
+        f'{raw_files.needed(name)}'
       )
     urls[f'{name}/{download}'] = url
   return urls

@@ -1,4 +1,4 @@
-"""The folders of the data sets that `data/built.py` writes.
+"""The folders of the data sets that `data/tfds_store.py` writes.
 
 ROOT/search_questions/NAME/VERSION    a data set
     /NAME.corpus.jsonl                the paragraphs of its questions, if any

@@ -276,10 +276,10 @@ def sources(
   for element in mixtures.parse(mixture):
     if kind == 'tfds':
       # This import takes a second, which only built data sets should cost.
-      from stppo_jax.data import built
+      from stppo_jax.data import tfds_store
 
       wanted = [element.split] if element.split else splits
-      questions = built.open_split(root, element.name, wanted)
+      questions = tfds_store.open_split(root, element.name, wanted)
     else:
       questions = readers.read_questions(root / element.name)
     result.append(element.choose(questions))

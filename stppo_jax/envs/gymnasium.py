@@ -22,7 +22,7 @@ from typing import Self
 
 from stppo_jax import text as text_lib
 from stppo_jax import types
-from stppo_jax.envs import commands
+from stppo_jax.envs import game_text
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.retrieval import protocol as retrieval
@@ -32,7 +32,7 @@ Status = types.TrajectoryStatus
 THREAD_NAME = 'gymnasium'  # the name of threads that call the environments
 
 BUILT_IN = f"""\
-You act in an environment of text. {commands.RULES}
+You act in an environment of text. {game_text.RULES}
 {prompts.PLACEHOLDER}
 """
 
@@ -54,8 +54,8 @@ class GymnasiumEnvironment(protocol.Environment):
     ValueError: if the file cannot be used.
   """
 
-  stop_strings = commands.STOP_STRINGS
-  tags = commands.TAGS
+  stop_strings = game_text.STOP_STRINGS
+  tags = game_text.TAGS
   main_score = 'return'
 
   def __init__(
@@ -82,7 +82,7 @@ class GymnasiumEnvironment(protocol.Environment):
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
     """Returns the tags and the vocabulary."""
-    return [*commands.TAGS, *vocabulary, commands.CORRECTION]
+    return [*game_text.TAGS, *vocabulary, game_text.CORRECTION]
 
   def episode(self, question: types.Question) -> '_Episode':
     """Returns the environment of one trajectory."""
@@ -132,9 +132,9 @@ class _Episode(protocol.Episode):
   async def step(self, question, turn_index, text):
     """See `protocol.Episode`."""
     del question
-    command, reward, ended = commands.parse(text), 0.0, False
+    command, reward, ended = game_text.parse(text), 0.0, False
     if command is None:
-      kind, news = protocol.INVALID, commands.correction()
+      kind, news = protocol.INVALID, game_text.correction()
     else:
       kind = 'command'
       seen, reward, terminated, truncated, _ = await self._act(command)
@@ -142,7 +142,7 @@ class _Episode(protocol.Episode):
       protocol.check_reward(f'of {command!r}', reward)
       self._return += reward
       ended = terminated or truncated
-      news = commands.observation(text_lib.neutralise_tags(str(seen)))
+      news = game_text.observation(text_lib.neutralise_tags(str(seen)))
     if ended:
       return protocol.Step(kind, None, Status.COMPLETED, reward)
     if turn_index >= self._max_turns:

@@ -20,7 +20,7 @@ from typing import Self
 
 from stppo_jax import text as text_lib
 from stppo_jax import types
-from stppo_jax.envs import commands
+from stppo_jax.envs import game_text
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.retrieval import protocol as retrieval
@@ -41,7 +41,7 @@ _CONDITIONS = ('open', 'closed', 'locked')
 _IDLE = ('examine', 'inventory', 'look')
 
 BUILT_IN = f"""\
-You play a text game. {commands.RULES}
+You play a text game. {game_text.RULES}
 {prompts.PLACEHOLDER}
 """
 
@@ -52,8 +52,8 @@ class TextWorldEnvironment(protocol.Environment):
   A question's id is the seed of its game. The score is `solved`.
   """
 
-  stop_strings = commands.STOP_STRINGS
-  tags = commands.TAGS
+  stop_strings = game_text.STOP_STRINGS
+  tags = game_text.TAGS
   main_score = 'solved'
 
   def __init__(
@@ -121,7 +121,7 @@ class TextWorldEnvironment(protocol.Environment):
     """
     _require_textworld()
     words = [f' {word}' for word in _words_of_games()]
-    return [*commands.TAGS, *vocabulary, *words, commands.CORRECTION]
+    return [*game_text.TAGS, *vocabulary, *words, game_text.CORRECTION]
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
@@ -156,7 +156,7 @@ class TextWorldEnvironment(protocol.Environment):
       if right is None:
         break
       played += (choose(right, possible),)
-    return [commands.write(command) for command in played]
+    return [game_text.write(command) for command in played]
 
   def look(self, game: '_Game') -> str:
     """Returns what the player sees, and the commands if they are listed."""
@@ -191,12 +191,12 @@ class _Episode(protocol.Episode):
     """See `protocol.Episode`."""
     del question
     game, rules = self._game, self._rules
-    command, kind, reward = commands.parse(text), 'command', 0.0
+    command, kind, reward = game_text.parse(text), 'command', 0.0
     if command is None:
-      kind, news = protocol.INVALID, commands.correction()
+      kind, news = protocol.INVALID, game_text.correction()
     elif command not in game.commands():
       refused = text_lib.neutralise_tags(f'{command!r} is not possible.')
-      kind, news = protocol.INVALID, commands.observation(refused)
+      kind, news = protocol.INVALID, game_text.observation(refused)
     else:
       before = game.distance()
       game.play(command)
@@ -204,7 +204,7 @@ class _Episode(protocol.Episode):
       reward = rules.turn_progress * ((before > after) - (before < after))
       if game.solved or game.lost:
         return protocol.Step(kind, None, Status.COMPLETED, reward)
-      news = commands.observation(rules.look(game))
+      news = game_text.observation(rules.look(game))
     if turn_index >= rules.max_turns:
       return protocol.Step(kind, None, Status.TRUNCATED_TURNS, reward)
     return protocol.Step(kind, news, None, reward)

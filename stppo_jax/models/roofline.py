@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 
@@ -207,16 +207,16 @@ _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
 def _extend(work: Work) -> _Counts:
   """Prompts and observations, which are appended to the cache."""
   appended = work.trajectories * (work.length - work.losses)
-  count = appended * operations.layer_operations(work.shape, work.length)
+  count = appended * flops.layer_operations(work.shape, work.length)
   return count, count, 0.0, {}
 
 
 def _decode(work: Work) -> _Counts:
   shape, tensor = work.shape, work.engine_tensor
   tokens = work.trajectories * work.losses
-  per_token = operations.layer_operations(
+  per_token = flops.layer_operations(
     shape, work.length
-  ) + operations.logit_operations(shape)
+  ) + flops.logit_operations(shape)
   count = tokens * per_token
   hidden = work.decode_rows * shape.hidden_size * work.itemsize
   sums = 2 * shape.num_layers * work.decode_steps * hidden
@@ -292,22 +292,18 @@ def _update(work: Work) -> _Counts:
 
 def _layers(work: Work, rows: int) -> float:
   """Returns the operations of all layers of one model, forward."""
-  return (
-    rows * work.length * operations.layer_operations(work.shape, work.length)
-  )
+  return rows * work.length * flops.layer_operations(work.shape, work.length)
 
 
 def _head(work: Work, rows: int) -> float:
   """Returns the operations of the logits at loss positions."""
-  return rows * work.losses * operations.logit_operations(work.shape)
+  return rows * work.losses * flops.logit_operations(work.shape)
 
 
 def _recomputed(work: Work, rows: int) -> float:
   """Returns the operations of a model's layers that are computed again."""
   tokens = rows * work.length
-  return tokens * operations.recomputed_layer_operations(
-    work.shape, work.length
-  )
+  return tokens * flops.recomputed_layer_operations(work.shape, work.length)
 
 
 def _scatter(work: Work, weights: float) -> float:

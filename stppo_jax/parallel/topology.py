@@ -41,7 +41,7 @@ class Limits(NamedTuple):
     links: bytes per second that it sends to devices of its host; on a TPU,
       through both links of one axis of the torus.
     network: bytes per second that it sends to another host.
-    clock: cycles per second, for `program.estimated_cycles`.
+    clock: cycles per second, for `hlo_cost.estimated_cycles`.
     per_chip: devices of one chip.
   """
 

@@ -44,12 +44,12 @@ def voted(
     HostFailed: on the others, after an error of one.
   """
   if hosts.count == 1:
-    with interrupt.abandonable():
+    with interrupt.interruptible():
       yield
     return
   error: BaseException | None = None
   try:
-    with interrupt.abandonable():
+    with interrupt.interruptible():
       yield
   except hosts_lib.HostFailed:
     raise
@@ -86,9 +86,9 @@ def voted(
 
 
 @contextlib.contextmanager
-def together(
+def collective_section(
   hosts: hosts_lib.Hosts,
-  abandonable: Callable[..., contextlib.AbstractContextManager[None]],
+  interruptible: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
   """Runs a section whose programs need all hosts.
 
@@ -98,16 +98,16 @@ def together(
 
   Args:
     hosts: the hosts of the run.
-    abandonable: returns a section that ends with a vote, see `voted`. This one
-      may have such sections as parts.
+    interruptible: returns a section that ends with a vote, see `voted`. This
+      one may have such sections as parts.
   """
   if hosts.count == 1:
-    with abandonable():
+    with interruptible():
       yield
     return
   yield
   # The first host here waits as long as the others compute.
-  with abandonable(patience=None):
+  with interruptible(patience=None):
     pass
 
 

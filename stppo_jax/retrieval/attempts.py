@@ -69,7 +69,7 @@ def may_be_mismatch(failure: http_client.Failure) -> bool:
   return failure.cause is Cause.MALFORMED
 
 
-def a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
+def may_be_query_error(failure: http_client.Failure) -> bool:
   """Returns whether a single query may have made its whole request fail."""
   if failure.cause is Cause.STATUS:
     return failure.status not in _OVERLOADED

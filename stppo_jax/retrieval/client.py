@@ -274,10 +274,10 @@ class HttpRetriever:
     try:
       answers = await self._post(corpus, list(futures), attempt)
       failure = attempts.malformed()
-      may_be_to_blame = False  # The other lists of the reply are fine.
+      may_be_query_error = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
       answers, failure = [None] * len(futures), error
-      may_be_to_blame = attempts.a_query_may_be_to_blame(failure)
+      may_be_query_error = attempts.may_be_query_error(failure)
     failed: _Futures = {}
     for (query, future), passages in zip(futures.items(), answers, strict=True):
       if passages is None:
@@ -298,7 +298,7 @@ class HttpRetriever:
     # request. So the requests shrink, and in the last attempt every query has a
     # request of its own.
     size = len(failed)
-    if may_be_to_blame:
+    if may_be_query_error:
       last = attempt + 1 == self._retries
       size = 1 if last else -(-size // _SPLIT)
     await asyncio.gather(

@@ -92,9 +92,9 @@ class CompiledPrograms:
     """
     # The old weights are dropped first, so that devices never hold both.
     self.params = None
-    self.params = self.copied(params, base=base)
+    self.params = self.transferred(params, base=base)
 
-  def copied(
+  def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
     """Returns what `publish` sets `params` to, without setting it."""

@@ -101,17 +101,17 @@ class Engine:
     self._programs.publish(params, base=base)
     self.version = version
 
-  def copied(
+  def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
-    """Returns a copy of weights for `adopt`; see `publish`.
+    """Returns a copy of weights for `swap_weights`; see `publish`.
 
     The engine may decode meanwhile. Its devices then hold the weights twice.
     """
-    return self._programs.copied(params, base=base)
+    return self._programs.transferred(params, base=base)
 
-  def adopt(self, weights: functional.Params, version: int) -> None:
-    """Publishes weights that `copied` has returned."""
+  def swap_weights(self, weights: functional.Params, version: int) -> None:
+    """Publishes weights that `transferred` has returned."""
     self._programs.params = weights
     self.version = version
 

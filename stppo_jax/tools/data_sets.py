@@ -8,10 +8,10 @@ from typing import Any
 from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.data import building
+from stppo_jax.data import catalogue
 from stppo_jax.data import kinds
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
-from stppo_jax.data import published
 from stppo_jax.data import readers
 from stppo_jax.data import tables
 from stppo_jax.envs import environments
@@ -43,9 +43,9 @@ def build(
 def show_all(root: pathlib.Path | None) -> None:
   """Prints the data sets that can be built, and those in a folder, if any."""
   there = layout.names(root) if root else []
-  for name in dict.fromkeys([*published.PUBLISHED, *there]):
-    if name in published.PUBLISHED:
-      entry = published.PUBLISHED[name]
+  for name in dict.fromkeys([*catalogue.PUBLISHED, *there]):
+    if name in catalogue.PUBLISHED:
+      entry = catalogue.PUBLISHED[name]
       source = entry.home
       if not all(original.url for original in entry.originals):
         source += ', needs --from_files'
@@ -53,9 +53,9 @@ def show_all(root: pathlib.Path | None) -> None:
     else:
       print(name)
     if root and name in there:
-      from stppo_jax.data import built
+      from stppo_jax.data import tfds_store
 
-      summary = built.summary(root, name)
+      summary = tfds_store.summary(root, name)
       for split, size in summary.sizes.items():
         digest = summary.checksums[split]
         print(f'{"":16}   {split}: {size:,} questions, sha256 {digest}')
@@ -119,10 +119,10 @@ def _questions(
       'a data set it needs --root, the folder of the data sets'
     )
   (element,) = mixtures.parse(name)
-  from stppo_jax.data import built
+  from stppo_jax.data import tfds_store
 
-  splits = [element.split] if element.split else published.SPLITS
-  return built.open_split(root, element.name, splits)
+  splits = [element.split] if element.split else catalogue.SPLITS
+  return tfds_store.open_split(root, element.name, splits)
 
 
 def _page(number: int, question: types.Question) -> str:

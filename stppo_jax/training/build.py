@@ -82,13 +82,13 @@ class Parts:
       state: the state whose policy is evaluated.
       folder: the run's folder, where a signal may cut it short.
     """
-    with folder.abandonable():
+    with folder.interruptible():
       # Wait for the collections in flight: they use the same engine, and their
       # counts of the retriever would contain the evaluation's queries.
       self.prefetcher.drain()
-    with folder.together():
+    with folder.collective_section():
       engines.publish(self.engine, self.learner, state.params, 0)
-    with folder.abandonable():
+    with folder.interruptible():
       measured = self.evaluator.measure()
       self.release()
       return measured
@@ -106,13 +106,13 @@ def build(config, folder: claim.Folder) -> Parts:
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  with folder.abandonable():
+  with folder.interruptible():
     found = components_lib.build(span.resolved(config, folder.hosts))
     config = found.config
     checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()
     )
-  with folder.abandonable():
+  with folder.interruptible():
     services = folder.enter(
       components_lib.build_services(config, found.questions)
     )
@@ -311,8 +311,8 @@ def _build_prefetcher(
 
     return build_it(
       collect,
-      engine.adopt,
-      send=functools.partial(engines.copied, engine),
+      engine.swap_weights,
+      send=functools.partial(engines.transferred, engine),
     )
   return build_it(
     steps.collect, functools.partial(engines.publish, engine, learner)

@@ -31,8 +31,8 @@ from stppo_jax.workdir import bucket_folder
 from stppo_jax.workdir import lease as lease_lib
 from stppo_jax.workdir import lock as lock_lib
 from stppo_jax.workdir import run_folder
+from stppo_jax.workdir import run_monitor
 from stppo_jax.workdir import run_record
-from stppo_jax.workdir import watching
 
 T = TypeVar('T')
 _log = logging.getLogger(__name__)
@@ -72,13 +72,13 @@ class Folder:
   exit_code: int = 0
 
   def __post_init__(self):
-    self.watch = watching.Watch(lambda: self.exit_code)
+    self.watch = run_monitor.Watch(lambda: self.exit_code)
 
   def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
     """Enters a context that is left with the folder."""
     return self.stack.enter_context(context)
 
-  def abandonable(
+  def interruptible(
     self, *, patience: float | None = voting.PATIENCE
   ) -> contextlib.AbstractContextManager[None]:
     """Runs a body that a signal may cut short; hosts vote, see `voting`."""
@@ -88,9 +88,9 @@ class Folder:
     """Yields the values of all hosts; see `voting.agreed`."""
     return voting.agreed(self.hosts, self.interrupt, value)
 
-  def together(self) -> contextlib.AbstractContextManager[None]:
-    """Runs a body in which hosts wait for each other; see `voting.together`."""
-    return voting.together(self.hosts, self.abandonable)
+  def collective_section(self) -> contextlib.AbstractContextManager[None]:
+    """Runs a body in which hosts wait for each other; see `voting`."""
+    return voting.collective_section(self.hosts, self.interruptible)
 
   def check(self) -> None:
     """Refuses the folder of another run before anything is asked of a server.
@@ -98,7 +98,7 @@ class Folder:
     Raises:
       OtherRun, CheckpointsMissing: see `record`.
     """
-    with self.abandonable(), exits.as_misconfigured(str(self.path)):
+    with self.interruptible(), exits.as_misconfigured(str(self.path)):
       if not self.hosts.is_first or self.restart:
         return
       run_record.check_checkpoints(self.path)
@@ -117,7 +117,7 @@ class Folder:
       BucketError: the bucket is out of reach.
     """
     compilation.keep(self.path / run_folder.COMPILED)
-    with self.abandonable(), exits.as_misconfigured(str(self.path)):
+    with self.interruptible(), exits.as_misconfigured(str(self.path)):
       self.enter(self.watch.phases_watched(self.path, self.hosts.index))
       if self.hosts.is_first:
         aside = run_folder.move_all_aside(self.path) if self.restart else None
@@ -136,14 +136,14 @@ class Folder:
     """Lets all hosts see what the first one has written; they all call it."""
     self.settle()
     if self.bucket is not None and self.hosts.count > 1:
-      with self.abandonable():
+      with self.interruptible():
         if not self.hosts.is_first:
           self.bucket.insist(self.bucket.pull)
 
   def settle(self) -> None:
     """Brings what hosts have done to the bucket before any of them goes on."""
     if self.bucket is not None:
-      with self.abandonable():
+      with self.interruptible():
         self.flush()
 
   def flush(self) -> None:
@@ -175,7 +175,7 @@ class Folder:
       config: the config of that run.
       **also: what else defines it, such as its command.
     """
-    rescue, outlook = self.interrupt.rescue, self.interrupt.outlook
+    force_exit, outlook = self.interrupt.force_exit, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(
         self,
@@ -185,9 +185,9 @@ class Folder:
         restart=False,
         outer=self,
       )
-    self.interrupt.rescue, self.interrupt.outlook = rescue, outlook
+    self.interrupt.force_exit, self.interrupt.outlook = force_exit, outlook
     # It has saved itself at a signal, which ends the run around it, too.
-    with self.abandonable():
+    with self.interruptible():
       pass
 
   def release(self, exit_code: int) -> None:
@@ -278,17 +278,17 @@ def claimed(
       )
       held.check()
       folder = held
-      interrupt.rescue = functools.partial(_rescue, folder, unit)
+      interrupt.force_exit = functools.partial(_force_exit, folder, unit)
       yield folder
     except interruption.Interrupted as error:
-      interrupt.rescue = interruption.no_rescue
+      interrupt.force_exit = interruption.no_force_exit
       if not interrupt.is_told:
         tell_before_first(unit)
       if folder is None:
         raise
       folder.exit_code = error.exit_code
     finally:
-      interrupt.rescue = interruption.no_rescue
+      interrupt.force_exit = interruption.no_force_exit
 
 
 @contextlib.contextmanager
@@ -317,10 +317,10 @@ def tell_before_first(unit: str) -> None:
   )
 
 
-def _rescue(
+def _force_exit(
   folder: Folder, unit: str, exit_code: int, *, answered: bool
 ) -> bool:
-  """Ends a process that has nothing to save; see `Interruption.rescue`."""
+  """Ends a process that has nothing to save; see `Interruption.force_exit`."""
   del answered
   if folder.hosts.count > 1:
     return False

@@ -108,12 +108,12 @@ def decoded_weights(trained: functional.Params) -> functional.Params:
   return {name: x for name, x in trained.items() if name != 'scalar_head'}
 
 
-def copied(
+def transferred(
   engine: engine_lib.Engine, params: model_roles.Params
 ) -> functional.Params:
   """Returns a copy of a policy's weights on the devices of an engine."""
   trained = decoded_weights(params.trained.policy)
-  return engine.copied(trained, base=params.frozen or None)
+  return engine.transferred(trained, base=params.frozen or None)
 
 
 def build_collector(

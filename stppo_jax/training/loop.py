@@ -88,7 +88,7 @@ def train(
         with run.phase('wait'):
           # Publishes the policy that the step is collected with.
           prefetcher.schedule(step, state)
-          with folder.abandonable():
+          with folder.interruptible():
             collected = prefetcher.result(step)
             parts.release()
 

@@ -18,7 +18,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 from stppo_jax.models import roofline
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import hosts as hosts_lib
@@ -33,7 +33,7 @@ from stppo_jax.training import engines
 
 
 class Counts(NamedTuple):
-  """Operations of a batch, counted by `models.operations`.
+  """Operations of a batch, counted by `models.flops`.
 
   Attributes:
     policy: operations of a forward pass of the policy.
@@ -88,8 +88,8 @@ def totals(
     float(packed.lengths_B.sum()),
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
-    *operations.forward_operations(shape, lengths, num_losses),
-    *operations.recomputed_operations(shape, lengths, num_losses),
+    *flops.forward_operations(shape, lengths, num_losses),
+    *flops.recomputed_operations(shape, lengths, num_losses),
     seconds,
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))

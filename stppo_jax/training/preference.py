@@ -69,7 +69,7 @@ def prefer(
   with claim.claimed(
     config, workdir, restart=restart, unit='update', batch_sha256=digest
   ) as folder:
-    with folder.abandonable(), exits.as_misconfigured():
+    with folder.interruptible(), exits.as_misconfigured():
       _check_unused_keys(config)
       questions = components.build_questions(config)
       tokenizer = model_files.build_tokenizer(config, questions)
@@ -84,7 +84,7 @@ def prefer(
       num_pairs = len(pairs.tokens_Q2L)
       per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
     folder.record()
-    with folder.abandonable(), exits.as_misconfigured():
+    with folder.interruptible(), exits.as_misconfigured():
       start = learner.start()
       inputs = offline_losses.PairInputs(
         learner.reference(),
@@ -105,7 +105,7 @@ def prefer(
       state = run.state
       for number in run.steps():
         with run.phase('step'):
-          with folder.abandonable():
+          with folder.interruptible():
             minibatch = pairs_lib.minibatch(
               pairs, number, size=options.batch_size, seed=config.seed
             )

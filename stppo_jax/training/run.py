@@ -3,7 +3,7 @@
     with run_lib.Run.open(config, folder, start, ...) as run:
       run.evaluate_start()
       for step in run.steps():
-        with run.phase('wait'), folder.abandonable():
+        with run.phase('wait'), folder.interruptible():
           ...                              # may be dropped and done again
         with run.phase('update'), run.consuming_state():
           state, metrics = ...             # is finished once it has begun
@@ -125,7 +125,7 @@ class Run:
       shown_every: the steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
-      with folder.together():
+      with folder.collective_section():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
         writer = _build_writer(config, folder, num_steps, shown_every)
@@ -197,7 +197,7 @@ class Run:
     that came before need not: several hosts meet it at their next vote.
     """
     if self.folder.hosts.count == 1:
-      with self.folder.interrupt.abandonable():
+      with self.folder.interrupt.interruptible():
         pass
     last = self.last
     self.folder.interrupt.outlook = (

@@ -52,7 +52,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
   """
   with claim.claimed(config, workdir, restart=restart, command='sft') as folder:
-    with folder.abandonable():
+    with folder.interruptible():
       found = components.build(config, imitates=True)
       services = folder.enter(
         components.build_services(config, found.questions)
@@ -70,7 +70,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         engines.build_collector(config, services, found.tokenizer, engine),
       )
       for greedy in (False, True):
-        with folder.abandonable():
+        with folder.interruptible():
           scores, _ = evaluator.run(greedy=greedy)
         kind = 'greedy' if greedy else 'sampled'
         for name, score in sorted(scores.items()):
@@ -135,7 +135,7 @@ def imitate(
     state = training.state
     for step in training.steps():
       with training.phase('step'):
-        with folder.abandonable():
+        with folder.interruptible():
           dialogues = teacher.batch(step, options.batch_size)
           batch = _packed(config, services, tokenizer, dialogues, hosts)
           agreement.check_program(hosts, 'supervised update', step, batch)

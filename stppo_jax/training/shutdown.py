@@ -41,16 +41,16 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
     Stopped: in place of an OSError.
   """
   interrupt = folder.interrupt
-  interrupt.rescue = functools.partial(_rescue, last, folder)
+  interrupt.force_exit = functools.partial(_force_exit, last, folder)
   try:
     yield
   except interruption.Interrupted as signalled:
     folder.exit_code = signalled.exit_code
-    interrupt.rescue = interruption.no_rescue
+    interrupt.force_exit = interruption.no_force_exit
     interrupt.is_told = True
     _save_interrupted(last, folder)
   except Exception as error:
-    interrupt.rescue = interruption.no_rescue
+    interrupt.force_exit = interruption.no_force_exit
     _save_last(last, folder, error)
     # The error says how the run ends, or nobody reads the output any more.
     is_known = hasattr(error, 'exit_code') or isinstance(error, BrokenPipeError)
@@ -62,7 +62,7 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
     progress = f'{last} {"was not" if last.is_unsaved else "is"} saved'
     raise Stopped(f'{cause}; {progress}; {_RESUMES}') from error
   finally:
-    interrupt.rescue = interruption.no_rescue
+    interrupt.force_exit = interruption.no_force_exit
 
 
 def _save_interrupted(last: saving.LastStep, folder: claim.Folder) -> None:
@@ -112,7 +112,7 @@ def _save_last(
     _log.info('%s is saved', last)
 
 
-def _rescue(
+def _force_exit(
   last: saving.LastStep,
   folder: claim.Folder,
   exit_code: int,

@@ -141,7 +141,7 @@ def load(
   is_missing = start.is_missing and run_record.made_start(folder.path) is None
   is_missing, *_ = folder.hosts.exchange('start', is_missing)
   if is_missing and config.init_from:
-    with folder.together():
+    with folder.collective_section():
       _copy(config, start.source, folder)
   elif is_missing:
     # A run of its own: a signal finishes and saves its step.
@@ -158,7 +158,7 @@ def load(
   original, note = config, ''
   config = run_record.with_start(config, folder.path)
   number, name = _origin(original, config.model.path)
-  with folder.together(), exits.as_misconfigured():
+  with folder.collective_section(), exits.as_misconfigured():
     state = parts.learner.start(config.model.path)
     if config.init_from and state.value is not None:
       state, note = _with_value(state, folder.path)

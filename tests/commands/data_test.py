@@ -6,9 +6,9 @@ import pytest
 import tensorflow_datasets as tfds
 
 from stppo_jax import __main__
-from stppo_jax.data import built
+from stppo_jax.data import catalogue
 from stppo_jax.data import passages as passages_lib
-from stppo_jax.data import published
+from stppo_jax.data import tfds_store
 from tests.data import public_files
 
 _SIZES = {
@@ -54,19 +54,19 @@ def _data(command, name, root, *flags):
 
 
 def _questions(root, name, split):
-  return built.open_split(root, name, [split])
+  return tfds_store.open_split(root, name, [split])
 
 
 def test_every_published_set_is_built_from_its_originals(root):
-  assert set(_SIZES) == set(published.PUBLISHED)
+  assert set(_SIZES) == set(catalogue.PUBLISHED)
   for name, sizes in _SIZES.items():
-    summary = built.summary(root, name)
+    summary = tfds_store.summary(root, name)
     assert summary.sizes == sizes, name
     for split in sizes:
       questions = _questions(root, name, split)
       assert {question.data_set for question in questions} == {name}
       # The recorded checksum is that of what is read.
-      assert built.checksum(questions) == summary.checksums[split]
+      assert tfds_store.checksum(questions) == summary.checksums[split]
 
 
 @pytest.mark.parametrize(
@@ -172,19 +172,19 @@ def test_a_set_that_is_built_again_has_the_same_checksum(
 ):
   flag = f'--from_files={originals["musique"]}'
   assert _data('build', 'musique', tmp_path, flag) == 0
-  first = built.summary(tmp_path, 'musique')
-  assert first == built.summary(root, 'musique')
+  first = tfds_store.summary(tmp_path, 'musique')
+  assert first == tfds_store.summary(root, 'musique')
   assert _data('build', 'musique', tmp_path, flag) == 2
   assert '--force builds it anew' in capsys.readouterr().err
   assert _data('build', 'musique', tmp_path, flag, '--force') == 0
-  assert built.summary(tmp_path, 'musique') == first
+  assert tfds_store.summary(tmp_path, 'musique') == first
   # Another row is another checksum.
   rows = (originals['musique'] / 'musique_ans_v1.0_dev.jsonl').read_text()
   path = tmp_path / 'dev.jsonl'
   path.write_text(rows.replace('river 503', 'river 504'))
   flag = f'--from_files=validation:{path}'
   assert _data('build', 'musique', tmp_path, flag, '--force') == 0
-  other = built.summary(tmp_path, 'musique')
+  other = tfds_store.summary(tmp_path, 'musique')
   assert other.sizes == {'validation': 24}
   assert other.checksums['validation'] != first.checksums['validation']
   assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -206,7 +206,7 @@ def test_a_set_that_is_built_again_has_the_same_checksum(
 def test_originals_are_fetched_from_a_server(name, tmp_path, root, server):
   flag = f'--mirror={server}/{name}/'
   assert _data('build', name, tmp_path, flag) == 0
-  assert built.summary(tmp_path, name) == built.summary(root, name)
+  assert tfds_store.summary(tmp_path, name) == tfds_store.summary(root, name)
   # What is there already is not fetched again.
   flags = ['--mirror=http://127.0.0.1:1', '--force']
   assert _data('build', name, tmp_path, *flags) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.data import games
-from stppo_jax.envs import commands
+from stppo_jax.envs import game_text
 from stppo_jax.envs import text_games
 from stppo_jax.rollout import pack
 from tests.rollout import dialogues
@@ -119,8 +119,8 @@ def test_the_prompt_tells_the_objective_and_what_can_be_done(environment):
   objective, scene, possible = prompt.splitlines()[1:]
   assert objective.startswith('Objective: ')
   assert scene.startswith('You are in the ')
-  commands = possible.removeprefix('Commands: ').removesuffix('.').split(', ')
-  assert environment.solution(question)[0] in commands
+  shown = possible.removeprefix('Commands: ').removesuffix('.').split(', ')
+  assert environment.solution(question)[0] in shown
   assert 'Commands' not in _environment(list_commands=False).prompt(question)
 
 
@@ -139,7 +139,7 @@ def test_knobs_make_the_games(environment):
 def test_demonstrations_are_played_to_the_end(environment):
   right = environment.demonstrate(_QUESTIONS[0], lambda right, _: right)
   solution = environment.solution(_QUESTIONS[0])
-  assert [commands.parse(turn) for turn in right] == solution
+  assert [game_text.parse(turn) for turn in right] == solution
   offered = []
 
   def last(right, possible):
@@ -149,7 +149,7 @@ def test_demonstrations_are_played_to_the_end(environment):
 
   other = environment.demonstrate(_QUESTIONS[0], last)
   assert len(other) == len(offered) <= 6
-  script = [commands.parse(turn) for turn in other]
+  script = [game_text.parse(turn) for turn in other]
   (found,) = _collect(environment, [script], _QUESTIONS[:1])
   assert not any(turn.action == 'invalid' for turn in found.turns)
 

@@ -16,8 +16,8 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
-from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.training import runs
 
@@ -128,7 +128,7 @@ def _fsdp_formula(state, devices, *, num_microbatches):
 )
 def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   state, _, text = _compiled(_FSDP, num_microbatches, remat)
-  sent = sum(c.sent for c in program.collectives(hlo.read(text)))
+  sent = sum(c.sent for c in hlo_cost.collectives(hlo.read(text)))
   expected = _fsdp_formula(state, 8, num_microbatches=num_microbatches)
   assert sent == pytest.approx(expected, rel=0.05)
 
@@ -142,7 +142,7 @@ def test_the_frozen_base_is_gathered_once_for_both_models():
       _FSDP, num_microbatches=2, rank=2, gathers_base=gathers_base
     )
     gathered = [
-      c for c in program.collectives(hlo.read(text)) if c.kind == 'all-gather'
+      c for c in hlo_cost.collectives(hlo.read(text)) if c.kind == 'all-gather'
     ]
     kernels[gathers_base] = sum(
       c.sent for c in gathered if any(192 in x.dims for x in c.arrays)
@@ -159,7 +159,7 @@ def test_logits_are_neither_sent_nor_held(axes):
   width = _V // axes[2]
   # Half of the float32 logits of the tokens that carry loss.
   limit = rows * _NUM_LOSSES * width * 2
-  for collective in program.collectives(hlo.read(text)):
+  for collective in hlo_cost.collectives(hlo.read(text)):
     for _, shape, _ in collective.arrays:
       # Of arrays over the vocabulary, devices send columns of weights only.
       if set(shape) & {_V, width}:
@@ -187,8 +187,8 @@ def test_the_state_is_written_in_place(axes):
 @pytest.mark.slow
 @pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
 def test_devices_multiply_as_much_as_one_of_its_rows(axes):
-  alone = program.operations(hlo.read(_compiled(_ALONE).text))
-  assert program.operations(hlo.read(_compiled(axes).text)) == pytest.approx(
+  alone = hlo_cost.operations(hlo.read(_compiled(_ALONE).text))
+  assert hlo_cost.operations(hlo.read(_compiled(axes).text)) == pytest.approx(
     alone, rel=0.02
   )
   # Forward and backward pass of the layers alone, of all tokens.

@@ -9,12 +9,12 @@ import pytest
 
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
-from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.parallel import tpu_compiler
 from tests.training import runs
@@ -66,11 +66,11 @@ def _text() -> str:
 
 def test_only_visited_experts_are_computed():
   # The kernel of attention does not say how much it computes.
-  layers = 3 * operations.layer_operations(_SHAPE, 0)
-  layers += operations.recomputed_layer_operations(_SHAPE, 0)
-  logits = 4 * operations.logit_operations(_SHAPE)
+  layers = 3 * flops.layer_operations(_SHAPE, 0)
+  layers += flops.recomputed_layer_operations(_SHAPE, 0)
+  logits = 4 * flops.logit_operations(_SHAPE)
   both = _ROWS * (2 * _LENGTH * layers + _LOSSES * logits)
-  found = program.operations(hlo.read(_text()))
+  found = hlo_cost.operations(hlo.read(_text()))
   assert found == pytest.approx(both / _FSDP / _TENSOR, rel=0.1)
 
 

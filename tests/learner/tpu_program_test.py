@@ -19,8 +19,8 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
-from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.parallel import tpu_compiler
 from tests.training import runs
@@ -51,7 +51,7 @@ _SHAPE = model_config.ModelConfig(
 
 class _Compiled(NamedTuple):
   params: object  # shapes of policy and value model
-  collectives: list[program.Collective]
+  collectives: list[hlo_cost.Collective]
   text: str
 
 
@@ -76,7 +76,7 @@ def _compiled() -> _Compiled:
   )
   text = compiled.as_text()
   params = state.policy.params, state.value.params
-  return _Compiled(params, program.collectives(hlo.read(text)), text)
+  return _Compiled(params, hlo_cost.collectives(hlo.read(text)), text)
 
 
 def _size(params, name):
@@ -166,6 +166,6 @@ def test_the_gradient_of_the_vocabulary_of_qwen_is_scattered():
       of(2, jnp.int32, rows, 257),
     )
   )
-  found = program.collectives(hlo.read(compiled.as_text()))
+  found = hlo_cost.collectives(hlo.read(compiled.as_text()))
   large = {c.kind for c in found if c.size > entries * width}
   assert large == {'all-gather', 'reduce-scatter'}

@@ -12,7 +12,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import fused_attention
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 from tests.models import cudnn
 from tests.models import tiny
 
@@ -153,7 +153,7 @@ def test_devices_that_share_heads_run_the_kernel_on_their_own():
   )
   compiled = attend.lower(*inputs).compile()
   # Neither queries nor results are sent to other devices.
-  assert program.collectives(hlo.read(compiled.as_text())) == []
+  assert hlo_cost.collectives(hlo.read(compiled.as_text())) == []
   expected = attention.IMPLEMENTATIONS['xla'](
     9, lengths_B=lengths_B, mesh=None
   )(*inputs)

@@ -14,7 +14,7 @@ from stppo_jax.models import blockwise
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 
 _H = 8
 _ROWS, _HEADS = activations.ROWS, activations.TENSOR
@@ -169,7 +169,7 @@ def test_tiles_need_no_communication_between_devices(
 ):
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
   compiled = _compiled(400, num_heads, num_kv_heads, mesh)
-  sent = program.collectives(hlo.read(compiled.as_text()))
+  sent = hlo_cost.collectives(hlo.read(compiled.as_text()))
   assert bool(sent) == shared
   # The gradient is summed between devices once, not in every pair of tiles.
   assert {x.times for x in sent} <= {1}

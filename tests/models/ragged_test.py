@@ -16,7 +16,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 
 
 def _results(product, dtype, sizes, K, N):
@@ -79,5 +79,5 @@ def test_the_largest_tiles_fit_on_a_chip(name, dtype):
 
   arrays = of(dtype, U, K), of(dtype, X, K, N), of(jnp.int32, X)
   lowered = jax.jit(gradient).lower(*arrays, of(dtype, U, N))
-  found = program.operations(hlo.read(topology.compiled(lowered).as_text()))
+  found = hlo_cost.operations(hlo.read(topology.compiled(lowered).as_text()))
   assert found == 2 * 1024 * K * N

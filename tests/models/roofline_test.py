@@ -12,7 +12,7 @@ import re
 import pytest
 
 from benchmarks import slices
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 from stppo_jax.models import roofline
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import plan as plan_lib
@@ -65,9 +65,7 @@ def test_formulas_agree_with_compiled_programs(name):
   # The compiled number leaves out attention: four passes of two models, and
   # one more of the policy.
   tokens = work.trajectories * work.length / plan.topology.num_devices
-  attention = (
-    9 * tokens * operations.attention_operations(work.shape, work.length)
-  )
+  attention = 9 * tokens * flops.attention_operations(work.shape, work.length)
   # Kernels of experts compute tiles with rows of two experts twice.
   rel = 0.05 if work.shape.num_experts else 0.03
   assert (part.computed - attention) / 2e12 == pytest.approx(products, rel=rel)

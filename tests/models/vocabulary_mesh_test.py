@@ -17,7 +17,7 @@ from stppo_jax.models import heads
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 from tests.models import shapes
 
 _B, _L, _M, _D, _V, _CHUNK = 8, 33, 32, 8, 512, 32
@@ -149,7 +149,7 @@ def test_no_logits_are_sent_and_the_matrix_is_sent_once_a_pass(kind):
   # The chunk of a device that has half of the entries.
   chunk = _CHUNK * _V // 2
   assert shapes.largest(compiled) == chunk
-  found = program.collectives(hlo.read(compiled.as_text()))
+  found = hlo_cost.collectives(hlo.read(compiled.as_text()))
   size = lambda c: max(math.prod(x.dims) for x in c.arrays)
   # Each pass gathers half of the entries with all columns, of each model.
   own = _V // 2 * _D

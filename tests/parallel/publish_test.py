@@ -16,7 +16,7 @@ from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 
 _LAYERS = 2
 # Data, fsdp and tensor of training, and tensor of decoding.
@@ -129,8 +129,8 @@ def test_devices_send_what_the_formula_says(layout):
   for part, count in publisher.parts(params):
     copy, _ = publisher.program(part)
     text = copy.lower(part, 0).compile().as_text()
-    found += program.collectives(hlo.read(text))
-    sent += count * sum(x.sent for x in program.collectives(hlo.read(text)))
+    found += hlo_cost.collectives(hlo.read(text))
+    sent += count * sum(x.sent for x in hlo_cost.collectives(hlo.read(text)))
   assert sent == pytest.approx(expected, rel=0.03)
   # No device holds a whole matrix of which it needs a part.
   largest = max(matrices) / decoding

@@ -9,7 +9,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import rows
 from stppo_jax.parallel import sharding
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 
 _ROWS, _LENGTH = 32, 5
 
@@ -42,7 +42,9 @@ def test_rows_are_selected_without_gathering_the_batch(axes):
   for name, array in _batch().items():
     np.testing.assert_array_equal(found[name], array[chosen])
   text = select.as_text()
-  assert {c.kind for c in program.collectives(hlo.read(text))} == {'all-to-all'}
+  assert {c.kind for c in hlo_cost.collectives(hlo.read(text))} == {
+    'all-to-all'
+  }
   # Of the largest array, a device holds its own rows, or one row of each
   # device, never those of the whole batch.
   held = max(x.size for x in hlo.read(text).instructions if len(x.arrays) == 1)

@@ -22,7 +22,7 @@ from stppo_jax.sampling import lowering
 from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
@@ -89,7 +89,9 @@ def test_decoding_on_devices_copies_each_row_s_pages_once_and_sends_none(
   text = compiled.as_text()
   # What devices send for each token has no axis of the cache's length, and is
   # no larger than the hidden states of all slots.
-  sent = [x.dims for c in program.collectives(hlo.read(text)) for x in c.arrays]
+  sent = [
+    x.dims for c in hlo_cost.collectives(hlo.read(text)) for x in c.arrays
+  ]
   assert sent and max(map(math.prod, sent)) <= _A * 48
   assert all(_J not in dims for dims in sent)
   # No array repeats keys or values for the query heads that share them.

@@ -14,15 +14,15 @@ import jax
 import pytest
 
 from stppo_jax.models import config as model_config
+from stppo_jax.models import flops
 from stppo_jax.models import functional
-from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.sampling import lowering
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.training import model_files
 from tests.parallel import tpu_compiler
 from tests.sampling import tiny_engine
@@ -93,7 +93,7 @@ def _bytes(tree) -> int:
 def test_decoding_reads_little_more_than_weights_keys_and_values():
   # The kernel says what it reads of rows of the greatest length.
   needed = _bytes(_lowering().weights) + _bytes(_lowering().state.cache)
-  accessed = program.accessed(hlo.read(_compiled('decode').text)) / _CHUNK
+  accessed = hlo_cost.accessed(hlo.read(_compiled('decode').text)) / _CHUNK
   print(needed, accessed)
   assert needed < accessed < 1.15 * needed
 
@@ -104,11 +104,11 @@ def test_decoding_reads_little_more_than_weights_keys_and_values():
 def test_the_products_are_those_of_the_formula(name, tokens):
   shape = _shape()
   # Each token attends to all positions, not to half of them.
-  per_token = operations.layer_operations(shape, 2 * _LENGTH)
+  per_token = flops.layer_operations(shape, 2 * _LENGTH)
   if name == 'decode':
-    per_token += operations.logit_operations(shape)
+    per_token += flops.logit_operations(shape)
   needed = _SLOTS * tokens * per_token / _CHIPS
-  counted = program.operations(hlo.read(_compiled(name).text))
+  counted = hlo_cost.operations(hlo.read(_compiled(name).text))
   assert counted == pytest.approx(needed, rel=0.1)
 
 
@@ -142,7 +142,7 @@ def test_no_program_has_a_float32_copy_of_the_weights():
 )
 def test_hosts_that_decode_together_exchange_only_counts(name, counts):
   lowered = getattr(_lowering('v5e:4x4'), name)()
-  found = program.collectives(hlo.read(topology.compiled(lowered).as_text()))
+  found = hlo_cost.collectives(hlo.read(topology.compiled(lowered).as_text()))
   mesh = {'data': 8, 'fsdp': 1, 'tensor': _TENSOR}
   # The weights are cut over chips of one host.
   others = [c for c in found if c.axes(mesh) != ('tensor',)]
@@ -160,7 +160,7 @@ def test_publishing_sends_what_the_formula_says():
   ]
   found, sent = [], 0
   for part, times in compiled:
-    collectives = program.collectives(hlo.read(part.as_text()))
+    collectives = hlo_cost.collectives(hlo.read(part.as_text()))
     found += collectives
     sent += times * sum(collective.sent for collective in collectives)
   # At most one array of a part is there twice: the embedding, or of a layer.

@@ -373,7 +373,7 @@ address, index = sys.argv[1:]
 place = distributed.place(address, 2, int(index))
 with interruption.Interruption() as interrupt:
   try:
-    with interrupt.abandonable(), distributed.joined(place) as hosts:
+    with interrupt.interruptible(), distributed.joined(place) as hosts:
       hosts.exchange('word', None)
       if hosts.index:
         os.kill(os.getpid(), signal.SIGINT)

@@ -326,8 +326,8 @@ def test_hosts_that_wait_for_each_other_finish_before_they_leave(tmp_path):
   hosts, done = _Two(), []
   with _claimed(tmp_path, hosts) as folder:
     hosts.votes.clear()
-    with folder.together():
-      with folder.abandonable():
+    with folder.collective_section():
+      with folder.interruptible():
         done.append('a part')
       os.kill(os.getpid(), signal.SIGTERM)
       done.append('all')
@@ -341,8 +341,8 @@ def test_hosts_that_wait_for_each_other_abandon_parts(tmp_path):
   hosts = _Two()
   with _claimed(tmp_path, hosts) as folder:
     hosts.votes.clear()
-    with folder.together():
-      with folder.abandonable():
+    with folder.collective_section():
+      with folder.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail('went on')
   assert folder.exit_code == 75
@@ -351,8 +351,8 @@ def test_hosts_that_wait_for_each_other_abandon_parts(tmp_path):
 
 def test_a_host_alone_abandons_its_start_at_once(tmp_path):
   with _claimed(tmp_path) as folder:
-    with folder.together():
-      with folder.abandonable():
+    with folder.collective_section():
+      with folder.interruptible():
         pass
       os.kill(os.getpid(), signal.SIGTERM)
       pytest.fail('went on')

@@ -120,7 +120,7 @@ def _sweep(
   planner: search.Planner,
   programs: Sequence[str],
   compile_best: int,
-) -> list[search.Tried]:
+) -> list[search.MeshCandidate]:
   """Returns the plans of all meshes, the best of them compiled."""
   found = search.sweep_meshes(config, topology, planner)
   if not programs:

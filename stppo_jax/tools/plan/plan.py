@@ -27,7 +27,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.data import kinds
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 from stppo_jax.models import roofline
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
@@ -288,7 +288,7 @@ def estimated_temporaries(
   layer += tokens * 2 * (2 * queries + keys) / tensor * size
   if shape.qk_norm:
     layer += tokens * 2 * (queries + keys / 2) / tensor * 4
-  layer += 2 * sum(operations.layer_weights(shape)) * size / tensor
+  layer += 2 * sum(flops.layer_weights(shape)) * size / tensor
   losses = rows * work.losses
   chunk = min(head_chunk, losses) if head_chunk else losses
   # Logits, whose gradient takes their place, in float32; the gathered matrix

@@ -19,8 +19,8 @@ from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import stops
 from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering as learner_lowering
-from stppo_jax.tools.plan import program as program_lib
 from stppo_jax.training import engines
 
 # The compiler for TPU takes up to 3 GB for each program.
@@ -88,7 +88,7 @@ class Cost(NamedTuple):
   peak: int = 0
   accessed: int = 0
   axes: Mapping[str, int] = {}
-  collectives: tuple[program_lib.Collective, ...] = ()
+  collectives: tuple[hlo_cost.Collective, ...] = ()
   operations: int = 0
   seconds: float = 0.0
   problem: str = ''
@@ -204,11 +204,11 @@ def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
     counted=_COUNTED[name],
     in_place=memory.alias_size_in_bytes,
     peak=memory.peak_memory_in_bytes if on_tpu else at_once,
-    accessed=program_lib.accessed(program) if on_tpu else 0,
+    accessed=hlo_cost.accessed(program) if on_tpu else 0,
     axes=dict(mesh.shape),
-    collectives=tuple(program_lib.collectives(program)),
-    operations=program_lib.operations(program),
-    seconds=program_lib.estimated_cycles(program) / clock,
+    collectives=tuple(hlo_cost.collectives(program)),
+    operations=hlo_cost.operations(program),
+    seconds=hlo_cost.estimated_cycles(program) / clock,
   )
 
 

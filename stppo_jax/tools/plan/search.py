@@ -19,7 +19,7 @@ Planner = Callable[..., plan_lib.Plan]
 Changes = Mapping[str, Any]
 
 
-class Tried(NamedTuple):
+class MeshCandidate(NamedTuple):
   """A plan with other settings.
 
   Attributes:
@@ -43,7 +43,7 @@ def changed(config, changes: Changes) -> Any:
 
 def sweep_meshes(
   config, topology: topology_lib.Topology, planner: Planner
-) -> list[Tried]:
+) -> list[MeshCandidate]:
   """Returns the plans of all meshes, the best first.
 
   Those that fit come first, the fastest of them at the top. Each device keeps
@@ -83,7 +83,7 @@ def sweep_meshes(
   return sorted(found, key=_rank)
 
 
-def advise(config, planner: Planner, memory: float) -> Tried | None:
+def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   """Returns changes with which a run fits; None if none are found.
 
   Changes are tried one after the other, those first that cost least, and those
@@ -110,7 +110,7 @@ def advise(config, planner: Planner, memory: float) -> Tried | None:
     tried = _tried(config, fewer, planner)
     if fewer and tried.plan is not None and tried.plan.total <= memory:
       changes, best = tried.changes, tried.plan
-  return Tried(changes, best)
+  return MeshCandidate(changes, best)
 
 
 def advice(
@@ -178,15 +178,15 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
       tensor *= 2
 
 
-def _tried(config, changes: Changes, planner: Planner) -> Tried:
+def _tried(config, changes: Changes, planner: Planner) -> MeshCandidate:
   """Returns the plan of a config with changes, or why it is refused."""
   changes = dict(changes)
   if changes.get('mesh.data') == 1 and 'mesh.fsdp' not in changes:
     changes['mesh.fsdp'] = -1  # it takes the devices of `data`
   try:
-    return Tried(changes, planner(changed(config, changes)))
+    return MeshCandidate(changes, planner(changed(config, changes)))
   except exits.Misconfigured as error:
-    return Tried(changes, None, str(error).partition('\n')[0])
+    return MeshCandidate(changes, None, str(error).partition('\n')[0])
 
 
 def _factors(number: int) -> Iterator[tuple[int, int, int]]:
@@ -198,7 +198,7 @@ def _factors(number: int) -> Iterator[tuple[int, int, int]]:
         yield a, b, number // (a * b)
 
 
-def _rank(tried: Tried) -> tuple:
+def _rank(tried: MeshCandidate) -> tuple:
   """Returns the key that sorts plans: refused last, then by fit and time."""
   if tried.plan is None:
     return 2, 0.0

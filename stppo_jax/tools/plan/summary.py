@@ -97,7 +97,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
   }
 
 
-def row(tried: search.Tried) -> dict[str, Any]:
+def row(tried: search.MeshCandidate) -> dict[str, Any]:
   """Returns the line of a mesh in a sweep."""
   found = {
     'data': tried.changes['mesh.data'],

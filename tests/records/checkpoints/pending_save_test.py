@@ -15,7 +15,7 @@ def test_a_save_that_is_being_begun_is_not_saved(tmp_path):
   answers = []
 
   class Manager(ocp.CheckpointManager):
-    """Asks how the save goes before it begins, as a rescue may do."""
+    """Asks how the save goes before it begins, as a forced exit may do."""
 
     def save(self, step, *args, **kwargs):
       with pytest.raises(pending_save.SaveFailed, match='beginning a save'):

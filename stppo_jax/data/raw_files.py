@@ -16,7 +16,7 @@ import pathlib
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.data import published as published_lib
+from stppo_jax.data import catalogue
 from stppo_jax.data import readers
 from stppo_jax.data import tables
 
@@ -29,7 +29,7 @@ class FilesMissing(ValueError):
 
 def needed(name: str) -> str:
   """Returns a message on the files of a published data set and their home."""
-  entry = published_lib.PUBLISHED[name]
+  entry = catalogue.PUBLISHED[name]
   names = dict.fromkeys(original.pattern for original in entry.originals)
   return (
     f'give the original files with --from_files=FOLDER, which holds '
@@ -42,23 +42,23 @@ def in_place(name: str, place: pathlib.Path) -> Files:
   """Returns the files of each split of a published data set.
 
   Args:
-    name: a key of `published.PUBLISHED`.
+    name: a key of `catalogue.PUBLISHED`.
     place: the folder or the archive that holds them; splits without a file in
       it are left out.
 
   Raises:
     FilesMissing: if no file is there; the message names those that are needed.
   """
-  entry = published_lib.PUBLISHED[name]
+  entry = catalogue.PUBLISHED[name]
   found: dict[str, list[tables.TableFile]] = {}
   for original in entry.originals:
     for file in tables.find(place, original.pattern):
       found.setdefault(original.split, []).append(file)
-  if not found.keys() - {published_lib.TEST_IDS}:
+  if not found.keys() - {catalogue.TEST_IDS}:
     raise FilesMissing(f'{name}: no original file in {place}; {needed(name)}')
   for original in entry.originals:
     # A split may be absent, but not what divides the questions into splits.
-    if original.split == published_lib.TEST_IDS and original.split not in found:
+    if original.split == catalogue.TEST_IDS and original.split not in found:
       raise FilesMissing(
         f'{name}: no {original.pattern} in {place}; {needed(name)}'
       )
@@ -92,10 +92,10 @@ class Reader:
     """
     splits = {}
     for split, parts in files.items():
-      if split != published_lib.TEST_IDS:
+      if split != catalogue.TEST_IDS:
         splits[split] = self._read_split(split, parts)
-    if published_lib.TEST_IDS in files:
-      (file, *_) = files[published_lib.TEST_IDS]
+    if catalogue.TEST_IDS in files:
+      (file, *_) = files[catalogue.TEST_IDS]
       test = tables.keys(file)
       questions = splits.pop('train')
       splits['train'] = [q for q in questions if q.id not in test]
@@ -122,7 +122,7 @@ class Reader:
   def _read_file(
     self, split: str, file: tables.TableFile
   ) -> list[types.Question]:
-    entry = published_lib.PUBLISHED.get(self._name)
+    entry = catalogue.PUBLISHED.get(self._name)
     path = pathlib.PurePosixPath(file.member or file.path.name)
 
     def parse(row: Any, number: int) -> types.Question:

@@ -9,7 +9,7 @@ import numpy as np
 
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
-from stppo_jax.tools.plan import program
+from stppo_jax.tools.plan import hlo_cost
 
 _TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
@@ -47,7 +47,7 @@ to_apply=%add
 def test_collectives_of_a_program_are_counted():
   found = [
     (c.kind, c.size, c.devices, c.times, c.sent)
-    for c in program.collectives(hlo.read(_TEXT))
+    for c in hlo_cost.collectives(hlo.read(_TEXT))
   ]
   assert found == [
     ('all-reduce', 100, 4, 5, 5 * 2 * 100 * 3 / 4),
@@ -62,7 +62,7 @@ def test_collectives_of_a_program_are_counted():
 def test_collectives_are_along_axes_of_the_mesh():
   mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
   found = [
-    (c.group, c.axes(mesh)) for c in program.collectives(hlo.read(_TEXT))
+    (c.group, c.axes(mesh)) for c in hlo_cost.collectives(hlo.read(_TEXT))
   ]
   assert found == [
     ((0, 1, 2, 3), ('fsdp', 'tensor')),
@@ -141,7 +141,7 @@ backend_config={"estimated_cycles":"9223372036854775807"}
 def test_programs_for_tpu_are_counted():
   found = [
     (c.kind, c.size, c.devices, c.times)
-    for c in program.collectives(hlo.read(_TPU_TEXT))
+    for c in hlo_cost.collectives(hlo.read(_TPU_TEXT))
   ]
   assert found == [
     ('all-gather', 16 * 8 * 2, 16, 28),
@@ -149,8 +149,8 @@ def test_programs_for_tpu_are_counted():
     ('reduce-scatter', 32 * 8 * 2, 16, 28),
   ]
   # Of the scatter there is no estimate.
-  assert program.estimated_cycles(hlo.read(_TPU_TEXT)) == 28 * 250 + 5
-  assert program.estimated_cycles(hlo.read(_TEXT)) == 0
+  assert hlo_cost.estimated_cycles(hlo.read(_TPU_TEXT)) == 28 * 250 + 5
+  assert hlo_cost.estimated_cycles(hlo.read(_TEXT)) == 0
 
 
 def test_convolutions_that_are_products_are_counted():
@@ -162,7 +162,7 @@ def test_convolutions_that_are_products_are_counted():
   # [4, 16] x [16, 8] in the loop; [4, 5] x [5, 3] for each of two heads, of
   # which the window adds padding.
   expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
-  assert program.operations(hlo.read(text)) == expected
+  assert hlo_cost.operations(hlo.read(text)) == expected
 
 
 def test_a_batch_of_products_is_multiplied_once():
@@ -177,7 +177,7 @@ def test_a_batch_of_products_is_multiplied_once():
   )
   loop = 28 * 2 * 4 * 16 * 8
   text = re.sub('  %heads.*\n', '', text)
-  products = program.operations(hlo.read(text)) - loop
+  products = hlo_cost.operations(hlo.read(text)) - loop
   assert products == 16 * 2 * 6 * 128 * 64
 
 
@@ -189,7 +189,7 @@ def test_kernels_that_say_what_they_compute_are_counted():
   cost = '"cost_estimate":{"flops":"70","transcendentals":"0"}'
   kernels = kernel % cost + kernel % '"body":""'
   text = _TEXT.replace('  %whole', kernels + '  %whole')
-  assert program.operations(hlo.read(text)) == 5 * 70
+  assert hlo_cost.operations(hlo.read(text)) == 5 * 70
 
 
 def _compiled(function, mesh, *arrays):
@@ -209,12 +209,12 @@ def test_products_in_a_loop_are_counted():
 
   arrays = np.ones((5, 16), np.float32), np.ones((1, 16, 6), np.float32)
   text = _compiled(seven_products, mesh, *arrays)
-  (found,) = program.collectives(hlo.read(text))
+  (found,) = hlo_cost.collectives(hlo.read(text))
   assert (found.kind, found.devices) == ('all-reduce', 8)
   # [5, 6] float32 are 120 bytes: each device has one term of every sum.
   assert found.sent == 7 * 2 * 120 * 7 / 8
   # Two of the sixteen columns are on a device.
-  assert program.operations(hlo.read(text)) == 7 * 2 * 5 * 2 * 6
+  assert hlo_cost.operations(hlo.read(text)) == 7 * 2 * 5 * 2 * 6
 
 
 # A loop of 3 whose end may come earlier: it moves `w` into fast memory, takes a
@@ -274,7 +274,7 @@ def test_what_a_loop_moves_is_counted_as_often_as_it_runs():
   # that is written.
   per_turn = 32 + 64 + 8
   # Two rows go to fast memory, and two are copied in memory.
-  assert program.accessed(hlo.read(_LOOP_TEXT)) == 3 * per_turn + 16 + 2 * 16
+  assert hlo_cost.accessed(hlo.read(_LOOP_TEXT)) == 3 * per_turn + 16 + 2 * 16
 
 
 def test_a_collective_moves_all_of_its_arrays():
@@ -294,11 +294,11 @@ ENTRY %main (a: f32[16], b: f32[32]) -> {two} {{
 }}
 """
     results = 48 if opcode == 'all-reduce' else 192
-    assert program.accessed(hlo.read(text)) == 4 * (48 + results)
+    assert hlo_cost.accessed(hlo.read(text)) == 4 * (48 + results)
 
 
 def test_a_compiled_product_reads_its_factors_and_writes_its_result():
   x_AD, w_DV = jnp.zeros((64, 32)), jnp.zeros((32, 256))
   text = jax.jit(jnp.dot).lower(x_AD, w_DV).compile().as_text()
   least = x_AD.nbytes + w_DV.nbytes + 4 * 64 * 256
-  assert least <= program.accessed(hlo.read(text)) <= 1.01 * least
+  assert least <= hlo_cost.accessed(hlo.read(text)) <= 1.01 * least

@@ -6,7 +6,7 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.workdir import heartbeat
-from stppo_jax.workdir import watching
+from stppo_jax.workdir import run_monitor
 from tests.training import runs
 
 
@@ -40,7 +40,7 @@ def _steps(watch, numbers):
 @pytest.mark.slow
 def test_whole_steps_are_traced(tmp_path, steps, saved):
   """Also if the run ends in the middle of them."""
-  watch = watching.Watch(lambda: 0)
+  watch = run_monitor.Watch(lambda: 0)
   with watch.started(tmp_path, ['here'], steps):
     _steps(watch, range(1, 5))
   assert heartbeat.read(tmp_path).phase == 'end'
@@ -52,8 +52,8 @@ def test_whole_steps_are_traced(tmp_path, steps, saved):
 
 @pytest.mark.slow
 def test_a_trace_of_the_next_step_can_be_asked_for(tmp_path):
-  watch = watching.Watch(lambda: 0)
-  request = tmp_path / watching.REQUEST
+  watch = run_monitor.Watch(lambda: 0)
+  request = tmp_path / run_monitor.REQUEST
   with watch.started(tmp_path, ['here'], (0, 0)):
     _steps(watch, [1])
     request.touch()
@@ -61,7 +61,7 @@ def test_a_trace_of_the_next_step_can_be_asked_for(tmp_path):
     assert not request.exists()
     assert len(_traces(tmp_path)) == 1
     assert (tmp_path / 'profile' / 'memory-000002.prof').is_file()
-  other = watching.Watch(lambda: 0)  # of another host, which is not started
+  other = run_monitor.Watch(lambda: 0)  # of another host, which is not started
   request.touch()
   _steps(other, [4])
   assert request.exists()

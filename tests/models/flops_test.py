@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from stppo_jax.models import config as model_config
-from stppo_jax.models import operations
+from stppo_jax.models import flops
 
 # The shape of Qwen2.5-1.5B.
 _SHAPE = model_config.ModelConfig(
@@ -26,23 +26,19 @@ _SHAPE = model_config.ModelConfig(
 def test_operations_are_those_of_the_published_shapes():
   # Qwen2.5-1.5B has 1.31e9 weights in its layers and 0.23e9 in its embedding
   # (its model card), and a product with a weight is two operations.
-  layers = operations.layer_operations(_SHAPE, 0)
+  layers = flops.layer_operations(_SHAPE, 0)
   assert layers == pytest.approx(2 * 1.31e9, rel=5e-3)
   # Two products with half of 4096 tokens, for each of 12 heads of 128.
-  attention = operations.layer_operations(_SHAPE, 4096) - layers
+  attention = flops.layer_operations(_SHAPE, 4096) - layers
   assert attention == 28 * 2 * 2 * 2048 * 12 * 128
-  policy, value = operations.forward_operations(
-    _SHAPE, [4096, 4096], losses=100
-  )
+  policy, value = flops.forward_operations(_SHAPE, [4096, 4096], losses=100)
   assert value == 2 * 4096 * (layers + attention)
   assert policy - value == pytest.approx(100 * 2 * 0.233e9, rel=5e-3)
 
 
 def test_a_row_counts_with_its_own_length():
-  one, two = (
-    operations.forward_operations(_SHAPE, [n], 0)[1] for n in (100, 300)
-  )
-  assert operations.forward_operations(_SHAPE, [100, 300], 0)[1] == one + two
+  one, two = (flops.forward_operations(_SHAPE, [n], 0)[1] for n in (100, 300))
+  assert flops.forward_operations(_SHAPE, [100, 300], 0)[1] == one + two
   assert two > 3 * one
 
 
@@ -55,22 +51,22 @@ def test_of_experts_those_count_that_a_token_visits():
     num_experts_per_tok=8,
     moe_intermediate_size=1120,
   )
-  weights = operations.layer_weights(experts)
+  weights = flops.layer_weights(experts)
   assert weights.expand == 1536 * (2 * 8 * 1120 + 64)  # with the router
   assert weights.contract == 1536 * 8 * 1120
   router = 28 * 2 * 1536 * 64
-  dense = operations.layer_operations(_SHAPE, 512)
-  assert operations.layer_operations(experts, 512) == dense + router
+  dense = flops.layer_operations(_SHAPE, 512)
+  assert flops.layer_operations(experts, 512) == dense + router
 
 
 @pytest.mark.parametrize('remat', ['full', 'dots', 'all_dots', 'none'])
 def test_what_a_backward_pass_does_again_depends_on_what_is_kept(remat):
   shape = dataclasses.replace(_SHAPE, remat=remat)
-  policy, value = operations.recomputed_operations(shape, [4096], losses=100)
+  policy, value = flops.recomputed_operations(shape, [4096], losses=100)
   # Logits are always computed again.
-  assert policy - value == 100 * operations.logit_operations(shape)
+  assert policy - value == 100 * flops.logit_operations(shape)
   attention = 4096 * 28 * 2 * 2 * 2048 * 12 * 128
   down = 4096 * 28 * 2 * 8960 * 1536
-  everything = 4096 * operations.layer_operations(shape, 4096)
+  everything = 4096 * flops.layer_operations(shape, 4096)
   expected = {'full': everything - down, 'dots': attention}
   assert value == expected.get(remat, 0)
