@@ -92,13 +92,13 @@ def find(accelerator: str) -> Slice:
   return Slice(chips, 1 if is_one else chips // 4, generation.runtime)
 
 
-def nodes(label: str, topology: str, chips: int) -> tuple[int, int]:
+def nodes(label: str, topology: str, chips: str) -> tuple[int, int]:
   """Returns the nodes of a slice in GKE, and the chips of a node.
 
   Args:
     label: the value of cloud.google.com/gke-tpu-accelerator.
     topology: the chips along each axis, such as 4x4.
-    chips: the chips of a node; 0: four, or all if there are fewer.
+    chips: the chips of a node; '': four, or all if there are fewer.
 
   Raises:
     ValueError: GKE has no such slice; one line that begins with the option.
@@ -122,13 +122,14 @@ def nodes(label: str, topology: str, chips: int) -> tuple[int, int]:
   choices = [min(total, 4)]
   if topology == '2x4':
     choices.append(8)  # the only slice with two kinds of nodes
-  if chips and chips not in choices:
+  each = int(chips or choices[0])
+  if each not in choices:
     text = ' or '.join(map(str, choices))
     raise ValueError(
       f'--chips={chips}: must be {text}, the chips of a node of '
       f'--topology={topology}'
     )
-  return total // (chips or choices[0]), chips or choices[0]
+  return total // each, each
 
 
 def _chips(topology: str) -> int:

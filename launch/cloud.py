@@ -1,7 +1,9 @@
 """Asks things of Google Cloud through the program `gcloud`."""
 
 from collections.abc import Mapping
+import contextlib
 import json
+import re
 import subprocess
 import time
 from typing import Any
@@ -10,6 +12,10 @@ from stppo_jax import exits
 
 PREFIX = 'stppo-'  # of the names of all slices
 OVER = ('SUSPENDED', 'FAILED')
+# What an answer has if another attempt may succeed.
+PASSING = re.compile(
+  r'(?i)unavailable|internal error|deadline|timed? ?out|reset|resolve|50[0234]'
+)
 SILENCE = 20  # polls without a word of any worker, after which it is given up
 
 
@@ -19,35 +25,70 @@ class CloudError(Exception):
   exit_code = exits.TRY_AGAIN
 
 
+class Ended(Exception):
+  """Ends the program; its line is printed."""
+
+  exit_code = exits.TRY_AGAIN
+
+
 def reap(values: Mapping[str, Any]) -> int:
   """Deletes the slices of a zone whose run has ended; returns the exit code."""
   done = run(tpus(values, 'list', '--format=json'))
   if done.returncode:
     say(reason(done))
-    return exits.TRY_AGAIN
+    return exits.TRY_AGAIN if PASSING.search(reason(done)) else exits.USAGE
   code = 0
-  for item in json.loads(done.stdout):
-    name, state = item['name'].rpartition('/')[2], item['state']['state']
+  for found in map(item, json.loads(done.stdout)):
+    name, state, where = found['name'], found['state'], found['place']
     if not name.startswith(PREFIX):
       continue
-    node = item['tpu']['nodeSpec'][0]['node']
-    where = node.get('metadata', {}).get('stppo-place', '')
     try:
-      text = read(f'{where}/state-*') if where else ''
-      words = [line.split()[1:] for line in text.splitlines()]
-      newest = max((int(x[0]) for x in words), default=0)
-      is_silent = words and time.time() - newest > SILENCE * 60
-      has_ended = any(x[1] in ('ended', 'failed') for x in words)
-      if state in OVER or has_ended or is_silent:
+      workers = told(read(f'{where}/state-*')) if where else {}
+      record = json.loads(read(f'{where}/record') or '{}') if where else {}
+      newest = max(
+        (when for when, _ in workers.values()), default=record.get('active', 0)
+      )
+      silence = SILENCE * record.get('poll', 60)
+      is_silent = newest and time.time() - newest > silence
+      has_ended = any(x[0] in ('ended', 'failed') for _, x in workers.values())
+      if state in OVER or has_ended or is_silent or record.get('ended'):
         delete(values, name, 1)
         say(f'{name}: {state}; deleted')
       else:
-        told = '; '.join(' '.join(x[1:]) for x in words) or 'no worker yet'
-        say(f'{name}: {state}; {told}; kept')
+        words = '; '.join(' '.join(x) for _, x in workers.values())
+        say(f'{name}: {state}; {words or "no worker yet"}; kept')
     except CloudError as error:
       say(str(error))
       code = exits.TRY_AGAIN
   return code
+
+
+def item(described: Mapping[str, Any]) -> dict[str, str]:
+  """Returns name, state, problem and place of what gcloud has described."""
+  state = described.get('state', {})
+  error = state.get('failedData', {}).get('error', {})
+  (node, *_) = described.get('tpu', {}).get('nodeSpec', [{}])
+  metadata = node.get('node', {}).get('metadata', {})
+  return {
+    'name': described.get('name', '').rpartition('/')[2],
+    'state': state.get('state', ''),
+    'problem': error.get('message', ''),
+    'place': metadata.get('stppo-place', ''),
+  }
+
+
+def told(text: str) -> dict[str, tuple[int, list[str]]]:
+  """Returns what workers have told: by host, when and what.
+
+  Args:
+    text: their lines; those that are cut off are left out.
+  """
+  lines = [line.split() for line in text.splitlines()]
+  return {
+    host: (int(when), words)
+    for host, when, *words in (x for x in lines if len(x) > 2)
+    if when.isdigit()
+  }
 
 
 def read(address: str) -> str:
@@ -97,7 +138,10 @@ def tpus(values: Mapping[str, Any], *words: str) -> list[str]:
 
 
 def run(words: list[str], data: bytes = b'') -> subprocess.CompletedProcess:
-  """Runs a command in a session of its own, which a Ctrl-C does not reach."""
+  """Runs a command in a session of its own.
+
+  So a signal that a terminal sends to this program does not reach it.
+  """
   return subprocess.run(
     words, input=data, capture_output=True, check=False, start_new_session=True
   )
@@ -111,4 +155,11 @@ def reason(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def say(line: str) -> None:
-  print(time.strftime('%FT%TZ', time.gmtime()), line, flush=True)
+  """Prints a line with the time."""
+  show(f'{time.strftime("%FT%TZ", time.gmtime())} {line}\n')
+
+
+def show(text: str) -> None:
+  """Prints, unless nobody listens any more: slices outlive a terminal."""
+  with contextlib.suppress(OSError):
+    print(text, end='', flush=True)

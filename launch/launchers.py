@@ -168,7 +168,7 @@ LAUNCHERS = {
       # Where other runs spend the same budget.
       'budget': _text('gs://[^\\s*]+', 'an address in a bucket', ''),
       'restarts': _restarts(),
-      'poll': _whole(60, lower_bound=1, upper_bound=3600),
+      'poll': _whole(60, lower_bound=1, upper_bound=300),
       'on_interrupt': command_line.one_of(('', 'keep', 'delete'), ''),
       'watch': False,
       'reap': False,
@@ -186,8 +186,7 @@ LAUNCHERS = {
         [x.label for x in accelerators.GENERATIONS.values()]
       ),
       'topology': _line('the chips along each axis, such as 4x4'),
-      'workers': _whole(0, lower_bound=0),
-      'chips': _whole(0, lower_bound=0),
+      'chips': _text('[1-9]', 'a number of chips', ''),
       'grace': _count(300),
       'restarts': _restarts(),
     },

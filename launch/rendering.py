@@ -97,6 +97,8 @@ def _fields(
     return {
       'patience': slices.PATIENCE * values['poll'],
       'delay': -(-values['poll'] // 6),
+      'left': round(3600 * values['left']),
+      'machines': accelerators.find(values['accelerator']).machines,
       'source': f'{place}/{source.name}',
     }
   nodes, chips = accelerators.nodes(

@@ -3,9 +3,11 @@
 All that is known of a run stands in its bucket, so that the same command goes
 on after an interruption of this program, on this machine or another one:
 
-  WORKDIR/launched               the digest of the command whose run is done
+  WORKDIR/launched               the digest of the command whose run is done,
+                                 from the last worker that ended with 0
   WORKDIR.launch/source-*.tar.gz
   WORKDIR.launch/0001/record     of the first slice: when it was paid for
+                     /born-*     of each worker: when it began
                      /state-*    of each worker: what it does, told every minute
                      /setup-*    the log of its setup
                      /log-*      the log of its run
@@ -16,6 +18,7 @@ that creates its record.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import contextlib
 import json
 import pathlib
 import re
@@ -27,6 +30,7 @@ from typing import Any
 from typing import NoReturn
 
 from launch import accelerators
+from launch import budget
 from launch import cloud
 from launch import source as source_lib
 from stppo_jax import exits
@@ -35,13 +39,7 @@ _NEW = 60  # seconds in which a slice may not be there yet
 PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 
 
-class Ended(Exception):
-  """Ends the program; its line is printed."""
-
-  exit_code = exits.TRY_AGAIN
-
-
-class Refused(Ended):
+class Refused(cloud.Ended):
   """A request that will never be granted."""
 
   exit_code = exits.USAGE
@@ -53,7 +51,7 @@ class Slices:
   def __init__(
     self,
     values: Mapping[str, Any],
-    script: Callable[[str, str], str],
+    script: Callable[[str, str, float], str],
     source: source_lib.Source,
     job: str,
   ):
@@ -61,7 +59,8 @@ class Slices:
 
     Args:
       values: the values of the options, of config and of workdir.
-      script: returns the startup script of a slice by its name and its folder.
+      script: returns the startup script of a slice by its name, its folder
+        and the hours that it may be paid for.
       source: what the workers run.
       job: the digest of what they are told to do.
     """
@@ -72,6 +71,7 @@ class Slices:
     self._place = f'{values["workdir"].rstrip("/")}.launch'
     self._poll: int = values['poll']
     self._slice = accelerators.find(values['accelerator'])
+    self._budget = budget.Budget(values, self._slice.chips)
     self._live: dict[str, Any] | None = None  # the record of the slice
     self._heard = '', time.time()  # the last words of the workers, and when
     self._said, self._shown = '', 0  # the state, and how much of the log
@@ -87,7 +87,8 @@ class Slices:
 
   def script(self, number: int) -> str:
     """Returns the startup script of the workers of a slice."""
-    return self._script(self.name(number), self.folder(number))
+    left = self._budget.hours_left([])
+    return self._script(self.name(number), self.folder(number), left)
 
   def create_command(self, number: int, script: str) -> list[str]:
     """Returns the command that requests a slice, by the file of its script."""
@@ -130,30 +131,29 @@ class Slices:
         signal.signal(number, signal.SIG_DFL)
       is_int = error.args == (signal.SIGINT,)
       code = exits.INTERRUPTED if is_int else exits.TRY_AGAIN
-      is_kept = self._is_kept(asks=is_int and sys.stdin.isatty())
-    except (Ended, cloud.CloudError) as error:
+      is_kept = self._is_kept(asks=is_int)
+    except (cloud.Ended, cloud.CloudError) as error:
       cloud.say(str(error))
       code = error.exit_code
     finally:
       for number in signals:  # what is paid for is deleted first
         signal.signal(number, signal.SIG_IGN)
-      if not is_kept:
-        self._leave('ended')
-    return code
+      is_left = not is_kept and not self._leave('ended')
+    return code or exits.TRY_AGAIN if is_left else code
 
   def stop(self) -> int:
     """Deletes the slice of the run; returns the exit code."""
+    code = 0
     for record in self._records():
       if not record['ended']:
         self._live = record
-        self._leave('stopped')
-    return 0
+        code = code if self._leave('stopped') else exits.TRY_AGAIN
+    return code
 
   def _follow(self) -> int:
     self._adopt()
     if self._live is None and self._is_done():
       return 0
-    cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     while True:
       code = None
       try:
@@ -175,75 +175,97 @@ class Slices:
     return cloud.write(where, (json.dumps(record) + '\n').encode(), new=new)
 
   def _adopt(self) -> None:
-    """Takes the slice that exists, if the same command has requested it."""
+    """Takes the slice that exists, if the same command has requested it.
+
+    The slice of another command stays untouched, whatever fails here.
+    """
     records = self._records()
-    self._live = records[-1] if records and not records[-1]['ended'] else None
-    if self._live is None:
+    if not records or records[-1]['ended']:
       return
-    name = self.name(self._live['number'])
-    if self._live['job'] != self._job:
-      if self._state()[0] or time.time() - self._live['asked'] < _NEW:
-        self._live = None
-        raise Ended(
-          f'{name} runs another command there; end it with --stop, or give that'
+    found = records[-1]
+    name = self.name(found['number'])
+    if found['job'] != self._job:
+      if self._state(name)[0] or time.time() - found['asked'] < _NEW:
+        raise cloud.Ended(
+          f'{name} runs another command there; stop it with --stop, or repeat '
+          'its own command'
         )
-      self._leave('lost')
+      self._live = found
+      self._leave('lost', gone=True)
       return
+    self._live = found
     cloud.say(f'goes on with the slice {name}')
-    if self._live['source'] != self._source.name:
-      cloud.say(f'it runs {self._live["source"]}, not what is here now')
+    if found['source'] != self._source.name:
+      cloud.say(f'it runs {found["source"]}, not what is here now')
 
   def _request(self) -> None:
     """Requests the next slice, within the budget.
 
     Raises:
-      Ended: the budget is spent, or the request was refused.
+      cloud.Ended: the budget is spent, or the request was refused.
+      CloudError: something could not be asked.
     """
     records = self._records()
     if records and not records[-1]['ended']:  # of another one of these
       self._adopt()
       return
-    self._check_budget(records)
+    paid = self._budget.paid(records)
+    self._budget.check(paid, asks=True)
+    cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     number, asked = len(records) + 1, time.time()
     live = {'number': number, 'job': self._job, 'source': self._source.name}
     live |= {'asked': asked, 'active': 0.0, 'ended': 0.0, 'reason': ''}
+    live['poll'] = self._poll
     if not self._record(live, new=True):
       self._adopt()
       return
     self._live, self._heard, self._shown = live, ('', asked), 0
-    with tempfile.TemporaryDirectory() as folder:
-      path = pathlib.Path(folder, 'startup.sh')
-      path.write_text(self.script(number), 'utf-8')
+    name, folder = self.name(number), self.folder(number)
+    text = self._script(name, folder, self._budget.hours_left(paid))
+    with tempfile.TemporaryDirectory() as here:
+      path = pathlib.Path(here, 'startup.sh')
+      path.write_text(text, 'utf-8')
       done = cloud.run(self.create_command(number, str(path)))
-    if done.returncode:
-      line = f'{self.name(number)}: {cloud.reason(done)}'
-      is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND', line)
-      raise Refused(line) if is_wrong else Ended(line)
+    line = f'{name}: {cloud.reason(done)}'
+    if not done.returncode:
+      return
+    if 'ALREADY_EXISTS' in line:
+      if self._item(name).get('place') == folder:  # the answer was lost
+        return
+      self._live = None  # it is not ours, and so is not deleted
+      self._record(live | {'ended': time.time(), 'reason': 'refused'})
+      raise Refused(f'{name}: there is one of another run; give --name')
+    if cloud.PASSING.search(line):
+      cloud.say(line)  # it is looked for, and requested again
+      return
+    is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND', line)
+    raise Refused(line) if is_wrong else cloud.Ended(line)
 
   def _look(self) -> int | None:
     """Looks at the slice once; returns the exit code of a run that has ended.
 
     Raises:
-      Ended: the run cannot go on.
+      cloud.Ended: the run cannot go on.
       cloud.CloudError: something could not be asked.
     """
     live = self._live
     if live is None:
       return None
     now, folder = time.time(), self.folder(live['number'])
-    state, problem = self._state()
+    state, problem = self._state(self.name(live['number']))
     text = cloud.read(f'{folder}/state-*')
     if text != self._heard[0]:
       self._heard = text, now
-    words = {line.split()[0]: line.split()[2:] for line in text.splitlines()}
+    told = cloud.told(text)
+    words = {host: words for host, (_, words) in told.items()}
     self._show(state, words)
     if state == 'ACTIVE' and not live['active']:
+      self._record(live | {'active': now})
       live['active'] = now
       self._heard = text, now
-      self._record(live)
     for host, (word, *_) in sorted(words.items()):
       if word == 'failed':
-        raise Ended(
+        raise cloud.Ended(
           f'the setup of {host} failed; its log: gcloud storage cat '
           f'{folder}/setup-{host}'
         )
@@ -262,17 +284,17 @@ class Slices:
     is_new = not live['active'] and now - live['asked'] < _NEW
     if state in cloud.OVER or not state and not is_new:
       if not live['active'] and state == 'FAILED':
-        raise Ended(f'{self.name(live["number"])}: {problem or "FAILED"}')
+        raise cloud.Ended(f'{self.name(live["number"])}: {problem or "FAILED"}')
       cloud.say(f'{self.name(live["number"])} was taken away')
       if self._records()[live['number'] - 1]['reason'] == 'stopped':
         self._live = None
-        raise Ended('the run was stopped')
-      self._leave('lost')
+        raise cloud.Ended('the run was stopped')
+      self._leave('lost', gone=True)
     elif live['active']:
-      self._check_budget(self._records())
+      self._budget.check(self._budget.paid(self._records()))
       if now - self._heard[1] > cloud.SILENCE * self._poll:
         if not text:
-          raise Ended(
+          raise cloud.Ended(
             f'no worker of {self.name(live["number"])} has said a word: may '
             'its service account write to the bucket, and its network reach it?'
           )
@@ -280,59 +302,57 @@ class Slices:
         self._leave('lost')
     return None
 
-  def _check_budget(self, records: list[dict[str, Any]]) -> None:
-    """Raises `Ended` if the slices of the run have spent what they may.
-
-    Runs of the same sweep spend one budget together.
-    """
-    if self._values['budget']:
-      text = cloud.read(f'{self._values["budget"]}/*.launch/*/record')
-      records = list(map(json.loads, text.splitlines()))
-    paid = [x for x in records if x['active']]
-    hours = sum((x['ended'] or time.time()) - x['active'] for x in paid) / 3600
-    cost = hours * self._slice.chips * self._values['price']
-    had = sum(x['ended'] > 0 for x in paid)
-    spent = {'max_slices': had, 'max_hours': hours, 'max_cost': cost}
-    for key, used in spent.items():
-      most = self._values[key]
-      if most and used >= most:
-        raise Ended(
-          f'--{key}={most:g}: is spent ({had} slices, {hours:.2f} hours); the '
-          'same command with more goes on'
-        )
-
-  def _state(self) -> tuple[str, str]:
-    """Returns the state of the slice, '' if there is none, and its problem."""
-    assert self._live is not None
-    name = self.name(self._live['number'])
+  def _item(self, name: str) -> dict[str, Any]:
+    """Returns what is known of a slice; nothing if there is none."""
     done = cloud.run(
       cloud.tpus(self._values, 'describe', name, '--format=json')
     )
     if done.returncode and b'NOT_FOUND' not in done.stderr:
       raise cloud.CloudError(cloud.reason(done))
-    if done.returncode:
-      return '', ''
-    state = json.loads(done.stdout).get('state', {})
-    error = state.get('failedData', {}).get('error', {})
-    return state.get('state', ''), error.get('message', '')
+    return {} if done.returncode else cloud.item(json.loads(done.stdout))
+
+  def _state(self, name: str) -> tuple[str, str]:
+    """Returns the state of a slice, '' if there is none, and its problem."""
+    item = self._item(name)
+    return item.get('state', ''), item.get('problem', '')
 
   def _is_done(self) -> bool:
     marker = cloud.read(f'{self._values["workdir"]}/launched')
     return marker.strip() == self._job
 
-  def _leave(self, reason: str) -> None:
-    """Deletes the slice, and writes down that it is paid for no longer."""
-    if self._live is None:
-      return
-    self._live |= {'ended': time.time(), 'reason': reason}
+  def _leave(self, reason: str, *, gone: bool = False) -> bool:
+    """Deletes the slice, and writes down that it is paid for no longer.
+
+    Args:
+      reason: why, for the record.
+      gone: whether it was taken away, perhaps when nobody looked.
+
+    Returns:
+      Whether it is gone.
+    """
+    live, self._live = self._live, None
+    if live is None:
+      return True
+    name, folder = self.name(live['number']), self.folder(live['number'])
+    live |= {'ended': time.time(), 'reason': reason}
+    deleted = False
     try:
-      if reason == 'stopped':  # those who follow it must not request another
-        self._record(self._live)
-      cloud.delete(self._values, self.name(self._live['number']), self._poll)
-      self._record(self._live)
+      with contextlib.suppress(cloud.CloudError):
+        if reason == 'stopped':  # who follows it must not request another
+          self._record(live)
+      cloud.delete(self._values, name, self._poll)
+      deleted = True
+      if gone:
+        told = cloud.told(cloud.read(f'{folder}/state-*')).values()
+        newest = max((when for when, _ in told), default=live['asked'])
+        live['ended'] = min(live['ended'], newest + self._poll)
+      if not live['active']:
+        born = cloud.read(f'{folder}/born-*').split()
+        live['active'] = min(map(float, born), default=0.0)
+      self._record(live)
     except cloud.CloudError as error:
-      cloud.say(f'{error}; it is paid for: try again, or --reap')
-    self._live = None
+      cloud.say(str(error) + '; it is paid for: try again' * (not deleted))
+    return deleted
 
   def _show(self, state: str, words: Mapping[str, list[str]]) -> None:
     """Prints what has changed, and with --watch the log of the first host."""
@@ -348,7 +368,7 @@ class Slices:
       command = ['gcloud', 'storage', 'cat', f'--range={self._shown}-', where]
       done = cloud.run(command)
       if not done.returncode:  # there may be no log yet, or nothing new
-        print(done.stdout.decode(errors='replace'), end='', flush=True)
+        cloud.show(done.stdout.decode(errors='replace'))
         self._shown += len(done.stdout)
 
   def _is_kept(self, *, asks: bool) -> bool:
@@ -356,10 +376,11 @@ class Slices:
     if self._live is None:
       return False
     choice = self._values['on_interrupt']
-    if not choice and asks:
-      print('Keep the slice, which is paid for? [Y/n] ', end='', flush=True)
-      answer = sys.stdin.readline()
-      choice = 'delete' if answer.lower().startswith('n') else 'keep'
+    with contextlib.suppress(OSError):  # the terminal is gone
+      if not choice and asks and sys.stdin.isatty():
+        cloud.show('Keep the slice, which is paid for? [Y/n] ')
+        answer = sys.stdin.readline()
+        choice = 'delete' if answer.lower().startswith('n') else 'keep'
     if choice == 'delete':
       return False
     name = self.name(self._live['number'])

@@ -90,10 +90,10 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     command_line.refuse(errors)
     _require('gcloud')
     return cloud.reap(flags.flag_values_dict())
-  source = _check(name, flags, given)
+  source, config = _check(name, flags, given)
   values = flags.flag_values_dict()
   if source is not None and name == 'tpu':
-    return _submit_slices(values, given.overrides, source)
+    return _submit_slices(values, given.overrides, source, config)
   text = rendering.render(
     name, values, given.overrides, source=source, array=array
   )
@@ -123,14 +123,16 @@ def _submit_slices(
   values: dict[str, Any],
   overrides: Mapping[str, str | bool],
   source: source_lib.Source,
+  config: str,
 ) -> int:
   """Runs on slices of Cloud TPU; returns the exit code of the run."""
-  job = rendering.digest(json.dumps(rendering.flags_of_run(values, overrides)))
+  told = [rendering.flags_of_run(values, overrides), config]
+  job = rendering.digest(json.dumps(told))
   jobs = slices.Slices(
     values,
-    lambda name, place: rendering.render(
+    lambda name, place, left: rendering.render(
       'tpu',
-      values | {'slice': name, 'place': place, 'job': job},
+      values | {'slice': name, 'place': place, 'left': left, 'job': job},
       overrides,
       source=source,
     ),
@@ -155,11 +157,11 @@ def _require(tool: str) -> None:
 
 def _check(
   name: str, flags: absl_flags.FlagValues, given: command_line.Given
-) -> source_lib.Source | None:
+) -> tuple[source_lib.Source | None, str]:
   """Checks the values of all flags, and completes them.
 
   Returns:
-    What the workers run; None if they have the code.
+    What the workers run, None if they have the code; and the config as JSON.
 
   Raises:
     Misconfigured: some are missing or wrong; a line for each.
@@ -203,7 +205,7 @@ def _check(
     errors = _conflicts(name, values)
   command_line.refuse(errors)
   if name == 'retriever':
-    return None
+    return None, ''
   config = configuration.parse(
     [f'--config={values["config"]}', *rendering.flags_of(given.overrides)],
     ignored=unchecked(
@@ -223,7 +225,7 @@ def _check(
     ]
   command_line.refuse(errors)
   if name == 'local':
-    return None
+    return None, ''
   source = source_lib.pack(values['config'], paths, assets=name != 'jobset')
   flags.config = source_lib.config_flag(values['config'])
   if name == 'jobset' and len(source.data) > _MOST_BYTES:
@@ -231,7 +233,7 @@ def _check(
       f'{len(source.data)} bytes of source: must be at most {_MOST_BYTES}, '
       'which is what a ConfigMap holds'
     )
-  return source
+  return source, config.to_json(sort_keys=True)
 
 
 def unchecked(
@@ -269,16 +271,11 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
     return errors
   if name == 'jobset':
     try:
-      nodes, _ = accelerators.nodes(
+      accelerators.nodes(
         values['accelerator'], values['topology'], values['chips']
       )
     except ValueError as error:
       return [str(error)]
-    if values['workers'] not in (0, nodes):
-      return [
-        f'--workers={values["workers"]}: must be {nodes}, the nodes of '
-        f'--topology={values["topology"]}'
-      ]
   return []
 
 

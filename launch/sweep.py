@@ -45,6 +45,8 @@ from typing import Any
 
 from absl import flags as absl_flags
 
+from launch import budget
+from launch import cloud
 from launch import launchers
 from launch import rendering
 from launch import submit
@@ -120,7 +122,9 @@ def _options(launcher: str) -> dict[str, Any]:
   if launcher == 'local':
     return {}
   options = dict(launchers.LAUNCHERS[launcher].options)
-  del options['command']
+  # Each run has a name of its own, and all spend one budget.
+  for key in ('command', 'name', 'reap', 'budget'):
+    options.pop(key, None)
   return options
 
 
@@ -180,8 +184,11 @@ def carry_out(
   extra += [f'--{name}' for name in ('dry_run', 'stop') if flags[name].value]
   if launcher == 'slurm':
     return _array(out, left, str(flags.jobs), extra)
-  if launcher == 'tpu' and not (flags.dry_run or flags.stop):
-    return _follow(out, left, flags.jobs, extra, runs)
+  if launcher == 'tpu' and not flags.dry_run:
+    # Who follows them must not begin others in place of those that end.
+    cloud.write(budget.stopped(out), b'stopped' if flags.stop else b'')
+    if not flags.stop:
+      return _follow(out, left, flags.jobs, extra, runs)
   if launcher != 'local':
     return max(submit.main([launcher, *own, *extra]) for own in left.values())
   if flags.dry_run:

@@ -142,7 +142,7 @@ _CHOICES = {
     'secrets': ['tokens', ''],
     'network': ['projects/p/global/networks/n'],
     'service_account': ['runs@the-lab.iam.gserviceaccount.com'],
-    'poll': ['1', '3600'],
+    'poll': ['1', '300'],
     'command': ['first_hour'],
     'retriever': ['', '--index=gs://lab/index'],
     'config.title': ['what?', '$(id)', "a'b", 'STARTUP'],
@@ -233,6 +233,11 @@ def test_any_good_values_make_valid_texts(name, tmp_path, monkeypatch, capsys):
     else:
       scripts.append(tmp_path / f'{number}.sh')
       scripts[-1].write_text(text)
+  if name == 'slurm':
+    words = [name, *_GOOD[name], '--dry_run']
+    assert submit.main(words, array=([_RUN, _RUN], '2')) == 0
+    scripts.append(tmp_path / 'array.sh')
+    scripts[-1].write_text(capsys.readouterr().out)
   if scripts:
     folder = pathlib.Path(sys.executable).parent
     tool = shutil.which('shellcheck', path=str(folder))

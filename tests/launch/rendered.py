@@ -43,7 +43,6 @@ COMMANDS = {
     '--image=registry/stppo_jax:tpu',
     '--accelerator=tpu-v5-lite-podslice',
     '--topology=4x4',
-    '--workers=4',
     '--retriever=--index=/shared/index --workers=2',
     '--config.num_steps=10',
   ],
@@ -58,6 +57,7 @@ COMMANDS = {
 def without_hash(text: str) -> str:
   """Returns a text without what changes with every change of the source."""
   text = re.sub('source-[0-9a-f]{16}', 'source-HASH', text)
+  text = re.sub('echo [0-9a-f]{16} ', 'echo JOB ', text)
   return re.sub('[0-9]+ bytes', 'N bytes', text)
 
 

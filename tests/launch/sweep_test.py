@@ -213,7 +213,7 @@ def test_runs_that_wait_in_slurm_are_not_submitted_twice(
 
 
 def test_pod_jobs_are_one_for_each_run(config, capsys):
-  flags = ['--on', 'jobset', '--image=i', '--topology=4x4', '--workers=4']
+  flags = ['--on', 'jobset', '--image=i', '--topology=4x4']
   flags += [f'--config={config}', '--out=/shared/grids']
   flags.append('--accelerator=tpu-v5-lite-podslice')
   assert sweep.main([*flags, '--dry_run']) == 0

@@ -3,7 +3,7 @@
 # it has to say stands in the folder of the slice, see launch/slices.py.
 set -uo pipefail
 export PATH="$PATH:/snap/bin" HOME="${HOME:-/root}"
-home=/opt/stppo_jax place=gs://lab/runs/st_ppo.launch/0001
+home=/opt/stppo_jax place=gs://lab/runs/st_ppo.launch/0001 beat='' limit=''
 mkdir -p "$home/logs"
 boot=$(cat /proc/sys/kernel/random/boot_id)
 if [ "$(cat "$home/boot" 2>/dev/null)" = "$boot" ]; then exit 0; fi
@@ -11,16 +11,33 @@ echo "$boot" >"$home/boot"
 
 put() { gcloud storage cp --quiet "$1" "$place/$2-$HOSTNAME" >/dev/null 2>&1; }
 tell() { echo "$HOSTNAME $(date +%s) $(cat "$home/state")" | put - state; }
-say() { echo "$*" | tee "$home/state" && tell; }
+say() {
+  echo "$*"
+  echo "$*" >"$home/state.new" && mv "$home/state.new" "$home/state" && tell
+}
 release() {
-  gcloud compute tpus queued-resources delete stppo-st-ppo-65ad1e-1 --project=the-lab \
-    --zone=us-west4-a --force --quiet --async
+  for ((n = 0; n < 20; n++)); do
+    if gcloud compute tpus queued-resources delete stppo-st-ppo-65ad1e-1 \
+      --project=the-lab --zone=us-west4-a --force --quiet --async
+    then break; fi
+    sleep 60
+  done
 }
 # A slice that does nothing is paid for. The machine that has submitted the run
-# deletes it; if that is gone, this does, whatever has ended the script.
-trap 'kill "$beat" 2>/dev/null; sleep 300; release' EXIT
+# deletes it; if that is gone, this does, whatever has ended the script. Until
+# then the last word is told again and again.
+trap 'sleep 300; kill "$beat" 2>/dev/null; release' EXIT
 # The VM is stopped: the next boot or the next slice goes on.
-trap 'trap - EXIT; kill "$beat" 2>/dev/null; exit 75' TERM
+trap 'trap - EXIT; kill "$beat" "$limit" 2>/dev/null; exit 75' TERM
+# The budget holds even if nobody follows the run.
+if [ ! -e "$home/deadline" ]; then
+  echo $(($(date +%s) + 86400)) >"$home/deadline"
+fi
+(
+  while (($(date +%s) < $(cat "$home/deadline"))); do sleep 60; done
+  release
+) &
+limit=$!
 
 setup() {
   gcloud storage cp gs://lab/runs/st_ppo.launch/source-HASH.tar.gz "$home/source.tar.gz" &&
@@ -41,6 +58,7 @@ setup() {
 
 secrets=tokens
 say setup
+date +%s | put - born
 while sleep 60; do
   tell
   if [ "$(cat "$home/state")" = setup ]; then put "$home/setup" setup; fi
@@ -66,15 +84,17 @@ code=0
 # Values are taken as they are.
 # shellcheck disable=SC2016
 env RESTARTS=20 bash launch/run.sh --config=quickstart:st_ppo --workdir=gs://lab/runs/st_ppo '--config.title=what happens?' || code=$?
-kill "$beat"
-wait "$beat" 2>/dev/null
 put "$home/logs/$HOSTNAME.log" log
+say ended "$code"
 if ((code == 0)); then
-  # That the run is done is said in its own folder, and nowhere else.
+  # The last worker that has ended well says in the folder of the run that it is
+  # done, and this is said nowhere else.
   for ((try = 0; try < 20; try++)); do
-    if echo 74e8c4622c44a10c | gcloud storage cp --quiet - gs://lab/runs/st_ppo/launched
-    then break; fi
+    if tell && states=$(gcloud storage cat "$place/state-*"); then
+      if (($(grep -c ' ended 0$' <<<"$states") < 4)); then break; fi
+      if echo JOB | gcloud storage cp --quiet - gs://lab/runs/st_ppo/launched
+      then break; fi
+    fi
     sleep 60
   done
 fi
-say ended "$code"
