@@ -13,8 +13,6 @@ import math
 import re
 from typing import NamedTuple
 
-from stppo_jax import settings
-
 
 class Generation(NamedTuple):
   """A generation of TPUs.
@@ -73,10 +71,9 @@ def find(accelerator: str) -> Slice:
     if name in GENERATIONS and name not in known:
       own = GENERATIONS[name].accelerator
       raise ValueError(f'is named {own}-{count}' if own else 'only GKE has it')
-    examples = [f'{x}-{8 if x == "v6e" else 16}' for x in known]
     raise ValueError(
-      'must be a generation and a count'
-      + settings.closest(accelerator, examples)
+      f'must be GENERATION-COUNT, such as v5litepod-16; the generations are '
+      f'{", ".join(known)}, and v5litepod is v5e'
     )
   generation = known[name]
   chips, rest = divmod(int(count), generation.counted)

@@ -43,6 +43,17 @@ class Budget:
       most = min(most, v['max_cost'] / v['price'] / self._chips)
     return max(0.0, most - _hours(paid))
 
+  def __str__(self) -> str:
+    hours = self.hours_left([])
+    price, number = self._values['price'], self._values['max_slices']
+    cost = hours * self._chips * price
+    return (
+      f'at most {hours:g} hours of {self._chips} chips, in up to {number} '
+      f'slices one after the other: {hours * self._chips:g} chip-hours, '
+      + (f'which cost {cost:.2f}' if price else 'whose cost --price tells')
+      + '; --max_hours, --max_cost and --max_slices limit them'
+    )
+
   def check(self, paid: list[dict[str, Any]], *, asks: bool = False) -> None:
     """Checks that slices have not spent what they may.
 

@@ -71,7 +71,7 @@ class Slices:
     self._place = f'{values["workdir"].rstrip("/")}.launch'
     self._poll: int = values['poll']
     self._slice = accelerators.find(values['accelerator'])
-    self._budget = budget.Budget(values, self._slice.chips)
+    self.budget = budget.Budget(values, self._slice.chips)
     self._live: dict[str, Any] | None = None  # the record of the slice
     self._heard = '', time.time()  # the last words of the workers, and when
     self._said, self._shown = '', 0  # the state, and how much of the log
@@ -87,7 +87,7 @@ class Slices:
 
   def script(self, number: int) -> str:
     """Returns the startup script of the workers of a slice."""
-    left = self._budget.hours_left([])
+    left = self.budget.hours_left([])
     return self._script(self.name(number), self.folder(number), left)
 
   def create_command(self, number: int, script: str) -> list[str]:
@@ -209,8 +209,8 @@ class Slices:
     if records and not records[-1]['ended']:  # of another one of these
       self._adopt()
       return
-    paid = self._budget.paid(records)
-    self._budget.check(paid, asks=True)
+    paid = self.budget.paid(records)
+    self.budget.check(paid, asks=True)
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     number, asked = len(records) + 1, time.time()
     live = {'number': number, 'job': self._job, 'source': self._source.name}
@@ -221,7 +221,7 @@ class Slices:
       return
     self._live, self._heard, self._shown = live, ('', asked), 0
     name, folder = self.name(number), self.folder(number)
-    text = self._script(name, folder, self._budget.hours_left(paid))
+    text = self._script(name, folder, self.budget.hours_left(paid))
     with tempfile.TemporaryDirectory() as here:
       path = pathlib.Path(here, 'startup.sh')
       path.write_text(text, 'utf-8')
@@ -291,7 +291,7 @@ class Slices:
         raise cloud.Ended('the run was stopped')
       self._leave('lost', gone=True)
     elif live['active']:
-      self._budget.check(self._budget.paid(self._records()))
+      self.budget.check(self.budget.paid(self._records()))
       if now - self._heard[1] > cloud.SILENCE * self._poll:
         if not text:
           raise cloud.Ended(

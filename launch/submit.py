@@ -9,7 +9,8 @@ python -m launch.submit tpu --project=ID --zone=ZONE --reap
   --config.KEY=VALUE  sets a key of the config
   --OPTION=VALUE      an option of the launcher; `LAUNCHER --help` lists them
   --dry_run           prints exactly what would be submitted
-  --stop              ends the run instead: it saves, and can be resumed
+  --stop              ends the run instead; the same command resumes it. With
+                      tpu the slice is deleted at once, from its last checkpoint
   --reap              deletes TPU slices whose run has ended
 
 The exit code is 2 for wrong flags and for a tool that is not installed, that of
@@ -47,7 +48,10 @@ from stppo_jax.commands.flags import configuration
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
 _CANNOT_SHARE = ': workers cannot share it: each machine has its own'
 _ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
-_NAMES = ', whose names have letters, digits and any of . _ + - only'
+_NAMES = (
+  ': names of letters, digits and any of . _ + -, those of a bucket lowercase '
+  'and at least three'
+)
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
 # The largest ConfigMap; its archive is written in base64.
 _MOST_BYTES = 2**20 * 3 // 4
@@ -69,6 +73,8 @@ def main(argv: Sequence[str], *, array: rendering.Array | None = None) -> int:
 
 def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
   name, *words = argv
+  if name.startswith('-'):
+    raise exits.Misconfigured(f'{name}: the launcher must come first')
   if name not in launchers.LAUNCHERS:
     choices = settings.closest(name, list(launchers.LAUNCHERS))
     raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
@@ -86,7 +92,7 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     if not flags.reap:
       errors.append('--reap: given twice, with other values')
     if flags.dry_run:
-      errors.append('--dry_run: not with --reap, which would ask the cloud')
+      errors.append('--dry_run: cannot be combined with --reap')
     command_line.refuse(errors)
     _require('gcloud')
     return cloud.reap(flags.flag_values_dict())
@@ -141,6 +147,7 @@ def _submit_slices(
   )
   if values['dry_run']:
     print(shlex.join(jobs.create_command(1, 'startup.sh')), file=sys.stderr)
+    print(jobs.budget, file=sys.stderr)
     print(jobs.script(1), end='')
     return 0
   _require('gcloud')
@@ -175,6 +182,8 @@ def _check(
     values = flags.flag_values_dict()
   if workdir:
     flags.name = flags.name or rendering.name_of(workdir)
+    if '://' in workdir:
+      workdir = flags.workdir = workdir.rstrip('/')
     errors += _workdir_problems(name, workdir, values.get('mount', ''))
   # By default it is the folder here, wherever that may be.
   if name == 'slurm' and flags['root'].present and _is_own(values['root']):
@@ -198,9 +207,18 @@ def _check(
     from stppo_jax.commands import serve
 
     try:
-      serve.parse(values['retriever'].split())
+      served = serve.parse(values['retriever'].split())
     except exits.Misconfigured as error:
       errors += [f'--retriever: {x}' for x in str(error).splitlines()]
+    else:
+      errors += [
+        f'--retriever: --{key}={served[key].value}: must be an absolute path '
+        'of the workers, or gs://BUCKET/FOLDER'
+        for key in ('index', 'corpus', 'encoder')
+        if name != 'local'
+        and served[key].value
+        and not re.match('/|gs://[^/]+/.', served[key].value)
+      ]
   if not errors:
     errors = _conflicts(name, values)
   command_line.refuse(errors)
@@ -303,7 +321,11 @@ def _mesh_problems(mesh: Any, machines: int, devices: int) -> list[str]:
   if not devices or not rest:
     return []
   given = ' '.join(f'--config.mesh.{x}={size}' for x, size in sizes.items())
-  return [f'{given}: must multiply to {learning}, the devices that learn there']
+  return [
+    f'{given}: the sizes must multiply to {learning}, the devices that learn '
+    f'on {machines} machine{"s" * (machines > 1)} with {devices} each; take '
+    'machines with another number, or set one --config.mesh.AXIS=-1'
+  ]
 
 
 def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:

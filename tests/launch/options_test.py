@@ -92,6 +92,7 @@ _BAD = {
     *('nfs=10.0.0.2:/share', 'repository=/srv/clone', 'revision=main'),
     *('command=evaluate', 'command=', 'config.model.path=models'),
     'config.model.path=s3://lab/qwen',
+    *('retriever=--index=index', 'retriever=--index=gs://lab'),
     'config.retrieval.url=http://me:word@host',
     *('config.mesh.tensor=3', 'config.mesh.data=2 --config.mesh.fsdp=4'),
   ],

@@ -34,7 +34,11 @@ def test_a_dry_run_prints_the_text(name, capsys):
   out, err = capsys.readouterr()
   message = 'if you meant it: python -m tests.launch.rendered'
   assert rendered.without_hash(out) == _TEXTS[name], message
-  assert err.count('\n') == 1  # the command that it would be given to
+  command, *budget = err.splitlines()  # the command that it would be given to
+  assert command and bool(budget) == (name == 'startup.sh')
+  if budget:  # 24 hours by default, and 16 chips
+    assert budget[0].startswith('at most 24 hours of 16 chips, ')
+    assert '384 chip-hours' in budget[0] and '--price' in budget[0]
 
 
 @pytest.mark.parametrize('name', ['slurm.sh', 'retriever.yaml', 'local.sh'])
@@ -172,7 +176,7 @@ def test_the_service_finds_the_retriever():
     ),
     (
       ['tpu', '--project=the-lab', '--zone=us-west4-a', '--reap', '--dry_run'],
-      '--dry_run: not with --reap',
+      '--dry_run: cannot be combined with --reap',
     ),
     (
       [
