@@ -187,5 +187,5 @@ def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
 
 
 def digest(text: str) -> str:
-  """Returns 16 digits that another text does not have."""
+  """Returns the first 16 digits of the SHA-256 of a text."""
   return hashlib.sha256(text.encode()).hexdigest()[:16]

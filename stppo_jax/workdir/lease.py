@@ -91,8 +91,8 @@ def held(
 ) -> Iterator[Lease]:
   """Holds the lease of a folder in a bucket.
 
-  If it is that of a process which has ended, this waits until it has run out;
-  not for a process of this host, which can be seen.
+  If its holder has ended, this waits until the lease has run out. A holder on
+  this host is seen to have ended, and its lease is taken at once.
 
   Args:
     bucket: the folder.

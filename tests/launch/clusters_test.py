@@ -53,15 +53,18 @@ def test_each_run_of_a_sweep_has_a_slice_and_few_exist_at_once(cloud):
 
 @pytest.mark.slow
 def test_the_runs_of_a_sweep_spend_one_budget(cloud):
-  box, _ = cloud
+  box, storage = cloud
   box.rules(seconds='1')
-  process = _sweep(box, '--jobs=1', '--max_slices=2')
+  process = _sweep(box, '--jobs=2', '--max_slices=2')
   out, _ = process.communicate(timeout=600)
   assert process.returncode == 75, out
   assert len(box.calls('compute tpus queued-resources create')) == 2
   (logs,) = (box.folder / 'here').glob('*.logs')
   log = (logs / 'turn_ppo-seed2.log').read_text()
-  assert '--max_slices=2: is spent' in log
+  assert '--max_slices=2 is spent' in log
+  # A run that goes on is not ended because others have ended.
+  for seed in range(2):
+    assert storage.data(f'grid/turn_ppo-seed{seed}/launched')
   # With more, the command goes on with what is left.
   process = _sweep(box, '--jobs=1', '--max_slices=3')
   out, _ = process.communicate(timeout=600)
