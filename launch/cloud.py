@@ -150,6 +150,8 @@ def run(words: list[str], data: bytes = b'') -> subprocess.CompletedProcess:
 def reason(done: subprocess.CompletedProcess[bytes]) -> str:
   """Returns why a command failed, in one line."""
   lines = done.stderr.decode(errors='replace').strip().splitlines()
+  if any('active account' in line for line in lines):
+    return 'gcloud: no account is logged in; run gcloud auth login'
   errors = [x for x in lines if x.startswith('ERROR')] or lines[-1:]
   return ' '.join(''.join(errors[:1]).split()) or 'no reason'
 

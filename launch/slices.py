@@ -238,7 +238,7 @@ class Slices:
     if cloud.PASSING.search(line):
       cloud.say(line)  # it is looked for, and requested again
       return
-    is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND', line)
+    is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND|login', line)
     raise Refused(line) if is_wrong else cloud.Ended(line)
 
   def _look(self) -> int | None:

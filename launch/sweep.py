@@ -190,7 +190,12 @@ def carry_out(
     if not flags.stop:
       return _follow(out, left, flags.jobs, extra, runs)
   if launcher != 'local':
-    return max(submit.main([launcher, *own, *extra]) for own in left.values())
+    worst = 0
+    for own in left.values():
+      worst = max(worst, submit.main([launcher, *own, *extra]))
+      if worst == exits.USAGE:  # the others are given the same options
+        break
+    return worst
   if flags.dry_run:
     for own in left.values():
       print(shlex.join([os.path.relpath(_SCRIPT), *own]))

@@ -294,7 +294,8 @@ def test_reap_deletes_what_only_costs(google, record, words, age, left):
   assert [*google.slices] == [_SLICE] * left + ['other-1']
 
 
-def test_reap_without_a_login_is_refused(google):
+def test_reap_without_a_login_is_refused(google, capsys):
   google.fails = {' list ': ('You do not have an active account', 1)}
   words = ['tpu', '--project=the-lab', '--zone=us-west4-a', '--reap']
   assert submit.main(words) == 2
+  assert 'run gcloud auth login' in capsys.readouterr().out
