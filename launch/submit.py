@@ -211,13 +211,14 @@ def _check(
     except exits.Misconfigured as error:
       errors += [f'--retriever: {x}' for x in str(error).splitlines()]
     else:
+      places = {
+        x: served[x].value or '' for x in ('index', 'corpus', 'encoder')
+      }
       errors += [
-        f'--retriever: --{key}={served[key].value}: must be an absolute path '
-        'of the workers, or gs://BUCKET/FOLDER'
-        for key in ('index', 'corpus', 'encoder')
-        if name != 'local'
-        and served[key].value
-        and not re.match('/|gs://[^/]+/.', served[key].value)
+        f'--retriever: --{key}={place}: must be an absolute path of the '
+        'workers, or gs://BUCKET/FOLDER'
+        for key, place in places.items()
+        if name != 'local' and place and not re.match('/|gs://[^/]+/.', place)
       ]
   if not errors:
     errors = _conflicts(name, values)
