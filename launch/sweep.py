@@ -147,14 +147,11 @@ def carry_out(
   """
   out, launcher = out.rstrip('/'), flags.on
   in_bucket = buckets.is_address(out)
+  start, here = f'--out={out}: must be ', 'a folder of this machine'
   if launcher == 'tpu' and not in_bucket:
-    raise exits.Misconfigured(
-      f'--out={out}: must be gs://BUCKET/FOLDER with --on=tpu'
-    )
+    raise exits.Misconfigured(f'{start}gs://BUCKET/FOLDER with --on=tpu')
   if launcher == 'local' and in_bucket:
-    raise exits.Misconfigured(
-      f'--out={out}: must be a folder of this machine with --on=local'
-    )
+    raise exits.Misconfigured(f'{start}{here} with --on=local')
   if in_bucket and not flags.dry_run:
     buckets.Bucket(out).entries()  # or each run would wait for the network
   runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
@@ -352,9 +349,8 @@ def _run_here(
 
 def _unfinished(out: str | pathlib.Path, runs: Iterable[str]) -> int:
   """Returns 0 if all runs of the sweep are finished, otherwise 75."""
-  return (
-    75 if any(_is_left(f'{out}/{run}', runs_too=True) for run in runs) else 0
-  )
+  left = any(_is_left(f'{out}/{run}', runs_too=True) for run in runs)
+  return exits.TRY_AGAIN if left else 0
 
 
 def _stop(out: pathlib.Path) -> int:
