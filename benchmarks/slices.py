@@ -62,7 +62,6 @@ SETTINGS = {
   'qwen3_14b@v5p:2x4x4': Setting(1, 16, 2, 4),
   # Half an expert is 384 wide. A fourth of it would be 192, which the kernel of
   # experts pads to 256: decode would first copy all of them.
-  'qwen3_30b_a3b@v5p:2x2x4': Setting(1, 8, 2, 2),
   'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 16, 2, 2),
 }
 
