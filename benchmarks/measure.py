@@ -211,6 +211,9 @@ def start(
     The values of the flags. `cores` is the number of cores in use.
   """
   flags = parser.parse_args(arguments)
+  # `interleave` would refuse it only after minutes.
+  if getattr(flags, 'repeats', MIN_REPEATS) < MIN_REPEATS:
+    parser.error(f'--repeats={flags.repeats}: must be {MIN_REPEATS} or greater')
   cores = sorted(os.sched_getaffinity(0))
   if flags.cores:
     cores = cores[-flags.cores :]

@@ -123,3 +123,12 @@ def test_cores_are_bound(monkeypatch):
   flags = measure.start(parser, ['--cores=2', '--rows=5'])
   assert vars(flags) == {'rows': 5, 'cores': 2}
   assert bound == [[2, 5]]
+
+
+def test_too_few_repeats_are_refused_before_anything_is_made(capsys):
+  parser = measure.parser('name', repeats=measure.MIN_REPEATS)
+  few = measure.MIN_REPEATS - 1
+  with pytest.raises(SystemExit) as end:
+    measure.start(parser, [f'--repeats={few}'])
+  assert end.value.code == 2
+  assert f'--repeats={few}: must be' in capsys.readouterr().err
