@@ -50,7 +50,7 @@ class Budget:
     return (
       f'at most {hours:g} hours of {self._chips} chips, in up to {number} '
       f'slices one after the other: {hours * self._chips:g} chip-hours, '
-      + (f'which cost {cost:.2f}' if price else 'whose cost --price tells')
+      + (f'which cost {cost:.2f}' if price else 'give --price for the cost')
       + '; --max_hours, --max_cost and --max_slices limit them'
     )
 

@@ -12,9 +12,9 @@ from stppo_jax import exits
 
 PREFIX = 'stppo-'  # of the names of all slices
 OVER = ('SUSPENDED', 'FAILED')
-# What an answer has if another attempt may succeed.
-PASSING = re.compile(
-  r'(?i)unavailable|internal error|deadline|timed? ?out|reset|resolve|50[0234]'
+_PASSING = re.compile(
+  '(?i)unavailable|internal error|deadline|timed? ?out|reset|resolve|'
+  'HTTPError 50[0234]'
 )
 SILENCE = 20  # polls without a word of any worker, after which it is given up
 
@@ -36,7 +36,7 @@ def reap(values: Mapping[str, Any]) -> int:
   done = run(tpus(values, 'list', '--format=json'))
   if done.returncode:
     say(reason(done))
-    return exits.TRY_AGAIN if PASSING.search(reason(done)) else exits.USAGE
+    return exits.TRY_AGAIN if may_pass(reason(done)) else exits.USAGE
   code = 0
   for found in map(item, json.loads(done.stdout)):
     name, state, where = found['name'], found['state'], found['place']
@@ -154,6 +154,11 @@ def reason(done: subprocess.CompletedProcess[bytes]) -> str:
     return 'gcloud: no account is logged in; run gcloud auth login'
   errors = [x for x in lines if x.startswith('ERROR')] or lines[-1:]
   return ' '.join(''.join(errors[:1]).split()) or 'no reason'
+
+
+def may_pass(line: str) -> bool:
+  """Returns whether another attempt may succeed, from the `reason` of one."""
+  return 'EXHAUSTED' not in line and bool(_PASSING.search(line))
 
 
 def say(line: str) -> None:

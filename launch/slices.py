@@ -3,8 +3,8 @@
 All that is known of a run stands in its bucket, so that the same command goes
 on after an interruption of this program, on this machine or another one:
 
-  WORKDIR/launched               the digest of the command whose run is done,
-                                 from the last worker that ended with 0
+  WORKDIR/launched               the digest of the command whose run is done:
+                                 all workers have ended with 0
   WORKDIR.launch/source-*.tar.gz
   WORKDIR.launch/0001/record     of the first slice: when it was paid for
                      /born-*     of each worker: when it began
@@ -75,7 +75,6 @@ class Slices:
     self._live: dict[str, Any] | None = None  # the record of the slice
     self._heard = '', time.time()  # the last words of the workers, and when
     self._said, self._shown = '', 0  # the state, and how much of the log
-    self._is_done_since = 0.0
 
   def name(self, number: int) -> str:
     """Returns the name of a slice, by its number from 1."""
@@ -152,7 +151,7 @@ class Slices:
 
   def _follow(self) -> int:
     self._adopt()
-    if self._live is None and self._is_done():
+    if self._live is None and cloud.read(self._marker).strip() == self._job:
       return 0
     while True:
       code = None
@@ -235,7 +234,7 @@ class Slices:
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
       raise Refused(f'{name}: there is one of another run; give --name')
-    if cloud.PASSING.search(line):
+    if cloud.may_pass(line):
       cloud.say(line)  # it is looked for, and requested again
       return
     is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND|login', line)
@@ -272,15 +271,12 @@ class Slices:
     codes = [int(x[1]) for x in words.values() if x[0] == 'ended']
     if worst := max((x for x in codes if x not in (0, 75)), default=0):
       return worst
-    all_ended = len(codes) >= self._slice.machines
-    if self._is_done():
-      # The others end now, too, and write their logs.
-      self._is_done_since = self._is_done_since or now
-      waited = now - self._is_done_since
-      if all_ended or state != 'ACTIVE' or waited > PATIENCE * self._poll:
-        return 0
-    elif all_ended:
-      return exits.TRY_AGAIN
+    if len(codes) >= self._slice.machines:
+      if any(codes):
+        return exits.TRY_AGAIN
+      # The last worker may be about to say so, and is deleted now.
+      cloud.write(self._marker, f'{self._job}\n'.encode())
+      return 0
     is_new = not live['active'] and now - live['asked'] < _NEW
     if state in cloud.OVER or not state and not is_new:
       if not live['active'] and state == 'FAILED':
@@ -316,9 +312,9 @@ class Slices:
     item = self._item(name)
     return item.get('state', ''), item.get('problem', '')
 
-  def _is_done(self) -> bool:
-    marker = cloud.read(f'{self._values["workdir"]}/launched')
-    return marker.strip() == self._job
+  @property
+  def _marker(self) -> str:
+    return f'{self._values["workdir"]}/launched'
 
   def _leave(self, reason: str, *, gone: bool = False) -> bool:
     """Deletes the slice, and writes down that it is paid for no longer.

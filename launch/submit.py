@@ -9,8 +9,8 @@ python -m launch.submit tpu --project=ID --zone=ZONE --reap
   --config.KEY=VALUE  sets a key of the config
   --OPTION=VALUE      an option of the launcher; `LAUNCHER --help` lists them
   --dry_run           prints exactly what would be submitted
-  --stop              ends the run instead; the same command resumes it. With
-                      tpu the slice is deleted at once, from its last checkpoint
+  --stop              ends the run instead; the same command resumes it. It
+                      saves first; but a slice of tpu is deleted at once
   --reap              deletes TPU slices whose run has ended
 
 The exit code is 2 for wrong flags and for a tool that is not installed, that of
@@ -94,7 +94,7 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     if flags.dry_run:
       errors.append('--dry_run: cannot be combined with --reap')
     command_line.refuse(errors)
-    _require('gcloud')
+    require('gcloud')
     return cloud.reap(flags.flag_values_dict())
   source, config = _check(name, flags, given)
   values = flags.flag_values_dict()
@@ -113,7 +113,7 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     print(f'{shlex.join(words)}:', file=sys.stderr)
     print('' if values['stop'] else text, end='')
     return 0
-  _require(words[0])
+  require(words[0])
   if name == 'slurm' and source is not None and not values['stop']:
     source_lib.unpack(source, pathlib.Path(values['root'], rendering.SOURCES))
     if '://' not in values['workdir']:  # it does not make the folder of logs
@@ -150,11 +150,11 @@ def _submit_slices(
     print(jobs.budget, file=sys.stderr)
     print(jobs.script(1), end='')
     return 0
-  _require('gcloud')
+  require('gcloud')
   return jobs.stop() if values['stop'] else jobs.follow()
 
 
-def _require(tool: str) -> None:
+def require(tool: str) -> None:
   """Raises `Misconfigured` if a program is not here."""
   if shutil.which(tool) is None:
     raise exits.Misconfigured(

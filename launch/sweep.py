@@ -61,7 +61,6 @@ from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
 LAUNCHERS = ('local', 'slurm', 'jobset', 'tpu')
-_ALGORITHM = 'algorithm'
 _SCRIPT = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
 
 
@@ -147,11 +146,13 @@ def carry_out(
   """
   out, launcher = out.rstrip('/'), flags.on
   in_bucket = buckets.is_address(out)
-  start, here = f'--out={out}: must be ', 'a folder of this machine'
-  if launcher == 'tpu' and not in_bucket:
-    raise exits.Misconfigured(f'{start}gs://BUCKET/FOLDER with --on=tpu')
-  if launcher == 'local' and in_bucket:
-    raise exits.Misconfigured(f'{start}{here} with --on=local')
+  places = {'tpu': 'gs://BUCKET/FOLDER', 'local': 'a folder of this machine'}
+  if launcher in places and in_bucket == (launcher == 'local'):
+    raise exits.Misconfigured(
+      f'--out={out}: must be {places[launcher]} with --on={launcher}'
+    )
+  if launcher == 'tpu' and not (flags.dry_run or flags.status):
+    submit.require('gcloud')
   if in_bucket and not flags.dry_run:
     buckets.Bucket(out).entries()  # or each run would wait for the network
   runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
@@ -190,8 +191,8 @@ def carry_out(
     worst = 0
     for own in left.values():
       worst = max(worst, submit.main([launcher, *own, *extra]))
-      if worst == exits.USAGE:  # the others are given the same options
-        break
+      if worst == exits.USAGE:
+        return worst  # the others are given the same options
     return worst
   if flags.dry_run:
     for own in left.values():
@@ -251,7 +252,7 @@ def grid(file: str) -> dict[str, list[str]]:
   runs = {}
   for point in itertools.product(*axes.values()):
     chosen = dict(zip(axes, point))
-    algorithm = chosen.pop(_ALGORITHM, '')
+    algorithm = chosen.pop('algorithm', '')
     flags = [f'--config={file}:{algorithm}'.rstrip(':')]
     flags += [f'--config.{key}={value}' for key, value in chosen.items()]
     # The size of a model may follow the algorithm behind a comma.
@@ -266,8 +267,7 @@ def grid(file: str) -> dict[str, list[str]]:
 def _part(item: tuple[str, Any]) -> str:
   """Returns what a key and its value add to the name of a run."""
   key, value = item
-  text = f'{key.rpartition(".")[2]}{value}'
-  return re.sub(r'[^A-Za-z0-9_.]+', '_', text)
+  return re.sub(r'[^\w.]+', '_', f'{key.rpartition(".")[2]}{value}', flags=re.A)
 
 
 def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:

@@ -97,7 +97,7 @@ def google(monkeypatch):
   stand_in = _Cloud()
   stand_in.pauses = []
   monkeypatch.setattr(cloud, 'run', stand_in.run)
-  monkeypatch.setattr(submit, '_require', lambda tool: None)
+  monkeypatch.setattr(submit, 'require', lambda tool: None)
 
   def sleep(seconds):
     if stand_in.pauses:
@@ -158,26 +158,37 @@ def test_a_slice_of_that_name_is_ours_or_stays(google, place, capsys):
 def test_a_network_that_fails_while_going_on_costs_no_slice(google):
   google.pauses = [_end]
   submit.main(_FLAGS)
-  google.fails = {'.tar.gz': ('503', 1), ' describe ': ('timed out', 1)}
-  google.pauses = [lambda: None, lambda: google.says('ended', '0'), _end]
-  google.objects[f'{_RUN}/launched'] = b''
-  assert submit.main(_FLAGS) == 75
+  google.fails = {
+    '.tar.gz': ('HTTPError 503', 1),
+    ' describe ': ('timed out', 1),
+  }
+  google.pauses = [lambda: None, lambda: google.says('ended', '0')]
+  assert submit.main(_FLAGS) == 0
+  marker = google.objects[f'{_RUN}/launched'].decode()
+  assert marker.strip() == google.record()['job']
   assert len([x for x in google.calls if ' create ' in x]) == 1
 
 
 def test_a_request_that_is_not_answered_is_made_again(google, monkeypatch):
-  google.fails = {' create ': ('503 service unavailable', 1)}
+  google.fails = {' create ': ('HTTPError 503', 1)}
   google.pauses = [lambda: monkeypatch.setattr(slices, '_NEW', 0), lambda: None]
   google.pauses += [_end]
   assert submit.main(_FLAGS) == 75
   assert [*google.slices] == ['stppo-one-2']
 
 
+def test_a_quota_is_no_error_that_passes(google):
+  error = 'RESOURCE_EXHAUSTED: Quota TPUV5 exceeded. Limit: 500, HTTPError 503'
+  google.fails = {' create ': (error, 9)}
+  assert submit.main(_FLAGS) == 75
+  assert len([x for x in google.calls if ' create ' in x]) == 1
+
+
 def test_a_time_that_could_not_be_written_is_written_later(google):
   def break_record():
-    google.fails = {'0001/record': ('503', 1)}
+    google.fails = {'0001/record': ('HTTPError 503', 1)}
 
-  google.fails = {' describe ': ('503', 1)}  # at the first look
+  google.fails = {' describe ': ('HTTPError 503', 1)}  # at the first look
   google.pauses = [break_record, lambda: None, _end]
   assert submit.main(_FLAGS) == 75
   assert google.record()['active'] > 0
@@ -251,9 +262,11 @@ def test_a_run_with_another_config_file_is_another_run(google, tmp_path):
 def test_a_stop_that_fails_says_so_and_still_deletes(google, part):
   google.pauses = [_end]
   submit.main(_FLAGS)
-  google.fails = {f'{part}': ('503', 99)}
+  google.fails = {f'{part}': ('HTTPError 503', 99)}
   if part == '/record':
-    google.fails = {'cp --quiet - gs://lab/runs/one.launch': ('503', 99)}
+    google.fails = {
+      'cp --quiet - gs://lab/runs/one.launch': ('HTTPError 503', 99)
+    }
   code = submit.main([*_FLAGS, '--stop'])
   assert code == (75 if part == ' delete ' else 0)
   assert bool(google.slices) == (part == ' delete ')

@@ -251,6 +251,18 @@ def test_what_only_the_workers_have_is_not_asked_for(
   assert not google.requests
 
 
+def test_a_sweep_on_slices_without_gcloud_is_refused(
+  config, google, monkeypatch, capsys
+):
+  monkeypatch.setenv('PATH', '')
+  flags = [f'--config={config}', '--on=tpu', '--out=gs://mine/grid']
+  flags += ['--project=the-lab', '--zone=us-west4-a', '--accelerator=v4-16']
+  assert sweep.main(flags) == 2
+  err = capsys.readouterr().err
+  assert err.startswith('gcloud: not installed') and err.count('\n') == 1
+  assert not google.objects
+
+
 @pytest.mark.parametrize(
   ('source', 'expected'),
   [
