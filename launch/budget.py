@@ -48,8 +48,8 @@ class Budget:
     price, number = self._values['price'], self._values['max_slices']
     cost = hours * self._chips * price
     return (
-      f'at most {hours:g} hours of {self._chips} chips, in up to {number} '
-      f'slices one after the other: {hours * self._chips:g} chip-hours, '
+      f'at most {hours:g} h of {self._chips} chips, in up to {number} slices '
+      f'one after the other: {hours * self._chips:g} chip-hours, '
       + (f'which cost {cost:.2f}' if price else 'give --price for the cost')
       + '; --max_hours, --max_cost and --max_slices limit them'
     )

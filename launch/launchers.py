@@ -61,7 +61,7 @@ _count = functools.partial(_whole, lower_bound=1)
 _restarts = functools.partial(_whole, 20, lower_bound=0)
 _zone = _text(
   '[a-z]+-[a-z]+[0-9]+-(ai[0-9])?[a-z]',
-  'a zone, a region and a letter, such as us-west4-a',
+  'a zone, which is a region and a letter, such as us-west4-a',
 )
 _project = _text(
   '([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]',

@@ -49,8 +49,8 @@ _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
 _CANNOT_SHARE = ': workers cannot share it: each machine has its own'
 _ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
 _NAMES = (
-  ': names of letters, digits and any of . _ + -, those of a bucket lowercase '
-  'and at least three'
+  ', names of letters, digits and any of . _ + -; that of a bucket is in '
+  'lowercase and has three or more'
 )
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
 # The largest ConfigMap; its archive is written in base64.
@@ -325,7 +325,7 @@ def _mesh_problems(mesh: Any, machines: int, devices: int) -> list[str]:
   return [
     f'{given}: the sizes must multiply to {learning}, the devices that learn '
     f'on {machines} machine{"s" * (machines > 1)} with {devices} each; take '
-    'machines with another number, or set one --config.mesh.AXIS=-1'
+    'other machines, or set one --config.mesh.AXIS=-1'
   ]
 
 

@@ -37,7 +37,7 @@ def test_a_dry_run_prints_the_text(name, capsys):
   command, *budget = err.splitlines()  # the command that it would be given to
   assert command and bool(budget) == (name == 'startup.sh')
   if budget:  # 24 hours by default, and 16 chips
-    assert budget[0].startswith('at most 24 hours of 16 chips, ')
+    assert budget[0].startswith('at most 24 h of 16 chips, ')
     assert '384 chip-hours' in budget[0] and '--price' in budget[0]
 
 
