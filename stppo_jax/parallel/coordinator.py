@@ -171,17 +171,19 @@ class Coordinator:
   async def _join(self, hello: Message, reader, writer) -> None:
     """Serves a process from its first message to its last."""
     process, count, name = hello['process'], hello['count'], hello['name']
-    refusal = ''
+    refusal, code = '', exits.USAGE
     if count != self.count:
       refusal = f'{self.count} processes are expected, not {count}'
+    elif process in self._left:
+      # It was started again before the others have ended.
+      refusal = f'the run that host {process} has left is about to end'
+      code = exits.TRY_AGAIN
     elif not 0 <= process < count or process in self._members:
       taken = self._members.get(process)
       by = f'by {taken.name} already' if taken else 'by no process'
       refusal = f'--process_id={process} is taken {by}'
     if refusal:
-      send(
-        writer, {'failed': f'{self.address}: {refusal}', 'code': exits.USAGE}
-      )
+      send(writer, {'failed': f'{self.address}: {refusal}', 'code': code})
       return
     self._members[process] = _Member(name, writer)
     if len(self._members) == self.count:

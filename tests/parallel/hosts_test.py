@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import json
 import pathlib
 import re
 import socket
@@ -293,7 +294,7 @@ def test_flags_give_a_place(monkeypatch):
   assert distributed.place('', 0, -1) is None
 
 
-def test_a_host_that_sends_no_message_is_named_to_the_others():
+def test_a_host_that_is_lost_is_named_and_may_come_back_later():
   async def run():
     coordinator = coordinator_lib.Coordinator(
       address='here',
@@ -311,10 +312,20 @@ def test_a_host_that_sends_no_message_is_named_to_the_others():
     (first, first_writer), (_, writer) = ends
     assert b'met' in await first.readline()
     writer.write(b'[\n')
-    line = await asyncio.wait_for(first.readline(), 30)
+    lines = [await asyncio.wait_for(first.readline(), 30)]
+    for index in (1, 0):
+      again, other = await coordinator_lib.connect('127.0.0.1', port)
+      hello = {'process': index, 'count': 2, 'name': f'h{index}'}
+      coordinator_lib.send(other, hello)
+      lines.append(await asyncio.wait_for(again.readline(), 30))
+      other.close()
     first_writer.close()
     writer.close()
     await coordinator.close(0)
-    return line
+    return map(json.loads, lines)
 
-  assert b'host 1 (h1) is gone' in asyncio.run(run())
+  gone, early, taken = asyncio.run(run())
+  assert gone['failed'].startswith('host 1 (h1) is gone')
+  # The lost one was started again too soon; the other one still runs.
+  assert early['code'] == 75 and 'about to end' in early['failed']
+  assert taken['code'] == 2 and '--process_id=0 is taken' in taken['failed']
