@@ -19,6 +19,7 @@ class Purpose(enum.IntEnum):
   SHUFFLE = 2
   INIT = 3
   RESAMPLE = 4
+  CONTINUE = 5
 
 
 def step_key(seed: int, step: int, purpose: Purpose) -> Array:

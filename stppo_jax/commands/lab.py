@@ -1,7 +1,7 @@
 """Save a collected batch once, and recompute any algorithm on it offline.
 
 python -m stppo_jax lab collect --config=FILE.py[:ALGORITHM] --out=F.npz
-    [--config.KEY=VALUE ...] [--workdir=DIR] [--updates=N]
+    [--config.KEY=VALUE ...] [--workdir=DIR] [--updates=N] [--continuations=N]
 python -m stppo_jax lab score --batch=F.npz --algorithm=st_ppo [--out=O.npz]
     [--config=FILE.py[:ALGORITHM]] [--set KEY=VALUE ...] [--advantages=A.npz]
     [--entropy_coefficient=X] [--float64]
@@ -15,6 +15,7 @@ python -m stppo_jax lab compare --batch=F.npz
 python -m stppo_jax lab levels --batch=F.npz
     --algorithms=ALGORITHM[:KEY=VALUE ...],...
     [--config=FILE.py] [--advantages=A.npz] [--float64] [--plot=P.png]
+python -m stppo_jax lab values --batch=F.npz [--float64] [--json] [--plot=P.png]
 
 collect samples one batch of trajectories, annotates it, makes some updates and
 saves the arrays. The other commands need no model, run on CPU, and read any
@@ -29,6 +30,9 @@ print one JSON object.
                                 not with the policy that the config starts from
   --updates=N                   updates before saving; by default as many as one
                                 step makes
+  --continuations=N             continues each trajectory N times from the
+                                beginning and the end of each of its turns, and
+                                saves what it earned, for `lab values`
   --batch=F.npz                 the saved batch
   --algorithm=NAME              the algorithm, a key of configs/algorithms.py
   --algorithms=NAME,NAME,...    several of them, each with its own settings
@@ -67,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
     'advantages': _advantages,
     'compare': _compare,
     'levels': _levels,
+    'values': _values,
   }
   name = command_line.subcommand('lab', argv, subcommands)
   if name != 'collect':
@@ -78,7 +83,10 @@ def main(argv: Sequence[str]) -> int:
 def _collect(argv: Sequence[str]) -> None:
   """Collects, annotates and updates once; saves the arrays."""
   flags = command_line.flags(
-    out='', workdir='', updates=command_line.integer(lower_bound=0)
+    out='',
+    workdir='',
+    updates=command_line.integer(lower_bound=0),
+    continuations=command_line.integer(0, lower_bound=0),
   )
   config = configuration.parse(argv, flags=flags, required=('out',))
   folders = configuration.folders_read(config)
@@ -90,6 +98,7 @@ def _collect(argv: Sequence[str]) -> None:
     flags.out,
     workdir=flags.workdir or None,
     num_updates=flags.updates,
+    continuations=flags.continuations,
   )
 
 
@@ -164,6 +173,15 @@ def _levels(argv: Sequence[str]) -> None:
   from stppo_jax.tools.lab import offline
 
   offline.levels(lab_flags.source(flags), options, plot=flags.plot)
+
+
+def _values(argv: Sequence[str]) -> None:
+  """Prints a critic and all estimators against sampled values."""
+  flags = lab_flags.of_batch(json=False, plot='')
+  lab_flags.parse(flags, argv)
+  from stppo_jax.tools.lab import offline
+
+  offline.values(lab_flags.source(flags), as_json=flags.json, plot=flags.plot)
 
 
 def _check_finite(name: str, value: float) -> None:

@@ -27,6 +27,7 @@ from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.rollout import batch_file
 from stppo_jax.rollout import pack
 from stppo_jax.rollout import steps
+from stppo_jax.tools.lab import continuations as continuations_lib
 from stppo_jax.tools.lab import saved_batch
 from stppo_jax.training import build
 from stppo_jax.training import checkpoint_state
@@ -40,7 +41,12 @@ _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
 
 
 def write(
-  config, out: str, *, workdir: str | None, num_updates: int | None
+  config,
+  out: str,
+  *,
+  workdir: str | None,
+  num_updates: int | None,
+  continuations: int = 0,
 ) -> None:
   """Writes a new saved batch and prints what is done; see `collect`.
 
@@ -49,7 +55,12 @@ def write(
     Exceptions of `collect`.
   """
   with streams.logged(streams.show_beside), compilation.announced():
-    arrays = collect(config, workdir=workdir, num_updates=num_updates)
+    arrays = collect(
+      config,
+      workdir=workdir,
+      num_updates=num_updates,
+      continuations=continuations,
+    )
   with exits.naming(f'--out={out}'):
     batch_file.save(out, arrays)
   mask_BL = arrays['loss_mask_BL']
@@ -60,7 +71,11 @@ def write(
 
 
 def collect(
-  config, *, workdir: str | pathlib.Path | None, num_updates: int | None
+  config,
+  *,
+  workdir: str | pathlib.Path | None,
+  num_updates: int | None,
+  continuations: int = 0,
 ) -> dict[str, np.ndarray]:
   """Returns the arrays of a new saved batch, see `tools.lab.saved_batch`.
 
@@ -74,10 +89,14 @@ def collect(
       not changed); None = the start of the config.
     num_updates: the number of optimiser steps after annotating; None = as many
       as a step of the run makes.
+    continuations: how often each prefix of a trajectory is continued to sample
+      its value, see `lab.continuations`; 0 = there are no sampled values.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
+  if continuations:
+    continuations_lib.check(config, continuations)
   config = _with_start(config, workdir)
   components = components_lib.build(_one_epoch(config))
   tokenizer, learner = components.tokenizer, components.learner
@@ -109,6 +128,9 @@ def collect(
       f'collecting {number} trajectories with the policy after step {step}'
     )
     trajectories, _ = step_collector.collect(step)
+    sampled = _sampled_values(
+      config, services, tokenizer, engine, trajectories, step, continuations
+    )
     engines.release(engine, config)
   packed, _ = build.pack_step(
     trajectories,
@@ -138,9 +160,30 @@ def collect(
       state, _ = learner.update(state, minibatch, order, step)
   arrays = _arrays(batch) | _updated(learner, state, batch)
   arrays['kl_coefficient'] = kl_coefficient
+  if continuations:
+    arrays |= continuations_lib.as_arrays(sampled, batch.tokens_BL.shape)
   return {
     name: arrays[name] for name in saved_batch.ARRAY_KINDS if name in arrays
   }
+
+
+def _sampled_values(
+  config, services, tokenizer, engine, trajectories, step, count: int
+) -> list[continuations_lib.Sampled]:
+  """Returns the sampled values of trajectories; none if `count` is 0."""
+  if not count:
+    return []
+  environment, tokenizer = continuations_lib.continuing(
+    services.environment, tokenizer
+  )
+  services = dataclasses.replace(services, environment=environment)
+  with exits.naming(f'--continuations={count}'):
+    collector = engines.build_collector(
+      config, services, tokenizer, engine, group_size=count
+    )
+    return continuations_lib.sample(
+      collector, trajectories, count=count, seed=config.seed, step=step
+    )
 
 
 def _with_start(config, workdir):

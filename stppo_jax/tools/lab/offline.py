@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from stppo_jax import exits
+from stppo_jax.configs import defaults
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rollout import batch_file
 from stppo_jax.tools.lab import comparison
@@ -23,6 +24,7 @@ from stppo_jax.tools.lab import levels as levels_lib
 from stppo_jax.tools.lab import options as options_lib
 from stppo_jax.tools.lab import saved_batch
 from stppo_jax.tools.lab import token_changes
+from stppo_jax.tools.lab import values as values_lib
 
 _NOT_FINITE = (saved_batch.NotFinite,)
 
@@ -160,6 +162,63 @@ def levels(
     with exits.naming(f'--plot={plot}'):
       pictures.save(pictures.levels_page(result), plot)
   print(levels_lib.table(result))
+
+
+def values(source: options_lib.Source, *, as_json: bool, plot: str) -> None:
+  """Prints a critic and all estimators against sampled values.
+
+  Args:
+    source: the saved batch, with sampled values.
+    as_json: whether to print the figures as JSON.
+    plot: the picture to write; '' for none.
+  """
+  with (
+    jax.enable_x64(source.is_double),
+    exits.naming(f'--batch={source.batch}'),
+  ):
+    loaded = saved_batch.load(source.batch)
+    values_lib.check(loaded)
+    critic = [name for name in ('old_values_BL',) if name in loaded]
+    names = (*values_lib.ARRAYS, *critic)
+    readers = {name: 'lab values' for name in names}
+    arrays = saved_batch.select(loaded, readers, dtype=source.dtype)
+    by_turn = values_lib.values(arrays)
+    correlated = values_lib.correlations(arrays, _estimated(source, loaded))
+  if plot:
+    from stppo_jax.tools.lab import pictures
+
+    with exits.naming(f'--plot={plot}'):
+      pictures.save(pictures.values_page(arrays, correlated), plot)
+  if as_json:
+    print(values_lib.as_json(by_turn, correlated))
+  else:
+    print(values_lib.table(by_turn, correlated))
+
+
+def _estimated(
+  source: options_lib.Source, loaded: saved_batch.Arrays
+) -> dict[str, np.ndarray]:
+  """Returns the advantages of each estimator that a file is enough for."""
+  advantages, missing = {}, []
+  for name in defaults.DEFAULTS['advantage']:
+    estimator = estimates.build_estimator(defaults.choice('advantage', name))
+    required = estimates.required_arrays(estimator, loaded)
+    readers = {array: name for array in sorted(required)}
+    try:
+      arrays = saved_batch.select(loaded, readers, dtype=source.dtype)
+      estimates.check(estimator, arrays)
+      found = estimates.estimate(estimator, arrays)
+    except ValueError:
+      missing.append(name)
+    else:
+      advantages[name] = found.arrays['advantages_BL']
+  if missing:
+    print(
+      f'--batch={source.batch}: lacks what {", ".join(missing)} read; left out '
+      '(lab advantages --estimator=NAME says why)',
+      file=sys.stderr,
+    )
+  return advantages
 
 
 def _read(

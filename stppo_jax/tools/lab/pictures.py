@@ -13,7 +13,9 @@ import numpy as np
 from stppo_jax.records import plots
 from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import levels as levels_lib
+from stppo_jax.tools.lab import saved_batch
 from stppo_jax.tools.lab import token_changes
+from stppo_jax.tools.lab import values as values_lib
 from stppo_jax.workdir import atomic_files
 
 _STYLES = ('-', '--', ':', '-.')
@@ -127,6 +129,54 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
 def _log_bounds(bounds: levels_lib.Bounds) -> tuple[float, float]:
   low = math.log(bounds.low) if bounds.low > 0 else -math.inf
   return low, math.log(bounds.high)
+
+
+def values_page(
+  arrays: saved_batch.Arrays, correlated: values_lib.Correlations
+) -> figure.Figure:
+  """Draws a critic over sampled values, and how well advantages agree.
+
+  Args:
+    arrays: the arrays of `values.values`.
+    correlated: the correlations of estimators.
+  """
+  turn_ids_BL = arrays['turn_ids_BL']
+  sampled_BL = arrays['oracle_counts_BL'] > 1
+  has_critic = 'old_values_BL' in arrays
+  with matplotlib.rc_context(plots.STYLE):
+    page = figure.Figure(figsize=(9.5, 4.2), layout='constrained')
+    panels = page.subplots(1, 1 + has_critic, squeeze=False)[0]
+    if has_critic:
+      axes = panels[0]
+      values_BL, guesses_BL = (
+        arrays['oracle_values_BL'],
+        arrays['old_values_BL'],
+      )
+      for i, turn in enumerate(np.unique(turn_ids_BL[sampled_BL])):
+        own_BL = sampled_BL & (turn_ids_BL == turn)
+        colour = plots.COLOURS[i % len(plots.COLOURS)]
+        axes.scatter(
+          guesses_BL[own_BL],
+          values_BL[own_BL],
+          s=9,
+          color=colour,
+          label=f'turn {turn}',
+        )
+      ends = [min(axes.get_xlim()[0], axes.get_ylim()[0])]
+      ends.append(max(axes.get_xlim()[1], axes.get_ylim()[1]))
+      axes.plot(ends, ends, color='#888888', linewidth=0.8)
+      axes.set_title('Sampled values')
+      axes.set_xlabel('value by the critic')
+      axes.legend()
+    axes = panels[-1]
+    drawn = {'(perfect)': correlated.most, **correlated.estimators}
+    for i, (name, by_turn) in enumerate(drawn.items()):
+      axes.plot(correlated.turns, by_turn, marker='.', label=name, **_line(i))
+    axes.set_xticks(correlated.turns)
+    axes.set_xlabel('turn')
+    axes.set_title('Correlation of advantages with sampled ones')
+    axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
+  return page
 
 
 def save(page: figure.Figure, path: str | pathlib.Path) -> None:

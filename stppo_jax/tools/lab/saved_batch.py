@@ -8,6 +8,7 @@ axes and meanings of `batch.TokenBatch`, except for these:
   values_BL       V after the updates
   old_values_BL   V before the first update (`values_BL` of a `TokenBatch`)
   kl_coefficient  a number: the KL penalty's coefficient at the collection
+  oracle_*_BL     sampled values, see `continuations.sample`
 
 Any program may write such a file: a command needs the arrays it reads and no
 others. Entries off the loss mask have no meaning and may be anything. Arrays of
@@ -81,6 +82,9 @@ ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'advantages_BL': _REALS,
   'returns_BL': _REALS,
   'value_mask_BL': _MASK,
+  'oracle_values_BL': _REALS,
+  'oracle_variances_BL': _REALS,
+  'oracle_counts_BL': _IDS,
   'kl_coefficient': _REALS,
 }
 # Rounding to bfloat16 can lift a log-probability this much above 0.
@@ -93,6 +97,9 @@ _NOT_IN_TOKEN_BATCH = (
   'entropy_BL',
   'values_BL',
   'kl_coefficient',
+  'oracle_values_BL',
+  'oracle_variances_BL',
+  'oracle_counts_BL',
 )
 
 

@@ -21,6 +21,7 @@ from stppo_jax.workdir import run_record
 from tests.training import runs
 
 _COEFFICIENT = 0.5  # of the KL penalty, in the checkpoint
+_SAMPLED = {'oracle_values_BL', 'oracle_variances_BL', 'oracle_counts_BL'}
 _OF_VALUES = {'values_BL', 'old_values_BL'}
 
 
@@ -53,8 +54,8 @@ def _files(folder):
 
 
 def test_a_collection_has_every_array_of_the_file(collected):
-  assert list(collected) == list(saved_batch.ARRAY_KINDS)
-  needs = dict.fromkeys(saved_batch.ARRAY_KINDS, 'it')
+  assert {*collected, *_SAMPLED} == {*saved_batch.ARRAY_KINDS}
+  needs = dict.fromkeys(collected, 'it')
   chosen = saved_batch.select(collected, needs, dtype=np.float32)
   mask, ids = collected['loss_mask_BL'], collected['turn_ids_BL']
   assert mask.sum() > 100
@@ -66,6 +67,20 @@ def test_a_collection_has_every_array_of_the_file(collected):
   assert np.abs(sampled[mask]).max() < 1e-4
   assert _moved(collected, 'logprobs') > 1e-4
   assert collected['lengths_B'].shape == collected['group_ids_B'].shape == (16,)
+
+
+def test_sampled_values_are_added_and_change_nothing_else(config, collected):
+  again = collection.collect(
+    config, workdir=None, num_updates=None, continuations=2
+  )
+  for name, array in collected.items():
+    np.testing.assert_array_equal(again[name], array, err_msg=name)
+  assert again.keys() - collected.keys() == _SAMPLED
+  counts, ids = again['oracle_counts_BL'], again['turn_ids_BL']
+  # Before every turn, and before its last token.
+  before = np.pad(ids, ((0, 0), (1, 1)))
+  first, last = ids > before[:, :-2], (ids > 0) & (ids != before[:, 2:])
+  np.testing.assert_array_equal(counts, np.where(first | last, 2, 0))
 
 
 @pytest.mark.slow

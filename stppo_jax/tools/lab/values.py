@@ -1,0 +1,266 @@
+"""Measures a critic and advantage estimators against sampled values.
+
+A saved batch has sampled values at some tokens, see `continuations`. At such a
+token, let m be the mean of what n continuations earn and s² their variance. The
+value V itself is not known: m misses it by a variance of s²/n. Every figure
+here that is a square has that noise subtracted, so that it estimates what an
+infinite number of continuations would give.
+
+  ceiling    Var V / (Var V + mean s²): the share of the variance of what
+             dialogues earn that the best critic explains; the rest is luck
+  explained  1 - (mean (critic - V)² + mean s²) / (Var V + mean s²)
+  bias       mean (critic - V)
+  error      the root of mean (critic - V)²
+  slope      Cov(critic, V) / Var critic, which is 1 for a calibrated critic
+
+The advantage of a turn is what it earns, plus the value after it, minus the
+value before it. Estimators are judged by the correlation of their mean
+advantage over the turn with that. Noise keeps even perfect advantages below a
+correlation of 1, at the root of the share of the variance that is not noise.
+
+B trajectories, L tokens.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import json
+import math
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax import streams
+from stppo_jax.tools.lab import saved_batch
+
+# The arrays that are read, beside those of the estimators.
+ARRAYS = (
+  'loss_mask_BL',
+  'turn_ids_BL',
+  'rewards_BL',
+  'oracle_values_BL',
+  'oracle_variances_BL',
+  'oracle_counts_BL',
+)
+ALL_TURNS = 'all'
+_REMEDY = 'collect with --continuations=N'
+
+
+class Critic(NamedTuple):
+  """How a critic compares with the sampled values; see above."""
+
+  explained: float
+  bias: float
+  error: float
+  slope: float
+
+
+class OfTurn(NamedTuple):
+  """The sampled values of a turn; see above.
+
+  Attributes:
+    prefixes: the number of tokens that have a sampled value.
+    mean: the mean of their values.
+    spread: the standard deviation of their values.
+    luck: the standard deviation of what dialogues earn around their value.
+    ceiling: the explained variance of a perfect critic.
+    critic: the critic; None if the batch has no values.
+  """
+
+  prefixes: int
+  mean: float
+  spread: float
+  luck: float
+  ceiling: float
+  critic: Critic | None
+
+
+class Correlations(NamedTuple):
+  """The agreement of advantages with sampled ones, by the number of a turn.
+
+  Attributes:
+    turns: the numbers of the turns that have sampled advantages.
+    most: the correlation that perfect advantages would have.
+    estimators: name of an estimator to its correlations; nan where one of both
+      does not vary.
+  """
+
+  turns: list[int]
+  most: list[float]
+  estimators: dict[str, list[float]]
+
+
+def check(arrays: saved_batch.Arrays) -> None:
+  """Raises ValueError if a file has no sampled values."""
+  if 'oracle_counts_BL' not in arrays:
+    raise ValueError(f'lacks oracle_counts_BL, the sampled values; {_REMEDY}')
+
+
+def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:
+  """Returns the figures of each turn, and those of `ALL_TURNS`.
+
+  Args:
+    arrays: the result of `saved_batch.select` with `ARRAYS`, and
+      old_values_BL if there is a critic.
+
+  Raises:
+    ValueError: fewer than two tokens have a sampled value.
+  """
+  sampled_BL = arrays['oracle_counts_BL'] > 1
+  if sampled_BL.sum() < 2:
+    raise ValueError(f'oracle_counts_BL: fewer than two above 1; {_REMEDY}')
+  turns = np.unique(arrays['turn_ids_BL'][sampled_BL])
+  chosen = {str(t): sampled_BL & (arrays['turn_ids_BL'] == t) for t in turns}
+  return {
+    name: _of_places(arrays, places_BL)
+    for name, places_BL in {ALL_TURNS: sampled_BL, **chosen}.items()
+    if places_BL.sum() > 1
+  }
+
+
+def _of_places(arrays: saved_batch.Arrays, places_BL: np.ndarray) -> OfTurn:
+  """Returns the figures of some tokens."""
+
+  def at_places(name: str) -> np.ndarray:
+    return arrays[name][places_BL].astype(np.float64)
+
+  means, variances = map(at_places, ('oracle_values_BL', 'oracle_variances_BL'))
+  noise = np.mean(variances / at_places('oracle_counts_BL'))
+  luck = np.mean(variances)
+  spread = max(np.var(means, ddof=1) - noise, 0.0)
+  total = spread + luck
+  critic = None
+  if 'old_values_BL' in arrays:
+    guesses = at_places('old_values_BL')
+    error = max(np.mean((guesses - means) ** 2) - noise, 0.0)
+    varies = np.ptp(guesses) > 0
+    critic = Critic(
+      explained=_quotient(total - error - luck, total),
+      bias=float(np.mean(guesses - means)),
+      error=math.sqrt(error),
+      slope=float(np.polyfit(guesses, means, 1)[0]) if varies else math.nan,
+    )
+  return OfTurn(
+    prefixes=len(means),
+    mean=float(np.mean(means)),
+    spread=math.sqrt(spread),
+    luck=math.sqrt(luck),
+    ceiling=_quotient(spread, total),
+    critic=critic,
+  )
+
+
+def _quotient(above: Any, below: Any) -> float:
+  return float(above / below) if below else math.nan
+
+
+def correlations(
+  arrays: saved_batch.Arrays, estimated: Mapping[str, np.ndarray]
+) -> Correlations:
+  """Returns the agreement of advantages with sampled ones, turn by turn.
+
+  Args:
+    arrays: the result of `saved_batch.select` with `ARRAYS`.
+    estimated: name of an estimator to advantages_BL.
+  """
+  ids_BL, last = arrays['turn_ids_BL'], int(arrays['turn_ids_BL'].max())
+  found = Correlations([], [], {name: [] for name in estimated})
+  before = _firsts(arrays, 1)
+  for turn in range(1, last + 1):
+    after = _firsts(arrays, turn + 1)
+    own_BL = ids_BL == turn
+    # A dialogue that ends with this turn earns nothing after it.
+    ends_B = ~(ids_BL > turn).any(axis=1)
+    known_B = before.known_B & (after.known_B | ends_B)
+    if known_B.sum() > 2:
+      earned_B = np.where(own_BL, arrays['rewards_BL'], 0.0).sum(axis=1)
+      truth_B = earned_B + after.mean_B - before.mean_B
+      noise = np.mean((before.noise_B + after.noise_B)[known_B])
+      variance = np.var(truth_B[known_B], ddof=1)
+      found.turns.append(turn)
+      found.most.append(np.sqrt(_quotient(max(variance - noise, 0), variance)))
+      for name, advantages_BL in estimated.items():
+        sums_B = np.where(own_BL, advantages_BL, 0.0).sum(axis=1)
+        means_B = sums_B / np.maximum(own_BL.sum(axis=1), 1)
+        found.estimators[name].append(
+          _correlation(means_B[known_B], truth_B[known_B])
+        )
+    before = after
+  return found
+
+
+class _Firsts(NamedTuple):
+  """The sampled values before a turn; 0 where they are not known."""
+
+  known_B: np.ndarray
+  mean_B: np.ndarray
+  noise_B: np.ndarray
+
+
+def _firsts(arrays: saved_batch.Arrays, turn: int) -> _Firsts:
+  """Returns the sampled values at the first tokens of a turn."""
+  own_BL = arrays['turn_ids_BL'] == turn
+  places = np.arange(len(own_BL)), own_BL.argmax(axis=1)
+  count_B = np.where(own_BL.any(axis=1), arrays['oracle_counts_BL'][places], 0)
+  known_B = count_B > 1
+  mean_B, variance_B = (
+    np.where(known_B, arrays[name][places].astype(np.float64), 0.0)
+    for name in ('oracle_values_BL', 'oracle_variances_BL')
+  )
+  return _Firsts(known_B, mean_B, variance_B / np.maximum(count_B, 1))
+
+
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+  if np.ptp(x) == 0 or np.ptp(y) == 0:
+    return math.nan
+  return float(np.corrcoef(x, y)[0, 1])
+
+
+def table(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
+  """Returns both results as text."""
+  names = ('turn', 'prefixes', 'value', 'spread', 'luck', 'ceiling')
+  critics = ('explained', 'bias', 'error', 'slope')
+  has_critic = all(x.critic for x in by_turn.values())
+  lines: list[tuple[str, ...]] = [(*names, *(critics if has_critic else ()))]
+  for turn, x in by_turn.items():
+    numbers = [x.mean, x.spread, x.luck, x.ceiling, *(x.critic or ())]
+    lines.append((turn, str(x.prefixes), *_texts(numbers)))
+  head = ('estimator', *map(str, correlated.turns))
+  rows = {'(perfect)': correlated.most, **correlated.estimators}
+  agreed = [head, *((name, *_texts(x)) for name, x in rows.items())]
+  figures, agreement = (
+    '\n'.join(streams.aligned(x, right=True)) for x in (lines, agreed)
+  )
+  return '\n'.join(
+    [
+      figures,
+      'spread, luck: standard deviation of the values, and of what dialogues',
+      'earn around them; ceiling, explained: the explained variance of a',
+      'perfect critic, and of this one.',
+      '',
+      agreement,
+      "Correlation of a turn's mean advantage with the sampled one. Perfect",
+      'advantages reach less than 1, too, because sampled ones are noisy.',
+    ]
+  )
+
+
+def as_json(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
+  """Returns both results as JSON, where null is a number that is not known."""
+
+  def plain(x):
+    if hasattr(x, '_asdict'):
+      x = x._asdict()
+    if isinstance(x, Mapping):
+      return {name: plain(y) for name, y in x.items()}
+    if isinstance(x, list):
+      return [plain(y) for y in x]
+    return None if isinstance(x, float) and math.isnan(x) else x
+
+  return json.dumps(
+    {'turns': plain(by_turn), 'advantages': plain(correlated)}, allow_nan=False
+  )
+
+
+def _texts(numbers: Iterable[float]) -> list[str]:
+  return ['-' if math.isnan(x) else f'{x:.3f}' for x in numbers]
