@@ -42,7 +42,11 @@ _PAGES = {
     'CONTRIBUTING.md',
     'SECURITY.md',
     'launch/README.md',
-    *(str(p.relative_to(_ROOT)) for p in sorted(_ROOT.glob('docs/**/*.md'))),
+    *(
+      str(path.relative_to(_ROOT))
+      for path in sorted(_ROOT.glob('docs/**/*.md'))
+      if path.parent.name != 'texts'  # what pages are made of
+    ),
   )
 }
 _README = _PAGES['README.md']
