@@ -101,9 +101,7 @@ chaos: $(TESTING)  ## inject faults into a run of two processes (ARGS=--faults=8
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
 	  --seed=$(SEED) $(ARGS)
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games, saves, commands, the first comparison
-	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
-	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
+bench: $(BENCH)/.installed  ## measure updates, collecting, search, reports, games, saves, commands, the first comparison
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
 	$(PAGES) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.waste $(ARGS)

@@ -47,24 +47,6 @@ def single(call: Callable[[], Any]) -> Case:
   return Case(lambda _: call(), lambda: None)
 
 
-class Compiled(NamedTuple):
-  """A compiled program and the seconds it took to trace and compile."""
-
-  program: Callable[..., Any]
-  seconds: float
-
-  def case(self, *arguments: Any) -> Case:
-    """Returns a case that calls the program and waits for its result."""
-    return Case(lambda: jax.block_until_ready(self.program(*arguments)))
-
-
-def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
-  """Compiles a function for these arguments, without running it."""
-  begin = time.perf_counter()
-  program = jax.jit(function).lower(*arguments).compile()
-  return Compiled(program, time.perf_counter() - begin)
-
-
 def once(case: Case) -> tuple[float, Any]:
   """Returns the seconds of one call, and its result."""
   arguments = () if case.prepare is None else (case.prepare(),)

@@ -2,7 +2,6 @@
 
 import os
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,12 +52,6 @@ def test_once_returns_what_was_returned():
   assert seconds >= 0 and result == 5
   _, result = measure.once(measure.Case(lambda x: x + 1, lambda: 1))
   assert result == 2
-
-
-def test_compiling_is_timed_apart():
-  doubled = measure.compiled(lambda x: 2 * x, jnp.float32(3))
-  assert doubled.seconds > 0
-  assert doubled.case(jnp.float32(4)).run() == 8
 
 
 def test_quotients_are_formed_within_a_round():
