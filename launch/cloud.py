@@ -16,6 +16,7 @@ _PASSING = re.compile(
   '(?i)unavailable|internal error|deadline|timed? ?out|reset|resolve|'
   'HTTPError 50[0234]'
 )
+PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 SILENCE = 20  # polls without a word of any worker, after which it is given up
 
 

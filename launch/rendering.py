@@ -11,8 +11,8 @@ import shlex
 from typing import Any
 
 from launch import accelerators
+from launch import cloud
 from launch import launchers
-from launch import slices
 from launch import source as source_lib
 from stppo_jax.commands.flags import overrides as overrides_lib
 
@@ -95,7 +95,7 @@ def _fields(
   if name == 'tpu':
     place = values['place'].rpartition('/')[0]
     return {
-      'patience': slices.PATIENCE * values['poll'],
+      'patience': cloud.PATIENCE * values['poll'],
       'delay': -(-values['poll'] // 6),
       'left': round(3600 * values['left']),
       'machines': accelerators.find(values['accelerator']).machines,

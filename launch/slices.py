@@ -16,7 +16,6 @@ Several of these programs may follow one run: a slice is requested by the one
 that creates its record.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
 import json
@@ -32,11 +31,11 @@ from typing import NoReturn
 from launch import accelerators
 from launch import budget
 from launch import cloud
+from launch import rendering
 from launch import source as source_lib
 from stppo_jax import exits
 
 _NEW = 60  # seconds in which a slice may not be there yet
-PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 
 
 class Refused(cloud.Ended):
@@ -51,23 +50,24 @@ class Slices:
   def __init__(
     self,
     values: Mapping[str, Any],
-    script: Callable[[str, str, float], str],
+    overrides: Mapping[str, str | bool],
     source: source_lib.Source,
-    job: str,
+    config: str,
   ):
     """Sends nothing yet.
 
     Args:
       values: the values of the options, of config and of workdir.
-      script: returns the startup script of a slice by its name, its folder
-        and the hours that it may be paid for.
+      overrides: keys of the config, as `command_line.parse` returns them.
       source: what the workers run.
-      job: the digest of what they are told to do.
+      config: the config as JSON.
     """
     self._values = values
-    self._script = script
+    self._overrides = overrides
     self._source = source
-    self._job = job
+    told = [rendering.flags_of_run(values, overrides), config]
+    # Only the same command may go on with a slice.
+    self._job = rendering.digest(json.dumps(told))
     self._place = f'{values["workdir"].rstrip("/")}.launch'
     self._poll: int = values['poll']
     self._slice = accelerators.find(values['accelerator'])
@@ -84,18 +84,23 @@ class Slices:
     """Returns the address of what a slice tells."""
     return f'{self._place}/{number:04d}'
 
-  def script(self, number: int) -> str:
-    """Returns the startup script of the workers of a slice."""
-    left = self.budget.hours_left([])
-    return self._script(self.name(number), self.folder(number), left)
+  def script(self, number: int, left: float) -> str:
+    """Returns the startup script of a slice that is paid for `left` hours."""
+    values = {
+      'slice': self.name(number),
+      'place': self.folder(number),
+      'left': left,
+      'job': self._job,
+    }
+    return rendering.render(
+      'tpu', self._values | values, self._overrides, source=self._source
+    )
 
   def create_command(self, number: int, script: str) -> list[str]:
     """Returns the command that requests a slice, by the file of its script."""
-    v = self._values
+    v, name = self._values, self.name(number)
     words = [
-      *('gcloud', 'compute', 'tpus', 'queued-resources', 'create'),
-      *(self.name(number), f'--node-id={self.name(number)}'),
-      *(f'--project={v["project"]}', f'--zone={v["zone"]}'),
+      *('create', name, f'--node-id={name}'),
       f'--accelerator-type={v["accelerator"]}',
       f'--runtime-version={v["runtime"] or self._slice.runtime}',
       f'--valid-until-duration={round(3600 * v["wait"])}s',
@@ -106,7 +111,7 @@ class Slices:
     for key in ('network', 'subnetwork', 'service_account'):
       if v[key]:
         words.append(f'--{key.replace("_", "-")}={v[key]}')
-    return words
+    return cloud.tpus(v, *words)
 
   def follow(self) -> int:
     """Runs until the run has ended; returns its exit code.
@@ -184,7 +189,7 @@ class Slices:
     found = records[-1]
     name = self.name(found['number'])
     if found['job'] != self._job:
-      if self._state(name)[0] or time.time() - found['asked'] < _NEW:
+      if self._item(name)['state'] or time.time() - found['asked'] < _NEW:
         raise cloud.Ended(
           f'{name} runs another command there; stop it with --stop, or repeat '
           'its own command'
@@ -219,8 +224,8 @@ class Slices:
       self._adopt()
       return
     self._live, self._heard, self._shown = live, ('', asked), 0
-    name, folder = self.name(number), self.folder(number)
-    text = self._script(name, folder, self.budget.hours_left(paid))
+    name = self.name(number)
+    text = self.script(number, self.budget.hours_left(paid))
     with tempfile.TemporaryDirectory() as here:
       path = pathlib.Path(here, 'startup.sh')
       path.write_text(text, 'utf-8')
@@ -229,7 +234,9 @@ class Slices:
     if not done.returncode:
       return
     if 'ALREADY_EXISTS' in line:
-      if self._item(name).get('place') == folder:  # the answer was lost
+      if self._item(name)['place'] == self.folder(
+        number
+      ):  # the answer was lost
         return
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
@@ -251,7 +258,9 @@ class Slices:
     if live is None:
       return None
     now, folder = time.time(), self.folder(live['number'])
-    state, problem = self._state(self.name(live['number']))
+    name = self.name(live['number'])
+    item = self._item(name)
+    state = item['state']
     text = cloud.read(f'{folder}/state-*')
     if text != self._heard[0]:
       self._heard = text, now
@@ -280,8 +289,8 @@ class Slices:
     is_new = not live['active'] and now - live['asked'] < _NEW
     if state in cloud.OVER or not state and not is_new:
       if not live['active'] and state == 'FAILED':
-        raise cloud.Ended(f'{self.name(live["number"])}: {problem or "FAILED"}')
-      cloud.say(f'{self.name(live["number"])} was taken away')
+        raise cloud.Ended(f'{name}: {item["problem"] or "FAILED"}')
+      cloud.say(f'{name} was taken away')
       if self._records()[live['number'] - 1]['reason'] == 'stopped':
         self._live = None
         raise cloud.Ended('the run was stopped')
@@ -291,26 +300,21 @@ class Slices:
       if now - self._heard[1] > cloud.SILENCE * self._poll:
         if not text:
           raise cloud.Ended(
-            f'no worker of {self.name(live["number"])} has said a word: may '
-            'its service account write to the bucket, and its network reach it?'
+            f'no worker of {name} has said a word: may its service account '
+            'write to the bucket, and its network reach it?'
           )
-        cloud.say(f'{self.name(live["number"])} is silent')
+        cloud.say(f'{name} is silent')
         self._leave('lost')
     return None
 
-  def _item(self, name: str) -> dict[str, Any]:
-    """Returns what is known of a slice; nothing if there is none."""
+  def _item(self, name: str) -> dict[str, str]:
+    """Returns what is known of a slice, empty texts if there is none."""
     done = cloud.run(
       cloud.tpus(self._values, 'describe', name, '--format=json')
     )
     if done.returncode and b'NOT_FOUND' not in done.stderr:
       raise cloud.CloudError(cloud.reason(done))
-    return {} if done.returncode else cloud.item(json.loads(done.stdout))
-
-  def _state(self, name: str) -> tuple[str, str]:
-    """Returns the state of a slice, '' if there is none, and its problem."""
-    item = self._item(name)
-    return item.get('state', ''), item.get('problem', '')
+    return cloud.item({} if done.returncode else json.loads(done.stdout))
 
   @property
   def _marker(self) -> str:

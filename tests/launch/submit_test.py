@@ -179,16 +179,6 @@ def test_the_service_finds_the_retriever():
       '--dry_run: cannot be combined with --reap',
     ),
     (
-      [
-        'tpu',
-        '--project=the-lab',
-        '--zone=us-west4-a',
-        '--reap',
-        '--reap=false',
-      ],
-      '--reap: given twice',
-    ),
-    (
       [*rendered.COMMANDS['startup.sh'], '--stop', '--dry_run'],
       '--dry_run: not with --stop',
     ),
@@ -203,11 +193,7 @@ def test_the_service_finds_the_retriever():
     ),
     (
       [*rendered.COMMANDS['startup.sh'], '--accelerator=v5e-16'],
-      '--accelerator=v5e-16: is named v5litepod-16',
-    ),
-    (
-      [*rendered.COMMANDS['startup.sh'], '--accelerator=tpu7x-16'],
-      '--accelerator=tpu7x-16: only GKE has it',
+      '--accelerator=v5e-16: must be GENERATION-COUNT',
     ),
     (
       [*rendered.COMMANDS['startup.sh'], '--retriever=gs://lab/wiki'],
