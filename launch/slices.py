@@ -49,7 +49,7 @@ class Slices:
 
   def __init__(
     self,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
     overrides: Mapping[str, str | bool],
     source: source_lib.Source,
     config: str,
@@ -234,10 +234,8 @@ class Slices:
     if not done.returncode:
       return
     if 'ALREADY_EXISTS' in line:
-      if self._item(name)['place'] == self.folder(
-        number
-      ):  # the answer was lost
-        return
+      if self._item(name)['place'] == self.folder(number):
+        return  # the answer to the request was lost
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
       raise Refused(f'{name}: there is one of another run; give --name')
