@@ -25,7 +25,7 @@ ALGORITHM = additions.Addition(
       """
         'turn_cispo': _algorithm(
           ratio={'level': 'turn'},
-          objective=defaults.choice('objective', 'detached'),
+          objective='detached',
           **_GROUP,
           **_NO_KL,
         ),
@@ -155,7 +155,7 @@ OBJECTIVE = additions.Addition(
     ),
     *_algorithm(
       'rising',
-      "_algorithm(objective=defaults.choice('objective', 'rising'), **_GROUP)",
+      "_algorithm(objective='rising', **_GROUP)",
     ),
   ),
   _passes(
@@ -268,7 +268,7 @@ ESTIMATOR = additions.Addition(
     ),
     *_algorithm(
       'sign_grpo',
-      "_algorithm(advantage=defaults.choice('advantage', 'group_signs'))",
+      "_algorithm(advantage='group_signs')",
     ),
   ),
   """
