@@ -163,22 +163,6 @@ def test_times_that_make_no_sense_are_measured_again():
     accelerator_engine.parts_of(lambda: (3.0, 2.5), 1 / 4)
 
 
-@pytest.mark.parametrize(
-  ('words', 'message'),
-  [
-    (['--folder=x'], 'one of the arguments --all --only is required'),
-    (['--all', '--folder=/proc/x'], '--folder=/proc/x: '),
-    (['--all', '--rows=0'], "--rows: '0' is not an integer above 0"),
-    (['--all', '--length=-1'], "--length: '-1' is not an integer above 0"),
-    (['--all', '--decode_rows', '4', 'x'], "--decode_rows: 'x' is not an "),
-  ],
-)
-def test_a_bad_command_is_an_error(words, message, capsys):
-  with pytest.raises(SystemExit, match='^2$'):
-    accelerator.main(words)
-  assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(tmp_path, capfd):
   folder = tmp_path / 'figures'

@@ -49,24 +49,3 @@ def test_a_source_says_what_it_knows(name):
   assert source.sure in ('read in code', 'read in the paper', 'a definition')
   for sentence in (*source.why.values(), *source.notes):
     assert sentence.endswith('.')
-
-
-@pytest.mark.parametrize(
-  ('name', 'key', 'value'),
-  [
-    ('mt_grpo', 'algorithm.aggregate.name', 'token_mean'),
-    ('mt_grpo', 'algorithm.kl.where', 'nowhere'),
-    ('mt_grpo', 'algorithm.advantage.epsilon', 1e-4),
-    ('gigpo', 'algorithm.aggregate.name', 'token_mean'),
-    ('gigpo', 'algorithm.advantage.outcome_counts', 'per_turn'),
-    ('gigpo', 'algorithm.kl.estimator', 'k3_clamped'),
-    ('so_grpo', 'algorithm.kl.estimator', 'k3_clamped'),
-    ('cispo', 'algorithm.bounds.clip_low', 10.0),
-    ('cispo', 'algorithm.bounds.clip_high', 0.2),
-    ('dapo', 'env.rewards.overlong', 1.0),
-    ('dapo', 'env.overlong_fraction', 0.2),
-  ],
-)
-def test_defaults_that_follow_the_source(name, key, value):
-  assert settings.flatten(base.get_config(name))[key] == value
-  assert sources.SOURCES[name].values[key] == value
