@@ -192,12 +192,6 @@ def _section(found: Sequence[dict[str, Any]]) -> str:
   )
 
 
-def _positive(text: str) -> int:
-  if not (text.isdecimal() and int(text)):
-    raise argparse.ArgumentTypeError(f'{text!r} is not an integer above 0')
-  return int(text)
-
-
 def _refusal(flags: argparse.Namespace, devices: set[str], lacks: str) -> str:
   """Returns why these figures make no table; '' if they do.
 
@@ -237,16 +231,11 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     choices=accelerator_learner.MODELS,
     default=['0.5B', '1.5B'],
   )
-  parser.add_argument(
-    '--decode_rows', nargs='+', type=_positive, default=[128, 256]
-  )
+  parser.add_argument('--decode_rows', nargs='+', type=int, default=[128, 256])
   for name, default in accelerator_learner.Options()._asdict().items():
-    parser.add_argument(f'--{name}', type=_positive, default=default)
+    parser.add_argument(f'--{name}', type=int, default=default)
   parser.add_argument('--piece', help=argparse.SUPPRESS)
-  flags = parser.parse_args(words)
-  if refusal := atomic_files.refusal(flags.folder):
-    parser.error(f'--folder={flags.folder}: {refusal}')
-  return flags
+  return parser.parse_args(words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
