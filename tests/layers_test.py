@@ -1,9 +1,9 @@
 """Who may import whom, and the one home of each dependency.
 
 The imports of every file are read with `ast`, those inside functions too, and
-compared with two tables; that of the rooms is in docs/architecture.md. A name in
-a table that no file makes use of fails as well, so the tables show the tree as
-it is. Planted violations prove that they bite.
+compared with two tables: of the rooms, in docs/architecture.md, and of the
+dependencies. A name in a table that no file makes use of fails as well, so the
+tables show the tree as it is. Planted violations prove that they bite.
 """
 
 import ast
