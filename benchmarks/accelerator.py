@@ -60,7 +60,7 @@ _HEADER = (
 
 
 def pieces(flags: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
-  """Returns a key of `FUNCTIONS` and its arguments, by the name of a piece."""
+  """Returns the key of `FUNCTIONS` and the arguments of each piece, by name."""
   found: dict[str, tuple[str, dict[str, Any]]] = {'limits': ('limits', {})}
   for size in flags.sizes:
     for layout in accelerator_learner.LAYOUTS:
@@ -98,7 +98,7 @@ def measured(
 
 
 def _key(options: accelerator_learner.Options) -> dict[str, Any]:
-  """Returns what figures of a device depend on: the code, jax and the sizes."""
+  """Returns the code, jax and the sizes, after whose change figures are old."""
   digest = hashlib.sha256()
   # The package has its configs by a link, which `rglob` does not follow.
   for folder in ('stppo_jax', 'configs', 'benchmarks'):
@@ -193,7 +193,7 @@ def _section(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _refusal(flags: argparse.Namespace, devices: set[str], lacks: str) -> str:
-  """Returns why these figures make no table; '' if they do.
+  """Returns why these figures cannot become a table; '' if they can.
 
   Args:
     flags: the flags.

@@ -69,7 +69,12 @@ class Options(NamedTuple):
 
 
 class Model(NamedTuple):
-  """The first fields of `ModelConfig`, and what layers recompute in updates."""
+  """The shape of a model, and what its layers recompute in updates.
+
+  Attributes:
+    fields: the first fields of `ModelConfig`.
+    remat: `updates.remat`.
+  """
 
   fields: tuple[int, ...]
   remat: str
@@ -93,7 +98,7 @@ LAYOUTS = {
 
 
 def shape_of(size: str, attend: str = 'auto') -> model_config.ModelConfig:
-  """Returns the shape of a key of `MODELS`."""
+  """Returns the shape of a model of this size, a key of `MODELS`."""
   fields, remat = MODELS[size]
   dtype = 'bfloat16'
   return model_config.ModelConfig(

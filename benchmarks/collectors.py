@@ -51,7 +51,7 @@ class Policy(NamedTuple):
 
 
 def policy(width: str) -> Policy:
-  """Returns the policy of a key of `WIDTHS`."""
+  """Returns the policy of a width, one of `WIDTHS`."""
   filler, shape = WIDTHS[width]
   tokenizer = dialogues.tokenizer(filler)
   return Policy(tokenizer, *dialogues.model(tokenizer, shape), filler)

@@ -130,7 +130,7 @@ class Quotient(NamedTuple):
 def against(
   seconds: Mapping[str, np.ndarray], above: str, below: str
 ) -> tuple[str, ...]:
-  """Returns cells: both times, their quotient, and that of the least ones."""
+  """Returns the cells of a comparison: both times, and their quotients."""
   found = quotient(seconds[above], seconds[below])
   times = (milliseconds(seconds[name]) for name in (below, above))
   return (*times, str(found), f'{found.least:.2f}')
@@ -173,7 +173,7 @@ def start(
   arguments: Sequence[str] | None,
   **versions: str,
 ) -> argparse.Namespace:
-  """Parses flags, binds this process to some cores, and prints on what it runs.
+  """Parses flags, binds this process to some cores, and prints the machine.
 
   It must be called before jax counts the cores.
 
