@@ -144,7 +144,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       },
     ),
     (
-      additions.MODEL_WITH_NAMES,
+      additions.MODEL,
       {
         'stppo_jax/models/hf/config_json.py',
         'stppo_jax/models/hf/families.py',
@@ -155,7 +155,6 @@ def _run(program: str, root: pathlib.Path) -> str:
       {'stppo_jax/envs/guess.py', 'stppo_jax/envs/environments.py'},
     ),
     (additions.DIALECT, {'stppo_jax/retrieval/dialects.py'}),
-    (additions.MODEL, {'stppo_jax/models/hf/families.py'}),
     (
       additions.KEY,
       {
@@ -167,8 +166,7 @@ def _run(program: str, root: pathlib.Path) -> str:
   ],
   ids=[
     *('algorithm', 'clip_rule', 'objective', 'correction', 'estimator'),
-    *('environment_with_options', 'model_with_names'),
-    *('environment', 'dialect', 'model', 'key'),
+    *('environment_with_options', 'model', 'environment', 'dialect', 'key'),
   ],
 )
 def test_an_addition_touches_these_files_and_works(addition, files, tmp_path):
