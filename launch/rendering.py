@@ -161,7 +161,7 @@ def flags_of_run(
 
 
 def _travelling(flag: str) -> str:
-  """Returns a flag; the file of --config by its path in the source."""
+  """Returns a flag for the workers, who have the config file in the source."""
   name, _, value = flag.partition('=')
   return (
     flag if name != '--config' else f'{name}={source_lib.config_flag(value)}'
@@ -178,6 +178,7 @@ def name_of(workdir: str) -> str:
   digits = digest(str(path))[:6]
   name = re.sub(r'[^a-z0-9]+', '-', path.name.lower()).strip('-')
   name = name if name[:1].isalpha() else f'run-{name}'
+  # Google Cloud and Kubernetes take 40 characters for the longest name.
   return f'{name[:33].rstrip("-")}-{digits}'
 
 

@@ -54,7 +54,7 @@ class Slices:
     source: source_lib.Source,
     config: str,
   ):
-    """Sends nothing yet.
+    """Prepares to follow a run; nothing is requested yet.
 
     Args:
       values: the values of the options, of config and of workdir.
@@ -81,7 +81,7 @@ class Slices:
     return f'{cloud.PREFIX}{self._values["name"]}-{number}'
 
   def folder(self, number: int) -> str:
-    """Returns the address of what a slice tells."""
+    """Returns the address to which the workers of a slice report."""
     return f'{self._place}/{number:04d}'
 
   def script(self, number: int, left: float) -> str:
@@ -122,6 +122,8 @@ class Slices:
     def interrupt(number, frame) -> NoReturn:
       raise KeyboardInterrupt(number)
 
+    # A handler that raises ends any wait, and `finally` then deletes the slice.
+    # A launcher that just died would leave it, and it would be paid for.
     is_kept = False
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
@@ -216,6 +218,9 @@ class Slices:
     paid = self.budget.paid(records)
     self.budget.check(paid, asks=True)
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
+    # The record is written before the request. If this program dies between the
+    # two, the next one looks for a slice that is not there; the other way round
+    # it would not know of a slice that is.
     number, asked = len(records) + 1, time.time()
     live = {'number': number, 'job': self._job, 'source': self._source.name}
     live |= {'asked': asked, 'active': 0.0, 'ended': 0.0, 'reason': ''}
@@ -265,6 +270,8 @@ class Slices:
     told = cloud.told(text)
     words = {host: words for host, (_, words) in told.items()}
     self._show(state, words)
+    # It is paid for from now on. If that cannot be written, the next look finds
+    # `active` still 0 and writes it.
     if state == 'ACTIVE' and not live['active']:
       self._record(live | {'active': now})
       live['active'] = now
@@ -275,6 +282,8 @@ class Slices:
           f'the setup of {host} failed; its log: gcloud storage cat '
           f'{folder}/setup-{host}'
         )
+    # A code other than 0 and 75 would be that of each new start, too, so it ends
+    # the run at once. With these two, the other workers are waited for.
     codes = [int(x[1]) for x in words.values() if x[0] == 'ended']
     if worst := max((x for x in codes if x not in (0, 75)), default=0):
       return worst

@@ -275,7 +275,7 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
-  """Returns the number of machines, and of the devices of each; 0: unknown."""
+  """Returns the number of machines, and of devices of each, 0 if unknown."""
   if name == 'tpu':
     found = accelerators.find(values['accelerator'])
     return found.machines, found.chips // found.machines
@@ -323,7 +323,7 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
 
 
 def _is_own(folder: str) -> bool:
-  """Returns whether each machine has a folder of this name for itself."""
+  """Returns whether a folder of this name is another one on each machine."""
   path = pathlib.PurePosixPath(folder)
   return any(path.is_relative_to(own) for own in _OWN_FOLDERS)
 

@@ -135,7 +135,7 @@ def carry_out(
   Args:
     flags: see `parsed`.
     out: the folder of all runs, or its address in a bucket.
-    runs: name to flags of each run, without its workdir.
+    runs: the flags of each run without its workdir, by name.
 
   Returns:
     The exit code.
@@ -217,7 +217,7 @@ def _follow(
 
   Args:
     out: the address of the runs, which spend one budget.
-    left: name to flags of the runs to start or to follow.
+    left: the flags of the runs to start or to follow, by name.
     jobs: how many slices there are at once.
     extra: options of the launcher.
 
@@ -239,7 +239,7 @@ def _follow(
 
 
 def grid(file: str) -> dict[str, list[str]]:
-  """Returns name to flags of each run of the sweep of a config file.
+  """Returns the flags of each run of a config file's sweep, by name.
 
   Raises:
     Misconfigured: the file has no sweep, or one that is no dict of lists.
@@ -278,7 +278,7 @@ def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:
   """Raises `Misconfigured` unless the configs of all runs are valid.
 
   Args:
-    runs: name to flags of each run.
+    runs: the flags of each run, by name.
     ignored: what is not checked, see `submit.unchecked`.
   """
   named: dict[str, list[str]] = {}  # an error, and the runs that have it
