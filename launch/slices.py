@@ -282,7 +282,7 @@ class Slices:
           f'the setup of {host} failed; its log: gcloud storage cat '
           f'{folder}/setup-{host}'
         )
-    # A code other than 0 and 75 would be that of each new start, too, so it ends
+    # A code other than 0 and 75 would be that of each new start, too, and ends
     # the run at once. With these two, the other workers are waited for.
     codes = [int(x[1]) for x in words.values() if x[0] == 'ended']
     if worst := max((x for x in codes if x not in (0, 75)), default=0):
