@@ -16,6 +16,9 @@ NOT_FAST := $(addprefix --ignore=tests/rl/, \
   properties_test.py golden_test.py hlo_test.py diagnostics_test.py \
   mismatch_diagnostics_test.py segments_test.py group_advantages_test.py)
 BENCH ?= .cache/bench
+SITE ?= .cache/mkdocs
+SITE_PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE \
+  assets configs docs launch studies
 
 # One order of the operations, whatever stands beside them: for comparing two
 # programs that differ in little. A run is faster without.
@@ -44,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart compare check test test-fast test-slow test-torch test-torch-slow
-.PHONY: lint types docs bench chaos lock
+.PHONY: lint types docs site bench chaos lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
@@ -97,13 +100,19 @@ docs: $(RUNTIME)  ## write the generated pages and tables
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 	PYTHONPATH=. $(BIN)/python docs/make_collapse.py
 
+# The pages stand at their paths in the repository, so that links to files beside
+# docs/ lead somewhere on the site, too.
+site: $(SITE)/.installed  ## build the documentation as a site in .cache/site/html
+	rm -rf .cache/site/pages
+	mkdir -p .cache/site/pages
+	ln -s $(addprefix $(CURDIR)/,$(SITE_PAGES)) .cache/site/pages
+	$(SITE)/bin/mkdocs build --quiet
+
 chaos: $(TESTING)  ## inject faults into a run of two processes (ARGS=--faults=8)
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
 	  --seed=$(SEED) $(ARGS)
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games, saves, commands, the first comparison
-	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
-	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
+bench: $(BENCH)/.installed  ## measure updates, collecting, search, reports, games, saves, commands, the first comparison
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
 	$(PAGES) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.waste $(ARGS)
@@ -123,6 +132,11 @@ $(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt
 	$(BENCH)/bin/python -m pip install --quiet \
 	  --requirement requirements-test.txt \
 	  --requirement benchmarks/requirements.txt
+	@touch $@
+
+$(SITE)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --requirement docs/requirements.txt
 	@touch $@
 
 $(BIN)/python:

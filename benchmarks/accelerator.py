@@ -39,13 +39,13 @@ import jax
 from benchmarks import accelerator_engine
 from benchmarks import accelerator_learner
 from benchmarks import measure
+from benchmarks import page_tables
 from stppo_jax import exits
 from stppo_jax.parallel import compilation
 from stppo_jax.workdir import atomic_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = _ROOT / 'docs' / 'benchmarks.md'
-_BEGIN, _END = '<!-- one accelerator -->', '<!-- end of one accelerator -->'
 _SECONDS = 540  # of a piece
 FUNCTIONS: dict[str, Callable[..., list[accelerator_learner.Line]]] = {
   'limits': accelerator_learner.limits,
@@ -60,7 +60,7 @@ _HEADER = (
 
 
 def pieces(flags: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
-  """Returns a key of `FUNCTIONS` and its arguments, by the name of a piece."""
+  """Returns the key of `FUNCTIONS` and the arguments of each piece, by name."""
   found: dict[str, tuple[str, dict[str, Any]]] = {'limits': ('limits', {})}
   for size in flags.sizes:
     for layout in accelerator_learner.LAYOUTS:
@@ -98,7 +98,7 @@ def measured(
 
 
 def _key(options: accelerator_learner.Options) -> dict[str, Any]:
-  """Returns what figures of a device depend on: the code, jax and the sizes."""
+  """Returns the code, jax and the sizes, after whose change figures are old."""
   digest = hashlib.sha256()
   # The package has its configs by a link, which `rglob` does not follow.
   for folder in ('stppo_jax', 'configs', 'benchmarks'):
@@ -142,8 +142,6 @@ def measured_in_process(
   except subprocess.TimeoutExpired:
     print(f'{name}: not done after {_SECONDS} s', flush=True)
     return exits.TRY_AGAIN
-  if done.returncode == exits.USAGE:  # the process has said why
-    return exits.USAGE
   if done.returncode:
     print(f'{name}: exit code {done.returncode}', flush=True)
     return exits.BUG
@@ -194,24 +192,12 @@ def _section(found: Sequence[dict[str, Any]]) -> str:
   )
 
 
-def _with_section(page: str, text: str) -> str:
-  before, _, rest = page.partition(_BEGIN)
-  _, _, after = rest.partition(_END)
-  return f'{before}{_BEGIN}\n{text}\n{_END}{after}'
-
-
-def _positive(text: str) -> int:
-  if not (text.isdecimal() and int(text)):
-    raise argparse.ArgumentTypeError(f'{text!r} is not an integer above 0')
-  return int(text)
-
-
 def _refusal(flags: argparse.Namespace, devices: set[str], lacks: str) -> str:
-  """Returns why these figures make no table; '' if they do.
+  """Returns why these figures cannot become a table; '' if they can.
 
   Args:
     flags: the flags.
-    devices: the devices of the figures, and the one that would measure.
+    devices: the devices of the figures.
     lacks: the names of pieces without figures that will not be measured.
   """
   if len(devices) > 1:
@@ -245,19 +231,11 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     choices=accelerator_learner.MODELS,
     default=['0.5B', '1.5B'],
   )
-  parser.add_argument(
-    '--decode_rows', nargs='+', type=_positive, default=[128, 256]
-  )
+  parser.add_argument('--decode_rows', nargs='+', type=int, default=[128, 256])
   for name, default in accelerator_learner.Options()._asdict().items():
-    parser.add_argument(f'--{name}', type=_positive, default=default)
+    parser.add_argument(f'--{name}', type=int, default=default)
   parser.add_argument('--piece', help=argparse.SUPPRESS)
-  parser.add_argument(
-    '--devices', nargs='*', default=[], help=argparse.SUPPRESS
-  )
-  flags = parser.parse_args(words)
-  if refusal := atomic_files.refusal(flags.folder):
-    parser.error(f'--folder={flags.folder}: {refusal}')
-  return flags
+  return parser.parse_args(words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,10 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   folder, every = flags.folder.absolute(), pieces(flags)
   if flags.piece:
-    devices = {*flags.devices, jax.devices()[0].device_kind}
-    if refusal := _refusal(flags, devices, ''):
-      print(refusal, file=sys.stderr)
-      return exits.USAGE
     compilation.keep(folder / 'programs')
     print(json.dumps(measured(*every[flags.piece], options)))
     return 0
@@ -291,16 +265,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
   code = 0
   for name in todo:
     print(f'{name} ...', flush=True)
-    figures = measured_in_process(
-      name, [*words, f'--folder={folder}', '--devices', *devices]
-    )
-    if figures == exits.USAGE:
-      return exits.USAGE
+    figures = measured_in_process(name, [*words, f'--folder={folder}'])
     if isinstance(figures, int):
       code = max(code, figures)
       continue
     figures['key'] = key
     devices.add(figures['device'])
+    if refusal := _refusal(flags, devices, ''):
+      print(refusal, file=sys.stderr)
+      return exits.USAGE
     folder.mkdir(parents=True, exist_ok=True)
     atomic_files.replace(folder / f'{name}.json', json.dumps(figures).encode())
     found[name] = figures
@@ -309,7 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if flags.write and code:
     print(f'--write: pieces are missing, so {PAGE.name} stays', file=sys.stderr)
   elif flags.write:
-    page = _with_section(PAGE.read_text('utf-8'), _section(measured_pieces))
+    page = page_tables.replaced(
+      PAGE.read_text('utf-8'), 'one accelerator', _section(measured_pieces)
+    )
     atomic_files.replace(PAGE, page.encode())
   return code
 

@@ -69,7 +69,12 @@ class Options(NamedTuple):
 
 
 class Model(NamedTuple):
-  """The first fields of `ModelConfig`, and what layers recompute in updates."""
+  """The shape of a model, and what its layers recompute in updates.
+
+  Attributes:
+    fields: the first fields of `ModelConfig`.
+    remat: `updates.remat`.
+  """
 
   fields: tuple[int, ...]
   remat: str
@@ -93,7 +98,7 @@ LAYOUTS = {
 
 
 def shape_of(size: str, attend: str = 'auto') -> model_config.ModelConfig:
-  """Returns the shape of a key of `MODELS`."""
+  """Returns the shape of a model of this size, a key of `MODELS`."""
   fields, remat = MODELS[size]
   dtype = 'bfloat16'
   return model_config.ModelConfig(
@@ -163,9 +168,7 @@ def dialogue_batch(vocab_size: int, options: Options) -> batch_lib.TokenBatch:
   shape = (options.rows, options.length)
   lengths_B = waste.lengths(_MEDIAN, seed=0, count=options.rows)
   lengths_B = lengths_B * options.length // waste.LONGEST
-  ids_BL = np.zeros(shape, np.int32)
-  for b, length in enumerate(lengths_B):
-    ids_BL[b, :length] = batches.turn_ids(rng, 1, int(length), _NUM_TURNS)
+  ids_BL = batches.dialogue_ids(rng, lengths_B, options.length, _NUM_TURNS)
   drawn = lambda: rng.normal(size=shape).astype(np.float32)
   return batch_lib.TokenBatch(
     tokens_BL=rng.integers(0, vocab_size, shape, np.int32),

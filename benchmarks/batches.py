@@ -35,6 +35,16 @@ def turn_ids(
   return ids_BL
 
 
+def dialogue_ids(
+  rng: np.random.Generator, lengths_B: np.ndarray, length: int, num_turns: int
+) -> np.ndarray:
+  """Returns `turn_ids` [B, length] of rows that have these lengths."""
+  ids_BL = np.zeros((len(lengths_B), length), np.int32)
+  for b, own in enumerate(lengths_B):
+    ids_BL[b, :own] = turn_ids(rng, 1, int(own), num_turns)
+  return ids_BL
+
+
 def token_batch(
   *, rows: int, length: int, num_turns: int, seed: int = 0
 ) -> tuple[batch_lib.TokenBatch, np.ndarray, np.ndarray]:

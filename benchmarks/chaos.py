@@ -84,7 +84,7 @@ def schedule(seed: int, pace: float) -> Iterator[Strike]:
 
 
 class Chaos:
-  """Strikes a run.
+  """Strikes a run with faults, and starts it again whenever it has ended.
 
   Args:
     run: the run.
@@ -161,7 +161,7 @@ class Chaos:
       self._start_seconds = time.monotonic() - run.started
 
   def _pass(self, seconds: float) -> None:
-    """Waits for some seconds, or less if the run ends."""
+    """Waits for some seconds, or until the run ends, which makes it longer."""
     if self._run.wait(seconds) == 0:
       self.num_steps += self._block
 
@@ -224,7 +224,7 @@ def _compare(
   folder: pathlib.Path,
   flags: argparse.Namespace,
 ) -> int:
-  """Strikes a run, makes the undisturbed one, and compares them."""
+  """Strikes a run, makes an undisturbed one, and compares the two."""
   began = time.monotonic()
   run.start_retriever()
   chaos = Chaos(run, block=flags.steps)

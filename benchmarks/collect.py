@@ -19,20 +19,13 @@ observation, 3 searches). Each dialogue has a slot. The peer calls
 `transformers` `generate` once a turn on all unfinished dialogues, from their
 first token on, and waits for the last one of a batch; it stops by the ids of
 the closing tokens. It runs with the fastest threads and batch size; a batch has
-dialogues of about the same length.
+dialogues of about the same length. It does not wait for a retriever.
 
 Ours has settings for a CPU, not the defaults of `configs/base.py`: as many
 `rollout.lanes` as there are cores, `batch_rows` 16, `decode_chunk` 24,
 `early_exit` 0.5, `lookahead` 0, ten pages a slot, and `deterministic=False`.
 Waves (`deterministic=True`) have only the lanes, the chunks and the pages: each
 program works on all slots of a lane, and no chunk ends early.
-
-`original`, with a quarter of the dialogues, has no stops. In every turn it
-writes 500 tokens, the limit of the loops that the paper builds on, or to the
-end of sequence, and cuts the rest afterwards. It is slower because of these
-wasted tokens. The goal is for 500 tokens; `--cut_at=125` is a quarter of that
-limit, as these dialogues are a quarter of the paper's. No peer waits for a
-retriever.
 
 `latency`: the same dialogues, where each search is answered after 0, 0.2 or
 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Each dialogue has
@@ -50,7 +43,6 @@ length and in chunks that end early, see above.
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import pathlib
 import tempfile
 from typing import Any
@@ -63,13 +55,7 @@ from benchmarks import measure
 from stppo_jax.models.hf import export
 from stppo_jax.rollout import event_loop
 
-_ORIGINAL_TURN = 500  # tokens that the original loop writes in every turn
-_GOALS = {
-  'generate': 5.0,
-  'original': 8.0,
-  'latency': 0.85,
-  'refill': 1.4,
-}
+_GOALS = {'generate': 5.0, 'latency': 0.85, 'refill': 1.4}
 _SIZES = {
   'prompt': dialogues.between(40, 100),
   'observation': dialogues.between(60, 125),
@@ -85,25 +71,20 @@ LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
 }
 
 
-def against(
-  peer: str,
+def generate(
   policy: collectors.Policy,
   loop: event_loop.EventLoop,
   *,
   rows: int,
   repeats: int,
-  cut_at: int = collectors.MAX_TURN_TOKENS,
 ) -> str:
   """Returns the table of our collection against a loop on `generate`.
 
   Args:
-    peer: 'generate', which stops at closing tokens, or 'original', which does
-      not.
     policy: the policy that samples; it is exported to a directory for the peer.
     loop: runs the environment's coroutines.
     rows: the number of dialogues.
     repeats: the number of samples of each case.
-    cut_at: the most tokens of a turn; 'original' writes as many in every turn.
 
   Raises:
     AssertionError: if the tokens or log-probabilities of two cases differ.
@@ -118,20 +99,20 @@ def against(
   collectors.assert_parity(ours, sides['waves'].collect(environment))
   with tempfile.TemporaryDirectory() as directory:
     export.export(directory, policy.model.config, policy.params)
-    sides[peer] = generate_reference.GenerateLoop(
-      pathlib.Path(directory),
-      policy.tokenizer,
-      loop,
-      stops=peer == 'generate',
-      max_turn_tokens=cut_at,
+    peer = generate_reference.GenerateLoop(
+      pathlib.Path(directory), policy.tokenizer, loop
     )
-  chosen = generate_reference.use_fastest(sides[peer], environment, rows=rows)
-  theirs = sides[peer].collect(environment)
-  collectors.assert_parity(ours, sides[peer].with_logprobs(theirs))
+  chosen = generate_reference.use_fastest(peer, environment, rows=rows)
+  theirs = peer.collect(environment)
+  collectors.assert_parity(ours, peer.with_logprobs(theirs))
   cases = {
-    name: collectors.case(side, environment) for name, side in sides.items()
+    name: collectors.case(side, environment)
+    for name, side in (sides | {'generate': peer}).items()
   }
-  goals = [(peer, 'ours', _GOALS[peer]), (peer, 'waves', None)]
+  goals = [
+    ('generate', 'ours', _GOALS['generate']),
+    ('generate', 'waves', None),
+  ]
   return f'{chosen}\n\n{_report(cases, goals, rows=rows, repeats=repeats)}'
 
 
@@ -239,8 +220,7 @@ def _report(
 
 # The functions that make the tables, and by what `--rows` is divided for them.
 _TABLES: Mapping[str, tuple[Callable[..., str], int]] = {
-  'generate': (functools.partial(against, 'generate'), 1),
-  'original': (functools.partial(against, 'original'), 4),
+  'generate': (generate, 1),
   'latency': (latency, 1),
   'refill': (refill, 2),
 }
@@ -251,7 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = measure.parser(
     'collect',
     rows=512,  # of `generate` and `latency`; others have fewer
-    cut_at=_ORIGINAL_TURN,  # tokens that `original` writes in every turn
     repeats=measure.MIN_REPEATS,
   )
   parser.add_argument(
@@ -261,9 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--widths', nargs='+', choices=collectors.WIDTHS, default=['tiny']
   )
   flags = measure.start(parser, arguments)
-  longest = collectors.MAX_TURN_TOKENS
-  if flags.cut_at < longest:  # it would cut turns of the scripts
-    parser.error(f'--cut_at={flags.cut_at}: must be {longest} or greater')
   print(
     'whole collections; ms: median (least-greatest), quotients: median (middle '
     f'half) of {flags.repeats}'
@@ -274,10 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
       for name in flags.only:
         print(f'\n{name}, {width}\n', flush=True)
         make, divisor = _TABLES[name]
-        options = {'rows': flags.rows // divisor, 'repeats': flags.repeats}
-        if name == 'original':
-          options['cut_at'] = flags.cut_at
-        print(make(policy, loop, **options), flush=True)
+        table = make(
+          policy, loop, rows=flags.rows // divisor, repeats=flags.repeats
+        )
+        print(table, flush=True)
 
 
 if __name__ == '__main__':

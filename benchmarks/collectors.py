@@ -1,8 +1,10 @@
 """The side of `collect` that uses this package: policies and a collector."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import math
 import os
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -20,6 +22,7 @@ from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
+from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
@@ -48,14 +51,18 @@ class Policy(NamedTuple):
 
 
 def policy(width: str) -> Policy:
-  """Returns the policy of a key of `WIDTHS`."""
+  """Returns the policy of a width, one of `WIDTHS`."""
   filler, shape = WIDTHS[width]
   tokenizer = dialogues.tokenizer(filler)
   return Policy(tokenizer, *dialogues.model(tokenizer, shape), filler)
 
 
 def engine(
-  model: functional.Model, automaton: stops.StopAutomaton, **options
+  model: functional.Model,
+  automaton: stops.StopAutomaton,
+  *,
+  make_driver: Callable[..., Any] = slot_driver.SlotDriver,
+  **options,
 ) -> engine_lib.Engine:
   """Returns an engine on one device; see `EngineOptions` for its options."""
   mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
@@ -66,6 +73,7 @@ def engine(
     options=engine_options.EngineOptions(
       sampling=sampler.Sampling(temperature=1.0), **options
     ),
+    make_driver=make_driver,
   )
 
 

@@ -195,7 +195,7 @@ class DisturbedRun:
 
   @property
   def goes_on(self) -> bool:
-    """Whether no process has ended."""
+    """Whether all processes of the run still go on."""
     return bool(self.processes) and all(
       process.poll() is None for process in self.processes
     )

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks import collectors
 from benchmarks import dialogues
 from benchmarks import measure
 from stppo_jax import types
@@ -36,10 +37,6 @@ class GenerateLoop:
     directory: the directory of the model.
     tokenizer: the tokenizer of the model.
     loop: runs the environment's coroutines.
-    stops: whether a turn ends at the id of a closing token, the fastest way
-      that `generate` has. Otherwise it writes `max_turn_tokens` tokens, or to
-      the end of sequence, and the tokens after the closing token are cut off.
-    max_turn_tokens: the most tokens of a turn.
 
   Attributes:
     batch: the most rows in a call of `generate`; 0 = all.
@@ -50,9 +47,6 @@ class GenerateLoop:
     directory: pathlib.Path,
     tokenizer: tokenizer_lib.Tokenizer,
     loop: event_loop.EventLoop,
-    *,
-    stops: bool,
-    max_turn_tokens: int,
   ):
     self._model = transformers.Qwen2ForCausalLM.from_pretrained(
       directory, dtype=torch.float32
@@ -62,10 +56,11 @@ class GenerateLoop:
     self._loop = loop
     self._closing = dialogues.closing_ids(tokenizer)
     self._options = {
-      'max_new_tokens': max_turn_tokens,
+      'max_new_tokens': collectors.MAX_TURN_TOKENS,
       'do_sample': False,
       'pad_token_id': tokenizer.eos_id,
-      'eos_token_id': self._closing if stops else [tokenizer.eos_id],
+      # The fastest way that `generate` has to end a turn.
+      'eos_token_id': self._closing,
     }
 
   def collect(self, environment: dialogues.Scripted) -> list[types.Trajectory]:

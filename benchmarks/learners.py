@@ -120,10 +120,9 @@ def _with_lengths_of_dialogues(
 ) -> batch_lib.TokenBatch:
   lengths_B = waste.lengths(_MEDIAN, seed=0, count=sizes.rows)
   lengths_B = lengths_B * sizes.length // waste.LONGEST
-  rng = np.random.default_rng(0)
-  ids_BL = np.zeros_like(batch.turn_ids_BL)
-  for b, length in enumerate(lengths_B):
-    ids_BL[b, :length] = batches.turn_ids(rng, 1, int(length), NUM_TURNS)
+  ids_BL = batches.dialogue_ids(
+    np.random.default_rng(0), lengths_B, sizes.length, NUM_TURNS
+  )
   return batch.replace(
     lengths_B=lengths_B.astype(np.int32),
     turn_ids_BL=ids_BL,

@@ -47,24 +47,6 @@ def single(call: Callable[[], Any]) -> Case:
   return Case(lambda _: call(), lambda: None)
 
 
-class Compiled(NamedTuple):
-  """A compiled program and the seconds it took to trace and compile."""
-
-  program: Callable[..., Any]
-  seconds: float
-
-  def case(self, *arguments: Any) -> Case:
-    """Returns a case that calls the program and waits for its result."""
-    return Case(lambda: jax.block_until_ready(self.program(*arguments)))
-
-
-def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
-  """Compiles a function for these arguments, without running it."""
-  begin = time.perf_counter()
-  program = jax.jit(function).lower(*arguments).compile()
-  return Compiled(program, time.perf_counter() - begin)
-
-
 def once(case: Case) -> tuple[float, Any]:
   """Returns the seconds of one call, and its result."""
   arguments = () if case.prepare is None else (case.prepare(),)
@@ -87,14 +69,7 @@ def _sample(case: Case, calls: int) -> float:
 def interleave(
   cases: Mapping[str, Case], *, repeats: int
 ) -> dict[str, np.ndarray]:
-  """Returns seconds per call: `repeats` samples for each case.
-
-  Raises:
-    ValueError: if `repeats` is less than 7, with which the median would be
-      unreliable.
-  """
-  if repeats < MIN_REPEATS:
-    raise ValueError(f'repeats={repeats}: must be {MIN_REPEATS} or greater')
+  """Returns seconds per call: `repeats` samples for each case."""
   calls = {}
   for name, case in cases.items():
     seconds = [_sample(case, 1) for _ in range(_WARM_CALLS)]
@@ -155,7 +130,7 @@ class Quotient(NamedTuple):
 def against(
   seconds: Mapping[str, np.ndarray], above: str, below: str
 ) -> tuple[str, ...]:
-  """Returns cells: both times, their quotient, and that of the least ones."""
+  """Returns the cells of a comparison: both times, and their quotients."""
   found = quotient(seconds[above], seconds[below])
   times = (milliseconds(seconds[name]) for name in (below, above))
   return (*times, str(found), f'{found.least:.2f}')
@@ -198,7 +173,7 @@ def start(
   arguments: Sequence[str] | None,
   **versions: str,
 ) -> argparse.Namespace:
-  """Parses flags, binds this process to some cores, and prints on what it runs.
+  """Parses flags, binds this process to some cores, and prints the machine.
 
   It must be called before jax counts the cores.
 
@@ -211,7 +186,7 @@ def start(
     The values of the flags. `cores` is the number of cores in use.
   """
   flags = parser.parse_args(arguments)
-  # `interleave` would refuse it only after minutes.
+  # The median of fewer samples would be unreliable.
   if getattr(flags, 'repeats', MIN_REPEATS) < MIN_REPEATS:
     parser.error(f'--repeats={flags.repeats}: must be {MIN_REPEATS} or greater')
   cores = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Tables of docs/sharding.md, of which a benchmark makes the lines."""
+"""Writes the tables of docs/sharding.md, whose lines a benchmark makes."""
 
 import argparse
 from collections.abc import Callable
@@ -65,12 +65,16 @@ def with_row(text: str, title: str, row: str, names: Iterable[str]) -> str:
     row: the new row.
     names: see `main`.
   """
-  begin, end = f'<!-- {title} -->', f'<!-- end of {title} -->'
-  before, _, rest = text.partition(begin)
-  table, _, after = rest.partition(end)
+  table = text.partition(f'<!-- {title} -->')[2].partition('<!--')[0]
   lines = table.strip().splitlines()
-  header, rows = lines[:2], lines[2:]
-  found = {line.split('|')[1].strip(): line for line in [*rows, row]}
+  found = {line.split('|')[1].strip(): line for line in [*lines[2:], row]}
   cells = [name.replace('@', ' ') for name in names]
   rows = [found[cell] for cell in cells if cell in found]
-  return before + '\n'.join([begin, *header, *rows, end]) + after
+  return replaced(text, title, '\n'.join([*lines[:2], *rows]))
+
+
+def replaced(text: str, title: str, made: str) -> str:
+  """Returns a page with another text between the two comments of a title."""
+  begin, end = f'<!-- {title} -->', f'<!-- end of {title} -->'
+  before, _, rest = text.partition(begin)
+  return f'{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}'

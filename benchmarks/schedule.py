@@ -26,14 +26,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from benchmarks import collectors
 from benchmarks import measure
 from benchmarks import waste
 from stppo_jax.models import functional
-from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import publish
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import stops
@@ -202,27 +199,22 @@ def collect(case: Case, rows: Sequence[_Dialogue]) -> _Counters:
 
 
 def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
-  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
   programs: Any = counters
-  return engine_lib.Engine(
+  return collectors.engine(
     functional.Model(waste.SHAPE, 'vocabulary'),  # it gets no weights
-    placement=publish.Placement(mesh, tensor=1),
-    automaton=stops.build((b'a',) * 8, stop_strings=('a',), eos_ids=[7]),
-    options=engine_options.EngineOptions(
-      slots=case.slots,
-      max_length=MAX_LENGTH,
-      sampling=sampler.Sampling(temperature=1.0),
-      page_size=case.page,
-      pages=case.pages,
-      prefill_chunk=256,
-      decode_chunk=_CHUNK,
-      early_exit=0.25,
-      lookahead=1,
-      deterministic=case.waves,
-      lanes=1,
-      batch_rows=case.places,
-    ),
+    stops.build((b'a',) * 8, stop_strings=('a',), eos_ids=[7]),
     make_driver=lambda _, options: slot_driver.SlotDriver(programs, options),
+    slots=case.slots,
+    max_length=MAX_LENGTH,
+    page_size=case.page,
+    pages=case.pages,
+    prefill_chunk=256,
+    decode_chunk=_CHUNK,
+    early_exit=0.25,
+    lookahead=1,
+    deterministic=case.waves,
+    lanes=1,
+    batch_rows=case.places,
   )
 
 

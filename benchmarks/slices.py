@@ -67,7 +67,7 @@ SETTINGS = {
 
 
 def config(name: str):
-  """Returns the config of a pair, a key of `SETTINGS`."""
+  """Returns the config of a model on a slice, a key of `SETTINGS`."""
   from stppo_jax.configs import base
 
   setting, model = SETTINGS[name], name.partition('@')[0]
@@ -87,7 +87,7 @@ def config(name: str):
 
 
 def line(name: str) -> str:
-  """Returns the line of a pair, after compiling its programs."""
+  """Compiles the programs of a key of `SETTINGS`; returns its line."""
   from stppo_jax.parallel import topology
   from stppo_jax.tools.plan import plan as plan_lib
   from stppo_jax.tools.plan import programs

@@ -206,15 +206,7 @@ class Trainer:
     logprobs_BL = log_softmax_BLV.gather(-1, next_BL1)[:, :-1, 0]
     entropy_BL = -(log_softmax_BLV.exp() * log_softmax_BLV).sum(-1)[:, :-1]
     return torch_reference.policy_loss(
-      logprobs_BL,
-      old_BL,
-      advantages_BL,
-      entropy_BL,
-      mask_BL,
-      None,
-      num_turns=0,
-      turn_means=None,
-      corrected=False,
+      logprobs_BL, old_BL, advantages_BL, entropy_BL, mask_BL
     )
 
   def _value_loss(self, tokens_BL, positions_BL, *others):

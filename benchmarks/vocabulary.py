@@ -209,8 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   parser.add_argument('--peak', choices=(OURS, TORCH), help=argparse.SUPPRESS)
   flags = measure.start(parser, arguments, torch=torch.__version__)
-  if len(flags.lengths) == 1:
-    parser.error('--lengths: a slope needs two')
   torch.set_num_threads(flags.cores)
   sizes = learners.Sizes(
     *(getattr(flags, name) for name in learners.Sizes._fields)

@@ -92,20 +92,26 @@ _TOKEN_PPO = {
 def _algorithm(**changes):
   """Returns token PPO with some options changed.
 
-  A change that gives a `name` replaces its whole section, since the options of
-  another choice are others. All other changes are merged into their sections.
+  A change is the name of a choice, which then has its default options, or a
+  dict of options. With a `name` these are options of that choice, otherwise of
+  the one that token PPO has.
   """
   algorithm = copy.deepcopy(_TOKEN_PPO)
-  _merge(algorithm, changes)
+  for kind, change in changes.items():
+    options = {'name': change} if isinstance(change, str) else change
+    if 'name' in options:
+      algorithm[kind] = defaults.choice(kind, **options)
+    else:
+      _merge(algorithm[kind], options)
   return algorithm
 
 
 def _merge(target, changes):
   for key, value in changes.items():
-    if isinstance(value, dict) and 'name' not in value:
+    if isinstance(value, dict):
       _merge(target[key], value)
     else:
-      target[key] = copy.deepcopy(value)
+      target[key] = value
 
 
 _TURN = {'ratio': {'level': 'turn'}}
@@ -114,20 +120,16 @@ _BIAS = {'correction': {'names': ('clipping_bias',)}}
 _NO_KL = {'kl': {'where': 'nowhere'}}
 _KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3'}}
 _CLAMPED_KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3_clamped'}}
-_GROUP = {'advantage': defaults.choice('advantage', 'group_normalized')}
-_SEQUENCE_MEAN = {'aggregate': defaults.choice('aggregate', 'sequence_mean')}
-_SEQUENCE_SUM = {'aggregate': defaults.choice('aggregate', 'sequence_sum')}
-_UNCLIPPED = {'objective': defaults.choice('objective', 'unclipped')}
-_GSPO_BOUNDS = {
-  'bounds': defaults.choice('bounds', 'fixed', clip_low=3e-4, clip_high=4e-4)
-}
-_NARROW_BOUNDS = {
-  'bounds': defaults.choice('bounds', 'fixed', clip_low=3e-3, clip_high=4e-3)
-}
+_GROUP = {'advantage': 'group_normalized'}
+_SEQUENCE_MEAN = {'aggregate': 'sequence_mean'}
+_SEQUENCE_SUM = {'aggregate': 'sequence_sum'}
+_UNCLIPPED = {'objective': 'unclipped'}
+_GSPO_BOUNDS = {'bounds': {'clip_low': 3e-4, 'clip_high': 4e-4}}
+_NARROW_BOUNDS = {'bounds': {'clip_low': 3e-3, 'clip_high': 4e-3}}
 _DPPO = {
-  'objective': defaults.choice('objective', 'masked', cap=20.0),
-  'advantage': defaults.choice('advantage', 'group_centered'),
-  'aggregate': defaults.choice('aggregate', 'constant_length'),
+  'objective': {'name': 'masked', 'cap': 20.0},
+  'advantage': 'group_centered',
+  'aggregate': 'constant_length',
 }
 
 
@@ -149,20 +151,12 @@ ALGORITHMS = {
     **_CLAMPED_KL_IN_LOSS,
   ),
   # Related algorithms.
-  'bilevel_ppo': _algorithm(
-    advantage=defaults.choice('advantage', 'gae', steps='bilevel')
-  ),
+  'bilevel_ppo': _algorithm(advantage={'steps': 'bilevel'}),
   'grpo': _algorithm(**_GROUP, **_SEQUENCE_MEAN, **_KL_IN_LOSS),
   'dr_grpo': _algorithm(
-    advantage=defaults.choice('advantage', 'group_centered'),
-    aggregate=defaults.choice('aggregate', 'constant_length'),
-    **_NO_KL,
+    advantage='group_centered', aggregate='constant_length', **_NO_KL
   ),
-  'dapo': _algorithm(
-    bounds=defaults.choice('bounds', 'fixed', clip_high=0.28),
-    **_GROUP,
-    **_NO_KL,
-  ),
+  'dapo': _algorithm(bounds={'clip_high': 0.28}, **_GROUP, **_NO_KL),
   'gspo': _algorithm(
     **_SEQUENCE, **_GSPO_BOUNDS, **_GROUP, **_SEQUENCE_MEAN, **_NO_KL
   ),
@@ -175,56 +169,44 @@ ALGORITHMS = {
   ),
   'sspo': _algorithm(
     ratio={'level': 'sentence'},
-    bounds=defaults.choice('bounds', 'entropy_scaled'),
+    bounds='entropy_scaled',
     **_GROUP,
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
-  'bapo': _algorithm(
-    bounds=defaults.choice('bounds', 'balanced'), **_GROUP, **_NO_KL
-  ),
+  'bapo': _algorithm(bounds='balanced', **_GROUP, **_NO_KL),
   'cispo': _algorithm(
     # The lower bound is -9, which no ratio reaches.
-    bounds=defaults.choice('bounds', 'fixed', clip_low=10.0, clip_high=0.2),
-    objective=defaults.choice('objective', 'detached'),
+    bounds={'clip_low': 10.0, 'clip_high': 0.2},
+    objective='detached',
     **_GROUP,
     **_NO_KL,
   ),
   'reinforce': _algorithm(
-    **_UNCLIPPED,
-    **_SEQUENCE_SUM,
-    advantage=defaults.choice('advantage', 'monte_carlo'),
-    **_NO_KL,
+    **_UNCLIPPED, **_SEQUENCE_SUM, advantage='monte_carlo', **_NO_KL
   ),
   'rloo': _algorithm(
     **_UNCLIPPED,
     **_SEQUENCE_SUM,
-    advantage=defaults.choice('advantage', 'leave_one_out'),
+    advantage='leave_one_out',
     kl={'where': 'reward', 'estimator': 'k1'},
   ),
   'minirl': _algorithm(
-    bounds=defaults.choice('bounds', 'fixed', clip_high=0.27),
-    objective=defaults.choice('objective', 'masked'),
+    bounds={'clip_high': 0.27},
+    objective='masked',
     correction={
       'names': ('tis',),
       'tis': {'cap': 5.0, 'truncated': 'product'},
     },
     **_SEQUENCE_SUM,
-    advantage=defaults.choice('advantage', 'group_centered'),
+    advantage='group_centered',
     **_NO_KL,
   ),
   'grpo_guard': _algorithm(  # experimental
-    ratio={'normalize': 'guard'},
-    aggregate=defaults.choice('aggregate', 'turn_mean'),
-    **_GROUP,
-    **_NO_KL,
+    ratio={'normalize': 'guard'}, aggregate='turn_mean', **_GROUP, **_NO_KL
   ),
-  'mt_grpo': _algorithm(
-    advantage=defaults.choice('advantage', 'turn_group'), **_NO_KL
-  ),
-  'gigpo': _algorithm(
-    advantage=defaults.choice('advantage', 'gigpo'), **_CLAMPED_KL_IN_LOSS
-  ),
+  'mt_grpo': _algorithm(advantage='turn_group', **_NO_KL),
+  'gigpo': _algorithm(advantage='gigpo', **_CLAMPED_KL_IN_LOSS),
   # Published since.
   'atpo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
@@ -237,98 +219,74 @@ ALGORITHMS = {
   'sampo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,
-    aggregate=defaults.choice('aggregate', 'turn_mean'),
-    advantage=defaults.choice('advantage', 'gigpo', normalize='none'),
+    aggregate='turn_mean',
+    advantage={'name': 'gigpo', 'normalize': 'none'},
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
   ),
   # A turn is an action, and its value that of the state before it. The name
   # Turn-PPO, which arXiv 2512.17008 gives it, is that of turn_ppo here.
   'turn_mdp_ppo': _algorithm(
-    **_TURN,
-    advantage=defaults.choice(
-      'advantage', 'gae', gamma=0.99, lambda_=0.9, steps='turn'
-    ),
+    **_TURN, advantage={'gamma': 0.99, 'lambda_': 0.9, 'steps': 'turn'}
   ),
   # What replaces the clipping of the ratio.
   'gmpo': _algorithm(
     **_SEQUENCE,
     # exp(-0.4) and exp(0.4)
-    bounds=defaults.choice(
-      'bounds',
-      'fixed',
-      clip_low=-math.expm1(-0.4),
-      clip_high=math.expm1(0.4),
-    ),
-    objective=defaults.choice('objective', 'geometric'),
+    bounds={'clip_low': -math.expm1(-0.4), 'clip_high': math.expm1(0.4)},
+    objective='geometric',
     **_GROUP,
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
-  'dppo_tv': _algorithm(
-    bounds=defaults.choice('bounds', 'total_variation'), **_DPPO, **_NO_KL
-  ),
-  'dppo_kl': _algorithm(
-    bounds=defaults.choice('bounds', 'binary_kl'), **_DPPO, **_NO_KL
-  ),
+  'dppo_tv': _algorithm(bounds='total_variation', **_DPPO, **_NO_KL),
+  'dppo_kl': _algorithm(bounds='binary_kl', **_DPPO, **_NO_KL),
   'sapo_gate': _algorithm(
-    objective=defaults.choice('objective', 'soft_gate'),
-    **_GROUP,
-    **_SEQUENCE_MEAN,
-    **_NO_KL,
+    objective='soft_gate', **_GROUP, **_SEQUENCE_MEAN, **_NO_KL
   ),
   'topr': _algorithm(
     ratio={'level': 'sequence', 'reduce': 'sum'},
-    bounds=defaults.choice('bounds', 'fixed', clip_low=1.0, clip_high=0.0),
-    objective=defaults.choice('objective', 'tapered'),
-    advantage=defaults.choice('advantage', 'group_centered'),
+    bounds={'clip_low': 1.0, 'clip_high': 0.0},
+    objective='tapered',
+    advantage='group_centered',
     **_SEQUENCE_SUM,
     **_NO_KL,
   ),
   'vespo': _algorithm(
     ratio={'level': 'sequence', 'reduce': 'sum'},
-    objective=defaults.choice('objective', 'gamma_weighted'),
+    objective='gamma_weighted',
     **_GROUP,
     **_NO_KL,
   ),
   'clip_cov': _algorithm(
-    bounds=defaults.choice('bounds', 'fixed', clip_low=1.0, clip_high=1.0),
-    objective=defaults.choice('objective', 'clip_cov'),
+    bounds={'clip_low': 1.0, 'clip_high': 1.0},
+    objective='clip_cov',
     **_GROUP,
     **_NO_KL,
   ),
-  'kl_cov': _algorithm(
-    objective=defaults.choice('objective', 'kl_cov'), **_GROUP, **_NO_KL
-  ),
+  'kl_cov': _algorithm(objective='kl_cov', **_GROUP, **_NO_KL),
   # Credit with a value model.
   'vapo': _algorithm(
-    bounds=defaults.choice('bounds', 'fixed', clip_high=0.28),
-    objective=defaults.choice('objective', 'positive_examples'),
-    advantage=defaults.choice('advantage', 'decoupled_gae', alpha=0.05),
+    bounds={'clip_high': 0.28},
+    objective='positive_examples',
+    advantage={'name': 'decoupled_gae', 'alpha': 0.05},
     **_NO_KL,
   ),
   'evpo': _algorithm(
-    advantage=defaults.choice(
-      'advantage', 'decoupled_gae', baseline='explained'
-    )
+    advantage={'name': 'decoupled_gae', 'baseline': 'explained'}
   ),
   # Credit without one, unbiased where the policy decides when to stop.
   'turn_rloo': _algorithm(
-    **_UNCLIPPED,
-    **_SEQUENCE_SUM,
-    advantage=defaults.choice('advantage', 'turn_leave_one_out'),
-    **_NO_KL,
+    **_UNCLIPPED, **_SEQUENCE_SUM, advantage='turn_leave_one_out', **_NO_KL
   ),
   'a2tgpo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,
-    advantage=defaults.choice('advantage', 'turn_index'),
+    advantage='turn_index',
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
   'hgpo': _algorithm(
-    advantage=defaults.choice(
-      'advantage', 'gigpo', outcome_weight=0.0, history=2
-    ),
+    advantage={'name': 'gigpo', 'outcome_weight': 0.0, 'history': 2},
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
   ),
 }

@@ -16,12 +16,8 @@ the first step, and 0.66, 0.72 and 0.70 in the tenth. After 40 steps val/em is
 once. Any algorithm of `configs/algorithms.py` can take the place of st_ppo.
 """
 
-import pathlib
-
 from stppo_jax.configs import base
 from stppo_jax.configs import quickstart
-
-_FOLDER = pathlib.Path(__file__).resolve().parent
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:

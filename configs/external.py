@@ -16,7 +16,6 @@ from stppo_jax.envs import gymnasium
 from stppo_jax.envs import prompts
 from stppo_jax.envs import reward_function
 from stppo_jax.retrieval import address
-from stppo_jax.retrieval import dialects
 
 
 def model_exists(key: str, path) -> Iterator[str]:
@@ -166,15 +165,6 @@ def url_is_valid(key: str, url) -> Iterator[str]:
   """Checks the form of the retriever's address."""
   if url and (problem := address.check_url(url)):
     yield f'{key}: {problem}'
-
-
-def embedded_server_speaks(dialect, url) -> Iterator[str]:
-  """Checks that the run's own server, if it starts one, speaks the dialect."""
-  if not url and dialect != dialects.SERVED:
-    yield (
-      f'retrieval.dialect={dialect!r}: must be {dialects.SERVED} when '
-      'retrieval.url is empty, because the run then starts its own server'
-    )
 
 
 # What looks for files and packages on this machine, and so says nothing about

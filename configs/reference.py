@@ -27,8 +27,6 @@ WITH_VALUES = {
   'algorithm.advantage.critic_tokens': 'response',
   'algorithm.advantage.whiten': 'all',
 }
-# The shares of the updates in which the learning rates rise.
-WARMUP = {'policy_optimizer': 0.285, 'value_optimizer': 0.015}
 
 
 def get_config(argument: str = 'st_ppo') -> base.Config:
@@ -42,9 +40,5 @@ def get_config(argument: str = 'st_ppo') -> base.Config:
     # Their script for SO-GRPO has the ratio of tokens.
     config.algorithm.ratio.level = 'token'
     config.algorithm.correction.clipping_bias.scope = scope
-  rollout, updates = config.rollout, config.updates
-  per_step = rollout.trajectories_per_step // updates.minibatch_size
-  count = config.num_steps * per_step * updates.num_epochs
-  for name, share in WARMUP.items():
-    config[name].warmup_updates = round(share * count)
+  slices.warm_up(config)
   return config

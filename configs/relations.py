@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from stppo_jax.configs import external
 from stppo_jax.models.hf import families
+from stppo_jax.retrieval import dialects
 from stppo_jax.rl import estimator_needs
 from stppo_jax.sampling import engine_rules
 
@@ -251,7 +252,13 @@ RELATIONS: tuple[Relation, ...] = (
     ('data.name', 'data.root', 'data.corpus', 'retrieval.url', 'env.name'),
     external.passages_are_named,
   ),
-  (('retrieval.dialect', 'retrieval.url'), external.embedded_server_speaks),
+  _refuse(
+    'retrieval.dialect',
+    'retrieval.url',
+    when=lambda dialect, url: not url and dialect != dialects.SERVED,
+    because=f'must be {dialects.SERVED} when retrieval.url is empty, because '
+    'the run then starts its own server',
+  ),
   _refuse(
     'rollout.group_size',
     'algorithm.advantage.name',

@@ -1,8 +1,8 @@
 """Says what is known of each config key; `check` lists all errors.
 
 A key has one entry in `KEYS`: the rule for its value, whether a run may be
-resumed with another value, and the version since when it exists. Its default is
-in `configs/base.py`. Rules that concern several keys are in
+resumed with another value, and how runs behaved before it existed. Its default
+is in `configs/base.py`. Rules that concern several keys are in
 `configs/relations.py`. Nothing here touches a device.
 """
 
@@ -43,8 +43,8 @@ class Key(NamedTuple):
     rule: the rule for its value; None: each value of its type is good.
     check: yields errors about what a key's value names, one line each.
     resume: FREE, GUARDED or FIXED.
-    since: the version that has brought it.
-    before: the value of earlier runs, whose records lack it; not read if free.
+    before: the value of earlier runs, whose records lack it; None: all records
+      have it, or it is free.
     asked: whether the dialogues of an evaluation depend on it.
     formerly: its name in earlier versions; '' if it had no other.
   """
@@ -52,7 +52,6 @@ class Key(NamedTuple):
   rule: settings.Rule | None = None
   check: Callable[[str, Any], Iterator[str]] | None = None
   resume: str = GUARDED
-  since: str = '0.1'
   before: Any = None
   asked: bool = False
   formerly: str = ''
@@ -61,9 +60,6 @@ class Key(NamedTuple):
 _free = functools.partial(Key, resume=FREE)
 _fixed = functools.partial(Key, resume=FIXED)
 _asked = functools.partial(Key, asked=True)
-_new = functools.partial(Key, since='0.3')
-_new_asked = functools.partial(_asked, since='0.3')
-_new_free = functools.partial(_free, since='0.3')
 
 
 def _are_keys(names: Sequence[str]) -> bool:
@@ -94,26 +90,26 @@ _OPTIMIZER = {
   'eps': Key(rules.POSITIVE),
   'weight_decay': Key(rules.FRACTION),
   'max_grad_norm': Key(rules.POSITIVE),
-  'skip_grad_norm': _new(rules.NOT_NEGATIVE, before=0.0),
+  'skip_grad_norm': Key(rules.NOT_NEGATIVE, before=0.0),
 }
 
 KEYS: Mapping[str, Key] = {
-  **{f'alarms.{x}': _new_free(rules.NUMBER) for x in alarms.THRESHOLDS},
+  **{f'alarms.{x}': _free(rules.NUMBER) for x in alarms.THRESHOLDS},
   **{f'policy_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'value_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'sft.optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   # The options of algorithms have their rules in `rl`.
-  **{f'algorithm.{k}': _new(before=x) for k, x in defaults.BEFORE.items()},
-  'alarms.stop': _new_free(rules.some_of(*alarms.THRESHOLDS)),
-  'alarms.stop_after': _new_free(rules.POSITIVE),
+  **{f'algorithm.{k}': Key(before=x) for k, x in defaults.BEFORE.items()},
+  'alarms.stop': _free(rules.some_of(*alarms.THRESHOLDS)),
+  'alarms.stop_after': _free(rules.POSITIVE),
   'checkpoint.every': _free(rules.POSITIVE),
   'checkpoint.keep': _free(rules.POSITIVE),
-  'checkpoint.keep_every': _new_free(rules.NOT_NEGATIVE),
-  'checkpoint.retry': _new_free(rules.NOT_NEGATIVE),
-  'data.arithmetic.max_number': _new(rules.AT_LEAST_2, asked=True, before=20),
+  'checkpoint.keep_every': _free(rules.NOT_NEGATIVE),
+  'checkpoint.retry': _free(rules.NOT_NEGATIVE),
+  'data.arithmetic.max_number': Key(rules.AT_LEAST_2, asked=True, before=20),
   'data.corpus': _asked(),
   'data.evaluation': _asked(),
-  'data.games.count': _new_asked(rules.NOT_NEGATIVE, before=0),
+  'data.games.count': _asked(rules.NOT_NEGATIVE, before=0),
   'data.name': _asked(rules.one_of(*kinds.KINDS)),
   'data.root': _asked(),
   'data.synthetic_wiki.distractors': _asked(rules.NOT_NEGATIVE),
@@ -124,58 +120,56 @@ KEYS: Mapping[str, Key] = {
   'data.synthetic_wiki.think_words': _asked(rules.NOT_NEGATIVE),
   'data.tokenizer_vocab_size': _asked(rules.ABOVE_256),
   'data.train': _asked(),
-  'env.gymnasium.make': _new_asked(before=''),
-  'env.gymnasium.timeout': _new_asked(rules.POSITIVE, before=60.0),
+  'env.gymnasium.make': _asked(before=''),
+  'env.gymnasium.timeout': _asked(rules.POSITIVE, before=60.0),
   'env.max_length': _asked(rules.POSITIVE),
   'env.max_observation_tokens': _asked(rules.POSITIVE),
   'env.max_turn_tokens': _asked(rules.POSITIVE),
   'env.max_turns': _asked(rules.NOT_NEGATIVE),
-  'env.name': _asked(
-    rules.one_of(*environments.ENVIRONMENTS), since='0.2', before='search'
-  ),
-  'env.overlong_fraction': _new_asked(rules.POSITIVE_FRACTION, before=0.2),
+  'env.name': _asked(rules.one_of(*environments.ENVIRONMENTS), before='search'),
+  'env.overlong_fraction': _asked(rules.POSITIVE_FRACTION, before=0.2),
   'env.prompt_template': _asked(check=external.template_is_readable),
   'env.reward_function': _asked(
-    check=external.reward_function_exists, since='0.3', before=''
+    check=external.reward_function_exists, before=''
   ),
   'env.reward_scope': _asked(rules.one_of(*rewards.SCOPES)),
   'env.rewards.exact_match': _asked(rules.FINITE),
   'env.rewards.f1': _asked(rules.FINITE),
   'env.rewards.format': _asked(rules.FINITE),
-  'env.rewards.information_gain': _new_asked(rules.FINITE, before=0.0),
-  'env.rewards.overlong': _new_asked(rules.NOT_NEGATIVE, before=0.0),
+  'env.rewards.information_gain': _asked(rules.FINITE, before=0.0),
+  'env.rewards.overlong': _asked(rules.NOT_NEGATIVE, before=0.0),
   'env.rewards.search_penalty': _asked(rules.NOT_NEGATIVE),
-  'env.rewards.solved': _new_asked(rules.FINITE, before=1.0),
+  'env.rewards.solved': _asked(rules.FINITE, before=1.0),
   'env.rewards.substring_match': _asked(rules.FINITE),
   'env.rewards.turn_answer_found': _asked(rules.FINITE),
-  'env.rewards.turn_first_found': _new_asked(rules.FINITE, before=0.0),
-  'env.rewards.turn_progress': _new_asked(rules.FINITE, before=0.0),
+  'env.rewards.turn_first_found': _asked(rules.FINITE, before=0.0),
+  'env.rewards.turn_progress': _asked(rules.FINITE, before=0.0),
   'env.rewards.turn_search': _asked(rules.FINITE),
-  'env.textworld.list_commands': _new_asked(before=True),
-  'env.textworld.objects': _new_asked(rules.NOT_NEGATIVE, before=4),
-  'env.textworld.quest_length': _new_asked(rules.POSITIVE, before=2),
-  'env.textworld.rooms': _new_asked(rules.POSITIVE, before=2),
-  'env.tools.mcp_servers': _new_asked(rules.SERVERS, before=()),
-  'env.tools.names': _new_asked(
+  'env.textworld.list_commands': _asked(before=True),
+  'env.textworld.objects': _asked(rules.NOT_NEGATIVE, before=4),
+  'env.textworld.quest_length': _asked(rules.POSITIVE, before=2),
+  'env.textworld.rooms': _asked(rules.POSITIVE, before=2),
+  'env.tools.mcp_servers': _asked(rules.SERVERS, before=()),
+  'env.tools.names': _asked(
     rules.some_of(*tools.TOOLS), before=('calculator',)
   ),
-  'env.tools.timeout': _new_asked(rules.POSITIVE, before=10.0),
+  'env.tools.timeout': _asked(rules.POSITIVE, before=10.0),
   'evaluate.every': _free(rules.NOT_NEGATIVE),
   'evaluate.num_questions': _free(rules.POSITIVE, asked=True),
-  'init_from': _new(rules.LINE, before=''),
+  'init_from': Key(rules.LINE, before=''),
   'loss.entropy_coefficient': Key(rules.NOT_NEGATIVE),
   'loss.load_balance_coefficient': Key(rules.NOT_NEGATIVE),
   'loss.value_clip': Key(rules.POSITIVE),
   'loss.value_coefficient': Key(rules.POSITIVE),
   'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
-  'mesh.collect_fraction': _new_free(rules.BELOW_1),
+  'mesh.collect_fraction': _free(rules.BELOW_1),
   'mesh.data': _free(rules.AXIS),
   'mesh.fsdp': _free(rules.AXIS),
   'mesh.tensor': _free(rules.AXIS),
-  'model.allow_beyond_max_position_embeddings': _new_free(),
+  'model.allow_beyond_max_position_embeddings': _free(),
   'model.attention': Key(rules.one_of('auto', 'xla', 'cudnn', 'splash')),
   'model.dtype': _asked(rules.one_of('float32', 'bfloat16')),
-  'model.eos_token_ids': _new(rules.TOKEN_IDS, before=()),
+  'model.eos_token_ids': Key(rules.TOKEN_IDS, before=()),
   'model.head_dim': _fixed(rules.EVEN),
   'model.hidden_size': _fixed(rules.POSITIVE),
   'model.intermediate_size': _fixed(rules.POSITIVE),
@@ -203,17 +197,17 @@ KEYS: Mapping[str, Key] = {
   'model.tokenizer_path': Key(check=external.tokenizer_exists),
   'model.value_backbone': _fixed(rules.one_of('own', 'shared')),
   'num_steps': _free(rules.POSITIVE),
-  'preemption.grace': _new_free(rules.NOT_NEGATIVE),
+  'preemption.grace': _free(rules.NOT_NEGATIVE),
   'preference.alpha': Key(rules.NOT_NEGATIVE),
   'preference.batch_size': Key(rules.POSITIVE),
   'preference.beta': Key(rules.POSITIVE),
   'preference.microbatch_size': Key(rules.NOT_NEGATIVE),
   'preference.name': Key(rules.one_of('tdpo1', 'tdpo2')),
   'preference.num_epochs': Key(rules.POSITIVE),
-  'profile.steps': _new_free(rules.STEPS),
-  'resume.allow_change': _new_free(_SOME_KEYS),
+  'profile.steps': _free(rules.STEPS),
+  'resume.allow_change': _free(_SOME_KEYS),
   'retrieval.dialect': _free(rules.one_of(*dialects.DIALECTS), asked=True),
-  'retrieval.max_failure_rate': _new_free(rules.FRACTION),
+  'retrieval.max_failure_rate': _free(rules.FRACTION),
   'retrieval.max_queries_per_request': _free(rules.POSITIVE),
   'retrieval.ready_timeout': _free(
     rules.NOT_NEGATIVE, formerly='retrieval.start_grace'
@@ -223,9 +217,7 @@ KEYS: Mapping[str, Key] = {
   'retrieval.topk': _asked(rules.POSITIVE),
   'retrieval.url': _free(check=external.url_is_valid),
   'rollout.batch_rows': Key(rules.NOT_NEGATIVE),
-  'rollout.cache_dtype': _new_asked(
-    rules.one_of('model', 'int8'), before='model'
-  ),
+  'rollout.cache_dtype': _asked(rules.one_of('model', 'int8'), before='model'),
   'rollout.decode_chunk': Key(rules.POSITIVE),
   'rollout.deterministic': Key(),
   'rollout.early_exit': Key(rules.FRACTION),
@@ -237,10 +229,10 @@ KEYS: Mapping[str, Key] = {
   'rollout.min_p': _asked(rules.BELOW_1),
   'rollout.min_valid_fraction': Key(rules.FRACTION),
   'rollout.mismatch_limit': _free(rules.LIMIT),
-  'rollout.page_size': _new(rules.NOT_NEGATIVE, before=0),
-  'rollout.pages': _new(rules.NOT_NEGATIVE, before=0),
+  'rollout.page_size': Key(rules.NOT_NEGATIVE, before=0),
+  'rollout.pages': Key(rules.NOT_NEGATIVE, before=0),
   'rollout.prefill_chunk': Key(rules.POSITIVE, formerly='rollout.extend_chunk'),
-  'rollout.refill_rounds': _new(rules.NOT_NEGATIVE, before=0),
+  'rollout.refill_rounds': Key(rules.NOT_NEGATIVE, before=0),
   'rollout.remote.concurrency': Key(rules.POSITIVE),
   'rollout.remote.model': Key(),
   'rollout.remote.retries': Key(rules.NOT_NEGATIVE),
@@ -248,10 +240,10 @@ KEYS: Mapping[str, Key] = {
   'rollout.remote.url': Key(),
   'rollout.resample_rounds': Key(rules.NOT_NEGATIVE),
   'rollout.slots': Key(rules.NOT_NEGATIVE),
-  'rollout.span': _new_free(rules.one_of('auto', 'host', 'slice')),
+  'rollout.span': _free(rules.one_of('auto', 'host', 'slice')),
   'rollout.steps_ahead': _fixed(rules.NOT_NEGATIVE),
   'rollout.temperature': _asked(rules.POSITIVE),
-  'rollout.tensor': _new(rules.NOT_NEGATIVE, before=0),
+  'rollout.tensor': Key(rules.NOT_NEGATIVE, before=0),
   'rollout.top_k': _asked(rules.NOT_NEGATIVE),
   'rollout.top_p': _asked(rules.POSITIVE_FRACTION),
   'rollout.trajectories_per_step': Key(rules.POSITIVE),
@@ -260,30 +252,30 @@ KEYS: Mapping[str, Key] = {
   'sft.before_training': Key(),
   'sft.clean_one_hop_steps': Key(rules.NOT_NEGATIVE),
   'sft.clean_steps': Key(rules.NOT_NEGATIVE),
-  'sft.demonstrations': _new(check=external.file_exists, before=''),
+  'sft.demonstrations': Key(check=external.file_exists, before=''),
   'sft.error_rate': Key(rules.FRACTION),
   'sft.num_steps': Key(rules.POSITIVE),
-  'sft.quote_words': _new(rules.NOT_NEGATIVE, before=0),
-  'title': _new_free(rules.LINE),
+  'sft.quote_words': Key(rules.NOT_NEGATIVE, before=0),
+  'title': _free(rules.LINE),
   'updates.core_rows': Key(rules.NOT_NEGATIVE),
   'updates.head_chunk': Key(rules.NOT_NEGATIVE),
-  'updates.kl_stop': _new(rules.NOT_NEGATIVE, before=0.0),
-  'updates.max_skipped': _new_free(rules.NOT_NEGATIVE),
+  'updates.kl_stop': Key(rules.NOT_NEGATIVE, before=0.0),
+  'updates.max_skipped': _free(rules.NOT_NEGATIVE),
   'updates.microbatch_size': Key(rules.NOT_NEGATIVE),
   'updates.minibatch_size': Key(rules.POSITIVE),
   'updates.num_epochs': Key(rules.POSITIVE),
   'updates.old_policy': Key(rules.one_of('sampled', 'current')),
   'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
-  'updates.row_length': _new(rules.NOT_NEGATIVE, before=0),
+  'updates.row_length': Key(rules.NOT_NEGATIVE, before=0),
   'updates.routing_replay': Key(rules.one_of('nowhere', 'trainer', 'sampler')),
-  'updates.shuffle': _new(before=True),
-  'writer.evaluation': _new_free(rules.NOT_NEGATIVE),
-  'writer.keep_files': _new_free(rules.NOT_NEGATIVE),
-  'writer.keep_lines': _new_free(rules.NOT_NEGATIVE),
+  'updates.shuffle': Key(before=True),
+  'writer.evaluation': _free(rules.NOT_NEGATIVE),
+  'writer.keep_files': _free(rules.NOT_NEGATIVE),
+  'writer.keep_lines': _free(rules.NOT_NEGATIVE),
   'writer.samples': _free(rules.NOT_NEGATIVE),
   'writer.tensorboard': _free(),
-  'writer.token_details': _new_free(rules.NOT_NEGATIVE),
-  'writer.trackers': _new_free(rules.TRACKERS, external.trackers_are_installed),
+  'writer.token_details': _free(rules.NOT_NEGATIVE),
+  'writer.trackers': _free(rules.TRACKERS, external.trackers_are_installed),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
 # Keys that are gone, and what replaces them; none changed what is computed.
@@ -298,9 +290,7 @@ GONE = {
 def earlier() -> dict[str, Any]:
   """Returns the values of runs whose records lack a key, as JSON has them."""
   values = {
-    name: key.before
-    for name, key in KEYS.items()
-    if key.since != '0.1' and key.resume != FREE
+    name: key.before for name, key in KEYS.items() if key.before is not None
   }
   return json.loads(json.dumps(values))
 

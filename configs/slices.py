@@ -70,9 +70,6 @@ def split(argument: str) -> tuple[str, str]:
 def place(config: base.Config, size: str) -> None:
   """Sets what a config needs so that a model of a size trains on its slice.
 
-  Learning rates rise over the shares of the updates that ST-PPO has: 28.5 % of
-  them for the policy and 1.5 % for the values (arXiv:2511.20718).
-
   Args:
     config: the config, which is changed. It has its number of steps and sizes.
     size: a key of `SLICES`.
@@ -88,6 +85,18 @@ def place(config: base.Config, size: str) -> None:
   config.rollout.deterministic = False  # full batches, see docs/engines.md
   # Fewer tokens in a call would wait for the weights.
   config.rollout.prefill_chunk = 256
+  warm_up(config)
+
+
+def warm_up(config: base.Config) -> None:
+  """Lets learning rates rise over the shares of the updates of ST-PPO.
+
+  They are 28.5 % of the updates for the policy and 1.5 % for the values
+  (arXiv:2511.20718).
+
+  Args:
+    config: the config, which is changed. It has its number of steps and sizes.
+  """
   per_epoch = (
     config.rollout.trajectories_per_step // config.updates.minibatch_size
   )

@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any
 
-from docs import texts
-from docs.texts import sources
+from docs import descriptions
+from docs import sources
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import defaults
@@ -20,7 +20,7 @@ def pages() -> dict[pathlib.Path, str]:
     algorithms.ALGORITHMS,
     defaults.DEFAULTS,
     config.preference.to_dict(),
-    texts,
+    descriptions,
     sources,
   )
   return {FOLDER / path: text for path, text in made.items()}

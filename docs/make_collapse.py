@@ -2,14 +2,16 @@
 
     make docs
 
-docs/collapse holds a CSV file for each study that has been run. The text of the
-page is written by hand; what stands between two comments that name a study, or
-a table of alarms, is replaced.
+docs/collapse holds a compressed CSV file for each study that has been run. The
+text of the page is written by hand; what stands between two comments that name
+a study, or a table of alarms, is replaced.
 """
 
 from collections.abc import Mapping
 import pathlib
 import re
+
+from PIL import Image
 
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import alarm_tables
@@ -28,6 +30,7 @@ _ALARMS = {
   'other thresholds': {'kl': 2.5, 'explained_variance': -1.0},
 }
 _FIRST = 'levels'
+_COLOURS = 64  # of a picture
 
 
 def studies() -> dict[str, study_lib.Study]:
@@ -39,7 +42,7 @@ def studies() -> dict[str, study_lib.Study]:
 
 
 def page(text: str) -> str:
-  """Returns the text of the page with the tables of today's CSV files."""
+  """Returns the text of the page with the tables of today's files."""
   for name, study in studies().items():
     text = _replaced(text, 'study ', name, _block(study))
   for name, thresholds in _ALARMS.items():
@@ -58,7 +61,7 @@ def _replaced(text: str, kind: str, name: str, made: str) -> str:
 
 def _table(name: str) -> pathlib.Path:
   """Returns the file of a study's runs."""
-  return TABLES / f'{name}.csv'
+  return TABLES / f'{name}.csv.gz'
 
 
 def _alarms(thresholds: Mapping[str, float]) -> str:
@@ -100,11 +103,11 @@ def _block(study: study_lib.Study) -> str:
   copies = ''
   command = (
     f'python -m stppo_jax ablate --config=studies/collapse.py:{study.name} '
-    f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv'
+    f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv.gz'
   )
   copied = _copied(study.name)
   if copied or (not runs and study.name != _FIRST):
-    command += f' --reuse=docs/collapse/{_FIRST}.csv'
+    command += f' --reuse=docs/collapse/{_FIRST}.csv.gz'
   if copied:
     copies = f'; {copied} of those planned are in study 1'
   if not runs:
@@ -128,7 +131,18 @@ def main() -> None:
   PAGE.write_text(page(PAGE.read_text('utf-8')), encoding='utf-8')
   for study in studies().values():
     if runs := results.read(_table(study.name)):
-      figures.draw(study, runs, TABLES, formats=('png',))
+      for picture in figures.draw(study, runs, TABLES, formats=('png',)):
+        _shrink(picture)
+
+
+def _shrink(path: pathlib.Path) -> None:
+  """Writes a picture again with few colours, in a quarter of the bytes."""
+  with Image.open(path) as picture:
+    # The octree keeps the colours of thick lines, which a median cut mixes.
+    few = picture.convert('RGB').quantize(
+      _COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )
+  few.save(path, optimize=True)
 
 
 if __name__ == '__main__':

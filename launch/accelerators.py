@@ -67,10 +67,6 @@ def find(accelerator: str) -> Slice:
   name, _, count = accelerator.rpartition('-')
   known = {x.accelerator: x for x in GENERATIONS.values() if x.accelerator}
   if name not in known or not _NUMBER.fullmatch(count):
-    # It names the generation, but Cloud TPU calls its slices otherwise.
-    if name in GENERATIONS and name not in known:
-      own = GENERATIONS[name].accelerator
-      raise ValueError(f'is named {own}-{count}' if own else 'only GKE has it')
     raise ValueError(
       f'must be GENERATION-COUNT, such as v5litepod-16; the generations are '
       f'{", ".join(known)}, and v5litepod is v5e'

@@ -16,6 +16,7 @@ _PASSING = re.compile(
   '(?i)unavailable|internal error|deadline|timed? ?out|reset|resolve|'
   'HTTPError 50[0234]'
 )
+PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 SILENCE = 20  # polls without a word of any worker, after which it is given up
 
 
@@ -64,7 +65,7 @@ def reap(values: Mapping[str, Any]) -> int:
 
 
 def item(described: Mapping[str, Any]) -> dict[str, str]:
-  """Returns name, state, problem and place of what gcloud has described."""
+  """Returns name, state, problem and place of a slice that gcloud describes."""
   state = described.get('state', {})
   error = state.get('failedData', {}).get('error', {})
   (node, *_) = described.get('tpu', {}).get('nodeSpec', [{}])
@@ -78,10 +79,11 @@ def item(described: Mapping[str, Any]) -> dict[str, str]:
 
 
 def told(text: str) -> dict[str, tuple[int, list[str]]]:
-  """Returns what workers have told: by host, when and what.
+  """Returns when each worker has last reported, and its words, by host.
 
   Args:
-    text: their lines; those that are cut off are left out.
+    text: their lines, which may be read while they are written; those that are
+      cut off are left out.
   """
   lines = [line.split() for line in text.splitlines()]
   return {
@@ -104,7 +106,7 @@ def read(address: str) -> str:
 
 
 def write(address: str, data: bytes, *, new: bool = False) -> bool:
-  """Writes an object; returns False if it must be new and is not.
+  """Writes an object; with `new`, returns False if it exists already.
 
   Raises:
     CloudError: the bucket could not be written.
@@ -119,7 +121,7 @@ def write(address: str, data: bytes, *, new: bool = False) -> bool:
 
 
 def delete(values: Mapping[str, Any], name: str, pause: float) -> None:
-  """Deletes a slice, in several attempts; one that is gone is no error.
+  """Deletes a slice, in up to five attempts, unless it is gone already.
 
   Raises:
     CloudError: it may still be there.
@@ -167,6 +169,9 @@ def say(line: str) -> None:
 
 
 def show(text: str) -> None:
-  """Prints, unless nobody listens any more: slices outlive a terminal."""
+  """Prints a text.
+
+  A terminal that is gone is no error, because slices outlive it.
+  """
   with contextlib.suppress(OSError):
     print(text, end='', flush=True)

@@ -66,7 +66,8 @@ class Line(NamedTuple):
   """A line of the report.
 
   Attributes:
-    check: what was measured.
+    check: what was measured. With the field {host} every host has a line,
+      otherwise the first host has it for all.
     found, expected: what was found, and what `plan` assumes; numbers are in
       `unit`.
     unit: the unit of both.
@@ -112,14 +113,8 @@ def devices(subject: Subject) -> Iterator[Line]:
 
 def own_programs(subject: Subject) -> Iterator[Line]:
   """Compiles small programs for each host alone."""
-  expected = 'compile'
-  try:
-    found = span.try_here(subject.config) or expected
-  except Exception as error:  # the other hosts wait for what this one says
-    found, expected = hosts_lib.describe(error), _NO_ERROR
-  everywhere = subject.hosts.exchange('trial', [found, expected])
-  for index, (found, expected) in enumerate(everywhere):
-    yield Line(f'own programs of host {index}', found, expected)
+  found = span.try_here(subject.config) or 'compile'
+  yield Line('own programs of host {host}', found, 'compile')
 
 
 def rates(subject: Subject) -> Iterator[Line]:
@@ -216,30 +211,7 @@ def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
 
 
 def storage(subject: Subject) -> Iterator[Line]:
-  """Writes and reads files in the workdir, on every host at the same time."""
-  subject.hosts.exchange('storage begins', None)
-  try:
-    here = _storage_here(subject)
-  except Exception as error:  # the other hosts wait for what this one says
-    here = hosts_lib.describe(error)
-  found = subject.hosts.exchange('storage ends', here)
-  with contextlib.suppress(OSError):  # another host was faster
-    (subject.workdir / _FOLDER).rmdir()
-  for index, numbers in enumerate(found):
-    if isinstance(numbers, str):
-      yield Line(f'workdir, host {index}', numbers, _NO_ERROR)
-      continue
-    written, read, small = numbers
-    for name, second in ('written', written), ('read', read):
-      rate = round(subject.megabytes / second, 1)
-      yield Line(f'workdir, {name} by host {index}', rate, '', 'MiB/s')
-    yield Line(
-      f'workdir, a small file of host {index}', round(small, 4), '', 's'
-    )
-
-
-def _storage_here(subject: Subject) -> list[float]:
-  """Returns the seconds to write and to read a file, and for a small one.
+  """Writes and reads files in the workdir, on every host at the same time.
 
   Raises:
     OSError: the workdir cannot be used, or gives other bytes back.
@@ -247,8 +219,9 @@ def _storage_here(subject: Subject) -> list[float]:
   folder = subject.workdir / _FOLDER
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f'host_{subject.hosts.index}'
-  size = subject.megabytes << 20
-  content = np.random.default_rng(subject.hosts.index).bytes(size)
+  content = np.random.default_rng(subject.hosts.index).bytes(
+    subject.megabytes << 20
+  )
   times = [time.perf_counter()]
   path.write_bytes(content)
   times.append(time.perf_counter())
@@ -260,8 +233,12 @@ def _storage_here(subject: Subject) -> list[float]:
   path.unlink()
   if found != content:
     raise OSError(f'{path}: other bytes than were written')
-  seconds = np.diff(times)
-  return [*map(float, seconds[:2]), float(np.median(seconds[2:]))]
+  written, read, *small = map(float, np.diff(times))
+  for name, seconds in ('written', written), ('read', read):
+    rate = round(subject.megabytes / seconds, 1)
+    yield Line(f'workdir, {name} by host {{host}}', rate, '', 'MiB/s')
+  latency = round(float(np.median(small)), 4)
+  yield Line('workdir, a small file of host {host}', latency, '', 's')
 
 
 CHECKS: Sequence[Callable[[Subject], Iterator[Line]]] = (
@@ -307,26 +284,25 @@ def _rate(
 
 
 def measured(subject: Subject) -> tuple[list[Line], bool]:
-  """Returns the lines of all checks, and whether all of them ran.
-
-  They are those of this host, and the errors of the others.
-  """
+  """Returns the lines of all checks and hosts, and whether all checks ran."""
   lines: list[Line] = []
   for check in CHECKS:
     try:
-      lines += check(subject)
+      here = list(check(subject))
     except Exception as error:  # the report is worth more than the other checks
-      lines.append(Line(check.__name__, hosts_lib.describe(error), _NO_ERROR))
-  errors = [line for line in lines if line.expected == _NO_ERROR]
-  everywhere = subject.hosts.exchange('errors', errors)
-  for index, found in enumerate(everywhere):
-    lines += [
-      Line(f'{check}, host {index}', *rest)
-      for check, *rest in found
-      # Some checks tell the errors of all hosts themselves.
-      if [check, *rest] not in map(list, errors)
-    ]
-  return lines, not any(everywhere)
+      failed = f'{check.__name__}, host {{host}}'
+      here = [Line(failed, hosts_lib.describe(error), _NO_ERROR)]
+    # It also lets the hosts begin the next check together.
+    everywhere = subject.hosts.exchange(check.__name__, here)
+    for host, found in enumerate(everywhere):
+      lines += [
+        Line(line[0].format(host=host), *line[1:])
+        for line in found
+        if host == 0 or '{host}' in line[0]
+      ]
+  with contextlib.suppress(OSError):  # another host was faster
+    (subject.workdir / _FOLDER).rmdir()
+  return lines, all(line.expected != _NO_ERROR for line in lines)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,22 +12,21 @@ from typing import Any
 from absl import flags as absl_flags
 
 from launch import accelerators
-from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 class _Text(absl_flags.ArgumentParser):
-  """Takes text that keeps a rule."""
+  """Takes text that matches a pattern."""
 
-  def __init__(self, rule: settings.Rule):
-    self._rule = rule
-    self.syntactic_help = rule.allowed
+  def __init__(self, pattern: str, allowed: str):
+    self._matches = re.compile(pattern).fullmatch
+    self.syntactic_help = allowed
 
   def parse(self, argument: str) -> str:
-    if not self._rule.holds(argument):
-      raise ValueError(self._rule.allowed)
+    if not self._matches(argument):
+      raise ValueError(self.syntactic_help)
     return argument
 
 
@@ -41,9 +40,8 @@ def _text(
     allowed: the rule in words, to follow "must be".
     default: its default, None if it must be given; '' = it may be empty.
   """
-  matches = re.compile(f'({pattern})?' if default == '' else pattern).fullmatch
-  rule = settings.Rule(lambda text: bool(matches(text)), allowed)
-  return functools.partial(absl_flags.DEFINE, _Text(rule), default=default)
+  parser = _Text(f'({pattern})?' if default == '' else pattern, allowed)
+  return functools.partial(absl_flags.DEFINE, parser, default=default)
 
 
 _line = functools.partial(_text, '[^\x00-\x1f\x7f]+')

@@ -11,8 +11,8 @@ import shlex
 from typing import Any
 
 from launch import accelerators
+from launch import cloud
 from launch import launchers
-from launch import slices
 from launch import source as source_lib
 from stppo_jax.commands.flags import overrides as overrides_lib
 
@@ -95,7 +95,7 @@ def _fields(
   if name == 'tpu':
     place = values['place'].rpartition('/')[0]
     return {
-      'patience': slices.PATIENCE * values['poll'],
+      'patience': cloud.PATIENCE * values['poll'],
       'delay': -(-values['poll'] // 6),
       'left': round(3600 * values['left']),
       'machines': accelerators.find(values['accelerator']).machines,
@@ -161,7 +161,7 @@ def flags_of_run(
 
 
 def _travelling(flag: str) -> str:
-  """Returns a flag; the file of --config by its path in the source."""
+  """Returns a flag for the workers, who have the config file in the source."""
   name, _, value = flag.partition('=')
   return (
     flag if name != '--config' else f'{name}={source_lib.config_flag(value)}'
@@ -178,6 +178,7 @@ def name_of(workdir: str) -> str:
   digits = digest(str(path))[:6]
   name = re.sub(r'[^a-z0-9]+', '-', path.name.lower()).strip('-')
   name = name if name[:1].isalpha() else f'run-{name}'
+  # Google Cloud and Kubernetes take 40 characters for the longest name.
   return f'{name[:33].rstrip("-")}-{digits}'
 
 

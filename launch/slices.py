@@ -16,7 +16,6 @@ Several of these programs may follow one run: a slice is requested by the one
 that creates its record.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
 import json
@@ -32,11 +31,11 @@ from typing import NoReturn
 from launch import accelerators
 from launch import budget
 from launch import cloud
+from launch import rendering
 from launch import source as source_lib
 from stppo_jax import exits
 
 _NEW = 60  # seconds in which a slice may not be there yet
-PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
 
 
 class Refused(cloud.Ended):
@@ -50,24 +49,25 @@ class Slices:
 
   def __init__(
     self,
-    values: Mapping[str, Any],
-    script: Callable[[str, str, float], str],
+    values: dict[str, Any],
+    overrides: Mapping[str, str | bool],
     source: source_lib.Source,
-    job: str,
+    config: str,
   ):
-    """Sends nothing yet.
+    """Prepares to follow a run; nothing is requested yet.
 
     Args:
       values: the values of the options, of config and of workdir.
-      script: returns the startup script of a slice by its name, its folder
-        and the hours that it may be paid for.
+      overrides: keys of the config, as `command_line.parse` returns them.
       source: what the workers run.
-      job: the digest of what they are told to do.
+      config: the config as JSON.
     """
     self._values = values
-    self._script = script
+    self._overrides = overrides
     self._source = source
-    self._job = job
+    told = [rendering.flags_of_run(values, overrides), config]
+    # Only the same command may go on with a slice.
+    self._job = rendering.digest(json.dumps(told))
     self._place = f'{values["workdir"].rstrip("/")}.launch'
     self._poll: int = values['poll']
     self._slice = accelerators.find(values['accelerator'])
@@ -81,21 +81,26 @@ class Slices:
     return f'{cloud.PREFIX}{self._values["name"]}-{number}'
 
   def folder(self, number: int) -> str:
-    """Returns the address of what a slice tells."""
+    """Returns the address to which the workers of a slice report."""
     return f'{self._place}/{number:04d}'
 
-  def script(self, number: int) -> str:
-    """Returns the startup script of the workers of a slice."""
-    left = self.budget.hours_left([])
-    return self._script(self.name(number), self.folder(number), left)
+  def script(self, number: int, left: float) -> str:
+    """Returns the startup script of a slice that is paid for `left` hours."""
+    values = {
+      'slice': self.name(number),
+      'place': self.folder(number),
+      'left': left,
+      'job': self._job,
+    }
+    return rendering.render(
+      'tpu', self._values | values, self._overrides, source=self._source
+    )
 
   def create_command(self, number: int, script: str) -> list[str]:
     """Returns the command that requests a slice, by the file of its script."""
-    v = self._values
+    v, name = self._values, self.name(number)
     words = [
-      *('gcloud', 'compute', 'tpus', 'queued-resources', 'create'),
-      *(self.name(number), f'--node-id={self.name(number)}'),
-      *(f'--project={v["project"]}', f'--zone={v["zone"]}'),
+      *('create', name, f'--node-id={name}'),
       f'--accelerator-type={v["accelerator"]}',
       f'--runtime-version={v["runtime"] or self._slice.runtime}',
       f'--valid-until-duration={round(3600 * v["wait"])}s',
@@ -106,7 +111,7 @@ class Slices:
     for key in ('network', 'subnetwork', 'service_account'):
       if v[key]:
         words.append(f'--{key.replace("_", "-")}={v[key]}')
-    return words
+    return cloud.tpus(v, *words)
 
   def follow(self) -> int:
     """Runs until the run has ended; returns its exit code.
@@ -117,6 +122,8 @@ class Slices:
     def interrupt(number, frame) -> NoReturn:
       raise KeyboardInterrupt(number)
 
+    # A handler that raises ends any wait, and `finally` then deletes the slice.
+    # A launcher that just died would leave it, and it would be paid for.
     is_kept = False
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
@@ -184,7 +191,7 @@ class Slices:
     found = records[-1]
     name = self.name(found['number'])
     if found['job'] != self._job:
-      if self._state(name)[0] or time.time() - found['asked'] < _NEW:
+      if self._item(name)['state'] or time.time() - found['asked'] < _NEW:
         raise cloud.Ended(
           f'{name} runs another command there; stop it with --stop, or repeat '
           'its own command'
@@ -211,6 +218,9 @@ class Slices:
     paid = self.budget.paid(records)
     self.budget.check(paid, asks=True)
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
+    # The record is written before the request. If this program dies between the
+    # two, the next one looks for a slice that is not there; the other way round
+    # it would not know of a slice that is.
     number, asked = len(records) + 1, time.time()
     live = {'number': number, 'job': self._job, 'source': self._source.name}
     live |= {'asked': asked, 'active': 0.0, 'ended': 0.0, 'reason': ''}
@@ -219,8 +229,8 @@ class Slices:
       self._adopt()
       return
     self._live, self._heard, self._shown = live, ('', asked), 0
-    name, folder = self.name(number), self.folder(number)
-    text = self._script(name, folder, self.budget.hours_left(paid))
+    name = self.name(number)
+    text = self.script(number, self.budget.hours_left(paid))
     with tempfile.TemporaryDirectory() as here:
       path = pathlib.Path(here, 'startup.sh')
       path.write_text(text, 'utf-8')
@@ -229,8 +239,8 @@ class Slices:
     if not done.returncode:
       return
     if 'ALREADY_EXISTS' in line:
-      if self._item(name).get('place') == folder:  # the answer was lost
-        return
+      if self._item(name)['place'] == self.folder(number):
+        return  # the answer to the request was lost
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
       raise Refused(f'{name}: there is one of another run; give --name')
@@ -251,13 +261,17 @@ class Slices:
     if live is None:
       return None
     now, folder = time.time(), self.folder(live['number'])
-    state, problem = self._state(self.name(live['number']))
+    name = self.name(live['number'])
+    item = self._item(name)
+    state = item['state']
     text = cloud.read(f'{folder}/state-*')
     if text != self._heard[0]:
       self._heard = text, now
     told = cloud.told(text)
     words = {host: words for host, (_, words) in told.items()}
     self._show(state, words)
+    # It is paid for from now on. If that cannot be written, the next look finds
+    # `active` still 0 and writes it.
     if state == 'ACTIVE' and not live['active']:
       self._record(live | {'active': now})
       live['active'] = now
@@ -268,6 +282,8 @@ class Slices:
           f'the setup of {host} failed; its log: gcloud storage cat '
           f'{folder}/setup-{host}'
         )
+    # A code other than 0 and 75 would be that of each new start, too, and ends
+    # the run at once. With these two, the other workers are waited for.
     codes = [int(x[1]) for x in words.values() if x[0] == 'ended']
     if worst := max((x for x in codes if x not in (0, 75)), default=0):
       return worst
@@ -280,8 +296,8 @@ class Slices:
     is_new = not live['active'] and now - live['asked'] < _NEW
     if state in cloud.OVER or not state and not is_new:
       if not live['active'] and state == 'FAILED':
-        raise cloud.Ended(f'{self.name(live["number"])}: {problem or "FAILED"}')
-      cloud.say(f'{self.name(live["number"])} was taken away')
+        raise cloud.Ended(f'{name}: {item["problem"] or "FAILED"}')
+      cloud.say(f'{name} was taken away')
       if self._records()[live['number'] - 1]['reason'] == 'stopped':
         self._live = None
         raise cloud.Ended('the run was stopped')
@@ -291,26 +307,21 @@ class Slices:
       if now - self._heard[1] > cloud.SILENCE * self._poll:
         if not text:
           raise cloud.Ended(
-            f'no worker of {self.name(live["number"])} has said a word: may '
-            'its service account write to the bucket, and its network reach it?'
+            f'no worker of {name} has said a word: may its service account '
+            'write to the bucket, and its network reach it?'
           )
-        cloud.say(f'{self.name(live["number"])} is silent')
+        cloud.say(f'{name} is silent')
         self._leave('lost')
     return None
 
-  def _item(self, name: str) -> dict[str, Any]:
-    """Returns what is known of a slice; nothing if there is none."""
+  def _item(self, name: str) -> dict[str, str]:
+    """Returns what is known of a slice, empty texts if there is none."""
     done = cloud.run(
       cloud.tpus(self._values, 'describe', name, '--format=json')
     )
     if done.returncode and b'NOT_FOUND' not in done.stderr:
       raise cloud.CloudError(cloud.reason(done))
-    return {} if done.returncode else cloud.item(json.loads(done.stdout))
-
-  def _state(self, name: str) -> tuple[str, str]:
-    """Returns the state of a slice, '' if there is none, and its problem."""
-    item = self._item(name)
-    return item.get('state', ''), item.get('problem', '')
+    return cloud.item({} if done.returncode else json.loads(done.stdout))
 
   @property
   def _marker(self) -> str:

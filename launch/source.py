@@ -96,6 +96,8 @@ def pack(
     }
   with io.BytesIO() as raw:
     with (
+      # Without a time and a name in it, equal files are equal bytes, and the
+      # hash of the bytes is the name of the source.
       gzip.GzipFile('', 'wb', 6, mtime=0, fileobj=raw) as packed,
       tarfile.open(fileobj=packed, mode='w') as archive,
     ):
@@ -114,8 +116,10 @@ def pack(
 
 
 def unpack(source: Source, folder: pathlib.Path) -> pathlib.Path:
-  """Unpacks a source into a folder of its own there, which is returned."""
+  """Unpacks a source into a folder of its own in `folder`; returns that one."""
   target = folder / source.name.partition('.')[0]
+  # Several submissions may unpack the same source. Each writes a folder of its
+  # own, and only a whole one gets the name that jobs read.
   part = target.with_name(f'{target.name}.{os.getpid()}')
   if not target.exists():
     with tarfile.open(fileobj=io.BytesIO(source.data)) as archive:

@@ -19,7 +19,6 @@ the run for local and tpu, and otherwise that of the tool.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import json
 import math
 import os
 import pathlib
@@ -79,27 +78,22 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
     choices = settings.closest(name, list(launchers.LAUNCHERS))
     raise exits.Misconfigured(f'{name}: unknown launcher{choices}')
   flags = launchers.flags(name)
-  is_reaping = name == 'tpu' and any(
-    word.lower() in ('--reap', '--reap=true', '--reap=t', '--reap=1')
-    for word in words
-  )
+  command_line.parse(flags, words, overrides=True)
+  is_reaping = name == 'tpu' and flags.reap
   needed = [x for x in flags if flags[x].default is None]
   if is_reaping:
     needed = ['project', 'zone']
   given = command_line.parse(flags, words, required=needed, overrides=True)
   if is_reaping:
-    errors = list(given.errors)
-    if not flags.reap:
-      errors.append('--reap: given twice, with other values')
-    if flags.dry_run:
-      errors.append('--dry_run: cannot be combined with --reap')
-    command_line.refuse(errors)
+    dry = '--dry_run: cannot be combined with --reap'
+    command_line.refuse([*given.errors, *[dry] * flags.dry_run])
     require('gcloud')
     return cloud.reap(flags.flag_values_dict())
   source, config = _check(name, flags, given)
   values = flags.flag_values_dict()
   if source is not None and name == 'tpu':
-    return _submit_slices(values, given.overrides, source, config)
+    jobs = slices.Slices(values, given.overrides, source, config)
+    return _submit_slices(values, jobs)
   text = rendering.render(
     name, values, given.overrides, source=source, array=array
   )
@@ -125,30 +119,12 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
   return subprocess.run(words, input=text, text=True, check=False).returncode
 
 
-def _submit_slices(
-  values: dict[str, Any],
-  overrides: Mapping[str, str | bool],
-  source: source_lib.Source,
-  config: str,
-) -> int:
+def _submit_slices(values: dict[str, Any], jobs: slices.Slices) -> int:
   """Runs on slices of Cloud TPU; returns the exit code of the run."""
-  told = [rendering.flags_of_run(values, overrides), config]
-  job = rendering.digest(json.dumps(told))
-  jobs = slices.Slices(
-    values,
-    lambda name, place, left: rendering.render(
-      'tpu',
-      values | {'slice': name, 'place': place, 'left': left, 'job': job},
-      overrides,
-      source=source,
-    ),
-    source,
-    job,
-  )
   if values['dry_run']:
     print(shlex.join(jobs.create_command(1, 'startup.sh')), file=sys.stderr)
     print(jobs.budget, file=sys.stderr)
-    print(jobs.script(1), end='')
+    print(jobs.script(1, jobs.budget.hours_left([])), end='')
     return 0
   require('gcloud')
   return jobs.stop() if values['stop'] else jobs.follow()
@@ -299,7 +275,7 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
-  """Returns the number of machines, and of the devices of each; 0: unknown."""
+  """Returns the number of machines, and of devices of each, 0 if unknown."""
   if name == 'tpu':
     found = accelerators.find(values['accelerator'])
     return found.machines, found.chips // found.machines
@@ -347,7 +323,7 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
 
 
 def _is_own(folder: str) -> bool:
-  """Returns whether each machine has a folder of this name for itself."""
+  """Returns whether a folder of this name is another one on each machine."""
   path = pathlib.PurePosixPath(folder)
   return any(path.is_relative_to(own) for own in _OWN_FOLDERS)
 

@@ -135,7 +135,7 @@ def carry_out(
   Args:
     flags: see `parsed`.
     out: the folder of all runs, or its address in a bucket.
-    runs: name to flags of each run, without its workdir.
+    runs: the flags of each run without its workdir, by name.
 
   Returns:
     The exit code.
@@ -182,47 +182,53 @@ def carry_out(
   extra += [f'--{name}' for name in ('dry_run', 'stop') if flags[name].value]
   if launcher == 'slurm':
     return _array(out, left, str(flags.jobs), extra)
+  if launcher == 'local' and flags.dry_run:
+    for own in left.values():
+      print(shlex.join([os.path.relpath(_SCRIPT), *own]))
+    return 0
   if launcher == 'tpu' and not flags.dry_run:
     # Who follows them must not begin others in place of those that end.
     cloud.write(budget.stopped(out), b'stopped' if flags.stop else b'')
-    if not flags.stop:
-      return _follow(out, left, flags.jobs, extra, runs)
-  if launcher != 'local':
+  if launcher == 'jobset' or flags.dry_run or flags.stop:
     worst = 0
     for own in left.values():
       worst = max(worst, submit.main([launcher, *own, *extra]))
       if worst == exits.USAGE:
-        return worst  # the others are given the same options
+        break  # the others are given the same options
     return worst
-  if flags.dry_run:
-    for own in left.values():
-      print(shlex.join([os.path.relpath(_SCRIPT), *own]))
-    return 0
-  with lock.held(pathlib.Path(out)):
-    return _run_here(pathlib.Path(out), left, flags.jobs, runs)
+  if launcher == 'tpu':
+    exit_code = _follow(out, left, flags.jobs, extra)
+  else:
+    with lock.held(pathlib.Path(out)):
+      exit_code = parallel_runs.run(
+        {name: [_SCRIPT, *own] for name, own in left.items()},
+        jobs=flags.jobs,
+        # Many runs differ in numbers only; then their programs are the same.
+        compiled=pathlib.Path(out, f'.{run_folder.COMPILED}'),
+      )
+  print('\n'.join(_table(out, runs)), flush=True)
+  return exit_code or (_unfinished(out, runs) if launcher == 'local' else 0)
 
 
 def _follow(
-  out: str,
-  left: Mapping[str, list[str]],
-  jobs: int,
-  extra: Sequence[str],
-  runs: Mapping[str, Any],
+  out: str, left: Mapping[str, list[str]], jobs: int, extra: Sequence[str]
 ) -> int:
   """Runs on slices of Cloud TPU, each followed by a process of its own.
 
   Args:
     out: the address of the runs, which spend one budget.
-    left: name to flags of the runs to start or to follow.
+    left: the flags of the runs to start or to follow, by name.
     jobs: how many slices there are at once.
     extra: options of the launcher.
-    runs: all runs, for the table at the end.
+
+  Returns:
+    The exit code.
   """
   logs = pathlib.Path(f'{rendering.name_of(out)}.logs').absolute()
   logs.mkdir(exist_ok=True)
   print(f'logs: {logs}', flush=True)
   submit_words = [sys.executable, '-u', '-m', 'launch.submit', 'tpu']
-  exit_code = parallel_runs.run(
+  return parallel_runs.run(
     {
       name: [*submit_words, *own, f'--budget={out}', *extra]
       for name, own in left.items()
@@ -230,12 +236,10 @@ def _follow(
     jobs=jobs,
     logs=logs,
   )
-  print('\n'.join(_table(out, runs)), flush=True)
-  return exit_code
 
 
 def grid(file: str) -> dict[str, list[str]]:
-  """Returns name to flags of each run of the sweep of a config file.
+  """Returns the flags of each run of a config file's sweep, by name.
 
   Raises:
     Misconfigured: the file has no sweep, or one that is no dict of lists.
@@ -274,7 +278,7 @@ def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:
   """Raises `Misconfigured` unless the configs of all runs are valid.
 
   Args:
-    runs: name to flags of each run.
+    runs: the flags of each run, by name.
     ignored: what is not checked, see `submit.unchecked`.
   """
   named: dict[str, list[str]] = {}  # an error, and the runs that have it
@@ -321,30 +325,6 @@ def _table(out: str | pathlib.Path, runs: Mapping[str, Any]) -> list[str]:
       waiting.append(name)
   lines = run_state.table(states) if states else []
   return lines + ([f'not started: {", ".join(waiting)}'] if waiting else [])
-
-
-def _run_here(
-  out: pathlib.Path,
-  left: Mapping[str, list[str]],
-  jobs: int,
-  runs: Mapping[str, Any],
-) -> int:
-  """Runs on this machine, each run on cores of its own; returns the exit code.
-
-  Args:
-    out: the folder of the sweep.
-    left: name to flags of the runs to start.
-    jobs: how many there are at once.
-    runs: all runs, for the table at the end.
-  """
-  exit_code = parallel_runs.run(
-    {name: [_SCRIPT, *flags] for name, flags in left.items()},
-    jobs=jobs,
-    # Many runs differ in numbers only, and then their programs are the same.
-    compiled=out / f'.{run_folder.COMPILED}',
-  )
-  print('\n'.join(_table(out, runs)), flush=True)
-  return exit_code or _unfinished(out, runs)
 
 
 def _unfinished(out: str | pathlib.Path, runs: Iterable[str]) -> int:

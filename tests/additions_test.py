@@ -28,7 +28,7 @@ runpy.run_module('tests.configs.resolved', run_name='__main__')
 """
 _OF_ALGORITHMS = {
   'configs/algorithms.py',
-  'docs/texts/algorithms.py',
+  'docs/texts/algorithms.md',
   'README.md',
   # Generated.
   'docs/algorithms.md',
@@ -87,7 +87,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       | {
         'configs/defaults.py',
         'stppo_jax/rl/bounds.py',
-        'docs/texts/policy.py',
+        'docs/texts/bounds.md',
         'tests/rl/loss_twin.py',
         'tests/rl/bounds_test.py',
         'docs/choices/bounds.md',  # generated
@@ -100,7 +100,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       | {
         'configs/defaults.py',
         'stppo_jax/rl/objectives.py',
-        'docs/texts/policy.py',
+        'docs/texts/objective.md',
         'tests/rl/loss_twin.py',
         'tests/rl/objectives_test.py',
         'docs/choices/objective.md',
@@ -112,7 +112,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       _OF_ALGORITHMS
       | {
         'stppo_jax/rl/corrections.py',
-        'docs/texts/corrections.py',
+        'docs/texts/correction.md',
         'tests/rl/loss_twin.py',
         'tests/rl/corrections_test.py',
         'docs/choices/correction.md',
@@ -128,7 +128,7 @@ def _run(program: str, root: pathlib.Path) -> str:
         'stppo_jax/rl/group_advantages.py',
         'stppo_jax/rl/advantages.py',
         'stppo_jax/rl/estimator_needs.py',
-        'docs/texts/advantages.py',
+        'docs/texts/advantage.md',
         'tests/rl/group_advantages_test.py',
         'docs/choices/advantage.md',
       },
@@ -144,7 +144,7 @@ def _run(program: str, root: pathlib.Path) -> str:
       },
     ),
     (
-      additions.MODEL_WITH_NAMES,
+      additions.MODEL,
       {
         'stppo_jax/models/hf/config_json.py',
         'stppo_jax/models/hf/families.py',
@@ -155,7 +155,6 @@ def _run(program: str, root: pathlib.Path) -> str:
       {'stppo_jax/envs/guess.py', 'stppo_jax/envs/environments.py'},
     ),
     (additions.DIALECT, {'stppo_jax/retrieval/dialects.py'}),
-    (additions.MODEL, {'stppo_jax/models/hf/families.py'}),
     (
       additions.KEY,
       {
@@ -167,8 +166,7 @@ def _run(program: str, root: pathlib.Path) -> str:
   ],
   ids=[
     *('algorithm', 'clip_rule', 'objective', 'correction', 'estimator'),
-    *('environment_with_options', 'model_with_names'),
-    *('environment', 'dialect', 'model', 'key'),
+    *('environment_with_options', 'model', 'environment', 'dialect', 'key'),
   ],
 )
 def test_an_addition_touches_these_files_and_works(addition, files, tmp_path):

@@ -3,6 +3,20 @@
 from tests import additions
 from tests import pages
 
+
+def _description(heading, equation):
+  """Returns a section of a file of descriptions."""
+  return f"""
+    {heading}
+
+        {equation}
+
+    - **Source:** Nobody: made by a test.
+    - **How sure:** Our choice.
+    - **When:** A test uses it.
+  """
+
+
 ALGORITHM = additions.Addition(
   (
     additions.Insertion(
@@ -11,23 +25,16 @@ ALGORITHM = additions.Addition(
       """
         'turn_cispo': _algorithm(
           ratio={'level': 'turn'},
-          objective=defaults.choice('objective', 'detached'),
+          objective='detached',
           **_GROUP,
           **_NO_KL,
         ),
       """,
     ),
     additions.Insertion(
-      'docs/texts/algorithms.py',
-      'ALGORITHMS = {',
-      """
-        'turn_cispo': entry.Description(
-          'loss = mean over policy tokens of -A sg(r_k) l',
-          'Nobody: made by a test.',
-          entry.OURS,
-          'A test uses it.',
-        ),
-      """,
+      'docs/texts/algorithms.md',
+      '# Algorithms',
+      _description('## turn_cispo', 'loss = mean of -A sg(r_k) l'),
     ),
     additions.Insertion(
       'README.md',
@@ -79,16 +86,9 @@ def _algorithm(name, entry):
       'configs/algorithms.py', 'ALGORITHMS = {', f'{name!r}: {entry},'
     ),
     additions.Insertion(
-      'docs/texts/algorithms.py',
-      'ALGORITHMS = {',
-      f"""
-        {name!r}: entry.Description(
-          'loss = mean over policy tokens of -A sg(r) l',
-          'Nobody: made by a test.',
-          entry.OURS,
-          'A test uses it.',
-        ),
-      """,
+      'docs/texts/algorithms.md',
+      '# Algorithms',
+      _description(f'## {name}', 'loss = mean of -A sg(r) l'),
     ),
     additions.Insertion(
       'README.md',
@@ -98,16 +98,12 @@ def _algorithm(name, entry):
   )
 
 
-def _described(path, table, name, equation):
+def _described(axis, question, name, equation):
   """Returns the insertion of the description of a choice."""
   return additions.Insertion(
-    path,
-    f'{table} = {{',
-    f"""
-      {name!r}: entry.Description(
-        {equation!r}, '—', entry.OURS, 'A test uses it.'
-      ),
-    """,
+    f'docs/texts/{axis}.md',
+    question,
+    _description(f'### {name}', equation),
   )
 
 
@@ -133,7 +129,10 @@ OBJECTIVE = additions.Addition(
       'configs/defaults.py', "'objective': {", "'rising': {},"
     ),
     _described(
-      'docs/texts/policy.py', '_OBJECTIVE', 'rising', 'term = -sg(r) A l, A > 0'
+      'objective',
+      'What happens outside the trusted interval?',
+      'rising',
+      'term = -sg(r) A l, A > 0',
     ),
     additions.Insertion(
       'tests/rl/loss_twin.py',
@@ -156,7 +155,7 @@ OBJECTIVE = additions.Addition(
     ),
     *_algorithm(
       'rising',
-      "_algorithm(objective=defaults.choice('objective', 'rising'), **_GROUP)",
+      "_algorithm(objective='rising', **_GROUP)",
     ),
   ),
   _passes(
@@ -190,7 +189,10 @@ CORRECTION = additions.Addition(
       'configs/algorithms.py', "'correction': {", "'scaled': {'factor': 0.5},"
     ),
     _described(
-      'docs/texts/corrections.py', '_NAMES', 'scaled', 'term * factor'
+      'correction',
+      'Which factors correct the terms of the loss?',
+      'scaled',
+      'term * factor',
     ),
     additions.Insertion(
       'tests/rl/loss_twin.py',
@@ -247,7 +249,10 @@ ESTIMATOR = additions.Addition(
       "'group_signs': {'whiten': 'none'},",
     ),
     _described(
-      'docs/texts/advantages.py', '_NAMES', 'group_signs', 'A = sign(R - mean)'
+      'advantage',
+      'How good was what the policy wrote?',
+      'group_signs',
+      'A = sign(R - mean)',
     ),
     additions.Insertion(
       'tests/rl/group_advantages_test.py', 'OPTIONS = {', "'group_signs': {},"
@@ -263,7 +268,7 @@ ESTIMATOR = additions.Addition(
     ),
     *_algorithm(
       'sign_grpo',
-      "_algorithm(advantage=defaults.choice('advantage', 'group_signs'))",
+      "_algorithm(advantage='group_signs')",
     ),
   ),
   """

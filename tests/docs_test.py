@@ -42,7 +42,11 @@ _PAGES = {
     'CONTRIBUTING.md',
     'SECURITY.md',
     'launch/README.md',
-    *(str(p.relative_to(_ROOT)) for p in sorted(_ROOT.glob('docs/**/*.md'))),
+    *(
+      str(path.relative_to(_ROOT))
+      for path in sorted(_ROOT.glob('docs/**/*.md'))
+      if path.parent.name != 'texts'  # what pages are made of
+    ),
   )
 }
 _README = _PAGES['README.md']
@@ -65,8 +69,14 @@ _SMOKE = [
 # What makes it shorter still: the sizes of other tests, whose programs it
 # shares.
 _TINY = runs.flags(num_steps=1, evaluate__every=1)[1:]
-# Commands that read the folder of a run.
-_READERS = ('report', 'view', 'alarms')
+# Commands that read the folder of a run, and a part of what they print.
+_OF_RUNS = {
+  **dict.fromkeys(('report', 'view', 'alarms'), ''),
+  'evaluate': 'step 1, greedy',
+  'status': 'finished',
+  'checkpoint': 'step',
+  'export': 'the policy after step 1',
+}
 
 
 def _commands():
@@ -183,12 +193,6 @@ def _saved(path, text):
   return str(path)
 
 
-def _python(command):
-  words = shlex.split(command)
-  assert words[:2] == ['python', '-m'], command
-  return [sys.executable, *words[1:]]
-
-
 def _workdir(words, folder):
   (workdir,) = (w.split('=')[1] for w in words if w.startswith('--workdir='))
   return folder / workdir
@@ -218,11 +222,11 @@ def _made(command, folder):
   return ['python', *words[words.index('-m') :]]
 
 
-def _make_batch(folder):
+def _make_batch(folder, run):
   """Leaves the batch that other commands of the lab read."""
   (collect,) = (line for line in _commands() if ' lab collect ' in line)
   if not (folder / 'runs' / 'batch.npz').exists():
-    _run([*_python(collect), *_SMOKE], folder)
+    run(*_SMOKE, words=shlex.split(collect))
 
 
 def _index(command, folder):
@@ -234,7 +238,7 @@ def _serves(command, folder, build):
   """Asserts that a server answers; `build` runs the command of its index."""
   (line,) = (line for line in _commands() if ' index ' in line)
   build(_index(line, folder))
-  words = _python(command)
+  words = [sys.executable, *shlex.split(command)[1:]]
   words = ['--port=0' if w.startswith('--port=') else w for w in words]
   server = subprocess.Popen(
     words, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True
@@ -289,73 +293,130 @@ def _check_plan(command, folder):
   assert '-m pytest' in plan
 
 
+def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
+  """Asserts that a command of the documents does what they say.
+
+  Args:
+    command: the command.
+    folder: a folder like a clone, where the commands before it have been run.
+    run: returns the output of a command, with further flags. Without `words` it
+      is this one.
+    quickstart: returns the output of a `make quickstart`.
+    monkeypatch: the fixture.
+    is_small: whether programs that would be compiled for this command alone are
+      left out.
+  """
+  words = shlex.split(command)
+  if ' ablate ' in command:
+    _own_study(folder)
+  if 'DATA' in command or ' demonstrate ' in command:
+    _own_files(folder, monkeypatch)
+  if command in ('make test', 'make check'):
+    _check_plan(command, folder)
+  elif words[:2] == ['make', 'quickstart']:
+    if is_small and len(words) > 2:
+      _check_choices(words, _made(command, folder), run)
+    else:
+      _check_quickstart(command, quickstart(command), folder)
+  elif command == 'make compare' and is_small:
+    made = run('--dry_run', words=_made(command, folder))
+    assert [made.count(f':{name}_ppo ') for name in ('token', 'turn')] == [3, 3]
+  elif command == 'make compare':
+    flags = shlex.join([*_SMOKE, '--seeds=1'])
+    assert 'Paired differences' in _run(_make(command, f'ARGS={flags}'), folder)
+    assert (folder / 'runs' / 'token_or_turn' / 'report.html').is_file()
+  elif ' ablate ' in command and is_small:
+    run('--dry_run')
+  elif ' ablate ' in command:
+    run(*_SMOKE)
+    if '--dry_run' not in command:
+      assert (_workdir(words, folder) / 'report.html').is_file()
+  elif ' train ' in command or ' sft ' in command:
+    if is_small:  # tests of what they choose run these
+      run(words=_config(words))
+    else:
+      run(*(_SMOKE if ' train ' in command else _SMOKE[1:]))
+      left = 'metrics.jsonl'
+      if ' sft ' in command:
+        left = 'policy/model.safetensors'
+      assert (_workdir(words, folder) / left).is_file()
+  elif ' demonstrate ' in command:
+    assert '</search>' in run()
+  elif ' index ' in command:
+    run(words=shlex.split(_index(command, folder)))
+  elif ' serve ' in command:
+    _serves(command, folder, lambda line: run(words=shlex.split(line)))
+  elif ' lab ' in command or ' prefer ' in command:
+    _check_lab(command, folder, run, is_small=is_small)
+  elif ' evaluate ' in command and 'runs/own' in command:
+    if is_small:
+      run('--help')
+    else:
+      if not (folder / 'runs' / 'own').exists():
+        _own_files(folder, monkeypatch)
+        run(*_SMOKE, words=shlex.split(_of_own_data()))
+      _check_own_scores(run())
+  elif any(f' {name} ' in command for name in _OF_RUNS):
+    _make_run(folder, quickstart)
+    name = next(name for name in _OF_RUNS if f' {name} ' in command)
+    for word in words:
+      if is_small and word.startswith('--picture='):
+        _make_small_batch(run)
+        lab = 'python -m stppo_jax lab levels --batch=runs/batch.npz'
+        plot = word.replace('--picture', '--plot')
+        run(words=[*lab.split(), '--algorithms=token_ppo', plot])
+    is_large = name == 'evaluate' and not is_small
+    assert _OF_RUNS[name] in run(*(_SMOKE if is_large else ()))
+  else:
+    run()
+
+
+def _check_choices(words, made, run):
+  """Asserts that a quickstart has the algorithm and the seed of its command."""
+  config = run(words=_config(made))
+  chosen = dict(word.split('=') for word in words[2:])
+  assert any(word.endswith(f':{chosen["ALGORITHM"]}') for word in made)
+  assert f'seed = {chosen["SEED"]}' in config.splitlines()
+  workdir = 'runs/quickstart-{ALGORITHM}-seed{SEED}'.format(**chosen)
+  assert f'--workdir={workdir}' in made
+
+
+def _check_lab(command, folder, run, *, is_small):
+  """Asserts that a command on the batch of the lab runs."""
+  if not is_small:
+    _make_batch(folder, run)
+    if ' collect ' not in command:
+      run()
+  elif ' collect ' in command:
+    _small_batch(command, run)
+  else:
+    _make_small_batch(run)
+    flags = []
+    if ' prefer ' in command:
+      flags = [*runs.flags(num_steps=None)[1:]]
+      flags.append('--config.preference.batch_size=8')
+    if ' compare ' in command:
+      (names,) = re.findall(r'--algorithms=(\S+)', command)
+      names = [name.partition(':')[0] for name in names.split(',')]
+      assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)
+      # Each of the others is a program of its own.
+      flags = ['--algorithms=st_ppo']
+    run(*flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('command', _commands())
 def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
-  words = shlex.split(command)
+  own = shlex.split(command)
+
+  def run(*more, words=own):
+    assert words[:2] == ['python', '-m'], words
+    output = _run([sys.executable, *words[1:], *more], clone)
+    assert output
+    return output
+
   quickstart = functools.partial(_quickstart, folder=clone)
-  if command in ('make test', 'make check'):
-    _check_plan(command, clone)
-  elif words[:2] == ['make', 'quickstart']:
-    _check_quickstart(command, quickstart(command), clone)
-  elif command == 'make compare':
-    flags = shlex.join([*_SMOKE, '--seeds=1'])
-    assert 'Paired differences' in _run(_make(command, f'ARGS={flags}'), clone)
-    assert (clone / 'runs' / 'token_or_turn' / 'report.html').is_file()
-  elif ' ablate ' in command:
-    _own_study(clone)
-    if 'DATA' in command:
-      _own_files(clone, monkeypatch)
-    assert _run([*_python(command), *_SMOKE], clone)
-    if '--dry_run' not in command:
-      assert (_workdir(words, clone) / 'report.html').is_file()
-  elif ' index ' in command:
-    assert _run(_python(_index(command, clone)), clone)
-  elif ' serve ' in command:
-    _serves(command, clone, lambda line: _run(_python(line), clone))
-  elif ' lab ' in command or ' prefer ' in command:
-    _make_batch(clone)
-    if ' collect ' not in command:
-      assert _run(_python(command), clone)
-  elif ' train ' in command:
-    if 'DATA' in command:
-      _own_files(clone, monkeypatch)
-    _run([*_python(command), *_SMOKE], clone)
-    assert (_workdir(words, clone) / 'metrics.jsonl').is_file()
-  elif ' doctor ' in command and 'DATA' in command:
-    _own_files(clone, monkeypatch)
-    assert _run(_python(command), clone)
-  elif ' demonstrate ' in command:
-    _own_files(clone, monkeypatch)
-    assert '</search>' in _run(_python(command), clone)
-  elif ' sft ' in command:
-    if 'DATA' in command:
-      _own_files(clone, monkeypatch)
-    _run([*_python(command), *_SMOKE[1:]], clone)
-    assert (_workdir(words, clone) / 'policy' / 'model.safetensors').is_file()
-  elif ' evaluate ' in command and 'runs/own' in command:
-    if not (clone / 'runs' / 'own').exists():
-      _own_files(clone, monkeypatch)
-      _run([*_python(_of_own_data()), *_SMOKE], clone)
-    _check_own_scores(_run(_python(command), clone))
-  elif ' evaluate ' in command:
-    _make_run(clone, quickstart)
-    output = _run([*_python(command), *_SMOKE], clone)
-    assert 'step 1, greedy' in output and 'two_hop' in output
-  elif ' status ' in command:
-    _make_run(clone, quickstart)
-    assert 'finished' in _run(_python(command), clone)
-  elif any(f' {name} ' in command for name in _READERS):
-    _make_run(clone, quickstart)
-    assert _run(_python(command), clone)
-  elif ' checkpoint ' in command:
-    _make_run(clone, quickstart)
-    assert 'step' in _run(_python(command), clone)
-  elif ' export ' in command:
-    _make_run(clone, quickstart)
-    assert 'the policy after step 1' in _run(_python(command), clone)
-  else:
-    assert _run(_python(command), clone)
+  _check(command, clone, run, quickstart, monkeypatch, is_small=False)
 
 
 @pytest.mark.parametrize('command', _commands())
@@ -363,102 +424,21 @@ def test_a_small_version_of_every_command_runs(
   command, small_clone, monkeypatch, capsys
 ):
   monkeypatch.chdir(small_clone)
-  words = shlex.split(command)
+  own = shlex.split(command)
 
-  def call(*more, words=words):
+  def run(*more, words=own):
     assert words[:2] == ['python', '-m'], words
-    code = _MAINS[words[2]](
-      [*words[3:], *more]
-    )  # the last of equal flags counts
+    # The last of equal flags counts.
+    code = _MAINS[words[2]]([*words[3:], *more])
     out, err = capsys.readouterr()
     assert code == 0, out + err
     assert out
     return out
 
   def quickstart(command):
-    return call(*_TINY, words=_made(command, small_clone))
+    return run(*_TINY, words=_made(command, small_clone))
 
-  if command in ('make test', 'make check'):
-    _check_plan(command, small_clone)
-  elif command == 'make quickstart':
-    _check_quickstart(command, quickstart(command), small_clone)
-  elif words[:2] == ['make', 'quickstart']:
-    made = _made(command, small_clone)
-    config = call(words=_config(made))
-    chosen = dict(word.split('=') for word in words[2:])
-    assert any(word.endswith(f':{chosen["ALGORITHM"]}') for word in made)
-    assert f'seed = {chosen["SEED"]}' in config.splitlines()
-    workdir = 'runs/quickstart-{ALGORITHM}-seed{SEED}'.format(**chosen)
-    assert f'--workdir={workdir}' in made
-  elif command == 'make compare':
-    made = call('--dry_run', words=_made(command, small_clone))
-    assert [made.count(f':{name}_ppo ') for name in ('token', 'turn')] == [3, 3]
-  elif ' ablate ' in command:
-    _own_study(small_clone)
-    if 'DATA' in command:
-      _own_files(small_clone, monkeypatch)
-    call('--dry_run')  # the runs would compile programs of their own
-  elif ' train ' in command or ' sft ' in command:
-    # Each would compile programs of its own. The folders of tests of what they
-    # choose run these.
-    if 'DATA' in command:
-      _own_files(small_clone, monkeypatch)
-    call(words=_config(words))
-  elif ' doctor ' in command and 'DATA' in command:
-    _own_files(small_clone, monkeypatch)
-    call()
-  elif ' demonstrate ' in command:
-    _own_files(small_clone, monkeypatch)
-    assert '</search>' in call()
-  elif ' index ' in command:
-    call(words=shlex.split(_index(command, small_clone)))
-  elif ' serve ' in command:
-    _serves(command, small_clone, lambda line: call(words=shlex.split(line)))
-  elif ' collect ' in command:
-    _small_batch(command, call)
-  elif ' score ' in command:
-    _make_small_batch(call)
-    call()
-  elif ' levels ' in command:
-    _make_small_batch(call)
-    call()
-  elif ' compare ' in command:
-    _make_small_batch(call)
-    (names,) = (w for w in words if w.startswith('--algorithms='))
-    names = names.partition('=')[2].split(',')
-    names = [name.partition(':')[0] for name in names]
-    assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)
-    call('--algorithms=st_ppo')  # each of the others is a program of its own
-  elif ' prefer ' in command:
-    _make_small_batch(call)
-    tiny = runs.flags(num_steps=None)[1:]
-    call(*tiny, '--config.preference.batch_size=8')
-  elif ' evaluate ' in command and 'runs/own' in command:
-    call('--help')  # the run that it reads is made by the slow tests
-  elif ' evaluate ' in command:
-    _make_run(small_clone, quickstart)
-    output = call()
-    assert 'step 1, greedy' in output and 'two_hop' in output
-  elif ' status ' in command:
-    _make_run(small_clone, quickstart)
-    assert 'finished' in call()
-  elif any(f' {name} ' in command for name in _READERS):
-    _make_run(small_clone, quickstart)
-    for word in words:
-      if word.startswith('--picture='):
-        _make_small_batch(call)
-        lab = 'python -m stppo_jax lab levels --batch=runs/batch.npz'
-        plot = word.replace('--picture', '--plot')
-        call(words=[*lab.split(), '--algorithms=token_ppo', plot])
-    call()
-  elif ' checkpoint ' in command:
-    _make_run(small_clone, quickstart)
-    assert 'step' in call()
-  elif ' export ' in command:
-    _make_run(small_clone, quickstart)
-    assert 'the policy after step 1' in call()
-  else:
-    call()
+  _check(command, small_clone, run, quickstart, monkeypatch, is_small=True)
 
 
 def _config(words):
@@ -467,15 +447,15 @@ def _config(words):
   return ['config' if word in ('train', 'sft') else word for word in flags]
 
 
-def _make_small_batch(call):
+def _make_small_batch(run):
   if not pathlib.Path('runs', 'batch.npz').exists():
     (collect,) = (line for line in _commands() if ' lab collect ' in line)
-    _small_batch(collect, call)
+    _small_batch(collect, run)
 
 
-def _small_batch(collect, call):
+def _small_batch(collect, run):
   """Leaves a batch with rewards, which a tiny policy does not get."""
-  call(*_TINY, words=shlex.split(collect))
+  run(*_TINY, words=shlex.split(collect))
   with np.load('runs/batch.npz') as archive:
     arrays = dict(archive)
   rows, ends = np.arange(len(arrays['tokens_BL'])), arrays['loss_mask_BL']

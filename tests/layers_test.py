@@ -1,14 +1,15 @@
 """Who may import whom, and the one home of each dependency.
 
 The imports of every file are read with `ast`, those inside functions too, and
-compared with two tables. A name in a table that no file makes use of fails as
-well, so the tables show the tree as it is. Planted violations prove that they
-bite.
+compared with two tables: of the rooms, in docs/architecture.md, and of the
+dependencies. A name in a table that no file makes use of fails as well, so the
+tables show the tree as it is. Planted violations prove that they bite.
 """
 
 import ast
 from collections.abc import Iterator
 import pathlib
+import re
 import textwrap
 
 import pytest
@@ -18,128 +19,25 @@ _PACKAGE = 'stppo_jax'
 # What the package must not import, or only as a table allows.
 _OF_THE_REPOSITORY = (_PACKAGE, 'configs', 'launch', 'benchmarks', 'tests')
 
-# Room -> the rooms, or modules of rooms, that it may import beside itself. They
-# all stand above it, so no rooms import each other. The core, which ends with
-# `training`, imports no tool and no command.
-OURS = {
-  'types': (),
-  'batch': (),
-  'settings': (),
-  'streams': (),
-  'exits': (),
-  'keys': (),
-  'text': (),
-  'interruption': ('streams', 'exits'),
-  'buckets': ('exits',),
-  'http': (),
-  'rl': ('batch',),
-  'parallel': ('streams', 'exits', 'interruption'),
-  'models': ('settings', 'buckets', 'parallel'),
-  'data': ('types', 'text', 'buckets'),
-  'retrieval': (
-    'types',
-    'exits',
-    'text',
-    'http',
-    'models.hf.weight_files',
-    'data',
-  ),
-  'envs': ('types', 'exits', 'text', 'retrieval.protocol'),
-  'sampling': ('types', 'exits', 'http', 'parallel', 'models'),
-  'configs': (
-    'settings',
-    'buckets',
-    'rl.algorithm',
-    'rl.estimator_needs',
-    'models.hf.families',
-    'data',
-    'retrieval',
-    'envs',
-    'sampling.engine_rules',
-  ),
-  'workdir': ('settings', 'exits', 'buckets', 'parallel', 'data', 'configs'),
-  'records': ('types', 'batch', 'streams', 'exits', 'buckets', 'workdir'),
-  'rollout': (
-    'types',
-    'batch',
-    'exits',
-    'keys',
-    'parallel.hosts',
-    'data.questions',
-    'retrieval.protocol',
-    'envs',
-    'records.trajectory_metrics',
-  ),
-  'learner': ('batch', 'keys', 'rl', 'parallel', 'models'),
-  'training': (
-    'types',
-    'batch',
-    'settings',
-    'streams',
-    'exits',
-    'interruption',
-    'buckets',
-    'rl',
-    'parallel',
-    'models',
-    'data',
-    'retrieval',
-    'envs',
-    'sampling',
-    'workdir',
-    'records',
-    'rollout',
-    'learner',
-  ),
-  'tools': (
-    'types',
-    'batch',
-    'settings',
-    'streams',
-    'exits',
-    'keys',
-    'text',
-    'interruption',
-    'buckets',
-    'http',
-    'rl',
-    'parallel',
-    'models',
-    'data',
-    'retrieval',
-    'envs',
-    'sampling',
-    'configs',
-    'workdir',
-    'records',
-    'rollout',
-    'learner',
-    'training',
-  ),
-  'commands': (
-    'settings',
-    'streams',
-    'exits',
-    'buckets',
-    'http',
-    'parallel',
-    'data',
-    'retrieval',
-    'envs',
-    'configs',
-    'workdir',
-    'training',
-    'tools',
-  ),
-  '__main__': (
-    'settings',
-    'streams',
-    'exits',
-    'interruption',
-    'commands',
-    '__version__',
-  ),
-}
+
+def _table() -> dict[str, tuple[str, ...]]:
+  """Returns the table of docs/architecture.md: what each room may import.
+
+  These are rooms, or modules of rooms. They all stand above it, so no rooms
+  import each other.
+  """
+  page = (_ROOT / 'docs' / 'architecture.md').read_text('utf-8')
+  table = page.partition('| room | may import |')[2].partition('\n\n')[0]
+  found: dict[str, tuple[str, ...]] = {}
+  for room, words in re.findall(r'^\| `(\w+)` \| (.*) \|$', table, re.M):
+    names = tuple(re.findall(r'`([\w.]+)`', words))
+    if words.startswith('every room above'):  # but for those that are named
+      names = tuple(x for x in found if x not in names)
+    found[room] = names
+  return found
+
+
+OURS = _table()
 
 # Modules of a room that import no other of it, but those of this folder.
 SEPARATE = {'commands': 'commands.flags'}
@@ -333,28 +231,6 @@ def _covered(name: str, prefixes) -> bool:
   return any(name == p or name.startswith(p + '.') for p in prefixes)
 
 
-def page_rows() -> list[str]:
-  """Returns the table of docs/architecture.md, as it follows from OURS."""
-  rows = []
-  above: list[str] = []
-  for room, others in OURS.items():
-    words = ', '.join(f'`{name}`' for name in others)
-    missing = [name for name in above if name not in others]
-    if set(others) <= set(above) and len(missing) < len(others):
-      named = ', '.join(f'`{name}`' for name in missing)
-      words = f'every room above{" but " * bool(missing)}{named}'
-    rows.append(f'| `{room}` | {words or "nothing"} |')
-    above.append(room)
-  return rows
-
-
-def test_the_architecture_page_has_the_table():
-  page = _ROOT / 'docs' / 'architecture.md'
-  expected = '\n'.join(page_rows())
-  message = f'docs/architecture.md needs this table:\n{expected}'
-  assert expected in page.read_text(encoding='utf-8'), message
-
-
 def test_the_tree_keeps_its_layers():
   found = violations(_ROOT)
   assert not found, '\n'.join(found)
@@ -381,30 +257,13 @@ def test_no_folders_import_each_other():
   ('path', 'source', 'expected'),
   [
     ('types.py', 'import jax', 'jax may be imported only by'),
-    ('types.py', 'import stppo_jax.batch', 'types may not import'),
     ('batch.py', 'from stppo_jax import rl', 'batch may not import'),
-    ('rl/losses.py', 'import optax', 'optax may be imported only by'),
     ('rl/losses.py', 'import flax.nnx', 'flax may be imported only by'),
     ('rl/losses.py', 'import logging', 'no input or output: logging'),
-    (
-      'rl/losses.py',
-      'from stppo_jax.models import heads',
-      'rl may not import stppo_jax.models.heads',
-    ),
-    ('envs/search.py', 'import jax.numpy as jnp', 'jax may be imported'),
     ('envs/search.py', 'from jax import numpy', 'jax may be imported'),
-    ('envs/search.py', 'import aiohttp', 'aiohttp may be imported only'),
-    ('retrieval/client.py', 'import jax', 'jax may be imported only by'),
-    ('data/readers.py', 'from stppo_jax import batch', 'data may not'),
-    ('parallel/mesh.py', 'from stppo_jax import types', 'parallel may not'),
-    ('models/moe.py', 'from stppo_jax.rl import masking', 'models may not'),
-    ('models/moe.py', 'import transformers', 'transformers may be'),
     ('sampling/engine.py', 'import stppo_jax.envs.search', 'sampling may'),
-    ('rollout/pack.py', 'from stppo_jax.models import heads', 'rollout may'),
-    ('rollout/pack.py', 'from stppo_jax.training import loop', 'rollout'),
     ('training/loop.py', 'from stppo_jax.commands import train', 'training'),
     ('training/loop.py', 'import orbax.checkpoint as ocp', 'orbax may be'),
-    ('training/loop.py', 'import ml_collections', 'ml_collections may be'),
     ('training/loop.py', 'from configs import base', 'training may not'),
     ('commands/sft.py', 'from stppo_jax.commands import train', 'commands'),
     ('commands/train.py', 'from launch import submit', 'commands may not'),

@@ -6,7 +6,6 @@ with the pages that are made here, so they cannot disagree with the code.
 """
 
 from collections.abc import Mapping
-import inspect
 import re
 import textwrap
 from typing import Any
@@ -17,58 +16,6 @@ from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import options as options_lib
 
 Algorithm = Mapping[str, Mapping[str, Any]]
-
-_LEVEL = 'Which tokens share one k?'
-_REDUCE = 'Is k their geometric mean or their product?'
-# The question that each option answers, in the order of the pages.
-QUESTIONS = {
-  'ratio.level': 'Which tokens share one ratio?',
-  'ratio.gradient': 'Through which log-probabilities does the gradient flow?',
-  'ratio.reduce': 'How do the log-ratios of a segment become one?',
-  'ratio.normalize': 'What is done to the log-ratio before a ratio is formed?',
-  'bounds.name': 'What interval of the ratio is trusted?',
-  'objective.name': 'What happens outside the trusted interval?',
-  'correction.names': 'Which factors correct the terms of the loss?',
-  'correction.clipping_bias.norm': 'How does the correction shrink an update?',
-  'correction.clipping_bias.scope': 'Over which tokens is rho computed?',
-  'correction.clipping_bias.level': 'Which level does the ratio w have?',
-  'correction.clipping_bias.applies_to': 'Which losses are scaled?',
-  'correction.tis.level': _LEVEL,
-  'correction.tis.reduce': _REDUCE,
-  'correction.tis.truncated': 'Which weight is truncated?',
-  'correction.mis.level': _LEVEL,
-  'correction.mis.reduce': _REDUCE,
-  'correction.icepop.level': _LEVEL,
-  'correction.icepop.reduce': _REDUCE,
-  'correction.geo_rs.level': _LEVEL,
-  'correction.geo_rs.reduce': _REDUCE,
-  'aggregate.name': 'How do tokens become a scalar?',
-  'advantage.name': 'How good was what the policy wrote?',
-  'advantage.steps': 'What is one step of GAE?',
-  'advantage.observation_tokens': 'Are the tokens of observations steps, too?',
-  'advantage.critic_tokens': 'At which tokens is the value model trained?',
-  'advantage.whiten': 'Over which tokens are advantages whitened?',
-  'advantage.baseline': 'What takes the place of the values in advantages?',
-  'advantage.normalize': 'What is the difference from the mean divided by?',
-  'advantage.outcome_counts': (
-    'How often does an outcome count in the statistics of its group?'
-  ),
-  'kl.where': 'Where does the divergence from the reference enter?',
-  'kl.estimator': 'How is the divergence estimated?',
-  'kl.controller': 'How is the coefficient of the term set?',
-}
-
-
-# Section of an algorithm -> title of its page.
-TITLES = {
-  'ratio': 'The ratio',
-  'bounds': 'The bounds of the ratio',
-  'objective': 'The objective',
-  'correction': 'The corrections',
-  'aggregate': 'The aggregate',
-  'advantage': 'The advantage',
-  'kl': 'The KL term',
-}
 
 
 def rules(algorithm: Algorithm) -> dict[str, options_lib.OptionRule]:
@@ -118,20 +65,17 @@ def pages(
     table: the algorithms; the first is the one that others are compared with.
     defaults: the default options of the choices, by kind and name.
     preference: the defaults of the preference losses.
-    texts: has `ALGORITHMS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE`
-      and `PREAMBLE`; see `docs/texts`.
-    sources: has `SOURCES`, `differences` and `lines`; see
-      `docs/texts/sources.py`.
+    texts: the descriptions and the general paragraphs; see
+      `docs/descriptions.py`.
+    sources: the defaults of the sources; see `docs/sources.py`.
 
   Raises:
     KeyError: an algorithm or a choice is not described.
   """
   base = next(iter(table.values()))
   made = {'algorithms.md': _overview(table, preference, texts, sources)}
-  for axis, title in TITLES.items():
-    made[_choices_path(axis)] = _choices_page(
-      axis, title, base, defaults, texts
-    )
+  for axis in texts.TITLES:
+    made[_choices_path(axis)] = _choices_page(axis, base, defaults, texts)
   return {
     path: '\n\n'.join(text.strip('\n') for text in paragraphs) + '\n'
     for path, paragraphs in made.items()
@@ -151,18 +95,12 @@ def _overview(table, preference, texts, sources) -> list[str]:
   paragraphs = [
     '# Algorithms',
     _NOTICE,
-    texts.PREAMBLE.INTRODUCTION,
+    texts.INTRODUCTION,
     '\n'.join(
-      f'- [{title}]({_choices_path(axis)}): ' + _first_question(axis)
-      for axis, title in TITLES.items()
+      f'- [{title}]({_choices_path(axis)}): ' + _first_question(axis, texts)
+      for axis, title in texts.TITLES.items()
     ),
-    '## Notation',
-    texts.PREAMBLE.NOTATION,
-    '## How sure',
-    texts.PREAMBLE.HOW_SURE,
-    '\n'.join(_bullet(phrase[:-1], x) for phrase, x in texts.SURE.items()),
-    "## The paper's setting",
-    *map(_wrapped, _linked(texts.PREAMBLE.PAPER_SETTING).split('\n\n')),
+    *_general(texts, 'Notation', 'How sure', "The paper's setting"),
     '## The algorithms',
     _summary(table, texts, sources),
   ]
@@ -175,7 +113,7 @@ def _overview(table, preference, texts, sources) -> list[str]:
     paragraphs += _entry(name, texts.ALGORITHMS[name], facts)
     if name in sources.SOURCES:
       paragraphs += _source(sources.SOURCES[name], sources.lines(name))
-  paragraphs += ['## Preference losses', texts.PREAMBLE.PREFERENCES]
+  paragraphs += _general(texts, 'Preference losses')
   numbers = {key: preference[key] for key in ('beta', 'alpha')}
   for name, text in texts.PREFERENCES.items():
     used = {key: x for key, x in numbers.items() if key in text.equation}
@@ -183,20 +121,27 @@ def _overview(table, preference, texts, sources) -> list[str]:
   return [*paragraphs, f'## Every option of `{base_name}`', _every_option(base)]
 
 
-def _choices_page(axis, title, base, defaults, texts) -> list[str]:
+def _general(texts, *headings):
+  """Returns some of the general paragraphs with their headings."""
+  return [f'## {x}\n\n{texts.PARAGRAPHS[x]}' for x in headings]
+
+
+def _choices_page(axis, base, defaults, texts) -> list[str]:
   """Returns the paragraphs of the page of one axis."""
-  paragraphs = [f'# {title}', _NOTICE, texts.PREAMBLE.CHOICES]
-  for key, question in QUESTIONS.items():
+  paragraphs = [f'# {texts.TITLES[axis]}', _NOTICE, texts.PARAGRAPHS['Choices']]
+  for key, names in choices().items():
     if key.split('.')[0] == axis:
-      paragraphs += [f'## {key}', question]
-      for name in choices()[key]:
+      paragraphs += [f'## {key}', texts.QUESTIONS[key]]
+      for name in names:
         facts = _options(key, name, base, defaults)
         paragraphs += _entry(name, texts.CHOICES[key][name], facts)
   return paragraphs
 
 
-def _first_question(axis):
-  return next(q for key, q in QUESTIONS.items() if key.split('.')[0] == axis)
+def _first_question(axis, texts):
+  return next(
+    q for key, q in texts.QUESTIONS.items() if key.split('.')[0] == axis
+  )
 
 
 def _entry(name, text, facts):
@@ -210,7 +155,7 @@ def _entry(name, text, facts):
   }
   return [
     f'### `{name}`',
-    f'```text\n{inspect.cleandoc(text.equation)}\n```',
+    f'```text\n{text.equation}\n```',
     '\n'.join(_bullet(key, x) for key, x in bullets.items()),
   ]
 
@@ -274,7 +219,7 @@ def _needs(built):
 
 def _summary(table, texts, sources):
   """Returns the table of the algorithms, one line each."""
-  parts = (*(kind for kind in TITLES if kind != 'kl'), 'KL')
+  parts = (*(kind for kind in texts.TITLES if kind != 'kl'), 'KL')
   head = ('algorithm', *parts, 'source', 'how sure', 'differs from it in')
   rows: list[tuple[str, ...]] = [head]
   for name, algorithm in table.items():

@@ -48,7 +48,7 @@ def stub(monkeypatch, tmp_path):
   made.page.write_text(_PAGE)
 
   def figures(name, words):
-    made.run.append((name, words[words.index('--devices') + 1 :]))
+    made.run.append(name)
     if name in made.codes:
       return made.codes[name]
     lines = {name: (2.0, 1000, 1e14, 0.0)}
@@ -70,13 +70,12 @@ _ALL = [*_WORDS, '--all', '--write']
 def test_only_what_is_missing_is_measured(stub, capsys):
   assert accelerator.main([*_WORDS, '--only', 'limits', 'decode']) == 0
   decodes = ['decode-0.5B-128', 'decode-0.5B-256']
-  # Later pieces must be measured on the device of the first.
-  assert stub.run == [('limits', []), *((x, ['a device']) for x in decodes)]
+  assert stub.run == ['limits', *decodes]
   stub.run.clear()
   stub.codes['step-0.5B'] = 70
   assert accelerator.main(_ALL) == 70
   updates = [f'update-0.5B-{x}' for x in ('packed', 'tiles', 'padded')]
-  assert [name for name, _ in stub.run] == [*updates, 'step-0.5B']
+  assert stub.run == [*updates, 'step-0.5B']
   assert stub.page.read_text() == _PAGE
   assert 'pieces are missing' in capsys.readouterr().err
   stub.codes.clear()
@@ -133,17 +132,15 @@ def test_a_table_needs_all_figures_of_one_accelerator(stub, tmp_path, capsys):
   assert stub.page.read_text() == _PAGE
 
 
-def test_a_piece_is_not_measured_in_vain(stub, tmp_path, capsys):
-  piece = [*_WORDS, '--all', '--piece=limits']
-  _refused([*piece, '--write'], 'these are of a cpu', capsys)
-  words = [*piece, '--devices', 'another']
-  _refused(words, 'has one device, not another and cpu', capsys)
-  stub.codes['limits'] = 2  # then no other piece is begun
-  assert accelerator.main(_ALL) == 2
-  assert len(stub.run) == 1
+def test_pieces_of_two_devices_are_not_mixed(stub, capsys):
+  only = [*_WORDS, '--only']
+  assert accelerator.main([*only, 'limits']) == 0
+  stub.device = 'another'
+  _refused([*only, 'step'], 'has one device, not a device and another', capsys)
+  assert stub.run == ['limits', 'step-0.5B']
 
 
-@pytest.mark.parametrize(('returned', 'code'), [(None, 75), (1, 70), (2, 2)])
+@pytest.mark.parametrize(('returned', 'code'), [(None, 75), (1, 70)])
 def test_the_exit_code_says_whether_to_go_on(
   returned, code, monkeypatch, tmp_path
 ):
@@ -164,22 +161,6 @@ def test_times_that_make_no_sense_are_measured_again():
   assert found == (4.0, 2.0)
   with pytest.raises(RuntimeError, match='3 s with short turns and 2.5 s with'):
     accelerator_engine.parts_of(lambda: (3.0, 2.5), 1 / 4)
-
-
-@pytest.mark.parametrize(
-  ('words', 'message'),
-  [
-    (['--folder=x'], 'one of the arguments --all --only is required'),
-    (['--all', '--folder=/proc/x'], '--folder=/proc/x: '),
-    (['--all', '--rows=0'], "--rows: '0' is not an integer above 0"),
-    (['--all', '--length=-1'], "--length: '-1' is not an integer above 0"),
-    (['--all', '--decode_rows', '4', 'x'], "--decode_rows: 'x' is not an "),
-  ],
-)
-def test_a_bad_command_is_an_error(words, message, capsys):
-  with pytest.raises(SystemExit, match='^2$'):
-    accelerator.main(words)
-  assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

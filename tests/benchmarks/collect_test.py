@@ -127,12 +127,8 @@ def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-  ('peer', 'goal', 'cut_at'),
-  [('generate', 5, 8), ('original', 8, 20)],  # beyond what ours may write
-)
-def test_a_peer_writes_the_same(policy, loop, small, peer, goal, cut_at):
+def test_a_peer_writes_the_same(policy, loop, small):
   pytest.importorskip('torch', exc_type=ImportError)
-  report = collect.against(peer, policy, loop, rows=4, repeats=2, cut_at=cut_at)
-  assert re.search(rf'^{peer} / ours: \d\S+ .* least {goal}', report, re.M)
+  report = collect.generate(policy, loop, rows=4, repeats=2)
+  assert re.search(r'^generate / ours: \d\S+ .* least 5', report, re.M)
   assert re.search(r'^torch .*: \d threads, batches of 4 rows', report, re.M)

@@ -9,7 +9,6 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PAGE = (_ROOT / 'docs' / 'benchmarks.md').read_text(encoding='utf-8')
 _WITH_TORCH = (
-  'benchmarks.policy_loss',
   'benchmarks.torch_update',
   'benchmarks.vocabulary',
 )
@@ -62,8 +61,9 @@ def test_each_has_help_and_the_flag_of_the_page(name, capsys):
 
 
 def test_a_benchmark_prints_the_machine_and_the_sizes(capsys):
-  main = importlib.import_module('benchmarks.turn_sums').main
-  main(['--rows=2', '--length=64', '--turns=2', '--repeats=2'])
+  retrieval = importlib.import_module('benchmarks.retrieval')
+  flags = ['--passages=300', '--repeats=2', '--only', 'search']
+  retrieval.main(flags)
   output = capsys.readouterr().out
-  assert 'float32 [2, 64], 2 turns' in output and 'jax ' in output
+  assert 'over 300 passages' in output and 'jax ' in output
   assert output.rstrip().splitlines()[-1].startswith(('undist', 'NOT A RESULT'))

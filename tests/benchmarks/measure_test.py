@@ -2,7 +2,6 @@
 
 import os
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,24 +42,6 @@ def test_rounds_alternate_and_only_run_is_repeated():
   ] * 2 + ['two']
 
 
-def test_few_repeats_are_refused():
-  with pytest.raises(ValueError, match='repeats=1: must be 2 or greater'):
-    measure.interleave({'one': measure.Case(int)}, repeats=1)
-
-
-def test_once_returns_what_was_returned():
-  seconds, result = measure.once(measure.Case(lambda: 5))
-  assert seconds >= 0 and result == 5
-  _, result = measure.once(measure.Case(lambda x: x + 1, lambda: 1))
-  assert result == 2
-
-
-def test_compiling_is_timed_apart():
-  doubled = measure.compiled(lambda x: 2 * x, jnp.float32(3))
-  assert doubled.seconds > 0
-  assert doubled.case(jnp.float32(4)).run() == 8
-
-
 def test_quotients_are_formed_within_a_round():
   below = np.array([1.0, 10.0, 1.0, 2.0, 1.0])
   quotient = measure.quotient(3 * below, below)
@@ -80,21 +61,6 @@ def test_a_busy_machine_is_reported():
   busy = np.array([1, 1, 5, 9])
   verdict = measure.verdict({'a': calm, ('b', 'c'): busy, 'd': busy})
   assert verdict.startswith('NOT A RESULT') and verdict.endswith('for b c, d')
-
-
-def test_the_table_is_markdown():
-  assert measure.table(('a', 'bcd'), [('efg', 'h')]).splitlines() == [
-    '| a   | bcd |',
-    '| --- | --- |',
-    '| efg | h   |',
-  ]
-
-
-def test_the_environment_is_printed(monkeypatch):
-  monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
-  text = measure.environment(torch='9.9')
-  assert 'jax ' in text and 'torch 9.9' in text and 'cores' in text
-  assert 'XLA_FLAGS=--xla_cpu_enable_fast_math=false' in text
 
 
 def test_batches_have_every_turn_in_order():

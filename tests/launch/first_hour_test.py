@@ -62,7 +62,7 @@ def test_a_failed_check_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
   monkeypatch.setattr(first_hour, 'CHECKS', [fails, first_hour.devices])
   code, lines = _report(tmp_path)
   assert code == 70
-  assert 'no bucket' in lines['fails']['found']
+  assert 'no bucket' in lines['fails, host 0']['found']
   assert 'hosts' in lines
 
 
@@ -70,18 +70,22 @@ class _TwoHosts(hosts_lib.Hosts):
   """The first of two hosts, the second of which could not measure rates."""
 
   def exchange(self, what, value, *, timeout=None):
-    theirs = [['rates', 'OSError: no memory', 'no error', '']]
-    return [value, theirs if what == 'errors' else value]
+    theirs = [['rates, host {host}', 'OSError: no memory', 'no error', '']]
+    return [value, theirs if what == 'rates' else value]
 
 
 def test_the_errors_of_other_hosts_are_told(tmp_path, monkeypatch):
+  def rates(subject):
+    yield first_hour.Line('product', 1.0)
+
   hosts = _TwoHosts(0, ['a', 'b'])
   joined = lambda place: contextlib.nullcontext(hosts)
   monkeypatch.setattr(distributed, 'joined', joined)
-  monkeypatch.setattr(first_hour, 'CHECKS', [first_hour.devices])
+  monkeypatch.setattr(first_hour, 'CHECKS', [first_hour.devices, rates])
   code, lines = _report(tmp_path)
   assert code == 70
   assert 'no memory' in lines['rates, host 1']['found']
+  assert 'hosts, host 1' not in lines
 
 
 def test_a_workdir_that_cannot_be_written_is_a_failed_check(
@@ -91,7 +95,7 @@ def test_a_workdir_that_cannot_be_written_is_a_failed_check(
   (tmp_path / 'first_hour').write_text('no folder')
   code, lines = _report(tmp_path)
   assert code == 70
-  assert 'FileExistsError' in lines['workdir, host 0']['found']
+  assert 'FileExistsError' in lines['storage, host 0']['found']
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ _FLAGS = {
     *('subnetwork', 'service-account', *_WHERE),
   ),
   'compute tpus queued-resources describe': _WHERE,
-  'compute tpus queued-resources list': _WHERE,
   'compute tpus queued-resources delete': (*_WHERE, 'force', 'quiet', 'async'),
 }
 
@@ -299,11 +298,6 @@ def _delete(words, flags):
   kill(f'{words[0]}-w-')
 
 
-def _list(words, flags):
-  paths = sorted((CLOUD / 'slices').glob('*.json'))
-  print(json.dumps([json.loads(path.read_text()) for path in paths]))
-
-
 _TPUS = 'compute tpus queued-resources'
 _COMMANDS = {
   'storage cat': _cat,
@@ -312,7 +306,6 @@ _COMMANDS = {
   f'{_TPUS} create': _create,
   f'{_TPUS} describe': _describe,
   f'{_TPUS} delete': _delete,
-  f'{_TPUS} list': _list,
 }
 
 if __name__ == '__main__':

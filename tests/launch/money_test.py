@@ -121,6 +121,25 @@ def test_a_run_that_ends_leaves_no_slice(google):
   assert google.slices == {} and google.record()['reason'] == 'ended'
 
 
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_launcher_deletes_the_slice_if_told_to(google, number):
+  def interrupt():
+    raise KeyboardInterrupt(number)
+
+  google.pauses = [interrupt]
+  code = submit.main([*_FLAGS, '--on_interrupt=delete'])
+  assert code == (130 if number == signal.SIGINT else 75)
+  assert google.slices == {}
+
+
+def test_stop_ends_the_run_for_who_follows_it(google, capsys):
+  google.pauses = [lambda: submit.main([*_FLAGS, '--stop']), lambda: None]
+  assert submit.main(_FLAGS) == 75
+  assert 'was stopped' in capsys.readouterr().out
+  assert google.slices == {} and google.record()['reason'] == 'stopped'
+  assert len([x for x in google.calls if ' create ' in x]) == 1
+
+
 def test_a_terminal_that_is_gone_keeps_the_slice(google, monkeypatch):
   def broken(*args, **kwargs):
     raise OSError(5, 'Input/output error')

@@ -150,20 +150,6 @@ def test_two_submissions_of_one_folder_share_a_slice_or_are_refused(box):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_launcher_deletes_the_slice_if_it_is_told_to(
-  box, number
-):
-  box.rules(seconds='600')
-  process = box.submit('--on_interrupt=delete')
-  box_lib.wait(lambda: 'running' in _state(box))
-  process.send_signal(number)
-  code, _ = _end(process)
-  assert code == (130 if number == signal.SIGINT else 75)
-  assert box.slices() == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(('answer', 'left'), [('n', 0), ('', 1)])
 def test_at_a_terminal_it_is_asked_whether_to_keep_the_slice(box, answer, left):
   box.rules(seconds='600')
@@ -177,18 +163,6 @@ def test_at_a_terminal_it_is_asked_whether_to_keep_the_slice(box, answer, left):
   os.close(theirs)
   assert code == 130 and 'Keep the slice' in out
   assert len(box.slices()) == left
-
-
-@pytest.mark.slow
-def test_stop_ends_the_run_for_who_follows_it(box):
-  box.rules(seconds='600')
-  process = box.submit('--watch')
-  box_lib.wait(lambda: 'running' in _state(box))
-  assert _end(box.submit('--stop'))[0] == 0
-  code, out = _end(process)
-  assert code == 75 and 'was stopped' in out
-  assert box.slices() == []
-  assert len(box.calls('compute tpus queued-resources create')) == 1
 
 
 @pytest.mark.slow
@@ -216,25 +190,9 @@ def test_the_budget_holds_though_nobody_follows(box):
   assert not (box.bucket / 'runs' / 'one' / 'launched').exists()
 
 
-@pytest.mark.slow
-def test_reap_deletes_what_has_ended(box):
-  box.rules(seconds='600')
-  kept, lost = box.submit(), box.submit(workdir='gs://lab/runs/two')
-  for run in ('one', 'two'):
-    box_lib.wait(lambda run=run: 'running' in _state(box, run=run))
-  for process in (kept, lost):
-    process.kill()
-  name = next(x for x in box.slices() if 'two' in x)
-  box.preempt(name)
-  code, out = _end(box.submit('--reap'))
-  assert code == 0 and f'{name}: SUSPENDED; deleted' in out
-  (left,) = box.slices()
-  assert f'{left}: ACTIVE; ' in out and 'kept' in out
-
-
-def _state(box, number=1, run='one'):
+def _state(box, number=1):
   """Returns what the workers of a slice have said."""
-  paths = box.bucket.glob(f'runs/{run}.launch/{number:04d}/state-*')
+  paths = box.bucket.glob(f'runs/one.launch/{number:04d}/state-*')
   return ''.join(x.read_text() for x in paths)
 
 

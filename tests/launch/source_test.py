@@ -48,17 +48,6 @@ def here(tmp_path, monkeypatch):
   return folder
 
 
-def _submit(here, *words):
-  """Returns what a launcher prints, as a process in a folder."""
-  return subprocess.run(
-    [sys.executable, '-m', 'launch.submit', *words],
-    cwd=here,
-    env=os.environ | {'PYTHONPATH': str(runs.REPO)},
-    capture_output=True,
-    text=True,
-  )
-
-
 _JOBSET = [
   *('jobset', '--image=i', '--accelerator=tpu-v6e-slice', '--topology=4x4'),
   '--workdir=gs://lab/run',

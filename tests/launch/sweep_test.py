@@ -2,8 +2,6 @@
 
 import json
 import os
-import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -293,25 +291,6 @@ def test_a_wrong_grid_is_refused(tmp_path, source, expected, capsys):
 
 
 @pytest.mark.parametrize(
-  ('flags', 'expected'),
-  [
-    (['--out=a'], '--config: missing'),
-    (['--config=/no.py', '--out=a'], '--config=/no.py: no such file'),
-    (
-      ['--config=a', '--out=b', '--on=moon'],
-      '--on=moon: must be one of local, slurm',
-    ),
-    (['--config=a', '--out=b', '--jobs=0'], '--jobs=0: must be a positive'),
-    (['--config=a', '--out=b', '--gpus=8'], '--gpus=8: unknown flag'),
-  ],
-)
-def test_wrong_flags_are_refused(flags, expected, capsys):
-  assert sweep.main(flags) == 2
-  err = capsys.readouterr().err
-  assert expected in err and err.count('\n') == 1
-
-
-@pytest.mark.parametrize(
   ('flags', 'problem'),
   [
     (['--out=gs://lab/grid'], '--out=gs://lab/grid: must be a folder of this'),
@@ -345,15 +324,6 @@ def test_the_sweep_of_the_paper_has_paired_seeds(name):
   assert sum(map(len, seeds.values())) == len(grid)
 
 
-def _descendants(pid):
-  """Returns the numbers of all processes that a process has started."""
-  found = []
-  for path in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
-    for child in path.read_text().split():
-      found += [int(child), *_descendants(child)]
-  return found
-
-
 def test_a_run_with_a_size_has_a_plain_name(tmp_path):
   path = tmp_path / 'grid.py'
   path.write_text(_GRID.replace("'token_ppo', 'st_ppo'", "'gspo,7b', '7b'"))
@@ -365,50 +335,3 @@ def test_a_run_with_a_size_has_a_plain_name(tmp_path):
     '7b-seed1',
   ]
   assert found['gspo-7b-seed0'][0] == f'--config={path}:gspo,7b'
-
-
-@pytest.mark.slow
-def test_a_killed_sweep_of_the_paper_repeats_no_run(tmp_path):
-  """Four algorithms with three seeds each; everything is killed in between."""
-  path, out = tmp_path / 'grid.py', tmp_path / 'out'
-  path.write_text(
-    _GRID.replace(
-      "'token_ppo', ", "'token_ppo', 's_ppo', 'turn_ppo', "
-    ).replace('[0, 1]', '[0, 1, 2]')
-  )
-  names = set(sweep.grid(str(path)))
-  assert len(names) == 12
-  words = [sys.executable, '-m', 'launch.sweep', f'--config={path}']
-  words += [f'--out={out}', '--jobs=2', *runs.flags(num_steps=2)[1:]]
-  # The programs are those of the tests that train in this process.
-  environment = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
-
-  def start():
-    return subprocess.Popen(words, cwd=runs.REPO, env=environment)
-
-  def finished():
-    found = set()
-    for name in names:
-      try:
-        state = run_state.read(out / name).state
-      except run_state.NoRun:
-        continue
-      if state == run_state.FINISHED:
-        found.add(name)
-    return found
-
-  process = start()
-  _wait(lambda: len(finished()) >= 3, seconds=1200)
-  process.send_signal(signal.SIGSTOP)  # no other run starts meanwhile
-  for pid in [process.pid, *_descendants(process.pid)]:
-    os.kill(pid, signal.SIGKILL)
-  process.wait(timeout=60)
-  files = {
-    path: path.stat().st_mtime_ns
-    for name in finished()
-    for path in (out / name).rglob('*')
-  }
-  assert files and finished() != names
-  assert start().wait(timeout=3600) == 0
-  assert finished() == names
-  assert files == {path: path.stat().st_mtime_ns for path in files}

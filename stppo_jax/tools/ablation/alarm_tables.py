@@ -53,7 +53,7 @@ class Rings(NamedTuple):
 
 def is_table(name: str) -> bool:
   """Returns whether a name is that of the table of a study."""
-  return name.endswith('.csv')
+  return name.endswith(('.csv', '.csv.gz'))
 
 
 def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:

@@ -4,7 +4,8 @@
 
 `settings` is a digest of the arm's config. Lines of another digest are never
 compared with, nor added to, those of an arm. A cell is empty where a step has
-no such number, or one that is not finite.
+no such number, or one that is not finite. A file whose name ends with `.gz` is
+compressed.
 """
 
 from collections.abc import Iterable
@@ -16,10 +17,12 @@ import csv
 import dataclasses
 import fcntl
 import functools
+import gzip
 import io
 import math
 import os
 import pathlib
+import zlib
 
 import numpy as np
 
@@ -160,17 +163,21 @@ def read(path: pathlib.Path) -> list[Run]:
     return _read(path)
   except FileNotFoundError:
     return []
-  except OSError as error:
-    raise exits.Misconfigured(f'{path}: {error.strerror}') from error
-  except (UnicodeDecodeError, csv.Error) as error:
+  except (
+    *(UnicodeDecodeError, csv.Error),
+    *(gzip.BadGzipFile, EOFError, zlib.error),
+  ) as error:
     raise exits.Misconfigured(
       f'{path}: not a table of ablate: {error}'
     ) from error
+  except OSError as error:
+    raise exits.Misconfigured(f'{path}: {error.strerror}') from error
 
 
 def _read(path: pathlib.Path) -> list[Run]:
   lines: dict[tuple[str, str, int, str], list[list[float]]] = {}
-  with open(path, encoding='utf-8', newline='') as file:
+  opened = gzip.open if path.suffix == '.gz' else open
+  with opened(path, 'rt', encoding='utf-8', newline='') as file:
     reader = csv.reader(file)
     head = next(reader, [])
     names = head[len(_KEYS) :]
@@ -261,7 +268,10 @@ def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
     table = np.array([run.columns[name] for name in COLUMNS]).T
     for step, values in enumerate(table):
       writer.writerow([*start, step, *map(_text, values)])
-  atomic_files.replace(path, text.getvalue().encode())
+  data = text.getvalue().encode()
+  if path.suffix == '.gz':
+    data = gzip.compress(data, mtime=0)  # equal tables are equal files
+  atomic_files.replace(path, data)
 
 
 def _text(value: float) -> str:

@@ -17,7 +17,10 @@ _TEXT = make_collapse.PAGE.read_text(encoding='utf-8')
 
 
 def test_every_file_is_the_table_of_a_study():
-  files = {path.stem for path in make_collapse.TABLES.glob('*.csv')}
+  files = {
+    path.name.removesuffix('.csv.gz')
+    for path in make_collapse.TABLES.glob('*.csv.gz')
+  }
   assert files <= set(_STUDIES)
   pictures = {path.name for path in make_collapse.TABLES.glob('*.png')}
   kinds = ('success', 'inside')
@@ -27,7 +30,7 @@ def test_every_file_is_the_table_of_a_study():
 @pytest.mark.parametrize('name', _STUDIES)
 def test_the_runs_of_a_file_are_those_of_its_study(name):
   study = _STUDIES[name]
-  path = make_collapse.TABLES / f'{name}.csv'
+  path = make_collapse.TABLES / f'{name}.csv.gz'
   runs = results.read(path)
   digests = {run.key: run.settings for run in runs}
   assert set(digests) <= {arm.key for arm in study.arms}
@@ -44,7 +47,7 @@ def test_the_runs_of_a_file_are_those_of_its_study(name):
 
 def test_each_seed_has_a_larger_area_with_two_to_four_steps_of_staleness():
   # The tables have no differences between groups.
-  runs = results.read(make_collapse.TABLES / 'staleness.csv')
+  runs = results.read(make_collapse.TABLES / 'staleness.csv.gz')
   areas = {(*run.key, run.seed): run.per_step('success').mean() for run in runs}
   for (group, arm, seed), area in areas.items():
     if group in ('staleness 2', 'staleness 3', 'staleness 4'):
@@ -53,7 +56,7 @@ def test_each_seed_has_a_larger_area_with_two_to_four_steps_of_staleness():
 
 def test_what_the_page_says_of_each_seed_of_the_length_of_turns():
   # The tables have means over seeds only.
-  runs = results.read(make_collapse.TABLES / 'turn_length.csv')
+  runs = results.read(make_collapse.TABLES / 'turn_length.csv.gz')
   lengths = ('10 tokens', '30 tokens', '60 tokens')
   by_key = {(*run.key, run.seed): run for run in runs}
 
@@ -90,7 +93,7 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
   arm, mean, larger
 ):
   # The tables have the three seeds of the choice, too.
-  runs = results.read(make_collapse.TABLES / 'correction_seeds.csv')
+  runs = results.read(make_collapse.TABLES / 'correction_seeds.csv.gz')
   areas = {(run.arm, run.seed): run.per_step('success').mean() for run in runs}
   found = np.array(
     [areas[arm, seed] - areas['turn_ppo', seed] for seed in range(3, 8)]
@@ -127,7 +130,7 @@ def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
     {name: factor * x for name, x in default.items()}
     for factor in (1 - 1e-5, 1 + 1e-5)
   )
-  for path in make_collapse.TABLES.glob('*.csv'):
+  for path in make_collapse.TABLES.glob('*.csv.gz'):
     for run in results.read(path):
       recorded = alarm_tables.of_table(run)
       one = alarm_tables.of_table(run, one_side)
@@ -139,17 +142,23 @@ def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
         assert set.intersection(*either) <= set(steps) <= set.union(*either)
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path):
+@pytest.mark.parametrize('ending', ['csv', 'csv.gz'])
+def test_a_table_is_read_as_it_was_written(ending, tmp_path):
   values = np.array([np.nan, 0.25, 1 / 3, np.inf, 1e-12])
   columns = {name: results.rounded(values) for name in results.COLUMNS}
   run = results.Run('a, b', 'st_ppo', 7, 'x', columns)
-  path = tmp_path / 'table.csv'
+  path = tmp_path / f'table.{ending}'
   results.write(path, [run])
   (found,) = results.read(path)
   assert (*found.key, found.seed, found.settings) == ('a, b', 'st_ppo', 7, 'x')
   expected = [np.nan, 0.25, 0.33333, np.nan, 1e-12]
   for column in found.columns.values():
     np.testing.assert_array_equal(column, expected)
+  if ending == 'csv.gz':
+    path.write_bytes(path.read_bytes()[:-9])  # its end is missing
+    with pytest.raises(exits.Misconfigured, match='not a table of ablate'):
+      results.read(path)
+    return
   # One line is missing: the run is damaged.
   lines = path.read_text().splitlines(keepends=True)
   path.write_text(''.join([*lines[:3], *lines[4:]]))
