@@ -21,6 +21,7 @@ from benchmarks import measure
 from benchmarks import torch_reference
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import segments
 
 PARITY = 1e-6  # relative to the loss, and to the gradient's largest entry
 HEADER = (
@@ -49,9 +50,7 @@ ALGORITHMS = {
 }
 
 
-def compile_ours(
-  name, batch, logprobs_BL, entropy_BL, num_turns, implementation
-):
+def compile_ours(name, batch, logprobs_BL, entropy_BL, num_turns):
   """Returns the compiled program and its arguments, on the device."""
 
   def loss(logprobs_BL, entropy_BL, algorithm, batch):
@@ -62,7 +61,6 @@ def compile_ours(
       batch,
       entropy_coefficient=torch_reference.ENTROPY_COEFFICIENT,
       num_turns=num_turns,
-      implementation=implementation,
     ).loss
 
   algorithm = algorithm_lib.build_algorithm(algorithms.ALGORITHMS[name])
@@ -108,14 +106,7 @@ def _assert_parity(ours, theirs, name):
   )
 
 
-def run(
-  rows: int,
-  length: int,
-  num_turns: int,
-  *,
-  repeats: int,
-  implementation: str = 'auto',
-) -> str:
+def run(rows: int, length: int, num_turns: int, *, repeats: int) -> str:
   """Returns the table, compile times and whether the times can be trusted.
 
   Raises:
@@ -127,7 +118,7 @@ def run(
   lines, compiling, timed = [], [], {}
   for name, setting in ALGORITHMS.items():
     data = (batch, logprobs_BL, entropy_BL, num_turns)
-    ours, arguments = compile_ours(name, *data, implementation)
+    ours, arguments = compile_ours(name, *data)
     compiling.append(f'{name} {ours.seconds:.2f}')
     cases = {'ours': ours.case(*arguments)}
     for form, turn_means in setting.turn_means.items():
@@ -154,16 +145,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = measure.parser(
     'policy_loss', rows=64, length=4096, turns=16, repeats=9
   )
-  parser.add_argument('--implementation', default='auto')
+  parser.add_argument('--implementation', choices=segments.IMPLEMENTATIONS)
   flags = measure.start(parser, arguments, torch=torch.__version__)
   torch.set_num_threads(flags.cores)
+  if flags.implementation:
+    implementation = segments.IMPLEMENTATIONS[flags.implementation]
+    segments.choose = lambda num_segments: implementation
   print(
     f'loss and gradient, float32 [{flags.rows}, {flags.length}], '
     f'{flags.turns} turns; ms: median (least-greatest) of {flags.repeats}, '
     'quotient: median (middle half)\n'
   )
   sizes = flags.rows, flags.length, flags.turns
-  print(run(*sizes, repeats=flags.repeats, implementation=flags.implementation))
+  print(run(*sizes, repeats=flags.repeats))
 
 
 if __name__ == '__main__':

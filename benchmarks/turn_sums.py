@@ -71,17 +71,8 @@ def prefix_sums(x_BL: Array, ids_BL: Array, num_turns: int) -> Array:
   return jnp.diff(jnp.take_along_axis(running_BL, bounds_B, axis=1), axis=1)
 
 
-def _ours(x_BL, ids_BL, num_turns, *, implementation):
-  return segments_lib.segment_totals(
-    x_BL,
-    segments_lib.Segments(ids_BL, num_turns),
-    implementation=implementation,
-  )
-
-
 FORMS: dict[str, Callable[[Array, Array, int], Array]] = {
-  name: functools.partial(_ours, implementation=name)
-  for name in segments_lib.IMPLEMENTATIONS
+  name: form.totals for name, form in segments_lib.IMPLEMENTATIONS.items()
 } | {'one_hot': one_hot, 'prefix_sums': prefix_sums}
 
 

@@ -82,8 +82,15 @@ class Algorithm(options.Options):
     yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
     yield bounds.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective
+    for _, choice, chosen in self.corrections():
+      yield choice, chosen
+
+  def corrections(
+    self,
+  ) -> Iterator[tuple[str, options.Choice, options.Options]]:
+    """Yields name, table entry and options of the selected corrections."""
     for name in self.correction.names:
-      yield corrections.CORRECTIONS[name], getattr(self.correction, name)
+      yield name, corrections.CORRECTIONS[name], getattr(self.correction, name)
 
   @property
   def divides_by_bias_norm(self) -> bool:

@@ -81,7 +81,6 @@ def by_length(
     context.batch,
     context.advantages_BL.dtype,
     num_turns=context.num_turns,
-    implementation=context.implementation,
   )
   scale_BL = jnp.where(context.mask_BL, share_BL, 1) ** exponent
   return 1 - clip_low * scale_BL, 1 + clip_high * scale_BL
@@ -239,7 +238,6 @@ def _mean_entropy(context: LossContext, **options) -> Array:
     context.batch,
     context.entropy_BL.dtype,
     num_turns=context.num_turns,
-    implementation=context.implementation,
   )
   return masking.divide(jnp.sum(weights_BL * context.entropy_BL), count)
 

@@ -86,7 +86,6 @@ def policy_diagnostics(
   batch: batch_lib.TokenBatch,
   *,
   num_turns: int,
-  implementation: str = 'auto',
 ) -> Diagnostics:
   """Returns the diagnostics of one microbatch.
 
@@ -97,7 +96,6 @@ def policy_diagnostics(
     entropy_BL: the policy's entropy at each token in nats.
     batch: the microbatch, with old log-probabilities and advantages.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
   """
   assert batch.old_logprobs_BL is not None
   assert batch.advantages_BL is not None
@@ -113,12 +111,7 @@ def policy_diagnostics(
 
   def by_turn(event_BL):
     counted_BL = masking.select(event_BL.astype(log_ratio_BL.dtype), mask_BL)
-    return jnp.sum(
-      segments_lib.segment_totals(
-        counted_BL, turns, implementation=implementation
-      ),
-      axis=0,
-    )
+    return jnp.sum(segments_lib.segment_totals(counted_BL, turns), axis=0)
 
   sums = {
     'tokens': jnp.sum(mask_BL, dtype=log_ratio_BL.dtype),
@@ -141,7 +134,6 @@ def policy_diagnostics(
         gradient='segment',
         reduce=algorithm.ratio.reduce,
         num_turns=num_turns,
-        implementation=implementation,
       )
     )
     # Sums of r - 1: from sums of r the variance of ratios near 1 would be lost
@@ -332,7 +324,7 @@ def mismatch(
 
 
 def mismatch_of_segments(
-  batch: batch_lib.TokenBatch, *, num_turns: int, implementation: str = 'auto'
+  batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> dict[str, Array]:
   """Returns k of turns and of trajectories, before any truncation, as scalars.
 
@@ -348,7 +340,6 @@ def mismatch_of_segments(
   Args:
     batch: the batch, with the log-probabilities of trainer and sampler.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
   """
   mask_BL = batch.loss_mask_BL
   old_BL, sampler_BL = batch.old_logprobs_BL, batch.sampler_logprobs_BL
@@ -357,19 +348,14 @@ def mismatch_of_segments(
   metrics = {}
   for level in ('turn', 'sequence'):
     segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
-    totals_BT = segments_lib.segment_totals(
-      log_k_BL, segments, implementation=implementation
-    )
-    counts_BT = segments_lib.segment_counts(
-      segments, log_k_BL.dtype, implementation=implementation
-    )
+    totals_BT = segments_lib.segment_totals(log_k_BL, segments)
+    counts_BT = segments_lib.segment_counts(segments, log_k_BL.dtype)
     means_BT = masking.divide(totals_BT, counts_BT)
     # Not by `ratios.level_log_ratio`, which clips log k.
     for reduce, log_BT in {'mean': means_BT, 'sum': totals_BT}.items():
       k_BL = segments_lib.segment_spread(
         jnp.exp(jnp.minimum(log_BT, LOG_WEIGHT_LIMIT)),
         segments,
-        implementation=implementation,
       )
       name = f'mismatch/{level}/{reduce}/weight_raw'
       metrics[f'{name}_mean'] = masking.masked_mean(k_BL, mask_BL)

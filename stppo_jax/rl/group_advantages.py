@@ -147,16 +147,12 @@ def turn_group(
   last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
   turn_B, _ = _rows(masking.select(rewards_BL, ~last_BL), batch)
-  turn_BL = gae_lib.turns_so_far(batch)
-  early_BL = turn_BL < jnp.max(turn_BL, axis=1, keepdims=True)
-  return _to_tokens(
-    masking.standardized(outcome_B, pairs_BB, epsilon), batch
-  ) + masking.select(
-    _to_tokens(
-      turn_weight * masking.standardized(turn_B, pairs_BB, epsilon), batch
-    ),
-    early_BL,
-  )
+  number_BL = gae_lib.turns_so_far(batch)
+  early_BL = number_BL < jnp.max(number_BL, axis=1, keepdims=True)
+  outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
+  turn_B = turn_weight * masking.standardized(turn_B, pairs_BB, epsilon)
+  outcome_BL, turn_BL = (_to_tokens(x_B, batch) for x_B in (outcome_B, turn_B))
+  return outcome_BL + masking.select(turn_BL, early_BL)
 
 
 @options_lib.dataclass
@@ -193,7 +189,7 @@ def turn_leave_one_out(
   docs/turn_baselines.md derives by how much. gamma is the discount per turn.
   """
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  to_go_BT = gae_lib.to_go(rewards_BT, present_BT, gamma)
+  to_go_BT = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma)
   _, pairs_BB = _rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
@@ -262,7 +258,7 @@ def turn_index(
   last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  number_BT = gae_lib.to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
+  number_BT = gae_lib.rewards_to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
   early_BT = present_BT & (number_BT > 1)  # the last turn has the number 1
   z_TB = jax.lax.map(
     lambda turn: masking.standardized(
@@ -270,11 +266,12 @@ def turn_index(
     ),
     (rewards_BT.T, early_BT.T),
   )
-  total_BT = masking.select(gae_lib.to_go(z_TB.T, early_BT, gamma), early_BT)
-  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
-  outcome_BL = _to_tokens(
-    masking.standardized(outcome_B, pairs_BB, epsilon), batch
+  total_BT = masking.select(
+    gae_lib.rewards_to_go(z_TB.T, early_BT, gamma), early_BT
   )
+  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
+  outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
+  outcome_BL = _to_tokens(outcome_B, batch)
   return outcome_BL + turn_weight * gae_lib.turns_to_tokens(scaled_BT, batch)
 
 
@@ -342,12 +339,8 @@ def gigpo(
       code), or once ('per_trajectory', Eq. 3 of the paper).
     epsilon: added to the standard deviation.
     num_turns: static, the most turns a row can have.
-
-  Raises:
-    ValueError: the batch has no state ids.
   """
-  if batch.state_ids_BL is None:
-    raise ValueError('the estimator gigpo needs state_ids_BL')
+  assert batch.state_ids_BL is not None
   normalization = masking.NORMALIZATIONS[normalize]
   reward_B, pairs_BB = _rows(rewards_BL, batch)
   rewards_BT, present_BT, turns = gae_lib.by_turn(rewards_BL, batch, num_turns)
@@ -355,7 +348,7 @@ def gigpo(
     batch.state_ids_BL, segments_lib.segment_starts(turns)
   )
   states_BT = segments_lib.segment_totals(states_BL, turns)
-  to_go = gae_lib.to_go(rewards_BT, present_BT, gamma).reshape(-1)
+  to_go = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma).reshape(-1)
   present = present_BT.reshape(-1)
   group_ids = jnp.repeat(batch.group_ids_B, num_turns)
   # State ids start anew with every question, so that equal ids mean the same
