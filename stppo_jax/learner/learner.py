@@ -242,6 +242,8 @@ class Learner:
     All hosts learn the sizes of all rows. That is a program, which would wait
     for the updates before it, so it runs once for a batch.
     """
+    # A weak reference, so that the arrays of a step are freed before those of
+    # the next one are made.
     of, found = self._sized
     if of() is not batch:
       found = jax.device_get(self.programs.sizes(batch))
@@ -298,6 +300,7 @@ class Learner:
     )
     packed = self._packed(batch, rows)
     details = self.programs.token_details(state, batch, packed, self.algorithm)
+    # Back to the order of the rows, in which those of a host are adjacent.
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 

@@ -41,6 +41,8 @@ def choose_rows(
     int32: equally many rows of each host, one host after the other. Their
     number is a multiple of num_devices.
   """
+  # The fewest rows of each host that all devices can share equally; if none is
+  # enough, all rows.
   size = num_rows // num_hosts
   for each in range(min(count, size), size):
     if each * num_hosts % num_devices == 0:

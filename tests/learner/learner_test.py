@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks import learners
-from stppo_jax.learner import learner as learner_lib
 from stppo_jax.tools.plan import lowering
-from stppo_jax.training import components
-from stppo_jax.training import model_files
 from tests import compilations
 from tests.training import runs
 
@@ -18,11 +15,7 @@ _WARM_STEPS = 3
 @pytest.fixture(scope='module')
 def learner():
   config = runs.config(loss__value_warmup_steps=_WARM_STEPS)
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  return learner_lib.Learner(config, shape, mesh)
+  return runs.learner(config)
 
 
 @pytest.fixture(scope='module')
@@ -90,11 +83,7 @@ def test_a_copied_policy_outlives_the_updates(learner, packed):
 
 def test_a_checkpoint_contains_the_published_policies():
   config = runs.config(rollout__steps_ahead=2)
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  learner = learner_lib.Learner(config, shape, mesh)
+  learner = runs.learner(config)
   abstract = learner.abstract_state(learner.start())
   kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
   assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
@@ -154,11 +143,7 @@ def test_every_epoch_has_its_own_permutation():
     updates__minibatch_size=8,
     updates__num_epochs=2,
   )
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  learner = learner_lib.Learner(config, shape, mesh)
+  learner = runs.learner(config)
   orders = []
   for step in (0, 1):
     minibatches = learner.minibatches(32, step)
@@ -186,11 +171,7 @@ def test_policy_value_model_and_reference_start_alike(learner):
 
 def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   config = runs.config(model__reference_memory='host')
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  other = learner_lib.Learner(config, shape, mesh)
+  other = runs.learner(config)
   on_host = other.reference()
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
   assert kinds(on_host) == {'pinned_host'}
