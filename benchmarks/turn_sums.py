@@ -71,8 +71,13 @@ def prefix_sums(x_BL: Array, ids_BL: Array, num_turns: int) -> Array:
   return jnp.diff(jnp.take_along_axis(running_BL, bounds_B, axis=1), axis=1)
 
 
+def _ours(totals, x_BL, ids_BL, num_turns):
+  return totals(x_BL, ids_BL, num_turns)
+
+
 FORMS: dict[str, Callable[[Array, Array, int], Array]] = {
-  name: form.totals for name, form in segments_lib.IMPLEMENTATIONS.items()
+  name: functools.partial(_ours, form.totals)
+  for name, form in segments_lib.IMPLEMENTATIONS.items()
 } | {'one_hot': one_hot, 'prefix_sums': prefix_sums}
 
 

@@ -158,6 +158,8 @@ def gae_estimator(
       rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
     )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
+  # A turn's value is learned at its first token alone, while its return, like
+  # its advantage, stands at all of its policy tokens.
   if critic_tokens == 'policy':
     value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
   else:
@@ -358,6 +360,7 @@ def estimate_advantages(
   if name in estimator_needs.TURNS:
     options['num_turns'] = num_turns
   estimate = ADVANTAGES[name].function(rewards_BL, batch, **options)
+  # Whitened before the selection, because 'all' reads observation tokens, too.
   mask_BL = batch.loss_mask_BL
   white_BL = masking.WHITENS[whiten](estimate.advantages_BL, mask_BL)
   return dataclasses.replace(

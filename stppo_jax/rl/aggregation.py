@@ -56,10 +56,11 @@ def segment_weights(
     The weights [B, L], 1 / (tokens of the segment) and 0 off the mask, and the
     number of segments with a token.
   """
-  if level == 'token':
+  if level == 'token':  # no sums: a token is its own segment
     return _ones(batch, dtype), jnp.sum(batch.loss_mask_BL, dtype=dtype)
   segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
   counts_BT = segments_lib.segment_counts(segments, dtype)
+  # A segment without a token gets 0 from `divide`, and is not counted either.
   weights_BL = segments_lib.segment_spread(
     masking.divide(jnp.ones_like(counts_BT), counts_BT),
     segments,

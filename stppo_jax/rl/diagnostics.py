@@ -124,6 +124,8 @@ def policy_diagnostics(
     'low': total(jnp.broadcast_to(low, mask_BL.shape)),
     'high': total(jnp.broadcast_to(high, mask_BL.shape)),
   }
+  # Extrema start from infinities, so that a microbatch without tokens changes
+  # none of them; `summarize` shows 0 if no microbatch has any.
   minima, maxima, ratio_by_level = {}, {}, {}
   for level in _levels(batch):
     ratio_BL = ratio_by_level[level] = jnp.exp(
@@ -177,12 +179,15 @@ def _moments(total: float, squares: float, count: float) -> tuple[float, float]:
 
 def summarize(diagnostics: Diagnostics) -> dict[str, float]:
   """Returns the metrics as Python numbers; all are 0 without tokens."""
+  # In float64, because a variance is the small difference of two large numbers.
   sums, minima, maxima = jax.tree.map(
     lambda x: np.asarray(x, np.float64),
     (diagnostics.sums, diagnostics.minima, diagnostics.maxima),
   )
   tokens, tokens_T = float(sums['tokens']), sums['tokens_T']
   metrics = {}
+  # Turns that no row has are left out; the index of turn 1 is 0.
+  turns = [(turn, count) for turn, count in enumerate(tokens_T) if count]
   for level in minima:
     excess, variance = _moments(
       sums[f'{level}/excess'], sums[f'{level}/excess_squared'], tokens
@@ -194,21 +199,18 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
     metrics[f'{name}/min'] = float(minima[level]) if tokens else 0.0
     metrics[f'{name}/max'] = float(maxima[level]) if tokens else 0.0
     metrics[f'{name}/ess'] = _share(mean**2, mean**2 + variance)
-    for turn, count in enumerate(tokens_T, start=1):
-      if count:
-        _, own = _moments(
-          sums[f'{level}/excess_T'][turn - 1],
-          sums[f'{level}/excess_squared_T'][turn - 1],
-          count,
-        )
-        metrics[f'{name}/std/turn_{turn}'] = float(np.sqrt(own))
+    excess_T, squares_T = (
+      sums[f'{level}/{moment}_T'] for moment in ('excess', 'excess_squared')
+    )
+    for turn, count in turns:
+      _, own = _moments(excess_T[turn], squares_T[turn], count)
+      metrics[f'{name}/std/turn_{turn + 1}'] = float(np.sqrt(own))
     for side in ('low', 'high'):
       name = f'clipfrac/{level}/{side}'
       metrics[name] = _share(sums[f'{level}/{side}'], tokens)
-      for turn, count in enumerate(tokens_T, start=1):
-        if count:
-          outside = sums[f'{level}/{side}_T'][turn - 1]
-          metrics[f'{name}/turn_{turn}'] = _share(outside, count)
+      for turn, count in turns:
+        outside = sums[f'{level}/{side}_T'][turn]
+        metrics[f'{name}/turn_{turn + 1}'] = _share(outside, count)
   clipped = np.sqrt(_share(sums['clipped_squares'], sums['clipped_count']))
   kept = np.sqrt(_share(sums['kept_squares'], sums['kept_count']))
   return metrics | {

@@ -193,11 +193,15 @@ def turn_leave_one_out(
   _, pairs_BB = _rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
+  # Through the turns in order, so that a row that nobody follows into a turn
+  # keeps the baseline of the turn before.
   def following(carry, turn):
     baseline_B, known_B = carry
     to_go_B, present_B = turn
     total_B, count_B = masking.differences(to_go_B, others_BB & present_B[None])
     some_B = count_B > 0
+    # The mean of the others, from the mean difference to them: equal rewards
+    # then have an advantage of exactly 0.
     baseline_B = jnp.where(
       some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
     )
@@ -347,6 +351,7 @@ def gigpo(
   states_BL = masking.select(
     batch.state_ids_BL, segments_lib.segment_starts(turns)
   )
+  # Only the first token of a turn is summed, so the sum is the turn's state id.
   states_BT = segments_lib.segment_totals(states_BL, turns)
   to_go = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma).reshape(-1)
   present = present_BT.reshape(-1)
@@ -364,7 +369,8 @@ def gigpo(
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
     pairs = same & shifted.reshape(same.shape)
     advantage = normalization(to_go, pairs, epsilon)
-    # All w_h are divided by w_0, which leaves N_0 as it is.
+    # All w_h are divided by w_0, which leaves N_0 as it is. A turn without an
+    # equal has the advantage 0, and then this h must not weigh either.
     weight = masking.select((1 + before / 2) ** power, advantage != 0)
     return (pairs, total + weight * advantage, weights + weight), None
 

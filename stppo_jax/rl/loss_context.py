@@ -96,7 +96,7 @@ class LossContext:
   def mean(self, x_BL: Array, level: str) -> Array:
     """Returns for every token the mean of its segment; 0 off the mask."""
     x_BL = masking.select(x_BL, self.mask_BL)
-    if level == 'token':
+    if level == 'token':  # a token is the mean of itself
       return x_BL
     return segments_lib.segment_means(x_BL, self.segments(level))
 

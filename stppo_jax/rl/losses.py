@@ -184,6 +184,8 @@ def minibatch_statistics(
     batch,
     num_turns=num_turns,
   )
+  # Formed step by step, as in the loss: bounds read the normalised ratio, and
+  # objective and corrections read the bounds.
   context, _ = _context(
     algorithm, logprobs_BL, entropy_BL, batch, normalize, num_turns
   )
@@ -264,6 +266,8 @@ def policy_loss(
     **algorithm.objective.arguments(),
   )
 
+  # The terms are complete; what follows only weighs them. No correction sees
+  # what another one made, so their order does not matter.
   value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
   for name, choice, options in algorithm.corrections():
@@ -292,6 +296,8 @@ def policy_loss(
       jnp.sum(aggregate_BL * masking.select(x_BL, mask_BL)), count
     )
 
+  # Denominators are of the minibatch and do not know the weights: a term of
+  # weight 0 still counts, and the other terms do not grow in its place.
   policy = aggregate(scale_BL * term_BL)
   entropy = aggregate(entropy_BL)
   kl = jnp.zeros_like(policy)

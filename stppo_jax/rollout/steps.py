@@ -92,6 +92,8 @@ def collect_until_valid(
     RetrieverUnreachable, Outage: the retriever failed it for good.
     RetrieverMisconfigured: no waiting helps.
   """
+  # Collected again as a whole, with the same keys: a step of which a part was
+  # made in an outage would not be the step of a run without one.
   failures = None
   for _ in range(_MAX_COLLECTIONS):
     trajectories = collect()
@@ -155,7 +157,7 @@ class StepCollector:
     # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
     groups, refilled = self._collect_round(step, 0)
-    first = list(groups)
+    first = list(groups)  # `groups` changes in place
     counts = self._replace_groups(groups, step, refilled=refilled)
     self._collector.finish()
     rows = _rows(groups)
@@ -238,6 +240,8 @@ class StepCollector:
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
+    # By the place among the rows of all hosts, so that no trajectory depends on
+    # how many hosts there are.
     row_keys = keys.row_keys(
       self._key(step, resample_round), share.start * size, len(questions) * size
     )
