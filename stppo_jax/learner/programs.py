@@ -63,7 +63,7 @@ class Programs(NamedTuple):
   """The jitted functions of reinforcement.
 
   Attributes:
-    updating: those that every kind of training has.
+    updating: the programs that every kind of training has.
     update_minibatch: `Updating.update` of whole states, on one program or on
       several cores of a CPU; see `keeping_frozen`.
     annotate, mean_logprobs: see `annotate`.

@@ -239,7 +239,7 @@ def policy_loss(
     statistics: `minibatch_statistics` of the minibatch; None: they are formed
       from this microbatch.
     count: the count from `aggregation.aggregate_weights` for the minibatch;
-      None: that of this microbatch.
+      None: the count of this microbatch.
     entropy_coefficient: weight of the entropy bonus.
     num_turns: static, the largest number of turns of a row.
   """
