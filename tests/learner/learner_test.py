@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from benchmarks import learners
-from stppo_jax.tools.plan import lowering
 from tests import compilations
 from tests.training import runs
 
@@ -89,18 +88,6 @@ def test_a_checkpoint_contains_the_published_policies():
   assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
 
 
-def test_the_update_donates_the_whole_state(learner, packed):
-  state = learner.start()
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed
-  )
-  lowered = lowering.lower_update(learner, shapes)
-  memory = lowered.compile().memory_analysis()
-  # The mesh has a data axis only, so every device has every leaf in full.
-  size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-  assert memory.alias_size_in_bytes >= 0.99 * size
-
-
 def test_metrics_are_means_over_the_updates(learner, packed):
   _, metrics = _stepped(learner, packed, _WARM_STEPS)
   # Rates of updates 1 and 2 of a warm-up of 20.
@@ -181,13 +168,6 @@ def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
   assert np.abs(expected.ref_logprobs_BL).max() > 1
   assert kinds(on_host) == {'pinned_host'}  # annotating left it there
-
-
-def test_an_updated_state_keeps_its_layout(learner, packed):
-  state = learner.start()
-  places = jax.tree.map(lambda leaf: leaf.sharding, state)
-  state, _ = _stepped(learner, packed, 5, state=state)
-  assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
 
 
 def test_annotating_takes_no_more_rows_at_once_than_a_minibatch(learner):

@@ -88,16 +88,6 @@ def test_estimators_equal_their_twins(name, seed):
   assert np.all(np.abs(in_groups).max(axis=1) > 1e-3)
 
 
-def test_gigpo_equals_its_twin_without_normalisation():
-  batch = batches.grouped()
-  np.testing.assert_allclose(
-    _estimate(batch, 'gigpo', normalize='none'),
-    advantage_twins.gigpo(batch, OMEGA, GAMMA, None),
-    rtol=1e-10,
-    atol=1e-12,
-  )
-
-
 def _recurring(seed=0):
   """Returns a batch whose questions have one state at the first turns."""
   batch = batches.grouped(seed)
@@ -163,16 +153,6 @@ def test_every_group_estimator_is_tested_here():
   others = {'gae', 'decoupled_gae', 'monte_carlo'}
   assert advantages.ADVANTAGES.keys() == OPTIONS.keys() | others
   assert estimator_needs.GROUPS == OPTIONS.keys()
-
-
-def test_a_turn_that_no_other_row_has_gets_the_baseline_of_the_turn_before():
-  batch = _three_rows()
-  mask = batch.loss_mask_BL & ~np.array([[0], [1], [0]], bool)
-  out = _estimate(
-    batch.replace(loss_mask_BL=mask), 'turn_leave_one_out', gamma=1.0
-  )
-  # The third row had 0 to go in its only turn.
-  np.testing.assert_array_equal(out, [[0, 3, 0, 3], [0] * 4, [0, -3, -3, 0]])
 
 
 @NAMES

@@ -70,25 +70,6 @@ def test_ratio_is_the_loop(level, gradient, reduce, implementation):
   np.testing.assert_allclose(actual, expected, rtol=1e-13)
 
 
-@pytest.mark.parametrize('reduce', ratios.REDUCES)
-@pytest.mark.parametrize('level', segments.LEVELS)
-def test_segment_gradient_is_finite_differences(level, reduce):
-  batch, logprobs, _ = batches.make()
-  mask = batch.loss_mask_BL
-  weight = np.where(mask, batch.advantages_BL, 0)  # varies inside segments
-
-  def twin(logprobs):
-    out = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level, reduce)
-    return np.sum(weight * out)
-
-  actual = jax.grad(
-    lambda x: jnp.sum(weight * _ratio(x, batch, level=level, reduce=reduce))
-  )(logprobs)
-  expected = twins.differences(twin, logprobs, np.argwhere(mask))
-  np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
-  assert np.all(np.asarray(actual)[~mask] == 0)
-
-
 @pytest.mark.parametrize('level', segments.LEVELS)
 def test_token_gradient_stays_with_the_token(level):
   batch, logprobs, _ = batches.make()
