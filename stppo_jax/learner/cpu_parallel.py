@@ -54,8 +54,8 @@ class Updater:
   """Updates like `step.update`, on one device and several cores.
 
   Args:
-    spec: static.
-    method: one of `policy_loss`.
+    spec: the models and the static sizes.
+    method: how the gradient is computed, see `policy_loss`.
     optimizers: the optimisers.
     num_workers: programs that run at the same time.
     out_shardings: layout of the state.

@@ -90,7 +90,7 @@ class OfflineLearner:
       state: the state before.
       minibatch: this host's rows, as numpy arrays.
       inputs: what the loss reads beside weights and rows.
-      numbers: numbers of the optimiser; None: `numbers`.
+      numbers: runtime numbers of the optimiser; None: those of the config.
     """
     numbers = numbers or self.numbers
     batch = distributed.from_local_rows(minibatch, self._rows)

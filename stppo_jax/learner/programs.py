@@ -19,7 +19,7 @@ from stppo_jax.learner import forward
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
-from stppo_jax.learner import token_details
+from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.parallel import sharding
@@ -212,7 +212,7 @@ def build(
     ),
     token_outputs=jit(of_models(forward.all_outputs)),
     token_details=jit(
-      of_models(token_details.measure_tokens, num_turns=spec.num_turns),
+      of_models(token_details_lib.measure_tokens, num_turns=spec.num_turns),
       out_shardings=sharding.replicated(mesh),
     ),
     copy=jit(

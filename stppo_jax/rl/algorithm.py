@@ -12,7 +12,7 @@ from typing import Any
 
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
-from stppo_jax.rl import bounds
+from stppo_jax.rl import bounds as bounds_lib
 from stppo_jax.rl import corrections
 from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
@@ -37,7 +37,7 @@ class Algorithm(options.Options):
   """
 
   ratio: ratios.Ratio = options.section(ratios.Ratio)
-  bounds: options.Named = options.section(bounds.BOUNDS)
+  bounds: options.Named = options.section(bounds_lib.BOUNDS)
   objective: options.Named = options.section(objectives.OBJECTIVES)
   correction: Any = options.section(corrections.Correction)
   aggregate: options.Named = options.section(aggregation.AGGREGATES)
@@ -80,12 +80,12 @@ class Algorithm(options.Options):
   def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
     """Yields what is chosen for the policy loss, with its options."""
     yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
-    yield bounds.BOUNDS[self.bounds.name], self.bounds
+    yield bounds_lib.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective
-    for _, choice, chosen in self.corrections():
+    for _, choice, chosen in self.selected_corrections():
       yield choice, chosen
 
-  def corrections(
+  def selected_corrections(
     self,
   ) -> Iterator[tuple[str, options.Choice, options.Options]]:
     """Yields name, table entry and options of the selected corrections."""

@@ -211,7 +211,7 @@ def minibatch_statistics(
       name: _statistics(
         choice, options, context, low, high, **options.arguments()
       )
-      for name, choice, options in algorithm.corrections()
+      for name, choice, options in algorithm.selected_corrections()
     },
   )
 
@@ -270,7 +270,7 @@ def policy_loss(
   # what another one made, so their order does not matter.
   value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
-  for name, choice, options in algorithm.corrections():
+  for name, choice, options in algorithm.selected_corrections():
     factors = choice.function(
       context,
       low,

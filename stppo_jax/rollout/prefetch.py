@@ -118,7 +118,7 @@ class Prefetcher:
     publish: gives weights and their version to the engine that samples.
     copy_policy: copies the policy's weights, because the next update consumes
       the state while collections still need them.
-    steps_ahead: k above.
+    steps_ahead: by how many steps a policy may lag behind its step, k above.
     num_steps: the length of the run; no later step is collected.
     loop: the event loop of `collect`; given, steps are collected on another
       thread. None: a step is collected in the call of `result`. There must be

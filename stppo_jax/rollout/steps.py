@@ -71,7 +71,7 @@ class Outage(exits.RunEnded):
 
 
 def collect_until_valid(
-  collect: Callable[[], list[types.Trajectory]],
+  collect_once: Callable[[], list[types.Trajectory]],
   services: Services,
   *,
   min_valid_fraction: float,
@@ -82,7 +82,7 @@ def collect_until_valid(
   Before it collects again it waits until the retriever is ready.
 
   Args:
-    collect: returns the same trajectories in every call, but for failures.
+    collect_once: returns the same trajectories in every call, but for failures.
     services: the retriever and its event loop.
     min_valid_fraction: the least share that must not have failed, of the
       trajectories and of the turns of each action.
@@ -96,7 +96,7 @@ def collect_until_valid(
   # made in an outage would not be the step of a run without one.
   failures = None
   for _ in range(_MAX_COLLECTIONS):
-    trajectories = collect()
+    trajectories = collect_once()
     failures = trajectory_metrics.failures(trajectories)
     if failures.fraction < 1 and 1 - failures.fraction >= min_valid_fraction:
       if failures.failed_rows:
