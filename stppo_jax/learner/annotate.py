@@ -124,6 +124,8 @@ def annotate(
   if routing_replay == 'trainer':
     batch = batch.replace(expert_ids=outputs.expert_ids)
 
+  # Measured at the old policy whatever `kl.where` says: the metrics show it in
+  # every run, and the controller of the coefficient reads it.
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )

@@ -94,13 +94,16 @@ class OfflineLearner:
     """
     numbers = numbers or self.numbers
     batch = distributed.from_local_rows(minibatch, self._rows)
+    # One process has all rows as numpy arrays, and counts them without waiting
+    # for the device. Several must learn the sizes of each other's rows.
     if jax.process_count() == 1:
-      lengths, losses = programs_lib.sizes(minibatch)  # on no device
+      lengths, losses = programs_lib.sizes(minibatch)
     else:
       lengths, losses = jax.device_get(self._programs.sizes(batch))
     packed = packing_lib.plan(
       np.arange(len(lengths)), lengths, losses, self._sizes
     )
+    # The value model's numbers are never read: there is no value model.
     state, outputs = self._update(
       state,
       batch,

@@ -107,6 +107,8 @@ def updating(
   init = functools.partial(
     state_lib.init, models=spec.models, optimizers=optimizers
   )
+  # From shapes alone: the layout is needed before a weight is read, because the
+  # weights are read in it.
   weights = spec.models.policy.plain_policy.abstract_params
   state = jax.eval_shape(init, weights, jax.random.key(0))
   layout = sharding.param_shardings(state, mesh)
@@ -190,6 +192,7 @@ def build(
     compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
   )
 
+  # Models and temperature are constants of these programs.
   def of_models(function, **options):
     return functools.partial(
       function, models=spec.models, temperature=spec.temperature, **options

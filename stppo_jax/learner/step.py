@@ -236,6 +236,8 @@ def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
     name: float(np.mean([update[name] for update in metrics]))
     for name in metrics[0]
   }
+  # Sums are pooled before they are divided: a mean of the updates' means would
+  # weigh the tokens of a small minibatch more.
   pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
   return means | diagnostics_lib.summarize(pooled)
 

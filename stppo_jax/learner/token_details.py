@@ -84,6 +84,8 @@ def measure_tokens(
     forward.inputs_of(chosen),
     packed.packing,
   )
+  # Wanted are its masks and weights, and not the loss itself: so there is no
+  # entropy bonus, and statistics and count are those of these rows.
   loss = losses.policy_loss(
     algorithm,
     logprobs_BL,

@@ -41,6 +41,7 @@ def load_or_init(
   """
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   layout, init = _layout_and_init(policy)
+  # Read or drawn in the layout of the mesh, so that no device holds them whole.
   if path:
     return load.load_params(path, policy.config, layout)
   return init(key)
