@@ -214,32 +214,6 @@ def test_splits_change_nothing(name, mesh, num_microbatches):
   updates.assert_same(many, updates.update(algorithm, batch, models), models)
 
 
-@pytest.mark.slow
-def test_a_transformer_on_eight_devices():
-  models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
-  batch = updates.batch(models)
-  one = updates.update(algorithm, batch, models)
-  many = updates.update(algorithm, batch, models, mesh=(2, 2, 2))
-  updates.assert_same(many, one, models)
-
-
-@pytest.mark.slow
-def test_recomputed_layers_change_nothing():
-  models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
-  batch = updates.batch(models)
-  remat = updates.transformers(remat='full')
-  program = updates.compiled(remat).trace(
-    updates.train_state(remat),
-    {},
-    batch,
-    updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
-  )
-  recomputes = 'remat' in str(program.jaxpr)
-  assert recomputes
-  full = updates.update(algorithm, batch, remat)
-  updates.assert_same(full, updates.update(algorithm, batch, models), models)
-
-
 def test_a_failed_row_changes_nothing():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   whole = updates.batch(models)

@@ -1,4 +1,4 @@
-"""By hand; the loop over random batches is in losses_test.py."""
+"""What lies on a limit; the loop over random batches is in losses_test.py."""
 
 import numpy as np
 
