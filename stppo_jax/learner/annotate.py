@@ -8,6 +8,8 @@ collected batch, because whitening is over all of it. The models compute one
 microbatch of packed rows at a time, as in an update.
 """
 
+from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -30,6 +32,7 @@ from stppo_jax.rl import masking
 from stppo_jax.rl import objectives
 
 Array = jax.Array
+Tree = Any
 
 
 class _Outputs(NamedTuple):
@@ -85,23 +88,14 @@ def annotate(
   Returns:
     The annotated batch and scalar metrics: mismatch with the sampler,
     divergence from the reference, values, returns and advantages.
-
-  Raises:
-    ValueError: experts are to be replayed that the batch or the model lacks.
   """
-  _check_routing(batch, models.policy, routing_replay)
-  if reference is None and not state.frozen:
-    raise ValueError('reference: missing, and there is no base under adapters')
+  assert reference is not None or state.frozen
   params = models.cast(state.params)
   dtype = models.policy.config.dtype
   reference, old = modules.cast((reference, old), dtype)
   frozen_reference = params.frozen if reference is None else reference
 
-  inputs, packing, mesh = forward.inputs_of(batch), None, models.policy.mesh
-  if packed is not None:
-    inputs = rows_lib.select(inputs, packed.rows, mesh)
-    packing = packed.packing
-  outputs = minibatches.map_rows(
+  outputs = _map_packed(
     lambda inputs: _model_outputs(
       inputs,
       params,
@@ -111,12 +105,13 @@ def annotate(
       temperature=temperature,
       routing_replay=routing_replay,
     ),
-    inputs,
-    packing,
+    forward.inputs_of(batch),
+    packed,
+    models.policy.mesh,
   )
-  if packed is not None:
-    outputs = rows_lib.select(outputs, jnp.argsort(packed.rows), mesh)
   mask_BL = batch.loss_mask_BL
+  # 0 off the mask from here on: a number that is not finite at an observation
+  # must not reach a sum.
   old_BL = masking.select(outputs.old_logprobs_BL, mask_BL)
   ref_BL = masking.select(outputs.ref_logprobs_BL, mask_BL)
   batch = batch.replace(
@@ -125,9 +120,12 @@ def annotate(
     values_BL=outputs.values_BL,
     expert_visits_BX=outputs.expert_visits_BX,
   )
+  # Of the sampler's experts the batch has them already.
   if routing_replay == 'trainer':
     batch = batch.replace(expert_ids=outputs.expert_ids)
 
+  # Measured at the old policy whatever `kl.where` says: the metrics show it in
+  # every run, and the controller of the coefficient reads it.
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
@@ -171,22 +169,39 @@ def mean_logprobs(
   """
   policy = models.policy
   weights = models.policy_weights(models.cast(params))
-  logprobs_BL = minibatches.map_rows(
+  logprobs_BL = _map_packed(
     lambda inputs: (
       forward.token_outputs(
         policy, weights, inputs, temperature=temperature
       ).logprobs_BL
     ),
-    rows_lib.select(inputs, packed.rows, policy.mesh),
-    packed.packing,
-  )
-  logprobs_BL = rows_lib.select(
-    logprobs_BL, jnp.argsort(packed.rows), policy.mesh
+    inputs,
+    packed,
+    policy.mesh,
   )
   assert inputs.loss_mask_BL is not None
   return masking.divide(
     *masking.masked_total(logprobs_BL, inputs.loss_mask_BL, axis=1)
   )
+
+
+def _map_packed(
+  function: Callable[[forward.Inputs], Tree],
+  inputs: forward.Inputs,
+  packed: packing_lib.Packed | None,
+  mesh: jax.sharding.Mesh | None,
+) -> Tree:
+  """Applies a function to rows in their packing; see `annotate` for it.
+
+  Returns:
+    What the function returned, in the order of the batch.
+  """
+  if packed is None:
+    return function(inputs)
+  chosen = rows_lib.select(inputs, packed.rows, mesh)
+  outputs = minibatches.map_rows(function, chosen, packed.packing)
+  # The packing dealt the rows to the shards, which argsort inverts.
+  return rows_lib.select(outputs, jnp.argsort(packed.rows), mesh)
 
 
 def _metrics(
@@ -238,6 +253,8 @@ def _model_outputs(
 ) -> _Outputs:
   """Runs all models on some rows; see `annotate`."""
   policy = models.policy
+  # Values come from the present value model, whichever policy is the old one:
+  # advantages are formed with the values that the first update corrects.
   current = forward.all_outputs(
     params, inputs, models=models, temperature=temperature
   )
@@ -269,21 +286,3 @@ def _model_outputs(
     visits_BX,
     expert_ids,
   )
-
-
-def _check_routing(
-  batch: batch_lib.TokenBatch, policy: functional.Model, routing_replay: str
-) -> None:
-  """Raises ValueError if experts are to be replayed that are not given."""
-  given = batch.expert_ids is not None
-  if (routing_replay == 'sampler') != given:
-    state = 'have' if given else 'lack'
-    raise ValueError(
-      f'routing_replay={routing_replay}: the trajectories {state} the experts '
-      'that the sampler chose'
-    )
-  if routing_replay != 'nowhere' and not policy.config.num_experts:
-    raise ValueError(
-      f'routing_replay={routing_replay}: must be nowhere for a policy without '
-      'experts'
-    )

@@ -54,8 +54,8 @@ class Updater:
   """Updates like `step.update`, on one device and several cores.
 
   Args:
-    spec: static.
-    method: one of `policy_loss`.
+    spec: the models and the static sizes.
+    method: how the gradient is computed, see `policy_loss`.
     optimizers: the optimisers.
     num_workers: programs that run at the same time.
     out_shardings: layout of the state.
@@ -74,6 +74,7 @@ class Updater:
     self._optimizers = optimizers
     self._num_workers = num_workers
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
+    # What has been called, with the shapes that it was called with, see `_map`.
     self._compiled = set()
     self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
     self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
@@ -106,6 +107,9 @@ class Updater:
     """
     minibatch = self._select(batch, packed.rows)
     packing = packed.packing
+    # Each microbatch is cut out by a program of its own, with a leading axis of
+    # 1: the programs below are those of an update on a single microbatch, and
+    # their number does not depend on how many there are.
     microbatches = [
       self._split(minibatch, jax.tree.map(lambda x: x[n : n + 1], packing))
       for n in range(len(packing.rows))
@@ -122,8 +126,13 @@ class Updater:
         'outputs',
       )
     context = self._context(minibatch, inputs, outputs)
+
+    def summand(microbatch):
+      gradient, outputs = self._sums(params, microbatch, context)
+      return (gradient, outputs.metrics), outputs.diagnostics
+
     sums = self._map(
-      lambda share: _sum_share(share, lambda m: self._sums(params, m, context)),
+      lambda share: functools.reduce(_join, map(summand, share)),
       microbatches,
       ('sums', jax.tree.structure(context)),
     )
@@ -195,13 +204,3 @@ def _join(total, summand):
   """Returns the sums, and the merged diagnostics, of some microbatches."""
   sums, diagnostics = zip(total, summand)
   return _add(*sums), diagnostics_lib.merge(*diagnostics)
-
-
-def _sum_share(share, sum_microbatch):
-  """Returns the sums and the diagnostics of one worker's microbatches."""
-  total: Any = None
-  for microbatch in share:
-    gradient, outputs = sum_microbatch(microbatch)
-    summand = (gradient, outputs.metrics), outputs.diagnostics
-    total = summand if total is None else _join(total, summand)
-  return total

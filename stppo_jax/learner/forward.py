@@ -192,6 +192,9 @@ def in_rows(
   )
   loss_positions_rm = expert_ids = None
   if inputs.loss_positions_BM is not None:
+    # The first token of a trajectory has no prediction: position 0 is left out,
+    # also where a row goes on with another trajectory. Sorting puts the chosen
+    # places first, in order, and behind them the number for no place.
     mask_rl = to_rows(inputs.loss_mask_BL) & (segments.positions_BL > 0)
     places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
     loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
@@ -208,12 +211,16 @@ def in_rows(
   # token of the second. That number must not leave the row.
   first_1m = jnp.arange(b * L)[None] % L == 0
   later_sm = jnp.where(first_1m, source_sp.shape[1], target_sm)
+  # The inverse of that map: the gradient of the way back is a gather, too. A
+  # scatter, which jax would derive, is slow and not deterministic.
   positions_sp = segments.positions_BL.reshape(s, -1)
   back_sp = jnp.where(positions_sp > 0, source_sp, b * L)
   flat = lambda x: x.reshape(s, -1, *x.shape[2:])
 
   def to_trajectories(x: Any) -> Any:
     if isinstance(x, moe.Routing):
+      # Visits and probabilities are sums by row and segment. A trajectory is in
+      # one row, so the sum over all rows of its shard is its own.
       ids = rows_lib.take_filled(flat(x.expert_ids + 1), target_sm) - 1
       sums = (
         jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
@@ -255,6 +262,7 @@ def _maps(
   number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)
   of = lambda x_sb: jnp.take_along_axis(x_sb, number_sp, axis=1)
   position_sp = places_p[None] - of(starts_sb)
+  # Negative before the first trajectory, too large in the gap behind one.
   text_sp = (position_sp >= 0) & (position_sp < of(lengths_sb))
   only = lambda x_sp: jnp.where(text_sp, x_sp, 0)
   source_sp = jnp.where(text_sp, number_sp * L + position_sp, b * L)

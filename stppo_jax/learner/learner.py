@@ -81,6 +81,7 @@ class Learner:
     self.decoded = dataclasses.replace(self.policy, lora=models.policy.lora)
     self.mesh = mesh
     self._rows = sharding.batch_sharding(mesh)
+    self._reference_on_host = config.model.reference_memory == 'host'
     if self._reference_on_host:
       memory.check_host(mesh)
 
@@ -101,7 +102,7 @@ class Learner:
     on_cores = cpu_parallel.is_supported(mesh, self.algorithm)
     core_rows = updates.core_rows if on_cores else 0
     num_workers = cpu_parallel.num_cores() if core_rows else 1
-    self._spec = step_lib.Spec(
+    spec = step_lib.Spec(
       models,
       temperature=config.rollout.temperature,
       num_turns=config.env.max_turns + 1,
@@ -116,7 +117,7 @@ class Learner:
     # The sizes of the batch that is updated on, see `_packed`.
     self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
-      self._spec,
+      spec,
       state_lib.Optimizers(policy_optimizer, value_optimizer),
       mesh,
       divides_by_bias_norm=self.algorithm.divides_by_bias_norm,
@@ -131,7 +132,7 @@ class Learner:
       path: the directory of the weights; '' = random ones; None = model.path.
     """
     path = self.config.model.path if path is None else path
-    return self.programs.init(
+    return self.programs.updating.init(
       *weights_lib.load_start(self.config, path, self.models.policy)
     )
 
@@ -180,7 +181,7 @@ class Learner:
   ) -> np.ndarray:
     """Returns `annotate.mean_logprobs` of this host's rows."""
     inputs = distributed.from_local_rows(forward.inputs_of(packed), self._rows)
-    lengths, losses = jax.device_get(self.programs.sizes(inputs))
+    lengths, losses = jax.device_get(self.programs.updating.sizes(inputs))
     order = np.arange(len(lengths))
     rows = packing_lib.plan(order, lengths, losses, self.annotate_sizes)
     return distributed.to_local_rows(
@@ -242,9 +243,11 @@ class Learner:
     All hosts learn the sizes of all rows. That is a program, which would wait
     for the updates before it, so it runs once for a batch.
     """
+    # A weak reference, so that the arrays of a step are freed before those of
+    # the next one are made.
     of, found = self._sized
     if of() is not batch:
-      found = jax.device_get(self.programs.sizes(batch))
+      found = jax.device_get(self.programs.updating.sizes(batch))
       self._sized = weakref.ref(batch), found
     lengths, losses = found
     return packing_lib.plan(rows, lengths, losses, sizes or self.sizes)
@@ -298,6 +301,7 @@ class Learner:
     )
     packed = self._packed(batch, rows)
     details = self.programs.token_details(state, batch, packed, self.algorithm)
+    # Back to the order of the rows, in which those of a host are adjacent.
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 
@@ -387,11 +391,9 @@ class Learner:
       reference = sharding.with_layout(cast, layout)
     return state, reference
 
-  @property
-  def _reference_on_host(self) -> bool:
-    return self.config.model.reference_memory == 'host'
-
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
     """Returns shapes and layouts of the state that starts from the weights."""
-    state = jax.eval_shape(self.programs.init, weights, jax.random.key(0))
-    return sharding.with_layout(state, self.programs.layout)
+    state = jax.eval_shape(
+      self.programs.updating.init, weights, jax.random.key(0)
+    )
+    return sharding.with_layout(state, self.programs.updating.layout)

@@ -86,17 +86,15 @@ def join(microbatches: Tree, packing: batch_lib.Packing, num_rows: int) -> Tree:
 def map_rows(
   function: Callable[[Tree], Tree],
   rows: Tree,
-  packing: batch_lib.Packing | None,
+  packing: batch_lib.Packing,
 ) -> Tree:
   """Applies a function to the rows, one microbatch after the other.
 
   Args:
     function: maps the arrays of a microbatch to arrays with as many rows.
     rows: arrays [B, ...], in a tree with a field for the packing.
-    packing: see `split`; None: the function is called once.
+    packing: see `split`.
   """
-  if packing is None:
-    return function(rows)
   _, outputs = jax.lax.scan(
     lambda _, microbatch: (None, function(microbatch)),
     None,
@@ -108,6 +106,8 @@ def map_rows(
 def _take(x: Array, rows_nsb: Array) -> Array:
   """Returns rows [n, s b, ...] of the shards of an array; 0 for no row."""
   n, s, b = rows_nsb.shape
+  # By shard, so that a device reads its own rows only: an index into the whole
+  # array would make the compiler gather the batch on every device.
   parts = x.reshape(s, -1, *x.shape[1:])
   take = lambda part, rows_nb: part.at[rows_nb].get(mode='fill', fill_value=0)
   taken = jax.vmap(take, in_axes=(0, 1), out_axes=1)(parts, rows_nsb)
@@ -118,6 +118,8 @@ def _put(x: Array, rows_nsb: Array, num_rows: int) -> Array:
   """Inverts `_take`."""
   n, s, b = rows_nsb.shape
   shape = x.shape[2:]
+  # Every row of the batch is in one place of one microbatch, so nothing is
+  # written twice; 'drop' leaves out the places without a row.
   put = lambda part, rows_nb: (
     jnp.zeros((num_rows // s, *shape), x.dtype)
     .at[rows_nb]
@@ -146,8 +148,9 @@ def accumulate(
     sums, outputs = function(first)
     return sums, jax.tree.map(lambda x: x[None], outputs)
   # Tracing a model takes seconds, so it is done once, for the shapes and the
-  # loop. The carry starts from zeros of the summands' shapes, not from the
-  # first microbatch's sum, so that the function is compiled once.
+  # loop: `jax.eval_shape` and `scan` would do it twice. The carry starts from
+  # zeros of the summands' shapes, not from the first microbatch's sum, so that
+  # the function is compiled once.
   traced, shapes = jax.make_jaxpr(function, return_shape=True)(first)
   call = extend_core.jaxpr_as_fun(traced)
   structure = jax.tree.structure(shapes)
@@ -168,5 +171,7 @@ def to_accumulator(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   devices reduce their shares is left to the compiler: on CPU it all-reduces and
   slices, on accelerators it reduce-scatters.
   """
+  # Summed in float32 even if the model computes in bfloat16, whose sum over
+  # many microbatches would stop growing.
   gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
   return sharding.constrain_params(gradient, mesh)

@@ -61,6 +61,7 @@ class Models(NamedTuple):
     fits is gathered once.
     """
     params = modules.cast(params, self.policy.config.dtype)
+    # Trained weights stay in their shards, in which their gradients are summed.
     if not self.gathers_base or not params.frozen:
       return params
     layout = self._gathered_layout(params.frozen)
@@ -129,6 +130,7 @@ def build(
 
   if not uses_values:
     return Models(model('vocabulary'), None, gathers_base)
+  # Both heads are on one model: values come with the outputs of the policy.
   if config.model.value_backbone == 'shared':
     return Models(model('both'), None, gathers_base)
   return Models(model('vocabulary'), model('scalar'), gathers_base)

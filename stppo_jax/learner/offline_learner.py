@@ -90,17 +90,20 @@ class OfflineLearner:
       state: the state before.
       minibatch: this host's rows, as numpy arrays.
       inputs: what the loss reads beside weights and rows.
-      numbers: numbers of the optimiser; None: `numbers`.
+      numbers: runtime numbers of the optimiser; None: those of the config.
     """
     numbers = numbers or self.numbers
     batch = distributed.from_local_rows(minibatch, self._rows)
+    # One process has all rows as numpy arrays, and counts them without waiting
+    # for the device. Several must learn the sizes of each other's rows.
     if jax.process_count() == 1:
-      lengths, losses = programs_lib.sizes(minibatch)  # on no device
+      lengths, losses = programs_lib.sizes(minibatch)
     else:
       lengths, losses = jax.device_get(self._programs.sizes(batch))
     packed = packing_lib.plan(
       np.arange(len(lengths)), lengths, losses, self._sizes
     )
+    # The value model's numbers are never read: there is no value model.
     state, outputs = self._update(
       state,
       batch,

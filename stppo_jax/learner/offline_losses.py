@@ -81,7 +81,7 @@ def tdpo_loss(
     params: weights in the dtype of the activations.
     microbatch: the pairs.
     inputs: the reference, in the dtype of the activations, and numbers.
-    name: a key of `preferences.PREFERENCES`.
+    name: one of `preferences.PREFERENCES`.
     spec: models and static sizes.
   """
   # From [Q, 2, ...] to rows: pair 0's preferred, pair 0's dispreferred, pair
@@ -92,6 +92,8 @@ def tdpo_loss(
   )
   if packing is not None:
     packing = forward.of_pairs(packing, microbatch.lengths_Q2)
+  # One function runs both models: their distributions over the vocabulary are
+  # compared chunk by chunk, because those of all tokens would fill the memory.
   policy, reference = spec.models.policy, inputs.reference
   assert reference is not None  # `_cast_reference` gives it
   outputs = forward.in_rows(
@@ -156,6 +158,6 @@ def _divide(gradient, outputs, inputs):
 
 @functools.lru_cache
 def tdpo(name: str) -> step_lib.Method:
-  """Returns the method of an entry of `preferences.PREFERENCES`."""
+  """Returns the method of one of `preferences.PREFERENCES`."""
   loss = functools.partial(tdpo_loss, name=name)
   return step_lib.Method(_cast_reference, loss, finish=_divide)

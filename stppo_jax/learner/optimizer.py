@@ -48,6 +48,7 @@ def from_config(
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
+  # 0 means that no update is skipped; infinity says that to the comparison.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _adam(**adam), Hyperparameters(**numbers)
 
@@ -82,6 +83,7 @@ def apply_gradient(
     `lr`.
   """
   norm = optax.tree.norm(gradient)
+  # As torch clips. The 1e-6 keeps the factor of a gradient of 0 finite.
   scale = jnp.minimum(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)

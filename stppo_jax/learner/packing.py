@@ -90,19 +90,27 @@ def plan(
   rows = np.asarray(rows, np.int32)
   lengths, losses = np.asarray(lengths_B)[rows], np.asarray(losses_B)[rows]
   members_sm = _deal(lengths, sizes.num_shards)
+  # From here on a sequence is known by its place among those of its shard: the
+  # devices look it up in their own part of the batch, and nothing is sent.
   shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
   most = max(len(shard) for shard in shards)
   max_rows = sizes.max_rows or most
-  # No more than there would be if each sequence had a row of its own.
+  # Rounding up may leave a microbatch without a sequence, but never asks for
+  # more of them than if each sequence had a row of its own.
   n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
+  # Equal shares for all cores: one more microbatch would keep all but one of
+  # them waiting.
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
+  # With more microbatches each has fewer rows, and the rest would be padding.
   num_rows = rounded(-(-most // n), steps=4)
   if sizes.max_rows:
     num_rows = min(num_rows, sizes.max_rows)
   parts = list(zip(*(_shares(shard, n) for shard in shards)))
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
   b = max(8, rounded(most_sequences, steps=1))
+  # Places that no sequence takes keep a number and a start that are too large:
+  # `minibatches` reads zeros there, and `forward` puts nothing into a row.
   empty = sizes.row_length * num_rows
   places_nsb = np.full((n, len(shards), b), len(members_sm[0]), np.int32)
   starts_nsb = np.full((n, len(shards), b), empty, np.int32)
@@ -111,6 +119,7 @@ def plan(
     for shard, shard_rows in enumerate(part):
       own = lengths[members_sm[shard]], losses[members_sm[shard]]
       places = np.concatenate([[], *shard_rows]).astype(np.int32)
+      # Row by row, so that the starts increase, as `forward` needs it.
       starts = [
         number * sizes.row_length + np.cumsum(own[0][row]) - own[0][row]
         for number, row in enumerate(shard_rows)
@@ -119,6 +128,8 @@ def plan(
       starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
       sums = [int(own[1][row].sum()) for row in shard_rows]
       num_losses = max(num_losses, *sums, 1)
+  # The head computes logits at so many positions of every row. Half a row and a
+  # whole one are the choices, because each is a program of its own.
   share = max(-(-sizes.row_length // _LOSS_SHARES), _FEW_LOSSES)
   packing = batch_lib.Packing(
     places_nsb,
@@ -138,6 +149,7 @@ def rounded(count: int, *, steps: int = 8) -> int:
 
 def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
   """Returns int [s, m], the members of each shard, the longest first."""
+  # Stable sorts, here and below: all hosts must break ties alike.
   order = np.argsort(-lengths, kind='stable').reshape(-1, num_shards)
   members_ms = np.empty_like(order)
   loads_s = np.zeros(num_shards, np.int64)
@@ -153,10 +165,12 @@ def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
 
   Rows with many short sequences go to where rows with few long ones are.
   """
+  # Dealt like cards, back and forth: every second round is reversed, so that
+  # the fullest row of a round meets the emptiest of the next.
   rows = sorted(rows, key=len, reverse=True)
   rounds = [rows[k : k + n] for k in range(0, len(rows), n)]
   for late in rounds[1::2]:
-    late.extend([[]] * (n - len(late)))
+    late.extend([[]] * (n - len(late)))  # the last round may be short
     late.reverse()
   return [[r[i] for r in rounds if i < len(r)] for i in range(n)]
 
@@ -168,6 +182,7 @@ def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
     lengths: tokens of sequences, the longest first.
     row_length: tokens of a row.
   """
+  # A row that is not opened yet has no free token.
   rows, free = [], np.zeros(len(lengths), np.int64)
   for place, length in enumerate(lengths):
     fits = np.flatnonzero(free[: len(rows)] >= length)

@@ -66,7 +66,7 @@ class Context(NamedTuple):
   Attributes:
     inputs: see `Inputs`.
     minibatch: all rows, of which the load of experts is read.
-    count: the policy loss's denominator, see `aggregation.aggregate_count`.
+    count: the policy loss's denominator, see `aggregation`.
     value_count: the value loss's denominator: trained values, at least 1.
     statistics: see `losses.minibatch_statistics`; None where the microbatch is
       the whole minibatch, or where the algorithm reads none.
@@ -111,6 +111,8 @@ def loss_terms(
   algorithm divides by its gradient's norm.
   """
   algorithm, coefficients = context.inputs
+  # Only a critic that is trained at observations needs values there; otherwise
+  # the heads see the loss positions alone, which are a part of the tokens.
   everywhere = algorithm.trains_values_at_observations
   outputs = _policy_outputs(
     params, microbatch, spec=spec, values_everywhere=everywhere
@@ -133,6 +135,8 @@ def loss_terms(
     microbatch,
     num_turns=spec.num_turns,
   )
+  # The clipping-bias correction divides the gradient of the policy term alone,
+  # so the value and the balance terms go with the entropy and the KL term.
   other = policy.other
   metrics = {'actor/pg_loss': policy.policy, 'actor/kl_loss': policy.kl}
 
@@ -193,6 +197,8 @@ def context_of(
     inputs: see `Inputs`.
     spec: models and static sizes.
   """
+  # One microbatch is the minibatch: its loss forms the statistics from the pass
+  # that it needs anyway (`losses.policy_loss` with statistics None).
   outputs = None
   statistics = inputs.algorithm.uses_minibatch_statistics
   packing = microbatches.packing
@@ -243,7 +249,7 @@ def join_context(
     statistics = losses.minibatch_statistics(
       algorithm, *outputs, minibatch, num_turns=spec.num_turns
     )
-  count = aggregation.aggregate_count(
+  _, count = aggregation.aggregate_weights(
     minibatch,
     num_turns=spec.num_turns,
     name=algorithm.aggregate.name,
@@ -273,13 +279,14 @@ def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
     loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
     has_aux: True: there are outputs.
   """
-  assert has_aux
+  assert has_aux  # the signature is that of `jax.value_and_grad`
 
   def differentiated(trained: model_roles.Trained):
     gradients, outputs = clipping_bias.term_gradients(loss_terms, trained)
     gradients = gradients._replace(
       policy=gradients.policy.policy, bias=gradients.bias.policy
     )
+    # The value of the loss is in the metrics; nothing else reads it.
     return (None, outputs), gradients
 
   return differentiated

@@ -19,7 +19,7 @@ from stppo_jax.learner import forward
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
-from stppo_jax.learner import token_details
+from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.parallel import sharding
@@ -60,31 +60,27 @@ def keeping_frozen(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Programs(NamedTuple):
-  """Jitted functions of reinforcement, and the layout of their state.
+  """The jitted functions of reinforcement.
 
   Attributes:
-    layout, init: see `Updating`.
+    updating: the programs that every kind of training has.
+    update_minibatch: `Updating.update` of whole states, on one program or on
+      several cores of a CPU; see `keeping_frozen`.
+    annotate, mean_logprobs: see `annotate`.
+    token_outputs: see `forward.all_outputs`.
+    token_details: see `token_details.measure_tokens`; all hosts get all rows.
     copy: copies the policy's trained weights.
     merge: returns the policy's weights without adapters, see `Models.merged`.
-    token_outputs: see `forward.all_outputs`.
-    annotate, mean_logprobs: see `annotate`.
-    update, sizes: see `Updating`.
-    update_minibatch: `update` of whole states, on one program or on several
-      cores of a CPU; see `keeping_frozen`.
-    token_details: see `token_details.measure_tokens`; all hosts get all rows.
   """
 
-  layout: state_lib.TrainState
-  init: Callable[..., Any]
+  updating: Updating
+  update_minibatch: Callable[..., Any]
+  annotate: Any
+  mean_logprobs: Callable[..., Any]
+  token_outputs: Callable[..., Any]
+  token_details: Callable[..., Any]
   copy: Callable[..., Any]
   merge: Callable[..., Any]
-  token_outputs: Callable[..., Any]
-  annotate: Callable[..., Any]
-  mean_logprobs: Callable[..., Any]
-  update: Any
-  sizes: Callable[..., Any]
-  update_minibatch: Callable[..., Any]
-  token_details: Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=8)
@@ -111,6 +107,8 @@ def updating(
   init = functools.partial(
     state_lib.init, models=spec.models, optimizers=optimizers
   )
+  # From shapes alone: the layout is needed before a weight is read, because the
+  # weights are read in it.
   weights = spec.models.policy.plain_policy.abstract_params
   state = jax.eval_shape(init, weights, jax.random.key(0))
   layout = sharding.param_shardings(state, mesh)
@@ -136,10 +134,7 @@ def updating(
       donate_argnums=0,
       out_shardings=(layout.with_frozen({}), None),
     ),
-    sizes=jit(
-      sizes,
-      out_shardings=sharding.replicated(mesh),
-    ),
+    sizes=jit(sizes, out_shardings=sharding.replicated(mesh)),
   )
 
 
@@ -183,65 +178,52 @@ def build(
   method = policy_loss.METHOD
   if divides_by_bias_norm:
     method = policy_loss.BIAS_NORM_METHOD
-  layout, init, update, measure = updating(spec, optimizers, method, mesh)
-  jit = functools.partial(
-    compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
-  )
-  update_minibatch = update
+  common = updating(spec, optimizers, method, mesh)
+  update_minibatch = common.update
   if num_workers > 1:
     update_minibatch = cpu_parallel.Updater(
       spec,
       method,
       optimizers,
       num_workers=num_workers,
-      out_shardings=layout.with_frozen({}),
+      out_shardings=common.layout.with_frozen({}),
     ).update
+  jit = functools.partial(
+    compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
+  )
+
+  # Models and temperature are constants of these programs.
+  def of_models(function, **options):
+    return functools.partial(
+      function, models=spec.models, temperature=spec.temperature, **options
+    )
+
   weights = spec.models.policy.plain_policy.abstract_params
   return Programs(
-    layout=layout,
-    init=init,
-    copy=jit(
-      lambda params: jax.tree.map(jnp.copy, params),
-      out_shardings=layout.policy.params,
-    ),
-    merge=jit(
-      spec.models.merged,
-      out_shardings=sharding.param_shardings(weights, mesh),
-    ),
-    token_outputs=jit(
-      functools.partial(
-        forward.all_outputs,
-        models=spec.models,
-        temperature=spec.temperature,
-      )
-    ),
+    updating=common,
+    update_minibatch=keeping_frozen(update_minibatch),
     annotate=jit(
-      functools.partial(
+      of_models(
         annotate_lib.annotate,
-        models=spec.models,
-        temperature=spec.temperature,
         num_turns=spec.num_turns,
         routing_replay=routing_replay,
       )
     ),
     mean_logprobs=jit(
-      functools.partial(
-        annotate_lib.mean_logprobs,
-        models=spec.models,
-        temperature=spec.temperature,
-      ),
+      of_models(annotate_lib.mean_logprobs),
       out_shardings=sharding.batch_sharding(mesh),
     ),
-    update=update,
-    sizes=measure,
-    update_minibatch=keeping_frozen(update_minibatch),
+    token_outputs=jit(of_models(forward.all_outputs)),
     token_details=jit(
-      functools.partial(
-        token_details.measure_tokens,
-        models=spec.models,
-        temperature=spec.temperature,
-        num_turns=spec.num_turns,
-      ),
+      of_models(token_details_lib.measure_tokens, num_turns=spec.num_turns),
       out_shardings=sharding.replicated(mesh),
+    ),
+    copy=jit(
+      lambda params: jax.tree.map(jnp.copy, params),
+      out_shardings=common.layout.policy.params,
+    ),
+    merge=jit(
+      spec.models.merged,
+      out_shardings=sharding.param_shardings(weights, mesh),
     ),
   )

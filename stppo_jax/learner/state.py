@@ -98,11 +98,14 @@ def init(
   lora = models.policy.lora is not None
 
   def init_model(model, number, optimizer):
+    # Without adapters both models get the same arrays. Under jit they become
+    # two outputs, so the value model has weights of its own.
     if lora:
       params = model.init_adapters(jax.random.fold_in(key, number))
     else:
       params = model.join_params(weights, {})
     if model.head != 'vocabulary':
+      # Zero: before its first update a critic that knows nothing says 0.
       head_D1 = jnp.zeros((model.config.hidden_size, 1))
       params = params | {'scalar_head': head_D1}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))

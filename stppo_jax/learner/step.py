@@ -127,6 +127,8 @@ def update(
   Returns:
     The new state, also without frozen weights, and the metrics.
   """
+  # Frozen weights are an argument of their own because the state is donated,
+  # and they must outlive the update. The cast serves all microbatches.
   params = spec.models.cast(state.with_frozen(frozen).params)
   inputs = hyperparameters.loss
   microbatches = minibatches_lib.split(minibatch, packing)
@@ -164,6 +166,8 @@ def sum_gradients(
   loss = functools.partial(method.loss, spec=spec)
 
   def add(microbatch):
+    # Only the trained weights are differentiated: a gradient of the frozen base
+    # would be as large as the model.
     of_trained = lambda trained: loss(
       params._replace(trained=trained), microbatch, context
     )
@@ -190,6 +194,8 @@ def apply_gradients(
 
   The policy also stays as it is if `policy_learns` is false.
   """
+  # Computed for both models before either is replaced: a policy that moves on
+  # beside a value model that was skipped would leave their states apart.
   metrics = dict(outputs.metrics)
   new_policy, sound, report = state_lib.take_step(
     optimizers.policy,
@@ -211,6 +217,8 @@ def apply_gradients(
     )
     sound &= value_sound
     metrics |= {f'critic/{name}': x for name, x in report.items()}
+  # A selection and not a branch: with donated arrays both are written in place,
+  # and no host has to wait for the decision.
   new_state = state_lib.TrainState(
     state_lib.select(
       sound & hyperparameters.policy_learns, new_policy, state.policy
@@ -228,6 +236,8 @@ def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
     name: float(np.mean([update[name] for update in metrics]))
     for name in metrics[0]
   }
+  # Sums are pooled before they are divided: a mean of the updates' means would
+  # weigh the tokens of a small minibatch more.
   pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
   return means | diagnostics_lib.summarize(pooled)
 

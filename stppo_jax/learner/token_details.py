@@ -41,6 +41,8 @@ def choose_rows(
     int32: equally many rows of each host, one host after the other. Their
     number is a multiple of num_devices.
   """
+  # The fewest rows of each host that all devices can share equally; if none is
+  # enough, all rows.
   size = num_rows // num_hosts
   for each in range(min(count, size), size):
     if each * num_hosts % num_devices == 0:
@@ -82,6 +84,8 @@ def measure_tokens(
     forward.inputs_of(chosen),
     packed.packing,
   )
+  # Wanted are its masks and weights, and not the loss itself: so there is no
+  # entropy bonus, and statistics and count are those of these rows.
   loss = losses.policy_loss(
     algorithm,
     logprobs_BL,

@@ -41,6 +41,7 @@ def load_or_init(
   """
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   layout, init = _layout_and_init(policy)
+  # Read or drawn in the layout of the mesh, so that no device holds them whole.
   if path:
     return load.load_params(path, policy.config, layout)
   return init(key)
@@ -62,9 +63,10 @@ def load_start(
   Raises:
     ValueError: files that do not fit the model.
   """
-  load = load_or_init if policy.lora is None else load_frozen
-  params = load(config, path, policy.plain_policy)
+  loaded = load_or_init if policy.lora is None else load_frozen
+  params = loaded(config, path, policy.plain_policy)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
+  # Another key than that of random weights, which `load_or_init` draws with.
   return params, jax.random.fold_in(key, 1)
 
 

@@ -50,6 +50,7 @@ class Advantages:
   value_mask_BL: Array
 
 
+STEPS = ('token', 'turn', 'bilevel')
 # The critic is trained at the steps that are policy tokens, or at all steps, as
 # in the reference implementation of arXiv 2511.20718.
 CRITIC_TOKENS = ('policy', 'response')
@@ -63,7 +64,7 @@ class Gae(options_lib.Named):
   lambda_: float = options_lib.number(at_most=1.0)
   gamma_turn: float = options_lib.number(at_most=1.0)
   lambda_turn: float = options_lib.number(at_most=1.0)
-  steps: str = options_lib.one_of(gae_lib.STEPS)
+  steps: str = options_lib.one_of(STEPS)
   observation_tokens: str = options_lib.one_of(gae_lib.OBSERVATION_TOKENS)
   critic_tokens: str = options_lib.one_of(CRITIC_TOKENS)
   whiten: str = options_lib.one_of(masking.WHITENS)
@@ -138,17 +139,27 @@ def gae_estimator(
     lambda_turn: with bi-level steps, the trace decay per turn.
   """
   mask_BL = batch.loss_mask_BL
-  at_steps_BL, step_mask_BL = gae_lib.STEPS[steps](
-    masking.select(rewards_BL, mask_BL),
-    batch,
-    gamma=gamma,
-    lambda_=lambda_,
-    observation_tokens=observation_tokens,
-    gamma_turn=gamma_turn,
-    lambda_turn=lambda_turn,
-  )
-  assert batch.values_BL is not None
+  rewards_BL = masking.select(rewards_BL, mask_BL)
+  if steps == 'bilevel':
+    step_mask_BL = mask_BL
+    at_steps_BL = gae_lib.bilevel_gae(
+      rewards_BL,
+      batch,
+      gamma=gamma,
+      lambda_=lambda_,
+      gamma_turn=gamma_turn,
+      lambda_turn=lambda_turn,
+    )
+  else:
+    step_mask_BL = gae_lib.OBSERVATION_TOKENS[observation_tokens](mask_BL)
+    if steps == 'turn':
+      step_mask_BL = gae_lib.turn_starts(batch)
+    at_steps_BL = gae_lib.gae(
+      rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
+    )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
+  # A turn's value is learned at its first token alone, while its return, like
+  # its advantage, stands at all of its policy tokens.
   if critic_tokens == 'policy':
     value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
   else:
@@ -162,22 +173,16 @@ def gae_estimator(
   )
 
 
-def _critic(values_BL, returns_BL, mask_BL):
-  """Returns the values."""
-  del returns_BL, mask_BL
-  return values_BL
+# What takes the place of the values in the advantages of the policy.
+BASELINES = ('critic', 'explained')
 
 
-def _critic_if_it_explains(values_BL, returns_BL, mask_BL):
+def _explained(values_BL, returns_BL, mask_BL):
   """Returns the values, or the mean return if that misses the returns less."""
   mean, variance = masking.masked_moments(returns_BL, mask_BL)
   _, missed = masking.masked_moments(returns_BL - values_BL, mask_BL)
   # The explained variance, 1 - missed / variance, is positive.
   return jnp.where(missed < variance, values_BL, mean)
-
-
-# What takes the place of the values in the advantages of the policy.
-BASELINES = {'critic': _critic, 'explained': _critic_if_it_explains}
 
 
 @options_lib.dataclass
@@ -236,9 +241,12 @@ def decoupled_gae(
   length_B = jnp.sum(mask_BL, axis=1, dtype=rewards_BL.dtype)
   # An empty row has no step at which its lambda would count.
   reach_B = jnp.maximum(1 - 1 / (alpha * jnp.maximum(length_B, 1)), 0)
+  baseline_BL = values_BL
+  if baseline == 'explained':
+    baseline_BL = _explained(values_BL, returns_BL, mask_BL)
   advantages_BL = gae_lib.gae(
     rewards_BL,
-    BASELINES[baseline](values_BL, returns_BL, mask_BL),
+    baseline_BL,
     mask_BL,
     gamma=gamma,
     lambda_=lambda_ * reach_B,
@@ -348,15 +356,11 @@ def estimate_advantages(
       ('all').
     num_turns: static, the most turns a row can have.
     **options: the options of the estimator.
-
-  Raises:
-    ValueError: the batch lacks an array that the estimator reads.
   """
   if name in estimator_needs.TURNS:
     options['num_turns'] = num_turns
-  if name in estimator_needs.VALUES and batch.values_BL is None:
-    raise ValueError(f'the estimator {name} needs values_BL')
   estimate = ADVANTAGES[name].function(rewards_BL, batch, **options)
+  # Whitened before the selection, because 'all' reads observation tokens, too.
   mask_BL = batch.loss_mask_BL
   white_BL = masking.WHITENS[whiten](estimate.advantages_BL, mask_BL)
   return dataclasses.replace(

@@ -16,7 +16,6 @@ once, by the count of the whole minibatch, so that cutting the minibatch into
 microbatches changes nothing.
 """
 
-from collections.abc import Callable
 import functools
 
 import jax
@@ -44,7 +43,6 @@ def segment_weights(
   dtype=jnp.float32,
   *,
   num_turns: int,
-  implementation: str = 'auto',
 ) -> tuple[Array, Array]:
   """Returns weights under which each segment of a level counts once.
 
@@ -53,35 +51,25 @@ def segment_weights(
     batch: the batch, whose loss mask and ids of the level are read.
     dtype: the dtype of weights and count.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
 
   Returns:
     The weights [B, L], 1 / (tokens of the segment) and 0 off the mask, and the
     number of segments with a token.
-
-  Raises:
-    ValueError: the batch lacks the ids of the level.
   """
-  if level == 'token':
+  if level == 'token':  # no sums: a token is its own segment
     return _ones(batch, dtype), jnp.sum(batch.loss_mask_BL, dtype=dtype)
   segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
-  counts_BT = segments_lib.segment_counts(
-    segments, dtype, implementation=implementation
-  )
+  counts_BT = segments_lib.segment_counts(segments, dtype)
+  # A segment without a token gets 0 from `divide`, and is not counted either.
   weights_BL = segments_lib.segment_spread(
     masking.divide(jnp.ones_like(counts_BT), counts_BT),
     segments,
-    implementation=implementation,
   )
   return weights_BL, jnp.sum(counts_BT > 0, dtype=dtype)
 
 
-def _mean_over(level: str) -> Callable[..., tuple[Array, Array]]:
-  return functools.partial(segment_weights, level)
-
-
-def _sequence_sum(batch, dtype, *, num_turns, implementation):
-  del num_turns, implementation
+def _sequence_sum(batch, dtype, *, num_turns):
+  del num_turns
   return _ones(batch, dtype), _valid_rows(batch, dtype)
 
 
@@ -96,17 +84,17 @@ class ConstantLength(options_lib.Named):
   max_response_tokens: float = options_lib.number(above=0.0)
 
 
-def _constant_length(
-  batch, dtype, *, num_turns, implementation, max_response_tokens
-):
-  del num_turns, implementation
+def _constant_length(batch, dtype, *, num_turns, max_response_tokens):
+  del num_turns
   return _ones(batch, dtype) / max_response_tokens, _valid_rows(batch, dtype)
 
 
 AGGREGATES = {
-  'token_mean': options_lib.Choice(_mean_over('token')),
-  'turn_mean': options_lib.Choice(_mean_over('turn')),
-  'sequence_mean': options_lib.Choice(_mean_over('sequence')),
+  'token_mean': options_lib.Choice(functools.partial(segment_weights, 'token')),
+  'turn_mean': options_lib.Choice(functools.partial(segment_weights, 'turn')),
+  'sequence_mean': options_lib.Choice(
+    functools.partial(segment_weights, 'sequence')
+  ),
   'sequence_sum': options_lib.Choice(_sequence_sum),
   'constant_length': options_lib.Choice(_constant_length, ConstantLength),
 }
@@ -118,7 +106,6 @@ def aggregate_weights(
   *,
   name: str,
   num_turns: int,
-  implementation: str = 'auto',
   **options: Array | float,
 ) -> tuple[Array, Array]:
   """Returns the weight of every token [B, L], 0 off the mask, and the count.
@@ -128,42 +115,6 @@ def aggregate_weights(
     dtype: the dtype of weights and count.
     name: a key of `AGGREGATES`.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
     **options: the options of the aggregate, such as max_response_tokens.
   """
-  return AGGREGATES[name].function(
-    batch,
-    dtype,
-    num_turns=num_turns,
-    implementation=implementation,
-    **options,
-  )
-
-
-def aggregate(
-  x_BL: Array, batch: batch_lib.TokenBatch, **arguments
-) -> tuple[Array, Array]:
-  """Returns (total, count) of x; the aggregate is total / count.
-
-  Args:
-    x_BL: the terms; anything off the loss mask.
-    batch: the batch, whose loss mask and turn ids are read.
-    **arguments: the keyword arguments of `aggregate_weights`.
-  """
-  weights_BL, count = aggregate_weights(batch, x_BL.dtype, **arguments)
-  return jnp.sum(weights_BL * masking.select(x_BL, batch.loss_mask_BL)), count
-
-
-def aggregate_count(
-  batch: batch_lib.TokenBatch, dtype=jnp.float32, **arguments
-) -> Array:
-  """Returns the count alone.
-
-  Args:
-    batch: the batch, whose masks are read. The count of a whole minibatch
-      divides the totals of its microbatches.
-    dtype: the dtype of the count.
-    **arguments: the keyword arguments of `aggregate_weights`.
-  """
-  _, count = aggregate_weights(batch, dtype, **arguments)
-  return count
+  return AGGREGATES[name].function(batch, dtype, num_turns=num_turns, **options)

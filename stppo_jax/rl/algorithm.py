@@ -12,7 +12,7 @@ from typing import Any
 
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
-from stppo_jax.rl import bounds
+from stppo_jax.rl import bounds as bounds_lib
 from stppo_jax.rl import corrections
 from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
@@ -37,7 +37,7 @@ class Algorithm(options.Options):
   """
 
   ratio: ratios.Ratio = options.section(ratios.Ratio)
-  bounds: options.Named = options.section(bounds.BOUNDS)
+  bounds: options.Named = options.section(bounds_lib.BOUNDS)
   objective: options.Named = options.section(objectives.OBJECTIVES)
   correction: Any = options.section(corrections.Correction)
   aggregate: options.Named = options.section(aggregation.AGGREGATES)
@@ -80,10 +80,17 @@ class Algorithm(options.Options):
   def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
     """Yields what is chosen for the policy loss, with its options."""
     yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
-    yield bounds.BOUNDS[self.bounds.name], self.bounds
+    yield bounds_lib.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective
+    for _, choice, chosen in self.selected_corrections():
+      yield choice, chosen
+
+  def selected_corrections(
+    self,
+  ) -> Iterator[tuple[str, options.Choice, options.Options]]:
+    """Yields name, table entry and options of the selected corrections."""
     for name in self.correction.names:
-      yield corrections.CORRECTIONS[name], getattr(self.correction, name)
+      yield name, corrections.CORRECTIONS[name], getattr(self.correction, name)
 
   @property
   def divides_by_bias_norm(self) -> bool:
@@ -106,6 +113,8 @@ class Algorithm(options.Options):
   @property
   def needs(self) -> frozenset[str]:
     """The names of the arrays that the loss reads and not every loss does."""
+    # Bounds, objectives and corrections declare theirs in the tables; only the
+    # level and the KL term have no entry that could.
     arrays = set().union(*(choice.arrays for choice, _ in self._choices()))
     if self.ratio.level == 'sentence':
       arrays.add('sentence_ids_BL')

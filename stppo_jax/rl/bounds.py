@@ -81,7 +81,6 @@ def by_length(
     context.batch,
     context.advantages_BL.dtype,
     num_turns=context.num_turns,
-    implementation=context.implementation,
   )
   scale_BL = jnp.where(context.mask_BL, share_BL, 1) ** exponent
   return 1 - clip_low * scale_BL, 1 + clip_high * scale_BL
@@ -145,6 +144,8 @@ def binary_kl(
   del statistics
   old_BL = _old_logprobs(context)
 
+  # The bounds are those of the ratio, so its logarithm is the variable. The
+  # epsilon keeps the logarithms finite where a probability is 1.
   def divergence(log_ratio_BL):
     rest_BL = 1 - jnp.exp(old_BL)
     left_BL = 1 - jnp.exp(old_BL + log_ratio_BL)
@@ -156,6 +157,8 @@ def binary_kl(
   def furthest(limit, end_BL):
     """Returns the log-ratio furthest from 0, up to an end, within a limit."""
 
+    # `near` is always inside, `far` perhaps outside: the answer is `near` after
+    # the last halving, or the end itself if even that is inside.
     def halve(_, interval):
       near_BL, far_BL = interval
       middle_BL = (near_BL + far_BL) / 2
@@ -239,7 +242,6 @@ def _mean_entropy(context: LossContext, **options) -> Array:
     context.batch,
     context.entropy_BL.dtype,
     num_turns=context.num_turns,
-    implementation=context.implementation,
   )
   return masking.divide(jnp.sum(weights_BL * context.entropy_BL), count)
 
@@ -342,12 +344,14 @@ def _balance(
     term_BL = weight_BL * jnp.minimum(
       ratio_BL * advantages_BL, clipped_BL * advantages_BL
     )
+    # Compared as a product, because without any term the share would be 0 / 0.
     positive = jnp.sum(jnp.maximum(term_BL, 0))
     magnitude = jnp.sum(jnp.abs(term_BL))
     can_move = (steps.high < most.high) | (steps.low < most.low)
     return (positive < positive_share * magnitude) & can_move
 
   def take_step(steps):
+    # One bound at a time, and `high` first.
     widens = (steps.high < most.high).astype(jnp.int32)
     return _Interval(steps.low + 1 - widens, steps.high + widens)
 

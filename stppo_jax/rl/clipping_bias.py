@@ -30,7 +30,6 @@ No gradient flows through rho, s or |c|.
 """
 
 from collections.abc import Callable
-import typing
 from typing import Any
 from typing import NamedTuple
 
@@ -51,7 +50,7 @@ sg = jax.lax.stop_gradient
 RHO_EPSILON = 1e-8
 
 
-class Sums(typing.NamedTuple):
+class Sums(NamedTuple):
   """The four sums of the norms; they add up over microbatches and devices.
 
   Attributes:
@@ -80,8 +79,8 @@ def batch_sums(
   ratio_BL: Array,
   advantages_BL: Array,
   loss_mask_BL: Array,
-  low: Array | float,
-  high: Array | float,
+  low: Number,
+  high: Number,
   *,
   axis: int | None = None,
 ) -> Sums:
@@ -96,64 +95,31 @@ def batch_sums(
   )
 
 
-def turn_sums(
-  ratio_BL: Array,
-  advantages_BL: Array,
-  loss_mask_BL: Array,
-  low: Array | float,
-  high: Array | float,
-  *,
-  turns: segments_lib.Segments,
-  implementation: str = 'auto',
-) -> Sums:
+def _turn_sums(turns, *arguments) -> Sums:
   """Returns the four sums over each turn: arrays [B, T]."""
-  weighted_BL, clipped_BL, kept_BL = _split(
-    ratio_BL, advantages_BL, loss_mask_BL, low, high
-  )
+  weighted_BL, clipped_BL, kept_BL = _split(*arguments)
   squares_BL = jnp.square(weighted_BL)
-
-  def total(x_BL, mask_BL):
-    return segments_lib.segment_totals(
-      masking.select(x_BL, mask_BL), turns, implementation=implementation
-    )
-
   ones_BL = jnp.ones_like(squares_BL)
   return Sums(
-    total(squares_BL, clipped_BL),
-    total(ones_BL, clipped_BL),
-    total(squares_BL, kept_BL),
-    total(ones_BL, kept_BL),
+    *(
+      segments_lib.segment_totals(masking.select(x_BL, mask_BL), turns)
+      for mask_BL in (clipped_BL, kept_BL)
+      for x_BL in (squares_BL, ones_BL)
+    )
   )
 
 
-def norms(sums: Sums, *, kept_empty: float = 0.0) -> tuple[Array, Array]:
-  """Returns (N_U, N_V).
+def scale_of(sums: Sums, *, tau: Number, kept_empty: float = 0.0) -> Array:
+  """Returns s = 1 / rho where rho > tau, else 1, in the shape of the sums.
 
-  N_U is 0 where U is empty, and N_V is `kept_empty` where V is empty.
+  rho is N_U / (N_V + 1e-8), where N_V is `kept_empty` if V is empty; it is 0
+  if U is empty.
   """
   clipped = jnp.sqrt(masking.divide(sums.clipped_squares, sums.clipped_count))
   kept = jnp.sqrt(masking.divide(sums.kept_squares, sums.kept_count))
-  return clipped, jnp.where(sums.kept_count > 0, kept, kept_empty)
-
-
-def rho_of(sums: Sums, *, kept_empty: float = 0.0) -> Array:
-  """Returns rho = N_U / (N_V + 1e-8); 0 where U is empty."""
-  clipped, kept = norms(sums, kept_empty=kept_empty)
-  return clipped / (kept + RHO_EPSILON)
-
-
-def scale_of(
-  sums: Sums, *, tau: Array | float, kept_empty: float = 0.0
-) -> Array:
-  """Returns s = 1 / rho where rho > tau, else 1, in the shape of the sums."""
-  rho = rho_of(sums, kept_empty=kept_empty)
-  large = rho > tau
-  return sg(1 / jnp.where(large, rho, 1))
-
-
-def gradient_scale(bias_grad_norm: Array, *, floor: Array | float) -> Array:
-  """Returns 1 / max(|c|_2, floor), a factor of the policy gradient."""
-  return 1 / jnp.maximum(bias_grad_norm, floor)
+  kept = jnp.where(sums.kept_count > 0, kept, kept_empty)
+  rho = clipped / (kept + RHO_EPSILON)
+  return sg(1 / jnp.where(rho > tau, rho, 1))
 
 
 def _sum_arguments(context, level, low, high):
@@ -167,66 +133,24 @@ def _sum_arguments(context, level, low, high):
   )
 
 
-def _minibatch_scale(context, sum_arguments, minibatch_sums, tau):
-  del context, sum_arguments
-  return scale_of(minibatch_sums, tau=tau)
-
-
-def _microbatch_scale(context, sum_arguments, minibatch_sums, tau):
-  del context, minibatch_sums
-  return scale_of(batch_sums(*sum_arguments), tau=tau)
-
-
-def _sequence_scale(context, sum_arguments, minibatch_sums, tau):
-  del context, minibatch_sums
-  sums_B = batch_sums(*sum_arguments, axis=1)
-  return scale_of(sums_B, tau=tau, kept_empty=1.0)[:, None]
-
-
-def _turn_scale(context, sum_arguments, minibatch_sums, tau):
-  del minibatch_sums
-  turns = context.segments('turn')
-  sums_BT = turn_sums(
-    *sum_arguments, turns=turns, implementation=context.implementation
-  )
-  return context.spread(scale_of(sums_BT, tau=tau, kept_empty=1.0), turns)
-
-
-SCOPES = {
-  'minibatch': _minibatch_scale,
-  'microbatch': _microbatch_scale,
-  'sequence': _sequence_scale,
-  'turn': _turn_scale,
-}
+SCOPES = ('minibatch', 'microbatch', 'sequence', 'turn')
 RATIO_LEVELS = ('token', 'turn')  # the levels that the ratio w may have
 LOSSES = ('policy', 'value')
+NORMS = ('coefficient', 'gradient')
 
 
-def _coefficient(context, sum_arguments, sums, *, tau, scope, applies_to):
-  mask_BL = context.mask_BL
-  ones_BL = jnp.ones_like(context.advantages_BL)
-  scale = SCOPES[scope](context, sum_arguments, sums, tau)
-  scale_BL = jnp.where(mask_BL, jnp.broadcast_to(scale, mask_BL.shape), ones_BL)
-  weights = {
-    name: scale_BL if name in applies_to else ones_BL for name in LOSSES
-  }
-  return loss_context_lib.TermWeights(
-    weights['policy'], weights['value'], jnp.zeros_like(ones_BL)
-  )
-
-
-def _gradient(context, sum_arguments, sums, *, tau, scope, applies_to):
-  # The terms keep their weights: the learner divides the gradient itself by
-  # the norm of c, which is known only after the last microbatch.
-  del context, sums, tau, scope, applies_to
-  weighted_BL, clipped_BL, _ = _split(*sum_arguments)
-  ones_BL = jnp.ones_like(weighted_BL)
-  return loss_context_lib.TermWeights(
-    ones_BL, ones_BL, masking.select(weighted_BL, clipped_BL)
-  )
-
-
-NORMS = {'coefficient': _coefficient, 'gradient': _gradient}
+def _scale(context, sum_arguments, minibatch_sums, *, tau, scope):
+  """Returns s for a scope: a scalar, or an array that broadcasts to [B, L]."""
+  if scope == 'minibatch':
+    return scale_of(minibatch_sums, tau=tau)
+  if scope == 'microbatch':
+    return scale_of(batch_sums(*sum_arguments), tau=tau)
+  if scope == 'sequence':
+    sums_B = batch_sums(*sum_arguments, axis=1)
+    return scale_of(sums_B, tau=tau, kept_empty=1.0)[:, None]
+  turns = context.segments('turn')
+  sums_BT = _turn_sums(turns, *sum_arguments)
+  return context.spread(scale_of(sums_BT, tau=tau, kept_empty=1.0), turns)
 
 
 @options_lib.dataclass
@@ -234,10 +158,10 @@ class ClippingBias(options_lib.Options):
   """Options of `clipping_bias`.
 
   Attributes:
-    norm: a key of `NORMS`.
+    norm: one of `NORMS`.
     tau: with norm='coefficient', the rho above which terms are scaled;
       infinity: none are.
-    scope: with norm='coefficient', the tokens over which rho is formed, a key
+    scope: with norm='coefficient', the tokens over which rho is formed, one
       of `SCOPES`.
     level: the level of the ratio w, one of `RATIO_LEVELS`.
     applies_to: the losses whose terms are scaled, some of `LOSSES`.
@@ -264,9 +188,11 @@ def clipping_bias(
   sums: Sums | tuple[()],
   *,
   norm: str,
+  tau: Number,
+  scope: str,
   level: str,
+  applies_to: tuple[str, ...],
   floor: Number,
-  **options,
 ) -> loss_context_lib.TermWeights:
   """Returns the term weights of the clipping-bias correction.
 
@@ -274,11 +200,25 @@ def clipping_bias(
     context: the microbatch.
     low, high: the bounds in force.
     sums: `minibatch_sums` of the whole minibatch; () where they are not needed.
-    norm, level, floor, **options: see `ClippingBias`.
+    norm, tau, scope, level, applies_to, floor: see `ClippingBias`.
   """
-  del floor
   sum_arguments = _sum_arguments(context, level, low, high)
-  return NORMS[norm](context, sum_arguments, sums, **options)
+  ones_BL = jnp.ones_like(context.advantages_BL)
+  if norm == 'gradient':
+    # The terms keep their weights: the learner divides the gradient itself by
+    # the norm of c, which is known only after the last microbatch.
+    del floor
+    weighted_BL, clipped_BL, _ = _split(*sum_arguments)
+    bias_BL = masking.select(weighted_BL, clipped_BL)
+    return loss_context_lib.TermWeights(ones_BL, ones_BL, bias_BL)
+  mask_BL = context.mask_BL
+  scale = _scale(context, sum_arguments, sums, tau=tau, scope=scope)
+  scale_BL = jnp.where(mask_BL, jnp.broadcast_to(scale, mask_BL.shape), ones_BL)
+  policy_BL, value_BL = (
+    scale_BL if loss in applies_to else ones_BL for loss in LOSSES
+  )
+  zeros_BL = jnp.zeros_like(ones_BL)
+  return loss_context_lib.TermWeights(policy_BL, value_BL, zeros_BL)
 
 
 def needs_minibatch_sums(options: ClippingBias) -> bool:
@@ -350,7 +290,7 @@ def divide_by_bias_norm(
   """
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients.bias)]
   norm = jnp.sqrt(sum(squares))
-  scale = gradient_scale(norm, floor=floor)
+  scale = 1 / jnp.maximum(norm, floor)
   gradient = jax.tree.map(
     lambda policy, other: scale * policy + other,
     gradients.policy,

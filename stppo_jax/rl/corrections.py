@@ -27,6 +27,8 @@ policy terms are
 A product over hundreds of tokens is near 0 or above every cap as soon as the
 log-ratios have a mean; the geometric mean stays near 1.
 
+`mis`, `icepop` and `geo_rs` are functions of log k, which `_of_k` completes.
+
 The weights are detached. `diagnostics.mismatch` measures k before any of this.
 """
 
@@ -48,6 +50,7 @@ TermWeights = loss_context_lib.TermWeights
 sg = jax.lax.stop_gradient
 
 LEVELS = ('token', 'turn', 'sequence')
+_ARRAYS = frozenset({'sampler_logprobs_BL'})
 
 
 def _one(context):
@@ -127,20 +130,10 @@ class Mis(Mismatch):
   cap: float = options.number(above=0.0)
 
 
-def mis(
-  context: LossContext,
-  low: Number,
-  high: Number,
-  statistics: tuple[()],
-  *,
-  cap: Number,
-  level: str,
-  reduce: str,
-) -> TermWeights:
+def mis(log_k_BL: Array, *, cap: Number) -> Array:
   """Returns k where k <= cap, else 0."""
-  del low, high, statistics
-  k_BL = jnp.exp(context.log_mismatch(level, reduce))
-  return loss_context_lib.policy_weights(jnp.where(k_BL <= cap, k_BL, 0))
+  k_BL = jnp.exp(log_k_BL)
+  return jnp.where(k_BL <= cap, k_BL, 0)
 
 
 @options.dataclass
@@ -156,22 +149,11 @@ class Icepop(Mismatch):
       yield 'most', most, '1 or greater'
 
 
-def icepop(
-  context: LossContext,
-  low: Number,
-  high: Number,
-  statistics: tuple[()],
-  *,
-  least: Number,
-  most: Number,
-  level: str,
-  reduce: str,
-) -> TermWeights:
+def icepop(log_k_BL: Array, *, least: Number, most: Number) -> Array:
   """Returns k where least <= k <= most, else 0."""
-  del low, high, statistics
-  k_BL = jnp.exp(context.log_mismatch(level, reduce))
+  k_BL = jnp.exp(log_k_BL)
   inside_BL = (k_BL >= least) & (k_BL <= most)
-  return loss_context_lib.policy_weights(jnp.where(inside_BL, k_BL, 0))
+  return jnp.where(inside_BL, k_BL, 0)
 
 
 @options.dataclass
@@ -181,24 +163,22 @@ class GeoRs(Mismatch):
   band: float = options.number()
 
 
-def geo_rs(
-  context: LossContext,
-  low: Number,
-  high: Number,
-  statistics: tuple[()],
-  *,
-  band: Number,
-  level: str,
-  reduce: str,
-) -> TermWeights:
+def geo_rs(log_k_BL: Array, *, band: Number) -> Array:
   """Returns 0 where |log k| > band, else 1."""
-  del low, high, statistics
-  log_k_BL = context.log_mismatch(level, reduce)
-  near_BL = jnp.abs(log_k_BL) <= band
-  return loss_context_lib.policy_weights(near_BL.astype(log_k_BL.dtype))
+  return (jnp.abs(log_k_BL) <= band).astype(log_k_BL.dtype)
 
 
-_ARRAYS = frozenset({'sampler_logprobs_BL'})
+def _of_k(weight: Callable[..., Array], options_of_k: type[Mismatch]):
+  """Returns the table entry of a weight that is a function of log k alone."""
+
+  def correction(context, low, high, statistics, *, level, reduce, **limits):
+    del low, high, statistics
+    log_k_BL = context.log_mismatch(level, reduce)
+    return loss_context_lib.policy_weights(weight(log_k_BL, **limits))
+
+  return options.Choice(correction, options_of_k, arrays=_ARRAYS)
+
+
 CORRECTIONS = {
   'clipping_bias': options.Choice(
     clipping_bias.clipping_bias,
@@ -208,9 +188,9 @@ CORRECTIONS = {
     metrics=('stab/norm_clipped', 'stab/norm_unclipped', 'stab/rho'),
   ),
   'tis': options.Choice(tis, Tis, arrays=_ARRAYS),
-  'mis': options.Choice(mis, Mis, arrays=_ARRAYS),
-  'icepop': options.Choice(icepop, Icepop, arrays=_ARRAYS),
-  'geo_rs': options.Choice(geo_rs, GeoRs, arrays=_ARRAYS),
+  'mis': _of_k(mis, Mis),
+  'icepop': _of_k(icepop, Icepop),
+  'geo_rs': _of_k(geo_rs, GeoRs),
 }
 
 # A class that holds the names of the selected corrections, and the options of

@@ -58,6 +58,8 @@ class Covariance(typing.NamedTuple):
       share: how many are chosen, as a share of the policy tokens: at least one,
         and all that are eligible if those are fewer.
     """
+    # Tokens that may not be chosen are sorted to the front. If there are too
+    # few others, the threshold is -inf, which chooses all of them.
     count = (jnp.sum(mask_BL) * share).astype(jnp.int32)
     ordered = jnp.sort(jnp.where(eligible_BL, x_BL, -jnp.inf), axis=None)
     last = ordered.size - jnp.maximum(count, 1)
@@ -93,6 +95,8 @@ def lots(context: LossContext) -> Array:
       own = jax.random.fold_in(own, number)
     return jax.random.uniform(own, dtype=context.logprobs_BL.dtype)
 
+  # The bits of the numbers and not their values: fold_in takes integers, and
+  # rounding would give many tokens the same lot.
   bits = [
     jax.lax.bitcast_convert_type(x_BL.astype(jnp.float32), jnp.uint32)
     for x_BL in (

@@ -86,7 +86,6 @@ def policy_diagnostics(
   batch: batch_lib.TokenBatch,
   *,
   num_turns: int,
-  implementation: str = 'auto',
 ) -> Diagnostics:
   """Returns the diagnostics of one microbatch.
 
@@ -97,7 +96,6 @@ def policy_diagnostics(
     entropy_BL: the policy's entropy at each token in nats.
     batch: the microbatch, with old log-probabilities and advantages.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
   """
   assert batch.old_logprobs_BL is not None
   assert batch.advantages_BL is not None
@@ -113,12 +111,7 @@ def policy_diagnostics(
 
   def by_turn(event_BL):
     counted_BL = masking.select(event_BL.astype(log_ratio_BL.dtype), mask_BL)
-    return jnp.sum(
-      segments_lib.segment_totals(
-        counted_BL, turns, implementation=implementation
-      ),
-      axis=0,
-    )
+    return jnp.sum(segments_lib.segment_totals(counted_BL, turns), axis=0)
 
   sums = {
     'tokens': jnp.sum(mask_BL, dtype=log_ratio_BL.dtype),
@@ -131,6 +124,8 @@ def policy_diagnostics(
     'low': total(jnp.broadcast_to(low, mask_BL.shape)),
     'high': total(jnp.broadcast_to(high, mask_BL.shape)),
   }
+  # Extrema start from infinities, so that a microbatch without tokens changes
+  # none of them; `summarize` shows 0 if no microbatch has any.
   minima, maxima, ratio_by_level = {}, {}, {}
   for level in _levels(batch):
     ratio_BL = ratio_by_level[level] = jnp.exp(
@@ -141,7 +136,6 @@ def policy_diagnostics(
         gradient='segment',
         reduce=algorithm.ratio.reduce,
         num_turns=num_turns,
-        implementation=implementation,
       )
     )
     # Sums of r - 1: from sums of r the variance of ratios near 1 would be lost
@@ -185,12 +179,15 @@ def _moments(total: float, squares: float, count: float) -> tuple[float, float]:
 
 def summarize(diagnostics: Diagnostics) -> dict[str, float]:
   """Returns the metrics as Python numbers; all are 0 without tokens."""
+  # In float64, because a variance is the small difference of two large numbers.
   sums, minima, maxima = jax.tree.map(
     lambda x: np.asarray(x, np.float64),
     (diagnostics.sums, diagnostics.minima, diagnostics.maxima),
   )
   tokens, tokens_T = float(sums['tokens']), sums['tokens_T']
   metrics = {}
+  # Turns that no row has are left out; the index of turn 1 is 0.
+  turns = [(turn, count) for turn, count in enumerate(tokens_T) if count]
   for level in minima:
     excess, variance = _moments(
       sums[f'{level}/excess'], sums[f'{level}/excess_squared'], tokens
@@ -202,21 +199,18 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
     metrics[f'{name}/min'] = float(minima[level]) if tokens else 0.0
     metrics[f'{name}/max'] = float(maxima[level]) if tokens else 0.0
     metrics[f'{name}/ess'] = _share(mean**2, mean**2 + variance)
-    for turn, count in enumerate(tokens_T, start=1):
-      if count:
-        _, own = _moments(
-          sums[f'{level}/excess_T'][turn - 1],
-          sums[f'{level}/excess_squared_T'][turn - 1],
-          count,
-        )
-        metrics[f'{name}/std/turn_{turn}'] = float(np.sqrt(own))
+    excess_T, squares_T = (
+      sums[f'{level}/{moment}_T'] for moment in ('excess', 'excess_squared')
+    )
+    for turn, count in turns:
+      _, own = _moments(excess_T[turn], squares_T[turn], count)
+      metrics[f'{name}/std/turn_{turn + 1}'] = float(np.sqrt(own))
     for side in ('low', 'high'):
       name = f'clipfrac/{level}/{side}'
       metrics[name] = _share(sums[f'{level}/{side}'], tokens)
-      for turn, count in enumerate(tokens_T, start=1):
-        if count:
-          outside = sums[f'{level}/{side}_T'][turn - 1]
-          metrics[f'{name}/turn_{turn}'] = _share(outside, count)
+      for turn, count in turns:
+        outside = sums[f'{level}/{side}_T'][turn]
+        metrics[f'{name}/turn_{turn + 1}'] = _share(outside, count)
   clipped = np.sqrt(_share(sums['clipped_squares'], sums['clipped_count']))
   kept = np.sqrt(_share(sums['kept_squares'], sums['kept_count']))
   return metrics | {
@@ -332,7 +326,7 @@ def mismatch(
 
 
 def mismatch_of_segments(
-  batch: batch_lib.TokenBatch, *, num_turns: int, implementation: str = 'auto'
+  batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> dict[str, Array]:
   """Returns k of turns and of trajectories, before any truncation, as scalars.
 
@@ -348,7 +342,6 @@ def mismatch_of_segments(
   Args:
     batch: the batch, with the log-probabilities of trainer and sampler.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
   """
   mask_BL = batch.loss_mask_BL
   old_BL, sampler_BL = batch.old_logprobs_BL, batch.sampler_logprobs_BL
@@ -357,19 +350,14 @@ def mismatch_of_segments(
   metrics = {}
   for level in ('turn', 'sequence'):
     segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
-    totals_BT = segments_lib.segment_totals(
-      log_k_BL, segments, implementation=implementation
-    )
-    counts_BT = segments_lib.segment_counts(
-      segments, log_k_BL.dtype, implementation=implementation
-    )
+    totals_BT = segments_lib.segment_totals(log_k_BL, segments)
+    counts_BT = segments_lib.segment_counts(segments, log_k_BL.dtype)
     means_BT = masking.divide(totals_BT, counts_BT)
     # Not by `ratios.level_log_ratio`, which clips log k.
     for reduce, log_BT in {'mean': means_BT, 'sum': totals_BT}.items():
       k_BL = segments_lib.segment_spread(
         jnp.exp(jnp.minimum(log_BT, LOG_WEIGHT_LIMIT)),
         segments,
-        implementation=implementation,
       )
       name = f'mismatch/{level}/{reduce}/weight_raw'
       metrics[f'{name}_mean'] = masking.masked_mean(k_BL, mask_BL)

@@ -79,12 +79,12 @@ def gae(
   return masking.select(advantages_LB.T, step_mask_BL)
 
 
-def _skipped(loss_mask_BL):
-  return loss_mask_BL
-
-
+# The mask of the steps, by what happens to observation tokens between them.
 # 'included' is what the reference implementation of arXiv 2511.20718 does.
-OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
+OBSERVATION_TOKENS = {
+  'skipped': lambda loss_mask_BL: loss_mask_BL,
+  'included': masking.response_mask,
+}
 
 
 def latest(x_BL: Array, step_mask_BL: Array) -> Array:
@@ -101,13 +101,18 @@ def latest(x_BL: Array, step_mask_BL: Array) -> Array:
   return jnp.take_along_axis(x_BL, step_BL, axis=1)
 
 
-def _turn_ids(batch):
-  return jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
-
-
 def turns_so_far(batch: batch_lib.TokenBatch) -> Array:
   """Returns the latest turn at or before each token; 0 before the first."""
   return jax.lax.cummax(_turn_ids(batch), axis=1)
+
+
+def turn_starts(batch: batch_lib.TokenBatch) -> Array:
+  """Returns a mask of the first token of each turn."""
+  return segments_lib.segment_starts(segments_lib.Segments(_turn_ids(batch), 0))
+
+
+def _turn_ids(batch):
+  return jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
 
 
 def by_turn(
@@ -122,7 +127,9 @@ def by_turn(
   return rewards_BT, present_BT > 0, turns
 
 
-def to_go(rewards_BT: Array, present_BT: Array, gamma: Array | float) -> Array:
+def rewards_to_go(
+  rewards_BT: Array, present_BT: Array, gamma: Array | float
+) -> Array:
   """Returns the reward-to-go of each turn; an absent turn is not discounted."""
 
   def previous(to_go_B, turn):
@@ -143,14 +150,6 @@ def turns_to_tokens(x_BT: Array, batch: batch_lib.TokenBatch) -> Array:
   return segments_lib.segment_spread(x_BT, segments)
 
 
-def _turn_starts(batch):
-  """Returns a mask of the first token of each turn.
-
-  Turn ids never decrease in a row.
-  """
-  return segments_lib.segment_starts(segments_lib.Segments(_turn_ids(batch), 0))
-
-
 def _turn_ends(batch):
   """Returns a mask of the last token of each turn."""
   none = jnp.iinfo(batch.turn_ids_BL.dtype).max
@@ -162,33 +161,33 @@ def _turn_ends(batch):
   return ids_BL < after_BL
 
 
-def _token_steps(rewards_BL, batch, *, gamma, lambda_, observation_tokens, **_):
-  step_mask_BL = OBSERVATION_TOKENS[observation_tokens](batch.loss_mask_BL)
-  advantages_BL = gae(
-    rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
-  )
-  return advantages_BL, step_mask_BL
+def bilevel_gae(
+  rewards_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  gamma: Array | float,
+  lambda_: Array | float,
+  gamma_turn: Array | float,
+  lambda_turn: Array | float,
+) -> Array:
+  """Returns GAE over the tokens of each turn, rewarded by GAE over turns.
 
-
-def _turn_steps(rewards_BL, batch, *, gamma, lambda_, **_):
-  starts_BL = _turn_starts(batch)
-  advantages_BL = gae(
-    rewards_BL, batch.values_BL, starts_BL, gamma=gamma, lambda_=lambda_
-  )
-  return advantages_BL, starts_BL
-
-
-def _bilevel_steps(
-  rewards_BL, batch, *, gamma, lambda_, gamma_turn, lambda_turn, **_
-):
-  turn_advantages_BL, starts_BL = _turn_steps(
-    rewards_BL, batch, gamma=gamma_turn, lambda_=lambda_turn
+  `advantages.gae_estimator` has the equations. The results are at the policy
+  tokens.
+  """
+  starts_BL = turn_starts(batch)
+  turn_advantages_BL = gae(
+    rewards_BL,
+    batch.values_BL,
+    starts_BL,
+    gamma=gamma_turn,
+    lambda_=lambda_turn,
   )
   turn_returns_BL = turn_advantages_BL + masking.select(
     batch.values_BL, starts_BL
   )
   ends_BL = _turn_ends(batch)
-  advantages_BL = gae(
+  return gae(
     masking.select(latest(turn_returns_BL, starts_BL), ends_BL),
     batch.values_BL,
     batch.loss_mask_BL,
@@ -196,12 +195,3 @@ def _bilevel_steps(
     gamma=gamma,
     lambda_=lambda_,
   )
-  return advantages_BL, batch.loss_mask_BL
-
-
-# Each function returns the advantages at the steps, and the mask of the steps.
-STEPS = {
-  'token': _token_steps,
-  'turn': _turn_steps,
-  'bilevel': _bilevel_steps,
-}

@@ -147,16 +147,12 @@ def turn_group(
   last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
   turn_B, _ = _rows(masking.select(rewards_BL, ~last_BL), batch)
-  turn_BL = gae_lib.turns_so_far(batch)
-  early_BL = turn_BL < jnp.max(turn_BL, axis=1, keepdims=True)
-  return _to_tokens(
-    masking.standardized(outcome_B, pairs_BB, epsilon), batch
-  ) + masking.select(
-    _to_tokens(
-      turn_weight * masking.standardized(turn_B, pairs_BB, epsilon), batch
-    ),
-    early_BL,
-  )
+  number_BL = gae_lib.turns_so_far(batch)
+  early_BL = number_BL < jnp.max(number_BL, axis=1, keepdims=True)
+  outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
+  turn_B = turn_weight * masking.standardized(turn_B, pairs_BB, epsilon)
+  outcome_BL, turn_BL = (_to_tokens(x_B, batch) for x_B in (outcome_B, turn_B))
+  return outcome_BL + masking.select(turn_BL, early_BL)
 
 
 @options_lib.dataclass
@@ -193,15 +189,19 @@ def turn_leave_one_out(
   docs/turn_baselines.md derives by how much. gamma is the discount per turn.
   """
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  to_go_BT = gae_lib.to_go(rewards_BT, present_BT, gamma)
+  to_go_BT = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma)
   _, pairs_BB = _rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
+  # Through the turns in order, so that a row that nobody follows into a turn
+  # keeps the baseline of the turn before.
   def following(carry, turn):
     baseline_B, known_B = carry
     to_go_B, present_B = turn
     total_B, count_B = masking.differences(to_go_B, others_BB & present_B[None])
     some_B = count_B > 0
+    # The mean of the others, from the mean difference to them: equal rewards
+    # then have an advantage of exactly 0.
     baseline_B = jnp.where(
       some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
     )
@@ -262,7 +262,7 @@ def turn_index(
   last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  number_BT = gae_lib.to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
+  number_BT = gae_lib.rewards_to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
   early_BT = present_BT & (number_BT > 1)  # the last turn has the number 1
   z_TB = jax.lax.map(
     lambda turn: masking.standardized(
@@ -270,11 +270,12 @@ def turn_index(
     ),
     (rewards_BT.T, early_BT.T),
   )
-  total_BT = masking.select(gae_lib.to_go(z_TB.T, early_BT, gamma), early_BT)
-  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
-  outcome_BL = _to_tokens(
-    masking.standardized(outcome_B, pairs_BB, epsilon), batch
+  total_BT = masking.select(
+    gae_lib.rewards_to_go(z_TB.T, early_BT, gamma), early_BT
   )
+  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
+  outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
+  outcome_BL = _to_tokens(outcome_B, batch)
   return outcome_BL + turn_weight * gae_lib.turns_to_tokens(scaled_BT, batch)
 
 
@@ -342,20 +343,17 @@ def gigpo(
       code), or once ('per_trajectory', Eq. 3 of the paper).
     epsilon: added to the standard deviation.
     num_turns: static, the most turns a row can have.
-
-  Raises:
-    ValueError: the batch has no state ids.
   """
-  if batch.state_ids_BL is None:
-    raise ValueError('the estimator gigpo needs state_ids_BL')
+  assert batch.state_ids_BL is not None
   normalization = masking.NORMALIZATIONS[normalize]
   reward_B, pairs_BB = _rows(rewards_BL, batch)
   rewards_BT, present_BT, turns = gae_lib.by_turn(rewards_BL, batch, num_turns)
   states_BL = masking.select(
     batch.state_ids_BL, segments_lib.segment_starts(turns)
   )
+  # Only the first token of a turn is summed, so the sum is the turn's state id.
   states_BT = segments_lib.segment_totals(states_BL, turns)
-  to_go = gae_lib.to_go(rewards_BT, present_BT, gamma).reshape(-1)
+  to_go = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma).reshape(-1)
   present = present_BT.reshape(-1)
   group_ids = jnp.repeat(batch.group_ids_B, num_turns)
   # State ids start anew with every question, so that equal ids mean the same
@@ -371,7 +369,8 @@ def gigpo(
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
     pairs = same & shifted.reshape(same.shape)
     advantage = normalization(to_go, pairs, epsilon)
-    # All w_h are divided by w_0, which leaves N_0 as it is.
+    # All w_h are divided by w_0, which leaves N_0 as it is. A turn without an
+    # equal has the advantage 0, and then this h must not weigh either.
     weight = masking.select((1 + before / 2) ** power, advantage != 0)
     return (pairs, total + weight * advantage, weights + weight), None
 

@@ -90,12 +90,6 @@ def penalized_rewards(
   return rewards_BL - coefficient * jnp.where(loss_mask_BL, kl_BL, zero_BL)
 
 
-def fixed_coefficient(coefficient, kl, *, num_trajectories, target, horizon):
-  """Returns the coefficient of this step for the next one."""
-  del kl, num_trajectories, target, horizon
-  return coefficient
-
-
 def adaptive_coefficient(
   coefficient: float,
   kl: float,
@@ -119,12 +113,17 @@ def adaptive_coefficient(
     target: the wanted divergence, nats per trajectory.
     horizon: the time constant of the controller, in trajectories.
   """
+  # NaN passes through min and max in an order that Python does not promise, so
+  # the result is checked and not the input.
   error = min(max(kl / target - 1, -0.2), 0.2)
   new = coefficient * (1 + error * num_trajectories / horizon)
   return new if math.isfinite(new) else coefficient
 
 
-CONTROLLERS = {'fixed': fixed_coefficient, 'adaptive': adaptive_coefficient}
+CONTROLLERS = {
+  'fixed': lambda coefficient, kl, **_: coefficient,
+  'adaptive': adaptive_coefficient,
+}
 
 
 @options.dataclass

@@ -63,7 +63,6 @@ class LossContext:
     logprobs_BL: log pi_theta of the tokens, differentiable, 0 off the mask.
     batch: masks, ids, the old and the sampler's log-probabilities.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
   """
 
   ratio_at: Callable[[str], Array]
@@ -73,7 +72,6 @@ class LossContext:
   logprobs_BL: Array
   batch: batch_lib.TokenBatch
   num_turns: int
-  implementation: str = 'auto'
 
   @property
   def mask_BL(self) -> Array:
@@ -93,18 +91,14 @@ class LossContext:
 
   def spread(self, x_BT: Array, segments: segments_lib.Segments) -> Array:
     """Returns for every token its segment's value: [B, L]."""
-    return segments_lib.segment_spread(
-      x_BT, segments, implementation=self.implementation
-    )
+    return segments_lib.segment_spread(x_BT, segments)
 
   def mean(self, x_BL: Array, level: str) -> Array:
     """Returns for every token the mean of its segment; 0 off the mask."""
     x_BL = masking.select(x_BL, self.mask_BL)
-    if level == 'token':
+    if level == 'token':  # a token is the mean of itself
       return x_BL
-    return segments_lib.segment_means(
-      x_BL, self.segments(level), implementation=self.implementation
-    )
+    return segments_lib.segment_means(x_BL, self.segments(level))
 
   def log_mismatch(self, level: str, reduce: str) -> Array:
     """Returns log k = log pi_old (trainer) - log mu (sampler) at a level.
@@ -117,12 +111,7 @@ class LossContext:
     Returns:
       The mean or the sum over each token's segment, detached, clipped to
       [-20, 20], 0 off the mask; [B, L].
-
-    Raises:
-      ValueError: the batch lacks the sampler's log-probabilities.
     """
-    if self.batch.sampler_logprobs_BL is None:
-      raise ValueError('a mismatch correction needs sampler_logprobs_BL')
     assert self.batch.old_logprobs_BL is not None
     log_k_BL = ratios.token_log_ratio(
       self.batch.old_logprobs_BL, self.batch.sampler_logprobs_BL, self.mask_BL
@@ -135,6 +124,5 @@ class LossContext:
         gradient='segment',
         reduce=reduce,
         num_turns=self.num_turns,
-        implementation=self.implementation,
       )
     )

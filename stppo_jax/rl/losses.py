@@ -28,7 +28,6 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import bounds as bounds_lib
-from stppo_jax.rl import corrections
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
@@ -90,20 +89,22 @@ class PolicyLoss:
   high: Array
 
 
-def _normalized(algorithm, logprobs_BL, batch, statistics, **segment_options):
-  """Returns the normalised token log-ratio, and a multiplier of the terms."""
+def _context(
+  algorithm, logprobs_BL, entropy_BL, batch, statistics, num_turns
+) -> tuple[loss_context_lib.LossContext, Array]:
+  """Returns what bounds, objectives and corrections read.
+
+  `statistics` are those of the normalisation. The second result is the
+  multiplier of the policy terms by the normalisation.
+  """
+  mask_BL = batch.loss_mask_BL
   log_ratio_BL = ratios.token_log_ratio(
-    logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
+    logprobs_BL, batch.old_logprobs_BL, mask_BL
   )
   normalize = ratios.NORMALIZATIONS[algorithm.ratio.normalize].function
-  return normalize(log_ratio_BL, batch, statistics, **segment_options)
-
-
-def _context(
-  algorithm, log_ratio_BL, logprobs_BL, entropy_BL, batch, **segment_options
-) -> loss_context_lib.LossContext:
-  """Returns the arrays that bounds, objectives and corrections read."""
-  mask_BL = batch.loss_mask_BL
+  log_ratio_BL, scale_BL = normalize(
+    log_ratio_BL, batch, statistics, num_turns=num_turns
+  )
 
   def ratio_at(level):
     return jnp.exp(
@@ -113,11 +114,11 @@ def _context(
         level=level,
         gradient=algorithm.ratio.gradient,
         reduce=algorithm.ratio.reduce,
-        **segment_options,
+        num_turns=num_turns,
       )
     )
 
-  return loss_context_lib.LossContext(
+  context = loss_context_lib.LossContext(
     ratio_at,
     algorithm.ratio.level,
     # Advantages are data, and the entropy only scales bounds here: no gradient
@@ -126,8 +127,9 @@ def _context(
     sg(masking.select(entropy_BL, mask_BL)),
     logprobs_BL,
     batch,
-    **segment_options,
+    num_turns=num_turns,
   )
+  return context, scale_BL
 
 
 def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
@@ -141,13 +143,6 @@ def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
     for bound in rule(context, statistics, **algorithm.bounds.arguments())
   )
   return low, high
-
-
-def _corrections(algorithm):
-  """Yields (name, table entry, options) of the selected corrections."""
-  for name in algorithm.correction.names:
-    options = getattr(algorithm.correction, name)
-    yield name, corrections.CORRECTIONS[name], options
 
 
 def _statistics(choice, options, *arrays, **arguments):
@@ -164,7 +159,6 @@ def minibatch_statistics(
   batch: batch_lib.TokenBatch,
   *,
   num_turns: int,
-  implementation: str = 'auto',
 ) -> Statistics:
   """Returns the numbers of the whole minibatch that the loss reads, detached.
 
@@ -174,13 +168,11 @@ def minibatch_statistics(
     entropy_BL: the policy's entropy at each token in nats.
     batch: the minibatch, with the arrays that `policy_loss` reads.
     num_turns: static, the largest number of turns of a row.
-    implementation: the way segments are summed, see `segments`.
 
   Returns:
     A tree for `policy_loss`; it has no leaves unless
     `algorithm.uses_minibatch_statistics`.
   """
-  segment_options = {'num_turns': num_turns, 'implementation': implementation}
   logprobs_BL = sg(masking.select(logprobs_BL, batch.loss_mask_BL))
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
@@ -190,13 +182,12 @@ def minibatch_statistics(
     algorithm.ratio,
     log_ratio_BL,
     batch,
-    **segment_options,
+    num_turns=num_turns,
   )
-  log_ratio_BL, _ = _normalized(
-    algorithm, logprobs_BL, batch, normalize, **segment_options
-  )
-  context = _context(
-    algorithm, log_ratio_BL, logprobs_BL, entropy_BL, batch, **segment_options
+  # Formed step by step, as in the loss: bounds read the normalised ratio, and
+  # objective and corrections read the bounds.
+  context, _ = _context(
+    algorithm, logprobs_BL, entropy_BL, batch, normalize, num_turns
   )
   bounds = _statistics(
     bounds_lib.BOUNDS[algorithm.bounds.name],
@@ -220,7 +211,7 @@ def minibatch_statistics(
       name: _statistics(
         choice, options, context, low, high, **options.arguments()
       )
-      for name, choice, options in _corrections(algorithm)
+      for name, choice, options in algorithm.selected_corrections()
     },
   )
 
@@ -235,7 +226,6 @@ def policy_loss(
   count: Array | None,
   entropy_coefficient: Array | float,
   num_turns: int,
-  implementation: str = 'auto',
 ) -> PolicyLoss:
   """Returns the loss of one microbatch; see the module's docstring.
 
@@ -248,13 +238,11 @@ def policy_loss(
       `algorithm.needs` names.
     statistics: `minibatch_statistics` of the minibatch; None: they are formed
       from this microbatch.
-    count: `aggregation.aggregate_count` of the minibatch; None: the count of
-      this microbatch.
+    count: the count from `aggregation.aggregate_weights` for the minibatch;
+      None: the count of this microbatch.
     entropy_coefficient: weight of the entropy bonus.
     num_turns: static, the largest number of turns of a row.
-    implementation: the way segments are summed, see `segments`.
   """
-  segment_options = {'num_turns': num_turns, 'implementation': implementation}
   mask_BL = batch.loss_mask_BL
   chex.assert_equal_shape(
     [logprobs_BL, entropy_BL, mask_BL, batch.old_logprobs_BL]
@@ -263,14 +251,11 @@ def policy_loss(
   logprobs_BL = masking.select(logprobs_BL, mask_BL)
   if statistics is None:
     statistics = minibatch_statistics(
-      algorithm, logprobs_BL, entropy_BL, batch, **segment_options
+      algorithm, logprobs_BL, entropy_BL, batch, num_turns=num_turns
     )
 
-  log_ratio_BL, scale_BL = _normalized(
-    algorithm, logprobs_BL, batch, statistics.normalize, **segment_options
-  )
-  context = _context(
-    algorithm, log_ratio_BL, logprobs_BL, entropy_BL, batch, **segment_options
+  context, scale_BL = _context(
+    algorithm, logprobs_BL, entropy_BL, batch, statistics.normalize, num_turns
   )
   low, high = _bounds(algorithm, context, statistics.bounds)
   term_BL, cut_BL = objectives.OBJECTIVES[algorithm.objective.name].function(
@@ -281,9 +266,11 @@ def policy_loss(
     **algorithm.objective.arguments(),
   )
 
+  # The terms are complete; what follows only weighs them. No correction sees
+  # what another one made, so their order does not matter.
   value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
-  for name, choice, options in _corrections(algorithm):
+  for name, choice, options in algorithm.selected_corrections():
     factors = choice.function(
       context,
       low,
@@ -300,7 +287,7 @@ def policy_loss(
     logprobs_BL.dtype,
     name=algorithm.aggregate.name,
     **algorithm.aggregate.arguments(),
-    **segment_options,
+    num_turns=num_turns,
   )
   count = own_count if count is None else count
 
@@ -309,15 +296,20 @@ def policy_loss(
       jnp.sum(aggregate_BL * masking.select(x_BL, mask_BL)), count
     )
 
+  # Denominators are of the minibatch and do not know the weights: a term of
+  # weight 0 still counts, and the other terms do not grow in its place.
   policy = aggregate(scale_BL * term_BL)
   entropy = aggregate(entropy_BL)
   kl = jnp.zeros_like(policy)
   if algorithm.kl.where == 'loss':
-    estimator = algorithm.kl.estimator
-    kl_BL = kl_lib.kl_estimate(
-      logprobs_BL, batch.ref_logprobs_BL, mask_BL, estimator=estimator
+    kl = aggregate(
+      kl_lib.kl_estimate(
+        logprobs_BL,
+        batch.ref_logprobs_BL,
+        mask_BL,
+        estimator=algorithm.kl.estimator,
+      )
     )
-    kl = aggregate(kl_BL)
   other = algorithm.kl.coefficient * kl - entropy_coefficient * entropy
   return PolicyLoss(
     loss=policy + other,

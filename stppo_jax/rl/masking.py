@@ -79,18 +79,13 @@ def last_mask(loss_mask_BL: Array) -> Array:
   return loss_mask_BL & (count_BL == total_B1)
 
 
-def _as_is(x_BL, mask_BL):
-  del mask_BL
-  return x_BL
-
-
-def _whiten_response(x_BL, mask_BL):
-  return whiten(x_BL, response_mask(mask_BL))
-
-
 # 'all' takes mean and variance over observation tokens too, as the reference
 # implementation of arXiv 2511.20718 does.
-WHITENS = {'none': _as_is, 'policy': whiten, 'all': _whiten_response}
+WHITENS = {
+  'none': lambda x_BL, mask_BL: x_BL,
+  'policy': whiten,
+  'all': lambda x_BL, mask_BL: whiten(x_BL, response_mask(mask_BL)),
+}
 
 
 def pairs_of(ids: Array, present: Array) -> Array:

@@ -84,6 +84,7 @@ def geometric(
   trusted_BL, cut_BL = _trusted(
     context.ratio_at('token'), advantages_BL, low, high
   )
+  # A mean of logarithms: the product of many ratios would overflow.
   mean_BL = context.mean(jnp.log(trusted_BL), context.level)
   return -advantages_BL * jnp.exp(mean_BL), cut_BL
 

@@ -105,111 +105,52 @@ Table = Mapping[str, Choice]
 Section = type[Options] | Table
 
 
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-  """The rule of an option that holds one of several names."""
-
-  names: tuple[str, ...]
-
-  def problem(self, value: Any) -> str | None:
-    """Returns what is wrong with a value; None if nothing is."""
-    if isinstance(value, str) and value in self.names:
-      return None
-    return 'must be one of ' + ', '.join(self.names)
-
-  def build(self, value: Any) -> str:
-    """Returns a valid value in the type that the option stores."""
-    return str(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class SomeOf:
-  """The rule of an option that holds a tuple of distinct names.
+class OptionRule(typing.NamedTuple):
+  """The rule of an option.
 
   Attributes:
-    names: the names that the tuple may hold.
-    at_least: the smallest number of names in it.
+    holds: function that returns whether a value satisfies the rule.
+    allowed: the rule in words, to follow "must be".
+    build: turns a valid value into the type that the option stores.
+    names: the names that may be chosen; () for numbers.
   """
 
-  names: tuple[str, ...]
-  at_least: int
-
-  def problem(self, value: Any) -> str | None:
-    """Returns what is wrong with a value; None if nothing is."""
-    if (
-      isinstance(value, (tuple, list))
-      and all(isinstance(v, str) and v in self.names for v in value)
-      and len(set(value)) == len(value) >= self.at_least
-    ):
-      return None
-    few = 'any' if not self.at_least else f'at least {self.at_least}'
-    return f'must be a tuple of {few} of ' + ', '.join(self.names)
-
-  def build(self, value: Any) -> tuple[str, ...]:
-    """Returns a valid value in the type that the option stores."""
-    return tuple(str(v) for v in value)
+  holds: Callable[[Any], bool]
+  allowed: str
+  build: Callable[[Any], Any]
+  names: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Number:
-  """The rule of an option that holds a number; see `number`."""
-
-  above: float | None
-  at_most: float
-  infinite: bool
-
-  def problem(self, value: Any) -> str | None:
-    """Returns what is wrong with a value; None if nothing is."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-      value = float(value)
-      low_enough = value <= self.at_most
-      high_enough = value >= 0 if self.above is None else value > self.above
-      finite = self.infinite or math.isfinite(value)
-      if low_enough and high_enough and finite:  # NaN is in no interval
-        return None
-    return f'must be {self.allowed}'
-
-  @property
-  def allowed(self) -> str:
-    """The numbers that are allowed, in words."""
-    kind = 'a number' if self.infinite else 'a finite number'
-    least = '>= 0' if self.above is None else f'> {self.above:g}'
-    most = f' and <= {self.at_most:g}' if self.at_most < math.inf else ''
-    infinite = ' (inf is allowed)' if self.infinite else ''
-    return f'{kind} {least}{most}{infinite}'
-
-  def build(self, value: Any) -> float:
-    """Returns a valid value in the type that the option stores."""
-    return float(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Count:
-  """The rule of an option that holds an integer, 0 or greater."""
-
-  allowed: ClassVar[str] = 'an integer >= 0'
-
-  def problem(self, value: Any) -> str | None:
-    """Returns what is wrong with a value; None if nothing is."""
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    return None if integer and value >= 0 else f'must be {self.allowed}'
-
-  def build(self, value: Any) -> int:
-    """Returns a valid value in the type that the option stores."""
-    return int(value)
-
-
-OptionRule = OneOf | SomeOf | Number | Count
+def _one_of(names: tuple[str, ...]) -> OptionRule:
+  holds = lambda value: isinstance(value, str) and value in names
+  return OptionRule(holds, 'one of ' + ', '.join(names), str, names)
 
 
 def one_of(names: Iterable[str]) -> Any:
   """Returns a field that holds one of several names, such as a table's keys."""
-  return _static(OneOf(tuple(names)))
+  return _static(_one_of(tuple(names)))
 
 
 def some_of(names: Iterable[str], *, at_least: int = 0) -> Any:
-  """Returns a field that holds a tuple of distinct names; see `SomeOf`."""
-  return _static(SomeOf(tuple(names), at_least))
+  """Returns a field that holds a tuple of distinct names.
+
+  Args:
+    names: the names that the tuple may hold.
+    at_least: the smallest number of names in it.
+  """
+  names = tuple(names)
+
+  def holds(value):
+    return (
+      isinstance(value, (tuple, list))
+      and all(isinstance(v, str) and v in names for v in value)
+      and len(set(value)) == len(value) >= at_least
+    )
+
+  few = f'at least {at_least}' if at_least else 'any'
+  allowed = f'a tuple of {few} of ' + ', '.join(names)
+  build = lambda value: tuple(str(v) for v in value)
+  return _static(OptionRule(holds, allowed, build, names))
 
 
 def number(
@@ -225,12 +166,27 @@ def number(
     at_most: the greatest number allowed.
     infinite: whether infinity is allowed.
   """
-  return dataclasses.field(metadata={'rule': Number(above, at_most, infinite)})
+
+  def holds(value):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+      return False
+    value = float(value)
+    high_enough = value >= 0 if above is None else value > above
+    finite = infinite or math.isfinite(value)
+    return high_enough and value <= at_most and finite  # NaN is in no interval
+
+  kind = 'a number' if infinite else 'a finite number'
+  least = '>= 0' if above is None else f'> {above:g}'
+  most = f' and <= {at_most:g}' if at_most < math.inf else ''
+  allowed = f'{kind} {least}{most}{" (inf is allowed)" if infinite else ""}'
+  return dataclasses.field(metadata={'rule': OptionRule(holds, allowed, float)})
 
 
 def count() -> Any:
   """Returns a field that holds an integer; another one is another program."""
-  return _static(Count())
+  is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)
+  holds = lambda value: is_integer(value) and value >= 0
+  return _static(OptionRule(holds, 'an integer >= 0', int))
 
 
 def section(options: Section) -> Any:
@@ -273,15 +229,8 @@ def _entries(
   fields = dataclasses.fields(typing.cast(Any, cls))
   entries: dict[str, Any] = {x.name: x.metadata.get('rule') for x in fields}
   if isinstance(section, Mapping):
-    entries['name'] = OneOf(tuple(section))
+    entries['name'] = _one_of(tuple(section))
   return entries
-
-
-def _is_mapping(value):
-  # A ConfigDict has the methods of a Mapping without being one.
-  return isinstance(value, Mapping) or (
-    hasattr(value, 'keys') and hasattr(value, '__getitem__')
-  )
 
 
 def check(section: Section, values: Any, key: str) -> list[str]:
@@ -295,7 +244,7 @@ def check(section: Section, values: Any, key: str) -> list[str]:
   Returns:
     One line per problem, such as `key.clip_low=-1: must be ...`.
   """
-  if not _is_mapping(values):
+  if not hasattr(values, 'keys'):  # a ConfigDict is no `Mapping`
     return [f'{key}={values!r}: must be a section of options']
   if isinstance(section, Mapping):
     names = ', '.join(section)
@@ -320,8 +269,8 @@ def _check_options(section, values, key) -> Iterator[str]:
     if name not in values.keys():
       problems = [f'{dotted}: missing']
     elif isinstance(entry, OptionRule):
-      problem = entry.problem(values[name])
-      problems = [f'{dotted}={values[name]!r}: {problem}'] if problem else []
+      line = f'{dotted}={values[name]!r}: must be {entry.allowed}'
+      problems = [] if entry.holds(values[name]) else [line]
     else:
       problems = check(entry, values[name], dotted)
     clean = clean and not problems

@@ -32,18 +32,7 @@ Array = jax.Array
 sg = jax.lax.stop_gradient
 
 
-def _tdpo1(preferred_Q, dispreferred_Q, *, alpha):
-  del alpha  # the divergences have weight 1
-  return dispreferred_Q - preferred_Q
-
-
-def _tdpo2(preferred_Q, dispreferred_Q, *, alpha):
-  # Detached, so that only the dispreferred trajectory is kept near the
-  # reference.
-  return alpha * (dispreferred_Q - sg(preferred_Q))
-
-
-PREFERENCES = {'tdpo1': _tdpo1, 'tdpo2': _tdpo2}
+PREFERENCES = ('tdpo1', 'tdpo2')
 
 
 class PreferenceLoss(typing.NamedTuple):
@@ -92,18 +81,11 @@ def preference_loss(
     divergence_Q2L: KL(reference || pi) in nats, between the distributions over
       the whole vocabulary that predict each token; differentiable.
     loss_mask_Q2L: bool, tokens of the policy that are trained on.
-    name: a key of `PREFERENCES`.
+    name: one of `PREFERENCES`.
     beta: scale of the margin; a larger one keeps the policy nearer to the
       reference.
     alpha: weight of the divergences in tdpo2.
-
-  Raises:
-    ValueError: the name is not a key of `PREFERENCES`.
   """
-  if name not in PREFERENCES:
-    raise ValueError(
-      f'unknown preference {name!r}; choices: {", ".join(PREFERENCES)}'
-    )
   chex.assert_equal_shape(
     [logprobs_Q2L, ref_logprobs_Q2L, divergence_Q2L, loss_mask_Q2L]
   )
@@ -120,9 +102,13 @@ def preference_loss(
   log_ratio_Q2 = jnp.sum(log_ratio_Q2L, axis=2)
   divergence_Q2 = jnp.sum(chosen(divergence_Q2L), axis=2)
   margin_Q = beta * (log_ratio_Q2[:, 0] - log_ratio_Q2[:, 1])
-  shift_Q = PREFERENCES[name](
-    divergence_Q2[:, 0], divergence_Q2[:, 1], alpha=alpha
-  )
+  preferred_Q, dispreferred_Q = divergence_Q2[:, 0], divergence_Q2[:, 1]
+  if name == 'tdpo1':
+    shift_Q = dispreferred_Q - preferred_Q
+  else:
+    # Detached, so that only the dispreferred trajectory is kept near the
+    # reference.
+    shift_Q = alpha * (dispreferred_Q - sg(preferred_Q))
   loss_Q = jax.nn.softplus(beta * shift_Q - margin_Q)
 
   total, count = masking.masked_total(loss_Q, valid_Q)

@@ -11,8 +11,8 @@ turn ratio, GSPO (arXiv 2507.18071) for the sequence ratio.
 
 The log-ratio may be normalised before a ratio is formed from it. A
 normalisation is called `normalize(log_ratio_BL, batch, statistics, *,
-num_turns, implementation)` and returns the new log-ratio and a detached
-multiplier of each policy term.
+num_turns)` and returns the new log-ratio and a detached multiplier of each
+policy term.
 `statistics` is the result of its `Choice.statistics` for the whole minibatch,
 () for a normalisation that needs none.
 
@@ -75,36 +75,20 @@ def token_log_ratio(
   return limit(new_BL - old_BL)
 
 
-def _sum(log_ratio_BL, segments, *, implementation):
-  totals_BT = segments_lib.segment_totals(
-    log_ratio_BL, segments, implementation=implementation
-  )
-  # Clipped: the sum over a long segment would overflow in exp().
-  totals_BT = limit(totals_BT)
-  return segments_lib.segment_spread(
-    totals_BT, segments, implementation=implementation
-  )
+def _sum(log_ratio_BL, segments):
+  # Limited: the sum over a long segment would overflow in exp().
+  totals_BT = limit(segments_lib.segment_totals(log_ratio_BL, segments))
+  return segments_lib.segment_spread(totals_BT, segments)
 
 
 REDUCES = {'mean': segments_lib.segment_means, 'sum': _sum}
 
 
-def _through_segment(shared_BL, log_ratio_BL):
-  """Returns the segment's value with the gradient of the whole segment."""
-  del log_ratio_BL
-  return shared_BL
+GRADIENTS = ('segment', 'token')
 
 
-def _through_token(shared_BL, log_ratio_BL):
-  """Returns the segment's value with the token's own gradient: GSPO-token."""
-  return sg(shared_BL) + (log_ratio_BL - sg(log_ratio_BL))
-
-
-GRADIENTS = {'segment': _through_segment, 'token': _through_token}
-
-
-def _none(log_ratio_BL, batch, statistics, *, num_turns, implementation):
-  del batch, statistics, num_turns, implementation
+def _none(log_ratio_BL, batch, statistics, *, num_turns):
+  del batch, statistics, num_turns
   return log_ratio_BL, jnp.ones_like(log_ratio_BL)
 
 
@@ -124,29 +108,22 @@ class _Turns(NamedTuple):
   varies_BT: Array
 
 
-def _turns(log_ratio_BL, batch, num_turns, implementation):
+def _turns(log_ratio_BL, batch, num_turns):
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
   log_ratio_BL = sg(log_ratio_BL)  # Detached: shift and scale are data.
 
   def means(x_BL):
-    totals_BT = segments_lib.segment_totals(
-      x_BL, turns, implementation=implementation
-    )
-    return masking.divide(totals_BT, counts_BT)
+    return masking.divide(segments_lib.segment_totals(x_BL, turns), counts_BT)
 
-  counts_BT = segments_lib.segment_counts(
-    turns, log_ratio_BL.dtype, implementation=implementation
-  )
+  counts_BT = segments_lib.segment_counts(turns, log_ratio_BL.dtype)
   mean_BT = means(log_ratio_BL)
-  mean_BL = segments_lib.segment_spread(
-    mean_BT, turns, implementation=implementation
-  )
+  mean_BL = segments_lib.segment_spread(mean_BT, turns)
   spread_BT = jnp.sqrt(means(jnp.square(log_ratio_BL - mean_BL)))
   return _Turns(turns, mean_BT, spread_BT, spread_BT > GUARD_LEAST_SPREAD)
 
 
-def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
-  turns = _turns(log_ratio_BL, batch, num_turns, implementation)
+def _guard(log_ratio_BL, batch, target, *, num_turns):
+  turns = _turns(log_ratio_BL, batch, num_turns)
   scale_BT = jnp.clip(
     target / jnp.where(turns.varies_BT, turns.spread_BT, 1),
     1 / GUARD_LIMIT,
@@ -155,9 +132,7 @@ def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
   scale_BT = jnp.where(turns.varies_BT, scale_BT, 1)
 
   def spread(x_BT):
-    return segments_lib.segment_spread(
-      x_BT, turns.segments, implementation=implementation
-    )
+    return segments_lib.segment_spread(x_BT, turns.segments)
 
   scale_BL = jnp.where(batch.loss_mask_BL, spread(scale_BT), 1)
   normal_BL = (log_ratio_BL - spread(turns.mean_BT)) * scale_BL
@@ -166,9 +141,9 @@ def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
   return masking.select(normal_BL, batch.loss_mask_BL), 1 / scale_BL
 
 
-def _guard_target(log_ratio_BL, batch, *, num_turns, implementation):
+def _guard_target(log_ratio_BL, batch, *, num_turns):
   """Returns the mean spread of the turns that have one."""
-  turns = _turns(log_ratio_BL, batch, num_turns, implementation)
+  turns = _turns(log_ratio_BL, batch, num_turns)
   return masking.masked_mean(turns.spread_BT, turns.varies_BT)
 
 
@@ -196,7 +171,6 @@ def level_log_ratio(
   gradient: str,
   reduce: str,
   num_turns: int,
-  implementation: str = 'auto',
 ) -> Array:
   """Returns the log-ratio of every token at a level.
 
@@ -210,19 +184,16 @@ def level_log_ratio(
       the token alone.
     reduce: 'mean' or 'sum'.
     num_turns: static, the most turns a row can have.
-    implementation: the way segments are summed, see `segments`.
 
   Returns:
     [B, L], 0 off the mask, where the ratio is therefore 1.
-
-  Raises:
-    ValueError: the batch lacks the ids of the level.
   """
   chex.assert_equal_shape([log_ratio_BL, batch.loss_mask_BL])
   if level == 'token':  # a segment of one token is its own mean and sum
     return log_ratio_BL
   segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
-  shared_BL = REDUCES[reduce](
-    log_ratio_BL, segments, implementation=implementation
-  )
-  return GRADIENTS[gradient](shared_BL, log_ratio_BL)
+  shared_BL = REDUCES[reduce](log_ratio_BL, segments)
+  if gradient == 'segment':
+    return shared_BL
+  # The segment's value with the token's own gradient, as in GSPO-token.
+  return sg(shared_BL) + (log_ratio_BL - sg(log_ratio_BL))

@@ -4,7 +4,8 @@ B trajectories, L tokens, T segments of a row. `ids_BL` has the segment of each
 token, 1..T, and 0 for tokens in no segment. Token, turn, sentence and sequence
 level differ in the ids only.
 
-Three implementations give the same numbers:
+Three implementations give the same numbers. `choose` picks one by the number
+of segments and the platform:
 
   segment_sum: a scatter-add, vmapped over rows. (One flat table of B * T
     segments would be all-reduced in full on a mesh.) It is the fastest on CPU.
@@ -43,35 +44,7 @@ class Segments(typing.NamedTuple):
   num: int
 
 
-def _token(batch, num_turns):
-  del num_turns
-  numbers_BL = jax.lax.broadcasted_iota(jnp.int32, batch.loss_mask_BL.shape, 1)
-  return numbers_BL + 1, batch.loss_mask_BL.shape[1]
-
-
-def _turn(batch, num_turns):
-  return batch.turn_ids_BL, num_turns
-
-
-def _sentence(batch, num_turns):
-  del num_turns
-  if batch.sentence_ids_BL is None:
-    raise ValueError('the level sentence needs sentence_ids_BL')
-  # A row has no more sentences than tokens.
-  return batch.sentence_ids_BL, batch.loss_mask_BL.shape[1]
-
-
-def _sequence(batch, num_turns):
-  del num_turns
-  return jnp.ones(batch.loss_mask_BL.shape, jnp.int32), 1
-
-
-LEVELS = {
-  'token': _token,
-  'turn': _turn,
-  'sentence': _sentence,
-  'sequence': _sequence,
-}
+LEVELS = ('token', 'turn', 'sentence', 'sequence')
 
 
 def level_segments(
@@ -80,14 +53,23 @@ def level_segments(
   """Returns the segments of a level; all tokens of the loss mask are in one.
 
   Args:
-    level: a key of `LEVELS`.
+    level: one of `LEVELS`.
     batch: the batch, whose loss mask and ids of the level are read.
     num_turns: static, the most turns a row can have.
-
-  Raises:
-    ValueError: the batch lacks the ids of the level.
   """
-  ids_BL, num = LEVELS[level](batch, num_turns)
+  shape = batch.loss_mask_BL.shape
+  if level == 'token':
+    ids_BL = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + 1
+    num = shape[1]
+  elif level == 'turn':
+    ids_BL, num = batch.turn_ids_BL, num_turns
+  elif level == 'sentence':
+    # `Algorithm.needs` tells who builds the batch that it must have these.
+    assert batch.sentence_ids_BL is not None
+    ids_BL, num = batch.sentence_ids_BL, shape[1]  # no more than tokens
+  else:
+    assert level == 'sequence', level
+    ids_BL, num = jnp.ones(shape, jnp.int32), 1
   return Segments(jnp.where(batch.loss_mask_BL, ids_BL, 0), num)
 
 
@@ -203,28 +185,29 @@ def _one_scatter(x_BL, ids_BL, num_segments):
   return sums_BT2[..., 0], sums_BT2[..., 1]
 
 
-# Each function takes (numbers, ids_BL, number of segments).
-class _Implementation(typing.NamedTuple):
+class Implementation(typing.NamedTuple):
+  """Functions of (numbers, ids_BL, number of segments)."""
+
   totals: typing.Callable
   spread: typing.Callable
   totals_and_counts: typing.Callable
 
 
 IMPLEMENTATIONS = {
-  'segment_sum': _Implementation(
+  'segment_sum': Implementation(
     _totals_segment_sum, _spread_segment_sum, _one_scatter
   ),
-  'unrolled': _Implementation(
+  'unrolled': Implementation(
     _totals_unrolled, _spread_unrolled, _two_reductions(_totals_unrolled)
   ),
-  'broadcast': _Implementation(
+  'broadcast': Implementation(
     _totals_broadcast, _spread_broadcast, _two_reductions(_totals_broadcast)
   ),
 }
 
 
 @functools.cache
-def _by_platform(accelerated: str) -> _Implementation:
+def _by_platform(accelerated: str) -> Implementation:
   """Returns `segment_sum` on a CPU, the given implementation elsewhere.
 
   The choice is made when a program is lowered, for the devices that it is
@@ -245,67 +228,51 @@ def _by_platform(accelerated: str) -> _Implementation:
 
     return chosen
 
-  return _Implementation(
+  return Implementation(
     *map(choose, IMPLEMENTATIONS['segment_sum'], IMPLEMENTATIONS[accelerated])
   )
 
 
-def _choose(implementation: str, num_segments: int) -> _Implementation:
-  if implementation == 'auto':
-    if num_segments == 1:  # a plain masked sum, the fastest on every platform
-      return IMPLEMENTATIONS['unrolled']
-    few = num_segments <= MAX_UNROLLED
-    return _by_platform('unrolled' if few else 'broadcast')
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f'unknown implementation {implementation!r}; choices: auto, '
-      + ', '.join(IMPLEMENTATIONS)
-    )
-  if implementation == 'unrolled' and num_segments > MAX_UNROLLED:
-    raise ValueError(
-      f'unrolled over {num_segments} segments, must be at most {MAX_UNROLLED}'
-    )
-  return IMPLEMENTATIONS[implementation]
+def choose(num_segments: int) -> Implementation:
+  """Returns the fastest implementation for a number of segments.
 
-
-def segment_totals(
-  x_BL: Array, segments: Segments, *, implementation: str = 'auto'
-) -> Array:
-  """Returns the sum of x over each segment: [B, T]; 0 for an empty segment.
-
-  Raises:
-    ValueError: unknown implementation, or too many segments to unroll.
+  Tests and benchmarks replace this function to run a single implementation.
   """
-  chosen = _choose(implementation, segments.num)
-  return chosen.totals(x_BL, segments.ids_BL, segments.num)
+  if num_segments == 1:  # a plain masked sum, the fastest on every platform
+    return IMPLEMENTATIONS['unrolled']
+  few = num_segments <= MAX_UNROLLED
+  return _by_platform('unrolled' if few else 'broadcast')
 
 
-def segment_counts(
-  segments: Segments, dtype=jnp.float32, *, implementation: str = 'auto'
-) -> Array:
+def segment_totals(x_BL: Array, segments: Segments) -> Array:
+  """Returns the sum of x over each segment: [B, T]; 0 for an empty segment."""
+  return choose(segments.num).totals(x_BL, segments.ids_BL, segments.num)
+
+
+def segment_counts(segments: Segments, dtype=jnp.float32) -> Array:
   """Returns the number of tokens in each segment, [B, T] of `dtype`."""
-  ones_BL = jnp.ones(segments.ids_BL.shape, dtype)
-  return segment_totals(ones_BL, segments, implementation=implementation)
+  return segment_totals(jnp.ones(segments.ids_BL.shape, dtype), segments)
 
 
-def segment_spread(
-  x_BT: Array, segments: Segments, *, implementation: str = 'auto'
-) -> Array:
+def segment_spread(x_BT: Array, segments: Segments) -> Array:
   """Returns for every token its segment's value; 0 outside all segments."""
-  chosen = _choose(implementation, segments.num)
-  return chosen.spread(x_BT, segments.ids_BL, segments.num)
+  return choose(segments.num).spread(x_BT, segments.ids_BL, segments.num)
 
 
+# Written out, because the derived gradient of a gather is a scatter. The
+# implementation is an argument so that both passes have the same one.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _means(x_BL, ids_BL, num_segments, implementation):
   return _means_forward(x_BL, ids_BL, num_segments, implementation)[0]
 
 
 def _means_forward(x_BL, ids_BL, num_segments, implementation):
-  chosen = _choose(implementation, num_segments)
-  totals_BT, counts_BT = chosen.totals_and_counts(x_BL, ids_BL, num_segments)
+  totals_BT, counts_BT = implementation.totals_and_counts(
+    x_BL, ids_BL, num_segments
+  )
   means_BT = masking.divide(totals_BT, counts_BT)
-  return chosen.spread(means_BT, ids_BL, num_segments), (ids_BL, counts_BT)
+  means_BL = implementation.spread(means_BT, ids_BL, num_segments)
+  return means_BL, (ids_BL, counts_BT)
 
 
 def _means_backward(num_segments, implementation, residuals, cotangent_BL):
@@ -315,20 +282,17 @@ def _means_backward(num_segments, implementation, residuals, cotangent_BL):
   matrix, so it is its own transpose.
   """
   ids_BL, counts_BT = residuals
-  chosen = _choose(implementation, num_segments)
-  totals_BT = chosen.totals(cotangent_BL, ids_BL, num_segments)
+  totals_BT = implementation.totals(cotangent_BL, ids_BL, num_segments)
   means_BT = masking.divide(totals_BT, counts_BT)
-  return chosen.spread(means_BT, ids_BL, num_segments), None
+  return implementation.spread(means_BT, ids_BL, num_segments), None
 
 
 _means.defvjp(_means_forward, _means_backward)
 
 
-def segment_means(
-  x_BL: Array, segments: Segments, *, implementation: str = 'auto'
-) -> Array:
+def segment_means(x_BL: Array, segments: Segments) -> Array:
   """Returns for every token the mean of its segment; 0 outside all segments."""
-  return _means(x_BL, segments.ids_BL, segments.num, implementation)
+  return _means(x_BL, segments.ids_BL, segments.num, choose(segments.num))
 
 
 def segment_starts(segments: Segments) -> Array:

@@ -49,6 +49,7 @@ def build(
     read = trajectory.prompt_ids
     for turn in range(num_turns):
       exists = asks and turn < len(trajectory.turns)
+      # What the policy has read before this turn: it grows turn by turn.
       if exists and turn:
         asked = trajectory.turns[turn - 1]
         read = np.concatenate([read, asked.token_ids, asked.observation_ids])

@@ -56,6 +56,7 @@ class Evaluator:
     questions = [q for group in self.questions.values() for q in group]
     share = self._hosts.share(len(questions))
     questions = questions[share]
+    # The key of a question is that of its place among all hosts' questions.
     keys = keys_lib.row_keys(self._key, share.start, len(questions))
     trajectories = []
     if questions:
@@ -65,6 +66,7 @@ class Evaluator:
         min_valid_fraction=self._min_valid_fraction,
         what='evaluation',
       )
+    # Without questions, too: an engine that spans hosts waits for all of them.
     self._collector.finish()
     scored = [
       (t.question.data_set, float(t.scores[self._main_score]))

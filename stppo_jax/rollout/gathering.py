@@ -40,6 +40,7 @@ def gather(
     given.
   """
   plain = [[_to_plain(t) for t in group] for group in groups]
+  # As JSON: hosts exchange text, and nothing that one host sends is unpickled.
   parts = hosts.gather('collection', {'groups': plain, 'counts': dict(counts)})
   if parts is None:
     return groups, dict(counts)
@@ -71,6 +72,7 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
         'observation': len(turn.observation_ids),
         'action': turn.action,
         'reward': float(turn.reward),
+        # Only this difference of the log-probabilities is in a metric.
         'truncation': None
         if turn.truncated_logprobs is None
         else (turn.truncated_logprobs - turn.sampler_logprobs).tolist(),
@@ -103,6 +105,7 @@ def _from_plain(plain: Mapping[str, Any]) -> types.Trajectory:
 def _turn(plain: Mapping[str, Any]) -> types.Turn:
   truncation = plain['truncation']
   return types.Turn(
+    # Zeros of the right lengths: metrics count tokens and do not read them.
     token_ids=np.zeros(plain['tokens'], np.int32),
     sampler_logprobs=np.zeros(plain['tokens'], np.float32),
     observation_ids=np.zeros(plain['observation'], np.int32),

@@ -81,6 +81,8 @@ def pack(
   labels = [_labels(trajectory) for trajectory in trajectories]
   sizes = [_sizes(trajectory) for trajectory in trajectories]
   lengths, losses = zip(*sizes)
+  # The hosts agree on shapes before they run a program together: with different
+  # shapes they would wait for each other for ever.
   mine = {'labels': labels, 'length': max(lengths), 'losses': max(losses)}
   parts = hosts.exchange('rows', mine)
   numbered = _number([part['labels'] for part in parts])
@@ -169,6 +171,8 @@ def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
 def _labels(trajectory: types.Trajectory) -> _Labels:
   """Returns the labels of a row."""
   question = trajectory.question
+  # A digest, because hosts exchange the labels of all rows. The first turn of a
+  # dialogue follows the prompt, and has ''; no digest is ''.
   observations = [''] + [
     hashlib.blake2b(
       np.asarray(turn.observation_ids, np.int32).tobytes(), digest_size=16
@@ -201,6 +205,7 @@ def _number(
     for group, observations in part:
       group_id = groups.setdefault(tuple(group), len(groups))
       group_ids.append(group_id)
+      # From 1: 0 is for tokens that the policy did not write.
       state_ids.append(
         [
           states.setdefault((group_id, observation), len(states) + 1)
@@ -248,6 +253,7 @@ def _token_arrays(
   rewards_L = _joined(rewards, np.float32)
   is_policy_L = turn_ids_L > 0
   valid = _is_valid(trajectory)
+  # An empty slice where the policy wrote nothing: there is no token to reward.
   if valid:
     rewards_L[np.flatnonzero(is_policy_L)[-1:]] += trajectory.reward
   else:

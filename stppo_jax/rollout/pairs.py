@@ -104,6 +104,7 @@ def pairs(
     raise ValueError(
       'no pair: no group_ids_B has two rows of unequal total reward'
     )
+  # Pairs of one question are adjacent here; `minibatch` permutes them.
   rows_Q2 = np.array(chosen)
   return packed(tokens_BL[rows_Q2], mask_BL[rows_Q2])
 
@@ -132,6 +133,7 @@ def minibatch(
     size: the number of pairs of a minibatch.
     seed: the seed of the permutations.
   """
+  # A permutation by (seed, epoch): any update of a resumed run is the same.
   count = len(pairs.tokens_Q2L)
   epoch, place = divmod(number, updates_per_epoch(count, size))
   order = np.random.default_rng((seed, epoch)).permutation(count)

@@ -85,6 +85,7 @@ class StoppableLoop:
         for coroutine in coroutines:
           coroutine.close()
         raise Abandoned
+      # Only what still runs is kept: a run submits millions.
       futures = self._loop.submit(coroutines)
       self._waiting = {f for f in self._waiting if not f.done()} | {*futures}
     return futures
@@ -117,7 +118,7 @@ class Prefetcher:
     publish: gives weights and their version to the engine that samples.
     copy_policy: copies the policy's weights, because the next update consumes
       the state while collections still need them.
-    steps_ahead: k above.
+    steps_ahead: by how many steps a policy may lag behind its step, k above.
     num_steps: the length of the run; no later step is collected.
     loop: the event loop of `collect`; given, steps are collected on another
       thread. None: a step is collected in the call of `result`. There must be
@@ -170,6 +171,8 @@ class Prefetcher:
     These are the policies after max(0, version - 1), ..., max(0, version - k)
     steps; `params`, the policy after `version` steps, is needed too.
     """
+    # At first the start takes the places of policies that never were, so that
+    # every checkpoint has the same structure.
     policies = self._policies | {version: params}
     return tuple(
       policies[max(0, version - behind)]
@@ -195,6 +198,8 @@ class Prefetcher:
       # its collection before it begins, and all of them publish together.
       self._publish(self.policy(version), self._version(version))
       return
+    # Up to the last step whose policy exists now, without those that an earlier
+    # call has started.
     last = min(version + self._steps_ahead, self._num_steps - 1)
     for step in range(max(self._in_flight, default=version - 1) + 1, last + 1):
       self._in_flight[step] = self._thread.submit(
@@ -231,6 +236,8 @@ class Prefetcher:
   def close(self) -> None:
     """Drops the collections in flight; returns when the thread has ended."""
     if self._thread is not None:
+      # First the flag, so that a collection that waits for the thread does not
+      # begin; then the loop, which ends the one that runs.
       self._broken.set()
       assert self._loop is not None
       self._loop.stop()
@@ -240,6 +247,7 @@ class Prefetcher:
     """Returns the weights of a step, on the devices that collect it."""
     if self._send is None:
       return self.policy(step)
+    # The first k + 1 steps share a policy, which is sent once.
     version = self._version(step)
     if self._sent is None or self._sent[0] != version:
       self._sent = version, self._send(self.policy(step))

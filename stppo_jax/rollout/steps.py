@@ -13,7 +13,8 @@ the other places get groups without variance from the same round.
 Each of several hosts collects some whole groups of every step; which ones
 depends only on the number of hosts. It replaces its own groups, and collects
 its own failed rows again. No host waits for another here, unless one engine
-spans all of them; `measured` later describes what all of them have collected.
+spans all of them; `complete_metrics` later describes what all of them have
+collected.
 """
 
 from collections.abc import Callable
@@ -70,7 +71,7 @@ class Outage(exits.RunEnded):
 
 
 def collect_until_valid(
-  collect: Callable[[], list[types.Trajectory]],
+  collect_once: Callable[[], list[types.Trajectory]],
   services: Services,
   *,
   min_valid_fraction: float,
@@ -81,7 +82,7 @@ def collect_until_valid(
   Before it collects again it waits until the retriever is ready.
 
   Args:
-    collect: returns the same trajectories in every call, but for failures.
+    collect_once: returns the same trajectories in every call, but for failures.
     services: the retriever and its event loop.
     min_valid_fraction: the least share that must not have failed, of the
       trajectories and of the turns of each action.
@@ -91,9 +92,11 @@ def collect_until_valid(
     RetrieverUnreachable, Outage: the retriever failed it for good.
     RetrieverMisconfigured: no waiting helps.
   """
+  # Collected again as a whole, with the same keys: a step of which a part was
+  # made in an outage would not be the step of a run without one.
   failures = None
   for _ in range(_MAX_COLLECTIONS):
-    trajectories = collect()
+    trajectories = collect_once()
     failures = trajectory_metrics.failures(trajectories)
     if failures.fraction < 1 and 1 - failures.fraction >= min_valid_fraction:
       if failures.failed_rows:
@@ -141,8 +144,8 @@ class StepCollector:
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
     """Returns the trajectories to train on, groups adjacent, and metrics.
 
-    With several hosts they are this host's, and `measured` completes the
-    metrics.
+    With several hosts they are this host's, and `complete_metrics` makes the
+    metrics those of all hosts.
 
     The metrics of `trajectory_metrics` describe the groups before any of them
     is replaced. Replacing drops easy and hopeless questions: the scores of what
@@ -154,7 +157,7 @@ class StepCollector:
     # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
     groups, refilled = self._collect_round(step, 0)
-    first = list(groups)
+    first = list(groups)  # `groups` changes in place
     counts = self._replace_groups(groups, step, refilled=refilled)
     self._collector.finish()
     rows = _rows(groups)
@@ -167,7 +170,9 @@ class StepCollector:
     staleness = trajectory_metrics.measure_staleness(rows, step)
     return rows, metrics | staleness | counts
 
-  def measured(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+  def complete_metrics(
+    self, metrics: dict[str, float], step: int
+  ) -> dict[str, float]:
     """Returns the metrics of a step that the hosts have collected.
 
     All hosts call it after `collect`, with the metrics that it has returned.
@@ -235,6 +240,8 @@ class StepCollector:
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
+    # By the place among the rows of all hosts, so that no trajectory depends on
+    # how many hosts there are.
     row_keys = keys.row_keys(
       self._key(step, resample_round), share.start * size, len(questions) * size
     )

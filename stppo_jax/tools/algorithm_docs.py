@@ -31,7 +31,7 @@ def choices() -> dict[str, list[str]]:
   """
   result: dict[str, list[str]] = {}
   for key, rule in options_lib.rules(algorithm_lib.Algorithm):
-    if isinstance(rule, options_lib.OneOf | options_lib.SomeOf):
+    if rule.names:
       names = result.setdefault(key, [])
       names += [name for name in rule.names if name not in names]
   return result
@@ -263,7 +263,7 @@ def _every_option(base):
   rule_of_key = rules(base)
   for key, value in settings.flatten(base).items():
     rule = rule_of_key[key]
-    if isinstance(rule, options_lib.OneOf | options_lib.SomeOf):
+    if rule.names:
       allowed = ', '.join(f'`{name}`' for name in rule.names)
     else:
       allowed = rule.allowed

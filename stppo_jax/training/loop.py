@@ -103,7 +103,9 @@ def train(
             reference=loaded.reference,
             old=prefetcher.old_policy(step),
           )
-          metrics = parts.step_collector.measured(collected.metrics, step)
+          metrics = parts.step_collector.complete_metrics(
+            collected.metrics, step
+          )
           metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}
           metrics |= gained
           if step == 0:

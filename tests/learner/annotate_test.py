@@ -125,11 +125,11 @@ def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
   return jax.device_get(batch), {k: float(v) for k, v in metrics.items()}
 
 
-def _to_go(rewards_BL):
+def _rewards_to_go(rewards_BL):
   """Returns the rewards to go at the policy tokens."""
   rewards_BL = np.where(_MASK, rewards_BL, 0)
-  to_go_BL = np.cumsum(rewards_BL[:, ::-1], axis=1)[:, ::-1]
-  return np.where(_MASK, to_go_BL, 0)
+  rewards_to_go_BL = np.cumsum(rewards_BL[:, ::-1], axis=1)[:, ::-1]
+  return np.where(_MASK, rewards_to_go_BL, 0)
 
 
 def _whitened(x_BL):
@@ -151,7 +151,7 @@ def test_advantages_and_metrics_are_those_computed_by_hand(where):
   coefficient = 0.3 if where == 'reward' else 0.0
   rewards_BL = case.rewards - coefficient * x_BL
   # Gamma and lambda are 1: the return is the sum of the rewards to come.
-  returns_BL = _to_go(rewards_BL)
+  returns_BL = _rewards_to_go(rewards_BL)
   _assert_close(batch.returns_BL, returns_BL)
   values_BL = np.where(_MASK, case.values, 0)
   _assert_close(batch.advantages_BL, _whitened(returns_BL - values_BL))
@@ -167,15 +167,6 @@ def test_advantages_and_metrics_are_those_computed_by_hand(where):
   _assert_close(metrics['critic/kl_coef'], 0.3)
   _assert_close(metrics['critic/values/mean'], values_BL[_MASK].mean())
   assert all(np.isfinite(list(metrics.values())))
-
-
-def test_whitening_is_over_the_whole_batch():
-  batch, _ = _annotate(_case())
-  advantages = batch.advantages_BL[_MASK]
-  assert abs(advantages.mean()) < 1e-6
-  assert abs(advantages.var(ddof=1) - 1) < 1e-5
-  # Not row by row.
-  assert abs(batch.advantages_BL[0][_MASK[0]].mean()) > 0.05
 
 
 def test_the_share_of_imitated_trajectories_is_measured():
@@ -201,13 +192,6 @@ def test_an_older_policy_may_be_the_denominator():
   assert metrics == theirs and metrics['mismatch/logprob_abs_diff'] == 0
   _, metrics = _annotate(state)
   assert metrics['mismatch/logprob_abs_diff'] == pytest.approx(1)
-
-
-def test_a_sampler_that_agrees_has_no_mismatch():
-  _, metrics = _annotate(_case())
-  assert metrics['mismatch/logprob_abs_diff'] == 0
-  assert metrics['mismatch/k3'] == 0
-  assert metrics['mismatch/weight_raw_max'] == 1
 
 
 def test_a_planted_mismatch_is_measured_exactly():

@@ -5,10 +5,6 @@ import numpy as np
 import pytest
 
 from benchmarks import learners
-from stppo_jax.learner import learner as learner_lib
-from stppo_jax.tools.plan import lowering
-from stppo_jax.training import components
-from stppo_jax.training import model_files
 from tests import compilations
 from tests.training import runs
 
@@ -18,11 +14,7 @@ _WARM_STEPS = 3
 @pytest.fixture(scope='module')
 def learner():
   config = runs.config(loss__value_warmup_steps=_WARM_STEPS)
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  return learner_lib.Learner(config, shape, mesh)
+  return runs.learner(config)
 
 
 @pytest.fixture(scope='module')
@@ -90,26 +82,10 @@ def test_a_copied_policy_outlives_the_updates(learner, packed):
 
 def test_a_checkpoint_contains_the_published_policies():
   config = runs.config(rollout__steps_ahead=2)
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  learner = learner_lib.Learner(config, shape, mesh)
+  learner = runs.learner(config)
   abstract = learner.abstract_state(learner.start())
   kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
   assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
-
-
-def test_the_update_donates_the_whole_state(learner, packed):
-  state = learner.start()
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed
-  )
-  lowered = lowering.lower_update(learner, shapes)
-  memory = lowered.compile().memory_analysis()
-  # The mesh has a data axis only, so every device has every leaf in full.
-  size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-  assert memory.alias_size_in_bytes >= 0.99 * size
 
 
 def test_metrics_are_means_over_the_updates(learner, packed):
@@ -154,11 +130,7 @@ def test_every_epoch_has_its_own_permutation():
     updates__minibatch_size=8,
     updates__num_epochs=2,
   )
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  learner = learner_lib.Learner(config, shape, mesh)
+  learner = runs.learner(config)
   orders = []
   for step in (0, 1):
     minibatches = learner.minibatches(32, step)
@@ -186,11 +158,7 @@ def test_policy_value_model_and_reference_start_alike(learner):
 
 def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   config = runs.config(model__reference_memory='host')
-  questions = components.build_questions(config)
-  tokenizer = model_files.build_tokenizer(config, questions)
-  mesh = components.build_mesh(config)
-  shape = model_files.build_model_config(config, tokenizer, mesh)
-  other = learner_lib.Learner(config, shape, mesh)
+  other = runs.learner(config)
   on_host = other.reference()
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
   assert kinds(on_host) == {'pinned_host'}
@@ -200,13 +168,6 @@ def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
   assert np.abs(expected.ref_logprobs_BL).max() > 1
   assert kinds(on_host) == {'pinned_host'}  # annotating left it there
-
-
-def test_an_updated_state_keeps_its_layout(learner, packed):
-  state = learner.start()
-  places = jax.tree.map(lambda leaf: leaf.sharding, state)
-  state, _ = _stepped(learner, packed, 5, state=state)
-  assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
 
 
 def test_annotating_takes_no_more_rows_at_once_than_a_minibatch(learner):

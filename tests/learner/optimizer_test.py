@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from stppo_jax.learner import optimizer
 from tests import compilations
@@ -91,8 +90,3 @@ def test_other_numbers_do_not_recompile():
   jax.tree.map(np.testing.assert_array_equal, still, params)
   assert report['lr'] == np.float32(0.1)
   assert np.abs(moved['a'] - params['a']).max() > 0.05
-
-
-def test_a_missing_option_is_an_error():
-  with pytest.raises(KeyError, match='b1'):
-    optimizer.from_config(_NUMBERS._asdict())

@@ -206,9 +206,9 @@ def test_kernels_compute_packed_rows(kernel, monkeypatch):
 @functools.cache
 def _outputs(model):
   @jax.jit
-  def outputs(tokens_BL, batch, order, packing):
+  def outputs(tokens_BL, batch, order, made):
     inputs = forward.inputs_of(batch.replace(tokens_BL=tokens_BL))
-    one = jax.tree.map(lambda x: x[0], packing)
+    one = jax.tree.map(lambda x: x[0], made)
     chosen = jax.tree.map(lambda x: x[order], inputs)
     return forward.token_outputs(
       model,

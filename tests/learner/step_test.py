@@ -214,32 +214,6 @@ def test_splits_change_nothing(name, mesh, num_microbatches):
   updates.assert_same(many, updates.update(algorithm, batch, models), models)
 
 
-@pytest.mark.slow
-def test_a_transformer_on_eight_devices():
-  models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
-  batch = updates.batch(models)
-  one = updates.update(algorithm, batch, models)
-  many = updates.update(algorithm, batch, models, mesh=(2, 2, 2))
-  updates.assert_same(many, one, models)
-
-
-@pytest.mark.slow
-def test_recomputed_layers_change_nothing():
-  models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
-  batch = updates.batch(models)
-  remat = updates.transformers(remat='full')
-  program = updates.compiled(remat).trace(
-    updates.train_state(remat),
-    {},
-    batch,
-    updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
-  )
-  recomputes = 'remat' in str(program.jaxpr)
-  assert recomputes
-  full = updates.update(algorithm, batch, remat)
-  updates.assert_same(full, updates.update(algorithm, batch, models), models)
-
-
 def test_a_failed_row_changes_nothing():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   whole = updates.batch(models)
@@ -435,51 +409,3 @@ def test_the_entropy_bonus_raises_entropy():
     entropies[coefficient] = metrics['actor/entropy']
   assert entropies[-0.5] < entropies[0.0] - 0.001
   assert entropies[0.5] > entropies[0.0] + 0.001
-
-
-def test_the_kl_in_the_loss_pulls_towards_the_reference():
-  models = updates.sums()
-  algorithm = batches.algorithm(
-    'st_ppo', kl__where='loss', kl__estimator='k3', kl__coefficient=1.0
-  )
-  batch = _indifferent(models)
-  # A reference that prefers one token makes a divergence to be reduced.
-  preferred_BL = np.where(batch.tokens_BL == 4, 1.0, -0.1)
-  batch = batch.replace(ref_logprobs_BL=batch.old_logprobs_BL + preferred_BL)
-  hyperparameters = updates.hyperparameters(entropy=0.0)
-  state, distances = updates.train_state(models), []
-  for _ in range(4):
-    state, metrics = updates.update(
-      algorithm, batch, models, state=state, hyperparameters=hyperparameters
-    )
-    distances.append(metrics['actor/kl_loss'])
-  assert distances == sorted(distances, reverse=True)
-  assert distances[-1] < 0.9 * distances[0]
-  # By hand, before the first update: x = log pi - log reference.
-  x_BL = -preferred_BL[batch.loss_mask_BL]
-  expected = np.mean(np.exp(-x_BL) - 1 + x_BL)
-  np.testing.assert_allclose(distances[0], expected, rtol=1e-5)
-
-
-def test_losses_fall_on_a_repeated_batch():
-  models = updates.sums()
-  # Uncorrected: a scale of the terms would show in the loss.
-  algorithm = batches.algorithm(
-    'st_ppo', correction__clipping_bias__tau=float('inf')
-  )
-  batch = updates.batch(models, spread=0.0)
-  gentle = updates.DESCENT._replace(learning_rate=0.2)
-  hyperparameters = updates.hyperparameters(
-    policy_step=gentle, value_step=gentle, entropy=0.0, value_clip=9.0
-  )
-  state, losses = updates.train_state(models), []
-  for _ in range(5):
-    state, metrics = updates.update(
-      algorithm, batch, models, state=state, hyperparameters=hyperparameters
-    )
-    losses.append((metrics['actor/pg_loss'], metrics['critic/vf_loss']))
-  policy, value = zip(*losses)
-  assert list(policy) == sorted(policy, reverse=True)
-  assert list(value) == sorted(value, reverse=True)
-  assert policy[-1] < policy[0] - 0.01 and value[-1] < value[0] - 0.01
-  assert state.policy.updates == state.value.updates == 5

@@ -1,4 +1,4 @@
-import functools
+"""Weights and counts of aggregates against plain loops."""
 
 import jax
 import numpy as np
@@ -10,87 +10,22 @@ from stppo_jax.rl import segments
 from tests.rl import batches
 from tests.rl import twins
 
-NAMES = pytest.mark.parametrize('name', aggregation.AGGREGATES)
 
-X = np.array([[1.0, 3.0, 50.0, 8.0], [6.0, 50.0, 50.0, 50.0]])
-TURNS = np.array([[1, 1, 0, 2], [1, 0, 0, 0]], np.int32)
-
-
-def _batch(turn_ids, mask):
-  made, _, _ = batches.make()
-  return made.replace(turn_ids_BL=turn_ids, loss_mask_BL=mask)
-
-
-@functools.partial(jax.jit, static_argnames=('name', 'implementation'))
-def _aggregate(x, batch, name, implementation='auto'):
-  return aggregation.aggregate(
-    x,
-    batch,
-    num_turns=batches.T,
-    implementation=implementation,
-    **defaults.choice('aggregate', name),
-  )
-
-
-@pytest.mark.parametrize(
-  'name,total,count',
-  [
-    ('token_mean', 18.0, 4.0),
-    ('turn_mean', 2.0 + 8.0 + 6.0, 3.0),
-    ('sequence_mean', 4.0 + 6.0, 2.0),
-    ('sequence_sum', 18.0, 2.0),
-    ('constant_length', 18.0 / 4096, 2.0),
-  ],
-)
-def test_aggregates_by_hand(name, total, count):
-  assert _aggregate(X, _batch(TURNS, TURNS > 0), name) == (total, count)
-
-
-@NAMES
+@pytest.mark.parametrize('name', aggregation.AGGREGATES)
 @pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
 def test_aggregates_equal_the_loop(name, implementation):
   batch, x, _ = batches.make()
-  total, count = _aggregate(x, batch, name, implementation)
   options = defaults.choice('aggregate', name)
+  with batches.summing(implementation):
+    weights, count = jax.jit(
+      lambda batch: aggregation.aggregate_weights(
+        batch, float, num_turns=batches.T, **options
+      )
+    )(batch)
+  weights = np.asarray(weights)
+  assert not weights[~batch.loss_mask_BL].any()
   np.testing.assert_allclose(
-    total / count, twins.aggregate(x, batch, **options), rtol=1e-12
+    np.sum(weights * x) / count,
+    twins.aggregate(x, batch, **options),
+    rtol=1e-12,
   )
-  alone = aggregation.aggregate_count(
-    batch, num_turns=batches.T, implementation=implementation, **options
-  )
-  assert alone == count
-
-
-@NAMES
-def test_totals_and_counts_add_up_over_rows(name):
-  batch, x, _ = batches.make()
-  parts = [
-    _aggregate(x[i : i + 2], batches.rows(batch, slice(i, i + 2)), name)
-    for i in range(0, batches.B, 2)
-  ]
-  np.testing.assert_allclose(
-    np.sum(np.asarray(parts), axis=0),
-    _aggregate(x, batch, name),
-    rtol=1e-13,
-  )
-
-
-@NAMES
-def test_without_tokens_total_and_count_are_zero(name):
-  batch = _batch(TURNS, np.zeros((2, 4), bool))
-  assert _aggregate(X, batch, name) == (0, 0)
-
-
-@pytest.mark.parametrize('level', segments.LEVELS)
-def test_every_segment_of_a_level_weighs_one(level):
-  batch, _, _ = batches.make()
-  weights, count = aggregation.segment_weights(
-    level, batch, float, num_turns=batches.T
-  )
-  members = twins.members(level, batch)
-  expected = np.zeros(batch.loss_mask_BL.shape)
-  for tokens in members:
-    for token in tokens:
-      expected[token] = 1 / len(tokens)
-  np.testing.assert_allclose(weights, expected, rtol=1e-15)
-  assert count == len(members)

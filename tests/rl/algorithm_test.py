@@ -18,7 +18,6 @@ from stppo_jax.rl import corrections
 from stppo_jax.rl import losses
 from stppo_jax.rl import objectives
 from stppo_jax.rl import ratios
-from stppo_jax.rl import segments
 from tests.rl import batches
 
 
@@ -50,51 +49,39 @@ def test_numbers_are_leaves_and_names_are_static():
 
 
 _BIAS = 'correction__clipping_bias__'
-_LEVELS = f'must be one of {", ".join(segments.LEVELS)}'
-_NAMES = f'must be a tuple of any of {", ".join(corrections.CORRECTIONS)}'
-_POSITIVE = 'must be a number > 0 (inf is allowed)'
-_NOT_NEGATIVE = 'must be a finite number >= 0'
-_TWICE = ('clipping_bias', 'clipping_bias')
 
 
 @pytest.mark.parametrize(
-  'key,value,rule',
+  ('key', 'value'),
   [
-    ('ratio__level', 'word', _LEVELS),
-    ('ratio__level', ['turn'], _LEVELS),
-    ('bounds__clip_low', -0.1, _NOT_NEGATIVE),
-    ('bounds__clip_high', math.inf, _NOT_NEGATIVE),
-    ('bounds__clip_high', math.nan, _NOT_NEGATIVE),
-    ('bounds__clip_high', True, _NOT_NEGATIVE),
-    ('kl__coefficient', '0.1', _NOT_NEGATIVE),
-    ('advantage__gamma', 1.5, _NOT_NEGATIVE + ' and <= 1'),
-    (_BIAS + 'tau', 0.0, _POSITIVE),
-    (_BIAS + 'tau', math.nan, _POSITIVE),
-    (
-      _BIAS + 'applies_to',
-      (),
-      'must be a tuple of at least 1 of policy, value',
-    ),
-    ('correction__names', 'clipping_bias', _NAMES),
-    ('correction__names', _TWICE, _NAMES),
-    (
-      'objective__name',
-      'optimistic',
-      f'must be one of {", ".join(objectives.OBJECTIVES)}',
-    ),
-    ('bounds__name', 'loose', f'must be one of {", ".join(bounds.BOUNDS)}'),
-    ('kl', 3, 'must be a section of options'),
+    ('ratio__level', 'word'),
+    ('ratio__level', ['turn']),
+    ('bounds__clip_low', -0.1),
+    ('bounds__clip_high', math.inf),
+    ('bounds__clip_high', math.nan),
+    ('bounds__clip_high', True),
+    ('kl__coefficient', '0.1'),
+    ('advantage__gamma', 1.5),
+    (_BIAS + 'tau', 0.0),
+    (_BIAS + 'tau', math.nan),
+    (_BIAS + 'applies_to', ()),
+    ('correction__names', 'clipping_bias'),
+    ('correction__names', ('clipping_bias', 'clipping_bias')),
+    ('objective__name', 'optimistic'),
+    ('bounds__name', 'loose'),
+    ('kl', 3),
   ],
 )
-def test_one_problem_is_one_line(key, value, rule):
+def test_one_problem_is_one_line(key, value):
   algorithm = batches.algorithm_options()
   section = algorithm
   *path, last = key.split('__')
   for step in path:
     section = section[step]
   section[last] = value
-  line = f'algorithm.{key.replace("__", ".")}={value!r}: {rule}'
-  assert algorithm_lib.check_algorithm(algorithm) == [line]
+  (line,) = algorithm_lib.check_algorithm(algorithm)
+  start = f'algorithm.{key.replace("__", ".")}={value!r}: must be '
+  assert line.startswith(start)
   with pytest.raises(ValueError) as error:
     algorithm_lib.build_algorithm(algorithm)
   assert str(error.value) == line
@@ -108,47 +95,6 @@ def test_infinite_tau_is_allowed_and_integers_become_floats():
   assert numpy.bounds.clip_low == 0.5
 
 
-def test_options_that_exclude_each_other():
-  options = batches.algorithm_options(
-    advantage__steps='turn',
-    advantage__observation_tokens='included',
-    **{
-      _BIAS + 'norm': 'gradient',
-      _BIAS + 'applies_to': ('policy', 'value'),
-    },
-  )
-  assert algorithm_lib.check_algorithm(options) == [
-    "algorithm.correction.clipping_bias.applies_to=('policy', 'value'): "
-    "must be ('policy',) when norm is 'gradient'",
-    "algorithm.advantage.observation_tokens='included': must be 'skipped' "
-    "when steps is 'turn'",
-  ]
-
-
-_INCLUDED = {'advantage__observation_tokens': 'included'}
-_RESPONSE = {'advantage__critic_tokens': 'response'}
-
-
-@pytest.mark.parametrize(
-  ('changes', 'problem'),
-  [
-    (_INCLUDED, None),  # gamma = lambda_ = 1
-    ({**_INCLUDED, 'advantage__lambda_': 0.95}, "'policy': must be 'response'"),
-    ({**_INCLUDED, 'advantage__gamma': 0.99}, "'policy': must be 'response'"),
-    ({**_INCLUDED, **_RESPONSE, 'advantage__lambda_': 0.95}, None),
-    (_RESPONSE, "'response': must be 'policy' when observation_tokens"),
-  ],
-)
-def test_values_that_gae_reads_are_trained(changes, problem):
-  options = batches.algorithm_options('token_ppo', **changes)
-  lines = algorithm_lib.check_algorithm(options)
-  if problem is None:
-    assert not lines
-  else:
-    (line,) = lines
-    assert line.startswith(f'algorithm.advantage.critic_tokens={problem}')
-
-
 @pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
 def test_all_problems_at_once(wrap):
   options = batches.algorithm_options(
@@ -159,81 +105,63 @@ def test_all_problems_at_once(wrap):
   del options['kl']['where']
   del options['advantage']['name']
   del options['aggregate']
-  assert algorithm_lib.check_algorithm(wrap(options)) == [
-    'algorithm.bound: unknown option; the options are ratio, bounds, '
-    'objective, correction, aggregate, advantage, kl',
-    'algorithm.ratio.levels: unknown option; the options are level, '
-    'gradient, reduce, normalize',
-    "algorithm.ratio.reduce='max': must be one of mean, sum",
-    'algorithm.correction.clipping_bias.floor=0.0: must be a finite number > 0',
-    'algorithm.aggregate: missing',
-    'algorithm.advantage.name: missing; must be one of '
-    + ', '.join(advantages.ADVANTAGES),
-    'algorithm.kl.where: missing',
+  lines = algorithm_lib.check_algorithm(wrap(options))
+  assert [line.split(': ')[0] for line in lines] == [
+    'algorithm.bound',
+    'algorithm.ratio.levels',
+    "algorithm.ratio.reduce='max'",
+    'algorithm.correction.clipping_bias.floor=0.0',
+    'algorithm.aggregate',
+    'algorithm.advantage.name',
+    'algorithm.kl.where',
   ]
+  assert all(name in lines[1] for name in ('level', 'gradient', 'normalize'))
+  assert all(name in lines[5] for name in advantages.ADVANTAGES)
+
+
+_GUARD = {'ratio__normalize': 'guard'}
+_BALANCED = {'bounds__name': 'balanced'}
+_GIGPO = {'advantage__name': 'gigpo'}
+_INCLUDED = {'advantage__observation_tokens': 'included'}
+_RESPONSE = {'advantage__critic_tokens': 'response'}
 
 
 @pytest.mark.parametrize(
-  'changes,line',
+  ('changes', 'problem'),
   [
+    ({'bounds__name': 'entropy_scaled', 'bounds__most': 0.1}, 'bounds.most'),
+    ({**_BALANCED, 'bounds__high_limit': 1.1}, 'bounds.high_limit'),
+    ({**_BALANCED, 'bounds__low_limit': 0.5}, 'bounds.low_limit'),
+    ({**_BALANCED, 'bounds__high_step': 1e-9}, 'bounds.high_step'),
+    ({**_GIGPO, 'advantage__history': 1.5}, 'advantage.history'),
+    ({**_GIGPO, 'advantage__power': 11.0}, 'advantage.power'),
+    ({'objective__name': 'dual_clip', 'objective__c': 1.0}, 'objective.c'),
+    ({'objective__name': 'clip_cov', 'objective__most': 0.5}, 'objective.most'),
+    ({**_GUARD, 'objective__name': 'detached'}, 'ratio.normalize'),
+    ({'advantage__name': 'turn_group'}, 'kl.where'),
+    ({'advantage__name': 'turn_index'}, 'kl.where'),
+    ({'correction__icepop__most': 0.7}, 'correction.icepop.most'),
     (
-      {'bounds__name': 'entropy_scaled', 'bounds__most': 0.1},
-      'algorithm.bounds.most=0.1: must be 0.5 (least) or greater',
+      {_BIAS + 'norm': 'gradient', _BIAS + 'applies_to': ('policy', 'value')},
+      'correction.clipping_bias.applies_to',
     ),
     (
-      {'bounds__name': 'balanced', 'bounds__high_limit': 1.1},
-      'algorithm.bounds.high_limit=1.1: must be 1.2 (high) or greater',
+      {'advantage__steps': 'turn', **_INCLUDED},
+      'advantage.observation_tokens',
     ),
-    (
-      {'bounds__name': 'balanced', 'bounds__low_limit': 0.5},
-      'algorithm.bounds.low_limit=0.5: must be 0.6 (low) or greater',
-    ),
-    (
-      {'advantage__name': 'gigpo', 'advantage__history': 1.5},
-      'algorithm.advantage.history=1.5: must be an integer >= 0',
-    ),
-    (
-      {'advantage__name': 'gigpo', 'advantage__power': 11.0},
-      'algorithm.advantage.power=11.0: must be a finite number >= 0 and <= 10',
-    ),
-    (
-      {'objective__name': 'dual_clip', 'objective__c': 1.0},
-      'algorithm.objective.c=1.0: must be a finite number > 1',
-    ),
-    (
-      {'bounds__name': 'balanced', 'bounds__high_step': 1e-9},
-      'algorithm.bounds.high_step=1e-09: must be large enough to reach its '
-      'limit in 10000 steps',
-    ),
-    (
-      {'ratio__normalize': 'guard', 'objective__name': 'detached'},
-      "algorithm.ratio.normalize='guard': must be 'none' unless "
-      'objective.name is pessimistic or dual_clip',
-    ),
-    (
-      {'advantage__name': 'turn_group'},
-      "algorithm.kl.where='reward': must be 'loss' or 'nowhere' when "
-      "advantage.name is 'turn_group'",
-    ),
-    (
-      {'advantage__name': 'turn_index'},
-      "algorithm.kl.where='reward': must be 'loss' or 'nowhere' when "
-      "advantage.name is 'turn_index'",
-    ),
-    (
-      {'objective__name': 'clip_cov', 'objective__most': 0.5},
-      'algorithm.objective.most=0.5: must be greater than 1.0 (least)',
-    ),
-    (
-      {'correction__icepop__most': 0.7},
-      'algorithm.correction.icepop.most=0.7: must be 1 or greater',
-    ),
+    (_INCLUDED, None),  # gamma = lambda_ = 1
+    ({**_INCLUDED, 'advantage__lambda_': 0.95}, 'advantage.critic_tokens'),
+    ({**_INCLUDED, 'advantage__gamma': 0.99}, 'advantage.critic_tokens'),
+    ({**_INCLUDED, **_RESPONSE, 'advantage__lambda_': 0.95}, None),
+    (_RESPONSE, 'advantage.critic_tokens'),
   ],
 )
-def test_options_of_a_section_that_do_not_fit(changes, line):
-  assert algorithm_lib.check_algorithm(
-    batches.algorithm_options(**changes)
-  ) == [line]
+def test_options_that_do_not_fit_each_other(changes, problem):
+  options = batches.algorithm_options(**changes)
+  lines = algorithm_lib.check_algorithm(options)
+  assert len(lines) == (problem is not None)
+  if problem is not None:
+    assert lines[0].startswith(f'algorithm.{problem}=')
 
 
 _TABLES = {
@@ -252,11 +180,6 @@ def test_every_choice_has_defaults_and_can_be_built(kind):
     changes = {f'{kind}__name': name, 'kl__where': 'nowhere'}
     built = batches.algorithm(**changes)
     assert getattr(built, kind).name == name
-
-
-def test_only_estimators_with_a_critic_use_values():
-  assert batches.algorithm('st_ppo').uses_values
-  assert not batches.algorithm('reinforce').uses_values
 
 
 def test_the_loss_needs_only_the_arrays_that_its_choices_read():

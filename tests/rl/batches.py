@@ -1,6 +1,7 @@
 """Random batches with all that occurs: gaps, holes, a failed row."""
 
 import copy
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from stppo_jax.configs import algorithms
 from stppo_jax.configs import defaults
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
+from stppo_jax.rl import segments
 
 B, L, T = 6, 16, 4
 FAILED_ROW = 3
@@ -74,6 +76,20 @@ def make(seed=0, spread=0.4, dtype=np.float64):
   return batch, logprobs, np.abs(draw())
 
 
+def grouped(seed=0, dtype=np.float64):
+  """Returns groups of 2, of 3 with a failed row, and of 1; states recur."""
+  batch, _, _ = make(seed, dtype=dtype)
+  rng = np.random.default_rng(seed)
+  groups = np.array([4, 7, 4, 7, 2, 7], np.int32)
+  # By row and turn, two states a group: also twice in one row.
+  states = 10 * groups[:, None] + rng.integers(1, 3, size=(B, T + 1))
+  state_ids = np.take_along_axis(states, batch.turn_ids_BL, axis=1)
+  return batch.replace(
+    group_ids_B=groups,
+    state_ids_BL=np.where(batch.turn_ids_BL > 0, state_ids, 0).astype(np.int32),
+  )
+
+
 def fields(batch):
   """Returns the arrays of a batch by name, without those that are None."""
   arrays = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
@@ -135,6 +151,12 @@ def device(batch):
   return batch_lib.TokenBatch(
     **{name: jnp.asarray(x) for name, x in fields(batch).items()}
   )
+
+
+def summing(implementation):
+  """Returns a context in which programs are traced with one form of sums."""
+  form = segments.IMPLEMENTATIONS[implementation]
+  return mock.patch.object(segments, 'choose', lambda num_segments: form)
 
 
 def policy_loss(algorithm, logprobs, entropy, batch, **options):

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -139,75 +138,3 @@ def test_the_outcome_reaches_back_a_share_of_the_row():
   )
   out = _estimate(batch, gamma=1.0, lambda_=1.0, alpha=0.5)
   np.testing.assert_allclose(out.advantages_BL[:, 0], np.exp(-2), rtol=0.01)
-
-
-def test_short_rows_see_one_step_and_the_critic_sees_all():
-  batch, _, _ = batches.make()  # rows have at most 14 tokens: alpha * 14 < 1
-  short = _estimate(batch, gamma=1.0, lambda_critic=1.0, alpha=0.05)
-  one = _estimate(
-    batch, gamma=1.0, lambda_=0.0, lambda_critic=1.0, alpha=np.inf
-  )
-  np.testing.assert_array_equal(short.advantages_BL, one.advantages_BL)
-  rewards = np.where(batch.loss_mask_BL, batch.rewards_BL, 0)
-  to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
-  np.testing.assert_allclose(
-    short.returns_BL, np.where(batch.loss_mask_BL, to_go, 0), atol=1e-12
-  )
-
-
-def test_without_an_explaining_critic_the_baseline_is_the_mean_return():
-  batch = _batch(30.0)
-  options = {'gamma': 1.0, 'lambda_': 1.0, 'alpha': np.inf}
-  out = _estimate(batch, 'explained', lambda_critic=1.0, **options)
-  mask = batch.loss_mask_BL
-  mean = np.asarray(out.returns_BL)[mask].mean()
-  np.testing.assert_allclose(
-    out.advantages_BL, np.where(mask, out.returns_BL - mean, 0), atol=1e-12
-  )
-
-
-@BASELINES
-@pytest.mark.parametrize('scale', [0.3, 30.0])
-def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(baseline, scale):
-  batch = _batch(scale)
-  order = np.array([4, 2, 0, 5, 1])  # without the failed row
-  whole = _estimate(batch, baseline, 'policy')
-  part = _estimate(batches.rows(batch, order), baseline, 'policy')
-  for name in FIELDS:
-    whole_BL = np.asarray(getattr(whole, name))
-    np.testing.assert_allclose(
-      whole_BL[order], getattr(part, name), rtol=1e-9, atol=1e-12
-    )
-    assert not whole_BL[batches.FAILED_ROW].any()
-
-
-@functools.cache
-def _value_and_gradient(baseline):
-  def total(arrays, batch):
-    out = _estimate(batch.replace(**arrays), baseline, 'policy')
-    weight = jnp.arange(batches.L, dtype=float)[None]
-    return jnp.sum(weight * (out.advantages_BL**2 + out.returns_BL))
-
-  return jax.jit(jax.value_and_grad(total))
-
-
-@BASELINES
-@pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_poison_off_the_mask_changes_nothing(baseline, value):
-  batch = _batch(30.0)
-
-  def run(batch):
-    arrays = {'values_BL': batch.values_BL, 'rewards_BL': batch.rewards_BL}
-    return _value_and_gradient(baseline)(arrays, batch)
-
-  clean, clean_gradient = run(batch)
-  poisoned, gradient = run(batches.poison(batch, value))
-  np.testing.assert_array_equal(poisoned, clean)
-  jax.tree.map(np.testing.assert_array_equal, gradient, clean_gradient)
-
-
-def test_float32_stays_float32():
-  batch, _, _ = batches.make(dtype=np.float32)
-  for baseline in advantages.BASELINES:
-    out = _estimate(batch, baseline, 'policy')
-    assert out.advantages_BL.dtype == out.returns_BL.dtype == np.float32

@@ -17,26 +17,15 @@ def _diagnose(logprobs, entropy, batch, implementation='segment_sum'):
   algorithm = batches.algorithm(
     NAME, correction__clipping_bias__tau=1.1, bounds__clip_low=0.1
   )
-  loss = batches.policy_loss(
-    algorithm,
-    logprobs,
-    entropy,
-    batch,
-    num_turns=batches.T + 1,  # no row reaches the last turn
-    implementation=implementation,
-  )
-  return (
-    diagnostics.policy_diagnostics(
-      algorithm,
-      loss,
-      logprobs,
-      entropy,
-      batch,
-      num_turns=batches.T + 1,
-      implementation=implementation,
-    ),
-    loss,
-  )
+  num_turns = batches.T + 1  # no row reaches the last turn
+  with batches.summing(implementation):
+    loss = batches.policy_loss(
+      algorithm, logprobs, entropy, batch, num_turns=num_turns
+    )
+    found = diagnostics.policy_diagnostics(
+      algorithm, loss, logprobs, entropy, batch, num_turns=num_turns
+    )
+  return found, loss
 
 
 def _twin(logprobs, entropy, batch, scales):

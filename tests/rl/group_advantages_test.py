@@ -3,7 +3,6 @@ import functools
 import hypothesis
 from hypothesis import strategies
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +10,6 @@ from stppo_jax.rl import advantages
 from stppo_jax.rl import estimator_needs
 from tests.rl import advantage_twins
 from tests.rl import batches
-from tests.rl import twins
 
 EPSILON, WEIGHT, OMEGA, GAMMA = 0.1, 0.7, 0.6, 0.8
 
@@ -75,30 +73,13 @@ def _estimate(batch, name, whiten='none', **changes):
   return np.asarray(out.advantages_BL)
 
 
-def _make(seed=0):
-  """Returns groups of 2, of 3 with a failed row, and of 1; states recur."""
-  batch, _, _ = batches.make(seed)
-  rng = np.random.default_rng(seed)
-  # By row and turn, two states a group: also twice in one row.
-  states = 10 * GROUPS[:, None] + rng.integers(
-    1, 3, size=(batches.B, batches.T + 1)
-  )
-  state_ids = np.take_along_axis(states, batch.turn_ids_BL, axis=1)
-  return batch.replace(
-    group_ids_B=GROUPS,
-    state_ids_BL=np.where(batch.turn_ids_BL > 0, state_ids, 0).astype(np.int32),
-  )
-
-
-GROUPS = np.array([4, 7, 4, 7, 2, 7], np.int32)
-ALONE = 4
-assert GROUPS[batches.FAILED_ROW] == 7
+ALONE = 4  # the only row of its group
 
 
 @NAMES
 @pytest.mark.parametrize('seed', [0, 1])
 def test_estimators_equal_their_twins(name, seed):
-  batch = _make(seed)
+  batch = batches.grouped(seed)
   expected = TWINS[name](batch)
   np.testing.assert_allclose(
     _estimate(batch, name), expected, rtol=1e-10, atol=1e-12
@@ -107,19 +88,9 @@ def test_estimators_equal_their_twins(name, seed):
   assert np.all(np.abs(in_groups).max(axis=1) > 1e-3)
 
 
-def test_gigpo_equals_its_twin_without_normalisation():
-  batch = _make()
-  np.testing.assert_allclose(
-    _estimate(batch, 'gigpo', normalize='none'),
-    advantage_twins.gigpo(batch, OMEGA, GAMMA, None),
-    rtol=1e-10,
-    atol=1e-12,
-  )
-
-
 def _recurring(seed=0):
   """Returns a batch whose questions have one state at the first turns."""
-  batch = _make(seed)
+  batch = batches.grouped(seed)
   first = np.where(batch.turn_ids_BL <= 3, 1, batch.state_ids_BL)
   return batch.replace(
     state_ids_BL=np.where(batch.turn_ids_BL > 0, first, 0).astype(np.int32)
@@ -148,28 +119,9 @@ def test_turns_are_compared_by_the_states_before_them(normalize, history):
   )
 
 
-def test_a_longer_common_past_weighs_more_by_hand():
-  turn_ids = np.tile(np.array([1, 2, 3], np.int32), (3, 1))
-  batch = batches.rows(batches.make()[0], np.arange(3)).replace(
-    rewards_BL=np.array([[0, 0, 0.0], [0, 0, 2], [0, 0, 8]]),
-    group_ids_B=np.zeros(3, np.int32),
-    turn_ids_BL=turn_ids,
-    loss_mask_BL=turn_ids > 0,
-    # The first and the last row have one past, the other joins them later.
-    state_ids_BL=np.array([[1, 2, 3], [4, 2, 3], [1, 2, 3]], np.int32),
-  )
-  options = {'omega': 1.0, 'gamma': 1.0, 'normalize': 'none', 'history': 2}
-  out = _estimate(batch, 'gigpo', outcome_weight=0.0, **options)
-  # Weights 2, 3 and 4; the means of all three are 10 / 3, of two 4.
-  all_three = (2 + 3) * -10 / 3
-  np.testing.assert_allclose(out[0, 2], (all_three + 4 * -4) / 9)
-  np.testing.assert_allclose(out[1, 2], 2 - 10 / 3)
-  np.testing.assert_allclose(out[:, 0], [-4, 0, 4])
-
-
 @pytest.mark.parametrize('normalize', ['std', 'none'])
 def test_outcomes_of_gigpo_may_count_once_a_trajectory(normalize):
-  batch = _make()
+  batch = batches.grouped()
   actual = _estimate(
     batch, 'gigpo', normalize=normalize, outcome_counts='per_trajectory'
   )
@@ -197,104 +149,15 @@ def _three_rows(dtype=np.float64):
   )
 
 
-def test_estimators_by_hand():
-  batch = _three_rows()
-  root3 = np.sqrt(3.0)  # the unbiased deviation of 3, 0, 0
-  z = np.array([2, -1, -1]) / root3
-  per_row = lambda x: np.where(batch.loss_mask_BL, np.asarray(x)[:, None], 0)
-  near = functools.partial(np.testing.assert_allclose, atol=1e-12)
-  near(_estimate(batch, 'group_normalized', epsilon=0.0), per_row(z))
-  near(_estimate(batch, 'group_centered'), per_row([2, -1, -1]))
-  near(_estimate(batch, 'leave_one_out'), per_row([3, -1.5, -1.5]))
-
-  # Outcomes 3, -1, 0: mean 2/3; turn rewards 0, 1, 0: mean 1/3.
-  outcome = np.array([7, -5, -2]) / 3 / np.sqrt(13 / 3)
-  turn = np.array([-1, 2, -1]) / 3 / np.sqrt(1 / 3)
-  expected = per_row(outcome)
-  expected[:2, 1] += 0.5 * turn[:2]  # the third row has a last turn only
-  near(_estimate(batch, 'turn_group', turn_weight=0.5, epsilon=0.0), expected)
-
-  # The first turns have 0 and 1; that of the third row is its last.
-  expected = per_row(outcome)
-  expected[:2, 1] += 0.5 * np.array([-0.5, 0.5]) / np.sqrt(0.5)
-  numbers = {'turn_weight': 0.5, 'gamma': 1.0, 'epsilon': 0.0}
-  near(_estimate(batch, 'turn_index', **numbers), expected)
-
-  # Rewards-to-go: 3 and 3; 0 and -1; 0. The first two rows have a second turn.
-  expected = np.array([[0, 3, 0, 4], [0, -1.5, 0, -4], [0, -1.5, -1.5, 0]])
-  near(_estimate(batch, 'turn_leave_one_out', gamma=1.0), expected)
-
-  # Rewards-to-go: 1.5 and 3; 0.5 and -1; 0. State 5 holds 1.5, 0.5 and 0.
-  expected = per_row([2.0, -1.0, -1.0])
-  expected[:, 1] += np.array([2.5, -0.5, -2]) / 3
-  expected[2, 2] = expected[2, 1]
-  options = {'omega': 1.0, 'gamma': 0.5, 'normalize': 'none'}
-  once = {'outcome_counts': 'per_trajectory'}
-  near(_estimate(batch, 'gigpo', **options, **once), expected)
-  # The mean of the turns' outcomes 3, 3, 0, 0, 0 is 1.2 instead of 1.
-  near(
-    _estimate(batch, 'gigpo', **options),
-    np.where(batch.loss_mask_BL, expected - 0.2, 0),
-  )
-
-
-@NAMES
-def test_no_critic_is_trained(name):
-  out = _jitted(_make(), name, 'none', **OPTIONS[name])
-  assert not np.any(out.returns_BL)
-  assert not np.any(out.value_mask_BL)
-  assert out.value_mask_BL.dtype == bool
-  assert name not in estimator_needs.VALUES
-  without = _make().replace(values_BL=None)
-  np.testing.assert_array_equal(_estimate(without, name), out.advantages_BL)
-
-
 def test_every_group_estimator_is_tested_here():
   others = {'gae', 'decoupled_gae', 'monte_carlo'}
   assert advantages.ADVANTAGES.keys() == OPTIONS.keys() | others
   assert estimator_needs.GROUPS == OPTIONS.keys()
 
 
-def test_leave_one_out_is_centred_times_group_over_others():
-  batch = _make().replace(group_ids_B=np.zeros(batches.B, np.int32))
-  size = batches.B - 1  # one row failed
-  np.testing.assert_allclose(
-    _estimate(batch, 'leave_one_out'),
-    size / (size - 1) * _estimate(batch, 'group_centered'),
-    rtol=1e-12,
-  )
-
-
-def test_one_turn_and_no_step_weight_are_group_normalized():
-  batch = _make()
-  normalized = _estimate(batch, 'group_normalized')
-  np.testing.assert_array_equal(
-    _estimate(batch, 'gigpo', omega=0.0, outcome_counts='per_trajectory'),
-    normalized,
-  )
-  last = np.zeros(batch.loss_mask_BL.shape, bool)
-  for b in advantage_twins.present_rows(batch):
-    last[b, np.flatnonzero(batch.loss_mask_BL[b])[-1]] = True
-  batch = batch.replace(rewards_BL=np.where(last, batch.rewards_BL, 0))
-  for name in ('turn_group', 'turn_index'):
-    np.testing.assert_array_equal(
-      _estimate(batch, name), _estimate(batch, 'group_normalized')
-    )
-
-
-def test_a_turn_that_no_other_row_has_gets_the_baseline_of_the_turn_before():
-  batch = _three_rows()
-  mask = batch.loss_mask_BL & ~np.array([[0], [1], [0]], bool)
-  out = _estimate(
-    batch.replace(loss_mask_BL=mask), 'turn_leave_one_out', gamma=1.0
-  )
-  # The third row had 0 to go in its only turn.
-  np.testing.assert_array_equal(out, [[0, 3, 0, 3], [0] * 4, [0, -3, -3, 0]])
-
-
 @NAMES
 def test_a_group_of_one_gives_zero(name):
-  batch = _make()
+  batch = batches.grouped()
   batch = batch.replace(
     group_ids_B=np.arange(batches.B, dtype=np.int32),
     # No two turns share a state.
@@ -327,73 +190,14 @@ def test_equal_rewards_give_exactly_zero_in_float32(name, epsilon, reward):
   assert not out.any()
 
 
-@NAMES
-@pytest.mark.parametrize('whiten', ['none', 'all'])
-def test_failed_row_is_an_absent_row(name, whiten):
-  batch = _make()
-  present = np.arange(batches.B) != batches.FAILED_ROW
-  whole = _estimate(batch, name, whiten)
-  np.testing.assert_allclose(
-    whole[present],
-    _estimate(batches.rows(batch, present), name, whiten),
-    rtol=1e-12,
-    atol=1e-14,
-  )
-  assert not whole[batches.FAILED_ROW].any()
-
-
-@functools.cache
-def _value_and_gradient(name):
-  def total(rewards_BL, batch):
-    out = _jitted(
-      batch.replace(rewards_BL=rewards_BL), name, 'all', **OPTIONS[name]
-    )
-    return jnp.sum(jnp.sin(jnp.arange(batches.L))[None] * out.advantages_BL)
-
-  return jax.jit(jax.value_and_grad(total))
-
-
-@NAMES
-@pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_poison_off_the_mask_changes_nothing(name, value):
-  batch = _make()
-  run = _value_and_gradient(name)
-  clean, clean_gradient = run(batch.rewards_BL, batch)
-  poisoned = batches.poison(batch, value)
-  dirty, gradient = run(poisoned.rewards_BL, poisoned)
-  np.testing.assert_array_equal(dirty, clean)
-  np.testing.assert_array_equal(gradient, clean_gradient)
-  assert np.all(np.isfinite(gradient))
-  assert not np.asarray(gradient)[~batch.loss_mask_BL].any()
-
-
-@NAMES
-def test_whitening_all_lets_an_observation_repeat_the_token_before(name):
-  batch = _make()
-  mask = batch.loss_mask_BL
-  white = twins.whiten(
-    advantage_twins.repeated(TWINS[name](batch), mask),
-    advantage_twins.response(mask),
-  )
-  np.testing.assert_allclose(
-    _estimate(batch, name, 'all'), np.where(mask, white, 0), rtol=1e-9
-  )
-
-
 @pytest.mark.parametrize('name', ['turn_leave_one_out', 'turn_index', 'gigpo'])
 def test_a_turn_with_no_trained_token_takes_no_time(name):
-  batch = _make()
+  batch = batches.grouped()
   mask = batch.loss_mask_BL & (batch.turn_ids_BL != 2)
   batch = batch.replace(loss_mask_BL=mask)
   np.testing.assert_allclose(
     _estimate(batch, name), TWINS[name](batch), rtol=1e-10, atol=1e-12
   )
-
-
-def test_gigpo_without_states_raises():
-  batch = _make().replace(state_ids_BL=None)
-  with pytest.raises(ValueError, match='gigpo needs state_ids_BL'):
-    _estimate(batch, 'gigpo')
 
 
 @hypothesis.settings(
@@ -420,7 +224,7 @@ def test_gigpo_without_states_raises():
 def test_properties_hold_for_any_groups(
   name, groups, rewards, failed, order, names_of_groups
 ):
-  batch = _make()
+  batch = batches.grouped()
   mask = batch.turn_ids_BL > 0
   mask[list(failed)] = False
   last = np.zeros_like(mask)

@@ -7,8 +7,6 @@ the minibatch's statistics included, with the rows sharded over eight devices.
 import functools
 import itertools
 import os
-import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,8 @@ import pytest
 
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import losses
+from stppo_jax.tools.plan import hlo
+from stppo_jax.tools.plan import hlo_cost
 from tests.rl import batches
 
 _MESH_SIZE = 8
@@ -27,16 +27,6 @@ _ACCELERATED = ('unrolled', 'broadcast')
 _INDEXED = frozenset(
   {'scatter', 'gather', 'dynamic-slice', 'dynamic-update-slice', 'sort'}
 )
-_COLLECTIVE = re.compile(
-  r'(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all'
-  r'|collective-permute|collective-broadcast)(-start)?'
-)
-# `ROOT %name = f32[8,4]{1,0} opcode(`, or a tuple of shapes before the opcode.
-_INSTRUCTION = re.compile(
-  r'^\s*(?:ROOT )?%?[\w.-]+ = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\(',
-  re.MULTILINE,
-)
-_DIMENSIONS = re.compile(r'\w+\[([\d,<=]*)\]')
 # These options compile quickly. The program is the one for accelerators, but
 # compiled for CPU: the output of their own compilers is not tested here.
 _COMPILER_OPTIONS = {
@@ -49,38 +39,18 @@ if 'use_fusion_emitters=false' in os.environ.get('XLA_FLAGS', ''):
   _COMPILER_OPTIONS['xla_cpu_use_fusion_emitters'] = True
 
 
-class Instruction(NamedTuple):
-  """An instruction's opcode and the shape of its result, as HLO writes them."""
-
-  opcode: str
-  shape: str
-
-  @property
-  def is_scalar(self) -> bool:
-    """Whether all arrays of the shape are of rank 0."""
-    dimensions = _DIMENSIONS.findall(self.shape)
-    assert dimensions, self.shape
-    return not any(dimensions)
+def _indexed(program) -> list[str]:
+  """Returns the opcodes of the instructions whose indices are data."""
+  instructions = hlo.read(program.as_text()).instructions
+  return [x.opcode for x in instructions if x.opcode in _INDEXED]
 
 
-def instructions(program) -> list[Instruction]:
-  """Returns all instructions of a compiled program, with those of its loops."""
-  found = [
-    Instruction(match['opcode'], match['shape'])
-    for match in _INSTRUCTION.finditer(program.as_text())
+def _collectives(program) -> list[tuple[str, bool]]:
+  """Returns kind of each collective operation, and whether it sends scalars."""
+  return [
+    (x.kind, not any(array.dims for array in x.arrays))
+    for x in hlo_cost.collectives(hlo.read(program.as_text()))
   ]
-  assert any(i.opcode == 'parameter' for i in found), 'not HLO text'
-  return found
-
-
-def collectives(program) -> list[Instruction]:
-  """Returns the collective operations between devices."""
-  return [i for i in instructions(program) if _COLLECTIVE.fullmatch(i.opcode)]
-
-
-def indexed(program) -> list[Instruction]:
-  """Returns the instructions whose indices are data."""
-  return [i for i in instructions(program) if i.opcode in _INDEXED]
 
 
 def _compile(function, *arguments):
@@ -108,11 +78,14 @@ def _arguments():
 
 def _loss_and_gradients(algorithm, implementation):
   """Returns all terms of the loss, each with its gradient."""
-  sums = {'num_turns': batches.T, 'implementation': implementation}
 
   def run(logprobs_BL, entropy_BL, batch):
+    with batches.summing(implementation):
+      return traced(logprobs_BL, entropy_BL, batch)
+
+  def traced(logprobs_BL, entropy_BL, batch):
     statistics = losses.minibatch_statistics(
-      algorithm, logprobs_BL, entropy_BL, batch, **sums
+      algorithm, logprobs_BL, entropy_BL, batch, num_turns=batches.T
     )
 
     def parts(logprobs_BL, entropy_BL):
@@ -123,7 +96,6 @@ def _loss_and_gradients(algorithm, implementation):
         batch,
         statistics=statistics,
         entropy_coefficient=0.01,
-        **sums,
       )
       return {'loss': loss.loss, 'bias': loss.bias}, loss
 
@@ -164,12 +136,9 @@ def _check(algorithm, implementation):
   arguments = _by_row(_arguments())
   run = _loss_and_gradients(algorithm, implementation)
   program = _compile(run, *arguments)
-  assert indexed(program) == []
-  found = collectives(program)
-  assert found, 'the devices must agree on a loss'
-  for instruction in found:
-    assert instruction.opcode == 'all-reduce', instruction
-    assert instruction.is_scalar, instruction
+  assert _indexed(program) == []
+  # The devices must agree on a loss.
+  assert set(_collectives(program)) == {('all-reduce', True)}
   return program(*arguments)
 
 
@@ -209,7 +178,7 @@ def test_every_algorithm_of_the_table_has_no_scatter(name):
 def test_a_planted_scatter_is_found():
   arguments = _by_row(_arguments())
   run = _loss_and_gradients(batches.algorithm('turn_ppo'), 'segment_sum')
-  assert indexed(_compile(run, *arguments))
+  assert _indexed(_compile(run, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +199,7 @@ def test_a_planted_scatter_is_found():
 )
 def test_planted_instructions_are_found(function, opcode):
   program = _compile(function, jnp.ones(9), jnp.arange(9))
-  assert opcode in {i.opcode for i in indexed(program)}
+  assert opcode in _indexed(program)
 
 
 @pytest.mark.parametrize(
@@ -243,23 +212,7 @@ def test_planted_instructions_are_found(function, opcode):
   ],
 )
 def test_planted_collectives_are_found(function, opcode, is_scalar):
-  found = collectives(_compile(function, _by_row(jnp.ones((8, 16)))))
+  found = _collectives(_compile(function, _by_row(jnp.ones((8, 16)))))
   assert found
-  assert opcode is None or {i.opcode for i in found} == {opcode}
-  assert all(i.is_scalar for i in found) == is_scalar
-
-
-def test_tuples_of_shapes_are_read():
-  text = """
-  %a = f32[64,4]{1,0:T(8,128)} parameter(0)
-  %b = (f32[], s32[], /*index=2*/f64[]) all-reduce(%x, %y), to_apply=%sum
-  ROOT %c = (f32[], f32[64,16]{1,0}) all-reduce-start(%x, %a), to_apply=%sum
-  """
-
-  class Program:
-    def as_text(self):
-      return text
-
-  found = collectives(Program())
-  assert [i.opcode for i in found] == ['all-reduce', 'all-reduce-start']
-  assert [i.is_scalar for i in found] == [True, False]
+  assert opcode is None or {kind for kind, _ in found} == {opcode}
+  assert all(scalar for _, scalar in found) == is_scalar

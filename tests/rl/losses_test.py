@@ -3,13 +3,11 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import aggregation
-from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import losses
 from stppo_jax.rl import segments
 from tests.rl import batches
@@ -184,7 +182,6 @@ def _loss(
   batch,
   statistics=None,
   count=None,
-  implementation='auto',
 ):
   return batches.policy_loss(
     algorithm,
@@ -194,7 +191,6 @@ def _loss(
     statistics=statistics,
     count=count,
     entropy_coefficient=ENTROPY,
-    implementation=implementation,
   )
 
 
@@ -208,9 +204,10 @@ def _weights(algorithm, batch):
   )
 
 
-# By default the form of the segment sums that a CPU uses: `auto` would be
-# another program to compile for every case. jax takes an argument that is left
-# out for another one, so the compiled function is always given it.
+# By default the form of the segment sums that a CPU uses: the choice by
+# platform would be another program to compile for every case. jax takes an
+# argument that is left out for another one, so the compiled function is always
+# given it.
 def _run(algorithm, logprobs, entropy, *rest, implementation='segment_sum'):
   """Returns the loss and its gradients by log-probabilities and entropy."""
   return _run_jitted(implementation, algorithm, logprobs, entropy, *rest)
@@ -219,12 +216,13 @@ def _run(algorithm, logprobs, entropy, *rest, implementation='segment_sum'):
 @functools.partial(jax.jit, static_argnums=0)
 def _run_jitted(implementation, algorithm, logprobs, entropy, *rest):
   def total(x, e):
-    loss = _loss(algorithm, x, e, *rest, implementation=implementation)
+    loss = _loss(algorithm, x, e, *rest)
     return loss.loss, loss
 
-  gradient, loss = jax.grad(total, argnums=(0, 1), has_aux=True)(
-    logprobs, entropy
-  )
+  with batches.summing(implementation):
+    gradient, loss = jax.grad(total, argnums=(0, 1), has_aux=True)(
+      logprobs, entropy
+    )
   return loss, gradient
 
 
@@ -279,38 +277,6 @@ def test_jit_changes_nothing(case):
     plain,
     jitted,
   )
-
-
-def test_token_ppo_by_hand():
-  turns = np.array([[0, 1, 1, 0, 2]], np.int32)
-  batch, _, _ = batches.make()
-  one = batches.rows(batch, slice(0, 1))
-  ratio = np.array([[7.0, 1.5, 0.5, 7.0, 1.1]])
-  old = np.full((1, 5), -1.0)
-  batch = one.replace(
-    turn_ids_BL=turns,
-    loss_mask_BL=turns > 0,
-    old_logprobs_BL=old,
-    advantages_BL=np.array([[9.0, 2.0, -3.0, 9.0, 1.0]]),
-  )
-  entropy = np.array([[9.0, 1.0, 2.0, 9.0, 3.0]])
-  loss = jax.jit(_loss)
-  token = loss(batches.algorithm(), old + np.log(ratio), entropy, batch)
-  policy = (-2 * 1.2 + 3 * 0.8 - 1.1) / 3
-  np.testing.assert_allclose(token.policy, policy)
-  np.testing.assert_allclose(token.entropy, 2.0)
-  np.testing.assert_allclose(token.loss, policy - ENTROPY * 2.0)
-  np.testing.assert_array_equal(token.cut_BL, [[0, 1, 1, 0, 0]])
-  # The first turn's ratio is sqrt(1.5 * 0.5), inside the bounds.
-  turn = loss(
-    batches.algorithm('turn_ppo'), old + np.log(ratio), entropy, batch
-  )
-  shared = math.sqrt(0.75)
-  np.testing.assert_allclose(
-    turn.ratio_BL, [[1, shared, shared, 1, 1.1]], rtol=1e-14
-  )
-  np.testing.assert_allclose(turn.policy, (-2 * shared + 3 * shared - 1.1) / 3)
-  assert not np.any(turn.cut_BL)
 
 
 # The denominator is a number to the ratio, whatever its level.
@@ -461,46 +427,6 @@ def test_losses_of_microbatches_add_up_to_that_of_the_batch(case):
   )
 
 
-def test_only_some_algorithms_need_the_whole_minibatch():
-  found = {
-    name
-    for name in algorithms.ALGORITHMS
-    if batches.algorithm(name).uses_minibatch_statistics
-  }
-  assert found == {
-    *('s_ppo', 'st_ppo', 'so_ppo', 'sspo', 'bapo', 'grpo_guard'),
-    *('clip_cov', 'kl_cov', 'vapo'),
-  }
-
-
-def test_gradient_norm_pulls_back_policy_bias_and_other():
-  batch, logprobs, entropy = batches.make(spread=0.6)
-  norm = batches.algorithm('st_ppo', **{_BIAS + 'norm': 'gradient'})
-
-  def parts(x):
-    loss = _loss(norm, x, entropy, batch)
-    return loss.policy, loss.bias, loss.other
-
-  _, pull = jax.vjp(jax.jit(parts), logprobs)
-  policy, bias, other = (
-    np.asarray(pull(seed)[0])
-    for seed in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
-  )
-  uncorrected = batches.algorithm('turn_ppo')
-  _, (turn, _) = _run(uncorrected, logprobs, entropy, batch)
-  np.testing.assert_allclose(policy + other, turn, rtol=1e-12, atol=1e-15)
-  ratio = np.exp(logprobs - batch.old_logprobs_BL)
-  outside = batch.loss_mask_BL & ((ratio < 0.8) | (ratio > 1.2))
-  expected = np.where(outside, ratio * batch.advantages_BL, 0)
-  np.testing.assert_allclose(
-    bias, expected / batch.loss_mask_BL.sum(), rtol=1e-12
-  )
-  scale = clipping_bias.gradient_scale(
-    jnp.linalg.norm(bias), floor=norm.correction.clipping_bias.floor
-  )
-  assert scale <= 1
-
-
 @OTHER_ROWS
 def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
@@ -541,35 +467,6 @@ def test_no_gradient_flows_into_advantages_and_the_old_policy():
     assert not np.any(array)
 
 
-def test_numbers_are_traced_and_names_are_not():
-  batch, logprobs, entropy = batches.make(spread=0.6)
-  traces = []
-
-  @jax.jit
-  def run(algorithm, logprobs, batch):
-    traces.append(algorithm.ratio.level)
-    return batches.policy_loss(
-      algorithm,
-      logprobs,
-      entropy,
-      batch,
-      entropy_coefficient=ENTROPY,
-    ).loss
-
-  results = {
-    float(run(batches.algorithm('st_ppo', **changes), logprobs, batch))
-    for changes in (
-      {},
-      {'bounds__clip_high': 0.3},
-      {_BIAS + 'tau': 0.5},
-      {'bounds__clip_low': 0.3},
-    )
-  }
-  assert traces == ['turn'] and len(results) == 4
-  run(batches.algorithm('s_ppo'), logprobs, batch)
-  assert traces == ['turn', 'token']
-
-
 @pytest.mark.parametrize('name', algorithms.ALGORITHMS)
 def test_float32_in_float32_out(name):
   batch, logprobs, entropy = batches.make(dtype=np.float32, spread=0.6)
@@ -591,56 +488,41 @@ def _value_loss(values, old, returns, mask, **options):
   return losses.value_loss(values, old, returns, mask, clip=0.5, **options)
 
 
-def test_value_loss_by_hand():
-  old = np.zeros((1, 4))
-  #         near  overshoots  moves away and is clipped back  masked
-  values = np.array([[0.3, 2.0, -1.0, 9.0]])
-  returns = np.array([[1.0, 1.0, -1.0, 9.0]])
-  mask = np.array([[True, True, True, False]])
-  loss = _value_loss(values, old, returns, mask)
-  # max((-.7)^2, same), max(1^2, (.5 - 1)^2), max(0, (-.5 + 1)^2)
-  np.testing.assert_allclose(loss.total, 0.5 * (0.49 + 1 + 0.25))
-  assert (loss.count, loss.clipped) == (3, 1)
-  gradient = jax.grad(lambda v: _value_loss(v, old, returns, mask).total)(
-    values
-  )
-  np.testing.assert_allclose(gradient, [[-0.7, 1.0, 0.0, 0.0]])
-  weighted = _value_loss(
-    values, old, returns, mask, weights_BL=np.array([[2.0, 1, 0, 1]])
-  )
-  np.testing.assert_allclose(weighted.total, 0.5 * (0.98 + 1))
-  assert weighted.count == 3
-
-
-def test_value_loss_gradient_is_its_differences_and_masks_hold():
+def test_value_loss_is_its_twin_and_masks_hold():
   batch, _, _ = batches.make()
   mask = batch.loss_mask_BL
   rng = np.random.default_rng(1)
   values = batch.values_BL + rng.normal(size=mask.shape)
+  weights = np.abs(rng.normal(size=mask.shape))
 
   def twin(values):
-    total = 0.0
+    total, clipped = 0.0, 0
     for b, i in twins.policy_tokens(mask):
       v, old = values[b, i], batch.values_BL[b, i]
       target = batch.returns_BL[b, i]
       near = min(max(v, old - 0.5), old + 0.5)
-      total += 0.5 * max((v - target) ** 2, (near - target) ** 2)
-    return total
+      clipped += abs(near - target) > abs(v - target)
+      square = max((v - target) ** 2, (near - target) ** 2)
+      total += 0.5 * weights[b, i] * square
+    return total, clipped
 
-  run = jax.value_and_grad(
-    lambda v, old, returns: _value_loss(v, old, returns, mask).total
-  )
-  value, gradient = run(values, batch.values_BL, batch.returns_BL)
-  np.testing.assert_allclose(value, twin(values), rtol=1e-12)
+  def total(values, old, returns):
+    loss = _value_loss(values, old, returns, mask, weights_BL=weights)
+    return loss.total, loss
+
+  run = jax.value_and_grad(total, has_aux=True)
+  arrays = (values, batch.values_BL, batch.returns_BL)
+  found = run(*arrays)
+  (value, loss), gradient = found
+  expected, clipped = twin(values)
+  np.testing.assert_allclose(value, expected, rtol=1e-12)
+  assert (loss.count, loss.clipped) == (mask.sum(), clipped)
   np.testing.assert_allclose(
     gradient,
-    twins.differences(twin, values, np.argwhere(mask)),
+    twins.differences(lambda x: twin(x)[0], values, np.argwhere(mask)),
     rtol=1e-6,
     atol=1e-8,
   )
   for poison in (np.nan, np.inf):
-    arrays = (values, batch.values_BL, batch.returns_BL)
-    poisoned = run(*(batches.poison_array(x, mask, poison) for x in arrays))
-    _same(poisoned, (value, gradient))
-  empty = _value_loss(*arrays, np.zeros_like(mask))
-  assert tuple(empty) == (0, 0, 0)
+    _same(run(*(batches.poison_array(x, mask, poison) for x in arrays)), found)
+  assert tuple(_value_loss(*arrays, np.zeros_like(mask))) == (0, 0, 0)

@@ -5,34 +5,9 @@ import pytest
 
 from stppo_jax.rl import masking
 from tests.rl import batches
-from tests.rl import twins
 
 X = np.array([[1.0, 2.0, 9.0], [9.0, 6.0, 9.0]])
 MASK = np.array([[True, True, False], [False, True, False]])
-
-
-def test_mean_and_variance_by_hand():
-  total, count = masking.masked_total(X, MASK)
-  assert (total, count) == (9.0, 3.0)
-  mean, variance = masking.masked_moments(X, MASK)
-  assert (mean, variance) == (3.0, 7.0)  # (4 + 1 + 9) / 2
-
-
-def test_rows_total_along_an_axis():
-  total, count = masking.masked_total(jnp.asarray(X), MASK, axis=1)
-  np.testing.assert_array_equal(total, [3.0, 6.0])
-  np.testing.assert_array_equal(count, [2.0, 1.0])
-
-
-@pytest.mark.parametrize('jit', [False, True])
-def test_whiten_is_the_loop(jit):
-  batch, logprobs, _ = batches.make()
-  whiten = jax.jit(masking.whiten) if jit else masking.whiten
-  np.testing.assert_allclose(
-    whiten(logprobs, batch.loss_mask_BL),
-    twins.whiten(logprobs, batch.loss_mask_BL),
-    rtol=1e-12,
-  )
 
 
 def test_empty_and_single_masks_give_zero():

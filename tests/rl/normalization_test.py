@@ -12,7 +12,6 @@ from tests.rl import batches
 # Turns of spread 0.3, 0.1, none at all, and a single token.
 LOGS = np.array([[0.5, -0.1, 0.0, 0.3, 0.1, 0.2, 0.2, 0.7]])
 TURNS = np.array([[1, 1, 0, 2, 2, 3, 3, 4]], np.int32)
-_OPTIONS = {'num_turns': 4, 'implementation': 'auto'}
 
 
 @jax.jit
@@ -20,25 +19,8 @@ def _guard(logs):
   batch, _, _ = batches.make()
   batch = batch.replace(turn_ids_BL=TURNS, loss_mask_BL=TURNS > 0)
   guard = ratios.NORMALIZATIONS['guard']
-  target = guard.statistics(logs, batch, **_OPTIONS)
-  return target, *guard.function(logs, batch, target, **_OPTIONS)
-
-
-def test_guard_by_hand():
-  target, normal, weights = _guard(LOGS)
-  np.testing.assert_allclose(target, 0.2)  # of the two that have a spread
-  # Less the mean of the turn, times 2/3 in the first and 2 in the second.
-  expected = [0.2, -0.2, 0, 0.2, -0.2, 0, 0, 0]
-  np.testing.assert_allclose(normal, [expected], rtol=1e-12, atol=1e-15)
-  np.testing.assert_allclose(
-    weights, [[1.5, 1.5, 1, 0.5, 0.5, 1, 1, 1]], rtol=1e-12
-  )
-
-
-def test_guard_gives_turns_one_spread():
-  _, normal, _ = _guard(LOGS)
-  normal = np.asarray(normal)
-  np.testing.assert_allclose(np.std(normal[0, :2]), np.std(normal[0, 3:5]))
+  target = guard.statistics(logs, batch, num_turns=4)
+  return target, *guard.function(logs, batch, target, num_turns=4)
 
 
 def test_at_the_old_policy_guard_does_nothing():

@@ -21,22 +21,22 @@ def _ratio(
   level,
   gradient='segment',
   reduce='mean',
-  implementation='auto',
+  implementation='segment_sum',
 ):
   log_ratio = ratios.token_log_ratio(
     logprobs, batch.old_logprobs_BL, batch.loss_mask_BL
   )
-  return jnp.exp(
-    ratios.level_log_ratio(
-      log_ratio,
-      batch,
-      level=level,
-      gradient=gradient,
-      reduce=reduce,
-      num_turns=batches.T,
-      implementation=implementation,
+  with batches.summing(implementation):
+    return jnp.exp(
+      ratios.level_log_ratio(
+        log_ratio,
+        batch,
+        level=level,
+        gradient=gradient,
+        reduce=reduce,
+        num_turns=batches.T,
+      )
     )
-  )
 
 
 # The value is the same whatever the gradient: each form has one of both.
@@ -70,42 +70,6 @@ def test_ratio_is_the_loop(level, gradient, reduce, implementation):
   np.testing.assert_allclose(actual, expected, rtol=1e-13)
 
 
-def test_turn_ratio_by_hand():
-  log_ratio = np.log([[2.0, 8.0, 5.0, 3.0]])
-  turn_ids = np.array([[1, 1, 0, 2]], np.int32)
-  batch, _, _ = batches.make()
-  batch = batch.replace(turn_ids_BL=turn_ids, loss_mask_BL=turn_ids > 0)
-  shared = ratios.level_log_ratio(
-    masked := np.where(turn_ids > 0, log_ratio, 0.0),
-    batch,
-    level='turn',
-    gradient='segment',
-    reduce='mean',
-    num_turns=2,
-  )
-  np.testing.assert_allclose(np.exp(shared), [[4, 4, 1, 3]], rtol=1e-14)
-  assert masked[0, 2] == 0
-
-
-@pytest.mark.parametrize('reduce', ratios.REDUCES)
-@pytest.mark.parametrize('level', segments.LEVELS)
-def test_segment_gradient_is_finite_differences(level, reduce):
-  batch, logprobs, _ = batches.make()
-  mask = batch.loss_mask_BL
-  weight = np.where(mask, batch.advantages_BL, 0)  # varies inside segments
-
-  def twin(logprobs):
-    out = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level, reduce)
-    return np.sum(weight * out)
-
-  actual = jax.grad(
-    lambda x: jnp.sum(weight * _ratio(x, batch, level=level, reduce=reduce))
-  )(logprobs)
-  expected = twins.differences(twin, logprobs, np.argwhere(mask))
-  np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
-  assert np.all(np.asarray(actual)[~mask] == 0)
-
-
 @pytest.mark.parametrize('level', segments.LEVELS)
 def test_token_gradient_stays_with_the_token(level):
   batch, logprobs, _ = batches.make()
@@ -115,25 +79,6 @@ def test_token_gradient_stays_with_the_token(level):
     lambda x: jnp.sum(weight * _ratio(x, batch, level=level, gradient='token'))
   )(logprobs)
   np.testing.assert_allclose(actual, weight * ratio, rtol=1e-13)
-
-
-def test_one_token_turns_are_tokens_and_one_turn_is_the_sequence():
-  batch, logprobs, _ = batches.make()
-  mask = batch.loss_mask_BL
-  number = np.where(mask, np.cumsum(mask, axis=1), 0).astype(np.int32)
-  few = np.where(number <= batches.T, number, 0)
-  alone = batch.replace(turn_ids_BL=few, loss_mask_BL=few > 0)
-  np.testing.assert_allclose(
-    _ratio(logprobs, alone, level='turn'),
-    _ratio(logprobs, alone, level='token'),
-    rtol=1e-14,
-  )
-  whole = batch.replace(turn_ids_BL=mask.astype(np.int32))
-  np.testing.assert_allclose(
-    _ratio(logprobs, whole, level='turn'),
-    _ratio(logprobs, whole, level='sequence'),
-    rtol=1e-14,
-  )
 
 
 def test_log_ratios_are_limited():
@@ -152,10 +97,3 @@ def test_log_ratios_are_limited():
     num_turns=1,
   )
   np.testing.assert_array_equal(total, np.full((1, 3), 20.0))
-
-
-def test_float32_stays_float32():
-  batch, logprobs, _ = batches.make(dtype=np.float32)
-  assert _ratio(logprobs.astype(np.float32), batch, level='turn').dtype == (
-    np.float32
-  )

@@ -11,32 +11,25 @@ from tests.rl import twins
 
 IDS = np.array([[0, 1, 1, 0, 2, 3], [2, 2, 2, 2, 0, 0]], np.int32)
 X = np.array([[9.0, 1, 2, 9, 3, 4], [1, 1, 1, 2, 9, 9]])
-BOTH = pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
 
 
-@BOTH
-def test_totals_and_spread_by_hand(implementation):
-  three = segments.Segments(jnp.asarray(IDS), 3)
-  totals = segments.segment_totals(X, three, implementation=implementation)
-  np.testing.assert_array_equal(totals, [[3, 3, 4], [0, 5, 0]])
-  counts = segments.segment_counts(three, implementation=implementation)
-  np.testing.assert_array_equal(counts, [[2, 1, 1], [0, 4, 0]])
-  spread = segments.segment_spread(totals, three, implementation=implementation)
-  np.testing.assert_array_equal(
-    spread, [[0, 3, 3, 0, 3, 4], [5, 5, 5, 5, 0, 0]]
-  )
+@pytest.fixture(params=segments.IMPLEMENTATIONS)
+def implementation(request):
+  with batches.summing(request.param):
+    yield request.param
 
 
-@BOTH
+EACH = pytest.mark.usefixtures('implementation')
+
+
+@EACH
 @pytest.mark.parametrize('level', segments.LEVELS)
-def test_every_level_sums_its_members(level, implementation):
+def test_every_level_sums_its_members(level):
   batch, x, _ = batches.make()
   chosen = segments.level_segments(level, batch, num_turns=batches.T)
   run = jax.jit(
     lambda x: segments.segment_spread(
-      segments.segment_totals(x, chosen, implementation=implementation),
-      chosen,
-      implementation=implementation,
+      segments.segment_totals(x, chosen), chosen
     )
   )
   expected = np.zeros(x.shape)
@@ -46,16 +39,14 @@ def test_every_level_sums_its_members(level, implementation):
   np.testing.assert_allclose(run(x), expected, rtol=1e-13)
 
 
-@BOTH
-def test_gradient_and_poison(implementation):
+@EACH
+def test_gradient_and_poison():
   three = segments.Segments(jnp.asarray(IDS), 3)
   weight = np.arange(6.0).reshape(2, 3)
 
   def loss(x):
-    totals = segments.segment_totals(x, three, implementation=implementation)
-    spread = segments.segment_spread(
-      totals**2, three, implementation=implementation
-    )
+    totals = segments.segment_totals(x, three)
+    spread = segments.segment_spread(totals**2, three)
     return jnp.sum(weight * totals) + jnp.sum(spread)
 
   run = jax.jit(jax.value_and_grad(loss))
@@ -71,12 +62,12 @@ def test_gradient_and_poison(implementation):
     np.testing.assert_allclose(gradient, expected, rtol=1e-13)
 
 
-@BOTH
-def test_ids_beyond_the_last_segment_are_in_none(implementation):
+@EACH
+def test_ids_beyond_the_last_segment_are_in_none():
   two = segments.Segments(jnp.asarray(IDS), 2)
-  totals = segments.segment_totals(X, two, implementation=implementation)
+  totals = segments.segment_totals(X, two)
   np.testing.assert_array_equal(totals, [[3, 3], [0, 5]])
-  spread = segments.segment_spread(totals, two, implementation=implementation)
+  spread = segments.segment_spread(totals, two)
   assert spread[0, 5] == 0
 
 
@@ -105,43 +96,27 @@ def test_auto_scatters_on_cpu_only():
     assert 'scatter' not in _hlo(num_segments, platform)
 
 
-def test_errors_name_the_choices():
-  many = segments.Segments(jnp.asarray(IDS), 33)
-  with pytest.raises(ValueError, match="'sorted'.*auto, segment_sum, unroll"):
-    segments.segment_totals(X, many, implementation='sorted')
-  with pytest.raises(ValueError, match='33 segments, must be at most 32'):
-    segments.segment_totals(X, many, implementation='unrolled')
-
-
-def test_a_level_whose_ids_are_lacking_is_named():
-  batch, _, _ = batches.make()
-  with pytest.raises(ValueError, match='sentence needs sentence_ids_BL'):
-    segments.level_segments(
-      'sentence', batch.replace(sentence_ids_BL=None), num_turns=batches.T
-    )
-
-
-@BOTH
-def test_a_small_segment_after_a_large_one_keeps_its_digits(implementation):
+@EACH
+def test_a_small_segment_after_a_large_one_keeps_its_digits():
   # A running sum over all segments would lose these digits in float32.
   sizes = {1: (1e4, 150), 2: (1e-3, 366)}
   ids = np.concatenate([np.full(size, k) for k, (_, size) in sizes.items()])
   parts = [np.full(n, total / n) for total, n in sizes.values()]
   x = np.concatenate(parts).astype(np.float32)
   two = segments.Segments(jnp.asarray(ids[None], jnp.int32), 2)
-  totals = segments.segment_totals(x[None], two, implementation=implementation)
+  totals = segments.segment_totals(x[None], two)
   exact = [math.fsum(x[ids == 1]), math.fsum(x[ids == 2])]
   np.testing.assert_allclose(totals, [exact], rtol=1e-6)
 
 
-@BOTH
-def test_means_are_totals_over_counts_and_their_own_transpose(implementation):
+@EACH
+def test_means_are_totals_over_counts_and_their_own_transpose():
   batch, x, pulled = batches.make()
   turns = segments.level_segments('turn', batch, num_turns=batches.T)
   poisoned = batches.poison_array(x, batch.loss_mask_BL, np.nan)
 
   def means(x):
-    return segments.segment_means(x, turns, implementation=implementation)
+    return segments.segment_means(x, turns)
 
   def twin(x):
     out = np.zeros(x.shape)

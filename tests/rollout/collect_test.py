@@ -2,12 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from stppo_jax import types
 from stppo_jax.rollout import collect
-from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from tests.rollout import dialogues
@@ -253,52 +251,12 @@ def test_the_engine_gets_one_prompt_for_a_group():
 
   engine.begin = counted
   questions = [dialogues.question(text) for text in ('Q1', '1234567', 'Q22')]
-  with event_loop.EventLoop() as loop:
-    collector = dialogues.make_collector(
-      engine,
-      dialogues.TableEnvironment({'a': _DONE}),
-      loop,
-      max_turn_tokens=4,
-      group_size=2,
-    )
+  environment = dialogues.TableEnvironment({'a': _DONE})
+  options = {'max_turn_tokens': 4, 'group_size': 2}
+  with dialogues.collector(engine, environment, **options) as collector:
     collector.collect(questions, 'keys', greedy=True)
   options = {'group_size': 2, 'max_turn_tokens': 4, 'greedy': True}
   assert calls == [(['Q1', None, 'Q22'], 'keys', options)]
-
-
-def test_there_may_be_fewer_questions_than_scripts():
-  (trajectory,) = dialogues.collect_scripts(
-    [['a'], ['b']],
-    dialogues.TableEnvironment({'a': _DONE}),
-    [dialogues.question('Q')],
-  )
-  assert _text(trajectory.turns[0].token_ids) == 'a'
-
-
-def test_a_second_collection_equals_the_first():
-  engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
-  with event_loop.EventLoop() as loop:
-    collector = dialogues.make_collector(
-      engine, dialogues.TableEnvironment({'a': _DONE}), loop
-    )
-    first, second = (
-      collector.collect([dialogues.question('Q:12')], keys=None)[0]
-      for _ in range(2)
-    )
-  np.testing.assert_array_equal(
-    first.turns[0].token_ids, second.turns[0].token_ids
-  )
-
-
-def test_trajectories_have_the_version_of_the_engine():
-  engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
-  engine.version = 17
-  with event_loop.EventLoop() as loop:
-    collector = dialogues.make_collector(
-      engine, dialogues.TableEnvironment({'a': _DONE}), loop
-    )
-    (trajectory,) = collector.collect([dialogues.question('Q')], keys=None)
-  assert trajectory.version == 17
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A tokenizer and an environment that are easy to follow by hand."""
 
 from collections.abc import Mapping
+import contextlib
 
 import numpy as np
 
@@ -72,59 +73,38 @@ def question(text, question_id='q'):
   return types.Question(question_id, text, ('x',), 'nq')
 
 
+# Larger than all texts of the tests.
+_LIMITS = {'max_turn_tokens': 100, 'max_observation_tokens': 100}
+
+
 def collect_scripts(
-  scripts,
-  environment,
-  questions,
-  *,
-  tokenizer=None,
-  max_length=100,
-  max_turn_tokens=100,
-  max_observation_tokens=100,
-  group_size=1,
-  overlong=None,
+  scripts, environment, questions, *, max_length=100, **options
 ):
-  """Returns trajectories in which row n writes the texts of scripts[n]."""
-  tokenizer = tokenizer or Letters()
+  """Returns trajectories in which row n writes the texts of scripts[n].
+
+  The options are those of a collector; its limits are larger than all texts.
+  """
+  encode = options.get('tokenizer', Letters()).encode_text
   ids = [
-    [tokenizer.encode_text(turn, tags=environment.tags) for turn in turns]
-    for turns in scripts
+    [encode(turn, tags=environment.tags) for turn in turns] for turns in scripts
   ]
+  engine = scripted.ScriptedEngine(ids, max_length)
+  with collector(engine, environment, **options) as made:
+    return made.collect(questions, keys=None)
+
+
+@contextlib.contextmanager
+def collector(engine, environment, **options):
+  """Yields a collector with an event loop; its limits exceed all texts."""
   with event_loop.EventLoop() as loop:
-    collector = make_collector(
-      scripted.ScriptedEngine(ids, max_length),
-      environment,
-      loop,
-      tokenizer=tokenizer,
-      max_turn_tokens=max_turn_tokens,
-      max_observation_tokens=max_observation_tokens,
-      group_size=group_size,
-      overlong=overlong,
-    )
-    return collector.collect(questions, keys=None)
+    yield make_collector(engine, environment, loop, **options)
 
 
-def make_collector(
-  engine,
-  environment,
-  loop,
-  *,
-  tokenizer=None,
-  max_turn_tokens=100,
-  max_observation_tokens=100,
-  group_size=1,
-  overlong=None,
-):
-  """Returns a collector whose limits are larger than all texts."""
+def make_collector(engine, environment, loop, **options):
+  """Returns a collector whose limits exceed all texts."""
+  options = {'tokenizer': Letters(), **_LIMITS, **options}
   return collect.Collector(
-    engine=engine,
-    environment=environment,
-    tokenizer=tokenizer or Letters(),
-    loop=loop,
-    max_turn_tokens=max_turn_tokens,
-    max_observation_tokens=max_observation_tokens,
-    group_size=group_size,
-    overlong=overlong,
+    engine=engine, environment=environment, loop=loop, **options
   )
 
 

@@ -4,7 +4,6 @@ Errors and interrupts end a collection and leave nothing behind.
 """
 
 import asyncio
-import signal
 import threading
 import time
 
@@ -27,19 +26,16 @@ class _Slow(dialogues.TableEnvironment):
   Attributes:
     events: what happened, in order.
     may_answer: an event; the answers to 's' wait for it.
-    reached: an event that is set when the first answer waits.
   """
 
   def __init__(self, steps):
     super().__init__(steps)
     self.events = []
     self.may_answer = threading.Event()
-    self.reached = threading.Event()
 
   async def step(self, question, turn_index, text):
     self.events.append(f'{question.id} steps {text}')
     if text == 's':
-      self.reached.set()
       try:
         deadline = time.monotonic() + _TIMEOUT
         while not self.may_answer.is_set():
@@ -176,37 +172,3 @@ def test_an_error_of_the_tokenizer_leaves_nothing_behind():
       tokenizer=Broken(),
     )
   assert environment.calls == []
-
-
-def test_an_interrupt_cancels_requests():
-  environment = _Slow({'s': _DONE, 'a': _ON, 'c': _DONE})
-  engine = scripted.ScriptedEngine(dialogues.letters(['s'], ['a', 's']), 9)
-  questions = [dialogues.question('Q', f'q{n}') for n in range(2)]
-
-  def interrupt(*_):
-    raise KeyboardInterrupt
-
-  def send():
-    environment.reached.wait(_TIMEOUT)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-
-  before = signal.signal(signal.SIGALRM, interrupt)
-  sender = threading.Thread(target=send)
-  try:
-    with event_loop.EventLoop() as loop:
-      collector = dialogues.make_collector(engine, environment, loop)
-      sender.start()
-      with pytest.raises(KeyboardInterrupt):
-        collector.collect(questions, keys=None)
-      loop.run(asyncio.sleep(0.01))
-      assert not environment.may_answer.is_set()
-      assert {'q0 answers or is cancelled', 'q1 answers or is cancelled'} < set(
-        environment.events
-      )
-      assert not any('ends' in event for event in environment.events)
-      environment.may_answer.set()
-      again = collector.collect(questions, keys=None)
-      assert [t.status for t in again] == [_STATUS.COMPLETED] * 2
-  finally:
-    sender.join()
-    signal.signal(signal.SIGALRM, before)

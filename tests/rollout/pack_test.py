@@ -117,12 +117,6 @@ def test_a_failed_row_has_no_loss_and_no_reward():
   assert batch.rewards_BL[1].sum() == 0.25
 
 
-def test_truncated_rows_have_loss_and_reward():
-  for status in (_STATUS.TRUNCATED_LENGTH, _STATUS.TRUNCATED_TURNS):
-    batch = pack.pack([_trajectory(_LONG, status=status)], length_bucket=4)
-    assert batch.loss_mask_BL.sum() == 5 and batch.rewards_BL.sum() == 0.25
-
-
 def test_lengths_are_multiples_of_the_bucket():
   for prompt, length in ((6, 8), (7, 8), (8, 16)):
     trajectory = _trajectory(_SHORT, prompt=range(prompt))
@@ -197,13 +191,6 @@ def test_states_are_pairs_of_question_and_latest_observation():
       observation = observation_ids
   assert all(len(ids) == 1 for ids in seen.values())
   assert len(set.union(*seen.values())) == len(seen) == 8
-
-
-def test_a_failed_row_has_state_ids():
-  sound = _trajectory(_LONG)
-  failed = _trajectory(_LONG, status=_STATUS.INFRA_ERROR)
-  batch = pack.pack([failed, sound], length_bucket=1)
-  np.testing.assert_array_equal(batch.state_ids_BL[0], batch.state_ids_BL[1])
 
 
 def test_sentences_are_counted_through_the_row():

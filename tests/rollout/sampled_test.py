@@ -12,7 +12,6 @@ from stppo_jax.envs import actions
 from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
-from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
@@ -42,7 +41,11 @@ class _TwoAnswers(dialogues.TableEnvironment):
 _TOKENIZER = vocabularies.phrases()
 _MODEL = tiny.model(vocab_size=_TOKENIZER.vocab_size)
 _PARAMS = tiny.params(_MODEL)
-_LIMITS = {'max_turn_tokens': 6, 'max_observation_tokens': 9}
+_OPTIONS = {
+  'tokenizer': _TOKENIZER,
+  'max_turn_tokens': 6,
+  'max_observation_tokens': 9,
+}
 
 
 @functools.cache
@@ -99,10 +102,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   texts = ['why?', 'why?', 'the of', 'a question that goes on, and on']
   questions = [dialogues.question(text, text) for text in texts]
   environment = _TwoAnswers({})
-  with event_loop.EventLoop() as loop:
-    collector = dialogues.make_collector(
-      engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
-    )
+  with dialogues.collector(engine, environment, **_OPTIONS) as collector:
     trajectories = collector.collect(questions, keys)
     again = collector.collect(questions, keys)
   assert [t.status for t in trajectories] == [
@@ -182,15 +182,8 @@ def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
   row_keys = jax.random.split(jax.random.key(1), 12)
 
   def collected(environment):
-    with event_loop.EventLoop() as loop:
-      collector = dialogues.make_collector(
-        engine,
-        environment,
-        loop,
-        tokenizer=_TOKENIZER,
-        group_size=2,
-        **_LIMITS,
-      )
+    options = {'group_size': 2, **_OPTIONS}
+    with dialogues.collector(engine, environment, **options) as collector:
       return collector.collect(questions, row_keys)
 
   expected = collected(_TwoAnswers({}))
@@ -212,10 +205,7 @@ def test_the_engine_decodes_while_the_environment_answers():
     lambda: waiting.append(environment.in_flight),
   )
   questions = [dialogues.question('why?')] * 12
-  with event_loop.EventLoop() as loop:
-    collector = dialogues.make_collector(
-      engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
-    )
+  with dialogues.collector(engine, environment, **_OPTIONS) as collector:
     collector.collect(questions, jax.random.split(jax.random.key(1), 12))
   assert max(waiting) > 0  # polls did not wait for all answers
 
@@ -233,15 +223,8 @@ def test_an_interrupted_collection_leaves_nothing_behind(deterministic):
       raise KeyboardInterrupt
 
   engine = _Watched(_engine(deterministic=deterministic), interrupt)
-  with event_loop.EventLoop() as loop:
-    collector = dialogues.make_collector(
-      engine,
-      _TwoAnswers({}),
-      loop,
-      tokenizer=_TOKENIZER,
-      group_size=2,
-      **_LIMITS,
-    )
+  options = {'group_size': 2, **_OPTIONS}
+  with dialogues.collector(engine, _TwoAnswers({}), **options) as collector:
     expected = collector.collect(questions, row_keys)
     for polls in (0, 1, 3):
       until += [False] + polls * [True]

@@ -23,10 +23,10 @@ _ANSWER = '<answer> x</answer>'
 _MAX_TURN_TOKENS = 80
 
 
-def _environment(passages, fail_on=()):
+def _environment(passages):
   weights = dict.fromkeys(search.REWARD_NAMES, 0.0)
   return search.SearchEnvironment(
-    retriever=fakes.FakeRetriever(passages, fail_on=fail_on),
+    retriever=fakes.FakeRetriever(passages),
     max_turns=2,
     prompt_template='',
     rewards=weights | {'exact_match': 1.0},
@@ -41,7 +41,7 @@ def _collect(scripts, passages, tokenizer=None, **options):
   ]
   return dialogues.collect_scripts(
     scripts,
-    _environment(passages, fail_on=['broken']),
+    _environment(passages),
     questions,
     tokenizer=tokenizer,
     max_length=1000,
@@ -52,39 +52,6 @@ def _collect(scripts, passages, tokenizer=None, **options):
 
 def _passages(text):
   return {'one': [types.Passage('1', 'Title', text)]}
-
-
-def test_every_status_has_its_reward():
-  trajectories = _collect(
-    [
-      [_SEARCH, _ANSWER],
-      [_SEARCH, 'hm', _SEARCH],
-      [_SEARCH, '<search> broken</search>'],
-      ['<answer> y</answer>'],
-      ['</answer>', '<search></search>', 'nothing'],
-    ],
-    _passages('a text'),
-  )
-  assert [t.status for t in trajectories] == [
-    _STATUS.COMPLETED,
-    _STATUS.TRUNCATED_TURNS,
-    _STATUS.INFRA_ERROR,
-    _STATUS.COMPLETED,
-    _STATUS.TRUNCATED_TURNS,
-  ]
-  assert [[turn.action for turn in t.turns] for t in trajectories] == [
-    ['search', 'answer'],
-    ['search', 'invalid', 'search'],
-    ['search', 'search'],
-    ['answer'],
-    ['invalid', 'invalid', 'invalid'],
-  ]
-  assert [t.reward for t in trajectories] == [1.0, 0.0, 0.0, 0.0, 0.0]
-  batch = pack.pack(trajectories, length_bucket=32)
-  written = [sum(len(turn.token_ids) for turn in t.turns) for t in trajectories]
-  written[2] = 0  # failed
-  assert batch.loss_mask_BL.sum(1).tolist() == written
-  assert batch.rewards_BL.sum(1).tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 _TAGS = text_lib.TAGS

@@ -82,8 +82,3 @@ def test_sentences_of_tokens_are_those_of_the_text(name, text):
   ids = tokenizer.encode_text(text)
   pieces, split = _splitter(name)
   assert split(ids).tolist() == _slow(pieces, ids)
-
-
-def test_several_ends_in_one_token_close_one_sentence():
-  split = pack.SentenceSplitter([b'...', b'a'])
-  assert split(np.array([1, 0, 0, 1])).tolist() == [1, 1, 2, 3]

@@ -91,6 +91,13 @@ def _trajectory(question, reward):
 
 def _collect(world, rounds, refill_rounds=0):
   """Returns (question id of each group, metrics) of a step."""
+  trajectories, metrics = _collect_rows(world, rounds, refill_rounds)
+  ids = [trajectory.question.id for trajectory in trajectories]
+  assert ids[::2] == ids[1::2]
+  return ids[::2], metrics
+
+
+def _collect_rows(world, rounds, refill_rounds):
   config = runs.config(
     rollout__trajectories_per_step=8,
     rollout__group_size=2,
@@ -104,10 +111,7 @@ def _collect(world, rounds, refill_rounds=0):
     finish=lambda: None,
   )
   collector = steps.StepCollector(config, world, sampler)
-  trajectories, metrics = collector.collect(_STEP)
-  ids = [trajectory.question.id for trajectory in trajectories]
-  assert ids[::2] == ids[1::2]
-  return ids[::2], metrics
+  return collector.collect(_STEP)
 
 
 @pytest.mark.parametrize(
@@ -205,17 +209,7 @@ def _pairs(row_keys):
 
 
 def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
-  world = _World('h=v=', 'v')
-  config = runs.config(
-    rollout__trajectories_per_step=8,
-    rollout__group_size=2,
-    rollout__refill_rounds=1,
-  )
-  sampler = types_lib.SimpleNamespace(
-    collect=world.collect, statistics=dict, finish=lambda: None
-  )
-  step = steps.StepCollector(config, world, sampler)
-  trajectories, _ = step.collect(_STEP)
+  trajectories, _ = _collect_rows(_World('h=v=', 'v'), 0, refill_rounds=1)
   # `h` has the rewards 0.5 and none; `v` has 0 and 1.
   assert [t.reward for t in trajectories[:2]] == [0.5, 1.0]
 

@@ -44,7 +44,7 @@ def lower_update(
     learner.algorithm,
     reference=reference,
   )
-  return learner.programs.update.lower(
+  return learner.programs.updating.update.lower(
     state.with_frozen({}),
     state.frozen,
     _laid_out(learner, batch),
