@@ -78,12 +78,9 @@ def export(
     writes: whether this process writes the files.
 
   Raises:
-    ValueError: the dtype is unknown.
     OSError: writing failed, for example on a full disk; an earlier export is
       unchanged.
   """
-  if dtype not in DTYPES:
-    raise ValueError(f'dtype={dtype!r}; choices: {", ".join(DTYPES)}')
   if not writes:
     for _ in _values(params, _entries(config)):
       pass

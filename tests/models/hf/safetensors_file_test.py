@@ -1,7 +1,5 @@
 """One file, compared with the library that defines the format."""
 
-import io
-import json
 import subprocess
 import sys
 
@@ -37,8 +35,6 @@ def test_files_of_the_library_are_read(path):
     if name != 'ids':
       np.testing.assert_array_equal(tensor.read(), _TENSORS[name])
       assert tensor.read().dtype == _TENSORS[name].dtype
-  with pytest.raises(ValueError, match='dtype I64 cannot be read'):
-    tensors['ids'].read()
 
 
 def test_a_slice_reads_no_more_of_the_file(tmp_path):
@@ -80,61 +76,11 @@ def test_the_library_reads_our_files(tmp_path, dtype):
     np.testing.assert_array_equal(found[name], value.astype(expected))
 
 
-def test_too_few_or_many_values_are_refused():
-  for chunks in ([], [np.zeros(3)]):
-    with pytest.raises(ValueError, match='expected 8'):
-      safetensors_file.write(io.BytesIO(), {'x': (2,)}, 'F32', iter(chunks))
-
-
-def _header(entries):
-  text = json.dumps(entries).encode()
-  return len(text).to_bytes(8, 'little') + text
-
-
-def _entry(begin, end, shape=(2,), dtype='F32'):
-  return {'dtype': dtype, 'shape': shape, 'data_offsets': [begin, end]}
-
-
-@pytest.mark.parametrize(
-  ('content', 'expected'),
-  [
-    (b'', 'not a safetensors file'),
-    (b'1234567', 'not a safetensors file'),
-    (b'\xff' * 20, 'not a safetensors file'),
-    ((99).to_bytes(8, 'little') + b'{}', 'expected 107 bytes, found 10 '),
-    ((2).to_bytes(8, 'little') + b'[]', 'header is damaged'),
-    ((2).to_bytes(8, 'little') + b'{"', 'header is damaged'),
-    (_header({'x': {'dtype': 'F32'}}), 'header is damaged.*`shape`'),
-    (_header({'x': _entry(0, 9)}) + bytes(9), 'header is damaged.*invalid'),
-    (
-      _header({'x': _entry(0, 8, dtype='F99')}) + bytes(8),
-      'header is damaged.*`F99`',
-    ),
-    (_header({'x': _entry(0, -8, shape=(-2,))}), '`-2`'),
-    (
-      _header({'x': _entry(0, 8), 'y': _entry(4, 12)}) + bytes(12),
-      'header is damaged.*`y`',
-    ),
-    (
-      _header({'x': _entry(0, 8), 'y': _entry(12, 20)}) + bytes(20),
-      'header is damaged.*`y`',
-    ),
-    (_header({'x': _entry(0, 8)}) + bytes(9), 'too long: expected'),
-  ],
-)
-def test_a_damaged_file_is_named_in_one_line(tmp_path, content, expected):
-  path = tmp_path / 'bad.safetensors'
-  path.write_bytes(content)
-  with pytest.raises(ValueError, match=expected) as caught:
-    safetensors_file.read_header(path)
-  assert str(caught.value).startswith(f'{path}: ')
-  assert '\n' not in str(caught.value)
-
-
-def test_a_file_truncated_anywhere_is_refused(path):
+def test_a_file_that_is_cut_short_or_damaged_is_named_in_one_line(path):
   whole = path.read_bytes()
-  for size in range(0, len(whole), 7):
-    path.write_bytes(whole[:size])
-    with pytest.raises(ValueError, match='truncated|not a safetensors') as e:
+  damaged = [whole[:size] for size in range(0, len(whole), 7)]
+  damaged += [whole + b'x', whole.replace(b'F32', b'F99'), b'\xff' * 20]
+  for content in damaged:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f'^{path}: [^\n]*$'):
       safetensors_file.read_header(path)
-  assert f'expected {len(whole)} bytes, found {size}' in str(e.value)
