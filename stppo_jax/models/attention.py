@@ -250,14 +250,7 @@ def causal_attention(
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
     its result is finite and has no meaning.
-
-  Raises:
-    ValueError: there is no implementation of that name.
   """
-  if name not in IMPLEMENTATIONS:
-    raise ValueError(
-      f'attention={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS)
-    )
   return IMPLEMENTATIONS[name](
     size, lengths_B=lengths_B, mesh=mesh, segments=segments
   )

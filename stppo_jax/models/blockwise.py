@@ -134,6 +134,9 @@ def _backward(tile, residuals, gradient_BKRLH):
   q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
 
+  # One pass makes all three gradients, because the weights of a pair, which are
+  # the costly part, serve all of them. A tile of queries or keys is in many
+  # pairs, so each gradient is added to what is there.
   def add_pair(carry, pair):
     queries, keys = pair
     q, gradient, log_sum, centre = (
@@ -186,6 +189,7 @@ def _mix_unrolled(
 def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
   mixed, log_total = [], []
   for begin, end in _bounds(q_BKRLH, tile):
+    # No later keys: the causal mask hides them, and they would cost products.
     k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
     ids = _some_ids(ids_BL, slice(begin, end), slice(end))
     logits = _logits(q_BKRLH[..., begin:end, :], k, ids, begin)

@@ -70,9 +70,6 @@ class TokenOutputs(NamedTuple):
 class Model:
   """A transformer without its weights.
 
-  Every method that takes parameters raises ValueError with the names of those
-  that do not fit the shape.
-
   Attributes:
     config: the shape.
     head: 'vocabulary' (a policy), 'scalar' (a value model) or 'both' (a policy

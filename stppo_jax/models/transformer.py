@@ -27,8 +27,6 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 
-HEADS = ('vocabulary', 'scalar', 'both')
-
 
 class DecoderLayer(nnx.Module):
   """Attention and gated MLP, each with a norm before and a residual around.
@@ -171,8 +169,6 @@ class Transformer(nnx.Module):
 
     self.layers = stack(rngs)
     self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    if head not in HEADS:
-      raise ValueError(f'head={head!r}; choices: ' + ', '.join(HEADS))
     if head != 'vocabulary':
       self.scalar_head = nnx.Param(jnp.zeros((config.hidden_size, 1)))
     if head != 'scalar' and not config.tie_embeddings:
@@ -323,12 +319,7 @@ def rematerialised(
       the compiler would find that something is computed twice and keep the
       first result in memory, which has to be prevented. Across iterations it
       cannot find this.
-
-  Raises:
-    ValueError: the name is not a key of `POLICIES`.
   """
-  if name not in POLICIES:
-    raise ValueError(f'remat={name!r}; choices: ' + ', '.join(POLICIES))
   if name == 'none':
     return layer
   return jax.checkpoint(layer, policy=POLICIES[name], prevent_cse=unrolled)
