@@ -59,17 +59,12 @@ def place(
   Raises:
     ValueError: flags are missing or wrong; one line.
   """
-  given = {
-    '--coordinator': coordinator != '',
-    '--num_processes': num_processes != 0,
-    '--process_id': process_id != -1,
-  }
-  if not any(given.values()):
+  given = coordinator != '', num_processes != 0, process_id != -1
+  if not any(given):
     return detect()
-  missing = [flag for flag, is_given in given.items() if not is_given]
-  if missing:
+  if not all(given):
     raise ValueError(
-      f'{" and ".join(missing)}: missing; give {", ".join(given)} or none'
+      '--coordinator, --num_processes, --process_id: give all three or none'
     )
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -77,12 +72,10 @@ def place(
       f'--coordinator={coordinator}: must be HOST:PORT, the address of '
       'process 0'
     )
-  if num_processes < 1:
-    raise ValueError(f'--num_processes={num_processes}: must be at least 1')
   if not 0 <= process_id < num_processes:
     raise ValueError(
-      f'--process_id={process_id}: must be from 0 to '
-      f'{num_processes - 1}, one below --num_processes'
+      f'--process_id={process_id}: must be at least 0, and below '
+      f'--num_processes={num_processes}'
     )
   if num_processes == 1:
     return None

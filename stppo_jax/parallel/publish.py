@@ -29,8 +29,9 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
 Tree = Any
-# Each axis of training is split in two. Decoding cuts rows along `_ROWS`, and
-# weights along `_COLUMNS`.
+# Each axis of training is split in two factors, so that one mesh can express
+# the layouts of both. Decoding cuts rows along `_ROWS`, and weights along
+# `_COLUMNS`.
 _ROWS = ('data_rows', 'fsdp_rows', 'tensor_rows')
 _COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns')
 _SPLIT_AXES = (
@@ -113,6 +114,9 @@ class Placement:
   def _split_sizes(self) -> dict[str, int]:
     """The size of each of `_SPLIT_AXES`."""
     data, fsdp, tensor = self.training.devices.shape
+    # Devices along `tensor` keep what they have as far as possible. Further
+    # ones are taken from `fsdp` first, since they are closer than those of
+    # `data`.
     columns = math.gcd(tensor, self.tensor)
     more = self.tensor // columns if columns == tensor else 1
     by_fsdp = math.gcd(more, fsdp)
@@ -269,6 +273,7 @@ class Publisher:
 
   def _copy(self, part: Tree, layer: jax.Array) -> Tree:
     is_stack = 'layers' in part
+    # The layer is an argument, not a constant: one program copies every layer.
     copied = self._cast(
       jax.tree.map(lambda x: x[layer] if is_stack else x, part)
     )

@@ -74,6 +74,8 @@ class Lowering:
       ),
       self._slots_layout,
     )
+    # The rows of the largest call, not all slots: with `batch_rows` no program
+    # ever runs on more of them, so this one needs the most memory.
     self._shards = cache_lib.row_shards(model.config, mesh)
     self._rows = hosts * options.largest_call(self._shards // hosts)
     self._table_ZV = jax.ShapeDtypeStruct(

@@ -37,16 +37,11 @@ class StopAutomaton:
     nothing to the text and leave the state as it is.
 
     Args:
-      vocab_size: ids of the model.
-
-    Raises:
-      ValueError: if the model has fewer ids than the tokenizer.
+      vocab_size: ids of the model, at least those of the tokenizer.
     """
     states, known = self.next_state_ZV.shape
-    if vocab_size < known:
-      raise ValueError(
-        f'the tokenizer has {known} ids, the model only {vocab_size}'
-      )
+    # Ids of padding stand for no token, but they can be sampled: their logits
+    # are as finite as those of others.
     padding_Z1 = np.arange(states, dtype=np.int16)[:, None]
     padding = np.repeat(padding_Z1, vocab_size - known, axis=1)
     return np.concatenate([self.next_state_ZV, padding], axis=1)
@@ -65,13 +60,7 @@ def build(
       as it is.
     stop_strings: the first one that is completed ends the turn.
     eos_ids: the ids that end the turn too.
-
-  Raises:
-    ValueError: if no sequence of tokens can spell a stop string.
   """
-  for stop in stop_strings:
-    if not _spellable(stop.encode(), token_bytes):
-      raise ValueError(f'no sequence of tokens can spell {stop!r}')
   transitions = _byte_automaton([stop.encode() for stop in stop_strings])
   num_states = len(transitions)
   # The bytes of each entry of the vocabulary, padded to the longest.
@@ -92,21 +81,6 @@ def build(
 def num_states(stop_strings: Sequence[str]) -> int:
   """Returns Z, which depends on the stop strings but not on the vocabulary."""
   return len(_byte_automaton([stop.encode() for stop in stop_strings]))
-
-
-def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
-  """Returns whether tokens can spell the string, with or without other text."""
-  tokens = set(token_bytes)
-  ends = {
-    n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
-  }
-  for n in range(1, len(stop)):
-    if n in ends:
-      ends.update(m for m in range(n + 1, len(stop)) if stop[n:m] in tokens)
-  return any(
-    stop in token or any(token.startswith(stop[n:]) for n in ends)
-    for token in tokens
-  )
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:

@@ -1,9 +1,7 @@
 """Parameters and the states of optimisers have a sharding."""
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-import numpy as np
 import optax
 import pytest
 
@@ -86,29 +84,3 @@ def test_moments_are_sharded_like_their_parameters(head):
   adam = layout['state'][0]
   assert adam.mu == adam.nu == layout['params']
   assert adam.count.is_fully_replicated
-
-
-def test_constraints_hold_inside_a_program():
-  mesh, shapes = _mesh(), _shapes()
-  zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  placed = jax.jit(lambda: sharding.constrain_params(zeros(), mesh))()
-  layout = sharding.param_shardings(shapes, mesh)
-  for leaf, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(layout)):
-    assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
-  assert sharding.constrain_params(shapes, None) is shapes
-
-
-def test_shardings_hold_on_devices():
-  mesh = _mesh()
-  shapes = _shapes()
-  params = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes)
-  placed = jax.device_put(params, sharding.param_shardings(shapes, mesh))
-  kernel = placed['layers']['gate_proj']['kernel']
-  assert kernel.shape == (2, 16, 24)
-  assert {shard.data.shape for shard in kernel.addressable_shards} == {
-    (2, 8, 12)
-  }
-  rows = jax.device_put(np.zeros((8, 3)), sharding.batch_sharding(mesh))
-  assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 3)}
-  whole = jax.device_put(np.zeros((8, 3)), sharding.replicated(mesh))
-  assert {shard.data.shape for shard in whole.addressable_shards} == {(8, 3)}

@@ -104,23 +104,6 @@ def test_each_truncation_sees_what_the_one_before_left():
     assert _kept(logits_SV, sampler.Sampling(1.0, **options)) == [left]
 
 
-@pytest.mark.parametrize(
-  ('options', 'left'),
-  [
-    ({'top_k': 1}, {1, 4}),
-    ({'top_k': 2}, {1, 4}),
-    ({'top_k': 3}, {0, 1, 3, 4, 6}),
-    ({'top_p': 0.2}, {1, 4}),
-    ({'top_p': 0.7}, {0, 1, 3, 4, 6}),
-    ({'min_p': 0.9}, {1, 4}),
-  ],
-)
-def test_equal_logits_are_kept_or_left_out_together(options, left):
-  logits_SV = np.array([[1, 2, 0, 1, 2, 0, 1]], np.float32)
-  assert _kept(logits_SV, sampler.Sampling(1.0, **options)) == [left]
-  assert _left(logits_SV[0], **options) == left
-
-
 @given(
   st.lists(st.integers(-8, 8), min_size=_V, max_size=_V),
   st.sampled_from(_OPTIONS),

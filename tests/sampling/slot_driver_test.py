@@ -217,14 +217,6 @@ def _turns(driver, slots):
       return turns
 
 
-def test_weights_are_stored_in_the_dtype_of_the_computation():
-  for dtype in ('float32', 'bfloat16'):
-    model = tiny.model(dtype=dtype)
-    _, programs = _driver(model=model)
-    weights = jax.tree.leaves(programs.params)
-    assert {x.dtype for x in weights} == {jnp.dtype(dtype)}
-
-
 def test_a_slot_can_begin_with_the_prompt_of_another():
   driver, _ = _driver()
   prompts = [tiny_engine.ids(n, 3 + 8 * n) for n in range(4)]  # up to 27
