@@ -71,7 +71,7 @@ def attend(
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
 
-  def attend(q_BLNH, k_BLKH, v_BLKH):
+  def attend_rows(q_BLNH, k_BLKH, v_BLKH):
     B, L, N, H = q_BLNH.shape
     k, v = (activations.spread_heads(x, N, mesh) for x in (k_BLKH, v_BLKH))
     K = k.shape[2]
@@ -88,7 +88,7 @@ def attend(
     mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), ids_BL, tile)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
-  return attend
+  return attend_rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

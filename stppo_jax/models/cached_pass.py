@@ -46,14 +46,14 @@ class Copied(NamedTuple):
   def _pages(self, layer: int) -> list[attention.Page]:
     """Returns the pages of a layer for `attention.attend_to_slices`."""
 
-    def read(n, page):
+    def read_page(n, page):
       k_BKJH, v_BKJH, *others = page()
       scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
       filled = self._filled(n, k_BKJH.shape[2])
       return attention.KeySlice(k_BKJH, v_BKJH, filled, scales)
 
     return [
-      attention.Page(n < self.count, functools.partial(read, n, page))
+      attention.Page(n < self.count, functools.partial(read_page, n, page))
       for n, page in enumerate(self.layers[layer])
     ]
 

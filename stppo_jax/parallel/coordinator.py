@@ -20,9 +20,12 @@ A message is a line of JSON. A process that is killed loses its connection, so
 the others hear of it at once, and by name. One that is stopped, or whose
 machine hangs, keeps it, but answers nothing any more.
 
-jax has a coordinator too, which XLA needs. Its clients abort the process, with
-a stack trace and without a name, when they lose the coordinator. So they reach
-it through the same port, by relays that stay open when process 0 is gone.
+jax has a coordinator too, which XLA needs. Its store of keys and its barriers
+would do for the exchanges, but not for their failures: a wait cannot be ended
+from outside, so neither a signal nor a failure of another host would be heard
+before its time-out; and a client that loses the coordinator aborts the process,
+with a stack trace and without a name. So jax's clients reach jax's coordinator
+through the same port, by relays that stay open when process 0 is gone.
 """
 
 import asyncio
@@ -149,7 +152,7 @@ class Coordinator:
   async def _serve(self, reader, writer) -> None:
     keep_alive(writer)
     with contextlib.closing(writer):
-      # Whoever sends something else is none of ours.
+      # A peer that sends anything else does not belong to the run.
       with contextlib.suppress(*_ENDS, ValueError, KeyError, TypeError):
         first = await reader.readline()
         if first == JAX:
@@ -189,7 +192,8 @@ class Coordinator:
     if len(self._members) == self.count:
       names = [self._members[n].name for n in range(self.count)]
       self._broadcast({'done': 'met', 'values': names})
-    # What is no message ends the connection, too: the others must know of it.
+    # A line that is not a message ends the connection, and the others hear that
+    # the process is gone: it could not be trusted to answer any more.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       while line := await reader.readline():
         self._receive(process, json.loads(line))

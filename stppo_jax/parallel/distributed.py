@@ -104,26 +104,26 @@ def detect() -> Place | None:
 
 @contextlib.contextmanager
 def joined(
-  place: Place | None, *, start_timeout: float = START_TIMEOUT
+  here: Place | None, *, start_timeout: float = START_TIMEOUT
 ) -> Iterator[hosts_lib.Hosts]:
   """Yields the hosts of a run, once all have come; they also end together.
 
   Call it before jax is asked for devices.
 
   Args:
-    place: the place of this process; None: it is the only one.
+    here: the place of this process; None: it is the only one.
     start_timeout: seconds to wait for the others.
 
   Raises:
     HostFailed: a host has not come, or has failed.
   """
-  if place is None:
+  if here is None:
     yield hosts_lib.ALONE
     return
   hosts = hosts_lib.ConnectedHosts(
-    place.coordinator,
-    place.process_id,
-    place.num_processes,
+    here.coordinator,
+    here.process_id,
+    here.num_processes,
     jax_port=_free_port(),
     start_timeout=start_timeout,
     patience=_PATIENCE,
@@ -133,9 +133,9 @@ def joined(
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
       hosts.jax_address,
-      place.num_processes,
-      place.process_id,
-      local_device_ids=place.local_device_ids,
+      here.num_processes,
+      here.process_id,
+      local_device_ids=here.local_device_ids,
       cluster_detection_method='deactivate',
       coordinator_bind_address=hosts.jax_address,
       heartbeat_timeout_seconds=_JAX_HEARTBEAT,

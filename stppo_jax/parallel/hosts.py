@@ -103,7 +103,7 @@ class Hosts:
     return slice(first, (self.index + 1) * size // self.count)
 
   def describe(self, index: int) -> str:
-    """Returns a host as people know it."""
+    """Returns the number of a host with the name of its machine."""
     return f'host {index} ({self.names[index]})'
 
   def stop(self) -> None:
@@ -265,7 +265,7 @@ class ConnectedHosts(Hosts):
 
   async def _receive_all(self, reader) -> None:
     """Handles the coordinator's messages until it is gone."""
-    # A ValueError: a line is too long, or no message.
+    # A ValueError: the line is too long, or it is not JSON.
     with contextlib.suppress(OSError, ValueError):
       while line := await reader.readline():
         self._receive(json.loads(line))
@@ -323,7 +323,7 @@ class ConnectedHosts(Hosts):
       future.set_result(value)
 
   def _end_exchanges(self, error: BaseException, what: str = '') -> None:
-    """Ends whatever waits for the others, or only what has this name."""
+    """Ends all waits for other hosts, or only those in exchanges of a name."""
     with self._lock:
       keys = [key for key in self._waiting if key.startswith(what)]
       futures = [self._waiting.pop(key) for key in keys]
@@ -331,7 +331,7 @@ class ConnectedHosts(Hosts):
       future.set_exception(error)
 
   def _end(self, failure: HostFailed) -> None:
-    """Ends whatever waits for the others, and soon this process."""
+    """Ends all waits for other hosts now, and this process a little later."""
     with self._lock:
       if self._failure is not None:
         return

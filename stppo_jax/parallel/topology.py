@@ -161,8 +161,8 @@ def find(name: str) -> Topology:
   if kind in TPUS and _CHIPS.fullmatch(size):
     limits, chips = TPUS[kind], math.prod(map(int, size.split('x')))
     host = chips if name in _ONE_HOST else _CHIPS_PER_HOST
-    devices, host = chips * limits.per_chip, host * limits.per_chip
-    return Topology(name, 'tpu', limits, devices, min(devices, host))
+    count, host = chips * limits.per_chip, host * limits.per_chip
+    return Topology(name, 'tpu', limits, count, min(count, host))
   if gpu != kind and gpu in GPUS and _NUMBER.fullmatch(size):
     host = min(int(size), _GPUS_PER_HOST)
     return Topology(name, 'gpu', GPUS[gpu], int(size), host)
@@ -180,11 +180,13 @@ def virtual(topology: Topology) -> list[Any]:
   """Returns devices with a place in a mesh; nothing can be compiled for them.
 
   Raises:
-    ValueError: the devices do not fill whole hosts; one line.
+    ValueError: the last host would have fewer devices than the others; one
+      line.
   """
   if topology.num_devices % topology.per_host:
     raise ValueError(
-      f'{topology.name}: must fill hosts of {topology.per_host} devices'
+      f'{topology.name}: the number of devices must be a multiple of '
+      f'{topology.per_host}, which each host has'
     )
   return [
     VirtualDevice(n, n // topology.per_host, topology.platform, topology.name)
@@ -273,11 +275,11 @@ def limits_of(device: Any) -> Limits | None:
   return _KINDS.get(device.device_kind)
 
 
-def slice_of(devices: Sequence[Any]) -> str:
-  """Returns the name of the TPU slice that devices fill; '' if not known."""
-  limits = limits_of(devices[0])
+def slice_of(chips: Sequence[Any]) -> str:
+  """Returns the name of the TPU slice that chips fill; '' if not known."""
+  limits = limits_of(chips[0])
   kinds = [kind for kind, known in TPUS.items() if known is limits]
-  axes = list(zip(*(device.coords for device in devices)))
+  axes = list(zip(*(chip.coords for chip in chips)))
   sizes = [max(axis) - min(axis) + 1 for axis in axes]
   # Slices of v5e and v6e have two axes.
   names = [str(size) for n, size in enumerate(sizes) if n < 2 or size > 1]

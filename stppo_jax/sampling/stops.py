@@ -62,18 +62,19 @@ def build(
     eos_ids: the ids that end the turn too.
   """
   transitions = _byte_automaton([stop.encode() for stop in stop_strings])
-  num_states = len(transitions)
+  stopped = len(transitions) - 1
   # The bytes of each entry of the vocabulary, padded to the longest.
   width = max(len(token) for token in token_bytes)
   padded = np.zeros((len(token_bytes), width), np.int64)
   lengths_V = np.array([len(token) for token in token_bytes])
   for token_id, token in enumerate(token_bytes):
     padded[token_id, : len(token)] = list(token)
-  state_ZV = np.repeat(np.arange(num_states)[:, None], len(token_bytes), 1)
+  state_ZV = np.repeat(
+    np.arange(len(transitions))[:, None], len(token_bytes), 1
+  )
   for position in range(width):
     moved_ZV = transitions[state_ZV, padded[None, :, position]]
     state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)
-  stopped = num_states - 1
   state_ZV[:, list(eos_ids)] = stopped
   return StopAutomaton(state_ZV.astype(np.int16), stopped)
 
