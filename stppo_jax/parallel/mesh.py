@@ -108,16 +108,8 @@ def make_learning_mesh(
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  learning, collecting = divide(devices or jax.devices(), collect_fraction)
-  try:
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
-  except ValueError as error:
-    if not collecting:
-      raise
-    raise ValueError(
-      f'{error}; the other {len(collecting)} collect: '
-      f'mesh.collect_fraction={collect_fraction}'
-    ) from error
+  learning, _ = divide(devices or jax.devices(), collect_fraction)
+  return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
 
 
 def platform(mesh: jax.sharding.Mesh | None) -> str:

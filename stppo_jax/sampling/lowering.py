@@ -62,8 +62,7 @@ class Lowering:
     # A program has the slots of all hosts that call it.
     hosts = mesh_lib.num_hosts(mesh)
     slots = hosts * options.slots_per_lane
-    self.state = jax.tree.map(
-      _placed,
+    self.state = sharding.with_layout(
       jax.eval_shape(
         lambda: slot_state.empty(
           model,
@@ -134,7 +133,7 @@ class Lowering:
 
     def shapes(part, layer):
       copy, layout = publisher.program(part)
-      return jax.tree.map(_placed, jax.eval_shape(copy, part, layer), layout)
+      return sharding.with_layout(jax.eval_shape(copy, part, layer), layout)
 
     return publisher.by_part(params, shapes)
 
@@ -154,7 +153,3 @@ class Lowering:
       jnp.int32,
       sharding=self._slots_layout.lengths,
     )
-
-
-def _placed(shape: Any, layout: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout)

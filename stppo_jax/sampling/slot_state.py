@@ -140,13 +140,11 @@ def expert_ids(state: SlotState, pages_N: Array) -> Array:
 def gather_slots(state: SlotState, *, slots_A: Array | None) -> SlotState:
   """Returns the state of the active slots, without their cache."""
   state = dataclasses.replace(state, cache=())
-  return state if slots_A is None else _gather(state, slots_A)
-
-
-def _gather(tree, slots_A: Array):
+  if slots_A is None:
+    return state
   # A slot id of S or more stands for no slot: what is read there is never
-  # stored, because `_scatter` drops it.
-  return jax.tree.map(lambda x: rows.take_clipped(x, slots_A), tree)
+  # stored, because `scatter_slots` drops it.
+  return jax.tree.map(lambda x: rows.take_clipped(x, slots_A), state)
 
 
 def scatter_slots(

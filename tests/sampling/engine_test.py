@@ -397,14 +397,6 @@ def _begin(engine, prompts, keys=4, **options):
   engine.begin(prompts, tiny_engine.keys(keys), **options)
 
 
-def _next(engine):
-  """Returns the turns that end next."""
-  while engine.busy:
-    if ended := engine.poll():
-      return ended
-  return {}
-
-
 @pytest.mark.parametrize('mode', _MODES)
 def test_a_new_collection_drops_the_last_one(mode):
   engine = tiny_engine.engine(deterministic=_MODES[mode], lookahead=2)
