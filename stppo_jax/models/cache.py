@@ -220,6 +220,8 @@ def _store(
   C = recent[0][0].shape[2]
   W = min(C, size)
   touched = (C + size - 2) // size + 1  # most pages that C tokens lie in
+  # A row that touches fewer pages than that has further windows, which are
+  # rewritten with what is there: `is_new` is false in all of them.
   numbers_BT = lengths_B[:, None] // size + jnp.arange(touched)[None]
   begins_BT = numbers_BT * size - lengths_B[:, None]  # in new tokens
   pages_BT = jnp.take_along_axis(

@@ -262,6 +262,7 @@ def extend(
       )
 
     x_BCD, routing = layer(x_BCD, rotation, attend)
+    # The experts' ids are stored like a third kind of values with one head.
     if routing is not None:
       append(routing.expert_ids[:, :, None])
     updated.append(tuple(new_block))

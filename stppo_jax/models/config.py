@@ -95,7 +95,7 @@ class ModelConfig:
       the export.
     dtype: dtype of the activations; weights are stored in float32.
     remat: what is saved of a layer for the backward pass; a key of
-      `remat.POLICIES`.
+      `transformer.POLICIES`.
     scan_unroll: layers per iteration of the scan; more of them compile longer
       and, in small models on a CPU, run faster.
     attention: how attention of whole sequences is computed; a key of

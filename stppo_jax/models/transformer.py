@@ -241,6 +241,8 @@ class Transformer(nnx.Module):
     unroll = self.config.scan_unroll
     layer = rematerialised(layer, self.config.remat, unrolled=unroll > 1)
     x_BLD = self.embed(tokens_BL)
+    # What follows the attention of the last layer is wanted at a few places
+    # only. All layers before it need all tokens, as keys of the next one.
     if places_BM is None or not self._last_layer_apart:
       x_BLD, routing = jax.lax.scan(
         layer, x_BLD, (stacked, ids_by_layer), unroll=unroll

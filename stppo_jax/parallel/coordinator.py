@@ -168,6 +168,7 @@ class Coordinator:
         break
       except ConnectionRefusedError:
         await asyncio.sleep(RETRY)
+    # When one direction ends, `pump` ends the other.
     with contextlib.closing(inner[1]):
       await asyncio.gather(pump(reader, inner[1]), pump(inner[0], writer))
 
@@ -201,6 +202,7 @@ class Coordinator:
 
   def _receive(self, process: int, message: Message) -> None:
     """Handles a message of a process, which is a sign of life as well."""
+    # Any message will do: a host that exchanges is alive, and need not answer.
     self._asked.pop(process, None)
     if 'give' in message:
       self._give(process, message)

@@ -142,6 +142,8 @@ def joined(
       shutdown_timeout_seconds=_JAX_SHUTDOWN,
     )
     yield hosts
+    # First all hosts say that they are done. Then jax's clients leave its
+    # coordinator, and the connections that they used end last.
     hosts.leave()
     jax.distributed.shutdown()
     hosts.close()
@@ -173,6 +175,7 @@ def by_host(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """
   if jax.process_count() == 1:
     return mesh
+  # jax's own order on a TPU follows the torus, in which hosts may alternate.
   devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
   counts = collections.Counter(device.process_index for device in devices)
   if len(set(counts.values())) > 1:

@@ -182,6 +182,7 @@ class ConnectedHosts(Hosts):
     else:
       self._relay = coordinator_lib.Relay(host, int(port))
       self.jax_address = f'127.0.0.1:{self._call(self._relay.start())}'
+    # Expected before the connection is made: the answer may come at once.
     met = self._expect('met')
     self._call(self._connect(host, int(port), start_timeout))
     self.names = met.result()
@@ -207,6 +208,7 @@ class ConnectedHosts(Hosts):
 
   def fail(self, line: str, exit_code: int) -> None:
     """Tells the others, and waits until they know; this process must end."""
+    # Two threads may fail at once, the second one often because of the first.
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:
@@ -218,6 +220,8 @@ class ConnectedHosts(Hosts):
 
   def leave(self) -> None:
     """Leaves the run; every host does so, once it is done."""
+    # Nobody closes a connection before all are done, so that a connection which
+    # ends earlier is always a host that was lost.
     self.exchange('the end', None)
     self._ending = True
     if self._server is None:
@@ -348,6 +352,8 @@ class ConnectedHosts(Hosts):
       interruption.end_process(failure.exit_code)
 
   def _give(self, what: str, value: Any, to: str) -> concurrent.futures.Future:
+    # All hosts make the exchanges of a name in the same order, so equal numbers
+    # are the same exchange.
     number = self._rounds[what] = self._rounds.get(what, -1) + 1
     key = f'{what}/{number}'
     future = self._expect(key)
@@ -357,6 +363,8 @@ class ConnectedHosts(Hosts):
   def _expect(self, key: str) -> concurrent.futures.Future:
     """Returns the future of an exchange, which a failure ends too."""
     future = concurrent.futures.Future()
+    # Under the lock, a failure comes either before this, and is found here, or
+    # after it, and finds the future. No wait can be missed.
     with self._lock:
       abandoned = self._stopped and key.startswith(coordinator_lib.PROGRAM)
       if self._failure is None and not abandoned:

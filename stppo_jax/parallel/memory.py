@@ -1,4 +1,4 @@
-"""The memory of devices: what they have, hold and have used, and the host's."""
+"""Tells what devices and the host hold in memory, and moves arrays there."""
 
 from collections.abc import Mapping
 import math

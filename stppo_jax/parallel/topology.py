@@ -1,4 +1,4 @@
-"""Devices that are not there: their limits, and programs compiled for them.
+"""Describes devices that need not be there, and compiles programs for them.
 
     v5e:4x4       a TPU slice: a generation and its chips along each axis
     gpu:h100:8    GPUs, eight in a host

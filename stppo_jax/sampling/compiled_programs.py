@@ -98,6 +98,8 @@ class CompiledPrograms:
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
     """Returns what `publish` sets `params` to, without setting it."""
+    # By identity: a base is the same arrays for the whole run, and comparing
+    # their values would read all of them.
     if base is not self._base:
       self._base_copy = None
       self._base_copy = None if base is None else self._publisher(base)

@@ -199,6 +199,8 @@ class Engine:
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
     """Decodes for a while and returns the turns that ended, by row."""
+    # Calls are started in all lanes before any result is waited for. One lane
+    # that is done is enough: its rows should not wait for the others.
     if self._queue and self._can_admit():
       self._admit()
     ended, lanes = {}, {}
@@ -226,6 +228,8 @@ class Engine:
   def _can_admit(self) -> bool:
     """Returns whether there are slots for rows of the queue."""
     counts = [len(lane.free) for lane in self._lanes]
+    # Refilling a slot while others decode would make shapes, and so rounding,
+    # depend on when observations arrive.
     if self._options.deterministic:
       return sum(counts) == self.slots
     return any(counts)

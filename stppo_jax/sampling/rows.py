@@ -96,6 +96,8 @@ class PagePool:
 
   def fits(self, row: Row, length: int) -> bool:
     """Returns whether `grow` would give a row what it needs."""
+    # What the oldest row may still need is not given to others, even if it is
+    # free: the oldest one never waits, so all rows end.
     missing, oldest = self._missing(row, length), self._rows[0]
     kept = 0 if row is oldest else self._most - len(oldest.pages)
     return missing <= max(len(self._free) - kept, 0)

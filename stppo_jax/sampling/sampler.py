@@ -75,6 +75,8 @@ def sample(
   """
   scaled_SV = logits_SV / sampling.temperature
   left_SV = truncate(scaled_SV, sampling)
+  # A token that truncation leaves out has the logit -inf, which noise does not
+  # change.
   noisy = lambda: left_SV + _gumbel(keys_S, positions_S, left_SV.shape[1])
   if branches:
     noisy_SV = jax.lax.cond(greedy, lambda: left_SV, noisy)

@@ -86,6 +86,8 @@ def num_states(stop_strings: Sequence[str]) -> int:
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
   """Returns transitions [Z, 256]; in the last state a stop is complete."""
+  # A state is a proper prefix of a stop string. Whole ones share the last
+  # state, since nothing after them matters.
   prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))})
   index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is 0
   stopped = len(prefixes)

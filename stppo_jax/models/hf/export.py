@@ -81,6 +81,8 @@ def export(
     OSError: writing failed, for example on a full disk; an earlier export is
       unchanged.
   """
+  # Each slice is a program of all processes, so they all walk through the
+  # slices in the same order, whether they write or not.
   if not writes:
     for _ in _values(params, _entries(config)):
       pass

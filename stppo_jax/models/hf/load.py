@@ -255,6 +255,7 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   devices.
   """
   local = sharding.shard_shape(leaf.shape)
+  # The last entry is for a leaf that no axis cuts.
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   slices = list(_slices(leaf.shape, whole.index(False)))
   if len(slices) == 1:
