@@ -162,6 +162,7 @@ def attend(
     own_v_BKTH,
   ]
   keys = N * PAGE_SIZE + T  # at most, because lengths are not known here
+  keys_bytes = K * keys * H * k_PKJH.dtype.itemsize
   mixed_BKQH = pl.pallas_call(
     functools.partial(_kernel, num_queries=C),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -177,13 +178,7 @@ def attend(
     out_shape=jax.ShapeDtypeStruct((B, K, padded, H), q_BKRCH.dtype),
     cost_estimate=pl.CostEstimate(
       flops=4 * B * K * Q * keys * H,
-      bytes_accessed=2
-      * (padded // tile)
-      * B
-      * K
-      * keys
-      * H
-      * k_PKJH.dtype.itemsize,
+      bytes_accessed=2 * (padded // tile) * B * keys_bytes,
       transcendentals=B * K * Q * keys,
     ),
     interpret=interpret,

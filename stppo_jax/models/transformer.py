@@ -44,29 +44,25 @@ class DecoderLayer(nnx.Module):
     c = config
     self.config = c
     self.mesh = mesh
-    self.attention_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+    D, width = c.hidden_size, c.intermediate_size
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    self.attention_norm = layers.RMSNorm(D, eps=c.rms_norm_eps)
     bias = {'use_bias': c.qkv_bias, 'rngs': rngs}
-    self.q_proj = layers.Linear(c.hidden_size, c.num_heads * c.head_dim, **bias)
-    self.k_proj = layers.Linear(
-      c.hidden_size, c.num_kv_heads * c.head_dim, **bias
-    )
-    self.v_proj = layers.Linear(
-      c.hidden_size, c.num_kv_heads * c.head_dim, **bias
-    )
+    self.q_proj = layers.Linear(D, queries, **bias)
+    self.k_proj = layers.Linear(D, keys, **bias)
+    self.v_proj = layers.Linear(D, keys, **bias)
     plain = {'use_bias': False, 'rngs': rngs}
-    self.o_proj = layers.Linear(
-      c.num_heads * c.head_dim, c.hidden_size, **plain
-    )
+    self.o_proj = layers.Linear(queries, D, **plain)
     if c.qk_norm:
       self.q_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
       self.k_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-    self.mlp_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+    self.mlp_norm = layers.RMSNorm(D, eps=c.rms_norm_eps)
     if c.num_experts:
       self.moe = moe.MixtureOfExperts(c, mesh, rngs=rngs)
       return
-    self.gate_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
-    self.up_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
-    self.down_proj = layers.Linear(c.intermediate_size, c.hidden_size, **plain)
+    self.gate_proj = layers.Linear(D, width, **plain)
+    self.up_proj = layers.Linear(D, width, **plain)
+    self.down_proj = layers.Linear(width, D, **plain)
 
   def __call__(
     self,
@@ -99,10 +95,8 @@ class DecoderLayer(nnx.Module):
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q_BLNH, k_BLKH = (
-      split_heads(self.q_proj(y_BLD)),
-      split_heads(self.k_proj(y_BLD)),
-    )
+    q_BLNH = split_heads(self.q_proj(y_BLD))
+    k_BLKH = split_heads(self.k_proj(y_BLD))
     if self.config.qk_norm:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))

@@ -274,12 +274,8 @@ class ConnectedHosts(Hosts):
       while line := await reader.readline():
         self._receive(json.loads(line))
     if not self._ending:
-      self._end(
-        HostFailed(
-          f'{self._coordinator} is gone: it was killed, or its machine or '
-          'network has failed'
-        )
-      )
+      why = 'it was killed, or its machine or network has failed'
+      self._end(HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
     """Names a coordinator that asks nothing any more, and gives it up."""
@@ -307,7 +303,10 @@ class ConnectedHosts(Hosts):
     if 'ask' in message:
       coordinator_lib.send(self._writer, {'answer': True})
     elif 'done' in message:
-      self._answer(message['done'], message['values'])
+      with self._lock:
+        future = self._waiting.pop(message['done'], None)
+      if future is not None:
+        future.set_result(message['values'])
     elif 'waiting' in message:
       if self._waiting or self.index == 0:
         streams.say(f'waiting {message["waiting"]}')
@@ -319,12 +318,6 @@ class ConnectedHosts(Hosts):
       self.on_stop()
     elif 'failed' in message:
       self._end(HostFailed(message['failed'], message['code']))
-
-  def _answer(self, key: str, value: Any) -> None:
-    with self._lock:
-      future = self._waiting.pop(key, None)
-    if future is not None:
-      future.set_result(value)
 
   def _end_exchanges(self, error: BaseException, what: str = '') -> None:
     """Ends all waits for other hosts, or only those in exchanges of a name."""

@@ -151,28 +151,19 @@ def check_divides(
       numbers of devices that would fit.
   """
   for axis, sizes in sharded.items():
-    sharers = {'num_kv_heads': num_kv_heads} if axis == 'tensor' else {}
-    devices = mesh.shape[axis]
-    wrong = [
-      f'{name}={size}' for name, size in sizes.items() if size % devices
-    ] + [
-      f'{name}={size} (nor is it a multiple)'
-      for name, size in sharers.items()
-      if not _shared(size, devices)
-    ]
-    if wrong:
-      fitting = [
-        str(n)
-        for n in range(1, mesh.size + 1)
-        if not any(size % n for size in sizes.values())
-        and all(_shared(size, n) for size in sharers.values())
+
+    def wrong(devices: int, axis=axis, sizes=sizes) -> list[str]:
+      """Returns the sizes that so many devices do not divide."""
+      found = [
+        f'{name}={size}' for name, size in sizes.items() if size % devices
       ]
+      if axis == 'tensor' and num_kv_heads % devices and devices % num_kv_heads:
+        found.append(f'num_kv_heads={num_kv_heads}')
+      return found
+
+    if found := wrong(mesh.shape[axis]):
+      fitting = [str(n) for n in range(1, mesh.size + 1) if not wrong(n)]
       raise ValueError(
-        f'mesh {axis}={devices} does not divide {", ".join(wrong)}; of up to '
-        f'{mesh.size} devices, {axis} may have {", ".join(fitting)}'
+        f'mesh {axis}={mesh.shape[axis]} does not divide {", ".join(found)}; '
+        f'of up to {mesh.size} devices, {axis} may have {", ".join(fitting)}'
       )
-
-
-def _shared(heads: int, devices: int) -> bool:
-  """Returns whether every device can have whole heads, alone or shared."""
-  return heads % devices == 0 or devices % heads == 0

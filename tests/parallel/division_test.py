@@ -32,7 +32,7 @@ def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
       {'cut': {'tensor': {'num_heads': 28, 'vocab_size': 124}}},
       'tensor=8 .* num_heads=28, vocab_size=124; .* may have 1, 2, 4$',
     ),
-    ((1, 2), {'num_kv_heads': 3}, 'tensor=2 .*num_kv_heads=3 .* have 1, 3, 6$'),
+    ((1, 2), {'num_kv_heads': 3}, 'tensor=2 .*num_kv_heads=3; .* 1, 3, 6$'),
     (
       (8, 1),
       {'cut': {'fsdp': {'hidden_size': 12}}},
