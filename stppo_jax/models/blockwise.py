@@ -1,4 +1,4 @@
-"""Causal attention in tiles: memory grows with the length, not its square.
+"""Computes causal attention in tiles: memory grows linearly with the length.
 
 B rows, L tokens (with padding to whole tiles), N query heads, K heads of keys
 and of values, R = N / K, H head size; J keys; tiles of C tokens.

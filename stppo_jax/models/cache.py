@@ -1,4 +1,4 @@
-"""A cache of keys and values in pages.
+"""Keeps keys and values in pages.
 
 B rows, C tokens read at once, D width, P pages, N pages that a row can have, K
 heads of keys and of values, H head size, J positions of a page or of the recent

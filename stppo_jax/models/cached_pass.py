@@ -1,4 +1,4 @@
-"""Passes that continue from a cache.
+"""Computes the states of further tokens of rows whose beginning is cached.
 
 B rows, C tokens read at once, D width, N pages that a row can have, K heads of
 keys and of values, R query heads that share one of them, H head size, J
@@ -28,7 +28,7 @@ Array = jax.Array
 
 
 class Copied(NamedTuple):
-  """The first pages of each row, copied together.
+  """Attends to copies of the first pages of each row.
 
   Attributes:
     layers: for each layer, functions that return the first, second, ... page of
@@ -75,7 +75,7 @@ class Copied(NamedTuple):
     seen_1CJ = jnp.arange(J)[None, None] <= places_C[None, :, None]
     return attention.attend_to_slices(
       q_BCNH,
-      [attention.KeySlice(keys, values, seen_1CJ)],
+      attention.KeySlice(keys, values, seen_1CJ),
       self._pages(layer),
       num_kv_heads=K,
     )
@@ -87,7 +87,7 @@ class Copied(NamedTuple):
 
 
 class Live(NamedTuple):
-  """All pages, which the kernel of `live_pages` reads in place.
+  """Attends to pages in place, by the kernel of `live_pages`.
 
   Attributes:
     cache: all pages.

@@ -1,4 +1,4 @@
-"""The vocabulary head in chunks of tokens, on one device or many.
+"""Computes the vocabulary head in chunks of tokens, on one device or many.
 
 B rows, M tokens of each, C tokens of a chunk on one device (of all its rows
 together), D width, V vocabulary, W vocabulary entries that one device holds.
@@ -39,7 +39,7 @@ _SCATTERED = 1024
 
 
 class Options(NamedTuple):
-  """How logits are formed; static under jit.
+  """Says how logits are formed; static under jit.
 
   Attributes:
     temperature: divides the logits.
@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-  """The vocabulary entries of this device, and reductions over all entries.
+  """Forms logits of the entries of this device, and reduces over all entries.
 
   Attributes:
     matrices: one or several output matrices [W, D], in the dtype of the hidden
@@ -220,7 +220,7 @@ def backward(
 
 
 class _Layout(NamedTuple):
-  """The mesh axes that arrays are sharded along.
+  """Names the mesh axes that arrays are sharded along.
 
   An axis that does not divide its dimension is left out.
 

@@ -1,4 +1,4 @@
-"""The shape of a transformer."""
+"""Describes the shape of a transformer."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -24,7 +24,7 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """How rotary angles are stretched for long texts; see `models/rotary.py`.
+  """Says how rotary angles shrink for long texts; see `models/rotary.py`.
 
   Attributes:
     rope_type: 'linear' or 'llama3'.
@@ -66,7 +66,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The shape of a decoder of the Qwen and Llama family.
+  """Describes the shape of a decoder of the Qwen and Llama family.
 
   Biases, norms of queries and keys, and experts distinguish the families, see
   `models/hf/families.py`. Sizes that do not fit together raise ValueError.

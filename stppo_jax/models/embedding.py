@@ -1,4 +1,4 @@
-"""The look-up of tokens in the embedding, on one device or many.
+"""Looks up tokens in the embedding, on one device or many.
 
 B rows, L tokens, D width, V vocabulary; on one device b rows, d columns and W
 vocabulary entries.

@@ -1,4 +1,4 @@
-"""Causal attention by fused kernels of others: cuDNN's on GPU, splash on TPU.
+"""Computes causal attention by fused kernels: cuDNN on GPU, splash on TPU.
 
 B rows, L tokens, N query heads, K heads of keys and of values, H head size.
 Both kernels skip padding.

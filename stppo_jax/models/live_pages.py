@@ -1,4 +1,4 @@
-"""Attention to the live pages of a cache, by a kernel for TPU.
+"""Attends to the live pages of a cache by a kernel for TPU.
 
 It also reads the tokens that are in no page yet: those of the queries
 themselves, and what was decoded since pages were last written.
@@ -33,7 +33,7 @@ _MASKED = -1e30
 
 
 class Work(NamedTuple):
-  """The E entries of the kernel's grid, in the order of the rows.
+  """Lists the E entries of the kernel's grid, in the order of the rows.
 
   Attributes:
     count_1: int32, the number of entries; further ones have no meaning.

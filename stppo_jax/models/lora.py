@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside frozen matrices.
+"""Adds low-rank adapters (LoRA) to frozen matrices.
 
     y = x W + (alpha / rank) (x A) B
 
@@ -34,7 +34,7 @@ A, B = 'lora_a', 'lora_b'
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  """The choice of matrices that have adapters, and their size.
+  """Chooses the matrices that have adapters, and the size of these.
 
   Attributes:
     rank: columns of A, rows of B.

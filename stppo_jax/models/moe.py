@@ -1,4 +1,4 @@
-"""A mixture of experts: each token visits a few of many gated MLPs.
+"""Routes each token to a few of many gated MLPs: a mixture of experts.
 
 B rows, L tokens of a row, D width, X experts, E experts that a token visits,
 U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
@@ -36,7 +36,7 @@ Product = Callable[..., Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """The experts that tokens visited, and the sums of the load-balance loss.
+  """Holds which experts tokens visited, and sums for the load-balance loss.
 
   It describes one layer or a whole model. For a model the ids have an axis of
   layers, and the sums are over the layers too.
@@ -55,7 +55,7 @@ class Routing:
 
 
 class Kernel(nnx.Module):
-  """The router [D, X], or one matrix of every expert, stacked [X, in, out].
+  """Holds the router [D, X], or one matrix of every expert [X, in, out].
 
   It is not a `layers.Linear`, so that it never gets adapters.
   """
@@ -65,7 +65,7 @@ class Kernel(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-  """A router and experts, which take the place of the gated MLP.
+  """Takes the place of the gated MLP with a router and experts.
 
   Args:
     config: the model's shape; its `moe` is a key of `IMPLEMENTATIONS`.

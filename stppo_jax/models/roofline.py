@@ -56,7 +56,7 @@ ASSUMPTIONS = (
 
 
 class Phase(NamedTuple):
-  """The work of one device in a phase of a step, and its time.
+  """Says what one device does in a phase of a step, and how long it takes.
 
   Attributes:
     operations: multiplications and additions that the formulas need.
@@ -77,7 +77,7 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The sizes of a step that its phases depend on.
+  """Holds the sizes of a step that its phases depend on.
 
   Attributes:
     shape: the shape of policy and value model.
@@ -201,7 +201,7 @@ _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
 
 
 def _extend(work: Work) -> _Counts:
-  """Prompts and observations, which are appended to the cache."""
+  """Returns the work of appending prompts and observations to the cache."""
   appended = work.trajectories * (work.length - work.losses)
   count = appended * flops.layer_operations(work.shape, work.length)
   return count, count, 0.0, {}
@@ -221,7 +221,7 @@ def _decode(work: Work) -> _Counts:
 
 
 def _publish(work: Work) -> _Counts:
-  """See docs/sharding.md for the formula."""
+  """Returns what is sent to publish weights; docs/sharding.md explains it."""
   tables = 0 if work.adapters else 2 - work.shape.tie_embeddings
   trained, parts = work.trained + tables * work.output, 1
   for axis in ('fsdp', 'tensor'):

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021, arXiv 2104.09864).
+"""Rotates queries and keys by positions (Su et al., 2021, arXiv 2104.09864).
 
 B rows, L tokens, N heads of queries or of keys, H head size. Numbers i and
 i + H/2 of a head are a pair, which turns by the angle

@@ -1,4 +1,4 @@
-"""The decoder: one definition for policy and value model.
+"""Defines the decoder, of which policy and value model are two uses.
 
 B rows, L tokens, M states that are wanted of a row, D width, N query heads, K
 heads of keys and of values, H head size, V vocabulary, X experts, E of them
@@ -29,7 +29,7 @@ Array = jax.Array
 
 
 class DecoderLayer(nnx.Module):
-  """Attention and gated MLP, each with a norm before and a residual around.
+  """Applies attention and a gated MLP, each after a norm and in a residual.
 
   If the config has experts, a mixture of them takes the MLP's place.
   """
@@ -132,7 +132,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """Embedding, stacked decoder layers, norm, and a head.
+  """Applies embedding, stacked decoder layers, norm, and a head.
 
   Args:
     config: the shape.

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and divergence over the whole vocabulary.
+"""Computes log-probabilities, entropy and divergence over the vocabulary.
 
 B rows, M tokens of each, C tokens of a chunk, D width, V vocabulary, W
 vocabulary entries of one device.

@@ -1,4 +1,4 @@
-"""How the programs of models are compiled, on each platform.
+"""Compiles the programs of models with the options of each platform.
 
 The options belong to the programs and not to the environment: two machines
 compile the same, and a program that is compiled ahead of time (`topology`) is

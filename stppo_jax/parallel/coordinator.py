@@ -1,4 +1,4 @@
-"""The coordinator of a run of several processes, and what passes through it.
+"""Lets the processes of a run meet, agree, and hear of lost ones.
 
 It is a server in process 0, at the address that all processes know. Every
 process, process 0 too, keeps a connection to it as long as it lives:
@@ -24,8 +24,9 @@ jax has a coordinator too, which XLA needs. Its store of keys and its barriers
 would do for the exchanges, but not for their failures: a wait cannot be ended
 from outside, so neither a signal nor a failure of another host would be heard
 before its time-out; and a client that loses the coordinator aborts the process,
-with a stack trace and without a name. So jax's clients reach jax's coordinator
-through the same port, by relays that stay open when process 0 is gone.
+with a stack trace and without a name, also with `jax_enable_recoverability`. So
+jax's clients reach jax's coordinator through the same port, by relays that stay
+open when process 0 is gone.
 """
 
 import asyncio
@@ -87,7 +88,7 @@ class AwakeClock:
 
 
 class _Member(NamedTuple):
-  """A process that is connected."""
+  """Describes a process that is connected."""
 
   name: str
   writer: asyncio.StreamWriter
@@ -95,7 +96,7 @@ class _Member(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Coordinator:
-  """The server of process 0; all of it runs on one event loop.
+  """Serves all processes from process 0, on one event loop.
 
   Attributes:
     address: where the processes find it, for the lines that they print.
@@ -309,7 +310,7 @@ class Coordinator:
 
 
 class Relay:
-  """A port of this machine that leads to jax's coordinator in process 0.
+  """Leads from a port of this machine to jax's coordinator in process 0.
 
   Attributes:
     passes_end: whether the end of process 0 ends the connections too. As long

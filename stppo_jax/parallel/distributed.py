@@ -28,7 +28,7 @@ _JAX_SHUTDOWN = 10  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """The place of this process among the processes of a run.
+  """Describes the place of this process among the processes of a run.
 
   Attributes:
     coordinator: host name and port of process 0.

@@ -1,4 +1,4 @@
-"""The processes of a run, on one machine or on many, as each of them sees them.
+"""Shows a process the other processes of its run, on one machine or many.
 
 A *host* is one process with its devices. Python on the hosts agrees through the
 coordinator (see `coordinator`), outside compiled programs, so that an error or
@@ -34,7 +34,7 @@ _DIAGNOSIS = 5.0
 
 
 class HostFailed(Exception):
-  """Another host has failed; the line names it and the cause.
+  """Says that another host has failed; the line names it and the cause.
 
   Attributes:
     exit_code: the exit code of the failed host; 75 if it was killed.
@@ -54,7 +54,7 @@ class HostFailed(Exception):
 
 
 class Hosts:
-  """The only host of a run, which agrees with itself.
+  """Stands for the only host of a run, which agrees with itself.
 
   Attributes:
     index: the number of this host.
@@ -118,7 +118,7 @@ ALONE = Hosts()
 
 
 class ConnectedHosts(Hosts):
-  """One of several hosts.
+  """Connects one of several hosts with the others.
 
   Args:
     address: host name and port of the coordinator.

@@ -63,7 +63,7 @@ def max_memory() -> dict[str, float]:
 
 
 class Held(NamedTuple):
-  """The bytes that a run holds on one device, beside what programs need.
+  """Counts the bytes that a run holds on a device, beside what programs need.
 
   Attributes:
     sizes: name to bytes of everything on a device that learns, while it does.

@@ -1,4 +1,4 @@
-"""The device mesh, (data, fsdp, tensor), and whether it divides a model."""
+"""Makes the mesh (data, fsdp, tensor), and checks that it divides a model."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence

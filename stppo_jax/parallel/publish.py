@@ -42,7 +42,7 @@ _SPLIT_AXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """The devices that decode, and the pieces of weights that each of them holds.
+  """Says which devices decode, and which pieces of weights each of them holds.
 
   Attributes:
     training: the mesh of training.

@@ -1,4 +1,4 @@
-"""The sharding of parameters and batches on the mesh, by ordered rules."""
+"""Shards parameters and batches on the mesh, by ordered rules."""
 
 import re
 from typing import Any

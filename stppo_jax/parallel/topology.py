@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 class Limits(NamedTuple):
-  """The limits of one device, as its maker publishes them.
+  """Holds the limits of one device, as its maker publishes them.
 
   Attributes:
     memory: GiB that programs can use; of a TPU, where its compiler refuses.
@@ -99,16 +99,16 @@ _SIZE = re.compile(r'\b(\d[\d.]*[KMGT])')
 
 
 class DoesNotFit(ValueError):
-  """A program that needs more memory than a device has; one line."""
+  """Says that a program needs more memory than a device has; one line."""
 
 
 class Rejected(ValueError):
-  """A program that the compiler cannot compile; one line."""
+  """Says that the compiler cannot compile a program; one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Some devices of one kind.
+  """Describes some devices of one kind.
 
   Attributes:
     name: the name that `find` was given.
@@ -132,7 +132,7 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class VirtualDevice:
-  """A device that has a place in a mesh and nothing else."""
+  """Stands for a device in a mesh, and can do nothing else."""
 
   id: int
   process_index: int

@@ -1,4 +1,4 @@
-"""Sections of a run that all hosts end together.
+"""Runs sections that all hosts end together.
 
 A section has no program in it that waits for another host: it prepares,
 collects or evaluates. At its end the hosts vote: each tells whether it is done,

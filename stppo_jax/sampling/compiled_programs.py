@@ -1,4 +1,4 @@
-"""The compiled programs of the local engine, and the weights they read.
+"""Compiles the programs of the local engine, and holds their weights.
 
 All lanes share them, and so do engines of the same model, sizes and sampling: a
 program is traced and compiled once in a process.
@@ -30,7 +30,7 @@ from stppo_jax.sampling import stops
 
 
 class CompiledPrograms:
-  """The programs that a `SlotDriver` calls.
+  """Holds the programs that a `SlotDriver` calls.
 
   Args:
     model: the policy; the mesh in it is replaced by that of the placement.
@@ -143,7 +143,7 @@ def joined(
 
 
 class Functions(NamedTuple):
-  """The jitted functions of `CompiledPrograms`, and what copies the weights."""
+  """Holds the jitted functions of an engine, and what copies its weights."""
 
   publisher: publish_lib.Publisher
   empty: Callable[..., Any]

@@ -34,7 +34,7 @@ from stppo_jax.sampling import stops
 
 
 class Engine:
-  """The local engine: a policy that generates in slots.
+  """Generates turns with a policy on devices of this process.
 
   Args:
     model: the policy.

@@ -1,4 +1,4 @@
-"""The options of the local engine."""
+"""Holds the options of the local engine."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from stppo_jax.sampling import sampler
 
 
 class ProgramOptions(NamedTuple):
-  """The options that compiled programs depend on.
+  """Holds the options that compiled programs depend on.
 
   Attributes:
     page_size: tokens of a page of the cache.
@@ -25,7 +25,7 @@ class ProgramOptions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-  """How the local engine divides its work.
+  """Says how the local engine divides its work.
 
   Only `sampling` and `max_length` change what is generated. All the others
   change how fast that is done. A config with sizes that do not fit each other

@@ -1,4 +1,4 @@
-"""The rules for slots, lanes and pages of the engine.
+"""Checks the numbers of slots, lanes and pages of the engine.
 
 Configs are checked with them: no jax here.
 """

@@ -33,7 +33,7 @@ Row = rows_lib.Row
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkInFlight:
-  """A chunk that has been started.
+  """Describes a chunk that has been started.
 
   Attributes:
     turns: the row and its turn in each slot of the chunk.
@@ -48,7 +48,7 @@ class _ChunkInFlight:
 
 
 class Lane:
-  """The scheduler of some slots.
+  """Schedules the rows in some slots.
 
   Args:
     driver: the slots, and the calls that change them.

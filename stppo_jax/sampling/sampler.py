@@ -23,7 +23,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How tokens are sampled; static.
+  """Says how tokens are sampled; static.
 
   Attributes:
     temperature: the logits are divided by it.
@@ -39,7 +39,7 @@ class Sampling:
 
 
 class SampledTokens(typing.NamedTuple):
-  """One token per row.
+  """Holds one token for each row.
 
   Attributes:
     tokens_S: int32.

@@ -1,4 +1,4 @@
-"""An engine that repeats given turns, for demonstrations and tests."""
+"""Repeats given turns, as an engine for demonstrations and tests."""
 
 from collections.abc import Sequence
 

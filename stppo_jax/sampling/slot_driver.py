@@ -31,7 +31,7 @@ _MAX_HALVINGS = 3
 
 
 class SlotDriver:
-  """Some slots, their state on the devices, and the calls that change it.
+  """Holds the state of some slots on the devices, and changes it by calls.
 
   Programs run on all slots, or on the active slots only
   (`EngineOptions.compacts`), then in batches of a few fixed sizes. If slots are
@@ -348,7 +348,7 @@ class SlotDriver:
 
 
 class _Active(NamedTuple):
-  """The active slots of a call.
+  """Describes the active slots of a call.
 
   Attributes:
     slots: `slots_A` of the programs, see `slot_programs`; None for all slots.

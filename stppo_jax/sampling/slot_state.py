@@ -1,4 +1,4 @@
-"""The state of the slots on the devices, and how rows get a prompt of another.
+"""Keeps the state of slots on the devices, and copies prompts between them.
 
 S slots, A active slots, D model width, N pages that a row can have. See
 `slot_programs` for the programs that append and decode, and for the meaning of
@@ -23,7 +23,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-  """The state of all slots, or of A active ones, on the devices.
+  """Holds the state of all slots, or of A active ones, on the devices.
 
   Attributes:
     cache: keys and values in pages, which the host gives to slots.

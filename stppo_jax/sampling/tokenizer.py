@@ -45,7 +45,7 @@ _DECODERS = 'ByteLevel, Fuse, Sequence of Replace, ByteFallback, Fuse, Strip'
 
 
 class Tokenizer:
-  """A fast Hugging Face tokenizer.
+  """Wraps a fast Hugging Face tokenizer.
 
   Args:
     fast: the tokenizer; it must have an end-of-sequence token.

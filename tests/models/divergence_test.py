@@ -77,18 +77,6 @@ def test_divergence_equals_a_float64_loop(temperature, chunk):
     np.testing.assert_allclose(x, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_the_divergence_of_two_coins_is_known():
-  # The state (1, 0) gives pi = (1/4, 3/4); the reference is a fair coin.
-  hidden = np.array([[[1.0, 0.0], [5.0, 5.0]]], np.float32)
-  output = np.array([[0.0, 0.0], [np.log(3.0), 1.0]], np.float32)
-  _, ref_logprobs_BL, divergence_BL = _jitted(1.0, 8)(
-    hidden, output, hidden, np.zeros_like(output), np.array([[0, 1]], np.int32)
-  )
-  expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-  np.testing.assert_allclose(divergence_BL, [[0.0, expected]], rtol=1e-6)
-  np.testing.assert_allclose(ref_logprobs_BL, [[0.0, math.log(0.5)]], rtol=1e-6)
-
-
 def test_chunks_do_not_change_the_gradient_and_the_reference_has_none():
   weights = np.random.default_rng(1).normal(size=(3, _B, _L))
   weights = weights.astype(np.float32)

@@ -44,14 +44,14 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """A tensor of a file, and its entry, which names its place in a leaf."""
+  """Pairs a tensor of a file with its place in a leaf."""
 
   entry: families.Entry
   tensor: safetensors_file.Tensor
 
 
 class _Leaf(NamedTuple):
-  """A leaf before it is read.
+  """Describes a leaf before it is read.
 
   Attributes:
     sources: its tensors by their index on the leaf's leading axes.

@@ -1,4 +1,4 @@
-"""Files of named tensors in the safetensors format.
+"""Reads and writes files of named tensors in the safetensors format.
 
     8 bytes   length n of the header, little-endian
     n bytes   JSON: {name: {dtype, shape, data_offsets: [begin, end]}, ...}
@@ -33,7 +33,7 @@ _ALIGNMENT = 8  # bytes; where the first tensor may begin
 
 
 class Tensor(NamedTuple):
-  """A tensor of a file.
+  """Describes a tensor of a file, and reads it.
 
   Attributes:
     path: the file.

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face directory: one, or several with an index.
+"""Finds the weight files of a Hugging Face directory: one, or several.
 
     model.safetensors                   all tensors, or
     model.safetensors.index.json        {weight_map: {tensor: file}, ...} and
