@@ -118,7 +118,7 @@ def read(hf: Mapping[str, Any], **computes: Any) -> model_config.ModelConfig:
       'norm_topk_prob': hf.get('norm_topk_prob', False),
       'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
     }
-  return model_config.ModelConfig(
+  shape = model_config.ModelConfig(
     vocab_size=_needed(hf, 'vocab_size'),
     hidden_size=hidden_size,
     intermediate_size=_needed(hf, 'intermediate_size'),
@@ -136,6 +136,21 @@ def read(hf: Mapping[str, Any], **computes: Any) -> model_config.ModelConfig:
     **experts,
     **computes,
   )
+  if heads % shape.num_kv_heads:
+    raise ValueError(
+      f'num_attention_heads={heads}: must be a multiple of '
+      f'num_key_value_heads={shape.num_kv_heads}'
+    )
+  if shape.head_dim < 2 or shape.head_dim % 2:
+    raise ValueError(
+      f'head_dim={shape.head_dim}: must be even and greater than 0'
+    )
+  if shape.num_experts_per_tok > shape.num_experts:
+    raise ValueError(
+      f'num_experts_per_tok={shape.num_experts_per_tok}: must be at most '
+      f'num_experts={shape.num_experts}'
+    )
+  return shape
 
 
 def write(config: model_config.ModelConfig) -> dict[str, Any]:
@@ -201,12 +216,16 @@ def _rope(
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   if kind == 'default':
     return float(theta), None
-  defaults = {
-    'original_max_position_embeddings': hf.get('max_position_embeddings')
-  }
+  if kind not in model_config.ROPE_FIELDS:
+    raise ValueError(
+      f'unsupported rope scaling {kind!r}; supported: default, '
+      + ', '.join(model_config.ROPE_FIELDS)
+    )
+  given = {name: x for name, x in rope.items() if x is not None}
+  if length := hf.get('max_position_embeddings'):
+    given.setdefault('original_max_position_embeddings', length)
   fields = {
-    name: rope.get(name) or defaults.get(name) or 0
-    for name in model_config.ROPE_FIELDS.get(kind, ())
+    name: _needed(given, name) for name in model_config.ROPE_FIELDS[kind]
   }
   return float(theta), model_config.RopeScaling(kind, **fields)
 

@@ -50,11 +50,7 @@ def test_missing_fields_of_a_config_are_derived():
     ({'layer_types': ['sliding_attention']}, 'layer_types sliding_attention'),
     ({'quantization_config': {'bits': 4}}, 'quantization_config='),
     ({'rope_scaling': {'rope_type': 'yarn'}}, "'yarn'; supported: default, l"),
-    ({'rope_parameters': {'rope_type': 'linear'}}, 'factor=0'),
-    (
-      {'rope_scaling': _LLAMA3 | {'high_freq_factor': 1.0}},
-      'low_freq_factor=1.0 must be smaller than high_freq_factor=1.0',
-    ),
+    ({'rope_parameters': {'rope_type': 'linear'}}, '^lacks factor$'),
     ({'num_hidden_layers': None}, '^lacks num_hidden_layers$'),
     (_MOE | {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\]'),
     (_MOE | {'num_experts': None}, 'lacks num_experts or num_local_experts$'),
@@ -80,7 +76,7 @@ def test_unsupported_options_are_named(changes, message):
       {'rope_parameters': {'full_attention': {'rope_type': []}}},
       r'^rope_parameters.full_attention.rope_type=\[\]: must be',
     ),
-    ({'num_attention_heads': 32}, '^head_dim=0 must be'),
+    ({'num_attention_heads': 32}, '^head_dim=0: must be'),
     (_MOE | {'router_aux_loss_coef': -1}, '^router_aux_loss_coef=-1: must be'),
   ],
 )
