@@ -2,8 +2,8 @@
 
 The options belong to the programs and not to the environment: two machines
 compile the same, and a program that is compiled ahead of time (`topology`) is
-the one that a run executes. What is compiled is timed, announced if it takes
-long, and kept in a folder.
+the one that a run executes. Compiling is timed, and announced if it takes long;
+compiled programs are kept in a folder.
 """
 
 from collections.abc import Callable

@@ -43,8 +43,8 @@ from typing import NamedTuple
 
 from stppo_jax import exits
 
-# What is exchanged before a program that no host may call without the others. A
-# stop abandons these exchanges, and no others.
+# The name of exchanges before a program that no host may call without the
+# others. A stop abandons these exchanges, and no others.
 PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
 # How the task of a connection ends; asyncio would log a cancelled one.
@@ -383,8 +383,8 @@ def addresses(host: str) -> Sequence[str]:
   """Returns the addresses to listen at, the best first.
 
   A loopback name is bound to loopback, so that no other machine can connect. A
-  name that leads to another machine, such as a gateway, is no address of this
-  one: the second choice is every address.
+  name may lead to a gateway that passes connections on, so the second choice is
+  every address of this machine.
   """
   resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   first = str(resolved[0][4][0])

@@ -115,7 +115,7 @@ def make_learning_mesh(
 def platform(mesh: jax.sharding.Mesh | None) -> str:
   """Returns the platform that a mesh is of: 'cpu', 'gpu' or 'tpu'.
 
-  What is built depends on the mesh, never on the devices of this process: a
+  Programs depend on the mesh, never on the devices of this process: a
   program may be compiled for devices that are elsewhere (`topology`).
 
   Args:

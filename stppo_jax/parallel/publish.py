@@ -192,9 +192,9 @@ class Placement:
 class Publisher:
   """Copies weights of a model to the devices that decode with them.
 
-  What is no layer is copied first, then one layer after the other, by programs
-  of their own. A single program would gather many layers before it puts the
-  first into its results, and so hold most of the weights twice.
+  Embedding, norm and head are copied first, then one layer after the other, by
+  separate programs. A single program would gather many layers before it puts
+  the first into its results, and so hold most of the weights twice.
 
   Args:
     placement: the devices.
@@ -220,7 +220,7 @@ class Publisher:
 
     Args:
       part: the stacked layers, of which a second argument of the copy chooses
-        one, or what is no layer; shapes suffice.
+        one, or all other weights; shapes suffice.
     """
     key = jax.tree.structure(part)
     if key not in self._programs:

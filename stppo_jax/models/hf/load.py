@@ -72,7 +72,7 @@ def read_config(
     **computes: see `config_json.read`.
 
   Raises:
-    ValueError: there is no such file, it is no JSON, a key is missing or has a
+    ValueError: there is no such file, it is not JSON, a key is missing or has a
       value that is not allowed, or the architecture is not supported; one line
       that names the file.
   """
