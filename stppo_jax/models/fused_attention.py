@@ -130,7 +130,8 @@ def splash(
 
   def mix(q_BLNH, k_BLKH, v_BLKH, segments_BL):
     kernel: Any = _kernel(splash_attention, q_BLNH.shape[2], padded, interpret)
-    to_heads = lambda x: _padded(x, padded).swapaxes(1, 2)
+    widths = (0, 0), (0, padded - size), (0, 0), (0, 0)
+    to_heads = lambda x: jnp.pad(x, widths).swapaxes(1, 2)
     ids = splash_attention.SegmentIds(q=segments_BL, kv=segments_BL)
     q_BNLH = to_heads(q_BLNH * q_BLNH.shape[-1] ** -0.5)
     mixed_BNLH = jax.vmap(kernel)(
@@ -190,9 +191,3 @@ def _kernel(splash_attention, num_heads: int, padded: int, interpret: bool):
     q_seq_shards=1,
     interpret=interpret,
   )
-
-
-def _padded(x_BLNH: Array, padded: int) -> Array:
-  """Returns x with zeros up to `padded` tokens."""
-  missing = padded - x_BLNH.shape[1]
-  return jnp.pad(x_BLNH, ((0, 0), (0, missing), (0, 0), (0, 0)))

@@ -83,6 +83,8 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
   """
   adapters = {}
   for number, name in enumerate(adapted(options, kernels)):
+    # The key depends on the place among sorted names, not on the order in which
+    # a module lists its layers.
     layers, din, dout = kernels[name].shape
     bound = 1 / math.sqrt(din)
     adapters[f'{name}/{A}'] = jax.random.uniform(

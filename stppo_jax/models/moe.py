@@ -116,10 +116,8 @@ class MixtureOfExperts(nnx.Module):
     weights_BLE = jnp.take_along_axis(probs_BLX, ids_BLE, axis=-1)
     if c.norm_topk_prob:
       weights_BLE = weights_BLE / jnp.sum(weights_BLE, axis=-1, keepdims=True)
-    kernels = tuple(
-      module.kernel[...].astype(x_BLD.dtype)
-      for module in (self.gate_proj, self.up_proj, self.down_proj)
-    )
+    experts = self.gate_proj, self.up_proj, self.down_proj
+    kernels = tuple(x.kernel[...].astype(x_BLD.dtype) for x in experts)
     y_BLD = IMPLEMENTATIONS[c.moe](
       x_BLD, ids_BLE, weights_BLE.astype(x_BLD.dtype), kernels, self.mesh
     )

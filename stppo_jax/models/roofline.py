@@ -258,7 +258,8 @@ def _update(work: Work) -> _Counts:
   passes = 2 if work.adapters else 3
   needed = passes * (models * layers + head)
   # Logits are computed again in the backward pass.
-  computed = needed + models * _recomputed(work, rows) + head
+  again = flops.recomputed_layer_operations(shape, work.length)
+  computed = needed + models * (rows * work.length * again) + head
   extra = int(work.statistics and times > 1)
   computed += extra * (layers + head)
   remat = shape.remat == 'full'
@@ -294,12 +295,6 @@ def _layers(work: Work, rows: int) -> float:
 def _head(work: Work, rows: int) -> float:
   """Returns the operations of the logits at loss positions."""
   return rows * work.losses * flops.logit_operations(work.shape)
-
-
-def _recomputed(work: Work, rows: int) -> float:
-  """Returns the operations of a model's layers that are computed again."""
-  tokens = rows * work.length
-  return tokens * flops.recomputed_layer_operations(work.shape, work.length)
 
 
 def _scatter(work: Work, weights: float) -> float:

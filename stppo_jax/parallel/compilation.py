@@ -130,6 +130,8 @@ def announced(*, long: float = _LONG) -> Iterator[None]:
       return
     name = str(kwargs.get('fun_name', 'a program'))
     name = name.removeprefix('jit(').removesuffix(')').lstrip('_')
+    # Programs are compiled by several threads, but by each one after the other:
+    # a thread has at most one line that waits to be said.
     thread = threading.get_ident()
     if thread in waiting:
       waiting.pop(thread).cancel()

@@ -151,19 +151,24 @@ def check_divides(
       numbers of devices that would fit.
   """
   for axis, sizes in sharded.items():
-
-    def wrong(devices: int, axis=axis, sizes=sizes) -> list[str]:
-      """Returns the sizes that so many devices do not divide."""
-      found = [
-        f'{name}={size}' for name, size in sizes.items() if size % devices
+    heads = num_kv_heads if axis == 'tensor' else 0
+    if wrong := _undivided(sizes, heads, mesh.shape[axis]):
+      fitting = [
+        str(n)
+        for n in range(1, mesh.size + 1)
+        if not _undivided(sizes, heads, n)
       ]
-      if axis == 'tensor' and num_kv_heads % devices and devices % num_kv_heads:
-        found.append(f'num_kv_heads={num_kv_heads}')
-      return found
-
-    if found := wrong(mesh.shape[axis]):
-      fitting = [str(n) for n in range(1, mesh.size + 1) if not wrong(n)]
       raise ValueError(
-        f'mesh {axis}={mesh.shape[axis]} does not divide {", ".join(found)}; '
+        f'mesh {axis}={mesh.shape[axis]} does not divide {", ".join(wrong)}; '
         f'of up to {mesh.size} devices, {axis} may have {", ".join(fitting)}'
       )
+
+
+def _undivided(
+  sizes: Mapping[str, int], num_kv_heads: int, devices: int
+) -> list[str]:
+  """Returns the sizes that so many devices do not divide, as text."""
+  wrong = [f'{name}={size}' for name, size in sizes.items() if size % devices]
+  if num_kv_heads % devices and devices % num_kv_heads:
+    wrong.append(f'num_kv_heads={num_kv_heads}')
+  return wrong

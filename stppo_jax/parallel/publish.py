@@ -222,6 +222,8 @@ class Publisher:
       part: the stacked layers, of which a second argument of the copy chooses
         one, or all other weights; shapes suffice.
     """
+    # Weights come in few structures: with or without adapters, layers or
+    # others.
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)

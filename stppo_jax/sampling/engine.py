@@ -152,6 +152,7 @@ class Engine:
       lane.begin(max_turn_tokens=max_turn_tokens, greedy=greedy)
     self._group_size = group_size
     self._rows = {}
+    # On the host, where rows take their keys to the batches that they are in.
     key_data = np.asarray(jax.random.key_data(keys))
     for group, prompt in enumerate(prompts):
       for n in range(group * group_size, (group + 1) * group_size):

@@ -109,6 +109,8 @@ def copy_prompts(
       to; both `cache.NO_PAGE` where the prompt fills its pages.
     mesh: the mesh of the slots.
   """
+  # The source may have gone on, so its present state is that of its own turns.
+  # Only what it keeps of the prompt is copied.
   sources = gather_slots(state, slots_A=sources_A)
   cache = cache_lib.copy_pages(state.cache, from_A, to_A, mesh=mesh)
   return scatter_slots(

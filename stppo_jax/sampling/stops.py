@@ -72,6 +72,8 @@ def build(
   state_ZV = np.repeat(
     np.arange(len(transitions))[:, None], len(token_bytes), 1
   )
+  # All tokens are read side by side, byte by byte, from every state; a token
+  # that has ended stays where it is.
   for position in range(width):
     moved_ZV = transitions[state_ZV, padded[None, :, position]]
     state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)

@@ -205,6 +205,9 @@ class Tokenizer:
     characters. Ids above the vocabulary, which a padded embedding has, add
     nothing.
     """
+    # Not by the tokenizer's own decoder: it may strip spaces and mend bytes at
+    # the ends of what it is given, and the stop automaton reads bytes as they
+    # are.
     pieces = self.token_bytes()
     joined = b''.join(pieces[i] for i in ids if i < len(pieces))
     return joined.decode(errors='replace')

@@ -1,4 +1,4 @@
-"""Adapters: fresh, trained, merged and malformed ones."""
+"""Adapters: fresh, trained and merged ones, and the layers they belong to."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Impossible shapes, and Hugging Face configs that are not supported."""
+"""Hugging Face configs: what is read, written and refused."""
 
 import dataclasses
 import json
