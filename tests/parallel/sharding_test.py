@@ -32,31 +32,15 @@ def _specs(shapes, mesh=None):
 
 def test_every_parameter_of_a_policy_has_a_sharding():
   into, out_of = P(None, 'fsdp', 'tensor'), P(None, 'tensor', 'fsdp')
-  assert _specs(_shapes()) == {
-    'embedding': P('tensor', 'fsdp'),
-    'lm_head': P('tensor', 'fsdp'),
-    'layers/attention_norm/scale': P(),
-    'layers/q_proj/kernel': into,
-    'layers/q_proj/bias': P(None, 'tensor'),
-    'layers/k_proj/kernel': into,
-    'layers/k_proj/bias': P(None, 'tensor'),
-    'layers/v_proj/kernel': into,
-    'layers/v_proj/bias': P(None, 'tensor'),
-    'layers/o_proj/kernel': out_of,
-    'layers/mlp_norm/scale': P(),
-    'layers/gate_proj/kernel': into,
-    'layers/up_proj/kernel': into,
-    'layers/down_proj/kernel': out_of,
-    'norm/scale': P(),
-  }
-
-
-def test_value_models_and_tied_policies_have_shardings():
-  value, policy = _specs(_shapes('scalar')), _specs(_shapes())
-  assert value.pop('scalar_head') == P('fsdp')
-  assert value.items() < policy.items()
-  tied = _specs(_shapes(tie_embeddings=True, qkv_bias=False))
-  assert tied.items() < policy.items() and 'lm_head' not in tied
+  specs = _specs(_shapes('both'))
+  assert specs['embedding'] == specs['lm_head'] == P('tensor', 'fsdp')
+  assert specs['layers/q_proj/bias'] == P(None, 'tensor')
+  assert specs['layers/mlp_norm/scale'] == specs['norm/scale'] == P()
+  assert specs['scalar_head'] == P('fsdp')
+  for name in ('q_proj', 'k_proj', 'v_proj', 'gate_proj', 'up_proj'):
+    assert specs[f'layers/{name}/kernel'] == into
+  for name in ('o_proj', 'down_proj'):
+    assert specs[f'layers/{name}/kernel'] == out_of
 
 
 def test_a_name_without_a_rule_is_printed():
