@@ -57,7 +57,7 @@ def _lanes_divide_slots(
     return
   key = 'slots' if slots else 'trajectories_per_step'
   problem = engine_rules.slots_problem(
-    slots or trajectories, lanes=lanes, group_size=group_size, prefix='rollout.'
+    slots or trajectories, lanes=lanes, group_size=group_size
   )
   if problem:
     yield f'rollout.{key}={slots or trajectories}: {problem}'

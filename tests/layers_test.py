@@ -67,7 +67,7 @@ HOMES = {
   'optax': ('learner.optimizer',),
   'orbax': ('records.checkpoints',),
   'etils': ('records.checkpoints',),
-  'chex': ('rl',),
+  'chex': ('rl', 'models.modules'),
   'transformers': ('sampling.tokenizer',),
   'tokenizers': ('sampling.tokenizer', 'retrieval.indexes.encoder'),
   'tensorflow': (),

@@ -1,1 +1,1 @@
-"""The transformer of policy and value model, its heads and its files."""
+"""Computes policy and value model, and reads and writes their files."""

@@ -1,4 +1,4 @@
-"""Attention: a weighted mean of the values whose keys a query may see.
+"""Computes attention, the mean of values weighted by how keys fit a query.
 
 B rows, L queries, J keys, N query heads, K heads of keys and of values,
 R = N / K query heads that share one of them, H head size. Sharing is that of
@@ -12,7 +12,6 @@ always uses `attend_to_slices`.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import functools
 from typing import NamedTuple
 
 import jax
@@ -53,7 +52,7 @@ def attention(
 
 
 class Segments(NamedTuple):
-  """Several sequences in one row, which do not see each other.
+  """Tells which tokens of a row belong to which of several sequences.
 
   Attributes:
     ids_BL: int32, the sequence 1..count that a token belongs to; 0 at padding.
@@ -70,7 +69,7 @@ class Segments(NamedTuple):
 
 
 class KeySlice(NamedTuple):
-  """Some of the keys and values that queries attend to.
+  """Holds some of the keys and values that queries attend to.
 
   Attributes:
     k_BKJH, v_BKJH: keys and values; each slice has its own J.
@@ -86,7 +85,7 @@ class KeySlice(NamedTuple):
 
 
 class Page(NamedTuple):
-  """A slice that is read only if it is needed.
+  """Describes a slice that is read only if it is needed.
 
   Attributes:
     needed: scalar bool. It may be false if no query sees any key of this page
@@ -105,12 +104,12 @@ _Sums = tuple[Array, Array, Array]
 
 def attend_to_slices(
   q_BLNH: Array,
-  slices: Sequence[KeySlice],
+  own: KeySlice,
   pages: Sequence[Page],
   *,
   num_kv_heads: int,
 ) -> Array:
-  """Returns attention to all slices as if they were one array, [B, L, N, H].
+  """Returns attention to own keys and to pages as if they were one array.
 
   Each slice is reduced by itself to (weighted values, sum of weights, largest
   logit), and added to those before it, after both have been rescaled to the
@@ -122,7 +121,7 @@ def attend_to_slices(
 
   Args:
     q_BLNH: queries.
-    slices: keys and values, of which each query sees at least one.
+    own: keys and values, of which each query sees at least one.
     pages: keys and values that may be left out.
     num_kv_heads: K.
   """
@@ -157,7 +156,7 @@ def attend_to_slices(
       return with_pages(with_needed(sums, pages[:half]), pages[half:])
     return _added(sums, reduced(pages[0].read()))
 
-  mixed, total, largest = functools.reduce(_added, map(reduced, slices))
+  mixed, total, largest = reduced(own)
   sums = mixed.astype(jnp.float32), total, largest
   mixed, total, _ = with_pages(sums, pages)
   return join_heads((mixed / total).astype(q_BLNH.dtype))
@@ -250,14 +249,7 @@ def causal_attention(
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
     its result is finite and has no meaning.
-
-  Raises:
-    ValueError: there is no implementation of that name.
   """
-  if name not in IMPLEMENTATIONS:
-    raise ValueError(
-      f'attention={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS)
-    )
   return IMPLEMENTATIONS[name](
     size, lengths_B=lengths_B, mesh=mesh, segments=segments
   )

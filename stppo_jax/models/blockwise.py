@@ -1,4 +1,4 @@
-"""Causal attention in tiles: memory grows with the length, not its square.
+"""Computes causal attention in tiles: memory grows linearly with the length.
 
 B rows, L tokens (with padding to whole tiles), N query heads, K heads of keys
 and of values, R = N / K, H head size; J keys; tiles of C tokens.
@@ -71,7 +71,7 @@ def attend(
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
 
-  def attend(q_BLNH, k_BLKH, v_BLKH):
+  def attend_rows(q_BLNH, k_BLKH, v_BLKH):
     B, L, N, H = q_BLNH.shape
     k, v = (activations.spread_heads(x, N, mesh) for x in (k_BLKH, v_BLKH))
     K = k.shape[2]
@@ -88,7 +88,7 @@ def attend(
     mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), ids_BL, tile)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
-  return attend
+  return attend_rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -134,6 +134,9 @@ def _backward(tile, residuals, gradient_BKRLH):
   q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
 
+  # One pass makes all three gradients, because the weights of a pair, which are
+  # the costly part, serve all of them. A tile of queries or keys is in many
+  # pairs, so each gradient is added to what is there.
   def add_pair(carry, pair):
     queries, keys = pair
     q, gradient, log_sum, centre = (
@@ -186,6 +189,7 @@ def _mix_unrolled(
 def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
   mixed, log_total = [], []
   for begin, end in _bounds(q_BKRLH, tile):
+    # No later keys: the causal mask hides them, and they would cost products.
     k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
     ids = _some_ids(ids_BL, slice(begin, end), slice(end))
     logits = _logits(q_BKRLH[..., begin:end, :], k, ids, begin)

@@ -1,4 +1,4 @@
-"""A cache of keys and values in pages.
+"""Keeps keys and values in pages.
 
 B rows, C tokens read at once, D width, P pages, N pages that a row can have, K
 heads of keys and of values, H head size, J positions of a page or of the recent
@@ -36,6 +36,7 @@ For a mixture of experts, the cache also holds the experts that each token
 visited, so that training can route it to the same ones (routing replay).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -172,18 +173,32 @@ def store(
   """
   if cache[0][0].dtype == jnp.int8:
     recent = tuple(map(_in_8_bits, recent))
+  return _on_devices(
+    _store, mesh, (cache, recent), (table_BN, lengths_B, counts_B)
+  )
+
+
+def _on_devices(
+  update: Callable[..., Cache],
+  mesh: jax.sharding.Mesh | None,
+  caches: tuple[Cache, ...],
+  arrays: tuple[Array, ...],
+) -> Cache:
+  """Returns the cache that each device updates with arrays of its own rows."""
   if mesh is None or mesh.size == 1:
-    return _store(cache, recent, table_BN, lengths_B, counts_B)
+    return update(*caches, *arrays)
+  cache = caches[0]
   rows, heads = axes(cache[0][0].shape[1], mesh)
-  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in recent[0])
+  # The ids of experts have one head.
+  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in cache[0])
   layers = (layer,) * len(cache)
   return jax.shard_map(
-    _store,
+    update,
     mesh=mesh,
-    in_specs=(layers, layers, P(rows), P(rows), P(rows)),
+    in_specs=(layers,) * len(caches) + (P(rows),) * len(arrays),
     out_specs=layers,
     check_vma=False,
-  )(cache, recent, table_BN, lengths_B, counts_B)
+  )(*caches, *arrays)
 
 
 def _store(
@@ -205,6 +220,8 @@ def _store(
   C = recent[0][0].shape[2]
   W = min(C, size)
   touched = (C + size - 2) // size + 1  # most pages that C tokens lie in
+  # A row that touches fewer pages than that has further windows, which are
+  # rewritten with what is there: `is_new` is false in all of them.
   numbers_BT = lengths_B[:, None] // size + jnp.arange(touched)[None]
   begins_BT = numbers_BT * size - lengths_B[:, None]  # in new tokens
   pages_BT = jnp.take_along_axis(
@@ -269,15 +286,4 @@ def copy_pages(
       cache,
     )
 
-  if mesh is None or mesh.size == 1:
-    return copied(cache, from_A, to_A)
-  rows, heads = axes(cache[0][0].shape[1], mesh)
-  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in cache[0])
-  layers = (layer,) * len(cache)
-  return jax.shard_map(
-    copied,
-    mesh=mesh,
-    in_specs=(layers, P(rows), P(rows)),
-    out_specs=layers,
-    check_vma=False,
-  )(cache, from_A, to_A)
+  return _on_devices(copied, mesh, (cache,), (from_A, to_A))

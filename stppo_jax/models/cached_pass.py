@@ -1,4 +1,4 @@
-"""Passes that continue from a cache.
+"""Computes the states of further tokens of rows whose beginning is cached.
 
 B rows, C tokens read at once, D width, N pages that a row can have, K heads of
 keys and of values, R query heads that share one of them, H head size, J
@@ -28,7 +28,7 @@ Array = jax.Array
 
 
 class Copied(NamedTuple):
-  """The first pages of each row, copied together.
+  """Attends to copies of the first pages of each row.
 
   Attributes:
     layers: for each layer, functions that return the first, second, ... page of
@@ -43,20 +43,6 @@ class Copied(NamedTuple):
   lengths_B: Array
   count: Array | int
 
-  def _pages(self, layer: int) -> list[attention.Page]:
-    """Returns the pages of a layer for `attention.attend_to_slices`."""
-
-    def read(n, page):
-      k_BKJH, v_BKJH, *others = page()
-      scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
-      filled = self._filled(n, k_BKJH.shape[2])
-      return attention.KeySlice(k_BKJH, v_BKJH, filled, scales)
-
-    return [
-      attention.Page(n < self.count, functools.partial(read, n, page))
-      for n, page in enumerate(self.layers[layer])
-    ]
-
   def attend(
     self, layer: int, q_BCNH: Array, own: Sequence[Array], first: Array | int
   ) -> Array:
@@ -68,6 +54,16 @@ class Copied(NamedTuple):
       own: keys and values of the recent tokens [B, K, J, H].
       first: the place of the first query's token among them.
     """
+
+    def read_page(n, page):
+      k_BKJH, v_BKJH, *others = page()
+      scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
+      size = k_BKJH.shape[2]
+      positions_J = n * size + jnp.arange(size)
+      # The positions of this page that each row has reached.
+      filled_B1J = positions_J[None, None] < self.lengths_B[:, None, None]
+      return attention.KeySlice(k_BKJH, v_BKJH, filled_B1J, scales)
+
     keys, values = own
     _, K, J, _ = keys.shape
     places_C = first + jnp.arange(q_BCNH.shape[1])
@@ -75,19 +71,17 @@ class Copied(NamedTuple):
     seen_1CJ = jnp.arange(J)[None, None] <= places_C[None, :, None]
     return attention.attend_to_slices(
       q_BCNH,
-      [attention.KeySlice(keys, values, seen_1CJ)],
-      self._pages(layer),
+      attention.KeySlice(keys, values, seen_1CJ),
+      [
+        attention.Page(n < self.count, functools.partial(read_page, n, page))
+        for n, page in enumerate(self.layers[layer])
+      ],
       num_kv_heads=K,
     )
 
-  def _filled(self, number: int, size: int) -> Array:
-    """Returns which positions of a page each row has reached [B, 1, J]."""
-    positions_J = number * size + jnp.arange(size)
-    return positions_J[None, None] < self.lengths_B[:, None, None]
-
 
 class Live(NamedTuple):
-  """All pages, which the kernel of `live_pages` reads in place.
+  """Attends to pages in place, by the kernel of `live_pages`.
 
   Attributes:
     cache: all pages.
@@ -262,6 +256,7 @@ def extend(
       )
 
     x_BCD, routing = layer(x_BCD, rotation, attend)
+    # The experts' ids are stored like a third kind of values with one head.
     if routing is not None:
       append(routing.expert_ids[:, :, None])
     updated.append(tuple(new_block))

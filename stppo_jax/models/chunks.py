@@ -1,4 +1,4 @@
-"""The vocabulary head in chunks of tokens, on one device or many.
+"""Computes the vocabulary head in chunks of tokens, on one device or many.
 
 B rows, M tokens of each, C tokens of a chunk on one device (of all its rows
 together), D width, V vocabulary, W vocabulary entries that one device holds.
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
@@ -38,7 +39,7 @@ _SCATTERED = 1024
 
 
 class Options(NamedTuple):
-  """How logits are formed; static under jit.
+  """Says how logits are formed; static under jit.
 
   Attributes:
     temperature: divides the logits.
@@ -53,7 +54,7 @@ class Options(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-  """The vocabulary entries of this device, and reductions over all entries.
+  """Forms logits of the entries of this device, and reduces over all entries.
 
   Attributes:
     matrices: one or several output matrices [W, D], in the dtype of the hidden
@@ -117,6 +118,9 @@ class VocabularyShard(NamedTuple):
       .set(scaled(d_chosen_C), mode='drop', unique_indices=True)
     )
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    # A device has the gradient of its own entries only, so that of the hidden
+    # states is summed over the devices. That of the matrix is complete: no
+    # other device has these entries.
     d_hidden_CD = product(d_logits_CW, self.matrices[0])
     d_matrix_WD = product(d_logits_CW.T, hidden_CD)
     return self._psum(d_hidden_CD).astype(dtype), d_matrix_WD
@@ -216,7 +220,7 @@ def backward(
 
 
 class _Layout(NamedTuple):
-  """The mesh axes that arrays are sharded along.
+  """Names the mesh axes that arrays are sharded along.
 
   An axis that does not divide its dimension is left out.
 
@@ -237,18 +241,12 @@ class _Layout(NamedTuple):
     """Returns the layout of these arrays on a mesh."""
     if mesh is None or mesh.size == 1:
       return cls(None, (), None, None)
-    num_entries, width = matrices[0].shape
-    fits = lambda size, *axes: (
-      size % math.prod(mesh.shape[axis] for axis in axes) == 0
-    )
-    batch = mesh_lib.BATCH_AXES
-    batch = batch if fits(inputs[0].shape[0], *batch) else ()
-    return cls(
+    batch, tensor, fsdp = activations.fitting(
+      (activations.ROWS, _TENSOR, _FSDP),
+      (inputs[0].shape[0], *matrices[0].shape),
       mesh,
-      batch,
-      _TENSOR if fits(num_entries, _TENSOR) else None,
-      _FSDP if batch and fits(width, _FSDP) else None,
     )
+    return cls(mesh, batch or (), tensor, fsdp if batch else None)
 
   @property
   def rows(self) -> P:
@@ -302,6 +300,7 @@ def _over_chunks(step, carry, inputs, chunk: int):
   rows, size = inputs[0].shape[:2]
   count = 1
   if chunk and size:
+    # `chunk` counts tokens of all rows together, since it bounds memory.
     count = math.ceil(size / max(chunk // rows, 1))
   length = math.ceil(size / count)
 
@@ -318,6 +317,8 @@ def _over_chunks(step, carry, inputs, chunk: int):
     return x.reshape(rows, count * length, *x.shape[3:])[:, :size]
 
   chunks = tuple(split(x) for x in inputs)
+  # Zeros are safe filler: their logits are finite, and in a backward pass the
+  # gradients of their results are zeros, too.
   if count == 1:
     carry, results = step(carry, tuple(x[0] for x in chunks))
     return carry, tuple(join(x[None]) for x in results)

@@ -1,4 +1,4 @@
-"""The shape of a transformer."""
+"""Describes the shape of a transformer."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -24,17 +24,13 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """How rotary angles are stretched for long texts; see `models/rotary.py`.
+  """Says how rotary angles shrink for long texts; see `models/rotary.py`.
 
   Attributes:
     rope_type: 'linear' or 'llama3'.
     factor: the number by which angles are divided.
     low_freq_factor, high_freq_factor, original_max_position_embeddings: used by
       'llama3' only, which leaves angles that turn fast as they are.
-
-  Raises:
-    ValueError: the type is unknown, or a number that it needs is not positive
-      or contradicts another.
   """
 
   rope_type: str
@@ -43,34 +39,14 @@ class RopeScaling:
   high_freq_factor: float = 0.0
   original_max_position_embeddings: int = 0
 
-  def __post_init__(self):
-    if self.rope_type not in ROPE_FIELDS:
-      raise ValueError(
-        f'unsupported rope scaling {self.rope_type!r}; supported: default, '
-        + ', '.join(ROPE_FIELDS)
-      )
-    for name in ROPE_FIELDS[self.rope_type]:
-      if not getattr(self, name) > 0:
-        raise ValueError(
-          f'rope scaling {self.rope_type}: {name}={getattr(self, name)!r} '
-          'must be greater than 0'
-        )
-    if self.rope_type == 'llama3' and (
-      self.low_freq_factor >= self.high_freq_factor
-    ):
-      raise ValueError(
-        f'rope scaling llama3: low_freq_factor={self.low_freq_factor} must be '
-        f'smaller than high_freq_factor={self.high_freq_factor}'
-      )
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The shape of a decoder of the Qwen and Llama family.
+  """Describes the shape of a decoder of the Qwen and Llama family.
 
   Biases, norms of queries and keys, and experts distinguish the families, see
-  `models/hf/families.py`. Sizes that do not fit together raise ValueError.
-  Field names follow this project's configs.
+  `models/hf/families.py`. Field names follow this project's configs, whose
+  rules, and those of `models/hf/config_json.py`, make the sizes fit together.
 
   Attributes:
     vocab_size: V, vocabulary entries of the embedding.
@@ -95,7 +71,7 @@ class ModelConfig:
       the export.
     dtype: dtype of the activations; weights are stored in float32.
     remat: what is saved of a layer for the backward pass; a key of
-      `remat.POLICIES`.
+      `transformer.POLICIES`.
     scan_unroll: layers per iteration of the scan; more of them compile longer
       and, in small models on a CPU, run faster.
     attention: how attention of whole sequences is computed; a key of
@@ -130,28 +106,6 @@ class ModelConfig:
   attention: str = 'xla'
   moe: str = 'dense'
   cache: str = 'model'
-
-  def __post_init__(self):
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f'num_heads={self.num_heads} must be a multiple of '
-        f'num_kv_heads={self.num_kv_heads}'
-      )
-    if self.head_dim <= 0 or self.head_dim % 2:
-      raise ValueError(
-        f'head_dim={self.head_dim} must be even and greater than 0'
-      )
-    if self.num_experts:
-      if not 0 < self.num_experts_per_tok <= self.num_experts:
-        raise ValueError(
-          f'num_experts_per_tok={self.num_experts_per_tok} must be 1 to '
-          f'num_experts={self.num_experts}'
-        )
-      if self.moe_intermediate_size <= 0:
-        raise ValueError(
-          f'moe_intermediate_size={self.moe_intermediate_size} must be greater '
-          f'than 0 when num_experts={self.num_experts}'
-        )
 
 
 def compared(config: ModelConfig) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The look-up of tokens in the embedding, on one device or many.
+"""Looks up tokens in the embedding, on one device or many.
 
 B rows, L tokens, D width, V vocabulary; on one device b rows, d columns and W
 vocabulary entries.
@@ -87,6 +87,8 @@ def _exchanged(
   """Returns the result of `_whole`, from columns that stay where they are."""
 
   def local(table_Wd, tokens_bL):
+    # Tokens are small and states are not, so all devices along `fsdp` get the
+    # tokens of all, and the states go only where they are needed.
     places_BL = _places(_all_rows(tokens_bL), len(table_Wd))
     x_BLd = table_Wd.at[places_BL].get(mode='fill', fill_value=0)
     x_bLD = jax.lax.all_to_all(x_BLd, _FSDP, 0, 2, tiled=True)

@@ -12,7 +12,7 @@ from stppo_jax.models import config as model_config
 
 
 class Weights(NamedTuple):
-  """The numbers of weights that a token is multiplied by in one layer.
+  """Counts the weights that a token is multiplied by in one layer.
 
   Attributes:
     attention: weights of the query, key, value and output projections.

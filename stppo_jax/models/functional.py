@@ -1,4 +1,4 @@
-"""A model as pure functions over a parameter tree.
+"""Computes with models by pure functions of their parameter trees.
 
 The network is a Flax NNX module, split once into its graph and its parameters
 (`modules`). From there on, functions take a parameter tree: a nested dict of
@@ -33,7 +33,7 @@ Params = Mapping[str, Any]
 
 
 class Rows(TypedDict, total=False):
-  """The arrays that a forward pass may read beside the tokens of its rows.
+  """Lists the arrays that a forward pass may read beside the tokens.
 
   Attributes:
     lengths_B: tokens of each row without padding; None: all. It saves work.
@@ -51,7 +51,7 @@ class Rows(TypedDict, total=False):
 
 
 class TokenOutputs(NamedTuple):
-  """The outputs of a policy's forward pass for each token.
+  """Holds the outputs of a policy's forward pass for each token.
 
   Attributes:
     logprobs_BL, entropy_BL: float32, at the loss positions that were given; see
@@ -68,10 +68,7 @@ class TokenOutputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A transformer without its weights.
-
-  Every method that takes parameters raises ValueError with the names of those
-  that do not fit the shape.
+  """Describes a transformer without its weights, and computes with it.
 
   Attributes:
     config: the shape.
@@ -209,6 +206,8 @@ class Model:
       **rows: see `Rows`.
     """
     loss_positions_BM = rows.get('loss_positions_BM')
+    # Values at all tokens need the states of all tokens; the logits then take
+    # theirs from among them.
     narrowed = loss_positions_BM is not None
     narrowed &= self.head != 'both' or not values_everywhere
     rows['loss_positions_BM'] = loss_positions_BM if narrowed else None

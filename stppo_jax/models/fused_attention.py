@@ -1,4 +1,4 @@
-"""Causal attention by fused kernels of others: cuDNN's on GPU, splash on TPU.
+"""Computes causal attention by fused kernels: cuDNN on GPU, splash on TPU.
 
 B rows, L tokens, N query heads, K heads of keys and of values, H head size.
 Both kernels skip padding.
@@ -130,7 +130,8 @@ def splash(
 
   def mix(q_BLNH, k_BLKH, v_BLKH, segments_BL):
     kernel: Any = _kernel(splash_attention, q_BLNH.shape[2], padded, interpret)
-    to_heads = lambda x: _padded(x, padded).swapaxes(1, 2)
+    widths = (0, 0), (0, padded - size), (0, 0), (0, 0)
+    to_heads = lambda x: jnp.pad(x, widths).swapaxes(1, 2)
     ids = splash_attention.SegmentIds(q=segments_BL, kv=segments_BL)
     q_BNLH = to_heads(q_BLNH * q_BLNH.shape[-1] ** -0.5)
     mixed_BNLH = jax.vmap(kernel)(
@@ -139,11 +140,12 @@ def splash(
     return mixed_BNLH.swapaxes(1, 2)[:, :size]
 
   def attend_rows(q_BLNH, k_BLKH, v_BLKH):
-    rows = q_BLNH.shape[0]
     if segments is not None:
       ids_BL = segments.ids_BL
     else:
-      lengths = jnp.full(rows, size) if lengths_B is None else lengths_B
+      lengths = lengths_B
+      if lengths is None:
+        lengths = jnp.full(q_BLNH.shape[0], size)
       ids_BL = jnp.arange(size)[None] < lengths[:, None]
     k_BLKH, v_BLKH = (
       activations.spread_heads(x, q_BLNH.shape[2], mesh)
@@ -155,14 +157,12 @@ def splash(
     if mesh is None or mesh.size == 1:
       return mix(*inputs)
     # The compiler cannot partition a kernel: each device runs it on its shard.
-    row = _dividing_axes(mesh, activations.ROWS, rows)
-    heads = P(
-      row, None, _dividing_axes(mesh, activations.TENSOR, k_BLKH.shape[2])
-    )
+    axes = activations.ROWS, None, activations.TENSOR
+    heads = activations.fitting(axes, k_BLKH.shape, mesh)
     return jax.shard_map(
       mix,
       mesh=mesh,
-      in_specs=(heads, heads, heads, P(row)),
+      in_specs=(heads, heads, heads, P(heads[0])),
       out_specs=heads,
       check_vma=False,  # the kernel does not declare which axes vary
     )(*inputs)
@@ -191,14 +191,3 @@ def _kernel(splash_attention, num_heads: int, padded: int, interpret: bool):
     q_seq_shards=1,
     interpret=interpret,
   )
-
-
-def _padded(x_BLNH: Array, padded: int) -> Array:
-  """Returns x with zeros up to `padded` tokens."""
-  missing = padded - x_BLNH.shape[1]
-  return jnp.pad(x_BLNH, ((0, 0), (0, missing), (0, 0), (0, 0)))
-
-
-def _dividing_axes(mesh: jax.sharding.Mesh, axes, size: int):
-  """Returns the axes if they divide the dimension, otherwise None."""
-  return axes if size % activations.extent(mesh, axes) == 0 else None

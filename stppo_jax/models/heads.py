@@ -1,4 +1,4 @@
-"""Token log-probabilities, divergence and values: the one next-token shift.
+"""Computes what states say about the next token; no other file shifts.
 
 B rows, L tokens, M loss positions of a row, D width, V vocabulary. The hidden
 state at l - 1 predicts token l, and the results stand at index l. No other

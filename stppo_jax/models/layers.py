@@ -1,4 +1,4 @@
-"""The layers that others are made of: a matrix product and a norm."""
+"""Defines the layers that others are made of: a matrix product and a norm."""
 
 from flax import nnx
 import jax

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside frozen matrices.
+"""Adds low-rank adapters (LoRA) to frozen matrices.
 
     y = x W + (alpha / rank) (x A) B
 
@@ -22,6 +22,7 @@ import math
 import re
 from typing import Any
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -33,32 +34,17 @@ A, B = 'lora_a', 'lora_b'
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  """The choice of matrices that have adapters, and their size.
+  """Chooses the matrices that have adapters, and the size of these.
 
   Attributes:
     rank: columns of A, rows of B.
     alpha: the product is scaled by alpha / rank.
     targets: regular expression, searched for in names like 'layers/q_proj'.
-
-  Raises:
-    ValueError: rank or alpha is not positive, or the expression is malformed.
   """
 
   rank: int
   alpha: float
   targets: str
-
-  def __post_init__(self):
-    for name in ('rank', 'alpha'):
-      value = getattr(self, name)
-      if not value > 0:
-        raise ValueError(f'lora {name}={value}: must be greater than 0')
-    try:
-      re.compile(self.targets)
-    except re.error as error:
-      raise ValueError(
-        f'lora targets={self.targets!r}: not a regular expression ({error})'
-      ) from error
 
   @property
   def scale(self) -> float:
@@ -97,62 +83,24 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
   """
   adapters = {}
   for number, name in enumerate(adapted(options, kernels)):
+    # The key depends on the place among sorted names, not on the order in which
+    # a module lists its layers.
     layers, din, dout = kernels[name].shape
     bound = 1 / math.sqrt(din)
-    pair = {
-      A: jax.random.uniform(
-        jax.random.fold_in(key, number),
-        (layers, din, options.rank),
-        minval=-bound,
-        maxval=bound,
-      ),
-      B: jnp.zeros((layers, options.rank, dout)),
-    }
-    adapters = join(adapters, _nested(name, pair))
-  return adapters
-
-
-def check(
-  options: Lora, kernels: Mapping[str, Any], adapters: Mapping[str, Params]
-) -> None:
-  """Raises ValueError unless the adapters fit the linear layers.
-
-  Args:
-    options: rank and targets.
-    kernels: name of a linear layer -> its stacked kernel [layers, in, out].
-    adapters: name -> leaves `lora_a` and `lora_b`.
-  """
-  chosen = adapted(options, kernels)
-  if sorted(adapters) != chosen:
-    raise ValueError(
-      f'adapters belong to {sorted(adapters)}, expected {chosen}'
+    adapters[f'{name}/{A}'] = jax.random.uniform(
+      jax.random.fold_in(key, number),
+      (layers, din, options.rank),
+      minval=-bound,
+      maxval=bound,
     )
-  for name, pair in adapters.items():
-    layers, din, dout = kernels[name].shape
-    for leaf, wanted in (
-      (A, (layers, din, options.rank)),
-      (B, (layers, options.rank, dout)),
-    ):
-      found = pair[leaf].shape if leaf in pair else 'missing'
-      if found != wanted:
-        raise ValueError(f'{name}/{leaf} {found}, expected {wanted}')
+    adapters[f'{name}/{B}'] = jnp.zeros((layers, options.rank, dout))
+  return traverse_util.unflatten_dict(adapters, sep='/')
 
 
 def join(one: Params, other: Params) -> Params:
-  """Returns both trees as one; no array is copied.
-
-  Raises:
-    ValueError: a leaf is in both trees.
-  """
-  result = dict(one)
-  for name, value in other.items():
-    if name not in result:
-      result[name] = value
-    elif isinstance(value, Mapping) and isinstance(result[name], Mapping):
-      result[name] = join(result[name], value)
-    else:
-      raise ValueError(f'parameter {name!r} is in both trees')
-  return result
+  """Returns both trees, which share no leaf, as one; no array is copied."""
+  leaves = traverse_util.flatten_dict(one) | traverse_util.flatten_dict(other)
+  return traverse_util.unflatten_dict(leaves)
 
 
 def merge(options: Lora, params: Params) -> Params:
@@ -182,21 +130,9 @@ def merge(options: Lora, params: Params) -> Params:
 def split(params: Params) -> tuple[Params, dict[str, Params]]:
   """Returns the tree without adapters, and the adapters by layer name."""
   base, adapters = {}, {}
-  for name, value in params.items():
-    if not isinstance(value, Mapping):
-      base[name] = value
-      continue
-    pair = {leaf: value[leaf] for leaf in (A, B) if leaf in value}
-    if pair:
-      adapters[name] = pair
-    rest = {leaf: x for leaf, x in value.items() if leaf not in pair}
-    base[name], deeper = split(rest)
-    adapters |= {f'{name}/{path}': pair for path, pair in deeper.items()}
-  return base, adapters
-
-
-def _nested(name: str, leaf: Any) -> dict[str, Any]:
-  """Returns a tree with one leaf, at a path like 'layers/q_proj'."""
-  for key in reversed(name.split('/')):
-    leaf = {key: leaf}
-  return leaf
+  for (*path, name), leaf in traverse_util.flatten_dict(params).items():
+    if name in (A, B):
+      adapters.setdefault('/'.join(path), {})[name] = leaf
+    else:
+      base[(*path, name)] = leaf
+  return traverse_util.unflatten_dict(base), adapters

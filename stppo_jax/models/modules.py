@@ -9,6 +9,7 @@ import functools
 import re
 from typing import Any
 
+import chex
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def kernels(
 ) -> dict[str, Any]:
   """Returns the shapes of the kernels that may have adapters, by layer."""
   graph, abstract = _abstract(config, head, mesh)
-  return _kernels(_linear_layers(nnx.merge(graph, abstract)))
+  linear = _linear_layers(nnx.merge(graph, abstract))
+  return {name: layer.kernel for name, layer in linear.items()}
 
 
 def filled(
@@ -68,19 +70,18 @@ def filled(
     lora: options of adapters, which the parameters may contain.
 
   Raises:
-    ValueError: parameters do not fit the shape; the message names them.
+    AssertionError: parameters do not fit the shape; the message names them.
   """
   adapters = {}
   if lora is not None:
     params, adapters = lora_lib.split(params)
+  # Before anything is filled in: jax clamps indices beyond the end of an array,
+  # so a program with an embedding that is too short would run, and be wrong.
   graph, abstract = _abstract(config, head, mesh)
-  check_shapes(params, nnx.to_pure_dict(abstract))
+  chex.assert_trees_all_equal_shapes(params, nnx.to_pure_dict(abstract))
   state = jax.tree.map(lambda x: x, abstract)  # a copy, which is filled below
   nnx.replace_by_pure_dict(state, dict(params))
   module = nnx.merge(graph, state)
-  if adapters:
-    assert lora is not None  # without it no adapters are split off
-    lora_lib.check(lora, _kernels(_linear_layers(module)), adapters)
   _adapt(module, adapters, lora)
   return module
 
@@ -138,10 +139,6 @@ def _linear_layers(module: nnx.Module) -> dict[str, layers_lib.Linear]:
   }
 
 
-def _kernels(linear: Mapping[str, layers_lib.Linear]) -> dict[str, Any]:
-  return {name: layer.kernel for name, layer in linear.items()}
-
-
 # Tracing `init` takes longer than all else that a caller does with the shapes.
 @functools.lru_cache(maxsize=32)
 def _abstract_params(config: model_config.ModelConfig, head: str):
@@ -165,29 +162,6 @@ def _abstract(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
   )
   return nnx.split(nnx.eval_shape(make))
-
-
-def check_shapes(
-  params: Mapping[str, Any], expected: Mapping[str, Any]
-) -> None:
-  """Raises ValueError, naming every leaf that does not fit the model."""
-  found, wanted = _shapes(params), _shapes(expected)
-  wrong = [
-    f'{name} {found.get(name, "missing")}, '
-    f'expected {wanted.get(name, "no such parameter")}'
-    for name in sorted(found.keys() | wanted.keys())
-    if found.get(name) != wanted.get(name)
-  ]
-  if wrong:
-    raise ValueError('parameters do not fit the model: ' + '; '.join(wrong))
-
-
-def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-  """Returns the shape of every leaf by its path."""
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf.shape
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-  }
 
 
 def cast(params: Any, dtype: str) -> Any:

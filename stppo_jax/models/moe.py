@@ -1,4 +1,4 @@
-"""A mixture of experts: each token visits a few of many gated MLPs.
+"""Routes each token to a few of many gated MLPs: a mixture of experts.
 
 B rows, L tokens of a row, D width, X experts, E experts that a token visits,
 U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
@@ -36,7 +36,7 @@ Product = Callable[..., Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """The experts that tokens visited, and the sums of the load-balance loss.
+  """Holds which experts tokens visited, and sums for the load-balance loss.
 
   It describes one layer or a whole model. For a model the ids have an axis of
   layers, and the sums are over the layers too.
@@ -55,7 +55,7 @@ class Routing:
 
 
 class Kernel(nnx.Module):
-  """The router [D, X], or one matrix of every expert, stacked [X, in, out].
+  """Holds the router [D, X], or one matrix of every expert [X, in, out].
 
   It is not a `layers.Linear`, so that it never gets adapters.
   """
@@ -65,11 +65,10 @@ class Kernel(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-  """A router and experts, which take the place of the gated MLP.
+  """Takes the place of the gated MLP with a router and experts.
 
   Args:
-    config: the model's shape; its `moe` names the implementation, see
-      `implementation`.
+    config: the model's shape; its `moe` is a key of `IMPLEMENTATIONS`.
     mesh: mesh that activations are laid out on; None: one device.
     rngs: source of the initial weights.
   """
@@ -84,7 +83,6 @@ class MixtureOfExperts(nnx.Module):
     c = config
     self.config = c
     self.mesh = mesh
-    self.implementation = implementation(c.moe)
     X, D, F = c.num_experts, c.hidden_size, c.moe_intermediate_size
     self.router = Kernel(D, X, rngs=rngs)
     self.gate_proj = Kernel(X, D, F, rngs=rngs)
@@ -118,11 +116,9 @@ class MixtureOfExperts(nnx.Module):
     weights_BLE = jnp.take_along_axis(probs_BLX, ids_BLE, axis=-1)
     if c.norm_topk_prob:
       weights_BLE = weights_BLE / jnp.sum(weights_BLE, axis=-1, keepdims=True)
-    kernels = tuple(
-      module.kernel[...].astype(x_BLD.dtype)
-      for module in (self.gate_proj, self.up_proj, self.down_proj)
-    )
-    y_BLD = self.implementation(
+    experts = self.gate_proj, self.up_proj, self.down_proj
+    kernels = tuple(x.kernel[...].astype(x_BLD.dtype) for x in experts)
+    y_BLD = IMPLEMENTATIONS[c.moe](
       x_BLD, ids_BLE, weights_BLE.astype(x_BLD.dtype), kernels, self.mesh
     )
     return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
@@ -201,10 +197,13 @@ def grouped(
   local = functools.partial(_grouped, product or jax.lax.ragged_dot)
   if mesh is None or mesh.size == 1:
     return local(x_BLD, ids_BLE, weights_BLE, *kernels)
-  divides = x_BLD.shape[0] % activations.extent(mesh, activations.ROWS) == 0
-  rows = activations.ROWS if divides else None
-  divides = kernels[0].shape[2] % mesh.shape[activations.TENSOR] == 0
-  axis = activations.TENSOR if divides else None
+  rows, axis = activations.fitting(
+    (activations.ROWS, activations.TENSOR),
+    (x_BLD.shape[0], kernels[0].shape[2]),
+    mesh,
+  )
+  # Each device computes a slice of F for all experts, so its results are terms
+  # of a sum over `tensor`, whichever experts its tokens visit.
   wide, narrow = P(None, None, axis), P(None, axis)
   specs = (P(rows), P(rows), P(rows), wide, wide, narrow)
   on_mesh = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(rows))
@@ -236,6 +235,9 @@ def _grouped(
   B, L, D = x_BLD.shape
   num_experts, E = gate_XDF.shape[0], ids_BLE.shape[-1]
   ids_U = ids_BLE.reshape(-1)
+  # Shapes are static although loads are not: there are always U visits, and
+  # only the sizes of the groups, which are data, say where an expert's end. So
+  # nothing is dropped, and nothing is padded to a capacity.
   order_U = jnp.argsort(ids_U, stable=True)
   place_U = jnp.argsort(order_U)  # where each visit is in the sorted order
   sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
@@ -258,19 +260,13 @@ def _permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
   return x_UD[order_U]
 
 
-def _permuted_forward(x_UD, order_U, inverse_U):
-  return x_UD[order_U], inverse_U
+_permuted.defvjp(
+  lambda x_UD, order_U, inverse_U: (x_UD[order_U], inverse_U),
+  lambda inverse_U, gradient_UD: (gradient_UD[inverse_U], None, None),
+)
 
 
-def _permuted_backward(inverse_U, gradient_UD):
-  return gradient_UD[inverse_U], None, None
-
-
-_permuted.defvjp(_permuted_forward, _permuted_backward)
-
-
-Implementation = Callable[..., Array]
-IMPLEMENTATIONS: Mapping[str, Implementation] = {
+IMPLEMENTATIONS: Mapping[str, Callable[..., Array]] = {
   'dense': dense,
   'grouped': grouped,
 }
@@ -287,17 +283,6 @@ def choose(name: str, *, platform: str) -> str:
   if name != 'auto':
     return name
   return 'dense' if platform == 'cpu' else 'grouped'
-
-
-def implementation(name: str) -> Implementation:
-  """Returns an implementation.
-
-  Raises:
-    ValueError: there is no implementation of that name.
-  """
-  if name not in IMPLEMENTATIONS:
-    raise ValueError(f'moe={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS))
-  return IMPLEMENTATIONS[name]
 
 
 def _routing(

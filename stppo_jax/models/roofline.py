@@ -56,7 +56,7 @@ ASSUMPTIONS = (
 
 
 class Phase(NamedTuple):
-  """The work of one device in a phase of a step, and its time.
+  """Says what one device does in a phase of a step, and how long it takes.
 
   Attributes:
     operations: multiplications and additions that the formulas need.
@@ -77,7 +77,7 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The sizes of a step that its phases depend on.
+  """Holds the sizes of a step that its phases depend on.
 
   Attributes:
     shape: the shape of policy and value model.
@@ -133,13 +133,6 @@ class Work:
   def learners(self) -> int:
     """The devices that learn."""
     return math.prod(self.axes.values())
-
-  @property
-  def decode_bytes(self) -> float:
-    """The bytes of its memory that a device reads in a call of decode."""
-    # While it grows, a row is half as long as in the end.
-    filled = min(self.length / self.engine_length, 1.0) / 2
-    return self.engine_weights + filled * self.engine_cache
 
   @property
   def output(self) -> int:
@@ -198,14 +191,17 @@ def update_sent(work: Work) -> float:
 
 def decode_read(work: Work) -> float:
   """Returns the bytes that a device reads to decode its rows of a step."""
-  return work.decode_steps * work.decode_bytes
+  # While it grows, a row is half as long as in the end.
+  filled = min(work.length / work.engine_length, 1.0) / 2
+  per_call = work.engine_weights + filled * work.engine_cache
+  return work.decode_steps * per_call
 
 
 _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
 
 
 def _extend(work: Work) -> _Counts:
-  """Prompts and observations, which are appended to the cache."""
+  """Returns the work of appending prompts and observations to the cache."""
   appended = work.trajectories * (work.length - work.losses)
   count = appended * flops.layer_operations(work.shape, work.length)
   return count, count, 0.0, {}
@@ -225,7 +221,7 @@ def _decode(work: Work) -> _Counts:
 
 
 def _publish(work: Work) -> _Counts:
-  """See docs/sharding.md for the formula."""
+  """Returns what is sent to publish weights; docs/sharding.md explains it."""
   tables = 0 if work.adapters else 2 - work.shape.tie_embeddings
   trained, parts = work.trained + tables * work.output, 1
   for axis in ('fsdp', 'tensor'):
@@ -262,7 +258,8 @@ def _update(work: Work) -> _Counts:
   passes = 2 if work.adapters else 3
   needed = passes * (models * layers + head)
   # Logits are computed again in the backward pass.
-  computed = needed + models * _recomputed(work, rows) + head
+  again = flops.recomputed_layer_operations(shape, work.length)
+  computed = needed + models * (rows * work.length * again) + head
   extra = int(work.statistics and times > 1)
   computed += extra * (layers + head)
   remat = shape.remat == 'full'
@@ -298,12 +295,6 @@ def _layers(work: Work, rows: int) -> float:
 def _head(work: Work, rows: int) -> float:
   """Returns the operations of the logits at loss positions."""
   return rows * work.losses * flops.logit_operations(work.shape)
-
-
-def _recomputed(work: Work, rows: int) -> float:
-  """Returns the operations of a model's layers that are computed again."""
-  tokens = rows * work.length
-  return tokens * flops.recomputed_layer_operations(work.shape, work.length)
 
 
 def _scatter(work: Work, weights: float) -> float:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021, arXiv 2104.09864).
+"""Rotates queries and keys by positions (Su et al., 2021, arXiv 2104.09864).
 
 B rows, L tokens, N heads of queries or of keys, H head size. Numbers i and
 i + H/2 of a head are a pair, which turns by the angle
@@ -62,8 +62,8 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 }
 
 
-def rotate(x_BLNH: Array, rotation: tuple[Array, Array]) -> Array:
+def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
   """Returns the halves (a, b) of heads as (a cos - b sin, b cos + a sin)."""
-  cos, sin = (x.astype(x_BLNH.dtype) for x in rotation)
+  cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)
   a, b = jnp.split(x_BLNH, 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

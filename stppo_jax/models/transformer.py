@@ -1,4 +1,4 @@
-"""The decoder: one definition for policy and value model.
+"""Defines the decoder, of which policy and value model are two uses.
 
 B rows, L tokens, M states that are wanted of a row, D width, N query heads, K
 heads of keys and of values, H head size, V vocabulary, X experts, E of them
@@ -27,11 +27,9 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 
-HEADS = ('vocabulary', 'scalar', 'both')
-
 
 class DecoderLayer(nnx.Module):
-  """Attention and gated MLP, each with a norm before and a residual around.
+  """Applies attention and a gated MLP, each after a norm and in a residual.
 
   If the config has experts, a mixture of them takes the MLP's place.
   """
@@ -46,29 +44,25 @@ class DecoderLayer(nnx.Module):
     c = config
     self.config = c
     self.mesh = mesh
-    self.attention_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+    D, width = c.hidden_size, c.intermediate_size
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    self.attention_norm = layers.RMSNorm(D, eps=c.rms_norm_eps)
     bias = {'use_bias': c.qkv_bias, 'rngs': rngs}
-    self.q_proj = layers.Linear(c.hidden_size, c.num_heads * c.head_dim, **bias)
-    self.k_proj = layers.Linear(
-      c.hidden_size, c.num_kv_heads * c.head_dim, **bias
-    )
-    self.v_proj = layers.Linear(
-      c.hidden_size, c.num_kv_heads * c.head_dim, **bias
-    )
+    self.q_proj = layers.Linear(D, queries, **bias)
+    self.k_proj = layers.Linear(D, keys, **bias)
+    self.v_proj = layers.Linear(D, keys, **bias)
     plain = {'use_bias': False, 'rngs': rngs}
-    self.o_proj = layers.Linear(
-      c.num_heads * c.head_dim, c.hidden_size, **plain
-    )
+    self.o_proj = layers.Linear(queries, D, **plain)
     if c.qk_norm:
       self.q_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
       self.k_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-    self.mlp_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+    self.mlp_norm = layers.RMSNorm(D, eps=c.rms_norm_eps)
     if c.num_experts:
       self.moe = moe.MixtureOfExperts(c, mesh, rngs=rngs)
       return
-    self.gate_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
-    self.up_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
-    self.down_proj = layers.Linear(c.intermediate_size, c.hidden_size, **plain)
+    self.gate_proj = layers.Linear(D, width, **plain)
+    self.up_proj = layers.Linear(D, width, **plain)
+    self.down_proj = layers.Linear(width, D, **plain)
 
   def __call__(
     self,
@@ -101,10 +95,8 @@ class DecoderLayer(nnx.Module):
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q_BLNH, k_BLKH = (
-      split_heads(self.q_proj(y_BLD)),
-      split_heads(self.k_proj(y_BLD)),
-    )
+    q_BLNH = split_heads(self.q_proj(y_BLD))
+    k_BLKH = split_heads(self.k_proj(y_BLD))
     if self.config.qk_norm:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
@@ -140,7 +132,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """Embedding, stacked decoder layers, norm, and a head.
+  """Applies embedding, stacked decoder layers, norm, and a head.
 
   Args:
     config: the shape.
@@ -171,8 +163,6 @@ class Transformer(nnx.Module):
 
     self.layers = stack(rngs)
     self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    if head not in HEADS:
-      raise ValueError(f'head={head!r}; choices: ' + ', '.join(HEADS))
     if head != 'vocabulary':
       self.scalar_head = nnx.Param(jnp.zeros((config.hidden_size, 1)))
     if head != 'scalar' and not config.tie_embeddings:
@@ -245,6 +235,8 @@ class Transformer(nnx.Module):
     unroll = self.config.scan_unroll
     layer = rematerialised(layer, self.config.remat, unrolled=unroll > 1)
     x_BLD = self.embed(tokens_BL)
+    # What follows the attention of the last layer is wanted at a few places
+    # only. All layers before it need all tokens, as keys of the next one.
     if places_BM is None or not self._last_layer_apart:
       x_BLD, routing = jax.lax.scan(
         layer, x_BLD, (stacked, ids_by_layer), unroll=unroll
@@ -323,12 +315,7 @@ def rematerialised(
       the compiler would find that something is computed twice and keep the
       first result in memory, which has to be prevented. Across iterations it
       cannot find this.
-
-  Raises:
-    ValueError: the name is not a key of `POLICIES`.
   """
-  if name not in POLICIES:
-    raise ValueError(f'remat={name!r}; choices: ' + ', '.join(POLICIES))
   if name == 'none':
     return layer
   return jax.checkpoint(layer, policy=POLICIES[name], prevent_cse=unrolled)

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and divergence over the whole vocabulary.
+"""Computes log-probabilities, entropy and divergence over the vocabulary.
 
 B rows, M tokens of each, C tokens of a chunk, D width, V vocabulary, W
 vocabulary entries of one device.
@@ -56,6 +56,9 @@ def _entropy_forward(options, hidden_BMD, output_VD, tokens_BM):
   def per_token(shard, hidden_CD, tokens_C):
     z_CW = shard.logits(hidden_CD)
     max_C = shard.max(z_CW)
+    # Entropy is log Σ e^x - Σ x e^x / Σ e^x for x relative to the largest
+    # logit: two sums that devices add up, and no probability that must be
+    # stored.
     below_CW = z_CW - max_C[:, None]
     e_CW = jnp.exp(below_CW)
     total_C, weighted_C = shard.sums(e_CW, e_CW * below_CW)

@@ -1,1 +1,1 @@
-"""Meshes, shardings and the copy of weights to the engine."""
+"""Runs programs on many devices and hosts."""

@@ -1,4 +1,4 @@
-"""The sharding of activations on the mesh.
+"""Shards activations on the mesh.
 
 The shardings of parameters and rows alone leave the compiler a choice, and it
 may choose to move activations where moving a layer's weights is cheaper. So the

@@ -1,9 +1,9 @@
-"""How the programs of models are compiled, on each platform.
+"""Compiles the programs of models with the options of each platform.
 
 The options belong to the programs and not to the environment: two machines
 compile the same, and a program that is compiled ahead of time (`topology`) is
-the one that a run executes. What is compiled is timed, announced if it takes
-long, and kept in a folder.
+the one that a run executes. Compiling is timed, and announced if it takes long;
+compiled programs are kept in a folder.
 """
 
 from collections.abc import Callable
@@ -130,6 +130,8 @@ def announced(*, long: float = _LONG) -> Iterator[None]:
       return
     name = str(kwargs.get('fun_name', 'a program'))
     name = name.removeprefix('jit(').removesuffix(')').lstrip('_')
+    # Programs are compiled by several threads, but by each one after the other:
+    # a thread has at most one line that waits to be said.
     thread = threading.get_ident()
     if thread in waiting:
       waiting.pop(thread).cancel()

@@ -1,4 +1,4 @@
-"""The coordinator of a run of several processes, and what passes through it.
+"""Lets the processes of a run meet, agree, and hear of lost ones.
 
 It is a server in process 0, at the address that all processes know. Every
 process, process 0 too, keeps a connection to it as long as it lives:
@@ -20,9 +20,13 @@ A message is a line of JSON. A process that is killed loses its connection, so
 the others hear of it at once, and by name. One that is stopped, or whose
 machine hangs, keeps it, but answers nothing any more.
 
-jax has a coordinator too, which XLA needs. Its clients abort the process, with
-a stack trace and without a name, when they lose the coordinator. So they reach
-it through the same port, by relays that stay open when process 0 is gone.
+jax has a coordinator too, which XLA needs. Its store of keys and its barriers
+would do for the exchanges, but not for their failures: a wait cannot be ended
+from outside, so neither a signal nor a failure of another host would be heard
+before its time-out; and a client that loses the coordinator aborts the process,
+with a stack trace and without a name, also with `jax_enable_recoverability`. So
+jax's clients reach jax's coordinator through the same port, by relays that stay
+open when process 0 is gone.
 """
 
 import asyncio
@@ -39,8 +43,8 @@ from typing import NamedTuple
 
 from stppo_jax import exits
 
-# What is exchanged before a program that no host may call without the others. A
-# stop abandons these exchanges, and no others.
+# The name of exchanges before a program that no host may call without the
+# others. A stop abandons these exchanges, and no others.
 PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
 # How the task of a connection ends; asyncio would log a cancelled one.
@@ -84,7 +88,7 @@ class AwakeClock:
 
 
 class _Member(NamedTuple):
-  """A process that is connected."""
+  """Describes a process that is connected."""
 
   name: str
   writer: asyncio.StreamWriter
@@ -92,7 +96,7 @@ class _Member(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Coordinator:
-  """The server of process 0; all of it runs on one event loop.
+  """Serves all processes from process 0, on one event loop.
 
   Attributes:
     address: where the processes find it, for the lines that they print.
@@ -149,7 +153,7 @@ class Coordinator:
   async def _serve(self, reader, writer) -> None:
     keep_alive(writer)
     with contextlib.closing(writer):
-      # Whoever sends something else is none of ours.
+      # A peer that sends anything else does not belong to the run.
       with contextlib.suppress(*_ENDS, ValueError, KeyError, TypeError):
         first = await reader.readline()
         if first == JAX:
@@ -165,6 +169,7 @@ class Coordinator:
         break
       except ConnectionRefusedError:
         await asyncio.sleep(RETRY)
+    # When one direction ends, `pump` ends the other.
     with contextlib.closing(inner[1]):
       await asyncio.gather(pump(reader, inner[1]), pump(inner[0], writer))
 
@@ -189,7 +194,8 @@ class Coordinator:
     if len(self._members) == self.count:
       names = [self._members[n].name for n in range(self.count)]
       self._broadcast({'done': 'met', 'values': names})
-    # What is no message ends the connection, too: the others must know of it.
+    # A line that is not a message ends the connection, and the others hear that
+    # the process is gone: it could not be trusted to answer any more.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       while line := await reader.readline():
         self._receive(process, json.loads(line))
@@ -197,6 +203,7 @@ class Coordinator:
 
   def _receive(self, process: int, message: Message) -> None:
     """Handles a message of a process, which is a sign of life as well."""
+    # Any message will do: a host that exchanges is alive, and need not answer.
     self._asked.pop(process, None)
     if 'give' in message:
       self._give(process, message)
@@ -303,7 +310,7 @@ class Coordinator:
 
 
 class Relay:
-  """A port of this machine that leads to jax's coordinator in process 0.
+  """Leads from a port of this machine to jax's coordinator in process 0.
 
   Attributes:
     passes_end: whether the end of process 0 ends the connections too. As long
@@ -376,8 +383,8 @@ def addresses(host: str) -> Sequence[str]:
   """Returns the addresses to listen at, the best first.
 
   A loopback name is bound to loopback, so that no other machine can connect. A
-  name that leads to another machine, such as a gateway, is no address of this
-  one: the second choice is every address.
+  name may lead to a gateway that passes connections on, so the second choice is
+  every address of this machine.
   """
   resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   first = str(resolved[0][4][0])

@@ -28,7 +28,7 @@ _JAX_SHUTDOWN = 10  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """The place of this process among the processes of a run.
+  """Describes the place of this process among the processes of a run.
 
   Attributes:
     coordinator: host name and port of process 0.
@@ -59,17 +59,12 @@ def place(
   Raises:
     ValueError: flags are missing or wrong; one line.
   """
-  given = {
-    '--coordinator': coordinator != '',
-    '--num_processes': num_processes != 0,
-    '--process_id': process_id != -1,
-  }
-  if not any(given.values()):
+  given = coordinator != '', num_processes != 0, process_id != -1
+  if not any(given):
     return detect()
-  missing = [flag for flag, is_given in given.items() if not is_given]
-  if missing:
+  if not all(given):
     raise ValueError(
-      f'{" and ".join(missing)}: missing; give {", ".join(given)} or none'
+      '--coordinator, --num_processes, --process_id: give all three or none'
     )
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -77,12 +72,10 @@ def place(
       f'--coordinator={coordinator}: must be HOST:PORT, the address of '
       'process 0'
     )
-  if num_processes < 1:
-    raise ValueError(f'--num_processes={num_processes}: must be at least 1')
   if not 0 <= process_id < num_processes:
     raise ValueError(
-      f'--process_id={process_id}: must be from 0 to '
-      f'{num_processes - 1}, one below --num_processes'
+      f'--process_id={process_id}: must be at least 0, and below '
+      f'--num_processes={num_processes}'
     )
   if num_processes == 1:
     return None
@@ -111,26 +104,26 @@ def detect() -> Place | None:
 
 @contextlib.contextmanager
 def joined(
-  place: Place | None, *, start_timeout: float = START_TIMEOUT
+  here: Place | None, *, start_timeout: float = START_TIMEOUT
 ) -> Iterator[hosts_lib.Hosts]:
   """Yields the hosts of a run, once all have come; they also end together.
 
   Call it before jax is asked for devices.
 
   Args:
-    place: the place of this process; None: it is the only one.
+    here: the place of this process; None: it is the only one.
     start_timeout: seconds to wait for the others.
 
   Raises:
     HostFailed: a host has not come, or has failed.
   """
-  if place is None:
+  if here is None:
     yield hosts_lib.ALONE
     return
   hosts = hosts_lib.ConnectedHosts(
-    place.coordinator,
-    place.process_id,
-    place.num_processes,
+    here.coordinator,
+    here.process_id,
+    here.num_processes,
     jax_port=_free_port(),
     start_timeout=start_timeout,
     patience=_PATIENCE,
@@ -140,15 +133,17 @@ def joined(
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
       hosts.jax_address,
-      place.num_processes,
-      place.process_id,
-      local_device_ids=place.local_device_ids,
+      here.num_processes,
+      here.process_id,
+      local_device_ids=here.local_device_ids,
       cluster_detection_method='deactivate',
       coordinator_bind_address=hosts.jax_address,
       heartbeat_timeout_seconds=_JAX_HEARTBEAT,
       shutdown_timeout_seconds=_JAX_SHUTDOWN,
     )
     yield hosts
+    # First all hosts say that they are done. Then jax's clients leave its
+    # coordinator, and the connections that they used end last.
     hosts.leave()
     jax.distributed.shutdown()
     hosts.close()
@@ -180,6 +175,7 @@ def by_host(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """
   if jax.process_count() == 1:
     return mesh
+  # jax's own order on a TPU follows the torus, in which hosts may alternate.
   devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
   counts = collections.Counter(device.process_index for device in devices)
   if len(set(counts.values())) > 1:

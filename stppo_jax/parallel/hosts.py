@@ -1,4 +1,4 @@
-"""The processes of a run, on one machine or on many, as each of them sees them.
+"""Shows a process the other processes of its run, on one machine or many.
 
 A *host* is one process with its devices. Python on the hosts agrees through the
 coordinator (see `coordinator`), outside compiled programs, so that an error or
@@ -34,7 +34,7 @@ _DIAGNOSIS = 5.0
 
 
 class HostFailed(Exception):
-  """Another host has failed; the line names it and the cause.
+  """Says that another host has failed; the line names it and the cause.
 
   Attributes:
     exit_code: the exit code of the failed host; 75 if it was killed.
@@ -54,7 +54,7 @@ class HostFailed(Exception):
 
 
 class Hosts:
-  """The only host of a run, which agrees with itself.
+  """Stands for the only host of a run, which agrees with itself.
 
   Attributes:
     index: the number of this host.
@@ -103,7 +103,7 @@ class Hosts:
     return slice(first, (self.index + 1) * size // self.count)
 
   def describe(self, index: int) -> str:
-    """Returns a host as people know it."""
+    """Returns the number of a host with the name of its machine."""
     return f'host {index} ({self.names[index]})'
 
   def stop(self) -> None:
@@ -118,7 +118,7 @@ ALONE = Hosts()
 
 
 class ConnectedHosts(Hosts):
-  """One of several hosts.
+  """Connects one of several hosts with the others.
 
   Args:
     address: host name and port of the coordinator.
@@ -182,6 +182,7 @@ class ConnectedHosts(Hosts):
     else:
       self._relay = coordinator_lib.Relay(host, int(port))
       self.jax_address = f'127.0.0.1:{self._call(self._relay.start())}'
+    # Expected before the connection is made: the answer may come at once.
     met = self._expect('met')
     self._call(self._connect(host, int(port), start_timeout))
     self.names = met.result()
@@ -207,6 +208,7 @@ class ConnectedHosts(Hosts):
 
   def fail(self, line: str, exit_code: int) -> None:
     """Tells the others, and waits until they know; this process must end."""
+    # Two threads may fail at once, the second one often because of the first.
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:
@@ -218,6 +220,8 @@ class ConnectedHosts(Hosts):
 
   def leave(self) -> None:
     """Leaves the run; every host does so, once it is done."""
+    # Nobody closes a connection before all are done, so that a connection which
+    # ends earlier is always a host that was lost.
     self.exchange('the end', None)
     self._ending = True
     if self._server is None:
@@ -265,17 +269,13 @@ class ConnectedHosts(Hosts):
 
   async def _receive_all(self, reader) -> None:
     """Handles the coordinator's messages until it is gone."""
-    # A ValueError: a line is too long, or no message.
+    # A ValueError: the line is too long, or it is not JSON.
     with contextlib.suppress(OSError, ValueError):
       while line := await reader.readline():
         self._receive(json.loads(line))
     if not self._ending:
-      self._end(
-        HostFailed(
-          f'{self._coordinator} is gone: it was killed, or its machine or '
-          'network has failed'
-        )
-      )
+      why = 'it was killed, or its machine or network has failed'
+      self._end(HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
     """Names a coordinator that asks nothing any more, and gives it up."""
@@ -303,7 +303,10 @@ class ConnectedHosts(Hosts):
     if 'ask' in message:
       coordinator_lib.send(self._writer, {'answer': True})
     elif 'done' in message:
-      self._answer(message['done'], message['values'])
+      with self._lock:
+        future = self._waiting.pop(message['done'], None)
+      if future is not None:
+        future.set_result(message['values'])
     elif 'waiting' in message:
       if self._waiting or self.index == 0:
         streams.say(f'waiting {message["waiting"]}')
@@ -316,14 +319,8 @@ class ConnectedHosts(Hosts):
     elif 'failed' in message:
       self._end(HostFailed(message['failed'], message['code']))
 
-  def _answer(self, key: str, value: Any) -> None:
-    with self._lock:
-      future = self._waiting.pop(key, None)
-    if future is not None:
-      future.set_result(value)
-
   def _end_exchanges(self, error: BaseException, what: str = '') -> None:
-    """Ends whatever waits for the others, or only what has this name."""
+    """Ends all waits for other hosts, or only those in exchanges of a name."""
     with self._lock:
       keys = [key for key in self._waiting if key.startswith(what)]
       futures = [self._waiting.pop(key) for key in keys]
@@ -331,7 +328,7 @@ class ConnectedHosts(Hosts):
       future.set_exception(error)
 
   def _end(self, failure: HostFailed) -> None:
-    """Ends whatever waits for the others, and soon this process."""
+    """Ends all waits for other hosts now, and this process a little later."""
     with self._lock:
       if self._failure is not None:
         return
@@ -348,6 +345,8 @@ class ConnectedHosts(Hosts):
       interruption.end_process(failure.exit_code)
 
   def _give(self, what: str, value: Any, to: str) -> concurrent.futures.Future:
+    # All hosts make the exchanges of a name in the same order, so equal numbers
+    # are the same exchange.
     number = self._rounds[what] = self._rounds.get(what, -1) + 1
     key = f'{what}/{number}'
     future = self._expect(key)
@@ -357,6 +356,8 @@ class ConnectedHosts(Hosts):
   def _expect(self, key: str) -> concurrent.futures.Future:
     """Returns the future of an exchange, which a failure ends too."""
     future = concurrent.futures.Future()
+    # Under the lock, a failure comes either before this, and is found here, or
+    # after it, and finds the future. No wait can be missed.
     with self._lock:
       abandoned = self._stopped and key.startswith(coordinator_lib.PROGRAM)
       if self._failure is None and not abandoned:

@@ -1,4 +1,4 @@
-"""The memory of devices: what they have, hold and have used, and the host's."""
+"""Tells what devices and the host hold in memory, and moves arrays there."""
 
 from collections.abc import Mapping
 import math
@@ -63,7 +63,7 @@ def max_memory() -> dict[str, float]:
 
 
 class Held(NamedTuple):
-  """The bytes that a run holds on one device, beside what programs need.
+  """Counts the bytes that a run holds on a device, beside what programs need.
 
   Attributes:
     sizes: name to bytes of everything on a device that learns, while it does.

@@ -1,4 +1,4 @@
-"""The device mesh, (data, fsdp, tensor), and whether it divides a model."""
+"""Makes the mesh (data, fsdp, tensor), and checks that it divides a model."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -108,22 +108,14 @@ def make_learning_mesh(
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  learning, collecting = divide(devices or jax.devices(), collect_fraction)
-  try:
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
-  except ValueError as error:
-    if not collecting:
-      raise
-    raise ValueError(
-      f'{error}; the other {len(collecting)} collect: '
-      f'mesh.collect_fraction={collect_fraction}'
-    ) from error
+  learning, _ = divide(devices or jax.devices(), collect_fraction)
+  return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
 
 
 def platform(mesh: jax.sharding.Mesh | None) -> str:
   """Returns the platform that a mesh is of: 'cpu', 'gpu' or 'tpu'.
 
-  What is built depends on the mesh, never on the devices of this process: a
+  Programs depend on the mesh, never on the devices of this process: a
   program may be compiled for devices that are elsewhere (`topology`).
 
   Args:
@@ -159,28 +151,24 @@ def check_divides(
       numbers of devices that would fit.
   """
   for axis, sizes in sharded.items():
-    sharers = {'num_kv_heads': num_kv_heads} if axis == 'tensor' else {}
-    devices = mesh.shape[axis]
-    wrong = [
-      f'{name}={size}' for name, size in sizes.items() if size % devices
-    ] + [
-      f'{name}={size} (nor is it a multiple)'
-      for name, size in sharers.items()
-      if not _shared(size, devices)
-    ]
-    if wrong:
+    heads = num_kv_heads if axis == 'tensor' else 0
+    if wrong := _undivided(sizes, heads, mesh.shape[axis]):
       fitting = [
         str(n)
         for n in range(1, mesh.size + 1)
-        if not any(size % n for size in sizes.values())
-        and all(_shared(size, n) for size in sharers.values())
+        if not _undivided(sizes, heads, n)
       ]
       raise ValueError(
-        f'mesh {axis}={devices} does not divide {", ".join(wrong)}; of up to '
-        f'{mesh.size} devices, {axis} may have {", ".join(fitting)}'
+        f'mesh {axis}={mesh.shape[axis]} does not divide {", ".join(wrong)}; '
+        f'of up to {mesh.size} devices, {axis} may have {", ".join(fitting)}'
       )
 
 
-def _shared(heads: int, devices: int) -> bool:
-  """Returns whether every device can have whole heads, alone or shared."""
-  return heads % devices == 0 or devices % heads == 0
+def _undivided(
+  sizes: Mapping[str, int], num_kv_heads: int, devices: int
+) -> list[str]:
+  """Returns the sizes that so many devices do not divide, as text."""
+  wrong = [f'{name}={size}' for name, size in sizes.items() if size % devices]
+  if num_kv_heads % devices and devices % num_kv_heads:
+    wrong.append(f'num_kv_heads={num_kv_heads}')
+  return wrong

@@ -29,8 +29,9 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
 Tree = Any
-# Each axis of training is split in two. Decoding cuts rows along `_ROWS`, and
-# weights along `_COLUMNS`.
+# Each axis of training is split in two factors, so that one mesh can express
+# the layouts of both. Decoding cuts rows along `_ROWS`, and weights along
+# `_COLUMNS`.
 _ROWS = ('data_rows', 'fsdp_rows', 'tensor_rows')
 _COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns')
 _SPLIT_AXES = (
@@ -41,7 +42,7 @@ _SPLIT_AXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """The devices that decode, and the pieces of weights that each of them holds.
+  """Says which devices decode, and which pieces of weights each of them holds.
 
   Attributes:
     training: the mesh of training.
@@ -113,6 +114,9 @@ class Placement:
   def _split_sizes(self) -> dict[str, int]:
     """The size of each of `_SPLIT_AXES`."""
     data, fsdp, tensor = self.training.devices.shape
+    # Devices along `tensor` keep what they have as far as possible. Further
+    # ones are taken from `fsdp` first, since they are closer than those of
+    # `data`.
     columns = math.gcd(tensor, self.tensor)
     more = self.tensor // columns if columns == tensor else 1
     by_fsdp = math.gcd(more, fsdp)
@@ -188,9 +192,9 @@ class Placement:
 class Publisher:
   """Copies weights of a model to the devices that decode with them.
 
-  What is no layer is copied first, then one layer after the other, by programs
-  of their own. A single program would gather many layers before it puts the
-  first into its results, and so hold most of the weights twice.
+  Embedding, norm and head are copied first, then one layer after the other, by
+  separate programs. A single program would gather many layers before it puts
+  the first into its results, and so hold most of the weights twice.
 
   Args:
     placement: the devices.
@@ -216,8 +220,10 @@ class Publisher:
 
     Args:
       part: the stacked layers, of which a second argument of the copy chooses
-        one, or what is no layer; shapes suffice.
+        one, or all other weights; shapes suffice.
     """
+    # Weights come in few structures: with or without adapters, layers or
+    # others.
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)
@@ -269,6 +275,7 @@ class Publisher:
 
   def _copy(self, part: Tree, layer: jax.Array) -> Tree:
     is_stack = 'layers' in part
+    # The layer is an argument, not a constant: one program copies every layer.
     copied = self._cast(
       jax.tree.map(lambda x: x[layer] if is_stack else x, part)
     )

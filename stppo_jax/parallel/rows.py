@@ -78,7 +78,7 @@ def take_clipped(x: Array, index: Array) -> Array:
   """
   if index.ndim == 1:
     return x.at[index].get(mode='clip')
-  parts = _parts(x, index)
+  parts = x.reshape(len(index), -1, *x.shape[1:])
   taken = jax.vmap(lambda part, m: part.at[m].get(mode='clip'))(parts, index)
   return taken.reshape(-1, *x.shape[1:])
 
@@ -143,8 +143,3 @@ take_with_inverse.defvjp(
   lambda x, index, inverse: (take_filled(x, index), inverse),
   lambda inverse, gradient: (take_filled(gradient, inverse), None, None),
 )
-
-
-def _parts(x: Array, index: Array) -> Array:
-  """Returns the part of each device, [n, b, ...]."""
-  return x.reshape(len(index), -1, *x.shape[1:])

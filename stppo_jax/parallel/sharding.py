@@ -1,4 +1,4 @@
-"""The sharding of parameters and batches on the mesh, by ordered rules."""
+"""Shards parameters and batches on the mesh, by ordered rules."""
 
 import re
 from typing import Any
@@ -50,6 +50,8 @@ def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
   """
 
   def one(path, leaf):
+    # A pattern may match anywhere in a name, so that states of the optimiser,
+    # in which the parameters' names follow those of its own fields, match too.
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     if leaf.ndim == 0:
       return NamedSharding(mesh, P())

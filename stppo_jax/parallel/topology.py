@@ -1,4 +1,4 @@
-"""Devices that are not there: their limits, and programs compiled for them.
+"""Describes devices that need not be there, and compiles programs for them.
 
     v5e:4x4       a TPU slice: a generation and its chips along each axis
     gpu:h100:8    GPUs, eight in a host
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 class Limits(NamedTuple):
-  """The limits of one device, as its maker publishes them.
+  """Holds the limits of one device, as its maker publishes them.
 
   Attributes:
     memory: GiB that programs can use; of a TPU, where its compiler refuses.
@@ -99,16 +99,16 @@ _SIZE = re.compile(r'\b(\d[\d.]*[KMGT])')
 
 
 class DoesNotFit(ValueError):
-  """A program that needs more memory than a device has; one line."""
+  """Says that a program needs more memory than a device has; one line."""
 
 
 class Rejected(ValueError):
-  """A program that the compiler cannot compile; one line."""
+  """Says that the compiler cannot compile a program; one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Some devices of one kind.
+  """Describes some devices of one kind.
 
   Attributes:
     name: the name that `find` was given.
@@ -132,7 +132,7 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class VirtualDevice:
-  """A device that has a place in a mesh and nothing else."""
+  """Stands for a device in a mesh, and can do nothing else."""
 
   id: int
   process_index: int
@@ -161,8 +161,8 @@ def find(name: str) -> Topology:
   if kind in TPUS and _CHIPS.fullmatch(size):
     limits, chips = TPUS[kind], math.prod(map(int, size.split('x')))
     host = chips if name in _ONE_HOST else _CHIPS_PER_HOST
-    devices, host = chips * limits.per_chip, host * limits.per_chip
-    return Topology(name, 'tpu', limits, devices, min(devices, host))
+    count, host = chips * limits.per_chip, host * limits.per_chip
+    return Topology(name, 'tpu', limits, count, min(count, host))
   if gpu != kind and gpu in GPUS and _NUMBER.fullmatch(size):
     host = min(int(size), _GPUS_PER_HOST)
     return Topology(name, 'gpu', GPUS[gpu], int(size), host)
@@ -180,11 +180,13 @@ def virtual(topology: Topology) -> list[Any]:
   """Returns devices with a place in a mesh; nothing can be compiled for them.
 
   Raises:
-    ValueError: the devices do not fill whole hosts; one line.
+    ValueError: the last host would have fewer devices than the others; one
+      line.
   """
   if topology.num_devices % topology.per_host:
     raise ValueError(
-      f'{topology.name}: must fill hosts of {topology.per_host} devices'
+      f'{topology.name}: the number of devices must be a multiple of '
+      f'{topology.per_host}, which each host has'
     )
   return [
     VirtualDevice(n, n // topology.per_host, topology.platform, topology.name)
@@ -273,11 +275,11 @@ def limits_of(device: Any) -> Limits | None:
   return _KINDS.get(device.device_kind)
 
 
-def slice_of(devices: Sequence[Any]) -> str:
-  """Returns the name of the TPU slice that devices fill; '' if not known."""
-  limits = limits_of(devices[0])
+def slice_of(chips: Sequence[Any]) -> str:
+  """Returns the name of the TPU slice that chips fill; '' if not known."""
+  limits = limits_of(chips[0])
   kinds = [kind for kind, known in TPUS.items() if known is limits]
-  axes = list(zip(*(device.coords for device in devices)))
+  axes = list(zip(*(chip.coords for chip in chips)))
   sizes = [max(axis) - min(axis) + 1 for axis in axes]
   # Slices of v5e and v6e have two axes.
   names = [str(size) for n, size in enumerate(sizes) if n < 2 or size > 1]

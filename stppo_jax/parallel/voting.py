@@ -1,4 +1,4 @@
-"""Sections of a run that all hosts end together.
+"""Runs sections that all hosts end together.
 
 A section has no program in it that waits for another host: it prepares,
 collects or evaluates. At its end the hosts vote: each tells whether it is done,
@@ -59,6 +59,8 @@ def voted(
       raise error from caught
   except (Exception, interruption.Interrupted) as caught:
     error = caught
+  # A host that has failed votes like the others: they would wait for it, and
+  # only the votes tell them why they were stopped.
   vote = _vote(error, interrupt)
   if vote:
     hosts.stop()
@@ -71,12 +73,15 @@ def voted(
       f'their work within {patience:.0f} s',
       vote.get('code', interrupt.exit_code or exits.TRY_AGAIN),
     ) from error
+  # Its own error has a stack trace, so it goes before those of others.
   if error is not None and 'failed' in vote:
     raise error
   for index, other in enumerate(votes):
     if 'failed' in other:
       line = f'{hosts.describe(index)} failed: {other["failed"]}'
       raise hosts_lib.HostFailed(line, other['code'], saves=other['saves'])
+  # The host that got the signal knows the exit code; those that were only asked
+  # to stop have none.
   codes = [other['interrupted'] for other in votes if other]
   if codes:
     interrupt.exit_code = next(

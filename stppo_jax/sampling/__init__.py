@@ -1,1 +1,1 @@
-"""Token in, token out: tokenizer, stops and the decoding engine."""
+"""Generates turns: tokenizer, stop strings and the decoding engine."""

@@ -1,4 +1,4 @@
-"""The compiled programs of the local engine, and the weights they read.
+"""Compiles the programs of the local engine, and holds their weights.
 
 All lanes share them, and so do engines of the same model, sizes and sampling: a
 program is traced and compiled once in a process.
@@ -30,7 +30,7 @@ from stppo_jax.sampling import stops
 
 
 class CompiledPrograms:
-  """The programs that a `SlotDriver` calls.
+  """Holds the programs that a `SlotDriver` calls.
 
   Args:
     model: the policy; the mesh in it is replaced by that of the placement.
@@ -98,6 +98,8 @@ class CompiledPrograms:
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
     """Returns what `publish` sets `params` to, without setting it."""
+    # By identity: a base is the same arrays for the whole run, and comparing
+    # their values would read all of them.
     if base is not self._base:
       self._base_copy = None
       self._base_copy = None if base is None else self._publisher(base)
@@ -141,7 +143,7 @@ def joined(
 
 
 class Functions(NamedTuple):
-  """The jitted functions of `CompiledPrograms`, and what copies the weights."""
+  """Holds the jitted functions of an engine, and what copies its weights."""
 
   publisher: publish_lib.Publisher
   empty: Callable[..., Any]

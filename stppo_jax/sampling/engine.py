@@ -27,7 +27,6 @@ from stppo_jax.models import functional
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import lane as lane_lib
 from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_driver
@@ -35,7 +34,7 @@ from stppo_jax.sampling import stops
 
 
 class Engine:
-  """The local engine: a policy that generates in slots.
+  """Generates turns with a policy on devices of this process.
 
   Args:
     model: the policy.
@@ -43,16 +42,12 @@ class Engine:
       weights along their axis `tensor`.
     automaton: the stop automaton over the tokenizer's ids.
     options: the options of the engine.
-    make_driver: makes the slot driver of each lane; tests replace it.
+    make_driver: makes the slot driver of each lane.
 
   Attributes:
     slots: rows that are decoded together.
     max_length: tokens that a row can hold.
     version: the version of the published weights.
-
-  Raises:
-    ValueError: if the model has fewer ids than the tokenizer, or there are
-      several lanes on several devices.
   """
 
   def __init__(
@@ -64,7 +59,6 @@ class Engine:
     options: engine_options.EngineOptions,
     make_driver: Callable[..., slot_driver.SlotDriver] = slot_driver.SlotDriver,
   ):
-    options.check_devices(placement.mesh.size)
     self.slots = options.slots
     self.max_length = options.max_length
     self.version = 0
@@ -151,20 +145,14 @@ class Engine:
       greedy: whether to take the most probable token instead of sampling.
 
     Raises:
-      ValueError: if the group size does not divide the slots of a lane, a
-        prompt is empty or leaves no room to generate, or there are too few
-        keys.
       Exception: the error that a lane's thread has raised since the last
         collection began, even if a poll has raised it already.
     """
-    self._options.check_group_size(group_size)
-    engine_rules.check_prompts(
-      prompts, keys, group_size=group_size, max_length=self.max_length
-    )
     for lane in self._lanes:
       lane.begin(max_turn_tokens=max_turn_tokens, greedy=greedy)
     self._group_size = group_size
     self._rows = {}
+    # On the host, where rows take their keys to the batches that they are in.
     key_data = np.asarray(jax.random.key_data(keys))
     for group, prompt in enumerate(prompts):
       for n in range(group * group_size, (group + 1) * group_size):
@@ -179,37 +167,25 @@ class Engine:
   def resume(self, row: int, token_ids: np.ndarray) -> None:
     """Appends an observation to a row, whose next turn begins.
 
-    Raises:
-      ValueError: if the observation leaves no room to generate, or no turn of
-        the row has ended.
+    Args:
+      row: a row whose turn has ended.
+      token_ids: [L] int32, fewer than `remaining`.
     """
-    lane = self._lane_between_turns(row)
-    engine_rules.check_observation(
-      token_ids, remaining=self.remaining(row), max_length=self.max_length
-    )
-    lane.append_observation(self._rows[row], token_ids)
+    self._rows[row].lane.append_observation(self._rows[row], token_ids)
 
   def close(self, row: int) -> np.ndarray | None:
-    """Ends a row, whose slot becomes free.
+    """Ends a row whose turn has ended; its slot becomes free.
 
     Returns:
       The experts that each token visited, see `SlotDriver.expert_ids`; None
       unless `return_expert_ids`.
-
-    Raises:
-      ValueError: if no turn of the row has ended.
     """
-    return self._lane_between_turns(row).close(self._rows.pop(row))
+    closed = self._rows.pop(row)
+    return closed.lane.close(closed)
 
   def statistics(self) -> dict[str, float]:
     """Returns no metrics: no turn can fail here."""
     return {}
-
-  def _lane_between_turns(self, number: int) -> lane_lib.Lane:
-    row = self._rows[number]
-    if row.lane is None or not row.lane.is_between_turns(row):
-      raise ValueError(f'row {number} is not between two turns')
-    return row.lane
 
   @property
   def busy(self) -> bool:
@@ -224,6 +200,8 @@ class Engine:
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
     """Decodes for a while and returns the turns that ended, by row."""
+    # Calls are started in all lanes before any result is waited for. One lane
+    # that is done is enough: its rows should not wait for the others.
     if self._queue and self._can_admit():
       self._admit()
     ended, lanes = {}, {}
@@ -251,6 +229,8 @@ class Engine:
   def _can_admit(self) -> bool:
     """Returns whether there are slots for rows of the queue."""
     counts = [len(lane.free) for lane in self._lanes]
+    # Refilling a slot while others decode would make shapes, and so rounding,
+    # depend on when observations arrive.
     if self._options.deterministic:
       return sum(counts) == self.slots
     return any(counts)

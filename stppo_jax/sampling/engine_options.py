@@ -1,4 +1,4 @@
-"""The options of the local engine."""
+"""Holds the options of the local engine."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from stppo_jax.sampling import sampler
 
 
 class ProgramOptions(NamedTuple):
-  """The options that compiled programs depend on.
+  """Holds the options that compiled programs depend on.
 
   Attributes:
     page_size: tokens of a page of the cache.
@@ -25,10 +25,11 @@ class ProgramOptions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-  """How the local engine divides its work.
+  """Says how the local engine divides its work.
 
   Only `sampling` and `max_length` change what is generated. All the others
-  change how fast that is done.
+  change how fast that is done. A config with sizes that do not fit each other
+  or the devices is refused before (`engine_rules`).
 
   Attributes:
     slots: rows that are decoded together; a multiple of `lanes` and of the
@@ -66,16 +67,6 @@ class EngineOptions:
   lanes: int
   batch_rows: int
   return_expert_ids: bool = False
-
-  def __post_init__(self):
-    self.check_group_size(1)
-    problem = engine_rules.pages_problem(
-      self.pages, parts=self.lanes, pages_per_row=self.pages_per_row
-    )
-    if self.pages and self.deterministic:
-      problem = 'must be 0 for an engine that is deterministic'
-    if problem:
-      raise ValueError(f'pages={self.pages}: {problem}')
 
   @property
   def slots_per_lane(self) -> int:
@@ -130,16 +121,3 @@ class EngineOptions:
       shards: the number of devices that slots are divided over.
     """
     return shards * min(self.most_rows, self.slots_per_lane // shards)
-
-  def check_devices(self, num_devices: int) -> None:
-    """Raises ValueError if lanes cannot run on this number of devices."""
-    if problem := engine_rules.devices_problem(self.lanes, num_devices):
-      raise ValueError(f'lanes={self.lanes}: {problem}')
-
-  def check_group_size(self, group_size: int) -> None:
-    """Raises ValueError if whole groups do not fill the slots of a lane."""
-    problem = engine_rules.slots_problem(
-      self.slots, lanes=self.lanes, group_size=group_size
-    )
-    if problem:
-      raise ValueError(f'slots={self.slots}: {problem}')

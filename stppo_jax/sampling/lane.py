@@ -33,7 +33,7 @@ Row = rows_lib.Row
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkInFlight:
-  """A chunk that has been started.
+  """Describes a chunk that has been started.
 
   Attributes:
     turns: the row and its turn in each slot of the chunk.
@@ -48,7 +48,7 @@ class _ChunkInFlight:
 
 
 class Lane:
-  """The scheduler of some slots.
+  """Schedules the rows in some slots.
 
   Args:
     driver: the slots, and the calls that change them.
@@ -140,11 +140,6 @@ class Lane:
   def append_observation(self, row: Row, token_ids: np.ndarray) -> None:
     """Schedules tokens to be appended to a row before its next turn."""
     self._to_append.append((row, token_ids))
-
-  def is_between_turns(self, row: Row) -> bool:
-    """Returns whether a row can be resumed or closed."""
-    scheduled = any(row is other for other, _ in self._to_append)
-    return not row.generating and not scheduled
 
   def close(self, row: Row) -> np.ndarray | None:
     """Frees the slot of a row.
@@ -253,6 +248,8 @@ class Lane:
         self._pool(row).share(row, source, len(token_ids))
       shared = len(row.pages)
       if not self._grow(row, len(token_ids)):
+        # A row that has not begun gives the shared pages back. If rows that
+        # wait held pages, there might be none for the row that must never wait.
         if not row.length:
           self._pool(row).release(row)
         self._to_append.append((row, token_ids))
@@ -326,9 +323,12 @@ class Lane:
       # The row may be longer by all tokens of its chunks in flight.
       ahead = row.in_flight * self._options.decode_chunk
       length = min(row.length + ahead, self._options.max_length)
+      # The host does not wait to know the length: an upper bound only makes the
+      # program look at pages that may turn out to be empty.
       decodes[row.slot] = slot_calls.Decode(
         row.key_data, length, tuple(row.pages)
       )
+      # The number of the turn tells a late result from one of the next turn.
       row_turns[row.slot] = row, row.turn
       row.in_flight += 1
       self._generating[row.slot] = self._generating.pop(row.slot)

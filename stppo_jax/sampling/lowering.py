@@ -62,8 +62,7 @@ class Lowering:
     # A program has the slots of all hosts that call it.
     hosts = mesh_lib.num_hosts(mesh)
     slots = hosts * options.slots_per_lane
-    self.state = jax.tree.map(
-      _placed,
+    self.state = sharding.with_layout(
       jax.eval_shape(
         lambda: slot_state.empty(
           model,
@@ -74,6 +73,8 @@ class Lowering:
       ),
       self._slots_layout,
     )
+    # The rows of the largest call, not all slots: with `batch_rows` no program
+    # ever runs on more of them, so this one needs the most memory.
     self._shards = cache_lib.row_shards(model.config, mesh)
     self._rows = hosts * options.largest_call(self._shards // hosts)
     self._table_ZV = jax.ShapeDtypeStruct(
@@ -132,7 +133,7 @@ class Lowering:
 
     def shapes(part, layer):
       copy, layout = publisher.program(part)
-      return jax.tree.map(_placed, jax.eval_shape(copy, part, layer), layout)
+      return sharding.with_layout(jax.eval_shape(copy, part, layer), layout)
 
     return publisher.by_part(params, shapes)
 
@@ -152,7 +153,3 @@ class Lowering:
       jnp.int32,
       sharding=self._slots_layout.lengths,
     )
-
-
-def _placed(shape: Any, layout: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout)

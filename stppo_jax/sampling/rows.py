@@ -1,4 +1,4 @@
-"""The dialogues of a collection, and the pages of the cache that they have.
+"""Describes the dialogues of a collection, and gives them pages of the cache.
 
 Rows that share a prompt share its full pages. A page is free again when the
 last row that has it gives it back.
@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclasses.dataclass(eq=False)
 class Row:
-  """A dialogue of a collection.
+  """Describes a dialogue of a collection.
 
   Attributes:
     number: the number of the row in the collection.
@@ -51,7 +51,7 @@ class Row:
 
 
 class PagePool:
-  """The pages of one device of a lane.
+  """Gives the pages of one device of a lane to its rows.
 
   Args:
     num_pages: the number of pages.
@@ -96,6 +96,8 @@ class PagePool:
 
   def fits(self, row: Row, length: int) -> bool:
     """Returns whether `grow` would give a row what it needs."""
+    # What the oldest row may still need is not given to others, even if it is
+    # free: the oldest one never waits, so all rows end.
     missing, oldest = self._missing(row, length), self._rows[0]
     kept = 0 if row is oldest else self._most - len(oldest.pages)
     return missing <= max(len(self._free) - kept, 0)

@@ -23,7 +23,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How tokens are sampled; static.
+  """Says how tokens are sampled; static.
 
   Attributes:
     temperature: the logits are divided by it.
@@ -39,7 +39,7 @@ class Sampling:
 
 
 class SampledTokens(typing.NamedTuple):
-  """One token per row.
+  """Holds one token for each row.
 
   Attributes:
     tokens_S: int32.
@@ -75,6 +75,8 @@ def sample(
   """
   scaled_SV = logits_SV / sampling.temperature
   left_SV = truncate(scaled_SV, sampling)
+  # A token that truncation leaves out has the logit -inf, which noise does not
+  # change.
   noisy = lambda: left_SV + _gumbel(keys_S, positions_S, left_SV.shape[1])
   if branches:
     noisy_SV = jax.lax.cond(greedy, lambda: left_SV, noisy)

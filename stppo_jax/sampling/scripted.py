@@ -1,4 +1,4 @@
-"""An engine that repeats given turns, for demonstrations and tests."""
+"""Repeats given turns, as an engine for demonstrations and tests."""
 
 from collections.abc import Sequence
 
@@ -33,15 +33,8 @@ class ScriptedEngine:
     max_turn_tokens: int,
     greedy: bool = False,
   ) -> None:
-    """Begins a collection at the first turn of every script.
-
-    Raises:
-      ValueError: if there are more rows than scripts.
-    """
+    """Begins a collection at the first turn of every script."""
     del keys, greedy
-    num_rows = len(prompts) * group_size
-    if num_rows > len(self._scripts):
-      raise ValueError(f'{num_rows} rows for {len(self._scripts)} scripts')
     self._max_turn_tokens = max_turn_tokens
     self._lengths = {
       group * group_size + n: len(prompt)

@@ -54,6 +54,9 @@ class SliceDriver(slot_driver.SlotDriver):
   def _run(
     self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
   ) -> Any:
+    # A host may take part in many programs of others before its own is the
+    # first of `_ORDER`. It comes at last, because each of them makes its host
+    # progress.
     while True:
       with self._agreed(call) as calls:
         merged = _merged(calls)

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Append:
-  """A prompt or an observation, after which a turn begins in the slot.
+  """Describes a prompt or an observation, after which a turn begins.
 
   Attributes:
     token_ids: [L] int32.
@@ -27,7 +27,7 @@ class Append:
 
 @dataclasses.dataclass(frozen=True)
 class CopyPrompt:
-  """A prompt that a slot gets from another slot of its device.
+  """Describes a prompt that a slot gets from another slot of its device.
 
   Attributes:
     source: the slot that holds the prompt; its row may have gone on since.
@@ -45,7 +45,7 @@ class CopyPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-  """A slot in which the policy generates.
+  """Describes a slot in which the policy generates.
 
   Attributes:
     key_data: uint32 [2], the data of the row's key.
@@ -59,7 +59,7 @@ class Decode:
 
 
 class Call(NamedTuple):
-  """A call of a program.
+  """Describes a call of a program.
 
   Attributes:
     program: its name, or a state of a host that needs none, see `slice_driver`.

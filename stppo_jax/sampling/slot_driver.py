@@ -31,7 +31,7 @@ _MAX_HALVINGS = 3
 
 
 class SlotDriver:
-  """Some slots, their state on the devices, and the calls that change it.
+  """Holds the state of some slots on the devices, and changes it by calls.
 
   Programs run on all slots, or on the active slots only
   (`EngineOptions.compacts`), then in batches of a few fixed sizes. If slots are
@@ -155,7 +155,7 @@ class SlotDriver:
     active = self._active(list(copies), call.size, always=True)
     none = cache_lib.NO_PAGE
     arrays = np.zeros((5, active.size), np.int32)
-    arrays[3:] = none
+    arrays[3:] = none  # padding must copy no page: 0 would be a real one
     for place, copy in zip(active.places, copies.values()):
       arrays[:, place] = (
         copy.source % (self.slots // self.shards),
@@ -314,6 +314,7 @@ class SlotDriver:
     part = self.slots // self.shards
     if not compacts:
       return part
+    # A program has one shape on all devices: the fullest of them decides.
     largest = int(np.bincount([slot // part for slot in slots]).max())
     return _fitting(largest, min(self.batch_rows, part))
 
@@ -331,6 +332,8 @@ class SlotDriver:
     part = self.slots // shards  # slots of a device
     if size == part and not always:
       return _Active(None, slots, self.slots)
+    # Places that stay at `self.slots` stand for no slot: programs read anything
+    # there and store nothing.
     active = np.full((shards, size), self.slots, np.int32)
     counts, places = [0] * shards, []
     for slot in slots:
@@ -338,12 +341,14 @@ class SlotDriver:
       active[shard, counts[shard]] = slot % part
       places.append(shard * size + counts[shard])
       counts[shard] += 1
+    # With several devices a program takes a list for each, so that the compiler
+    # knows that no row moves between devices.
     one = shards == self._programs.num_hosts == 1
     return _Active(active[0] if one else active, places, shards * size)
 
 
 class _Active(NamedTuple):
-  """The active slots of a call.
+  """Describes the active slots of a call.
 
   Attributes:
     slots: `slots_A` of the programs, see `slot_programs`; None for all slots.

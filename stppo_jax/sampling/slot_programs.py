@@ -1,4 +1,4 @@
-"""The two programs of the slot engine: append tokens, and decode tokens.
+"""Defines the two programs of the engine: append tokens, and decode tokens.
 
 S slots, A active slots, C tokens of a chunk, D model width, V vocabulary, Z
 states of the stop automaton. `extend` appends prompts and observations,
@@ -39,7 +39,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AppendBatch:
-  """The tokens that `extend` appends to each active slot.
+  """Holds the tokens that `extend` appends to each active slot.
 
   Attributes:
     tokens_AC: int32, the first counts_A of each slot.
@@ -60,7 +60,7 @@ class AppendBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """The tokens that `decode` sampled.
+  """Holds the tokens that `decode` sampled.
 
   Attributes:
     tokens_AC: int32, the first counts_A of each slot.

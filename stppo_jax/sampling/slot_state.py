@@ -1,4 +1,4 @@
-"""The state of the slots on the devices, and how rows get a prompt of another.
+"""Keeps the state of slots on the devices, and copies prompts between them.
 
 S slots, A active slots, D model width, N pages that a row can have. See
 `slot_programs` for the programs that append and decode, and for the meaning of
@@ -23,7 +23,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-  """The state of all slots, or of A active ones, on the devices.
+  """Holds the state of all slots, or of A active ones, on the devices.
 
   Attributes:
     cache: keys and values in pages, which the host gives to slots.
@@ -109,6 +109,8 @@ def copy_prompts(
       to; both `cache.NO_PAGE` where the prompt fills its pages.
     mesh: the mesh of the slots.
   """
+  # The source may have gone on, so its present state is that of its own turns.
+  # Only what it keeps of the prompt is copied.
   sources = gather_slots(state, slots_A=sources_A)
   cache = cache_lib.copy_pages(state.cache, from_A, to_A, mesh=mesh)
   return scatter_slots(
@@ -140,13 +142,11 @@ def expert_ids(state: SlotState, pages_N: Array) -> Array:
 def gather_slots(state: SlotState, *, slots_A: Array | None) -> SlotState:
   """Returns the state of the active slots, without their cache."""
   state = dataclasses.replace(state, cache=())
-  return state if slots_A is None else _gather(state, slots_A)
-
-
-def _gather(tree, slots_A: Array):
+  if slots_A is None:
+    return state
   # A slot id of S or more stands for no slot: what is read there is never
-  # stored, because `_scatter` drops it.
-  return jax.tree.map(lambda x: rows.take_clipped(x, slots_A), tree)
+  # stored, because `scatter_slots` drops it.
+  return jax.tree.map(lambda x: rows.take_clipped(x, slots_A), state)
 
 
 def scatter_slots(

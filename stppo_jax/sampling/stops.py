@@ -37,16 +37,11 @@ class StopAutomaton:
     nothing to the text and leave the state as it is.
 
     Args:
-      vocab_size: ids of the model.
-
-    Raises:
-      ValueError: if the model has fewer ids than the tokenizer.
+      vocab_size: ids of the model, at least those of the tokenizer.
     """
     states, known = self.next_state_ZV.shape
-    if vocab_size < known:
-      raise ValueError(
-        f'the tokenizer has {known} ids, the model only {vocab_size}'
-      )
+    # Ids of padding stand for no token, but they can be sampled: their logits
+    # are as finite as those of others.
     padding_Z1 = np.arange(states, dtype=np.int16)[:, None]
     padding = np.repeat(padding_Z1, vocab_size - known, axis=1)
     return np.concatenate([self.next_state_ZV, padding], axis=1)
@@ -65,26 +60,23 @@ def build(
       as it is.
     stop_strings: the first one that is completed ends the turn.
     eos_ids: the ids that end the turn too.
-
-  Raises:
-    ValueError: if no sequence of tokens can spell a stop string.
   """
-  for stop in stop_strings:
-    if not _spellable(stop.encode(), token_bytes):
-      raise ValueError(f'no sequence of tokens can spell {stop!r}')
   transitions = _byte_automaton([stop.encode() for stop in stop_strings])
-  num_states = len(transitions)
+  stopped = len(transitions) - 1
   # The bytes of each entry of the vocabulary, padded to the longest.
   width = max(len(token) for token in token_bytes)
   padded = np.zeros((len(token_bytes), width), np.int64)
   lengths_V = np.array([len(token) for token in token_bytes])
   for token_id, token in enumerate(token_bytes):
     padded[token_id, : len(token)] = list(token)
-  state_ZV = np.repeat(np.arange(num_states)[:, None], len(token_bytes), 1)
+  state_ZV = np.repeat(
+    np.arange(len(transitions))[:, None], len(token_bytes), 1
+  )
+  # All tokens are read side by side, byte by byte, from every state; a token
+  # that has ended stays where it is.
   for position in range(width):
     moved_ZV = transitions[state_ZV, padded[None, :, position]]
     state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)
-  stopped = num_states - 1
   state_ZV[:, list(eos_ids)] = stopped
   return StopAutomaton(state_ZV.astype(np.int16), stopped)
 
@@ -94,23 +86,10 @@ def num_states(stop_strings: Sequence[str]) -> int:
   return len(_byte_automaton([stop.encode() for stop in stop_strings]))
 
 
-def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
-  """Returns whether tokens can spell the string, with or without other text."""
-  tokens = set(token_bytes)
-  ends = {
-    n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
-  }
-  for n in range(1, len(stop)):
-    if n in ends:
-      ends.update(m for m in range(n + 1, len(stop)) if stop[n:m] in tokens)
-  return any(
-    stop in token or any(token.startswith(stop[n:]) for n in ends)
-    for token in tokens
-  )
-
-
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
   """Returns transitions [Z, 256]; in the last state a stop is complete."""
+  # A state is a proper prefix of a stop string. Whole ones share the last
+  # state, since nothing after them matters.
   prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))})
   index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is 0
   stopped = len(prefixes)

@@ -45,7 +45,7 @@ _DECODERS = 'ByteLevel, Fuse, Sequence of Replace, ByteFallback, Fuse, Strip'
 
 
 class Tokenizer:
-  """A fast Hugging Face tokenizer.
+  """Wraps a fast Hugging Face tokenizer.
 
   Args:
     fast: the tokenizer; it must have an end-of-sequence token.
@@ -179,10 +179,23 @@ class Tokenizer:
   def neutralise(self, text: str) -> str:
     """Returns the text with the literals of all added tokens broken up.
 
+    A gap follows the first character of a literal. It is a character that no
+    literal contains, so a replacement makes no new literal. It may leave a
+    literal that overlapped with the replaced one, which the next round finds. A
+    literal of one character becomes a gap.
+
     Raises:
       ValueError: if there is no character to break them up with.
     """
-    return _without_literals(text, self.added_literals)
+    literals = [literal for literal in self.added_literals if literal]
+    gap = next((c for c in _GAPS if not any(c in x for x in literals)), None)
+    if gap is None:
+      raise ValueError(f'every one of {_GAPS!r} is in some added token')
+    while found := [literal for literal in literals if literal in text]:
+      for literal in found:
+        head, tail = literal[0], literal[1:]
+        text = text.replace(literal, head + gap + tail if tail else gap)
+    return text
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of ids, with special tokens.
@@ -192,6 +205,9 @@ class Tokenizer:
     characters. Ids above the vocabulary, which a padded embedding has, add
     nothing.
     """
+    # Not by the tokenizer's own decoder: it may strip spaces and mend bytes at
+    # the ends of what it is given, and the stop automaton reads bytes as they
+    # are.
     pieces = self.token_bytes()
     joined = b''.join(pieces[i] for i in ids if i < len(pieces))
     return joined.decode(errors='replace')
@@ -262,28 +278,6 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
     tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
   )
   return Tokenizer(fast)
-
-
-def _without_literals(text: str, literals: Sequence[str]) -> str:
-  """Returns the text with every literal broken behind its first character.
-
-  The gap is a character that no literal contains, so a replacement makes no new
-  literal. It may leave a literal that overlapped with the replaced one, which
-  the next round finds. A literal of one character becomes a gap.
-
-  Raises:
-    ValueError: if every gap is a character of some literal.
-  """
-  literals = [literal for literal in literals if literal]
-  free = [gap for gap in _GAPS if not any(gap in one for one in literals)]
-  if not free:
-    raise ValueError(f'every one of {_GAPS!r} is in some added token')
-  gap = free[0]
-  while found := [literal for literal in literals if literal in text]:
-    for literal in found:
-      head, tail = literal[0], literal[1:]
-      text = text.replace(literal, head + gap + tail if tail else gap)
-  return text
 
 
 def without_space(text: str) -> str:

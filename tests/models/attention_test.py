@@ -50,20 +50,6 @@ def test_attention_by_hand(num_kv_heads):
   np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
 
 
-def test_padding_does_not_change_earlier_queries():
-  # A token never attends to later ones, so padding needs no mask.
-  lengths_B = np.array([3, 7], np.int32)
-  inputs = _inputs(2, 7, 2, 1)
-  attend = jax.jit(
-    attention.causal_attention('xla', 7, lengths_B=lengths_B, mesh=None)
-  )
-  mixed = attend(*inputs)
-  poisoned = [x.copy() for x in inputs]
-  for x in poisoned:
-    x[0, 3:] = 1e6
-  np.testing.assert_array_equal(attend(*poisoned)[0, :3], mixed[0, :3])
-
-
 def _value_and_gradients(attend, inputs, lengths_B):
   size = inputs[0].shape[1]
   valid_BL11 = (np.arange(size)[None] < lengths_B[:, None])[..., None, None]
@@ -209,21 +195,13 @@ def test_auto_is_the_fastest_implementation_of_a_platform(
     ('cudnn', 'cpu', 'bfloat16', 'auto, xla'),
     ('cudnn', 'gpu', 'float32', 'auto, xla'),
     ('splash', 'gpu', 'bfloat16', 'auto, cudnn, xla'),
-    ('cudnn', 'tpu', 'bfloat16', 'auto, splash, xla'),
-    ('flash', 'cpu', 'float32', 'auto, xla'),
   ],
 )
 def test_an_implementation_that_does_not_run_here_is_refused(
   name, platform, dtype, choices
 ):
-  message = rf'^model.attention={name}: .*; choices here: {choices}$'
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=f'model.attention={name}.*{choices}$'):
     attention.choose(name, dtype=dtype, head_dim=64, platform=platform)
-
-
-def test_an_unknown_implementation_is_an_error_that_lists_the_choices():
-  with pytest.raises(ValueError, match="attention='flash'; choices: xla, cud"):
-    attention.causal_attention('flash', 9, lengths_B=None, mesh=None)
 
 
 _SEGMENTS = np.array([[1] * 5 + [2] * 9 + [3] * 3 + [0] * 5, [4] * 22])

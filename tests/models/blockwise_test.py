@@ -86,17 +86,6 @@ def test_sums_are_in_float32():
     )
 
 
-def test_later_tokens_change_nothing_before_them():
-  attend = jax.jit(blockwise.attend(22, 7, None))
-  inputs = _inputs(22, 4, 2)
-  poisoned = [x.copy() for x in inputs]
-  for x in poisoned:
-    x[0, 13:] = 1e6
-  np.testing.assert_array_equal(
-    attend(*poisoned)[0, :13], attend(*inputs)[0, :13]
-  )
-
-
 def _compiled(size, num_heads, num_kv_heads, mesh):
   """Returns the compiled gradients of attention for this length."""
   attend = attention.causal_attention('xla', size, lengths_B=None, mesh=mesh)

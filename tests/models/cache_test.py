@@ -63,33 +63,6 @@ def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
     assert {0, _C} <= seen_counts
 
 
-@pytest.mark.slow
-def test_keys_and_values_of_8_bits_are_near_those_of_32():
-  params, tokens_BL = tiny.params(tiny.model()), _tokens()
-  lengths_B = np.zeros(_B, np.int32)
-  found = {}
-  for kind in ('model', 'int8'):
-    model = tiny.model(cache=kind)
-    cache = cache_lib.empty(model.config, _B * _N, _SIZE)
-    # Read in two calls: the second one reads what the first has stored.
-    for first in (0, _L // 2):
-      found[kind], cache = tiny.read_on(
-        model,
-        params,
-        tokens_BL[:, first : first + _L // 2],
-        cache,
-        lengths_B + first,
-        lengths_B + _L // 2,
-        num_pages=3 if first else 0,
-      )
-    sizes = {x.dtype.name for x in jax.tree.leaves(cache)}
-    assert sizes == ({'int8', 'float32'} if kind == 'int8' else {'float32'})
-  # An entry is rounded by at most 1 / 254 of the largest one of its vector.
-  distance = np.abs(found['int8'] - found['model'])
-  assert 1e-4 < distance.max() < 0.1 * np.abs(found['model']).max()
-  assert distance.mean() < 0.01 * np.abs(found['model']).mean()
-
-
 def test_more_pages_than_needed_change_no_bit():
   model = tiny.model()
   params = tiny.params(model)

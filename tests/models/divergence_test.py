@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import heads
+from tests.models import shapes
 from tests.models import tiny
 
 _B, _L, _D, _V = 3, 7, 4, 9
@@ -77,41 +77,6 @@ def test_divergence_equals_a_float64_loop(temperature, chunk):
     np.testing.assert_allclose(x, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_the_divergence_of_two_coins_is_known():
-  # The state (1, 0) gives pi = (1/4, 3/4); the reference is a fair coin.
-  hidden = np.array([[[1.0, 0.0], [5.0, 5.0]]], np.float32)
-  output = np.array([[0.0, 0.0], [np.log(3.0), 1.0]], np.float32)
-  _, ref_logprobs_BL, divergence_BL = _jitted(1.0, 8)(
-    hidden, output, hidden, np.zeros_like(output), np.array([[0, 1]], np.int32)
-  )
-  expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-  np.testing.assert_allclose(divergence_BL, [[0.0, expected]], rtol=1e-6)
-  np.testing.assert_allclose(ref_logprobs_BL, [[0.0, math.log(0.5)]], rtol=1e-6)
-
-
-def test_log_probabilities_equal_those_of_the_policy_head():
-  hidden, output, ref_hidden, ref_output, tokens = _arguments()
-  logprobs, ref_logprobs, _ = _jitted(0.7, 4 * _B)(*_arguments())
-  plain = jax.jit(
-    functools.partial(heads.token_logprobs_and_entropy, temperature=0.7)
-  )
-  expected, _ = plain(hidden, output, tokens)
-  np.testing.assert_allclose(logprobs, expected, atol=1e-6)
-  expected, _ = plain(ref_hidden, ref_output, tokens)
-  np.testing.assert_allclose(ref_logprobs, expected, atol=1e-6)
-
-
-def test_at_the_reference_divergence_and_gradient_are_0():
-  hidden, output, _, _, tokens = _arguments()
-  total = lambda hidden, output: jnp.sum(
-    _jitted(1.0, 4 * _B)(hidden, output, *_arguments()[:2], tokens)[2]
-  )
-  run = jax.jit(jax.value_and_grad(total, (0, 1)))
-  value, gradient = run(hidden, output)
-  assert abs(value) < 1e-5
-  jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-5), gradient)
-
-
 def test_chunks_do_not_change_the_gradient_and_the_reference_has_none():
   weights = np.random.default_rng(1).normal(size=(3, _B, _L))
   weights = weights.astype(np.float32)
@@ -145,8 +110,8 @@ def test_chunks_do_not_change_the_gradient_and_the_reference_has_none():
 
 def test_logits_of_a_whole_batch_are_never_formed():
   B, L, D, V, chunk = 4, 64, 8, 512, 32
-  shapes = [(B, L, D), (V, D), (B, L, D), (V, D)]
-  parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  model = (B, L, D), (V, D)
+  parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in model * 2]
   tokens = jax.ShapeDtypeStruct((B, L), jnp.int32)
 
   def total(hidden, output, *rest):
@@ -156,11 +121,7 @@ def test_logits_of_a_whole_batch_are_never_formed():
     return sum(jnp.sum(x) for x in found)
 
   program = jax.jit(jax.grad(total, (0, 1))).lower(*parts, tokens).compile()
-  sizes = [
-    math.prod(int(n) for n in shape.split(','))
-    for shape in re.findall(r'f32\[([\d,]+)\]', program.as_text())
-  ]
-  assert max(sizes) == chunk * V  # of a chunk, and nothing larger
+  assert shapes.largest(program) == chunk * V  # of a chunk, and nothing larger
 
 
 def test_the_divergence_of_models_is_that_of_their_heads():

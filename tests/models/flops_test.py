@@ -36,12 +36,6 @@ def test_operations_are_those_of_the_published_shapes():
   assert policy - value == pytest.approx(100 * 2 * 0.233e9, rel=5e-3)
 
 
-def test_a_row_counts_with_its_own_length():
-  one, two = (flops.forward_operations(_SHAPE, [n], 0)[1] for n in (100, 300))
-  assert flops.forward_operations(_SHAPE, [100, 300], 0)[1] == one + two
-  assert two > 3 * one
-
-
 def test_of_experts_those_count_that_a_token_visits():
   experts = dataclasses.replace(
     _SHAPE,

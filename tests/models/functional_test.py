@@ -13,19 +13,6 @@ from tests.models import tiny
 _TOKENS = np.array([[1, 5, 2, 7], [3, 3, 9, 0]], np.int32)
 
 
-def test_values_are_the_scalar_head_on_the_state_before():
-  model = tiny.model('scalar')
-  params = tiny.params(model)
-  hidden_BLD = np.asarray(jax.jit(model.hidden)(params, _TOKENS))
-  expected_BL = np.zeros(_TOKENS.shape, np.float32)
-  for b in range(len(_TOKENS)):
-    for position in range(1, _TOKENS.shape[1]):
-      before = hidden_BLD[b, position - 1]
-      expected_BL[b, position] = before @ params['scalar_head'][:, 0]
-  values_BL = jax.jit(model.values)(params, _TOKENS)
-  np.testing.assert_allclose(values_BL, expected_BL, atol=1e-5)
-
-
 def test_initial_weights_have_the_right_shapes_and_scales():
   model = tiny.model('scalar')
 
@@ -41,56 +28,6 @@ def test_initial_weights_have_the_right_shapes_and_scales():
   assert kernel.shape == (2, 16, 16)
   assert 0.015 < kernel[0].std() < 0.025
   assert abs(np.corrcoef(kernel[0].ravel(), kernel[1].ravel())[0, 1]) < 0.2
-
-
-@pytest.mark.parametrize(
-  ('tied', 'name'), [(True, 'embedding'), (False, 'lm_head')]
-)
-def test_the_output_matrix_may_be_the_embedding(tied, name):
-  model = tiny.model(tie_embeddings=tied)
-  params = tiny.params(model)
-  assert ('lm_head' in params) is not tied
-  assert model.output_VD(params) is params[name]
-
-
-def test_biases_exist_if_the_config_has_them():
-  for qkv_bias in (True, False):
-    model = tiny.model(qkv_bias=qkv_bias)
-    layers = jax.eval_shape(model.init, jax.random.key(0))['layers']
-    for name in ('q_proj', 'k_proj', 'v_proj'):
-      assert ('bias' in layers[name]) is qkv_bias
-
-
-@pytest.mark.parametrize(
-  ('change', 'message'),
-  [
-    (
-      lambda p: p['layers']['q_proj'].pop('bias'),
-      r'layers/q_proj/bias missing, expected \(2, 16\)',
-    ),
-    (
-      lambda p: p.update(extra=np.zeros(3)),
-      r'extra \(3,\), expected no such parameter',
-    ),
-    # Ids past the end of a short embedding would be clamped without an error.
-    (
-      lambda p: p.update(embedding=np.zeros((9, 16))),
-      r'embedding \(9, 16\), expected \(11, 16\)',
-    ),
-  ],
-)
-def test_weights_of_another_shape_are_named(change, message):
-  model = tiny.model()
-  params = tiny.params(model)
-  change(params)
-  with pytest.raises(ValueError, match=message):
-    model.hidden(params, _TOKENS)
-
-
-def test_an_unknown_head_prints_the_choices():
-  model = tiny.model('vector')
-  with pytest.raises(ValueError, match="'vector'; choices: vocabulary, scalar"):
-    jax.eval_shape(model.init, jax.random.key(0))
 
 
 # The numbers at loss positions are tested every time in learner/step_test.py;
@@ -158,3 +95,11 @@ def test_values_are_computed_at_loss_positions_only():
   for place in ((0, 1), (0, 3), (1, 5)):
     expected_BL[place] = whole_BL[place]
   np.testing.assert_allclose(found_BL, expected_BL, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_another_shape_are_named():
+  # Ids past the end of a short embedding would be clamped without an error.
+  model = tiny.model()
+  params = {**tiny.params(model), 'embedding': np.zeros((9, 16))}
+  with pytest.raises(AssertionError, match='embedding'):
+    model.hidden(params, _TOKENS)

@@ -225,23 +225,10 @@ def test_an_even_load_has_a_loss_of_experts_per_token():
   assert moe.load_balance(0 * visits, 0 * visits, jnp.float32(0)) == 0
 
 
-def test_an_unknown_implementation_lists_the_choices():
-  with pytest.raises(ValueError, match="moe='x'; choices: dense, grouped"):
-    _parts(moe='x')
-
-
-@pytest.mark.parametrize(
-  ('name', 'platform', 'expected'),
-  [
-    ('auto', 'cpu', 'dense'),
-    ('auto', 'gpu', 'grouped'),
-    ('auto', 'tpu', 'grouped'),
-    ('dense', 'tpu', 'dense'),
-    ('grouped', 'cpu', 'grouped'),
-  ],
-)
-def test_the_platform_chooses_the_implementation(name, platform, expected):
-  assert moe.choose(name, platform=platform) == expected
+def test_the_platform_chooses_the_implementation():
+  assert moe.choose('auto', platform='cpu') == 'dense'
+  assert moe.choose('auto', platform='tpu') == 'grouped'
+  assert moe.choose('grouped', platform='cpu') == 'grouped'
 
 
 @pytest.mark.torch

@@ -4,7 +4,6 @@ Every architecture, with its embedding tied and untied, one, two and seven query
 heads to a key head, and positions scaled in either way.
 """
 
-import functools
 import json
 import pathlib
 
@@ -107,28 +106,6 @@ def test_decoding_from_a_cache_gives_the_same_logits(name):
     hidden.append(np.asarray(hidden_BCD)[:, :count])
   logits_BLV = _logits(np.concatenate(hidden, axis=1), model.output_VD(params))
   np.testing.assert_allclose(logits_BLV, golden['logits_BLV'], atol=1e-4)
-
-
-def test_token_logprobs_stand_at_their_token():
-  directory, config, params = _load('qwen2_untied')
-  golden = _golden(directory)
-  temperature = 0.7
-  scores = np.float64(golden['logits_BLV']) / temperature
-  log_all = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-  model = functional.Model(config, 'vocabulary')
-  logprobs_BL, entropy_BL = jax.jit(
-    functools.partial(model.logprobs_and_entropy, temperature=temperature)
-  )(params, golden['tokens_BL'])
-  for b, row in enumerate(golden['tokens_BL']):
-    assert logprobs_BL[b, 0] == 0 and entropy_BL[b, 0] == 0
-    for position in range(1, len(row)):
-      before = log_all[b, position - 1]
-      np.testing.assert_allclose(
-        logprobs_BL[b, position], before[row[position]], atol=1e-5
-      )
-      np.testing.assert_allclose(
-        entropy_BL[b, position], -(np.exp(before) * before).sum(), atol=1e-5
-      )
 
 
 @pytest.mark.parametrize('name', _NAMES)

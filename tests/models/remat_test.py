@@ -59,18 +59,9 @@ def test_gradients_do_not_depend_on_policy_and_unrolling(name, unrolled):
   )
 
 
-def test_gradients_of_every_policy_are_compared():
-  assert set(transformer.POLICIES) == {'none', 'all_dots', 'dots', 'full'}
-
-
 def test_every_policy_saves_less_than_the_one_before():
   kept = [_kept(name) for name in transformer.POLICIES]
   assert kept == sorted(set(kept), reverse=True)
-
-
-def test_an_unknown_policy_lists_the_choices():
-  with pytest.raises(ValueError, match="'some'; choices: none, all_dots, dots"):
-    transformer.rematerialised(lambda x: x, 'some', unrolled=False)
 
 
 def test_config_rules_list_the_policies():

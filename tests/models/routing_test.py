@@ -3,18 +3,12 @@
 B rows, L tokens, E experts that a token visits, X experts.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.models import functional
-from stppo_jax.models import heads
-from stppo_jax.models.hf import config_json
-from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from tests.models import tiny
@@ -48,12 +42,6 @@ def test_every_layer_reports_its_experts_and_sums():
   np.testing.assert_allclose(
     np.sum(routing.probs_BX, axis=1), N * LENGTHS, rtol=1e-6
   )
-
-
-def test_a_model_without_experts_has_no_routing():
-  model = tiny.model()
-  _, routing = jax.jit(model.hidden_and_routing)(tiny.params(model), TOKENS)
-  assert routing is None
 
 
 def test_replaying_a_models_own_experts_changes_nothing():
@@ -113,40 +101,6 @@ def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed(
   )
 
 
-# The layer with experts on eight devices is tested every time in moe_test.py.
-@pytest.mark.slow
-@pytest.mark.parametrize('remat', ['none', 'full'])
-def test_eight_devices_are_one(remat):
-  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-  config = dataclasses.replace(
-    MODEL.config, vocab_size=12, moe='grouped', remat=remat
-  )
-  tokens = np.concatenate([TOKENS, TOKENS[:1]])  # rows for four devices
-  lengths = np.array([*LENGTHS, L], np.int32)
-
-  def gradient(mesh):
-    model = functional.Model(config, 'vocabulary', mesh)
-
-    def loss(params, tokens, lengths):
-      hidden, routing = model.hidden_and_routing(
-        params, tokens, lengths_B=lengths
-      )
-      states = jnp.mean(jnp.square(hidden[:, :1]))  # no padding among them
-      return states + jnp.mean(routing.probs_BX * routing.visits_BX)
-
-    params, rows = tiny.params(model), (tokens, lengths)
-    if mesh is not None:
-      params = jax.device_put(params, sharding.param_shardings(params, mesh))
-      rows = jax.device_put(rows, sharding.batch_sharding(mesh))
-    return jax.jit(jax.value_and_grad(loss))(params, *rows)
-
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    gradient(None),
-    gradient(mesh),
-  )
-
-
 def test_every_device_has_a_slice_of_every_expert():
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   params = jax.eval_shape(MODEL.init, jax.random.key(0))
@@ -156,34 +110,3 @@ def test_every_device_has_a_slice_of_every_expert():
     cuts = 1 if name == 'router' else 2
     assert part[:-2] == matrix['kernel'].shape[:-2], name
     assert np.prod(part) * 2**cuts == matrix['kernel'].size, name
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize('name', ('dense', 'grouped'))
-def test_logits_and_routing_equal_those_of_transformers(name, tmp_path):
-  torch = pytest.importorskip('torch', exc_type=ImportError)
-  import transformers
-
-  shape = {**config_json.write(MODEL.config), 'output_router_logits': True}
-  torch.manual_seed(0)
-  theirs = transformers.Qwen3MoeForCausalLM(
-    transformers.Qwen3MoeConfig(**shape)
-  )
-  with torch.no_grad():
-    for parameter in theirs.parameters():
-      parameter.add_(0.3 * torch.randn_like(parameter))
-    answer = theirs.float().eval()(torch.tensor(TOKENS, dtype=torch.long))
-  theirs.save_pretrained(tmp_path)
-  runtime = dict(dtype='float32', remat='none', scan_unroll=1)
-  config = load.read_config(tmp_path, **runtime)
-  model = functional.Model(dataclasses.replace(config, moe=name), 'vocabulary')
-  params = load.read_params(tmp_path, config)
-  hidden, routing = jax.jit(model.hidden_and_routing)(params, TOKENS)
-  np.testing.assert_allclose(
-    heads.logits(hidden, model.output_VD(params)),
-    answer.logits.numpy(),
-    atol=1e-4,
-  )
-  for layer, scores in enumerate(answer.router_logits):
-    ids = torch.topk(scores, E)[1].numpy().reshape(B, L, E)
-    np.testing.assert_array_equal(routing.expert_ids[:, :, layer], ids)

@@ -32,16 +32,6 @@ def test_later_tokens_do_not_change_earlier_states():
   assert not np.allclose(whole_BLD[padding_BL], padded_BLD[padding_BL])
 
 
-def test_states_depend_on_positions():
-  # Without positions, attention ignores the order of earlier tokens.
-  model = tiny.model()
-  params, tokens_BL = tiny.params(model), _tokens()
-  tokens_BL[0, :2], tokens_BL[1, :2] = (3, 4), (4, 3)
-  tokens_BL[1, 2:] = tokens_BL[0, 2:]
-  hidden_BLD = tiny.hidden(model)(params, tokens_BL)
-  assert np.abs(hidden_BLD[0, -1] - hidden_BLD[1, -1]).max() > 1e-3
-
-
 def test_layers_are_rematerialised_and_unrolled_as_configured():
   tokens_BL = _tokens()
 

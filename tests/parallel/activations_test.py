@@ -34,19 +34,6 @@ def test_axes_that_divide_are_sharded(shape, axes, expected):
   assert gradient.sharding.is_equivalent_to(layout, x.ndim)
 
 
-def test_without_a_mesh_nothing_is_constrained():
-  x = np.ones((8, 4), np.float32)
-  one = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-  assert activations.constrain(x, None, _ROWS) is x
-  assert activations.constrain(x, one, _ROWS) is x
-
-
-def test_extent_multiplies_axes():
-  mesh = mesh_lib.make_mesh(data=2, fsdp=4, tensor=1)
-  for axes, devices in ((_ROWS, 8), ('fsdp', 4), (_TENSOR, 1), (None, 1)):
-    assert activations.extent(mesh, axes) == devices
-
-
 @pytest.mark.parametrize(
   ('num_kv_heads', 'heads'),
   [(2, (0, 0, 1, 1)), (4, (0, 1, 2, 3)), (1, 4 * (0,))],

@@ -30,24 +30,16 @@ def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
     (
       (1, 8),
       {'cut': {'tensor': {'num_heads': 28, 'vocab_size': 124}}},
-      'mesh tensor=8 does not divide num_heads=28, vocab_size=124; '
-      'of up to 8 devices, tensor may have 1, 2, 4',
+      'tensor=8 .* num_heads=28, vocab_size=124; .* may have 1, 2, 4$',
     ),
-    (
-      (1, 2),
-      {'num_kv_heads': 3},
-      'mesh tensor=2 does not divide num_kv_heads=3 (nor is it a multiple); '
-      'of up to 8 devices, tensor may have 1, 3, 6',
-    ),
+    ((1, 2), {'num_kv_heads': 3}, 'tensor=2 .*num_kv_heads=3; .* 1, 3, 6$'),
     (
       (8, 1),
       {'cut': {'fsdp': {'hidden_size': 12}}},
-      'mesh fsdp=8 does not divide hidden_size=12; '
-      'of up to 8 devices, fsdp may have 1, 2, 3, 4, 6',
+      'fsdp=8 .* hidden_size=12; .* fsdp may have 1, 2, 3, 4, 6$',
     ),
   ],
 )
 def test_other_meshes_are_refused_with_sizes_that_fit(sizes, changes, message):
-  with pytest.raises(ValueError) as refusal:
+  with pytest.raises(ValueError, match=message):
     _check(*sizes, **changes)
-  assert str(refusal.value) == message

@@ -1,11 +1,8 @@
 """Arrays move to the host and back with the same sharding."""
 
-import types
-
 import jax
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import pytest
 
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
@@ -34,13 +31,3 @@ def test_arrays_go_to_the_host_and_back():
   assert {n: x.sharding for n, x in back.items()} == layouts
   assert _kinds(there) == {'pinned_host'}
   jax.tree.map(np.testing.assert_array_equal, back, tree)
-
-
-def test_devices_that_cannot_read_the_host_are_named():
-  kind = types.SimpleNamespace(kind='hbm')
-  device = types.SimpleNamespace(
-    platform='abacus', addressable_memories=lambda: [kind]
-  )
-  mesh = types.SimpleNamespace(local_devices=[device])
-  with pytest.raises(ValueError, match='^abacus devices .*pinned_host.*hbm$'):
-    memory.check_host(mesh)

@@ -50,36 +50,15 @@ def test_the_last_devices_of_each_host_collect(fraction, learning):
 
 @pytest.mark.parametrize('fraction', [0.01, 0.95])
 def test_a_host_has_devices_of_both_kinds(fraction):
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=f'mesh.collect_fraction={fraction}: '):
     mesh_lib.divide(jax.devices(), fraction)
-  assert str(error.value) == (
-    f'mesh.collect_fraction={fraction}: must leave at least one of the 8 '
-    'devices of a host to collect, and one to learn; '
-    f'{fraction} of 8 is rounded to {round(fraction * 8)}; 0.5 would do'
-  )
-
-
-def test_a_host_of_one_device_is_not_divided():
-  with pytest.raises(ValueError, match='of 1 is rounded to 0; 0 would do$'):
-    mesh_lib.divide(jax.devices()[:1], 0.5)
 
 
 @pytest.mark.parametrize('name', ['v5e:4x4', 'v6e:2x8'])
 def test_several_hosts_of_some_tpus_are_not_divided(name):
   chips = topology.virtual(topology.find(name))
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=f'must be 0 on 4 hosts of {name}'):
     mesh_lib.divide(chips, 0.5)
-  assert str(error.value) == (
-    f'mesh.collect_fraction=0.5: must be 0 on 4 hosts of {name}, whose '
-    'compiler fails where part of the chips of several hosts learn; v4 and '
-    'v5p can be divided, and so can a single host of v5e or v6e'
-  )
   assert mesh_lib.divide(chips, 0) == (chips, [])
   learning, collecting = mesh_lib.divide(chips[:4], 0.5)
   assert (learning, collecting) == (chips[:2], chips[2:4])
-
-
-def test_a_mesh_of_some_devices():
-  devices = jax.devices()[2:4]
-  mesh = mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
-  assert mesh.devices.ravel().tolist() == devices

@@ -64,11 +64,3 @@ def test_programs_of_jax_are_announced_by_name(said):
   with compilation.announced(long=0.0):
     jax.jit(_scaled)(1)
   assert said[-1] == 'compiled scaled in 0 s'
-
-
-def test_an_announcement_that_nobody_reads_is_no_error():
-  def show(line):
-    raise BrokenPipeError(line)
-
-  with streams.logged(show), compilation.announced(long=0.0):
-    assert jax.jit(lambda x: x * 6 + 41)(1) == 47

@@ -1,10 +1,6 @@
 """Weights go from the layout of training to that of decoding."""
 
 import math
-import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -138,64 +134,23 @@ def test_devices_send_what_the_formula_says(layout):
 
 
 @pytest.mark.parametrize(
-  ('layout', 'expected'),
+  ('axes', 'collecting', 'decoding', 'expected'),
   [
-    ((1, 8, 1, 3), 'must divide the 8 devices of this host'),
-    ((8, 1, 1, 16), 'this host, which decodes rows of its own'),
+    ((1, 8, 1), 0, 3, 'must divide the 8 devices of this host'),
+    ((4, 1, 1), 3, 2, 'must divide the 3 devices of this host that collect'),
+    ((3, 1, 1), 4, 2, 'must divide the 3 devices of this host that learn'),
+    ((1, 2, 3), 0, 2, 'must divide mesh.tensor=3, or be a multiple'),
   ],
 )
-def test_devices_that_cannot_be_cut_are_refused(layout, expected):
-  with pytest.raises(ValueError, match=expected):
-    _placement(*layout)
-
-
-@pytest.mark.parametrize(
-  ('learning', 'collecting', 'expected'),
-  [
-    (4, 3, 'must divide the 3 devices of this host that collect'),
-    (3, 4, 'must divide the 3 devices of this host that learn'),
-  ],
-)
-def test_both_kinds_of_devices_must_be_cut(learning, collecting, expected):
+def test_devices_that_cannot_be_cut_are_refused(
+  axes, collecting, decoding, expected
+):
   devices = jax.devices()
-  mesh = mesh_lib.make_mesh(
-    data=learning, fsdp=1, tensor=1, devices=devices[:learning]
-  )
+  sizes = dict(zip(mesh_lib.AXES, axes))
+  learning = devices[: math.prod(axes)]
+  mesh = mesh_lib.make_mesh(**sizes, devices=learning)
   with pytest.raises(ValueError, match=expected):
-    publish.Placement(mesh, 2, tuple(devices[4 : 4 + collecting]))
-
-
-def test_tensor_must_fit_the_training_s():
-  mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=3, devices=jax.devices()[:6])
-  with pytest.raises(ValueError, match='must divide mesh.tensor=3, or be a'):
-    publish.Placement(mesh, 2)
-
-
-@pytest.mark.slow
-def test_every_host_gets_a_copy_on_its_own_devices():
-  with socket.socket() as listener:
-    listener.bind(('127.0.0.1', 0))
-    port = listener.getsockname()[1]
-  workers = [
-    subprocess.Popen(
-      [
-        sys.executable,
-        '-m',
-        'tests.parallel.publish_worker',
-        str(n),
-        str(port),
-      ],
-      cwd=pathlib.Path(__file__).parents[2],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for n in range(2)
-  ]
-  outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-  for worker, output in zip(workers, outputs, strict=True):
-    assert worker.returncode == 0, output
-    assert output.endswith('published\n')
+    publish.Placement(mesh, decoding, tuple(devices[8 - collecting :]))
 
 
 def test_a_plan_places_the_engine_on_the_last_host():

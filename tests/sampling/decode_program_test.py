@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
@@ -43,18 +44,9 @@ def _lowering(model, devices, tensor, **changes):
       slots=_A, max_length=_J, page_size=_J, decode_chunk=5, **changes
     ),
     num_states=3,
-    trained=jax.tree.map(
-      lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-      weights,
-      sharding.param_shardings(weights, placement.training),
+    trained=sharding.with_layout(
+      weights, sharding.param_shardings(weights, placement.training)
     ),
-  )
-
-
-def _per_device(tree):
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
   )
 
 
@@ -78,7 +70,7 @@ def test_decoding_on_devices_copies_each_row_s_pages_once_and_sends_none(
   engine = _lowering(model, devices, tensor, **some)
   cache, compiled = engine.state.cache, engine.decode().compile()
   memory = compiled.memory_analysis()
-  size = _per_device(cache)
+  size = memory_lib.bytes_per_device(cache)
   assert size == 2 * 2 * _A * 2 * _J * 8 * 4 / devices  # layers, k and v, heads
   assert memory.alias_size_in_bytes >= size
   of_device = _A // cache_lib.row_shards(

@@ -15,7 +15,6 @@ from stppo_jax.models import heads
 from stppo_jax.models import lora as lora_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.sampling import engine as engine_lib
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
@@ -398,53 +397,6 @@ def _begin(engine, prompts, keys=4, **options):
   engine.begin(prompts, tiny_engine.keys(keys), **options)
 
 
-def _next(engine):
-  """Returns the turns that end next."""
-  while engine.busy:
-    if ended := engine.poll():
-      return ended
-  return {}
-
-
-@pytest.mark.parametrize(
-  ('prompts', 'options', 'message'),
-  [
-    (
-      [tiny_engine.ids(0, 2)],
-      {'group_size': 3},
-      'slots=4: .*group_size=3',
-    ),
-    (
-      [None, tiny_engine.ids(0, 40)],
-      {},
-      'a prompt of 40 tokens.*max_length=40',
-    ),
-    ([tiny_engine.ids(0, 0)], {}, 'a prompt of 0 tokens'),
-    ([tiny_engine.ids(0, 1)] * 3, {'group_size': 2}, '4 keys for 3 prompts'),
-  ],
-)
-def test_impossible_collections_are_refused(prompts, options, message):
-  with pytest.raises(ValueError, match=message):
-    _begin(tiny_engine.engine(), prompts, **options)
-
-
-def test_early_and_long_observations_are_refused():
-  engine = tiny_engine.engine()
-  _begin(engine, [tiny_engine.ids(0, _MAX_LENGTH - 6)], max_turn_tokens=2)
-  for act in (lambda: engine.close(0), lambda: engine.resume(0, None)):
-    with pytest.raises(ValueError, match='row 0 is not between two turns'):
-      act()  # the row still waits for its slot
-  ended = _next(engine)
-  room = 6 - len(ended[0].token_ids)
-  with pytest.raises(ValueError, match=f'{room} tokens .* the {room} left of'):
-    engine.resume(0, tiny_engine.ids(0, room))
-  engine.resume(0, tiny_engine.ids(0, room - 1))
-  with pytest.raises(ValueError, match='row 0 is not between two turns'):
-    engine.resume(0, tiny_engine.ids(0, 1))
-  (generated,) = _next(engine).values()
-  assert len(generated.token_ids) == 1 and engine.remaining(0) == 0
-
-
 @pytest.mark.parametrize('mode', _MODES)
 def test_a_new_collection_drops_the_last_one(mode):
   engine = tiny_engine.engine(deterministic=_MODES[mode], lookahead=2)
@@ -559,57 +511,3 @@ def test_a_released_engine_holds_nothing_and_then_repeats_its_bits(mode):
 def _live():
   """Returns the bytes of all arrays."""
   return sum(x.nbytes for x in jax.live_arrays())
-
-
-@pytest.mark.slow
-def test_tokens_are_as_frequent_as_they_are_probable():
-  # Without the branches of its layers, the model is a Markov chain: the next
-  # token depends on the last one alone, through norm and head.
-  params = jax.tree.map(np.copy, tiny_engine.PARAMS)
-  for branch in ('o_proj', 'down_proj'):
-    params['layers'][branch]['kernel'][:] = 0.0
-  x_VD = np.float64(params['embedding'])
-  x_VD /= np.sqrt(np.mean(x_VD**2, axis=1, keepdims=True))
-  logits_VV = x_VD * params['norm']['scale'] @ params['lm_head'].T
-  counts_VV = np.zeros_like(logits_VV)
-  engine = tiny_engine.engine()
-  engine.publish(params, 0)
-  rows = 192
-  last = {row: int(tiny_engine.ids(row, 1)[0]) for row in range(rows)}
-  _begin(
-    engine,
-    [tiny_engine.ids(row, 1) for row in range(rows)],
-    keys=rows,
-    max_turn_tokens=_MAX_LENGTH,
-  )
-  while engine.busy:
-    for row, turn in engine.poll().items():
-      for token_id in turn.token_ids:
-        counts_VV[last[row], token_id] += 1
-        last[row] = token_id
-      if engine.remaining(row):
-        engine.resume(row, tiny_engine.ids(0, 0))  # an empty observation
-      else:
-        engine.close(row)
-  engine.publish(tiny_engine.PARAMS, 0)
-  assert counts_VV.sum() == rows * (_MAX_LENGTH - 1)
-
-  def p_value(temperature):
-    expected_VV = scipy.special.softmax(logits_VV / temperature, axis=1)
-    expected_VV *= counts_VV.sum(1, keepdims=True)
-    assert expected_VV.min() > 4  # or the statistic is not chi-square
-    statistic = np.sum((counts_VV - expected_VV) ** 2 / expected_VV)
-    return scipy.stats.chi2.sf(statistic, logits_VV.size - len(logits_VV))
-
-  assert p_value(tiny_engine.TEMPERATURE) > 1e-2
-  assert p_value(1.0) < 1e-5  # a wrong temperature would be noticed
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused():
-  with pytest.raises(ValueError, match='9 ids, the model only 8'):
-    engine_lib.Engine(
-      tiny.model(vocab_size=8),
-      placement=tiny_engine.placement(),
-      automaton=tiny_engine.automaton(),
-      options=tiny_engine.options(),
-    )

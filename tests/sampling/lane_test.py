@@ -12,33 +12,6 @@ from stppo_jax.sampling import slot_programs
 from tests.sampling import tiny_engine
 
 
-@pytest.mark.parametrize(
-  ('options', 'message'),
-  [
-    (
-      {'slots': 6, 'lanes': 4},
-      'slots=6: must be a multiple of 4, which is lanes=4 times',
-    ),
-    (
-      {'slots': 8, 'lanes': 2, 'devices': 8},
-      'lanes=2: must be 1 on the 8 devices',
-    ),
-  ],
-)
-def test_impossible_lanes_are_refused(options, message):
-  with pytest.raises(ValueError, match=message):
-    tiny_engine.new_engine(**options)
-
-
-def test_a_group_must_fit_into_the_slots_of_a_lane():
-  options = tiny_engine.options(lanes=2)
-  options.check_group_size(2)
-  with pytest.raises(
-    ValueError, match='slots=4: must be .* lanes=2 times group_size=4'
-  ):
-    options.check_group_size(4)
-
-
 def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
   engine.begin(
     prompts,

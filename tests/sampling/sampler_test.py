@@ -90,37 +90,6 @@ def test_truncation_equals_loops(options):
     assert all(len(left) == 1 for left in kept)
 
 
-def test_each_truncation_sees_what_the_one_before_left():
-  # 0.4 0.3 0.2 0.1: half of the mass is two tokens of all four, but one of
-  # the first two that top_k leaves (4/7). The others have no mass.
-  logits_SV = np.full((1, _V), -99, np.float32)
-  logits_SV[0, :4] = np.log([0.4, 0.3, 0.2, 0.1])
-  for options, left in (
-    ({'top_p': 0.5}, {0, 1}),
-    ({'top_k': 2, 'top_p': 0.5}, {0}),
-    ({'top_k': 3, 'min_p': 0.6}, {0, 1}),
-    ({'top_p': 0.95, 'min_p': 0.3}, {0, 1, 2}),
-  ):
-    assert _kept(logits_SV, sampler.Sampling(1.0, **options)) == [left]
-
-
-@pytest.mark.parametrize(
-  ('options', 'left'),
-  [
-    ({'top_k': 1}, {1, 4}),
-    ({'top_k': 2}, {1, 4}),
-    ({'top_k': 3}, {0, 1, 3, 4, 6}),
-    ({'top_p': 0.2}, {1, 4}),
-    ({'top_p': 0.7}, {0, 1, 3, 4, 6}),
-    ({'min_p': 0.9}, {1, 4}),
-  ],
-)
-def test_equal_logits_are_kept_or_left_out_together(options, left):
-  logits_SV = np.array([[1, 2, 0, 1, 2, 0, 1]], np.float32)
-  assert _kept(logits_SV, sampler.Sampling(1.0, **options)) == [left]
-  assert _left(logits_SV[0], **options) == left
-
-
 @given(
   st.lists(st.integers(-8, 8), min_size=_V, max_size=_V),
   st.sampled_from(_OPTIONS),

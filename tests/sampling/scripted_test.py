@@ -60,16 +60,3 @@ def test_turns_are_cut_to_the_room_and_empty_after_the_script():
   engine.begin([_ids(9)], group_size=1, max_turn_tokens=9)
   assert engine.remaining(0) == 3
   assert _poll(engine) == {0: [1, 2, 3]}
-
-
-def test_more_rows_than_scripts_are_refused():
-  for scripts, group_size in ((1, 1), (3, 2)):
-    with pytest.raises(
-      ValueError, match=f'{2 * group_size} rows for {scripts} scripts'
-    ):
-      _begin(
-        [[_ids(1)]] * scripts,
-        [_ids(1)] * 2,
-        max_length=4,
-        group_size=group_size,
-      )

@@ -86,42 +86,30 @@ def test_nothing_is_compiled_after_the_warm_up(devices):
   assert [driver.programs.compiled for driver in drivers] == compiled
 
 
-def test_programs_run_on_the_active_slots_only():
-  engine, (driver,) = tiny_engine.engine_and_drivers(deterministic=False)
+@pytest.mark.parametrize(
+  'devices', [1, pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_programs_run_on_the_active_slots_only(devices):
+  slots = 4 * devices
+  engine, (driver,) = tiny_engine.engine_and_drivers(
+    deterministic=False, devices=devices, slots=slots
+  )
   _dialogues(engine, 12, 0, 1, 3)
   sizes = set()
   for slots_A, key_data_A2, *_ in _calls(driver, 'decode'):
     sizes.add(len(key_data_A2))
     if slots_A is None:
-      assert len(key_data_A2) == 4
+      assert len(key_data_A2) == slots
       continue
-    assert len(slots_A) == len(key_data_A2)
-    active = slots_A[slots_A < 4]
-    assert len(set(active)) == len(active) > len(slots_A) // 2
-    assert not key_data_A2[slots_A == 4].any()
-  assert sizes == {4, 2, 1}
-
-
-@pytest.mark.slow
-def test_each_device_runs_as_many_of_its_active_slots():
-  engine, (driver,) = tiny_engine.engine_and_drivers(
-    deterministic=False, devices=2, slots=8
-  )
-  _dialogues(engine, 12, 0, 1, 3)
-  sizes = set()
-  for slots, key_data_A2, *_ in _calls(driver, 'decode'):
-    sizes.add(len(key_data_A2))
-    if slots is None:
-      assert len(key_data_A2) == 8
-      continue
-    assert slots.size == len(key_data_A2) and len(slots) == 2
-    for own in slots:
-      active = own[own < 8]
+    assert slots_A.size == len(key_data_A2)
+    by_device = slots_A.reshape(devices, -1)
+    for own in by_device:
+      active = own[own < slots]
       assert len(set(active)) == len(active) and all(active < 4)
     # The device with most of them needs the size.
-    assert (slots < 8).sum(axis=1).max() > slots.shape[1] // 2
-    assert not key_data_A2[slots.reshape(-1) == 8].any()
-  assert sizes == {8, 4, 2}
+    assert (by_device < slots).sum(axis=1).max() > by_device.shape[1] // 2
+    assert not key_data_A2[slots_A.reshape(-1) == slots].any()
+  assert sizes == {slots, slots // 2, slots // 4}
 
 
 @pytest.mark.parametrize(
@@ -215,14 +203,6 @@ def _turns(driver, slots):
         turns[slot] += chunk.tokens_AC[place, :count].tolist()
     if all(chunk.ended_A[n] for n, s in enumerate(placed) if s is not None):
       return turns
-
-
-def test_weights_are_stored_in_the_dtype_of_the_computation():
-  for dtype in ('float32', 'bfloat16'):
-    model = tiny.model(dtype=dtype)
-    _, programs = _driver(model=model)
-    weights = jax.tree.leaves(programs.params)
-    assert {x.dtype for x in weights} == {jnp.dtype(dtype)}
 
 
 def test_a_slot_can_begin_with_the_prompt_of_another():

@@ -2,8 +2,6 @@
 
 import functools
 
-from hypothesis import given
-from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -69,23 +67,6 @@ def test_stopped_means_that_the_text_holds_a_stop_string(name):
   assert 0.2 * count < stopped < 0.98 * count  # both happen
 
 
-@given(st.data())
-@pytest.mark.parametrize('name', _MAKERS)
-def test_the_automaton_agrees_with_the_text_of_any_tokens(name, data):
-  tokenizer = _MAKERS[name]()
-  parts = (b'<', b'/', b'se', b'arch', b'ans', b'wer', b'>')
-  telling = [
-    n
-    for n, token in enumerate(tokenizer.token_bytes())
-    if any(part in token for part in parts) or n == tokenizer.eos_id
-  ]
-  _check(
-    tokenizer,
-    _automaton(tokenizer),
-    data.draw(st.lists(st.sampled_from(telling), min_size=1, max_size=12)),
-  )
-
-
 def test_the_vocabularies_cut_stop_strings_in_many_ways():
   tokens = vocabularies.bpe().token_bytes()
   assert not {b'</search>', b'</answer>'} & set(tokens)
@@ -142,34 +123,6 @@ def test_each_of_several_end_tokens_stops():
   assert stopped.tolist() == [True, False, True, True]
 
 
-@pytest.mark.parametrize(
-  'tokens',
-  [
-    [b'<search>', b'answer', b'<', b'>'],  # no slash at all
-    [b'</', b'xsearch>', b'</answer>'],  # has all bytes of the string
-    [b'</sea', b'ch>', b'search', b'</answer>'],
-  ],
-)
-def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
-  with pytest.raises(ValueError, match="can spell '</search>'"):
-    stops.build(
-      [*tokens, b''], stop_strings=actions.STOP_STRINGS, eos_ids=[len(tokens)]
-    )
-
-
-@pytest.mark.parametrize(
-  'tokens',
-  [
-    [b'a</search>b'],
-    [b'a<', b'/', b'se', b'arch>b'],
-    [bytes([byte]) for byte in b'</search>'],
-  ],
-)
-def test_a_stop_that_tokens_spell_is_accepted(tokens):
-  vocabulary = [*tokens, b'']
-  stops.build(vocabulary, stop_strings=('</search>',), eos_ids=[len(tokens)])
-
-
 def test_padding_ids_of_the_model_change_nothing():
   tokenizer = vocabularies.phrases()
   automaton = _automaton(tokenizer)
@@ -180,10 +133,3 @@ def test_padding_ids_of_the_model_change_nothing():
   for padding in range(size, size + 3):
     np.testing.assert_array_equal(table_SV[:, padding], states)
     assert tokenizer.decode([padding]) == ''
-
-
-def test_a_model_with_too_few_ids_is_refused():
-  tokenizer = vocabularies.phrases()
-  size = tokenizer.vocab_size
-  with pytest.raises(ValueError, match=f'{size} ids, the model only 7'):
-    _automaton(tokenizer).table(7)

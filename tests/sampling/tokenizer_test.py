@@ -237,13 +237,18 @@ def test_a_chat_template_that_fails_is_one_line(template, message):
   assert '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize('trusting', [False, True])
 @pytest.mark.parametrize('name', [*_MAKERS, 'Llama 2'])
 @pytest.mark.parametrize('model_type', families.FAMILIES)
-def test_auto_tokenizer_reads_what_a_run_writes(name, model_type, tmp_path):
+def test_auto_tokenizer_reads_what_a_run_writes(
+  name, model_type, trusting, tmp_path
+):
   tokenizer = (_MAKERS | _TAGGED)[name]()
   tokenizer.save(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps({'model_type': model_type}))
-  auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  auto = transformers.AutoTokenizer.from_pretrained(
+    tmp_path, trust_remote_code=trusting
+  )
   for text in ('<think> the of</think>\n', 'Doc 12(Title: é)', "it's 1234 "):
     ids = auto.encode(text, add_special_tokens=False)
     if name != 'Llama 2':  # which puts a space in front of whole texts
@@ -251,19 +256,6 @@ def test_auto_tokenizer_reads_what_a_run_writes(name, model_type, tmp_path):
     assert ids == tokenizer.encode_prompt(text).tolist()
   assert auto.eos_token_id == tokenizer.eos_id
   assert len(auto) == tokenizer.vocab_size
-
-
-def test_auto_tokenizer_reads_the_same_if_it_trusts_remote_code(tmp_path):
-  tokenizer = vocabularies.bpe()
-  tokenizer.save(tmp_path)
-  (tmp_path / 'config.json').write_text('{"model_type": "qwen2"}')
-  trusting = {'trust_remote_code': True}
-  auto = transformers.AutoTokenizer.from_pretrained(tmp_path, **trusting)
-  for text in ('<think> the of</think>\n', 'Doc 12(Title: é)', "it's 1234 "):
-    ids = auto.encode(text, add_special_tokens=False)
-    assert ids == tokenizer.encode_text(text).tolist()
-  assert auto.eos_token_id == tokenizer.eos_id
-  assert auto.decode(tokenizer.encode_text('é <think>')) == 'é <think>'
 
 
 def test_a_decoder_that_edits_text_is_refused():

@@ -16,6 +16,7 @@ import pytest
 from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
 from stppo_jax.models import functional
+from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
@@ -63,10 +64,8 @@ def _lowering(name: str = 'v5e:2x2') -> lowering.Lowering:
       prefill_chunk=256,
     ),
     num_states=_STATES,
-    trained=jax.tree.map(
-      lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-      weights,
-      sharding.param_shardings(weights, mesh),
+    trained=sharding.with_layout(
+      weights, sharding.param_shardings(weights, mesh)
     ),
   )
 
@@ -82,17 +81,11 @@ def _compiled(name: str) -> _Compiled:
   return _Compiled(compiled.memory_analysis(), compiled.as_text())
 
 
-def _bytes(tree) -> int:
-  """Returns the bytes of arrays on one device."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-  )
-
-
 def test_decoding_reads_little_more_than_weights_keys_and_values():
   # The kernel says what it reads of rows of the greatest length.
-  needed = _bytes(_lowering().weights) + _bytes(_lowering().state.cache)
+  needed = memory_lib.bytes_per_device(
+    _lowering().weights
+  ) + memory_lib.bytes_per_device(_lowering().state.cache)
   accessed = hlo_cost.accessed(hlo.read(_compiled('decode').text)) / _CHUNK
   print(needed, accessed)
   assert needed < accessed < 1.15 * needed
@@ -114,7 +107,8 @@ def test_the_products_are_those_of_the_formula(name, tokens):
 
 @pytest.mark.parametrize('name', ['decode', 'extend'])
 def test_the_cache_is_updated_in_place(name):
-  memory, size = _compiled(name).memory, _bytes(_lowering().state.cache)
+  memory = _compiled(name).memory
+  size = memory_lib.bytes_per_device(_lowering().state.cache)
   assert memory.alias_size_in_bytes >= size
   if name == 'decode':
     assert memory.temp_size_in_bytes < size / 2

@@ -34,9 +34,7 @@ _TEXTS = settings.Rule(
   'a list of strings',
 )
 
-# Fields where null means that there is no value. Then the value follows from
-# other fields, or `needed` raises an error of its own.
-_OR_NULL: Mapping[str, settings.Rule] = {
+_FIELDS: Mapping[str, settings.Rule] = {
   'vocab_size': _COUNT,
   'hidden_size': _COUNT,
   'intermediate_size': _COUNT,
@@ -52,8 +50,6 @@ _OR_NULL: Mapping[str, settings.Rule] = {
   'rope_theta': _POSITIVE,
   'rope_scaling': _OBJECT,
   'rope_parameters': _OBJECT,
-}
-_NEVER_NULL: Mapping[str, settings.Rule] = {
   'max_position_embeddings': _COUNT,
   'norm_topk_prob': _BOOL,
   'rms_norm_eps': _POSITIVE,
@@ -71,7 +67,7 @@ _ROPE: Mapping[str, settings.Rule] = {
   'full_attention': _OBJECT,  # in files that list fields by kind of layer
 }
 
-# The values that are implemented; null and a missing field always pass.
+# The values that are implemented.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   'hidden_act': ('silu',),
   'attention_bias': (False,),
@@ -80,7 +76,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   'partial_rotary_factor': (1.0,),
   'decoder_sparse_step': (1,),
   'mlp_only_layers': ([],),
-  'quantization_config': (None,),
+  'quantization_config': (),
 }
 
 
@@ -97,11 +93,19 @@ def read(hf: Mapping[str, Any], **computes: Any) -> model_config.ModelConfig:
       implemented, or a key is missing or has a value that is not allowed; one
       line.
   """
+  # A field that is null is read like one that is missing.
+  hf = {name: value for name, value in hf.items() if value is not None}
   # Checked first, because fields have other meanings in other families.
-  if hf.get('model_type') is not None:
-    _check_field('model_type', hf['model_type'], _TEXT)
+  _check_fields('', hf, {'model_type': _TEXT})
   family = families.find(hf.get('model_type'))
-  _check(hf)
+  _check_fields('', hf, _FIELDS)
+  _check_supported(hf)
+  others = set(hf.get('layer_types', ())) - {'full_attention'}
+  if others:
+    raise ValueError(
+      f'layer_types {", ".join(sorted(others))} are not supported; supported: '
+      'full_attention'
+    )
   hidden_size = _needed(hf, 'hidden_size')
   heads = _needed(hf, 'num_attention_heads')
   rope_theta, rope_scaling = _rope(hf)
@@ -114,13 +118,13 @@ def read(hf: Mapping[str, Any], **computes: Any) -> model_config.ModelConfig:
       'norm_topk_prob': hf.get('norm_topk_prob', False),
       'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
     }
-  return model_config.ModelConfig(
+  shape = model_config.ModelConfig(
     vocab_size=_needed(hf, 'vocab_size'),
     hidden_size=hidden_size,
     intermediate_size=_needed(hf, 'intermediate_size'),
     num_layers=_needed(hf, 'num_hidden_layers'),
     num_heads=heads,
-    num_kv_heads=hf.get('num_key_value_heads') or heads,
+    num_kv_heads=hf.get('num_key_value_heads', heads),
     head_dim=hf.get('head_dim') or family.head_dim or hidden_size // heads,
     rope_theta=rope_theta,
     rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
@@ -132,6 +136,21 @@ def read(hf: Mapping[str, Any], **computes: Any) -> model_config.ModelConfig:
     **experts,
     **computes,
   )
+  if heads % shape.num_kv_heads:
+    raise ValueError(
+      f'num_attention_heads={heads}: must be a multiple of '
+      f'num_key_value_heads={shape.num_kv_heads}'
+    )
+  if shape.head_dim < 2 or shape.head_dim % 2:
+    raise ValueError(
+      f'head_dim={shape.head_dim}: must be even and greater than 0'
+    )
+  if shape.num_experts_per_tok > shape.num_experts:
+    raise ValueError(
+      f'num_experts_per_tok={shape.num_experts_per_tok}: must be at most '
+      f'num_experts={shape.num_experts}'
+    )
+  return shape
 
 
 def write(config: model_config.ModelConfig) -> dict[str, Any]:
@@ -176,23 +195,6 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
   return hf
 
 
-def _check(hf: Mapping[str, Any]) -> None:
-  """Raises ValueError, one line, for a field that is wrong or unsupported."""
-  for name, rule in _OR_NULL.items():
-    if hf.get(name) is not None:
-      _check_field(name, hf[name], rule)
-  for name, rule in _NEVER_NULL.items():
-    if name in hf:
-      _check_field(name, hf[name], rule)
-  _check_supported(hf)
-  others = set(hf.get('layer_types') or ()) - {'full_attention'}
-  if others:
-    raise ValueError(
-      f'layer_types {", ".join(sorted(others))} are not supported; supported: '
-      'full_attention'
-    )
-
-
 def _needed(hf: Mapping[str, Any], *names: str) -> Any:
   """Returns the first value that is given under one of the names.
 
@@ -200,7 +202,7 @@ def _needed(hf: Mapping[str, Any], *names: str) -> Any:
     ValueError: no name has a value.
   """
   for name in names:
-    if hf.get(name) is not None:
+    if name in hf:
       return hf[name]
   raise ValueError(f'lacks {" or ".join(names)}')
 
@@ -214,12 +216,16 @@ def _rope(
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   if kind == 'default':
     return float(theta), None
-  defaults = {
-    'original_max_position_embeddings': hf.get('max_position_embeddings')
-  }
+  if kind not in model_config.ROPE_FIELDS:
+    raise ValueError(
+      f'unsupported rope scaling {kind!r}; supported: default, '
+      + ', '.join(model_config.ROPE_FIELDS)
+    )
+  given = {name: x for name, x in rope.items() if x is not None}
+  if length := hf.get('max_position_embeddings'):
+    given.setdefault('original_max_position_embeddings', length)
   fields = {
-    name: rope.get(name) or defaults.get(name) or 0
-    for name in model_config.ROPE_FIELDS.get(kind, ())
+    name: _needed(given, name) for name in model_config.ROPE_FIELDS[kind]
   }
   return float(theta), model_config.RopeScaling(kind, **fields)
 
@@ -227,42 +233,35 @@ def _rope(
 def _rope_fields(hf: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the fields of rotary positions, from either way to write them.
 
-  Args:
-    hf: contents of a `config.json` that passed `_check`.
-
   Raises:
     ValueError: one of the fields has a value that is not allowed.
   """
-  for name in ('rope_scaling', 'rope_parameters'):
-    if hf.get(name):
-      break
-  else:
-    return {}
-  fields = _checked_rope(name, hf[name])
+  name = 'rope_scaling' if hf.get('rope_scaling') else 'rope_parameters'
+  fields = hf.get(name, {})
+  _check_fields(f'{name}.', fields, _ROPE)
   if fields.get('full_attention') is not None:
-    fields = _checked_rope(f'{name}.full_attention', fields['full_attention'])
-  return fields
-
-
-def _checked_rope(prefix: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Returns the fields if they are allowed, and raises ValueError otherwise."""
-  for name, rule in _ROPE.items():
-    if fields.get(name) is not None:
-      _check_field(f'{prefix}.{name}', fields[name], rule)
+    fields = fields['full_attention']
+    _check_fields(f'{name}.full_attention.', fields, _ROPE)
   _check_supported(fields)
   return fields
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
+  """Raises ValueError for an option that is not implemented; one line."""
   for name, values in _SUPPORTED.items():
     value = fields.get(name)
     if value is not None and value not in values:
       raise ValueError(
         f'{name}={value!r} is not supported; supported: '
-        + ', '.join(map(repr, values))
+        + (', '.join(map(repr, values)) or 'none')
       )
 
 
-def _check_field(name: str, value: Any, rule: settings.Rule) -> None:
-  if not rule.holds(value):
-    raise ValueError(f'{name}={value!r}: must be {rule.allowed}')
+def _check_fields(
+  prefix: str, fields: Mapping[str, Any], rules: Mapping[str, settings.Rule]
+) -> None:
+  """Raises ValueError for a value that breaks its rule; one line."""
+  for name, rule in rules.items():
+    value = fields.get(name)
+    if value is not None and not rule.holds(value):
+      raise ValueError(f'{prefix}{name}={value!r}: must be {rule.allowed}')

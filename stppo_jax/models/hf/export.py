@@ -78,12 +78,11 @@ def export(
     writes: whether this process writes the files.
 
   Raises:
-    ValueError: the dtype is unknown.
     OSError: writing failed, for example on a full disk; an earlier export is
       unchanged.
   """
-  if dtype not in DTYPES:
-    raise ValueError(f'dtype={dtype!r}; choices: {", ".join(DTYPES)}')
+  # Each slice is a program of all processes, so they all walk through the
+  # slices in the same order, whether they write or not.
   if not writes:
     for _ in _values(params, _entries(config)):
       pass
@@ -220,6 +219,8 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
 
 def _gather(leaf: jax.Array, index: Sequence[slice]) -> np.ndarray:
   """Returns a slice of a leaf of which other processes hold shards."""
+  # The sizes are static and the starts are not, so that slices of one size
+  # share a program.
   rest = leaf.shape[len(index) :]
   starts = np.array([i.start for i in index] + [0] * len(rest), np.int32)
   sizes = *(i.stop - i.start for i in index), *rest
@@ -259,7 +260,9 @@ def replace_dir(
   directory = pathlib.Path(directory).resolve()
   partial = directory.with_name(f'.{directory.name}.partial')
   old = directory.with_name(f'.{directory.name}.old')
-  if old.is_dir():  # left by a writer that was killed
+  # Between the two renames below there is no directory of that name. A writer
+  # that is killed there leaves the old one, which the next writer puts back.
+  if old.is_dir():
     if directory.exists():
       _clear(old, directory, ours)
     else:

@@ -1,4 +1,4 @@
-"""The families of models: what tells them apart, and the names of their files.
+"""Lists the families of models: their blocks, and the names of their tensors.
 
 A family is a row of `FAMILIES`. Our layers are stacked, so a leaf has a tensor
 for each layer; the experts are one leaf [layers, experts, in, out] with a
@@ -47,7 +47,7 @@ _TOP = {
 
 
 class Family(NamedTuple):
-  """A family of models.
+  """Describes a family of models.
 
   Attributes:
     class_name: the class of `transformers`.
@@ -109,7 +109,7 @@ def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A tensor of a file and its place in the parameter tree.
+  """Says where a tensor of a file belongs in the parameter tree.
 
   Attributes:
     hf_name: name of the tensor.

@@ -11,7 +11,6 @@ float32, copies it to the devices and frees it, before it reads the next.
 """
 
 from collections.abc import Iterator
-from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 import logging
@@ -22,6 +21,7 @@ import re
 from typing import Any
 from typing import NamedTuple
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,20 +39,19 @@ from stppo_jax.models.hf import weight_files
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
 _EMBEDDING = 'model.embed_tokens.weight'
-_SHOWN = 3  # the most problems that an error lists
 
 _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """A tensor of a file, and its entry, which names its place in a leaf."""
+  """Pairs a tensor of a file with its place in a leaf."""
 
   entry: families.Entry
   tensor: safetensors_file.Tensor
 
 
 class _Leaf(NamedTuple):
-  """A leaf before it is read.
+  """Describes a leaf before it is read.
 
   Attributes:
     sources: its tensors by their index on the leaf's leading axes.
@@ -73,7 +72,7 @@ def read_config(
     **computes: see `config_json.read`.
 
   Raises:
-    ValueError: there is no such file, it is no JSON, a key is missing or has a
+    ValueError: there is no such file, it is not JSON, a key is missing or has a
       value that is not allowed, or the architecture is not supported; one line
       that names the file.
   """
@@ -160,7 +159,7 @@ def read_params(
       unexpected, of another shape, of an unsupported dtype, or not finite; one
       line.
   """
-  return _nested(
+  return traverse_util.unflatten_dict(
     {
       path: _read(leaf, tuple(slice(0, size) for size in leaf.shape))
       for path, leaf in _plan(directory, config).items()
@@ -185,7 +184,7 @@ def load_params(
   Raises:
     ValueError: see `read_params`.
   """
-  return _nested(
+  return traverse_util.unflatten_dict(
     {
       path: _place(leaf, families.leaf(shardings, path))
       for path, leaf in _plan(directory, config).items()
@@ -226,9 +225,7 @@ def _plan(
     leaves[entry.path].sources[entry.index] = source
     problems += _problems(source, leaf.shape)
   if problems:
-    more = len(problems) - _SHOWN
-    more = f'; and {more} more' if more > 0 else ''
-    raise ValueError(f'{directory}: {"; ".join(problems[:_SHOWN])}{more}')
+    raise ValueError(f'{directory}: {weight_files.shortened(problems)}')
   return leaves
 
 
@@ -258,6 +255,7 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   devices.
   """
   local = sharding.shard_shape(leaf.shape)
+  # The last entry is for a leaf that no axis cuts.
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   slices = list(_slices(leaf.shape, whole.index(False)))
   if len(slices) == 1:
@@ -371,14 +369,3 @@ def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
   pages = mmap.mmap(-1, max(size, 1) + offset, flags=private)
   values = np.frombuffer(pages, np.float32, size // 4, offset)
   return values.reshape(shape)
-
-
-def _nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-  """Returns the leaves as a nested dict."""
-  tree: dict[str, Any] = {}
-  for path, leaf in leaves.items():
-    node = tree
-    for key in path[:-1]:
-      node = node.setdefault(key, {})
-    node[path[-1]] = leaf
-  return tree

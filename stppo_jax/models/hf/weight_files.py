@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face directory: one, or several with an index.
+"""Finds the weight files of a Hugging Face directory: one, or several.
 
     model.safetensors                   all tensors, or
     model.safetensors.index.json        {weight_map: {tensor: file}, ...} and
@@ -19,7 +19,7 @@ from stppo_jax.models.hf import safetensors_file
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 SLICE_BYTES = 2**23  # size in bytes of a leaf's float32 slices on the host
-_SHOWN = 3  # the most names that an error lists
+_SHOWN = 3  # the most names or problems that an error lists
 
 
 def read_headers(

@@ -32,7 +32,6 @@ from stppo_jax import types
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import export
-from stppo_jax.sampling import engine_rules
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
@@ -170,14 +169,9 @@ class RemoteEngine:
       greedy: whether to take the most probable token instead of sampling.
 
     Raises:
-      ValueError: if a prompt is empty or leaves no room to write, or there are
-        too few keys.
       EngineUnreachable: if the server is not ready, or does not load the
         weights.
     """
-    engine_rules.check_prompts(
-      prompts, keys, group_size=group_size, max_length=self.max_length
-    )
     self._reset()
     self._max_turn_tokens = max_turn_tokens
     # Greedy decoding is top_k=1, because at temperature 0 servers would report
@@ -207,13 +201,9 @@ class RemoteEngine:
     """Appends an observation to a row and begins its next turn.
 
     Raises:
-      ValueError: if the observation leaves no room to write, or no turn of the
-        row has ended.
+      ValueError: if no turn of the row has ended.
     """
     self._check_between_turns(row)
-    engine_rules.check_observation(
-      token_ids, remaining=self.remaining(row), max_length=self.max_length
-    )
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
     # Ahead of rows that have not begun, while the server's prefix cache still
     # has this dialogue.

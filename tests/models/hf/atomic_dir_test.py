@@ -30,41 +30,11 @@ _OLD, _NEW = (
 )
 
 
-def test_the_folder_has_no_name_before_it_is_complete(tmp_path):
-  target = tmp_path / 'deep' / 'policy'
-  with export.replace_dir(target, ours=bool) as folder:
-    _fill(folder, 'new')
-    assert not target.exists()
-  assert _content(target) == _NEW
-  assert os.listdir(target.parent) == ['policy']
-
-
-@pytest.mark.parametrize('there', [(), ('weights',), ('weights', 'index')])
-def test_an_old_folder_is_replaced(tmp_path, there):
-  target = tmp_path / 'policy'
-  _fill(target, 'old', there)
-  _replace(target)
-  assert _content(target) == _NEW
-  assert os.listdir(tmp_path) == ['policy']
-
-
 def test_files_of_others_stay(tmp_path):
   target = tmp_path / 'policy'
   _fill(target, 'old', ('weights', 'index', 'notes'))
   _replace(target)
   assert _content(target) == _NEW | {'notes': 'old'}
-
-
-@pytest.mark.parametrize('error', [OSError, KeyboardInterrupt])
-def test_an_error_leaves_the_old_folder(tmp_path, error):
-  target = tmp_path / 'policy'
-  _fill(target, 'old')
-  with pytest.raises(error):
-    with export.replace_dir(target, ours=bool) as folder:
-      _fill(folder, 'new')
-      raise error
-  assert _content(target) == _OLD
-  assert os.listdir(tmp_path) == ['policy']
 
 
 @pytest.mark.parametrize('survived', range(6))

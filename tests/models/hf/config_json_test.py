@@ -1,4 +1,4 @@
-"""Impossible shapes, and Hugging Face configs that are not supported."""
+"""Hugging Face configs: what is read, written and refused."""
 
 import dataclasses
 import json
@@ -34,18 +34,6 @@ _LLAMA3 = {
 }
 
 
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'num_heads': 3, 'num_kv_heads': 2}, 'num_heads=3 .*num_kv_heads=2'),
-    ({'head_dim': 7}, 'head_dim=7 must be even'),
-  ],
-)
-def test_impossible_shapes_raise(changes, message):
-  with pytest.raises(ValueError, match=message):
-    tiny.model(**changes)
-
-
 def test_missing_fields_of_a_config_are_derived():
   config = config_json.read(_HF, **_RUNTIME)
   assert (config.num_kv_heads, config.head_dim) == (4, 4)
@@ -56,38 +44,17 @@ def test_missing_fields_of_a_config_are_derived():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    (
-      {'model_type': 'gpt2'},
-      "model_type 'gpt2'; supported: qwen2, qwen3, llama, qwen3_moe$",
-    ),
-    (
-      {'model_type': 'llama', 'attention_bias': True},
-      'attention_bias=True .*supported: False$',
-    ),
-    ({'mlp_bias': True}, 'mlp_bias=True'),
-    ({'hidden_act': 'gelu'}, "hidden_act='gelu' .*supported: 'silu'$"),
-    ({'use_sliding_window': True}, 'use_sliding_window=True'),
-    (
-      {'layer_types': ['full_attention', 'sliding_attention']},
-      'layer_types sliding_attention .*supported: full_attention$',
-    ),
-    ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5'),
+    ({'model_type': 'gpt2'}, "'gpt2'; supported: qwen2, qwen3, llama"),
+    ({'model_type': 'llama', 'attention_bias': True}, 'attention_bias=True'),
+    ({'hidden_act': 'gelu'}, "hidden_act='gelu' .*'silu'$"),
+    ({'layer_types': ['sliding_attention']}, 'layer_types sliding_attention'),
     ({'quantization_config': {'bits': 4}}, 'quantization_config='),
-    (
-      {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}},
-      "rope scaling 'yarn'; supported: default, linear, llama3$",
-    ),
-    ({'rope_parameters': {'rope_type': 'linear'}}, 'linear: factor=0 must'),
-    (
-      {'rope_scaling': _LLAMA3 | {'high_freq_factor': 1.0}},
-      'low_freq_factor=1.0 must be smaller than high_freq_factor=1.0',
-    ),
+    ({'rope_scaling': {'rope_type': 'yarn'}}, "'yarn'; supported: default, l"),
+    ({'rope_parameters': {'rope_type': 'linear'}}, '^lacks factor$'),
     ({'num_hidden_layers': None}, '^lacks num_hidden_layers$'),
     (_MOE | {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\]'),
-    (_MOE | {'decoder_sparse_step': 2}, 'decoder_sparse_step=2'),
     (_MOE | {'num_experts': None}, 'lacks num_experts or num_local_experts$'),
-    (_MOE | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5 must be 1 to'),
-    (_MOE | {'moe_intermediate_size': 0}, 'moe_intermediate_size=0: must'),
+    (_MOE | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5'),
   ],
 )
 def test_unsupported_options_are_named(changes, message):
@@ -96,43 +63,21 @@ def test_unsupported_options_are_named(changes, message):
   assert '\n' not in str(caught.value)
 
 
-_COUNT = 'must be an integer greater than 0$'
-_POSITIVE = 'must be a number greater than 0$'
-
-
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'num_attention_heads': 0}, f'^num_attention_heads=0: {_COUNT}'),
-    ({'hidden_size': '64'}, f"^hidden_size='64': {_COUNT}"),
-    ({'num_hidden_layers': 2.5}, f'^num_hidden_layers=2.5: {_COUNT}'),
-    ({'vocab_size': True}, f'^vocab_size=True: {_COUNT}'),
-    ({'num_key_value_heads': 0}, f'^num_key_value_heads=0: {_COUNT}'),
-    ({'head_dim': 0}, f'^head_dim=0: {_COUNT}'),
-    ({'layer_types': 5}, '^layer_types=5: must be a list of strings$'),
-    ({'model_type': ['qwen2']}, r"^model_type=\['qwen2'\]: must be a string$"),
-    ({'rms_norm_eps': None}, f'^rms_norm_eps=None: {_POSITIVE}'),
-    ({'rope_theta': 'big'}, f"^rope_theta='big': {_POSITIVE}"),
-    ({'tie_word_embeddings': 1}, '^tie_word_embeddings=1: must be true or f'),
-    ({'rope_scaling': 'linear'}, "^rope_scaling='linear': must be an object$"),
-    (
-      {'rope_scaling': {'type': 'linear', 'factor': 'x'}},
-      f"^rope_scaling.factor='x': {_POSITIVE}",
-    ),
-    (
-      {'rope_parameters': {'full_attention': 3}},
-      '^rope_parameters.full_attention=3: must be an object$',
-    ),
+    ({'num_attention_heads': 0}, '^num_attention_heads=0: must be'),
+    ({'vocab_size': True}, '^vocab_size=True: must be'),
+    ({'layer_types': 5}, '^layer_types=5: must be'),
+    ({'model_type': ['qwen2']}, r"^model_type=\['qwen2'\]: must be"),
+    ({'tie_word_embeddings': 1}, '^tie_word_embeddings=1: must be'),
+    ({'rope_scaling': {'factor': 'x'}}, "^rope_scaling.factor='x': must be"),
     (
       {'rope_parameters': {'full_attention': {'rope_type': []}}},
-      r'^rope_parameters.full_attention.rope_type=\[\]: must be a string$',
+      r'^rope_parameters.full_attention.rope_type=\[\]: must be',
     ),
-    ({'num_attention_heads': 32}, '^head_dim=0 must be even and greater'),
-    (_MOE | {'norm_topk_prob': 'no'}, '^norm_topk_prob=.no.: must be true or'),
-    (
-      _MOE | {'router_aux_loss_coef': -1},
-      '^router_aux_loss_coef=-1: must be a number, 0 or greater$',
-    ),
+    ({'num_attention_heads': 32}, '^head_dim=0: must be'),
+    (_MOE | {'router_aux_loss_coef': -1}, '^router_aux_loss_coef=-1: must be'),
   ],
 )
 def test_a_malformed_field_is_an_error_of_one_line(changes, message):

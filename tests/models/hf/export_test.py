@@ -81,14 +81,6 @@ def test_load_and_export_change_no_bit(tmp_path, dtype):
   assert config['torch_dtype'] == dtype
 
 
-def test_an_unknown_dtype_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="'int8'; choices: float32, bfloat16"):
-    export.export(
-      tmp_path / 'x', _DENSE.config, tiny.params(_DENSE), dtype='int8'
-    )
-  assert not os.listdir(tmp_path)
-
-
 def test_large_weights_are_split_into_files(tmp_path):
   params = tiny.params(_DENSE)
   export.export(tmp_path / 'one', _DENSE.config, params)

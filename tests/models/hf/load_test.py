@@ -1,6 +1,5 @@
 """Loading weights: values, shardings, memory, and every error."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -25,7 +24,6 @@ from tests.models import tiny
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
 _DENSE, _TIED = tiny.model(), tiny.model(tie_embeddings=True)
 _MIXTURE = tiny.model(**tiny.MIXTURE)
-_RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
 
 
 def _tensors(model, dtype=np.float32):
@@ -90,29 +88,6 @@ def test_an_unused_head_that_differs_is_said(tmp_path, caplog, change):
   ] * bool(change)
 
 
-def test_kernels_are_transposed_and_layers_stacked(tmp_path):
-  tensors = _tensors(_MIXTURE)
-  _write(tmp_path, _MIXTURE, tensors)
-  params = load.read_params(tmp_path, _MIXTURE.config)
-  layers = params['layers']
-  for ours, theirs in (
-    (params['embedding'], tensors['model.embed_tokens.weight']),
-    (
-      layers['k_proj']['kernel'][1],
-      tensors['model.layers.1.self_attn.k_proj.weight'].T,
-    ),
-    (
-      layers['mlp_norm']['scale'][0],
-      tensors['model.layers.0.post_attention_layernorm.weight'],
-    ),
-    (
-      layers['moe']['up_proj']['kernel'][1, 4],
-      tensors['model.layers.1.mlp.experts.4.up_proj.weight'].T,
-    ),
-  ):
-    np.testing.assert_array_equal(ours, theirs)
-
-
 @pytest.mark.parametrize('dtype', [ml_dtypes.bfloat16, np.float16])
 def test_weights_of_any_dtype_become_float32(tmp_path, dtype):
   _write(tmp_path, _DENSE, _tensors(_DENSE, dtype), files=3)
@@ -169,89 +144,26 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
   _equal(load.read_params(tmp_path, _TIED.config), tiny.params(_TIED))
 
 
-def _without(*names):
-  def change(tensors):
-    for name in names:
-      del tensors[name]
-
-  return change
-
-
-def _with(**changes):
-  return lambda tensors: tensors.update(
-    {name.replace('__', '.'): value for name, value in changes.items()}
-  )
-
-
 @pytest.mark.parametrize(
-  ('change', 'expected'),
+  ('changes', 'expected'),
   [
-    (
-      _without('model.norm.weight'),
-      'missing tensors model.norm.weight: expected 27 tensors, found 26',
-    ),
-    (
-      _without(*(n for n in _tensors(_DENSE) if 'layers.1.' in n)),
-      r'missing tensors (model.layers.1.\S+, ){2}model.layers.1.\S+ and 9 more',
-    ),
-    (
-      _with(model__extra=np.zeros(2, np.float32)),
-      'unexpected tensors model.extra: expected 27 tensors, found 28',
-    ),
-    (
-      _with(model__norm__weight=np.zeros(3, np.float32)),
-      r'model.norm.weight has shape \(3,\), expected \(16,\)',
-    ),
+    ({'model.norm.weight': None}, 'missing tensors model.norm.weight'),
+    ({'model.extra': np.zeros(2)}, 'unexpected tensors model.extra'),
     (
       # No kernel is square, so that a transposed one has another shape.
-      _with(
-        model__layers__1__mlp__up_proj__weight=np.zeros((16, 24), np.float32)
-      ),
+      {'model.layers.1.mlp.up_proj.weight': np.zeros((16, 24), np.float32)},
       r'up_proj.weight has shape \(16, 24\), expected \(24, 16\)',
     ),
-    (
-      _with(model__norm__weight=np.zeros(16, np.int8)),
-      'model.norm.weight has dtype I8, supported: F32, BF16, F16',
-    ),
-    (
-      lambda tensors: tensors.update(
-        {name: value[:0] for name, value in tensors.items()}
-      ),
-      'and 24 more$',
-    ),
+    ({'model.norm.weight': np.zeros(16, np.int8)}, 'model.norm.weight .* I8'),
+    ({name: np.zeros(0) for name in _tensors(_DENSE)}, 'and 51 more$'),
   ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, change, expected):
-  tensors = _tensors(_DENSE)
-  change(tensors)
-  _write(tmp_path, _DENSE, tensors)
+def test_tensors_that_do_not_fit_are_named(tmp_path, changes, expected):
+  tensors = _tensors(_DENSE) | changes
+  there = {name: x for name, x in tensors.items() if x is not None}
+  _write(tmp_path, _DENSE, there)
   with pytest.raises(ValueError, match=expected) as caught:
     load.check_weights(tmp_path, _DENSE.config)
-  assert '\n' not in str(caught.value)
-
-
-def test_an_untied_head_is_required(tmp_path):
-  _write(tmp_path, _TIED, _tensors(_TIED))
-  config = dataclasses.replace(_TIED.config, tie_embeddings=False)
-  with pytest.raises(ValueError, match='missing tensors lm_head.weight'):
-    load.check_weights(tmp_path, config)
-
-
-@pytest.mark.parametrize(
-  ('text', 'expected'),
-  [
-    (None, 'no config.json in'),
-    ('{"model_type": ', 'config.json: not JSON'),
-    ('[]', r'config.json: expected an object, found \[\]'),
-    ('{"model_type": "bert"}', "unsupported model_type 'bert'.*qwen3_moe"),
-    ('{"model_type": "llama"}', 'config.json: lacks hidden_size'),
-  ],
-)
-def test_a_file_that_is_no_config_is_named(tmp_path, text, expected):
-  if text is not None:
-    (tmp_path / 'config.json').write_text(text)
-  with pytest.raises(ValueError, match=expected) as caught:
-    load.read_config(tmp_path, **_RUNTIME)
   assert '\n' not in str(caught.value)
 
 

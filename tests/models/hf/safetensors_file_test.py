@@ -1,11 +1,5 @@
 """One file, compared with the library that defines the format."""
 
-import io
-import json
-import subprocess
-import sys
-
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,57 +7,12 @@ import safetensors.numpy
 from stppo_jax.models.hf import safetensors_file
 
 _RNG = np.random.default_rng(0)
-_TENSORS = {
-  'matrix': _RNG.standard_normal((5, 3)).astype(np.float32),
-  'half': _RNG.standard_normal(7).astype(np.float16),
-  'brain': _RNG.standard_normal((2, 2, 3)).astype(ml_dtypes.bfloat16),
-  'scalar': np.array(1.5, np.float32),
-  'ids': np.arange(3),
-}
-
-
-@pytest.fixture
-def path(tmp_path):
-  path = tmp_path / 'some.safetensors'
-  safetensors.numpy.save_file(_TENSORS, path, metadata={'format': 'pt'})
-  return path
-
-
-def test_files_of_the_library_are_read(path):
-  tensors = safetensors_file.read_header(path)
-  assert tensors.keys() == _TENSORS.keys()
-  for name, tensor in tensors.items():
-    assert tensor.shape == _TENSORS[name].shape
-    if name != 'ids':
-      np.testing.assert_array_equal(tensor.read(), _TENSORS[name])
-      assert tensor.read().dtype == _TENSORS[name].dtype
-  with pytest.raises(ValueError, match='dtype I64 cannot be read'):
-    tensors['ids'].read()
-
-
-def test_a_slice_reads_no_more_of_the_file(tmp_path):
-  path = tmp_path / 'large.safetensors'
-  rows = np.arange(2048, dtype=np.float32)
-  safetensors.numpy.save_file({'x': np.tile(rows[:, None], 8192)}, path)
-  del rows
-  script = f"""
-from stppo_jax.models.hf import safetensors_file
-
-def resident():
-  with open('/proc/self/statm') as file:
-    return int(file.read().split()[1]) * 4096
-
-x = safetensors_file.read_header({str(path)!r})['x']
-before = resident()
-assert (x.read((slice(5, 7), slice(99, 300))) == [[5], [6]]).all()
-assert resident() - before < 8 << 20, resident() - before
-"""
-  subprocess.run([sys.executable, '-c', script], check=True)
 
 
 @pytest.mark.parametrize('dtype', ['F32', 'BF16'])
 def test_the_library_reads_our_files(tmp_path, dtype):
-  matrix, half = _TENSORS['matrix'], _TENSORS['half']
+  matrix = _RNG.standard_normal((5, 3)).astype(np.float32)
+  half = _RNG.standard_normal(7).astype(np.float16)
   path = tmp_path / 'new.safetensors'
   with open(path, 'wb') as file:
     safetensors_file.write(
@@ -80,61 +29,12 @@ def test_the_library_reads_our_files(tmp_path, dtype):
     np.testing.assert_array_equal(found[name], value.astype(expected))
 
 
-def test_too_few_or_many_values_are_refused():
-  for chunks in ([], [np.zeros(3)]):
-    with pytest.raises(ValueError, match='expected 8'):
-      safetensors_file.write(io.BytesIO(), {'x': (2,)}, 'F32', iter(chunks))
-
-
-def _header(entries):
-  text = json.dumps(entries).encode()
-  return len(text).to_bytes(8, 'little') + text
-
-
-def _entry(begin, end, shape=(2,), dtype='F32'):
-  return {'dtype': dtype, 'shape': shape, 'data_offsets': [begin, end]}
-
-
-@pytest.mark.parametrize(
-  ('content', 'expected'),
-  [
-    (b'', 'not a safetensors file'),
-    (b'1234567', 'not a safetensors file'),
-    (b'\xff' * 20, 'not a safetensors file'),
-    ((99).to_bytes(8, 'little') + b'{}', 'expected 107 bytes, found 10 '),
-    ((2).to_bytes(8, 'little') + b'[]', 'header is damaged'),
-    ((2).to_bytes(8, 'little') + b'{"', 'header is damaged'),
-    (_header({'x': {'dtype': 'F32'}}), 'header is damaged.*`shape`'),
-    (_header({'x': _entry(0, 9)}) + bytes(9), 'header is damaged.*invalid'),
-    (
-      _header({'x': _entry(0, 8, dtype='F99')}) + bytes(8),
-      'header is damaged.*`F99`',
-    ),
-    (_header({'x': _entry(0, -8, shape=(-2,))}), '`-2`'),
-    (
-      _header({'x': _entry(0, 8), 'y': _entry(4, 12)}) + bytes(12),
-      'header is damaged.*`y`',
-    ),
-    (
-      _header({'x': _entry(0, 8), 'y': _entry(12, 20)}) + bytes(20),
-      'header is damaged.*`y`',
-    ),
-    (_header({'x': _entry(0, 8)}) + bytes(9), 'too long: expected'),
-  ],
-)
-def test_a_damaged_file_is_named_in_one_line(tmp_path, content, expected):
-  path = tmp_path / 'bad.safetensors'
-  path.write_bytes(content)
-  with pytest.raises(ValueError, match=expected) as caught:
-    safetensors_file.read_header(path)
-  assert str(caught.value).startswith(f'{path}: ')
-  assert '\n' not in str(caught.value)
-
-
-def test_a_file_truncated_anywhere_is_refused(path):
-  whole = path.read_bytes()
-  for size in range(0, len(whole), 7):
-    path.write_bytes(whole[:size])
-    with pytest.raises(ValueError, match='truncated|not a safetensors') as e:
+def test_a_file_that_is_cut_short_or_damaged_is_named_in_one_line(tmp_path):
+  path = tmp_path / 'some.safetensors'
+  whole = safetensors.numpy.save({'x': np.zeros((5, 3), np.float32)})
+  damaged = [whole[:size] for size in range(0, len(whole), 7)]
+  damaged += [whole + b'x', whole.replace(b'F32', b'F99'), b'\xff' * 20]
+  for content in damaged:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f'^{path}: [^\n]*$'):
       safetensors_file.read_header(path)
-  assert f'expected {len(whole)} bytes, found {size}' in str(e.value)

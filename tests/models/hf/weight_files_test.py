@@ -42,16 +42,10 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path):
 @pytest.mark.parametrize(
   ('weight_map', 'expected'),
   [
-    (
-      _MAP | {'d': 'other.safetensors'},
-      'names other.safetensors, but there is no such file',
-    ),
-    (_MAP | {'d': _FILES[1]}, f'{_FILES[1]}: lacks tensors .*: d$'),
-    ({'a': _FILES[0], 'c': _FILES[1]}, f'{_FILES[0]}: has tensors .*: b$'),
+    (_MAP | {'d': 'other.safetensors'}, 'other.safetensors'),
+    (_MAP | {'d': _FILES[1]}, f'{_FILES[1]}: lacks .*: d$'),
+    ({'a': _FILES[0], 'c': _FILES[1]}, f'{_FILES[0]}: has .*: b$'),
     (_MAP | {'d': f'../x/{_FILES[0]}'}, 'is not a file name'),
-    (_MAP | {'d': '..'}, 'is not a file name|no such file'),
-    (_MAP | {'d': 3}, '3 is not a file name'),
-    ({}, 'no weight_map'),
     ([], 'no weight_map'),
   ],
 )
@@ -67,16 +61,3 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
 def test_a_directory_without_weights_is_refused(tmp_path):
   with pytest.raises(ValueError, match=f'no model.safetensors .*{tmp_path}'):
     weight_files.read_headers(tmp_path)
-
-
-@pytest.mark.parametrize('text', ['{', '[1]', '\xff', 'null'])
-def test_an_index_that_is_no_object_is_named(tmp_path, text):
-  path = tmp_path / 'x.json'
-  path.write_text(text, encoding='latin-1')
-  with pytest.raises(ValueError, match=f'^{path}: (not JSON|expected an obj)'):
-    weight_files.read_json(path)
-
-
-def test_long_lists_are_shortened():
-  assert weight_files.shortened('cba') == 'a, b, c'
-  assert weight_files.shortened('edcba') == 'a, b, c and 2 more'
