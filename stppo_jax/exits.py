@@ -8,7 +8,6 @@ is true, every host saves the last finished step first.
 from collections.abc import Iterator
 import contextlib
 
-NOT_REPRODUCED = 1  # an update that `replay` cannot repeat
 USAGE = 2  # a wrong flag, key or file
 DAMAGED = 3  # only damaged checkpoints are left
 BUG = 70

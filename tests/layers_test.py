@@ -162,7 +162,6 @@ HOMES = {
     'learner',
     'training',
     'tools',
-    'commands.replay',
   ),
   'jaxlib': (),
   'flax': ('models', 'retrieval.indexes.encoder'),

@@ -13,7 +13,8 @@ the other places get groups without variance from the same round.
 Each of several hosts collects some whole groups of every step; which ones
 depends only on the number of hosts. It replaces its own groups, and collects
 its own failed rows again. No host waits for another here, unless one engine
-spans all of them; `measured` later describes what all of them have collected.
+spans all of them; `complete_metrics` later describes what all of them have
+collected.
 """
 
 from collections.abc import Callable
@@ -132,8 +133,8 @@ class StepCollector:
     self._services = services
     self._collector = collector
     self._hosts = hosts
-    # Step -> its groups, until they are measured. A later step may be collected
-    # before that.
+    # Step -> its groups, until `complete_metrics`, before which a later step may
+    # be collected.
     self._first_groups: dict[int, Groups] = {}
 
   def collect(
@@ -141,8 +142,8 @@ class StepCollector:
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
     """Returns the trajectories to train on, groups adjacent, and metrics.
 
-    With several hosts they are this host's, and `measured` completes the
-    metrics.
+    With several hosts they are this host's, and so are the metrics until
+    `complete_metrics`.
 
     The metrics of `trajectory_metrics` describe the groups before any of them
     is replaced. Replacing drops easy and hopeless questions: the scores of what
@@ -167,7 +168,9 @@ class StepCollector:
     staleness = trajectory_metrics.measure_staleness(rows, step)
     return rows, metrics | staleness | counts
 
-  def measured(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+  def complete_metrics(
+    self, metrics: dict[str, float], step: int
+  ) -> dict[str, float]:
     """Returns the metrics of a step that the hosts have collected.
 
     All hosts call it after `collect`, with the metrics that it has returned.

@@ -124,8 +124,6 @@ def newest(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
   start: state_lib.TrainState,
-  *,
-  step: int | None = None,
 ) -> Restored | None:
   """Returns the newest valid step, or None if none was saved.
 
@@ -134,7 +132,6 @@ def newest(
     learner: the learner of the run.
     start: the state before the first step; its frozen weights become those of
       the restored state.
-    step: the step that is wanted; None: the newest valid one.
 
   Returns:
     (steps done, state, JSON record).
@@ -143,9 +140,7 @@ def newest(
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  restored = checkpointer.restore_latest(
-    learner.abstract_state(start), step=step
-  )
+  restored = checkpointer.restore_latest(learner.abstract_state(start))
   if restored is None:
     return None
   done, state, host = restored

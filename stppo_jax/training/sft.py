@@ -147,7 +147,7 @@ def imitate(
           )
           metrics = jax.device_get(metrics)
       training.finish_step(step + 1, state, metrics | training.seconds)
-      skips.check([metrics])
+      skips.check(step + 1, [metrics])
     params = training.state.policy.params
     training.finish(policy, params)
     if at_end is not None:
