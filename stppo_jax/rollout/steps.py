@@ -133,8 +133,8 @@ class StepCollector:
     self._services = services
     self._collector = collector
     self._hosts = hosts
-    # Step -> its groups, until `complete_metrics`, before which a later step may
-    # be collected.
+    # Step -> its groups, for `complete_metrics`. A later step may be collected
+    # before that.
     self._first_groups: dict[int, Groups] = {}
 
   def collect(

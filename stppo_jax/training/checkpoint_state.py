@@ -10,7 +10,6 @@ import dataclasses
 import pathlib
 from typing import Any
 from typing import NamedTuple
-from typing import Protocol
 
 import jax
 
@@ -31,21 +30,6 @@ from stppo_jax.workdir import run_record
 
 _BASE = 'base_fingerprints'
 Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
-
-
-class Checkpoints(Protocol):
-  """Converts between a state and the contents of a checkpoint."""
-
-  def content(
-    self, step: int, state: state_lib.TrainState
-  ) -> tuple[Any, dict[str, Any]]:
-    """Returns what is saved after `step` steps: arrays, and a JSON record."""
-    ...
-
-  def restore(
-    self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
-  ) -> Restored | None:
-    """Returns (steps done, state, record), or None if nothing was saved."""
 
 
 class OtherBase(RuntimeError):
@@ -70,7 +54,10 @@ class TrainCheckpoints:
   def content(
     self, step: int, state: state_lib.TrainState
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Returns the state with the published policies, and a JSON record."""
+    """Returns what is saved after `step` steps: arrays, and a JSON record.
+
+    The arrays are the state without frozen weights, with published policies.
+    """
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)
@@ -82,7 +69,10 @@ class TrainCheckpoints:
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Restores the newest valid step, in the learner and the collector too."""
+    """Returns the newest valid step; None if nothing was saved.
+
+    The learner and the collector go on from it, too.
+    """
     restored = newest(checkpointer, self._learner, start)
     if restored is None:
       return None
@@ -111,13 +101,17 @@ class PolicyCheckpoints:
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Restores the newest valid step."""
+    """Returns the newest valid step; None if nothing was saved."""
     restored = checkpointer.restore_latest(start.policy)
     if restored is None:
       return None
     step, policy, host = restored
     _check_base(step, host, start.frozen)
     return step, dataclasses.replace(start, policy=policy), host
+
+
+# Converts between a state and the contents of a checkpoint.
+Checkpoints = TrainCheckpoints | PolicyCheckpoints
 
 
 def newest(
@@ -236,8 +230,7 @@ def read_policy(
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
   restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
-  if restored is None:
-    raise exits.Misconfigured(f'{workdir}: no checkpoint of step {step}')
+  assert restored is not None  # the step is there, and would raise if damaged
   return Policy(config, tokenizer, learner, *restored)
 
 

@@ -159,8 +159,13 @@ class StepMetrics:
       save_seconds=save_seconds,
       num_epochs=epochs,
     )
-    if len(totals.collect_seconds) > 1:
-      metrics |= _collect_seconds(totals.collect_seconds)
+    if len(collected := totals.collect_seconds) > 1:
+      metrics |= {
+        'hosts/collect_s_min': min(collected),
+        'hosts/collect_s_median': float(np.median(collected)),
+        'hosts/collect_s_max': max(collected),
+        'hosts/slowest': float(np.argmax(collected)),
+      }
     metrics |= memory.max_memory()
     metrics |= self._utilization(totals.operations, updating / epochs)
     metrics |= self._bytes_per_second(totals, len(updates), updating)
@@ -228,16 +233,6 @@ class StepMetrics:
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics
-
-
-def _collect_seconds(seconds: Sequence[float]) -> dict[str, float]:
-  """Returns the metrics of the time that each host has collected."""
-  return {
-    'hosts/collect_s_min': min(seconds),
-    'hosts/collect_s_median': float(np.median(seconds)),
-    'hosts/collect_s_max': max(seconds),
-    'hosts/slowest': float(np.argmax(seconds)),
-  }
 
 
 def timings(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -70,7 +71,7 @@ class Run:
     config,
     folder: claim.Folder,
     last: saving.LastStep,
-    writer: writer_lib.HostWriter,
+    writer: writer_lib.Writer,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     num_steps: int,
@@ -363,15 +364,17 @@ def _build_writer(
   folder: claim.Folder,
   num_steps: int,
   shown_every: int,
-) -> writer_lib.HostWriter:
+) -> writer_lib.Writer:
   """Returns the writer of a host; only the first host writes metrics."""
-  if not folder.hosts.is_first:
-    return writer_lib.HostWriter(
-      folder.path,
-      host=folder.hosts.index,
-      trajectories=config.writer.trajectories,
-      keep_files=config.writer.keep_files,
-    )
+  options, hosts = config.writer, folder.hosts
+  build = functools.partial(
+    writer_lib.Writer,
+    folder.path,
+    trajectories=options.trajectories,
+    keep_files=options.keep_files,
+  )
+  if not hosts.is_first:
+    return build(host=hosts.index)
   values = settings.flatten(config)
   recorded = run_folder.read(folder.path)
   identity = trackers.Identity(
@@ -380,15 +383,10 @@ def _build_writer(
     folder=folder.path,
     config=values,
   )
-  return writer_lib.Writer(
-    folder.path,
-    tensorboard=config.writer.tensorboard,
-    trajectories=config.writer.trajectories,
-    keep_files=config.writer.keep_files,
-    keep_lines=config.writer.keep_lines,
+  return build(
     display=progress.Progress(num_steps, every=shown_every),
+    tensorboard=options.tensorboard,
+    keep_lines=options.keep_lines,
     hparams=values,
-    trackers=[
-      trackers.Tracker(name, identity) for name in config.writer.trackers
-    ],
+    trackers=[trackers.Tracker(name, identity) for name in options.trackers],
   )

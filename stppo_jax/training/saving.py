@@ -166,23 +166,21 @@ class Saver:
     arrays, record = self._checkpoints.content(step, state)
     self.checkpointer.save(step, arrays, record | extra.record(), waits=waits)
 
-  def save_in_time(
-    self, step: int, state: State, extra: Extra, since: float | None
-  ) -> None:
-    """Saves a step at the end of a run, if there is time for it.
+  def save_in_time(self, last: 'LastStep', since: float | None) -> None:
+    """Saves the last step at the end of a run, and waits, if there is time.
 
     Args:
-      step, state, extra: see `save`.
+      last: the last finished step.
       since: the time of the signal that ends the run; None: there was none.
 
     Raises:
       NoTime: the step was not saved, on any host.
     """
-    line = self._lack_of_time(step, since)
+    line = self._lack_of_time(last.done, since)
     lines = self._hosts.exchange('time to save', line)
     if any(lines):
       raise NoTime(next(filter(None, lines)))
-    self.save(step, state, extra, waits=True)
+    self.save(last.done, last.state, last.extra, waits=True)
 
   def check_room(self) -> None:
     """Raises `NoRoom` if the disk has no room for a checkpoint."""
@@ -263,19 +261,8 @@ class LastStep:
     """Whether it is not on disk yet."""
     return self.done > self.saver.saved
 
-  def save(self, *, since: float | None) -> None:
-    """Saves it at the end of a run, if there is time for it, and waits.
 
-    Args:
-      since: the time of the signal that ends the run; None: there was none.
-
-    Raises:
-      NoTime: the step was not saved, on any host.
-    """
-    self.saver.save_in_time(self.done, self.state, self.extra, since)
-
-
-def rewind(writer: writer_lib.HostWriter, last: LastStep) -> None:
+def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
   """Brings the files of a run to the step of its newest checkpoint.
 
   Args:

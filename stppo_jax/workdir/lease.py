@@ -6,7 +6,7 @@ A bucket has no locks. But an object can be written on the condition that it
 still has the generation that was read: of several writers, one succeeds. The
 holder writes the lease again and again. Once it was not written for as long as
 it says, by the clock of the bucket, another process takes it over. A holder
-that was only frozen finds out by `Lease.renew`, before it commits anything.
+that was only frozen finds out by `Lease.touch`, before it commits anything.
 """
 
 from collections.abc import Iterator
@@ -46,12 +46,12 @@ class Lease(lock.Claim):
     self._lost: lock.Lost | None = None
 
   def check(self) -> None:
-    """Raises `Lost` if `renew` has; asks nobody, and so needs no bucket."""
+    """Raises `Lost` if `touch` has; asks nobody, and so needs no bucket."""
     if self._lost is not None:
       raise self._lost
 
-  def renew(self) -> None:
-    """Writes the lease again.
+  def touch(self) -> None:
+    """Writes the lease again, before it runs out.
 
     Raises:
       Lost: another process has taken the lease over.
@@ -70,8 +70,6 @@ class Lease(lock.Claim):
         written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is not None:
         self._generation = written
-
-  touch = renew
 
   def release(self) -> None:
     """Removes the lease, unless another process has taken it over."""

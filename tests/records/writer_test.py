@@ -143,7 +143,7 @@ def test_trajectories_of_a_step_replace_each_other(tmp_path):
 
 
 def test_other_hosts_write_dialogues_of_their_own(tmp_path):
-  other = writer_lib.HostWriter(tmp_path, host=3, trajectories=1)
+  other = writer_lib.Writer(tmp_path, host=3, trajectories=1)
   other.write_trajectories(12, [{'n': 0}, {'n': 1}])
   other.write_evaluation(12, [{'n': 2}, {'n': 3}])
   lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -184,7 +184,7 @@ def test_only_the_newest_lines_are_kept(tmp_path):
 
 def test_only_the_newest_dialogues_are_kept(tmp_path):
   first = _writer(tmp_path, keep_files=2)
-  other = writer_lib.HostWriter(tmp_path, host=3, trajectories=1, keep_files=1)
+  other = writer_lib.Writer(tmp_path, host=3, trajectories=1, keep_files=1)
   for writer in (first, other):
     for step in range(99, 103):
       writer.write_trajectories(step, [{'n': step}])

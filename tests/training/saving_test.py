@@ -137,10 +137,13 @@ def test_the_time_since_the_signal_counts(tmp_path):
   policy = state_lib.ModelState({'x': jnp.arange(8)}, None, jnp.zeros(()))
   state = state_lib.TrainState(policy=policy, value=None)
 
+  def last(step):
+    return saving.LastStep(saver, 'step', step, state, saving.Extra())
+
   def save(step, *, left):
     """Saves with so many seconds left, as far as the last save is known."""
     since = time.monotonic() - (grace - left)
-    saver.save_in_time(step, state, saving.Extra(), since)
+    saver.save_in_time(last(step), since)
 
   with claim.claimed(config, tmp_path) as folder:
     saver = saving.Saver(config, folder, _Checkpoints(), state)
@@ -155,6 +158,6 @@ def test_the_time_since_the_signal_counts(tmp_path):
     save(2, left=takes + 1000)
     assert saver.saved == 2
     save(2, left=0.0)  # there is nothing to do
-    saver.save_in_time(3, state, saving.Extra(), None)  # no signal, no limit
+    saver.save_in_time(last(3), None)  # no signal, no limit
     saver.checkpointer.close()
   assert saver.checkpointer.pending.saved == 3
