@@ -156,10 +156,6 @@ def test_signal_handlers_are_restored():
   assert [signal.getsignal(number) for number in _CODES] == before
 
 
-def test_an_interruption_is_not_an_error_to_be_handled():
-  assert not issubclass(interruption.Interrupted, Exception)
-
-
 def test_a_request_that_comes_too_late_ends_nothing_else():
   with interruption.Interruption() as outer:
     with outer.interruptible():

@@ -93,9 +93,3 @@ def test_nothing_unprintable_is_left(text):
   assert all(c == '\n' or c == ' ' or not c.isspace() for c in shown if c < '~')
   assert '\x1b' not in shown and '\r' not in shown
   assert all(line[0] in '?.><=' for line in shown.splitlines())
-
-
-def test_colours_are_written_if_wanted():
-  for colour in (True, False):
-    text = dialogues.render(_RECORD, colour=colour)
-    assert ('\x1b[' in text) == colour

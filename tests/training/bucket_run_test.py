@@ -179,16 +179,3 @@ def test_a_short_outage_is_waited_for(google, undisturbed, tmp_path):
   google.fault = lambda line: None
   assert hosts.ends() == [0, 0]
   bucket_hosts.assert_same_run(google, undisturbed)
-
-
-@pytest.mark.slow
-def test_two_starts_of_one_run_are_one_run(google, undisturbed, tmp_path):
-  first = bucket_hosts.Hosts(tmp_path / 'first', num_steps=_STEPS)
-  second = bucket_hosts.Hosts(tmp_path / 'second', num_steps=_STEPS)
-  first.start()
-  bucket_hosts.wait(lambda: 'study/run/lease' in google.objects, first)
-  second.start()
-  assert second.ends() == [75, 75]
-  assert 'has renewed its lease' in second.said
-  assert first.ends() == [0, 0]
-  bucket_hosts.assert_same_run(google, undisturbed)

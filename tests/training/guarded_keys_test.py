@@ -100,20 +100,6 @@ def test_a_run_goes_on_where_its_files_are_elsewhere(run, places, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_goes_on_where_its_files_are_elsewhere(
-  google, places, tmp_path, capsys
-):
-  here, there = places
-  allowed = {'resume.allow_change': "('model.path',)"}
-  assert runs.train('gs://mine/run', **here, **allowed) == 0
-  assert 'run/run.json' in google.objects
-  shutil.rmtree(tmp_path / 'here')
-  capsys.readouterr()
-  assert runs.train('gs://mine/run', **there) == 0
-  assert 'from now on; it was' in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_in_another_clone(run, tmp_path):
   clone = tmp_path / 'clone'
   for name in ('stppo_jax', 'configs', 'assets'):

@@ -525,18 +525,6 @@ def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
 
 
 @pytest.mark.slow
-def test_a_slow_host_is_named_and_the_others_do_not_wait_in_collecting(
-  tmp_path,
-):
-  faults = {1: ('slow', 'collect', '2')}
-  assert _ends(_start(tmp_path / 'run', faults=faults, num_steps=2))
-  line = runs.metrics(tmp_path / 'run')[-1]
-  assert line['hosts/slowest'] == 1
-  # The fault takes five seconds, of which the other host collects none.
-  assert line['hosts/collect_s_max'] - line['hosts/collect_s_min'] > 4
-
-
-@pytest.mark.slow
 def test_hosts_that_differ_are_told_apart(tmp_path):
   own = {1: {'rollout__temperature': 0.5, 'env__max_turns': 1}}
   ends = _ends(_start(tmp_path / 'run', own=own))

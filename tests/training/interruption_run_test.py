@@ -15,7 +15,6 @@ from stppo_jax import __main__
 from stppo_jax.retrieval import server
 from stppo_jax.tools import run_state
 from stppo_jax.training import components
-from stppo_jax.workdir import run_record
 from tests.training import faults
 from tests.training import runs
 
@@ -73,15 +72,6 @@ def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
   assert not list((tmp_path / 'checkpoints').iterdir())
   assert _train(tmp_path, **options, preemption__grace=6.0) == 0
   _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_an_update_that_compiles_is_not_waited_for(tmp_path):
-  process = _stuck(tmp_path, ('updated', 1))
-  assert process.returncode == 75
-  promised = 'SIGTERM: ending now, or after step 1 if that is done within a '
-  assert promised in process.stderr
-  assert 'interrupted before the first step; the same' in process.stdout
 
 
 @pytest.mark.slow
@@ -347,37 +337,3 @@ def test_another_config_is_refused_before_any_request(finished, capsys):
     ' or allow it: --config.resume.allow_change=seed\n'
   )
   assert (finished / 'config.json').read_bytes() == before
-
-
-def test_another_supervised_start_is_refused_before_any_request(
-  tmp_path, capsys
-):
-  config = runs.config().to_dict()
-  run_record.record_config({**config, 'command': 'sft'}, tmp_path)
-  (tmp_path / 'metrics.jsonl').touch()
-  flags = runs.flags(
-    seed=5, num_steps=None, retrieval__url='http://127.0.0.1:9'
-  )
-  command = ['sft', *flags, f'--workdir={tmp_path}']
-  assert __main__.main(command) == 3  # it has written, and saved nothing
-  capsys.readouterr()
-  (tmp_path / 'checkpoints').mkdir()
-  assert __main__.main(command) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'seed=5: the run in {tmp_path} was started with 0; ')
-
-
-def test_evaluating_leaves_a_live_run_alone(finished, tmp_path, capsys):
-  saving = finished / 'checkpoints' / '9.orbax-checkpoint-tmp'
-  saving.mkdir()
-  before = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
-  arguments = ['evaluate', *runs.flags(num_steps=runs.STEPS)]
-  assert __main__.main([*arguments, f'--checkpoint={finished}']) == 0
-  after = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
-  saving.rmdir()
-  assert after == before
-  capsys.readouterr()
-  missing = tmp_path / 'missing'
-  assert __main__.main([*arguments, f'--checkpoint={missing}']) == 2
-  assert not missing.exists()
-  assert capsys.readouterr().err == f'--checkpoint={missing}: no such folder\n'

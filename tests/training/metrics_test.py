@@ -2,9 +2,7 @@
 
 import pytest
 
-from stppo_jax.parallel import topology
 from stppo_jax.training import metrics as metrics_lib
-from tests.training import runs
 
 _COUNTS = metrics_lib.Counts(
   policy=10.0, value=8.0, policy_again=3.0, value_again=2.0
@@ -57,19 +55,3 @@ def test_shares_of_the_peak(value, adapters, extra, needed, again):
     'perf/mfu': needed / 100,
     'perf/hfu': pytest.approx((needed + again) / 100),
   }
-
-
-@pytest.mark.slow
-def test_a_single_microbatch_needs_no_pass_for_statistics(
-  tmp_path, monkeypatch
-):
-  monkeypatch.setattr(topology, 'peak_operations', lambda mesh: 1e12)
-  shares = []
-  # A minibatch has one row for each device, and so one microbatch at most.
-  for size in (0, 8):
-    changes = {'updates__microbatch_size': size, 'model__dtype': 'bfloat16'}
-    changes |= {'num_steps': 1, 'evaluate__every': 0}
-    assert runs.train(tmp_path / str(size), **changes) == 0
-    (line,) = runs.metrics(tmp_path / str(size))
-    shares.append(line['perf/hfu'] / line['perf/mfu'])
-  assert shares[0] == pytest.approx(shares[1])

@@ -73,24 +73,6 @@ def finished(tmp_path_factory):
   return make
 
 
-@pytest.mark.parametrize('steps_ahead', [0, 1])
-@pytest.mark.slow
-def test_slots_are_kept_in_updates_only_if_steps_are_collected_meanwhile(
-  tmp_path, steps_ahead
-):
-  def caches():
-    return [x for x in jax.live_arrays() if x.ndim == 4]
-
-  others, kept = caches(), []
-
-  def act(moment):
-    if moment[0] == 'updated':
-      kept.append(any(all(x is not y for y in others) for x in caches()))
-
-  assert _train(tmp_path, steps_ahead, act, num_steps=1) == 0
-  assert kept == [bool(steps_ahead)]
-
-
 def _newest(workdir, steps_ahead):
   """Returns step and leaves of the newest checkpoint, as numpy arrays."""
   learner = runs.learner(runs.config(rollout__steps_ahead=steps_ahead))

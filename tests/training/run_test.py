@@ -1,6 +1,5 @@
 """Two runs never share a folder, and nothing of a run is lost unsaid."""
 
-import dataclasses
 import json
 import os
 import resource
@@ -157,34 +156,8 @@ def test_a_disk_without_room_is_told_before_a_step_is_lost(
   assert _files(run / 'checkpoints') == before
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_begins_again(run, capsys):
-  shutil.rmtree(run / 'checkpoints')
-  (run / 'checkpoints').mkdir()
-  lines = (run / 'metrics.jsonl').read_bytes().splitlines(keepends=True)[:2]
-  (run / 'metrics.jsonl').write_bytes(b''.join(lines))
-  identity = run_folder.read(run)
-  assert identity.has_saved
-  run_folder.write(run, dataclasses.replace(identity, has_saved=False))
-  for step in (2, 3):
-    (run / f'trajectories-00000{step}.jsonl').unlink()
-  assert runs.train(run, num_steps=1) == 0
-  assert 'resumed after step 0' in capsys.readouterr().out
-  kept = (run / 'aside-1' / 'metrics.jsonl').read_bytes()
-  assert kept == b''.join(lines)
-
-
 def _manifests(run):
   return sorted(run.glob('checkpoints/*/manifest/metadata'))
-
-
-def test_every_manifest_names_its_run(finished):
-  run = run_folder.read(finished)
-  assert run.command == 'train' and not run.has_older_checkpoints
-  for path in _manifests(finished):
-    manifest = json.loads(path.read_text())
-    assert manifest['run_id'] == run.run_id
-    assert manifest['config_digest'] == run.config_digest
 
 
 @pytest.mark.parametrize('field', ['run_id', 'config_digest'])
@@ -238,32 +211,6 @@ def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert str(caught.value) == f'{workdir}: File too large'
   assert os.listdir(workdir) == []  # not even a lock that names nobody
-
-
-def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
-  data = tmp_path / 'data'
-  data.mkdir()
-  line = {'dataset': 'd', 'kind': 'open', 'question': 'q', 'answers': ['a']}
-  text = ''.join(json.dumps({'id': str(n)} | line) + '\n' for n in range(16))
-  (data / 'q.jsonl').write_text(text)
-  (data / 'c.jsonl').write_text('{"pid": "1", "title": "t", "text": "a"}\n')
-  settings = {
-    'data__name': 'jsonl',
-    'data__root': data,
-    'data__train': 'q.jsonl',
-    'data__corpus': 'c.jsonl',
-    'model__path': runs.REPO / 'assets' / 'quickstart',
-  }
-  workdir = tmp_path / 'run'
-  workdir.mkdir()
-  record = runs.config(**settings).to_dict()
-  (workdir / 'config.json').write_text(json.dumps(record))
-  command = ['evaluate', *runs.flags(**settings), f'--checkpoint={workdir}']
-  assert __main__.main(command) == 2
-  out, err = capsys.readouterr()
-  assert out == ''
-  assert err == "data.evaluation='': there are no questions to evaluate on\n"
-  assert os.listdir(workdir) == ['config.json']
 
 
 def test_a_run_that_has_ended_is_not_interrupted(tmp_path):

@@ -1,6 +1,5 @@
 """The folder of a run in a bucket, and the one that stands for it here."""
 
-import os
 import threading
 import time
 
@@ -241,13 +240,3 @@ def _wait(condition):
   while not condition():
     assert time.monotonic() < deadline
     time.sleep(0.02)
-
-
-def test_a_file_that_changes_is_written_again(google, tmp_path):
-  here = _open(tmp_path / 'here')
-  path = tmp_path / 'here' / 'heartbeat.json'
-  for number in range(3):
-    path.write_text(str(number))
-    os.utime(path, (number, number))
-    here.push()
-    assert google.data('run/heartbeat.json') == str(number).encode()

@@ -173,34 +173,6 @@ def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
   assert len(lines) == 1
 
 
-def test_a_touching_thread_ends_without_an_error_once_the_lock_is_lost(
-  tmp_path,
-):
-  with lock.held(tmp_path, every=3600) as claim:
-    _change(tmp_path, host='elsewhere')
-    claim.keep_touching(0.001)  # returns
-
-
-def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path, said):
-  with _holder(tmp_path):
-    pass
-  _change(tmp_path, host='elsewhere', touches=False)
-  message = _refused(tmp_path)
-  assert 'on host elsewhere, since 20' in message
-  assert message.endswith(f'remove {tmp_path}/lock and start again')
-  (tmp_path / lock.NAME).unlink()
-  with lock.held(tmp_path):
-    pass
-  assert said == []
-
-
-@pytest.mark.parametrize('text', ['', '{"host": 1}', '[]', '\x00'])
-def test_a_lock_that_names_nobody_is_left_alone(tmp_path, text):
-  (tmp_path / lock.NAME).write_text(text)
-  assert 'locked by an unknown process' in _refused(tmp_path)
-  assert (tmp_path / lock.NAME).read_text() == text
-
-
 def test_one_of_many_takes_over(tmp_path):
   with _holder(tmp_path):
     pass

@@ -45,15 +45,6 @@ def test_the_record_is_the_config_sorted_and_whole(tmp_path):
   assert {p.name for p in workdir.iterdir()} == {'config.json', 'run.json'}
 
 
-def test_the_same_config_resumes(tmp_path):
-  _begin(tmp_path, _config())
-  before = (tmp_path / 'config.json').read_bytes()
-  run_record.record_config(
-    _config(), tmp_path
-  )  # (1, 2) and [1, 2] are the same
-  assert (tmp_path / 'config.json').read_bytes() == before
-
-
 def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   _begin(tmp_path, _config())
   before = (tmp_path / 'config.json').read_bytes()
@@ -173,22 +164,6 @@ def _config_of_0_1_0():
   return config
 
 
-def test_a_run_of_0_1_0_resumes(tmp_path):
-  _begin(tmp_path, _config_of_0_1_0())
-  run_record.record_config(_config(), tmp_path)
-  recorded = json.loads((tmp_path / 'config.json').read_text())
-  assert recorded['env']['name'] == 'search'
-  assert recorded['retrieval']['dialect'] == 'search_r1'
-
-
-def test_a_run_of_0_1_0_was_a_run_of_the_search_environment(tmp_path):
-  _begin(tmp_path, _config_of_0_1_0())
-  other = _config()
-  other['env']['name'] = 'echo'
-  with pytest.raises(run_record.OtherRun, match='name=echo: .* with search;'):
-    run_record.record_config(other, tmp_path)
-
-
 def test_a_run_from_before_the_newest_keys_resumes(tmp_path):
   """A new key that is not free needs `since` and `before` in the schema."""
   recorded = set(_RECORDED_KEYS.read_text('utf-8').split())
@@ -257,23 +232,6 @@ def test_keys_that_may_differ_are_rewritten(tmp_path, block, key, value):
   run_record.record_config(other, tmp_path)
   recorded = json.loads((tmp_path / 'config.json').read_text())
   assert (recorded[block] if block else recorded)[key] == value
-
-
-@pytest.mark.parametrize(
-  ('key', 'value'),
-  [
-    ('topk', 5),
-  ],
-)
-def test_what_a_search_finds_is_guarded(tmp_path, key, value):
-  _begin(tmp_path, _config())
-  other = _config()
-  other['retrieval'][key] = value
-  refused = rf'^retrieval\.{key}.* allow it'
-  with pytest.raises(run_record.OtherRun, match=refused):
-    run_record.record_config(other, tmp_path)
-  other['resume']['allow_change'] = [f'retrieval.{key}']
-  run_record.record_config(other, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -208,57 +208,6 @@ def test_a_save_that_check_finds_ended_is_noted_in_the_folder(tmp_path):
   saver.close()
 
 
-_ROUNDS = """
-import faulthandler
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from stppo_jax.records.checkpoints import checkpoint
-from stppo_jax.records.checkpoints import fingerprint
-
-faulthandler.dump_traceback_later(60, exit=True)
-mesh = jax.make_mesh((8,), ('fsdp',))
-sharding = NamedSharding(mesh, P('fsdp'))
-state = [
-  jax.device_put(np.full((8, 8 + n % 3), n, np.float32), sharding)
-  for n in range(90)
-]
-first = fingerprint.fingerprints(state)
-for _ in range(50):
-  assert fingerprint.fingerprints(state) == first
-print('50 rounds')
-"""
-
-
-@pytest.mark.slow
-def test_fingerprints_of_many_leaves_on_eight_devices_never_hang():
-  # A process of its own, with the threads that XLA has without our settings.
-  environment = os.environ | {
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_NUM_CPU_DEVICES': '8',
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-  }
-  environment.pop('NPROC', None)
-  process = subprocess.run(
-    [sys.executable, '-c', _ROUNDS],
-    capture_output=True,
-    text=True,
-    env=environment,
-    cwd=_REPO,
-    timeout=90,
-  )
-  assert process.returncode == 0, process.stderr
-  assert process.stdout == '50 rounds\n'
-
-
-def test_a_step_is_saved_once(tmp_path):
-  saver = checkpoint.Checkpointer(tmp_path, keep=2)
-  saver.save(1, {'x': jnp.ones(2)}, {'first': True})
-  saver.save(1, {'x': jnp.zeros(2)}, {'first': False})
-  _, state, host = saver.restore_latest({'x': jnp.zeros(2)})
-  assert host == {'first': True} and state['x'].tolist() == [1, 1]
-
-
 def _fingerprint_slowly(array):
   """Returns the fingerprint by Python integers, one word after another."""
   array = np.asarray(array)
@@ -453,12 +402,6 @@ def test_read_only_reports_steps_that_are_all_damaged(tmp_path):
   reader = checkpoint.Checkpointer(tmp_path, read_only=True)
   with pytest.raises(checkpoint.CorruptCheckpoints, match='left: 1$'):
     reader.restore_latest(_abstract(_state(_mesh(2, 4))))
-
-
-def test_read_only_makes_no_folder(tmp_path):
-  reader = checkpoint.Checkpointer(tmp_path / 'none', read_only=True)
-  assert reader.restore_latest({'x': jnp.zeros(2)}) is None
-  assert not list(tmp_path.iterdir())
 
 
 def test_a_foreign_folder_is_set_aside(tmp_path):
