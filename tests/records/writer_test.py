@@ -16,24 +16,11 @@ from stppo_jax.records import progress
 from stppo_jax.records import writer as writer_lib
 
 
-def _writer(
-  workdir,
-  *,
-  tensorboard=False,
-  trajectories=2,
-  hparams=None,
-  keep_files=0,
-  keep_lines=0,
-):
+def _writer(workdir, *, trajectories=2, **options):
   console = rich.console.Console(file=io.StringIO())
+  display = progress.Progress(10, console=console)
   return writer_lib.Writer(
-    workdir,
-    tensorboard=tensorboard,
-    trajectories=trajectories,
-    hparams=hparams,
-    keep_files=keep_files,
-    keep_lines=keep_lines,
-    display=progress.Progress(10, console=console),
+    workdir, trajectories=trajectories, display=display, **options
   )
 
 
@@ -118,16 +105,6 @@ def test_a_line_without_a_line_break_is_dropped(tmp_path):
   writer.rewind(2, saved=2)
   writer.write(2, {})
   assert [line['step'] for line in _lines(tmp_path)] == [1, 2]
-
-
-def test_truncating_without_a_file_or_below_all_steps(tmp_path):
-  writer = _writer(tmp_path)
-  writer.rewind(3, saved=3)
-  writer.write(1, {})
-  # A line that this start writes again is explained by a checkpoint.
-  assert writer.rewind(0, saved=1) is None
-  assert _lines(tmp_path) == []
-  assert [path.name for path in tmp_path.iterdir()] == ['metrics.jsonl']
 
 
 def test_trajectories_of_a_step_replace_each_other(tmp_path):
@@ -216,16 +193,6 @@ def test_tensorboard_has_the_scalars_and_drops_some_on_resume(tmp_path):
     for value in event.summary.value
   ]
   assert scalars == [(5, 'a', 0.5), (5, 'b', 2.0), (6, 'a', 0.25)]
-
-
-def test_errors_of_a_sink_are_counted_and_logged_once(tmp_path, caplog):
-  (tmp_path / 'tensorboard').write_text('in the way')
-  writer = _writer(tmp_path, tensorboard=True)
-  for step in (1, 2, 3):
-    writer.write(step, {'a': step})
-  assert [line['writer/sink_errors'] for line in _lines(tmp_path)] == [1, 2, 3]
-  assert [line['a'] for line in _lines(tmp_path)] == [1, 2, 3]
-  assert len(caplog.records) == 1 and 'tensorboard' in caplog.text
 
 
 def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on(tmp_path):

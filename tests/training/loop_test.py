@@ -1,8 +1,10 @@
 """A run and its files; a run that was killed resumes as the same run."""
 
 import functools
+import itertools
 import json
 import math
+import re
 import signal
 import time
 
@@ -48,86 +50,33 @@ def _assert_same_run(workdir, finished):
   )
 
 
-_LEVELS = ('token', 'turn', 'sequence')
 # Names that users know, and ours; of every step of a run that updates.
-_NAMES = {
-  *(
-    f'actor/{name}'
-    for name in (
-      'pg_loss pg_clipfrac ppo_kl entropy kl_loss grad_norm lr'.split()
-    )
-  ),
-  *(
-    f'critic/{name}'
-    for name in (
-      'vf_loss vf_clipfrac vf_explained_var grad_norm lr kl kl_coef'.split()
-    )
-  ),
-  *(
-    f'{name}/{statistic}'
-    for name in (
-      'critic/score',
-      'critic/rewards',
-      'critic/advantages',
-      'critic/returns',
-      'critic/values',
-      'response_length',
-      'num_turns',
-    )
-    for statistic in ('mean', 'max', 'min')
-  ),
-  'env/number_of_valid_search',
-  'env/ratio_of_valid_action',
-  'env/finish_ratio',
-  *(
-    f'timing_s/{phase}'
-    for phase in 'collect wait annotate update checkpoint step'.split()
-  ),
-  'perf/throughput',
-  *(
-    f'ratio/{level}/{statistic}'
-    for level in _LEVELS
-    for statistic in ('mean', 'std', 'min', 'max', 'ess')
-  ),
-  *(
-    f'ratio/{level}/std/turn_{turn}' for level in _LEVELS for turn in (1, 2, 3)
-  ),
-  *(
-    f'clipfrac/{level}/{side}{turn}'
-    for level in _LEVELS
-    for side in ('low', 'high')
-    for turn in ('', '/turn_1', '/turn_2', '/turn_3')
-  ),
-  *(
-    f'stab/{name}'
-    for name in ('rho scale norm_clipped norm_unclipped bias_grad_norm'.split())
-  ),
-  *(
-    f'mismatch/{name}'
-    for name in (
-      *'logprob_abs_diff k3 weight_raw_max truncation'.split(),
-      'turn/sum/weight_raw_mean',
-    )
-  ),
-  *(
-    f'retrieval/{name}'
-    for name in 'ok retries failures latency_p50 latency_p99'.split()
-  ),
-  *(
-    f'rollout/status/{name}'
-    for name in (
-      'completed truncated_length truncated_turns infra_error'.split()
-    )
-  ),
-  *(
-    f'rollout/{name}'
-    for name in (
-      'resampled_groups resample_rounds refilled_rows staleness'.split()
-    )
-  ),
-  'reward/turns/mean',
-  'update/skipped',
-}
+_NAMES = """
+actor/{pg_loss,pg_clipfrac,ppo_kl,entropy,kl_loss,grad_norm,lr}
+critic/{vf_loss,vf_clipfrac,vf_explained_var,grad_norm,lr,kl,kl_coef}
+critic/{score,rewards,advantages,returns,values}/{mean,max,min}
+{response_length,num_turns}/{mean,max,min}
+env/{number_of_valid_search,ratio_of_valid_action,finish_ratio}
+timing_s/{collect,wait,annotate,update,checkpoint,step}
+perf/throughput
+ratio/{token,turn,sequence}/{mean,std,min,max,ess}
+ratio/{token,turn,sequence}/std/turn_{1,2,3}
+clipfrac/{token,turn,sequence}/{low,high}{,/turn_1,/turn_2,/turn_3}
+stab/{rho,scale,norm_clipped,norm_unclipped,bias_grad_norm}
+mismatch/{logprob_abs_diff,k3,weight_raw_max,truncation}
+mismatch/turn/sum/weight_raw_mean
+retrieval/{ok,retries,failures,latency_p50,latency_p99}
+rollout/status/{completed,truncated_length,truncated_turns,infra_error}
+rollout/{resampled_groups,resample_rounds,refilled_rows,staleness}
+reward/turns/mean
+update/skipped
+"""
+
+
+def _expanded(pattern):
+  """Returns the names that a pattern with choices in braces stands for."""
+  parts = [part.split(',') for part in re.split('[{}]', pattern)]
+  return map(''.join, itertools.product(*parts))
 
 
 def test_evaluations_leave_their_dialogues(finished):
@@ -148,12 +97,16 @@ def test_evaluations_leave_their_dialogues(finished):
 
 
 def test_metrics_have_their_names_and_are_finite(finished):
-  lines = runs.metrics(finished)
+  text = (finished / 'metrics.jsonl').read_text('utf-8')
+  lines = [
+    json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()
+  ]
   assert [line['step'] for line in lines] == [0, 1, 2, 3]
+  names = {name for x in _NAMES.split() for name in _expanded(x)}
   evaluated = {'val/em/one_hop', 'val/em/two_hop'}
   assert evaluated <= lines[0].keys()
   for line in lines[1:]:
-    assert not _NAMES - line.keys()
+    assert not names - line.keys()
     assert all(math.isfinite(value) for value in line.values())
     # Evaluated after every second step and after the last one.
     due = line['step'] in (2, _STEPS)
@@ -233,6 +186,8 @@ def test_dialogues_can_be_read(finished):
 
 
 def test_tensorboard_has_the_config_and_metrics_what_a_step_used(finished):
+  curve = (finished / 'learning_curve.png').read_bytes()
+  assert curve.startswith(b'\x89PNG') and len(curve) > 1000
   (path,) = (finished / 'tensorboard').iterdir()
   data = path.read_bytes()
   # The formats of both are proved in tests/records.
