@@ -69,8 +69,8 @@ def test_the_lease_of_an_ended_run_elsewhere_is_waited_for(
   with lease.held(bucket):
     assert 1 <= time.monotonic() - began < 8
   waits, takes = said
-  assert waits.startswith(f'{_ADDRESS}: the lease of process 7 on host elsew')
-  assert 'runs out in ' in waits and 'took over' in takes
+  assert 'process 7 on host elsewhere runs out in' in waits
+  assert 'took over' in takes
 
 
 def test_the_clock_of_this_machine_does_not_count(bucket, google):
