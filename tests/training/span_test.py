@@ -3,7 +3,6 @@
 import concurrent.futures
 import multiprocessing
 import os
-import socket
 import types
 
 import jax
@@ -22,9 +21,7 @@ from tests.training import runs
 
 def _resolved(try_it, **changes):
   """Returns the span that each of two hosts chooses."""
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  address = runs.free_address()
 
   def one(index):
     hosts = hosts_lib.ConnectedHosts(
