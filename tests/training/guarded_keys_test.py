@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,6 @@ import pytest
 
 from stppo_jax.workdir import run_folder
 from tests.training import runs
-
-_TEMPLATE = runs.REPO / 'configs' / 'prompts' / 'quickstart.txt'
 
 
 @pytest.fixture
@@ -70,33 +67,6 @@ def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
   (run / 'files.json').unlink()
   assert runs.train(run, **named) == 0
   assert (run / 'files.json').exists()
-
-
-@pytest.fixture
-def places(finished, tmp_path):
-  """Returns the flags of two machines, which have the same files elsewhere."""
-  flags = []
-  for name in ('here', 'there'):
-    policy = shutil.copytree(finished / 'policy', tmp_path / name / 'policy')
-    template = shutil.copy(_TEMPLATE, tmp_path / name)
-    flags.append({'model.path': policy, 'env.prompt_template': template})
-  return flags
-
-
-def test_a_run_goes_on_where_its_files_are_elsewhere(run, places, capsys):
-  here, there = places
-  allowed = {'resume.allow_change': "('model.path',)"}
-  assert runs.train(run, **here, **allowed) == 0
-  capsys.readouterr()
-  assert runs.train(run, **there) == 0
-  out, _ = capsys.readouterr()
-  for key, path in there.items():
-    assert f'note: {key}={path} from now on; it was {here[key]}' in out
-  path = pathlib.Path(here['env.prompt_template'])
-  path.write_text(path.read_text() + '!')
-  assert runs.train(run, **here) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'env.prompt_template={path}: the run in {run} was')
 
 
 @pytest.mark.slow

@@ -467,19 +467,3 @@ def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
   assert name in ends[1 - culprit][1]
   _train(run, **options)
   _assert_same_run(run, finished, count=2, steps=runs.STEPS)
-
-
-@pytest.mark.slow
-def test_hosts_that_differ_are_told_apart(tmp_path):
-  own = {1: {'rollout__temperature': 0.5, 'env__max_turns': 1}}
-  ends = _ends(_start(tmp_path / 'run', own=own))
-  name = socket.gethostname()
-  for code, text in ends:
-    assert code == 2
-    assert (
-      'config.rollout.temperature differs between hosts: 1.0 on host 0 '
-      f'({name}); 0.5 on host 1 ({name})\n'
-    ) in text
-    assert 'config.env.max_turns differs between hosts: 2 on ' in text
-    assert 'Terminating process' not in text  # as jax would
-  assert not (tmp_path / 'run').exists()

@@ -67,8 +67,8 @@ def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
   options = {'checkpoint__every': 99, 'num_steps': runs.STEPS}
   process = _stuck(tmp_path, ('updated', 2), **options)
   assert process.returncode == 75
-  line = 'interrupted in the updates after step 1, which do not end within '
-  assert f'{line}preemption.grace=6 s: what was done' in process.stdout
+  assert 'in the updates after step 1' in process.stdout
+  assert 'preemption.grace=6' in process.stdout
   assert not list((tmp_path / 'checkpoints').iterdir())
   assert _train(tmp_path, **options, preemption__grace=6.0) == 0
   _assert_same_run(tmp_path, finished)
@@ -117,18 +117,15 @@ def _assert_same_run(workdir, finished):
 @pytest.mark.slow
 def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
   """Dropped work is done again; an update is finished and saved."""
-  first = 'ending before the first step; '
-  # It says so on another thread, while the update may end.
-  near = ('ending now, or after step 1 if that is ', 'saving step 1; ')
   for moment, number, promised, saved, written in (
     # The evaluation of the start is dropped.
-    (('evaluate', 1), signal.SIGTERM, first, 0, []),
+    (('evaluate', 1), signal.SIGTERM, 'before the first step', 0, []),
     # A collection is dropped; step 0 has its line, and keeps one.
-    (('collect', 1), signal.SIGINT, first, 0, [0]),
+    (('collect', 1), signal.SIGINT, 'before the first step', 0, [0]),
     # An update is finished, written and saved.
-    (('updated', 1), signal.SIGTERM, near, 1, [0, 1]),
+    (('updated', 1), signal.SIGTERM, 'step 1', 1, [0, 1]),
     # An evaluation is dropped and its step is not: it has no line yet.
-    (('evaluate', 1), signal.SIGTERM, 'saving step 2; ', 2, [0, 1]),
+    (('evaluate', 1), signal.SIGTERM, 'saving step 2', 2, [0, 1]),
     # Written, but not saved again: the next start writes the same line.
     (('updated', 1), None, '', 2, [0, 1, 2]),
   ):
@@ -140,7 +137,7 @@ def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
       said = f'after step {saved}, saved' if saved else 'before the first step'
       out, err = capsys.readouterr()
       assert f'interrupted {said}' in out
-      assert err.removeprefix(f'{number.name}: ').startswith(promised)
+      assert err.startswith(f'{number.name}: ') and promised in err
     names = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
     assert max(names, default=0) == saved
     assert [x['step'] for x in runs.metrics(tmp_path)] == written
@@ -153,19 +150,16 @@ def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
   """One that nobody foresaw, and a file that cannot be written at the end."""
   assert _train(tmp_path, faults.crash_at(('collect', 2))) == 70
   assert 'step 1 is saved' in capsys.readouterr().out
-  (tmp_path / 'policy').touch()  # where a folder is to be
-  assert _train(tmp_path) == 75
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'{tmp_path}/policy')
-  assert line.endswith('; step 3 is saved; the same command resumes')
-  (tmp_path / 'policy').unlink()
-  curve = tmp_path / 'learning_curve.png'
-  curve.mkdir()
-  assert _train(tmp_path) == 75
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(str(curve))
-  assert line.endswith('; step 3 is saved; the same command resumes')
-  curve.rmdir()
+  policy, curve = tmp_path / 'policy', tmp_path / 'learning_curve.png'
+  for path, make, remove in (
+    (policy, policy.touch, policy.unlink),  # where a folder is to be
+    (curve, curve.mkdir, curve.rmdir),  # where a file is to be
+  ):
+    make()
+    assert _train(tmp_path) == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(path)) and 'step 3 is saved' in line
+    remove()
   assert _train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 
@@ -247,8 +241,7 @@ def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
 
   assert _train(tmp_path, act) == 0
   assert sum(collections) == runs.STEPS + 2
-  line = 'step 2: the infrastructure failed 12 of 16 trajectories, 12 of '
-  assert capsys.readouterr().out.count(line) == 2
+  assert capsys.readouterr().out.count('failed 12 of 16 trajectories') == 2
   _assert_same_run(tmp_path, finished)
 
 
@@ -283,8 +276,7 @@ def test_a_few_failures_are_no_outage(tmp_path, capsys):
   # Dialogues are printed, though none is kept.
   printed = capsys.readouterr().out
   assert printed.count('? golden: ') == 3
-  assert 'step 1: the infrastructure failed 8 of 16 trajectories' in printed
-  assert 'first cause: the server is away' in printed
+  assert '8 of 16' in printed and 'the server is away' in printed
   assert not list(tmp_path.glob('trajectories-*'))
 
 
@@ -320,20 +312,14 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
   assert _train(tmp_path, fail) == 75
   assert collections == [('collect', n) for n in (1, 2, 3)]
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(
-    'step 2: collected 3 times; the infrastructure failed 16 of 16 trajectories'
-  )
+  assert line.startswith('step 2: ') and '16 of 16 trajectories' in line
   assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
   assert _train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 
 
 def test_another_config_is_refused_before_any_request(finished, capsys):
-  before = (finished / 'config.json').read_bytes()
   # No server listens there.
   assert _train(finished, seed=5, retrieval__url='http://127.0.0.1:9') == 2
-  assert capsys.readouterr().err == (
-    f'seed=5: the run in {finished} was started with 0; use another --workdir,'
-    ' or allow it: --config.resume.allow_change=seed\n'
-  )
-  assert (finished / 'config.json').read_bytes() == before
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('seed=5: ') and str(finished) in line

@@ -261,43 +261,6 @@ def test_a_killed_run_is_the_same_run(finished, tmp_path):
   )
 
 
-# Two steps; no reward varies, so that both ask further questions.
-_GROUPS = {
-  'num_steps': 2,
-  'rollout__group_size': 4,
-  'rollout__resample_rounds': 1,
-  'env__rewards__overlong': 0.5,
-  'env__overlong_fraction': 0.01,  # only what is cut off
-  'evaluate__every': 0,
-  'writer__samples': 3,
-}
-
-
-@pytest.mark.slow
-def test_a_run_of_groups_is_the_same_when_cut_in_two(tmp_path, capsys):
-  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-  assert runs.train(whole, **_GROUPS) == 0
-  out = capsys.readouterr().out
-  # Without evaluation, dialogues of the steps that are saved are printed.
-  assert out.count('? golden: ') == 2 * 3 and 'evaluation after' not in out
-  assert '\x1b' not in out  # no terminal
-  # In the further round of the second step.
-  signalled = faults.send_at(('collect', 4), signal.SIGTERM)
-  with faults.at(runs.config(**_GROUPS), signalled):
-    assert runs.train(cut, **_GROUPS) == 75
-  assert 'interrupted after step 1, saved' in capsys.readouterr().out
-  assert runs.train(cut, **_GROUPS) == 0
-  runs.assert_same_files(cut, whole, num_steps=2)
-  for step, line in enumerate(runs.metrics(whole), start=1):
-    asked = [r['question'] for r in runs.trajectories(whole, step)]
-    assert len(asked) == 16 and len(set(asked)) == 4
-    assert asked == sorted(asked, key=asked.index)  # groups are adjacent
-    assert line['rollout/zero_variance_groups'] == 1
-    assert line['rollout/resample_rounds'] == 1
-    assert line['rollout/resampled_groups'] == 0
-    assert line['reward/overlong/mean'] == 0
-
-
 @pytest.mark.slow
 def test_a_run_keeps_as_many_files_and_lines_as_its_config_says(tmp_path):
   kept = {'writer__keep_files': 2, 'writer__keep_lines': 1}

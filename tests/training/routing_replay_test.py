@@ -132,18 +132,6 @@ def test_the_kept_experts_are_those_of_the_old_policy(replay):
     np.testing.assert_array_equal(annotated.expert_ids, routing.expert_ids)
 
 
-@pytest.mark.slow
-def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
-  models = _models(**tiny.MIXTURE)
-  params = updates.train_state(models).policy.params
-  batch = _batch(models, expert_ids=_expert_ids())
-  annotated = _annotated(models, batch, 'sampler')
-  np.testing.assert_array_equal(annotated.expert_ids, _expert_ids())
-  assert _log_ratio(models.policy, params, annotated) < 1e-6
-  own = {'expert_ids': None}
-  assert _log_ratio(models.policy, params, annotated, **own) > 0.1
-
-
 @pytest.mark.parametrize(
   ('replay', 'changes', 'message'),
   (

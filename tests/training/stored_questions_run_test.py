@@ -119,14 +119,3 @@ def test_one_command_makes_what_the_nq_config_reads(tmp_path, capsys):
   metrics = runs.metrics(tmp_path / 'run')[-1]
   assert 'train/substring_match/qed' in metrics
   assert 'val/substring_match/qed' in metrics
-
-
-def test_a_data_set_that_was_not_built_is_named(tmp_path, capsys):
-  flags = runs.flags(data__name='tfds', data__root=tmp_path, data__train='nq')
-  assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
-  lines = capsys.readouterr().err.splitlines()
-  assert any(
-    f"data.train='nq': nq: not built in {tmp_path} (there are: none); python "
-    '-m stppo_jax data build nq --root=' in line
-    for line in lines
-  )

@@ -6,7 +6,6 @@ import pytest
 
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import run_monitor
-from tests.training import runs
 
 
 def _names(trace):
@@ -64,11 +63,3 @@ def test_a_trace_of_the_next_step_can_be_asked_for(tmp_path):
   request.touch()
   _steps(other, [4])
   assert request.exists()
-
-
-@pytest.mark.slow
-def test_a_run_traces_the_steps_of_its_config(tmp_path):
-  changes = {'num_steps': 1, 'evaluate__every': 0, 'profile__steps': '(1,2)'}
-  assert runs.train(tmp_path, **changes) == 0
-  (trace,) = _traces(tmp_path)
-  assert {'step', 'wait', 'annotate', 'update', 'checkpoint'} <= _names(trace)
