@@ -64,9 +64,8 @@ def test_a_bucket_that_cannot_be_used_is_one_line(monkeypatch, address, said):
   monkeypatch.setitem(sys.modules, 's3fs', None)
   with pytest.raises(buckets.BucketError) as error:
     buckets.Bucket(address)
-  assert str(error.value).startswith(f'{address}: ') and said in str(
-    error.value
-  )
+  line = str(error.value)
+  assert line.startswith(f'{address}: ') and said in line
   assert error.value.exit_code == 2
 
 

@@ -26,7 +26,7 @@ _LISTS = {
 
 
 class Tokenizer(Protocol):
-  """See `sampling.tokenizer.Tokenizer`."""
+  """The part of `sampling.tokenizer.Tokenizer` that records need."""
 
   def token_bytes(self) -> list[bytes]: ...
 

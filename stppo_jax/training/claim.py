@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Folder:
-  """A folder that this process holds, and what may end the run in it.
+  """The folder of a run that this process holds, with its lock and signals.
 
   Attributes:
     path: the folder, or the folder of this machine that stands for it.
@@ -138,18 +138,18 @@ class Folder:
     if self.bucket is not None and self.hosts.count > 1:
       with self.interruptible():
         if not self.hosts.is_first:
-          self.bucket.insist(self.bucket.pull)
+          self.bucket.with_retries(self.bucket.pull)
 
   def settle(self) -> None:
-    """Brings what hosts have done to the bucket before any of them goes on."""
+    """Uploads what hosts have written before any of them goes on."""
     if self.bucket is not None:
       with self.interruptible():
         self.flush()
 
   def flush(self) -> None:
-    """Brings what this host has done to the bucket, if there is one."""
+    """Uploads what this host has written, if the run is in a bucket."""
     if self.bucket is not None:
-      self.bucket.insist(self.bucket.push)
+      self.bucket.with_retries(self.bucket.push)
 
   def check_held(self) -> None:
     """Checks, before a commit, that no other process has taken the folder.
@@ -158,7 +158,7 @@ class Folder:
       Lost: another process has.
     """
     if self.lock is not None and self.bucket is not None:
-      self.bucket.insist(self.lock.touch)
+      self.bucket.with_retries(self.lock.touch)
     elif self.lock is not None:
       self.lock.check()
 
@@ -293,7 +293,7 @@ def claimed(
 
 @contextlib.contextmanager
 def _standing_for(address: str) -> Iterator[pathlib.Path]:
-  """Yields a new folder of this machine, whose name no error tells."""
+  """Yields a temporary folder; errors name the address in its place."""
   with tempfile.TemporaryDirectory(
     prefix='stppo_jax-run-', ignore_cleanup_errors=True
   ) as temporary:

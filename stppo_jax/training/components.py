@@ -108,13 +108,11 @@ def build_services(
   with contextlib.ExitStack() as stack:
     with exits.as_misconfigured():
       kind = environments.find(config.env.name)
-    loop = stack.enter_context(event_loop.EventLoop())
-    retriever = None
-    if kind.needs_retriever:
-      with exits.as_misconfigured():
+      loop = stack.enter_context(event_loop.EventLoop())
+      retriever = None
+      if kind.needs_retriever:
         connected = _connected(config, questions, loop)
         retriever = stack.enter_context(connected)
-    with exits.as_misconfigured():
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:

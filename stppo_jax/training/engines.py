@@ -166,7 +166,7 @@ def release(engine: Engine, config) -> None:
 
 
 def kept(config) -> frozenset[str]:
-  """Returns what an engine keeps while the policy is trained, of `sizes`.
+  """Returns which of its `sizes` an engine keeps while the policy is trained.
 
   It is everything if steps are collected meanwhile. Otherwise the engine drops
   its keys and values, and its weights but for a frozen base.
@@ -241,7 +241,7 @@ def sizes(
 def slot_memory(
   config, policy: functional.Model, placement: publish_lib.Placement
 ) -> int:
-  """Returns the bytes that slots need on a device, those to extend them too.
+  """Returns the bytes that slots need on a device, with those to extend them.
 
   The latter are what the compiler for TPU plans for few slots, and up to twice
   as much for many.

@@ -1,4 +1,4 @@
-"""The metrics of a training step that no part of it returns by itself.
+"""The metrics of a training step as a whole.
 
 They say what the updates did, how long each phase took, and how busy the
 devices were.

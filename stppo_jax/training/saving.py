@@ -54,7 +54,7 @@ class Extra:
   line: str = ''
 
   def record(self) -> dict[str, Any]:
-    """Returns what JSON can write."""
+    """Returns the part as JSON can write it."""
     record = {'score': self.score, 'line': self.line or None}
     if self.unwritten is not None:
       # As text, because a metric may be nan, which a manifest must not contain.
@@ -63,7 +63,7 @@ class Extra:
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Returns what `record` made JSON of; older checkpoints have less."""
+    """Returns the part that a checkpoint records; older ones have less."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),
@@ -263,7 +263,7 @@ class LastStep:
 
 
 def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
-  """Brings the files of a run to the step of its newest checkpoint.
+  """Moves aside what a run wrote after its newest checkpoint.
 
   Args:
     writer: writes the files.

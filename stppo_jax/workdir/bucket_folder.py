@@ -1,9 +1,9 @@
 """The folder of a run in a bucket, and what a host has of it on its disk.
 
 A run works on a folder of its machine, which begins with what the bucket has.
-A thread brings what is new to the bucket every few seconds, and waits if it is
+A thread uploads what is new every few seconds, and waits while the bucket is
 out of reach. A checkpoint is committed after everything that was written before
-it has been brought, and only by the holder of the lease.
+it was uploaded, and only by the holder of the lease.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class BucketFolder:
     self._pushing = threading.Lock()
 
   def pull(self) -> None:
-    """Brings what a start needs from the bucket.
+    """Downloads what a start needs.
 
     Of dialogues, those that were written after an older checkpoint; of others
     the names.
@@ -96,7 +96,7 @@ class BucketFolder:
       return late and _NEEDED.fullmatch(name) is not None
 
     with self._pushing:
-      self._grown = bucket_files.bring(
+      self._grown = bucket_files.download(
         self.bucket, self._folder, entries, is_needed
       )
       for name in entries:
@@ -107,7 +107,7 @@ class BucketFolder:
       self._known = self._files()
 
   def push(self) -> None:
-    """Brings what is new to the bucket, and removes what was removed here.
+    """Uploads what is new here, and removes there what was removed here.
 
     Raises:
       BucketError: the bucket cannot be written.
@@ -127,10 +127,10 @@ class BucketFolder:
         self.bucket.remove(name)
         del self._known[name]
 
-  def insist(
+  def with_retries(
     self, call: Callable[[], object], seconds: float = math.inf
   ) -> None:
-    """Calls a function, again and again as long as the bucket is out of reach.
+    """Calls a function again until it meets no error of the bucket.
 
     Args:
       call: the function.
@@ -154,20 +154,20 @@ class BucketFolder:
         time.sleep(_PAUSE)
 
   def wait(self) -> None:
-    """Waits until the bucket is in reach; raises as `insist` does."""
-    self.insist(lambda: self.bucket.written(lease.NAME))
+    """Waits until the bucket is in reach; raises as `with_retries` does."""
+    self.with_retries(lambda: self.bucket.written(lease.NAME))
 
   @contextlib.contextmanager
   def pushed(
     self, seconds_left: Callable[[], float] = lambda: math.inf
   ) -> Iterator[None]:
-    """Brings what is new to the bucket during the body, and after it.
+    """Uploads what is new every few seconds during the body, and after it.
 
     Args:
       seconds_left: returns the seconds until the process is killed.
 
     Raises:
-      BucketError: after a body without an error, the rest could not be brought.
+      BucketError: after a body without an error, the rest is not uploaded.
     """
     ended, problem = threading.Event(), ''
 
@@ -194,10 +194,10 @@ class BucketFolder:
       self.finish(seconds_left())
       raise
     ended.set()
-    self.insist(self.push, seconds_left() - _TO_END)
+    self.with_retries(self.push, seconds_left() - _TO_END)
 
   def finish(self, seconds: float) -> None:
-    """Brings what is new to the bucket if it takes no long time.
+    """Uploads what is new, unless that takes too long.
 
     Args:
       seconds: until the process is killed.

@@ -302,7 +302,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums with packaged files called what they are in any clone."""
+  """Returns checksums with names of packaged files that any clone knows."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 

