@@ -64,6 +64,7 @@ def test_a_full_disk_is_told_before_the_save_that_fails(
       while not saved.is_dir():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+      time.sleep(1)
       full = usage._replace(free=1000)
       monkeypatch.setattr(shutil, 'disk_usage', lambda _: full)
     if moment == ('updated', 4):
