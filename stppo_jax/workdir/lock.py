@@ -279,13 +279,14 @@ def _check(
     is_free: whether no process of this host has locked the file.
     every: seconds between two touches of the file.
   """
-  folder, is_here = path.parent, holder is not None and holder.is_here
-  who = holder or 'an unknown process'
-  if not is_free or (is_here and not holder.has_ended):
+  folder, who = path.parent, holder or 'an unknown process'
+  has_ended = holder is not None and holder.has_ended
+  is_here = holder is not None and holder.is_here
+  if not is_free or (is_here and not has_ended):
     raise Locked(
       f'{folder}: locked by {who}; wait for its end, or use another folder'
     )
-  if is_here:
+  if has_ended:
     return
   silence, touched = _MISSING * every, path.stat().st_mtime
   age = _now(folder) - touched

@@ -17,7 +17,8 @@ logged: collections.deque[Exception] = collections.deque(maxlen=1)
 def note_logged() -> None:
   """Begins to note what Orbax logs; may be called again."""
   # The same filter is not added twice.
-  logging.getLogger('absl').addFilter(_note)
+  for name in ('absl', 'asyncio'):
+    logging.getLogger(name).addFilter(_note)
 
 
 def cause(error: Exception) -> str:
@@ -35,10 +36,15 @@ def _note(record: logging.LogRecord) -> bool:
   """Notes the error of a log record; returns whether it is to be printed.
 
   The traceback of an error of Orbax is not: whoever waits for the save or reads
-  the checkpoint gets the error, and tells of it in one line.
+  the checkpoint gets the error, and tells of it in one line. Nor is what
+  asyncio reports of the other leaves, whose tasks Orbax drops after an error.
   """
+  is_dropped = record.name == 'asyncio'
+  place = record.getMessage() if is_dropped else record.pathname
   error = record.exc_info and record.exc_info[1]
-  if _ORBAX not in record.pathname or not isinstance(error, Exception):
+  if _ORBAX not in place or not isinstance(error, Exception):
     return True
-  logged.append(error)
+  # Dropped tasks are reported at any time, also during the next save.
+  if not is_dropped:
+    logged.append(error)
   return False
