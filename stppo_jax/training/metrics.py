@@ -148,17 +148,20 @@ class StepMetrics:
         was written before the save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
+    total, updating = sum(seconds.values()), seconds['timing_s/update']
+    # Longer than the wait for the collection if that was made ahead.
+    collecting = max(totals.collect_seconds)
     metrics = step_lib.summarize(updates)
-    metrics['update/count'] = len(updates)
-    updating = seconds['timing_s/update']
-    metrics |= timings(
-      seconds,
-      tokens=totals.tokens,
-      sampled=totals.sampled,
-      collect_seconds=max(totals.collect_seconds),
-      save_seconds=save_seconds,
-      num_epochs=epochs,
-    )
+    metrics |= {
+      **seconds,
+      'update/count': len(updates),
+      'timing_s/collect': collecting,
+      'timing_s/step': total,
+      'timing_s/checkpoint': save_seconds,
+      'perf/throughput': totals.tokens / total,
+      'perf/collect_tokens_per_second': totals.sampled / collecting,
+      'perf/update_tokens_per_second': totals.tokens * epochs / updating,
+    }
     if len(collected := totals.collect_seconds) > 1:
       metrics |= {
         'hosts/collect_s_min': min(collected),
@@ -233,38 +236,6 @@ class StepMetrics:
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics
-
-
-def timings(
-  seconds: Mapping[str, float],
-  *,
-  tokens: float,
-  sampled: float,
-  collect_seconds: float,
-  save_seconds: float,
-  num_epochs: float,
-) -> dict[str, float]:
-  """Returns the seconds of a step's phases and its tokens per second.
-
-  Args:
-    seconds, save_seconds: see `StepMetrics.measure`.
-    tokens: the tokens of the step's batch.
-    sampled: tokens of it that the policy wrote.
-    collect_seconds: the duration of the collection; longer than the wait for it
-      if it was made ahead.
-    num_epochs: the number of passes over the batch.
-  """
-  total = sum(seconds.values())
-  updated = tokens * num_epochs
-  return {
-    **seconds,
-    'timing_s/collect': collect_seconds,
-    'timing_s/step': total,
-    'perf/throughput': tokens / total,
-    'perf/collect_tokens_per_second': sampled / collect_seconds,
-    'perf/update_tokens_per_second': updated / seconds['timing_s/update'],
-    'timing_s/checkpoint': save_seconds,
-  }
 
 
 def shares(

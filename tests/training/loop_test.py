@@ -146,6 +146,10 @@ def test_the_times_of_a_step_are_those_of_the_clock(tmp_path):
   assert 0.2 < collecting <= seconds('wait')
   phases = ('wait', 'annotate', 'update', 'token_details')
   assert seconds('step') == pytest.approx(sum(map(seconds, phases)))
+  # Every row of the batch is updated on once.
+  tokens = line['perf/throughput'] * seconds('step')
+  updated = line['perf/update_tokens_per_second'] * seconds('update')
+  assert updated == pytest.approx(tokens)
 
 
 def test_numbers_of_a_run_make_sense(finished):

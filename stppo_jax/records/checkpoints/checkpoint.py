@@ -135,10 +135,7 @@ class Checkpointer:
     Raises:
       SaveFailed: nothing is left of this step, or of the one before that was
         still being written; older steps are intact.
-      ValueError: the checkpoints were opened read-only.
     """
-    if self._read_only:
-      raise ValueError(f'{self._folder} is open for reading only')
     self.wait()
     steps = self._manager.all_steps()
     if step in steps:
@@ -219,13 +216,8 @@ class Checkpointer:
         may be a step of a run whose folder was given by mistake.
       NewerSchema: a newer version of this program has saved a step that was to
         be restored; nothing is renamed.
-      ValueError: a subtree is wanted of checkpoints that are open for writing.
     """
     self.wait()
-    if subtree and not self._read_only:
-      raise ValueError(
-        f'subtree={subtree!r}: {self._folder} is open for writing'
-      )
     skipped = []
     for saved in reversed(self.steps()):
       if step not in (None, saved):

@@ -392,8 +392,6 @@ def test_read_only_changes_nothing(tmp_path, caplog):
   step, state, _ = reader.restore_latest(target)
   assert step == 1 and _bits(state) == _bits(_state(_mesh(2, 4), 1))
   assert 'checkpoint 2 is not valid' in caplog.text
-  with pytest.raises(ValueError, match='reading only'):
-    reader.save(9, state, {})
   reader.close()
   assert _listing(tmp_path) == before
   _restore(tmp_path)
@@ -488,8 +486,6 @@ def test_a_subtree_is_read_alone(tmp_path):
   with contextlib.closing(checkpoint.Checkpointer(tmp_path)) as saving:
     for step in (1, 2):
       saving.save(step, jax.tree.map(lambda x: x + step, whole), {'n': step})
-    with pytest.raises(ValueError, match='open for writing'):
-      saving.restore_latest(whole['policy'], subtree='policy')
   shape = {'w': jax.ShapeDtypeStruct((6,), jnp.float32, sharding=layout)}
   reading = checkpoint.Checkpointer(tmp_path, read_only=True)
   with contextlib.closing(reading):
