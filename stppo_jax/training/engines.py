@@ -125,27 +125,23 @@ def build_collector(
   group_size: int = 1,
 ) -> collect.Collector:
   """Returns a collector of groups that samples with an engine."""
+  env, overlong = config.env, None
+  if env.rewards.overlong:
+    overlong = collect.Overlong(
+      weight=env.rewards.overlong,
+      max_length=env.max_length,
+      interval=env.overlong_fraction * env.max_length,
+    )
   return collect.Collector(
     engine=engine,
     environment=services.environment,
     tokenizer=tokenizer,
     loop=services.loop,
-    max_turn_tokens=config.env.max_turn_tokens,
-    max_observation_tokens=config.env.max_observation_tokens,
+    max_turn_tokens=env.max_turn_tokens,
+    max_observation_tokens=env.max_observation_tokens,
     group_size=group_size,
-    overlong=_overlong(config.env),
-    reward_function=reward_function.find(config.env.reward_function),
-  )
-
-
-def _overlong(env) -> collect.Overlong | None:
-  """Returns the punishment of overlong trajectories, if it is switched on."""
-  if not env.rewards.overlong:
-    return None
-  return collect.Overlong(
-    weight=env.rewards.overlong,
-    max_length=env.max_length,
-    interval=env.overlong_fraction * env.max_length,
+    overlong=overlong,
+    reward_function=reward_function.find(env.reward_function),
   )
 
 

@@ -153,14 +153,14 @@ class StepMetrics:
     collecting = max(totals.collect_seconds)
     metrics = step_lib.summarize(updates)
     metrics |= {
-      **seconds,
       'update/count': len(updates),
+      **seconds,
       'timing_s/collect': collecting,
       'timing_s/step': total,
-      'timing_s/checkpoint': save_seconds,
       'perf/throughput': totals.tokens / total,
       'perf/collect_tokens_per_second': totals.sampled / collecting,
       'perf/update_tokens_per_second': totals.tokens * epochs / updating,
+      'timing_s/checkpoint': save_seconds,
     }
     if len(collected := totals.collect_seconds) > 1:
       metrics |= {

@@ -105,10 +105,11 @@ class Watch:
     self.count(step, num_steps)
     if self._folder is None:
       return
-    kept = goodput.read(self._folder / run_folder.METRICS, step)
-    self._heartbeat.resume(step, kept.last_step)
+    metrics = self._folder / run_folder.METRICS
+    productive, last_step = goodput.read(metrics, step)
+    self._heartbeat.resume(step, last_step)
     self._goodput = goodput.Goodput(
-      beat=self._heartbeat.beat, productive=kept.seconds, origin=origin
+      beat=self._heartbeat.beat, productive=productive, origin=origin
     )
 
   def account(self, metrics: Mapping[str, float]) -> dict[str, float]:
