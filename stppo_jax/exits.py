@@ -60,6 +60,7 @@ def as_misconfigured(subject: str = '') -> Iterator[None]:
   try:
     yield
   except (ValueError, OSError) as error:
+    # An error with an exit code says by itself how the command ends.
     if hasattr(error, 'exit_code'):
       raise
     reason = getattr(error, 'strerror', None)

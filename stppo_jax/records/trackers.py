@@ -71,6 +71,7 @@ class Tracker:
       Exception: what the tracker has raised since the last call.
       queue.Full: it does not keep up; these metrics are dropped.
     """
+    # An error of the thread is told by the next call, on the thread of the run.
     error, self._error = self._error, None
     if error is None or self._thread.is_alive():
       self._queue.put_nowait((step, dict(metrics)))

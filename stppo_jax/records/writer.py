@@ -117,6 +117,7 @@ class Writer:
     ]
     written = [*map(_step_of, lines), *(number for number, _ in dialogues)]
     aside = None
+    # An incomplete line counts as later than any step, and is kept aside too.
     if any(number > saved for number in written):
       aside = run_folder.make_aside(self._workdir)
       if lines:
@@ -126,6 +127,7 @@ class Writer:
           path.rename(aside / path.name)
     if lines:
       self._keep(lines, last=step)
+    # Event files cannot be cut: a new one says which events no longer count.
     self._purge_step = step + 1
     return aside
 
@@ -177,6 +179,7 @@ class Writer:
       self._counted('tensorboard', lambda: self._write_sink(step, finite))
     for tracker in self._trackers:
       self._counted(tracker.name, lambda: tracker.write(step, finite))
+    # The file is written last: its line counts the errors of all other sinks.
     record[_SINK_ERRORS] = self._errors
     if non_finite:
       record[_NON_FINITE] = non_finite
@@ -225,6 +228,7 @@ class Writer:
     def write() -> None:
       path = self._workdir / f'{kind}-{step:06d}{suffix}.jsonl'
       lines = [json.dumps(record).encode() + b'\n' for record in records]
+      # A step that is made again after a kill replaces its dialogues.
       path.unlink(missing_ok=True)
       atomic_files.append(path, b''.join(lines))
       if self._keep_files:

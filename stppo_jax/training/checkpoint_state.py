@@ -58,6 +58,8 @@ class TrainCheckpoints:
 
     The arrays are the state without frozen weights, with published policies.
     """
+    # With `rollout.steps_ahead`, the next steps are collected with policies older
+    # than the state. A resumed run must collect with them again.
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)
@@ -164,6 +166,7 @@ def policy_params(
     Exceptions of `Checkpointer.restore_latest`.
   """
   config, frozen = learner.config, {}
+  # A checkpoint has the adapters alone; their base is in the model's files.
   if config.model.lora.rank:
     with exits.as_misconfigured():
       frozen = weights.load_frozen(config, config.model.path, learner.policy)
@@ -215,6 +218,7 @@ def read_policy(
   """
   with exits.as_misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
+    # Questions are loaded only if the tokenizer is made from them.
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else components.build_questions(config)
     tokenizer = model_files.build_tokenizer(config, questions)

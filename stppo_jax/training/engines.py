@@ -66,7 +66,7 @@ def build(
     stop_strings=services.environment.stop_strings,
     eos_ids=eos_ids,
   )
-  if placement is None:
+  if placement is None:  # rollout.engine=remote
     return _build_remote(config, services, policy, automaton, eos_ids)
   driver = slot_driver.SlotDriver
   if placement.spans_slice:
@@ -205,6 +205,7 @@ def sizes(
     computation, and of the keys and values of a host; and the bytes of keys and
     values that are copied.
   """
+  # Shapes alone: nothing is allocated or compiled to know the sizes.
   weights = jax.eval_shape(
     functools.partial(modules.cast, dtype=policy.config.dtype),
     policy.abstract_params,
@@ -246,6 +247,7 @@ def slot_memory(
   shape, tensor = policy.config, placement.tensor
   chosen = options(config, mesh_lib.num_hosts(placement.training))
   shards = cache_lib.row_shards_of_host(shape, placement.mesh)
+  # The largest call extends as many rows by a chunk, on each shard of rows.
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
   mlp = shape.intermediate_size
   if shape.num_experts:

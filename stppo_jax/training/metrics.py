@@ -162,6 +162,7 @@ class StepMetrics:
       'perf/update_tokens_per_second': totals.tokens * epochs / updating,
       'timing_s/checkpoint': save_seconds,
     }
+    # Each host collects on its own: the slowest one makes the others wait.
     if len(collected := totals.collect_seconds) > 1:
       metrics |= {
         'hosts/collect_s_min': min(collected),

@@ -126,11 +126,13 @@ class Run:
       shown_every: the steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
+      # Restoring is a program of all hosts: none may leave it alone.
       with folder.collective_section():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
         writer = _build_writer(config, folder, num_steps, shown_every)
         stack.callback(writer.close)
+        # Through the writer, lines are printed above the progress bar.
         outside, folder.lines.show = folder.lines.show, writer.show
         stack.callback(setattr, folder.lines, 'show', outside)
         folder.watch.on_phase = writer.enter_phase
@@ -139,6 +141,7 @@ class Run:
         if last.done:
           number, name = 1, f'{last} of this run'
         _log.info('start: %s', name)
+        # A finished run only exports, for which it needs no checkpoint.
         if last.done < num_steps:
           saver.check_room()
         folder.watch.resume(last.done, num_steps, number)
@@ -208,7 +211,7 @@ class Run:
       else f'ending now, or after {last.unit} {last.done + 1} if that is done '
       'within a second'
     )
-    last.is_consumed = True
+    last.is_consumed = True  # until `finish_step` brings the next state
     yield
 
   def finish_step(
@@ -237,6 +240,8 @@ class Run:
       # A checkpoint keeps unwritten dialogues of the first host only.
       self._writer.write_trajectories(done, records)
       records = []
+    # Before anything is evaluated or written: a signal or an error from here on
+    # saves this step, and the next start does what is left of it.
     self.last.finish(done, state, saving.Extra(unwritten=(metrics, records)))
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
@@ -250,6 +255,8 @@ class Run:
     An interruption of the evaluation leaves it unwritten, and saves it so with
     the state: the next start finishes the step in the same way.
     """
+    # `extra` is changed in place: whoever saves the step from now on, also a
+    # forced exit on another thread, saves what is known of it.
     last, extra = self.last, self.last.extra
     due = self._due(self._config.evaluate.every)
     if self._evaluate is not None and due:
@@ -301,7 +308,7 @@ class Run:
       )
     lines = [f'done. metrics: {folder.path / run_folder.METRICS}']
     if curve and folder.hosts.is_first:
-      # Late, because it loads the library that draws.
+      # Imported late, because it loads the library that draws.
       from stppo_jax.records import plots
 
       drawn = folder.path / 'learning_curve.png'

@@ -106,7 +106,7 @@ class Saver:
       retry=options.retry,
     )
     self._checkpoints, self._start = checkpoints, start
-    arrays = start.with_frozen({})
+    arrays = start.with_frozen({})  # frozen weights are not saved
     # The bytes of a checkpoint.
     self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._told_of_room = False
@@ -152,6 +152,7 @@ class Saver:
       try:
         self._bucket.wait()
       except buckets.BucketError:
+        # The save before waits for the bucket too, and would not be closed.
         self.checkpointer.pending.cannot_end = True
         raise
     if self._lock is not None:

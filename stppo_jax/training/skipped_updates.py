@@ -48,6 +48,7 @@ class SkippedUpdates:
       Diverged: so many in a row were skipped; the message says in which update
         of which step, and which of its metrics are not finite.
     """
+    # One transfer for all updates, once the devices are done with them.
     for number, metrics in enumerate(jax.device_get(updates), start=1):
       self._count = self._count + 1 if metrics['update/skipped'] else 0
       if self._limit and self._count >= self._limit:

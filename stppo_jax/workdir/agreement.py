@@ -164,7 +164,7 @@ def _source(name: str) -> str:
     name: the function as `module:function`.
   """
   module = name.partition(':')[0]
-  importlib.invalidate_caches()
+  importlib.invalidate_caches()  # the file may be newer than this process
   try:
     found = importlib.util.find_spec(module)
   # A package is imported to find a module in it, and may raise anything. The

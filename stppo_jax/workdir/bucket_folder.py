@@ -87,6 +87,8 @@ class BucketFolder:
         f'{self.address}: holds files that are no run, such as {min(others)}; '
         'name another address'
       )
+    # If the newest checkpoint is damaged, the run goes on from the one before and
+    # moves later dialogues aside. So those are needed, not only their names.
     steps = sorted(bucket_files.committed(entries))
     oldest = steps[-2] if len(steps) > 1 else 0
 
@@ -215,12 +217,15 @@ class BucketFolder:
     data = (self._folder / name).read_bytes()
     there = self._grown.get(name, bucket_files.Grown())
     number, start, old = there.number, there.size, ()
+    # Not appended to but rewritten: all of it becomes parts of the next number.
     if len(data) < start or zlib.crc32(data[:start]) != there.checksum:
       number, start, old = number + 1, 0, there.parts
     part = f'{name}/{number:06d}-{start:012d}'
     if len(data) > start or old:
       self.bucket.write(part, data[start:])
     parts = part, *there.parts
+    # After the new part is there: a kill in between leaves parts of both
+    # numbers, of which the greater counts.
     for part in old:
       self.bucket.remove(part)
     self._grown[name] = bucket_files.Grown(

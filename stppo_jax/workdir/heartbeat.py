@@ -170,6 +170,8 @@ class Heartbeat:
     self._write()
 
   def _keep_writing(self) -> None:
+    # The first wait bounds how often the file is written, the second one how
+    # old it gets while nothing changes.
     while not self._ended.wait(_SHORTEST):
       self._changed.wait(_EVERY)
       self._changed.clear()

@@ -66,6 +66,7 @@ class Lease(lock.Claim):
           holder, _ = _read(content)
           self._lost = lock.taken_over(self._bucket.address, holder)
           raise self._lost
+        # The lease is still ours, or was removed by hand.
         self._generation = 0 if found is None else found.generation
         written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is not None:
@@ -122,7 +123,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
   """Writes the lease of this process; returns its generation."""
   known = 0  # the generation that is waited for
   while True:
-    written = bucket.write_if(NAME, data, 0)
+    written = bucket.write_if(NAME, data, 0)  # if there is no lease
     if written is not None:
       return written
     found, content = bucket.written(NAME), bucket.read(NAME)
@@ -131,6 +132,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
     if content == data:  # the answer was lost
       return found.generation
     holder, seconds = _read(content)
+    # Its holder lives if it was written again while this process waited.
     if known not in (0, found.generation):
       raise lock.Locked(
         f'{bucket.address}: {holder} writes there and has renewed its lease; '

@@ -237,6 +237,7 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
   """Acquires the lock; returns its open file and its holder, this process."""
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
+      # Only one process can make the file, also on network file systems.
       file = open(path, 'x+', encoding='utf-8')
       try:
         _flock(file)
@@ -253,7 +254,9 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
     ):
       file = stack.enter_context(open(path, 'r+', encoding='utf-8'))
       is_free = _flock(file)
-      if _is_at(file, path):  # otherwise it was released in this moment
+      # Its holder may have removed the file between `open` and here. Then the
+      # next attempt makes a new one.
+      if _is_at(file, path):
         holder = _read(file)
         _check(path, holder, is_free, every)
         mine = _write(file)

@@ -145,7 +145,7 @@ class Watch:
       else:
         self._begin_trace(step)
     if self._traced is not None:
-      self._close_spans()
+      self._close_spans()  # those of the step before
       span = jax.profiler.StepTraceAnnotation('step', step_num=step)
       self._step.enter_context(span)
 

@@ -152,6 +152,7 @@ class Checkpointer:
     if self._run is not None:
       manifest['run_id'] = self._run.run_id
       manifest['config_digest'] = self._run.config_digest
+    # Orbax asks which steps to keep before the manifest of this one is there.
     self._preservation.note(step, manifest['host'].get('score'))
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
@@ -288,6 +289,7 @@ class Checkpointer:
       raise OtherState(
         f'{self._folder}: step {step} is {other}; nothing was loaded'
       )
+    # Before any array is read: Orbax would cast another dtype silently.
     leaves = manifest['leaves'].items()
     saved = {name: leaf for name, leaf in leaves if name.startswith(prefix)}
     difference = fingerprint_lib.difference(saved, wanted)

@@ -74,6 +74,7 @@ def _read(
     name: the leaf.
     kind: its shape and dtype, as the manifest has them.
   """
+  # On one device, whatever mesh the run has: fingerprints do not depend on it.
   sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shape, dtype = tuple(kind['shape']), jnp.dtype(kind['dtype'])
   wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)}
