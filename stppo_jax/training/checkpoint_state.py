@@ -58,8 +58,8 @@ class TrainCheckpoints:
 
     The arrays are the state without frozen weights, with published policies.
     """
-    # With `rollout.steps_ahead`, the next steps are collected with policies older
-    # than the state. A resumed run must collect with them again.
+    # With `rollout.steps_ahead`, the next steps are collected with older
+    # policies. A resumed run must collect with them again.
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)

@@ -87,7 +87,7 @@ class BucketFolder:
         f'{self.address}: holds files that are no run, such as {min(others)}; '
         'name another address'
       )
-    # If the newest checkpoint is damaged, the run goes on from the one before and
+    # If the newest checkpoint is damaged, the run goes on from an older one and
     # moves later dialogues aside. So those are needed, not only their names.
     steps = sorted(bucket_files.committed(entries))
     oldest = steps[-2] if len(steps) > 1 else 0
