@@ -16,10 +16,6 @@ from tests.training import bucket_hosts
 from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _ADDRESS = bucket_hosts.ADDRESS
 _STEPS = 4  # of the runs of two hosts
 

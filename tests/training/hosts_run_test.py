@@ -19,10 +19,6 @@ import pytest
 from stppo_jax.records.checkpoints import checkpoint
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _DEVICES = {'JAX_NUM_CPU_DEVICES': '2'}
 # Metrics of hosts, and counts of requests: each host asks on its own.
 _OF_HOSTS = ('hosts/', 'retrieval/')

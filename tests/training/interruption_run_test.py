@@ -18,10 +18,6 @@ from stppo_jax.training import components
 from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 

@@ -19,10 +19,6 @@ from tests.training import faults
 from tests.training import runs
 
 _STEPS = runs.STEPS
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 
 
 @functools.cache

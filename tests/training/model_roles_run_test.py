@@ -24,10 +24,6 @@ _LORA = {
   'policy_optimizer__warmup_updates': 0,
 }
 _SHARED = {'model__value_backbone': 'shared'}
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 
 
 def _changes(changes):

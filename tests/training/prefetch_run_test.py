@@ -22,10 +22,6 @@ from tests.training import runs
 
 _STEPS = 5
 _ALL = jax.devices()
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,6 @@ from tests.models import tiny
 from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
-
 
 @contextlib.contextmanager
 def _served(root):

@@ -24,10 +24,6 @@ from stppo_jax.training import run as run_lib
 from stppo_jax.workdir import run_folder
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _HOLD = """
 import pathlib, sys
 from stppo_jax.workdir import lock

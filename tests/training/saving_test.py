@@ -14,11 +14,6 @@ from stppo_jax.training import saving
 from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
-
 
 @pytest.mark.slow
 def test_no_save_is_begun_after_the_grace_seconds(tmp_path, capsys):

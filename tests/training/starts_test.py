@@ -20,10 +20,6 @@ _STILL = {
   'policy_optimizer__learning_rate': 0.0,
   'value_optimizer__learning_rate': 0.0,
 }
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 
 
 def _weights(workdir, step):

@@ -31,12 +31,6 @@ from stppo_jax.workdir import run_folder
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 
-# Orbax reads the leaves concurrently and gives up at the first that is damaged.
-# The reads still under way then die without a listener, now or a little later.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
-
 
 # Once: a collection takes long in a process that has run many tests.
 @pytest.fixture(autouse=True, scope='module')
