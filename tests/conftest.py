@@ -86,7 +86,7 @@ _OF_RUNS = (
 )
 
 
-# They save and restore. Orbax reads the leaves of a checkpoint side by side, and
+# They save and restore. Orbax reads the leaves of a checkpoint at once, and
 # gives up at the first that is damaged: the reads still under way then die
 # without a listener, now or a little later.
 _OF_CHECKPOINTS = ('tests/records/', 'tests/training/')

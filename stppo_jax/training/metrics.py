@@ -215,14 +215,14 @@ class StepMetrics:
     length = self._learner.sizes.row_length
     tokens = totals.tokens / totals.rows * self._config.updates.minibatch_size
     rows = math.ceil(tokens / length)
-    work = dataclasses.replace(
+    updating = dataclasses.replace(
       self._work,
       updates=num_updates,
       minibatch=rows,
       microbatch=min(rows, self._work.microbatch),
       length=length,
     )
-    if sent := roofline.update_sent(work):
+    if sent := roofline.update_sent(updating):
       metrics['perf/update_gb_sent_per_second'] = sent / seconds / 1e9
     # Every call writes a token into each slot, if all slots are in use.
     slots = self._slots * len(totals.collect_seconds)

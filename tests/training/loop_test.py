@@ -54,7 +54,7 @@ critic/{score,rewards,advantages,returns,values}/{mean,max,min}
 {response_length,num_turns}/{mean,max,min}
 env/{number_of_valid_search,ratio_of_valid_action,finish_ratio}
 timing_s/{collect,wait,annotate,update,checkpoint,step}
-perf/throughput
+perf/{throughput,decode_gb_read_per_second,update_gb_sent_per_second}
 ratio/{token,turn,sequence}/{mean,std,min,max,ess}
 ratio/{token,turn,sequence}/std/turn_{1,2,3}
 clipfrac/{token,turn,sequence}/{low,high}{,/turn_1,/turn_2,/turn_3}
