@@ -291,9 +291,9 @@ def check_sizes(
   hosts = mesh_lib.num_hosts(mesh)
   if rollout.trajectories_per_step % (hosts * rollout.group_size):
     lines['hosts'] = (
-      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must '
-      f'give each of the {hosts} hosts as many groups of '
-      f'rollout.group_size={rollout.group_size}'
+      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must be '
+      f'a multiple of {hosts * rollout.group_size}, which is a group of '
+      f'rollout.group_size={rollout.group_size} for each of {hosts} hosts'
     )
   if hosts > 1 and rollout.engine == 'remote':
     lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'

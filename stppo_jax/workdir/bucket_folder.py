@@ -73,7 +73,7 @@ class BucketFolder:
     the names.
 
     Raises:
-      OtherFiles: the address holds files that are no run.
+      OtherFiles: the address holds files that belong to no run.
       BucketError: the bucket cannot be read.
     """
     entries = self.bucket.entries()
@@ -84,8 +84,8 @@ class BucketFolder:
     ]
     if others and run_folder.IDENTITY not in entries:
       raise OtherFiles(
-        f'{self.address}: holds files that are no run, such as {min(others)}; '
-        'name another address'
+        f'{self.address}: holds files that belong to no run, such as '
+        f'{min(others)}; name another address'
       )
     # If the newest checkpoint is damaged, the run goes on from an older one and
     # moves later dialogues aside. So those are needed, not only their names.

@@ -172,8 +172,7 @@ def test_files_of_others_are_left_alone(google, tmp_path):
   google.put('run/thesis.txt', b'mine')
   with pytest.raises(bucket_folder.OtherFiles) as error:
     _open(tmp_path / 'two').pull()
-  line = f'{_ADDRESS}: holds files that are no run, such as thesis.txt; '
-  assert str(error.value).startswith(line) and error.value.exit_code == 2
+  assert 'thesis.txt' in str(error.value) and error.value.exit_code == 2
 
 
 def test_a_model_is_not_seen_before_it_is_complete(google, tmp_path):
