@@ -18,7 +18,6 @@ from stppo_jax import interruption
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import voting
-from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.training import claim
 from stppo_jax.training import run as run_lib
 from stppo_jax.workdir import run_folder
@@ -116,10 +115,6 @@ def test_a_disk_without_room_is_told_before_a_step_is_lost(
   assert _files(run / 'checkpoints') == before
 
 
-def _manifests(run):
-  return sorted(run.glob('checkpoints/*/manifest/metadata'))
-
-
 @pytest.mark.parametrize('field', ['run_id', 'config_digest'])
 def test_a_checkpoint_of_another_run_is_not_loaded(run, capsys, field):
   identity = json.loads((run / 'run.json').read_text())
@@ -133,27 +128,6 @@ def test_a_checkpoint_of_another_run_is_not_loaded(run, capsys, field):
   for files in (before, after):
     del files[run / 'heartbeat.json']
   assert after == before
-
-
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_resumes(run, finished):
-  """Its manifests name no run; new ones do, and both are its own."""
-  (run / 'run.json').unlink()
-  shutil.rmtree(run / 'checkpoints' / '3')
-  for path in _manifests(run):
-    manifest = json.loads(path.read_text())
-    for field in ('run_id', 'config_digest', 'digest'):
-      del manifest[field]
-    manifest['digest'] = manifest_lib.digest(manifest)
-    path.write_text(json.dumps(manifest))
-  assert runs.train(run) == 0
-  runs.assert_same_files(run, finished, num_steps=runs.STEPS)
-  identity = run_folder.read(run)
-  assert identity.has_older_checkpoints
-  newest = json.loads(_manifests(run)[-1].read_text())
-  assert newest['run_id'] == identity.run_id
-  assert runs.train(run) == 0  # both kinds are read again
-  assert run_folder.read(run) == identity
 
 
 def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
