@@ -128,11 +128,8 @@ class Progress:
     if done and self._first is None:
       self._first = done, self._clock()
     elif self._first is not None and done > self._first[0]:
-      words.append(f'eta {self._eta(done, *self._first)}')
+      first, since = self._first
+      pace = (self._clock() - since) / (done - first)
+      seconds = round(pace * max(self._num_steps - done, 0))
+      words.append(f'eta {datetime.timedelta(seconds=seconds)}')
     return '  '.join(words)
-
-  def _eta(self, done: int, first: int, since: float) -> str:
-    """Returns the remaining h:mm:ss, by the mean pace since the first step."""
-    pace = (self._clock() - since) / (done - first)
-    seconds = pace * max(self._num_steps - done, 0)
-    return str(datetime.timedelta(seconds=round(seconds)))

@@ -66,8 +66,23 @@ def build(
     stop_strings=services.environment.stop_strings,
     eos_ids=eos_ids,
   )
-  if placement is None:  # rollout.engine=remote
-    return _build_remote(config, services, policy, automaton, eos_ids)
+  if placement is None:  # a server writes the turns
+    served = config.rollout.remote
+    client = client_lib.EngineClient(
+      served.url, timeout=served.timeout, retries=served.retries
+    )
+    return remote_engine.RemoteEngine(
+      client,
+      loop=services.loop,
+      model=served.model,
+      shape=policy.config,
+      automaton=automaton,
+      stop_strings=services.environment.stop_strings,
+      eos_ids=eos_ids,
+      max_length=config.env.max_length,
+      sampling=_sampling(config),
+      concurrency=served.concurrency,
+    )
   driver = slot_driver.SlotDriver
   if placement.spans_slice:
     assert agreed is not None
@@ -259,29 +274,3 @@ def slot_memory(
   keys = max(chosen.tokens_per_page, chosen.prefill_chunk)
   per_token += shape.num_heads // tensor * keys * (size + 4)
   return held[CACHE] + copied + tokens * per_token
-
-
-def _build_remote(
-  config,
-  services: steps.Services,
-  policy: functional.Model,
-  automaton: stops.StopAutomaton,
-  eos_ids: tuple[int, ...],
-) -> remote_engine.RemoteEngine:
-  """Returns an engine whose turns a server writes."""
-  served = config.rollout.remote
-  client = client_lib.EngineClient(
-    served.url, timeout=served.timeout, retries=served.retries
-  )
-  return remote_engine.RemoteEngine(
-    client,
-    loop=services.loop,
-    model=served.model,
-    shape=policy.config,
-    automaton=automaton,
-    stop_strings=services.environment.stop_strings,
-    eos_ids=eos_ids,
-    max_length=config.env.max_length,
-    sampling=_sampling(config),
-    concurrency=served.concurrency,
-  )
