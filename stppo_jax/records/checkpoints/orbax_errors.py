@@ -10,6 +10,12 @@ import logging
 import re
 
 _ORBAX = '/orbax/'  # in the path of a file
+# Warnings about what is meant to be so.
+_ADVICE = (
+  'Waiting for previous save',
+  'CheckpointManagerOptions.read_only=True',
+  'Given directory is read only',
+)
 # The last error that Orbax has logged.
 logged: collections.deque[Exception] = collections.deque(maxlen=1)
 
@@ -39,11 +45,12 @@ def _note(record: logging.LogRecord) -> bool:
   the checkpoint gets the error, and tells of it in one line. Nor is what
   asyncio reports of the other leaves, whose tasks Orbax drops after an error.
   """
-  is_dropped = record.name == 'asyncio'
-  place = record.getMessage() if is_dropped else record.pathname
-  error = record.exc_info and record.exc_info[1]
-  if _ORBAX not in place or not isinstance(error, Exception):
+  is_dropped, message = record.name == 'asyncio', record.getMessage()
+  if _ORBAX not in (message if is_dropped else record.pathname):
     return True
+  error = record.exc_info and record.exc_info[1]
+  if not isinstance(error, Exception):
+    return not message.startswith(_ADVICE)
   # Dropped tasks are reported at any time, also during the next save.
   if not is_dropped:
     logged.append(error)
