@@ -110,6 +110,7 @@ class Progress:
     try:
       self._console.print(text, soft_wrap=True)
     except OSError as error:
+      # Otherwise the interpreter would fail at its end, when it flushes.
       streams.silence(self._console.file)
       reason = error.strerror
       _log.warning('cannot print any more, the run goes on: %s', reason)

@@ -244,6 +244,7 @@ def sized(
   if rollout.steps_ahead and not placement.collecting:
     beside += held.gradients + held.gathered  # slots stay during updates
   changed = config.copy_and_resolve_references()
+  # Waves of equal size: slots of a smaller last one would be idle in it.
   for waves in range(1, wanted + 1):
     with changed.unlocked():
       changed.rollout.slots = -(-wanted // (waves * unit)) * unit

@@ -287,6 +287,7 @@ def check_sizes(
   }
   if imitates or run_record.imitates(config):
     trained['sft.batch_size'] = config.sft.batch_size
+  # All errors are collected, and reported together.
   lines = indivisible(trained, mesh)
   hosts = mesh_lib.num_hosts(mesh)
   if rollout.trajectories_per_step % (hosts * rollout.group_size):

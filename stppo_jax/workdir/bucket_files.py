@@ -165,6 +165,7 @@ def download(
     elif is_needed(name):
       wanted.append(name)
   bucket.download(wanted, folder)
+  # Sparse files: sizes and times of a checkpoint are known without its arrays.
   for name in empty:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -185,6 +185,7 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
     Misconfigured: the folder cannot be made or written.
   """
   with contextlib.ExitStack() as stack:
+    # A start that is refused leaves nothing, not even the folders it has made.
     made = [x for x in (folder, *folder.parents) if not x.exists()]
     stack.callback(_remove_empty, made)
     path = folder / NAME

@@ -179,7 +179,7 @@ class Watch:
     assert self._folder is not None
     self._close_spans()
     folder, last = self._folder / _PROFILE, self._traced
-    self._traced = None
+    self._traced = None  # first, so that an error does not end it twice
     try:
       jax.profiler.stop_trace()
       jax.profiler.save_device_memory_profile(
