@@ -75,7 +75,7 @@ class Lease(lock.Claim):
   def release(self) -> None:
     """Removes the lease, unless another process has taken it over."""
     self.end()
-    # On a thread: a bucket out of reach must not hold up the end of the process.
+    # On a thread: a bucket out of reach must not hold up the end of a process.
     thread = threading.Thread(target=self._remove, daemon=True)
     thread.start()
     thread.join(_TO_RELEASE)
