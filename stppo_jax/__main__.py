@@ -2,10 +2,9 @@
 
 A command is a file of `stppo_jax/commands` with `main(argv) -> exit code`; the
 first line of its docstring describes it in the list, the whole docstring is its
-help. Exit codes: 0 done, 1 an update that `replay` cannot reproduce, 2
-configuration or usage, 3 only corrupt checkpoints are left, 70 a bug, 75 try
-again, 76 too many skipped updates or an alarm, 130 interrupted, 141 nobody
-reads the output.
+help. Exit codes: 0 done, 2 configuration or usage, 3 only corrupt checkpoints
+are left, 70 a bug, 75 try again, 76 too many skipped updates or an alarm, 130
+interrupted, 141 nobody reads the output.
 An exception with an `exit_code` is an expected end: its message is printed
 without a traceback.
 """

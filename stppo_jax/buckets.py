@@ -2,7 +2,7 @@
 
 A bucket is no file system: it has no locks, no appending and no renaming. So
 commands work on folders of this machine. What they read is downloaded from the
-bucket first, and what a run writes there is brought to the bucket
+bucket first, and what a run writes there is uploaded
 (`workdir/bucket_folder.py`). fsspec needs a package for each kind of bucket:
 gcsfs for gs://, s3fs for s3://.
 """
@@ -57,7 +57,7 @@ def is_address(place: object) -> bool:
 
 
 class Written(NamedTuple):
-  """When an object was written.
+  """The version of an object, and its age.
 
   Attributes:
     generation: a number that each writing changes.
@@ -100,7 +100,7 @@ class Bucket:
   """
 
   def __init__(self, address: str):
-    """Sends no request to the buckets that runs use.
+    """Finds the package for a kind of bucket; sends no request to gs:// or s3://.
 
     Args:
       address: such as gs://bucket/run.
@@ -328,7 +328,7 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
 
 
 def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
-  """Brings what has changed in a bucket to a folder of the cache."""
+  """Downloads what has changed in a bucket into a folder of the cache."""
   entries = bucket.entries()
   if not entries:
     raise BucketError(

@@ -8,7 +8,6 @@ is true, every host saves the last finished step first.
 from collections.abc import Iterator
 import contextlib
 
-NOT_REPRODUCED = 1  # an update that `replay` cannot repeat
 USAGE = 2  # a wrong flag, key or file
 DAMAGED = 3  # only damaged checkpoints are left
 BUG = 70
@@ -61,6 +60,7 @@ def as_misconfigured(subject: str = '') -> Iterator[None]:
   try:
     yield
   except (ValueError, OSError) as error:
+    # An error with an exit code says by itself how the command ends.
     if hasattr(error, 'exit_code'):
       raise
     reason = getattr(error, 'strerror', None)

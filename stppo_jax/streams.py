@@ -99,6 +99,7 @@ def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
     show: see `LogLines`.
   """
   package = logging.getLogger(__package__)
+  # Inside another body its handler is used: two would print each line twice.
   for handler in package.handlers:
     if isinstance(handler, LogLines):
       outside, handler.show = handler.show, show

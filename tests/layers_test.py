@@ -60,7 +60,6 @@ HOMES = {
     'learner',
     'training',
     'tools',
-    'commands.replay',
   ),
   'jaxlib': (),
   'flax': ('models', 'retrieval.indexes.encoder'),

@@ -110,6 +110,7 @@ class Progress:
     try:
       self._console.print(text, soft_wrap=True)
     except OSError as error:
+      # Otherwise the interpreter would fail at its end, when it flushes.
       streams.silence(self._console.file)
       reason = error.strerror
       _log.warning('cannot print any more, the run goes on: %s', reason)
@@ -128,11 +129,8 @@ class Progress:
     if done and self._first is None:
       self._first = done, self._clock()
     elif self._first is not None and done > self._first[0]:
-      words.append(f'eta {self._eta(done, *self._first)}')
+      first, since = self._first
+      pace = (self._clock() - since) / (done - first)
+      seconds = round(pace * max(self._num_steps - done, 0))
+      words.append(f'eta {datetime.timedelta(seconds=seconds)}')
     return '  '.join(words)
-
-  def _eta(self, done: int, first: int, since: float) -> str:
-    """Returns the remaining h:mm:ss, by the mean pace since the first step."""
-    pace = (self._clock() - since) / (done - first)
-    seconds = pace * max(self._num_steps - done, 0)
-    return str(datetime.timedelta(seconds=round(seconds)))

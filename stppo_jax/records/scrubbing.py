@@ -4,12 +4,6 @@ from collections.abc import Mapping
 import re
 from typing import Any
 
-# Variables that change what is computed, and where.
-_VARIABLES = re.compile(
-  'JAX_|XLA_|TF_|TPU_|LIBTPU_|CUDA_|NVIDIA_|NCCL_|OMP_|GLIBC_|SLURM_|PYTHON|'
-  'NPROC$'
-)
-_SECRET = re.compile('TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH', re.IGNORECASE)
 # A value as a shell takes it: between quotes, which may themselves be quoted.
 _VALUE = (
   r'(?:\\"[^"]*"|\\\'[^\']*\'|"(?:\\.|[^"\\])*"|\'[^\']*\''
@@ -70,13 +64,4 @@ def scrubbed_plain(config: Mapping[str, Any]) -> dict[str, Any]:
   return {
     key: x if isinstance(x, int | float) else str(x)
     for key, x in scrubbed_values(config).items()
-  }
-
-
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
-  """Returns the variables that matter to a program, without secrets."""
-  return {
-    name: scrubbed(value)
-    for name, value in sorted(variables.items())
-    if _VARIABLES.match(name) and not _SECRET.search(name)
   }

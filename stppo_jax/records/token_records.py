@@ -26,7 +26,7 @@ _LISTS = {
 
 
 class Tokenizer(Protocol):
-  """See `sampling.tokenizer.Tokenizer`."""
+  """The part of `sampling.tokenizer.Tokenizer` that records need."""
 
   def token_bytes(self) -> list[bytes]: ...
 
@@ -80,6 +80,7 @@ def character_counts(
   A token that ends within a character adds none; the token that completes the
   character does.
   """
+  # The decoder keeps the bytes of a character that the next token completes.
   pieces = tokenizer.token_bytes()
   decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
   counts = [

@@ -16,7 +16,6 @@ import pathlib
 import queue
 import threading
 from typing import Any
-from typing import Protocol
 import urllib.parse
 
 from stppo_jax.records import scrubbing
@@ -28,14 +27,8 @@ _PROJECT = 'stppo_jax'
 _WANDB = 'https://api.wandb.ai'
 
 
-class Experiment(Protocol):
-  """An experiment that a tracker has opened."""
-
-  def log(self, metrics: dict[str, float], step: int) -> None:
-    """Adds the metrics of a step."""
-
-  def finish(self) -> None:
-    """Sends what is left."""
+# An experiment of a package, with `log(metrics, step)` and `finish()`.
+Experiment = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +71,7 @@ class Tracker:
       Exception: what the tracker has raised since the last call.
       queue.Full: it does not keep up; these metrics are dropped.
     """
+    # An error of the thread is told by the next call, on the thread of the run.
     error, self._error = self._error, None
     if error is None or self._thread.is_alive():
       self._queue.put_nowait((step, dict(metrics)))

@@ -113,6 +113,7 @@ def zero_variance(group: Sequence[types.Trajectory]) -> bool:
   in float32, the precision of the learner.
   """
   valid = _valid(group)
+  # Sums that differ by rounding in float64 are equal for the learner.
   totals = {np.float32(t.reward + t.turn_reward) for t in valid}
   return len(valid) >= 2 and len(totals) == 1
 

@@ -39,44 +39,48 @@ _DIALOGUES = re.compile(
 )
 
 
-class HostWriter:
-  """Writes the dialogues of a host; the first host writes all else."""
+class Writer:
+  """Writes the dialogues of a host, and on the first host all else."""
 
   def __init__(
     self,
     workdir: str | pathlib.Path,
     *,
     trajectories: int,
-    keep_files: int = 0,
+    display: progress.Progress | None = None,
+    tensorboard: bool = False,
     host: int = 0,
+    keep_files: int = 0,
+    keep_lines: int = 0,
+    hparams: Mapping[str, Any] | None = None,
+    trackers: Sequence[trackers_lib.Tracker] = (),
   ):
     """Makes the folder; files are made at the first write.
 
     Args:
       workdir: the run's folder.
       trajectories: the number of dialogues that are written of each step.
+      display: the progress display; None on other hosts than the first.
+      tensorboard: whether to write for TensorBoard too.
+      host: the number of the host.
       keep_files: the number of this host's files of dialogues that are kept of
         each kind, the newest; 0: all.
-      host: the number of the host.
+      keep_lines: the least number of the newest steps whose metrics are kept;
+        of more than twice as many none are. 0: all are kept.
+      hparams: the values of the config by key, for TensorBoard.
+      trackers: experiment trackers that get the metrics, too.
     """
     self._workdir = pathlib.Path(workdir)
     self._workdir.mkdir(parents=True, exist_ok=True)
-    self._host = host
+    self._metrics = self._workdir / METRICS
+    self._display, self._host = display, host
     self._trajectories = trajectories
-    self._keep_files = keep_files
+    self._keep_files, self._keep_lines = keep_files, keep_lines
+    self._tensorboard, self._hparams = tensorboard, hparams or {}
+    self._trackers = trackers
+    self._sink = self._purge_step = None
     self._errors = 0
     self._logged = set()
-
-  def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
-    """Leaves it to the first host to drop what was written after a step."""
-
-  def complete(self, step: int, line: str) -> bool:
-    """Leaves it to the first host to write lines again."""
-    return False
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> str:
-    """Leaves it to the first host to write metrics."""
-    return ''
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes the first dialogues of a step, as many as the run keeps."""
@@ -86,15 +90,125 @@ class HostWriter:
     """Writes dialogues of the evaluation after a step."""
     self._write_dialogues('evaluation', step, records)
 
+  def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
+    """Drops what was written after a step, so that resuming repeats nothing.
+
+    The first host does it for all of them. It drops the lines of larger steps,
+    an incomplete last line, and the dialogues of larger steps. Call it before
+    the first `write` of a resumed run. What was written after the newest
+    checkpoint is kept in a folder of its own: nobody knows whether the run will
+    write it again.
+
+    Args:
+      step: the last step whose line is kept.
+      saved: the step of the newest checkpoint; 0 without one.
+
+    Returns:
+      The folder with the files as they were; None if nothing was written after
+      the newest checkpoint.
+    """
+    if self._host:
+      return None
+    lines = self._lines()
+    dialogues = [
+      (int(match[1]), path)
+      for path in self._workdir.iterdir()
+      if (match := _DIALOGUES.fullmatch(path.name))
+    ]
+    written = [*map(_step_of, lines), *(number for number, _ in dialogues)]
+    aside = None
+    # An incomplete line counts as later than any step, and is kept aside too.
+    if any(number > saved for number in written):
+      aside = run_folder.make_aside(self._workdir)
+      if lines:
+        shutil.copy2(self._metrics, aside)
+      for number, path in dialogues:
+        if number > saved:
+          path.rename(aside / path.name)
+    if lines:
+      self._keep(lines, last=step)
+    # Event files cannot be cut: a new one says which events no longer count.
+    self._purge_step = step + 1
+    return aside
+
+  def complete(self, step: int, line: str) -> bool:
+    """Writes the line of a step again if the file has lost it.
+
+    Call it after `rewind`. A line may be lost although the checkpoint of its
+    step is not: the machine has failed, or the disk was full.
+
+    Args:
+      step: the step of the newest checkpoint.
+      line: what `write` has returned for it.
+
+    Returns:
+      Whether it was written.
+    """
+    if (
+      self._host
+      or not line
+      or any(_step_of(each) == step for each in self._lines())
+    ):
+      return False
+    self._append(line)
+    return True
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> str:
+    """Appends the metrics of a step and shows it; returns the line.
+
+    The first host does it; others return ''.
+
+    Args:
+      step: the number of steps that are done with this one.
+      metrics: numbers by name; one that is not finite is written as null, and
+        as text in `writer/non_finite`.
+    """
+    if self._host:
+      return ''
+    finite: dict[str, float] = {}
+    non_finite: dict[str, str] = {}
+    record: dict[str, Any] = {'step': int(step)}
+    for name, value in metrics.items():
+      value = float(value)
+      if math.isfinite(value):
+        finite[name] = record[name] = value
+      else:  # JSON has no nan
+        record[name] = None
+        non_finite[name] = str(value)
+    if self._tensorboard:
+      self._counted('tensorboard', lambda: self._write_sink(step, finite))
+    for tracker in self._trackers:
+      self._counted(tracker.name, lambda: tracker.write(step, finite))
+    # The file is written last: its line counts the errors of all other sinks.
+    record[_SINK_ERRORS] = self._errors
+    if non_finite:
+      record[_NON_FINITE] = non_finite
+    line = json.dumps(record, allow_nan=False)
+    self._append(line)
+    if self._keep_lines and step % self._keep_lines == 0:
+      self._counted('metrics', lambda: self._keep(self._lines(), last=step))
+    if self._display is not None:
+      self._display.update(step, finite)
+    return line
+
   def enter_phase(self, phase: str) -> None:
-    """Leaves it to the first host to show what the run does."""
+    """Shows in the progress display what the run does from now on."""
+    if self._display is not None:
+      self._display.enter_phase(phase)
 
   def show(self, text: str) -> None:
-    """Prints text."""
-    print(f'host {self._host}: {text}', flush=True)
+    """Prints text to the terminal beside the progress display."""
+    if self._display is not None:
+      self._display.show(text)
+    else:
+      print(f'host {self._host}: {text}', flush=True)
 
   def close(self) -> None:
-    """Does nothing: everything is in its files already."""
+    """Ends display and trackers; everything is in its files already."""
+    if self._display is not None:
+      self._display.close()
+    for tracker in self._trackers:
+      tracker.close()
 
   def _write_dialogues(
     self, kind: str, step: int, records: Sequence[Mapping]
@@ -114,6 +228,7 @@ class HostWriter:
     def write() -> None:
       path = self._workdir / f'{kind}-{step:06d}{suffix}.jsonl'
       lines = [json.dumps(record).encode() + b'\n' for record in records]
+      # A step that is made again after a kill replaces its dialogues.
       path.unlink(missing_ok=True)
       atomic_files.append(path, b''.join(lines))
       if self._keep_files:
@@ -139,143 +254,6 @@ class HostWriter:
       if sink not in self._logged:
         self._logged.add(sink)
         _log.warning('cannot write %s, the run goes on: %r', sink, error)
-
-
-class Writer(HostWriter):
-  """Writes the metrics of a run, and the dialogues of its first host."""
-
-  def __init__(
-    self,
-    workdir: str | pathlib.Path,
-    *,
-    display: progress.Progress,
-    tensorboard: bool,
-    trajectories: int,
-    keep_files: int = 0,
-    keep_lines: int = 0,
-    hparams: Mapping[str, Any] | None = None,
-    trackers: Sequence[trackers_lib.Tracker] = (),
-  ):
-    """Makes the folder; files are made at the first write.
-
-    Args:
-      workdir, trajectories, keep_files: see `HostWriter`.
-      display: the progress display.
-      tensorboard: whether to write for TensorBoard too.
-      keep_lines: the least number of the newest steps whose metrics are kept;
-        of more than twice as many none are. 0: all are kept.
-      hparams: the values of the config by key, for TensorBoard.
-      trackers: experiment trackers that get the metrics, too.
-    """
-    super().__init__(workdir, trajectories=trajectories, keep_files=keep_files)
-    self._metrics = self._workdir / METRICS
-    self._tensorboard = tensorboard
-    self._keep_lines = keep_lines
-    self._hparams = hparams or {}
-    self._trackers = trackers
-    self._display = display
-    self._sink = None
-    self._purge_step = None
-
-  def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
-    """Drops what was written after a step, so that resuming repeats nothing.
-
-    This drops the lines of larger steps, an incomplete last line, and the
-    dialogues of larger steps. Call it before the first `write` of a resumed
-    run. What was written after the newest checkpoint is kept in a folder of
-    its own: nobody knows whether the run will write it again.
-
-    Args:
-      step: the last step whose line is kept.
-      saved: the step of the newest checkpoint; 0 without one.
-
-    Returns:
-      The folder with the files as they were; None if nothing was written after
-      the newest checkpoint.
-    """
-    lines = self._lines()
-    dialogues = [
-      (int(match[1]), path)
-      for path in self._workdir.iterdir()
-      if (match := _DIALOGUES.fullmatch(path.name))
-    ]
-    written = [*map(_step_of, lines), *(number for number, _ in dialogues)]
-    aside = None
-    if any(number > saved for number in written):
-      aside = run_folder.make_aside(self._workdir)
-      if lines:
-        shutil.copy2(self._metrics, aside)
-      for number, path in dialogues:
-        if number > saved:
-          path.rename(aside / path.name)
-    if lines:
-      self._keep(lines, last=step)
-    self._purge_step = step + 1
-    return aside
-
-  def complete(self, step: int, line: str) -> bool:
-    """Writes the line of a step again if the file has lost it.
-
-    Call it after `rewind`. A line may be lost although the checkpoint of its
-    step is not: the machine has failed, or the disk was full.
-
-    Args:
-      step: the step of the newest checkpoint.
-      line: what `write` has returned for it.
-
-    Returns:
-      Whether it was written.
-    """
-    if not line or any(_step_of(each) == step for each in self._lines()):
-      return False
-    self._append(line)
-    return True
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> str:
-    """Appends the metrics of a step and shows it; returns the line.
-
-    Args:
-      step: the number of steps that are done with this one.
-      metrics: numbers by name; one that is not finite is written as null, and
-        as text in `writer/non_finite`.
-    """
-    finite: dict[str, float] = {}
-    non_finite: dict[str, str] = {}
-    record: dict[str, Any] = {'step': int(step)}
-    for name, value in metrics.items():
-      value = float(value)
-      if math.isfinite(value):
-        finite[name] = record[name] = value
-      else:  # JSON has no nan
-        record[name] = None
-        non_finite[name] = str(value)
-    if self._tensorboard:
-      self._counted('tensorboard', lambda: self._write_sink(step, finite))
-    for tracker in self._trackers:
-      self._counted(tracker.name, lambda: tracker.write(step, finite))
-    record[_SINK_ERRORS] = self._errors
-    if non_finite:
-      record[_NON_FINITE] = non_finite
-    line = json.dumps(record, allow_nan=False)
-    self._append(line)
-    if self._keep_lines and step % self._keep_lines == 0:
-      self._counted('metrics', lambda: self._keep(self._lines(), last=step))
-    self._display.update(step, finite)
-    return line
-
-  def enter_phase(self, phase: str) -> None:
-    """Shows in the progress display what the run does from now on."""
-    self._display.enter_phase(phase)
-
-  def show(self, text: str) -> None:
-    """Prints text to the terminal beside the progress display."""
-    self._display.show(text)
-
-  def close(self) -> None:
-    """Ends display and trackers; everything is in its files already."""
-    self._display.close()
-    for tracker in self._trackers:
-      tracker.close()
 
   def _lines(self) -> list[bytes]:
     """Returns the lines of metrics; the last one may be incomplete."""

@@ -135,7 +135,7 @@ class StepCollector:
     self._services = services
     self._collector = collector
     self._hosts = hosts
-    # Step -> its groups, until they are measured. A later step may be collected
+    # Step -> its groups, for `complete_metrics`. A later step may be collected
     # before that.
     self._first_groups: dict[int, Groups] = {}
 

@@ -258,6 +258,7 @@ class Alarms:
       for name, count in self._rung.items()
       if name in self._stop and count >= self._stop_after
     ]
+    # The first host has the metrics of all, and decides for them.
     due, *_ = self._hosts.exchange('alarms', due)
     if due:
       raise Alarmed(

@@ -119,7 +119,15 @@ def build(config, folder: claim.Folder) -> Parts:
     tokenizer, learner = found.tokenizer, found.learner
     with exits.as_misconfigured():
       sentences = steps_lib.build_sentences(config, tokenizer)
-    collecting = _collecting_services(config, services, found)
+    collecting = services
+    # If several devices both learn and collect, programs of two threads can
+    # deadlock: two devices may get them in different orders, and the
+    # collectives of each then wait for the other's.
+    is_safe = learner.mesh.size == 1 or _apart(found)
+    if config.rollout.steps_ahead and is_safe:
+      # On a thread, which ends when its loop is stopped.
+      loop = prefetch.StoppableLoop(services.loop)
+      collecting = dataclasses.replace(services, loop=loop)
     engine = engines.build(
       config,
       collecting,
@@ -263,24 +271,6 @@ def _apart(
   """Returns the placement if the devices that collect do not learn."""
   placement = found.placement
   return placement if placement and placement.collecting else None
-
-
-def _collecting_services(
-  config, services: steps_lib.Services, found: components_lib.Components
-) -> steps_lib.Services:
-  """Returns the services of collections.
-
-  If steps are collected ahead, and on a thread, they have a loop that can be
-  stopped, which ends that thread.
-  """
-  # If several devices both learn and collect, programs of two threads can
-  # deadlock: two devices may get them in different orders, and the collectives
-  # of each then wait for the other's.
-  is_safe = found.learner.mesh.size == 1 or _apart(found)
-  if config.rollout.steps_ahead and is_safe:
-    loop = prefetch.StoppableLoop(services.loop)
-    return dataclasses.replace(services, loop=loop)
-  return services
 
 
 def _build_prefetcher(

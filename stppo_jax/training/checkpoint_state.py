@@ -10,7 +10,6 @@ import dataclasses
 import pathlib
 from typing import Any
 from typing import NamedTuple
-from typing import Protocol
 
 import jax
 
@@ -31,21 +30,6 @@ from stppo_jax.workdir import run_record
 
 _BASE = 'base_fingerprints'
 Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
-
-
-class Checkpoints(Protocol):
-  """Converts between a state and the contents of a checkpoint."""
-
-  def content(
-    self, step: int, state: state_lib.TrainState
-  ) -> tuple[Any, dict[str, Any]]:
-    """Returns what is saved after `step` steps: arrays, and a JSON record."""
-    ...
-
-  def restore(
-    self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
-  ) -> Restored | None:
-    """Returns (steps done, state, record), or None if nothing was saved."""
 
 
 class OtherBase(RuntimeError):
@@ -70,7 +54,12 @@ class TrainCheckpoints:
   def content(
     self, step: int, state: state_lib.TrainState
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Returns the state with the published policies, and a JSON record."""
+    """Returns what is saved after `step` steps: arrays, and a JSON record.
+
+    The arrays are the state without frozen weights, with published policies.
+    """
+    # With `rollout.steps_ahead`, the next steps are collected with older
+    # policies. A resumed run must collect with them again.
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)
@@ -82,7 +71,10 @@ class TrainCheckpoints:
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Restores the newest valid step, in the learner and the collector too."""
+    """Returns the newest valid step; None if nothing was saved.
+
+    The learner and the collector go on from it, too.
+    """
     restored = newest(checkpointer, self._learner, start)
     if restored is None:
       return None
@@ -111,7 +103,7 @@ class PolicyCheckpoints:
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Restores the newest valid step."""
+    """Returns the newest valid step; None if nothing was saved."""
     restored = checkpointer.restore_latest(start.policy)
     if restored is None:
       return None
@@ -120,12 +112,14 @@ class PolicyCheckpoints:
     return step, dataclasses.replace(start, policy=policy), host
 
 
+# Converts between a state and the contents of a checkpoint.
+Checkpoints = TrainCheckpoints | PolicyCheckpoints
+
+
 def newest(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
   start: state_lib.TrainState,
-  *,
-  step: int | None = None,
 ) -> Restored | None:
   """Returns the newest valid step, or None if none was saved.
 
@@ -134,7 +128,6 @@ def newest(
     learner: the learner of the run.
     start: the state before the first step; its frozen weights become those of
       the restored state.
-    step: the step that is wanted; None: the newest valid one.
 
   Returns:
     (steps done, state, JSON record).
@@ -143,9 +136,7 @@ def newest(
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  restored = checkpointer.restore_latest(
-    learner.abstract_state(start), step=step
-  )
+  restored = checkpointer.restore_latest(learner.abstract_state(start))
   if restored is None:
     return None
   done, state, host = restored
@@ -175,6 +166,7 @@ def policy_params(
     Exceptions of `Checkpointer.restore_latest`.
   """
   config, frozen = learner.config, {}
+  # A checkpoint has the adapters alone; their base is in the model's files.
   if config.model.lora.rank:
     with exits.as_misconfigured():
       frozen = weights.load_frozen(config, config.model.path, learner.policy)
@@ -226,6 +218,7 @@ def read_policy(
   """
   with exits.as_misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
+    # Questions are loaded only if the tokenizer is made from them.
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else components.build_questions(config)
     tokenizer = model_files.build_tokenizer(config, questions)
@@ -241,8 +234,7 @@ def read_policy(
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
   restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
-  if restored is None:
-    raise exits.Misconfigured(f'{workdir}: no checkpoint of step {step}')
+  assert restored is not None  # the step is there, and would raise if damaged
   return Policy(config, tokenizer, learner, *restored)
 
 

@@ -38,16 +38,15 @@ def check_data(
     ValueError: there are too few questions, no prompt of a data set leaves room
       for an answer, or an option of the environment has a bad value; one line.
   """
-  check_count(config, questions)
   kind = environments.find(config.env.name)
   environment = kind.from_options(config.env.to_dict(), fakes.FakeRetriever({}))
   rollout = config.rollout
   count = rollout.trajectories_per_step // rollout.group_size
+  # Raises where there are too few, as the first step would.
+  questions.train(0, count, resample_round=rollout.resample_rounds)
+  evaluated = questions.evaluation(config.evaluate.num_questions)
   groups = {'data.train': questions.training_sample(count)}
-  for name, group in questions.evaluation(
-    config.evaluate.num_questions
-  ).items():
-    groups[f'data.evaluation ({name})'] = group
+  groups |= {f'data.evaluation ({x})': group for x, group in evaluated.items()}
   lines = [*_lacking(groups, questions)] if config.data.corpus else []
   for name, group in groups.items():
     too_long = _too_long(group, environment, tokenizer, config.env.max_length)
@@ -78,21 +77,6 @@ def _lacking(
         f'{name}: {len(lacking)} of {len(group)} questions have gold_pids that '
         f'data.corpus lacks, such as {first!r} of question {lacking[0].id!r}'
       )
-
-
-def check_count(config, questions: questions_lib.Questions) -> None:
-  """Checks that questions suffice for the first step and every evaluation.
-
-  Raises:
-    ValueError: there are too few.
-  """
-  rollout = config.rollout
-  questions.train(
-    0,
-    rollout.trajectories_per_step // rollout.group_size,
-    resample_round=rollout.resample_rounds,
-  )
-  questions.evaluation(config.evaluate.num_questions)
 
 
 def _too_long(
@@ -260,6 +244,7 @@ def sized(
   if rollout.steps_ahead and not placement.collecting:
     beside += held.gradients + held.gathered  # slots stay during updates
   changed = config.copy_and_resolve_references()
+  # Waves of equal size: slots of a smaller last one would be idle in it.
   for waves in range(1, wanted + 1):
     with changed.unlocked():
       changed.rollout.slots = -(-wanted // (waves * unit)) * unit

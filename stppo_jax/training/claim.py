@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Folder:
-  """A folder that this process holds, and what may end the run in it.
+  """The folder of a run that this process holds, with its lock and signals.
 
   Attributes:
     path: the folder, or the folder of this machine that stands for it.
@@ -116,6 +116,7 @@ class Folder:
       CheckpointsMissing: the run's checkpoints are gone.
       BucketError: the bucket is out of reach.
     """
+    # Before the first program is compiled: the next start finds it there.
     compilation.keep(self.path / run_folder.COMPILED)
     with self.interruptible(), exits.as_misconfigured(str(self.path)):
       self.enter(self.watch.phases_watched(self.path, self.hosts.index))
@@ -138,18 +139,18 @@ class Folder:
     if self.bucket is not None and self.hosts.count > 1:
       with self.interruptible():
         if not self.hosts.is_first:
-          self.bucket.insist(self.bucket.pull)
+          self.bucket.with_retries(self.bucket.pull)
 
   def settle(self) -> None:
-    """Brings what hosts have done to the bucket before any of them goes on."""
+    """Uploads what hosts have written before any of them goes on."""
     if self.bucket is not None:
       with self.interruptible():
         self.flush()
 
   def flush(self) -> None:
-    """Brings what this host has done to the bucket, if there is one."""
+    """Uploads what this host has written, if the run is in a bucket."""
     if self.bucket is not None:
-      self.bucket.insist(self.bucket.push)
+      self.bucket.with_retries(self.bucket.push)
 
   def check_held(self) -> None:
     """Checks, before a commit, that no other process has taken the folder.
@@ -158,7 +159,7 @@ class Folder:
       Lost: another process has.
     """
     if self.lock is not None and self.bucket is not None:
-      self.bucket.insist(self.lock.touch)
+      self.bucket.with_retries(self.lock.touch)
     elif self.lock is not None:
       self.lock.check()
 
@@ -175,6 +176,7 @@ class Folder:
       config: the config of that run.
       **also: what else defines it, such as its command.
     """
+    # The inner run sets both for itself, and one signal must end both runs.
     force_exit, outlook = self.interrupt.force_exit, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(
@@ -253,12 +255,15 @@ def claimed(
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
     interrupt.grace = config.preemption.grace
+    # A signal of one host ends the run on all: it is told to the others, and
+    # theirs is requested here.
     interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
     # Once its handlers are gone, a request would kill the process.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     stack.enter_context(compilation.announced())
     lock = folder = None
     try:
+      # The first host locks, and the others learn by the vote if it could not.
       with voting.voted(hosts, interrupt):
         if address:
           retry = config.checkpoint.retry
@@ -277,6 +282,7 @@ def claimed(
         path, config, hosts, interrupt, lock, stack, lines, restart, bucket
       )
       held.check()
+      # From here on a signal is an end of the run, not of its caller.
       folder = held
       interrupt.force_exit = functools.partial(_force_exit, folder, unit)
       yield folder
@@ -293,7 +299,7 @@ def claimed(
 
 @contextlib.contextmanager
 def _standing_for(address: str) -> Iterator[pathlib.Path]:
-  """Yields a new folder of this machine, whose name no error tells."""
+  """Yields a temporary folder; errors name the address in its place."""
   with tempfile.TemporaryDirectory(
     prefix='stppo_jax-run-', ignore_cleanup_errors=True
   ) as temporary:
@@ -322,7 +328,7 @@ def _force_exit(
 ) -> bool:
   """Ends a process that has nothing to save; see `Interruption.force_exit`."""
   del answered
-  if folder.hosts.count > 1:
+  if folder.hosts.count > 1:  # they end by a vote, or not at all
     return False
   tell_before_first(unit)
   folder.release(exit_code)

@@ -108,13 +108,11 @@ def build_services(
   with contextlib.ExitStack() as stack:
     with exits.as_misconfigured():
       kind = environments.find(config.env.name)
-    loop = stack.enter_context(event_loop.EventLoop())
-    retriever = None
-    if kind.needs_retriever:
-      with exits.as_misconfigured():
+      loop = stack.enter_context(event_loop.EventLoop())
+      retriever = None
+      if kind.needs_retriever:
         connected = _connected(config, questions, loop)
         retriever = stack.enter_context(connected)
-    with exits.as_misconfigured():
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:
@@ -289,13 +287,14 @@ def check_sizes(
   }
   if imitates or run_record.imitates(config):
     trained['sft.batch_size'] = config.sft.batch_size
+  # All errors are collected, and reported together.
   lines = indivisible(trained, mesh)
   hosts = mesh_lib.num_hosts(mesh)
   if rollout.trajectories_per_step % (hosts * rollout.group_size):
     lines['hosts'] = (
-      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must '
-      f'give each of the {hosts} hosts as many groups of '
-      f'rollout.group_size={rollout.group_size}'
+      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must be '
+      f'a multiple of {hosts * rollout.group_size}, which is a group of '
+      f'rollout.group_size={rollout.group_size} for each of {hosts} hosts'
     )
   if hosts > 1 and rollout.engine == 'remote':
     lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'

@@ -66,8 +66,23 @@ def build(
     stop_strings=services.environment.stop_strings,
     eos_ids=eos_ids,
   )
-  if placement is None:
-    return _build_remote(config, services, policy, automaton, eos_ids)
+  if placement is None:  # a server writes the turns
+    served = config.rollout.remote
+    client = client_lib.EngineClient(
+      served.url, timeout=served.timeout, retries=served.retries
+    )
+    return remote_engine.RemoteEngine(
+      client,
+      loop=services.loop,
+      model=served.model,
+      shape=policy.config,
+      automaton=automaton,
+      stop_strings=services.environment.stop_strings,
+      eos_ids=eos_ids,
+      max_length=config.env.max_length,
+      sampling=_sampling(config),
+      concurrency=served.concurrency,
+    )
   driver = slot_driver.SlotDriver
   if placement.spans_slice:
     assert agreed is not None
@@ -125,27 +140,23 @@ def build_collector(
   group_size: int = 1,
 ) -> collect.Collector:
   """Returns a collector of groups that samples with an engine."""
+  env, overlong = config.env, None
+  if env.rewards.overlong:
+    overlong = collect.Overlong(
+      weight=env.rewards.overlong,
+      max_length=env.max_length,
+      interval=env.overlong_fraction * env.max_length,
+    )
   return collect.Collector(
     engine=engine,
     environment=services.environment,
     tokenizer=tokenizer,
     loop=services.loop,
-    max_turn_tokens=config.env.max_turn_tokens,
-    max_observation_tokens=config.env.max_observation_tokens,
+    max_turn_tokens=env.max_turn_tokens,
+    max_observation_tokens=env.max_observation_tokens,
     group_size=group_size,
-    overlong=_overlong(config.env),
-    reward_function=reward_function.find(config.env.reward_function),
-  )
-
-
-def _overlong(env) -> collect.Overlong | None:
-  """Returns the punishment of overlong trajectories, if it is switched on."""
-  if not env.rewards.overlong:
-    return None
-  return collect.Overlong(
-    weight=env.rewards.overlong,
-    max_length=env.max_length,
-    interval=env.overlong_fraction * env.max_length,
+    overlong=overlong,
+    reward_function=reward_function.find(env.reward_function),
   )
 
 
@@ -166,7 +177,7 @@ def release(engine: Engine, config) -> None:
 
 
 def kept(config) -> frozenset[str]:
-  """Returns what an engine keeps while the policy is trained, of `sizes`.
+  """Returns which of its `sizes` an engine keeps while the policy is trained.
 
   It is everything if steps are collected meanwhile. Otherwise the engine drops
   its keys and values, and its weights but for a frozen base.
@@ -209,6 +220,7 @@ def sizes(
     computation, and of the keys and values of a host; and the bytes of keys and
     values that are copied.
   """
+  # Shapes alone: nothing is allocated or compiled to know the sizes.
   weights = jax.eval_shape(
     functools.partial(modules.cast, dtype=policy.config.dtype),
     policy.abstract_params,
@@ -241,7 +253,7 @@ def sizes(
 def slot_memory(
   config, policy: functional.Model, placement: publish_lib.Placement
 ) -> int:
-  """Returns the bytes that slots need on a device, those to extend them too.
+  """Returns the bytes that slots need on a device, with those to extend them.
 
   The latter are what the compiler for TPU plans for few slots, and up to twice
   as much for many.
@@ -250,6 +262,7 @@ def slot_memory(
   shape, tensor = policy.config, placement.tensor
   chosen = options(config, mesh_lib.num_hosts(placement.training))
   shards = cache_lib.row_shards_of_host(shape, placement.mesh)
+  # The largest call extends as many rows by a chunk, on each shard of rows.
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
   mlp = shape.intermediate_size
   if shape.num_experts:
@@ -261,29 +274,3 @@ def slot_memory(
   keys = max(chosen.tokens_per_page, chosen.prefill_chunk)
   per_token += shape.num_heads // tensor * keys * (size + 4)
   return held[CACHE] + copied + tokens * per_token
-
-
-def _build_remote(
-  config,
-  services: steps.Services,
-  policy: functional.Model,
-  automaton: stops.StopAutomaton,
-  eos_ids: tuple[int, ...],
-) -> remote_engine.RemoteEngine:
-  """Returns an engine whose turns a server writes."""
-  served = config.rollout.remote
-  client = client_lib.EngineClient(
-    served.url, timeout=served.timeout, retries=served.retries
-  )
-  return remote_engine.RemoteEngine(
-    client,
-    loop=services.loop,
-    model=served.model,
-    shape=policy.config,
-    automaton=automaton,
-    stop_strings=services.environment.stop_strings,
-    eos_ids=eos_ids,
-    max_length=config.env.max_length,
-    sampling=_sampling(config),
-    concurrency=served.concurrency,
-  )

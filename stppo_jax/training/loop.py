@@ -5,7 +5,6 @@ that the same command resumes from the last checkpoint as if nothing had
 happened.
 """
 
-import functools
 import logging
 import pathlib
 
@@ -129,17 +128,7 @@ def train(
         run.finish_step(
           step + 1, state, metrics, collected.trajectories, details=details
         )
-        dump = functools.partial(
-          skipped_updates.write,
-          folder,
-          config,
-          learner,
-          batch,
-          # The coefficient of this step: that of the next one is set already.
-          metrics['critic/kl_coef'],
-          run.last,
-        )
-        skips.check([update.metrics for update in updates], dump)
+        skips.check(step + 1, [update.metrics for update in updates])
         alarm.check(step + 1)
       params = learner.merged_params(run.state.params)
       run.finish(learner.policy, params, curve=True)

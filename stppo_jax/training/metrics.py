@@ -1,4 +1,4 @@
-"""The metrics of a training step that no part of it returns by itself.
+"""The metrics of a training step as a whole.
 
 They say what the updates did, how long each phase took, and how busy the
 devices were.
@@ -148,19 +148,28 @@ class StepMetrics:
         was written before the save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
+    total, updating = sum(seconds.values()), seconds['timing_s/update']
+    # Longer than the wait for the collection if that was made ahead.
+    collecting = max(totals.collect_seconds)
     metrics = step_lib.summarize(updates)
-    metrics['update/count'] = len(updates)
-    updating = seconds['timing_s/update']
-    metrics |= timings(
-      seconds,
-      tokens=totals.tokens,
-      sampled=totals.sampled,
-      collect_seconds=max(totals.collect_seconds),
-      save_seconds=save_seconds,
-      num_epochs=epochs,
-    )
-    if len(totals.collect_seconds) > 1:
-      metrics |= _collect_seconds(totals.collect_seconds)
+    metrics |= {
+      'update/count': len(updates),
+      **seconds,
+      'timing_s/collect': collecting,
+      'timing_s/step': total,
+      'perf/throughput': totals.tokens / total,
+      'perf/collect_tokens_per_second': totals.sampled / collecting,
+      'perf/update_tokens_per_second': totals.tokens * epochs / updating,
+      'timing_s/checkpoint': save_seconds,
+    }
+    # Each host collects on its own: the slowest one makes the others wait.
+    if len(collected := totals.collect_seconds) > 1:
+      metrics |= {
+        'hosts/collect_s_min': min(collected),
+        'hosts/collect_s_median': float(np.median(collected)),
+        'hosts/collect_s_max': max(collected),
+        'hosts/slowest': float(np.argmax(collected)),
+      }
     metrics |= memory.max_memory()
     metrics |= self._utilization(totals.operations, updating / epochs)
     metrics |= self._bytes_per_second(totals, len(updates), updating)
@@ -206,14 +215,14 @@ class StepMetrics:
     length = self._learner.sizes.row_length
     tokens = totals.tokens / totals.rows * self._config.updates.minibatch_size
     rows = math.ceil(tokens / length)
-    work = dataclasses.replace(
+    updating = dataclasses.replace(
       self._work,
       updates=num_updates,
       minibatch=rows,
       microbatch=min(rows, self._work.microbatch),
       length=length,
     )
-    if sent := roofline.update_sent(work):
+    if sent := roofline.update_sent(updating):
       metrics['perf/update_gb_sent_per_second'] = sent / seconds / 1e9
     # Every call writes a token into each slot, if all slots are in use.
     slots = self._slots * len(totals.collect_seconds)
@@ -228,48 +237,6 @@ class StepMetrics:
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics
-
-
-def _collect_seconds(seconds: Sequence[float]) -> dict[str, float]:
-  """Returns the metrics of the time that each host has collected."""
-  return {
-    'hosts/collect_s_min': min(seconds),
-    'hosts/collect_s_median': float(np.median(seconds)),
-    'hosts/collect_s_max': max(seconds),
-    'hosts/slowest': float(np.argmax(seconds)),
-  }
-
-
-def timings(
-  seconds: Mapping[str, float],
-  *,
-  tokens: float,
-  sampled: float,
-  collect_seconds: float,
-  save_seconds: float,
-  num_epochs: float,
-) -> dict[str, float]:
-  """Returns the seconds of a step's phases and its tokens per second.
-
-  Args:
-    seconds, save_seconds: see `StepMetrics.measure`.
-    tokens: the tokens of the step's batch.
-    sampled: tokens of it that the policy wrote.
-    collect_seconds: the duration of the collection; longer than the wait for it
-      if it was made ahead.
-    num_epochs: the number of passes over the batch.
-  """
-  total = sum(seconds.values())
-  updated = tokens * num_epochs
-  return {
-    **seconds,
-    'timing_s/collect': collect_seconds,
-    'timing_s/step': total,
-    'perf/throughput': tokens / total,
-    'perf/collect_tokens_per_second': sampled / collect_seconds,
-    'perf/update_tokens_per_second': updated / seconds['timing_s/update'],
-    'timing_s/checkpoint': save_seconds,
-  }
 
 
 def shares(

@@ -161,6 +161,8 @@ def end_token_ids(
     ids, source = (tokenizer.eos_id,), model.path
     if model.path and model.tokenizer_path in ('', model.path):
       ids += load.end_token_ids(model.path)
+  # A model may have more rows than its tokenizer has tokens. The engine finds
+  # the end of a turn among the tokens, and would never find such an id.
   for token_id in ids:
     if token_id >= tokenizer.vocab_size:
       raise ValueError(
@@ -288,6 +290,7 @@ def export(
     save(folder)
     run_folder.mark_export(folder)
 
+  # Otherwise its files were deleted, or there were none.
   has_source = config.model.path and (source / 'config.json').is_file()
   export_lib.export(
     directory,

@@ -113,7 +113,7 @@ def prefer(
             state, metrics = learner.update(state, minibatch, inputs)
             metrics = jax.device_get(metrics)
         run.finish_step(number + 1, state, metrics | run.seconds)
-        skips.check([metrics])
+        skips.check(number + 1, [metrics])
       run.finish(learner.policy, learner.merged_params(run.state))
   return folder.exit_code
 

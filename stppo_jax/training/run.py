@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -70,7 +71,7 @@ class Run:
     config,
     folder: claim.Folder,
     last: saving.LastStep,
-    writer: writer_lib.HostWriter,
+    writer: writer_lib.Writer,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     num_steps: int,
@@ -125,11 +126,13 @@ class Run:
       shown_every: the steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
+      # Restoring is a program of all hosts: none may leave it alone.
       with folder.collective_section():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
         writer = _build_writer(config, folder, num_steps, shown_every)
         stack.callback(writer.close)
+        # Through the writer, lines are printed above the progress bar.
         outside, folder.lines.show = folder.lines.show, writer.show
         stack.callback(setattr, folder.lines, 'show', outside)
         folder.watch.on_phase = writer.enter_phase
@@ -138,6 +141,7 @@ class Run:
         if last.done:
           number, name = 1, f'{last} of this run'
         _log.info('start: %s', name)
+        # A finished run only exports, for which it needs no checkpoint.
         if last.done < num_steps:
           saver.check_room()
         folder.watch.resume(last.done, num_steps, number)
@@ -207,7 +211,7 @@ class Run:
       else f'ending now, or after {last.unit} {last.done + 1} if that is done '
       'within a second'
     )
-    last.is_consumed = True
+    last.is_consumed = True  # until `finish_step` brings the next state
     yield
 
   def finish_step(
@@ -236,6 +240,8 @@ class Run:
       # A checkpoint keeps unwritten dialogues of the first host only.
       self._writer.write_trajectories(done, records)
       records = []
+    # Before anything is evaluated or written: a signal or an error from here on
+    # saves this step, and the next start does what is left of it.
     self.last.finish(done, state, saving.Extra(unwritten=(metrics, records)))
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
@@ -249,6 +255,8 @@ class Run:
     An interruption of the evaluation leaves it unwritten, and saves it so with
     the state: the next start finishes the step in the same way.
     """
+    # `extra` is changed in place: whoever saves the step from now on, also a
+    # forced exit on another thread, saves what is known of it.
     last, extra = self.last, self.last.extra
     due = self._due(self._config.evaluate.every)
     if self._evaluate is not None and due:
@@ -300,7 +308,7 @@ class Run:
       )
     lines = [f'done. metrics: {folder.path / run_folder.METRICS}']
     if curve and folder.hosts.is_first:
-      # Late, because it loads the library that draws.
+      # Imported late, because it loads the library that draws.
       from stppo_jax.records import plots
 
       drawn = folder.path / 'learning_curve.png'
@@ -363,15 +371,17 @@ def _build_writer(
   folder: claim.Folder,
   num_steps: int,
   shown_every: int,
-) -> writer_lib.HostWriter:
+) -> writer_lib.Writer:
   """Returns the writer of a host; only the first host writes metrics."""
-  if not folder.hosts.is_first:
-    return writer_lib.HostWriter(
-      folder.path,
-      host=folder.hosts.index,
-      trajectories=config.writer.trajectories,
-      keep_files=config.writer.keep_files,
-    )
+  options, hosts = config.writer, folder.hosts
+  build = functools.partial(
+    writer_lib.Writer,
+    folder.path,
+    trajectories=options.trajectories,
+    keep_files=options.keep_files,
+  )
+  if not hosts.is_first:
+    return build(host=hosts.index)
   values = settings.flatten(config)
   recorded = run_folder.read(folder.path)
   identity = trackers.Identity(
@@ -380,15 +390,10 @@ def _build_writer(
     folder=folder.path,
     config=values,
   )
-  return writer_lib.Writer(
-    folder.path,
-    tensorboard=config.writer.tensorboard,
-    trajectories=config.writer.trajectories,
-    keep_files=config.writer.keep_files,
-    keep_lines=config.writer.keep_lines,
+  return build(
     display=progress.Progress(num_steps, every=shown_every),
+    tensorboard=options.tensorboard,
+    keep_lines=options.keep_lines,
     hparams=values,
-    trackers=[
-      trackers.Tracker(name, identity) for name in config.writer.trackers
-    ],
+    trackers=[trackers.Tracker(name, identity) for name in options.trackers],
   )

@@ -54,7 +54,7 @@ class Extra:
   line: str = ''
 
   def record(self) -> dict[str, Any]:
-    """Returns what JSON can write."""
+    """Returns the part as JSON can write it."""
     record = {'score': self.score, 'line': self.line or None}
     if self.unwritten is not None:
       # As text, because a metric may be nan, which a manifest must not contain.
@@ -63,7 +63,7 @@ class Extra:
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Returns what `record` made JSON of; older checkpoints have less."""
+    """Returns the part that a checkpoint records; older ones have less."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),
@@ -106,7 +106,7 @@ class Saver:
       retry=options.retry,
     )
     self._checkpoints, self._start = checkpoints, start
-    arrays = start.with_frozen({})
+    arrays = start.with_frozen({})  # frozen weights are not saved
     # The bytes of a checkpoint.
     self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._told_of_room = False
@@ -152,6 +152,7 @@ class Saver:
       try:
         self._bucket.wait()
       except buckets.BucketError:
+        # The save before waits for the bucket too, and would not be closed.
         self.checkpointer.pending.cannot_end = True
         raise
     if self._lock is not None:
@@ -166,23 +167,21 @@ class Saver:
     arrays, record = self._checkpoints.content(step, state)
     self.checkpointer.save(step, arrays, record | extra.record(), waits=waits)
 
-  def save_in_time(
-    self, step: int, state: State, extra: Extra, since: float | None
-  ) -> None:
-    """Saves a step at the end of a run, if there is time for it.
+  def save_in_time(self, last: 'LastStep', since: float | None) -> None:
+    """Saves the last step at the end of a run, and waits, if there is time.
 
     Args:
-      step, state, extra: see `save`.
+      last: the last finished step.
       since: the time of the signal that ends the run; None: there was none.
 
     Raises:
       NoTime: the step was not saved, on any host.
     """
-    line = self._lack_of_time(step, since)
+    line = self._lack_of_time(last.done, since)
     lines = self._hosts.exchange('time to save', line)
     if any(lines):
       raise NoTime(next(filter(None, lines)))
-    self.save(step, state, extra, waits=True)
+    self.save(last.done, last.state, last.extra, waits=True)
 
   def check_room(self) -> None:
     """Raises `NoRoom` if the disk has no room for a checkpoint."""
@@ -263,20 +262,9 @@ class LastStep:
     """Whether it is not on disk yet."""
     return self.done > self.saver.saved
 
-  def save(self, *, since: float | None) -> None:
-    """Saves it at the end of a run, if there is time for it, and waits.
 
-    Args:
-      since: the time of the signal that ends the run; None: there was none.
-
-    Raises:
-      NoTime: the step was not saved, on any host.
-    """
-    self.saver.save_in_time(self.done, self.state, self.extra, since)
-
-
-def rewind(writer: writer_lib.HostWriter, last: LastStep) -> None:
-  """Brings the files of a run to the step of its newest checkpoint.
+def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
+  """Moves aside what a run wrote after its newest checkpoint.
 
   Args:
     writer: writes the files.

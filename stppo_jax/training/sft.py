@@ -138,7 +138,9 @@ def imitate(
         with folder.interruptible():
           dialogues = teacher.batch(step, options.batch_size)
           batch = _packed(config, services, tokenizer, dialogues, hosts)
+          # Hosts with other shapes would wait in the update for ever.
           agreement.check_program(hosts, 'supervised update', step, batch)
+        # The rate is constant in the first half, and falls to 0 in the second.
         left = 1 - step / options.num_steps
         rate = learner.numbers.learning_rate * min(1.0, 2 * left)
         with training.consuming_state():
@@ -147,7 +149,7 @@ def imitate(
           )
           metrics = jax.device_get(metrics)
       training.finish_step(step + 1, state, metrics | training.seconds)
-      skips.check([metrics])
+      skips.check(step + 1, [metrics])
     params = training.state.policy.params
     training.finish(policy, params)
     if at_end is not None:
@@ -183,6 +185,7 @@ def _packed(
     raise exits.Misconfigured(
       f'env.max_turn_tokens={room}: no demonstrated turn fits'
     )
+  # Replaced before hosts divide the batch: all of them choose the same.
   chosen = [fitting[n % len(fitting)] for n in range(len(encoded))]
   chosen = chosen[hosts.share(len(chosen))]
   collector = collect.Collector(

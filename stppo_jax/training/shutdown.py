@@ -71,7 +71,7 @@ def _save_interrupted(last: saving.LastStep, folder: claim.Folder) -> None:
     # Before the first step there is nothing to lose, and the first save
     # compiles a program.
     if last.done:
-      last.save(since=folder.interrupt.signalled)
+      last.saver.save_in_time(last, folder.interrupt.signalled)
   except saving.NoTime as error:
     _log.info('interrupted after %s, %s; %s', last, error, _RESUMES)
   else:
@@ -94,7 +94,7 @@ def _save_last(
     # The others save too, unless a host was lost in the middle of a step.
     if saves:
       try:
-        last.save(since=folder.interrupt.signalled)
+        last.saver.save_in_time(last, folder.interrupt.signalled)
       except saving.NoTime as second:
         _log.info('%s is %s', last, second)
     return
@@ -105,7 +105,7 @@ def _save_last(
   if folder.hosts.count > 1 or not last.is_unsaved or last.is_consumed:
     return
   try:
-    last.save(since=folder.interrupt.signalled)
+    last.saver.save_in_time(last, folder.interrupt.signalled)
   except Exception as second:
     _log.info('%s could not be saved and is lost: %s', last, second)
   else:
@@ -151,7 +151,7 @@ def _force_exit(
     if answered or last.is_consumed:
       return False
     try:
-      last.save(since=interrupt.signalled)
+      last.saver.save_in_time(last, interrupt.signalled)
     except Exception as error:  # the main thread tries again
       _log.info('%s cannot be saved now: %s', last, error)
       return False

@@ -92,6 +92,7 @@ def try_host(
   Raises:
     RuntimeError: nobody knows whether they compile; one line.
   """
+  # Spawned: a fork would share the devices that this process holds.
   context = multiprocessing.get_context('spawn')
   ours, theirs = context.Pipe()
   child = context.Process(
@@ -139,6 +140,7 @@ def _compile(config, devices, host: int) -> None:
   """Compiles the programs of one layer and few slots for a host."""
   mesh = components.build_mesh(config, devices)
   shape = model_files.build_model_config(config, None, mesh)
+  # All layers are one loop: what is refused of them is refused of one.
   shape = dataclasses.replace(shape, num_layers=1)
   placement = components.build_placement(config, shape, mesh, devices, host)
   assert placement is not None  # rollout.engine=local

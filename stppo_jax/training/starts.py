@@ -137,7 +137,8 @@ def load(
     Misconfigured: the other run has no checkpoint, or weights do not fit.
     Exceptions of `checkpoint_state.read_policy`, and OSError.
   """
-  # What the first host sees counts, because it writes the start.
+  # What the first host sees counts, because it writes the start: on a network
+  # file system others may see it later.
   is_missing = start.is_missing and run_record.made_start(folder.path) is None
   is_missing, *_ = folder.hosts.exchange('start', is_missing)
   if is_missing and config.init_from:
@@ -146,6 +147,7 @@ def load(
   elif is_missing:
     # A run of its own: a signal finishes and saves its step.
     imitated = config.copy_and_resolve_references()
+    # It is no experiment of its own that a tracker should show.
     imitated.writer.update(trackers=(), tensorboard=False)
     with folder.inside('start', imitated, command='sft') as inside:
       inside.record()

@@ -46,23 +46,12 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
   if hosts.count == 1:
     return
   values = {
-    key: value
+    f'config.{key}': repr(value)
     for key, value in settings.flatten(config).items()
     if key not in _OWN_KEYS
   }
-  text = repr(sorted(values.items()))
-  digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-  ours = {'the config': digest, **_facts(config)}
-  facts = hosts.exchange('facts', ours)
-  lines = differences(hosts, facts)
-  if len({fact['the config'] for fact in facts}) > 1:
-    lines = lines[1:] + differences(
-      hosts,
-      hosts.exchange(
-        'config', {f'config.{key}': repr(x) for key, x in values.items()}
-      ),
-    )
-  if lines:
+  facts = hosts.exchange('facts', _facts(config) | values)
+  if lines := differences(hosts, facts):
     raise exits.Misconfigured('\n'.join(lines))
 
 
@@ -88,8 +77,7 @@ def check_program(
   for path, x in jax.tree_util.tree_leaves_with_path(arrays):
     name = jax.tree_util.keystr(path, simple=True, separator='.')
     signature[f'the part of {name}'] = f'{x.dtype}{list(x.shape)}'
-  lines = differences(hosts, hosts.exchange('program', signature))
-  if lines:
+  if lines := differences(hosts, hosts.exchange('program', signature)):
     raise HostsDiffer('\n'.join(lines))
 
 
@@ -152,24 +140,21 @@ def _facts(config) -> dict[str, str]:
   for path in sorted(_PACKAGE.rglob('*.py')):
     code.update(f'{path.relative_to(_PACKAGE)}\0'.encode())
     code.update(path.read_bytes())
-  return {
+  facts = {
     'the code': code.hexdigest()[:12],
     'the version of jax': jax.__version__,
     'the version of Python': platform.python_version(),
     'the devices': f'{len(devices)} {devices[0].device_kind}',
-    **{
-      name: named_files.checksum(path) or 'no such file'
-      for name, path in named_files.find(config)
-    },
-    **{
-      f'the source of {key}={name}': _source(name)
-      for key, name in (
-        ('env.reward_function', config.env.reward_function),
-        ('env.gymnasium.make', config.env.gymnasium.make),
-      )
-      if name
-    },
   }
+  for name, path in named_files.find(config):
+    facts[name] = named_files.checksum(path) or 'no such file'
+  for key, name in (
+    ('env.reward_function', config.env.reward_function),
+    ('env.gymnasium.make', config.env.gymnasium.make),
+  ):
+    if name:
+      facts[f'the source of {key}={name}'] = _source(name)
+  return facts
 
 
 def _source(name: str) -> str:
@@ -179,7 +164,7 @@ def _source(name: str) -> str:
     name: the function as `module:function`.
   """
   module = name.partition(':')[0]
-  importlib.invalidate_caches()
+  importlib.invalidate_caches()  # the file may be newer than this process
   try:
     found = importlib.util.find_spec(module)
   # A package is imported to find a module in it, and may raise anything. The

@@ -36,6 +36,7 @@ def append(path: pathlib.Path, data: bytes) -> None:
       while data:
         data = data[file.write(data) :]
     except OSError:
+      # Half a line would be glued to the next one.
       file.truncate(start)
       raise
 

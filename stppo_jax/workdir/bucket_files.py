@@ -1,4 +1,4 @@
-"""The files of a run in a bucket, and how they are brought to a machine.
+"""The files of a run in a bucket, and how they are downloaded.
 
     gs://BUCKET/RUN/checkpoints/40/...    the arrays, which Orbax writes there
                    /metrics.jsonl/000000-000000000000    lines of metrics.jsonl,
@@ -98,7 +98,7 @@ def downloaded(
     folder = pathlib.Path(temporary) / place.rstrip('/').rpartition('/')[2]
     folder.mkdir()
     (folder / run_folder.ADDRESS).write_text(place.rstrip('/'))
-    bring(bucket, folder, entries, is_needed)
+    download(bucket, folder, entries, is_needed)
     yield folder
 
 
@@ -133,16 +133,16 @@ def committed(names: Iterable[str]) -> list[int]:
   ]
 
 
-def bring(
+def download(
   bucket: buckets.Bucket,
   folder: pathlib.Path,
   entries: Mapping[str, buckets.Entry],
   is_needed: Callable[[str], bool],
 ) -> dict[str, Grown]:
-  """Brings files from a bucket, growing ones whole.
+  """Downloads files of a run; those that lines are appended to are joined.
 
-  Of committed checkpoints, files that are not needed are made empty, with their
-  size.
+  The other files of committed checkpoints are made here too, with their size
+  and without content: their names tell which steps there are.
 
   Args:
     bucket: the bucket.
@@ -165,6 +165,7 @@ def bring(
     elif is_needed(name):
       wanted.append(name)
   bucket.download(wanted, folder)
+  # Sparse files: sizes and times of a checkpoint are known without its arrays.
   for name in empty:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ def _join(
   path: pathlib.Path,
   parts: list[re.Match[str]],
 ) -> Grown:
-  """Writes a growing file from its parts."""
+  """Joins the parts of a file that lines are appended to, and writes it."""
   # A rewritten file begins with a part at byte 0: others may come before it is
   # there.
   begun = (int(part[2]) for part in parts if not int(part[3]))

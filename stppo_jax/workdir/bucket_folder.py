@@ -1,9 +1,9 @@
 """The folder of a run in a bucket, and what a host has of it on its disk.
 
 A run works on a folder of its machine, which begins with what the bucket has.
-A thread brings what is new to the bucket every few seconds, and waits if it is
+A thread uploads what is new every few seconds, and waits while the bucket is
 out of reach. A checkpoint is committed after everything that was written before
-it has been brought, and only by the holder of the lease.
+it was uploaded, and only by the holder of the lease.
 """
 
 from collections.abc import Callable
@@ -67,13 +67,13 @@ class BucketFolder:
     self._pushing = threading.Lock()
 
   def pull(self) -> None:
-    """Brings what a start needs from the bucket.
+    """Downloads what a start needs.
 
     Of dialogues, those that were written after an older checkpoint; of others
     the names.
 
     Raises:
-      OtherFiles: the address holds files that are no run.
+      OtherFiles: the address holds files that belong to no run.
       BucketError: the bucket cannot be read.
     """
     entries = self.bucket.entries()
@@ -84,9 +84,11 @@ class BucketFolder:
     ]
     if others and run_folder.IDENTITY not in entries:
       raise OtherFiles(
-        f'{self.address}: holds files that are no run, such as {min(others)}; '
-        'name another address'
+        f'{self.address}: holds files that belong to no run, such as '
+        f'{min(others)}; name another address'
       )
+    # If the newest checkpoint is damaged, the run goes on from an older one and
+    # moves later dialogues aside. So those are needed, not only their names.
     steps = sorted(bucket_files.committed(entries))
     oldest = steps[-2] if len(steps) > 1 else 0
 
@@ -96,7 +98,7 @@ class BucketFolder:
       return late and _NEEDED.fullmatch(name) is not None
 
     with self._pushing:
-      self._grown = bucket_files.bring(
+      self._grown = bucket_files.download(
         self.bucket, self._folder, entries, is_needed
       )
       for name in entries:
@@ -107,7 +109,7 @@ class BucketFolder:
       self._known = self._files()
 
   def push(self) -> None:
-    """Brings what is new to the bucket, and removes what was removed here.
+    """Uploads what is new here, and removes there what was removed here.
 
     Raises:
       BucketError: the bucket cannot be written.
@@ -127,10 +129,10 @@ class BucketFolder:
         self.bucket.remove(name)
         del self._known[name]
 
-  def insist(
+  def with_retries(
     self, call: Callable[[], object], seconds: float = math.inf
   ) -> None:
-    """Calls a function, again and again as long as the bucket is out of reach.
+    """Calls a function again until it meets no error of the bucket.
 
     Args:
       call: the function.
@@ -154,20 +156,20 @@ class BucketFolder:
         time.sleep(_PAUSE)
 
   def wait(self) -> None:
-    """Waits until the bucket is in reach; raises as `insist` does."""
-    self.insist(lambda: self.bucket.written(lease.NAME))
+    """Waits until the bucket is in reach; raises as `with_retries` does."""
+    self.with_retries(lambda: self.bucket.written(lease.NAME))
 
   @contextlib.contextmanager
   def pushed(
     self, seconds_left: Callable[[], float] = lambda: math.inf
   ) -> Iterator[None]:
-    """Brings what is new to the bucket during the body, and after it.
+    """Uploads what is new every few seconds during the body, and after it.
 
     Args:
       seconds_left: returns the seconds until the process is killed.
 
     Raises:
-      BucketError: after a body without an error, the rest could not be brought.
+      BucketError: after a body without an error, the rest is not uploaded.
     """
     ended, problem = threading.Event(), ''
 
@@ -194,10 +196,10 @@ class BucketFolder:
       self.finish(seconds_left())
       raise
     ended.set()
-    self.insist(self.push, seconds_left() - _TO_END)
+    self.with_retries(self.push, seconds_left() - _TO_END)
 
   def finish(self, seconds: float) -> None:
-    """Brings what is new to the bucket if it takes no long time.
+    """Uploads what is new, unless that takes too long.
 
     Args:
       seconds: until the process is killed.
@@ -215,12 +217,15 @@ class BucketFolder:
     data = (self._folder / name).read_bytes()
     there = self._grown.get(name, bucket_files.Grown())
     number, start, old = there.number, there.size, ()
+    # Not appended to but rewritten: all of it becomes parts of the next number.
     if len(data) < start or zlib.crc32(data[:start]) != there.checksum:
       number, start, old = number + 1, 0, there.parts
     part = f'{name}/{number:06d}-{start:012d}'
     if len(data) > start or old:
       self.bucket.write(part, data[start:])
     parts = part, *there.parts
+    # After the new part is there: a kill in between leaves parts of both
+    # numbers, of which the greater counts.
     for part in old:
       self.bucket.remove(part)
     self._grown[name] = bucket_files.Grown(

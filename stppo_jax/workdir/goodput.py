@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import json
 import pathlib
 import time
-from typing import NamedTuple
 
 from stppo_jax.workdir import heartbeat
 
@@ -68,25 +67,17 @@ class Goodput:
     }
 
 
-class Kept(NamedTuple):
-  """The steps of a run, as a file of metrics records them.
-
-  Attributes:
-    seconds: the duration of all steps that are not lost, with those whose
-      lines `writer.keep_lines` has removed.
-    last_step: the last step that was written, kept or not.
-  """
-
-  seconds: float
-  last_step: int
-
-
-def read(path: pathlib.Path, step: int) -> Kept:
+def read(path: pathlib.Path, step: int) -> tuple[float, int]:
   """Reads a file of metrics, which may be missing or end within a line.
 
   Args:
     path: the file.
     step: the last step that is kept.
+
+  Returns:
+    The duration of all steps that are kept, with those whose lines
+    `writer.keep_lines` has removed, and the last step that was written, kept or
+    not.
   """
   seconds, last = 0.0, 0
   try:
@@ -101,4 +92,4 @@ def read(path: pathlib.Path, step: int) -> Kept:
         seconds = record['goodput/fraction'] * record['goodput/wall_s']
     except (ValueError, KeyError, TypeError, RecursionError):
       continue
-  return Kept(seconds, last)
+  return seconds, last

@@ -129,22 +129,21 @@ class Heartbeat:
       self.beat.error = text.partition('\n')[0]
       raise
     finally:
+      # Before the last writing: the thread may be about to write what was.
       self._ended.set()
       self._changed.set()
       thread.join()
-      self.enter_phase('end')
-      self._write()
+      self.end(self.beat.exit_code)
 
-  def end(self, exit_code: int) -> None:
-    """Writes the file a last time, for a process that does not leave `written`.
+  def end(self, exit_code: int | None) -> None:
+    """Writes the file a last time; also of a process that stays in `written`.
 
     Nothing is written before `written` is entered.
     """
-    if self._folder is not None:
-      self._ended.set()
-      self.beat.exit_code = exit_code
-      self.enter_phase('end')
-      self._write()
+    self._ended.set()
+    self.beat.exit_code = exit_code
+    self.enter_phase('end')
+    self._write()
 
   def enter_phase(self, phase: str) -> None:
     """Says what the run does from now on; '' changes nothing."""
@@ -171,6 +170,8 @@ class Heartbeat:
     self._write()
 
   def _keep_writing(self) -> None:
+    # The first wait bounds how often the file is written, the second one how
+    # old it gets while nothing changes.
     while not self._ended.wait(_SHORTEST):
       self._changed.wait(_EVERY)
       self._changed.clear()

@@ -6,7 +6,7 @@ A bucket has no locks. But an object can be written on the condition that it
 still has the generation that was read: of several writers, one succeeds. The
 holder writes the lease again and again. Once it was not written for as long as
 it says, by the clock of the bucket, another process takes it over. A holder
-that was only frozen finds out by `Lease.renew`, before it commits anything.
+that was only frozen finds out by `Lease.touch`, before it commits anything.
 """
 
 from collections.abc import Iterator
@@ -46,12 +46,12 @@ class Lease(lock.Claim):
     self._lost: lock.Lost | None = None
 
   def check(self) -> None:
-    """Raises `Lost` if `renew` has; asks nobody, and so needs no bucket."""
+    """Raises `Lost` if `touch` has; asks nobody, and so needs no bucket."""
     if self._lost is not None:
       raise self._lost
 
-  def renew(self) -> None:
-    """Writes the lease again.
+  def touch(self) -> None:
+    """Writes the lease again, before it runs out.
 
     Raises:
       Lost: another process has taken the lease over.
@@ -66,16 +66,16 @@ class Lease(lock.Claim):
           holder, _ = _read(content)
           self._lost = lock.taken_over(self._bucket.address, holder)
           raise self._lost
+        # The lease is still ours, or was removed by hand.
         self._generation = 0 if found is None else found.generation
         written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is not None:
         self._generation = written
 
-  touch = renew
-
   def release(self) -> None:
     """Removes the lease, unless another process has taken it over."""
     self.end()
+    # On a thread: a bucket out of reach must not hold up the end of a process.
     thread = threading.Thread(target=self._remove, daemon=True)
     thread.start()
     thread.join(_TO_RELEASE)
@@ -124,7 +124,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
   """Writes the lease of this process; returns its generation."""
   known = 0  # the generation that is waited for
   while True:
-    written = bucket.write_if(NAME, data, 0)
+    written = bucket.write_if(NAME, data, 0)  # if there is no lease
     if written is not None:
       return written
     found, content = bucket.written(NAME), bucket.read(NAME)
@@ -133,6 +133,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
     if content == data:  # the answer was lost
       return found.generation
     holder, seconds = _read(content)
+    # Its holder lives if it was written again while this process waited.
     if known not in (0, found.generation):
       raise lock.Locked(
         f'{bucket.address}: {holder} writes there and has renewed its lease; '

@@ -63,7 +63,7 @@ class Holder:
     started: the time of its start, in the kernel's count; '' if unknown. It
       tells the process from a later one of the same number.
     since: the time at which it took the lock.
-    touches: whether it touches the file; earlier versions did not.
+    touches: true; earlier versions wait for ever for a lock without it.
     boot: the kernel's number of the host's start, which differs between hosts
       of the same name; '' if unknown.
   """
@@ -72,7 +72,7 @@ class Holder:
   pid: int
   started: str
   since: str
-  touches: bool = False
+  touches: bool = True
   boot: str = ''
 
   @property
@@ -94,7 +94,8 @@ class Holder:
     """Returns this process as the holder of what it takes now."""
     since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
     pid, host = os.getpid(), socket.gethostname()
-    return cls(host, pid, _started(pid) or '', since, True, _boot())
+    started = _started(pid) or ''
+    return cls(host, pid, started, since, boot=_boot())
 
   def __str__(self) -> str:
     return f'process {self.pid} on host {self.host}, since {self.since}'
@@ -184,6 +185,7 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
     Misconfigured: the folder cannot be made or written.
   """
   with contextlib.ExitStack() as stack:
+    # A start that is refused leaves nothing, not even the folders it has made.
     made = [x for x in (folder, *folder.parents) if not x.exists()]
     stack.callback(_remove_empty, made)
     path = folder / NAME
@@ -233,31 +235,31 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
 
 
 def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
-  """Returns the lock, open, and this process as its holder."""
+  """Acquires the lock; returns its open file and its holder, this process."""
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
+      # Only one process can make the file, also on network file systems.
       file = open(path, 'x+', encoding='utf-8')
       try:
         _flock(file)
-        mine = _write(file)
+        return file, _write(file)
       except BaseException:
-        # A lock that names nobody would have to be removed by hand.
+        # A lock that names nobody would keep others out for minutes.
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it tries to write once more
           file.close()
         raise
-      return file, mine
     with (
       contextlib.suppress(FileNotFoundError),
       contextlib.ExitStack() as stack,
     ):
       file = stack.enter_context(open(path, 'r+', encoding='utf-8'))
       is_free = _flock(file)
-      if _is_at(file, path):  # otherwise it was released in this moment
+      # Its holder may have removed the file between `open` and here. Then the
+      # next attempt makes a new one.
+      if _is_at(file, path):
         holder = _read(file)
-        if holder is not None and not holder.is_here:
-          _check_elsewhere(path, holder, every)
-        _check(path, holder, is_free)
+        _check(path, holder, is_free, every)
         mine = _write(file)
         _log.info(
           f'{path.parent}: took over the lock of an ended run: {holder}'
@@ -267,44 +269,41 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
   raise Locked(f'{path}: other processes are taking this lock; try again')
 
 
-def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
-  """Raises `Locked` unless the holder has ended."""
-  folder = path.parent
-  if holder is None:
-    raise Locked(
-      f'{folder}: locked by an unknown process; if none writes there, remove '
-      f'{path} and start again'
-    )
-  if not is_free or (holder.is_here and not holder.has_ended):
-    raise Locked(
-      f'{folder}: locked by {holder}; wait for its end, or use another folder'
-    )
-
-
-def _check_elsewhere(path: pathlib.Path, holder: Holder, every: float) -> None:
-  """Raises `Locked` unless a holder on another host is silent for long.
+def _check(
+  path: pathlib.Path, holder: Holder | None, is_free: bool, every: float
+) -> None:
+  """Raises `Locked` unless the holder has ended, or is silent for long.
 
   If the network was gone, a holder that lives is silent too. So the file is
   looked at a second time, when its holder must have touched it.
+
+  Args:
+    path: the lock.
+    holder: who holds it; None if it names nobody.
+    is_free: whether no process of this host has locked the file.
+    every: seconds between two touches of the file.
   """
-  folder = path.parent
-  if not holder.touches:
+  folder, who = path.parent, holder or 'an unknown process'
+  has_ended = holder is not None and holder.has_ended
+  is_here = holder is not None and holder.is_here
+  if not is_free or (is_here and not has_ended):
     raise Locked(
-      f'{folder}: locked by {holder}; if that process has ended, which this '
-      f'host cannot see, remove {path} and start again'
+      f'{folder}: locked by {who}; wait for its end, or use another folder'
     )
+  if has_ended:
+    return
   silence, touched = _MISSING * every, path.stat().st_mtime
   age = _now(folder) - touched
   if age > silence:
     _log.info(
-      f'{folder}: locked by {holder}, silent for {age:.0f} s; taking over in '
+      f'{folder}: locked by {who}, silent for {age:.0f} s; taking over in '
       f'{2 * every:.0f} s unless it shows life'
     )
     time.sleep(2 * every)
   if age <= silence or path.stat().st_mtime != touched:
     raise Locked(
-      f'{folder}: locked by {holder}, which showed life {max(age, 0):.0f} s '
-      f'ago; once it is silent for {silence:.0f} s, a start takes over'
+      f'{folder}: locked by {who}, which showed life {max(age, 0):.0f} s ago; '
+      f'once it is silent for {silence:.0f} s, a start takes over'
     )
 
 

@@ -62,6 +62,7 @@ def _completed(recorded: Any) -> Any:
     for key, value in schema.present(settings.flatten(recorded)).items()
     if key in known and not key.startswith('algorithm.')
   }
+  # A key may have had values of another type, which the schema checks later.
   with config.ignore_type():
     config.update_from_flattened_dict(values)
     # Its sections have the options of the choices that they name.

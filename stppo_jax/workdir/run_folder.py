@@ -1,4 +1,4 @@
-"""The folders that commands write to: which are refused, and whose they are.
+"""The folders that commands write to: which are refused, and who wrote them.
 
     WORKDIR/run.json      the command that writes there, and the run's id
            /aside-1/      files that a later start has moved away
@@ -174,7 +174,7 @@ def _others(folder: pathlib.Path) -> list[str]:
 
 
 def address(folder: pathlib.Path) -> str:
-  """Returns the address of what a folder stands for; '' for other folders."""
+  """Returns the address that a folder stands for; '' for other folders."""
   for parent in (folder, *folder.parents):
     with contextlib.suppress(OSError):
       place = (parent / ADDRESS).read_text()
@@ -210,7 +210,7 @@ def command_of(folder: pathlib.Path) -> str:
 
 
 def command_of_record(config: Mapping[str, Any]) -> str:
-  """Returns the command whose runs record such a config."""
+  """Returns the command that recorded a config."""
   if 'command' in config:
     return config['command']
   return 'prefer' if 'batch_sha256' in config else 'train'

@@ -105,10 +105,11 @@ class Watch:
     self.count(step, num_steps)
     if self._folder is None:
       return
-    kept = goodput.read(self._folder / run_folder.METRICS, step)
-    self._heartbeat.resume(step, kept.last_step)
+    metrics = self._folder / run_folder.METRICS
+    productive, last_step = goodput.read(metrics, step)
+    self._heartbeat.resume(step, last_step)
     self._goodput = goodput.Goodput(
-      beat=self._heartbeat.beat, productive=kept.seconds, origin=origin
+      beat=self._heartbeat.beat, productive=productive, origin=origin
     )
 
   def account(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -144,7 +145,7 @@ class Watch:
       else:
         self._begin_trace(step)
     if self._traced is not None:
-      self._close_spans()
+      self._close_spans()  # those of the step before
       span = jax.profiler.StepTraceAnnotation('step', step_num=step)
       self._step.enter_context(span)
 
@@ -178,7 +179,7 @@ class Watch:
     assert self._folder is not None
     self._close_spans()
     folder, last = self._folder / _PROFILE, self._traced
-    self._traced = None
+    self._traced = None  # first, so that an error does not end it twice
     try:
       jax.profiler.stop_trace()
       jax.profiler.save_device_memory_profile(

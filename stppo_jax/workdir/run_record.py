@@ -103,6 +103,7 @@ def record_config(
     changes, changed, known = _compare(config, checksums, workdir)
     _note_changes(changes | changed, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
+  # A run that has begun keeps its id, by which its checkpoints know it.
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
     run_id, digest = uuid.uuid4().hex, _digest(config)
@@ -302,7 +303,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums with packaged files called what they are in any clone."""
+  """Returns checksums with names of packaged files that any clone knows."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 
@@ -330,6 +331,7 @@ def _differences(config, recorded) -> _Changes:
   earlier = schema.earlier()
   ours = earlier | settings.flatten(config)
   theirs = earlier | schema.present(settings.flatten(recorded))
+  # A key may lack on one side, and have any value there, also None.
   return {
     key: (ours.get(key, _ABSENT), theirs.get(key, _ABSENT))
     for key in sorted(ours.keys() | theirs.keys())

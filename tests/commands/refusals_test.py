@@ -151,7 +151,6 @@ def test_a_table_whose_third_line_is_wrong(tmp_path, capsys):
       '--config={run}: is a folder; choices: configs/base.py, configs/',
     ),
     ('checkpoint list {run}/no', '{run}/no: no such folder\n'),
-    ('replay {run}', '{run}: not the dump of an update, and has none\n'),
     ('doctor foo', 'doctor foo: unknown command; choices: retriever\n'),
     (
       'report http://127.0.0.1:9/run --out={run}/r.html',

@@ -217,7 +217,7 @@ def real_box(tmp_path, monkeypatch, google):
   box.close()
 
 
-# Orbax reads the leaves concurrently, see checkpoint_test.py.
+# Orbax reads the leaves side by side, see conftest.py.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.slow
 def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(

@@ -46,13 +46,6 @@ def test_a_dialogue_line_by_line():
   ]
 
 
-def test_the_legend_explains_every_mark():
-  legend = dict(part.split(' ') for part in dialogues.LEGEND.split('  '))
-  shown = dialogues.render(_RECORD, colour=False).splitlines()
-  assert {line[0] for line in shown} == set(legend)
-  assert legend['>'] == 'policy' and legend['<'] == 'observation'
-
-
 def test_a_penalty_of_nothing_has_no_sign():
   rewards = {'exact_match': 0.0, 'search_penalty': -0.0}
   text = dialogues.render(_RECORD | {'rewards': rewards}, colour=False)
@@ -93,9 +86,3 @@ def test_nothing_unprintable_is_left(text):
   assert all(c == '\n' or c == ' ' or not c.isspace() for c in shown if c < '~')
   assert '\x1b' not in shown and '\r' not in shown
   assert all(line[0] in '?.><=' for line in shown.splitlines())
-
-
-def test_colours_are_written_if_wanted():
-  for colour in (True, False):
-    text = dialogues.render(_RECORD, colour=colour)
-    assert ('\x1b[' in text) == colour

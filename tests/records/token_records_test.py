@@ -88,12 +88,6 @@ def test_what_is_not_there_is_absent():
   assert first['weight'] == [1.0, 0.0, 1.0] and 'weight' not in second
 
 
-def test_a_trajectory_that_is_not_trained_on_has_no_numbers():
-  details = _details(mask=[False] * 8)
-  records = token_records.turn_records(_trajectory(), details, 1, _Bytes())
-  assert records == [None, None]
-
-
 def test_the_first_rows_of_a_step_have_numbers():
   records = trajectory_metrics.records(
     [_trajectory()] * 3, _Bytes(), _details()
@@ -101,6 +95,10 @@ def test_the_first_rows_of_a_step_have_numbers():
   have = [['tokens' in turn for turn in record['turns']] for record in records]
   assert have == [[False, False], [True, True], [False, False]]
   json.dumps(records, allow_nan=False)
+  # What is not trained on has none.
+  details = _details(mask=[False] * 8)
+  none = token_records.turn_records(_trajectory(), details, 1, _Bytes())
+  assert none == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,10 @@
 """A tracker gets every step; if it fails or hangs, the run goes on."""
 
-import contextlib
-import dataclasses
 import json
-import os
 import pathlib
 import queue
-import sqlite3
-import subprocess
 import sys
 import threading
-import time
 import types
 
 import pytest
@@ -100,11 +94,6 @@ def test_a_package_that_is_missing_is_an_error_of_the_tracker(monkeypatch):
     tracker.write(2, {})
 
 
-def _identity(folder):
-  folder.mkdir()
-  return dataclasses.replace(_IDENTITY, folder=folder)
-
-
 def test_wandb_is_shut_down_before_it_goes_offline(monkeypatch, caplog):
   calls = []
 
@@ -129,67 +118,6 @@ def test_wandb_is_shut_down_before_it_goes_offline(monkeypatch, caplog):
   tracker.write(2, {})  # It would raise an error of the tracker.
   assert calls == ['online', 'teardown', 'offline']
   assert 'wandb cannot be reached' in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('server', ['no key', 'out of reach'])
-def test_wandb_writes_to_the_folder_of_the_run(
-  tmp_path, monkeypatch, server, caplog
-):
-  pytest.importorskip('wandb')
-  monkeypatch.delenv('WANDB_MODE', raising=False)
-  monkeypatch.setenv('HOME', str(tmp_path))  # without a key in ~/.netrc
-  # A port on which nothing listens.
-  monkeypatch.setenv('WANDB_BASE_URL', 'http://127.0.0.1:9')
-  if server == 'no key':
-    monkeypatch.delenv('WANDB_API_KEY', raising=False)
-  else:
-    monkeypatch.setenv('WANDB_API_KEY', 'x' * 40)
-  tracker = trackers.Tracker('wandb', _identity(tmp_path / 'run'))
-  for step in range(1, 4):
-    tracker.write(step, {'actor/entropy': step / 2})
-  tracker.close(patience=120)
-  tracker.write(4, {})  # It would raise an error of the tracker.
-  (path,) = tmp_path.glob('run/wandb/offline-run-*/run-abc.wandb')
-  # A process of wandb writes what it has, a moment later.
-  for _ in range(600):
-    if b'actor/entropy' in path.read_bytes():
-      break
-    time.sleep(0.1)
-  content = path.read_bytes()
-  assert b'actor/entropy' in content and b'hush' not in content
-  assert ('wandb cannot be reached' in caplog.text) == (server != 'no key')
-
-
-@pytest.mark.slow
-def test_trackio_keeps_the_steps_on_this_machine(tmp_path):
-  pytest.importorskip('trackio')
-  # It reads where to keep them when it is imported.
-  script = f"""
-import pathlib
-from stppo_jax.records import trackers
-from tests.records import trackers_test
-identity = trackers_test._identity(pathlib.Path({str(tmp_path)!r}, 'run'))
-tracker = trackers.Tracker('trackio', identity)
-for step in range(1, 4):
-  tracker.write(step, {{'actor/entropy': step / 2}})
-tracker.close(patience=120)
-tracker.write(4, {{}})
-"""
-  subprocess.run(
-    [sys.executable, '-c', script],
-    env={**os.environ, 'TRACKIO_DIR': str(tmp_path / 'kept')},
-    check=True,
-    timeout=300,
-  )
-  (path,) = (tmp_path / 'kept').glob('*.db')
-  with contextlib.closing(sqlite3.connect(path)) as database:
-    rows = database.execute('select step, metrics from metrics').fetchall()
-  assert {step: json.loads(text)['actor/entropy'] for step, text in rows} == {
-    1: 0.5,
-    2: 1.0,
-    3: 1.5,
-  }
 
 
 def test_a_tracker_that_hangs_holds_up_nothing(monkeypatch):

@@ -104,12 +104,8 @@ def test_by_hand():
 
 def test_nothing_but_failures():
   metrics = _measure(_collection()[-1:])
-  assert metrics == {
-    'rollout/status/completed': 0,
-    'rollout/status/truncated_length': 0,
-    'rollout/status/truncated_turns': 0,
-    'rollout/status/infra_error': 1,
-    'rollout/valid_fraction': 0,
+  assert {name: x for name, x in metrics.items() if x} == {
+    'rollout/status/infra_error': 1
   }
 
 
@@ -153,15 +149,6 @@ def test_text_that_a_turn_repeats_is_counted():
   assert trajectory_metrics.count_tokens([]) == {
     'rollout/policy_tokens': 0,
     'rollout/repeated_tokens': 0,
-  }
-
-
-def test_staleness_is_a_mean_over_trajectories():
-  trajectories = [
-    dataclasses.replace(_earned(1.0), version=version) for version in (3, 3, 4)
-  ]
-  assert trajectory_metrics.measure_staleness(trajectories, 5) == {
-    'rollout/staleness': pytest.approx(5 / 3)
   }
 
 
@@ -209,30 +196,28 @@ def test_groups_of_one_valid_row_are_not_counted():
 
 def test_a_record_is_plain_and_complete():
   record = trajectory_metrics.record(_collection()[0], dialogues.Letters())
-  assert json.loads(json.dumps(record)) == {
+  record = json.loads(json.dumps(record))
+  assert record.pop('turns') == [
+    {'text': text, 'observation': seen, 'action': action, 'reward': reward}
+    for text, seen, action, reward in (
+      ('abc', 'found', 'search', 0.5),
+      ('abcde', '', 'answer', 0.0),
+    )
+  ]
+  assert record == {
     'id': 'q',
     'question': 'why?',
     'golden_answers': ['x', 'y'],
     'data_set': 'nq',
     'prompt': 'why?',
-    'turns': [
-      {
-        'text': 'abc',
-        'observation': 'found',
-        'action': 'search',
-        'reward': 0.5,
-      },
-      {
-        'text': 'abcde',
-        'observation': '',
-        'action': 'answer',
-        'reward': 0.0,
-      },
-    ],
     'rewards': {'exact_match': 1.0, 'search_penalty': -0.25},
     'scores': {'em': 1.0, 'f1': 0.5},
     'status': 'completed',
   }
+  failed, healthy = _rows('xs')
+  record = trajectory_metrics.record(failed, dialogues.Letters())
+  assert record['cause'] == 'cause x'
+  assert 'cause' not in trajectory_metrics.record(healthy, dialogues.Letters())
 
 
 def _rows(*kinds):
@@ -261,28 +246,21 @@ def _rows(*kinds):
 
 
 @pytest.mark.parametrize(
-  ('rows', 'fraction', 'line'),
+  ('rows', 'fraction', 'turns'),
   [
-    ('aas', 0.0, '0 of 3 trajectories; the first cause: not known'),
+    ('aas', 0.0, ''),
     # Rows that never search, or may not any more, hide no dead retriever.
-    ('aaaaaaoxx', 1.0, '2 of 9 trajectories, 2 of 2 turns (search); the first'),
-    ('aaaasxx', 2 / 3, '2 of 7 trajectories, 2 of 3 turns (search); the first'),
+    ('aaaaaaoxx', 1.0, '2 of 2 turns (search)'),
+    ('aaaasxx', 2 / 3, '2 of 3 turns (search)'),
     # One query may be to blame itself.
-    ('aaax', 1 / 4, '1 of 4 trajectories, 1 of 1 turns (search); the first'),
+    ('aaax', 1 / 4, '1 of 1 turns (search)'),
     # Turns whose action is not known are compared with all turns.
-    ('aassrr', 1 / 3, '2 of 6 trajectories, 2 of 8 turns (invalid); the first'),
-    ('ae', 1 / 2, '1 of 2 trajectories; the first cause: not known'),
-    ('xxxx', 1.0, '4 of 4 trajectories, 4 of 4 turns (search); the first'),
+    ('aassrr', 1 / 3, '2 of 8 turns (invalid)'),
+    ('ae', 1 / 2, ''),
+    ('xxxx', 1.0, '4 of 4 turns (search)'),
   ],
 )
-def test_failures_are_compared_with_what_was_asked(rows, fraction, line):
+def test_failures_are_compared_with_what_was_asked(rows, fraction, turns):
   failures = trajectory_metrics.failures(_rows(rows))
   assert failures.fraction == pytest.approx(fraction)
-  assert str(failures).startswith(f'the infrastructure failed {line}')
-
-
-def test_the_record_of_a_failure_has_its_cause():
-  failed, healthy = _rows('xs')
-  record = trajectory_metrics.record(failed, dialogues.Letters())
-  assert record['cause'] == 'cause x'
-  assert 'cause' not in trajectory_metrics.record(healthy, dialogues.Letters())
+  assert turns in str(failures)

@@ -16,24 +16,11 @@ from stppo_jax.records import progress
 from stppo_jax.records import writer as writer_lib
 
 
-def _writer(
-  workdir,
-  *,
-  tensorboard=False,
-  trajectories=2,
-  hparams=None,
-  keep_files=0,
-  keep_lines=0,
-):
+def _writer(workdir, *, trajectories=2, **options):
   console = rich.console.Console(file=io.StringIO())
+  display = progress.Progress(10, console=console)
   return writer_lib.Writer(
-    workdir,
-    tensorboard=tensorboard,
-    trajectories=trajectories,
-    hparams=hparams,
-    keep_files=keep_files,
-    keep_lines=keep_lines,
-    display=progress.Progress(10, console=console),
+    workdir, trajectories=trajectories, display=display, **options
   )
 
 
@@ -120,16 +107,6 @@ def test_a_line_without_a_line_break_is_dropped(tmp_path):
   assert [line['step'] for line in _lines(tmp_path)] == [1, 2]
 
 
-def test_truncating_without_a_file_or_below_all_steps(tmp_path):
-  writer = _writer(tmp_path)
-  writer.rewind(3, saved=3)
-  writer.write(1, {})
-  # A line that this start writes again is explained by a checkpoint.
-  assert writer.rewind(0, saved=1) is None
-  assert _lines(tmp_path) == []
-  assert [path.name for path in tmp_path.iterdir()] == ['metrics.jsonl']
-
-
 def test_trajectories_of_a_step_replace_each_other(tmp_path):
   writer = _writer(tmp_path, trajectories=2)
   writer.write_trajectories(12, [{'n': 0}])
@@ -143,7 +120,7 @@ def test_trajectories_of_a_step_replace_each_other(tmp_path):
 
 
 def test_other_hosts_write_dialogues_of_their_own(tmp_path):
-  other = writer_lib.HostWriter(tmp_path, host=3, trajectories=1)
+  other = writer_lib.Writer(tmp_path, host=3, trajectories=1)
   other.write_trajectories(12, [{'n': 0}, {'n': 1}])
   other.write_evaluation(12, [{'n': 2}, {'n': 3}])
   lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -184,7 +161,7 @@ def test_only_the_newest_lines_are_kept(tmp_path):
 
 def test_only_the_newest_dialogues_are_kept(tmp_path):
   first = _writer(tmp_path, keep_files=2)
-  other = writer_lib.HostWriter(tmp_path, host=3, trajectories=1, keep_files=1)
+  other = writer_lib.Writer(tmp_path, host=3, trajectories=1, keep_files=1)
   for writer in (first, other):
     for step in range(99, 103):
       writer.write_trajectories(step, [{'n': step}])
@@ -216,16 +193,6 @@ def test_tensorboard_has_the_scalars_and_drops_some_on_resume(tmp_path):
     for value in event.summary.value
   ]
   assert scalars == [(5, 'a', 0.5), (5, 'b', 2.0), (6, 'a', 0.25)]
-
-
-def test_errors_of_a_sink_are_counted_and_logged_once(tmp_path, caplog):
-  (tmp_path / 'tensorboard').write_text('in the way')
-  writer = _writer(tmp_path, tensorboard=True)
-  for step in (1, 2, 3):
-    writer.write(step, {'a': step})
-  assert [line['writer/sink_errors'] for line in _lines(tmp_path)] == [1, 2, 3]
-  assert [line['a'] for line in _lines(tmp_path)] == [1, 2, 3]
-  assert len(caplog.records) == 1 and 'tensorboard' in caplog.text
 
 
 def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on(tmp_path):

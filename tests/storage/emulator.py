@@ -32,11 +32,7 @@ _OBJECTS = re.compile(r'/storage/v1/b/([^/]+)/o')
 _BUCKET = re.compile(r'/storage/v1/b/([^/]+)')
 _UPLOAD = re.compile(r'/(?:resumable/)?upload/storage/v1/b/([^/]+)/o')
 _SESSION = re.compile(r'/session/(\d+)')
-_COPY = re.compile(
-  r'/storage/v1/b/([^/]+)/o/([^/]+)/(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)'
-)
 _MOVE = re.compile(r'/storage/v1/b/([^/]+)/o/([^/]+)/moveTo/o/([^/]+)')
-_COMPOSE = re.compile(r'/storage/v1/b/([^/]+)/o/([^/]+)/compose')
 _RANGE = re.compile(r'bytes=(\d*)-(\d*)')
 _CONTENT_RANGE = re.compile(r'bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)')
 _MOST_LISTED = 1000
@@ -152,13 +148,8 @@ class Storage:
       return self._continue(match[1], request, body)
     if (match := _UPLOAD.fullmatch(path)) and method == 'POST':
       return self._insert(match[1], query, request, body)
-    if (match := _COPY.fullmatch(path)) and method == 'POST':
-      return self._copy(*map(urllib.parse.unquote, match.groups()), query)
     if (match := _MOVE.fullmatch(path)) and method == 'POST':
       return self._move(*map(urllib.parse.unquote, match.groups()), query)
-    if (match := _COMPOSE.fullmatch(path)) and method == 'POST':
-      name = urllib.parse.unquote(match[2])
-      return self._compose(match[1], name, query, json.loads(body))
     if match := _OBJECT.fullmatch(path):
       bucket, name = map(urllib.parse.unquote, match.groups())
       if bucket != BUCKET:
@@ -295,33 +286,6 @@ class Storage:
       return _error(404)
     return web.Response(status=204)
 
-  def _copy(
-    self,
-    bucket: str,
-    name: str,
-    other: str,
-    target: str,
-    query: dict[str, str],
-  ) -> web.Response:
-    """Writes an object with the content of another one."""
-    if not bucket == other == BUCKET or name not in self.objects:
-      return _error(404)
-    problem = self._problem(target, query)
-    if problem is not None:
-      return problem
-    data = self.data(name)
-    resource = _resource(target, self.put(target, data))
-    size = str(len(data))
-    return _json(
-      {
-        'kind': 'storage#rewriteResponse',
-        'totalBytesRewritten': size,
-        'objectSize': size,
-        'done': True,
-        'resource': resource,
-      }
-    )
-
   def _move(
     self, bucket: str, name: str, target: str, query: dict[str, str]
   ) -> web.Response:
@@ -332,15 +296,6 @@ class Storage:
     if answer.status == 200:
       del self.objects[name]
     return answer
-
-  def _compose(
-    self, bucket: str, name: str, query: dict[str, str], parts: dict
-  ) -> web.Response:
-    """Writes an object with the contents of others, one after another."""
-    names = [source['name'] for source in parts['sourceObjects']]
-    if bucket != BUCKET or any(x not in self.objects for x in names):
-      return _error(404)
-    return self._write(name, query, b''.join(map(self.data, names)))
 
   def _problem(
     self, name: str, query: dict[str, str], *, is_read: bool = False

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
@@ -41,9 +40,7 @@ class Hosts:
   def start(self) -> None:
     """Starts the run, or resumes it."""
     self._starts += 1
-    with socket.socket() as probe:
-      probe.bind(('127.0.0.1', 0))
-      coordinator = f'127.0.0.1:{probe.getsockname()[1]}'
+    coordinator = runs.free_address()
     self._logs, self.processes = [], []
     for index in range(2):
       place = self._folder / f'host{index}-{self._starts}'

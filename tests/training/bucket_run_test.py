@@ -16,10 +16,6 @@ from tests.training import bucket_hosts
 from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _ADDRESS = bucket_hosts.ADDRESS
 _STEPS = 4  # of the runs of two hosts
 
@@ -48,42 +44,36 @@ def test_a_run_goes_on_elsewhere_from_its_bucket(
   assert f'policy (Hugging Face format): {_ADDRESS}/policy' in out
   assert '/tmp' not in out
   bucket_hosts.assert_same_run(google, finished)
-  weights = 'policy/model.safetensors'
-  written = (finished / weights).read_bytes()
 
   # What reads a run reads it in the bucket, too.
-  assert __main__.main(['status', _ADDRESS]) == 0
-  assert 'finished' in capsys.readouterr().out
-  for action, expected in (('list', 'newest'), ('verify', 'ok     step 3')):
-    assert __main__.main(['checkpoint', action, _ADDRESS]) == 0
+  report, exported = tmp_path / 'report.html', tmp_path / 'exported'
+  for command, expected in (
+    (['status', _ADDRESS], 'finished'),
+    (['checkpoint', 'list', _ADDRESS], 'newest'),
+    (['checkpoint', 'verify', _ADDRESS], 'ok     step 3'),
+    (['report', _ADDRESS, f'--out={report}'], '1 run'),
+    (['view', _ADDRESS], 'step 3: 16 of 16 dialogues'),
+    (['export', f'--workdir={_ADDRESS}', f'--out={exported}'], ''),
+    (
+      ['evaluate', f'--checkpoint={_ADDRESS}', f'--out={tmp_path}/scores'],
+      f'{_ADDRESS}, step 3',
+    ),
+  ):
+    assert __main__.main(command) == 0
     assert expected in capsys.readouterr().out
-  report = tmp_path / 'report.html'
-  assert __main__.main(['report', _ADDRESS, f'--out={report}']) == 0
-  assert '1 run' in capsys.readouterr().out and report.stat().st_size > 10_000
-  assert __main__.main(['view', _ADDRESS]) == 0
-  assert 'step 3: 16 of 16 dialogues' in capsys.readouterr().out
-  out = tmp_path / 'exported'
-  assert __main__.main(['export', f'--workdir={_ADDRESS}', f'--out={out}']) == 0
-  assert (out / 'model.safetensors').read_bytes() == written
-  capsys.readouterr()
-  evaluate = [
-    'evaluate',
-    f'--checkpoint={_ADDRESS}',
-    f'--out={tmp_path}/scores',
-  ]
-  assert __main__.main(evaluate) == 0
-  assert f'{_ADDRESS}, step 3' in capsys.readouterr().out
-  assert __main__.main(evaluate) == 0  # which is done already
+  assert report.stat().st_size > 10_000
+  weights = [x / 'model.safetensors' for x in (exported, finished / 'policy')]
+  assert weights[0].read_bytes() == weights[1].read_bytes()
 
   # Another run must not take the place of this one.
   begins = ['train', *runs.flags(seed=5), f'--workdir={_ADDRESS}']
-  capsys.readouterr()
-  assert __main__.main(begins) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'seed=5: the run in {_ADDRESS} was started with 0; ')
-  assert __main__.main([*begins, '--restart']) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith('--restart: ')
+  for command, subject in (
+    (begins, 'seed=5'),
+    ([*begins, '--restart'], '--re'),
+  ):
+    assert __main__.main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(subject) and _ADDRESS in line
 
 
 @pytest.mark.slow
@@ -99,9 +89,7 @@ def test_who_has_lost_the_lease_commits_nothing(google, capsys):
       google.put('study/run/lease', json.dumps(record).encode())
 
   assert _train(take_over) == 75
-  assert 'process 7 on host elsewhere, since now has taken over' in (
-    capsys.readouterr().err
-  )
+  assert 'process 7 on host elsewhere' in capsys.readouterr().err
   steps = bucket_files.committed(
     {name.removeprefix('study/run/'): 0 for name in google.objects}
   )
@@ -178,17 +166,4 @@ def test_a_short_outage_is_waited_for(google, undisturbed, tmp_path):
   time.sleep(20)
   google.fault = lambda line: None
   assert hosts.ends() == [0, 0]
-  bucket_hosts.assert_same_run(google, undisturbed)
-
-
-@pytest.mark.slow
-def test_two_starts_of_one_run_are_one_run(google, undisturbed, tmp_path):
-  first = bucket_hosts.Hosts(tmp_path / 'first', num_steps=_STEPS)
-  second = bucket_hosts.Hosts(tmp_path / 'second', num_steps=_STEPS)
-  first.start()
-  bucket_hosts.wait(lambda: 'study/run/lease' in google.objects, first)
-  second.start()
-  assert second.ends() == [75, 75]
-  assert 'has renewed its lease' in second.said
-  assert first.ends() == [0, 0]
   bucket_hosts.assert_same_run(google, undisturbed)

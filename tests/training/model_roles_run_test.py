@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import learners
 from stppo_jax import __main__
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import memory
@@ -25,10 +24,6 @@ _LORA = {
   'policy_optimizer__warmup_updates': 0,
 }
 _SHARED = {'model__value_backbone': 'shared'}
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 
 
 def _changes(changes):
@@ -76,14 +71,6 @@ def _newest(workdir, changes):
 
 def _size(x):
   return np.abs(np.asarray(x)).max()
-
-
-def _shards(tree):
-  return [
-    shard.data
-    for leaf in jax.tree.leaves(tree)
-    for shard in leaf.addressable_shards
-  ]
 
 
 @pytest.mark.parametrize(
@@ -153,23 +140,6 @@ def test_it_does_not_matter_whether_the_base_is_gathered_once(
   assert len(once) == len(often) == _STEPS
   for line, other in zip(once, often):
     assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
-
-
-# learner/model_roles_test.py tests the updates of adapters every time.
-@pytest.mark.slow
-def test_an_updated_state_keeps_the_base_where_it_is():
-  learner = _learner(_LORA)
-  state = learner.start()
-  assert learner.reference() is None
-  places = [x.unsafe_buffer_pointer() for x in _shards(state.frozen)]
-  trained = jax.tree.leaves(dataclasses.replace(state, frozen=None))
-  kept = state.frozen
-  batch = runs.packed()
-  annotated, _ = learner.annotate(state, batch, reference=None)
-  state, _ = learners.update_epochs(learner, state, annotated, 0)
-  assert all(leaf.is_deleted() for leaf in trained)
-  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
-  assert [x.unsafe_buffer_pointer() for x in _shards(state.frozen)] == places
 
 
 @pytest.mark.slow

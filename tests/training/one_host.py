@@ -3,7 +3,7 @@
     python -m tests.training.one_host WHAT KIND NUMBER train FLAGS
 
 At a moment of the run, see `faults`, the process raises an error, kills itself,
-sends itself SIGTERM, sleeps for five seconds, or has a full disk from then on.
+sends itself SIGTERM, or has a full disk from then on.
 It is one of two hosts, each of which collects half of a step.
 
     python -m tests.training.one_host WHAT printed TEXT train FLAGS
@@ -16,7 +16,6 @@ import os
 import resource
 import signal
 import sys
-import time
 
 from stppo_jax import __main__
 from tests.training import faults
@@ -35,7 +34,6 @@ def main(what: str, kind: str, number: str, *argv: str) -> int:
     'kill': functools.partial(faults.send_at, number=signal.SIGKILL),
     'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
     'fill': lambda moment: lambda now: _fill_disk() if now == moment else None,
-    'slow': lambda moment: lambda now: time.sleep(5.0 * (now == moment)),
   }[what]
   if kind == 'printed':
     with faults.printed(number, act((kind, 1))):

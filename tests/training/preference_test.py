@@ -2,19 +2,12 @@
 
 import json
 import math
-import os
-import shutil
 import signal
-import threading
 
 import numpy as np
 import pytest
 
-from stppo_jax import __main__
 from stppo_jax import exits
-from stppo_jax.models.hf import load
-from stppo_jax.records.checkpoints import checkpoint
-from stppo_jax.training import components
 from stppo_jax.training import preference
 from stppo_jax.workdir import run_record
 from tests.training import faults
@@ -130,49 +123,6 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
     for layer in ('down_proj', 'q_proj')
     for leaf in ('lora_a', 'lora_b')
   ]
-  shape = load.read_config(
-    tmp_path / 'policy', dtype='float32', remat='none', scan_unroll=1
-  )
-  exported = load.read_params(tmp_path / 'policy', shape)['layers']
-  learner = preference.build_learner(
-    config, runs.shape(config), components.build_mesh(config), row_length=0
-  )
-  frozen = learner.start().frozen['layers']
-  changed = {
-    name
-    for name, leaves in exported.items()
-    for leaf, x in leaves.items()
-    if np.any(x != np.asarray(frozen[name][leaf]))
-  }
-  assert changed == {'down_proj', 'q_proj'}
-
-
-def test_the_exported_policy_is_the_last_state(whole):
-  shape = load.read_config(
-    whole / 'policy', dtype='float32', remat='none', scan_unroll=1
-  )
-  params = load.read_params(whole / 'policy', shape)
-  assert (whole / 'policy' / 'tokenizer.json').is_file()
-  saved = checkpoint.Checkpointer(whole, read_only=True)
-  assert saved.steps() == [6]
-  saved.close()
-  assert np.isfinite(params['embedding']).all()
-
-
-def test_without_adapters_an_export_copies_no_weights(file, whole, tmp_path):
-  config = runs.config(**_SMALL)
-  learner = preference.build_learner(
-    config, runs.shape(config), components.build_mesh(config), row_length=0
-  )
-  state = learner.start()
-  assert learner.merged_params(state) is state.policy.params
-  shutil.copytree(whole, tmp_path / 'run')
-  shutil.rmtree(tmp_path / 'run' / 'policy')
-  # Nothing is left to do but the export.
-  assert preference.prefer(config, file, tmp_path / 'run') == 0
-  exported = 'policy/model.safetensors'
-  again = (tmp_path / 'run' / exported).read_bytes()
-  assert again == (whole / exported).read_bytes()
 
 
 def test_another_file_or_config_is_another_run(file, whole, tmp_path):
@@ -184,22 +134,6 @@ def test_another_file_or_config_is_another_run(file, whole, tmp_path):
   with pytest.raises(run_record.OtherRun, match=r'^preference\.beta=0\.2'):
     preference.prefer(changed, file, whole)
   assert _lines(whole) == before
-
-
-def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path):
-  pairs = tmp_path / 'pairs.npz'
-  os.mkfifo(pairs)
-
-  def interrupt():
-    # More than a pipe holds: once it is written, the run is reading the pairs.
-    with open(pairs, 'wb', buffering=0) as file:
-      file.write(bytes(1 << 20))
-      os.kill(os.getpid(), signal.SIGINT)
-
-  threading.Thread(target=interrupt, daemon=True).start()
-  flags = [*runs.flags(**_SMALL, num_steps=None), f'--workdir={tmp_path}/run']
-  assert __main__.main(['prefer', f'--batch={pairs}', *flags]) == 130
-  assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Two runs never share a folder, and nothing of a run is lost unsaid."""
 
-import dataclasses
 import json
 import os
 import resource
@@ -19,17 +18,11 @@ from stppo_jax import interruption
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import voting
-from stppo_jax.records.checkpoints import manifest as manifest_lib
-from stppo_jax.tools import run_state
 from stppo_jax.training import claim
 from stppo_jax.training import run as run_lib
 from stppo_jax.workdir import run_folder
 from tests.training import runs
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _HOLD = """
 import pathlib, sys
 from stppo_jax.workdir import lock
@@ -65,25 +58,14 @@ def test_a_second_run_waits_for_the_first(run, capsys):
     assert holder.stdout.readline() == 'held\n'
     before = _files(run)
     assert runs.train(run) == 75
-    out, err = capsys.readouterr()
-    assert out == '' and err.count('\n') == 1
-    assert f'locked by process {holder.pid} on host ' in err
+    assert f'process {holder.pid} on host ' in capsys.readouterr().err
     assert _files(run) == before
   finally:
     holder.kill()
     holder.communicate()
   assert runs.train(run) == 0
-  said = f'took over the lock of an ended run: process {holder.pid} on host '
-  assert said in capsys.readouterr().out
+  assert f'process {holder.pid} on host ' in capsys.readouterr().out
   assert not (run / 'lock').exists()
-
-
-def test_the_state_of_a_finished_run_is_known(finished):
-  state = run_state.read(finished)
-  assert state.state == run_state.FINISHED
-  assert state.step == state.num_steps == state.checkpoint == runs.STEPS
-  assert state.metrics.keys() == {'reward', 'val/em'}
-  assert len(state.hosts) == 1 and state.seconds_per_step
 
 
 def test_missing_checkpoints_erase_nothing(run, capsys):
@@ -94,42 +76,20 @@ def test_missing_checkpoints_erase_nothing(run, capsys):
     before = _files(run)
     for command in (runs.train, _evaluate):
       assert command(run) == 3
-      out, err = capsys.readouterr()
-      assert out == '' and err.count('\n') == 1
-      assert f'but {run}/checkpoints has no checkpoint: ' in err
-      assert '--restart' in err
+      (line,) = capsys.readouterr().err.splitlines()
+      assert f'{run}/checkpoints' in line and '--restart' in line
     assert _files(run) == before
   # Another number of steps, and even another seed: it is another run.
   flags = runs.flags(num_steps=1, evaluate__every=0, seed=5)
   command = ['train', *flags, f'--workdir={run}', '--restart']
   assert __main__.main(command) == 0
   aside = run / 'aside-1'
-  assert f'{run}: what it held is now in {aside}' in capsys.readouterr().out
+  assert str(aside) in capsys.readouterr().out
   assert {aside / p.relative_to(run): x for p, x in before.items()} == (
     _files(aside)
   )
   assert [line['step'] for line in runs.metrics(run)] == [1]
   assert run_folder.read(run).run_id != run_folder.read(aside).run_id
-
-
-def test_what_no_checkpoint_explains_is_kept(run, finished, capsys):
-  shutil.rmtree(run / 'checkpoints' / '3')
-  with open(run / 'metrics.jsonl', 'a', encoding='utf-8') as file:
-    file.write('{"step": 4, "a": 1}\n{"step": 5')
-  written = (run / 'metrics.jsonl').read_bytes()
-  assert runs.train(run) == 0
-  runs.assert_same_files(run, finished, num_steps=runs.STEPS)
-  said = 'resumed after step 2, the newest that was saved; metrics and dialogu'
-  assert said in capsys.readouterr().out
-  aside = _files(run / 'aside-1')
-  dialogues = ('trajectories-000003.jsonl', 'evaluation-000003.jsonl')
-  assert aside == {
-    run / 'aside-1' / 'metrics.jsonl': written,
-    **{
-      run / 'aside-1' / name: (finished / name).read_bytes()
-      for name in dialogues
-    },
-  }
 
 
 @pytest.mark.parametrize('left', [b'', b'{"step": 3, "a'])
@@ -139,8 +99,7 @@ def test_a_lost_line_of_metrics_is_written_again(run, left, capsys):
   (run / 'metrics.jsonl').write_bytes(b''.join(lines) + left)
   assert runs.train(run) == 0
   assert (run / 'metrics.jsonl').read_bytes() == written
-  said = 'metrics.jsonl had lost the line of step 3; it was written again'
-  assert said in capsys.readouterr().out
+  assert 'lost the line of step 3' in capsys.readouterr().out
 
 
 def test_a_disk_without_room_is_told_before_a_step_is_lost(
@@ -152,39 +111,8 @@ def test_a_disk_without_room_is_told_before_a_step_is_lost(
   monkeypatch.setattr(shutil, 'disk_usage', lambda _: usage._replace(free=1000))
   assert runs.train(run) == 75
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'{run}: a checkpoint takes about 1')
-  assert line.endswith(' KiB, and 1000 B are free')
+  assert line.startswith(f'{run}: ') and '1000 B' in line
   assert _files(run / 'checkpoints') == before
-
-
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_begins_again(run, capsys):
-  shutil.rmtree(run / 'checkpoints')
-  (run / 'checkpoints').mkdir()
-  lines = (run / 'metrics.jsonl').read_bytes().splitlines(keepends=True)[:2]
-  (run / 'metrics.jsonl').write_bytes(b''.join(lines))
-  identity = run_folder.read(run)
-  assert identity.has_saved
-  run_folder.write(run, dataclasses.replace(identity, has_saved=False))
-  for step in (2, 3):
-    (run / f'trajectories-00000{step}.jsonl').unlink()
-  assert runs.train(run, num_steps=1) == 0
-  assert 'resumed after step 0' in capsys.readouterr().out
-  kept = (run / 'aside-1' / 'metrics.jsonl').read_bytes()
-  assert kept == b''.join(lines)
-
-
-def _manifests(run):
-  return sorted(run.glob('checkpoints/*/manifest/metadata'))
-
-
-def test_every_manifest_names_its_run(finished):
-  run = run_folder.read(finished)
-  assert run.command == 'train' and not run.has_older_checkpoints
-  for path in _manifests(finished):
-    manifest = json.loads(path.read_text())
-    assert manifest['run_id'] == run.run_id
-    assert manifest['config_digest'] == run.config_digest
 
 
 @pytest.mark.parametrize('field', ['run_id', 'config_digest'])
@@ -195,34 +123,11 @@ def test_a_checkpoint_of_another_run_is_not_loaded(run, capsys, field):
   export = ['export', f'--workdir={run}', f'--out={run.parent}/out']
   for code in (runs.train(run), _evaluate(run), __main__.main(export)):
     assert code == 2
-  *_, line = capsys.readouterr().err.splitlines()
-  assert f'step 3 is of the run {identity["run_id"]}, but the run of' in line
-  assert run_state.read(run).note.endswith(line)
+  assert f'step 3 is of the run {identity["run_id"]}' in capsys.readouterr().err
   after = _files(run)
   for files in (before, after):
     del files[run / 'heartbeat.json']
   assert after == before
-
-
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_resumes(run, finished):
-  """Its manifests name no run; new ones do, and both are its own."""
-  (run / 'run.json').unlink()
-  shutil.rmtree(run / 'checkpoints' / '3')
-  for path in _manifests(run):
-    manifest = json.loads(path.read_text())
-    for field in ('run_id', 'config_digest', 'digest'):
-      del manifest[field]
-    manifest['digest'] = manifest_lib.digest(manifest)
-    path.write_text(json.dumps(manifest))
-  assert runs.train(run) == 0
-  runs.assert_same_files(run, finished, num_steps=runs.STEPS)
-  identity = run_folder.read(run)
-  assert identity.has_older_checkpoints
-  newest = json.loads(_manifests(run)[-1].read_text())
-  assert newest['run_id'] == identity.run_id
-  assert runs.train(run) == 0  # both kinds are read again
-  assert run_folder.read(run) == identity
 
 
 def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
@@ -238,32 +143,6 @@ def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert str(caught.value) == f'{workdir}: File too large'
   assert os.listdir(workdir) == []  # not even a lock that names nobody
-
-
-def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
-  data = tmp_path / 'data'
-  data.mkdir()
-  line = {'dataset': 'd', 'kind': 'open', 'question': 'q', 'answers': ['a']}
-  text = ''.join(json.dumps({'id': str(n)} | line) + '\n' for n in range(16))
-  (data / 'q.jsonl').write_text(text)
-  (data / 'c.jsonl').write_text('{"pid": "1", "title": "t", "text": "a"}\n')
-  settings = {
-    'data__name': 'jsonl',
-    'data__root': data,
-    'data__train': 'q.jsonl',
-    'data__corpus': 'c.jsonl',
-    'model__path': runs.REPO / 'assets' / 'quickstart',
-  }
-  workdir = tmp_path / 'run'
-  workdir.mkdir()
-  record = runs.config(**settings).to_dict()
-  (workdir / 'config.json').write_text(json.dumps(record))
-  command = ['evaluate', *runs.flags(**settings), f'--checkpoint={workdir}']
-  assert __main__.main(command) == 2
-  out, err = capsys.readouterr()
-  assert out == ''
-  assert err == "data.evaluation='': there are no questions to evaluate on\n"
-  assert os.listdir(workdir) == ['config.json']
 
 
 def test_a_run_that_has_ended_is_not_interrupted(tmp_path):

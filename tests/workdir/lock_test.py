@@ -77,8 +77,7 @@ def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path, said):
     text = (tmp_path / lock.NAME).read_text()
     holder = lock.Holder(**json.loads(text))
     assert holder.pid == process.pid
-    expected = f'{tmp_path}: locked by {holder}; wait for its end'
-    assert _refused(tmp_path).startswith(expected)
+    assert f'{tmp_path}: locked by {holder}' in _refused(tmp_path)
     assert (tmp_path / lock.NAME).read_text() == text
     process.kill()  # before anybody could clean up
     process.wait()
@@ -86,8 +85,8 @@ def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path, said):
       assert (
         json.loads((tmp_path / lock.NAME).read_text())['pid'] == os.getpid()
       )
-    took = f'{tmp_path}: took over the lock of an ended run: {holder}'
-    assert said == [took]
+    (line,) = said
+    assert 'took over' in line and str(holder) in line
   assert not list(tmp_path.iterdir())
 
 
@@ -110,6 +109,17 @@ def test_a_host_of_the_same_name_is_another_host(tmp_path):
   assert found is not None and found[1] is None
 
 
+@pytest.mark.parametrize('text', ['', '{"host": 1}', '[]', '\x00'])
+def test_a_lock_that_names_nobody_may_be_one_of_another_host(tmp_path, text):
+  path = tmp_path / lock.NAME
+  path.write_text(text)
+  assert 'once it is silent for 300 s' in _refused(tmp_path)
+  assert path.read_text() == text
+  os.utime(path, (0, 0))
+  with lock.held(tmp_path, every=0.01):
+    assert json.loads(path.read_text())['pid'] == os.getpid()
+
+
 def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
   with _holder(tmp_path) as process:
     # So does the number of a process of another container look here.
@@ -129,9 +139,7 @@ def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
   quick, silence = {'every': 1 / 30}, 1.0
   with _holder(tmp_path, script=_HOLD_ELSEWHERE) as process:
     time.sleep(2 * silence)
-    message = _refused(tmp_path, **quick)
-    assert ' on host elsewhere, since 20' in message
-    assert message.endswith('silent for 1 s, a start takes over')
+    assert ' on host elsewhere, since 20' in _refused(tmp_path, **quick)
     # As if its network or its machine were frozen. The kernel's lock is gone,
     # which a file system need not have.
     process.send_signal(signal.SIGSTOP)
@@ -142,9 +150,8 @@ def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
     time.sleep(1.5 * silence)
     with lock.held(tmp_path, **quick) as claim:
       claim.check()
-      assert 'taking over in 0 s unless it shows life' in said[0]
       assert (
-        f'took over the lock of an ended run: process {process.pid} on'
+        f'took over the lock of an ended run: process {process.pid}'
         in (said[1])
       )
       # The other one finds out, and leaves the lock alone.
@@ -171,34 +178,6 @@ def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
     with streams.logged(show), lock.held(tmp_path, every=0.01):
       pytest.fail('entered')
   assert len(lines) == 1
-
-
-def test_a_touching_thread_ends_without_an_error_once_the_lock_is_lost(
-  tmp_path,
-):
-  with lock.held(tmp_path, every=3600) as claim:
-    _change(tmp_path, host='elsewhere')
-    claim.keep_touching(0.001)  # returns
-
-
-def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path, said):
-  with _holder(tmp_path):
-    pass
-  _change(tmp_path, host='elsewhere', touches=False)
-  message = _refused(tmp_path)
-  assert 'on host elsewhere, since 20' in message
-  assert message.endswith(f'remove {tmp_path}/lock and start again')
-  (tmp_path / lock.NAME).unlink()
-  with lock.held(tmp_path):
-    pass
-  assert said == []
-
-
-@pytest.mark.parametrize('text', ['', '{"host": 1}', '[]', '\x00'])
-def test_a_lock_that_names_nobody_is_left_alone(tmp_path, text):
-  (tmp_path / lock.NAME).write_text(text)
-  assert 'locked by an unknown process' in _refused(tmp_path)
-  assert (tmp_path / lock.NAME).read_text() == text
 
 
 def test_one_of_many_takes_over(tmp_path):

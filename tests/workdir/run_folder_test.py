@@ -46,16 +46,9 @@ def test_a_folder_that_is_read_is_never_written(tmp_path, relation, is_link):
   if folder.is_dir():
     run_folder.write(folder, _run('train'))
   (line,) = _problems(folder, reads={'model.path': source})
-  assert line == (
-    f'--workdir={folder}: {relation} {source}, the folder of model.path; give '
-    'a folder that is new or empty'
-  )
+  assert f'--workdir={folder}: {relation} {source}' in line
   inside = _problems(folder, reads={'x': source}, may_lie_inside=True)
   assert bool(inside) == (relation != 'lies in')
-
-
-def test_folders_of_neighbours_are_apart(tmp_path):
-  assert not _problems(tmp_path / 'model2', reads={'x': tmp_path / 'model'})
 
 
 def test_a_command_writes_where_it_wrote_before(tmp_path):
@@ -102,15 +95,10 @@ def test_an_export_is_replaced_by_exports_only(tmp_path):
   assert not _problems(tmp_path, 'sft')
 
 
-def test_a_file_in_the_way_is_one_line(tmp_path):
+def test_a_name_that_no_folder_has_is_one_line(tmp_path):
   (tmp_path / 'file').touch()
-  (line,) = _problems(tmp_path / 'file')
-  assert line.endswith('exists and is not a folder')
-
-
-def test_a_name_that_no_folder_can_have_is_one_line():
-  (line,) = _problems('x' * 300)
-  assert line.endswith('x: File name too long')
+  assert 'exists and is not a folder' in _problems(tmp_path / 'file')[0]
+  assert 'File name too long' in _problems('x' * 300)[0]
 
 
 def test_the_identity_is_kept_in_a_file(tmp_path):
@@ -148,9 +136,9 @@ def test_files_of_others_are_no_output(tmp_path):
     (model / 'model.safetensors', 'exists and is not a npz file'),
   ):
     (line,) = problems(file)
-    assert line.startswith(f'--out={file}: {expected}')
+    assert f'--out={file}: {expected}' in line
   (line,) = problems(model / 'F.npz', model=model)
-  assert line == f'--out={model}/F.npz: lies in {model}, the folder of model'
+  assert f'lies in {model}' in line
   (tmp_path / 'F.npz').write_bytes(b'PK...')  # an earlier batch
   assert not problems(tmp_path / 'F.npz', model=model)
   assert not problems(tmp_path / 'new.npz')

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stppo_jax import __main__
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import run_monitor
-from tests.training import runs
 
 
 def _names(trace):
@@ -65,19 +63,3 @@ def test_a_trace_of_the_next_step_can_be_asked_for(tmp_path):
   request.touch()
   _steps(other, [4])
   assert request.exists()
-
-
-@pytest.mark.slow
-def test_a_run_traces_the_steps_of_its_config(tmp_path):
-  changes = {'num_steps': 1, 'evaluate__every': 0, 'profile__steps': '(1,2)'}
-  assert runs.train(tmp_path, **changes) == 0
-  (trace,) = _traces(tmp_path)
-  assert {'step', 'wait', 'annotate', 'update', 'checkpoint'} <= _names(trace)
-
-
-@pytest.mark.slow
-def test_a_supervised_run_traces_them_too(tmp_path):
-  flags = runs.flags(num_steps=None, sft__num_steps=2, profile__steps='(2,3)')
-  assert __main__.main(['sft', *flags, f'--workdir={tmp_path}']) == 0
-  (trace,) = _traces(tmp_path)
-  assert 'step' in _names(trace)

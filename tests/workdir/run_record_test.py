@@ -1,6 +1,5 @@
 """A folder has the run of one config."""
 
-import copy
 import functools
 import json
 import math
@@ -32,31 +31,40 @@ def _begin(workdir, config):
   (workdir / 'metrics.jsonl').touch()
 
 
+def _record(config, workdir):
+  """Records a config; returns what is recorded."""
+  run_record.record_config(config, workdir)
+  return json.loads((workdir / 'config.json').read_text())
+
+
+def _refused(config, workdir):
+  """Returns the lines with which a config is refused; nothing is changed."""
+  before = {p.name: p.read_bytes() for p in workdir.iterdir() if p.is_file()}
+  lines = []
+  for record in (run_record.check_config, run_record.record_config):
+    with pytest.raises(run_record.OtherRun) as caught:
+      record(config, workdir)
+    assert caught.value.exit_code == 2
+    lines.append(str(caught.value).splitlines())
+  after = {p.name: p.read_bytes() for p in workdir.iterdir() if p.is_file()}
+  assert lines[0] == lines[1] and after == before
+  return lines[0]
+
+
 def test_the_record_is_the_config_sorted_and_whole(tmp_path):
   workdir = tmp_path / 'runs' / 'new'
-  run_record.record_config(_config(), workdir)
-  text = (workdir / 'config.json').read_text()
-  recorded = json.loads(text)
+  recorded = _record(_config(), workdir)
   assert list(recorded) == sorted(recorded)
   assert recorded['seed'] == 0
   assert recorded['data']['synthetic_wiki']['hops'] == [1, 2]
-  assert recorded['policy_optimizer']['learning_rate'] == 1e-6
   assert recorded.keys() == _config().keys()
   assert {p.name for p in workdir.iterdir()} == {'config.json', 'run.json'}
-
-
-def test_the_same_config_resumes(tmp_path):
-  _begin(tmp_path, _config())
-  before = (tmp_path / 'config.json').read_bytes()
-  run_record.record_config(
-    _config(), tmp_path
-  )  # (1, 2) and [1, 2] are the same
-  assert (tmp_path / 'config.json').read_bytes() == before
+  (workdir / 'metrics.jsonl').touch()
+  assert _record(_config(), workdir) == recorded
 
 
 def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   _begin(tmp_path, _config())
-  before = (tmp_path / 'config.json').read_bytes()
   other = _config()
   other['seed'] = 3
   other['policy_optimizer']['learning_rate'] = 0.5
@@ -64,22 +72,20 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   del other['rollout']['temperature']
   other['algorithm']['extra'] = 'x'
   other['num_steps'] = 1000
-  with pytest.raises(run_record.OtherRun) as caught:
-    run_record.record_config(other, tmp_path)
-  was = f': the run in {tmp_path} was started with '
-  lines = str(caught.value).split('\n')
-  allow = '; use another --workdir, or allow it: --config.resume.allow_change='
-  keys = [line.partition('=')[0] for line in lines]
-  assert all(line.endswith(f'{allow}{k}') for k, line in zip(keys, lines))
-  assert [line.partition(allow)[0] for line in lines] == [
-    f'algorithm.extra=x{was}(absent)',
-    f'policy_optimizer.learning_rate=0.5{was}1e-06',
-    f'rollout.temperature=(absent){was}1.0',
-    f'seed=3{was}0',
-    f'sft.num_steps=7{was}2000',
-  ]
-  assert caught.value.exit_code == 2
-  assert (tmp_path / 'config.json').read_bytes() == before
+  lines = _refused(other, tmp_path)
+  for line, (key, ours, theirs) in zip(
+    lines,
+    (
+      ('algorithm.extra', 'x', '(absent)'),
+      ('policy_optimizer.learning_rate', '0.5', '1e-06'),
+      ('rollout.temperature', '(absent)', '1.0'),
+      ('seed', '3', '0'),
+      ('sft.num_steps', '7', '2000'),
+    ),
+    strict=True,
+  ):
+    assert line.startswith(f'{key}={ours}: ') and f' {theirs}; ' in line
+    assert line.endswith(f'--config.resume.allow_change={key}')
 
 
 def test_a_guarded_key_changes_only_if_it_is_named(tmp_path, said):
@@ -90,20 +96,14 @@ def test_a_guarded_key_changes_only_if_it_is_named(tmp_path, said):
   other['policy_optimizer'] |= {'learning_rate': 0.5, 'b1': 0.8}
   other['seed'] = 3
   other['resume']['allow_change'] = ['policy_optimizer']
-  with pytest.raises(run_record.OtherRun) as caught:
-    run_record.record_config(other, tmp_path)
-  (line,) = str(caught.value).split('\n')
+  (line,) = _refused(other, tmp_path)
   assert line.startswith('seed=3: ')
-  assert not (tmp_path / 'config_changes.jsonl').exists()
   other['resume']['allow_change'] += ['seed']
+  run_record.check_config(other, tmp_path)
   assert said == []
-  run_record.record_config(other, tmp_path)
-  assert said == [
-    'note: policy_optimizer.b1=0.8 from now on; it was 0.9',
-    'note: policy_optimizer.learning_rate=0.5 from now on; it was 1e-06',
-    'note: seed=3 from now on; it was 0',
-  ]
-  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 3
+  assert _record(other, tmp_path)['seed'] == 3
+  for line, change in zip(said, ('b1=0.8', 'rate=0.5', 'seed=3'), strict=True):
+    assert change in line
   assert run_folder.read(tmp_path) == first  # its checkpoints are its own
   noted = (tmp_path / 'config_changes.jsonl').read_text().splitlines()
   assert json.loads(noted[2]) == {
@@ -117,31 +117,13 @@ def test_a_guarded_key_changes_only_if_it_is_named(tmp_path, said):
   assert said == []
 
 
-def test_a_check_refuses_what_the_record_does_and_changes_nothing(
-  tmp_path, said
-):
-  run_record.check_config(_config(), tmp_path / 'new')
-  assert not (tmp_path / 'new').exists()
-  _begin(tmp_path, _config())
-  before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-  other = _config()
-  other['seed'] = 3
-  with pytest.raises(run_record.OtherRun, match='^seed=3: '):
-    run_record.check_config(other, tmp_path)
-  other['resume']['allow_change'] = ['seed']
-  run_record.check_config(other, tmp_path)
-  assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-  assert said == []
-
-
 def test_the_shape_of_a_run_never_changes(tmp_path):
   _begin(tmp_path, _config())
   other = _config()
   other['model']['num_layers'] = 7
   other['resume']['allow_change'] = ['model', 'model.num_layers']
-  with pytest.raises(run_record.OtherRun) as caught:
-    run_record.record_config(other, tmp_path)
-  assert str(caught.value).endswith('with 3; use another --workdir')
+  (line,) = _refused(other, tmp_path)
+  assert line.startswith('model.num_layers=7: ') and 'allow' not in line
 
 
 def test_a_run_has_one_id_and_the_digest_of_what_defines_it(tmp_path):
@@ -173,22 +155,6 @@ def _config_of_0_1_0():
   return config
 
 
-def test_a_run_of_0_1_0_resumes(tmp_path):
-  _begin(tmp_path, _config_of_0_1_0())
-  run_record.record_config(_config(), tmp_path)
-  recorded = json.loads((tmp_path / 'config.json').read_text())
-  assert recorded['env']['name'] == 'search'
-  assert recorded['retrieval']['dialect'] == 'search_r1'
-
-
-def test_a_run_of_0_1_0_was_a_run_of_the_search_environment(tmp_path):
-  _begin(tmp_path, _config_of_0_1_0())
-  other = _config()
-  other['env']['name'] = 'echo'
-  with pytest.raises(run_record.OtherRun, match='name=echo: .* with search;'):
-    run_record.record_config(other, tmp_path)
-
-
 def test_a_run_from_before_the_newest_keys_resumes(tmp_path):
   """A new key that is not free needs `since` and `before` in the schema."""
   recorded = set(_RECORDED_KEYS.read_text('utf-8').split())
@@ -210,8 +176,7 @@ def test_a_run_of_0_2_0_counted_outcomes_once_a_trajectory(tmp_path):
   del older['algorithm']['advantage']['outcome_counts']
   _begin(tmp_path, older)
   config = base.get_config('gigpo').to_dict()
-  with pytest.raises(run_record.OtherRun, match='with per_trajectory;'):
-    run_record.record_config(config, tmp_path)
+  assert 'with per_trajectory;' in _refused(config, tmp_path)[0]
   config['algorithm']['advantage']['outcome_counts'] = 'per_trajectory'
   run_record.record_config(config, tmp_path)
 
@@ -223,57 +188,26 @@ def test_a_key_that_has_another_name_now_is_the_same(tmp_path):
   older['evaluate']['batch_size'] = 8  # keys that are gone
   older['updates']['core_lengths'] = 4
   _begin(tmp_path, older)
-  run_record.record_config(_config(), tmp_path)
-  assert 'prefill_chunk' in (tmp_path / 'config.json').read_text()
+  assert _record(_config(), tmp_path)['rollout']['prefill_chunk'] == 64
   rollout['extend_chunk'] = 7
   _begin(tmp_path / 'other', older)
-  line = 'rollout.prefill_chunk=64: the run in .* was started with 7;'
-  with pytest.raises(run_record.OtherRun, match=line):
-    run_record.record_config(_config(), tmp_path / 'other')
+  (line,) = _refused(_config(), tmp_path / 'other')
+  assert line.startswith('rollout.prefill_chunk=64: ') and ' with 7;' in line
 
 
 @pytest.mark.parametrize(
   ('block', 'key', 'value'),
   [
-    (None, 'num_steps', 1000),
-    ('evaluate', 'every', 3),
     ('checkpoint', 'keep', 9),
-    ('writer', 'samples', 0),
     ('retrieval', 'url', 'http://127.0.0.1:9'),
-    ('retrieval', 'dialect', 'skyrl'),
-    ('retrieval', 'timeout', 1.0),
-    ('retrieval', 'retries', 0),
-    ('retrieval', 'ready_timeout', 1.0),
-    ('retrieval', 'max_failure_rate', 1.0),
-    ('retrieval', 'max_queries_per_request', 1),
     ('mesh', 'fsdp', 2),
-    ('rollout', 'mismatch_limit', 0.0),
   ],
 )
 def test_keys_that_may_differ_are_rewritten(tmp_path, block, key, value):
   _begin(tmp_path, _config())
-  other = copy.deepcopy(_config())
-  (other[block] if block else other)[key] = value
-  run_record.record_config(other, tmp_path)
-  recorded = json.loads((tmp_path / 'config.json').read_text())
-  assert (recorded[block] if block else recorded)[key] == value
-
-
-@pytest.mark.parametrize(
-  ('key', 'value'),
-  [
-    ('topk', 5),
-  ],
-)
-def test_what_a_search_finds_is_guarded(tmp_path, key, value):
-  _begin(tmp_path, _config())
   other = _config()
-  other['retrieval'][key] = value
-  refused = rf'^retrieval\.{key}.* allow it'
-  with pytest.raises(run_record.OtherRun, match=refused):
-    run_record.record_config(other, tmp_path)
-  other['resume']['allow_change'] = [f'retrieval.{key}']
-  run_record.record_config(other, tmp_path)
+  other[block][key] = value
+  assert _record(other, tmp_path)[block][key] == value
 
 
 @pytest.mark.parametrize(
@@ -294,15 +228,15 @@ def test_a_run_that_never_began_may_be_corrected(tmp_path, product):
   other['seed'] = 1
   run_record.record_config(other, tmp_path)
   (tmp_path / product).mkdir(parents=True)
-  with pytest.raises(run_record.OtherRun, match='seed=0.*started with 1'):
-    run_record.record_config(_config(), tmp_path)
+  (line,) = _refused(_config(), tmp_path)
+  assert line.startswith('seed=0: ')
 
 
 def test_a_record_that_is_none_is_refused(tmp_path):
   _begin(tmp_path, _config())
   (tmp_path / 'config.json').write_text('{"seed": 0')
-  with pytest.raises(run_record.OtherRun, match='config.json: not the record'):
-    run_record.record_config(_config(), tmp_path)
+  (line,) = _refused(_config(), tmp_path)
+  assert 'config.json: not the record' in line
 
 
 # `training/interruption_run_test.py` interrupts runs that make their start.
@@ -336,8 +270,8 @@ def test_an_infinite_number_is_recorded_and_compared(tmp_path):
   run_record.record_config(config, tmp_path)
   (tmp_path / 'metrics.jsonl').touch()
   run_record.record_config(config, tmp_path)
-  with pytest.raises(run_record.OtherRun, match='tau=3.0: .* with inf'):
-    run_record.record_config(config | {'tau': 3.0}, tmp_path)
+  (line,) = _refused(config | {'tau': 3.0}, tmp_path)
+  assert line.startswith('tau=3.0: ') and 'inf' in line
 
 
 def test_any_file_that_a_config_names_is_guarded_with_its_key(tmp_path):
@@ -362,9 +296,7 @@ def test_any_file_that_a_config_names_is_guarded_with_its_key(tmp_path):
   keys = [f'data.{key}' for key in keys] + ['model.path']
   for file, key in zip(files, keys, strict=True):
     file.write_text('after')
-    with pytest.raises(run_record.OtherRun) as caught:
-      run_record.record_config(config, workdir)
-    (line,) = str(caught.value).splitlines()
+    (line,) = _refused(config, workdir)
     named = model if key == 'model.path' else file
     assert line.startswith(f'{key}={named}: changed since the run in {workdir}')
     file.write_text('before')
@@ -404,11 +336,10 @@ def test_the_same_files_at_another_place_are_the_same_run(tmp_path, said):
   _begin(workdir, config)
   config['model']['path'] = str(there)
   run_record.record_config(config, workdir)
-  assert said == [f'note: model.path={there} from now on; it was {here}']
+  assert f'model.path={there}' in said[0] and str(here) in said[0]
   (here / 'config.json').write_text('{"other": 1}')
   config['model']['path'] = str(here)
-  with pytest.raises(run_record.OtherRun, match='model.path'):
-    run_record.check_config(config, workdir)
+  assert 'model.path' in _refused(config, workdir)[0]
 
 
 def test_packaged_files_are_recorded_by_name(tmp_path, said):

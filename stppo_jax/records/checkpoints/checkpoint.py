@@ -106,7 +106,7 @@ class Checkpointer:
     )
     self._flush = flush
     self._run = run_folder.read(self._workdir)
-    orbax_errors.hide_repeated()
+    orbax_errors.note_logged()
     with orbax_buckets.reaching(self._address):
       self._manager = orbax_parts.manager(
         self._folder,
@@ -135,10 +135,7 @@ class Checkpointer:
     Raises:
       SaveFailed: nothing is left of this step, or of the one before that was
         still being written; older steps are intact.
-      ValueError: the checkpoints were opened read-only.
     """
-    if self._read_only:
-      raise ValueError(f'{self._folder} is open for reading only')
     self.wait()
     steps = self._manager.all_steps()
     if step in steps:
@@ -155,6 +152,7 @@ class Checkpointer:
     if self._run is not None:
       manifest['run_id'] = self._run.run_id
       manifest['config_digest'] = self._run.config_digest
+    # Orbax asks which steps to keep before the manifest of this one is there.
     self._preservation.note(step, manifest['host'].get('score'))
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
@@ -219,13 +217,8 @@ class Checkpointer:
         may be a step of a run whose folder was given by mistake.
       NewerSchema: a newer version of this program has saved a step that was to
         be restored; nothing is renamed.
-      ValueError: a subtree is wanted of checkpoints that are open for writing.
     """
     self.wait()
-    if subtree and not self._read_only:
-      raise ValueError(
-        f'subtree={subtree!r}: {self._folder} is open for writing'
-      )
     skipped = []
     for saved in reversed(self.steps()):
       if step not in (None, saved):
@@ -296,6 +289,7 @@ class Checkpointer:
       raise OtherState(
         f'{self._folder}: step {step} is {other}; nothing was loaded'
       )
+    # Before any array is read: Orbax would cast another dtype silently.
     leaves = manifest['leaves'].items()
     saved = {name: leaf for name, leaf in leaves if name.startswith(prefix)}
     difference = fingerprint_lib.difference(saved, wanted)

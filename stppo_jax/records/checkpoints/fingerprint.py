@@ -48,13 +48,10 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 def named(tree: Any) -> dict[str, Any]:
   """Returns the leaves by dotted path, such as 'policy.layers.norm'."""
-  found = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    name = jax.tree_util.keystr(path, simple=True, separator='.') or 'state'
-    if name in found:
-      raise ValueError(f'two leaves of the state are named {name!r}')
-    found[name] = leaf
-  return found
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='.') or 'state': leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def kind(leaf: Any) -> dict[str, Any]:

@@ -54,10 +54,12 @@ def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
     raise ValueError(error.strerror or 'no such file') from error
   except (ValueError, RecursionError) as error:
     raise ValueError(f'not JSON ({error})') from error
-  if not isinstance(manifest, dict) or 'version' not in manifest:
-    raise ValueError('not a manifest of this program')
-  if manifest.pop('digest', None) != digest(manifest):
+  if not isinstance(manifest, dict) or (
+    manifest.pop('digest', None) != digest(manifest)
+  ):
     raise ValueError('the manifest does not match its digest')
+  # After the digest, which is computed alike in all versions: a newer manifest
+  # is told from a damaged one.
   version = manifest['version']
   if version != VERSION:
     is_newer = type(version) is int and version > VERSION

@@ -92,7 +92,7 @@ class ManifestRestore(ocp.args.CheckpointArgs):
 def checked(
   folder: epath.Path, check: Callable[[], None]
 ) -> type[ocp.path.atomicity_types.TemporaryPath]:
-  """Returns a class of steps that are committed after a check.
+  """Returns a class of temporary folders that are committed after a check.
 
   Args:
     folder: the folder of the checkpoints, which decides how they are committed.

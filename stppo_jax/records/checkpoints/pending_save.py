@@ -58,6 +58,7 @@ class PendingSave:
       SaveFailed: it could not be begun.
     """
     assert self._manager is None  # the last one was waited for
+    # The list of steps may name the one that has failed.
     if self._is_stale:
       with self._failing(manager, step):
         manager.reload()

@@ -30,7 +30,7 @@ def problems(
   Returns:
     Lines that name a file or a leaf, and the cause; [] for a sound checkpoint.
   """
-  orbax_errors.hide_repeated()
+  orbax_errors.note_logged()
   try:
     manifest = manifest_lib.read(path, step)
   except ValueError as error:
@@ -74,6 +74,7 @@ def _read(
     name: the leaf.
     kind: its shape and dtype, as the manifest has them.
   """
+  # On one device, whatever mesh the run has: fingerprints do not depend on it.
   sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shape, dtype = tuple(kind['shape']), jnp.dtype(kind['dtype'])
   wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)}

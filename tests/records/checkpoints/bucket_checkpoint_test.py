@@ -12,10 +12,6 @@ from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 from tests.storage import emulator
 
-# Orbax reads the leaves concurrently; see checkpoint_test.py.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
 _CHECKPOINTS = 'run/checkpoints'
 
 

@@ -31,12 +31,6 @@ from stppo_jax.workdir import run_folder
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 
-# Orbax reads the leaves concurrently and gives up at the first that is damaged.
-# The reads still under way then die without a listener, now or a little later.
-pytestmark = pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnraisableExceptionWarning'
-)
-
 
 # Once: a collection takes long in a process that has run many tests.
 @pytest.fixture(autouse=True, scope='module')
@@ -105,6 +99,15 @@ def _restore(workdir, mesh=None):
   return checkpoint.Checkpointer(workdir, keep=3).restore_latest(target)
 
 
+def _change_manifest(workdir, change):
+  """Changes the manifest of step 2, whose digest then fits."""
+  path = workdir / 'checkpoints' / '2' / manifest_lib.FILE
+  saved = json.loads(path.read_text())
+  del saved['digest']
+  saved = change(saved)
+  path.write_text(json.dumps(saved | {'digest': manifest_lib.digest(saved)}))
+
+
 @pytest.mark.parametrize(
   'shape',
   [(2, 4), (8, 1), pytest.param((1, 8), marks=pytest.mark.slow)],
@@ -158,18 +161,12 @@ def test_every_mth_step_is_kept(tmp_path):
 
 def test_a_newer_schema_is_refused_and_nothing_is_changed(tmp_path):
   _save(tmp_path, 1, 2)
-  manifest = tmp_path / 'checkpoints' / '2' / manifest_lib.FILE
-  saved = json.loads(manifest.read_text())
-  del saved['digest']
-  saved |= {'version': manifest_lib.VERSION + 1, 'more': 'of that version'}
-  saved['digest'] = manifest_lib.digest(saved)
-  manifest.write_text(json.dumps(saved))
+  _change_manifest(tmp_path, lambda saved: saved | {'version': 2, 'more': 1})
   before = _listing(tmp_path)
   with pytest.raises(manifest_lib.NewerSchema) as caught:
     _restore(tmp_path)
-  assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
-  said = 'step 2 is of schema 2, and this version of the program reads schema 1'
-  assert said in str(caught.value)
+  assert caught.value.exit_code == 2
+  assert 'step 2 is of schema 2' in str(caught.value)
   assert _listing(tmp_path) == before
   found = saved_steps.find(tmp_path)
   assert found[-1].notes[-1].startswith('of schema 2')
@@ -206,57 +203,6 @@ def test_a_save_that_check_finds_ended_is_noted_in_the_folder(tmp_path):
   # Now: a process that is killed never waits for the save.
   assert run_folder.read(tmp_path).has_saved
   saver.close()
-
-
-_ROUNDS = """
-import faulthandler
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from stppo_jax.records.checkpoints import checkpoint
-from stppo_jax.records.checkpoints import fingerprint
-
-faulthandler.dump_traceback_later(60, exit=True)
-mesh = jax.make_mesh((8,), ('fsdp',))
-sharding = NamedSharding(mesh, P('fsdp'))
-state = [
-  jax.device_put(np.full((8, 8 + n % 3), n, np.float32), sharding)
-  for n in range(90)
-]
-first = fingerprint.fingerprints(state)
-for _ in range(50):
-  assert fingerprint.fingerprints(state) == first
-print('50 rounds')
-"""
-
-
-@pytest.mark.slow
-def test_fingerprints_of_many_leaves_on_eight_devices_never_hang():
-  # A process of its own, with the threads that XLA has without our settings.
-  environment = os.environ | {
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_NUM_CPU_DEVICES': '8',
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-  }
-  environment.pop('NPROC', None)
-  process = subprocess.run(
-    [sys.executable, '-c', _ROUNDS],
-    capture_output=True,
-    text=True,
-    env=environment,
-    cwd=_REPO,
-    timeout=90,
-  )
-  assert process.returncode == 0, process.stderr
-  assert process.stdout == '50 rounds\n'
-
-
-def test_a_step_is_saved_once(tmp_path):
-  saver = checkpoint.Checkpointer(tmp_path, keep=2)
-  saver.save(1, {'x': jnp.ones(2)}, {'first': True})
-  saver.save(1, {'x': jnp.zeros(2)}, {'first': False})
-  _, state, host = saver.restore_latest({'x': jnp.zeros(2)})
-  assert host == {'first': True} and state['x'].tolist() == [1, 1]
 
 
 def _fingerprint_slowly(array):
@@ -355,16 +301,27 @@ def test_damage_to_any_file_is_never_loaded(tmp_path, kinds):
   assert fell_back >= 3
 
 
+def test_each_damaged_step_is_one_line(tmp_path, caplog):
+  _save(tmp_path, 2, 3, 4)
+  for step, damage in ((3, 'truncate'), (4, 'delete')):
+    for path in (tmp_path / 'checkpoints' / str(step)).rglob('d/*'):
+      _DAMAGE[damage](path)
+  assert _restore(tmp_path)[0] == 2
+  first, second = [record.getMessage() for record in caplog.records]
+  assert 'checkpoint 4 is not valid' in first and '4.corrupt' in first
+  assert 'checkpoint 3 is not valid' in second and '3.corrupt' in second
+
+
 def test_damaged_arrays_are_set_aside_with_a_warning(tmp_path, caplog):
   _save(tmp_path, 1, 2)
   folder = tmp_path / 'checkpoints'
-  manifest = folder / '2' / 'manifest' / 'metadata'
-  saved = json.loads(manifest.read_text())
   name = 'params.layers.w'
-  saved['leaves'][name]['fingerprint'] ^= 1
-  del saved['digest']
-  saved['digest'] = manifest_lib.digest(saved)
-  manifest.write_text(json.dumps(saved))
+
+  def change(saved):
+    saved['leaves'][name]['fingerprint'] ^= 1
+    return saved
+
+  _change_manifest(tmp_path, change)
   assert _restore(tmp_path)[0] == 1
   (record,) = caplog.records
   assert name in record.message and '2.corrupt' in record.message
@@ -380,27 +337,15 @@ def _listing(folder):
 
 
 @pytest.mark.parametrize(
-  ('change', 'expected'),
+  ('leaves', 'expected'),
   [
-    (
-      lambda s: {**s, 'a': s['a'].astype(jnp.bfloat16)},
-      'leaf a: expected bfloat16[4], found float32[4]',
-    ),
-    (
-      lambda s: {**s, 'a': s['a'].reshape(4, 1)},
-      'leaf a: expected float32[4,1], found float32[4]',
-    ),
-    (
-      lambda s: {**s, 'c': s['b']},
-      'leaf c: expected int32[2], found nothing',
-    ),
-    (
-      lambda s: {'a': s['a']},
-      'leaf b: expected nothing, found int32[2]',
-    ),
+    ({'a': jnp.zeros(4, jnp.bfloat16)}, 'a: expected bfloat16[4], found float'),
+    ({'a': jnp.zeros((4, 1))}, 'a: expected float32[4,1], found float32[4]'),
+    ({'c': jnp.zeros(2, jnp.int32)}, 'c: expected int32[2], found nothing'),
+    ({'b': None}, 'b: expected nothing, found int32[2]'),
   ],
 )
-def test_a_wrong_config_harms_no_checkpoint(tmp_path, change, expected):
+def test_a_wrong_config_harms_no_checkpoint(tmp_path, leaves, expected):
   state = {'a': jnp.arange(4.0), 'b': jnp.ones(2, jnp.int32)}
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   saver.save(1, state, {})
@@ -408,22 +353,24 @@ def test_a_wrong_config_harms_no_checkpoint(tmp_path, change, expected):
   before = _listing(tmp_path)
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   with pytest.raises(checkpoint.OtherState) as caught:
-    saver.restore_latest(change(state))
-  assert str(caught.value).endswith(
-    f'step 2 does not fit this config: {expected}'
-  )
+    saver.restore_latest(state | leaves)
+  assert f'not fit this config: leaf {expected}' in str(caught.value)
   assert caught.value.exit_code == 2
   assert _listing(tmp_path) == before
   assert saver.restore_latest(state)[0] == 2
 
 
-def test_only_corrupt_checkpoints_are_no_fresh_start(tmp_path):
+@pytest.mark.parametrize('read_only', [False, True])
+def test_only_corrupt_checkpoints_are_no_fresh_start(tmp_path, read_only):
   _save(tmp_path, 1)
   _flip(tmp_path / 'checkpoints' / '1' / 'manifest' / 'metadata', 0.5)
+  name = 'left: 1$' if read_only else 'left: 1.corrupt; '
   for _ in range(2):  # the next start must not silently begin anew
-    with pytest.raises(checkpoint.CorruptCheckpoints, match='1.corrupt') as e:
-      _restore(tmp_path)
-    assert e.value.exit_code == 3
+    with pytest.raises(checkpoint.CorruptCheckpoints, match=name) as caught:
+      checkpoint.Checkpointer(tmp_path, read_only=read_only).restore_latest(
+        _abstract(_state(_mesh(2, 4)))
+      )
+    assert caught.value.exit_code == 3
 
 
 def test_read_only_changes_nothing(tmp_path, caplog):
@@ -439,26 +386,10 @@ def test_read_only_changes_nothing(tmp_path, caplog):
   step, state, _ = reader.restore_latest(target)
   assert step == 1 and _bits(state) == _bits(_state(_mesh(2, 4), 1))
   assert 'checkpoint 2 is not valid' in caplog.text
-  with pytest.raises(ValueError, match='reading only'):
-    reader.save(9, state, {})
   reader.close()
   assert _listing(tmp_path) == before
   _restore(tmp_path)
   assert not under_way.exists() and (folder / '2.corrupt').is_dir()
-
-
-def test_read_only_reports_steps_that_are_all_damaged(tmp_path):
-  _save(tmp_path, 1)
-  _flip(tmp_path / 'checkpoints' / '1' / 'manifest' / 'metadata', 0.5)
-  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
-  with pytest.raises(checkpoint.CorruptCheckpoints, match='left: 1$'):
-    reader.restore_latest(_abstract(_state(_mesh(2, 4))))
-
-
-def test_read_only_makes_no_folder(tmp_path):
-  reader = checkpoint.Checkpointer(tmp_path / 'none', read_only=True)
-  assert reader.restore_latest({'x': jnp.zeros(2)}) is None
-  assert not list(tmp_path.iterdir())
 
 
 def test_a_foreign_folder_is_set_aside(tmp_path):
@@ -549,8 +480,6 @@ def test_a_subtree_is_read_alone(tmp_path):
   with contextlib.closing(checkpoint.Checkpointer(tmp_path)) as saving:
     for step in (1, 2):
       saving.save(step, jax.tree.map(lambda x: x + step, whole), {'n': step})
-    with pytest.raises(ValueError, match='open for writing'):
-      saving.restore_latest(whole['policy'], subtree='policy')
   shape = {'w': jax.ShapeDtypeStruct((6,), jnp.float32, sharding=layout)}
   reading = checkpoint.Checkpointer(tmp_path, read_only=True)
   with contextlib.closing(reading):
