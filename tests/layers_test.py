@@ -184,7 +184,6 @@ HOMES = {
   'http.server': (),
   'urllib.request': (),
   'bm25s': ('retrieval.indexes.bm25',),
-  'prometheus_client': ('http.metrics',),
   'mcp': ('envs.mcp_tools',),
   'mcp_types': ('envs.mcp_tools',),
   'textworld': ('envs.text_games',),

@@ -8,7 +8,6 @@ import logging
 from aiohttp import web
 
 from stppo_jax.http import connections as connections_lib
-from stppo_jax.http import metrics as metrics_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +80,7 @@ def authorize(token: str):
   return middleware
 
 
-def bound(
-  limits: Limits,
-  connections: connections_lib.Connections,
-  *,
-  json_only: bool,
-):
+def bound(limits: Limits, connections: connections_lib.Connections):
   """Returns a middleware that reads bodies, and refuses posts beyond the limit.
 
   Only posts whose body is there count, so that slow clients take nothing from
@@ -99,10 +93,6 @@ def bound(
     nonlocal in_flight
     if request.method != 'POST':
       return await handler(request)
-    if json_only and request.content_type != 'application/json':
-      raise web.HTTPUnsupportedMediaType(
-        text='Content-Type: expected application/json'
-      )
     # Most bodies come with their headers and need no timer, which would take
     # longer than reading them.
     here = request.content.is_eof()
@@ -119,31 +109,32 @@ def bound(
         text='too many requests in flight',
         headers={'Retry-After': str(limits.retry_after)},
       )
+    connection = connections.find(request.transport)
+    if connection is None:
+      raise Refusal(400, 'the client has gone')
     in_flight += 1
+    connection.is_busy = True
     try:
-      with connections.busy(request.transport):
-        return await handler(request)
+      return await handler(request)
     finally:
       in_flight -= 1
+      connection.is_busy = False
 
   return middleware
 
 
-def watch(
-  connections: connections_lib.Connections, metrics: metrics_lib.Metrics
-):
-  """Returns a middleware that measures requests.
-
-  It also tells the connection that a request has come.
-  """
+def watch(connections: connections_lib.Connections):
+  """Returns a middleware that tells a connection when it has a request."""
 
   @web.middleware
   async def middleware(request: web.Request, handler) -> web.StreamResponse:
-    resource = request.match_info.route.resource
-    path = resource.canonical if resource is not None else 'unknown'
-    with connections.request(request.transport), metrics.request(path) as done:
-      response = await handler(request)
-      done(response.status)
-      return response
+    connection = connections.find(request.transport)
+    if connection is None:
+      raise web.HTTPBadRequest(text='the client has gone')
+    connection.begin_request()
+    try:
+      return await handler(request)
+    finally:
+      connection.end_request()
 
   return middleware

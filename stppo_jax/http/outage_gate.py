@@ -23,8 +23,6 @@ class OutageGate:
   ready, and all requests go on when it is. Without the gate, each request would
   use up its few retries within seconds.
 
-  It works in one event loop at a time.
-
   Args:
     max_failure_rate: the share of the last six requests that may fail; at
       least three must have failed for the gate to close.
@@ -78,20 +76,17 @@ class OutageGate:
     """
     if not self._is_closed:
       return
-    loop = asyncio.get_running_loop()
-    # A task of a loop that has ended would never finish, so it is replaced.
-    if self._prober is None or self._prober.get_loop() is not loop:
-      self._prober = loop.create_task(self._probe())
+    if self._prober is None:
+      self._prober = asyncio.create_task(self._probe())
     # Shielded, so that the other requests go on waiting if this one is
     # cancelled.
     await asyncio.shield(self._prober)
 
   async def close(self) -> None:
     """Ends the task that asks the server."""
-    prober, self._prober = self._prober, None
-    if prober is not None and prober.get_loop() is asyncio.get_running_loop():
-      prober.cancel()
-      await asyncio.gather(prober, return_exceptions=True)
+    if self._prober is not None:
+      self._prober.cancel()
+      await asyncio.wait([self._prober])
 
   async def _probe(self) -> None:
     began = time.monotonic()

@@ -7,7 +7,6 @@ a fault never harms other trajectories.
 
 import asyncio
 from collections.abc import Sequence
-import dataclasses
 import time
 
 from stppo_jax import types
@@ -22,6 +21,7 @@ from stppo_jax.retrieval import replies
 from stppo_jax.retrieval import statistics
 
 _MAX_CONCURRENT_REQUESTS = 16
+_CACHED_BYTES = 64 << 20  # the memory of the answers that are kept
 # A request that may have failed because of one of its queries is divided into
 # this many smaller ones.
 _SPLIT = 4
@@ -34,28 +34,11 @@ _HEALTH_PATH = '/health'
 _Futures = dict[str, asyncio.Future]  # by query
 
 
-@dataclasses.dataclass
-class _Pending:
-  """The queries of one event loop that have no answer yet.
-
-  Attributes:
-    loop: the event loop.
-    queued: corpus to query to future, of queries that wait for the next flush.
-    in_flight: (corpus, query) to future, of queries that are queued or sent.
-    tasks: the tasks that send requests.
-  """
-
-  loop: asyncio.AbstractEventLoop
-  queued: dict[str, _Futures]
-  in_flight: dict[tuple[str, str], asyncio.Future]
-  tasks: set[asyncio.Task]
-
-
 class HttpRetriever:
   """A `protocol.Retriever` that sends queries to a server.
 
-  It works in the event loop that calls it, in one loop at a time. Connections
-  are closed at the end of that loop, or by `close`.
+  It works in one event loop. Connections are closed at the end of that loop, or
+  by `close`.
   """
 
   def __init__(
@@ -69,10 +52,7 @@ class HttpRetriever:
     ready_timeout: float,
     max_failure_rate: float,
     max_queries_per_request: int,
-    cached_bytes: int = 64 << 20,
     max_passage_chars: int = 1 << 16,
-    max_reply_bytes: int = http_client.MAX_REPLY_BYTES,
-    pauses: http_client.Pauses = http_client.PAUSES,
   ):
     """Makes a retriever; nothing is sent yet.
 
@@ -90,11 +70,7 @@ class HttpRetriever:
         fail, all requests wait until the server is ready, unless
         `ready_timeout` is 0.
       max_queries_per_request: the most queries in one request.
-      cached_bytes: the memory of the answers that are kept; the least recently
-        used ones are dropped.
       max_passage_chars: the most characters that are kept of a passage's text.
-      max_reply_bytes: the largest reply; a larger one is a failure.
-      pauses: how long to wait before retries and between health checks.
 
     Raises:
       ValueError: if the URL is not valid; the message is one line.
@@ -113,8 +89,6 @@ class HttpRetriever:
       timeout=timeout,
       token_variable=address.TOKEN_VARIABLE,
       max_concurrent=_MAX_CONCURRENT_REQUESTS,
-      max_reply_bytes=max_reply_bytes,
-      pauses=pauses,
       gate=self._gate if ready_timeout else None,
     )
     self._dialect = dialect
@@ -123,10 +97,14 @@ class HttpRetriever:
     self._ready_timeout = ready_timeout
     self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
-    self._cache = replies.AnswerCache(cached_bytes)
+    self._cache = replies.AnswerCache(_CACHED_BYTES)
     # Whether a server of this address has ever answered a query.
     self._was_answered = False
-    self._pending: _Pending | None = None
+    # By corpus: the queries that wait for the next flush.
+    self._queued: dict[str, _Futures] = {}
+    # By corpus and query: all queries without an answer, queued or sent.
+    self._in_flight: dict[tuple[str, str], asyncio.Future] = {}
+    self._tasks: set[asyncio.Task] = set()
     self._reset_statistics()
 
   async def retrieve(
@@ -146,12 +124,11 @@ class HttpRetriever:
     key = corpus, query
     passages = self._cache.find(key)
     if passages is None:
-      pending = self._pending_here()
-      if key not in pending.in_flight:
-        self._enqueue(pending, key)
+      if key not in self._in_flight:
+        self._enqueue(key)
       # Shielded, because other callers may wait for the same future: the
       # cancellation of this one must not cancel it for them.
-      passages = await asyncio.shield(pending.in_flight[key])
+      passages = await asyncio.shield(self._in_flight[key])
     self._statistics.count_answer(is_empty=not passages)
     return list(passages)
 
@@ -191,12 +168,10 @@ class HttpRetriever:
     return result
 
   async def close(self) -> None:
-    """Fails the queries in flight and closes the connections of this loop."""
-    pending, self._pending = self._pending, None
-    if pending is not None and not pending.loop.is_closed():
-      for task in pending.tasks:
-        task.cancel()
-      await asyncio.gather(*pending.tasks, return_exceptions=True)
+    """Fails the queries in flight and closes the connections."""
+    for task in self._tasks:
+      task.cancel()
+    await asyncio.gather(*self._tasks, return_exceptions=True)
     await self._gate.close()
     await self._client.close()
 
@@ -204,29 +179,15 @@ class HttpRetriever:
     self._statistics = statistics.Statistics()
     self._gate.reset_statistics()
 
-  def _pending_here(self) -> _Pending:
-    """Returns the pending queries of the running loop.
-
-    Futures belong to the loop that made them. Those of a loop that has ended
-    are dropped; a loop that still runs must not lose its queries.
-    """
-    loop = asyncio.get_running_loop()
-    current = self._pending
-    if current is not None and current.loop is loop:
-      return current
-    if current is not None and current.in_flight and current.loop.is_running():
-      raise RuntimeError('HttpRetriever is in use in another event loop')
-    self._pending = _Pending(loop=loop, queued={}, in_flight={}, tasks=set())
-    return self._pending
-
-  def _enqueue(self, pending: _Pending, key: tuple[str, str]) -> None:
+  def _enqueue(self, key: tuple[str, str]) -> None:
     """Adds a query to the next flush, and schedules one."""
     corpus, query = key
-    future = pending.loop.create_future()
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
     started = time.monotonic()
 
     def done(future: asyncio.Future) -> None:
-      del pending.in_flight[key]
+      del self._in_flight[key]
       error = future.exception()
       if isinstance(error, protocol.RetrieverUnreachable):
         return  # It was not sent.
@@ -237,21 +198,22 @@ class HttpRetriever:
       self._cache.keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
-    pending.in_flight[key] = future
-    if not pending.queued:
+    self._in_flight[key] = future
+    if not self._queued:
       # The flush runs after the callbacks that are ready now, so that a burst
       # of queries becomes one request.
-      pending.loop.call_soon(self._flush, pending)
-    pending.queued.setdefault(corpus, {})[query] = future
+      loop.call_soon(self._flush)
+    self._queued.setdefault(corpus, {})[query] = future
 
-  def _flush(self, pending: _Pending) -> None:
+  def _flush(self) -> None:
     """Sends the queued queries, at most `max_queries_per_request` together."""
-    queued, pending.queued = pending.queued, {}
+    queued, self._queued = self._queued, {}
     for corpus, futures in queued.items():
       for chunk in _chunks(futures, self._max_queries):
-        task = pending.loop.create_task(self._fetch(corpus, chunk))
-        pending.tasks.add(task)
-        task.add_done_callback(pending.tasks.discard)
+        # The loop holds its tasks by weak references only.
+        task = asyncio.create_task(self._fetch(corpus, chunk))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
   async def _fetch(self, corpus: str, futures: _Futures) -> None:
     """Requests passages and completes every future, whatever happens."""
@@ -272,7 +234,7 @@ class HttpRetriever:
   ) -> None:
     """Requests passages; calls itself for the queries that failed."""
     try:
-      answers = await self._post(corpus, list(futures), attempt)
+      answers = await self._post(corpus, list(futures))
       failure = attempts.malformed()
       may_be_query_error = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
@@ -340,9 +302,7 @@ class HttpRetriever:
       f'retrieval.dialect and {address.TOKEN_VARIABLE}'
     )
 
-  async def _post(
-    self, corpus: str, queries: Sequence[str], attempt: int
-  ) -> replies.Answers:
+  async def _post(self, corpus: str, queries: Sequence[str]) -> replies.Answers:
     """Sends one request; raises `http_client.Failure`.
 
     Returns:

@@ -5,7 +5,6 @@
     200  {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}
     POST /worlds/{world}/retrieve    the same over the passages of one world
     GET  /health                     {"status": "ok"}
-    GET  /metrics                    metrics as text for Prometheus
 
 There is one list per query, in order; without scores its entries are the bare
 documents. If answers are recorded ones, a query that was not recorded has null
@@ -26,7 +25,6 @@ import re
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval.indexes import backends
@@ -84,19 +82,13 @@ def make_app(
   spoken = (
     [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
   )
-  metrics = metrics_lib.Metrics()
-  service = _Service(index, world_passages, limits, metrics)
+  service = _Service(index, world_passages, limits)
   post = {}
   for path in dict.fromkeys(d.path for d in spoken):
     handler = service.handler([d for d in spoken if d.path == path])
     post |= {path: handler, '/{corpus:.+}' + path: handler}
   return http_server.application(
-    get={},
-    post=post,
-    limits=limits,
-    close=service.close,
-    token=token,
-    metrics=metrics,
+    post=post, limits=limits, close=service.close, token=token
   )
 
 
@@ -196,7 +188,6 @@ class _Service:
     index: backends.Index | None,
     world_passages: WorldPassages | None,
     limits: Limits,
-    metrics: metrics_lib.Metrics,
   ):
     self._limits = limits
     self._own = index
@@ -204,10 +195,6 @@ class _Service:
       lambda world: bm25.Bm25Index(world_passages(world))
     )
     self._searches = _Searches(limits.max_batch)
-    self._count_queries = metrics.counter('queries', 'Queries answered.')
-    self._count_empty = metrics.counter('empty', 'Queries that found nothing.')
-    if index is not None:
-      metrics.gauge('passages', 'Passages served.', lambda: len(index))
 
   def close(self) -> None:
     self._searches.close()
@@ -220,8 +207,6 @@ class _Service:
       dialect = _dialect_of(fields, spoken)
       queries, topk, scores = self._parse(fields, dialect)
       lists = await self._searches.search(corpus, search, queries, topk)
-      self._count_queries(len(lists))
-      self._count_empty(sum(not passages for passages in lists))
       return dialect.write(lists, scores)
 
     return retrieve

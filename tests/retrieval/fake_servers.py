@@ -6,14 +6,13 @@ import contextlib
 from aiohttp import web
 
 from stppo_jax import types
-from stppo_jax.http import client as http_client
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import dialects
 
 
 def retriever(url, *, dialect='search_r1', **changes):
-  """Returns a retriever with short pauses and timeouts."""
+  """Returns a retriever with short timeouts."""
   options = {
     'topk': 2,
     'timeout': 5.0,
@@ -21,7 +20,6 @@ def retriever(url, *, dialect='search_r1', **changes):
     'ready_timeout': 0.2,
     'max_failure_rate': 0.5,
     'max_queries_per_request': 64,
-    'pauses': http_client.Pauses(first=0.004, health=0.02),
   }
   return client.HttpRetriever(
     url, dialect=dialects.DIALECTS[dialect], **(options | changes)
@@ -77,11 +75,8 @@ class Server:
     """Serves in the context; yields the URL."""
     app = web.Application()
     app.router.add_post('/{path:.*}', self._handle)
-    runner, url = await http_server.start(app, '127.0.0.1', 0)
-    try:
+    async with http_server.serving(app, '127.0.0.1', 0) as url:
       yield url
-    finally:
-      await runner.cleanup()
 
   @property
   def queries(self):

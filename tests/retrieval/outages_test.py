@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 
 from aiohttp import web
-import pytest
 
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import protocol
@@ -52,16 +51,13 @@ class _Outage:
     return web.Response()
 
   @contextlib.asynccontextmanager
-  async def running(self, port=0):
+  async def running(self):
     """Serves in the context; yields the URL."""
     app = web.Application()
     app.router.add_post('/retrieve', self._search)
     app.router.add_get('/health', self._health)
-    runner, url = await http_server.start(app, '127.0.0.1', port)
-    try:
+    async with http_server.serving(app, '127.0.0.1', 0) as url:
       yield url
-    finally:
-      await runner.cleanup()
 
 
 async def _ask(retriever, queries):
@@ -152,32 +148,3 @@ def test_an_outage_that_lasts_is_no_failure_of_a_query():
   for error in found:
     assert isinstance(error, protocol.RetrieverUnreachable)
     assert 'not ready within 0.1 s: status 503' in str(error)
-
-
-def test_another_event_loop_asks_again():
-  """An interrupted collection leaves the gate closed."""
-
-  async def be_interrupted():
-    server = _Outage(10**9)
-    async with server.running() as url:
-      one = fake_servers.retriever(
-        url, max_queries_per_request=1, ready_timeout=60.0
-      )
-      asking = asyncio.create_task(_ask(one, _QUERIES))
-      while not server.checks:
-        await asyncio.sleep(0.001)
-      asking.cancel()
-      with pytest.raises(asyncio.CancelledError):
-        await asking
-      return one, url
-
-  async def go_on():
-    server = _Outage(1)
-    async with server.running(int(url.rpartition(':')[2])):
-      found = await one.retrieve('more')
-      await one.close()
-    assert found == [fake_servers.passage('more')]
-    assert server.checks == 2 and not server.failed
-
-  one, url = asyncio.run(be_interrupted())
-  asyncio.run(go_on())

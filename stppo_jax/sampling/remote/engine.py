@@ -1,4 +1,4 @@
-"""An engine whose turns are written by vLLM, SGLang or our own `server.py`.
+"""An engine whose turns are written by a server, vLLM or SGLang.
 
 It has the methods of `engine.Engine`. Each turn is one request with the ids of
 the whole dialogue, of which the server's prefix cache has the earlier part. The
