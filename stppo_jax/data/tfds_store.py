@@ -18,24 +18,19 @@ import json
 import logging
 import os
 import pathlib
-import socket
 import tempfile
 from typing import Any
 from typing import NamedTuple
-import urllib.parse
 
 import numpy as np
 import tensorflow_datasets as tfds
 
 from stppo_jax import types
+from stppo_jax.data import catalogue
 from stppo_jax.data import layout
 from stppo_jax.data import readers
 
-_log = logging.getLogger(__name__)
-
 _CHECKSUMS = 'sha256'
-_CONNECT_SECONDS = 10.0
-_PROXIES = ('http_proxy', 'https_proxy', 'all_proxy')
 
 
 @dataclasses.dataclass
@@ -45,8 +40,6 @@ class _Config(tfds.core.BuilderConfig):
   splits: Mapping[str, Sequence[types.Question]] = dataclasses.field(
     default_factory=dict, repr=False
   )
-  home: str = ''
-  licence: str = ''
 
 
 class SearchQuestions(tfds.core.GeneratorBasedBuilder):
@@ -61,6 +54,7 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
   def _info(self) -> tfds.core.DatasetInfo:
     config = self.builder_config
     assert isinstance(config, _Config)
+    entry = catalogue.PUBLISHED.get(config.name)
     text = tfds.features.Text()
     return tfds.core.DatasetInfo(
       builder=self,
@@ -76,9 +70,9 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
           'hops': np.int32,
         }
       ),
-      description=config.description,
-      homepage=config.home,
-      license=config.licence,
+      description=entry.title if entry else config.name,
+      homepage=entry.home if entry else '',
+      license=entry.licence if entry else '',
       disable_shuffling=True,  # rows stay in the order of the files
       metadata=tfds.core.MetadataDict(
         {_CHECKSUMS: {k: checksum(v) for k, v in config.splits.items()}}
@@ -124,12 +118,10 @@ class Summary(NamedTuple):
   """A data set that was built.
 
   Attributes:
-    name: the name of the data set.
     sizes: the number of questions of each split.
     checksums: the checksum of each split, see `checksum`.
   """
 
-  name: str
   sizes: Mapping[str, int]
   checksums: Mapping[str, str]
 
@@ -138,10 +130,6 @@ def build(
   root: pathlib.Path,
   name: str,
   splits: Mapping[str, Sequence[types.Question]],
-  *,
-  description: str = '',
-  home: str = '',
-  licence: str = '',
 ) -> Summary:
   """Writes a data set, which replaces an earlier one of the same name.
 
@@ -151,17 +139,8 @@ def build(
     root: the folder of the data sets.
     name: the name of the data set.
     splits: the questions of each split.
-    description: what the data set holds, for its metadata.
-    home: the page of its authors, for its metadata.
-    licence: the licence of its authors, for its metadata.
   """
-  config = _Config(
-    name=name,
-    description=description,
-    splits=splits,
-    home=home,
-    licence=licence,
-  )
+  config = _Config(name=name, splits=splits)
   target = layout.folder(root, name)
   target.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix='.partial-', dir=root) as partial:
@@ -181,7 +160,7 @@ def summary(root: pathlib.Path, name: str) -> Summary:
   """Returns the sizes and the checksums of a data set that was built."""
   info = _builder(root, name).info
   sizes = {key: split.num_examples for key, split in info.splits.items()}
-  return Summary(name, sizes, info.metadata[_CHECKSUMS])
+  return Summary(sizes, info.metadata[_CHECKSUMS])
 
 
 def open_split(
@@ -213,64 +192,18 @@ def checksum(questions: Sequence[types.Question]) -> str:
   return digest.hexdigest()
 
 
-def download(root: pathlib.Path, urls: Mapping[str, str]) -> None:
-  """Fetches the files that are not yet in `ROOT/downloads`.
-
-  Args:
-    root: the folder of the data sets.
-    urls: the address of each file, by the path that it gets in that folder.
-
-  Raises:
-    OSError: if a file cannot be fetched; the message is one line.
-  """
-  folder = root / layout.DOWNLOADS
-  manager = None
-  for name, url in urls.items():
-    path = folder / name
-    if path.is_file():
-      continue
-    _check_reachable(url)
-    _log.info(f'fetching {url}')
-    with _quietly():
-      manager = manager or tfds.download.DownloadManager(download_dir=folder)
-      try:
-        fetched = os.fspath(manager.download(url))
-      except Exception as error:  # requests and tfds raise many kinds
-        reason = ' '.join(str(error).split())
-        raise OSError(f'{url}: {reason}') from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(fetched, path)
-
-
-def _check_reachable(url: str) -> None:
-  """Raises OSError if nothing listens at an address.
-
-  The download tries ten times, which takes minutes where there is no network.
-  """
-  if any(os.environ.get(v) or os.environ.get(v.upper()) for v in _PROXIES):
-    return  # only the proxy knows which addresses can be reached
-  parts = urllib.parse.urlsplit(url)
-  port = parts.port or {'https': 443, 'http': 80}[parts.scheme]
-  try:
-    socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
-  except OSError as error:
-    raise OSError(f'{url}: {error.strerror or error}') from error
-
-
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
   """Silences the progress bars, notices and warnings of the library."""
   tfds.disable_progress_bar()
-  loggers = [logging.getLogger(name) for name in ('absl', 'urllib3')]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
+  log = logging.getLogger('absl')
+  level = log.level
+  log.setLevel(logging.ERROR)
   try:
     with contextlib.redirect_stdout(io.StringIO()):
       yield
   finally:
-    for logger, level in zip(loggers, levels):
-      logger.setLevel(level)
+    log.setLevel(level)
 
 
 def _builder(root: pathlib.Path, name: str) -> Any:
