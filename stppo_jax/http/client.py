@@ -29,6 +29,9 @@ MAX_REPLY_BYTES = 64 << 20  # a larger reply is a failure
 _EXCERPT = 200  # characters of an error reply that a message quotes
 # Not the module's own generator, whose state belongs to the user's code.
 _JITTER = random.Random()
+# The tasks that hold sessions open. The loop refers to its tasks only weakly,
+# so one whose client is dropped would end without closing its session.
+_keepers: set[asyncio.Task] = set()
 
 
 class Pauses(NamedTuple):
@@ -230,6 +233,8 @@ class Client:
       # Nobody needs to call `close` where the loop cancels its tasks at its
       # end: the task then closes the session.
       self._keeper = asyncio.create_task(_keep_open(self._session))
+      _keepers.add(self._keeper)
+      self._keeper.add_done_callback(_keepers.discard)
     return self._session
 
   async def _request(

@@ -37,26 +37,10 @@ _Search = Callable[[Sequence[str], int], _Lists]
 # Eighteen digits fit an int64; int() takes quadratic time for long texts.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 _DEFAULT_TOPK = 3  # as in Search-R1's server
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits(http_server.Limits):
-  """The limits of what clients may request; see `http_server.Limits` too.
-
-  Attributes:
-    max_queries: the most queries of a request.
-    max_query_chars: the most characters of a query; environments send fewer.
-    max_topk: the most passages per query.
-    max_batch: the most queries that are searched for at once.
-    max_worlds: the number of indexes that are kept; the least recently used
-      one is dropped.
-  """
-
-  max_queries: int = 512
-  max_query_chars: int = 4096
-  max_topk: int = 100
-  max_batch: int = 512
-  max_worlds: int = 64
+_MAX_TOPK = 100
+_MAX_QUERIES = 512  # of a request, and of those that are searched for at once
+_MAX_QUERY_CHARS = 4096  # environments send fewer
+_MAX_WORLDS = 64  # whose indexes are kept, the most recently used ones
 
 
 def make_app(
@@ -65,7 +49,6 @@ def make_app(
   world_passages: WorldPassages | None = None,
   token: str = '',
   dialect: str = '',
-  limits: Limits | None = None,
 ):
   """Returns the server as an application to be started.
 
@@ -76,19 +59,17 @@ def make_app(
     token: the bearer token that every request but /health needs; '' = none.
     dialect: the only dialect that is spoken; '' = the first of `DIALECTS` that
       has the fields of the request.
-    limits: the limits of what clients may request.
   """
-  limits = limits or Limits()
   spoken = (
     [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
   )
-  service = _Service(index, world_passages, limits)
+  service = _Service(index, world_passages)
   post = {}
   for path in dict.fromkeys(d.path for d in spoken):
     handler = service.handler([d for d in spoken if d.path == path])
     post |= {path: handler, '/{corpus:.+}' + path: handler}
   return http_server.application(
-    post=post, limits=limits, close=service.close, token=token
+    post=post, limits=http_server.Limits(), close=service.close, token=token
   )
 
 
@@ -113,8 +94,7 @@ class _Searches:
   cores anyway. With one thread, the indexes need no lock.
   """
 
-  def __init__(self, max_batch: int):
-    self._max_batch = max_batch
+  def __init__(self):
     self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
     # The searches that wait, by corpus. The corpora take turns.
     self._waiting: collections.OrderedDict[str, collections.deque[_Waiting]] = (
@@ -164,7 +144,7 @@ class _Searches:
     """Takes the next searches of one corpus, as many as one call may have."""
     corpus, waiting = self._waiting.popitem(last=False)
     batch, size = [], 0
-    while waiting and size < self._max_batch:
+    while waiting and size < _MAX_QUERIES:
       batch.append(waiting.popleft())
       size += len(batch[-1].queries)
     if waiting:
@@ -187,14 +167,12 @@ class _Service:
     self,
     index: backends.Index | None,
     world_passages: WorldPassages | None,
-    limits: Limits,
   ):
-    self._limits = limits
     self._own = index
-    self._world = world_passages and functools.lru_cache(limits.max_worlds)(
+    self._world = world_passages and functools.lru_cache(_MAX_WORLDS)(
       lambda world: bm25.Bm25Index(world_passages(world))
     )
-    self._searches = _Searches(limits.max_batch)
+    self._searches = _Searches()
 
   def close(self) -> None:
     self._searches.close()
@@ -224,27 +202,29 @@ class _Service:
     self, fields: dict[str, Any], dialect: dialects.Dialect
   ) -> tuple[list[str], int, bool]:
     """Returns queries, topk and whether scores are wanted, or refuses them."""
-    limits, name = self._limits, dialect.queries
-    require = http_server.require
+    require, name = http_server.require, dialect.queries
     queries = [fields[name]] if dialect.one_query else fields[name]
     expected = 'a string' if dialect.one_query else 'a list of strings'
     texts = isinstance(queries, list) and all(
       isinstance(query, str) for query in queries
     )
     require(texts, f'{name}: expected {expected}')
-    count, most = len(queries), limits.max_queries
-    require(count <= most, f'{name}: {count}, at most {most} are allowed')
-    longest, most = max(map(len, queries), default=0), limits.max_query_chars
-    require(longest <= most, f'{name}: at most {most} characters each')
-    topk, most = fields.get(dialect.topk), limits.max_topk
+    require(
+      len(queries) <= _MAX_QUERIES
+      and all(len(query) <= _MAX_QUERY_CHARS for query in queries),
+      f'{name}: at most {_MAX_QUERIES} are allowed, of at most '
+      f'{_MAX_QUERY_CHARS} characters each',
+    )
+    topk = fields.get(dialect.topk)
     topk = _DEFAULT_TOPK if topk is None else topk
     require(
-      type(topk) is int and 1 <= topk <= most,
-      f'{dialect.topk}: expected an integer from 1 to {most}',
+      type(topk) is int and 1 <= topk <= _MAX_TOPK,
+      f'{dialect.topk}: expected an integer from 1 to {_MAX_TOPK}',
     )
     scores = fields.get(dialect.scores, False)
-    boolean = isinstance(scores, bool)
-    require(boolean, f'{dialect.scores}: expected true or false')
+    require(
+      isinstance(scores, bool), f'{dialect.scores}: expected true or false'
+    )
     return queries, topk, scores
 
 

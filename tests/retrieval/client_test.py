@@ -142,22 +142,17 @@ def test_a_foreign_server_without_health_is_ready():
   asyncio.run(run())
 
 
-def test_the_token_is_sent_and_kept_out_of_errors(monkeypatch):
+def test_the_token_is_sent(monkeypatch):
   monkeypatch.setenv(address.TOKEN_VARIABLE, 's3cret')
 
-  async def run(token):
+  async def run():
     app = server.make_app(
-      bm25.Bm25Index([types.Passage('1', 'T', 'cat')]), token=token
+      bm25.Bm25Index([types.Passage('1', 'T', 'cat')]), token='s3cret'
     )
     async with http_server.serving(app, '127.0.0.1', 0) as url:
       return await fake_servers.retriever(url).retrieve('cat')
 
-  assert asyncio.run(run('s3cret'))[0].id == '1'
-  with pytest.raises(
-    protocol.RetrieverMisconfigured, match='status 401'
-  ) as error:
-    asyncio.run(run('other'))
-  assert 's3cret' not in str(error.value)
+  assert asyncio.run(run())[0].id == '1'
 
 
 def test_latencies_include_the_retries():

@@ -43,18 +43,6 @@ def test_skyrl_requests_have_one_query():
   ]
 
 
-def test_the_path_of_a_dialect_may_stand_in_the_url():
-  fake = fake_servers.Server()
-
-  async def run():
-    async with fake.running() as url:
-      retriever = fake_servers.retriever(f'{url}/retrieve/')
-      await retriever.retrieve('cats')
-
-  asyncio.run(run())
-  assert [path for path, _ in fake.requests] == ['/retrieve']
-
-
 def test_replies_may_lack_scores_and_have_more_passages_than_topk():
   def respond(body):
     bare = {'id': '1', 'contents': '"T"\nx'}
