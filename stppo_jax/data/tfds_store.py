@@ -213,16 +213,14 @@ def _builder(root: pathlib.Path, name: str) -> Any:
 
 def _question(row: Mapping[str, Any]) -> types.Question:
   """Returns the question of a row, whose texts the library reads as bytes."""
-  options = zip(row['options']['letter'], row['options']['text'])
+  texts = lambda values: [value.decode() for value in values]
+  options = row['options']
   return readers.parse_question(
-    {
-      'id': row['id'].decode(),
-      'dataset': row['dataset'].decode(),
-      'kind': row['kind'].decode(),
-      'question': row['question'].decode(),
-      'answers': [answer.decode() for answer in row['answers']],
-      'options': {k.decode(): x.decode() for k, x in options},
-      'gold_pids': [identity.decode() for identity in row['gold_pids']],
+    {key: x.decode() for key, x in row.items() if isinstance(x, bytes)}
+    | {
+      'answers': texts(row['answers']),
+      'options': dict(zip(texts(options['letter']), texts(options['text']))),
+      'gold_pids': texts(row['gold_pids']),
       'hops': int(row['hops']),
     }
   )

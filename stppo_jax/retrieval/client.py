@@ -6,7 +6,6 @@ a fault never harms other trajectories.
 """
 
 import asyncio
-from collections.abc import Sequence
 import time
 
 from stppo_jax import types
@@ -234,7 +233,18 @@ class HttpRetriever:
   ) -> None:
     """Requests passages; calls itself for the queries that failed."""
     try:
-      answers = await self._post(corpus, list(futures))
+      answers = replies.clean(
+        await attempts.ask(
+          self._client,
+          self._dialect,
+          list(futures),
+          corpus=corpus,
+          topk=self._topk,
+        ),
+        topk=self._topk,
+        max_chars=self._max_passage_chars,
+      )
+      self._was_answered |= any(answer is not None for answer in answers)
       failure = attempts.malformed()
       may_be_query_error = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
@@ -301,21 +311,6 @@ class HttpRetriever:
       f'{self._client.url}{path}: {failure}; check retrieval.url, '
       f'retrieval.dialect and {address.TOKEN_VARIABLE}'
     )
-
-  async def _post(self, corpus: str, queries: Sequence[str]) -> replies.Answers:
-    """Sends one request; raises `http_client.Failure`.
-
-    Returns:
-      The passages of each query; None where they are malformed.
-    """
-    answers = await attempts.ask(
-      self._client, self._dialect, queries, corpus=corpus, topk=self._topk
-    )
-    answers = replies.clean(
-      answers, topk=self._topk, max_chars=self._max_passage_chars
-    )
-    self._was_answered |= any(answer is not None for answer in answers)
-    return answers
 
 
 def _chunks(futures: _Futures, size: int) -> list[_Futures]:

@@ -15,14 +15,13 @@ question's `corpus`. An unknown corpus is answered with 404, a wrong field with
 """
 
 import asyncio
-import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
-import dataclasses
 import functools
 import re
 from typing import Any
+from typing import NamedTuple
 
 from stppo_jax import types
 from stppo_jax.http import server as http_server
@@ -86,8 +85,17 @@ def embedded(
   return http_server.EmbeddedServer(lambda: make_app(index(), **options))
 
 
+class _Waiting(NamedTuple):
+  """A request that waits for its search."""
+
+  search: _Search
+  queries: Sequence[str]
+  topk: int
+  future: asyncio.Future
+
+
 class _Searches:
-  """Searches on a thread; queries that come meanwhile share the next call.
+  """Searches on a thread; requests that come meanwhile share the next call.
 
   The thread keeps the event loop free to answer /health during a search. More
   threads would not help: searching holds the interpreter's lock, or uses all
@@ -96,10 +104,7 @@ class _Searches:
 
   def __init__(self):
     self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
-    # The searches that wait, by corpus. The corpora take turns.
-    self._waiting: collections.OrderedDict[str, collections.deque[_Waiting]] = (
-      collections.OrderedDict()
-    )
+    self._waiting: dict[str, list[_Waiting]] = {}  # by corpus
     self._task: asyncio.Task | None = None
 
   def close(self) -> None:
@@ -111,22 +116,18 @@ class _Searches:
     """Returns the passages of each query; raises what `search` raises."""
     loop = asyncio.get_running_loop()
     waiting = _Waiting(search, queries, topk, loop.create_future())
-    self._waiting.setdefault(corpus, collections.deque()).append(waiting)
+    self._waiting.setdefault(corpus, []).append(waiting)
     if self._task is None:
       self._task = loop.create_task(self._run())
     return await waiting.future
 
   async def _run(self) -> None:
-    loop = asyncio.get_running_loop()
+    """Searches until nobody waits; the corpora take turns."""
     try:
       while self._waiting:
-        batch = self._next_batch()
-        queries = [query for waiting in batch for query in waiting.queries]
-        topk = max(waiting.topk for waiting in batch)
+        batch = self._waiting.pop(next(iter(self._waiting)))
         try:
-          lists = await loop.run_in_executor(
-            self._executor, batch[0].search, queries, topk
-          )
+          lists = await self._search(batch)
         except Exception as error:
           for waiting in batch:
             if not waiting.future.done():  # its client may have gone
@@ -140,24 +141,18 @@ class _Searches:
     finally:
       self._task = None
 
-  def _next_batch(self) -> list['_Waiting']:
-    """Takes the next searches of one corpus, as many as one call may have."""
-    corpus, waiting = self._waiting.popitem(last=False)
-    batch, size = [], 0
-    while waiting and size < _MAX_QUERIES:
-      batch.append(waiting.popleft())
-      size += len(batch[-1].queries)
-    if waiting:
-      self._waiting[corpus] = waiting
-    return batch
-
-
-@dataclasses.dataclass(frozen=True)
-class _Waiting:
-  search: _Search
-  queries: Sequence[str]
-  topk: int
-  future: asyncio.Future
+  async def _search(self, batch: Sequence[_Waiting]) -> _Lists:
+    """Returns the passages of all queries of requests to one corpus."""
+    loop = asyncio.get_running_loop()
+    queries = [query for waiting in batch for query in waiting.queries]
+    topk = max(waiting.topk for waiting in batch)
+    lists: _Lists = []
+    for begin in range(0, len(queries), _MAX_QUERIES):
+      some = queries[begin : begin + _MAX_QUERIES]
+      lists += await loop.run_in_executor(
+        self._executor, batch[0].search, some, topk
+      )
+    return lists
 
 
 class _Service:

@@ -81,16 +81,6 @@ def test_the_answer_follows_from_the_passages_alone(hops):
       assert (first == 'Who') == (type_of[answer] == 'person')
 
 
-def test_facts_point_to_the_right_type_and_not_to_themselves():
-  world = _world(1002, distractors=9)
-  for entity in world.entities.values():
-    table = synthetic_wiki.RELATIONS[entity.type]
-    assert entity.facts.keys() == table.keys()
-    for relation, name in entity.facts.items():
-      assert world.entities[name].type == table[relation]
-      assert name != entity.name
-
-
 def test_questions_are_different_and_hops_alternate():
   chains = _world(1003).chains(100, hops=(1, 2), seed=0)
   assert [len(chain.relations) for chain in chains] == [1, 2] * 50
@@ -138,16 +128,6 @@ def test_more_names_than_the_pieces_can_form_are_refused():
   # There are 64 names of one piece; a quarter of them is for evaluation.
   with pytest.raises(ValueError, match='cannot form 40 names of 1 pieces'):
     _world(7, entities_per_type=8, name_pieces=1)
-
-
-def test_every_phrase_of_a_dialogue_has_its_token():
-  vocabulary = set(synthetic_wiki.vocabulary())
-  assert len(vocabulary) == len(synthetic_wiki.vocabulary())
-  for table in synthetic_wiki.RELATIONS.values():
-    assert {f' {relation}' for relation in table} <= vocabulary
-  name = next(iter(_world(1008).entities))
-  opening = synthetic_wiki.first_piece(name)
-  assert {f' {opening}', name.removeprefix(opening)} <= vocabulary
 
 
 @pytest.mark.parametrize(

@@ -49,28 +49,3 @@ def test_a_request_that_is_cancelled_leaves_the_others_waiting():
 
   asyncio.run(run())
   assert probes == [1]
-
-
-def test_all_that_wait_get_the_error_of_the_probe():
-  async def run():
-    async def until_ready():
-      await asyncio.sleep(0)
-      raise RuntimeError('no longer')
-
-    gate = _closed_gate(until_ready)
-    return await asyncio.gather(
-      *(gate.passed() for _ in range(3)), return_exceptions=True
-    )
-
-  errors = asyncio.run(run())
-  assert [str(error) for error in errors] == 3 * ['no longer']
-
-
-def test_errors_of_the_policy_close_nothing():
-  gate = outage_gate.OutageGate(
-    0.5, lambda error: False, asyncio.Event().wait, server='the server'
-  )
-  for _ in range(9):
-    with contextlib.suppress(ValueError), gate.counted():
-      raise ValueError
-  assert gate.times_closed == 0

@@ -44,7 +44,7 @@ def test_each_corpus_has_its_own_path():
         retriever.retrieve('a'),
       )
       for corpus in ('../x', 'a/../b', '/a', 'a//b', 'a?b', 'a%2e', 'a/'):
-        with pytest.raises(ValueError, match='not a plain relative path'):
+        with pytest.raises(ValueError):
           await retriever.retrieve('a', corpus=corpus)
 
   asyncio.run(run())
@@ -59,40 +59,35 @@ def test_each_corpus_has_its_own_path():
 def test_the_cache_is_per_corpus():
   fake = fake_servers.Server()
 
-  async def run():
-    async with fake.running() as url:
-      retriever = fake_servers.retriever(url)
-      first = await retriever.retrieve('a')
-      first.clear()  # The caller's own list, not the cache's.
-      assert await retriever.retrieve('a') == [fake_servers.passage('a')]
-      assert len(fake.requests) == 1
-      await retriever.retrieve('a', corpus='c')
-      await retriever.retrieve('a')
-      assert len(fake.requests) == 2
-      statistics = retriever.statistics()
-      assert statistics['retrieval/ok'] == 2.0
-      assert statistics['retrieval/answers'] == 4.0
-      assert statistics['retrieval/empty'] == 0.0
-      assert retriever.statistics()['retrieval/ok'] == 0.0
+  async def search(retriever):
+    first = await retriever.retrieve('a')
+    first.clear()  # The caller's own list, not the cache's.
+    assert await retriever.retrieve('a') == [fake_servers.passage('a')]
+    assert len(fake.requests) == 1
+    await retriever.retrieve('a', corpus='c')
+    await retriever.retrieve('a')
+    assert len(fake.requests) == 2
+    statistics = retriever.statistics()
+    assert statistics['retrieval/ok'] == 2.0
+    assert statistics['retrieval/answers'] == 4.0
+    assert statistics['retrieval/empty'] == 0.0
+    assert retriever.statistics()['retrieval/ok'] == 0.0
 
-  asyncio.run(run())
+  fake_servers.use(fake, search)
 
 
 def test_equal_queries_at_one_time_are_sent_once_and_failures_not_kept():
   unavailable = lambda body: web.Response(status=503)
   fake = fake_servers.Server(fake_servers.fail_once(unavailable))
 
-  async def run():
-    async with fake.running() as url:
-      retriever = fake_servers.retriever(url, retries=0)
-      for result in (protocol.RetrievalError, list):
-        answers = await asyncio.gather(
-          *(retriever.retrieve('a') for _ in range(3)),
-          return_exceptions=True,
-        )
-        assert [type(answer) for answer in answers] == [result] * 3
+  async def search(retriever):
+    for result in (protocol.RetrievalError, list):
+      answers = await asyncio.gather(
+        *(retriever.retrieve('a') for _ in range(3)), return_exceptions=True
+      )
+      assert [type(answer) for answer in answers] == [result] * 3
 
-  asyncio.run(run())
+  fake_servers.use(fake, search, retries=0)
   assert fake.queries == [['a'], ['a']]
 
 
@@ -101,18 +96,16 @@ def test_a_cancelled_caller_does_not_cancel_the_others():
     await asyncio.sleep(0.1)
     return fake_servers.answer(body)
 
-  async def run():
-    async with fake_servers.Server(respond).running() as url:
-      retriever = fake_servers.retriever(url)
-      one = asyncio.create_task(retriever.retrieve('a'))
-      two = asyncio.create_task(retriever.retrieve('a'))
-      await asyncio.sleep(0.02)
-      one.cancel()
-      assert await two == [fake_servers.passage('a')]
-      with pytest.raises(asyncio.CancelledError):
-        await one
+  async def search(retriever):
+    one = asyncio.create_task(retriever.retrieve('a'))
+    two = asyncio.create_task(retriever.retrieve('a'))
+    await asyncio.sleep(0.02)
+    one.cancel()
+    assert await two == [fake_servers.passage('a')]
+    with pytest.raises(asyncio.CancelledError):
+      await one
 
-  asyncio.run(run())
+  fake_servers.use(fake_servers.Server(respond), search)
 
 
 def test_closing_fails_waiting_callers():
@@ -120,26 +113,21 @@ def test_closing_fails_waiting_callers():
     await asyncio.sleep(5)
     return fake_servers.answer(body)
 
-  async def run():
-    async with fake_servers.Server(respond).running() as url:
-      retriever = fake_servers.retriever(url)
-      waiting = asyncio.create_task(retriever.retrieve('a'))
-      await asyncio.sleep(0.05)
-      await retriever.close()
-      with pytest.raises(protocol.RetrievalError, match='closed'):
-        await waiting
+  async def search(retriever):
+    waiting = asyncio.create_task(retriever.retrieve('a'))
+    await asyncio.sleep(0.05)
+    await retriever.close()
+    with pytest.raises(protocol.RetrievalError, match='closed'):
+      await waiting
 
-  asyncio.run(run())
+  fake_servers.use(fake_servers.Server(respond), search)
 
 
 def test_a_foreign_server_without_health_is_ready():
-  async def run():
-    async with fake_servers.Server().running() as url:
-      retriever = fake_servers.retriever(url)
-      await retriever.wait_until_ready()  # 405
-      await retriever.close()
-
-  asyncio.run(run())
+  fake_servers.use(
+    fake_servers.Server(),
+    lambda retriever: retriever.wait_until_ready(),  # 405
+  )
 
 
 def test_the_token_is_sent(monkeypatch):

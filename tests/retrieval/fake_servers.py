@@ -60,6 +60,8 @@ def fail_once(failure):
 class Server:
   """Answers with `respond(body)`; keeps its requests, as (path, body)."""
 
+  health = None  # a subclass may have a handler of /health
+
   def __init__(self, respond=answer):
     self._respond = respond
     self.requests = []
@@ -75,6 +77,8 @@ class Server:
     """Serves in the context; yields the URL."""
     app = web.Application()
     app.router.add_post('/{path:.*}', self._handle)
+    if self.health is not None:
+      app.router.add_get('/health', self.health)
     async with http_server.serving(app, '127.0.0.1', 0) as url:
       yield url
 
@@ -83,17 +87,27 @@ class Server:
     return [body['queries'] for _, body in self.requests]
 
 
-def retrieve(server, queries, **options):
-  """Returns passages or exceptions of concurrent calls, and statistics."""
+def use(server, do, **options):
+  """Returns what `do(retriever)` returns while a server runs."""
 
   async def run():
     async with server.running() as url:
-      client = retriever(url, **options)
-      results = await asyncio.gather(
-        *(client.retrieve(query) for query in queries),
-        return_exceptions=True,
-      )
-      await client.close()
-      return results, client.statistics()
+      one = retriever(url, **options)
+      try:
+        return await do(one)
+      finally:
+        await one.close()
 
   return asyncio.run(run())
+
+
+def retrieve(server, queries, **options):
+  """Returns passages or exceptions of concurrent calls, and statistics."""
+
+  async def do(one):
+    results = await asyncio.gather(
+      *(one.retrieve(query) for query in queries), return_exceptions=True
+    )
+    return results, one.statistics()
+
+  return use(server, do, **options)
