@@ -120,7 +120,7 @@ def _download(url: str, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, 'wb') as file:
       shutil.copyfileobj(reply, file)
-  # A connection that ends early is no error of `read` with a size.
+  # A read of some bytes raises nothing where the connection ends early.
   size, expected = partial.stat().st_size, reply.headers['Content-Length']
   if expected is not None and size != int(expected):
     raise OSError(f'{size} bytes of {expected}')

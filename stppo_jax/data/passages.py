@@ -18,7 +18,7 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if a line is no passage, an id occurs twice, or there is no
+    ValueError: if a line is not a passage, an id occurs twice, or there is no
       passage; the message names the file and the line.
   """
   return tables.read(path, _parse, noun='passages')

@@ -126,6 +126,7 @@ class World:
     rng = np.random.default_rng((seed, self.index, 1))
     names = list(self.entities)
     seen, chains = set(), []
+    # Draws repeat: a hundred for each question show that a world has no more.
     for _ in range(100 * count):
       if len(chains) == count:
         return chains

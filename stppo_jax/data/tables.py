@@ -158,9 +158,9 @@ def read(
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if a row is no record, an id occurs twice, there is no record,
-      or the file cannot be read; the message names the file and the line or the
-      row.
+    ValueError: if a row is not a record, an id occurs twice, there is no
+      record, or the file cannot be read; the message names the file and the
+      line or the row.
   """
   if not isinstance(file, TableFile):
     file = TableFile(pathlib.Path(file))
@@ -244,6 +244,7 @@ def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """
   with _text(stream) as opened:
     text = opened.read()
+  # A value that is spread over several lines has none complete on the first.
   first, _, more = text.partition('\n')
   if more.strip() and _is_json(first):
     yield from _lines(file, io.BytesIO(text.encode()))

@@ -252,6 +252,7 @@ class Client:
           raise await self._failure_of_status(response)
         return await self._read(response)
     except (aiohttp.ClientError, OSError) as error:
+      # Some timeouts of aiohttp are connection errors, too.
       if isinstance(error, TimeoutError):
         line = f'no reply within {timeout:g} s'
         raise Failure(line, Cause.TIMEOUT) from error

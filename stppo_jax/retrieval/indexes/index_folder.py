@@ -90,7 +90,8 @@ class IndexFolder:
     """Opens a folder that `create` made.
 
     Raises:
-      ValueError: if the folder is none, or is damaged; the message is one line.
+      ValueError: if the folder holds no index, or a damaged one; the message is
+        one line.
     """
     self.path = pathlib.Path(path)
     manifest = _read_manifest(self.path / _MANIFEST)

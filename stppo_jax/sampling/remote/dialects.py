@@ -144,7 +144,7 @@ def _fields(reply: bytes) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise ValueError('the reply is not JSON') from error
   if not isinstance(value, dict):
-    raise ValueError('the reply is no JSON object')
+    raise ValueError('the reply is not a JSON object')
   return value
 
 
