@@ -97,7 +97,7 @@ class SyntheticQuestions(Questions):
   ) -> list[types.Question]:
     """See `Questions`; all rounds of a step are about the same world."""
     world = self._world(_index(self.seed + 1, step))
-    chains = world.chains((resample_round + 1) * count, hops=self.hops, seed=0)
+    chains = world.chains((resample_round + 1) * count, hops=self.hops)
     return [chain.question for chain in chains[resample_round * count :]]
 
   def demonstration_chains(
@@ -105,14 +105,14 @@ class SyntheticQuestions(Questions):
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
     """Returns a world that no training step uses, and solved questions."""
     world = self._world(_index(0, step))
-    return world, world.chains(count, hops=hops, seed=0)
+    return world, world.chains(count, hops=hops)
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
     """See `Questions`; every number of hops is a data set."""
     world = self._world(0)
     result = {}
     for hops in self.hops:
-      chains = world.chains(count, hops=(hops,), seed=0)
+      chains = world.chains(count, hops=(hops,))
       name = chains[0].question.data_set
       result[name] = [chain.question for chain in chains]
     return result

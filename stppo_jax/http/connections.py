@@ -9,12 +9,8 @@ clients that wait, or are slow to send a body, cannot keep others out.
 
 import asyncio
 from collections.abc import Callable
+import resource
 from typing import Any
-
-try:
-  import resource
-except ImportError:  # Windows has no such limits.
-  resource = None
 
 # The connections that one pass of the event loop accepts.
 ACCEPTED_AT_ONCE = 32
@@ -26,8 +22,6 @@ def bounded_by_descriptors(max_connections: int) -> int:
   The other half is for files, and for connections that are accepted before the
   idle ones are closed.
   """
-  if resource is None:
-    return max_connections
   soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   if soft == resource.RLIM_INFINITY:
     return max_connections

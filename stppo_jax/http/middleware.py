@@ -41,24 +41,38 @@ class Refusal(Exception):
     self.status = status
 
 
-@web.middleware
-async def one_line(request: web.Request, handler) -> web.StreamResponse:
-  """Turns whatever a handler raises into a status and one line."""
-  headers: dict[str, str] = {}
-  try:
-    return await handler(request)
-  except Refusal as refusal:
-    status, detail = refusal.status, str(refusal)
-  except web.HTTPException as error:
-    headers = dict(error.headers)
-    headers.pop('Content-Type', None)
-    headers.pop('Content-Length', None)
-    status, detail = error.status, error.text or error.reason
-  except Exception:
-    logging.getLogger(__name__).exception('request failed: %s', request.path)
-    status, detail = 500, 'internal error'
-  detail = ' '.join(detail.split())
-  return web.json_response({'detail': detail}, status=status, headers=headers)
+def answered(connections: connections_lib.Connections):
+  """Returns the outer middleware, which answers whatever happens.
+
+  It turns what a handler raises into a status and one line, and tells the
+  connection when it has a request.
+  """
+
+  @web.middleware
+  async def middleware(request: web.Request, handler) -> web.StreamResponse:
+    headers: dict[str, str] = {}
+    connection = connections.find(request.transport)
+    if connection is None:
+      raise web.HTTPBadRequest(text='the client has gone')
+    connection.begin_request()
+    try:
+      return await handler(request)
+    except Refusal as refusal:
+      status, detail = refusal.status, str(refusal)
+    except web.HTTPException as error:
+      headers = dict(error.headers)
+      headers.pop('Content-Type', None)
+      headers.pop('Content-Length', None)
+      status, detail = error.status, error.text or error.reason
+    except Exception:
+      logging.getLogger(__name__).exception('request failed: %s', request.path)
+      status, detail = 500, 'internal error'
+    finally:
+      connection.end_request()
+    detail = ' '.join(detail.split())
+    return web.json_response({'detail': detail}, status=status, headers=headers)
+
+  return middleware
 
 
 def authorize(token: str):
@@ -119,22 +133,5 @@ def bound(limits: Limits, connections: connections_lib.Connections):
     finally:
       in_flight -= 1
       connection.is_busy = False
-
-  return middleware
-
-
-def watch(connections: connections_lib.Connections):
-  """Returns a middleware that tells a connection when it has a request."""
-
-  @web.middleware
-  async def middleware(request: web.Request, handler) -> web.StreamResponse:
-    connection = connections.find(request.transport)
-    if connection is None:
-      raise web.HTTPBadRequest(text='the client has gone')
-    connection.begin_request()
-    try:
-      return await handler(request)
-    finally:
-      connection.end_request()
 
   return middleware

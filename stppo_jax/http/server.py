@@ -75,8 +75,7 @@ def application(
   app = web.Application(
     client_max_size=limits.max_body_bytes,
     middlewares=[
-      middleware.watch(connections),
-      middleware.one_line,
+      middleware.answered(connections),
       middleware.authorize(token),
       middleware.bound(limits, connections),
     ],
