@@ -264,7 +264,7 @@ def test_a_set_that_cannot_be_fetched_says_which_files_it_needs(
       'musique_ans_v1.0_train.jsonl',
       '{"id": "2hop__100_101", "question": "q", "answer": "a", '
       '"answer_aliases": [], "question_decomposition": [], "paragraphs": []}',
-      ":25: duplicate id '2hop__100_101', first on line 1",
+      ":25: duplicate id '2hop__100_101', first at ",
     ),
     ('popqa', 'popQA.tsv', '1\t2', ':26: expected 6 columns'),
   ],

@@ -86,7 +86,7 @@ def _without(fields, name):
     (_CHOICE | {'options': {'A': 1}}, '"options"'),
     (_CHOICE | {'answer_key': 'C'}, "'C'"),
     (_without(_CHOICE, 'answer_key') | {'answers': ['six']}, '"answers"'),
-    (_OPEN, "duplicate id 'n1', first on line 1"),
+    (_OPEN, "duplicate id 'n1', first at "),
     (_OPEN | {'id': '2', 'gold_pids': 'p'}, '"gold_pids"'),
     (_OPEN | {'id': '2', 'hops': -1}, '"hops"'),
     ({'question': 'q', 'reward_model': {}}, '"ground_truth"'),
@@ -233,7 +233,7 @@ def test_malformed_rows_and_files_of_parquet_are_named(tmp_path):
   assert str(error.value).startswith(f'{path}: row 2: "answers": ')
   rows[1] = _FLASHRAG
   parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-  with pytest.raises(ValueError, match="row 2: .*'test_3', first on row 1"):
+  with pytest.raises(ValueError, match="row 2: .*'test_3', first at .*row 1"):
     readers.read_questions(path)
   path.write_bytes(path.read_bytes()[:-9])
   with pytest.raises(ValueError, match=r'rows\.parquet: '):
