@@ -105,29 +105,21 @@ def test_choice_questions_look_for_the_text_of_the_golden_option(text, reward):
   assert _step(_environment(retriever), 0, _SEARCH, question).reward == reward
 
 
-def test_an_invalid_turn_is_corrected_without_a_search():
-  retriever = fakes.FakeRetriever({})
-  step = _step(_environment(retriever), 0, '<search> </search>')
-  assert (step.action, step.status) == ('invalid', None)
-  assert '<search>' in step.observation.text
-  assert retriever.calls == []
-
-
-@pytest.mark.parametrize('turn_index', [0, 2])
-def test_an_answer_completes(turn_index):
-  step = _step(_environment(), turn_index, _ANSWER)
-  assert (step.action, step.observation) == ('answer', None)
-  assert step.status is _STATUS.COMPLETED
-
-
 @pytest.mark.parametrize(
-  ('text', 'action'), [(_SEARCH, 'search'), ('hm', 'invalid')]
+  ('turn_index', 'text', 'action', 'status'),
+  [
+    (0, '<search> </search>', 'invalid', None),
+    (0, _ANSWER, 'answer', _STATUS.COMPLETED),
+    (2, _ANSWER, 'answer', _STATUS.COMPLETED),
+    (2, _SEARCH, 'search', _STATUS.TRUNCATED_TURNS),
+    (2, 'hm', 'invalid', _STATUS.TRUNCATED_TURNS),
+  ],
 )
-def test_the_last_turn_cannot_search(text, action):
+def test_turns_without_a_search(turn_index, text, action, status):
   retriever = fakes.FakeRetriever({})
-  step = _step(_environment(retriever), 2, text)
-  assert (step.action, step.observation) == (action, None)
-  assert step.status is _STATUS.TRUNCATED_TURNS
+  step = _step(_environment(retriever), turn_index, text)
+  assert (step.action, step.status) == (action, status)
+  assert (step.observation is None) == (status is not None)
   assert retriever.calls == []
 
 

@@ -85,11 +85,8 @@ def test_only_rows_between_turns_go_on(served):
   with pytest.raises(ValueError, match='row 1 is not between two turns'):
     engine.resume(1, np.zeros(1, np.int32))
   assert fake_servers.turns(engine).keys() == {1}
-  with pytest.raises(ValueError, match='leave no room'):
+  with pytest.raises(ValueError):  # it leaves no room to write
     engine.resume(1, np.zeros(engine.remaining(1), np.int32))
-  for prompt in ([], [0] * fake_servers.MAX_LENGTH):
-    with pytest.raises(ValueError, match='needs at least one, and room'):
-      fake_servers.begin(engine, [prompt])
 
 
 def test_a_new_collection_cancels_the_one_before(served):

@@ -13,15 +13,13 @@ from aiohttp import web
 import jax
 import numpy as np
 
-from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import publish
 from stppo_jax.sampling import engine as local_engine_lib
-from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import engine as engine_lib
 from tests.models import tiny
+from tests.sampling import tiny_engine
 from tests.sampling.remote import model_server
 
 TOKENS = [b'a', b'b', b'c', b'</', b'sea', b'rch>', b'<', b'/search', b'>x']
@@ -30,8 +28,9 @@ EOS = len(TOKENS) - 1
 STOPS = ('</search>', 'ca')
 MODEL = tiny.model(vocab_size=len(TOKENS) + 2)
 PARAMS = tiny.params(MODEL)
-MAX_LENGTH = 40
-SAMPLING = sampler.Sampling(temperature=1.3)
+# The same as in the options of the tiny engine.
+MAX_LENGTH = tiny_engine.MAX_LENGTH
+SAMPLING = sampler.Sampling(tiny_engine.TEMPERATURE)
 AUTOMATON = stops.build(TOKENS, stop_strings=STOPS, eos_ids=[EOS])
 TURN = 9
 PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
@@ -164,25 +163,9 @@ def local_engine():
   """Returns a local engine with the same model and weights."""
   engine = local_engine_lib.Engine(
     MODEL,
-    placement=publish.Placement(
-      mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
-      tensor=1,
-    ),
+    placement=tiny_engine.placement(),
     automaton=AUTOMATON,
-    options=engine_options.EngineOptions(
-      slots=4,
-      max_length=MAX_LENGTH,
-      sampling=SAMPLING,
-      prefill_chunk=4,
-      decode_chunk=4,
-      lookahead=1,
-      lanes=1,
-      batch_rows=0,
-      page_size=0,
-      pages=0,
-      early_exit=0.25,
-      deterministic=True,
-    ),
+    options=tiny_engine.options(),
   )
   engine.publish(PARAMS, 0)
   return engine

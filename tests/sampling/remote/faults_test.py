@@ -73,15 +73,18 @@ def test_a_fault_costs_a_retry_or_the_turn(served, name, caplog):
     'engine/retries': float(attempts - 1),
   }
   assert not served.faults.answers
-  (record,) = caplog.records
+  # The server may still complain of clients that have gone.
+  (record,) = [x for x in caplog.records if x.name.startswith('stppo_jax')]
   assert line in record.getMessage() and record.levelno == logging.WARNING
   assert '\n' not in record.getMessage()
 
 
 def test_a_slow_turn_times_out_and_is_requested_again(served):
+  patient = served.engine()  # for which the server compiles its programs
+  fake_servers.begin(patient, [[0]])
+  (healthy,) = fake_servers.turns(patient).values()
   engine = served.engine(timeout=0.5, retries=1)
-  fake_servers.begin(engine, [[0]])
-  (healthy,) = fake_servers.turns(engine).values()
+  engine.statistics()
   served.faults.answers = ['slow']
   fake_servers.begin(engine, [[0]])
   fake_servers.assert_same_turns(fake_servers.turns(engine), {0: healthy})
