@@ -104,6 +104,7 @@ class Element:
       passes = [all(f(q) for f in self.filters) for q in questions]
       indices = indices[passes]
     if self.limit is not None:
+      # Not the seed of the run: runs that are compared share the sample.
       order = np.random.default_rng(0).permutation(len(indices))
       indices = np.sort(indices[order[: self.limit]])
     if not len(indices):

@@ -241,11 +241,11 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
     BucketError: if root is in a bucket that cannot be read.
   """
   root = buckets.local_folder(data.root)
-  read = functools.partial(sources, data.name, root)
-  elements = read(data.train, splits=('train',))
+  elements = _parts(data.name, root, data.train, ('train',))
   evaluated = []
   if data.evaluation:
-    for part in read(data.evaluation, splits=('test', 'validation')):
+    splits = 'test', 'validation'
+    for part in _parts(data.name, root, data.evaluation, splits):
       evaluated += part
   weights = [e.weight for e in mixtures.parse(data.train) if e.weight]
   return StoredQuestions(
@@ -256,12 +256,8 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
   )
 
 
-def sources(
-  kind: str,
-  root: pathlib.Path,
-  mixture: str,
-  *,
-  splits: Sequence[str],
+def _parts(
+  kind: str, root: pathlib.Path, mixture: str, splits: Sequence[str]
 ) -> list[Sequence[types.Question]]:
   """Returns the questions of each element of a mixture.
 

@@ -285,6 +285,8 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
     try:
       for row in reader:
         place = f'{file}:{reader.line_num}'
+        # The reader puts surplus values under the key None, and None where
+        # values are missing.
         if None in row or None in row.values():
           names = len(reader.fieldnames or ())
           raise ValueError(f'{place}: expected {names} columns')

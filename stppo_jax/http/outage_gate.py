@@ -95,6 +95,7 @@ class OutageGate:
       await self._until_ready()
       _log.warning('%s is ready again', self._server)
       self._is_closed = False
+      # The failures before the outage must not close the gate again.
       self._succeeded.clear()
     finally:
       self.seconds_closed += time.monotonic() - began

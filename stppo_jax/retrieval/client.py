@@ -186,6 +186,7 @@ class HttpRetriever:
     started = time.monotonic()
 
     def done(future: asyncio.Future) -> None:
+      # Failures are not kept: the next call with this query sends it again.
       del self._in_flight[key]
       error = future.exception()
       if isinstance(error, protocol.RetrieverUnreachable):

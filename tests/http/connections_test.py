@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import logging
 import resource
@@ -14,6 +13,7 @@ import pytest
 
 from stppo_jax.http import connections
 from stppo_jax.http import server as http_server
+from tests.http import requests
 
 _POST = b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n'
 _BUSY = _POST.replace(b'9', b'16') + b'{"seconds": 0.4}'
@@ -35,14 +35,10 @@ def _serve(**limits):
   return http_server.EmbeddedServer(lambda: _app(**limits))
 
 
-def _address(server):
-  parts = parse.urlsplit(server.url)
-  return parts.hostname, parts.port
-
-
 def _connect(stack, server, data=b''):
+  parts = parse.urlsplit(server.url)
   client = stack.enter_context(
-    socket.create_connection(_address(server), timeout=10)
+    socket.create_connection((parts.hostname, parts.port), timeout=10)
   )
   client.sendall(data)
   return client
@@ -50,11 +46,8 @@ def _connect(stack, server, data=b''):
 
 def _request(server, method='GET', path='/health', body=None):
   """Returns (status, fields) of one request."""
-  connection = http.client.HTTPConnection(*_address(server), timeout=10)
-  with contextlib.closing(connection):
-    connection.request(method, path, body)
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
+  status, _, text = requests.send(server.url, path, body, method=method)
+  return status, json.loads(text)
 
 
 def _is_closed(client):

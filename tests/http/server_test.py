@@ -2,9 +2,7 @@
 
 import asyncio
 from concurrent import futures
-import contextlib
 import gc
-import http.client
 import json
 import threading
 from urllib import parse
@@ -12,6 +10,7 @@ from urllib import parse
 import pytest
 
 from stppo_jax.http import server as http_server
+from tests.http import requests
 
 _LIMITS = http_server.Limits(
   max_body_bytes=20, max_concurrent=1, retry_after=7, body_timeout=0.2
@@ -45,16 +44,6 @@ def url():
     yield server.url
 
 
-def _request(url, path, body=b'', *, method='POST', headers=None):
-  """Returns (status, headers, text) of one request."""
-  host = parse.urlsplit(url).netloc
-  connection = http.client.HTTPConnection(host, timeout=5)
-  with contextlib.closing(connection):
-    connection.request(method, path, body, headers or {})
-    response = connection.getresponse()
-    return response.status, response.headers, response.read().decode()
-
-
 def _detail(text):
   detail = json.loads(text)['detail']
   assert detail and '\n' not in detail and 'Traceback' not in text
@@ -63,9 +52,9 @@ def _detail(text):
 
 def test_handlers_answer_with_json(url):
   assert parse.urlsplit(url).hostname == '127.0.0.1'
-  status, _, text = _request(url, '/echo', b'{"a": 1}')
+  status, _, text = requests.send(url, '/echo', b'{"a": 1}')
   assert (status, text) == (200, '{"a": 1}')
-  status, _, text = _request(url, '/health', method='GET')
+  status, _, text = requests.send(url, '/health', method='GET')
   assert (status, json.loads(text)) == (200, {'status': 'ok'})
 
 
@@ -83,12 +72,12 @@ def test_handlers_answer_with_json(url):
   ],
 )
 def test_every_refusal_is_one_line(url, path, body, method, status):
-  got, _, text = _request(url, path, body, method=method)
+  got, _, text = requests.send(url, path, body, method=method)
   assert got == status and _detail(text)
 
 
 def test_a_bug_is_500_without_a_traceback(url, caplog):
-  status, _, text = _request(url, '/broken', b'{}')
+  status, _, text = requests.send(url, '/broken', b'{}')
   assert status == 500 and 'secret' not in _detail(text)
   assert 'secret detail' in caplog.text  # in the server's log
 
@@ -110,10 +99,10 @@ def test_too_many_are_429_and_health_still_answers():
     http_server.EmbeddedServer(app) as server,
     futures.ThreadPoolExecutor() as pool,
   ):
-    first = pool.submit(_request, server.url, '/wait', b'{}')
+    first = pool.submit(requests.send, server.url, '/wait', b'{}')
     assert answering.wait(10)  # It is the only one that may be in flight.
-    status, headers, text = _request(server.url, '/wait', b'{}')
-    health = _request(server.url, '/health', method='GET')
+    status, headers, text = requests.send(server.url, '/wait', b'{}')
+    health = requests.send(server.url, '/health', method='GET')
     ending.set()
     assert first.result()[0] == 200
   assert status == 429 and headers['Retry-After'] == '7' and _detail(text)
@@ -125,8 +114,8 @@ def test_all_but_health_needs_the_token():
     got = []
     for value in (None, 'Bearer no', 's3cret', 'B\xe9arer', 'Bearer s3cret'):
       headers = {} if value is None else {'Authorization': value}
-      got.append(_request(server.url, '/echo', b'{}', headers=headers))
-    health = _request(server.url, '/health', method='GET')
+      got.append(requests.send(server.url, '/echo', b'{}', headers=headers))
+    health = requests.send(server.url, '/health', method='GET')
   assert [status for status, *_ in got] == [401, 401, 401, 401, 200]
   assert got[0][1]['WWW-Authenticate'] == 'Bearer'
   assert 's3cret' not in _detail(got[0][2])
@@ -178,8 +167,8 @@ def test_nothing_is_left_behind():
   closed = []
   for _ in range(3):
     with http_server.EmbeddedServer(lambda: _app(closed=closed)) as server:
-      assert _request(server.url, '/echo', b'{}')[0] == 200
+      assert requests.send(server.url, '/echo', b'{}')[0] == 200
     with pytest.raises(ConnectionRefusedError):
-      _request(server.url, '/echo', b'{}')
+      requests.send(server.url, '/echo', b'{}')
   assert set(threading.enumerate()) == before and closed == [True] * 3
   gc.collect()  # An unclosed loop or socket would warn, and fail this test.

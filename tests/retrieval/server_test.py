@@ -1,13 +1,12 @@
 """The retrieval server: its protocol in detail, and its refusals."""
 
-import http.client
 import json
-from urllib import parse
 
 import pytest
 
 from stppo_jax import types
 from stppo_jax.retrieval import server
+from tests.http import requests
 
 _PASSAGES = [
   types.Passage('p0', 'Paris', 'Paris is the capital of France.'),
@@ -29,14 +28,8 @@ def url():
 
 def _post(url, path='/retrieve', *, body):
   """Returns (status, text) of one request."""
-  host = parse.urlsplit(url).netloc
-  connection = http.client.HTTPConnection(host, timeout=5)
-  try:
-    connection.request('POST', path, json.dumps(body).encode())
-    response = connection.getresponse()
-    return response.status, response.read().decode()
-  finally:
-    connection.close()
+  status, _, text = requests.send(url, path, json.dumps(body).encode())
+  return status, text
 
 
 def test_passages_come_with_scores(url):

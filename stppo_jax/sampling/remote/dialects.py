@@ -134,6 +134,7 @@ def seed_of(key_data: np.ndarray, position: int) -> int:
     key_data: the row's key, as integers.
     position: the number of tokens before the turn.
   """
+  # The last bit is dropped, because servers read seeds as signed integers.
   entropy = [*map(int, key_data), position]
   return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
 

@@ -243,6 +243,8 @@ class RemoteEngine:
     if not self._in_flight:
       return {}
     try:
+      # All that have ended by now are returned, so that the caller can ask the
+      # environment for their observations together.
       done = [self._done.get(timeout=_POLL_SECONDS)]
       while not self._done.empty():
         done.append(self._done.get())
@@ -298,7 +300,7 @@ class RemoteEngine:
       [self._served.complete(request, self._check_turn)]
     )
     self._in_flight[row] = future
-    done = self._done
+    done = self._done  # that of this collection; the next one has another
     future.add_done_callback(lambda _: done.put(row))
 
   def _finish(
