@@ -11,6 +11,7 @@ from typing import Any
 
 from stppo_jax import types
 from stppo_jax.data import catalogue
+from stppo_jax.data import formats
 from stppo_jax.data import readers
 from stppo_jax.data import tables
 
@@ -107,8 +108,10 @@ def _read_file(
   def parse(row: Any, number: int) -> types.Question:
     if entry is None or readers.is_question(row):
       fields = readers.with_our_names(row)
+    elif isinstance(row, Mapping):
+      fields = entry.read({**row, formats.FILE: path.name})
     else:
-      fields = entry.read(row, path)
+      raise ValueError('expected an object')
     identity = f'{fields.pop("id_prefix", "")}{split}_{number}'
     fields = {'id': identity, 'dataset': name, **fields}
     gold = [*fields.get('gold_pids', ())]

@@ -6,7 +6,10 @@ a fault never harms other trajectories.
 """
 
 import asyncio
+import collections
 import time
+
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.http import address as http_address
@@ -17,9 +20,9 @@ from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import replies
-from stppo_jax.retrieval import statistics
 
 _MAX_CONCURRENT_REQUESTS = 16
+_LATENCIES_KEPT = 65536
 _CACHED_BYTES = 64 << 20  # the memory of the answers that are kept
 # A request that may have failed because of one of its queries is divided into
 # this many smaller ones.
@@ -128,7 +131,8 @@ class HttpRetriever:
       # Shielded, because other callers may wait for the same future: the
       # cancellation of this one must not cancel it for them.
       passages = await asyncio.shield(self._in_flight[key])
-    self._statistics.count_answer(is_empty=not passages)
+    self._counts['answers'] += 1
+    self._counts['empty'] += not passages
     return list(passages)
 
   async def wait_until_ready(self) -> None:
@@ -155,16 +159,25 @@ class HttpRetriever:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    See `statistics.Statistics.metrics`. `retrieval/outages` counts the times
-    that all requests had to wait until the server was ready, and
-    `retrieval/outage_s` the seconds that this took.
+    `retrieval/ok` and `retrieval/failures` count queries that were sent, so not
+    answers from the cache. `retrieval/failures/{cause}` counts the failures of
+    each cause, and `retrieval/retries` the repeated attempts.
+    `retrieval/latency_*` are percentiles of the seconds from query to answer,
+    retries included; 0 if there was no answer. `retrieval/answers` counts all
+    answers, and `retrieval/empty` those without a passage. `retrieval/outages`
+    counts the times that all requests had to wait until the server was ready,
+    and `retrieval/outage_s` the seconds that this took.
     """
-    result = self._statistics.metrics() | {
-      'retrieval/outages': float(self._gate.times_closed),
-      'retrieval/outage_s': self._gate.seconds_closed,
+    p50, p99 = np.percentile(self._latencies or [0.0], [50, 99])
+    values = {
+      **self._counts,
+      'latency_p50': p50,
+      'latency_p99': p99,
+      'outages': self._gate.times_closed,
+      'outage_s': self._gate.seconds_closed,
     }
     self._reset_statistics()
-    return result
+    return {f'retrieval/{name}': float(n) for name, n in values.items()}
 
   async def close(self) -> None:
     """Fails the queries in flight and closes the connections."""
@@ -175,7 +188,9 @@ class HttpRetriever:
     await self._client.close()
 
   def _reset_statistics(self) -> None:
-    self._statistics = statistics.Statistics()
+    names = ('ok', 'retries', 'failures', 'answers', 'empty')
+    self._counts = collections.Counter[str](dict.fromkeys(names, 0))
+    self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
     self._gate.reset_statistics()
 
   def _enqueue(self, key: tuple[str, str]) -> None:
@@ -192,9 +207,11 @@ class HttpRetriever:
       if isinstance(error, protocol.RetrieverUnreachable):
         return  # It was not sent.
       if error is not None:
-        self._statistics.count_failure(error)
+        self._counts['failures'] += 1
+        self._counts[f'failures/{getattr(error, "cause", "other")}'] += 1
         return
-      self._statistics.count_success(time.monotonic() - started)
+      self._counts['ok'] += 1
+      self._latencies.append(time.monotonic() - started)
       self._cache.keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
@@ -265,7 +282,7 @@ class HttpRetriever:
       for future in failed.values():
         future.set_exception(error)
       return
-    self._statistics.count_retries(len(failed))
+    self._counts['retries'] += len(failed)
     await self._client.back_off(attempt, failure)
     # One query that breaks the server must not fail the other queries of its
     # request. So the requests shrink, and in the last attempt every query has a
