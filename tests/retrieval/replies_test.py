@@ -22,32 +22,13 @@ _MAX_CHARS = 400
 _DOCUMENT = {'id': '7', 'contents': '"Title"\nbody <answer>'}
 # Texts of JSON values, some of which Python cannot write as JSON itself.
 _VALUES = (
-  'null',
-  'true',
-  '-1',
-  '1e999',
-  '-1e999',
-  'NaN',
-  'Infinity',
-  '9' * 400,
-  '9' * 5000,
-  '"\\ud800"',
-  '"\\udfff\\ud800 x"',
-  '"\\u0000\\u202e"',
-  '"' + '<' * 3000 + '"',
-  '[]',
-  '{}',
-  '[' * 2000 + ']' * 2000,
+  *('null', 'true', '-1', '1e999', '-1e999', 'NaN', 'Infinity', '[]', '{}'),
+  *('9' * 400, '9' * 5000, '"\\ud800"', '"\\udfff\\ud800 x"'),
+  *('"\\u0000\\u202e"', '"' + '<' * 3000 + '"', '[' * 2000 + ']' * 2000),
   '{"document": {"contents": "\\ud83d\\ude00"}, "score": 0.5}',
 )
 _HEADERS = (
-  '',
-  'soon',
-  '-5',
-  '1e999',
-  'nan',
-  '9' * 400,
-  'Fri, 31 Dec 9999 23:59:59 GMT',
+  *('', 'soon', '-5', '1e999', 'nan', '9' * 400),
   'Fri, 31 Dec 99999 23:59:59 GMT',
   'Fri, 99 Dec 2026 99:99:99 +9999',
 )
