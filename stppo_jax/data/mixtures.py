@@ -58,16 +58,16 @@ class Filter:
 
   Attributes:
     field: a key of FIELDS.
-    operator: one of = != < <= > >=.
+    comparison: one of = != < <= > >=.
     value: the value that the field is compared with.
   """
 
   field: str
-  operator: str
+  comparison: str
   value: int | str
 
   def __call__(self, question: types.Question) -> bool:
-    return _OPERATORS[self.operator](FIELDS[self.field](question), self.value)
+    return _OPERATORS[self.comparison](FIELDS[self.field](question), self.value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')
   name = 'pid' if 'pid' in document else 'id'
-  identity = document[name] if name in document else ''
+  identity = document.get(name, '')
   # A bool is an instance of int.
   if isinstance(identity, bool) or not isinstance(identity, str | int):
     raise ValueError(f'"{name}": expected a string, got {_short(identity)}')
