@@ -27,6 +27,7 @@ from stppo_jax.http import outage_gate
 MAX_REPLY_BYTES = 64 << 20  # a larger reply is a failure
 
 _EXCERPT = 200  # characters of an error reply that a message quotes
+_OPEN = contextlib.nullcontext()  # in place of a gate
 # Not the module's own generator, whose state belongs to the user's code.
 _JITTER = random.Random()
 # The tasks that hold sessions open. The loop refers to its tasks only weakly,
@@ -142,16 +143,12 @@ class Client:
 
     Raises:
       Failure: if there was no reply, or a reply with another status.
-      Exception: see `OutageGate.passed`.
+      Exception: see `OutageGate.request`.
     """
     # The timeout starts only when a slot is free: in a burst of requests, the
     # last ones would otherwise time out before they are sent.
-    async with self._slots:
-      if self._gate is None:
-        return await self._request('POST', path, body, self.timeout)
-      await self._gate.passed()
-      with self._gate.counted():
-        return await self._request('POST', path, body, self.timeout)
+    async with self._slots, self._gate.request() if self._gate else _OPEN:
+      return await self._request('POST', path, body, self.timeout)
 
   async def wait_until_ready(
     self,

@@ -2,9 +2,9 @@
 
 import asyncio
 import collections
+from collections.abc import AsyncIterator
 from collections.abc import Awaitable
 from collections.abc import Callable
-from collections.abc import Iterator
 import contextlib
 import logging
 import time
@@ -58,29 +58,25 @@ class OutageGate:
     """Counts from 0 again."""
     self.times_closed, self.seconds_closed = 0, 0.0
 
-  @contextlib.contextmanager
-  def counted(self) -> Iterator[None]:
-    """Counts the request in the body as failed if it raises an outage error."""
+  @contextlib.asynccontextmanager
+  async def request(self) -> AsyncIterator[None]:
+    """Waits while the gate is closed, and counts the request in the body.
+
+    Raises:
+      Exception: the error of `until_ready`, for each request that waits.
+    """
+    if self._is_closed:
+      if self._prober is None:
+        self._prober = asyncio.create_task(self._probe())
+      # Shielded, so that the other requests go on waiting if this one is
+      # cancelled.
+      await asyncio.shield(self._prober)
     try:
       yield
     except Exception as error:
       self._count(succeeded=not self._signals_outage(error))
       raise
     self._count(succeeded=True)
-
-  async def passed(self) -> None:
-    """Returns when requests may be sent: at once if the gate is open.
-
-    Raises:
-      Exception: the error of `until_ready`, for each request that waits.
-    """
-    if not self._is_closed:
-      return
-    if self._prober is None:
-      self._prober = asyncio.create_task(self._probe())
-    # Shielded, so that the other requests go on waiting if this one is
-    # cancelled.
-    await asyncio.shield(self._prober)
 
   async def close(self) -> None:
     """Ends the task that asks the server."""
