@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -33,17 +32,14 @@ from stppo_jax.data import readers
 _CHECKSUMS = 'sha256'
 
 
-@dataclasses.dataclass
-class _Config(tfds.core.BuilderConfig):
-  """The builder configuration of one data set, with the questions to write."""
-
-  splits: Mapping[str, Sequence[types.Question]] = dataclasses.field(
-    default_factory=dict, repr=False
-  )
-
-
 class SearchQuestions(tfds.core.GeneratorBasedBuilder):
-  """The builder of all data sets; each of them is one configuration of it."""
+  """The builder of all data sets; each of them is one configuration of it.
+
+  Args:
+    data_set: the name of the data set.
+    questions: the questions of each split.
+    data_dir: the folder to build in.
+  """
 
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
@@ -51,10 +47,20 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
   # package for it that it does not require.
   code_path = None  # type: ignore[assignment]
 
+  def __init__(
+    self,
+    data_set: str,
+    questions: Mapping[str, Sequence[types.Question]],
+    *,
+    data_dir: str,
+  ):
+    self._questions = questions
+    self._entry = catalogue.PUBLISHED.get(data_set)
+    self._title = self._entry.title if self._entry else data_set
+    config = tfds.core.BuilderConfig(name=data_set, description=self._title)
+    super().__init__(config=config, data_dir=data_dir)
+
   def _info(self) -> tfds.core.DatasetInfo:
-    config = self.builder_config
-    assert isinstance(config, _Config)
-    entry = catalogue.PUBLISHED.get(config.name)
     text = tfds.features.Text()
     return tfds.core.DatasetInfo(
       builder=self,
@@ -70,20 +76,18 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
           'hops': np.int32,
         }
       ),
-      description=entry.title if entry else config.name,
-      homepage=entry.home if entry else '',
-      license=entry.licence if entry else '',
+      description=self._title,
+      homepage=self._entry.home if self._entry else '',
+      license=self._entry.licence if self._entry else '',
       disable_shuffling=True,  # rows stay in the order of the files
       metadata=tfds.core.MetadataDict(
-        {_CHECKSUMS: {k: checksum(v) for k, v in config.splits.items()}}
+        {_CHECKSUMS: {k: checksum(v) for k, v in self._questions.items()}}
       ),
     )
 
   def _split_generators(self, dl_manager) -> dict[str, Iterator]:
     del dl_manager  # the files were fetched and read before
-    config = self.builder_config
-    assert isinstance(config, _Config)
-    return {k: self._generate_examples(v) for k, v in config.splits.items()}
+    return {k: self._generate_examples(v) for k, v in self._questions.items()}
 
   def _generate_examples(self, questions) -> Iterator[tuple[int, dict]]:
     for number, question in enumerate(questions):
@@ -140,12 +144,11 @@ def build(
     name: the name of the data set.
     splits: the questions of each split.
   """
-  config = _Config(name=name, splits=splits)
   target = layout.folder(root, name)
   target.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix='.partial-', dir=root) as partial:
     with _quietly():
-      builder = SearchQuestions(config=config, data_dir=partial)
+      builder = SearchQuestions(name, splits, data_dir=partial)
       builder.download_and_prepare(
         file_format='array_record',
         download_config=tfds.download.DownloadConfig(try_download_gcs=False),
