@@ -1,8 +1,11 @@
 """Builds a data set: fetches or finds its files, reads them and writes it."""
 
-from collections.abc import Mapping
+import http.client
+import logging
 import pathlib
 import re
+import shutil
+import urllib.request
 
 from stppo_jax.data import catalogue
 from stppo_jax.data import layout
@@ -11,6 +14,7 @@ from stppo_jax.data import tables
 
 # The name is part of a path and of a mixture, so it has no slash and no space.
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)
+_TIMEOUT = 30.0  # seconds in which a server must send something
 
 
 def build(
@@ -31,9 +35,8 @@ def build(
       '' for the addresses of their authors.
 
   Raises:
-    FilesMissing: if files are needed that cannot be fetched or were not given.
-    OSError, ValueError: if a file is missing or malformed; the message is one
-      line.
+    OSError, ValueError: if a file is missing, malformed or cannot be fetched;
+      the message is one line.
   """
   if not _NAME.fullmatch(name):
     raise ValueError(
@@ -48,20 +51,13 @@ def build(
     files = _given(name, from_files)
   else:
     files = _fetched(root, name, mirror)
-  # This import takes a second, so it comes after the check of the arguments.
+  splits, passages = raw_files.read(name, files)
+  # This import takes a second, so it comes after what may be refused.
   from stppo_jax.data import tfds_store
 
-  entry = catalogue.PUBLISHED.get(name)
-  with raw_files.corpus_file(layout.corpus(root, name)) as keep:
-    splits = raw_files.Reader(name, keep=keep).read(files)
-    return tfds_store.build(
-      root,
-      name,
-      splits,
-      description=entry.title if entry else name,
-      home=entry.home if entry else '',
-      licence=entry.licence if entry else '',
-    )
+  summary = tfds_store.build(root, name, splits)
+  raw_files.write_corpus(layout.corpus(root, name), passages.values())
+  return summary
 
 
 def _given(name: str, from_files: str) -> raw_files.Files:
@@ -70,13 +66,11 @@ def _given(name: str, from_files: str) -> raw_files.Files:
   if all(split in catalogue.SPLITS and file for split, _, file in pairs):
     files: dict[str, list[tables.TableFile]] = {}
     for split, _, file in pairs:
-      if not pathlib.Path(file).is_file():
-        raise FileNotFoundError(f'{file}: no such file')
       files.setdefault(split, []).append(tables.TableFile(pathlib.Path(file)))
     return files
   place = pathlib.Path(from_files)
   if name not in catalogue.PUBLISHED:
-    raise raw_files.FilesMissing(
+    raise ValueError(
       f'--from_files={from_files}: must be SPLIT:FILE,... for {name}, with '
       f'splits among {", ".join(catalogue.SPLITS)}; published data sets: '
       + ', '.join(catalogue.PUBLISHED)
@@ -87,40 +81,47 @@ def _given(name: str, from_files: str) -> raw_files.Files:
 
 
 def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
-  """Returns the files of each split, fetched from the web."""
+  """Returns the files of each split, fetched unless they are there."""
   if name not in catalogue.PUBLISHED:
     choices = ', '.join(catalogue.PUBLISHED)
-    raise raw_files.FilesMissing(
+    raise ValueError(
       f'{name}: not a published data set, so its files must be given with '
       f'--from_files=train:FILE,test:FILE; published: {choices}'
     )
-  urls = _urls(name, mirror)
-  from stppo_jax.data import tfds_store
-
-  try:
-    tfds_store.download(root, urls)
-  except OSError as error:
-    raise raw_files.FilesMissing(
-      f'{name}: cannot fetch {error}; {raw_files.needed(name)}'
-    ) from error
-  return raw_files.in_place(name, root / layout.DOWNLOADS / name)
-
-
-def _urls(name: str, mirror: str) -> Mapping[str, str]:
-  """Returns the address of each file, by its place among the downloads.
-
-  Raises:
-    FilesMissing: if a file has no address.
-  """
-  entry = catalogue.PUBLISHED[name]
-  urls = {}
-  for original in entry.originals:
-    download = original.download or original.pattern
-    url = f'{mirror.rstrip("/")}/{download}' if mirror else original.url
+  folder = root / layout.DOWNLOADS / name
+  for original in catalogue.PUBLISHED[name].originals:
+    file = original.download or original.pattern
+    url = f'{mirror.rstrip("/")}/{file}' if mirror else original.url
     if not url:
-      raise raw_files.FilesMissing(
+      raise ValueError(
         f'{name}: its files cannot be fetched by a program; '
         f'{raw_files.needed(name)}'
       )
-    urls[f'{name}/{download}'] = url
-  return urls
+    if (folder / file).is_file():
+      continue
+    try:
+      _download(url, folder / file)
+    except (OSError, http.client.HTTPException) as error:
+      raise ValueError(
+        f'{name}: cannot fetch {url}: {error}; {raw_files.needed(name)}'
+      ) from error
+  return raw_files.in_place(name, folder)
+
+
+def _download(url: str, path: pathlib.Path) -> None:
+  """Fetches a file, which gets its name when it is complete.
+
+  Raises:
+    OSError, HTTPException: if it cannot be fetched.
+  """
+  logging.getLogger(__name__).info('fetching %s', url)
+  partial = path.with_name(f'{path.name}.partial')
+  with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(partial, 'wb') as file:
+      shutil.copyfileobj(reply, file)
+  # A read of some bytes raises nothing where the connection ends early.
+  size, expected = partial.stat().st_size, reply.headers['Content-Length']
+  if expected is not None and size != int(expected):
+    raise OSError(f'{size} bytes of {expected}')
+  partial.replace(path)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import pathlib
 from typing import Any
 
 from stppo_jax.data import formats
@@ -54,7 +53,7 @@ class Published:
   title: str
   home: str
   licence: str
-  read: Callable[[Any, pathlib.PurePath], formats.Fields]
+  read: Callable[[Any], formats.Fields]
   originals: Sequence[Original]
   columns: Sequence[str] = ()
 

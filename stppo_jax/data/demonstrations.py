@@ -103,7 +103,7 @@ class PassageDemonstrations:
   A title of which no word has been read before cannot be guessed, so it is no
   query. A question without such titles is its own query. At each decision the
   demonstrator may err: it searches for the first word of the title only, does
-  not search, or misreads. Its answer is then that of another question.
+  not search, or misreads. It then gives the answer of another question.
 
   A small model that was made from these passages alone learns to copy long
   before it learns to read. With `quote_words`, it can imitate a demonstrator
@@ -218,8 +218,9 @@ class StoredDemonstrations:
       seed: the seed of the order.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a row is no question with turns; the message names the line.
+      FileNotFoundError: if there is no such file.
+      ValueError: if a row is not a question with turns; the message names the
+        line.
     """
     self._seed = seed
     self._rows = tables.read(path, _stored, noun='demonstrations')

@@ -9,25 +9,25 @@ text, whether the paragraph leads to the answer).
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
-import pathlib
 from typing import Any
 
 Fields = dict[str, Any]
 
+# A field of every row: the name of its file, on which some formats depend.
+FILE = 'name of the file'
 
-def nq_open(row: Any, file: pathlib.PurePath) -> Fields:
+
+def nq_open(row: Any) -> Fields:
   """Converts a row of Natural Questions open: question and short answers."""
-  del file
   return {'question': _get(row, 'question'), 'answers': _get(row, 'answer')}
 
 
-def qed(row: Any, file: pathlib.PurePath) -> Fields:
+def qed(row: Any) -> Fields:
   """Converts a row of QED: a Natural Question and a paragraph of Wikipedia.
 
   Where an answer has several parts, they stand in one text. The annotators of
   QED found some paragraphs that do not answer their question.
   """
-  del file
   parts = _get(row, 'original_nq_answers')
   kind = _get(_get(row, 'annotation'), 'explanation_type')
   title, text = _get(row, 'title_text'), _get(row, 'paragraph_text')
@@ -39,9 +39,8 @@ def qed(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def triviaqa(row: Any, file: pathlib.PurePath) -> Fields:
+def triviaqa(row: Any) -> Fields:
   """Converts a row of TriviaQA; its evidence is left out."""
-  del file
   answer = _get(row, 'Answer')
   return {
     'id': _get(row, 'QuestionId'),
@@ -50,9 +49,8 @@ def triviaqa(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def popqa(row: Any, file: pathlib.PurePath) -> Fields:
+def popqa(row: Any) -> Fields:
   """Converts a row of the TSV file of PopQA, whose answers are a JSON list."""
-  del file
   return {
     'id': _get(row, 'id'),
     'question': _get(row, 'question'),
@@ -60,9 +58,8 @@ def popqa(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def hotpotqa(row: Any, file: pathlib.PurePath) -> Fields:
+def hotpotqa(row: Any) -> Fields:
   """Converts a row of HotpotQA or 2WikiMultihopQA, with its paragraphs."""
-  del file
   facts = _pairs(_get(row, 'supporting_facts'), 'title', 'sent_id')
   supporting = {title for title, _ in facts}
   paragraphs = _pairs(_get(row, 'context'), 'title', 'sentences')
@@ -78,9 +75,8 @@ def hotpotqa(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def musique(row: Any, file: pathlib.PurePath) -> Fields:
+def musique(row: Any) -> Fields:
   """Converts a row of MuSiQue, with its paragraphs."""
-  del file
   return {
     'id': _get(row, 'id'),
     'question': _get(row, 'question'),
@@ -93,9 +89,8 @@ def musique(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def bamboogle(row: Any, file: pathlib.PurePath) -> Fields:
+def bamboogle(row: Any) -> Fields:
   """Converts a row of the table of Bamboogle; every question has two hops."""
-  del file
   return {
     'question': _get(row, 'Question'),
     'answers': [_get(row, 'Answer')],
@@ -103,23 +98,22 @@ def bamboogle(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def medqa(row: Any, file: pathlib.PurePath) -> Fields:
+def medqa(row: Any) -> Fields:
   """Converts a row of MedQA: options by letter, and the answer's letter."""
-  del file
   options = _get(row, 'options')
   if isinstance(options, list):  # some copies: [{"key": "A", "value": ...}]
     options = {_get(o, 'key'): _get(o, 'value') for o in options}
   return _choice(_get(row, 'question'), options, _get(row, 'answer_idx'))
 
 
-def medmcqa(row: Any, file: pathlib.PurePath) -> Fields:
+def medmcqa(row: Any) -> Fields:
   """Converts a row of MedMCQA: four options and the number of the right one.
 
   The number counts from 1 in the files of the authors, and from 0 in the
   parquet files of the hub.
   """
   options = [_get(row, f'op{letter}') for letter in 'abcd']
-  first = 0 if file.suffix == '.parquet' else 1
+  first = 0 if row[FILE].endswith('.parquet') else 1
   number = _get(row, 'cop')
   if not isinstance(number, int) or not first <= number < first + 4:
     raise ValueError(f'"cop": expected {first} to {first + 3}, got {number!r}')
@@ -129,9 +123,8 @@ def medmcqa(row: Any, file: pathlib.PurePath) -> Fields:
   return {'id': _get(row, 'id')} | fields
 
 
-def pubmedqa(row: Any, file: pathlib.PurePath) -> Fields:
+def pubmedqa(row: Any) -> Fields:
   """Converts a row of PubMedQA: yes, no or maybe, with the abstract's parts."""
-  del file
   answer = _get(row, 'final_decision')
   options = {'A': 'yes', 'B': 'no', 'C': 'maybe'}
   letters = {text: letter for letter, text in options.items()}
@@ -148,9 +141,9 @@ def pubmedqa(row: Any, file: pathlib.PurePath) -> Fields:
   }
 
 
-def mmlu(row: Any, file: pathlib.PurePath) -> Fields:
+def mmlu(row: Any) -> Fields:
   """Converts a row of MMLU; the id begins with the subject of the CSV file."""
-  subject = file.name.rpartition('_')[0]
+  subject = row[FILE].rpartition('_')[0]
   options = {letter: _get(row, letter) for letter in 'ABCD'}
   fields = _choice(_get(row, 'question'), options, _get(row, 'answer'))
   return {'id_prefix': f'{subject}_'} | fields

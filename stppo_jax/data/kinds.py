@@ -77,7 +77,8 @@ def demonstrations_of(
     environment: its environment, which may play games.
 
   Raises:
-    ValueError: there are none; one line.
+    ValueError: if the environment or the questions have no demonstrations; the
+      message is one line.
   """
   sft = config.sft
   if sft.demonstrations:

@@ -58,16 +58,16 @@ class Filter:
 
   Attributes:
     field: a key of FIELDS.
-    operator: one of = != < <= > >=.
+    comparison: one of = != < <= > >=.
     value: the value that the field is compared with.
   """
 
   field: str
-  operator: str
+  comparison: str
   value: int | str
 
   def __call__(self, question: types.Question) -> bool:
-    return _OPERATORS[self.operator](FIELDS[self.field](question), self.value)
+    return _OPERATORS[self.comparison](FIELDS[self.field](question), self.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Element:
       passes = [all(f(q) for f in self.filters) for q in questions]
       indices = indices[passes]
     if self.limit is not None:
+      # Not the seed of the run: runs that are compared share the sample.
       order = np.random.default_rng(0).permutation(len(indices))
       indices = np.sort(indices[order[: self.limit]])
     if not len(indices):

@@ -18,7 +18,7 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if a line is no passage, an id occurs twice, or there is no
+    ValueError: if a line is not a passage, an id occurs twice, or there is no
       passage; the message names the file and the line.
   """
   return tables.read(path, _parse, noun='passages')
@@ -45,7 +45,7 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')
   name = 'pid' if 'pid' in document else 'id'
-  identity = document[name] if name in document else ''
+  identity = document.get(name, '')
   # A bool is an instance of int.
   if isinstance(identity, bool) or not isinstance(identity, str | int):
     raise ValueError(f'"{name}": expected a string, got {_short(identity)}')

@@ -97,7 +97,7 @@ class SyntheticQuestions(Questions):
   ) -> list[types.Question]:
     """See `Questions`; all rounds of a step are about the same world."""
     world = self._world(_index(self.seed + 1, step))
-    chains = world.chains((resample_round + 1) * count, hops=self.hops, seed=0)
+    chains = world.chains((resample_round + 1) * count, hops=self.hops)
     return [chain.question for chain in chains[resample_round * count :]]
 
   def demonstration_chains(
@@ -105,14 +105,14 @@ class SyntheticQuestions(Questions):
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
     """Returns a world that no training step uses, and solved questions."""
     world = self._world(_index(0, step))
-    return world, world.chains(count, hops=hops, seed=0)
+    return world, world.chains(count, hops=hops)
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
     """See `Questions`; every number of hops is a data set."""
     world = self._world(0)
     result = {}
     for hops in self.hops:
-      chains = world.chains(count, hops=(hops,), seed=0)
+      chains = world.chains(count, hops=(hops,))
       name = chains[0].question.data_set
       result[name] = [chain.question for chain in chains]
     return result
@@ -241,11 +241,11 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
     BucketError: if root is in a bucket that cannot be read.
   """
   root = buckets.local_folder(data.root)
-  read = functools.partial(sources, data.name, root)
-  elements = read(data.train, splits=('train',))
+  elements = _parts(data.name, root, data.train, ('train',))
   evaluated = []
   if data.evaluation:
-    for part in read(data.evaluation, splits=('test', 'validation')):
+    splits = 'test', 'validation'
+    for part in _parts(data.name, root, data.evaluation, splits):
       evaluated += part
   weights = [e.weight for e in mixtures.parse(data.train) if e.weight]
   return StoredQuestions(
@@ -256,12 +256,8 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
   )
 
 
-def sources(
-  kind: str,
-  root: pathlib.Path,
-  mixture: str,
-  *,
-  splits: Sequence[str],
+def _parts(
+  kind: str, root: pathlib.Path, mixture: str, splits: Sequence[str]
 ) -> list[Sequence[types.Question]]:
   """Returns the questions of each element of a mixture.
 

@@ -101,6 +101,7 @@ def _verl_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
   if isinstance(more.get('question'), str):
     result['question'] = more['question']
   elif isinstance(fields.get('prompt'), list) and fields['prompt']:
+    # The prompt has instructions in front of the question.
     message = fields['prompt'][-1]
     content = message.get('content') if isinstance(message, Mapping) else None
     if isinstance(content, str):

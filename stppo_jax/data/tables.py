@@ -158,9 +158,9 @@ def read(
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if a row is no record, an id occurs twice, there is no record,
-      or the file cannot be read; the message names the file and the line or the
-      row.
+    ValueError: if a row is not a record, an id occurs twice, there is no
+      record, or the file cannot be read; the message names the file and the
+      line or the row.
   """
   if not isinstance(file, TableFile):
     file = TableFile(pathlib.Path(file))
@@ -173,9 +173,9 @@ def read(
       record = parse(value, number)
       first = first_place.setdefault((space(record), record.id), place)
       if first != place:
-        raise ValueError(f'duplicate id {record.id!r}, first on {first}')
+        raise ValueError(f'duplicate id {record.id!r}, first at {first}')
     except ValueError as error:
-      raise ValueError(f'{_where(file, place)}: {error}') from error
+      raise ValueError(f'{place}: {error}') from error
     records.append(record)
   if not records:
     raise ValueError(f'{file}: no {noun}')
@@ -196,15 +196,10 @@ def keys(file: TableFile) -> set[str]:
   return set(content)
 
 
-def _where(file: TableFile, place: str) -> str:
-  """Returns `FILE:7` for a line, as editors read it, and `FILE: row 7`."""
-  if place.startswith('line '):
-    return f'{file}:{place.removeprefix("line ")}'
-  return f'{file}: {place}'
-
-
 def _rows(file: TableFile) -> Iterator[tuple[str, int, Any]]:
-  """Yields the place (`line 7` or `row 7`), the number and the value of rows.
+  """Yields the place, the number and the value of each row.
+
+  The place is `FILE:7` for a line, as editors read it, else `FILE: row 7`.
 
   Raises:
     ValueError: if the file cannot be read; the message is one line that names
@@ -232,8 +227,8 @@ def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   with _text(stream) as text:
     for number, line in numbered_lines(text, file):
       if line.strip():
-        place = f'line {number}'
-        yield place, number, _loads(line.rstrip(), _where(file, place))
+        place = f'{file}:{number}'
+        yield place, number, _loads(line.rstrip(), place)
 
 
 def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
@@ -244,6 +239,7 @@ def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """
   with _text(stream) as opened:
     text = opened.read()
+  # A value that is spread over several lines has none complete on the first.
   first, _, more = text.partition('\n')
   if more.strip() and _is_json(first):
     yield from _lines(file, io.BytesIO(text.encode()))
@@ -258,7 +254,7 @@ def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   if not isinstance(rows, list):
     raise ValueError(f'{file}: expected a list of rows, or an object of them')
   for number, row in enumerate(rows, start=1):
-    yield f'row {number}', number, row
+    yield f'{file}: row {number}', number, row
 
 
 def _is_json(line: str) -> bool:
@@ -280,29 +276,23 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields each line of a CSV or TSV file as a dict of strings."""
   # Spreadsheets begin a file with a byte order mark.
   with _text(stream, encoding='utf-8-sig', newline='') as text:
-    last = 0
-
-    def lines() -> Iterator[str]:
-      nonlocal last
-      for number, line in numbered_lines(text, file):
-        last = number
-        yield line
-
     reader = csv.DictReader(
-      lines(),
+      (line for _, line in numbered_lines(text, file)),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
       strict=True,
     )
     try:
       for row in reader:
-        place = f'line {last}'
+        place = f'{file}:{reader.line_num}'
+        # The reader puts surplus values under the key None, and None where
+        # values are missing.
         if None in row or None in row.values():
           names = len(reader.fieldnames or ())
-          raise ValueError(f'{_where(file, place)}: expected {names} columns')
+          raise ValueError(f'{place}: expected {names} columns')
         yield place, reader.line_num, row
     except csv.Error as error:
-      raise ValueError(f'{file}:{last}: {error}') from error
+      raise ValueError(f'{file}:{reader.line_num}: {error}') from error
 
 
 def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
@@ -316,7 +306,7 @@ def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
     for batch in parquet.ParquetFile(stream).iter_batches(_BATCH):
       for row in batch.to_pylist():
         number += 1
-        yield f'row {number}', number, row
+        yield f'{file}: row {number}', number, row
   except pyarrow.ArrowException as error:
     reason = ' '.join(str(error).split())
     raise ValueError(f'{file}: not a complete parquet file: {reason}') from None

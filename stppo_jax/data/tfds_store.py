@@ -11,46 +11,35 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
 import logging
 import os
 import pathlib
-import socket
 import tempfile
 from typing import Any
 from typing import NamedTuple
-import urllib.parse
 
 import numpy as np
 import tensorflow_datasets as tfds
 
 from stppo_jax import types
+from stppo_jax.data import catalogue
 from stppo_jax.data import layout
 from stppo_jax.data import readers
 
-_log = logging.getLogger(__name__)
-
 _CHECKSUMS = 'sha256'
-_CONNECT_SECONDS = 10.0
-_PROXIES = ('http_proxy', 'https_proxy', 'all_proxy')
-
-
-@dataclasses.dataclass
-class _Config(tfds.core.BuilderConfig):
-  """The builder configuration of one data set, with the questions to write."""
-
-  splits: Mapping[str, Sequence[types.Question]] = dataclasses.field(
-    default_factory=dict, repr=False
-  )
-  home: str = ''
-  licence: str = ''
 
 
 class SearchQuestions(tfds.core.GeneratorBasedBuilder):
-  """The builder of all data sets; each of them is one configuration of it."""
+  """The builder of all data sets; each of them is one configuration of it.
+
+  Args:
+    data_set: the name of the data set.
+    questions: the questions of each split.
+    data_dir: the folder to build in.
+  """
 
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
@@ -58,9 +47,20 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
   # package for it that it does not require.
   code_path = None  # type: ignore[assignment]
 
+  def __init__(
+    self,
+    data_set: str,
+    questions: Mapping[str, Sequence[types.Question]],
+    *,
+    data_dir: str,
+  ):
+    self._questions = questions
+    self._entry = catalogue.PUBLISHED.get(data_set)
+    self._title = self._entry.title if self._entry else data_set
+    config = tfds.core.BuilderConfig(name=data_set, description=self._title)
+    super().__init__(config=config, data_dir=data_dir)
+
   def _info(self) -> tfds.core.DatasetInfo:
-    config = self.builder_config
-    assert isinstance(config, _Config)
     text = tfds.features.Text()
     return tfds.core.DatasetInfo(
       builder=self,
@@ -76,20 +76,18 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
           'hops': np.int32,
         }
       ),
-      description=config.description,
-      homepage=config.home,
-      license=config.licence,
+      description=self._title,
+      homepage=self._entry.home if self._entry else '',
+      license=self._entry.licence if self._entry else '',
       disable_shuffling=True,  # rows stay in the order of the files
       metadata=tfds.core.MetadataDict(
-        {_CHECKSUMS: {k: checksum(v) for k, v in config.splits.items()}}
+        {_CHECKSUMS: {k: checksum(v) for k, v in self._questions.items()}}
       ),
     )
 
   def _split_generators(self, dl_manager) -> dict[str, Iterator]:
     del dl_manager  # the files were fetched and read before
-    config = self.builder_config
-    assert isinstance(config, _Config)
-    return {k: self._generate_examples(v) for k, v in config.splits.items()}
+    return {k: self._generate_examples(v) for k, v in self._questions.items()}
 
   def _generate_examples(self, questions) -> Iterator[tuple[int, dict]]:
     for number, question in enumerate(questions):
@@ -124,12 +122,10 @@ class Summary(NamedTuple):
   """A data set that was built.
 
   Attributes:
-    name: the name of the data set.
     sizes: the number of questions of each split.
     checksums: the checksum of each split, see `checksum`.
   """
 
-  name: str
   sizes: Mapping[str, int]
   checksums: Mapping[str, str]
 
@@ -138,10 +134,6 @@ def build(
   root: pathlib.Path,
   name: str,
   splits: Mapping[str, Sequence[types.Question]],
-  *,
-  description: str = '',
-  home: str = '',
-  licence: str = '',
 ) -> Summary:
   """Writes a data set, which replaces an earlier one of the same name.
 
@@ -151,22 +143,12 @@ def build(
     root: the folder of the data sets.
     name: the name of the data set.
     splits: the questions of each split.
-    description: what the data set holds, for its metadata.
-    home: the page of its authors, for its metadata.
-    licence: the licence of its authors, for its metadata.
   """
-  config = _Config(
-    name=name,
-    description=description,
-    splits=splits,
-    home=home,
-    licence=licence,
-  )
   target = layout.folder(root, name)
   target.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix='.partial-', dir=root) as partial:
     with _quietly():
-      builder = SearchQuestions(config=config, data_dir=partial)
+      builder = SearchQuestions(name, splits, data_dir=partial)
       builder.download_and_prepare(
         file_format='array_record',
         download_config=tfds.download.DownloadConfig(try_download_gcs=False),
@@ -181,7 +163,7 @@ def summary(root: pathlib.Path, name: str) -> Summary:
   """Returns the sizes and the checksums of a data set that was built."""
   info = _builder(root, name).info
   sizes = {key: split.num_examples for key, split in info.splits.items()}
-  return Summary(name, sizes, info.metadata[_CHECKSUMS])
+  return Summary(sizes, info.metadata[_CHECKSUMS])
 
 
 def open_split(
@@ -213,64 +195,18 @@ def checksum(questions: Sequence[types.Question]) -> str:
   return digest.hexdigest()
 
 
-def download(root: pathlib.Path, urls: Mapping[str, str]) -> None:
-  """Fetches the files that are not yet in `ROOT/downloads`.
-
-  Args:
-    root: the folder of the data sets.
-    urls: the address of each file, by the path that it gets in that folder.
-
-  Raises:
-    OSError: if a file cannot be fetched; the message is one line.
-  """
-  folder = root / layout.DOWNLOADS
-  manager = None
-  for name, url in urls.items():
-    path = folder / name
-    if path.is_file():
-      continue
-    _check_reachable(url)
-    _log.info(f'fetching {url}')
-    with _quietly():
-      manager = manager or tfds.download.DownloadManager(download_dir=folder)
-      try:
-        fetched = os.fspath(manager.download(url))
-      except Exception as error:  # requests and tfds raise many kinds
-        reason = ' '.join(str(error).split())
-        raise OSError(f'{url}: {reason}') from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(fetched, path)
-
-
-def _check_reachable(url: str) -> None:
-  """Raises OSError if nothing listens at an address.
-
-  The download tries ten times, which takes minutes where there is no network.
-  """
-  if any(os.environ.get(v) or os.environ.get(v.upper()) for v in _PROXIES):
-    return  # only the proxy knows which addresses can be reached
-  parts = urllib.parse.urlsplit(url)
-  port = parts.port or {'https': 443, 'http': 80}[parts.scheme]
-  try:
-    socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
-  except OSError as error:
-    raise OSError(f'{url}: {error.strerror or error}') from error
-
-
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
   """Silences the progress bars, notices and warnings of the library."""
   tfds.disable_progress_bar()
-  loggers = [logging.getLogger(name) for name in ('absl', 'urllib3')]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
+  log = logging.getLogger('absl')
+  level = log.level
+  log.setLevel(logging.ERROR)
   try:
     with contextlib.redirect_stdout(io.StringIO()):
       yield
   finally:
-    for logger, level in zip(loggers, levels):
-      logger.setLevel(level)
+    log.setLevel(level)
 
 
 def _builder(root: pathlib.Path, name: str) -> Any:
@@ -280,16 +216,14 @@ def _builder(root: pathlib.Path, name: str) -> Any:
 
 def _question(row: Mapping[str, Any]) -> types.Question:
   """Returns the question of a row, whose texts the library reads as bytes."""
-  options = zip(row['options']['letter'], row['options']['text'])
+  texts = lambda values: [value.decode() for value in values]
+  options = row['options']
   return readers.parse_question(
-    {
-      'id': row['id'].decode(),
-      'dataset': row['dataset'].decode(),
-      'kind': row['kind'].decode(),
-      'question': row['question'].decode(),
-      'answers': [answer.decode() for answer in row['answers']],
-      'options': {k.decode(): x.decode() for k, x in options},
-      'gold_pids': [identity.decode() for identity in row['gold_pids']],
+    {key: x.decode() for key, x in row.items() if isinstance(x, bytes)}
+    | {
+      'answers': texts(row['answers']),
+      'options': dict(zip(texts(options['letter']), texts(options['text']))),
+      'gold_pids': texts(row['gold_pids']),
       'hops': int(row['hops']),
     }
   )

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import operator
+import resource
 import sys
 from typing import Any
 
@@ -94,9 +95,7 @@ def _reply(line: str) -> dict[str, str]:
 
 def main() -> None:
   """Answers lines until the input ends."""
-  with contextlib.suppress(ImportError, ValueError, OSError):
-    import resource  # not on Windows
-
+  with contextlib.suppress(ValueError, OSError):  # the limits may be lower
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for line in sys.stdin:

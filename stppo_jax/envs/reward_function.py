@@ -70,7 +70,7 @@ def load(name: str) -> RewardFunction:
   def reward(question, texts, scores) -> float:
     try:
       value = function(question, texts, scores)
-      # `float` would also parse a string, which is no valid reward.
+      # `float` would also parse a string, which is not a reward.
       number = float(value) if hasattr(value, '__float__') else math.nan
     except Exception as error:
       raise RewardFunctionFailed(

@@ -80,8 +80,7 @@ class SearchEnvironment(protocol.Environment):
     cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
   ) -> Self:
     """See `protocol.Environment`."""
-    if retriever is None:
-      raise ValueError('the search environment needs a retriever; got None')
+    assert retriever is not None  # as `needs_retriever` says
     return cls(
       retriever=retriever,
       max_turns=options['max_turns'],

@@ -106,9 +106,9 @@ class ToolsEnvironment(protocol.Environment):
     """
     del retriever
     chosen = options['tools']
-    tools: list[tool_lib.Tool] = []
-    for name in chosen['names']:
-      tools.append(TOOLS[name](timeout=chosen['timeout']))
+    tools: list[tool_lib.Tool] = [
+      TOOLS[name](timeout=chosen['timeout']) for name in chosen['names']
+    ]
     for address in chosen['mcp_servers']:
       tools += mcp_tools.connect(address, timeout=chosen['timeout'])
     return cls(

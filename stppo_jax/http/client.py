@@ -9,7 +9,6 @@ proxies are not used, and the size of a reply is bounded.
 import asyncio
 from collections.abc import Collection
 import contextlib
-import dataclasses
 import datetime
 from email import utils as email_utils
 import enum
@@ -19,16 +18,21 @@ import random
 import time
 from typing import Any
 from typing import NamedTuple
-import weakref
 
 import aiohttp
 import yarl
 
 from stppo_jax.http import outage_gate
 
-MAX_REPLY_BYTES = 64 << 20
+MAX_REPLY_BYTES = 64 << 20  # a larger reply is a failure
 
 _EXCERPT = 200  # characters of an error reply that a message quotes
+_OPEN = contextlib.nullcontext()  # in place of a gate
+# Not the module's own generator, whose state belongs to the user's code.
+_JITTER = random.Random()
+# The tasks that hold sessions open. The loop refers to its tasks only weakly,
+# so one whose client is dropped would end without closing its session.
+_keepers: set[asyncio.Task] = set()
 
 
 class Pauses(NamedTuple):
@@ -88,32 +92,11 @@ class NotReady(Exception):
   """A server was not ready in time; the message is one line."""
 
 
-@dataclasses.dataclass
-class _Connection:
-  """The session of one event loop.
-
-  Attributes:
-    loop: the event loop.
-    session: the session, usable in that loop only.
-    slots: bounds the posts in flight.
-    keeper: a task that closes the session when it is cancelled.
-    cancel_keeper: cancels the task from any thread; called at the latest when
-      the client is garbage-collected.
-  """
-
-  loop: asyncio.AbstractEventLoop
-  session: aiohttp.ClientSession
-  slots: asyncio.Semaphore | contextlib.nullcontext
-  keeper: asyncio.Task
-  cancel_keeper: weakref.finalize
-
-
 class Client:
-  """Sends requests to one server, from one event loop at a time.
+  """Sends requests to one server, from one event loop.
 
-  Connections are made in the running loop. They are closed by `close`, or when
-  the loop cancels its tasks at its end (`asyncio.run` and
-  `event_loop.EventLoop` do), or when the client is garbage-collected.
+  Connections are closed by `close`, or when the loop cancels its tasks at its
+  end (`asyncio.run` and `event_loop.EventLoop` do).
 
   Attributes:
     url: the URL that all paths are appended to.
@@ -127,8 +110,6 @@ class Client:
     timeout: float,
     token_variable: str,
     max_concurrent: int | None = None,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
-    pauses: Pauses = PAUSES,
     gate: outage_gate.OutageGate | None = None,
   ):
     """Makes a client; nothing is sent yet.
@@ -140,19 +121,18 @@ class Client:
         is read now.
       max_concurrent: the most posts in flight; further ones wait. None = no
         bound.
-      max_reply_bytes: the largest reply; a larger one is a failure.
-      pauses: how long to wait before retries and between health checks.
       gate: makes posts wait while the server fails; None = they never wait.
     """
     self.url = url
     self.timeout = timeout
     self._token = os.environ.get(token_variable, '')
-    self._max_concurrent = max_concurrent
-    self._max_reply_bytes = max_reply_bytes
-    self._pauses = pauses
+    self._slots = (
+      asyncio.Semaphore(max_concurrent)
+      if max_concurrent
+      else contextlib.nullcontext()
+    )
     self._gate = gate
-    self._random = random.Random()
-    self._connection: _Connection | None = None
+    self._keeper: asyncio.Task | None = None
 
   async def get(self, path: str, *, timeout: float | None = None) -> bytes:
     """Returns the body of a 200, after one attempt; raises `Failure`."""
@@ -163,16 +143,12 @@ class Client:
 
     Raises:
       Failure: if there was no reply, or a reply with another status.
-      Exception: see `OutageGate.passed`.
+      Exception: see `OutageGate.request`.
     """
     # The timeout starts only when a slot is free: in a burst of requests, the
     # last ones would otherwise time out before they are sent.
-    async with self._connect().slots:
-      if self._gate is None:
-        return await self._request('POST', path, body, self.timeout)
-      await self._gate.passed()
-      with self._gate.counted():
-        return await self._request('POST', path, body, self.timeout)
+    async with self._slots, self._gate.request() if self._gate else _OPEN:
+      return await self._request('POST', path, body, self.timeout)
 
   async def wait_until_ready(
     self,
@@ -196,7 +172,7 @@ class Client:
     """
     deadline = time.monotonic() + grace
     while True:
-      left = max(deadline - time.monotonic(), self._pauses.health)
+      left = max(deadline - time.monotonic(), PAUSES.health)
       try:
         await self.get(path, timeout=min(self.timeout, left))
         return
@@ -205,11 +181,11 @@ class Client:
           return
         if failure.status in final_statuses:
           raise
-        if time.monotonic() + self._pauses.health > deadline:
+        if time.monotonic() + PAUSES.health > deadline:
           raise NotReady(
             f'{self.url} not ready within {grace} s: {failure}'
           ) from failure
-      await asyncio.sleep(self._pauses.health)
+      await asyncio.sleep(PAUSES.health)
 
   async def back_off(self, attempt: int, failure: Failure) -> None:
     """Waits before the next attempt, at least as long as Retry-After says.
@@ -221,62 +197,48 @@ class Client:
       attempt: the number of the attempt that failed, from 0.
       failure: the error of that attempt.
     """
-    pauses = self._pauses
+    pauses = PAUSES
     # The exponent is bounded because 2.0**1024 overflows. The pause has reached
     # its bound long before.
     pause = min(pauses.first * 2.0 ** min(attempt, 64), pauses.longest)
-    pause *= self._random.uniform(0.5, 1.5)
+    pause *= _JITTER.uniform(0.5, 1.5)
     retry_after = min(failure.retry_after, pauses.longest_retry_after)
     await asyncio.sleep(max(pause, retry_after))
 
   async def close(self) -> None:
-    """Closes the connections of the running loop."""
-    connection, self._connection = self._connection, None
-    if connection is None:
-      return
-    connection.cancel_keeper()
-    if connection.loop is asyncio.get_running_loop():
-      await asyncio.wait([connection.keeper])
+    """Closes the connections."""
+    keeper, self._keeper = self._keeper, None
+    if keeper is not None:
+      keeper.cancel()
+      await asyncio.wait([keeper])
 
-  def _connect(self) -> _Connection:
-    """Returns the connection of the running loop."""
-    loop = asyncio.get_running_loop()
-    current = self._connection
-    if current is not None and current.loop is loop:
-      return current
-    if current is not None:
-      current.cancel_keeper()
-    headers = {'Accept-Encoding': 'identity'}
-    if self._token:
-      headers['Authorization'] = f'Bearer {self._token}'
-    session = aiohttp.ClientSession(
-      headers=headers,
-      auto_decompress=False,  # A small reply must not grow large in memory.
-      # `slots` bounds the requests instead of aiohttp's pool, because waiting
-      # for one of its connections would count towards the timeout.
-      connector=aiohttp.TCPConnector(limit=0),
-      cookie_jar=aiohttp.DummyCookieJar(),
-      trust_env=False,  # no proxy from the environment
-    )
-    keeper = loop.create_task(_keep_open(session))
-    self._connection = _Connection(
-      loop=loop,
-      session=session,
-      slots=asyncio.Semaphore(self._max_concurrent)
-      if self._max_concurrent
-      else contextlib.nullcontext(),
-      keeper=keeper,
-      # The finalizer also keeps the task alive: a loop holds its tasks by weak
-      # references only.
-      cancel_keeper=weakref.finalize(self, _cancel, loop, keeper),
-    )
-    return self._connection
+  def _connected(self) -> aiohttp.ClientSession:
+    """Returns the session, which the first request opens."""
+    if self._keeper is None:
+      headers = {'Accept-Encoding': 'identity'}
+      if self._token:
+        headers['Authorization'] = f'Bearer {self._token}'
+      self._session = aiohttp.ClientSession(
+        headers=headers,
+        auto_decompress=False,  # A small reply must not grow large in memory.
+        # `slots` bounds the requests instead of aiohttp's pool, because waiting
+        # for one of its connections would count towards the timeout.
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,  # no proxy from the environment
+      )
+      # Nobody needs to call `close` where the loop cancels its tasks at its
+      # end: the task then closes the session.
+      self._keeper = asyncio.create_task(_keep_open(self._session))
+      _keepers.add(self._keeper)
+      self._keeper.add_done_callback(_keepers.discard)
+    return self._session
 
   async def _request(
     self, method: str, path: str, body: Any, timeout: float
   ) -> bytes:
     try:
-      async with self._connect().session.request(
+      async with self._connected().request(
         method,
         yarl.URL(self.url + path, encoded=True),
         json=body,
@@ -287,6 +249,7 @@ class Client:
           raise await self._failure_of_status(response)
         return await self._read(response)
     except (aiohttp.ClientError, OSError) as error:
+      # Some timeouts of aiohttp are connection errors, too.
       if isinstance(error, TimeoutError):
         line = f'no reply within {timeout:g} s'
         raise Failure(line, Cause.TIMEOUT) from error
@@ -299,9 +262,9 @@ class Client:
     body = bytearray()
     async for chunk in response.content.iter_any():
       body += chunk
-      if len(body) > self._max_reply_bytes:
+      if len(body) > MAX_REPLY_BYTES:
         raise Failure(
-          f'the reply exceeds {self._max_reply_bytes} bytes', Cause.TOO_LARGE
+          f'the reply exceeds {MAX_REPLY_BYTES} bytes', Cause.TOO_LARGE
         )
     return bytes(body)
 
@@ -356,9 +319,3 @@ async def _keep_open(session: aiohttp.ClientSession) -> None:
   """Waits until it is cancelled, and closes the session."""
   async with session:
     await asyncio.Event().wait()
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task) -> None:
-  """Cancels a task from any thread."""
-  with contextlib.suppress(RuntimeError):  # The loop and the task have ended.
-    loop.call_soon_threadsafe(task.cancel)

@@ -9,14 +9,8 @@ clients that wait, or are slow to send a body, cannot keep others out.
 
 import asyncio
 from collections.abc import Callable
-from collections.abc import Iterator
-import contextlib
+import resource
 from typing import Any
-
-try:
-  import resource
-except ImportError:  # Windows has no such limits.
-  resource = None
 
 # The connections that one pass of the event loop accepts.
 ACCEPTED_AT_ONCE = 32
@@ -28,12 +22,74 @@ def bounded_by_descriptors(max_connections: int) -> int:
   The other half is for files, and for connections that are accepted before the
   idle ones are closed.
   """
-  if resource is None:
-    return max_connections
   soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   if soft == resource.RLIM_INFINITY:
     return max_connections
   return min(max_connections, max(soft // 2, 1))
+
+
+class Connection(asyncio.Protocol):
+  """Passes all events on to a protocol, and limits the time for headers.
+
+  Attributes:
+    transport: the transport, once connected.
+    is_busy: whether a request that was read is being answered.
+  """
+
+  transport: Any  # an asyncio.Transport; asyncio declares a wider type
+
+  def __init__(self, connections: 'Connections', protocol: asyncio.Protocol):
+    self._connections = connections
+    self._protocol = protocol
+    self._timer: asyncio.TimerHandle | None = None
+    self._has_request = self.is_busy = False
+
+  def connection_made(self, transport) -> None:
+    self.transport = transport
+    self._protocol.connection_made(transport)
+    if self._connections.add(self):
+      self._wait()
+    else:
+      self.transport.abort()
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    self._stop_waiting()
+    self._connections.remove(self)
+    self._protocol.connection_lost(exc)
+
+  def data_received(self, data: bytes) -> None:
+    if not self._has_request and self._timer is None:
+      self._wait()  # a kept connection has begun another request
+    self._protocol.data_received(data)
+
+  def eof_received(self) -> bool | None:
+    return self._protocol.eof_received()
+
+  def pause_writing(self) -> None:
+    self._protocol.pause_writing()
+
+  def resume_writing(self) -> None:
+    self._protocol.resume_writing()
+
+  def begin_request(self) -> None:
+    """Notes that the headers of a request have come."""
+    self._stop_waiting()
+    self._has_request = True
+
+  def end_request(self) -> None:
+    """Notes that the request has been answered."""
+    self._has_request = False
+    self._connections.touch(self)
+
+  def _wait(self) -> None:
+    self._timer = asyncio.get_running_loop().call_later(
+      self._connections.header_timeout, self.transport.abort
+    )
+
+  def _stop_waiting(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
 
 
 class Connections:
@@ -51,46 +107,19 @@ class Connections:
     self.header_timeout = header_timeout
     self._max_connections = bounded_by_descriptors(max_connections)
     # Ordered by activity, the least recently active connection first.
-    self._open: dict[asyncio.BaseTransport, _Connection] = {}
-
-  def __len__(self) -> int:
-    return len(self._open)
+    self._open: dict[asyncio.BaseTransport, Connection] = {}
 
   def guard(
     self, make_protocol: Callable[[], asyncio.Protocol]
   ) -> Callable[[], asyncio.Protocol]:
     """Returns a factory of protocols whose connections are in this table."""
-    return lambda: _Connection(self, make_protocol())
+    return lambda: Connection(self, make_protocol())
 
-  @contextlib.contextmanager
-  def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-    """Tracks a request, whose headers have come, until it has been answered."""
-    connection = self._open.get(transport) if transport else None
-    if connection is None:  # The client has gone.
-      yield
-      return
-    connection.stop_waiting()
-    connection.has_request = True
-    try:
-      yield
-    finally:
-      connection.has_request = False
-      self._touch(connection)
+  def find(self, transport: asyncio.BaseTransport | None) -> Connection | None:
+    """Returns the connection of a transport; None if the client has gone."""
+    return self._open.get(transport) if transport else None
 
-  @contextlib.contextmanager
-  def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-    """Keeps a connection open while a request that was read is answered."""
-    connection = self._open.get(transport) if transport else None
-    if connection is None:
-      yield
-      return
-    connection.is_busy = True
-    try:
-      yield
-    finally:
-      connection.is_busy = False
-
-  def add(self, connection: '_Connection') -> bool:
+  def add(self, connection: Connection) -> bool:
     """Adds a connection; returns False if all others are busy."""
     if len(self._open) >= self._max_connections:
       idle = (c for c in self._open.values() if not c.is_busy)
@@ -102,66 +131,10 @@ class Connections:
     self._open[connection.transport] = connection
     return True
 
-  def remove(self, connection: '_Connection') -> None:
-    connection.stop_waiting()
+  def remove(self, connection: Connection) -> None:
     self._open.pop(connection.transport, None)
 
-  def _touch(self, connection: '_Connection') -> None:
+  def touch(self, connection: Connection) -> None:
     """Makes a connection the most recently active one."""
     if self._open.pop(connection.transport, None) is not None:
       self._open[connection.transport] = connection
-
-
-class _Connection(asyncio.Protocol):
-  """Passes all events on to a protocol, and limits the time for headers.
-
-  Attributes:
-    transport: the transport, once connected.
-    has_request: whether there is a request whose headers have come.
-    is_busy: whether a request is being answered.
-  """
-
-  transport: Any  # an asyncio.Transport; asyncio declares a wider type
-
-  def __init__(self, connections: Connections, protocol: asyncio.Protocol):
-    self._connections = connections
-    self._protocol = protocol
-    self._timer: asyncio.TimerHandle | None = None
-    self.has_request = self.is_busy = False
-
-  def connection_made(self, transport) -> None:
-    self.transport = transport
-    self._protocol.connection_made(transport)
-    if self._connections.add(self):
-      self._wait()
-    else:
-      self.transport.abort()
-
-  def connection_lost(self, exc: Exception | None) -> None:
-    self._connections.remove(self)
-    self._protocol.connection_lost(exc)
-
-  def data_received(self, data: bytes) -> None:
-    if not self.has_request and self._timer is None:
-      self._wait()  # a kept connection has begun another request
-    self._protocol.data_received(data)
-
-  def eof_received(self) -> bool | None:
-    return self._protocol.eof_received()
-
-  def pause_writing(self) -> None:
-    self._protocol.pause_writing()
-
-  def resume_writing(self) -> None:
-    self._protocol.resume_writing()
-
-  def stop_waiting(self) -> None:
-    if self._timer is not None:
-      self._timer.cancel()
-      self._timer = None
-
-  def _wait(self) -> None:
-    loop = asyncio.get_running_loop()
-    self._timer = loop.call_later(
-      self._connections.header_timeout, self.transport.abort
-    )

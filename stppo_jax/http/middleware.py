@@ -8,7 +8,6 @@ import logging
 from aiohttp import web
 
 from stppo_jax.http import connections as connections_lib
-from stppo_jax.http import metrics as metrics_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +41,38 @@ class Refusal(Exception):
     self.status = status
 
 
-@web.middleware
-async def one_line(request: web.Request, handler) -> web.StreamResponse:
-  """Turns whatever a handler raises into a status and one line."""
-  headers: dict[str, str] = {}
-  try:
-    return await handler(request)
-  except Refusal as refusal:
-    status, detail = refusal.status, str(refusal)
-  except web.HTTPException as error:
-    headers = dict(error.headers)
-    headers.pop('Content-Type', None)
-    headers.pop('Content-Length', None)
-    status, detail = error.status, error.text or error.reason
-  except Exception:
-    logging.getLogger(__name__).exception('request failed: %s', request.path)
-    status, detail = 500, 'internal error'
-  detail = ' '.join(detail.split())
-  return web.json_response({'detail': detail}, status=status, headers=headers)
+def answered(connections: connections_lib.Connections):
+  """Returns the outer middleware, which answers whatever happens.
+
+  It turns what a handler raises into a status and one line, and tells the
+  connection when it has a request.
+  """
+
+  @web.middleware
+  async def middleware(request: web.Request, handler) -> web.StreamResponse:
+    headers: dict[str, str] = {}
+    connection = connections.find(request.transport)
+    if connection is None:
+      raise web.HTTPBadRequest(text='the client has gone')
+    connection.begin_request()
+    try:
+      return await handler(request)
+    except Refusal as refusal:
+      status, detail = refusal.status, str(refusal)
+    except web.HTTPException as error:
+      headers = dict(error.headers)
+      headers.pop('Content-Type', None)
+      headers.pop('Content-Length', None)
+      status, detail = error.status, error.text or error.reason
+    except Exception:
+      logging.getLogger(__name__).exception('request failed: %s', request.path)
+      status, detail = 500, 'internal error'
+    finally:
+      connection.end_request()
+    detail = ' '.join(detail.split())
+    return web.json_response({'detail': detail}, status=status, headers=headers)
+
+  return middleware
 
 
 def authorize(token: str):
@@ -81,12 +94,7 @@ def authorize(token: str):
   return middleware
 
 
-def bound(
-  limits: Limits,
-  connections: connections_lib.Connections,
-  *,
-  json_only: bool,
-):
+def bound(limits: Limits, connections: connections_lib.Connections):
   """Returns a middleware that reads bodies, and refuses posts beyond the limit.
 
   Only posts whose body is there count, so that slow clients take nothing from
@@ -99,10 +107,6 @@ def bound(
     nonlocal in_flight
     if request.method != 'POST':
       return await handler(request)
-    if json_only and request.content_type != 'application/json':
-      raise web.HTTPUnsupportedMediaType(
-        text='Content-Type: expected application/json'
-      )
     # Most bodies come with their headers and need no timer, which would take
     # longer than reading them.
     here = request.content.is_eof()
@@ -119,31 +123,15 @@ def bound(
         text='too many requests in flight',
         headers={'Retry-After': str(limits.retry_after)},
       )
+    connection = connections.find(request.transport)
+    if connection is None:
+      raise Refusal(400, 'the client has gone')
     in_flight += 1
+    connection.is_busy = True
     try:
-      with connections.busy(request.transport):
-        return await handler(request)
+      return await handler(request)
     finally:
       in_flight -= 1
-
-  return middleware
-
-
-def watch(
-  connections: connections_lib.Connections, metrics: metrics_lib.Metrics
-):
-  """Returns a middleware that measures requests.
-
-  It also tells the connection that a request has come.
-  """
-
-  @web.middleware
-  async def middleware(request: web.Request, handler) -> web.StreamResponse:
-    resource = request.match_info.route.resource
-    path = resource.canonical if resource is not None else 'unknown'
-    with connections.request(request.transport), metrics.request(path) as done:
-      response = await handler(request)
-      done(response.status)
-      return response
+      connection.is_busy = False
 
   return middleware

@@ -2,9 +2,9 @@
 
 import asyncio
 import collections
+from collections.abc import AsyncIterator
 from collections.abc import Awaitable
 from collections.abc import Callable
-from collections.abc import Iterator
 import contextlib
 import logging
 import time
@@ -22,8 +22,6 @@ class OutageGate:
   While it is closed, no request is sent. One task asks the server whether it is
   ready, and all requests go on when it is. Without the gate, each request would
   use up its few retries within seconds.
-
-  It works in one event loop at a time.
 
   Args:
     max_failure_rate: the share of the last six requests that may fail; at
@@ -60,9 +58,19 @@ class OutageGate:
     """Counts from 0 again."""
     self.times_closed, self.seconds_closed = 0, 0.0
 
-  @contextlib.contextmanager
-  def counted(self) -> Iterator[None]:
-    """Counts the request in the body as failed if it raises an outage error."""
+  @contextlib.asynccontextmanager
+  async def request(self) -> AsyncIterator[None]:
+    """Waits while the gate is closed, and counts the request in the body.
+
+    Raises:
+      Exception: the error of `until_ready`, for each request that waits.
+    """
+    if self._is_closed:
+      if self._prober is None:
+        self._prober = asyncio.create_task(self._probe())
+      # Shielded, so that the other requests go on waiting if this one is
+      # cancelled.
+      await asyncio.shield(self._prober)
     try:
       yield
     except Exception as error:
@@ -70,28 +78,11 @@ class OutageGate:
       raise
     self._count(succeeded=True)
 
-  async def passed(self) -> None:
-    """Returns when requests may be sent: at once if the gate is open.
-
-    Raises:
-      Exception: the error of `until_ready`, for each request that waits.
-    """
-    if not self._is_closed:
-      return
-    loop = asyncio.get_running_loop()
-    # A task of a loop that has ended would never finish, so it is replaced.
-    if self._prober is None or self._prober.get_loop() is not loop:
-      self._prober = loop.create_task(self._probe())
-    # Shielded, so that the other requests go on waiting if this one is
-    # cancelled.
-    await asyncio.shield(self._prober)
-
   async def close(self) -> None:
     """Ends the task that asks the server."""
-    prober, self._prober = self._prober, None
-    if prober is not None and prober.get_loop() is asyncio.get_running_loop():
-      prober.cancel()
-      await asyncio.gather(prober, return_exceptions=True)
+    if self._prober is not None:
+      self._prober.cancel()
+      await asyncio.wait([self._prober])
 
   async def _probe(self) -> None:
     began = time.monotonic()
@@ -100,6 +91,7 @@ class OutageGate:
       await self._until_ready()
       _log.warning('%s is ready again', self._server)
       self._is_closed = False
+      # The failures before the outage must not close the gate again.
       self._succeeded.clear()
     finally:
       self.seconds_closed += time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The HTTP server under the retrieval server and the inference server.
+"""The HTTP server under the retrieval server.
 
 A handler takes the JSON object of a request and returns the JSON object of the
 reply; it raises `Refusal` to answer with another status. Every error is one
@@ -7,22 +7,21 @@ line, `{"detail": "..."}`, and no reply carries a traceback:
     401  no valid bearer token (with `token`; /health needs none)
     408  the body came too slowly
     413  the body is too large
-    415  the content type is not application/json (with `json_only`)
     422  the body is not a JSON object
     429  too many requests in flight, with Retry-After
     500  a bug in a handler, whose cause is in the server's log only
 
-GET /health answers {"status": "ok"}, and GET /metrics the metrics as text for
-Prometheus.
-The number of connections and the time for the headers of a request are bounded
-in `connections.py`.
+GET /health answers {"status": "ok"}. The number of connections and the time for
+the headers of a request are bounded in `connections.py`.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from collections.abc import Awaitable
 from collections.abc import Callable
 from collections.abc import Mapping
 from concurrent import futures
+import contextlib
 import ipaddress
 import json
 import socket
@@ -32,7 +31,6 @@ from typing import Any
 from aiohttp import web
 
 from stppo_jax.http import connections as connections_lib
-from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import middleware
 
 LOOPBACK = '127.0.0.1'
@@ -52,27 +50,19 @@ Refusal = middleware.Refusal
 
 def application(
   *,
-  get: Mapping[str, Callable[[], Fields]],
   post: Mapping[str, Callable[..., Awaitable[Fields]]],
   limits: Limits,
   close: Callable[[], None],
   token: str = '',
-  json_only: bool = False,
-  metrics: metrics_lib.Metrics | None = None,
 ) -> web.Application:
-  """Returns a server as an aiohttp application, with /health and /metrics.
+  """Returns a server as an aiohttp application, with /health.
 
   Args:
-    get: the handler of each path; it takes no arguments.
     post: the handler of each path; it takes the JSON object of the body, and by
       keyword the parts of the path that stand in braces.
     limits: the limits of what clients may request.
     close: called when the server ends.
     token: the bearer token that every request but /health needs; '' = none.
-    json_only: whether posts need the content type application/json. A browser
-      does not send it for a web page of another site unless the server agrees,
-      so such a page cannot make a browser on this machine post.
-    metrics: the metrics of the server; requests and connections are added.
   """
 
   async def on_cleanup(app: web.Application) -> None:
@@ -82,23 +72,18 @@ def application(
   connections = connections_lib.Connections(
     max_connections=limits.max_connections, header_timeout=limits.header_timeout
   )
-  metrics = metrics or metrics_lib.Metrics()
-  metrics.gauge('connections', 'Open connections.', lambda: len(connections))
   app = web.Application(
     client_max_size=limits.max_body_bytes,
     middlewares=[
-      middleware.watch(connections, metrics),
-      middleware.one_line,
+      middleware.answered(connections),
       middleware.authorize(token),
-      middleware.bound(limits, connections, json_only=json_only),
+      middleware.bound(limits, connections),
     ],
   )
   app[_CONNECTIONS] = connections
-  app.router.add_get('/metrics', _answer_metrics(metrics))
-  for path, get_handler in {'/health': _health, **get}.items():
-    app.router.add_get(path, _answer_get(get_handler))
-  for path, post_handler in post.items():
-    app.router.add_post(path, _answer_post(post_handler))
+  app.router.add_get('/health', _health)
+  for path, handler in post.items():
+    app.router.add_post(path, _answer(handler))
   app.on_cleanup.append(on_cleanup)
   return app
 
@@ -159,32 +144,18 @@ def url_of(bound: socket.socket, host: str) -> str:
   return f'http://{name}:{bound.getsockname()[1]}'
 
 
-class Running:
-  """A server that has started in the running loop.
-
-  Attributes:
-    runner: the runner of the application.
-  """
-
-  def __init__(self, runner: web.AppRunner, server: asyncio.Server):
-    self.runner = runner
-    self._server = server
-
-  async def cleanup(self) -> None:
-    """Stops listening, finishes the requests in flight, and cleans up."""
-    self._server.close()
-    await self.runner.cleanup()
-
-
-async def start(
+@contextlib.asynccontextmanager
+async def serving(
   app: web.Application,
   host: str,
   port: int,
   *,
   bound: socket.socket | None = None,
   shutdown_timeout: float = 1.0,
-) -> tuple[Running, str]:
-  """Serves in the running loop; returns the running server and its URL.
+) -> AsyncIterator[str]:
+  """Serves in the running loop; yields the URL.
+
+  At the end, requests in flight are finished.
 
   Args:
     app: the application to serve.
@@ -216,12 +187,14 @@ async def start(
     # The loop accepts few connections at once, so that there are never many
     # more than allowed. This makes the queue longer in which others wait.
     bound.listen(_BACKLOG)
-  except BaseException:
+    try:
+      yield url_of(bound, host)
+    finally:
+      server.close()
+  finally:
     if bound is not None:
       bound.close()
     await runner.cleanup()
-    raise
-  return Running(runner, server), url_of(bound, host)
 
 
 class EmbeddedServer:
@@ -232,17 +205,13 @@ class EmbeddedServer:
 
   Args:
     make_app: makes the application; called on that thread.
-    host: the loopback address to bind.
 
   Attributes:
     url: the server's URL, once entered.
   """
 
-  def __init__(
-    self, make_app: Callable[[], web.Application], *, host: str = LOOPBACK
-  ):
+  def __init__(self, make_app: Callable[[], web.Application]):
     self._make_app = make_app
-    self._host = host
     self.url = ''
 
   def __enter__(self) -> 'EmbeddedServer':
@@ -272,45 +241,26 @@ class EmbeddedServer:
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    stop = lambda: loop.call_soon_threadsafe(stopping.set)
     try:
-      runner, url = await start(self._make_app(), self._host, 0)
+      async with serving(self._make_app(), LOOPBACK, 0) as url:
+        started.set_result((url, stop))
+        await stopping.wait()
     except BaseException as error:
+      if started.done():
+        raise
       started.set_exception(error)
-      return
-    started.set_result((url, lambda: loop.call_soon_threadsafe(stopping.set)))
-    try:
-      await stopping.wait()
-    finally:
-      await runner.cleanup()
 
 
-def _health() -> Fields:
-  return {'status': 'ok'}
+async def _health(request: web.Request) -> web.Response:
+  del request
+  return web.json_response({'status': 'ok'})
 
 
-def _answer_get(handler: Callable[[], Fields]):
-  async def answer(request: web.Request) -> web.Response:
-    del request
-    return web.json_response(handler())
-
-  return answer
-
-
-def _answer_post(handler: Callable[..., Awaitable[Fields]]):
+def _answer(handler: Callable[..., Awaitable[Fields]]):
   async def answer(request: web.Request) -> web.Response:
     fields = _json_object(await request.read())
     return web.json_response(await handler(fields, **request.match_info))
-
-  return answer
-
-
-def _answer_metrics(metrics: metrics_lib.Metrics):
-  async def answer(request: web.Request) -> web.Response:
-    del request
-    return web.Response(
-      body=metrics.exposition(),
-      headers={'Content-Type': metrics_lib.CONTENT_TYPE},
-    )
 
   return answer
 

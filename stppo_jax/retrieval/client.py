@@ -6,9 +6,10 @@ a fault never harms other trajectories.
 """
 
 import asyncio
-from collections.abc import Sequence
-import dataclasses
+import collections
 import time
+
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.http import address as http_address
@@ -19,9 +20,10 @@ from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import replies
-from stppo_jax.retrieval import statistics
 
 _MAX_CONCURRENT_REQUESTS = 16
+_LATENCIES_KEPT = 65536
+_CACHED_BYTES = 64 << 20  # the memory of the answers that are kept
 # A request that may have failed because of one of its queries is divided into
 # this many smaller ones.
 _SPLIT = 4
@@ -34,28 +36,11 @@ _HEALTH_PATH = '/health'
 _Futures = dict[str, asyncio.Future]  # by query
 
 
-@dataclasses.dataclass
-class _Pending:
-  """The queries of one event loop that have no answer yet.
-
-  Attributes:
-    loop: the event loop.
-    queued: corpus to query to future, of queries that wait for the next flush.
-    in_flight: (corpus, query) to future, of queries that are queued or sent.
-    tasks: the tasks that send requests.
-  """
-
-  loop: asyncio.AbstractEventLoop
-  queued: dict[str, _Futures]
-  in_flight: dict[tuple[str, str], asyncio.Future]
-  tasks: set[asyncio.Task]
-
-
 class HttpRetriever:
   """A `protocol.Retriever` that sends queries to a server.
 
-  It works in the event loop that calls it, in one loop at a time. Connections
-  are closed at the end of that loop, or by `close`.
+  It works in one event loop. Connections are closed at the end of that loop, or
+  by `close`.
   """
 
   def __init__(
@@ -69,10 +54,7 @@ class HttpRetriever:
     ready_timeout: float,
     max_failure_rate: float,
     max_queries_per_request: int,
-    cached_bytes: int = 64 << 20,
     max_passage_chars: int = 1 << 16,
-    max_reply_bytes: int = http_client.MAX_REPLY_BYTES,
-    pauses: http_client.Pauses = http_client.PAUSES,
   ):
     """Makes a retriever; nothing is sent yet.
 
@@ -90,11 +72,7 @@ class HttpRetriever:
         fail, all requests wait until the server is ready, unless
         `ready_timeout` is 0.
       max_queries_per_request: the most queries in one request.
-      cached_bytes: the memory of the answers that are kept; the least recently
-        used ones are dropped.
       max_passage_chars: the most characters that are kept of a passage's text.
-      max_reply_bytes: the largest reply; a larger one is a failure.
-      pauses: how long to wait before retries and between health checks.
 
     Raises:
       ValueError: if the URL is not valid; the message is one line.
@@ -113,8 +91,6 @@ class HttpRetriever:
       timeout=timeout,
       token_variable=address.TOKEN_VARIABLE,
       max_concurrent=_MAX_CONCURRENT_REQUESTS,
-      max_reply_bytes=max_reply_bytes,
-      pauses=pauses,
       gate=self._gate if ready_timeout else None,
     )
     self._dialect = dialect
@@ -123,10 +99,14 @@ class HttpRetriever:
     self._ready_timeout = ready_timeout
     self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
-    self._cache = replies.AnswerCache(cached_bytes)
+    self._cache = replies.AnswerCache(_CACHED_BYTES)
     # Whether a server of this address has ever answered a query.
     self._was_answered = False
-    self._pending: _Pending | None = None
+    # By corpus: the queries that wait for the next flush.
+    self._queued: dict[str, _Futures] = {}
+    # By corpus and query: all queries without an answer, queued or sent.
+    self._in_flight: dict[tuple[str, str], asyncio.Future] = {}
+    self._tasks: set[asyncio.Task] = set()
     self._reset_statistics()
 
   async def retrieve(
@@ -146,13 +126,13 @@ class HttpRetriever:
     key = corpus, query
     passages = self._cache.find(key)
     if passages is None:
-      pending = self._pending_here()
-      if key not in pending.in_flight:
-        self._enqueue(pending, key)
+      if key not in self._in_flight:
+        self._enqueue(key)
       # Shielded, because other callers may wait for the same future: the
       # cancellation of this one must not cancel it for them.
-      passages = await asyncio.shield(pending.in_flight[key])
-    self._statistics.count_answer(is_empty=not passages)
+      passages = await asyncio.shield(self._in_flight[key])
+    self._counts['answers'] += 1
+    self._counts['empty'] += not passages
     return list(passages)
 
   async def wait_until_ready(self) -> None:
@@ -179,79 +159,78 @@ class HttpRetriever:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    See `statistics.Statistics.metrics`. `retrieval/outages` counts the times
-    that all requests had to wait until the server was ready, and
-    `retrieval/outage_s` the seconds that this took.
+    `retrieval/ok` and `retrieval/failures` count queries that were sent, so not
+    answers from the cache. `retrieval/failures/{cause}` counts the failures of
+    each cause, and `retrieval/retries` the repeated attempts.
+    `retrieval/latency_*` are percentiles of the seconds from query to answer,
+    retries included; 0 if there was no answer. `retrieval/answers` counts all
+    answers, and `retrieval/empty` those without a passage. `retrieval/outages`
+    counts the times that all requests had to wait until the server was ready,
+    and `retrieval/outage_s` the seconds that this took.
     """
-    result = self._statistics.metrics() | {
-      'retrieval/outages': float(self._gate.times_closed),
-      'retrieval/outage_s': self._gate.seconds_closed,
+    p50, p99 = np.percentile(self._latencies or [0.0], [50, 99])
+    values = {
+      **self._counts,
+      'latency_p50': p50,
+      'latency_p99': p99,
+      'outages': self._gate.times_closed,
+      'outage_s': self._gate.seconds_closed,
     }
     self._reset_statistics()
-    return result
+    return {f'retrieval/{name}': float(n) for name, n in values.items()}
 
   async def close(self) -> None:
-    """Fails the queries in flight and closes the connections of this loop."""
-    pending, self._pending = self._pending, None
-    if pending is not None and not pending.loop.is_closed():
-      for task in pending.tasks:
-        task.cancel()
-      await asyncio.gather(*pending.tasks, return_exceptions=True)
+    """Fails the queries in flight and closes the connections."""
+    for task in self._tasks:
+      task.cancel()
+    await asyncio.gather(*self._tasks, return_exceptions=True)
     await self._gate.close()
     await self._client.close()
 
   def _reset_statistics(self) -> None:
-    self._statistics = statistics.Statistics()
+    names = ('ok', 'retries', 'failures', 'answers', 'empty')
+    self._counts = collections.Counter[str](dict.fromkeys(names, 0))
+    self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
     self._gate.reset_statistics()
 
-  def _pending_here(self) -> _Pending:
-    """Returns the pending queries of the running loop.
-
-    Futures belong to the loop that made them. Those of a loop that has ended
-    are dropped; a loop that still runs must not lose its queries.
-    """
-    loop = asyncio.get_running_loop()
-    current = self._pending
-    if current is not None and current.loop is loop:
-      return current
-    if current is not None and current.in_flight and current.loop.is_running():
-      raise RuntimeError('HttpRetriever is in use in another event loop')
-    self._pending = _Pending(loop=loop, queued={}, in_flight={}, tasks=set())
-    return self._pending
-
-  def _enqueue(self, pending: _Pending, key: tuple[str, str]) -> None:
+  def _enqueue(self, key: tuple[str, str]) -> None:
     """Adds a query to the next flush, and schedules one."""
     corpus, query = key
-    future = pending.loop.create_future()
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
     started = time.monotonic()
 
     def done(future: asyncio.Future) -> None:
-      del pending.in_flight[key]
+      # Failures are not kept: the next call with this query sends it again.
+      del self._in_flight[key]
       error = future.exception()
       if isinstance(error, protocol.RetrieverUnreachable):
         return  # It was not sent.
       if error is not None:
-        self._statistics.count_failure(error)
+        self._counts['failures'] += 1
+        self._counts[f'failures/{getattr(error, "cause", "other")}'] += 1
         return
-      self._statistics.count_success(time.monotonic() - started)
+      self._counts['ok'] += 1
+      self._latencies.append(time.monotonic() - started)
       self._cache.keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
-    pending.in_flight[key] = future
-    if not pending.queued:
+    self._in_flight[key] = future
+    if not self._queued:
       # The flush runs after the callbacks that are ready now, so that a burst
       # of queries becomes one request.
-      pending.loop.call_soon(self._flush, pending)
-    pending.queued.setdefault(corpus, {})[query] = future
+      loop.call_soon(self._flush)
+    self._queued.setdefault(corpus, {})[query] = future
 
-  def _flush(self, pending: _Pending) -> None:
+  def _flush(self) -> None:
     """Sends the queued queries, at most `max_queries_per_request` together."""
-    queued, pending.queued = pending.queued, {}
+    queued, self._queued = self._queued, {}
     for corpus, futures in queued.items():
       for chunk in _chunks(futures, self._max_queries):
-        task = pending.loop.create_task(self._fetch(corpus, chunk))
-        pending.tasks.add(task)
-        task.add_done_callback(pending.tasks.discard)
+        # The loop holds its tasks by weak references only.
+        task = asyncio.create_task(self._fetch(corpus, chunk))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
   async def _fetch(self, corpus: str, futures: _Futures) -> None:
     """Requests passages and completes every future, whatever happens."""
@@ -272,7 +251,18 @@ class HttpRetriever:
   ) -> None:
     """Requests passages; calls itself for the queries that failed."""
     try:
-      answers = await self._post(corpus, list(futures), attempt)
+      answers = replies.clean(
+        await attempts.ask(
+          self._client,
+          self._dialect,
+          list(futures),
+          corpus=corpus,
+          topk=self._topk,
+        ),
+        topk=self._topk,
+        max_chars=self._max_passage_chars,
+      )
+      self._was_answered |= any(answer is not None for answer in answers)
       failure = attempts.malformed()
       may_be_query_error = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
@@ -292,7 +282,7 @@ class HttpRetriever:
       for future in failed.values():
         future.set_exception(error)
       return
-    self._statistics.count_retries(len(failed))
+    self._counts['retries'] += len(failed)
     await self._client.back_off(attempt, failure)
     # One query that breaks the server must not fail the other queries of its
     # request. So the requests shrink, and in the last attempt every query has a
@@ -339,23 +329,6 @@ class HttpRetriever:
       f'{self._client.url}{path}: {failure}; check retrieval.url, '
       f'retrieval.dialect and {address.TOKEN_VARIABLE}'
     )
-
-  async def _post(
-    self, corpus: str, queries: Sequence[str], attempt: int
-  ) -> replies.Answers:
-    """Sends one request; raises `http_client.Failure`.
-
-    Returns:
-      The passages of each query; None where they are malformed.
-    """
-    answers = await attempts.ask(
-      self._client, self._dialect, queries, corpus=corpus, topk=self._topk
-    )
-    answers = replies.clean(
-      answers, topk=self._topk, max_chars=self._max_passage_chars
-    )
-    self._was_answered |= any(answer is not None for answer in answers)
-    return answers
 
 
 def _chunks(futures: _Futures, size: int) -> list[_Futures]:

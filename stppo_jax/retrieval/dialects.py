@@ -40,7 +40,7 @@ class Dialect:
       the JSON values of the passage in a reply.
     one_query: whether a request has a single query as a string, and no list.
     one_list: whether a reply has a single list of passages.
-    scores: the field that says whether scores are wanted; '' = there is none.
+    scores: the field that says whether scores are wanted; '' = no such field.
   """
 
   path: str
@@ -73,7 +73,7 @@ class Dialect:
     Raises:
       ValueError: if nothing in the reply can be used; the message is one line.
     """
-    values, place = replies.load(reply), 'is no list'
+    values, place = replies.load(reply), 'is not a list'
     if self.passages:
       values = values.get(self.passages) if isinstance(values, dict) else None
       place = f'has no list "{self.passages}"'

@@ -65,7 +65,8 @@ class Server(Retriever, Protocol):
     """Waits for the server.
 
     Raises:
-      RetrieverUnreachable, RetrieverMisconfigured: there is none.
+      RetrieverUnreachable: if none answers in time; one may do so later.
+      RetrieverMisconfigured: if it refuses this run.
     """
 
   def statistics(self) -> dict[str, float]:

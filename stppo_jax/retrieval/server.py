@@ -5,7 +5,6 @@
     200  {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}
     POST /worlds/{world}/retrieve    the same over the passages of one world
     GET  /health                     {"status": "ok"}
-    GET  /metrics                    metrics as text for Prometheus
 
 There is one list per query, in order; without scores its entries are the bare
 documents. If answers are recorded ones, a query that was not recorded has null
@@ -16,17 +15,15 @@ question's `corpus`. An unknown corpus is answered with 404, a wrong field with
 """
 
 import asyncio
-import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
-import dataclasses
 import functools
 import re
 from typing import Any
+from typing import NamedTuple
 
 from stppo_jax import types
-from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval.indexes import backends
@@ -39,26 +36,10 @@ _Search = Callable[[Sequence[str], int], _Lists]
 # Eighteen digits fit an int64; int() takes quadratic time for long texts.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 _DEFAULT_TOPK = 3  # as in Search-R1's server
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits(http_server.Limits):
-  """The limits of what clients may request; see `http_server.Limits` too.
-
-  Attributes:
-    max_queries: the most queries of a request.
-    max_query_chars: the most characters of a query; environments send fewer.
-    max_topk: the most passages per query.
-    max_batch: the most queries that are searched for at once.
-    max_worlds: the number of indexes that are kept; the least recently used
-      one is dropped.
-  """
-
-  max_queries: int = 512
-  max_query_chars: int = 4096
-  max_topk: int = 100
-  max_batch: int = 512
-  max_worlds: int = 64
+_MAX_TOPK = 100
+_MAX_QUERIES = 512  # of a request, and of those that are searched for at once
+_MAX_QUERY_CHARS = 4096  # environments send fewer
+_MAX_WORLDS = 64  # whose indexes are kept, the most recently used ones
 
 
 def make_app(
@@ -67,7 +48,6 @@ def make_app(
   world_passages: WorldPassages | None = None,
   token: str = '',
   dialect: str = '',
-  limits: Limits | None = None,
 ):
   """Returns the server as an application to be started.
 
@@ -78,25 +58,17 @@ def make_app(
     token: the bearer token that every request but /health needs; '' = none.
     dialect: the only dialect that is spoken; '' = the first of `DIALECTS` that
       has the fields of the request.
-    limits: the limits of what clients may request.
   """
-  limits = limits or Limits()
   spoken = (
     [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
   )
-  metrics = metrics_lib.Metrics()
-  service = _Service(index, world_passages, limits, metrics)
+  service = _Service(index, world_passages)
   post = {}
   for path in dict.fromkeys(d.path for d in spoken):
     handler = service.handler([d for d in spoken if d.path == path])
     post |= {path: handler, '/{corpus:.+}' + path: handler}
   return http_server.application(
-    get={},
-    post=post,
-    limits=limits,
-    close=service.close,
-    token=token,
-    metrics=metrics,
+    post=post, limits=http_server.Limits(), close=service.close, token=token
   )
 
 
@@ -113,21 +85,26 @@ def embedded(
   return http_server.EmbeddedServer(lambda: make_app(index(), **options))
 
 
+class _Waiting(NamedTuple):
+  """A request that waits for its search."""
+
+  search: _Search
+  queries: Sequence[str]
+  topk: int
+  future: asyncio.Future
+
+
 class _Searches:
-  """Searches on a thread; queries that come meanwhile share the next call.
+  """Searches on a thread; requests that come meanwhile share the next call.
 
   The thread keeps the event loop free to answer /health during a search. More
   threads would not help: searching holds the interpreter's lock, or uses all
   cores anyway. With one thread, the indexes need no lock.
   """
 
-  def __init__(self, max_batch: int):
-    self._max_batch = max_batch
+  def __init__(self):
     self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
-    # The searches that wait, by corpus. The corpora take turns.
-    self._waiting: collections.OrderedDict[str, collections.deque[_Waiting]] = (
-      collections.OrderedDict()
-    )
+    self._waiting: dict[str, list[_Waiting]] = {}  # by corpus
     self._task: asyncio.Task | None = None
 
   def close(self) -> None:
@@ -139,22 +116,18 @@ class _Searches:
     """Returns the passages of each query; raises what `search` raises."""
     loop = asyncio.get_running_loop()
     waiting = _Waiting(search, queries, topk, loop.create_future())
-    self._waiting.setdefault(corpus, collections.deque()).append(waiting)
+    self._waiting.setdefault(corpus, []).append(waiting)
     if self._task is None:
       self._task = loop.create_task(self._run())
     return await waiting.future
 
   async def _run(self) -> None:
-    loop = asyncio.get_running_loop()
+    """Searches until nobody waits; the corpora take turns."""
     try:
       while self._waiting:
-        batch = self._next_batch()
-        queries = [query for waiting in batch for query in waiting.queries]
-        topk = max(waiting.topk for waiting in batch)
+        batch = self._waiting.pop(next(iter(self._waiting)))
         try:
-          lists = await loop.run_in_executor(
-            self._executor, batch[0].search, queries, topk
-          )
+          lists = await self._search(batch)
         except Exception as error:
           for waiting in batch:
             if not waiting.future.done():  # its client may have gone
@@ -168,24 +141,18 @@ class _Searches:
     finally:
       self._task = None
 
-  def _next_batch(self) -> list['_Waiting']:
-    """Takes the next searches of one corpus, as many as one call may have."""
-    corpus, waiting = self._waiting.popitem(last=False)
-    batch, size = [], 0
-    while waiting and size < self._max_batch:
-      batch.append(waiting.popleft())
-      size += len(batch[-1].queries)
-    if waiting:
-      self._waiting[corpus] = waiting
-    return batch
-
-
-@dataclasses.dataclass(frozen=True)
-class _Waiting:
-  search: _Search
-  queries: Sequence[str]
-  topk: int
-  future: asyncio.Future
+  async def _search(self, batch: Sequence[_Waiting]) -> _Lists:
+    """Returns the passages of all queries of requests to one corpus."""
+    loop = asyncio.get_running_loop()
+    queries = [query for waiting in batch for query in waiting.queries]
+    topk = max(waiting.topk for waiting in batch)
+    lists: _Lists = []
+    for begin in range(0, len(queries), _MAX_QUERIES):
+      some = queries[begin : begin + _MAX_QUERIES]
+      lists += await loop.run_in_executor(
+        self._executor, batch[0].search, some, topk
+      )
+    return lists
 
 
 class _Service:
@@ -195,19 +162,12 @@ class _Service:
     self,
     index: backends.Index | None,
     world_passages: WorldPassages | None,
-    limits: Limits,
-    metrics: metrics_lib.Metrics,
   ):
-    self._limits = limits
     self._own = index
-    self._world = world_passages and functools.lru_cache(limits.max_worlds)(
+    self._world = world_passages and functools.lru_cache(_MAX_WORLDS)(
       lambda world: bm25.Bm25Index(world_passages(world))
     )
-    self._searches = _Searches(limits.max_batch)
-    self._count_queries = metrics.counter('queries', 'Queries answered.')
-    self._count_empty = metrics.counter('empty', 'Queries that found nothing.')
-    if index is not None:
-      metrics.gauge('passages', 'Passages served.', lambda: len(index))
+    self._searches = _Searches()
 
   def close(self) -> None:
     self._searches.close()
@@ -220,8 +180,6 @@ class _Service:
       dialect = _dialect_of(fields, spoken)
       queries, topk, scores = self._parse(fields, dialect)
       lists = await self._searches.search(corpus, search, queries, topk)
-      self._count_queries(len(lists))
-      self._count_empty(sum(not passages for passages in lists))
       return dialect.write(lists, scores)
 
     return retrieve
@@ -239,27 +197,29 @@ class _Service:
     self, fields: dict[str, Any], dialect: dialects.Dialect
   ) -> tuple[list[str], int, bool]:
     """Returns queries, topk and whether scores are wanted, or refuses them."""
-    limits, name = self._limits, dialect.queries
-    require = http_server.require
+    require, name = http_server.require, dialect.queries
     queries = [fields[name]] if dialect.one_query else fields[name]
     expected = 'a string' if dialect.one_query else 'a list of strings'
     texts = isinstance(queries, list) and all(
       isinstance(query, str) for query in queries
     )
     require(texts, f'{name}: expected {expected}')
-    count, most = len(queries), limits.max_queries
-    require(count <= most, f'{name}: {count}, at most {most} are allowed')
-    longest, most = max(map(len, queries), default=0), limits.max_query_chars
-    require(longest <= most, f'{name}: at most {most} characters each')
-    topk, most = fields.get(dialect.topk), limits.max_topk
+    require(
+      len(queries) <= _MAX_QUERIES
+      and all(len(query) <= _MAX_QUERY_CHARS for query in queries),
+      f'{name}: at most {_MAX_QUERIES} are allowed, of at most '
+      f'{_MAX_QUERY_CHARS} characters each',
+    )
+    topk = fields.get(dialect.topk)
     topk = _DEFAULT_TOPK if topk is None else topk
     require(
-      type(topk) is int and 1 <= topk <= most,
-      f'{dialect.topk}: expected an integer from 1 to {most}',
+      type(topk) is int and 1 <= topk <= _MAX_TOPK,
+      f'{dialect.topk}: expected an integer from 1 to {_MAX_TOPK}',
     )
     scores = fields.get(dialect.scores, False)
-    boolean = isinstance(scores, bool)
-    require(boolean, f'{dialect.scores}: expected true or false')
+    require(
+      isinstance(scores, bool), f'{dialect.scores}: expected true or false'
+    )
     return queries, topk, scores
 
 

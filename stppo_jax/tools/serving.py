@@ -130,18 +130,15 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
 
     # The parent writes nothing: its end is what can be read.
     loop.add_reader(parent, parent_ended)
-  running, url = await http_server.start(
+  async with http_server.serving(
     app,
     options.host,
     options.port,
     bound=bound,
     shutdown_timeout=_SHUTDOWN_TIMEOUT,
-  )
-  try:
+  ) as url:
     print(url, flush=True)
     await stopping.wait()
-  finally:
-    await running.cleanup()
   return 0
 
 

@@ -229,7 +229,7 @@ def test_a_set_that_cannot_be_fetched_says_which_files_it_needs(
   (tmp_path / 'empty').mkdir()
   flag = f'--from_files={tmp_path}/empty'
   assert _data('build', 'hotpotqa', tmp_path, flag) == 2
-  assert 'hotpotqa: no original file in ' in capsys.readouterr().err
+  assert 'hotpotqa: files are missing in ' in capsys.readouterr().err
   assert _data('build', 'mine', tmp_path) == 2
   assert 'mine: not a published data set' in capsys.readouterr().err
   assert not (tmp_path / 'search_questions').exists()
@@ -264,7 +264,7 @@ def test_a_set_that_cannot_be_fetched_says_which_files_it_needs(
       'musique_ans_v1.0_train.jsonl',
       '{"id": "2hop__100_101", "question": "q", "answer": "a", '
       '"answer_aliases": [], "question_decomposition": [], "paragraphs": []}',
-      ":25: duplicate id '2hop__100_101', first on line 1",
+      ":25: duplicate id '2hop__100_101', first at ",
     ),
     ('popqa', 'popQA.tsv', '1\t2', ':26: expected 6 columns'),
   ],

@@ -77,4 +77,4 @@ def test_the_files_of_a_model(tmp_path, capsys, name):
 def test_a_list_in_a_row_of_a_data_set():
   row = {'possible_answers': '[' * 100_000, 'question': '', 'id': 1}
   with pytest.raises(ValueError, match='nested too deeply'):
-    formats.popqa(row, None)
+    formats.popqa(row)

@@ -1,12 +1,10 @@
 """`doctor`: what it finds, in plain words, and its exit codes."""
 
-import asyncio
 import contextlib
 import functools
 import pathlib
 import re
 import socket
-import threading
 
 from aiohttp import web
 import pytest
@@ -117,23 +115,14 @@ def test_a_server_that_never_answers(capsys):
 @contextlib.contextmanager
 def _answering(respond):
   """Serves `respond` for every request; yields the URL."""
-  loop = asyncio.new_event_loop()
 
-  async def start():
+  def make_app():
     app = web.Application()
     app.router.add_route('*', '/{path:.*}', respond)
-    return await http_server.start(app, '127.0.0.1', 0)
+    return app
 
-  running, url = loop.run_until_complete(start())
-  thread = threading.Thread(target=loop.run_forever)
-  thread.start()
-  try:
-    yield url
-  finally:
-    asyncio.run_coroutine_threadsafe(running.cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+  with http_server.EmbeddedServer(make_app) as server:
+    yield server.url
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 
 import pytest
 
@@ -85,7 +84,7 @@ def test_an_index_in_a_bucket_is_read_once_per_host(
 
 @pytest.mark.slow
 def test_several_processes_serve_one_index(tmp_path):
-  """They are counted together, replaced, and end with their parent."""
+  """They are replaced, and end with their parent."""
   out = tmp_path / 'index'
   assert index.main([f'--corpus={_corpus(tmp_path)}', f'--out={out}']) == 0
   words = [sys.executable, '-m', 'stppo_jax', 'serve', f'--index={out}']
@@ -100,9 +99,6 @@ def test_several_processes_serve_one_index(tmp_path):
       url = parent.stdout.readline().strip()
       for _ in range(4):
         assert _ask(f'{url}/retrieve', 'france')[0]['id'] == '7'
-      with urllib.request.urlopen(f'{url}/metrics', timeout=30) as reply:
-        counted = 'http_requests_total{path="/retrieve",status="200"} 4.0'
-        assert counted in reply.read().decode()
       worker = int(_children(parent.pid)[0])
       os.kill(worker, signal.SIGKILL)
       assert f'worker {worker} ended with exit code -9' in (

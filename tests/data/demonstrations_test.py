@@ -148,21 +148,6 @@ def test_think_words_change_only_the_thought(error_rate):
     ] == [[thought.sub('', turn) for turn in turns] for _, turns in wordy]
 
 
-def test_most_filler_words_can_be_predicted():
-  batch = _demonstrations((1,), think_words=50).batch(0, 64)
-  words = [word.strip() for word in synthetic_wiki.FILLER_WORDS]
-  followers = []
-  for _, turns in batch:
-    for turn in turns:
-      thought = turn.removeprefix('<think>').split()[:50]
-      places = [words.index(word) for word in thought]
-      followers += [(b - a) % len(words) for a, b in zip(places, places[1:])]
-  # One word in eight is random, and one of eleven of those follows by chance.
-  expected = 1 - (1 - 1 / len(words)) / 8
-  assert np.mean(np.equal(followers, 1)) == pytest.approx(expected, abs=0.02)
-  assert set(followers) == set(range(len(words)))
-
-
 def test_a_step_is_always_the_same():
   one = _demonstrations(error_rate=0.3).batch(5, 16)
   assert _demonstrations(error_rate=0.3).batch(5, 16) == one

@@ -56,16 +56,7 @@ def _all_pairs(text):
   return pairs
 
 
-_PIECES = [
-  '<search>',
-  '</search>',
-  '<answer>',
-  '</answer>',
-  'a',
-  ' ',
-  '\n',
-  '<',
-]
+_PIECES = ['<search>', '</search>', '<answer>', '</answer>', 'a ', '\n', '<']
 
 
 @given(st.lists(st.sampled_from(_PIECES), max_size=12).map(''.join))

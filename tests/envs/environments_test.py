@@ -6,7 +6,6 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.configs import base
-from stppo_jax.configs import schema
 from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
@@ -149,19 +148,11 @@ def test_turns_end_at_the_stop_strings_of_the_environment(config):
 
 def test_an_unknown_name_prints_the_choices():
   assert environments.find('search') is search.SearchEnvironment
-  choices = ', '.join(sorted(environments.ENVIRONMENTS))
-  message = f"unknown environment 'go'; choices: {choices}"
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match="'go'; choices: gymnasium, search"):
     environments.find('go')
-  config = base.get_config()
-  config.env.name = 'go'
-  (line,) = schema.check(config)
-  choices = ', '.join(environments.ENVIRONMENTS)
-  assert line == f"env.name='go': must be one of {choices}"
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch):
   monkeypatch.setitem(sys.modules, 'textworld', None)
-  expected = "needs the package textworld: run pip install '.\\[textworld\\]'"
-  with pytest.raises(ValueError, match=expected):
+  with pytest.raises(ValueError, match=r'pip install .*\[textworld\]'):
     environments.find('textworld').phrases([])

@@ -105,15 +105,6 @@ def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
   )
 
 
-def test_an_episode_that_cannot_begin_says_why():
-  made = iter([Counter()])  # that of the prompt, and no other
-  (trajectory,) = _collect([['hm']], make=lambda: next(made, None))
-  assert trajectory.status is _STATUS.INFRA_ERROR
-  assert trajectory.cause == (
-    "AttributeError: 'NoneType' object has no attribute 'reset'"
-  )
-
-
 def test_a_step_that_hangs_ends_its_own_trajectory_only():
   _go_on.clear()
   counted, hung = _collect([['1', '2'], ['1', 'hang']], timeout=0.5)

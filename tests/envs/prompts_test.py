@@ -49,15 +49,6 @@ def test_the_built_in_prompt_shows_one_answer_and_ends_with_the_question():
   assert prompt.isascii()  # any tokenizer can write it
 
 
-def test_options_follow_the_question():
-  question = types.Question(
-    'q', 'Which?', ('one',), 'set', 'choice', {'A': 'one', 'B': 'two'}
-  )
-  assert prompts.fill('<{question}>', question) == (
-    '<Which?\nOptions:\nA. one\nB. two>'
-  )
-
-
 def test_a_template_is_read_from_a_file(tmp_path):
   path = tmp_path / 'prompt.txt'
   path.write_text('{json: 1} {question} {question}')
@@ -82,13 +73,6 @@ def test_a_bad_template_is_named(tmp_path, content, message):
     prompts.load_template(str(path))
   assert str(path) in str(error.value) and message in str(error.value)
   assert '\n' not in str(error.value)
-
-
-def test_a_correction_is_the_environment_s_own_words():
-  correction = prompts.correction()
-  assert correction.text.strip('\n') == correction.text[2:-2]
-  assert '<search>' in correction.prefix and '<answer>' in correction.prefix
-  assert not correction.body  # which is a stranger's text
 
 
 def test_a_question_cannot_write_our_tags():

@@ -53,50 +53,16 @@ def _f1(answer, golden):
 
 
 _TEXTS = (
-  'The Beatles',
-  'beatles',
-  'the  beatles!',
-  'A Day in the Life',
-  'day in life',
-  "Rock 'n' Roll",
-  'rock-n-roll',
-  'U.S.A.',
-  'usa',
-  'an apple, a day',
-  'Theatre',
-  'anthem',
-  '1,000',
-  '1000',
-  '3.14',
-  '314',
-  'July 4, 1776',
-  '4 July 1776',
-  '$5 million',
-  '5 million',
-  'Beyoncé',
-  'beyoncé',
-  'Beyonce',
-  '“quoted”',
-  'quoted',
-  'naïve café',
-  '東京',
-  'the 東京',
-  'Zürich\u00a0(city)',
-  'zürich city',
-  'ß',
-  'SS',
-  '_under_score_',
-  'underscore',
-  "king's",
-  'kings',
-  'a-b',
-  'ab',
-  'x / y',
-  'x y',
+  *('The Beatles', 'beatles', 'the  beatles!', 'A Day in the Life'),
+  *('day in life', "Rock 'n' Roll", 'rock-n-roll', 'U.S.A.', 'usa'),
+  *('an apple, a day', 'Theatre', 'anthem', '1,000', '1000', '3.14', '314'),
+  *('July 4, 1776', '4 July 1776', '$5 million', '5 million'),
+  *('Beyoncé', 'beyoncé', 'Beyonce', '“quoted”', 'quoted', 'naïve café'),
+  *('東京', 'the 東京', 'Zürich\u00a0(city)', 'zürich city', 'ß', 'SS'),
+  *('_under_score_', 'underscore', "king's", 'kings', 'a-b', 'ab'),
+  *('x / y', 'x y'),
 )
-_PAIRS = [
-  (answer, golden) for answer, golden in itertools.product(_TEXTS, _TEXTS)
-]
+_PAIRS = list(itertools.product(_TEXTS, _TEXTS))
 
 
 def _agrees(answer, golden):

@@ -95,20 +95,6 @@ def test_the_first_turn_that_finds_the_answer_can_be_paid_alone():
     assert earned == [0.0, 0.5, 0.0, 0.0, 0.0]
 
 
-def test_turns_that_find_nothing_earn_nothing():
-  found = [types.Passage('1', 'Paris', 'Paris')]
-  retriever = fakes.FakeRetriever({'capital': found}, fail_on=['broken'])
-  environment = _environment(retriever)
-  broken = '<search>broken</search>'
-  for turn_index, text in (
-    (0, _ANSWER),
-    (0, '<search> </search>'),
-    (2, _SEARCH),  # the last turn: no search is made
-    (0, broken),
-  ):
-    assert _step(environment, turn_index, text).reward == 0.0
-
-
 @pytest.mark.parametrize(
   ('text', 'reward'), [('Vitamin B', 0.03125), ('a Bag and mask', 2.03125)]
 )
@@ -119,29 +105,21 @@ def test_choice_questions_look_for_the_text_of_the_golden_option(text, reward):
   assert _step(_environment(retriever), 0, _SEARCH, question).reward == reward
 
 
-def test_an_invalid_turn_is_corrected_without_a_search():
-  retriever = fakes.FakeRetriever({})
-  step = _step(_environment(retriever), 0, '<search> </search>')
-  assert (step.action, step.status) == ('invalid', None)
-  assert '<search>' in step.observation.text
-  assert retriever.calls == []
-
-
-@pytest.mark.parametrize('turn_index', [0, 2])
-def test_an_answer_completes(turn_index):
-  step = _step(_environment(), turn_index, _ANSWER)
-  assert (step.action, step.observation) == ('answer', None)
-  assert step.status is _STATUS.COMPLETED
-
-
 @pytest.mark.parametrize(
-  ('text', 'action'), [(_SEARCH, 'search'), ('hm', 'invalid')]
+  ('turn_index', 'text', 'action', 'status'),
+  [
+    (0, '<search> </search>', 'invalid', None),
+    (0, _ANSWER, 'answer', _STATUS.COMPLETED),
+    (2, _ANSWER, 'answer', _STATUS.COMPLETED),
+    (2, _SEARCH, 'search', _STATUS.TRUNCATED_TURNS),
+    (2, 'hm', 'invalid', _STATUS.TRUNCATED_TURNS),
+  ],
 )
-def test_the_last_turn_cannot_search(text, action):
+def test_turns_without_a_search(turn_index, text, action, status):
   retriever = fakes.FakeRetriever({})
-  step = _step(_environment(retriever), 2, text)
-  assert (step.action, step.observation) == (action, None)
-  assert step.status is _STATUS.TRUNCATED_TURNS
+  step = _step(_environment(retriever), turn_index, text)
+  assert (step.action, step.status) == (action, status)
+  assert (step.observation is None) == (status is not None)
   assert retriever.calls == []
 
 
@@ -150,14 +128,6 @@ def test_a_failed_retrieval_ends_the_trajectory():
   step = _step(_environment(retriever), 0, _SEARCH)
   assert (step.action, step.observation) == ('search', None)
   assert step.status is _STATUS.INFRA_ERROR
-
-
-def test_a_bug_in_the_retriever_is_not_an_infra_error():
-  def broken(query):
-    raise ZeroDivisionError
-
-  with pytest.raises(ZeroDivisionError):
-    _step(_environment(fakes.FakeRetriever(broken)), 0, _SEARCH)
 
 
 def test_rewards_and_scores_by_hand():
@@ -189,40 +159,27 @@ def test_the_main_score_is_one_that_is_rewarded(exact, substring, main):
 
 
 @pytest.mark.parametrize(
-  'status', [_STATUS.TRUNCATED_LENGTH, _STATUS.TRUNCATED_TURNS]
+  ('status', 'total'),
+  [(_STATUS.TRUNCATED_TURNS, -0.0625), (_STATUS.INFRA_ERROR, 0.0)],
 )
-def test_a_truncated_trajectory_pays_for_its_searches(status):
+def test_a_truncated_trajectory_pays_for_its_searches(status, total):
   rewards, scores = _environment().rewards(_QUESTION, '', [_SEARCH], status)
-  assert set(scores.values()) == {0.0}
-  assert sum(rewards.values()) == -0.0625
-
-
-def test_an_infra_error_has_no_rewards():
-  rewards, scores = _environment().rewards(
-    _QUESTION, '', [_SEARCH, _ANSWER], _STATUS.INFRA_ERROR
-  )
-  assert set(rewards.values()) | set(scores.values()) == {0.0}
   assert rewards.keys() == set(search.OUTCOME_NAMES)
+  assert set(scores.values()) == {0.0}
+  assert sum(rewards.values()) == total
 
 
-def test_a_passage_or_the_prompt_cannot_answer():
-  environment = _environment()
-  prompt = environment.prompt(_QUESTION) + '<answer>Paris</answer>' * 2
-  _, scores = environment.rewards(_QUESTION, prompt, ['hm'], _STATUS.COMPLETED)
-  assert scores['em'] == 0.0
-  _, scores = _environment(reward_scope='search_r1').rewards(
-    _QUESTION, prompt, ['hm'], _STATUS.COMPLETED
-  )
-  assert scores['em'] == 1.0  # the fault of the other scope
-
-
-def test_search_r1_counts_the_example_of_the_built_in_prompt():
-  environment = _environment(reward_scope='search_r1')
+@pytest.mark.parametrize('scope', ['response', 'search_r1'])
+def test_the_scope_says_where_the_answer_is_sought(scope):
+  environment = _environment(reward_scope=scope)
   prompt = environment.prompt(_QUESTION)
-  for text, em in (('<answer>Paris</answer>', 1.0), ('hm', 0.0)):
-    _, scores = environment.rewards(
-      _QUESTION, prompt, [text], _STATUS.COMPLETED
-    )
+  spoof = prompt + '<answer>Paris</answer>' * 2
+  for asked, text, em in (
+    (prompt, '<answer>Paris</answer>', 1.0),
+    (prompt, 'hm', 0.0),
+    (spoof, 'hm', float(scope == 'search_r1')),  # a fault of that scope
+  ):
+    _, scores = environment.rewards(_QUESTION, asked, [text], _STATUS.COMPLETED)
     assert scores['em'] == em
 
 
@@ -248,13 +205,6 @@ def test_choice_questions_are_scored_by_the_option(golden):
     assert rewards['exact_match'] == em
   # "mask" is part of the golden text, not the other way round.
   assert scores['substring_match'] == 0.0
-
-
-def test_a_bad_template_is_named():
-  with pytest.raises(ValueError) as error:
-    _environment(prompt_template='/absent')
-  line = "prompt_template='/absent': No such file"
-  assert line in str(error.value) and '\n' not in str(error.value)
 
 
 def _turns(*actions):

@@ -20,34 +20,19 @@ def test_good_urls_are_accepted(url):
 @pytest.mark.parametrize(
   'url',
   [
-    '',
-    'localhost:8000',
-    'ftp://host/',
-    'file:///etc/passwd',
-    'http://',
-    'http://:80',
-    'http://host:port',
-    'http://host:99999',
-    'http://host:0',
+    *('', 'localhost:8000', 'ftp://host/', 'file:///etc/passwd'),
+    *('http://', 'http://:80', 'http://[::1'),
+    *('http://host:port', 'http://host:99999', 'http://host:0'),
+    *('http://host/?q=1', 'http://host/#a', 'http://host/a b', 'http://host\n'),
     'http://user:secret@host',
-    'http://host/?q=1',
-    'http://host/#a',
-    'http://host/a b',
-    'http://host\n',
-    'http://[::1',
   ],
 )
 def test_bad_urls_are_refused_in_one_line(url):
-  problem = address.check_url(url, token_variable='TOKEN')
+  problem = address.check_url(url, token_variable='SOME_TOKEN')
   assert problem and '\n' not in problem and 'secret' not in problem
-  with pytest.raises(ValueError) as error:
+  assert ('@' in url) == ('SOME_TOKEN' in problem)
+  with pytest.raises(ValueError):
     address.base_url(url, suffix='', token_variable='TOKEN')
-  assert str(error.value) == problem
-
-
-def test_a_password_in_the_url_names_the_variable_for_a_token():
-  problem = address.check_url('http://u:p@host', token_variable='SOME_TOKEN')
-  assert problem is not None and problem.endswith('SOME_TOKEN')
 
 
 def test_the_path_of_the_endpoint_is_dropped():

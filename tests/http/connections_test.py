@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import logging
 import resource
@@ -14,8 +13,10 @@ import pytest
 
 from stppo_jax.http import connections
 from stppo_jax.http import server as http_server
+from tests.http import requests
 
 _POST = b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n'
+_BUSY = _POST.replace(b'9', b'16') + b'{"seconds": 0.4}'
 
 
 def _app(closed=None, **limits):
@@ -24,7 +25,6 @@ def _app(closed=None, **limits):
     return fields
 
   return http_server.application(
-    get={},
     post={'/echo': echo},
     limits=http_server.Limits(**limits),
     close=lambda: None if closed is None else closed.append(True),
@@ -35,14 +35,10 @@ def _serve(**limits):
   return http_server.EmbeddedServer(lambda: _app(**limits))
 
 
-def _address(server):
-  parts = parse.urlsplit(server.url)
-  return parts.hostname, parts.port
-
-
 def _connect(stack, server, data=b''):
+  parts = parse.urlsplit(server.url)
   client = stack.enter_context(
-    socket.create_connection(_address(server), timeout=10)
+    socket.create_connection((parts.hostname, parts.port), timeout=10)
   )
   client.sendall(data)
   return client
@@ -50,11 +46,8 @@ def _connect(stack, server, data=b''):
 
 def _request(server, method='GET', path='/health', body=None):
   """Returns (status, fields) of one request."""
-  connection = http.client.HTTPConnection(*_address(server), timeout=10)
-  with contextlib.closing(connection):
-    connection.request(method, path, body)
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
+  status, _, text = requests.send(server.url, path, body, method=method)
+  return status, json.loads(text)
 
 
 def _is_closed(client):
@@ -90,9 +83,7 @@ def test_silent_clients_do_not_keep_others_out(caplog):
 def test_a_busy_connection_is_kept():
   with contextlib.ExitStack() as stack:
     server = stack.enter_context(_serve(max_connections=2))
-    body = b'{"seconds": 0.4}'
-    head = b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n'
-    busy = _connect(stack, server, head + body)
+    busy = _connect(stack, server, _BUSY)
     idle = _connect(stack, server)
     time.sleep(0.1)  # Both have been accepted, and the first one is busy.
     assert _request(server)[0] == 200
@@ -103,9 +94,7 @@ def test_a_busy_connection_is_kept():
 def test_if_all_are_busy_a_new_connection_is_closed():
   with contextlib.ExitStack() as stack:
     server = stack.enter_context(_serve(max_connections=1))
-    body = b'{"seconds": 0.4}'
-    head = b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n'
-    busy = _connect(stack, server, head + body)
+    busy = _connect(stack, server, _BUSY)
     time.sleep(0.1)
     assert _is_closed(_connect(stack, server))
     assert busy.recv(1000).startswith(b'HTTP/1.1 200')
@@ -153,8 +142,7 @@ def test_requests_in_flight_are_finished_at_the_end():
   closed = []
   with contextlib.ExitStack() as stack:
     with http_server.EmbeddedServer(lambda: _app(closed)) as server:
-      head = b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n'
-      client = _connect(stack, server, head + b'{"seconds": 0.3}')
+      client = _connect(stack, server, _BUSY)
       idle = _connect(stack, server)
       time.sleep(0.1)
     assert client.recv(1000).startswith(b'HTTP/1.1 200')

@@ -12,7 +12,7 @@ class _Away(Exception):
   """The error of a server that is away."""
 
 
-def _closed_gate(until_ready):
+async def _closed_gate(until_ready):
   gate = outage_gate.OutageGate(
     0.5,
     lambda error: isinstance(error, _Away),
@@ -20,10 +20,16 @@ def _closed_gate(until_ready):
     server='the server',
   )
   for _ in range(3):
-    with contextlib.suppress(_Away), gate.counted():
-      raise _Away
+    with contextlib.suppress(_Away):
+      async with gate.request():
+        raise _Away
   assert gate.times_closed == 1
   return gate
+
+
+async def _pass(gate):
+  async with gate.request():
+    pass
 
 
 def test_a_request_that_is_cancelled_leaves_the_others_waiting():
@@ -36,8 +42,8 @@ def test_a_request_that_is_cancelled_leaves_the_others_waiting():
       probes.append(1)
       await ready.wait()
 
-    gate = _closed_gate(until_ready)
-    cancelled, other = (asyncio.create_task(gate.passed()) for _ in range(2))
+    gate = await _closed_gate(until_ready)
+    cancelled, other = (asyncio.create_task(_pass(gate)) for _ in range(2))
     await asyncio.sleep(0)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -45,32 +51,7 @@ def test_a_request_that_is_cancelled_leaves_the_others_waiting():
     assert not other.done()
     ready.set()
     await asyncio.wait_for(other, 10)
-    await gate.passed()  # it is open
+    await _pass(gate)  # it is open
 
   asyncio.run(run())
   assert probes == [1]
-
-
-def test_all_that_wait_get_the_error_of_the_probe():
-  async def run():
-    async def until_ready():
-      await asyncio.sleep(0)
-      raise RuntimeError('no longer')
-
-    gate = _closed_gate(until_ready)
-    return await asyncio.gather(
-      *(gate.passed() for _ in range(3)), return_exceptions=True
-    )
-
-  errors = asyncio.run(run())
-  assert [str(error) for error in errors] == 3 * ['no longer']
-
-
-def test_errors_of_the_policy_close_nothing():
-  gate = outage_gate.OutageGate(
-    0.5, lambda error: False, asyncio.Event().wait, server='the server'
-  )
-  for _ in range(9):
-    with contextlib.suppress(ValueError), gate.counted():
-      raise ValueError
-  assert gate.times_closed == 0

@@ -44,7 +44,7 @@ def test_each_corpus_has_its_own_path():
         retriever.retrieve('a'),
       )
       for corpus in ('../x', 'a/../b', '/a', 'a//b', 'a?b', 'a%2e', 'a/'):
-        with pytest.raises(ValueError, match='not a plain relative path'):
+        with pytest.raises(ValueError):
           await retriever.retrieve('a', corpus=corpus)
 
   asyncio.run(run())
@@ -56,63 +56,39 @@ def test_each_corpus_has_its_own_path():
   }
 
 
-def test_the_cache_is_per_corpus_and_bounded_in_bytes():
+def test_the_cache_is_per_corpus():
   fake = fake_servers.Server()
 
-  async def run():
-    async with fake.running() as url:
-      # Room for two entries, each of less than 900 bytes.
-      retriever = fake_servers.retriever(url, cached_bytes=2000)
-      first = await retriever.retrieve('a')
-      first.clear()  # The caller's own list, not the cache's.
-      assert await retriever.retrieve('a') == [fake_servers.passage('a')]
-      assert len(fake.requests) == 1
-      await retriever.retrieve('a', corpus='c')
-      await retriever.retrieve('a')
-      await retriever.retrieve('b')  # pushes ('c', 'a') out
-      await retriever.retrieve('a')
-      await retriever.retrieve('a', corpus='c')
-      assert len(fake.requests) == 4
-      statistics = retriever.statistics()
-      assert statistics['retrieval/ok'] == 4.0
-      assert statistics['retrieval/answers'] == 7.0
-      assert statistics['retrieval/empty'] == 0.0
-      assert retriever.statistics()['retrieval/ok'] == 0.0
+  async def search(retriever):
+    first = await retriever.retrieve('a')
+    first.clear()  # The caller's own list, not the cache's.
+    assert await retriever.retrieve('a') == [fake_servers.passage('a')]
+    assert len(fake.requests) == 1
+    await retriever.retrieve('a', corpus='c')
+    await retriever.retrieve('a')
+    assert len(fake.requests) == 2
+    statistics = retriever.statistics()
+    assert statistics['retrieval/ok'] == 2.0
+    assert statistics['retrieval/answers'] == 4.0
+    assert statistics['retrieval/empty'] == 0.0
+    assert retriever.statistics()['retrieval/ok'] == 0.0
 
-  asyncio.run(run())
-  assert len(fake.requests) == 4
+  fake_servers.use(fake, search)
 
 
 def test_equal_queries_at_one_time_are_sent_once_and_failures_not_kept():
   unavailable = lambda body: web.Response(status=503)
   fake = fake_servers.Server(fake_servers.fail_once(unavailable))
 
-  async def run():
-    async with fake.running() as url:
-      retriever = fake_servers.retriever(url, retries=0)
-      for result in (protocol.RetrievalError, list):
-        answers = await asyncio.gather(
-          *(retriever.retrieve('a') for _ in range(3)),
-          return_exceptions=True,
-        )
-        assert [type(answer) for answer in answers] == [result] * 3
+  async def search(retriever):
+    for result in (protocol.RetrievalError, list):
+      answers = await asyncio.gather(
+        *(retriever.retrieve('a') for _ in range(3)), return_exceptions=True
+      )
+      assert [type(answer) for answer in answers] == [result] * 3
 
-  asyncio.run(run())
+  fake_servers.use(fake, search, retries=0)
   assert fake.queries == [['a'], ['a']]
-
-
-def test_one_retriever_in_one_loop_after_another():
-  with server.embedded([types.Passage('1', 'T', 'cat dog')]) as embedded:
-    retriever = fake_servers.retriever(embedded.url)
-    for query in ('cat', 'dog'):
-
-      async def run(query=query):
-        await retriever.wait_until_ready()
-        return await retriever.retrieve(query)
-
-      # Not closed here: the end of the loop closes it, or this test warns.
-      [passage] = asyncio.run(run())
-      assert passage.id == '1' and passage.score > 0
 
 
 def test_a_cancelled_caller_does_not_cancel_the_others():
@@ -120,18 +96,16 @@ def test_a_cancelled_caller_does_not_cancel_the_others():
     await asyncio.sleep(0.1)
     return fake_servers.answer(body)
 
-  async def run():
-    async with fake_servers.Server(respond).running() as url:
-      retriever = fake_servers.retriever(url)
-      one = asyncio.create_task(retriever.retrieve('a'))
-      two = asyncio.create_task(retriever.retrieve('a'))
-      await asyncio.sleep(0.02)
-      one.cancel()
-      assert await two == [fake_servers.passage('a')]
-      with pytest.raises(asyncio.CancelledError):
-        await one
+  async def search(retriever):
+    one = asyncio.create_task(retriever.retrieve('a'))
+    two = asyncio.create_task(retriever.retrieve('a'))
+    await asyncio.sleep(0.02)
+    one.cancel()
+    assert await two == [fake_servers.passage('a')]
+    with pytest.raises(asyncio.CancelledError):
+      await one
 
-  asyncio.run(run())
+  fake_servers.use(fake_servers.Server(respond), search)
 
 
 def test_closing_fails_waiting_callers():
@@ -139,70 +113,34 @@ def test_closing_fails_waiting_callers():
     await asyncio.sleep(5)
     return fake_servers.answer(body)
 
-  async def run():
-    async with fake_servers.Server(respond).running() as url:
-      retriever = fake_servers.retriever(url)
-      waiting = asyncio.create_task(retriever.retrieve('a'))
-      await asyncio.sleep(0.05)
-      await retriever.close()
-      with pytest.raises(protocol.RetrievalError, match='closed'):
-        await waiting
-
-  asyncio.run(run())
-
-
-def test_waits_for_a_server_that_comes_up_late():
-  async def run():
-    health = iter([503, 500, 200])
-    app = web.Application()
-    seen = []
-
-    async def handle(request):
-      seen.append(request.path)
-      return web.Response(status=next(health))
-
-    app.router.add_get('/health', handle)
-    runner, url = await http_server.start(app, '127.0.0.1', 0)
-    retriever = fake_servers.retriever(url, ready_timeout=5.0)
-    await retriever.wait_until_ready()
+  async def search(retriever):
+    waiting = asyncio.create_task(retriever.retrieve('a'))
+    await asyncio.sleep(0.05)
     await retriever.close()
-    await runner.cleanup()
-    assert seen == ['/health'] * 3
+    with pytest.raises(protocol.RetrievalError, match='closed'):
+      await waiting
 
-  asyncio.run(run())
+  fake_servers.use(fake_servers.Server(respond), search)
 
 
 def test_a_foreign_server_without_health_is_ready():
-  async def run():
-    async with fake_servers.Server().running() as url:
-      retriever = fake_servers.retriever(url)
-      await retriever.wait_until_ready()  # 405
-      await retriever.close()
-
-  asyncio.run(run())
+  fake_servers.use(
+    fake_servers.Server(),
+    lambda retriever: retriever.wait_until_ready(),  # 405
+  )
 
 
-def test_the_token_is_sent_and_kept_out_of_errors(monkeypatch):
+def test_the_token_is_sent(monkeypatch):
   monkeypatch.setenv(address.TOKEN_VARIABLE, 's3cret')
 
-  async def run(token):
+  async def run():
     app = server.make_app(
-      bm25.Bm25Index([types.Passage('1', 'T', 'cat')]), token=token
+      bm25.Bm25Index([types.Passage('1', 'T', 'cat')]), token='s3cret'
     )
-    runner, url = await http_server.start(app, '127.0.0.1', 0)
-    retriever = fake_servers.retriever(url)
-    try:
-      return await retriever.retrieve('cat')
-    finally:
-      await retriever.close()
-      await runner.cleanup()
+    async with http_server.serving(app, '127.0.0.1', 0) as url:
+      return await fake_servers.retriever(url).retrieve('cat')
 
-  assert asyncio.run(run('s3cret'))[0].id == '1'
-  with pytest.raises(
-    protocol.RetrieverMisconfigured, match='status 401'
-  ) as error:
-    asyncio.run(run('other'))
-  assert 's3cret' not in str(error.value)
+  assert asyncio.run(run())[0].id == '1'
 
 
 def test_latencies_include_the_retries():
@@ -217,16 +155,3 @@ def test_any_query_of_the_policy_is_sent_as_json():
   query = 'naïve "quotes" \x00 \ud800 </search>\n'
   results, _ = fake_servers.retrieve(fake, [query])
   assert results == [[]] and fake.queries == [[query]]
-
-
-def test_an_answer_that_exceeds_the_cache_is_not_kept():
-  fake = fake_servers.Server()
-
-  async def run():
-    async with fake.running() as url:
-      retriever = fake_servers.retriever(url, cached_bytes=100)
-      for _ in range(2):
-        assert await retriever.retrieve('a') == [fake_servers.passage('a')]
-
-  asyncio.run(run())
-  assert fake.queries == [['a'], ['a']]

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 
 from aiohttp import web
 import pytest
@@ -17,42 +18,22 @@ from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import bm25
 from tests.retrieval import fake_servers
 
-
-def test_search_r1_requests_have_scores():
-  fake = fake_servers.Server()
-  results, _ = fake_servers.retrieve(fake, ['cats'])
-  assert results == [[fake_servers.passage('cats')]]
-  assert fake.requests == [
-    ('/retrieve', {'queries': ['cats'], 'topk': 2, 'return_scores': True})
-  ]
+_SCORES = {'topk': 2, 'return_scores': True}
 
 
-def test_skyrl_requests_have_one_query():
-  fake = fake_servers.Server(
-    lambda body: fake_servers.answer({'queries': [body['query']]})
-  )
-  results, statistics = fake_servers.retrieve(
-    fake, ['cats', 'dogs'], dialect='skyrl'
-  )
-  assert results == [[fake_servers.passage(q)] for q in ('cats', 'dogs')]
-  assert statistics['retrieval/ok'] == 2.0
-  body = {'query': 'cats', 'topk': 2, 'return_scores': True}
-  assert sorted(fake.requests, key=str) == [
-    ('/retrieve', body),
-    ('/retrieve', body | {'query': 'dogs'}),
-  ]
-
-
-def test_the_path_of_a_dialect_may_stand_in_the_url():
-  fake = fake_servers.Server()
-
-  async def run():
-    async with fake.running() as url:
-      retriever = fake_servers.retriever(f'{url}/retrieve/')
-      await retriever.retrieve('cats')
-
-  asyncio.run(run())
-  assert [path for path, _ in fake.requests] == ['/retrieve']
+@pytest.mark.parametrize(
+  ('name', 'path', 'body'),
+  [
+    ('search_r1', '/retrieve', {'queries': ['cats'], **_SCORES}),
+    ('skyrl', '/retrieve', {'query': 'cats', **_SCORES}),
+    ('rllm', '/retrieve', {'query': 'cats', 'top_k': 2}),
+    ('zerosearch', '/retrieve', {'query': 'cats', 'top_k': 2}),
+    ('r1_searcher', '/queries', {'queries': ['cats'], 'k': 2}),
+  ],
+)
+def test_the_request_of_each_dialect(name, path, body):
+  dialect = dialects.DIALECTS[name]
+  assert (dialect.path_of(''), dialect.body(['cats'], 2)) == (path, body)
 
 
 def test_replies_may_lack_scores_and_have_more_passages_than_topk():
@@ -70,7 +51,6 @@ def test_replies_may_lack_scores_and_have_more_passages_than_topk():
 
 
 _P = types.Passage('1', 'T', 'a', 1.0)
-_NO_SCORE = types.Passage('1', 'T', 'a')
 _BARE = types.Passage('', 'T', 'a')
 _CONTENTS = '"T"\na'
 _DOCUMENT = {'id': '1', 'contents': _CONTENTS}
@@ -80,13 +60,9 @@ _ITEMS = {
     {'document': _DOCUMENT, 'score': 1},
     _P,
     [
-      'text',
-      {'document': {}},
-      {'document': {'contents': 3}},
+      *('text', {'document': {}}, {'document': {'contents': 3}}),
       {'id': 10**400, 'contents': 'a'},
-      {'document': _DOCUMENT, 'score': None},
-      {'document': _DOCUMENT, 'score': True},
-      {'document': _DOCUMENT, 'score': float('nan')},
+      *({'document': _DOCUMENT, 'score': x} for x in (None, True, math.nan)),
     ],
   ),
   'rllm': (
@@ -136,17 +112,9 @@ def test_a_malformed_list_leaves_the_others_alone(name, entry):
 @pytest.mark.parametrize(
   'reply',
   [
-    b'<html>',
-    b'\xff\xfe',
-    b'[' * 100000,
-    b'[]',
-    b'7',
-    b'{"other": []}',
-    b'{"result": {}}',
-    b'{"result": []}',
-    b'{"result": [[], [], []]}',
-    b'{"answers": [[]]}',
-    b'{"results": {}}',
+    *(b'<html>', b'\xff\xfe', b'[' * 100000, b'[]', b'7', b'{"other": []}'),
+    *(b'{"result": {}}', b'{"result": []}', b'{"result": [[], [], []]}'),
+    *(b'{"answers": [[]]}', b'{"results": {}}'),
   ],
 )
 @pytest.mark.parametrize('name', dialects.DIALECTS)

@@ -6,14 +6,13 @@ import contextlib
 from aiohttp import web
 
 from stppo_jax import types
-from stppo_jax.http import client as http_client
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import dialects
 
 
 def retriever(url, *, dialect='search_r1', **changes):
-  """Returns a retriever with short pauses and timeouts."""
+  """Returns a retriever with short timeouts."""
   options = {
     'topk': 2,
     'timeout': 5.0,
@@ -21,7 +20,6 @@ def retriever(url, *, dialect='search_r1', **changes):
     'ready_timeout': 0.2,
     'max_failure_rate': 0.5,
     'max_queries_per_request': 64,
-    'pauses': http_client.Pauses(first=0.004, health=0.02),
   }
   return client.HttpRetriever(
     url, dialect=dialects.DIALECTS[dialect], **(options | changes)
@@ -62,6 +60,8 @@ def fail_once(failure):
 class Server:
   """Answers with `respond(body)`; keeps its requests, as (path, body)."""
 
+  health = None  # a subclass may have a handler of /health
+
   def __init__(self, respond=answer):
     self._respond = respond
     self.requests = []
@@ -77,28 +77,37 @@ class Server:
     """Serves in the context; yields the URL."""
     app = web.Application()
     app.router.add_post('/{path:.*}', self._handle)
-    runner, url = await http_server.start(app, '127.0.0.1', 0)
-    try:
+    if self.health is not None:
+      app.router.add_get('/health', self.health)
+    async with http_server.serving(app, '127.0.0.1', 0) as url:
       yield url
-    finally:
-      await runner.cleanup()
 
   @property
   def queries(self):
     return [body['queries'] for _, body in self.requests]
 
 
-def retrieve(server, queries, **options):
-  """Returns passages or exceptions of concurrent calls, and statistics."""
+def use(server, do, **options):
+  """Returns what `do(retriever)` returns while a server runs."""
 
   async def run():
     async with server.running() as url:
-      client = retriever(url, **options)
-      results = await asyncio.gather(
-        *(client.retrieve(query) for query in queries),
-        return_exceptions=True,
-      )
-      await client.close()
-      return results, client.statistics()
+      one = retriever(url, **options)
+      try:
+        return await do(one)
+      finally:
+        await one.close()
 
   return asyncio.run(run())
+
+
+def retrieve(server, queries, **options):
+  """Returns passages or exceptions of concurrent calls, and statistics."""
+
+  async def do(one):
+    results = await asyncio.gather(
+      *(one.retrieve(query) for query in queries), return_exceptions=True
+    )
+    return results, one.statistics()
+
+  return use(server, do, **options)

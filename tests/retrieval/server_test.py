@@ -1,21 +1,17 @@
 """The retrieval server: its protocol in detail, and its refusals."""
 
-import http.client
 import json
-from urllib import parse
 
 import pytest
 
 from stppo_jax import types
 from stppo_jax.retrieval import server
+from tests.http import requests
 
 _PASSAGES = [
   types.Passage('p0', 'Paris', 'Paris is the capital of France.'),
   types.Passage('p1', 'Rome', 'Rome is the capital of Italy.'),
 ]
-_LIMITS = server.Limits(
-  max_queries=3, max_query_chars=100, max_topk=5, max_worlds=2
-)
 
 
 def _world(world):
@@ -26,21 +22,14 @@ def _world(world):
 
 @pytest.fixture(scope='module')
 def url():
-  embedded = server.embedded(_PASSAGES, world_passages=_world, limits=_LIMITS)
-  with embedded:
+  with server.embedded(_PASSAGES, world_passages=_world) as embedded:
     yield embedded.url
 
 
 def _post(url, path='/retrieve', *, body):
   """Returns (status, text) of one request."""
-  host = parse.urlsplit(url).netloc
-  connection = http.client.HTTPConnection(host, timeout=5)
-  try:
-    connection.request('POST', path, json.dumps(body).encode())
-    response = connection.getresponse()
-    return response.status, response.read().decode()
-  finally:
-    connection.close()
+  status, _, text = requests.send(url, path, json.dumps(body).encode())
+  return status, text
 
 
 def test_passages_come_with_scores(url):
@@ -59,14 +48,8 @@ def test_passages_come_with_scores(url):
 def test_passages_come_without_scores(url):
   body = {'queries': ['Rome', 'xyzzy'], 'topk': 2, 'return_scores': False}
   status, text = _post(url, body=body)
-  assert status == 200
-  assert json.loads(text)['result'] == [
-    [{'id': 'p1', 'contents': '"Rome"\nRome is the capital of Italy.'}],
-    [],
-  ]
-
-
-def test_no_queries_are_answered_with_no_lists(url):
+  [[rome], []] = json.loads(text)['result']
+  assert status == 200 and rome.keys() == {'id', 'contents'}
   assert _post(url, body={'queries': []}) == (200, '{"result": []}')
 
 
@@ -86,15 +69,12 @@ def test_indexes_of_worlds_are_kept_and_bounded():
     built.append(world)
     return _world(world)
 
-  embedded = server.embedded(world_passages=world_passages, limits=_LIMITS)
-  with embedded:
-    for world in (1, 2, 1, 3, 1, 2):
-      body = {'queries': ['mayor']}
-      assert (
-        _post(embedded.url, f'/worlds/{world}/retrieve', body=body)[0] == 200
-      )
-  # Two fit: 3 replaces 2, which is the least recently used, and not 1.
-  assert built == [1, 2, 3, 2]
+  with server.embedded(world_passages=world_passages) as embedded:
+    for world in (*range(64), 0, 64, 0, 1):
+      path, body = f'/worlds/{world}/retrieve', {'queries': ['mayor']}
+      assert _post(embedded.url, path, body=body)[0] == 200
+  # 64 fit: the last one replaces 1, which is the least recently used, not 0.
+  assert built == [*range(65), 1]
 
 
 @pytest.mark.parametrize(
@@ -117,17 +97,17 @@ def test_an_unknown_corpus_is_404(url, path, status):
 @pytest.mark.parametrize(
   ('body', 'line'),
   [
-    ({}, 'queries or query: missing'),
-    ({'queries': 'x'}, 'queries: expected a list of strings'),
-    ({'queries': ['x', 3]}, 'queries: expected a list of strings'),
-    ({'queries': ['x'] * 4}, 'queries: 4, at most 3'),
-    ({'queries': ['x' * 101]}, 'at most 100 characters'),
-    ({'queries': ['x'], 'topk': 0}, 'topk: expected an integer'),
-    ({'queries': ['x'], 'topk': 6}, 'topk: expected an integer'),
-    ({'queries': ['x'], 'topk': True}, 'topk: expected an integer'),
-    ({'queries': ['x'], 'topk': 1.0}, 'topk: expected an integer'),
-    ({'queries': ['x'], 'return_scores': 1}, 'return_scores: expected'),
-    ({'queries': ['x'], 'top_k': 1}, "unknown field 'top_k'"),
+    ({}, 'queries or query'),
+    ({'queries': 'x'}, 'queries: '),
+    ({'queries': ['x', 3]}, 'queries: '),
+    ({'queries': ['x'] * 513}, 'at most 512'),
+    ({'queries': ['x' * 4097]}, 'at most 4096 characters'),
+    ({'queries': ['x'], 'topk': 0}, 'topk: '),
+    ({'queries': ['x'], 'topk': 101}, 'topk: '),
+    ({'queries': ['x'], 'topk': True}, 'topk: '),
+    ({'queries': ['x'], 'topk': 1.0}, 'topk: '),
+    ({'queries': ['x'], 'return_scores': 1}, 'return_scores: '),
+    ({'queries': ['x'], 'top_k': 1}, "'top_k'"),
   ],
 )
 def test_a_bad_body_is_422_with_one_line(url, body, line):

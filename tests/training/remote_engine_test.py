@@ -7,28 +7,26 @@ import pytest
 
 from stppo_jax.http import server as http_server
 from stppo_jax.models import functional
-from stppo_jax.sampling.remote import server as model_server
 from stppo_jax.training import components
 from stppo_jax.training import model_files
 from tests.models import tiny
+from tests.sampling.remote import model_server
 from tests.training import faults
 from tests.training import runs
 
 
 @contextlib.contextmanager
-def _served(root):
-  """Serves a model of a run's shape, which loads weights below a folder."""
+def _served():
+  """Serves a model of a run's shape."""
   settings = runs.config()
   questions = components.build_questions(settings)
   tokenizer = model_files.build_tokenizer(settings, questions)
   policy = functional.Model(runs.shape(settings), 'vocabulary')
   model = model_server.ModelServer(
-    'tiny',
     policy,
     tiny.params(policy),
     token_bytes=tokenizer.token_bytes(),
     max_length=settings.env.max_length,
-    weights_root=root,
   )
   with http_server.EmbeddedServer(model.app) as server:
     yield {
@@ -53,7 +51,7 @@ def test_weights_that_cannot_be_published_end_a_saved_run(
       shutil.rmtree(folder)
       folder.touch()
 
-  with _served(temporary) as changes:
+  with _served() as changes:
     changes |= {'checkpoint__every': 100, 'evaluate__every': 0}
     with faults.at(runs.config(**changes), act):
       assert runs.train(workdir, **changes) == 75

@@ -73,6 +73,7 @@ class EncoderLayer(nnx.Module):
     x_BLD = self.attention_norm(
       x_BLD + self.output(attended_BLNH.reshape(x_BLD.shape))
     )
+    # BERT has the exact function; jax's default approximates it by tanh.
     hidden = jax.nn.gelu(self.up(x_BLD), approximate=False)
     return self.norm(x_BLD + self.down(hidden))
 
@@ -101,7 +102,7 @@ class Encoder(nnx.Module):
     x_BLD = self.norm(
       self.words(token_ids_BL)
       + self.positions(positions_1L)
-      + self.segments(jnp.zeros_like(positions_1L))
+      + self.segments(jnp.zeros_like(positions_1L))  # one segment only
     )
     for layer in self.layers:
       x_BLD = layer(x_BLD, mask_BL)

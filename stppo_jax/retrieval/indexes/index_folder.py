@@ -52,6 +52,7 @@ class StoredPassages(Sequence[types.Passage]):
       mapped = np.load(folder / _OFFSETS, mmap_mode='r', allow_pickle=False)
       with open(folder / _PASSAGES, 'rb') as file:
         self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # An empty file cannot be mapped, which is a ValueError.
     except (OSError, ValueError, EOFError) as error:
       raise ValueError(f'{folder}: damaged: {error}') from error
     self._offsets = np.asarray(mapped)  # Indexing a memmap is slow.
@@ -90,7 +91,8 @@ class IndexFolder:
     """Opens a folder that `create` made.
 
     Raises:
-      ValueError: if the folder is none, or is damaged; the message is one line.
+      ValueError: if the folder holds no index, or a damaged one; the message is
+        one line.
     """
     self.path = pathlib.Path(path)
     manifest = _read_manifest(self.path / _MANIFEST)

@@ -1,1 +1,1 @@
-"""The engine whose turns an inference server writes, and a small server."""
+"""The engine whose turns an inference server writes."""

@@ -45,14 +45,7 @@ class EngineClient:
     num_retries: the number of repeated attempts since the start.
   """
 
-  def __init__(
-    self,
-    url: str,
-    *,
-    timeout: float,
-    retries: int,
-    pauses: http_client.Pauses = http_client.PAUSES,
-  ):
+  def __init__(self, url: str, *, timeout: float, retries: int):
     """Makes a client; nothing is sent yet.
 
     A bearer token in the environment (STPPO_ENGINE_TOKEN) is sent along.
@@ -61,7 +54,6 @@ class EngineClient:
       url: http or https; a /v1 at its end is dropped.
       timeout: seconds per attempt.
       retries: the most attempts beyond the first one.
-      pauses: how long to wait before retries and between health checks.
 
     Raises:
       ValueError: if the URL is not valid; the message is one line.
@@ -74,7 +66,7 @@ class EngineClient:
     self._retries = retries
     # The engine bounds the requests in flight.
     self._http = http_client.Client(
-      self.url, timeout=timeout, token_variable=TOKEN_VARIABLE, pauses=pauses
+      self.url, timeout=timeout, token_variable=TOKEN_VARIABLE
     )
 
   async def get(self, path: str, read: Callable[[bytes], Result]) -> Result:

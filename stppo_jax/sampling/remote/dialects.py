@@ -1,10 +1,10 @@
 """Writes the requests to inference servers, and reads their replies.
 
 Token ids are sent and received: text is never turned into ids, neither here nor
-on the server. vLLM and the server in `server.py` implement the OpenAI
-completions API with `return_token_ids`; SGLang has ids on its native
-`/generate` only. The field `owned_by` of /v1/models names the kind of server;
-`DIALECTS` holds the differences.
+on the server. vLLM implements the OpenAI completions API with
+`return_token_ids`; SGLang has ids on its native `/generate` only. The field
+`owned_by` of /v1/models names the kind of server; `DIALECTS` holds the
+differences.
 """
 
 from collections.abc import Callable
@@ -134,6 +134,7 @@ def seed_of(key_data: np.ndarray, position: int) -> int:
     key_data: the row's key, as integers.
     position: the number of tokens before the turn.
   """
+  # The last bit is dropped, because servers read seeds as signed integers.
   entropy = [*map(int, key_data), position]
   return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
 
@@ -144,7 +145,7 @@ def _fields(reply: bytes) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise ValueError('the reply is not JSON') from error
   if not isinstance(value, dict):
-    raise ValueError('the reply is no JSON object')
+    raise ValueError('the reply is not a JSON object')
   return value
 
 
@@ -164,7 +165,7 @@ _PLAIN: Mapping[str, Any] = {
   'spaces_between_special_tokens': False,
 }
 # The same in every request to the completions API.
-COMPLETION: Mapping[str, Any] = {
+_COMPLETION: Mapping[str, Any] = {
   **_PLAIN,
   'include_stop_str_in_output': True,
   # A model's files may name further end tokens. The automaton that decides
@@ -184,7 +185,7 @@ def _completion_body(model: str, request: Request) -> dict[str, Any]:
     'max_tokens': request.max_tokens,
     'seed': request.seed,
     **_sampling_fields(request),
-    **COMPLETION,
+    **_COMPLETION,
   }
 
 
@@ -194,7 +195,7 @@ def _read_completion(request: Request, reply: bytes) -> Answer:
     case [dict(choice)]:
       reason = choice.get('finish_reason')
     case _:
-      raise ValueError('the reply has no one choice')
+      raise ValueError('expected exactly one choice in the reply')
   if reason not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(reason)[:40]!r}')
   # vLLM has the prompt's ids in each choice, because one of its requests may
@@ -283,7 +284,7 @@ def _answer(
   if len(logprobs) != len(ids):
     raise BadReply(f'{len(logprobs)} log-probabilities, {len(ids)} tokens')
   if not all(_is_logprob(logprob) for logprob in logprobs):
-    raise BadReply('a log-probability is no number up to 0')
+    raise BadReply('a log-probability is not a number of at most 0')
   if len(ids) > request.max_tokens:
     raise BadReply(f'{len(ids)} tokens, {request.max_tokens} were asked for')
   return Answer(ids, logprobs, _label(meta))
@@ -297,35 +298,30 @@ def _is_logprob(value: Any) -> bool:
   return -sys.float_info.max <= value <= _ROUNDING
 
 
-def _update_from_disk(folder: str, label: str) -> dict[str, Any]:
-  return {'model_path': folder, 'weight_version': label}
-
-
-def _reload_weights(folder: str, label: str) -> dict[str, Any]:
-  del label
-  return {'method': 'reload_weights', 'kwargs': {'weights_path': folder}}
-
-
-_OURS = Dialect(
-  path='/v1/completions',
-  body=_completion_body,
-  read=_read_completion,
-  tempered=True,
-  update_path='/update_weights_from_disk',
-  update_body=_update_from_disk,
-  flush_path='',
-  version_path='/model_info',
-)
 DIALECTS: Mapping[str, Dialect] = {
-  'stppo_jax': _OURS,
-  'sglang': dataclasses.replace(
-    _OURS, path='/generate', body=_generate_body, read=_read_generate
+  'sglang': Dialect(
+    path='/generate',
+    body=_generate_body,
+    read=_read_generate,
+    tempered=True,
+    update_path='/update_weights_from_disk',
+    update_body=lambda folder, label: {
+      'model_path': folder,
+      'weight_version': label,
+    },
+    flush_path='',
+    version_path='/model_info',
   ),
-  'vllm': dataclasses.replace(
-    _OURS,
+  'vllm': Dialect(
+    path='/v1/completions',
+    body=_completion_body,
+    read=_read_completion,
     tempered=False,
     update_path='/collective_rpc',
-    update_body=_reload_weights,
+    update_body=lambda folder, _: {
+      'method': 'reload_weights',
+      'kwargs': {'weights_path': folder},
+    },
     # Without the flag, nothing is dropped while any request is running.
     flush_path='/reset_prefix_cache?reset_running_requests=true',
     version_path='',

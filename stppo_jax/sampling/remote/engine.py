@@ -1,4 +1,4 @@
-"""An engine whose turns are written by vLLM, SGLang or our own `server.py`.
+"""An engine whose turns are written by a server, vLLM or SGLang.
 
 It has the methods of `engine.Engine`. Each turn is one request with the ids of
 the whole dialogue, of which the server's prefix cache has the earlier part. The
@@ -18,12 +18,15 @@ from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
 import logging
+import pathlib
 import queue
 import shutil
+import tempfile
 from typing import Any
 from typing import Protocol
 from typing import TypeVar
 import uuid
+import weakref
 
 import jax
 import numpy as np
@@ -117,7 +120,9 @@ class RemoteEngine:
     self._concurrency = concurrency
     # The label of the published weights; '' = the server's own weights.
     self._label = ''
-    self._folder = served_model.WeightsFolder()
+    # Only this user can read it. A process that is killed leaves it behind.
+    self._folder = pathlib.Path(tempfile.mkdtemp(prefix='stppo_jax-weights-'))
+    weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
     self._in_flight: dict[int, concurrent.futures.Future] = {}
     self._reset()
     self._num_turns = self._num_failures = self._retries_reported = 0
@@ -143,9 +148,9 @@ class RemoteEngine:
     # The label is random too, because engines and runs that share a server may
     # publish other weights under the same version.
     label = f'{version}-{uuid.uuid4().hex[:12]}'
-    export.export(self._folder.path / label, self._shape, params)
+    export.export(self._folder / label, self._shape, params)
     if self._label:
-      shutil.rmtree(self._folder.path / self._label)
+      shutil.rmtree(self._folder / self._label)
     self._label, self.version = label, version
 
   def begin(
@@ -185,7 +190,7 @@ class RemoteEngine:
           self._rows[row] = _Row(prompt.tolist(), key_data[row])
     self._waiting.extend(self._rows)
     self._loop.run(
-      self._served.set_weights(self._folder.path / self._label, self._label)
+      self._served.set_weights(self._folder / self._label, self._label)
     )
 
   @property
@@ -228,6 +233,8 @@ class RemoteEngine:
     if not self._in_flight:
       return {}
     try:
+      # All that have ended by now are returned, so that the caller can ask the
+      # environment for their observations together.
       done = [self._done.get(timeout=_POLL_SECONDS)]
       while not self._done.empty():
         done.append(self._done.get())
@@ -283,7 +290,7 @@ class RemoteEngine:
       [self._served.complete(request, self._check_turn)]
     )
     self._in_flight[row] = future
-    done = self._done
+    done = self._done  # that of this collection; the next one has another
     future.add_done_callback(lambda _: done.put(row))
 
   def _finish(

@@ -17,6 +17,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import engines
 from tests.models import tiny
 from tests.sampling.remote import fake_servers
+from tests.sampling.remote import model_server
 
 
 class _Talk(protocol.Environment):
@@ -68,22 +69,14 @@ def _same_trajectories(ours, theirs):
 
 @pytest.mark.slow
 def test_collected_dialogues_are_those_of_the_local_engine(served):
-  ours = _collect(fake_servers.local_engine(), served.loop)
-  theirs = _collect(served.engine(), served.loop)
-  _same_trajectories(ours, theirs)
-  assert max(len(trajectory.turns) for trajectory in ours) == 3
-
-
-@pytest.mark.slow
-def test_dialogues_of_sglang_are_those_of_the_local_engine(served):
-  served.faults.kind = 'sglang'
   engine = served.engine()
   engine.publish(tiny.params(fake_servers.MODEL, seed=1), 1)
   engine.publish(fake_servers.PARAMS, 2)
   theirs = _collect(engine, served.loop)
-  _same_trajectories(_collect(fake_servers.local_engine(), served.loop), theirs)
+  ours = _collect(fake_servers.local_engine(), served.loop)
+  _same_trajectories(ours, theirs)
+  assert max(len(trajectory.turns) for trajectory in ours) == 3
   assert all(trajectory.version == 2 for trajectory in theirs)
-  assert '/v1/completions' not in served.faults.paths
 
 
 def test_ids_are_never_made_from_text(served):
@@ -91,7 +84,7 @@ def test_ids_are_never_made_from_text(served):
     token_ids=[6, 7, 8], logprobs={'token_logprobs': [-1.0, -2.0, -3.0]}
   )
   tokens = fake_servers.Tokens()
-  engine = served.engine(concurrency=1)
+  engine = served.vllm_engine(concurrency=1)
   served.model.requests.clear()
   served.faults.answers = [other_spelling]
   first, *_ = _collect(engine, served.loop)
@@ -106,7 +99,8 @@ def test_ids_are_never_made_from_text(served):
 
 
 def test_a_failed_turn_is_an_infra_error_of_its_row_alone(served):
-  healthy = _collect(fake_servers.local_engine(), served.loop)
+  engine = served.vllm_engine()
+  healthy = _collect(engine, served.loop)
   prompt = healthy[2].prompt_ids.tolist()
 
   def fault(reply):
@@ -115,7 +109,7 @@ def test_a_failed_turn_is_an_infra_error_of_its_row_alone(served):
     if ids[: len(prompt)] == prompt and len(ids) > len(prompt):
       choice['logprobs'] = None
 
-  engine = served.engine()
+  engine.statistics()
   served.faults.answers = [fault] * 20
   trajectories = _collect(engine, served.loop)
   for n in (2, 3):  # the group's first turns were fine
@@ -129,18 +123,16 @@ def test_a_failed_turn_is_an_infra_error_of_its_row_alone(served):
 def test_a_config_collects_with_a_server(served):
   tokenizer = tokenizer_lib.phrase_tokenizer(prompts.phrases(['b', 'c']))
   policy = tiny.model(vocab_size=tokenizer.vocab_size)
-  model = fake_servers.RecordingServer(
-    'tiny',
+  model = model_server.ModelServer(
     policy,
     tiny.params(policy),
     token_bytes=tokenizer.token_bytes(),
     max_length=64,
-    weights_root=served.root,
   )
   config = base.get_config()
   config.rollout.engine = 'remote'
   (line,) = schema.check(config)
-  assert 'rollout.remote.url and rollout.remote.model must be set' in line
+  assert 'rollout.remote.url' in line
   config.rollout.remote.model = 'tiny'
   config.env.max_length, config.env.max_turn_tokens = 64, 9
   config.model.eos_token_ids = (tokenizer.eos_id, 0)

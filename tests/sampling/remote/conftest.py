@@ -2,6 +2,7 @@
 
 import pytest
 
+from stppo_jax.http import client as http_client
 from stppo_jax.http import server as http_server
 from stppo_jax.rollout import event_loop
 from tests.sampling.remote import fake_servers
@@ -21,5 +22,6 @@ def _started(tmp_path_factory):
 def served(_started, monkeypatch):
   # Engines write their weights where the server reads them.
   monkeypatch.setattr('tempfile.tempdir', str(_started.root))
+  monkeypatch.setattr(http_client, 'PAUSES', http_client.Pauses(first=0.01))
   _started.reset()
   return _started

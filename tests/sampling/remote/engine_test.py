@@ -70,7 +70,7 @@ def test_tokens_beyond_a_stop_are_cut_off(served):
     choice['token_ids'] = [0, 3, 4, 5, 1, 2]  # a</search>bc
     choice['logprobs']['token_logprobs'] = [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
 
-  engine = served.engine()
+  engine = served.vllm_engine()
   served.faults.answers = [beyond]
   fake_servers.begin(engine, [[0]])
   (turn,) = fake_servers.turns(engine).values()

@@ -13,18 +13,14 @@ from aiohttp import web
 import jax
 import numpy as np
 
-from stppo_jax.http import client as http_client
-from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import publish
 from stppo_jax.sampling import engine as local_engine_lib
-from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
-from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import engine as engine_lib
-from stppo_jax.sampling.remote import server as model_server
 from tests.models import tiny
+from tests.sampling import tiny_engine
+from tests.sampling.remote import model_server
 
 TOKENS = [b'a', b'b', b'c', b'</', b'sea', b'rch>', b'<', b'/search', b'>x']
 TOKENS += [b'ab', b'</search>', b'[', b']', b'eos']
@@ -32,8 +28,9 @@ EOS = len(TOKENS) - 1
 STOPS = ('</search>', 'ca')
 MODEL = tiny.model(vocab_size=len(TOKENS) + 2)
 PARAMS = tiny.params(MODEL)
-MAX_LENGTH = 40
-SAMPLING = sampler.Sampling(temperature=1.3)
+# The same as in the options of the tiny engine.
+MAX_LENGTH = tiny_engine.MAX_LENGTH
+SAMPLING = sampler.Sampling(tiny_engine.TEMPERATURE)
 AUTOMATON = stops.build(TOKENS, stop_strings=STOPS, eos_ids=[EOS])
 TURN = 9
 PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
@@ -61,14 +58,13 @@ class Tokens:
 
 
 class Faults:
-  """A middleware that answers some completions itself.
+  """A middleware that answers some requests for turns itself.
 
   Attributes:
-    answers: what answers the next completions, in order; None lets one
+    answers: what answers the next requests for turns, in order; None lets one
       through. A function changes the server's own reply, already parsed.
     paths: of all requests.
     tokens: the bearer tokens of all requests that had one.
-    kind: the kind that the server reports; '' = its true kind.
     missing: a path that is answered with 404.
   """
 
@@ -77,7 +73,7 @@ class Faults:
 
   def reset(self):
     self.answers, self.paths, self.tokens = [], [], []
-    self.kind = self.missing = ''
+    self.missing = ''
 
   def middleware(self):
     @web.middleware
@@ -93,9 +89,7 @@ class Faults:
     if request.path == self.missing:
       raise web.HTTPNotFound
     fault = None
-    if request.path == '/v1/models' and self.kind:
-      fault = lambda reply: reply['data'][0].update(owned_by=self.kind)
-    elif request.path == '/v1/completions' and self.answers:
+    if request.path in ('/generate', '/v1/completions') and self.answers:
       fault = self.answers.pop(0)
     if fault is None:
       return await handler(request)
@@ -112,69 +106,38 @@ class Faults:
     return web.Response(status=status, headers=headers, text='so\nsorry')
 
 
-class RecordingServer(model_server.ModelServer):
-  """A server that keeps the requests that it has answered.
-
-  Attributes:
-    requests: the requests, in order.
-  """
-
-  def __init__(self, *args, **options):
-    super().__init__(*args, **options)
-    self.requests = []
-
-  def write(self, request):
-    reply = super().write(request)
-    self.requests.append(request)
-    return reply
-
-
 class Served:
   """A server, its faults, and engines that it samples for.
 
   Attributes:
-    root: folder below which engines write their weights.
+    root: folder in which engines write their weights.
     model: the server.
     faults: see `Faults`.
-    weight_requests: the requests to vLLM's paths for weights.
   """
 
   def __init__(self, loop, root):
     self.loop = loop
     self.root = root
-    self.model = RecordingServer(
-      'tiny',
-      MODEL,
-      PARAMS,
-      token_bytes=TOKENS,
-      max_length=MAX_LENGTH,
-      weights_root=root,
+    self.model = model_server.ModelServer(
+      MODEL, PARAMS, token_bytes=TOKENS, max_length=MAX_LENGTH
     )
     self.faults = Faults()
     self.app = self.model.app()
     self.app.middlewares.append(self.faults.middleware())
-    self.app.router.add_post('/generate', self._generate)
-    for path in ('/collective_rpc', '/reset_prefix_cache'):
-      self.app.router.add_post(path, self._record)
-    self.weight_requests = []
     self.url = ''
 
   def reset(self):
     """Restores the state at the start."""
     self.faults.reset()
+    self.model.kind = 'sglang'
     self.model.requests.clear()
-    self.weight_requests.clear()
+    self.model.weight_requests.clear()
     self.model.set_weights(PARAMS, 'default')
 
-  def engine(
-    self, *, timeout=20.0, retries=2, concurrency=8, pauses=None, **options
-  ):
-    """Returns an engine with short pauses before retries."""
+  def engine(self, *, timeout=20.0, retries=2, concurrency=8, **options):
+    """Returns an engine of the server, which answers as SGLang does."""
     client = client_lib.EngineClient(
-      options.pop('url', self.url),
-      timeout=timeout,
-      retries=retries,
-      pauses=pauses or http_client.Pauses(first=0.01),
+      options.pop('url', self.url), timeout=timeout, retries=retries
     )
     settings = dict(
       loop=self.loop,
@@ -189,36 +152,10 @@ class Served:
     )
     return engine_lib.RemoteEngine(client, **(settings | options))
 
-  async def _record(self, request):
-    self.weight_requests.append((request.path_qs, await request.json()))
-    return web.Response()
-
-  async def _generate(self, http_request):
-    """Answers at SGLang's own endpoint, with the same model."""
-    body = await http_request.json()
-    params = body['sampling_params']
-    assert body['return_logprob'] is True and params['no_stop_trim'] is True
-    same = ('temperature', 'top_p', 'min_p')
-    request = dialects.Request(
-      prompt_ids=body['input_ids'],
-      max_tokens=params['max_new_tokens'],
-      sampling=sampler.Sampling(
-        top_k=max(params['top_k'], 0), **{name: params[name] for name in same}
-      ),
-      seed=params['sampling_seed'],
-      stop_strings=params['stop'],
-      stop_ids=params['stop_token_ids'],
-    )
-    reply = self.model.write(request)
-    (choice,) = reply['choices']
-    ids, logprobs = choice['token_ids'], choice['logprobs']['token_logprobs']
-    meta = {
-      'finish_reason': {'type': choice['finish_reason']},
-      'prompt_tokens': len(body['input_ids']),
-      'output_token_logprobs': [[x, n, None] for x, n in zip(logprobs, ids)],
-      'weight_version': reply['weight_version'],
-    }
-    return web.json_response({'output_ids': ids, 'meta_info': meta})
+  def vllm_engine(self, **options):
+    """Returns an engine of the server, which answers as vLLM does from now."""
+    self.model.kind = 'vllm'
+    return self.engine(sampling=sampler.Sampling(1.0), **options)
 
 
 @functools.cache
@@ -226,25 +163,9 @@ def local_engine():
   """Returns a local engine with the same model and weights."""
   engine = local_engine_lib.Engine(
     MODEL,
-    placement=publish.Placement(
-      mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
-      tensor=1,
-    ),
+    placement=tiny_engine.placement(),
     automaton=AUTOMATON,
-    options=engine_options.EngineOptions(
-      slots=4,
-      max_length=MAX_LENGTH,
-      sampling=SAMPLING,
-      prefill_chunk=4,
-      decode_chunk=4,
-      lookahead=1,
-      lanes=1,
-      batch_rows=0,
-      page_size=0,
-      pages=0,
-      early_exit=0.25,
-      deterministic=True,
-    ),
+    options=tiny_engine.options(),
   )
   engine.publish(PARAMS, 0)
   return engine
@@ -285,7 +206,7 @@ def assert_same_turns(ours, theirs):
 
 
 def change_choice(**changes):
-  """Returns a fault that changes fields of the only choice."""
+  """Returns a fault that changes fields of the only choice of vLLM."""
 
   def fault(reply):
     reply['choices'][0] |= changes

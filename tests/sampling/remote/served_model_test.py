@@ -2,7 +2,6 @@
 
 import pytest
 
-from stppo_jax.sampling import sampler
 from stppo_jax.sampling.remote import client as client_lib
 from tests.sampling.remote import fake_servers
 
@@ -23,14 +22,12 @@ def test_a_server_that_does_not_suit_is_refused(served, changes, line):
 def test_a_server_without_ids_is_refused_at_the_start(served):
   served.faults.answers = [fake_servers.change_choice(token_ids=None)]
   with pytest.raises(client_lib.EngineUnsuited, match='no token ids'):
-    served.engine()
+    served.vllm_engine()
 
 
 def test_an_unknown_kind_of_server_is_refused(served):
-  served.faults.kind = 'llamacpp'
-  with pytest.raises(
-    client_lib.EngineUnsuited, match='sglang, stppo_jax, vllm'
-  ):
+  served.model.kind = 'llamacpp'
+  with pytest.raises(client_lib.EngineUnsuited, match='sglang, vllm'):
     served.engine()
 
 
@@ -41,10 +38,9 @@ def test_a_server_that_does_not_report_its_weights_is_refused(served):
 
 
 def test_log_probabilities_at_another_temperature_are_refused(served):
-  served.faults.kind = 'vllm'
+  served.vllm_engine()
   with pytest.raises(client_lib.EngineUnsuited, match='temperature=1.3'):
     served.engine()
-  served.engine(sampling=sampler.Sampling(1.0))
 
 
 def test_a_server_that_does_not_answer_is_unreachable(served):

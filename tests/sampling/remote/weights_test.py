@@ -5,14 +5,13 @@ import pathlib
 
 import pytest
 
-from stppo_jax.sampling import sampler
 from stppo_jax.sampling.remote import client as client_lib
 from tests.models import tiny
 from tests.sampling.remote import fake_servers
 
 
 def _other_weights(reply):
-  reply['weight_version'] = 'another'
+  reply['meta_info']['weight_version'] = 'another'
 
 
 def test_a_server_samples_with_the_published_weights(served):
@@ -69,31 +68,28 @@ def test_turns_of_other_weights_fail(served):
   assert sorted(turn is None for turn in turns.values()) == [False, True]
 
 
-def test_weights_that_are_not_loaded_end_the_run(served, tmp_path, monkeypatch):
-  monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+def test_weights_that_are_not_loaded_end_the_run(served):
+  served.faults.missing = '/update_weights_from_disk'
   engine = served.engine(retries=0)
   engine.publish(fake_servers.PARAMS, 1)
-  with pytest.raises(
-    client_lib.EngineUnreachable, match='not below weights_root'
-  ):
+  with pytest.raises(client_lib.EngineUnreachable, match='status 404'):
     fake_servers.begin(engine)
 
 
 def test_vllm_reloads_before_every_collection(served):
-  served.faults.kind = 'vllm'
-  engine = served.engine(sampling=sampler.Sampling(1.0))
+  engine = served.vllm_engine()
   engine.publish(fake_servers.PARAMS, 1)
   for _ in range(2):
     fake_servers.begin(engine)
     fake_servers.turns(engine)
-  reload, flush = served.weight_requests[:2]
+  reload, flush, *again = served.model.weight_requests
   assert reload[0] == '/collective_rpc'
   assert reload[1]['method'] == 'reload_weights'
   folder = pathlib.Path(reload[1]['kwargs']['weights_path'])
   assert (folder / 'model.safetensors').is_file()
   flag = '?reset_running_requests=true'
   assert flush == (f'/reset_prefix_cache{flag}', {})
-  assert served.weight_requests[2:] == served.weight_requests[:2]
+  assert again == [reload, flush]
 
 
 def test_folders_of_old_weights_are_removed(served, tmp_path, monkeypatch):
@@ -103,7 +99,7 @@ def test_folders_of_old_weights_are_removed(served, tmp_path, monkeypatch):
     engine.publish(fake_servers.PARAMS, version)
   (root,) = tmp_path.iterdir()
   names = {path.name.split('-')[0] for path in root.iterdir()}
-  assert names == {'lock', '2'}
+  assert names == {'2'} and root.stat().st_mode & 0o77 == 0
   del engine
   gc.collect()
   assert not root.exists()
