@@ -285,6 +285,7 @@ ALGORITHMS = {
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
+  'igpo': _algorithm(advantage='turn_pooled', **_KL_IN_LOSS),
   'hgpo': _algorithm(
     advantage={'name': 'gigpo', 'outcome_weight': 0.0, 'history': 2},
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},

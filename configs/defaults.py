@@ -117,6 +117,14 @@ DEFAULTS = {
       'epsilon': 1e-6,
       'whiten': 'none',
     },
+    'turn_pooled': {
+      # Whether outcomes are compared with the rewards of turns, too: joint |
+      # separate.
+      'pool': 'joint',
+      'gamma': 1.0,
+      'epsilon': 1e-6,
+      'whiten': 'none',
+    },
     'gigpo': {
       'omega': 1.0,  # weight of the advantage among turns
       'outcome_weight': 1.0,  # weight of the advantage among trajectories

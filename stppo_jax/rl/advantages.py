@@ -2,8 +2,8 @@
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
 is called `estimator(rewards_BL, batch, **options)`. The module `gae` has the
-recursion of GAE, and `group_advantages` the estimators that compare the
-trajectories of a question.
+recursion of GAE, `group_advantages` and `turn_advantages` those that compare
+the trajectories of a question, or their turns.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
 policy token. Nothing is bootstrapped at the end of a row. A row whose loss
@@ -25,6 +25,7 @@ from stppo_jax.rl import gae as gae_lib
 from stppo_jax.rl import group_advantages
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
+from stppo_jax.rl import turn_advantages
 
 Array = jax.Array
 
@@ -319,15 +320,18 @@ ADVANTAGES = {
     group_advantages.leave_one_out, group_advantages.Group
   ),
   'turn_group': _without_critic(
-    group_advantages.turn_group, group_advantages.TurnGroup
+    turn_advantages.turn_group, turn_advantages.TurnGroup
   ),
   'turn_leave_one_out': _without_critic(
-    group_advantages.turn_leave_one_out, group_advantages.TurnLeaveOneOut
+    turn_advantages.turn_leave_one_out, turn_advantages.TurnLeaveOneOut
   ),
   'turn_index': _without_critic(
-    group_advantages.turn_index, group_advantages.TurnIndex
+    turn_advantages.turn_index, turn_advantages.TurnIndex
   ),
-  'gigpo': _without_critic(group_advantages.gigpo, group_advantages.Gigpo),
+  'turn_pooled': _without_critic(
+    turn_advantages.turn_pooled, turn_advantages.TurnPooled
+  ),
+  'gigpo': _without_critic(turn_advantages.gigpo, turn_advantages.Gigpo),
 }
 
 

@@ -15,13 +15,14 @@ GROUPS = frozenset(
     'turn_group',
     'turn_leave_one_out',
     'turn_index',
+    'turn_pooled',
     'gigpo',
   }
 )
 # These take the static number num_turns.
-TURNS = frozenset({'turn_leave_one_out', 'turn_index', 'gigpo'})
+TURNS = frozenset({'turn_leave_one_out', 'turn_index', 'turn_pooled', 'gigpo'})
 # These read batch.state_ids_BL.
 STATES = frozenset({'gigpo'})
 # These count every reward but the outcome as that of a turn, so that a KL
 # penalty inside the rewards would count as one.
-TURN_REWARDS = frozenset({'turn_group', 'turn_index'})
+TURN_REWARDS = frozenset({'turn_group', 'turn_index', 'turn_pooled'})

@@ -10,15 +10,15 @@ absent. No mean is formed: x_i - mean(x) is computed as the mean of the
 differences x_i - x_j, so that equal rewards give exactly 0. A rounded mean
 would leave 1e-8, which the division by std + 1e-6 would make visible. A group
 of one row gives 0, which is our choice: verl and verl-agent leave such a row
-its raw reward.
+its raw reward. All of this holds for `turn_advantages`, too, whose estimators
+compare turns.
 
 What is compared is one number per trajectory, or one per turn of all
 trajectories; these vectors, and the square matrices of their pairs, have no
 suffix where they may be either. With matrices there is no scatter and no
 sorting, and on a mesh every device compares its own rows with all rows. A
 compiler for accelerators fuses the matrices into their sums; on CPU they take 5
-bytes per pair. Only the pairs of `gigpo` with a history are kept, one byte per
-pair, from one h to the next.
+bytes per pair.
 
 Every token of a row has an advantage, observations and padding included,
 because whitening may be over observation tokens.
@@ -29,15 +29,13 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.rl import gae as gae_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
-from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
 
 
-def _rows(x_BL, batch):
+def rows(x_BL, batch):
   """Returns the sum of x over each row's loss mask, and a mask of pairs.
 
   The mask [B, B] is true for two rows of one question.
@@ -47,7 +45,7 @@ def _rows(x_BL, batch):
   return total_B, masking.pairs_of(batch.group_ids_B, jnp.any(mask_BL, axis=1))
 
 
-def _to_tokens(x_B, batch):
+def to_tokens(x_B, batch):
   return jnp.broadcast_to(x_B[:, None], batch.loss_mask_BL.shape)
 
 
@@ -76,8 +74,8 @@ def group_normalized(
   and TRL use; epsilon is 1e-6 in verl and 1e-4 in TRL. Source: arXiv
   2402.03300.
   """
-  reward_B, pairs_BB = _rows(rewards_BL, batch)
-  return _to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
+  reward_B, pairs_BB = rows(rewards_BL, batch)
+  return to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
 
 
 @options_lib.dataclass
@@ -92,8 +90,8 @@ def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 
   Sources: arXiv 2503.20783, arXiv 2512.01374.
   """
-  total_B, count_B = masking.differences(*_rows(rewards_BL, batch))
-  return _to_tokens(masking.divide(total_B, count_B), batch)
+  total_B, count_B = masking.differences(*rows(rewards_BL, batch))
+  return to_tokens(masking.divide(total_B, count_B), batch)
 
 
 def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
@@ -102,297 +100,6 @@ def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
   With G rows in the group this is G / (G - 1) times `group_centered`. Source:
   arXiv 2402.14740.
   """
-  total_B, count_B = masking.differences(*_rows(rewards_BL, batch))
+  total_B, count_B = masking.differences(*rows(rewards_BL, batch))
   others_B = jnp.maximum(count_B - 1, 0)
-  return _to_tokens(masking.divide(total_B, others_B), batch)
-
-
-@options_lib.dataclass
-class TurnGroup(options_lib.Named):
-  """Options of `turn_group`.
-
-  Attributes:
-    turn_weight: weight of z(turn reward).
-    epsilon: added to the standard deviation.
-    whiten: see `advantages.estimate_advantages`.
-  """
-
-  turn_weight: float = options_lib.number()
-  epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
-
-
-def turn_group(
-  rewards_BL: Array,
-  batch: batch_lib.TokenBatch,
-  *,
-  turn_weight: Array | float,
-  epsilon: Array | float,
-) -> Array:
-  """Returns advantages from the outcome and from the turn rewards: MT-GRPO.
-
-    A = z(outcome) + turn_weight z(turn reward)    before the row's last turn
-    A = z(outcome)                                 in the row's last turn
-
-  z(x) is (x - mean) / (std + epsilon) over the group, as in `group_normalized`.
-  The outcome is the reward on the row's last policy token. The turn reward is
-  the sum of all other rewards of the row, which stand on the last tokens of
-  earlier turns. (A KL penalty inside the rewards would count as turn reward.)
-
-  Source: arXiv 2505.11821. The authors' code has a single tool call: one turn,
-  then the last one. Two things are our choice: all turns before the last share
-  z(turn reward), and a row of one turn has z(outcome) only, where the authors'
-  code normalises the sum of both rewards.
-  """
-  last_BL = masking.last_mask(batch.loss_mask_BL)
-  outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
-  turn_B, _ = _rows(masking.select(rewards_BL, ~last_BL), batch)
-  number_BL = gae_lib.turns_so_far(batch)
-  early_BL = number_BL < jnp.max(number_BL, axis=1, keepdims=True)
-  outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
-  turn_B = turn_weight * masking.standardized(turn_B, pairs_BB, epsilon)
-  outcome_BL, turn_BL = (_to_tokens(x_B, batch) for x_B in (outcome_B, turn_B))
-  return outcome_BL + masking.select(turn_BL, early_BL)
-
-
-@options_lib.dataclass
-class TurnLeaveOneOut(options_lib.Named):
-  """Options of `turn_leave_one_out`.
-
-  Attributes:
-    gamma: discount per turn.
-    whiten: see `advantages.estimate_advantages`.
-  """
-
-  gamma: float = options_lib.number(at_most=1.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
-
-
-def turn_leave_one_out(
-  rewards_BL: Array,
-  batch: batch_lib.TokenBatch,
-  *,
-  gamma: Array | float,
-  num_turns: int,
-) -> Array:
-  """Returns the reward-to-go of each turn, minus that of other rows there.
-
-    A_k = G_k - mean of G_k over the other rows of the group that have a turn k
-    G_k = r_k + gamma G_{k+1}
-
-  Where no other row has a turn k, the mean is that of the latest turn that
-  another row has. So the baseline of a row depends on the other rows only, and
-  is subtracted in every turn of the row. Both together make it unbiased:
-  E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also where the
-  policy chooses in turn k whether there is a turn k + 1. `turn_group`, whose
-  baseline is left out in the last turn of a row, is biased there;
-  docs/turn_baselines.md derives by how much. gamma is the discount per turn.
-  """
-  rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  to_go_BT = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma)
-  _, pairs_BB = _rows(rewards_BL, batch)
-  others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
-
-  # Through the turns in order, so that a row that nobody follows into a turn
-  # keeps the baseline of the turn before.
-  def following(carry, turn):
-    baseline_B, known_B = carry
-    to_go_B, present_B = turn
-    total_B, count_B = masking.differences(to_go_B, others_BB & present_B[None])
-    some_B = count_B > 0
-    # The mean of the others, from the mean difference to them: equal rewards
-    # then have an advantage of exactly 0.
-    baseline_B = jnp.where(
-      some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
-    )
-    known_B = known_B | some_B
-    # A group of one has no baseline, and advantage 0.
-    return (baseline_B, known_B), masking.select(to_go_B - baseline_B, known_B)
-
-  zero_B = jnp.zeros_like(to_go_BT[:, 0])
-  _, advantages_TB = jax.lax.scan(
-    following,
-    (zero_B, jnp.zeros_like(present_BT[:, 0])),
-    (to_go_BT.T, present_BT.T),
-  )
-  return gae_lib.turns_to_tokens(advantages_TB.T, batch)
-
-
-@options_lib.dataclass
-class TurnIndex(options_lib.Named):
-  """Options of `turn_index`; `whiten` as in `TurnLeaveOneOut`."""
-
-  turn_weight: float = options_lib.number()
-  gamma: float = options_lib.number(at_most=1.0)
-  epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
-
-
-def turn_index(
-  rewards_BL: Array,
-  batch: batch_lib.TokenBatch,
-  *,
-  turn_weight: Array | float,
-  gamma: Array | float,
-  epsilon: Array | float,
-  num_turns: int,
-) -> Array:
-  """Returns advantages that compare turns of one number: A2TGPO.
-
-    A_k = z(outcome) + turn_weight D_k / sqrt(n_k)   before the row's last turn
-    A_k = z(outcome)                                 in the row's last turn
-    D_k = z(r_k) + gamma D_{k+1}
-
-  n_k is how many z are summed. z is that of `group_normalized`: of outcomes
-  over the group, of r_k over the turns k that are not the last of their row.
-  Like `turn_group`, it is biased where the policy chooses when to stop.
-
-  Source: arXiv 2605.06200, whose turn reward is an information gain. The
-  authors' code has gamma 1 and turn_weight 0.3; it numbers only turns whose
-  reward is not 0, and its standard deviation is that of a population.
-
-  Args:
-    rewards_BL: the outcome, and the rewards of turns.
-    batch: masks, turn ids and group ids.
-    turn_weight: weight of the turn rewards.
-    gamma: discount per turn.
-    epsilon: added to the standard deviation.
-    num_turns: static, the most turns a row can have.
-  """
-  last_BL = masking.last_mask(batch.loss_mask_BL)
-  outcome_B, pairs_BB = _rows(masking.select(rewards_BL, last_BL), batch)
-  rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  number_BT = gae_lib.rewards_to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
-  early_BT = present_BT & (number_BT > 1)  # the last turn has the number 1
-  z_TB = jax.lax.map(
-    lambda turn: masking.standardized(
-      turn[0], pairs_BB & masking.pairs_of(batch.group_ids_B, turn[1]), epsilon
-    ),
-    (rewards_BT.T, early_BT.T),
-  )
-  total_BT = masking.select(
-    gae_lib.rewards_to_go(z_TB.T, early_BT, gamma), early_BT
-  )
-  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
-  outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
-  outcome_BL = _to_tokens(outcome_B, batch)
-  return outcome_BL + turn_weight * gae_lib.turns_to_tokens(scaled_BT, batch)
-
-
-# The outcome of a trajectory counts once per turn, or once, in the mean and the
-# standard deviation of its group.
-OUTCOME_COUNTS = ('per_turn', 'per_trajectory')
-
-
-@options_lib.dataclass
-class Gigpo(options_lib.Named):
-  """Options of `gigpo`; see `advantages.estimate_advantages` for `whiten`."""
-
-  omega: float = options_lib.number()
-  outcome_weight: float = options_lib.number()
-  gamma: float = options_lib.number(at_most=1.0)
-  history: int = options_lib.count()
-  # With more, the longest history alone would count, and float32 overflow.
-  power: float = options_lib.number(at_most=10.0)
-  normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
-  outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
-  epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
-
-
-def gigpo(
-  rewards_BL: Array,
-  batch: batch_lib.TokenBatch,
-  *,
-  omega: Array | float,
-  outcome_weight: Array | float,
-  gamma: Array | float,
-  history: int,
-  power: Array | float,
-  normalize: str,
-  outcome_counts: str,
-  epsilon: Array | float,
-  num_turns: int,
-) -> Array:
-  """Returns advantages of rows, and of turns that begin in one state: GiGPO.
-
-    A = outcome_weight N(R) + omega sum_h w_h N_h(G) / sum_h w_h
-    G_k = r_k + gamma G_{k+1},   w_h = (h + 2)^power
-
-  N normalises as the argument `normalize` says. R is compared over the group.
-  G, the reward-to-go of a turn, is compared over all turns of the question that
-  share a state id, also within one row, and whose h predecessors do so too. The
-  sums are over h from 0 to `history`, without those where N_h(G) is 0.
-
-  Sources: arXiv 2505.10978, without a history, whose code has omega 1, gamma
-  0.95 and epsilon 1e-6. HGPO, arXiv 2602.22817, has a history of 2 or 4, power
-  1 and outcome_weight 0; its deviation of G is that of a population, and it
-  adds epsilon to the sum of the weights.
-
-  Args:
-    rewards_BL: the outcome, and the rewards of turns.
-    batch: masks, turn ids, group ids, and state ids within a question.
-    omega: weight of N(G).
-    outcome_weight: weight of N(R).
-    gamma: discount per turn.
-    history: static, the most states before a turn that are compared.
-    power: how much more an h weighs under which fewer turns are comparable.
-    normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
-    outcome_counts: R counts in the mean and the deviation of its group once for
-      each turn of the trajectory ('per_turn', the default of the authors'
-      code), or once ('per_trajectory', Eq. 3 of the paper).
-    epsilon: added to the standard deviation.
-    num_turns: static, the most turns a row can have.
-  """
-  assert batch.state_ids_BL is not None
-  normalization = masking.NORMALIZATIONS[normalize]
-  reward_B, pairs_BB = _rows(rewards_BL, batch)
-  rewards_BT, present_BT, turns = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  states_BL = masking.select(
-    batch.state_ids_BL, segments_lib.segment_starts(turns)
-  )
-  # Only the first token of a turn is summed, so the sum is the turn's state id.
-  states_BT = segments_lib.segment_totals(states_BL, turns)
-  to_go = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma).reshape(-1)
-  present = present_BT.reshape(-1)
-  group_ids = jnp.repeat(batch.group_ids_B, num_turns)
-  # State ids start anew with every question, so that equal ids mean the same
-  # state within one question only.
-  group_pairs = masking.pairs_of(group_ids, present)
-  same = group_pairs & masking.pairs_of(states_BT.reshape(-1), present)
-
-  def compare(carry, before):
-    pairs, total, weights = carry
-    # The pairs whose predecessors are pairs, too; first turns have none.
-    shifted = pairs.reshape(*present_BT.shape, *present_BT.shape)
-    shifted = shifted[:, :-1, :, :-1]
-    shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
-    pairs = same & shifted.reshape(same.shape)
-    advantage = normalization(to_go, pairs, epsilon)
-    # All w_h are divided by w_0, which leaves N_0 as it is. A turn without an
-    # equal has the advantage 0, and then this h must not weigh either.
-    weight = masking.select((1 + before / 2) ** power, advantage != 0)
-    return (pairs, total + weight * advantage, weights + weight), None
-
-  steps = normalization(to_go, same, epsilon)
-  if earlier := min(history, num_turns - 1):
-    weights = (steps != 0).astype(steps.dtype)
-    before = jnp.arange(1, earlier + 1, dtype=to_go.dtype)
-    (_, total, weights), _ = jax.lax.scan(
-      compare, (same, steps, weights), before
-    )
-    steps = masking.divide(total, weights)
-  steps_BT = steps.reshape(present_BT.shape)
-  if outcome_counts == 'per_turn':
-    rewards = jnp.repeat(reward_B, num_turns)
-    outcome = normalization(rewards, group_pairs, epsilon)
-    # All present turns of a row have the same outcome advantage, so that of the
-    # first one is the row's.
-    some_B = jnp.argmax(present_BT, axis=1)
-    outcome_B = jnp.take_along_axis(
-      outcome.reshape(present_BT.shape), some_B[:, None], axis=1
-    )[:, 0]
-  else:
-    outcome_B = normalization(reward_B, pairs_BB, epsilon)
-  outcome_BL = outcome_weight * _to_tokens(outcome_B, batch)
-  return outcome_BL + omega * gae_lib.turns_to_tokens(steps_BT, batch)
+  return to_tokens(masking.divide(total_B, others_B), batch)

@@ -196,6 +196,30 @@ def turn_index(batch, turn_weight, gamma, epsilon):
   return out
 
 
+def turn_pooled(batch, gamma, epsilon, separate=False):
+  rewards, groups = {}, {}
+  for b in present_rows(batch):
+    turns = turns_of(batch, b)
+    for k, turn in enumerate(turns):
+      reward = batch.rewards_BL[b, turn].sum()
+      is_last = k == len(turns) - 1
+      if reward != 0 or is_last:
+        rewards[b, k] = reward
+        groups[b, k] = batch.group_ids_B[b], separate and is_last
+  z = compare_in_groups(rewards, groups, epsilon)
+  out = np.zeros(batch.loss_mask_BL.shape)
+  for b in present_rows(batch):
+    ids = [batch.group_ids_B[other] for other in present_rows(batch)]
+    if ids.count(batch.group_ids_B[b]) == 1:
+      continue
+    advantage = 0.0
+    for k, turn in reversed(list(enumerate(turns_of(batch, b)))):
+      if (b, k) in z:
+        advantage = z[b, k] + gamma * advantage
+      out[b, turn] = advantage
+  return out
+
+
 def gigpo(
   batch,
   omega,

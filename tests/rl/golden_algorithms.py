@@ -247,4 +247,10 @@ ADVANTAGES = {
   'tunix.leave_one_out': ('leave_one_out', {}),
 }
 
-OTHERS = ('verl.whiten', 'verl.kl_reward', 'verl.adaptive_kl')
+OTHERS = (
+  'verl.whiten',
+  'verl.kl_reward',
+  'verl.adaptive_kl',
+  'igpo.joint',
+  'igpo.separate',
+)

@@ -1,9 +1,9 @@
 """Our algorithms against public implementations, on the same arrays.
 
 The numbers are those of verl, trl and tunix, made by
-tests/golden/make_family.py, and of AT2PO and NeMo-RL, made by scripts beside
-it; a failing test here means that our mathematics changed. Ours run jitted, in
-float64, with NaN and inf off the mask.
+tests/golden/make_family.py, and of AT2PO, NeMo-RL and IGPO, made by scripts
+beside it; a failing test here means that our mathematics changed. Ours run
+jitted, in float64, with NaN and inf off the mask.
 
 Where theirs is another formula, the case has a comment and aligns it. Three
 differences hold for all: trl's means over rows count a row without tokens as
@@ -52,7 +52,7 @@ def _cases(source):
 ARRAYS = _load('arrays')
 MASK = ARRAYS['loss_mask_BL']
 GOLDEN = {}
-for source in ('verl', 'trl', 'tunix', 'atpo', 'nemo'):
+for source in ('verl', 'trl', 'tunix', 'atpo', 'nemo', 'igpo'):
   GOLDEN |= _cases(source)
 ROWS = MASK.any(1)
 LONE_ROW = 6  # the only trajectory of its question
@@ -220,6 +220,52 @@ def test_the_advantages_are_theirs(case):
   _close(ours.advantages_BL, theirs_BL, MASK)
   if 'returns_BL' in golden:
     _close(ours.returns_BL, golden['returns_BL'], MASK)
+
+
+@pytest.mark.parametrize('pool', ['joint', 'separate'])
+def test_the_advantages_of_igpo_are_theirs(pool):
+  """Their deviation is that of a population, and ours the unbiased one."""
+  options = defaults.choice(
+    'advantage', 'turn_pooled', gamma=golden_algorithms.OPTIONS['gamma']
+  )
+
+  @jax.jit
+  def estimate(arrays):
+    return advantages_lib.estimate_advantages(
+      arrays['rewards_BL'],
+      _batch(arrays),
+      num_turns=T,
+      **{**options, 'pool': pool},
+    )
+
+  ours_BL = np.asarray(estimate(_poisoned()).advantages_BL)
+  theirs_BL = GOLDEN[f'igpo.{pool}']['advantages_BL']
+  turns_B = [
+    len(set(ARRAYS['turn_ids_BL'][b][MASK[b]])) for b in range(len(MASK))
+  ]
+  for rows in ([0, 1, 2], [3, 4, 5]):
+    counts = [sum(turns_B[b] for b in rows)]
+    if pool == 'separate':
+      # Each row is compared in two ways, whose deviations differ in n.
+      counts = [len(rows), counts[0] - len(rows)]
+    factors = [np.sqrt(n / (n - 1)) for n in counts]
+    for b in rows:
+      ids = ARRAYS['turn_ids_BL'][b]
+      places = [
+        np.flatnonzero(MASK[b] & (ids == t))[0]
+        for t in sorted(set(ids[MASK[b]]))
+      ]
+      mine, other = ours_BL[b, places], theirs_BL[b, places]
+      np.testing.assert_allclose(
+        mine[-1] * factors[0], other[-1], rtol=1e-5, atol=1e-6
+      )
+      gamma = options['gamma']
+      # What each turn adds before the discounted rest.
+      steps = lambda x: x[:-1] - gamma * x[1:]
+      np.testing.assert_allclose(
+        steps(mine) * factors[-1], steps(other), rtol=1e-5, atol=1e-6
+      )
+  assert not ours_BL[LONE_ROW].any()
 
 
 def test_whitening_is_theirs():

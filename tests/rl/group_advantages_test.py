@@ -20,6 +20,7 @@ OPTIONS = {
   'turn_group': {'turn_weight': WEIGHT, 'epsilon': EPSILON},
   'turn_leave_one_out': {'gamma': GAMMA},
   'turn_index': {'turn_weight': WEIGHT, 'gamma': GAMMA, 'epsilon': EPSILON},
+  'turn_pooled': {'pool': 'joint', 'gamma': GAMMA, 'epsilon': EPSILON},
   'gigpo': {
     'omega': OMEGA,
     'outcome_weight': 1.0,
@@ -44,20 +45,20 @@ TWINS = {
   'turn_index': lambda batch: advantage_twins.turn_index(
     batch, WEIGHT, GAMMA, EPSILON
   ),
+  'turn_pooled': lambda batch: advantage_twins.turn_pooled(
+    batch, GAMMA, EPSILON
+  ),
   'gigpo': lambda batch: advantage_twins.gigpo(batch, OMEGA, GAMMA, EPSILON),
 }
 NAMES = pytest.mark.parametrize('name', OPTIONS)
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('name', 'whiten', 'normalize', 'outcome_counts', 'history'),
-)
-def _jitted(
-  batch, name, whiten, normalize=None, outcome_counts=None, **options
-):
-  if name == 'gigpo':
-    options |= {'normalize': normalize, 'outcome_counts': outcome_counts}
+_STATIC = ('normalize', 'outcome_counts', 'history', 'pool')
+
+
+@functools.partial(jax.jit, static_argnames=('name', 'whiten', 'static'))
+def _jitted(batch, name, whiten, static, **options):
+  options |= dict(static)
   return advantages.estimate_advantages(
     batch.rewards_BL,
     batch,
@@ -69,7 +70,9 @@ def _jitted(
 
 
 def _estimate(batch, name, whiten='none', **changes):
-  out = _jitted(batch, name, whiten, **(OPTIONS[name] | changes))
+  options = OPTIONS[name] | changes
+  static = tuple((key, options.pop(key)) for key in _STATIC if key in options)
+  out = _jitted(batch, name, whiten, static, **options)
   return np.asarray(out.advantages_BL)
 
 
@@ -132,6 +135,14 @@ def test_outcomes_of_gigpo_may_count_once_a_trajectory(normalize):
   assert np.abs(actual - per_turn).max() > 0.01
 
 
+def test_outcomes_may_be_compared_with_outcomes_alone():
+  batch = batches.grouped()
+  actual = _estimate(batch, 'turn_pooled', pool='separate')
+  expected = advantage_twins.turn_pooled(batch, GAMMA, EPSILON, separate=True)
+  np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+  assert np.abs(actual - _estimate(batch, 'turn_pooled')).max() > 0.01
+
+
 def _three_rows(dtype=np.float64):
   """Returns one question with rewards 3, 0, 0.
 
@@ -190,7 +201,7 @@ def test_equal_rewards_give_exactly_zero_in_float32(name, epsilon, reward):
   assert not out.any()
 
 
-@pytest.mark.parametrize('name', ['turn_leave_one_out', 'turn_index', 'gigpo'])
+@pytest.mark.parametrize('name', sorted(estimator_needs.TURNS))
 def test_a_turn_with_no_trained_token_takes_no_time(name):
   batch = batches.grouped()
   mask = batch.loss_mask_BL & (batch.turn_ids_BL != 2)

@@ -142,6 +142,8 @@ def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   assert _log_ratio(models.policy, params, annotated) < 1e-6
   own = {'expert_ids': None}
   assert _log_ratio(models.policy, params, annotated, **own) > 0.1
+
+
 @pytest.mark.parametrize(
   ('replay', 'changes', 'message'),
   (

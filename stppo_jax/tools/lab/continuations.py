@@ -111,7 +111,7 @@ def check(config: Any, count: int) -> None:
 
 
 class Sampled(NamedTuple):
-  """What the continuations of a prefix have earned.
+  """Holds what the continuations of a prefix have earned.
 
   Attributes:
     row, position: the place of the first token that the prefix lacks.
