@@ -135,6 +135,13 @@ class Work:
     return math.prod(self.axes.values())
 
   @property
+  def decode_bytes(self) -> float:
+    """The bytes of its memory that a device reads in a call of decode."""
+    # While it grows, a row is half as long as in the end.
+    filled = min(self.length / self.engine_length, 1.0) / 2
+    return self.engine_weights + filled * self.engine_cache
+
+  @property
   def output(self) -> int:
     """The weights of the output matrix."""
     return self.shape.hidden_size * self.shape.vocab_size
@@ -191,10 +198,7 @@ def update_sent(work: Work) -> float:
 
 def decode_read(work: Work) -> float:
   """Returns the bytes that a device reads to decode its rows of a step."""
-  # While it grows, a row is half as long as in the end.
-  filled = min(work.length / work.engine_length, 1.0) / 2
-  per_call = work.engine_weights + filled * work.engine_cache
-  return work.decode_steps * per_call
+  return work.decode_steps * work.decode_bytes
 
 
 _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
