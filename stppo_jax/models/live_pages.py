@@ -29,7 +29,7 @@ _MOST_QUERIES = 1024
 _SUBLANES = 16  # a tile of 16-bit numbers has so many rows
 # The logit of an invisible key. It is finite, so that a query which sees
 # nothing gets finite numbers, not nan.
-_MASKED = -1e30
+MASKED = -1e30
 
 
 class Work(NamedTuple):
@@ -64,17 +64,12 @@ def plan_work(lengths_B: Array, table_BN: Array, num_pages: int) -> Work:
   pages_B = jnp.maximum(-(-lengths_B // PAGE_SIZE), 1)
   entries_B = -(-pages_B // _PLACES)
   ends_B = jnp.cumsum(entries_B)
-  # The shape has room for rows of the greatest length, and the grid of the
-  # kernel ends after `count_1` entries, a number that is known when it runs.
   index_E = jnp.arange(B * -(-N // _PLACES))
-  # Entries of a row are adjacent: row b has those from ends[b - 1] to ends[b].
   rows_E = jnp.searchsorted(ends_B, index_E, side='right')
   rows_E = jnp.minimum(rows_E, B - 1).astype(jnp.int32)
   firsts_E = (index_E - (ends_B - entries_B)[rows_E]) * _PLACES
   wanted_ZE = firsts_E[None] + jnp.arange(_PLACES)[:, None]
-  # The entry whose page a place holds: this one, or the last with a page. The
-  # largest number so far is the number of the latest entry with a page, because
-  # entries without one count as 0.
+  # The entry whose page a place holds: this one, or the last with a page.
   held_ZE = jnp.where(wanted_ZE < pages_B[rows_E][None], index_E[None], 0)
   held_ZE = jax.lax.cummax(held_ZE, axis=1)
   pages_ZE = table_BN[rows_E[None], jnp.minimum(wanted_ZE, N - 1)]
@@ -98,6 +93,9 @@ def attend(
   work: Work,
   first: Array | int,
   *,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  sinks_KR: Array | None = None,
   interpret: bool = False,
 ) -> Array:
   """Returns attention to the cached tokens of each row and to its own ones.
@@ -112,6 +110,11 @@ def attend(
       all finite. T is at most `PAGE_SIZE` or a multiple of it.
     work: the entries, of `plan_work`.
     first: int32, the number of own tokens before the first query.
+    window: the number of tokens that a query sees at most, its own and those
+      before it; None: all.
+    soft_cap: c, for logits c tanh(logit / c); None: logits as they are.
+    sinks_KR: for each query head, the logit of a key without a value, as in
+      gpt-oss (OpenAI, 2025); None: there is none.
     interpret: whether to run the kernel's program without a TPU.
 
   Returns:
@@ -124,8 +127,6 @@ def attend(
   B, K, R, C, H = q_BKRCH.shape
   Q, T = R * C, own_k_BKTH.shape[2]
   N = len(work.rows_E) // B * _PLACES
-  # The query heads that share a head of keys are more queries of that head: one
-  # product then serves all of them, and keys are read once.
   tile = min(_up(Q, _SUBLANES), _up(_MOST_QUERIES // K, _SUBLANES))
   padded = _up(Q, tile)
   pad = ((0, 0), (0, 0), (0, padded - Q), (0, 0))
@@ -150,8 +151,6 @@ def attend(
       return x_PKJH
     return pltpu.with_memory_space_constraint(x_PKJH, pltpu.HBM)
 
-  # Each place is an input of its own: the pages of an entry lie anywhere in the
-  # cache, and a block of an input is contiguous.
   pages = [of_page(place) for place in range(_PLACES)]
   specs = [of_queries, *pages, *pages, own, own]
   arrays = [
@@ -161,10 +160,15 @@ def attend(
     own_k_BKTH,
     own_v_BKTH,
   ]
+  if sinks_KR is not None:
+    sinks_KQ = jnp.pad(jnp.repeat(sinks_KR, C, axis=1), pad[1:3])
+    shape = K, padded, PAGE_SIZE
+    arrays.append(jnp.broadcast_to(sinks_KQ[..., None], shape))
+    specs.append(pl.BlockSpec((K, tile, PAGE_SIZE), lambda t, e, *_: (0, t, 0)))
   keys = N * PAGE_SIZE + T  # at most, because lengths are not known here
   keys_bytes = K * keys * H * k_PKJH.dtype.itemsize
   mixed_BKQH = pl.pallas_call(
-    functools.partial(_kernel, num_queries=C),
+    functools.partial(_kernel, num_queries=C, window=window, soft_cap=soft_cap),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=5,
       grid=(padded // tile, work.count_1[0]),
@@ -195,6 +199,8 @@ def _kernel(
   q_ref,
   *refs,
   num_queries,
+  window,
+  soft_cap,
 ):
   """Adds an entry to the sums of its row, for a tile of queries.
 
@@ -205,7 +211,7 @@ def _kernel(
 
   del pages_ZE  # the specifications of the blocks have used it
   k_refs, v_refs = refs[:_PLACES], refs[_PLACES : 2 * _PLACES]
-  own_k_ref, own_v_ref = refs[2 * _PLACES : -4]
+  own_k_ref, own_v_ref, *sinks_ref = refs[2 * _PLACES : -4]
   mixed_ref, sums, totals, tops = refs[-4:]
   _, K, tile, _ = q_ref.shape
   entry = pl.program_id(1)
@@ -218,17 +224,21 @@ def _kernel(
   @pl.when(page == 0)
   def _():
     sums[...] = jnp.zeros_like(sums)
-    totals[...] = jnp.zeros_like(totals)
-    tops[...] = jnp.full_like(tops, _MASKED)
+    if sinks_ref:
+      totals[...] = jnp.ones_like(totals)
+      tops[...] = sinks_ref[0][...]
+    else:
+      totals[...] = jnp.zeros_like(totals)
+      tops[...] = jnp.full_like(tops, MASKED)
 
   def add(head, slices):
     """Adds keys and values; each slice has a mask of the keys it has."""
     logits = []
     for k, _, visible in slices:
       x = _product(q_ref[0, head], k, transposed=True)
-      logits.append(jnp.where(visible, x, _MASKED))
-    # The softmax of FlashAttention: sums so far are relative to the old largest
-    # logit, and are rescaled when a larger one comes.
+      if soft_cap is not None:
+        x = soft_cap * jnp.tanh(x / soft_cap)
+      logits.append(jnp.where(visible, x, MASKED))
     old = tops[head]
     top = old
     for x in logits:
@@ -236,8 +246,10 @@ def _kernel(
     scale = jnp.exp(old - top)
     total = totals[head] * scale
     mixed = sums[head] * scale[:, :1]
-    for x, (_, v, _) in zip(logits, slices):
+    for x, (_, v, visible) in zip(logits, slices):
       weights = jnp.exp(x - top[:, : x.shape[1]])
+      if window is not None:  # a query may see nothing of the first pages
+        weights = jnp.where(visible, weights, 0.0)
       total += jnp.sum(weights, axis=1, keepdims=True)
       mixed += _product(weights.astype(v.dtype), v)
     sums[head], totals[head], tops[head] = mixed, total, top
@@ -246,22 +258,27 @@ def _kernel(
     lane = jax.lax.broadcasted_iota(jnp.int32, (tile, size), 1)
     return start + lane
 
-  masks = [
-    lanes((page + place) * PAGE_SIZE, PAGE_SIZE) < length
-    for place in range(_PLACES)
-  ]
+  def cached(place):
+    position = lanes((page + place) * PAGE_SIZE, PAGE_SIZE)
+    visible = position < length
+    if window is not None:
+      visible &= position > length + query - window
+    return visible
+
+  masks = [cached(place) for place in range(_PLACES)]
   for head in range(K):
     pages = zip(k_refs, v_refs, masks)
     add(head, [(k[0, head], v[0, head], seen) for k, v, seen in pages])
 
-  # The grid visits the entries of a row one after the other, and scratch memory
-  # lasts from one to the next, so the last one finds the sums of all.
   @pl.when((page + _PLACES) * PAGE_SIZE >= length)
   def _():
     for begin in range(0, own_k_ref.shape[2], PAGE_SIZE):
       size = min(PAGE_SIZE, own_k_ref.shape[2] - begin)
       part = pl.ds(begin, size)
-      visible = lanes(begin, size) <= query[:, :size]
+      token = lanes(begin, size)
+      visible = token <= query[:, :size]
+      if window is not None:
+        visible &= token > query[:, :size] - window
       for head in range(K):
         k, v = own_k_ref[0, head, part], own_v_ref[0, head, part]
         add(head, [(k, v, visible)])

@@ -33,7 +33,9 @@ def _arrays(
   return q_BKRCH, *pages, *(normal(B, K, own, H) for _ in 'kv'), table_BN
 
 
-def _reference(arrays, lengths, first):
+def _reference(
+  arrays, lengths, first, *, window=None, soft_cap=None, sinks_KR=None
+):
   """Returns attention of each query by loops, in float64."""
   *arrays, table_BN = arrays
   q, k, v, own_k, own_v = (np.asarray(x, np.float64) for x in arrays)
@@ -47,17 +49,24 @@ def _reference(arrays, lengths, first):
       )[:length]
       for x in (k, v)
     )
-    keys = np.concatenate([keys, own_k[b, head]])[:seen]
-    values = np.concatenate([values, own_v[b, head]])[:seen]
-    weights = np.exp(keys @ q[b, head, r, c])
-    result[b, head, r, c] = weights @ values / weights.sum()
+    begin = 0 if window is None else max(seen - window, 0)
+    keys = np.concatenate([keys, own_k[b, head]])[begin:seen]
+    values = np.concatenate([values, own_v[b, head]])[begin:seen]
+    logits = keys @ q[b, head, r, c]
+    if soft_cap is not None:
+      logits = soft_cap * np.tanh(logits / soft_cap)
+    weights = np.exp(logits)
+    total = weights.sum()
+    if sinks_KR is not None:
+      total += np.exp(np.float64(sinks_KR[head, r]))
+    result[b, head, r, c] = weights @ values / total
   return result
 
 
-def _attend(arrays, lengths, first, *, interpret=True):
+def _attend(arrays, lengths, first, *, interpret=True, **options):
   *arrays, table_BN = arrays
   work = live_pages.plan_work(np.array(lengths), table_BN, len(arrays[1]))
-  attend = functools.partial(live_pages.attend, interpret=interpret)
+  attend = functools.partial(live_pages.attend, interpret=interpret, **options)
   return jax.jit(attend)(*arrays, work, first)
 
 
@@ -85,6 +94,31 @@ def test_the_kernel_equals_loops(dtype, tolerance, queries, own, first):
   np.testing.assert_allclose(
     np.asarray(found, np.float64), expected, atol=tolerance
   )
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    *(
+      pytest.param(options, marks=pytest.mark.slow)
+      for options in (
+        {'window': 4},
+        {'window': 300},
+        {'soft_cap': 0.7},
+        {'sinks_KR': np.array([[0.5, -1, 3], [9, 0, -5]], np.float32)},
+      )
+    ),
+    {'window': 7, 'soft_cap': 2.0, 'sinks_KR': np.ones((2, 3), np.float32)},
+  ],
+)
+def test_variants_of_attention_equal_loops(options):
+  lengths = 0, 3, 700
+  arrays = _arrays('float32', lengths=lengths)
+  found = _attend(arrays, lengths, 2, **options)
+  expected = _reference(arrays, lengths, 2, **options)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  plain = _attend(arrays, lengths, 2)
+  assert np.abs(plain - found).max() > 1e-2
 
 
 @pytest.mark.slow
