@@ -60,16 +60,7 @@ Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
 def measure(
   algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
 ) -> Changes:
-  """Returns the changes of tokens by some algorithms.
-
-  Args:
-    algorithms: label to algorithm.
-    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
-      of each algorithm.
-
-  Raises:
-    saved_batch.NotFinite: a result is too large for the precision.
-  """
+  """Returns the changes of tokens; see `levels.measure` for the arguments."""
   found = {label: multipliers(x, arrays) for label, x in algorithms.items()}
   return {
     grouping: (groups, {label: shares(x, groups) for label, x in found.items()})

@@ -193,7 +193,6 @@ def make(
     costs = programs_lib.compile_all(
       programs,
       programs_lib.Subject(config, learner, placement, packed),
-      clock=topology.limits.clock,
     )
   return Plan(
     topology=topology,
