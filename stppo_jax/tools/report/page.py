@@ -150,15 +150,9 @@ def metrics(run: run_files.Run) -> dict[str, Any]:
 
 def _lines(run: run_files.Run) -> Mapping[str, Any]:
   """Returns the values of the config that figures draw as lines."""
-  keys = {
-    panel.line
-    for section in panels.SECTIONS.values()
-    for panel in section
-    if panel.line
-  }
   return {
     key: run.recorded[key]
-    for key in sorted(keys)
+    for key in panels.LINES.values()
     if run_files.is_number(run.recorded.get(key))
   }
 
