@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from docs import algorithm_pages
 from docs import make_algorithms
 from docs import texts
 from docs.texts import sources
@@ -13,7 +14,6 @@ from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import defaults
 from stppo_jax.rl import preferences
-from stppo_jax.tools import algorithm_docs
 
 _PAGES = {
   path.relative_to(make_algorithms.FOLDER).as_posix(): path.read_text('utf-8')
@@ -26,7 +26,7 @@ _OVERVIEW = _PAGES['algorithms.md']
 
 
 def _pages(table=algorithms.ALGORITHMS, texts=texts):
-  return algorithm_docs.pages(
+  return algorithm_pages.pages(
     table,
     defaults.DEFAULTS,
     {'name': 'tdpo2', 'beta': 0.1, 'alpha': 0.5},
@@ -78,8 +78,8 @@ def test_every_algorithm_has_a_description_and_the_other_way_round():
 
 def test_every_choice_has_a_description_and_the_other_way_round():
   described = {key: list(names) for key, names in texts.CHOICES.items()}
-  assert described == algorithm_docs.choices()
-  assert list(algorithm_docs.QUESTIONS) == list(algorithm_docs.choices())
+  assert described == algorithm_pages.choices()
+  assert list(algorithm_pages.QUESTIONS) == list(algorithm_pages.choices())
 
 
 @pytest.mark.parametrize('missing', ['algorithm', 'choice'])
@@ -191,7 +191,7 @@ def test_every_default_is_that_of_the_table():
 def test_allowed_values_follow_the_rule_of_the_chosen_option():
   algorithm = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
   algorithm['objective'] = defaults.choice('objective', 'dual_clip')
-  rules = algorithm_docs.rules(algorithm)
+  rules = algorithm_pages.rules(algorithm)
   assert list(rules) == list(settings.flatten(algorithm))
   assert rules['objective.c'].problem(1.0) == 'must be a finite number > 1'
   assert rules['advantage.whiten'].names == ('none', 'policy', 'all')
@@ -202,7 +202,7 @@ def test_allowed_values_follow_the_rule_of_the_chosen_option():
 
 def test_an_entry_lists_the_options_that_differ():
   base = algorithms.ALGORITHMS['token_ppo']
-  assert algorithm_docs.differences(base, base) == {}
+  assert algorithm_pages.differences(base, base) == {}
   assert _bullet('Differs from `token_ppo`', _entry('`st_ppo`')) == (
     "`ratio.level=turn`, `correction.names=('clipping_bias',)`."
   )
