@@ -64,13 +64,6 @@ def test_the_pages_are_made_from_the_table():
   assert found == made, 'out of date: make docs'
 
 
-def test_links_between_the_pages_exist():
-  for path, text in _PAGES.items():
-    folder = (make_algorithms.FOLDER / path).parent
-    for target in re.findall(r'\]\((?!https:)([^)#]+)', text):
-      assert (folder / target).is_file(), (path, target)
-
-
 def test_every_algorithm_has_a_description_and_the_other_way_round():
   assert list(texts.ALGORITHMS) == list(algorithms.ALGORITHMS)
   assert list(texts.PREFERENCES) == list(preferences.PREFERENCES)
@@ -244,12 +237,3 @@ def test_every_difference_from_a_source_is_a_line(name):
   for line in lines:
     assert f'- {line}' in entry
   assert f'({sources.SOURCES[name].sure}) are ours' in entry
-
-
-def test_an_algorithm_without_a_source_has_no_lines():
-  assert 'are ours' not in _entry('`sspo`')
-
-
-def test_options_of_the_preference_losses():
-  assert _bullet('Options', _entry('`tdpo1`')) == '`beta=0.1`.'
-  assert _bullet('Options', _entry('`tdpo2`')) == '`beta=0.1`, `alpha=0.5`.'

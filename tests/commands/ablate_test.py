@@ -524,28 +524,6 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, capsys):
 
 
 @pytest.mark.parametrize(
-  ('flags', 'expected'),
-  [
-    ([f'--config={_CONFIG}'], '--workdir: missing'),
-    (['--workdir=a'], '--config: missing'),
-    (['--config=/no.py', '--workdir=a'], '--config=/no.py: no such file'),
-    (
-      [f'--config={runs.REPO}/configs/nq.py', '--workdir=a'],
-      'nq.py: has no function studies',
-    ),
-    (
-      [f'--config={_CONFIG}', f'--workdir={runs.REPO}/docs'],
-      'docs: is not empty and was not written by ablate',
-    ),
-  ],
-)
-def test_a_config_without_studies_is_refused(flags, expected, capsys):
-  assert __main__.main(['ablate', *flags]) == 2
-  err = capsys.readouterr().err
-  assert expected in err and err.count('\n') == 1
-
-
-@pytest.mark.parametrize(
   'study',
   'levels turn_length correction controls staleness groups start '
   'calculator'.split(),

@@ -56,20 +56,6 @@ def test_the_steps_between_an_alarm_and_the_collapse(study, capsys):
   assert out.startswith('1 run, 1 collapsed\n')
 
 
-def test_what_cannot_be_read_is_said(study, tmp_path, capsys):
-  _, rows, err = _alarms(capsys, study, tmp_path, exit_code=2)
-  assert 'entropy' in rows
-  assert str(tmp_path) in err and err.count('\n') == 1
-  _, _, err = _alarms(capsys, study, '--kl=x', exit_code=2)
-  assert err == '--kl=x: must be a non-negative number\n'
-  _, _, err = _alarms(capsys, study, '--kl=-1', exit_code=2)
-  assert err == '--kl=-1: must be a non-negative number\n'
-  _, _, err = _alarms(capsys, study, '--finish_ratio=2', exit_code=2)
-  assert err == '--finish_ratio=2: must be a number in the range [0, 1]\n'
-  _, _, err = _alarms(capsys, exit_code=2)
-  assert err == 'RUNS: missing; give the folder of a run, or several\n'
-
-
 def test_thresholds_are_tried_on_the_table_of_a_study(study, tmp_path, capsys):
   path = tmp_path / 'table.csv'
   results.write(

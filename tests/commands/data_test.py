@@ -1,7 +1,5 @@
 """The command `data`: built from files and from a server, listed and shown."""
 
-import pathlib
-
 import pytest
 import tensorflow_datasets as tfds
 
@@ -302,38 +300,3 @@ def test_list_and_show_print_what_a_person_reads(root, originals, capsys):
   path.write_text('{"question": "a\\u001b[2Jb", "answers": ["x"]}\n')
   assert __main__.main(['data', 'show', str(path)]) == 0
   assert '[0] mine 1\na\\x1b[2Jb\n= x\n' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-  ('arguments', 'message'),
-  [
-    ([], 'data: no command; choices: build, list, show, demonstrate'),
-    (['built'], 'data built: unknown command; did you mean build?'),
-    (['build', '--root=R'], 'a name must come before the flags'),
-    (['build', 'nq'], '--root: missing'),
-    (['build', '../R', '--root=R'], '../R: must be a name of letters'),
-    (['build', 'nq', '--root=R', '--mirror=M'], '--mirror=M: must be an add'),
-    (['show', 'nq', '--root=R'], 'nq: not built in R (there are: none); '),
-    (
-      ['show', 'nq', '--root=R', '--rows=x'],
-      '--rows=x: must be a positive',
-    ),
-    (['show', 'away.parquet'], 'away.parquet: no such file'),
-    (
-      ['build', 'mine', '--root=R', '--from_files=F'],
-      '--from_files=F: must be SPLIT:FILE,... for mine',
-    ),
-    (
-      ['build', 'nq', '--root=R', '--from_files=train:F'],
-      'F: no such file',
-    ),
-  ],
-)
-def test_wrong_arguments_are_one_line(
-  arguments, message, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.chdir(tmp_path)
-  assert __main__.main(['data', *arguments]) == 2
-  error = capsys.readouterr().err
-  assert error.startswith(message) and error.count('\n') == 1
-  assert not list(pathlib.Path().iterdir())

@@ -89,43 +89,6 @@ def test_two_build_one_index_one_after_the_other(tmp_path):
   assert sum(err.startswith(waits) for err in errs) == 1
 
 
-@pytest.mark.parametrize(
-  ('lines', 'flags', 'message'),
-  [
-    ('', [], 'corpus.jsonl: no passages'),
-    ('{"id": "1"}', [], 'corpus.jsonl:1: expected "contents", or "title"'),
-    (
-      '{"id": "1", "contents": "x"}\n{"id": "2", "title": 3, "text": "y"}',
-      [],
-      'corpus.jsonl:2: "title": expected a string, got 3',
-    ),
-    ('{"id": "1", "contents": "?"}', [], 'no passage has a word'),
-    (
-      '{"id": "1", "contents": "x"}',
-      ['--backend=dense'],
-      '--backend=dense and --encoder belong together',
-    ),
-    (
-      '{"id": "1", "contents": "x"}',
-      ['--backend=dense', '--encoder=/absent'],
-      '/absent: no encoder: config.json is missing',
-    ),
-    (
-      '{"id": "1", "contents": "x"}',
-      ['--b=2'],
-      '--b=2: must be a number in the r',
-    ),
-    ('{"id": "1", "contents": "x"}', ['--k1=x'], '--k1=x: must be a non-neg'),
-  ],
-)
-def test_a_bad_value_is_one_line_and_2(capsys, tmp_path, lines, flags, message):
-  path = tmp_path / 'corpus.jsonl'
-  path.write_text(lines + '\n', encoding='utf-8')
-  assert _index(path, tmp_path / 'index', *flags) == 2
-  output, errors = capsys.readouterr()
-  assert output == '' and message in errors and errors.count('\n') == 1
-
-
 def _dense(tmp_path, *flags):
   model = encoders.write(tmp_path / 'model')
   out = tmp_path / 'index'

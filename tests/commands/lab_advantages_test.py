@@ -124,24 +124,6 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  ('change', 'expected'),
-  [
-    ('gama=1', "no key 'gama' in config.algorithm.advantage; did you mean gam"),
-    ('gamma=2', 'gamma=2: must be a finite number >= 0 and <= 1'),
-    ('whiten=some', 'whiten=some: must be one of none, policy'),
-    ('steps=trun', 'steps=trun: must be one of token, turn, bilevel; did you '),
-  ],
-)
-def test_a_wrong_option_of_an_estimator_is_one_line_and_2(
-  file, capsys, change, expected
-):
-  line = lab_calls.error(
-    capsys, 'advantages', f'--batch={file}', '--estimator=gae', '--set', change
-  )
-  assert line.startswith(f'--set {change}: ') and expected in line
-
-
-@pytest.mark.parametrize(
   ('name', 'lacks'),
   [
     ('gae', 'old_values_BL'),

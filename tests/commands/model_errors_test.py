@@ -318,64 +318,6 @@ def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
   model_files.check(config, model_files.load_tokenizer(_SOURCE))
 
 
-@pytest.mark.parametrize(
-  ('changes', 'expected'),
-  [
-    (
-      {'model__lora__rank': 2, 'model__lora__targets': 'absent'},
-      "lora targets='absent': matches none of layers/",
-    ),
-    (
-      {'mesh__tensor': 8},
-      'mesh tensor=8 does not divide num_heads=2, vocab_size=290',
-    ),
-    (
-      {'mesh__data': 3, 'mesh__fsdp': 1},
-      'mesh.data=3 mesh.fsdp=1 mesh.tensor=1 does',
-    ),
-    (
-      {'mesh__tensor': 2, 'rollout__slots': 12},
-      'rollout.slots=12: must be a multiple of 8: the engine divides slots',
-    ),
-    (
-      {'sft__batch_size': 12},
-      'sft.batch_size=12: must be a multiple of the 8 devices of the axes data',
-    ),
-    (
-      {'rollout__tensor': 3},
-      'rollout.tensor=3: must divide the 8 devices of this host',
-    ),
-    (
-      {'rollout__tensor': 4},
-      'rollout.tensor=4: mesh tensor=4 does not divide num_heads=2, ',
-    ),
-    (
-      {
-        'mesh__tensor': 2,
-        'rollout__trajectories_per_step': 12,
-        'updates__minibatch_size': 4,
-      },
-      'rollout.trajectories_per_step=12: must be a multiple of 8: the engine',
-    ),
-    (
-      {'mesh__tensor': 2, 'rollout__lanes': 2},
-      'rollout.lanes=2: must be 1 on the 8 devices of this host, on which',
-    ),
-    (
-      {'model__path': _SOURCE, 'updates__routing_replay': 'trainer'},
-      'updates.routing_replay=trainer: must be nowhere, the model in ',
-    ),
-  ],
-)
-def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
-  tmp_path, capsys, changes, expected
-):
-  # With a supervised start, and without waiting for the retriever.
-  changes = {'sft__before_training': True, **_NO_RETRIEVER, **changes}
-  err = _refused(tmp_path / 'run', capsys, **changes)
-  assert err.startswith(expected) and err.count('\n') == 1
-
-
 def test_only_runs_that_imitate_need_batches_of_demonstrations_to_divide(
   tmp_path, capsys
 ):

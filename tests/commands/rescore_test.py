@@ -109,20 +109,6 @@ def test_a_line_that_is_too_long_is_named(tmp_path, capsys):
   assert err.startswith(f'{path}:2: longer than 33554432 characters')
 
 
-def test_wrong_flags_are_one_line_each(tmp_path, capsys):
-  code, _, err = _rescore(capsys, tmp_path / 'f', '--scope=all', '--shown=x')
-  assert code == 2
-  assert err.splitlines() == [
-    '--scope=all: must be one of response, search_r1',
-    '--shown=x: must be a non-negative integer',
-  ]
-  code, _, err = _rescore(capsys, tmp_path / 'f', '--scope=response')
-  assert (code, err) == (
-    2,
-    f'{tmp_path}/f: No such file or directory\n',
-  )
-
-
 def test_an_empty_answer_is_not_the_band_the_the(tmp_path, capsys):
   rows = [
     _dialogue(name, _ONE, f'<answer>{answer}</answer>', em)

@@ -284,56 +284,6 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
   assert err.count('\n') == 1
 
 
-@pytest.mark.parametrize(
-  ('algorithm', 'changes', 'expected'),
-  [
-    ('st_ppo', {'rollout__temprature': 1}, 'did you mean temperature?'),
-    ('st_pp', {}, "unknown algorithm 'st_pp'"),
-    ('st_ppo', {'retrieval__url': 'localhost:80'}, 'retrieval.url'),
-    ('st_ppo', {'model__path': '/absent'}, "model.path='/absent'"),
-    (
-      'st_ppo',
-      {'data__name': 'jsonl', 'data__root': '/absent', 'data__corpus': 'x'},
-      "data.root='/absent'",
-    ),
-    # These need the devices: eight.
-    ('st_ppo', {'rollout__slots': 12}, 'rollout.slots=12: must be a multiple'),
-    ('st_ppo', {'updates__microbatch_size': 4}, 'multiple of the 8 devices'),
-    ('st_ppo', {'mesh__data': 3}, 'does not fit 8 devices'),
-    (
-      'st_ppo',
-      {'model__attention': 'flash'},
-      'one of auto, xla, cudnn, splash',
-    ),
-    (
-      'st_ppo',
-      {'model__attention': 'cudnn'},
-      'model.attention=cudnn: does not run on cpu',
-    ),
-    (
-      'st_ppo',
-      {'mesh__tensor': 8},
-      'tensor=8 does not divide num_heads=2, vocab_size=',
-    ),
-    (
-      'st_ppo',
-      {
-        'data__synthetic_wiki__entities_per_type': 2,
-        'rollout__trajectories_per_step': 128,
-      },
-      'raise data.synthetic_wiki.entities_per_type',
-    ),
-  ],
-)
-def test_a_wrong_config_is_one_line_and_2(
-  tmp_path, capsys, algorithm, changes, expected
-):
-  assert _train(tmp_path / 'run', algorithm, **changes) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1
-  assert expected in err
-
-
 def test_a_file_that_does_not_fit_is_one_line_and_2(tmp_path, files, capsys):
   with open(files['data__root'] / 'questions.jsonl', 'a') as file:
     file.write('{"id": 7}\n')
@@ -341,15 +291,6 @@ def test_a_file_that_does_not_fit_is_one_line_and_2(tmp_path, files, capsys):
   out, err = capsys.readouterr()
   assert out == '' and err.count('\n') == 1
   assert 'questions.jsonl:17: ' in err
-
-
-def test_a_folder_without_a_run_cannot_be_evaluated(tmp_path, capsys):
-  flags = runs.flags()
-  folder = f'--checkpoint={tmp_path}/absent'
-  code = __main__.main(['evaluate', *flags, folder])
-  assert code == 2
-  assert 'no such folder' in capsys.readouterr().err
-  assert not (tmp_path / 'absent').exists()
 
 
 @pytest.mark.slow

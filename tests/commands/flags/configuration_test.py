@@ -160,65 +160,6 @@ def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
 
 
 @pytest.mark.parametrize(
-  ('flag', 'expected'),
-  [
-    ('--config.sed=1', "no key 'sed' in config; did you mean seed?"),
-    (
-      '--config.rollout.temprature=1',
-      "no key 'temprature' in config.rollout; did you mean temperature?",
-    ),
-    ('--config.rolout.temperature=1', 'did you mean rollout?'),
-    ('--config.zzz=1', "no key 'zzz' in config; choices: alarms, "),
-    (
-      '--config.rollout.extend_chunk=8',
-      'extend_chunk=8: is called rollout.prefill_chunk now',
-    ),
-    (
-      '--config.updates.core_lengths=8',
-      'core_lengths=8: is gone: trajectories share rows, updates.row_length',
-    ),
-    ('--config.seed.x=1', 'config.seed is a value and has no keys'),
-    ('--config.updates=1', 'a section, not a value; set one of its keys: '),
-    ('--config.seed=1.0', 'expected int, such as 0'),
-    ('--config.seed=True', 'expected int, such as 0'),
-    ('--config.seed=abc', 'expected int, such as 0'),
-    ('--config.rollout.temperature=hot', 'expected a number (float)'),
-    ('--config.rollout.temperature=True', 'expected a number (float)'),
-    ('--config.rollout.temperature=nan', 'expected a number (float)'),
-    ('--config.writer.tensorboard=2', 'expected true or false'),
-    ('--config.writer.tensorboard=yes', 'expected true or false'),
-    ('--noconfig.writer.tensorboard=1', 'unknown flag'),
-    ('--noconfig.seed', '--noconfig.seed: not a boolean'),
-    ('--noconfig.sed', "--noconfig.sed: no key 'sed' in config; did you mean"),
-    ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
-    ('--config.data.synthetic_wiki.hops=one', 'expected a tuple'),
-    ('--config.algorithm.correction.names=1', 'expected a tuple'),
-    ('--config.algorithm.correction.names=(tis', 'expected a tuple'),
-    ('--config.algorithm.correction.names=tis mis', 'expected a tuple'),
-    ('--config.updates.num_epochs=__import__("os")', 'expected int'),
-    ('--config.rollout.temperature=0', 'must be greater than 0'),
-    ('--config.rollout.temperature=1e999', 'must be greater than 0'),
-    ('--config.seed', 'has no value'),
-    ('config.seed=1', 'not a flag'),
-    ('--zzz=1', 'unknown flag; choices: --workdir, --steps, --config'),
-    ('--workdri=1', 'unknown flag; did you mean --workdir?'),
-    ('--steps=many', 'must be an integer'),
-  ],
-)
-def test_a_wrong_flag_is_one_line(flag, expected):
-  (line,) = _errors(_BASE, '--workdir=x', flag, steps=5)
-  assert flag.lstrip('-').partition('=')[0] in line and expected in line
-
-
-def test_missing_flags_and_a_file_for_a_folder():
-  required = ('workdir',)
-  lines = _errors(required=required)
-  assert lines == ['--config: missing', '--workdir: missing']
-  (line,) = _errors(_BASE, f'--workdir={__file__}')
-  assert 'exists and is not a folder' in line
-
-
-@pytest.mark.parametrize(
   ('source', 'expected'),
   [
     ('x = (', 'line 1, fails with SyntaxError: '),

@@ -135,23 +135,6 @@ def test_zoom_and_smoothing_are_in_the_address(opened):
   assert figure.locator('.curve').first.get_attribute('d') == curve
 
 
-def test_without_javascript_the_summary_and_curves_are_seen(browser, made_page):
-  page = browser.new_page(java_script_enabled=False)
-  messages = []
-  page.on('console', lambda line: messages.append(line.text))
-  page.goto(made_page.resolve().as_uri())
-  table = page.locator('table', has_text='last reward')
-  assert table.is_visible()
-  assert re.search(r'last reward\t0\.\d+ \[', table.inner_text())
-  figures = page.locator('figure', has_text='Reward').locator('svg')
-  assert figures.first.locator('polyline').count() == 2
-  box = figures.first.bounding_box()
-  assert box['width'] > 200 and box['height'] > 80
-  assert not page.locator('#bar').is_visible()  # its buttons would do nothing
-  page.close()
-  assert not messages  # such as one of the security policy
-
-
 @pytest.mark.slow
 def test_an_experiment_can_be_hidden(opened):
   page = opened.page

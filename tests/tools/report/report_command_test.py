@@ -116,51 +116,6 @@ def test_what_is_damaged_is_left_out(
   assert data['runs'][0]['folder'] == str(run)
 
 
-@pytest.mark.parametrize(
-  'change',
-  [
-    lambda record, turn: turn.update(tokens=None),
-    lambda record, turn: turn['tokens'].update(ratio=None),
-    lambda record, turn: turn['tokens'].update(turn_ratio=10**400),
-    lambda record, turn: turn['tokens'].update(clipped=[[]]),
-    lambda record, turn: turn['tokens']['value'].pop(),
-    lambda record, turn: turn['tokens']['entropy'].insert(0, 'x'),
-    lambda record, turn: turn['tokens']['characters'].insert(0, None),
-    lambda record, turn: turn['tokens'].pop('clipped'),
-    lambda record, turn: record['rewards'].update(em=None),
-  ],
-)
-def test_a_dialogue_with_damaged_numbers_is_left_out(
-  run, tmp_path, capsys, change
-):
-  path = run / 'trajectories-000006.jsonl'
-  lines = path.read_text().splitlines(keepends=True)
-  records = list(map(json.loads, lines))
-  place, turn = next(
-    (n, turn)
-    for n, record in enumerate(records)
-    for turn in record['turns']
-    if 'tokens' in turn
-  )
-  change(records[place], turn)
-  lines[place] = json.dumps(records[place]) + '\n'
-  path.write_text(''.join(lines))
-  code, errors, data = _reported(capsys, tmp_path, run)
-  assert code == 2 and data['runs'][0]['step'] == 6
-  assert errors == [f'{path}: a line is no dialogue; it was dropped']
-  for words in ([], ['--number=1', '--tokens']):
-    code, out, err = _view(capsys, run, *words)
-    assert code == 2 and out and err.splitlines() == errors
-
-
-def test_a_number_that_is_too_large_is_no_number(run, tmp_path, capsys):
-  with open(run / 'metrics.jsonl', 'a') as file:
-    for line in ({'step': 7, 'critic/kl': 10**400}, {'step': 10**400}):
-      file.write(json.dumps(line) + '\n')
-  code, errors, data = _reported(capsys, tmp_path, run)
-  assert (code, errors, data['runs'][0]['step']) == (0, [], 7)
-
-
 def test_what_cannot_be_shown_is_named_and_the_rest_shown(
   run, tmp_path, capsys
 ):
@@ -225,30 +180,6 @@ def test_a_run_that_goes_on_is_shown(run, tmp_path, capsys):
   shown = data['runs'][0]
   assert (shown['step'], shown['num_steps']) == (6, 40)
   assert shown['state'] == 'interrupted'  # it holds no lock
-
-
-@pytest.mark.parametrize(
-  ('words', 'line'),
-  [
-    ([], 'DIR: missing'),
-    (['--format=pdf'], '--format=pdf: must be one of html, md'),
-    (['--dialogues=-1'], '--dialogues=-1: must be a non-neg'),
-    (['--oout=x'], '--oout=x: unknown flag; did you mean --out?'),
-    (['--out=no/where.html'], '--out=no/where.html: no such folder: no'),
-    (['--out=.'], '--out=.: is a folder'),
-    (['--out=thesis.html'], 'thesis.html: exists and is no report'),
-  ],
-)
-def test_wrong_flags_change_nothing(
-  run, words, line, capsys, tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'thesis.html').write_text('<p>mine')
-  before = sorted(tmp_path.iterdir())
-  assert conftest.report(*([run] if words else []), *words) == 2
-  assert line in capsys.readouterr().err
-  assert sorted(tmp_path.iterdir()) == before
-  assert (tmp_path / 'thesis.html').read_text() == '<p>mine'
 
 
 def test_a_report_is_replaced(run, tmp_path, capsys):
@@ -553,32 +484,7 @@ def test_view_escapes_what_would_reach_the_terminal(run, capsys):
     assert not set(out) & set(hostile) - set(']0;x 2J')
 
 
-@pytest.mark.parametrize(
-  ('words', 'line'),
-  [
-    (['--step=9'], '--step=9: must be one of the steps with dialogues, 1 to 6'),
-    (
-      ['--number=5'],
-      '--number=5: must be from 1 to 4, the dialogues of step 6',
-    ),
-    (['--least=x'], '--least=x: must be a number'),
-    (['--step='], '--step=: must be an integer'),
-    (['--nmber=1'], '--nmber=1: unknown flag; did you mean --number?'),
-    (['another'], 'another: not a flag; flags start with --'),
-  ],
-)
-def test_view_refuses_what_is_not_there(run, capsys, words, line):
-  code, out, err = _view(capsys, run, *words)
-  assert (code, out) == (2, '') and line in err
-
-
 def test_view_needs_no_metrics(run, capsys):
   (run / 'metrics.jsonl').write_text('')
   assert __main__.main(['view', str(run)]) == 0
   assert capsys.readouterr().out.startswith('step 6: 4 of 4 dialogues\n')
-
-
-def test_view_of_a_run_without_dialogues(tmp_path, capsys):
-  folder = made_runs.make(tmp_path / 'run', dialogues=0)
-  code, _, err = _view(capsys, folder)
-  assert code == 2 and 'no dialogue is written' in err
