@@ -44,10 +44,7 @@ def main(argv: Sequence[str]) -> int:
     text='',
   )
   given = command_line.parse(
-    flags,
-    argv,
-    words=1,
-    missing='DIR: missing; give the folder of a run',
+    flags, argv, words=1, missing='DIR: missing; give the folder of a run'
   )
   if None not in (flags.least, flags.most) and flags.least > flags.most:
     given.errors.append(

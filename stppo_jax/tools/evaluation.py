@@ -124,11 +124,7 @@ class _Folder:
 
 
 def evaluate(
-  config,
-  checkpoint: pathlib.Path,
-  *,
-  samples: int,
-  out: pathlib.Path | None,
+  config, checkpoint: pathlib.Path, *, samples: int, out: pathlib.Path | None
 ) -> int:
   """Evaluates a checkpoint on the evaluation questions of a config.
 

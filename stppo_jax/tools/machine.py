@@ -241,9 +241,7 @@ def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
   return Finding(OK if free >= least else WRONG, line)
 
 
-def setup(
-  config,
-) -> Generator[Finding, None, components.Components | None]:
+def setup(config) -> Generator[Finding, None, components.Components | None]:
   """Builds what `train` builds before it starts, from data, model and devices.
 
   Returns:

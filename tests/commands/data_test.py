@@ -111,11 +111,7 @@ def test_every_published_set_is_built_from_its_originals(root):
       'mmlu-med',
       'test',
       5,
-      (
-        'clinical_knowledge_test_2',
-        'clinical_knowledge 1, which?',
-        ('liver',),
-      ),
+      ('clinical_knowledge_test_2', 'clinical_knowledge 1, which?', ('liver',)),
     ),
   ],
 )

@@ -108,10 +108,7 @@ def _lose_brackets(content):
       'model: the chat template leaves out what the user says',
     ),
     (_tokenizer(_raw_character), "'日', has a character that no byte-level"),
-    (
-      _tokenizer(_lose_brackets),
-      'model: the tokenizer gives the dialogue',
-    ),
+    (_tokenizer(_lose_brackets), 'model: the tokenizer gives the dialogue'),
     (
       _tokenizer(lambda content: content.update(decoder={'type': 'CTC'})),
       'model: its tokenizer cannot be read (',
@@ -144,10 +141,7 @@ def _lose_brackets(content):
       lambda model: (model / 'model.safetensors').unlink(),
       'no model.safetensors and no model.safetensors.index.json in',
     ),
-    (
-      lambda model: (model / 'tokenizer.json').unlink(),
-      'no tokenizer.json in',
-    ),
+    (lambda model: (model / 'tokenizer.json').unlink(), 'no tokenizer.json in'),
     (
       lambda model: (model / 'tokenizer.json').write_text('{"a": '),
       'model: its tokenizer cannot be read (JSONDecode',

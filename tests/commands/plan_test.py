@@ -294,10 +294,7 @@ def test_the_update_of_7b_compiles_for_64_devices():
 
 def _planned_for(capsys, name, *flags):
   code = __main__.main(
-    [
-      *('plan', *runs.flags(), f'--topology={name}', '--compile=False'),
-      *flags,
-    ]
+    [*('plan', *runs.flags(), f'--topology={name}', '--compile=False'), *flags]
   )
   out, err = capsys.readouterr()
   return code, out, err

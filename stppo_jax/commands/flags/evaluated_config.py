@@ -26,9 +26,7 @@ _ALL = 10**9
 
 
 def parse(
-  argv: Sequence[str],
-  *,
-  flags: absl_flags.FlagValues | None = None,
+  argv: Sequence[str], *, flags: absl_flags.FlagValues | None = None
 ) -> tuple[pathlib.Path, Any]:
   """Returns the checkpoint that a command line names, and its locked config.
 

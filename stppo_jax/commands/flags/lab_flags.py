@@ -130,11 +130,7 @@ def algorithms(text: str, *, config: str) -> dict[str, Options]:
 
 
 def algorithm(
-  name: str,
-  settings: Sequence[str],
-  *,
-  config: str,
-  flag: str = '--algorithm',
+  name: str, settings: Sequence[str], *, config: str, flag: str = '--algorithm'
 ) -> Options:
   """Returns the options of an algorithm.
 

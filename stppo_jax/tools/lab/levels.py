@@ -57,8 +57,7 @@ class Levels(NamedTuple):
 
 
 def measure(
-  algorithms: Mapping[str, algorithm_lib.Algorithm],
-  arrays: saved_batch.Arrays,
+  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
 ) -> Levels:
   """Returns the ratios at all levels whose ids the batch has, and the bounds.
 

@@ -86,9 +86,7 @@ def multipliers(
 
   def gradient(logprobs_BL):
     found = lab.loss_and_gradient(
-      algorithm,
-      {**arrays, 'logprobs_BL': logprobs_BL},
-      entropy_coefficient=0.0,
+      algorithm, {**arrays, 'logprobs_BL': logprobs_BL}, entropy_coefficient=0.0
     )
     return found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
 

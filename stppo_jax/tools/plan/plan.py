@@ -191,8 +191,7 @@ def make(
   )
   with exits.as_misconfigured():
     costs = programs_lib.compile_all(
-      programs,
-      programs_lib.Subject(config, learner, placement, packed),
+      programs, programs_lib.Subject(config, learner, placement, packed)
     )
   return Plan(
     topology=topology,

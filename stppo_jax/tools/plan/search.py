@@ -121,11 +121,7 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
 
 
 def advice(
-  config,
-  planner: Planner,
-  memory: float,
-  *,
-  compiler: Planner | None = None,
+  config, planner: Planner, memory: float, *, compiler: Planner | None = None
 ) -> str:
   """Returns a sentence about changes with which a run fits.
 

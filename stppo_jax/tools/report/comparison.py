@@ -153,9 +153,7 @@ def _text(value: Any) -> str:
   return json.dumps(value, sort_keys=True, default=str)
 
 
-def config_rows(
-  runs: Sequence[run_files.Run],
-) -> list[tuple[str, list[str]]]:
+def config_rows(runs: Sequence[run_files.Run]) -> list[tuple[str, list[str]]]:
   """Returns (key, the value of each run as text) of all keys."""
   return [
     (key, [_shown(run.recorded.get(key, _ABSENT)) for run in runs])

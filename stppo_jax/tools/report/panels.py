@@ -177,9 +177,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
       'Steps between the policy that sampled and the one that is trained.',
     ),
   },
-  'Alarms': {
-    'Alarms': ('alarm/*', 'See the table of alarms at the top.'),
-  },
+  'Alarms': {'Alarms': ('alarm/*', 'See the table of alarms at the top.')},
 }
 # The first metric of a figure -> the config key whose value is drawn as a line.
 LINES = {'stab/rho': 'algorithm.correction.clipping_bias.tau'}
