@@ -403,38 +403,6 @@ def test_equal_runs_of_a_study_are_made_once(folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_stopped_study_goes_on(folder):
-  folder.mkdir()
-  (folder / 'hold').touch()
-  run_folder.write(folder, run_folder.Run('ablate', 'x', 'y'))
-
-  def start():
-    return subprocess.Popen(
-      [sys.executable, '-m', 'stppo_jax', 'ablate']
-      + _flags(folder, 'pair', '--jobs=2'),
-      cwd=runs.REPO,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-
-  process = start()
-  _wait(lambda: len(list(folder.glob('*.waits'))) == 2)
-  process.send_signal(signal.SIGTERM)
-  out, _ = process.communicate(timeout=60)
-  assert process.returncode == 75, out
-  assert out.count('ended with exit code 75') == 2
-  assert 'no run has finished yet' in out
-  assert 'not finished: token_ppo-seed0, mine-seed0, token_ppo-seed1' in out
-  (folder / 'hold').unlink()
-  process = start()
-  out, _ = process.communicate(timeout=60)
-  assert process.returncode == 0, out
-  # Twice where it was stopped, and never after the end.
-  assert sorted(_starts(folder)) == sorted([*_RUNS[:2], *_RUNS])
-
-
-@pytest.mark.slow
 def test_a_run_outlives_the_study_that_started_it(folder, capsys):
   folder.mkdir()
   hold = folder / 'hold'

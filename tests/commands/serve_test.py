@@ -1,13 +1,10 @@
 """`serve`: its ready line, answers, ends by signals, and refusals."""
 
-from concurrent import futures
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 
 import pytest
@@ -17,7 +14,6 @@ from stppo_jax import buckets
 from stppo_jax import types
 from stppo_jax.commands import index
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import server
 from tests.commands import serving
 from tests.storage import emulator
@@ -113,40 +109,6 @@ def test_several_processes_serve_one_index(tmp_path):
     assert parent.wait(60) == 0
   with pytest.raises(OSError):
     _ask(f'{url}/retrieve', 'france')
-
-
-def test_a_worker_waits_for_its_last_requests_without_computing(
-  capsys, monkeypatch
-):
-  """The end of its standard input, a pipe from its parent, ends it."""
-  read, write = os.pipe()
-  bound = http_server.listen('127.0.0.1', 0)
-  asked, go_on = threading.Event(), threading.Event()
-
-  def make_passages(seed, world, **options):
-    if world:
-      asked.set()
-      assert go_on.wait(60)
-    return [types.Passage(f'{seed}/{world}', 'Town', 'x')]
-
-  def use(url):
-    with futures.ThreadPoolExecutor(1) as pool:
-      found = pool.submit(_ask, f'{url}/worlds/5/retrieve', 'town')
-      assert asked.wait(60)
-      os.close(write)
-      begin = time.process_time()
-      time.sleep(0.3)
-      seconds = time.process_time() - begin
-      go_on.set()
-      return seconds, found.result()
-
-  with open(read, encoding='utf-8') as pipe:
-    monkeypatch.setattr(sys, 'stdin', pipe)
-    flags = ['--synthetic_seed=3', f'--socket={bound.detach()}']
-    monkeypatch.setattr(synthetic_wiki, 'make_passages', make_passages)
-    _, (seconds, passages) = serving.run(capsys, flags, use, number=0)
-  assert passages == [{'id': '3/5', 'contents': '"Town"\nx'}]
-  assert seconds < 0.15
 
 
 def _children(pid):

@@ -41,58 +41,6 @@ def test_the_tables_show_the_numbers_of_the_metrics(opened, made):
   ]
 
 
-def test_the_table_of_alarms_has_every_step(opened, made):
-  rows = opened.page.locator('#alarms tbody tr').all_inner_texts()
-  shown = {tuple(row.split('\t')[:2]): row.split('\t')[2:] for row in rows}
-  for folder in made:
-    lines = runs.metrics(folder)[1:]
-    for name in ('alarm/entropy', 'update/skipped'):
-      ringing = [line['step'] for line in lines if line[name] > 0]
-      # All steps follow one another.
-      first, last = ringing[0], ringing[-1]
-      which = f'{first}–{last}' if last > first else f'{first}'
-      largest = max(line[name] for line in lines)
-      found = shown.pop((folder.name, name))
-      assert found == [str(len(ringing)), which, f'{largest:g}']
-  assert not shown
-
-
-def test_the_bars_show_the_means_and_shares_of_the_metrics(opened, made):
-  all_lines = [runs.metrics(folder)[1:] for folder in made]
-  for group, seeds in enumerate((all_lines[:2], all_lines[2:])):
-    for level in ('token', 'turn', 'sequence'):
-      for turn in (1, 2):
-        lines = [line for seed in seeds for line in seed]
-        counts = [line[f'turn_length/tokens/turn_{turn}'] for line in lines]
-        outside = sum(
-          count * line[f'clipfrac/{level}/{side}/turn_{turn}']
-          for line, count in zip(lines, counts)
-          for side in ('low', 'high')
-        )
-        bar = opened.page.locator(
-          f'[data-level="{level}"][data-turn="{turn}"][data-group="{group}"]'
-        )
-        share, _, _, tokens, _ = bar.inner_text().split()
-        expected = 100 * outside / sum(counts)
-        assert float(share) == pytest.approx(expected, abs=0.006)
-        assert int(tokens.replace(',', '')) == sum(counts)
-        # A bar of few tokens shows the page between its stripes.
-        mask = 'i => getComputedStyle(i).maskImage'
-        mask = bar.locator('xpath=../i').evaluate(mask)
-        assert ('gradient' in mask) == (sum(counts) < 30) == (turn == 2)
-  names = 'wait annotate update token_details checkpoint other'.split()
-  rows = opened.page.locator('.phases')
-  for place, lines in enumerate(all_lines):
-    seconds = [
-      sum(line[f'timing_s/{name}'] for line in lines) for name in names
-    ]
-    for name, spent in zip(names, seconds):
-      part = rows.nth(place).locator(f'[data-phase="{name}"]')
-      title = part.get_attribute('title')
-      share = float(re.search(r'([\d.]+) %', title)[1])
-      assert share == pytest.approx(100 * spent / sum(seconds), abs=0.06)
-
-
 def test_a_figure_shows_mean_and_band_under_the_pointer(opened, made):
   opened.open('tab=curves')
   figure = opened.page.locator('figure[data-title="Reward"]')
