@@ -1,4 +1,4 @@
-"""The metrics that describe a run in a few numbers, and whether it collapsed.
+"""Describes the success of a run in a few numbers, and finds a collapse.
 
 Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
 so best, final and collapse are read off its means of five steps.

@@ -1,4 +1,4 @@
-"""The flags of `ablate`: a study of a config file, and what is made of it."""
+"""Turns the flags of `ablate` into the plan of a study."""
 
 from collections.abc import Sequence
 import dataclasses

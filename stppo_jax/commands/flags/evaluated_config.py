@@ -1,4 +1,4 @@
-"""The config of what `--checkpoint` names: a run, or a model's directory."""
+"""Finds the config for `--checkpoint`: a run or a Hugging Face directory."""
 
 from collections.abc import Sequence
 import os
@@ -93,7 +93,7 @@ def _problem(folder: pathlib.Path) -> str:
 
 
 def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
-  """Returns the config of a run, or one whose model a directory is.
+  """Returns the config of a run, or a default one for a directory of weights.
 
   Args:
     checkpoint: the folder of either; None if there is none.

@@ -1,4 +1,4 @@
-"""The flags of the lab's commands, and the algorithms that they name.
+"""Parses the flags of the lab, and the algorithms that they name.
 
 The options of an algorithm or an estimator are the defaults of the table of
 algorithms, or the values that a configuration gives them

@@ -1,4 +1,4 @@
-"""The table of a study: a CSV file with a line for each step of each run.
+"""Reads and writes the table of a study, with a line for each step of a run.
 
     group,arm,seed,settings,step,success,...
 
@@ -84,7 +84,7 @@ class Run:
 
   @property
   def key(self) -> tuple[str, str]:
-    """The key of its arm."""
+    """Returns the key of its arm."""
     return self.group, self.arm
 
   def per_step(self, column: str) -> np.ndarray:
@@ -93,7 +93,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Its success in a few numbers."""
+    """Returns its success in a few numbers."""
     return success_curve.curve(self.per_step('success'))
 
 

@@ -1,4 +1,4 @@
-"""The tables of a study: success of its arms, and how they differ."""
+"""Makes the tables of a study: the success of its arms, and how they differ."""
 
 from collections.abc import Callable
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Ratios of a saved batch at every level, and the bounds laid over them.
+"""Measures the ratios of a saved batch at every level, and their bounds.
 
 B trajectories, L tokens. The log-ratio of a segment is the mean over its
 tokens, as in `rl.ratios`.

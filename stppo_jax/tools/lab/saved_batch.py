@@ -1,4 +1,4 @@
-"""Saved batches: the arrays of one collection, and the rules of their entries.
+"""Reads saved batches, and checks the entries of their arrays.
 
 B trajectories, L tokens. The arrays of a file have the names,
 axes and meanings of `batch.TokenBatch`, except for these:

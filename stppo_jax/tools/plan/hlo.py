@@ -40,7 +40,7 @@ class Array(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Its bytes."""
+    """Returns its bytes."""
     digits = re.search(r'\d+', self.kind)
     bits = int(digits[0]) if digits else 8 * (self.kind == 'pred')
     return math.prod(self.dims) * bits // 8
@@ -73,17 +73,17 @@ class Instruction:
 
   @property
   def size(self) -> int:
-    """The bytes of its results."""
+    """Returns the bytes of its results."""
     return sum(array.size for array in self.arrays)
 
   @property
   def arguments(self) -> list[str]:
-    """The names of the instructions that it reads."""
+    """Returns the names of the instructions that it reads."""
     return re.findall(r'%([\w.-]+)', self.rest.partition(')')[0])
 
   @property
   def called(self) -> list[tuple[str, str]]:
-    """How it calls other computations, and their names."""
+    """Returns how it calls other computations, and their names."""
     return [
       (kind, name.strip().removeprefix('%'))
       for kind, one, several in _CALLED.findall(self.rest)
@@ -92,19 +92,19 @@ class Instruction:
 
   @property
   def number(self) -> int | None:
-    """The value of a whole constant, or the number of a parameter."""
+    """Returns the value of a whole constant, or the number of a parameter."""
     text = self.rest.partition(')')[0]
     return int(text) if text.isdigit() else None
 
   @property
   def contracted(self) -> list[int]:
-    """The axes of the left factor that a dot sums over."""
+    """Returns the axes of the left factor that a dot sums over."""
     axes = self._found(r'lhs_contracting_dims=\{([\d,]*)\}')
     return [int(axis) for axis in axes.split(',') if axis]
 
   @property
   def labels(self) -> list[str]:
-    """The letters of the axes of a convolution's factors and its result."""
+    """Returns the letters of the axes of a convolution's factors and result."""
     return re.split('_|->', self._found(r'dim_labels=([\w>-]+)'))
 
   def window(self, axis: int) -> dict[str, int]:
@@ -122,17 +122,17 @@ class Instruction:
 
   @property
   def cost(self) -> int:
-    """The operations of a kernel that the compiler did not make; 0: unknown."""
+    """Returns the operations that a custom kernel says it makes; 0: unknown."""
     return int(self._found(r'"cost_estimate":\{"flops":"(\d+)"') or 0)
 
   @property
   def channel(self) -> str:
-    """The number of the channel of a collective."""
+    """Returns the number of the channel of a collective."""
     return self._found(r'\bchannel_id=(\d+)')
 
   @property
   def group(self) -> tuple[int, ...]:
-    """The devices in the group of the first; () if all are in one."""
+    """Returns the devices in the group of the first; () if all are in one."""
     match = re.search(
       r'replica_groups=\[\d+,(\d+)\]<=(\S+?)(?:, |$)', self.rest
     )
@@ -172,7 +172,7 @@ class Instruction:
 
 
 class Program(NamedTuple):
-  """A program.
+  """A compiled program for one device.
 
   Attributes:
     computations: the instructions of each computation by its name, callees
@@ -185,7 +185,7 @@ class Program(NamedTuple):
 
   @property
   def instructions(self) -> list[Instruction]:
-    """All instructions."""
+    """Returns the instructions of all computations."""
     return [x for lines in self.computations.values() for x in lines]
 
 

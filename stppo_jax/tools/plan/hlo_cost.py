@@ -50,7 +50,7 @@ class Collective:
 
   @property
   def devices(self) -> int:
-    """The number of devices in one group."""
+    """Returns the number of devices in one group."""
     return len(self.group)
 
   def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class Plan:
 
   @property
   def temporaries(self) -> dict[str, int]:
-    """The bytes that programs need beside `sizes`, by their names.
+    """Returns the bytes that programs need beside `sizes`, by their names.
 
     Of compiled programs these are temporaries, a batch, and what the compiler
     pads; without them, the temporaries of an update are estimated.
@@ -94,7 +94,7 @@ class Plan:
 
   @property
   def total(self) -> int:
-    """The bytes at the peak of a program, on the device that holds most."""
+    """Returns the bytes at the peak, on the device that holds most."""
     peaks = [self.held.decodes]
     for name, needed in self.temporaries.items():
       base = self.held.learns
@@ -106,7 +106,7 @@ class Plan:
 
   @property
   def problems(self) -> list[str]:
-    """A line for each program that does not fit by itself."""
+    """Returns a line for each program that does not fit by itself."""
     return [
       f'{name}: {cost.problem}'
       for name, cost in self.programs.items()
@@ -115,12 +115,12 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Whether all of it fits in the memory of a device."""
+    """Returns whether all of it fits in the memory of a device."""
     return self.total <= self.limit and not self.problems
 
   @property
   def seconds(self) -> tuple[float, float]:
-    """The seconds of a step: at the limits of the devices, and expected."""
+    """Returns the seconds of a step: at the limits of devices, and expected."""
     sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]

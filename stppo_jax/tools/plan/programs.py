@@ -45,7 +45,7 @@ class Subject:
 
   @functools.cached_property
   def engine(self) -> lowering.Lowering:
-    """The programs of the engine of a host."""
+    """Returns the programs of the engine of a host."""
     assert self.placement is not None
     state, _ = self.learner.abstract_start()
     environment = environments.find(self.config.env.name)
@@ -98,7 +98,7 @@ class Cost(NamedTuple):
 
   @property
   def sent(self) -> list[dict[str, Any]]:
-    """The bytes that a device sends, by kind and axes of the mesh."""
+    """Returns the bytes that a device sends, by kind and axes of the mesh."""
     found: dict[tuple[str, str], list[float]] = {}
     for collective in self.collectives:
       axes = ' x '.join(collective.axes(self.axes))

@@ -1,4 +1,4 @@
-"""A plan as numbers and texts that JSON can hold, and as lines to print."""
+"""Turns a plan into plain data for JSON, and into lines to print."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence

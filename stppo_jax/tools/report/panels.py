@@ -1,4 +1,4 @@
-"""The figures of a report: which metrics stand together, and what they mean."""
+"""Lists the figures of a report: their metrics, and what these mean."""
 
 from collections.abc import Sequence
 import fnmatch

@@ -64,17 +64,17 @@ class Run:
 
   @property
   def title(self) -> str:
-    """The title of the run, or the name of its folder."""
+    """Returns the title of the run, or the name of its folder."""
     return str(self.recorded.get('title') or pathlib.Path(self.place).name)
 
   @property
   def seed(self) -> Any:
-    """The seed; None if it is not known."""
+    """Returns the seed; None if it is not known."""
     return self.recorded.get('seed')
 
   @functools.cached_property
   def columns(self) -> dict[str, dict[int, float]]:
-    """The finite values of each metric by step, in the order of the lines.
+    """Returns the finite values of each metric by step, in order.
 
     `OUTSIDE` LEVEL and `OUTSIDE` LEVEL/turn_N come after the metrics.
     """
@@ -98,7 +98,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Its success in a few numbers."""
+    """Returns its success in a few numbers."""
     rewards = self.column(REWARD)
     return success_curve.curve(np.array(list(rewards.values())), list(rewards))
 

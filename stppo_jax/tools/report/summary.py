@@ -1,4 +1,4 @@
-"""The numbers of a report's tables, each a function of metrics.jsonl.
+"""Computes the numbers of a report's tables from metrics.jsonl.
 
 A step's evaluation score is the mean of its `val/` metrics. "Last" numbers of
 training are means over the last ten steps, because single steps are noisy.
