@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
-  """Returns the difference of two samples; values[i] is paired with others[i]."""
+  """Returns the difference of two samples whose equal indices are pairs."""
   deltas = np.asarray(values, np.float64) - np.asarray(others, np.float64)
   return Difference(
     seeds=len(deltas),
