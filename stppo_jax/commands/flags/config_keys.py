@@ -132,6 +132,8 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
     lines = [above[number] for number in range(first, line)]
     return ' '.join([*lines, behind[line]] if line in behind else lines)
 
+  # A section may be the dict that a function returns, of this file or of a file
+  # beside it. Then its keys and their comments are those in that function.
   def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
       other = getattr(module, getattr(node.func.value, 'id', ''), None)

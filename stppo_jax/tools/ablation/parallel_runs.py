@@ -113,6 +113,8 @@ def run(
           running[place] = name, process
           first = place * each % len(cores)
           _pin(process.pid, cores[first : first + each])
+        # Commands have sessions of their own, so that Ctrl-C in the terminal
+        # reaches only this process: they hear of it once, from here.
         if interrupt.exit_code is not None and not are_told:
           are_told = True
           _terminate(running)

@@ -95,6 +95,8 @@ class Plan:
   @property
   def total(self) -> int:
     """Returns the bytes at the peak, on the device that holds most."""
+    # Programs run one after the other, so only the largest of them counts, each
+    # with what the run holds at that time. Only decode copies pages.
     peaks = [self.held.decodes]
     for name, needed in self.temporaries.items():
       base = self.held.learns

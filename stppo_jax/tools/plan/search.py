@@ -106,12 +106,14 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   best = planner(config)
   for key, value in _candidates(config, best):
     tried = _tried(config, {**changes, key: value}, planner)
+    # A change that saves almost nothing would only make the advice longer.
     if tried.plan is not None and tried.plan.total < 0.99 * best.total:
       changes, best = tried.changes, tried.plan
     if changes and best.total <= memory:
       break
   else:
     return None
+  # An early change may be of no use any more beside a later one.
   for key in list(changes):
     fewer = {k: x for k, x in changes.items() if k != key}
     tried = _tried(config, fewer, planner)

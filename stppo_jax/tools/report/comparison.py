@@ -87,6 +87,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 def names(runs: Sequence[run_files.Run]) -> list[str]:
   """Returns a short name of each run, different ones where folders differ."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
+  # As few folders of the path as tell all runs apart.
   depth = 1
   while depth < max(map(len, parts)):
     if len({part[-depth:] for part in parts}) == len(set(parts)):

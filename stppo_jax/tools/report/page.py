@@ -159,6 +159,8 @@ def _lines(run: run_files.Run) -> Mapping[str, Any]:
 
 def _script_json(value: Any) -> str:
   """Returns JSON that ends no script element, whatever texts are in it."""
+  # HTML knows no escapes in a script: it ends at the first </script>, even in a
+  # string. JSON can write these characters by their numbers.
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   for character in '<>&':
     text = text.replace(character, f'\\u{ord(character):04x}')
