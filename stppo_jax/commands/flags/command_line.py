@@ -179,8 +179,8 @@ def parse(
   given = Given([], {}, errors)
   # Flags that were misspelt, or have a wrong value, are not missing, too.
   meant: list[str] = []
-  # absl would stop at the first wrong word. Here it parses the value of one flag
-  # at a time, so that a user sees all wrong words at once.
+  # absl would stop at the first wrong word. Here it parses the values of flags
+  # one by one, so that a user sees all wrong words at once.
   while rest:
     word = rest.pop(0)
     name, equals, value = word.lstrip('-').partition('=')
