@@ -320,22 +320,12 @@ def test_the_commands_of_a_dry_run_run_in_a_shell(folder, monkeypatch, capsys):
   assert 'it holds notes.txt' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-  'line',
-  [
-    '{"step"',
-    *(
-      pytest.param(line, marks=pytest.mark.slow)
-      for line in ('null', '{}', '{"step": -1}', '{"step": 1e400}')
-    ),
-  ],
-)
-def test_a_damaged_run_is_named_and_the_others_compared(folder, line, capsys):
+def test_a_damaged_run_is_named_and_the_others_compared(folder, capsys):
   assert _ablate(folder, '--seeds=1') == 0
   (folder / 'pair.csv').unlink()
   capsys.readouterr()
   with open(folder / 'mine-seed0' / 'metrics.jsonl', 'a') as file:
-    file.write(line)
+    file.write('{"step"')
   assert _ablate(folder, '--seeds=1') == 2
   out, err = capsys.readouterr()
   assert err == (

@@ -172,9 +172,7 @@ def test_this_machine_is_examined_without_a_config(capsys, tmp_path):
   workdir = tmp_path / 'new' / 'run'
   code, found = _examine_machine(capsys, f'--workdir={workdir}')
   assert code == 0 and not workdir.parent.exists()
-  assert list(found) == (
-    'python packages clock port devices memory cache workdir'.split()
-  )
+  assert list(found) == ('python packages devices memory cache workdir'.split())
   assert {grade for lines in found.values() for grade, _ in lines} == {'ok'}
   assert found['devices'][0][1].startswith('8 cpu')
   for package in ('jax', 'flax', 'orbax-checkpoint', 'transformers'):

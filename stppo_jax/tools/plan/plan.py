@@ -48,7 +48,6 @@ class Plan:
   Attributes:
     topology: the devices.
     axes: the sizes of the mesh axes.
-    num_hosts: the number of hosts.
     slots: the trajectories that each host decodes at a time; 0 with
       rollout.engine=remote.
     held: what the run holds, beside what programs need.
@@ -63,7 +62,6 @@ class Plan:
 
   topology: topology_lib.Topology
   axes: Mapping[str, int]
-  num_hosts: int
   slots: int
   held: memory.Held
   estimated: Mapping[str, int]
@@ -198,7 +196,6 @@ def make(
   return Plan(
     topology=topology,
     axes=axes,
-    num_hosts=hosts,
     slots=0 if placement is None else components.num_slots(config, hosts),
     held=held,
     estimated=estimated_temporaries(
