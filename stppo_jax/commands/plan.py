@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
   errors += [
     f'--{name}=inf: must be finite'
     for name in ('hbm_gib', 'price')
-    if math.isinf(flags[name].value)
+    if math.isinf(getattr(flags, name))
   ]
   if flags.topology and flags.devices:
     errors.append(f'--devices={flags.devices}: not allowed with --topology')

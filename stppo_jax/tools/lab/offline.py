@@ -35,7 +35,7 @@ def score(flags: Any, options: _Options) -> None:
   with jax.enable_x64(flags.float64):
     algorithm = _build(algorithm_lib.build_algorithm, options)
     required = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
-    arrays = _load(flags, dict.fromkeys(sorted(required), name))
+    arrays = _load(flags, {array: name for array in sorted(required)})
     with exits.naming(f'--algorithm={name}', _NOT_FINITE):
       found = lab.loss_and_gradient(
         algorithm, arrays, entropy_coefficient=coefficient

@@ -62,7 +62,7 @@ class Subject:
 
 
 class Cost(NamedTuple):
-  """What a compiled program needs, sends and multiplies on one device.
+  """The memory and the work of a compiled program on one device.
 
   Attributes:
     arguments: the bytes of its arguments, as the compiler lays them out.
