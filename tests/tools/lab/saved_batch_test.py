@@ -90,16 +90,6 @@ def test_selected_arrays_have_the_dtypes_of_the_computation():
   assert saved_batch.num_turns(found) == batch.turn_ids_BL[mask].max()
 
 
-def test_a_missing_array_is_named_with_its_reader():
-  arrays, *_ = batch_arrays.arrays()
-  del arrays['logprobs_BL'], arrays['group_ids_B']
-  _refused(
-    arrays,
-    'lacks logprobs_BL, which it reads',
-    'lacks group_ids_B, which it reads',
-  )
-
-
 @pytest.mark.parametrize(
   ('name', 'dtype', 'line'),
   [
@@ -148,24 +138,6 @@ def test_a_trained_token_needs_a_turn_id(number):
     'turn_ids_BL: must be in 1..16 where loss_mask_BL is true; 1 entries, the '
     f'first at {[int(x) for x in slot]}',
   )
-
-
-def test_a_mask_has_two_values():
-  arrays, *_ = batch_arrays.arrays()
-  arrays['loss_mask_BL'][2, 3] = 2
-  _refused(
-    arrays, 'loss_mask_BL: neither 0 nor 1; 1 entries, the first at [2, 3'
-  )
-
-
-def test_a_batch_without_a_token_is_refused():
-  arrays, *_ = batch_arrays.arrays()
-  for part, shape in ((np.s_[:0], (0, 16)), (np.s_[:, :0], (6, 0))):
-    empty = {'loss_mask_BL': arrays['loss_mask_BL'][part]}
-    _refused(
-      arrays | empty,
-      f'loss_mask_BL has shape {shape}, expected [B, L], each 1 or more',
-    )
 
 
 def test_a_single_number_has_no_axes():
