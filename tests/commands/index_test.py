@@ -118,18 +118,6 @@ def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
   assert all(len(ids) == 3 for ids in found)
 
 
-def test_a_damaged_part_is_one_line_and_2(capsys, tmp_path):
-  flags = _dense(tmp_path)
-  path = tmp_path / 'index' / 'dense' / 'part.json'
-  good = json.loads(path.read_text('utf-8'))
-  for damage in ({'dtype': ['float32']}, {'more': ''}, {'query_prefix': None}):
-    path.write_text(json.dumps(good | damage), encoding='utf-8')
-    capsys.readouterr()
-    assert __main__.main(['serve', *flags, '--backend=dense']) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f'{path.parent}: damaged: part.json must hold a string' in line
-
-
 def test_another_encoder_is_refused(capsys, tmp_path):
   flags = _dense(tmp_path)
   encoders.write(tmp_path / 'model', seed=1)
@@ -138,21 +126,3 @@ def test_another_encoder_is_refused(capsys, tmp_path):
   assert 'made by another encoder than' in capsys.readouterr().err
   assert __main__.main(['serve', *flags, '--backend=bm25']) == 2
   assert 'no bm25 index; parts: dense' in capsys.readouterr().err
-
-
-def test_an_index_of_another_corpus_is_refused(capsys, tmp_path):
-  other = tmp_path / 'other.jsonl'
-  lines = _SHIPPED.read_text('utf-8')
-  other.write_text(lines.replace('film', 'song', 1), encoding='utf-8')
-  assert _index(_SHIPPED, tmp_path / 'index') == 0
-  capsys.readouterr()
-  assert _index(other, tmp_path / 'index') == 2
-  assert (
-    __main__.main(
-      ['serve', f'--index={tmp_path / "index"}', f'--corpus={other}']
-    )
-    == 2
-  )
-  built, served = capsys.readouterr().err.splitlines()
-  assert 'the index of another corpus: sha256' in built
-  assert 'the index of another corpus' in served

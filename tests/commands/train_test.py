@@ -105,23 +105,6 @@ def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
   assert (workdir / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-# Other tests run one of them; what differs is in rl and learner.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'algorithm', ['token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'so_ppo']
-)
-def test_every_algorithm_goes_on_from_the_supervised_start(
-  tmp_path, taught, algorithm
-):
-  line, records = _one_step(
-    tmp_path, algorithm, model__path=taught[0], env__max_turn_tokens=16
-  )
-  # As in the demonstrations, it searches and answers.
-  actions = {turn['action'] for r in records for turn in r['turns']}
-  assert {'search', 'answer'} <= actions
-  assert line['retrieval/ok'] > 0
-
-
 @pytest.mark.slow
 def test_a_running_server_is_used(tmp_path, taught):
   asked = []
@@ -255,42 +238,6 @@ def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
   assert {'search', 'answer'} <= {turn['action'] for turn in turns}
   assert line['env/ratio_of_valid_action'] > 0.5
   assert any('\n\n<information>Doc 1' in t['observation'] for t in turns)
-
-
-@pytest.mark.slow
-def test_an_interrupted_start_is_saved_and_leaves_no_policy(
-  tmp_path, files, capsys
-):
-  workdir = tmp_path / 'run'
-  stop = faults.send_at(('printed', 1), signal.SIGINT)
-  with faults.printed('step 50/100', stop):
-    assert _train(workdir, **files) == 130
-  printed = capsys.readouterr().out
-  assert printed.count('step 50/100') == 1
-  assert 'interrupted after step 50, saved; the same command resumes' in printed
-  assert not (workdir / 'start' / 'policy').exists()
-  assert not (workdir / 'metrics.jsonl').exists()
-
-
-def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
-  code = _train(
-    tmp_path / 'run',
-    retrieval__url='http://127.0.0.1:9',
-    retrieval__ready_timeout=1,
-  )
-  out, err = capsys.readouterr()
-  assert (code, out) == (75, '')
-  assert 'retriever http://127.0.0.1:9' in err and 'not ready within 1' in err
-  assert err.count('\n') == 1
-
-
-def test_a_file_that_does_not_fit_is_one_line_and_2(tmp_path, files, capsys):
-  with open(files['data__root'] / 'questions.jsonl', 'a') as file:
-    file.write('{"id": 7}\n')
-  assert _train(tmp_path / 'run', **files) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1
-  assert 'questions.jsonl:17: ' in err
 
 
 @pytest.mark.slow
