@@ -62,12 +62,16 @@ from stppo_jax.commands.flags import lab_flags
 _FLAGS: dict[str, dict[str, Any]] = {
   'collect': {},
   'score': {
-    **{'out': '', 'algorithm': '', 'advantages': ''},
+    'out': '',
+    'algorithm': '',
+    'advantages': '',
     'set': command_line.REPEATED,
     'entropy_coefficient': 0.0,
   },
   'advantages': {
-    **{'out': '', 'estimator': '', 'kl': ''},
+    'out': '',
+    'estimator': '',
+    'kl': '',
     'set': command_line.REPEATED,
     'kl_coefficient': command_line.number(),
   },
@@ -102,7 +106,13 @@ def main(argv: Sequence[str]) -> int:
     options = lab_flags.algorithms(flags.algorithms, config=flags.config)
   from stppo_jax.tools.lab import offline
 
-  getattr(offline, name)(flags, options)
+  commands = {
+    'score': offline.score,
+    'advantages': offline.advantages,
+    'compare': offline.compare,
+    'levels': offline.levels,
+  }
+  commands[name](flags, options)
   return 0
 
 
