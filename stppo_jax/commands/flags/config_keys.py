@@ -108,11 +108,12 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
   text = pathlib.Path(module.__file__).read_text(encoding='utf-8')
   lines = text.splitlines()
   # Functions and variables by their names.
-  named = {
-    getattr(node, 'name', None) or getattr(node.targets[0], 'id', ''): node
-    for node in ast.parse(text).body
-    if isinstance(node, ast.FunctionDef | ast.Assign)
-  }
+  named: dict[str, ast.AST] = {}
+  for node in ast.parse(text).body:
+    if isinstance(node, ast.FunctionDef):
+      named[node.name] = node
+    elif isinstance(node, ast.Assign):
+      named[ast.unparse(node.targets[0])] = node.value
 
   def comment_of(number: int) -> str:
     first = number
@@ -133,7 +134,7 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
           yield f'{prefix}{key}', comment
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       node = named[node.func.id] if node.func.id in named else node
-    if isinstance(node, ast.FunctionDef | ast.Assign):
+    if isinstance(node, ast.FunctionDef):
       # The first one is the outermost.
       dicts = (x for x in ast.walk(node) if isinstance(x, ast.Dict))
       node = next(dicts, node)
