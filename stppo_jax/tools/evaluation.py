@@ -106,6 +106,7 @@ class _Folder:
     path = self._path / 'dialogues.jsonl'
     if not path.is_file():
       return []
+    # A process that was killed while it appended has left a part of a line.
     content = path.read_bytes()
     whole = content[: content.rfind(b'\n') + 1]
     if whole != content:
@@ -363,4 +364,5 @@ def _read_settings(config) -> dict[str, Any]:
     for key, value in settings.flatten(config).items()
     if key in schema.KEYS and schema.KEYS[key].asked
   }
+  # As they come back from a file: JSON has lists for tuples.
   return json.loads(json.dumps(values))

@@ -211,6 +211,7 @@ def available_memory() -> int | None:
     with open('/proc/meminfo', encoding='utf-8') as file:
       fields = dict(line.split(':', 1) for line in file)
     free.append(int(fields['MemAvailable'].split()[0]) * 1024)
+    # In a container that uses more, the kernel kills a process without a word.
     group = pathlib.Path('/sys/fs/cgroup')
     most = (group / 'memory.max').read_text('utf-8')
     used = (group / 'memory.current').read_text('utf-8')
@@ -247,6 +248,7 @@ def setup(config) -> Generator[Finding, None, components.Components | None]:
   Returns:
     What was built; None if something is wrong.
   """
+  # The call that `train` makes, so that what it would refuse is refused here.
   try:
     built = components.build(config)
   except exits.Misconfigured as error:

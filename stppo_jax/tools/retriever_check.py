@@ -64,6 +64,7 @@ async def examine(asked: Examination, say: Callable[[str, str], None]) -> None:
   Raises:
     Unusable: if a run cannot use the server.
   """
+  # Users copy the address of an endpoint, which ends in the path of a dialect.
   url = asked.url
   for path in dict.fromkeys(d.path for d in dialects.DIALECTS.values()):
     try:

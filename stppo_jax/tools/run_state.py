@@ -235,6 +235,8 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 
   They are the last ones up to the newest evaluation, and enough for the pace.
   """
+  # Evaluations may be rare. So a line without one is parsed only for the pace,
+  # and lines with one only up to the newest.
   has_evaluation, count = False, 0
   for line in reversed(text.splitlines()):
     is_evaluation = b'"val/' in line

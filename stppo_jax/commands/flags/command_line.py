@@ -233,7 +233,8 @@ def _problem(flag: absl_flags.Flag, text: str) -> str:
   parser = flag.parser
   try:
     flag.parse(text)
-    is_number = flag.value == flag.value  # nan is not
+    # nan passes all bounds, since no comparison with it is true.
+    is_number = flag.value == flag.value
     return '' if is_number else 'must be a number'
   except absl_flags.IllegalFlagValueError:
     near = ''

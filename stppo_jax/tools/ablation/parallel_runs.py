@@ -111,6 +111,7 @@ def run(
             log = logs / f'{name}.log' if logs else None
             process = _start(words, environment, log)
           running[place] = name, process
+          # Runs that shared cores would wait for each other's threads.
           first = place * each % len(cores)
           _pin(process.pid, cores[first : first + each])
         # Commands have sessions of their own, so that Ctrl-C in the terminal

@@ -180,6 +180,7 @@ def _newest(
     return 0, state
   step, state, host = restored
   learner.kl_coefficient = host['kl_coefficient']
+  # Policies that wait for later steps of that run are of no use here.
   return step, dataclasses.replace(state, published=())
 
 

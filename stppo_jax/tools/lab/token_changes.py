@@ -126,6 +126,7 @@ def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
   names = [str(turn) for turn in range(1, most + 1)]
   if turns_BL.max() > most:
     names[-1] += '+'
+  # A number for each turn of the batch, since turns are counted in each row.
   rows_B = np.arange(len(turns_BL))
   numbers_BL = rows_B[:, None] * (turns_BL.max() + 1) + turns_BL
   lengths_BL = np.bincount(numbers_BL.ravel())[numbers_BL]

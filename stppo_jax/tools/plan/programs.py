@@ -210,6 +210,7 @@ def _in_turn(costs: Sequence[tuple[Cost, int]]) -> Cost:
   """
   if problems := [cost.problem for cost, _ in costs if cost.problem]:
     return Cost(problem=problems[0])
+  # Temporaries are freed when a program ends, but all results stay.
   own = max(x.peak - x.arguments - x.results for x, _ in costs)
   arguments = sum(x.arguments for x, _ in costs)
   results = sum(n * x.results for x, n in costs)

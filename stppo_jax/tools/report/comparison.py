@@ -132,6 +132,7 @@ def _labels(runs: Sequence[run_files.Run]) -> list[str]:
   titles = [run.title for run in runs]
   labels = []
   for run, title in zip(runs, titles):
+    # Settings that differ say more to a reader than names of folders.
     namesakes = [r for r, t in zip(runs, titles) if t == title]
     keys = [key for key in differences(namesakes) if not _is_free(key)]
     words = [title]

@@ -83,6 +83,7 @@ class Run:
       for name, value in line.items():
         if name != 'step' and is_number(value):
           columns.setdefault(name, {})[line['step']] = value
+    # No token is below and above the bounds, so the two shares can be added.
     for name, low in list(columns.items()):
       if match := _BELOW.fullmatch(name):
         high = columns.get(name.replace('/low', '/high', 1), {})

@@ -132,6 +132,7 @@ def _weighted(
   shares: Mapping[int, float], tokens: Mapping[int, float]
 ) -> tuple[float, float]:
   """Returns the mean of shares, weighted by tokens, and the sum of these."""
+  # Few dialogues have a late turn in some steps, which must not count as much.
   counts = [tokens[step] if step in tokens else 0.0 for step in shares]
   total = sum(counts)
   if not total:
