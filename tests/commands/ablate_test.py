@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from launch import study
+from launch import study as launcher
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.tools.ablation import results
@@ -278,7 +278,7 @@ def test_runs_that_have_ended_in_a_bucket_are_compared(
     slices = ['--project=the-lab', '--zone=us-west4-a', '--accelerator=v4-16']
     words = ['--on=tpu', address, *slices]
     # Nothing is submitted, because nothing is left to do.
-    assert study.main([*_flags(here), *words]) == 0
+    assert launcher.main([*_flags(here), *words]) == 0
   tables = lambda text: text.partition('Paired differences')[2]
   found = tables(capsys.readouterr().out)
   assert found.replace(str(here), str(folder)) == tables(expected)
@@ -290,7 +290,7 @@ def test_a_study_for_machines_asks_for_nothing_that_only_they_have(
 ):
   words = ['--on=slurm', '--partition=gpu', '--config.model.path=/shared/qwen']
   words += ['--out=/shared/pair', '--dry_run']
-  assert study.main([*_flags(folder), *words]) == 0
+  assert launcher.main([*_flags(folder), *words]) == 0
   out = capsys.readouterr().out
   assert '--config.model.path=/shared/qwen' in out and 'sbatch' not in out
 

@@ -64,11 +64,11 @@ def evaluated(data, tmp_path_factory):
 
 def test_a_directory_that_no_run_of_this_folder_trained(evaluated):
   results = json.loads((evaluated / 'results.json').read_text())['sets']
-  dialogues = _lines(evaluated / 'dialogues.jsonl')
-  assert len(dialogues) == 2 * _COUNT
+  rows = _lines(evaluated / 'dialogues.jsonl')
+  assert len(rows) == 2 * _COUNT
   for name, hops in (('one_hop', 1), ('two_hop', 2)):
     report = results[name]
-    own = [row for row in dialogues if row['data_set'] == name]
+    own = [row for row in rows if row['data_set'] == name]
     assert report['questions'] == len(own) == _COUNT
     # Greedy, this model answers some four in five; chance is one in forty.
     scores = [
@@ -86,7 +86,7 @@ def test_a_directory_that_no_run_of_this_folder_trained(evaluated):
     assert 0 < report['baseline'] < 0.5
   answers = _lines(evaluated / 'answers.jsonl')
   assert [row['answer'] for row in answers] == [
-    row['answer'] for row in dialogues
+    row['answer'] for row in rows
   ]
   page = (evaluated / 'results.md').read_text()
   assert f'| two_hop | {_COUNT} |' in page and 'majority |' in page

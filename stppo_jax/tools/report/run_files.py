@@ -127,10 +127,10 @@ def check(folder: str, place: str = '') -> run_state.RunState:
     raise exits.Misconfigured(
       f'{place}: a run of {state.command}; a report shows runs of {_COMMAND}'
     )
-  schema = run_folder.schema(pathlib.Path(folder))
-  if schema != run_folder.SCHEMA:
+  found = run_folder.schema(pathlib.Path(folder))
+  if found != run_folder.SCHEMA:
     raise exits.Misconfigured(
-      f'{place}: its files have schema {schema}, and this version reads '
+      f'{place}: its files have schema {found}, and this version reads '
       f'schema {run_folder.SCHEMA}; use the version that wrote them'
     )
   return state

@@ -4,7 +4,7 @@ import json
 import re
 import statistics
 
-from matplotlib import figure
+from matplotlib import figure as figure_lib
 import pytest
 
 from tests.tools.report import conftest
@@ -150,7 +150,7 @@ def test_pictures_of_other_commands_are_part_of_the_page(
   browser, made, tmp_path, capsys
 ):
   picture, out = tmp_path / 'levels.png', tmp_path / 'report.html'
-  figure.Figure(figsize=(2, 1)).savefig(picture, dpi=100)
+  figure_lib.Figure(figsize=(2, 1)).savefig(picture, dpi=100)
   for other, line in (
     (tmp_path / 'absent.png', 'No such file or directory'),
     (made[0] / 'metrics.jsonl', 'is no PNG file'),

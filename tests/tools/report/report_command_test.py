@@ -194,7 +194,7 @@ def test_the_page_names_no_other_file(made_page):
 
 
 def test_a_report_has_no_secrets_of_the_config(tmp_path, capsys):
-  runs = [
+  read = [
     made_runs.make(
       tmp_path / name,
       dialogues=0,
@@ -205,7 +205,7 @@ def test_a_report_has_no_secrets_of_the_config(tmp_path, capsys):
     )
     for name in 'ab'
   ]
-  code, errors, data = _reported(capsys, tmp_path, *runs)
+  code, errors, data = _reported(capsys, tmp_path, *read)
   assert (code, errors) == (0, [])
   text = json.dumps(data)
   assert 'hush' not in text
@@ -213,15 +213,15 @@ def test_a_report_has_no_secrets_of_the_config(tmp_path, capsys):
 
 
 def test_experiments_are_what_differs_in_more_than_the_seed(made, tmp_path):
-  runs = [run_files.read(str(folder)) for folder in made]
+  read = [run_files.read(str(folder)) for folder in made]
   longer = made_runs.make(tmp_path / 'a', seed=5, steps=31, dialogues=0)
   wider = made_runs.make(
     tmp_path / 'b',
     dialogues=0,
     config={'algorithm.bounds.clip_high': 0.3, 'writer.samples': 0},
   )
-  runs += [run_files.read(str(folder)) for folder in (longer, wider)]
-  groups = comparison.group(runs)
+  read += [run_files.read(str(folder)) for folder in (longer, wider)]
+  groups = comparison.group(read)
   assert [[run.folder for run in group.runs] for group in groups] == [
     [str(made[0]), str(made[1]), str(longer)],
     [str(made[2]), str(made[3])],
@@ -243,18 +243,18 @@ def test_a_recorded_config_has_the_names_of_today(tmp_path):
   rollout = config['rollout']
   rollout['extend_chunk'] = rollout.pop('prefill_chunk')
   path.write_text(json.dumps(config))
-  runs = [run_files.read(str(folder)) for folder in folders]
-  assert runs[0].recorded.keys() == runs[1].recorded.keys()
-  assert len(comparison.group(runs)) == 1
+  read = [run_files.read(str(folder)) for folder in folders]
+  assert read[0].recorded.keys() == read[1].recorded.keys()
+  assert len(comparison.group(read)) == 1
 
 
 def test_dialogues_are_thinned_by_whole_steps(tmp_path):
   folder = made_runs.make(tmp_path / 'run', steps=20, dialogues=4)
-  runs = [run_files.read(str(folder))]
+  read = [run_files.read(str(folder))]
 
   def steps(**limits):
     options = {'most': 10**6, 'most_bytes': 10**9} | limits
-    encoded = dialogue_data.encode(runs, losses=[], **options)
+    encoded = dialogue_data.encode(read, losses=[], **options)
     columns = encoded.index['columns']
     assert len(encoded.parts) == len(set(columns['part']))
     return sorted(set(columns['step'])), encoded
@@ -277,8 +277,8 @@ def test_dialogues_are_thinned_by_whole_steps(tmp_path):
 
 def test_evaluations_are_thinned_apart_from_training(tmp_path):
   folder = made_runs.make(tmp_path / 'run', steps=60, dialogues=4, evaluated=2)
-  runs = [run_files.read(str(folder))]
-  encoded = dialogue_data.encode(runs, most=80, most_bytes=10**9, losses=[])
+  read = [run_files.read(str(folder))]
+  encoded = dialogue_data.encode(read, most=80, most_bytes=10**9, losses=[])
   columns = encoded.index['columns']
   steps = {
     kind: {s for s, k in zip(columns['step'], columns['kind']) if k == kind}
@@ -301,15 +301,15 @@ def test_equal_ids_of_other_questions_are_not_the_same(run):
   for record, question in zip(records, ('a', 'b', 'a', 'b'), strict=True):
     record |= {'id': '1', 'data_set': 'nq', 'question': question}
   path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-  runs = [run_files.read(str(run))]
-  encoded = dialogue_data.encode(runs, most=100, most_bytes=10**9, losses=[])
+  read = [run_files.read(str(run))]
+  encoded = dialogue_data.encode(read, most=100, most_bytes=10**9, losses=[])
   one, two, three, four = encoded.index['columns']['key'][-4:]
   assert one == three != two == four
 
 
 def test_the_index_of_dialogues(run):
-  runs = [run_files.read(str(run))]
-  encoded = dialogue_data.encode(runs, most=100, most_bytes=10**9, losses=[])
+  read = [run_files.read(str(run))]
+  encoded = dialogue_data.encode(read, most=100, most_bytes=10**9, losses=[])
   rows = zip(*encoded.index['columns'].values())
   for row, (step, place) in zip(
     rows, ((step, place) for step in range(1, 7) for place in range(4))
