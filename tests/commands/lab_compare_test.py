@@ -50,9 +50,7 @@ def test_one_algorithm_is_compared_with_several_settings(file, capsys):
   ]  # fmt: skip
   flag = '--algorithms=token_ppo,st_ppo:ratio.level=trun'
   line = lab_calls.error(capsys, 'compare', f'--batch={file}', flag)
-  assert line.startswith(
-    '--algorithms=st_ppo:ratio.level=trun: must be one of token'
-  )
+  assert line.startswith('--algorithms=st_ppo: ') and "'trun'" in line
 
 
 def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):

@@ -85,9 +85,7 @@ def test_a_directory_that_no_run_of_this_folder_trained(evaluated):
     assert report['means']['recall'] > 0.6
     assert 0 < report['baseline'] < 0.5
   answers = _lines(evaluated / 'answers.jsonl')
-  assert [row['answer'] for row in answers] == [
-    row['answer'] for row in rows
-  ]
+  assert [row['answer'] for row in answers] == [row['answer'] for row in rows]
   page = (evaluated / 'results.md').read_text()
   assert f'| two_hop | {_COUNT} |' in page and 'majority |' in page
 
