@@ -32,24 +32,12 @@ def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
   twin = loss_twin.policy_loss(row, logprobs, entropy, batch, 0.0)
   assert metrics['loss'] == pytest.approx(twin.loss, rel=1e-12)
   found = lab_calls.arrays(out)
-  assert found.keys() == {
-    'loss',
-    'dloss_dlogprobs_BL',
-    'ratio_BL',
-    'weights_BL',
-    'clipped_BL',
-    'low_BL',
-    'high_BL',
-  }
-  assert found['loss'] == metrics['loss']
   assert found['dloss_dlogprobs_BL'].dtype == np.float64
   np.testing.assert_array_equal(found['clipped_BL'], twin.cut)
   np.testing.assert_allclose(found['weights_BL'], twin.scales, rtol=1e-12)
   assert metrics['actor/entropy'] == pytest.approx(
     entropy[batch.loss_mask_BL].mean()
   )
-  for level in ('token', 'turn', 'sentence', 'sequence'):
-    assert metrics[f'ratio/{level}/ess'] <= 1
   assert {'stab/rho', 'actor/pg_clipfrac', 'mismatch/k3'} <= metrics.keys()
 
 
