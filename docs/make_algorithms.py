@@ -3,12 +3,12 @@
 import pathlib
 from typing import Any
 
+from docs import algorithm_pages
 from docs import descriptions
 from docs import sources
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import defaults
-from stppo_jax.tools import algorithm_docs
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -16,7 +16,7 @@ FOLDER = pathlib.Path(__file__).parent
 def pages() -> dict[pathlib.Path, str]:
   """Returns the text of every generated page."""
   config: Any = base.get_config()
-  made = algorithm_docs.pages(
+  made = algorithm_pages.pages(
     algorithms.ALGORITHMS,
     defaults.DEFAULTS,
     config.preference.to_dict(),

@@ -12,7 +12,7 @@ _STEPS = [step for page in _PAGES for step in pages.steps(page)]
 # They look at tables that the pages extend: at their names, at what is recorded
 # and generated of them, and at the files themselves.
 _TESTS = (
-  *('configs', 'envs', 'commands', 'tools/algorithm_docs_test.py'),
+  *('configs', 'envs', 'commands', 'algorithm_pages_test.py'),
   *('additions_test.py', 'pages_test.py', 'layers_test.py', 'hygiene_test.py'),
   *('docs_test.py', 'install_test.py'),
 )

@@ -6,9 +6,9 @@ python -m stppo_jax doctor retriever --url=URL [--dialect=NAME]
     [--corpus=PATH] [--query=TEXT] [--expect=TEXT] [--timeout=SECONDS]
 
 The first form prints a line for each thing that a run needs: versions, devices,
-memory, disk, free ports and the clock; with a config also its data, tokenizer,
-model and retriever. Each line begins with ok, note or WRONG; the last says what
-to do. The exit code is 2 if something is wrong, otherwise 0.
+memory and disk; with a config also its data, tokenizer, model and retriever.
+Each line begins with ok, note or WRONG; the last says what to do. The exit code
+is 2 if something is wrong, otherwise 0.
 
   --config=FILE.py[:ALGORITHM]  the config of the run
   --config.KEY=VALUE            sets a key of the config
@@ -30,7 +30,6 @@ first, and 75 if the server cannot be reached now.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
@@ -48,12 +47,10 @@ def main(argv: Sequence[str]) -> int:
     return _examine_server(argv[1:])
   flags = command_line.flags(workdir='')
   given = configuration.split(argv, flags, required=())
-  config: Any = None
   if given.overrides and not flags.config:
     given.errors.append('--config: missing')
   command_line.refuse(given.errors)
-  if flags.config:
-    config = configuration.checked(flags, given)
+  config = configuration.checked(flags, given) if flags.config else None
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools import machine
 

@@ -51,8 +51,8 @@ print one JSON object.
 """
 
 from collections.abc import Sequence
-import math
 import os
+from typing import Any
 
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
@@ -62,26 +62,71 @@ from stppo_jax.commands.flags import lab_flags
 # jax and the modules that import it are imported inside the functions: a wrong
 # flag is reported at once, and the platform can still be chosen.
 
+# The flags of each command beside those of all that read a saved batch.
+_FLAGS: dict[str, dict[str, Any]] = {
+  'collect': {},
+  'score': {
+    'out': '',
+    'algorithm': '',
+    'advantages': '',
+    'set': command_line.REPEATED,
+    'entropy_coefficient': 0.0,
+  },
+  'advantages': {
+    'out': '',
+    'estimator': '',
+    'kl': '',
+    'set': command_line.REPEATED,
+    'kl_coefficient': command_line.number(),
+  },
+  'compare': {'algorithms': '', 'advantages': '', 'json': False, 'plot': ''},
+  'levels': {'algorithms': '', 'advantages': '', 'plot': ''},
+  'values': {'json': False, 'plot': ''},
+}
+
 
 def main(argv: Sequence[str]) -> int:
   """Runs the subcommand `argv[0]`; returns its exit code."""
-  subcommands = {
-    'collect': _collect,
-    'score': _score,
-    'advantages': _advantages,
-    'compare': _compare,
-    'levels': _levels,
-    'values': _values,
+  name, words = command_line.subcommand('lab', argv, _FLAGS), argv[1:]
+  if name == 'collect':
+    return _collect(words)
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  flags = lab_flags.of_batch(**_FLAGS[name])
+  options: Any = None
+  if name == 'values':
+    lab_flags.parse(flags, words)
+  elif name == 'advantages':
+    lab_flags.parse(flags, words)
+    if not flags.config and not flags.estimator:
+      raise exits.Misconfigured('--estimator: missing')
+    if flags.kl_coefficient is not None and not flags.kl:
+      raise exits.Misconfigured('--kl_coefficient: goes with --kl only')
+    options = lab_flags.estimator(
+      flags.estimator, flags.set, config=flags.config
+    )
+  elif name == 'score':
+    lab_flags.parse(flags, words, required='algorithm')
+    options = lab_flags.algorithm(
+      flags.algorithm, flags.set, config=flags.config
+    )
+  else:
+    lab_flags.parse(flags, words, required='algorithms')
+    options = lab_flags.algorithms(flags.algorithms, config=flags.config)
+  from stppo_jax.tools.lab import offline
+
+  commands = {
+    'score': offline.score,
+    'advantages': offline.advantages,
+    'compare': offline.compare,
+    'levels': offline.levels,
+    'values': offline.values,
   }
-  name = command_line.subcommand('lab', argv, subcommands)
-  if name != 'collect':
-    os.environ['JAX_PLATFORMS'] = 'cpu'
-  subcommands[name](argv[1:])
+  commands[name](flags, options)
   return 0
 
 
-def _collect(argv: Sequence[str]) -> None:
-  """Collects, annotates and updates once; saves the arrays."""
+def _collect(argv: Sequence[str]) -> int:
+  """Collects, annotates and updates once, and saves the arrays."""
   flags = command_line.flags(
     out='',
     workdir='',
@@ -100,90 +145,4 @@ def _collect(argv: Sequence[str]) -> None:
     num_updates=flags.updates,
     continuations=flags.continuations,
   )
-
-
-def _score(argv: Sequence[str]) -> None:
-  """Computes loss, gradient and metrics of one algorithm."""
-  flags = lab_flags.of_batch(
-    out='',
-    algorithm='',
-    advantages='',
-    set=command_line.REPEATED,
-    entropy_coefficient=0.0,
-  )
-  lab_flags.parse(flags, argv, required=('algorithm',))
-  _check_finite('entropy_coefficient', flags.entropy_coefficient)
-  options = lab_flags.algorithm(flags.algorithm, flags.set, config=flags.config)
-  from stppo_jax.tools.lab import offline
-
-  offline.score(
-    lab_flags.source(flags),
-    flags.algorithm,
-    options,
-    entropy_coefficient=flags.entropy_coefficient,
-    out=flags.out,
-  )
-
-
-def _advantages(argv: Sequence[str]) -> None:
-  """Computes the advantages and returns of one estimator."""
-  flags = lab_flags.of_batch(
-    out='',
-    estimator='',
-    kl='',
-    set=command_line.REPEATED,
-    kl_coefficient=command_line.number(),
-  )
-  lab_flags.parse(flags, argv)
-  if not flags.config and not flags.estimator:
-    raise exits.Misconfigured('--estimator: missing')
-  if flags.kl_coefficient is not None:
-    if not flags.kl:
-      raise exits.Misconfigured('--kl_coefficient: goes with --kl only')
-    _check_finite('kl_coefficient', flags.kl_coefficient)
-  options = lab_flags.estimator(flags.estimator, flags.set, config=flags.config)
-  from stppo_jax.tools.lab import offline
-
-  offline.advantages(
-    lab_flags.source(flags),
-    options,
-    kl=flags.kl,
-    kl_coefficient=flags.kl_coefficient,
-    out=flags.out,
-  )
-
-
-def _compare(argv: Sequence[str]) -> None:
-  """Prints several algorithms beside each other."""
-  flags = lab_flags.of_batch(algorithms='', advantages='', json=False, plot='')
-  lab_flags.parse(flags, argv, required=('algorithms',))
-  options = lab_flags.algorithms(flags.algorithms, config=flags.config)
-  from stppo_jax.tools.lab import offline
-
-  offline.compare(
-    lab_flags.source(flags), options, as_json=flags.json, plot=flags.plot
-  )
-
-
-def _levels(argv: Sequence[str]) -> None:
-  """Prints the ratios at every level, and the bounds of algorithms."""
-  flags = lab_flags.of_batch(algorithms='', advantages='', plot='')
-  lab_flags.parse(flags, argv, required=('algorithms',))
-  options = lab_flags.algorithms(flags.algorithms, config=flags.config)
-  from stppo_jax.tools.lab import offline
-
-  offline.levels(lab_flags.source(flags), options, plot=flags.plot)
-
-
-def _values(argv: Sequence[str]) -> None:
-  """Prints a critic and all estimators against sampled values."""
-  flags = lab_flags.of_batch(json=False, plot='')
-  lab_flags.parse(flags, argv)
-  from stppo_jax.tools.lab import offline
-
-  offline.values(lab_flags.source(flags), as_json=flags.json, plot=flags.plot)
-
-
-def _check_finite(name: str, value: float) -> None:
-  if not math.isfinite(value):
-    raise exits.Misconfigured(f'--{name}={value}: must be a finite number')
+  return 0

@@ -44,10 +44,7 @@ def main(argv: Sequence[str]) -> int:
     text='',
   )
   given = command_line.parse(
-    flags,
-    argv,
-    words=1,
-    missing='DIR: missing; give the folder of a run',
+    flags, argv, words=1, missing='DIR: missing; give the folder of a run'
   )
   if None not in (flags.least, flags.most) and flags.least > flags.most:
     given.errors.append(
@@ -59,17 +56,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     with bucket_files.downloaded(folder, dialogues=True) as path:
       run_files.check(str(path), folder)
-      lines = terminal.lines(
-        str(path),
-        losses,
-        kind=run_files.EVALUATED if flags.evaluation else run_files.SAMPLED,
-        step=flags.step,
-        number=flags.number,
-        tokens=flags.tokens,
-        wanted=terminal.Filter(
-          flags.status, flags.least, flags.most, flags.searches, flags.text
-        ),
-      )
+      lines = terminal.lines(str(path), losses, flags)
   except buckets.BucketError as error:
     raise exits.Misconfigured(str(error)) from error
   print('\n'.join(lines))

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 import jax
@@ -59,14 +60,14 @@ _ANSWER_FIELDS = (
 
 
 class _Folder:
-  """The folder of an evaluation; without a path, nothing is written.
+  """The folder of an evaluation.
 
   Args:
-    path: the folder, or None.
+    path: the folder.
     identity: what is evaluated, as JSON has it.
   """
 
-  def __init__(self, path: pathlib.Path | None, identity: Mapping[str, Any]):
+  def __init__(self, path: pathlib.Path, identity: Mapping[str, Any]):
     self._path, self._identity = path, identity
 
   @contextlib.contextmanager
@@ -77,9 +78,6 @@ class _Folder:
       Misconfigured: it has dialogues of another evaluation; nothing changes.
       Locked: another process writes there.
     """
-    if self._path is None:
-      yield
-      return
     with lock.held(self._path):
       self._check()
       run_folder.mark(self._path, 'evaluate')
@@ -88,7 +86,6 @@ class _Folder:
       yield
 
   def _check(self) -> None:
-    assert self._path is not None
     path = self._path / 'evaluation.json'
     if not path.is_file():
       return
@@ -96,27 +93,20 @@ class _Folder:
       there = json.loads(path.read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as error:
       raise exits.Misconfigured(f'{path}: not JSON: {error}') from error
-    lines = [
-      f'--out={self._path}: has an evaluation with {key}={there.get(key)!r}, '
-      f'not {value!r}; give another folder'
-      for key, value in self._identity.items()
-      if key != 'weights' and there.get(key) != value
-    ]
-    if not lines and there.get('weights') != self._identity['weights']:
-      lines = [
-        f'--out={self._path}: has an evaluation of other weights; give another '
-        'folder'
-      ]
-    if lines:
-      raise exits.Misconfigured('\n'.join(lines))
+    start = f'--out={self._path}: has an evaluation '
+    for key, value in self._identity.items():
+      if there.get(key) != value:
+        # The fingerprints of weights would fill the screen.
+        of = f'with {key}={there.get(key)!r}, not {value!r}'
+        of = 'of other weights' if key == 'weights' else of
+        raise exits.Misconfigured(f'{start}{of}; give another folder')
 
   def records(self) -> list[dict[str, Any]]:
     """Returns the written records; drops a last one that is incomplete."""
-    if self._path is None:
-      return []
     path = self._path / 'dialogues.jsonl'
     if not path.is_file():
       return []
+    # A process that was killed while it appended has left a part of a line.
     content = path.read_bytes()
     whole = content[: content.rfind(b'\n') + 1]
     if whole != content:
@@ -125,25 +115,17 @@ class _Folder:
 
   def append(self, records: Sequence[Mapping[str, Any]]) -> None:
     """Appends records to the dialogues."""
-    if self._path is None or not records:
-      return
     lines = [json.dumps(record) + '\n' for record in records]
     path = self._path / 'dialogues.jsonl'
     atomic_files.append(path, ''.join(lines).encode())
 
   def write(self, name: str, text: str) -> None:
     """Writes a file, in place of an earlier one."""
-    if self._path is None:
-      return
     atomic_files.replace(self._path / name, text.encode())
 
 
 def evaluate(
-  config,
-  checkpoint: pathlib.Path,
-  *,
-  samples: int,
-  out: pathlib.Path | None,
+  config, checkpoint: pathlib.Path, *, samples: int, out: pathlib.Path | None
 ) -> int:
   """Evaluates a checkpoint on the evaluation questions of a config.
 
@@ -174,7 +156,11 @@ def evaluate(
       "data.evaluation='': there are no questions to evaluate on"
     )
   address = run_folder.address(checkpoint)
-  with opened(config, run, components) as (services, done, params):
+  decoding = f'{samples} samples each' if samples else 'greedy'
+  with (
+    opened(config, run, components) as (services, done, params),
+    tempfile.TemporaryDirectory() as temporary,
+  ):
     identity = {
       'checkpoint': address or str(checkpoint.resolve()),
       'step': done,
@@ -182,21 +168,15 @@ def evaluate(
       'samples': samples,
       **_read_settings(config),
     }
-    folder = _Folder(out, identity)
+    folder = _Folder(out or pathlib.Path(temporary), identity)
     with folder.held():
       records = _collect_all(
         config, services, components, params, questions, samples, folder
       )
+      step = f', step {done}' if run else ''
+      title = f'{(run and address) or checkpoint}{step}, {decoding}'
+      _report(title, records, services.environment.main_score, folder)
   missing = len(questions) * max(samples, 1) - len(records)
-  decoding = f'{samples} samples each' if samples else 'greedy'
-  _report(
-    f'{address or checkpoint}, step {done}, {decoding}'
-    if run
-    else f'{checkpoint}, {decoding}',
-    records,
-    services.environment.main_score,
-    folder,
-  )
   if missing:
     streams.show_beside(
       f'the infrastructure failed {missing} dialogues, which count nowhere'
@@ -384,4 +364,5 @@ def _read_settings(config) -> dict[str, Any]:
     for key, value in settings.flatten(config).items()
     if key in schema.KEYS and schema.KEYS[key].asked
   }
+  # As they come back from a file: JSON has lists for tuples.
   return json.loads(json.dumps(values))

@@ -6,7 +6,6 @@ name and is gone when it is closed.
 """
 
 import asyncio
-from collections.abc import Callable
 from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -18,8 +17,6 @@ import os
 import pathlib
 import platform
 import shutil
-import socket
-import time
 import tomllib
 from typing import Any
 from typing import NamedTuple
@@ -44,8 +41,6 @@ OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 
 _LEAST_MEMORY = memory_lib.GIB  # without a config, which says more
 _LEAST_DISK = memory_lib.GIB
-# Before any version of this package: such a clock was never set.
-_OLDEST_TIME = 1_704_067_200  # 2024-01-01 UTC
 # Shown with their versions; of the others only what is wrong is said.
 _SHOWN = ('jax', 'flax', 'orbax-checkpoint', 'transformers')
 # The files of NVIDIA GPUs, and of TPUs of older and newer generations.
@@ -70,8 +65,6 @@ def examine(
     folders: the folders that the config names, by their keys.
   """
   yield from versions(*declared())
-  yield clock()
-  yield port()
   found = devices()
   yield found
   on_host = on_disk = 0
@@ -203,13 +196,9 @@ def memory(available: int | None, needed: int = 0) -> Finding:
     return Finding(NOTE, 'memory: this system does not say how much is free')
   line = f'memory: {memory_lib.gib(available)} free'
   least = max(needed, _LEAST_MEMORY)
-  if available >= least:
-    return Finding(OK, line)
-  return Finding(
-    WRONG,
-    f'{line}, but at least {memory_lib.gib(least)} are needed: end other '
-    'programs, or use a larger machine',
-  )
+  if available < least:
+    line += f', but {memory_lib.gib(least)} are needed: end other programs'
+  return Finding(OK if available >= least else WRONG, line)
 
 
 def available_memory() -> int | None:
@@ -222,6 +211,7 @@ def available_memory() -> int | None:
     with open('/proc/meminfo', encoding='utf-8') as file:
       fields = dict(line.split(':', 1) for line in file)
     free.append(int(fields['MemAvailable'].split()[0]) * 1024)
+    # In a container that uses more, the kernel kills a process without a word.
     group = pathlib.Path('/sys/fs/cgroup')
     most = (group / 'memory.max').read_text('utf-8')
     used = (group / 'memory.current').read_text('utf-8')
@@ -245,59 +235,20 @@ def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
   while not existing.exists():
     existing = existing.parent
   free = shutil.disk_usage(existing).free
-  line, least = f'{name}: {path} can be written', max(needed, _LEAST_DISK)
-  if free >= least:
-    return Finding(OK, f'{line}, {memory_lib.gib(free)} free')
-  return Finding(
-    WRONG,
-    f'{line}, but only {memory_lib.gib(free)} are free, and '
-    f'{memory_lib.gib(least)} are needed: remove files, or choose another '
-    'folder',
-  )
+  line = f'{name}: {path} can be written, {memory_lib.gib(free)} free'
+  least = max(needed, _LEAST_DISK)
+  if free < least:
+    line += f', but {memory_lib.gib(least)} are needed: remove files'
+  return Finding(OK if free >= least else WRONG, line)
 
 
-def port() -> Finding:
-  """Listens on a free port of this machine, and connects to it."""
-  try:
-    with socket.create_server(('127.0.0.1', 0)) as server:
-      number = server.getsockname()[1]
-      with socket.create_connection(('127.0.0.1', number), timeout=5):
-        return Finding(OK, f'port: {number} of 127.0.0.1 is free and reachable')
-  except OSError as error:
-    return Finding(
-      WRONG,
-      f'port: this machine cannot connect to itself ({error}): allow '
-      'connections to 127.0.0.1, which the embedded retrieval server needs',
-    )
-
-
-def clock(now: Callable[[], float] = time.time) -> Finding:
-  """Checks that a clock is set and moves forward.
-
-  Args:
-    now: returns the seconds since 1970.
-  """
-  begin = now()
-  time.sleep(0.02)
-  end = now()
-  shown = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(end))
-  if begin < _OLDEST_TIME:
-    return Finding(WRONG, f'clock: {shown} is in the past: set the clock')
-  if end <= begin:
-    return Finding(
-      WRONG, f'clock: {shown}, and it does not move: restart the machine'
-    )
-  return Finding(OK, f'clock: {shown}')
-
-
-def setup(
-  config,
-) -> Generator[Finding, None, components.Components | None]:
+def setup(config) -> Generator[Finding, None, components.Components | None]:
   """Builds what `train` builds before it starts, from data, model and devices.
 
   Returns:
     What was built; None if something is wrong.
   """
+  # The call that `train` makes, so that what it would refuse is refused here.
   try:
     built = components.build(config)
   except exits.Misconfigured as error:

@@ -64,6 +64,7 @@ async def examine(asked: Examination, say: Callable[[str, str], None]) -> None:
   Raises:
     Unusable: if a run cannot use the server.
   """
+  # Users copy the address of an endpoint, which ends in the path of a dialect.
   url = asked.url
   for path in dict.fromkeys(d.path for d in dialects.DIALECTS.values()):
     try:
@@ -109,9 +110,7 @@ async def _examine_address(client: http_client.Client) -> Said:
       ) from None
     if failure.status in (401, 403):
       raise _refused(failure) from None
-    if failure.status in (404, 405):
-      return 'ok', f'address: {client.url} answers; it has no /health'
-    return 'note', f'address: {client.url} answers, but /health: {failure}'
+    return 'ok', f'address: {client.url} answers; of /health it says: {failure}'
 
 
 async def _examine_dialects(

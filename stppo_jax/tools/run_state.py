@@ -104,7 +104,7 @@ def _runs_in(folder: str) -> list[str]:
     found = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
     names = {x.relative_to(path).as_posix() for x in found}
   inner = {match[1] for match in map(_CONFIG.fullmatch, names) if match}
-  # The policy in the folder of a run is none.
+  # The folder `policy` in a run has a config.json, too, but is no run.
   inner = {x for x in inner if x.partition('/')[0] not in inner - {x}}
   if run_folder.IDENTITY in names or not inner:
     return [folder]
@@ -235,6 +235,8 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 
   They are the last ones up to the newest evaluation, and enough for the pace.
   """
+  # Evaluations may be rare. So a line without one is parsed only for the pace,
+  # and lines with one only up to the newest.
   has_evaluation, count = False, 0
   for line in reversed(text.splitlines()):
     is_evaluation = b'"val/' in line

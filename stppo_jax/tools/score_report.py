@@ -1,4 +1,4 @@
-"""Statistics of evaluated dialogues, and their tables.
+"""Computes the statistics of evaluated dialogues, and makes their tables.
 
 A record is a line of `dialogues.jsonl`, see
 `tools/evaluation.py`.

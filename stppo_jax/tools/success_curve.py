@@ -1,4 +1,4 @@
-"""The metrics that describe a run in a few numbers, and whether it collapsed.
+"""Describes the success of a run in a few numbers, and finds a collapse.
 
 Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
 so best, final and collapse are read off its means of five steps.
@@ -54,7 +54,8 @@ def curve(
   best = int(np.argmax(means))
   # Half of a best mean that is negative would be above it.
   is_low = (means[best] > 0) & (means < _COLLAPSED * means[best])
-  stayed = 0  # means at the end that are all low
+  # A run that recovers has not collapsed, so low means count from the end only.
+  stayed = 0
   while stayed < len(means) - 1 - best and is_low[-1 - stayed]:
     stayed += 1
   collapsed = stayed >= WINDOW

@@ -58,11 +58,7 @@ _CONFIGS = [
   ),
   (['data.name=jsonl'], "data.root=''", 'must name a folder'),
   # Packages, of which none is installed.
-  (
-    ["writer.trackers=('wandb',)"],
-    'writer.trackers',
-    "pip install '.[wandb]'",
-  ),
+  (["writer.trackers=('wandb',)"], 'writer.trackers', "pip install '.[wandb]'"),
   # Devices: there are eight.
   # The shape of the model, which files decide.
   (

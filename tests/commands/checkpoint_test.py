@@ -189,24 +189,3 @@ def test_a_run_without_checkpoints_has_lost_them_or_none(capsys, tmp_path):
   (run / 'metrics.jsonl').touch()
   assert __main__.main(['checkpoint', 'verify', str(run)]) == 3
   assert 'has no checkpoint: is it' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  ('flags', 'expected'),
-  [
-    ([], 'missing; choices: list, verify'),
-    (['--workdir=.'], 'missing; choices: list, verify'),
-    (['lst', '--workdir={}'], 'lst: unknown; did you mean list?'),
-    (['list'], 'DIR: missing; give the folder of a run'),
-    (['list', '--wrkdir={}'], '--wrkdir={}: unknown flag; did you mean'),
-    (['list', '{}/no'], '{}/no: no such folder'),
-    (['list', '--workdir={}/no'], '{}/no: no such folder'),
-    (['list', '{}', 'no'], 'no: not a flag; flags start with --'),
-    (['verify', '--workdir={}'], '{}: not the folder of a run'),
-  ],
-)
-def test_bad_usage_is_lines_and_2(capsys, tmp_path, flags, expected):
-  words = [flag.format(tmp_path) for flag in flags]
-  assert __main__.main(['checkpoint', *words]) == 2
-  out, err = capsys.readouterr()
-  assert not out and expected.format(tmp_path) in err

@@ -14,8 +14,6 @@ import pytest
 import safetensors.numpy
 
 from stppo_jax import __main__
-from stppo_jax.commands import export
-from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
 from stppo_jax.training import checkpoint_state
 from tests.training import runs
@@ -183,52 +181,6 @@ def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, capsys):
 )
 def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
   assert checkpoint_state.mesh_for_width(width).shape['fsdp'] == shared
-
-
-def test_the_flag_accepts_every_dtype_of_the_exporter():
-  assert export.DTYPES == tuple(export_lib.DTYPES)
-
-
-@pytest.mark.parametrize(
-  ('flags', 'expected'),
-  [
-    (['--step=7'], ['no checkpoint of step 7; there are: 1, 2']),
-    (
-      ['--step=x', '--dtype=int8'],
-      [
-        '--step=x: must be a non-neg',
-        '--dtype=int8: must be one of float32, bf',
-      ],
-    ),
-    (['--stpe=1'], ['--stpe=1: unknown flag; did you mean --step']),
-    (['--workdir=/absent'], ['--workdir=/absent: no config.json']),
-    (['--out=/proc/version'], ['--out=/proc/version: exists and is not a f']),
-    (['--out=/'], ['--out=/: holds ']),
-    (['--out=/proc'], ['--out=/proc: is not empty and was not written by exp']),
-    (['--out='], ['--out: missing']),
-  ],
-)
-def test_a_wrong_flag_is_a_line(workdir, tmp_path, capsys, flags, expected):
-  out = tmp_path / 'out'
-  assert _export(f'--workdir={workdir}', f'--out={out}', *flags) == 2
-  out_text, err = capsys.readouterr()
-  lines = err.splitlines()
-  assert out_text == '' and len(lines) == len(expected), err
-  for line, beginning in zip(lines, expected):
-    assert beginning in line
-  assert not out.exists()
-
-
-def test_a_record_of_something_else_is_refused(tmp_path, capsys):
-  for content, expected in (
-    ('{', 'config.json is not JSON'),
-    ('{"model_type": "qwen2"}', 'not the record of a run'),
-    ('{"algorithm": {}, "model": {}, "batch_sha256": ""}', 'a run of prefer'),
-  ):
-    (tmp_path / 'config.json').write_text(content)
-    assert _export(f'--workdir={tmp_path}', f'--out={tmp_path}/out') == 2
-    assert expected in capsys.readouterr().err
-  assert os.listdir(tmp_path) == ['config.json']
 
 
 def test_a_full_disk_is_a_line_and_75(workdir, tmp_path, capsys, monkeypatch):

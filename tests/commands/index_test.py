@@ -89,43 +89,6 @@ def test_two_build_one_index_one_after_the_other(tmp_path):
   assert sum(err.startswith(waits) for err in errs) == 1
 
 
-@pytest.mark.parametrize(
-  ('lines', 'flags', 'message'),
-  [
-    ('', [], 'corpus.jsonl: no passages'),
-    ('{"id": "1"}', [], 'corpus.jsonl:1: expected "contents", or "title"'),
-    (
-      '{"id": "1", "contents": "x"}\n{"id": "2", "title": 3, "text": "y"}',
-      [],
-      'corpus.jsonl:2: "title": expected a string, got 3',
-    ),
-    ('{"id": "1", "contents": "?"}', [], 'no passage has a word'),
-    (
-      '{"id": "1", "contents": "x"}',
-      ['--backend=dense'],
-      '--backend=dense and --encoder belong together',
-    ),
-    (
-      '{"id": "1", "contents": "x"}',
-      ['--backend=dense', '--encoder=/absent'],
-      '/absent: no encoder: config.json is missing',
-    ),
-    (
-      '{"id": "1", "contents": "x"}',
-      ['--b=2'],
-      '--b=2: must be a number in the r',
-    ),
-    ('{"id": "1", "contents": "x"}', ['--k1=x'], '--k1=x: must be a non-neg'),
-  ],
-)
-def test_a_bad_value_is_one_line_and_2(capsys, tmp_path, lines, flags, message):
-  path = tmp_path / 'corpus.jsonl'
-  path.write_text(lines + '\n', encoding='utf-8')
-  assert _index(path, tmp_path / 'index', *flags) == 2
-  output, errors = capsys.readouterr()
-  assert output == '' and message in errors and errors.count('\n') == 1
-
-
 def _dense(tmp_path, *flags):
   model = encoders.write(tmp_path / 'model')
   out = tmp_path / 'index'
@@ -155,18 +118,6 @@ def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
   assert all(len(ids) == 3 for ids in found)
 
 
-def test_a_damaged_part_is_one_line_and_2(capsys, tmp_path):
-  flags = _dense(tmp_path)
-  path = tmp_path / 'index' / 'dense' / 'part.json'
-  good = json.loads(path.read_text('utf-8'))
-  for damage in ({'dtype': ['float32']}, {'more': ''}, {'query_prefix': None}):
-    path.write_text(json.dumps(good | damage), encoding='utf-8')
-    capsys.readouterr()
-    assert __main__.main(['serve', *flags, '--backend=dense']) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f'{path.parent}: damaged: part.json must hold a string' in line
-
-
 def test_another_encoder_is_refused(capsys, tmp_path):
   flags = _dense(tmp_path)
   encoders.write(tmp_path / 'model', seed=1)
@@ -175,21 +126,3 @@ def test_another_encoder_is_refused(capsys, tmp_path):
   assert 'made by another encoder than' in capsys.readouterr().err
   assert __main__.main(['serve', *flags, '--backend=bm25']) == 2
   assert 'no bm25 index; parts: dense' in capsys.readouterr().err
-
-
-def test_an_index_of_another_corpus_is_refused(capsys, tmp_path):
-  other = tmp_path / 'other.jsonl'
-  lines = _SHIPPED.read_text('utf-8')
-  other.write_text(lines.replace('film', 'song', 1), encoding='utf-8')
-  assert _index(_SHIPPED, tmp_path / 'index') == 0
-  capsys.readouterr()
-  assert _index(other, tmp_path / 'index') == 2
-  assert (
-    __main__.main(
-      ['serve', f'--index={tmp_path / "index"}', f'--corpus={other}']
-    )
-    == 2
-  )
-  built, served = capsys.readouterr().err.splitlines()
-  assert 'the index of another corpus: sha256' in built
-  assert 'the index of another corpus' in served

@@ -50,9 +50,7 @@ def test_one_algorithm_is_compared_with_several_settings(file, capsys):
   ]  # fmt: skip
   flag = '--algorithms=token_ppo,st_ppo:ratio.level=trun'
   line = lab_calls.error(capsys, 'compare', f'--batch={file}', flag)
-  assert line.startswith(
-    '--algorithms=st_ppo:ratio.level=trun: must be one of token'
-  )
+  assert line.startswith('--algorithms=st_ppo: ') and "'trun'" in line
 
 
 def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
@@ -63,10 +61,7 @@ def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
   np.savez(tmp_path / 'F.npz', **arrays)
   flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
   found, err = lab_calls.metrics_and_warnings(capsys, *flags)
-  assert err == (
-    'stab/rho, stab/norm_clipped, stab/norm_unclipped: not finite in float32; '
-    'left out\n'
-  )
+  assert err.startswith('stab/rho, stab/norm_clipped, stab/norm_unclipped: ')
   assert 'stab/rho' not in found and found['actor/grad_norm'] > 1e27
   longest = batch.loss_mask_BL.sum(axis=1).max()
   key = 'mismatch/sequence_log_weight_raw_max'

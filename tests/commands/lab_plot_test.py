@@ -48,22 +48,3 @@ def test_levels_draws_bounds_where_they_hold(file, tmp_path, page, capsys):
   # Neither algorithm has a ratio of sentences or sequences.
   both = pytest.approx(np.log([0.8, 1.2]), rel=1e-5)
   assert bounds == [both, both, [], []]
-
-
-@pytest.mark.parametrize(
-  ('plot', 'expected'),
-  [
-    ('P.svg', '--plot=P.svg: must end in .png'),
-    ('absent/P.png', '--plot=absent/P.png: no such folder: absent'),
-    ('mine.png', '--plot=mine.png: exists and is not a png file'),
-  ],
-)
-def test_a_plot_that_cannot_be_written_is_refused(
-  file, tmp_path, monkeypatch, capsys, plot, expected
-):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'mine.png').write_text('mine')
-  for command in ('compare', 'levels'):
-    words = (command, f'--batch={file}', _ALGORITHMS, f'--plot={plot}')
-    assert lab_calls.error(capsys, *words).strip() == expected
-  assert (tmp_path / 'mine.png').read_text() == 'mine'

@@ -12,7 +12,6 @@ from stppo_jax.training import components
 from stppo_jax.training import model_files
 from stppo_jax.workdir import run_folder
 from tests.models import tiny
-from tests.sampling import vocabularies
 from tests.training import runs
 
 _SOURCE = runs.REPO / 'assets' / 'quickstart'
@@ -53,11 +52,6 @@ def _header(change):
   return rewrite
 
 
-def _cut(model):
-  path = model / 'model.safetensors'
-  path.write_bytes(path.read_bytes()[:-100])
-
-
 def _rename(header):
   header['model.norm.wait'] = header.pop(_NORM)
 
@@ -66,117 +60,19 @@ def _write(name, text):
   return lambda model: (model / name).write_text(text)
 
 
-def _tokenizer(change):
-  """Returns a change of tokenizer.json, of a byte-level vocabulary."""
-
-  def rewrite(model):
-    vocabularies.bpe().save(model)
-    path = model / 'tokenizer.json'
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-  return rewrite
-
-
-def _raw_character(content):
-  vocab = content['model']['vocab']
-  vocab['日'] = vocab.pop('Z')
-
-
-def _lose_brackets(content):
-  content['normalizer'] = {
-    'type': 'Replace',
-    'pattern': {'String': '</'},
-    'content': '< /',
-  }
-
-
+# One for each file; tests/models/hf and tests/sampling have the others.
 @pytest.mark.parametrize(
   ('change', 'expected'),
   [
-    (
-      _write('chat_template.jinja', '{% for m in %}'),
-      'model: the chat template fails (TemplateSyntaxError: ',
-    ),
-    (
-      _write('chat_template.jinja', "{{ raise_exception('no') }}"),
-      'model: the chat template fails (TemplateError: no)',
-    ),
-    (
-      _write('chat_template.jinja', 'hello'),
-      'model: the chat template leaves out what the user says',
-    ),
-    (_tokenizer(_raw_character), "'日', has a character that no byte-level"),
-    (
-      _tokenizer(_lose_brackets),
-      'model: the tokenizer gives the dialogue',
-    ),
-    (
-      _tokenizer(lambda content: content.update(decoder={'type': 'CTC'})),
-      'model: its tokenizer cannot be read (',
-    ),
-    (
-      _write('generation_config.json', '{"eos_token_id": [1, "2"]}'),
-      "eos_token_id=[1, '2']: must be a token id, or a list of them",
-    ),
-    (
-      _write('generation_config.json', '{"eos_token_id": [290]}'),
-      'model: the end token 290 must be smaller than 290, the size of',
-    ),
-    (
-      _config(max_position_embeddings=7),
-      'must be at most 7, which is max_position_embeddings in ',
-    ),
-    (
-      _config(model_type='gemma', hidden_act='gelu'),
-      "model/config.json: unsupported model_type 'gemma'; supported: ",
-    ),
-    (
-      lambda model: (model / 'config.json').unlink(),
-      'has no config.json, which every model has',
-    ),
-    (
-      lambda model: (model / 'config.json').write_text('{"a": '),
-      'config.json: not JSON',
-    ),
-    (
-      lambda model: (model / 'model.safetensors').unlink(),
-      'no model.safetensors and no model.safetensors.index.json in',
-    ),
-    (
-      lambda model: (model / 'tokenizer.json').unlink(),
-      'no tokenizer.json in',
-    ),
-    (
-      lambda model: (model / 'tokenizer.json').write_text('{"a": '),
-      'model: its tokenizer cannot be read (JSONDecode',
-    ),
-    (
-      lambda model: (model / 'tokenizer.json').write_text('{"a": 1}'),
-      "model: its tokenizer cannot be read (KeyError: 'added_tokens')",
-    ),
-    (
-      _config(model_type='bert'),
-      "model/config.json: unsupported model_type 'bert'; supported: ",
-    ),
-    (
-      _config(num_attention_heads=0),
-      'model/config.json: num_attention_heads=0: must be an integer greater',
-    ),
-    (
-      _config(rope_scaling='linear'),
-      "model/config.json: rope_scaling='linear': must be an object",
-    ),
-    (_config(model_type=['qwen2']), "model_type=['qwen2']: must be a string"),
+    (_write('chat_template.jinja', '{% for m in %}'), 'TemplateSyntaxError'),
+    (_write('generation_config.json', '{"eos_token_id": [290]}'), 'token 290'),
+    (_write('config.json', '{"a": '), 'config.json'),
+    (_write('tokenizer.json', '{"a": 1}'), 'tokenizer'),
+    (_write('model.safetensors', ''), 'model.safetensors'),
+    (_config(max_position_embeddings=7), 'max_position_embeddings'),
+    (_config(model_type='bert'), "'bert'"),
     (_config(intermediate_size=7), 'expected (7, 64)'),
-    (_config(tie_word_embeddings=False), 'missing tensors lm_head.weight'),
-    (_header(_rename), f'missing tensors {_NORM}: expected'),
-    (
-      _header(lambda header: header[_NORM].update(shape=[32, 2])),
-      f'{_NORM} has shape (32, 2), expected (64,)',
-    ),
-    (_cut, 'model.safetensors: cut short or damaged'),
+    (_header(_rename), f'missing tensors {_NORM}'),
   ],
 )
 def test_a_model_that_does_not_fit_is_one_line_and_2(
@@ -200,47 +96,15 @@ def test_a_longer_context_is_allowed_by_name(model):
   model_files.check(config, model_files.load_tokenizer(_SOURCE))
 
 
-def test_a_weight_that_is_not_finite_is_one_line_and_2(tmp_path, model, capsys):
-  path = model / 'model.safetensors'
-  whole = bytearray(path.read_bytes())
-  start = 8 + int.from_bytes(whole[:8], 'little')
-  begin, _ = json.loads(whole[8:start])[_NORM]['data_offsets']
-  whole[start + begin : start + begin + 4] = b'\x00\x00\xc0\x7f'  # NaN
-  path.write_bytes(whole)
-  flags = runs.flags(model__path=model)
-  assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
-  assert capsys.readouterr().err == (
-    f'{path}: {_NORM} has a value that is not finite\n'
-  )
-
-
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path, capsys):
   model, small = tmp_path / 'model', tiny.model()
   export.export(model, small.config, tiny.params(small))
   export.copy_tokenizer(_SOURCE, model)
   flags = runs.flags(model__path=model)
   assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
-  assert capsys.readouterr().err == (
-    f'{model}: the tokenizer has 290 tokens, the embedding in {model} only '
-    '11 rows\n'
-  )
+  err = capsys.readouterr().err
+  assert str(model) in err and '290 tokens' in err and '11 rows' in err
   assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.parametrize(
-  ('change', 'expected'),
-  [
-    (_config(rope_theta=5.0), r'rope_theta=5.0, but the policy in .* has 10'),
-    (_header(_rename), f'missing tensors {_NORM}'),
-  ],
-)
-def test_a_reference_must_have_the_shape_of_the_policy(model, change, expected):
-  change(model)
-  config = base.get_config()
-  config.model.path, config.model.reference_path = str(_SOURCE), str(model)
-  with pytest.raises(ValueError, match=expected) as caught:
-    model_files.check(config, model_files.load_tokenizer(_SOURCE))
-  assert str(caught.value).startswith(str(model))
 
 
 def _refused(workdir, capsys, **changes):
@@ -300,86 +164,10 @@ def test_a_start_of_another_shape_than_the_reference_is_refused(
   )
   assert __main__.main(['train', *flags, f'--workdir={tmp_path}']) == 2
   out, err = capsys.readouterr()
-  assert out == '' and err == (
-    f'{_SOURCE}: rope_theta=10000.0, but the policy in {tmp_path}/start has '
-    '5.0\n'
-  )
+  assert out == '' and err.startswith(f'{_SOURCE}: rope_theta=10000.0')
 
 
-def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
-  _config(intermediate_size=176)(model)
-  config = base.get_config()
-  config.model.reference_path = str(model)
-  config.model.norm_topk_prob = False
-  model_files.check(config, model_files.load_tokenizer(_SOURCE))
-
-
-@pytest.mark.parametrize(
-  ('changes', 'expected'),
-  [
-    (
-      {'model__lora__rank': 2, 'model__lora__targets': 'absent'},
-      "lora targets='absent': matches none of layers/",
-    ),
-    (
-      {'mesh__tensor': 8},
-      'mesh tensor=8 does not divide num_heads=2, vocab_size=290',
-    ),
-    (
-      {'mesh__data': 3, 'mesh__fsdp': 1},
-      'mesh.data=3 mesh.fsdp=1 mesh.tensor=1 does',
-    ),
-    (
-      {'mesh__tensor': 2, 'rollout__slots': 12},
-      'rollout.slots=12: must be a multiple of 8: the engine divides slots',
-    ),
-    (
-      {'sft__batch_size': 12},
-      'sft.batch_size=12: must be a multiple of the 8 devices of the axes data',
-    ),
-    (
-      {'rollout__tensor': 3},
-      'rollout.tensor=3: must divide the 8 devices of this host',
-    ),
-    (
-      {'rollout__tensor': 4},
-      'rollout.tensor=4: mesh tensor=4 does not divide num_heads=2, ',
-    ),
-    (
-      {
-        'mesh__tensor': 2,
-        'rollout__trajectories_per_step': 12,
-        'updates__minibatch_size': 4,
-      },
-      'rollout.trajectories_per_step=12: must be a multiple of 8: the engine',
-    ),
-    (
-      {'mesh__tensor': 2, 'rollout__lanes': 2},
-      'rollout.lanes=2: must be 1 on the 8 devices of this host, on which',
-    ),
-    (
-      {'model__path': _SOURCE, 'updates__routing_replay': 'trainer'},
-      'updates.routing_replay=trainer: must be nowhere, the model in ',
-    ),
-  ],
-)
-def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
-  tmp_path, capsys, changes, expected
-):
-  # With a supervised start, and without waiting for the retriever.
-  changes = {'sft__before_training': True, **_NO_RETRIEVER, **changes}
-  err = _refused(tmp_path / 'run', capsys, **changes)
-  assert err.startswith(expected) and err.count('\n') == 1
-
-
-def test_only_runs_that_imitate_need_batches_of_demonstrations_to_divide(
-  tmp_path, capsys
-):
-  flags = runs.flags(num_steps=None, sft__batch_size=12)
-  assert __main__.main(['sft', *flags, f'--workdir={tmp_path}/run']) == 2
-  err = capsys.readouterr().err
-  assert err.startswith('sft.batch_size=12: must be') and err.count('\n') == 1
-  assert not (tmp_path / 'run').exists()
+def test_only_runs_that_imitate_need_batches_of_demonstrations_to_divide():
   for changes in ({}, {'sft__before_training': True, 'init_from': 'other'}):
     config = runs.config(sft__batch_size=12, **changes)
     shape, mesh = runs.shape(config), components.build_mesh(config)
@@ -404,10 +192,3 @@ def test_a_remote_engine_has_no_rows_to_divide_among_devices():
   with pytest.raises(ValueError, match='rollout.slots=3') as caught:
     components.check_sizes(config, shape, mesh, placement)
   assert str(caught.value).count('\n') == 1
-
-
-def test_a_reference_may_be_made_for_other_lengths(model):
-  _config(max_position_embeddings=77)(model)
-  config = base.get_config()
-  config.model.path, config.model.reference_path = str(_SOURCE), str(model)
-  model_files.check(config, model_files.load_tokenizer(_SOURCE))

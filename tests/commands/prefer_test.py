@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.configs import base
-from stppo_jax.rl import preferences
-from stppo_jax.training import preference
 from tests.training import runs
-
-_SOURCE = runs.REPO / 'assets' / 'quickstart'
 
 # The shapes of tests/training/preference_test.py: the same programs.
 _FLAGS = {
@@ -80,87 +75,3 @@ def test_a_wrong_file_is_one_line_and_2(tmp_path, capsys, changes, expected):
   assert out == '' and err.count('\n') == 1
   assert err.startswith(f'{tmp_path}/batch.npz: {expected}')
   assert not (tmp_path / 'run').exists()
-
-
-def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
-  (tmp_path / 'text').write_text('no archive', encoding='utf-8')
-  for file, expected in (
-    ('', '--batch: missing'),
-    (tmp_path / 'absent', f'{tmp_path}/absent: No such file or directory\n'),
-    (tmp_path, f'{tmp_path}: Is a directory\n'),
-    (tmp_path / 'text', f'{tmp_path}/text: not an npz file'),
-  ):
-    assert _prefer(tmp_path / 'run', file) == 2
-    out, err = capsys.readouterr()
-    assert out == '' and err.count('\n') == 1
-    assert expected in err
-
-
-@pytest.mark.parametrize(
-  ('changes', 'expected'),
-  [
-    ({'preference__name': 'dpo'}, 'must be one of tdpo1, tdpo2'),
-    ({'preference__betta': 1.0}, 'did you mean beta?'),
-    (
-      {'num_steps': 2},
-      '--config.num_steps=2: prefer does not use it; set preference.num_epochs',
-    ),
-    ({'preference__beta': 0.0}, 'preference.beta=0.0: must be greater than 0'),
-    ({'preference__alpha': -1.0}, 'must be 0 or greater'),
-    (
-      {'init_from': 'a/run'},
-      'init_from=a/run: must be empty for prefer, which starts from model.path',
-    ),
-  ],
-)
-def test_a_wrong_config_is_one_line_and_2(tmp_path, capsys, changes, expected):
-  assert _prefer(tmp_path / 'run', 'absent', **changes) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1
-  assert expected in err
-
-
-@pytest.mark.parametrize(
-  ('changes', 'expected'),
-  [
-    (
-      {'model__reference_memory': 'host'},
-      'model.reference_memory=host: must be device for prefer, which does not',
-    ),
-    (
-      {'updates__routing_replay': 'trainer', 'model__path': _SOURCE},
-      'updates.routing_replay=trainer: must be nowhere for prefer',
-    ),
-    (
-      {'loss__load_balance_coefficient': 0.5},
-      'loss.load_balance_coefficient=0.5: must be 0.0 or 0.001 for prefer',
-    ),
-    (
-      {'model__lora__rank': 2, 'model__lora__targets': 'absent'},
-      "lora targets='absent': matches none of layers/",
-    ),
-    ({'mesh__tensor': 8}, 'mesh tensor=8 does not divide num_heads=2'),
-  ],
-)
-def test_an_unsupported_option_is_refused_before_the_folder_is_made(
-  tmp_path, capsys, changes, expected
-):
-  np.savez(tmp_path / 'batch.npz', **_arrays())
-  code = _prefer(tmp_path / 'run', tmp_path / 'batch.npz', **changes)
-  out, err = capsys.readouterr()
-  assert (code, out) == (2, '') and err.count('\n') == 1
-  assert err.startswith(expected)
-  assert not (tmp_path / 'run').exists()
-
-
-def test_the_default_config_has_no_unsupported_option():
-  config = base.get_config()
-  for key, allowed in preference._UNUSED.items():
-    block, name = key.split('.')
-    assert config[block][name] in allowed
-
-
-def test_the_error_lists_every_loss(tmp_path, capsys):
-  assert _prefer(tmp_path / 'run', 'absent', preference__name='?') == 2
-  choices = ', '.join(preferences.PREFERENCES)
-  assert f'must be one of {choices}\n' in capsys.readouterr().err

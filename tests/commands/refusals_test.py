@@ -23,15 +23,6 @@ def _refused(capsys, *command):
   return err
 
 
-def test_a_filter_that_no_dialogue_can_pass(finished, capsys):
-  line = _refused(capsys, 'view', finished, '--status=complete')
-  assert 'completed' in line and 'truncated_length' in line
-  line = _refused(capsys, 'view', finished, '--least=2', '--most=1')
-  assert line == '--least=2: must not be above --most=1\n'
-  line = _refused(capsys, 'view', finished, '--searches=-1')
-  assert line.startswith('--searches=-1: must be a non-negative')
-
-
 def test_a_folder_that_a_tracker_has_left_is_no_package(
   tmp_path, monkeypatch, capsys
 ):
@@ -41,46 +32,6 @@ def test_a_folder_that_a_tracker_has_left_is_no_package(
   workdir = tmp_path / 'run'
   line = _refused(capsys, 'train', *flags, f'--workdir={workdir}')
   assert "pip install '.[trackio]'" in line and not workdir.exists()
-
-
-def test_the_steps_of_the_supervised_start_have_a_key_of_their_own(
-  tmp_path, capsys
-):
-  flags = [*runs.flags(num_steps=7), f'--workdir={tmp_path / "run"}']
-  line = _refused(capsys, 'sft', *flags)
-  assert line == (
-    '--config.num_steps=7: sft does not use it; set sft.num_steps\n'
-  )
-  assert not (tmp_path / 'run').exists()
-
-
-def test_a_question_behind_the_last_one(tmp_path, capsys):
-  file = tmp_path / 'q.jsonl'
-  file.write_text('{"question": "Who?", "answers": ["Ada"]}\n')
-  line = _refused(capsys, 'data', 'show', file, '--start=1')
-  assert line.endswith(f'--start=1: {file} has 1 questions\n')
-
-
-def test_a_report_that_is_named_like_the_other_form(finished, tmp_path, capsys):
-  out = tmp_path / 't.html'
-  line = _refused(capsys, 'report', finished, '--format=md', f'--out={out}')
-  assert line == f'--out={out}: must not end in .html with --format=md\n'
-  assert not out.exists()
-
-
-@pytest.mark.parametrize(
-  'command',
-  [
-    'report {run} --out=/proc/x.html',
-    'export --workdir={run} --out=/proc/x',
-    f'ablate --config={runs.REPO}/studies/collapse.py --workdir=/proc/x',
-  ],
-)
-def test_a_folder_in_which_the_superuser_cannot_write(
-  finished, capsys, command
-):
-  line = _refused(capsys, *command.format(run=finished).split())
-  assert '/proc' in line and 'No such file or directory' in line
 
 
 def _mounted(folder, options, *command):
@@ -141,39 +92,6 @@ def test_a_table_whose_third_line_is_wrong(tmp_path, capsys):
     line = _refused(capsys, 'data', 'build', 'bamboogle', *flags)
     assert line == f'{file}{place}'
     assert not (tmp_path / 'data').exists()
-
-
-@pytest.mark.parametrize(
-  ('command', 'expected'),
-  [
-    (
-      'config --config={run}',
-      '--config={run}: is a folder; choices: configs/base.py, configs/',
-    ),
-    ('checkpoint list {run}/no', '{run}/no: no such folder\n'),
-    ('doctor foo', 'doctor foo: unknown command; choices: retriever\n'),
-    (
-      'report http://127.0.0.1:9/run --out={run}/r.html',
-      'http://127.0.0.1:9/run: Cannot connect to host 127.0.0.1:9 ',
-    ),
-  ],
-)
-def test_what_is_named_is_something_else(finished, capsys, command, expected):
-  line = _refused(capsys, *command.format(run=finished).split())
-  assert line.startswith(expected.format(run=finished))
-
-
-def test_a_folder_below_a_file(finished, tmp_path, capsys):
-  (tmp_path / 'file').touch()
-  out = tmp_path / 'file' / 'x'
-  line = _refused(capsys, 'export', f'--workdir={finished}', f'--out={out}')
-  assert line == f'--out={out}: {tmp_path}/file exists and is not a folder\n'
-
-
-def test_more_samples_than_anyone_can_wait_for(capsys):
-  flags = [f'--checkpoint={runs.REPO}/assets/quickstart']
-  line = _refused(capsys, 'evaluate', *flags, '--samples=99999999999')
-  assert line.startswith('--samples=99999999999: must be')
 
 
 @pytest.mark.slow

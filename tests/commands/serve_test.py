@@ -1,13 +1,10 @@
 """`serve`: its ready line, answers, ends by signals, and refusals."""
 
-from concurrent import futures
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
@@ -16,8 +13,6 @@ from stppo_jax import buckets
 from stppo_jax import types
 from stppo_jax.commands import index
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.http import server as http_server
-from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 from tests.commands import serving
 from tests.storage import emulator
@@ -112,40 +107,6 @@ def test_several_processes_serve_one_index(tmp_path):
     _ask(f'{url}/retrieve', 'france')
 
 
-def test_a_worker_waits_for_its_last_requests_without_computing(
-  capsys, monkeypatch
-):
-  """The end of its standard input, a pipe from its parent, ends it."""
-  read, write = os.pipe()
-  bound = http_server.listen('127.0.0.1', 0)
-  asked, go_on = threading.Event(), threading.Event()
-
-  def make_passages(seed, world, **options):
-    if world:
-      asked.set()
-      assert go_on.wait(60)
-    return [types.Passage(f'{seed}/{world}', 'Town', 'x')]
-
-  def use(url):
-    with futures.ThreadPoolExecutor(1) as pool:
-      found = pool.submit(_ask, f'{url}/worlds/5/retrieve', 'town')
-      assert asked.wait(60)
-      os.close(write)
-      begin = time.process_time()
-      time.sleep(0.3)
-      seconds = time.process_time() - begin
-      go_on.set()
-      return seconds, found.result()
-
-  with open(read, encoding='utf-8') as pipe:
-    monkeypatch.setattr(sys, 'stdin', pipe)
-    flags = ['--synthetic_seed=3', f'--socket={bound.detach()}']
-    monkeypatch.setattr(synthetic_wiki, 'make_passages', make_passages)
-    _, (seconds, passages) = serving.run(capsys, flags, use, number=0)
-  assert passages == [{'id': '3/5', 'contents': '"Town"\nx'}]
-  assert seconds < 0.15
-
-
 def _children(pid):
   path = pathlib.Path(f'/proc/{pid}/task/{pid}/children')
   return path.read_text().split()
@@ -164,54 +125,9 @@ def test_one_dialect_is_served(tmp_path, capsys):
   assert texts == ['"Paris"\nIn France.']
 
 
-@pytest.mark.parametrize(
-  ('flags', 'message'),
-  [
-    ([], 'one of --index, --corpus, --synthetic_seed is'),
-    (['--corpus=/absent'], '/absent: no such file'),
-    (['--index=/absent'], '/absent: no index: index.json is missing'),
-    (['--index=/absent', '--synthetic_seed=1'], 'not allowed with'),
-    (
-      ['--synthetic_seed=1', '--backend=dense', '--encoder=x'],
-      '--backend=dense: needs --index',
-    ),
-    (['--index=/absent', '--backend=dense'], '--backend=dense: needs --encod'),
-    (
-      ['--index=/absent', '--backend=faiss', '--encoder=x'],
-      '--backend=faiss: needs --faiss',
-    ),
-    (['--synthetic_seed=1', '--workers=2'], '--workers=2: must be 1'),
-    (['--index=/absent', '--workers=2'], '/absent: no index: index.json is'),
-    (['--index=/absent', '--workers=0'], '--workers=0: must be a positive'),
-    (
-      ['--synthetic_seed=1', '--dialect=gem'],
-      '--dialect=gem: must be one of search_r1, ',
-    ),
-    (['--corpus=/absent', '--synthetic_seed=1'], 'not allowed with'),
-    (['--synthetic_seed=1', '--port=x'], '--port=x: must be an integer'),
-    (['--synthetic_seed=1', '--port=70000'], '--port=70000: must be an int'),
-    (['--synthetic_seed=1', '--host=0.0.0.0'], 'STPPO_RETRIEVAL_TOKEN'),
-    (['--synthetic_seed=1', '--unknown'], '--unknown'),
-    (['--synthetic_seed=1', '--host=192.0.2.1', '--token'], '--token'),
-  ],
-)
-def test_a_bad_value_is_one_line_and_2(capsys, monkeypatch, flags, message):
-  monkeypatch.delenv(address.TOKEN_VARIABLE, raising=False)
-  assert __main__.main(['serve', *flags]) == 2
-  output, errors = capsys.readouterr()
-  assert output == ''
-  assert message in errors and errors.count('\n') == 1
-
-
 def test_a_taken_port_is_one_line_and_2(tmp_path, capsys):
   with server.embedded([types.Passage('1', 'a', 'b')]) as embedded:
     port = embedded.url.rpartition(':')[2]
     flags = [f'--corpus={_corpus(tmp_path)}', f'--port={port}']
     assert __main__.main(['serve', *flags]) == 2
-  assert capsys.readouterr().err.count('\n') == 1
-
-
-def test_options_that_make_no_world_are_refused_at_the_start(capsys):
-  flags = ['--synthetic_seed=1', '--entities_per_type=-1', '--port=0']
-  assert __main__.main(['serve', *flags]) == 2
   assert capsys.readouterr().err.count('\n') == 1

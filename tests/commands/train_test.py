@@ -105,23 +105,6 @@ def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
   assert (workdir / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-# Other tests run one of them; what differs is in rl and learner.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'algorithm', ['token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'so_ppo']
-)
-def test_every_algorithm_goes_on_from_the_supervised_start(
-  tmp_path, taught, algorithm
-):
-  line, records = _one_step(
-    tmp_path, algorithm, model__path=taught[0], env__max_turn_tokens=16
-  )
-  # As in the demonstrations, it searches and answers.
-  actions = {turn['action'] for r in records for turn in r['turns']}
-  assert {'search', 'answer'} <= actions
-  assert line['retrieval/ok'] > 0
-
-
 @pytest.mark.slow
 def test_a_running_server_is_used(tmp_path, taught):
   asked = []
@@ -255,101 +238,6 @@ def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
   assert {'search', 'answer'} <= {turn['action'] for turn in turns}
   assert line['env/ratio_of_valid_action'] > 0.5
   assert any('\n\n<information>Doc 1' in t['observation'] for t in turns)
-
-
-@pytest.mark.slow
-def test_an_interrupted_start_is_saved_and_leaves_no_policy(
-  tmp_path, files, capsys
-):
-  workdir = tmp_path / 'run'
-  stop = faults.send_at(('printed', 1), signal.SIGINT)
-  with faults.printed('step 50/100', stop):
-    assert _train(workdir, **files) == 130
-  printed = capsys.readouterr().out
-  assert printed.count('step 50/100') == 1
-  assert 'interrupted after step 50, saved; the same command resumes' in printed
-  assert not (workdir / 'start' / 'policy').exists()
-  assert not (workdir / 'metrics.jsonl').exists()
-
-
-def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
-  code = _train(
-    tmp_path / 'run',
-    retrieval__url='http://127.0.0.1:9',
-    retrieval__ready_timeout=1,
-  )
-  out, err = capsys.readouterr()
-  assert (code, out) == (75, '')
-  assert 'retriever http://127.0.0.1:9' in err and 'not ready within 1' in err
-  assert err.count('\n') == 1
-
-
-@pytest.mark.parametrize(
-  ('algorithm', 'changes', 'expected'),
-  [
-    ('st_ppo', {'rollout__temprature': 1}, 'did you mean temperature?'),
-    ('st_pp', {}, "unknown algorithm 'st_pp'"),
-    ('st_ppo', {'retrieval__url': 'localhost:80'}, 'retrieval.url'),
-    ('st_ppo', {'model__path': '/absent'}, "model.path='/absent'"),
-    (
-      'st_ppo',
-      {'data__name': 'jsonl', 'data__root': '/absent', 'data__corpus': 'x'},
-      "data.root='/absent'",
-    ),
-    # These need the devices: eight.
-    ('st_ppo', {'rollout__slots': 12}, 'rollout.slots=12: must be a multiple'),
-    ('st_ppo', {'updates__microbatch_size': 4}, 'multiple of the 8 devices'),
-    ('st_ppo', {'mesh__data': 3}, 'does not fit 8 devices'),
-    (
-      'st_ppo',
-      {'model__attention': 'flash'},
-      'one of auto, xla, cudnn, splash',
-    ),
-    (
-      'st_ppo',
-      {'model__attention': 'cudnn'},
-      'model.attention=cudnn: does not run on cpu',
-    ),
-    (
-      'st_ppo',
-      {'mesh__tensor': 8},
-      'tensor=8 does not divide num_heads=2, vocab_size=',
-    ),
-    (
-      'st_ppo',
-      {
-        'data__synthetic_wiki__entities_per_type': 2,
-        'rollout__trajectories_per_step': 128,
-      },
-      'raise data.synthetic_wiki.entities_per_type',
-    ),
-  ],
-)
-def test_a_wrong_config_is_one_line_and_2(
-  tmp_path, capsys, algorithm, changes, expected
-):
-  assert _train(tmp_path / 'run', algorithm, **changes) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1
-  assert expected in err
-
-
-def test_a_file_that_does_not_fit_is_one_line_and_2(tmp_path, files, capsys):
-  with open(files['data__root'] / 'questions.jsonl', 'a') as file:
-    file.write('{"id": 7}\n')
-  assert _train(tmp_path / 'run', **files) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1
-  assert 'questions.jsonl:17: ' in err
-
-
-def test_a_folder_without_a_run_cannot_be_evaluated(tmp_path, capsys):
-  flags = runs.flags()
-  folder = f'--checkpoint={tmp_path}/absent'
-  code = __main__.main(['evaluate', *flags, folder])
-  assert code == 2
-  assert 'no such folder' in capsys.readouterr().err
-  assert not (tmp_path / 'absent').exists()
 
 
 @pytest.mark.slow

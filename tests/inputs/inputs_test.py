@@ -118,12 +118,18 @@ def test_every_command_has_many_inputs():
     assert len(codes) >= 8 and 0 in codes and 2 in codes, name
 
 
-@pytest.mark.slow
+# What is refused is refused early, so that all of it takes seconds.
+@pytest.mark.parametrize(
+  'is_refused', [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('name', dict.fromkeys(map(_name, _INPUTS)))
-def test_inputs_have_their_answers(name, root, values, monkeypatch, capfd):
+def test_inputs_have_their_answers(
+  name, is_refused, root, values, monkeypatch, capfd
+):
   previous = signal.signal(signal.SIGALRM, _too_long)
   bad, here = [], root / 'here'
-  for an_input in (x for x in _INPUTS if _name(x) == name):
+  chosen = [x for x in _INPUTS if _name(x) == name]
+  for an_input in (x for x in chosen if (x.code == 2) == is_refused):
     here.mkdir()
     monkeypatch.chdir(here)
     command, _, stdin = an_input.command.partition(' < ')

@@ -50,6 +50,9 @@ def make(root: pathlib.Path, finished: pathlib.Path) -> dict[str, str]:
   (root / 'foreign').mkdir()
   (root / 'foreign' / 'config.json').write_text('{}', encoding='utf-8')
   (root / 'foreign' / 'metrics.jsonl').write_text('7\n', encoding='utf-8')
+  (root / 'imitated').mkdir()
+  record = '{"command": "sft", "run_id": "1", "config_digest": "2"}'
+  (root / 'imitated' / 'run.json').write_text(record, encoding='utf-8')
   for name in ('empty', 'two words', 'ünïcode'):
     (root / name).mkdir()
   arrays, *_ = batch_arrays.arrays()
@@ -79,6 +82,7 @@ def make(root: pathlib.Path, finished: pathlib.Path) -> dict[str, str]:
     'cut',
     'lines',
     'foreign',
+    'imitated',
   ]
   names += ['empty', 'two words', 'ünïcode', 'batch.npz', 'half.npz']
   names += ['bare.npz', 'pairs.npz', 'index', 'absent']

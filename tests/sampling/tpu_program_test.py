@@ -87,7 +87,6 @@ def test_decoding_reads_little_more_than_weights_keys_and_values():
     _lowering().weights
   ) + memory_lib.bytes_per_device(_lowering().state.cache)
   accessed = hlo_cost.accessed(hlo.read(_compiled('decode').text)) / _CHUNK
-  print(needed, accessed)
   assert needed < accessed < 1.15 * needed
 
 
@@ -123,7 +122,7 @@ def test_no_program_has_a_float32_copy_of_the_weights():
   of_f32 = {
     dims
     for line in hlo.read(_compiled('decode').text).instructions
-    for kind, dims, _ in line.arrays
+    for kind, dims in line.arrays
     if kind == 'f32' and not line.kernel
   }
   assert len(matrices) > 4 and of_f32 and not matrices & of_f32

@@ -68,20 +68,3 @@ def test_a_reply_shows_the_escapes_of_what_is_no_text():
   record = {'turns': [], 'answer': None, 'status': 'truncated_turns'}
   reply = dialogues.render_reply(record, colour=False)
   assert reply == '= no answer: truncated_turns\n'
-
-
-@pytest.mark.parametrize(
-  ('flags', 'expected'),
-  [
-    ([], '--checkpoint: missing'),
-    (['--checkpoint={}/no'], '--checkpoint={}/no: no such folder'),
-    (['--checkpoint={}'], '--checkpoint={}: neither a run'),
-    (['--checkpont={}'], '--checkpont={}: unknown flag; did you mean'),
-    (['--checkpoint={}', '--config.sed=1'], "no key 'sed'"),
-  ],
-)
-def test_bad_usage_is_lines_and_2(capsys, tmp_path, flags, expected):
-  words = [flag.format(tmp_path) for flag in flags]
-  assert __main__.main(['chat', *words]) == 2
-  out, err = capsys.readouterr()
-  assert not out and expected.format(tmp_path) in err

@@ -1,1 +1,1 @@
-"""Flags, config files and their keys, which the commands share."""
+"""Parses the flags, config files and config keys that commands share."""

@@ -1,4 +1,4 @@
-"""The flags of `ablate`: a study of a config file, and what is made of it."""
+"""Turns the flags of `ablate` into the plan of a study."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -76,7 +76,7 @@ def parse(
   errors += run_folder.problems(
     folder, flag='--workdir', command='ablate', reads={}, expected=runs
   )
-  digests, broken = {}, {}  # `broken`: line to the arms of which it is
+  digests, broken = {}, {}  # `broken`: error line to the arms that have it
   for arm in whole.arms:
     try:
       # Without the path of a start, which may not have been made yet.

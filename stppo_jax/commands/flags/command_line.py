@@ -179,10 +179,13 @@ def parse(
   given = Given([], {}, errors)
   # Flags that were misspelt, or have a wrong value, are not missing, too.
   meant: list[str] = []
+  # absl would stop at the first wrong word. Here it parses the values of flags
+  # one by one, so that a user sees all wrong words at once.
   while rest:
     word = rest.pop(0)
     name, equals, value = word.lstrip('-').partition('=')
     key = name.removeprefix('no')
+    # --noFLAG is False, unless a flag has that name. --noFLAG=1 is unknown.
     is_off = name not in flags and key != name and not equals
     is_off &= key.startswith(_OVERRIDE) or key in flags and flags[key].boolean
     key = key if is_off else name
@@ -230,7 +233,8 @@ def _problem(flag: absl_flags.Flag, text: str) -> str:
   parser = flag.parser
   try:
     flag.parse(text)
-    is_number = flag.value == flag.value  # nan is not
+    # nan passes all bounds, since no comparison with it is true.
+    is_number = flag.value == flag.value
     return '' if is_number else 'must be a number'
   except absl_flags.IllegalFlagValueError:
     near = ''

@@ -73,25 +73,18 @@ def _find(file: str) -> pathlib.Path:
   folders = [pathlib.Path()]
   if path.parts[:1] == (_INSTALLED,):
     folders.append(_PACKAGE)
-  choices = set()
   for folder in folders:
     if (folder / path).is_file():
       return folder / path
-    parent = path if path.is_dir() else path.parent
-    choices |= _choices(folder, parent)
   if path.is_dir():
-    choices = choices or _choices(_PACKAGE, pathlib.Path(_INSTALLED))
-    raise ValueError(f'is a folder; choices: {", ".join(sorted(choices))}')
-  raise ValueError('no such file' + settings.closest(file, sorted(choices)))
-
-
-def _choices(folder: pathlib.Path, parent: pathlib.Path) -> set[str]:
-  """Returns the config files of a folder, relative to the one it is in."""
-  return {
-    str(parent / path.name)
-    for path in (folder / parent).glob('*.py')
-    if b'def get_config(' in path.read_bytes()
+    raise ValueError('is a folder; name a file in it')
+  choices = {
+    str(path.parent / found.name)
+    for folder in folders
+    for found in (folder / path.parent).glob('*.py')
+    if b'def get_config(' in found.read_bytes()
   }
+  raise ValueError('no such file' + settings.closest(file, sorted(choices)))
 
 
 def _describe(error: Exception, path: pathlib.Path) -> str:

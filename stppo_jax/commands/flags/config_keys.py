@@ -7,10 +7,8 @@ The keys of `algorithm` are defined in `configs/algorithms.py` and
 
 import ast
 from collections.abc import Iterator
-import io
 import pathlib
 import textwrap
-import tokenize
 import types
 
 from stppo_jax import exits
@@ -108,30 +106,25 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
   """
   assert module.__file__ is not None
   text = pathlib.Path(module.__file__).read_text(encoding='utf-8')
-  tree = ast.parse(text)
-  behind, above = {}, {}
-  for token in tokenize.generate_tokens(io.StringIO(text).readline):
-    if token.type == tokenize.COMMENT:
-      (line, column), comment = token.start, token.string.lstrip('# ')
-      is_alone = not token.line[:column].strip()
-      (above if is_alone else behind)[line] = comment
-  named = {
-    target.id: node.value
-    for node in tree.body
-    if isinstance(node, ast.Assign)
-    for target in node.targets
-    if isinstance(target, ast.Name)
-  } | {
-    node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)
-  }
+  lines = text.splitlines()
+  # Functions and variables by their names.
+  named: dict[str, ast.AST] = {}
+  for node in ast.parse(text).body:
+    if isinstance(node, ast.FunctionDef):
+      named[node.name] = node
+    elif isinstance(node, ast.Assign):
+      named[ast.unparse(node.targets[0])] = node.value
 
-  def comment_of(line: int) -> str:
-    first = line
-    while first - 1 in above:
+  def comment_of(number: int) -> str:
+    first = number
+    while lines[first - 1].lstrip().startswith('#'):
       first -= 1
-    lines = [above[number] for number in range(first, line)]
-    return ' '.join([*lines, behind[line]] if line in behind else lines)
+    found = [line.lstrip(' #') for line in lines[first:number]]
+    _, _, behind = lines[number].partition('  # ')
+    return ' '.join(filter(None, [*found, behind]))
 
+  # A section may be the dict that a function returns, of this file or of a file
+  # beside it. Then its keys and their comments are those in that function.
   def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
       other = getattr(module, getattr(node.func.value, 'id', ''), None)
@@ -148,7 +141,7 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Dict):
       for key, value in zip(node.keys, node.values):
         if isinstance(key, ast.Constant):
-          yield f'{prefix}{key.value}', comment_of(key.lineno)
+          yield f'{prefix}{key.value}', comment_of(key.lineno - 1)
           yield from walk(value, f'{prefix}{key.value}.')
 
   yield from walk(named[name], '')

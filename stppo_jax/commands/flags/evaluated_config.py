@@ -1,4 +1,4 @@
-"""The config of what `--checkpoint` names: a run, or a model's directory."""
+"""Finds the config for `--checkpoint`: a run or a Hugging Face directory."""
 
 from collections.abc import Sequence
 import os
@@ -26,9 +26,7 @@ _ALL = 10**9
 
 
 def parse(
-  argv: Sequence[str],
-  *,
-  flags: absl_flags.FlagValues | None = None,
+  argv: Sequence[str], *, flags: absl_flags.FlagValues | None = None
 ) -> tuple[pathlib.Path, Any]:
   """Returns the checkpoint that a command line names, and its locked config.
 
@@ -95,7 +93,7 @@ def _problem(folder: pathlib.Path) -> str:
 
 
 def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
-  """Returns the config of a run, or one whose model a directory is.
+  """Returns the config of a run, or a default one for a directory of weights.
 
   Args:
     checkpoint: the folder of either; None if there is none.
@@ -141,23 +139,8 @@ def _choose_sets(config: Any, sets: str) -> None:
   except ValueError as error:
     raise ValueError(f'--sets={sets}: {error}') from error
   data = config.data
-  are_files = [_is_file(element.name) for element in elements]
-  problem = ''
-  if any(are_files) and not all(are_files):
-    problem = 'must be data sets or files, not both'
-  elif any(are_files) and any(element.split for element in elements):
-    problem = 'a file has no splits'
-  elif any(element.weight for element in elements):
-    problem = 'must have no weights'
-  elif not any(are_files) and not data.root:
-    problem = (
-      f'no file ({", ".join(tables.SUFFIXES)}), and data sets need their '
-      'folder: --config.data.root=DIR'
-    )
-  if problem:
-    raise ValueError(f'--sets={sets}: {problem}')
   data.name = 'tfds'
-  if any(are_files):
+  if any(_is_file(element.name) for element in elements):
     data.name = 'jsonl'
     places = [pathlib.Path.cwd()]
     if data.root:
@@ -170,9 +153,11 @@ def _choose_sets(config: Any, sets: str) -> None:
       [path.parent for file in files for path in (file, file.resolve())]
     )
     names = [str(file.relative_to(data.root)) for file in files]
-    options = [element.split()[1:] for element in sets.split(',')]
-    sets = ','.join(' '.join([n, *o]) for n, o in zip(names, options))
     data.corpus = names[-1] if data.corpus else ''
+    sets = ','.join(
+      text.replace(element.name, name, 1)
+      for text, element, name in zip(sets.split(','), elements, names)
+    )
   data.evaluation = sets
   # Nothing is trained, but every config has training questions.
   data.train = sets

@@ -1,4 +1,4 @@
-"""The flags of the lab's commands, and the algorithms that they name.
+"""Parses the flags of the lab, and the algorithms that they name.
 
 The options of an algorithm or an estimator are the defaults of the table of
 algorithms, or the values that a configuration gives them
@@ -15,6 +15,7 @@ import copy
 import pathlib
 import re
 from typing import Any
+from typing import NamedTuple
 
 from absl import flags as absl_flags
 from ml_collections import config_dict
@@ -26,11 +27,22 @@ from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import algorithms as algorithms_lib
 from stppo_jax.configs import defaults
-from stppo_jax.tools.lab import options as options_lib
 from stppo_jax.workdir import run_folder
 
 # A comma, unless a closing bracket comes before the next opening one.
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
+
+
+class Options(NamedTuple):
+  """The options of an algorithm or an estimator.
+
+  Attributes:
+    subject: the flag that names the algorithm or estimator, as typed.
+    values: the options, a section of a configuration.
+  """
+
+  subject: str
+  values: Any
 
 
 def of_batch(**options: Any) -> absl_flags.FlagValues:
@@ -43,26 +55,24 @@ def of_batch(**options: Any) -> absl_flags.FlagValues:
 
 
 def parse(
-  flags: absl_flags.FlagValues,
-  argv: Sequence[str],
-  *,
-  required: Sequence[str] = (),
+  flags: absl_flags.FlagValues, argv: Sequence[str], *, required: str = ''
 ) -> None:
   """Sets the flags of a command that reads a saved batch.
 
-  An algorithm may be named in `--config` instead of its flag.
+  Args:
+    flags: the flags, which get their values.
+    argv: the arguments without the names of the commands.
+    required: the flag that names what is computed; `--config` may name it too.
 
   Raises:
     Misconfigured: a line for every error.
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
-  # The size of a model may stand behind the algorithm.
-  named = flags.config.partition(':')[2].partition(',')[0]
-  for name in required:
-    if not flags[name].value:
-      flags[name].value = named
-    if not flags[name].value:
-      errors.append(f'--{name}: missing')
+  if required and not flags[required].value:
+    # The size of a model may stand behind the algorithm.
+    flags[required].value = flags.config.partition(':')[2].partition(',')[0]
+    if not flags[required].value:
+      errors.append(f'--{required}: missing')
   command_line.refuse(errors or out_problems(flags, {}))
 
 
@@ -96,13 +106,7 @@ def out_problems(
   return problems
 
 
-def source(flags: absl_flags.FlagValues) -> options_lib.Source:
-  """Returns the saved batch that flags name."""
-  advantages = flags.flag_values_dict().get('advantages', '')
-  return options_lib.Source(flags.batch, advantages, flags.float64)
-
-
-def algorithms(text: str, *, config: str) -> dict[str, options_lib.Options]:
+def algorithms(text: str, *, config: str) -> dict[str, Options]:
   """Returns the options of NAME[:KEY=VALUE]..., by that text.
 
   Args:
@@ -116,7 +120,9 @@ def algorithms(text: str, *, config: str) -> dict[str, options_lib.Options]:
   for label in dict.fromkeys(_BETWEEN.split(text)):
     name, *settings = label.split(':')
     try:
-      options[label] = algorithm(name, settings, config=config, is_list=True)
+      options[label] = algorithm(
+        name, settings, config=config, flag='--algorithms'
+      )
     except exits.Misconfigured as error:
       errors.append(str(error))
   command_line.refuse(errors)
@@ -124,25 +130,20 @@ def algorithms(text: str, *, config: str) -> dict[str, options_lib.Options]:
 
 
 def algorithm(
-  name: str,
-  settings: Sequence[str],
-  *,
-  config: str,
-  is_list: bool = False,
-) -> options_lib.Options:
+  name: str, settings: Sequence[str], *, config: str, flag: str = '--algorithm'
+) -> Options:
   """Returns the options of an algorithm.
 
   Args:
     name: a key of the table of algorithms.
     settings: KEY=VALUE, of which the last of equal keys counts.
     config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
-    is_list: whether they stand in the flag --algorithms, not in --algorithm and
-      --set.
+    flag: the flag that names it, for messages.
 
   Raises:
     Misconfigured: every error, one line each.
   """
-  subject = f'--algorithms={name}' if is_list else f'--algorithm={name}'
+  subject = f'{flag}={name}'
   if config:
     run = _load(f'{config.partition(":")[0]}:{name}')
   elif name in algorithms_lib.ALGORITHMS:
@@ -151,14 +152,12 @@ def algorithm(
   else:
     choices = settings_lib.closest(name, list(algorithms_lib.ALGORITHMS))
     raise exits.Misconfigured(f'{subject}: unknown algorithm{choices}')
-  flag = f'{subject}:' if is_list else '--set '
-  typed = _apply(run, 'algorithm', settings, flag)
-  return options_lib.Options(run.algorithm, 'algorithm', typed, subject)
+  start = '--set ' if flag == '--algorithm' else f'{subject}:'
+  _apply(run, 'algorithm', settings, start)
+  return Options(subject, run.algorithm)
 
 
-def estimator(
-  name: str, settings: Sequence[str], *, config: str
-) -> options_lib.Options:
+def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
   """Returns the options of an advantage estimator.
 
   Args:
@@ -184,10 +183,8 @@ def estimator(
   else:
     options = defaults.choice('advantage', name)
     run: Any = config_dict.ConfigDict({'algorithm': {'advantage': options}})
-  typed = _apply(run, 'algorithm.advantage', settings, '--set ')
-  return options_lib.Options(
-    run.algorithm.advantage, 'advantage', typed, subject
-  )
+  _apply(run, 'algorithm.advantage', settings, '--set ')
+  return Options(subject, run.algorithm.advantage)
 
 
 def _load(name: str) -> Any:
@@ -207,25 +204,21 @@ def _load(name: str) -> Any:
 
 
 def _apply(
-  config: Any,
-  section: str,
-  settings: Sequence[str],
-  flag: str,
-) -> dict[str, tuple[str, str]]:
-  """Changes options of a section; returns `typed` of its `options.Options`.
+  config: Any, section: str, settings: Sequence[str], flag: str
+) -> None:
+  """Changes options of a section.
 
   Raises:
     Misconfigured: every error, one line each.
   """
-  texts, errors = {}, []
-  for setting in settings:
-    key, equals, text = setting.partition('=')
-    if key and equals:
-      texts[key] = text
-    else:
-      errors.append(f'{flag}{setting}: expected KEY=VALUE')
+  pairs = [setting.partition('=') for setting in settings]
+  errors = [
+    f'{flag}{setting}: expected KEY=VALUE'
+    for setting, (key, equals, _) in zip(settings, pairs)
+    if not (key and equals)
+  ]
+  texts = {key: text for key, equals, text in pairs if key and equals}
   errors += overrides_lib.override_all(
     config, texts, flag=flag, section=section
   )
   command_line.refuse(errors)
-  return {key: (f'{flag}{key}={text}', text) for key, text in texts.items()}

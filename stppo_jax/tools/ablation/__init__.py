@@ -1,1 +1,1 @@
-"""Studies of `ablate`: runs, statistics, verdicts, figures."""
+"""Makes the runs of a study, and compares them."""

@@ -1,4 +1,4 @@
-"""Pictures of a study: success over steps, and what happened in the updates."""
+"""Draws success over steps, and what happened in the updates of a study."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence

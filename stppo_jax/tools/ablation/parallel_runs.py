@@ -111,8 +111,11 @@ def run(
             log = logs / f'{name}.log' if logs else None
             process = _start(words, environment, log)
           running[place] = name, process
+          # Runs that shared cores would wait for each other's threads.
           first = place * each % len(cores)
           _pin(process.pid, cores[first : first + each])
+        # Commands have sessions of their own, so that Ctrl-C in the terminal
+        # reaches only this process: they hear of it once, from here.
         if interrupt.exit_code is not None and not are_told:
           are_told = True
           _terminate(running)

@@ -1,4 +1,4 @@
-"""The runs of a study that are to be made, their settings and folders."""
+"""Plans which runs of a study are made, with which settings and folders."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _RECORD = 'study.json'
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The runs that are wanted of a study, and how they are made.
+  """The runs of a study that the user asks for, and how they are made.
 
   Attributes:
     study: the study, with the chosen groups.

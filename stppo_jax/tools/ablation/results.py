@@ -1,4 +1,4 @@
-"""The table of a study: a CSV file with a line for each step of each run.
+"""Reads and writes the table of a study, with a line for each step of a run.
 
     group,arm,seed,settings,step,success,...
 
@@ -28,8 +28,8 @@ import numpy as np
 
 from stppo_jax import exits
 from stppo_jax.records import headline
-from stppo_jax.records import plots
 from stppo_jax.tools import success_curve
+from stppo_jax.tools.report import run_files
 from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
@@ -87,7 +87,7 @@ class Run:
 
   @property
   def key(self) -> tuple[str, str]:
-    """The key of its arm."""
+    """Returns the key of its arm."""
     return self.group, self.arm
 
   def per_step(self, column: str) -> np.ndarray:
@@ -96,7 +96,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Its success in a few numbers."""
+    """Returns its success in a few numbers."""
     return success_curve.curve(self.per_step('success'))
 
 
@@ -114,36 +114,22 @@ def from_folder(
   Raises:
     Misconfigured: the metrics of the run cannot be read.
   """
-  try:
-    metrics = plots.read_metrics(folder / 'metrics.jsonl')
-    if not (np.isfinite(metrics['step']) & (metrics['step'] >= 0)).all():
-      raise ValueError
-    places = metrics['step'].astype(int)
-  except (OSError, ValueError, KeyError, AttributeError) as error:
+  found = run_files.read(str(folder))
+  if found.losses:
     raise exits.Misconfigured(
       f'{folder}/metrics.jsonl: damaged; to make the run again, delete its '
       'folder'
-    ) from error
-  count = int(places.max()) + 1
-  nothing = np.full(len(places), math.nan)
-
-  def column(values: np.ndarray) -> np.ndarray:
-    full = np.full(count, math.nan)
-    full[places] = values
-    return rounded(full)
-
-  columns = {
-    name: column(np.sum([metrics.get(x, nothing) for x in parts], axis=0))
-    for name, parts in METRICS.items()
-  }
-  by_step = [
-    {name: x[i] for name, x in metrics.items() if not math.isnan(x[i])}
-    for i in range(len(places))
-  ]
-  greedy = [headline.evaluation(line) for line in by_step]
-  columns[_GREEDY] = column(
-    np.array([next(iter(x.values()), math.nan) for x in greedy])
-  )
+    )
+  count = found.lines[-1]['step'] + 1
+  columns = {name: np.full(count, math.nan) for name in COLUMNS}
+  for line in found.lines:
+    numbers = {k: x for k, x in line.items() if run_files.is_number(x)}
+    for name, parts in METRICS.items():
+      if all(part in numbers for part in parts):
+        columns[name][line['step']] = sum(numbers[part] for part in parts)
+    for score in headline.evaluation(numbers).values():
+      columns[_GREEDY][line['step']] = score
+  columns = {name: rounded(x) for name, x in columns.items()}
   return Run(*arm, seed, digest, columns)
 
 

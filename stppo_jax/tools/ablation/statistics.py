@@ -1,4 +1,4 @@
-"""The statistics of a study: intervals, differences, numbers of a column."""
+"""Computes intervals and paired differences of the arms of a study."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
-  """Returns the paired difference of two samples; equal places are pairs."""
+  """Returns the difference of two samples whose equal indices are pairs."""
   deltas = np.asarray(values, np.float64) - np.asarray(others, np.float64)
   return Difference(
     seeds=len(deltas),

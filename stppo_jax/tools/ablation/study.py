@@ -1,4 +1,4 @@
-"""Studies: which algorithms and settings are compared, and with which seeds.
+"""Reads studies: which algorithms, settings and seeds are compared.
 
 A config file describes its studies with a function `studies()`, whose form
 docs/your_own_study.md describes. An arm is a config that is trained once for
@@ -39,7 +39,7 @@ class Arm:
 
   @property
   def key(self) -> tuple[str, str]:
-    """Its group and its name, which no other arm of the study shares."""
+    """Returns its group and name, which no other arm of the study shares."""
     return self.group, self.name
 
   def run_name(self, seed: int) -> str:
@@ -68,7 +68,7 @@ class Study:
 
   @property
   def groups(self) -> dict[str, list[Arm]]:
-    """The arms of each group, in order."""
+    """Returns the arms of each group, in order."""
     groups: dict[str, list[Arm]] = {}
     for arm in self.arms:
       groups.setdefault(arm.group, []).append(arm)

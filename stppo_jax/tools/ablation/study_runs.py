@@ -200,8 +200,10 @@ def _carry_out(
       found += _copied(plan, [*runs, *found])
       runs[:] = results.add(plan.table, found, plan.digests)
 
+  # Runs may have finished while no `ablate` watched: by hand, or as orphans of
+  # a command that was killed. They count, but were not made now.
   gather()
-  made.clear()  # Those were made before.
+  made.clear()
   exit_code, start = 0, time.monotonic()
   for make in (_start_commands, _run_commands):
     commands = make(plan, runs) if trains else {}

@@ -1,4 +1,4 @@
-"""The tables of a study: success of its arms, and how they differ."""
+"""Makes the tables of a study: the success of its arms, and how they differ."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -144,6 +144,7 @@ def _differences(study, by_arm, has_groups) -> Table:
     + ['area', 'area larger', 'area p', 'final', 'final larger', 'final p']
   ]
   for arm, other in study.pairs():
+    # While a study is made, arms have different numbers of seeds.
     pairs = statistics.common(
       by_arm.get(arm.key, []), by_arm.get(other.key, [])
     )

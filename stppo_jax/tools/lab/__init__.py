@@ -1,1 +1,1 @@
-"""The lab: algorithms on the tokens of one saved batch."""
+"""Computes algorithms on the tokens of one saved batch."""

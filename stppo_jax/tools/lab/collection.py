@@ -112,11 +112,7 @@ def collect(
       components.placement,
     )
     collector = engines.build_collector(
-      config,
-      services,
-      tokenizer,
-      engine,
-      group_size=config.rollout.group_size,
+      config, services, tokenizer, engine, group_size=config.rollout.group_size
     )
     step = 0
     if workdir is not None:
@@ -227,6 +223,7 @@ def _newest(
     return 0, state
   step, state, host = restored
   learner.kl_coefficient = host['kl_coefficient']
+  # Policies that wait for later steps of that run are of no use here.
   return step, dataclasses.replace(state, published=())
 
 
@@ -244,8 +241,7 @@ def _updated(
 ) -> dict[str, np.ndarray]:
   """Returns the token outputs of a state's models on a batch."""
   tokens_BL, expert_ids = distributed.from_local_rows(
-    (batch.tokens_BL, batch.expert_ids),
-    sharding.batch_sharding(learner.mesh),
+    (batch.tokens_BL, batch.expert_ids), sharding.batch_sharding(learner.mesh)
   )
   outputs = jax.device_get(
     learner.token_outputs(state, tokens_BL, expert_ids=expert_ids)

@@ -34,8 +34,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-  algorithms: Mapping[str, algorithm_lib.Algorithm],
-  arrays: saved_batch.Arrays,
+  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
 ) -> Comparison:
   """Scores every algorithm, without an entropy bonus.
 

@@ -128,10 +128,7 @@ def penalized(
     estimator=estimator,
   )
   rewards_BL = kl_lib.penalized_rewards(
-    jnp.asarray(arrays['rewards_BL']),
-    kl_BL,
-    mask_BL,
-    coefficient=coefficient,
+    jnp.asarray(arrays['rewards_BL']), kl_BL, mask_BL, coefficient=coefficient
   )
   return {**arrays, 'rewards_BL': np.asarray(rewards_BL)}
 

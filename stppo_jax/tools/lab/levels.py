@@ -1,4 +1,4 @@
-"""Ratios of a saved batch at every level, and the bounds laid over them.
+"""Measures the ratios of a saved batch at every level, and their bounds.
 
 B trajectories, L tokens. The log-ratio of a segment is the mean over its
 tokens, as in `rl.ratios`.
@@ -57,8 +57,7 @@ class Levels(NamedTuple):
 
 
 def measure(
-  algorithms: Mapping[str, algorithm_lib.Algorithm],
-  arrays: saved_batch.Arrays,
+  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
 ) -> Levels:
   """Returns the ratios at all levels whose ids the batch has, and the bounds.
 
@@ -117,6 +116,8 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
       reduce='mean',
       num_turns=num_turns,
     )
+    # Ids repeat from row to row. With the row in it, a number is that of one
+    # segment, whose first token stands for all, since they have one ratio.
     numbers = np.arange(len(mask_BL))[:, None] * (mask_BL.shape[1] + 1) + ids_BL
     _, firsts = np.unique(np.asarray(numbers)[mask_BL], return_index=True)
     found[level] = np.asarray(ratio_BL)[mask_BL][firsts]

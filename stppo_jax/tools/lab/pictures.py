@@ -26,8 +26,7 @@ _TAIL = 0.01
 
 
 def comparison_page(
-  compared: comparison.Comparison,
-  changes: token_changes.Changes,
+  compared: comparison.Comparison, changes: token_changes.Changes
 ) -> figure.Figure:
   """Draws the changes of tokens, and the cosines between gradients.
 

@@ -1,4 +1,4 @@
-"""Saved batches: the arrays of one collection, and the rules of their entries.
+"""Reads saved batches, and checks the entries of their arrays.
 
 B trajectories, L tokens. The arrays of a file have the names,
 axes and meanings of `batch.TokenBatch`, except for these:
@@ -170,7 +170,8 @@ def select(
     for name, reader in readers.items()
     if name not in arrays
   )
-  # Each check relies on those before it, so each raises errors of its own.
+  # Each check relies on those before it: an array of another shape cannot be
+  # compared with the mask. So each raises errors of its own.
   chosen = {name: x for name, x in arrays.items() if name in readers}
   _raise_if(_shape_errors(chosen))
   _raise_if(

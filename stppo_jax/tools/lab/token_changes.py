@@ -60,16 +60,7 @@ Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
 def measure(
   algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
 ) -> Changes:
-  """Returns the changes of tokens by some algorithms.
-
-  Args:
-    algorithms: label to algorithm.
-    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
-      of each algorithm.
-
-  Raises:
-    saved_batch.NotFinite: a result is too large for the precision.
-  """
+  """Returns the changes of tokens; see `levels.measure` for the arguments."""
   found = {label: multipliers(x, arrays) for label, x in algorithms.items()}
   return {
     grouping: (groups, {label: shares(x, groups) for label, x in found.items()})
@@ -95,9 +86,7 @@ def multipliers(
 
   def gradient(logprobs_BL):
     found = lab.loss_and_gradient(
-      algorithm,
-      {**arrays, 'logprobs_BL': logprobs_BL},
-      entropy_coefficient=0.0,
+      algorithm, {**arrays, 'logprobs_BL': logprobs_BL}, entropy_coefficient=0.0
     )
     return found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
 
@@ -137,6 +126,7 @@ def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
   names = [str(turn) for turn in range(1, most + 1)]
   if turns_BL.max() > most:
     names[-1] += '+'
+  # A number for each turn of the batch, since turns are counted in each row.
   rows_B = np.arange(len(turns_BL))
   numbers_BL = rows_B[:, None] * (turns_BL.max() + 1) + turns_BL
   lengths_BL = np.bincount(numbers_BL.ravel())[numbers_BL]

@@ -1,1 +1,1 @@
-"""The memory and the time of a run on devices that need not be there."""
+"""Estimates memory and time of a run on devices that need not be there."""

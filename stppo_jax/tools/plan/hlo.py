@@ -20,17 +20,11 @@ _INSTRUCTION = re.compile(
   r'(?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$'
 )
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%?(?P<name>[\w.-]+) .*\{$')
-_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
-# In a layout: another memory than that in which arguments and results are.
-_FAST = re.compile(r'S\([1-9]')
+_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
 _CALLED = re.compile(
   r'\b(condition|body|calls|to_apply|true_computation|false_computation'
   r'|branch_computations)=(?:%?([\w.-]+)|\{([^}]*)\})'
 )
-# The compiler for TPU estimates how long a kernel computes; it does not count
-# waits for other devices, nor kernels that it did not make itself. Of some that
-# it cannot estimate it writes the largest integer.
-_NO_ESTIMATE = 2**63 - 1
 
 
 class Array(NamedTuple):
@@ -39,16 +33,14 @@ class Array(NamedTuple):
   Attributes:
     kind: the element type.
     dims: the dimensions.
-    is_fast: whether it is in a faster memory than arguments and results are.
   """
 
   kind: str
   dims: tuple[int, ...]
-  is_fast: bool
 
   @property
   def size(self) -> int:
-    """Its bytes."""
+    """Returns its bytes."""
     digits = re.search(r'\d+', self.kind)
     bits = int(digits[0]) if digits else 8 * (self.kind == 'pred')
     return math.prod(self.dims) * bits // 8
@@ -81,17 +73,17 @@ class Instruction:
 
   @property
   def size(self) -> int:
-    """The bytes of its results."""
+    """Returns the bytes of its results."""
     return sum(array.size for array in self.arrays)
 
   @property
   def arguments(self) -> list[str]:
-    """The names of the instructions that it reads."""
+    """Returns the names of the instructions that it reads."""
     return re.findall(r'%([\w.-]+)', self.rest.partition(')')[0])
 
   @property
   def called(self) -> list[tuple[str, str]]:
-    """How it calls other computations, and their names."""
+    """Returns how it calls other computations, and their names."""
     return [
       (kind, name.strip().removeprefix('%'))
       for kind, one, several in _CALLED.findall(self.rest)
@@ -100,19 +92,19 @@ class Instruction:
 
   @property
   def number(self) -> int | None:
-    """The value of a whole constant, or the number of a parameter."""
+    """Returns the value of a whole constant, or the number of a parameter."""
     text = self.rest.partition(')')[0]
     return int(text) if text.isdigit() else None
 
   @property
   def contracted(self) -> list[int]:
-    """The axes of the left factor that a dot sums over."""
+    """Returns the axes of the left factor that a dot sums over."""
     axes = self._found(r'lhs_contracting_dims=\{([\d,]*)\}')
     return [int(axis) for axis in axes.split(',') if axis]
 
   @property
   def labels(self) -> list[str]:
-    """The letters of the axes of a convolution's factors and its result."""
+    """Returns the letters of the axes of a convolution's factors and result."""
     return re.split('_|->', self._found(r'dim_labels=([\w>-]+)'))
 
   def window(self, axis: int) -> dict[str, int]:
@@ -129,34 +121,20 @@ class Instruction:
     }
 
   @property
-  def target(self) -> str:
-    """The name of the function that a custom call calls."""
-    return self._found(r'custom_call_target="([^"]*)"')
-
-  @property
   def cost(self) -> int:
-    """The operations of a kernel that the compiler did not make; 0: unknown."""
+    """Returns the operations that a custom kernel says it makes; 0: unknown."""
     return int(self._found(r'"cost_estimate":\{"flops":"(\d+)"') or 0)
 
   @property
-  def said_bytes(self) -> int:
-    """The bytes that such a kernel reads and writes; 0: unknown."""
-    return int(self._found(r'"bytes_accessed":"(\d+)"') or 0)
-
-  @property
-  def cycles(self) -> int:
-    """The cycles that the compiler for TPU expects; 0: unknown."""
-    cycles = int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
-    return 0 if cycles == _NO_ESTIMATE else cycles
-
-  @property
   def channel(self) -> str:
-    """The number of the channel of a collective."""
+    """Returns the number of the channel of a collective."""
     return self._found(r'\bchannel_id=(\d+)')
 
   @property
   def group(self) -> tuple[int, ...]:
-    """The devices in the group of the first; () if all are in one."""
+    """Returns the devices in the group of the first; () if all are in one."""
+    # XLA writes groups in three ways: as a list of all devices that is cut into
+    # groups of a size, as the groups themselves, or as axes of a mesh.
     match = re.search(
       r'replica_groups=\[\d+,(\d+)\]<=(\S+?)(?:, |$)', self.rest
     )
@@ -196,7 +174,7 @@ class Instruction:
 
 
 class Program(NamedTuple):
-  """A program.
+  """A compiled program for one device.
 
   Attributes:
     computations: the instructions of each computation by its name, callees
@@ -209,7 +187,7 @@ class Program(NamedTuple):
 
   @property
   def instructions(self) -> list[Instruction]:
-    """All instructions."""
+    """Returns the instructions of all computations."""
     return [x for lines in self.computations.values() for x in lines]
 
 
@@ -270,12 +248,8 @@ def _trips(
 def _arrays(shape: str) -> tuple[Array, ...]:
   """Returns the arrays of an HLO shape."""
   return tuple(
-    Array(
-      kind,
-      tuple(int(d.removeprefix('<=')) for d in dims.split(',') if d),
-      bool(_FAST.search(layout)),
-    )
-    for kind, dims, layout in _ARRAY.findall(shape)
+    Array(kind, tuple(int(d.removeprefix('<=')) for d in dims.split(',') if d))
+    for kind, dims in _ARRAY.findall(shape)
   )
 
 

@@ -49,10 +49,7 @@ def lower_update(
     state.frozen,
     _laid_out(learner, batch),
     _full_rows(
-      learner,
-      packed,
-      learner.config.updates.minibatch_size,
-      learner.sizes,
+      learner, packed, learner.config.updates.minibatch_size, learner.sizes
     ),
     # Of a step after the value warm-up, in which both models learn.
     learner.hyperparameters(learner.config.loss.value_warmup_steps),

@@ -48,7 +48,6 @@ class Plan:
   Attributes:
     topology: the devices.
     axes: the sizes of the mesh axes.
-    num_hosts: the number of hosts.
     slots: the trajectories that each host decodes at a time; 0 with
       rollout.engine=remote.
     held: what the run holds, beside what programs need.
@@ -63,7 +62,6 @@ class Plan:
 
   topology: topology_lib.Topology
   axes: Mapping[str, int]
-  num_hosts: int
   slots: int
   held: memory.Held
   estimated: Mapping[str, int]
@@ -76,7 +74,7 @@ class Plan:
 
   @property
   def temporaries(self) -> dict[str, int]:
-    """The bytes that programs need beside `sizes`, by their names.
+    """Returns the bytes that programs need beside `sizes`, by their names.
 
     Of compiled programs these are temporaries, a batch, and what the compiler
     pads; without them, the temporaries of an update are estimated.
@@ -94,7 +92,9 @@ class Plan:
 
   @property
   def total(self) -> int:
-    """The bytes at the peak of a program, on the device that holds most."""
+    """Returns the bytes at the peak, on the device that holds most."""
+    # Programs run one after the other, so only the largest of them counts, each
+    # with what the run holds at that time. Only decode copies pages.
     peaks = [self.held.decodes]
     for name, needed in self.temporaries.items():
       base = self.held.learns
@@ -106,7 +106,7 @@ class Plan:
 
   @property
   def problems(self) -> list[str]:
-    """A line for each program that does not fit by itself."""
+    """Returns a line for each program that does not fit by itself."""
     return [
       f'{name}: {cost.problem}'
       for name, cost in self.programs.items()
@@ -115,12 +115,12 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Whether all of it fits in the memory of a device."""
+    """Returns whether all of it fits in the memory of a device."""
     return self.total <= self.limit and not self.problems
 
   @property
   def seconds(self) -> tuple[float, float]:
-    """The seconds of a step: at the limits of the devices, and expected."""
+    """Returns the seconds of a step: at the limits of devices, and expected."""
     sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
@@ -191,14 +191,11 @@ def make(
   )
   with exits.as_misconfigured():
     costs = programs_lib.compile_all(
-      programs,
-      programs_lib.Subject(config, learner, placement, packed),
-      clock=topology.limits.clock,
+      programs, programs_lib.Subject(config, learner, placement, packed)
     )
   return Plan(
     topology=topology,
     axes=axes,
-    num_hosts=hosts,
     slots=0 if placement is None else components.num_slots(config, hosts),
     held=held,
     estimated=estimated_temporaries(

@@ -83,6 +83,13 @@ def sweep_meshes(
   return sorted(found, key=_rank)
 
 
+def compiled(config, tried: MeshCandidate, compiler: Planner) -> MeshCandidate:
+  """Returns a candidate with its programs compiled, unless it is refused."""
+  if tried.plan is None:
+    return tried
+  return tried._replace(plan=compiler(changed(config, tried.changes)))
+
+
 def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   """Returns changes with which a run fits; None if none are found.
 
@@ -99,12 +106,14 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   best = planner(config)
   for key, value in _candidates(config, best):
     tried = _tried(config, {**changes, key: value}, planner)
+    # A change that saves almost nothing would only make the advice longer.
     if tried.plan is not None and tried.plan.total < 0.99 * best.total:
       changes, best = tried.changes, tried.plan
     if changes and best.total <= memory:
       break
   else:
     return None
+  # An early change may be of no use any more beside a later one.
   for key in list(changes):
     fewer = {k: x for k, x in changes.items() if k != key}
     tried = _tried(config, fewer, planner)
@@ -114,11 +123,7 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
 
 
 def advice(
-  config,
-  planner: Planner,
-  memory: float,
-  *,
-  compiler: Planner | None = None,
+  config, planner: Planner, memory: float, *, compiler: Planner | None = None
 ) -> str:
   """Returns a sentence about changes with which a run fits.
 

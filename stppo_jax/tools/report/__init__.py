@@ -1,1 +1,1 @@
-"""Pages about runs: figures, tables and dialogues, from what runs have left."""
+"""Makes pages about runs, from the files that runs have left."""

@@ -87,6 +87,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 def names(runs: Sequence[run_files.Run]) -> list[str]:
   """Returns a short name of each run, different ones where folders differ."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
+  # As few folders of the path as tell all runs apart.
   depth = 1
   while depth < max(map(len, parts)):
     if len({part[-depth:] for part in parts}) == len(set(parts)):
@@ -131,6 +132,7 @@ def _labels(runs: Sequence[run_files.Run]) -> list[str]:
   titles = [run.title for run in runs]
   labels = []
   for run, title in zip(runs, titles):
+    # Settings that differ say more to a reader than names of folders.
     namesakes = [r for r, t in zip(runs, titles) if t == title]
     keys = [key for key in differences(namesakes) if not _is_free(key)]
     words = [title]
@@ -153,9 +155,7 @@ def _text(value: Any) -> str:
   return json.dumps(value, sort_keys=True, default=str)
 
 
-def config_rows(
-  runs: Sequence[run_files.Run],
-) -> list[tuple[str, list[str]]]:
+def config_rows(runs: Sequence[run_files.Run]) -> list[tuple[str, list[str]]]:
   """Returns (key, the value of each run as text) of all keys."""
   return [
     (key, [_shown(run.recorded.get(key, _ABSENT)) for run in runs])

@@ -112,6 +112,8 @@ def _count(path: pathlib.Path) -> int:
 
 def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
   """Returns evenly spread items, the last included, as many as fit."""
+  # Sizes differ, so how many fit depends on which are taken: every try asks for
+  # fewer, in proportion to what was too much.
   wanted = len(items)
   while wanted > 0:
     places = [(n + 1) * len(items) // wanted - 1 for n in range(wanted)]

@@ -150,21 +150,17 @@ def metrics(run: run_files.Run) -> dict[str, Any]:
 
 def _lines(run: run_files.Run) -> Mapping[str, Any]:
   """Returns the values of the config that figures draw as lines."""
-  keys = {
-    panel.line
-    for section in panels.SECTIONS.values()
-    for panel in section
-    if panel.line
-  }
   return {
     key: run.recorded[key]
-    for key in sorted(keys)
+    for key in panels.LINES.values()
     if run_files.is_number(run.recorded.get(key))
   }
 
 
 def _script_json(value: Any) -> str:
   """Returns JSON that ends no script element, whatever texts are in it."""
+  # HTML knows no escapes in a script: it ends at the first </script>, even in a
+  # string. JSON can write these characters by their numbers.
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   for character in '<>&':
     text = text.replace(character, f'\\u{ord(character):04x}')

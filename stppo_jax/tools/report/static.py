@@ -70,6 +70,7 @@ def _picture(
   for number, ((label, metric), points) in enumerate(curves.items()):
     # Neighbouring numbers are far apart on the circle of colours.
     colour = f'hsl({137 * number % 360} 65% 50%)'
+    # Every nth point, with n rounded up, so that a long run stays a small file.
     places = ' '.join(
       f'{across * (step - left):.1f},{_HEIGHT - up * (mean - low):.1f}'
       for step, mean, *_ in points[:: -(-len(points) // _POINTS)]

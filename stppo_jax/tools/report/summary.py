@@ -1,4 +1,4 @@
-"""The numbers of a report's tables, each a function of metrics.jsonl.
+"""Computes the numbers of a report's tables from metrics.jsonl.
 
 A step's evaluation score is the mean of its `val/` metrics. "Last" numbers of
 training are means over the last ten steps, because single steps are noisy.
@@ -132,6 +132,7 @@ def _weighted(
   shares: Mapping[int, float], tokens: Mapping[int, float]
 ) -> tuple[float, float]:
   """Returns the mean of shares, weighted by tokens, and the sum of these."""
+  # Few dialogues have a late turn in some steps, which must not count as much.
   counts = [tokens[step] if step in tokens else 0.0 for step in shares]
   total = sum(counts)
   if not total:

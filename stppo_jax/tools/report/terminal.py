@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import math
 import pathlib
 import sys
 from typing import Any
-from typing import NamedTuple
 
 from stppo_jax import exits
 from stppo_jax import streams
@@ -20,61 +18,31 @@ _QUESTION = 60  # characters of a question in the list
 _TITLES = 'no. reward status turns searches clipped question'.split()
 
 
-class Filter(NamedTuple):
-  """The dialogues that a list shows; what is None does not matter.
-
-  Attributes:
-    status: they ended with this status.
-    least: the least reward.
-    most: the largest reward.
-    searches: the number of searches.
-    text: they contain this text.
-  """
-
-  status: str | None
-  least: float | None
-  most: float | None
-  searches: int | None
-  text: str
-
-  def passes(self, record: Mapping[str, Any]) -> bool:
-    """Returns whether a dialogue is shown."""
-    reward = dialogue_data.reward(record)
-    _, searches, *_ = dialogue_data.measures(record)
-    least = -math.inf if self.least is None else self.least
-    most = math.inf if self.most is None else self.most
-    return (
-      self.status in (None, record['status'])
-      and least <= reward <= most
-      and self.searches in (None, searches)
-      and dialogue_data.contains(record, self.text)
-    )
+def _passes(record: Mapping[str, Any], flags: Any) -> bool:
+  """Returns whether a dialogue is one that the flags of `view` ask for."""
+  reward = dialogue_data.reward(record)
+  _, searches, *_ = dialogue_data.measures(record)
+  return (
+    flags.status in (None, record['status'])
+    and (flags.least is None or reward >= flags.least)
+    and (flags.most is None or reward <= flags.most)
+    and flags.searches in (None, searches)
+    and dialogue_data.contains(record, flags.text)
+  )
 
 
-def lines(
-  folder: str,
-  losses: list[str],
-  *,
-  kind: str,
-  step: int | None,
-  number: int | None,
-  tokens: bool,
-  wanted: Filter,
-) -> list[str]:
+def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
   """Returns the dialogues of a step as a list, or one of them.
 
   Args:
     folder: the folder of a run.
     losses: gets a line for each thing that cannot be read.
-    kind: `run_files.SAMPLED` or `run_files.EVALUATED`.
-    step: the step; None: the last one that has dialogues.
-    number: the number of the dialogue in the step; None: the list.
-    tokens: whether a dialogue has a table of its tokens.
-    wanted: the dialogues of the list.
+    flags: the flags of the command `view`, whose help describes them.
 
   Raises:
     Misconfigured: the step or the dialogue is not there.
   """
+  kind = run_files.EVALUATED if flags.evaluation else run_files.SAMPLED
   files: dict[int, list[pathlib.Path]] = {}
   for found, path in run_files.dialogue_files(folder, kind=kind):
     files.setdefault(found, []).append(path)
@@ -82,7 +50,7 @@ def lines(
     raise exits.Misconfigured(
       f'{folder}: no dialogue is written (writer.{kind})'
     )
-  step = max(files) if step is None else step
+  step = max(files) if flags.step is None else flags.step
   if step not in files:
     raise exits.Misconfigured(
       f'--step={step}: must be one of the steps with dialogues, '
@@ -93,21 +61,21 @@ def lines(
     for path in files[step]
     for _, record in run_files.dialogues(path, losses)
   ]
-  if number is None:
+  if flags.number is None:
     shown = {
       place: record
       for place, record in enumerate(records, start=1)
-      if wanted.passes(record)
+      if _passes(record, flags)
     }
     title = f'step {step}: {len(shown)} of {len(records)} dialogues'
     return [title, *table(shown)]
-  if not 1 <= number <= len(records):
+  if not 1 <= flags.number <= len(records):
     raise exits.Misconfigured(
-      f'--number={number}: must be from 1 to {len(records)}, the dialogues of '
-      f'step {step}'
+      f'--number={flags.number}: must be from 1 to {len(records)}, the '
+      f'dialogues of step {step}'
     )
-  colour = sys.stdout.isatty()
-  return [text(records[number - 1], colour=colour, tokens=tokens)]
+  record, colour = records[flags.number - 1], sys.stdout.isatty()
+  return [text(record, colour=colour, tokens=flags.tokens)]
 
 
 def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -15,7 +15,6 @@ from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import algorithms
-from tests.configs import resolved
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 _BASE = f'--config={_REPO}/configs/base.py'
@@ -106,11 +105,6 @@ def test_booleans_need_no_value():
   assert (flags.x, flags.y) == (False, True)
 
 
-def test_a_workdir_must_be_a_folder():
-  (line,) = _errors(_BASE, f'--workdir={__file__}')
-  assert 'exists and is not a folder' in line
-
-
 def test_flags_that_repeat_and_flags_that_are_wrong():
   flags = _flags(set=command_line.REPEATED, fast=False, x=1)
   argv = ['--set', 'a=1', '--fast', '--x', '-1', '--set=b=2', '--x=3']
@@ -142,13 +136,6 @@ def test_a_misspelt_flag_and_a_wrong_one_are_not_missing():
   ]
 
 
-def test_a_number_must_be_a_number():
-  flags = _flags(most=1.0)
-  assert command_line.parse(flags, ['--most=nan']).errors == [
-    '--most=nan: must be a number'
-  ]
-
-
 @pytest.mark.parametrize('flag', ['--fats', '-fast', '--fsat'])
 def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
   flags = _flags(x='')
@@ -160,90 +147,23 @@ def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
 
 
 @pytest.mark.parametrize(
-  ('flag', 'expected'),
-  [
-    ('--config.sed=1', "no key 'sed' in config; did you mean seed?"),
-    (
-      '--config.rollout.temprature=1',
-      "no key 'temprature' in config.rollout; did you mean temperature?",
-    ),
-    ('--config.rolout.temperature=1', 'did you mean rollout?'),
-    ('--config.zzz=1', "no key 'zzz' in config; choices: alarms, "),
-    (
-      '--config.rollout.extend_chunk=8',
-      'extend_chunk=8: is called rollout.prefill_chunk now',
-    ),
-    (
-      '--config.updates.core_lengths=8',
-      'core_lengths=8: is gone: trajectories share rows, updates.row_length',
-    ),
-    ('--config.seed.x=1', 'config.seed is a value and has no keys'),
-    ('--config.updates=1', 'a section, not a value; set one of its keys: '),
-    ('--config.seed=1.0', 'expected int, such as 0'),
-    ('--config.seed=True', 'expected int, such as 0'),
-    ('--config.seed=abc', 'expected int, such as 0'),
-    ('--config.rollout.temperature=hot', 'expected a number (float)'),
-    ('--config.rollout.temperature=True', 'expected a number (float)'),
-    ('--config.rollout.temperature=nan', 'expected a number (float)'),
-    ('--config.writer.tensorboard=2', 'expected true or false'),
-    ('--config.writer.tensorboard=yes', 'expected true or false'),
-    ('--noconfig.writer.tensorboard=1', 'unknown flag'),
-    ('--noconfig.seed', '--noconfig.seed: not a boolean'),
-    ('--noconfig.sed', "--noconfig.sed: no key 'sed' in config; did you mean"),
-    ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
-    ('--config.data.synthetic_wiki.hops=one', 'expected a tuple'),
-    ('--config.algorithm.correction.names=1', 'expected a tuple'),
-    ('--config.algorithm.correction.names=(tis', 'expected a tuple'),
-    ('--config.algorithm.correction.names=tis mis', 'expected a tuple'),
-    ('--config.updates.num_epochs=__import__("os")', 'expected int'),
-    ('--config.rollout.temperature=0', 'must be greater than 0'),
-    ('--config.rollout.temperature=1e999', 'must be greater than 0'),
-    ('--config.seed', 'has no value'),
-    ('config.seed=1', 'not a flag'),
-    ('--zzz=1', 'unknown flag; choices: --workdir, --steps, --config'),
-    ('--workdri=1', 'unknown flag; did you mean --workdir?'),
-    ('--steps=many', 'must be an integer'),
-  ],
-)
-def test_a_wrong_flag_is_one_line(flag, expected):
-  (line,) = _errors(_BASE, '--workdir=x', flag, steps=5)
-  assert flag.lstrip('-').partition('=')[0] in line and expected in line
-
-
-def test_missing_flags_and_a_file_for_a_folder():
-  required = ('workdir',)
-  lines = _errors(required=required)
-  assert lines == ['--config: missing', '--workdir: missing']
-  (line,) = _errors(_BASE, f'--workdir={__file__}')
-  assert 'exists and is not a folder' in line
-
-
-@pytest.mark.parametrize(
   ('source', 'expected'),
   [
-    ('x = (', 'line 1, fails with SyntaxError: '),
     ('\nimport no_such_module', 'line 2, fails with ModuleNotFoundError'),
-    ('x = 1', ': has no function get_config'),
-    ('def get_config(): return {}', 'returns dict, expected a ConfigDict'),
     ('def get_config():\n  return 1 / 0', 'line 2, fails with ZeroDivision'),
+    # The place of the file, not that of json.
     (
       'import json\ndef get_config(): return json.loads("")',
-      'line 2, fails with JSONDecodeError',  # its place, not that of json
+      'line 2, fails with JSONDecodeError',
     ),
     ('def get_config(): raise ValueError("a\\nb")', 'ValueError: a b'),
-    (
-      'def get_config(x): pass',
-      'mine.py fails with TypeError: get_config() mi',
-    ),
   ],
 )
 def test_a_config_file_that_fails(tmp_path, source, expected):
   file = tmp_path / 'mine.py'
   file.write_text(source, encoding='utf-8')
   (line,) = _errors(f'--config={file}', '--workdir=x')
-  assert line.startswith(f'--config={file}: ') and expected in line
-  if ' line ' in expected:
-    assert f'{file}, line ' in line
+  assert line.startswith(f'--config={file}: {file}, line') and expected in line
 
 
 def test_a_module_that_a_config_imports_is_named_too(tmp_path, monkeypatch):
@@ -253,16 +173,6 @@ def test_a_module_that_a_config_imports_is_named_too(tmp_path, monkeypatch):
   file.write_text('import sizes_with_an_error', encoding='utf-8')
   (line,) = _errors(f'--config={file}', '--workdir=x')
   assert 'sizes_with_an_error.py, line 2, fails with SyntaxError: ' in line
-
-
-def test_a_folder_of_configs_is_no_config(monkeypatch):
-  monkeypatch.chdir(_REPO)
-  for folder in ('configs', 'configs/', './configs'):
-    (line,) = _errors(f'--config={folder}', '--workdir=x')
-    assert line == (
-      f'--config={folder}: is a folder; choices: '
-      + ', '.join(f'configs/{name}.py' for name in ('base', *resolved.files()))
-    )
 
 
 def test_a_missing_file_and_an_unknown_algorithm():
@@ -351,18 +261,6 @@ def test_a_wrong_command_line_exits_2_fast(tmp_path, command):
   assert not (tmp_path / 'run').exists()
 
 
-def test_a_wrong_algorithm_exits_2_without_a_device(tmp_path):
-  code, _, err, _ = _run(
-    'train',
-    '--config=configs/base.py',
-    f'--workdir={tmp_path}/run',
-    '--config.algorithm.bounds.name=loose',
-  )
-  line = "config.algorithm.bounds.name='loose': must be one of fixed"
-  assert code == 2
-  assert err.startswith(line) and len(err.splitlines()) == 1
-
-
 def test_config_prints_overrides_that_give_the_same_config():
   code, out, err, _ = _run(
     'config', '--config=configs/base.py', '--config.seed=3'
@@ -389,17 +287,11 @@ def test_config_prints_numbers_that_follow_from_it():
   )
   assert code == 0
   # 128 trajectories, minibatches of 64, two epochs, 60 steps.
-  assert out.splitlines()[-7:] == [
-    '# questions per step: 128',
-    '# updates per collection: 4',
-    '# updates of the run: 240',
-    '# microbatches per update: at most 4',
-    '# tokens per update: at most 12,288',
-    '# tokens of the run: at most 1,474,560',
-    '# off-policy degree: at the last update of a step, the policy is 11 '
-    'updates newer than the one that collected',
-  ]
-  assert '# differs from base: num_steps = 60, not 100' in out.splitlines()
+  assert '# updates per collection: 4' in out
+  assert '# updates of the run: 240' in out
+  assert '# microbatches per update: at most 4' in out
+  assert 'is 11 updates newer' in out
+  assert '# differs from base: num_steps = 60, not 100' in out
 
 
 def test_the_list_of_commands():

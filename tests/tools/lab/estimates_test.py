@@ -142,17 +142,6 @@ def test_the_penalty_is_that_of_a_run(kl, poison):
     assert found[name] is rollouts[name]
 
 
-def test_a_penalty_that_a_run_cannot_have_is_refused():
-  options = lambda name: defaults.choice('advantage', name)
-  gae = estimates.build_estimator(options('gae'))
-  estimates.check_penalty(gae, 'k1')
-  with pytest.raises(ValueError, match='must be one of k1, k2, k3'):
-    estimates.check_penalty(gae, 'k4')
-  turns = estimates.build_estimator(options('turn_group'))
-  with pytest.raises(ValueError, match='would count as a reward of the turns'):
-    estimates.check_penalty(turns, 'k1')
-
-
 def test_advantages_that_are_too_large_are_refused_and_a_metric_is_not():
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['rewards_BL'] = np.where(batch.loss_mask_BL, 1e200, np.nan)

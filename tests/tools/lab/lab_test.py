@@ -149,17 +149,6 @@ def test_a_file_with_five_arrays_is_enough():
     assert value == pytest.approx(whole.metrics[name], rel=1e-12)
 
 
-def test_the_required_arrays_are_those_an_algorithm_reads():
-  needs = lambda name, coefficient=0.0: lab.required_arrays(
-    batches.algorithm(name), entropy_coefficient=coefficient
-  )
-  five = needs('st_ppo')
-  assert needs('sspo') == five | {'sentence_ids_BL', 'entropy_BL'}
-  assert needs('minirl') == five | {'sampler_logprobs_BL'}
-  assert needs('so_grpo') == five | {'ref_logprobs_BL'}
-  assert needs('st_ppo', 0.1) == five | {'entropy_BL'}
-
-
 def test_a_batch_without_a_trained_token_gives_zeros():
   shape = 1, 7
   arrays = {

@@ -69,15 +69,6 @@ def test_shares_outside_of_bounds_are_those_of_the_tokens(measured):
   assert 0.999 < found.bounds['gspo'].low < 1
 
 
-def test_the_table_has_a_line_for_each_level_and_algorithm(measured):
-  found, *_ = measured
-  lines = levels.table(found).splitlines()
-  starts = [line.split()[0] for line in lines if line]
-  assert starts[:5] == ['level', 'token', 'turn', 'sentence', 'sequence']
-  begin = starts.index('algorithm')
-  assert starts[begin + 1 : begin + 5] == list(_NAMES)
-
-
 def test_a_bound_below_every_ratio_is_none():
   wide = levels.Bounds('token', -9.0, 5.0, 0.0, 0.0)
   unread = levels.Bounds('token', *[float('nan')] * 4)

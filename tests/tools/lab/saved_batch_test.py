@@ -90,16 +90,6 @@ def test_selected_arrays_have_the_dtypes_of_the_computation():
   assert saved_batch.num_turns(found) == batch.turn_ids_BL[mask].max()
 
 
-def test_a_missing_array_is_named_with_its_reader():
-  arrays, *_ = batch_arrays.arrays()
-  del arrays['logprobs_BL'], arrays['group_ids_B']
-  _refused(
-    arrays,
-    'lacks logprobs_BL, which it reads',
-    'lacks group_ids_B, which it reads',
-  )
-
-
 @pytest.mark.parametrize(
   ('name', 'dtype', 'line'),
   [
@@ -150,57 +140,6 @@ def test_a_trained_token_needs_a_turn_id(number):
   )
 
 
-def test_a_mask_has_two_values():
-  arrays, *_ = batch_arrays.arrays()
-  arrays['loss_mask_BL'][2, 3] = 2
-  _refused(
-    arrays, 'loss_mask_BL: neither 0 nor 1; 1 entries, the first at [2, 3'
-  )
-
-
-def test_a_batch_without_a_token_is_refused():
-  arrays, *_ = batch_arrays.arrays()
-  for part, shape in ((np.s_[:0], (0, 16)), (np.s_[:, :0], (6, 0))):
-    empty = {'loss_mask_BL': arrays['loss_mask_BL'][part]}
-    _refused(
-      arrays | empty,
-      f'loss_mask_BL has shape {shape}, expected [B, L], each 1 or more',
-    )
-
-
-def test_optional_arrays_are_read_where_they_are_valid():
-  arrays, batch, *_ = batch_arrays.arrays()
-  uses = (
-    'entropy_BL',
-    'sentence_ids_BL',
-    'sampler_logprobs_BL',
-    'state_ids_BL',
-  )
-  needs = dict.fromkeys(('loss_mask_BL', *uses[:3]), 'it')
-  found, lines = saved_batch.select_optional(arrays, uses, dtype=np.float32)
-  assert not lines and found.keys() == set(uses[:3])
-  for name, x in _select(arrays, needs, np.float32).items():
-    if name in found:
-      np.testing.assert_array_equal(found[name], x)
-  arrays['sampler_logprobs_BL'][:] = np.nan
-  arrays['sentence_ids_BL'][:] = 0
-  arrays['entropy_BL'] = np.zeros((2, 2))
-  found, lines = saved_batch.select_optional(arrays, uses, dtype=np.float32)
-  assert not found
-  number = batch.loss_mask_BL.sum()
-  for line, start in zip(
-    lines,
-    (
-      'entropy_BL has shape (2, 2), expected (6, 16)',
-      'sentence_ids_BL: must be in 1..16 where loss_mask_BL is true; '
-      f'{number} entries',
-      f'sampler_logprobs_BL: not finite in float32; {number} entries',
-    ),
-    strict=True,
-  ):
-    assert line.startswith(start)
-
-
 def test_a_single_number_has_no_axes():
   arrays, *_ = batch_arrays.arrays()
   needs = _NEEDS | {'kl_coefficient': 'it'}
@@ -215,13 +154,3 @@ def test_a_single_number_has_no_axes():
   ):
     arrays['kl_coefficient'] = np.asarray(value)
     _refused(arrays, line, needs=needs)
-
-
-def test_an_overflow_is_named():
-  saved_batch.check_finite({'a': np.ones(2)})
-  with pytest.raises(
-    saved_batch.NotFinite, match='^b: not finite in float32, the'
-  ):
-    saved_batch.check_finite(
-      {'a': np.ones(2), 'b': np.array([1, np.inf], np.float32)}
-    )

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from benchmarks import made_runs
-from benchmarks import report
 from tests.tools.report import conftest
 from tests.training import runs
 
@@ -258,29 +257,6 @@ def test_evaluations_show_the_same_questions_at_several_steps(
     opened.open(f'tab=dialogues&kind=all&d={name}')
     page.wait_for_selector('.where')
     assert page.locator('.where').inner_text().startswith(what)
-  opened.close()
-
-
-@pytest.mark.slow
-def test_five_thousand_dialogues_are_shown_within_three_seconds(
-  browser, tmp_path
-):
-  folder = made_runs.make(
-    tmp_path / 'run',
-    steps=500,
-    dialogues=10,
-    tokens=64,
-    detailed=10,
-    questions=500,
-  )
-  out = tmp_path / 'report.html'
-  assert conftest.report(folder, f'--out={out}') == 0
-  assert out.stat().st_size < 25e6
-  seconds, _ = report.load(browser, out)
-  assert seconds < 3.0
-  opened = conftest.Opened(browser, out, 'tab=dialogues')
-  opened.shown(0)
-  assert _count(opened) == 5000
   opened.close()
 
 
