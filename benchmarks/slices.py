@@ -24,6 +24,12 @@ _GIB = 2**30
 _LENGTH, _LOSS_FRACTION = 4096, 0.5
 
 
+# The compiler does not estimate the kernel that reads cached keys and values.
+# This share of a chip's bandwidth is taken, which a like kernel reaches in
+# decoding on TPU7x ("Ragged Paged Attention", arXiv 2604.15464).
+_KERNEL = 0.86
+
+
 class Setting(NamedTuple):
   """The mesh of a model on a slice, and of the engine of each of its hosts.
 
@@ -112,6 +118,7 @@ def line(name: str) -> str:
       (state, ('publish',)),
     )
   )
+  seconds = [f'{plan.programs[n].seconds:.1f}' for n in ('annotate', 'update')]
   cells = (
     f'{model} {chips}',
     ', '.join(map(str, setting[:3])),
@@ -119,14 +126,49 @@ def line(name: str) -> str:
     *learning,
     f'{sum(c.sent for c in update.collectives) / _GIB:.0f}',
     f'{update.operations / 1e12:.0f}',
+    ' + '.join(seconds),
     f'{plan.slots}, {setting.decode_tensor}',
     f'{engine / _GIB:.1f}',
     *collecting,
     *publishing,
+    *(f'{x:.2f}' for x in against_bounds(plan, made.rollout)),
     f'{plan.total / _GIB:.1f} / {formula.total / _GIB:.1f}',
     ' / '.join('fits' if x.fits else 'does not fit' for x in (plan, formula)),
   )
   return f'| {" | ".join(cells)} |'
+
+
+def against_bounds(plan, rollout) -> tuple[float, float]:
+  """Returns the times of extend and of decode, divided by their bounds.
+
+  Both have the compiler's estimate of everything but the attention to cached
+  tokens, which a kernel computes, and a time for that: in extend that of its
+  products at the peak, in decode that of its reads at a share of the bandwidth.
+  The bound of extend is the time of all products at the peak, that of decode
+  the time to read the weights and the keys and values. Rows are half as long as
+  they can get. 0 if a program does not fit.
+
+  Args:
+    plan: the plan, with both programs.
+    rollout: the part `rollout` of the config.
+  """
+  from stppo_jax.models import flops
+
+  work, limits = plan.work, plan.topology.limits
+  extend, decode = (plan.programs[name] for name in ('extend', 'decode'))
+  if extend.problem or decode.problem:
+    return 0.0, 0.0
+  tokens = work.decode_rows * rollout.prefill_chunk / work.engine_tensor
+  rate = tokens / limits.operations
+  kernel = rate * flops.attention_operations(work.shape, _LENGTH)
+  products = rate * flops.layer_operations(work.shape, _LENGTH)
+  per_token = decode.seconds / rollout.decode_chunk
+  cached = work.decode_bytes - work.engine_weights
+  return (
+    (extend.seconds + kernel) / products,
+    (per_token + cached / _KERNEL / limits.bandwidth)
+    / (work.decode_bytes / limits.bandwidth),
+  )
 
 
 if __name__ == '__main__':

@@ -71,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
     if name not in _PROGRAMS
   ]
   errors += [
-    f'--{name}=inf: must be finite'
-    for name in ('hbm_gib', 'price')
-    if math.isinf(getattr(flags, name))
+    f'--{name}={value}: must be finite'
+    for name, value in (('hbm_gib', flags.hbm_gib), ('price', flags.price))
+    if math.isinf(value)
   ]
   if flags.topology and flags.devices:
     errors.append(f'--devices={flags.devices}: not allowed with --topology')
@@ -83,4 +83,15 @@ def main(argv: Sequence[str]) -> int:
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools.plan import estimate
 
-  return estimate.show(config, flags)
+  return estimate.show(
+    config,
+    topology_name=flags.topology or f'cpu:{flags.devices or 64}',
+    programs=flags.programs if flags.compile else None,
+    gib=flags.hbm_gib,
+    length=flags.length or config.env.max_length,
+    loss_fraction=flags.loss_fraction,
+    price=flags.price,
+    as_json=flags.json,
+    sweeps=flags.sweep_mesh,
+    compile_best=flags.compile_best,
+  )

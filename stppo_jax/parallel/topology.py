@@ -41,6 +41,7 @@ class Limits(NamedTuple):
     links: bytes per second that it sends to devices of its host; on a TPU,
       through both links of one axis of the torus.
     network: bytes per second that it sends to another host.
+    clock: cycles per second, for `hlo_cost.estimated_cycles`.
     per_chip: devices of one chip.
   """
 
@@ -49,6 +50,7 @@ class Limits(NamedTuple):
   bandwidth: float
   links: float
   network: float
+  clock: float = 1.0
   per_chip: int = 1
 
 
@@ -57,15 +59,15 @@ class Limits(NamedTuple):
 # Model" (jax-ml.github.io/scaling-book/tpus), by Google's engineers, which has
 # 45 or 90 GB/s for a link in one direction. The pages of Google imply 50 or 100
 # for v5e (400 GB/s through four ports in both directions), v6e (800) and v5p
-# (1200 through six); that of v4 has none.
+# (1200 through six); that of v4 has none. The clocks are unverified.
 TPUS: Mapping[str, Limits] = {
-  'v4': Limits(30.75, 275e12, 1.2e12, 90e9, 90e9),
-  'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9),
-  'v5p': Limits(95.74, 459e12, 2.765e12, 180e9, 180e9),
-  'v6e': Limits(31.25, 918e12, 1.64e12, 180e9, 180e9),
+  'v4': Limits(30.75, 275e12, 1.2e12, 90e9, 90e9, 1.05e9),
+  'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9, 1.5e9),
+  'v5p': Limits(95.74, 459e12, 2.765e12, 180e9, 180e9, 1.75e9),
+  'v6e': Limits(31.25, 918e12, 1.64e12, 180e9, 180e9, 1.75e9),
   # A chip is two devices; each has half of the chip's rates. The links follow
   # from Google's page: 1200 GB/s through six ports in both directions.
-  'tpu7x': Limits(94.75, 1153e12, 3.69e12, 100e9, 100e9, per_chip=2),
+  'tpu7x': Limits(94.75, 1153e12, 3.69e12, 100e9, 100e9, 1.9e9, 2),
 }
 # The data sheets of NVIDIA for A100, H100 and H200 (SXM), without sparse
 # matrices; links have half of what they give for both directions. Unverified:

@@ -160,7 +160,7 @@ def test_logits_are_neither_sent_nor_held(axes):
   # Half of the float32 logits of the tokens that carry loss.
   limit = rows * _NUM_LOSSES * width * 2
   for collective in hlo_cost.collectives(hlo.read(text)):
-    for _, shape in collective.arrays:
+    for _, shape, _ in collective.arrays:
       # Of arrays over the vocabulary, devices send columns of weights only.
       if set(shape) & {_V, width}:
         columns = math.prod(shape) // max(shape)

@@ -91,7 +91,7 @@ def test_decoding_on_devices_copies_each_row_s_pages_once_and_sends_none(
   of_cache = [
     math.prod(dims)
     for line in hlo.read(text).instructions
-    for _, dims in line.arrays
+    for _, dims, _ in line.arrays
     if _J in dims and 8 in dims
   ]
   assert of_cache and max(of_cache) == keys

@@ -122,7 +122,7 @@ def test_no_program_has_a_float32_copy_of_the_weights():
   of_f32 = {
     dims
     for line in hlo.read(_compiled('decode').text).instructions
-    for kind, dims in line.arrays
+    for kind, dims, _ in line.arrays
     if kind == 'f32' and not line.kernel
   }
   assert len(matrices) > 4 and of_f32 and not matrices & of_f32

@@ -22,14 +22,35 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def show(config: Any, flags: Any) -> int:
+def show(
+  config: Any,
+  *,
+  topology_name: str,
+  programs: Sequence[str] | None,
+  gib: float,
+  length: int,
+  loss_fraction: float,
+  price: float,
+  as_json: bool,
+  sweeps: bool,
+  compile_best: int,
+) -> int:
   """Prints the plan of a run, or those of all meshes.
 
   Call it before jax is asked for devices: it chooses them.
 
   Args:
     config: the config of the run.
-    flags: the flags of the command `plan`, whose help describes them.
+    topology_name: the devices, see `parallel/topology.py`.
+    programs: the programs to compile; none: those that are compiled for the
+      platform; None: none of them.
+    gib: the memory of a device; 0: that of the topology's.
+    length: tokens of a row.
+    loss_fraction: the largest share of them that is trained on.
+    price: the price of a chip for an hour.
+    as_json: whether to print JSON.
+    sweeps: whether to print all meshes.
+    compile_best: with `sweeps`, how many are compiled, the best first; -1: all.
 
   Returns:
     The exit code, 2 if nothing fits.
@@ -37,44 +58,45 @@ def show(config: Any, flags: Any) -> int:
   Raises:
     Misconfigured: there is no such topology, or the run does not fit it.
   """
-  name = flags.topology or f'cpu:{flags.devices or 64}'
-  try:
-    topology = topology_lib.find(name)
-  except ValueError as error:
-    raise exits.Misconfigured(f'--topology={error}') from error
-  programs: Sequence[str] = ()
-  if flags.compile and topology.platform != 'gpu':
-    programs = flags.programs or _PROGRAMS[topology.platform]
-  _choose_devices(topology, compiles=bool(programs))
+  with exits.as_misconfigured():
+    topology = _topology(topology_name)
+  names: Sequence[str] = ()
+  if programs is not None and topology.platform != 'gpu':
+    names = programs or _PROGRAMS[topology.platform]
+  _choose_devices(topology, compiles=bool(names))
   planner = functools.partial(
     plan_lib.make,
-    length=flags.length or config.env.max_length,
-    loss_fraction=flags.loss_fraction,
+    length=length,
+    loss_fraction=loss_fraction,
     topology=topology,
-    gib=flags.hbm_gib,
+    gib=gib,
   )
-  if flags.sweep_mesh:
-    found = search.sweep_meshes(config, topology, planner)
-    if programs:
-      last = len(found) if flags.compile_best < 0 else flags.compile_best
-      compiler = functools.partial(planner, programs=programs)
-      found[:last] = [
-        search.compiled(config, x, compiler) for x in found[:last]
-      ]
-    rows = [summary_lib.row(tried) for tried in found]
-    text = json.dumps(rows, indent=2)
-    print(text if flags.json else summary_lib.sweep_text(rows))
+  if sweeps:
+    rows = [
+      summary_lib.row(tried)
+      for tried in _sweep(config, topology, planner, names, compile_best)
+    ]
+    print(
+      json.dumps(rows, indent=2) if as_json else summary_lib.sweep_text(rows)
+    )
     return 0 if any(row['fits'] for row in rows) else exits.USAGE
-  plan = planner(config, programs=programs)
-  summary = summary_lib.summary(plan, price=flags.price)
+  plan = planner(config, programs=names)
+  summary = summary_lib.summary(plan, price=price)
   if not plan.fits:
-    compiler = functools.partial(planner, programs=programs)
+    compiler = functools.partial(planner, programs=names) if names else None
     summary['advice'] = search.advice(
-      config, planner, plan.limit, compiler=compiler if programs else None
+      config, planner, plan.limit, compiler=compiler
     )
   lines = summary_lib.text(summary)
-  print(json.dumps(summary, indent=2) if flags.json else '\n'.join(lines))
+  print(json.dumps(summary, indent=2) if as_json else '\n'.join(lines))
   return 0 if plan.fits else exits.USAGE
+
+
+def _topology(name: str) -> topology_lib.Topology:
+  try:
+    return topology_lib.find(name)
+  except ValueError as error:
+    raise ValueError(f'--topology={error}') from error
 
 
 def _choose_devices(topology: topology_lib.Topology, *, compiles: bool) -> None:
@@ -90,3 +112,23 @@ def _choose_devices(topology: topology_lib.Topology, *, compiles: bool) -> None:
   if topology.platform == 'tpu' and compiles:
     # A program for chips that are not there can be kept, but not read again.
     jax.config.update('jax_enable_compilation_cache', False)
+
+
+def _sweep(
+  config,
+  topology: topology_lib.Topology,
+  planner: search.Planner,
+  programs: Sequence[str],
+  compile_best: int,
+) -> list[search.MeshCandidate]:
+  """Returns the plans of all meshes, the best of them compiled."""
+  found = search.sweep_meshes(config, topology, planner)
+  if not programs:
+    return found
+  last = len(found) if compile_best < 0 else compile_best
+  for n, tried in enumerate(found[:last]):
+    if tried.plan is not None:
+      changed = search.changed(config, tried.changes)
+      plan = planner(changed, programs=programs)
+      found[n] = tried._replace(plan=plan)
+  return found

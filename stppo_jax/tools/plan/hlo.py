@@ -20,11 +20,17 @@ _INSTRUCTION = re.compile(
   r'(?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$'
 )
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%?(?P<name>[\w.-]+) .*\{$')
-_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
+_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
+# In a layout: another memory than that in which arguments and results are.
+_FAST = re.compile(r'S\([1-9]')
 _CALLED = re.compile(
   r'\b(condition|body|calls|to_apply|true_computation|false_computation'
   r'|branch_computations)=(?:%?([\w.-]+)|\{([^}]*)\})'
 )
+# The compiler for TPU estimates how long a kernel computes; it does not count
+# waits for other devices, nor kernels that it did not make itself. Of some that
+# it cannot estimate it writes the largest integer.
+_NO_ESTIMATE = 2**63 - 1
 
 
 class Array(NamedTuple):
@@ -33,10 +39,12 @@ class Array(NamedTuple):
   Attributes:
     kind: the element type.
     dims: the dimensions.
+    is_fast: whether it is in a faster memory than arguments and results are.
   """
 
   kind: str
   dims: tuple[int, ...]
+  is_fast: bool
 
   @property
   def size(self) -> int:
@@ -121,9 +129,25 @@ class Instruction:
     }
 
   @property
+  def target(self) -> str:
+    """The name of the function that a custom call calls."""
+    return self._found(r'custom_call_target="([^"]*)"')
+
+  @property
   def cost(self) -> int:
     """Returns the operations that a custom kernel says it makes; 0: unknown."""
     return int(self._found(r'"cost_estimate":\{"flops":"(\d+)"') or 0)
+
+  @property
+  def said_bytes(self) -> int:
+    """The bytes that such a kernel reads and writes; 0: unknown."""
+    return int(self._found(r'"bytes_accessed":"(\d+)"') or 0)
+
+  @property
+  def cycles(self) -> int:
+    """The cycles that the compiler for TPU expects; 0: unknown."""
+    cycles = int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
+    return 0 if cycles == _NO_ESTIMATE else cycles
 
   @property
   def channel(self) -> str:
@@ -248,8 +272,12 @@ def _trips(
 def _arrays(shape: str) -> tuple[Array, ...]:
   """Returns the arrays of an HLO shape."""
   return tuple(
-    Array(kind, tuple(int(d.removeprefix('<=')) for d in dims.split(',') if d))
-    for kind, dims in _ARRAY.findall(shape)
+    Array(
+      kind,
+      tuple(int(d.removeprefix('<=')) for d in dims.split(',') if d),
+      bool(_FAST.search(layout)),
+    )
+    for kind, dims, layout in _ARRAY.findall(shape)
   )
 
 

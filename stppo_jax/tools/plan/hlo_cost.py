@@ -1,10 +1,16 @@
-"""Counts what each device sends and multiplies in a compiled program.
+"""Counts what a compiled program does on each device.
 
-An instruction counts as often as it runs. XLA's own `cost_analysis` counts the
-body of a loop once, so it cannot be used for layers that are scanned.
+An instruction counts as often as it runs. Bytes and operations are those of one
+device. Of the bytes that a program moves to and from the memory of its device,
+only what kernels take and return counts, because they keep what they compute
+inside them. The compiler for TPU also moves arrays into a faster memory ahead
+of their use, and marks them; such an array counts when it is moved, not when it
+is used. Of an array of which an instruction reads or overwrites a part, the
+part counts.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -27,6 +33,19 @@ _SENT = {
 # How the compiler for TPU names a kernel that is a reduce-scatter; inside, the
 # text has an all-reduce, of whose result a part is kept.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
+# Instructions that move nothing, or whose bytes count where they begin or in
+# the computations that they call.
+_FREE = frozenset(
+  {
+    *('parameter', 'constant', 'bitcast', 'get-tuple-element', 'tuple'),
+    *('while', 'conditional', 'call', 'async-start', 'async-update'),
+    *('after-all', 'optimization-barrier', 'partition-id', 'replica-id'),
+  }
+)
+# The compiler for TPU puts pieces side by side that were moved one by one.
+_JOINED = 'ConcatBitcast'
+_READS_PART = frozenset({'slice', 'dynamic-slice', 'gather', 'slice-start'})
+_WRITES_PART = 'dynamic-update-slice'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,3 +168,111 @@ def _met(
   at = np.add.outer(np.arange(results) * stride, np.arange(window) * rhs_dilate)
   entry, hole = np.divmod(at - pad, lhs_dilate)
   return int(np.sum((hole == 0) & (0 <= entry) & (entry < size)))
+
+
+def estimated_cycles(program: hlo.Program) -> int:
+  """Returns the cycles that the compiler for TPU expects the kernels to take.
+
+  It is a number to compare programs by, not a time: the compiler estimates the
+  kernels that it makes itself, and no wait for another device. 0 in a program
+  for another platform.
+  """
+  return sum(
+    line.times * line.cycles for line in program.instructions if not line.kernel
+  )
+
+
+def accessed(program: hlo.Program) -> int:
+  """Returns the bytes that a device reads from its memory and writes to it."""
+  return sum(
+    line.times * _moved(line, program)
+    for line in program.instructions
+    if line.times and not line.kernel
+  )
+
+
+def _moved(line: hlo.Instruction, program: hlo.Program) -> int:
+  """Returns the bytes that an instruction reads and writes."""
+  opcode = line.opcode
+  if opcode in _FREE or opcode.endswith('-done') or line.target == _JOINED:
+    return 0
+  if line.said_bytes:
+    return line.said_bytes
+  operands = [sum(map(_in_memory, arrays)) for arrays in line.operands]
+  results = list(map(_in_memory, line.arrays))
+  if opcode == 'copy-start':  # (destination, source, context)
+    return operands[0] + results[0]
+  if opcode == 'slice-start':  # ((source), destination, context)
+    return results[1] + (line.arrays[1].size if operands[0] else 0)
+  if opcode.endswith('-start') and opcode != 'all-reduce-start':
+    # A collective: (operands, as many results, contexts).
+    return sum(operands) + sum(results[len(operands) : 2 * len(operands)])
+  if opcode in _READS_PART:
+    return min(operands[0], line.size) + sum(results)
+  if opcode == _WRITES_PART:
+    return 2 * operands[1] if operands[0] else operands[1]
+  if opcode != 'fusion':
+    return sum(operands) + sum(results)
+  kernel = _kernel(line, program)
+  read = sum(
+    min(size, _read_inside(kernel, number, program))
+    for number, size in enumerate(operands)
+    if size
+  )
+  return read + _written(results, kernel)
+
+
+def _in_memory(array: hlo.Array) -> int:
+  """Returns the bytes of an array in the memory that counts."""
+  return 0 if array.is_fast else array.size
+
+
+def _kernel(
+  line: hlo.Instruction, program: hlo.Program
+) -> list[hlo.Instruction]:
+  """Returns the instructions inside a fusion."""
+  (_, name), *_ = line.called
+  return program.computations[name]
+
+
+def _read_inside(
+  kernel: Sequence[hlo.Instruction], number: int, program: hlo.Program
+) -> int:
+  """Returns the bytes that a kernel reads of an argument, at most."""
+  (argument,) = (
+    x for x in kernel if x.opcode == 'parameter' and x.number == number
+  )
+  names = [argument.name]
+  total = 0
+  for line in kernel:
+    given = line.arguments
+    for name in set(names).intersection(given):
+      place = given.index(name)
+      if line.opcode == 'bitcast':
+        names.append(line.name)
+      elif line.opcode in _READS_PART and not place:
+        total += line.size
+      elif line.opcode == 'fusion':
+        total += _read_inside(_kernel(line, program), place, program)
+      elif line.opcode != _WRITES_PART or place:
+        return argument.size
+  # The rest of an array that is overwritten in part stays where it is, but what
+  # is handed on as it is has been read.
+  return argument.size if kernel[-1].name in names else total
+
+
+def _written(results: Sequence[int], kernel: Sequence[hlo.Instruction]) -> int:
+  """Returns the bytes that a kernel writes of its results."""
+  by_name = {line.name: line for line in kernel}
+  root = kernel[-1]
+  roots = [root]
+  if root.opcode == 'tuple':
+    roots = [by_name[name] for name in root.arguments]
+  total = 0
+  for size, result in zip(results, roots, strict=False):
+    while result.opcode == 'bitcast':
+      result = by_name[result.arguments[0]]
+    if result.opcode == _WRITES_PART:
+      size = min(size, by_name[result.arguments[1]].size)
+    total += size
+  return total

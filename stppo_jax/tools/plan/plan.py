@@ -191,7 +191,9 @@ def make(
   )
   with exits.as_misconfigured():
     costs = programs_lib.compile_all(
-      programs, programs_lib.Subject(config, learner, placement, packed)
+      programs,
+      programs_lib.Subject(config, learner, placement, packed),
+      clock=topology.limits.clock,
     )
   return Plan(
     topology=topology,

@@ -62,7 +62,7 @@ class Subject:
 
 
 class Cost(NamedTuple):
-  """The memory and the work of a compiled program on one device.
+  """The memory, traffic and work of a compiled program on one device.
 
   Attributes:
     arguments: the bytes of its arguments, as the compiler lays them out.
@@ -71,9 +71,13 @@ class Cost(NamedTuple):
     in_place: the bytes of arguments that its results take the place of.
     peak: the bytes that it needs at most at a time, its arguments included, by
       the compiler.
+    accessed: the bytes that it reads from the device's memory and writes to it,
+      see `program`; 0 if not known, as for other platforms than TPU.
     axes: the sizes of the axes of the mesh that it runs on.
     collectives: its collectives.
     operations: the multiplications and additions of its matrix products.
+    seconds: the time that the compiler for TPU estimates for its kernels, which
+      is good for comparing programs; 0 on other platforms.
     problem: why it does not fit; '' if it does. The other numbers are then 0.
   """
 
@@ -82,9 +86,11 @@ class Cost(NamedTuple):
   counted: frozenset[str] = frozenset()
   in_place: int = 0
   peak: int = 0
+  accessed: int = 0
   axes: Mapping[str, int] = {}
   collectives: tuple[hlo_cost.Collective, ...] = ()
   operations: int = 0
+  seconds: float = 0.0
   problem: str = ''
 
   def beside(self, sizes: Mapping[str, int]) -> int:
@@ -143,13 +149,16 @@ _OF_A_HOST = frozenset({'extend', 'decode'})
 _OF_THE_ENGINE = _OF_A_HOST | {'publish'}
 
 
-def compile_all(names: Sequence[str], subject: Subject) -> dict[str, Cost]:
+def compile_all(
+  names: Sequence[str], subject: Subject, *, clock: float
+) -> dict[str, Cost]:
   """Returns the costs of programs by name, after compiling them in parallel.
 
   Args:
     names: keys of `PROGRAMS`; those of the engine are left out where it is not
       on these devices.
     subject: the run.
+    clock: cycles of a device per second.
 
   Raises:
     Rejected: one does not compile; one line.
@@ -161,17 +170,17 @@ def compile_all(names: Sequence[str], subject: Subject) -> dict[str, Cost]:
     # Lowering is work of Python; a program is compiled while the next one is
     # lowered.
     compiling = {
-      name: threads.submit(_cost, name, PROGRAMS[name](subject), subject)
+      name: threads.submit(_cost, name, PROGRAMS[name](subject), subject, clock)
       for name in names
     }
     return {name: future.result() for name, future in compiling.items()}
 
 
-def _cost(name: str, lowered, subject: Subject) -> Cost:
+def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
   """Returns the cost of a lowered program, or of several; see `compile_all`."""
   if isinstance(lowered, list):
     return _in_turn(
-      [(_cost(name, one, subject), times) for one, times in lowered]
+      [(_cost(name, one, subject, clock), times) for one, times in lowered]
     )
   try:
     compiled = topology_lib.compiled(lowered)
@@ -195,9 +204,11 @@ def _cost(name: str, lowered, subject: Subject) -> Cost:
     counted=_COUNTED[name],
     in_place=memory.alias_size_in_bytes,
     peak=memory.peak_memory_in_bytes if on_tpu else at_once,
+    accessed=hlo_cost.accessed(program) if on_tpu else 0,
     axes=dict(mesh.shape),
     collectives=tuple(hlo_cost.collectives(program)),
     operations=hlo_cost.operations(program),
+    seconds=hlo_cost.estimated_cycles(program) / clock,
   )
 
 
@@ -218,10 +229,12 @@ def _in_turn(costs: Sequence[tuple[Cost, int]]) -> Cost:
     arguments=arguments,
     results=results,
     peak=arguments + results + own,
+    accessed=sum(n * x.accessed for x, n in costs),
     collectives=tuple(
       dataclasses.replace(collective, times=n * collective.times)
       for x, n in costs
       for collective in x.collectives
     ),
     operations=sum(n * x.operations for x, n in costs),
+    seconds=sum(n * x.seconds for x, n in costs),
   )

@@ -83,13 +83,6 @@ def sweep_meshes(
   return sorted(found, key=_rank)
 
 
-def compiled(config, tried: MeshCandidate, compiler: Planner) -> MeshCandidate:
-  """Returns a candidate with its programs compiled, unless it is refused."""
-  if tried.plan is None:
-    return tried
-  return tried._replace(plan=compiler(changed(config, tried.changes)))
-
-
 def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   """Returns changes with which a run fits; None if none are found.
 

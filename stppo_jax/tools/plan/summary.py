@@ -50,7 +50,9 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
         'arguments': cost.arguments,
         'in_place': cost.in_place,
         'peak': cost.peak,
+        'accessed': cost.accessed,
         'operations': cost.operations,
+        'kernel_seconds': cost.seconds,
         'collectives': cost.sent,
       }
       for name, cost in plan.programs.items()
@@ -151,6 +153,11 @@ def text(summary: Mapping[str, Any]) -> list[str]:
         f'{program["arguments"] / _GIB:10.3f} GiB  of arguments, of which '
         f'{program["in_place"] / _GIB:.3f} GiB are updated in place'
       )
+    if program['accessed']:
+      lines.append(
+        f'{program["accessed"] / _GIB:10.3f} GiB  read from memory or written '
+        'to it'
+      )
     for entry in program['collectives']:
       bound = 'at most ' if entry['kind'] == 'all-reduce' else ''
       lines.append(
@@ -160,6 +167,11 @@ def text(summary: Mapping[str, Any]) -> list[str]:
     if program['operations']:
       teras = program['operations'] / 1e12
       lines.append(f'{teras:10.3f} TFLOP  in matrix products')
+    if program['kernel_seconds']:
+      lines.append(
+        f'{program["kernel_seconds"]:10.3f} s  in kernels, by the estimate of '
+        'the compiler, which is good for comparing'
+      )
   lines += ['', *_describe_step(summary)]
   fits = 'fits' if summary['fits'] else 'does not fit'
   lines += ['', f'{fits} in {memory["limit"] / _GIB:.4g} GiB']
