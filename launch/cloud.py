@@ -34,17 +34,17 @@ class Ended(Exception):
 
 def reap(values: Mapping[str, Any]) -> int:
   """Deletes the slices of a zone whose run has ended; returns the exit code."""
-  done = run(tpus(values, 'list', '--format=json'))
+  done = run(tpu_command(values, 'list', '--format=json'))
   if done.returncode:
     say(reason(done))
-    return exits.TRY_AGAIN if may_pass(reason(done)) else exits.USAGE
+    return exits.TRY_AGAIN if is_transient(reason(done)) else exits.USAGE
   code = 0
-  for found in map(item, json.loads(done.stdout)):
+  for found in map(parse_slice, json.loads(done.stdout)):
     name, state, where = found['name'], found['state'], found['place']
     if not name.startswith(PREFIX):
       continue
     try:
-      workers = told(read(f'{where}/state-*')) if where else {}
+      workers = reports(read(f'{where}/state-*')) if where else {}
       record = json.loads(read(f'{where}/record') or '{}') if where else {}
       newest = max(
         (when for when, _ in workers.values()), default=record.get('active', 0)
@@ -64,7 +64,7 @@ def reap(values: Mapping[str, Any]) -> int:
   return code
 
 
-def item(described: Mapping[str, Any]) -> dict[str, str]:
+def parse_slice(described: Mapping[str, Any]) -> dict[str, str]:
   """Returns name, state, problem and place of a slice that gcloud describes."""
   state = described.get('state', {})
   error = state.get('failedData', {}).get('error', {})
@@ -78,7 +78,7 @@ def item(described: Mapping[str, Any]) -> dict[str, str]:
   }
 
 
-def told(text: str) -> dict[str, tuple[int, list[str]]]:
+def reports(text: str) -> dict[str, tuple[int, list[str]]]:
   """Returns when each worker has last reported, and its words, by host.
 
   Args:
@@ -127,14 +127,14 @@ def delete(values: Mapping[str, Any], name: str, pause: float) -> None:
     CloudError: it may still be there.
   """
   for attempt in range(5):
-    done = run(tpus(values, 'delete', name, '--force', '--quiet'))
+    done = run(tpu_command(values, 'delete', name, '--force', '--quiet'))
     if not done.returncode or b'NOT_FOUND' in done.stderr:
       return
     time.sleep(pause * attempt)
   raise CloudError(f'{name} could not be deleted: {reason(done)}')
 
 
-def tpus(values: Mapping[str, Any], *words: str) -> list[str]:
+def tpu_command(values: Mapping[str, Any], *words: str) -> list[str]:
   where = (f'--project={values["project"]}', f'--zone={values["zone"]}')
   return ['gcloud', 'compute', 'tpus', 'queued-resources', *words, *where]
 
@@ -158,7 +158,7 @@ def reason(done: subprocess.CompletedProcess[bytes]) -> str:
   return ' '.join(''.join(errors[:1]).split()) or 'no reason'
 
 
-def may_pass(line: str) -> bool:
+def is_transient(line: str) -> bool:
   """Returns whether another attempt may succeed, from the `reason` of one."""
   return 'EXHAUSTED' not in line and bool(_PASSING.search(line))
 

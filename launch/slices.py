@@ -65,16 +65,18 @@ class Slices:
     self._values = values
     self._overrides = overrides
     self._source = source
-    told = [rendering.flags_of_run(values, overrides), config]
+    command = [rendering.flags_of_run(values, overrides), config]
     # Only the same command may go on with a slice.
-    self._job = rendering.digest(json.dumps(told))
+    self._job = rendering.digest(json.dumps(command))
     self._place = f'{values["workdir"].rstrip("/")}.launch'
     self._poll: int = values['poll']
     self._slice = accelerators.find(values['accelerator'])
     self.budget = budget.Budget(values, self._slice.chips)
     self._live: dict[str, Any] | None = None  # the record of the slice
-    self._heard = '', time.time()  # the last words of the workers, and when
-    self._said, self._shown = '', 0  # the state, and how much of the log
+    # What the workers have reported last, and when that was new.
+    self._last_report = '', time.time()
+    self._last_line = ''  # what was printed of the slice
+    self._log_offset = 0  # how much of the log was printed
 
   def name(self, number: int) -> str:
     """Returns the name of a slice, by its number from 1."""
@@ -111,7 +113,7 @@ class Slices:
     for key in ('network', 'subnetwork', 'service_account'):
       if v[key]:
         words.append(f'--{key.replace("_", "-")}={v[key]}')
-    return cloud.tpus(v, *words)
+    return cloud.tpu_command(v, *words)
 
   def follow(self) -> int:
     """Runs until the run has ended; returns its exit code.
@@ -191,7 +193,7 @@ class Slices:
     found = records[-1]
     name = self.name(found['number'])
     if found['job'] != self._job:
-      if self._item(name)['state'] or time.time() - found['asked'] < _NEW:
+      if self._describe(name)['state'] or time.time() - found['asked'] < _NEW:
         raise cloud.Ended(
           f'{name} runs another command there; stop it with --stop, or repeat '
           'its own command'
@@ -228,7 +230,7 @@ class Slices:
     if not self._record(live, new=True):
       self._adopt()
       return
-    self._live, self._heard, self._shown = live, ('', asked), 0
+    self._live, self._last_report, self._log_offset = live, ('', asked), 0
     name = self.name(number)
     text = self.script(number, self.budget.hours_left(paid))
     with tempfile.TemporaryDirectory() as here:
@@ -239,12 +241,12 @@ class Slices:
     if not done.returncode:
       return
     if 'ALREADY_EXISTS' in line:
-      if self._item(name)['place'] == self.folder(number):
+      if self._describe(name)['place'] == self.folder(number):
         return  # the answer to the request was lost
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
       raise Refused(f'{name}: there is one of another run; give --name')
-    if cloud.may_pass(line):
+    if cloud.is_transient(line):
       cloud.say(line)  # it is looked for, and requested again
       return
     is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND|login', line)
@@ -262,20 +264,19 @@ class Slices:
       return None
     now, folder = time.time(), self.folder(live['number'])
     name = self.name(live['number'])
-    item = self._item(name)
+    item = self._describe(name)
     state = item['state']
     text = cloud.read(f'{folder}/state-*')
-    if text != self._heard[0]:
-      self._heard = text, now
-    told = cloud.told(text)
-    words = {host: words for host, (_, words) in told.items()}
+    if text != self._last_report[0]:
+      self._last_report = text, now
+    words = {host: words for host, (_, words) in cloud.reports(text).items()}
     self._show(state, words)
     # It is paid for from now on. If that cannot be written, the next look finds
     # `active` still 0 and writes it.
     if state == 'ACTIVE' and not live['active']:
       self._record(live | {'active': now})
       live['active'] = now
-      self._heard = text, now
+      self._last_report = text, now
     for host, (word, *_) in sorted(words.items()):
       if word == 'failed':
         raise cloud.Ended(
@@ -304,7 +305,7 @@ class Slices:
       self._leave('lost', gone=True)
     elif live['active']:
       self.budget.check(self.budget.paid(self._records()))
-      if now - self._heard[1] > cloud.SILENCE * self._poll:
+      if now - self._last_report[1] > cloud.SILENCE * self._poll:
         if not text:
           raise cloud.Ended(
             f'no worker of {name} has said a word: may its service account '
@@ -314,14 +315,14 @@ class Slices:
         self._leave('lost')
     return None
 
-  def _item(self, name: str) -> dict[str, str]:
+  def _describe(self, name: str) -> dict[str, str]:
     """Returns what is known of a slice, empty texts if there is none."""
     done = cloud.run(
-      cloud.tpus(self._values, 'describe', name, '--format=json')
+      cloud.tpu_command(self._values, 'describe', name, '--format=json')
     )
     if done.returncode and b'NOT_FOUND' not in done.stderr:
       raise cloud.CloudError(cloud.reason(done))
-    return cloud.item({} if done.returncode else json.loads(done.stdout))
+    return cloud.parse_slice({} if done.returncode else json.loads(done.stdout))
 
   @property
   def _marker(self) -> str:
@@ -350,8 +351,8 @@ class Slices:
       cloud.delete(self._values, name, self._poll)
       deleted = True
       if gone:
-        told = cloud.told(cloud.read(f'{folder}/state-*')).values()
-        newest = max((when for when, _ in told), default=live['asked'])
+        reports = cloud.reports(cloud.read(f'{folder}/state-*')).values()
+        newest = max((when for when, _ in reports), default=live['asked'])
         live['ended'] = min(live['ended'], newest + self._poll)
       if not live['active']:
         born = cloud.read(f'{folder}/born-*').split()
@@ -365,18 +366,18 @@ class Slices:
     """Prints what has changed, and with --watch the log of the first host."""
     assert self._live is not None
     number = self._live['number']
-    told = '; '.join(f'{x} {" ".join(y)}' for x, y in sorted(words.items()))
-    line = f'{self.name(number)}: {state or "gone"}; {told or "no worker yet"}'
-    if line != self._said:
+    text = '; '.join(f'{x} {" ".join(y)}' for x, y in sorted(words.items()))
+    line = f'{self.name(number)}: {state or "gone"}; {text or "no worker yet"}'
+    if line != self._last_line:
       cloud.say(line)
-    self._said = line
+    self._last_line = line
     if self._values['watch'] and words:
       where = f'{self.folder(number)}/log-{min(words)}'
-      command = ['gcloud', 'storage', 'cat', f'--range={self._shown}-', where]
-      done = cloud.run(command)
+      new = f'--range={self._log_offset}-'
+      done = cloud.run(['gcloud', 'storage', 'cat', new, where])
       if not done.returncode:  # there may be no log yet, or nothing new
         cloud.show(done.stdout.decode(errors='replace'))
-        self._shown += len(done.stdout)
+        self._log_offset += len(done.stdout)
 
   def _is_kept(self, *, asks: bool) -> bool:
     """Returns whether the slice is to outlive this program."""

@@ -297,7 +297,7 @@ def test_words_that_are_cut_off_are_no_words(google):
   ]
   google.pauses += [lambda: google.says('ended', '2')]
   assert submit.main(_FLAGS) == 2
-  assert cloud.told('a\na 1\na x running\nb 2 ended 0\n') == {
+  assert cloud.reports('a\na 1\na x running\nb 2 ended 0\n') == {
     'b': (2, ['ended', '0'])
   }
 
