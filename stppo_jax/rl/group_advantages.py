@@ -396,3 +396,14 @@ def gigpo(
     outcome_B = normalization(reward_B, pairs_BB, epsilon)
   outcome_BL = outcome_weight * _to_tokens(outcome_B, batch)
   return outcome_BL + omega * gae_lib.turns_to_tokens(steps_BT, batch)
+
+
+ESTIMATORS = {
+  'group_normalized': options_lib.Choice(group_normalized, GroupNormalized),
+  'group_centered': options_lib.Choice(group_centered, Group),
+  'leave_one_out': options_lib.Choice(leave_one_out, Group),
+  'turn_group': options_lib.Choice(turn_group, TurnGroup),
+  'turn_leave_one_out': options_lib.Choice(turn_leave_one_out, TurnLeaveOneOut),
+  'turn_index': options_lib.Choice(turn_index, TurnIndex),
+  'gigpo': options_lib.Choice(gigpo, Gigpo),
+}
