@@ -52,16 +52,21 @@ def _to_tokens(x_B, batch):
 
 
 @options_lib.dataclass
-class GroupNormalized(options_lib.Named):
-  """Options of `group_normalized`.
+class Group(options_lib.Named):
+  """Options of every estimator here; some have no more.
 
   Attributes:
-    epsilon: added to the standard deviation.
     whiten: see `advantages.estimate_advantages`.
   """
 
-  epsilon: float = options_lib.number(above=0.0)
   whiten: str = options_lib.one_of(masking.WHITENS)
+
+
+@options_lib.dataclass
+class GroupNormalized(Group):
+  """Options of `group_normalized`; epsilon is added to the deviation."""
+
+  epsilon: float = options_lib.number(above=0.0)
 
 
 def group_normalized(
@@ -78,13 +83,6 @@ def group_normalized(
   """
   reward_B, pairs_BB = _rows(rewards_BL, batch)
   return _to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
-
-
-@options_lib.dataclass
-class Group(options_lib.Named):
-  """Options of `group_centered` and of `leave_one_out`."""
-
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
@@ -108,18 +106,16 @@ def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 
 
 @options_lib.dataclass
-class TurnGroup(options_lib.Named):
+class TurnGroup(Group):
   """Options of `turn_group`.
 
   Attributes:
     turn_weight: weight of z(turn reward).
     epsilon: added to the standard deviation.
-    whiten: see `advantages.estimate_advantages`.
   """
 
   turn_weight: float = options_lib.number()
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_group(
@@ -156,16 +152,10 @@ def turn_group(
 
 
 @options_lib.dataclass
-class TurnLeaveOneOut(options_lib.Named):
-  """Options of `turn_leave_one_out`.
-
-  Attributes:
-    gamma: discount per turn.
-    whiten: see `advantages.estimate_advantages`.
-  """
+class TurnLeaveOneOut(Group):
+  """Options of `turn_leave_one_out`; gamma is the discount per turn."""
 
   gamma: float = options_lib.number(at_most=1.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_leave_one_out(
@@ -219,13 +209,12 @@ def turn_leave_one_out(
 
 
 @options_lib.dataclass
-class TurnIndex(options_lib.Named):
-  """Options of `turn_index`; `whiten` as in `TurnLeaveOneOut`."""
+class TurnIndex(Group):
+  """Options of `turn_index`."""
 
   turn_weight: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_index(
@@ -285,8 +274,8 @@ OUTCOME_COUNTS = ('per_turn', 'per_trajectory')
 
 
 @options_lib.dataclass
-class Gigpo(options_lib.Named):
-  """Options of `gigpo`; see `advantages.estimate_advantages` for `whiten`."""
+class Gigpo(Group):
+  """Options of `gigpo`."""
 
   omega: float = options_lib.number()
   outcome_weight: float = options_lib.number()
@@ -297,7 +286,6 @@ class Gigpo(options_lib.Named):
   normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
   outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def gigpo(
