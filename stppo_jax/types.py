@@ -149,6 +149,11 @@ class Trajectory:
   cause: str = ''
 
   @property
+  def is_valid(self) -> bool:
+    """Whether the trajectory weighs anything: no infrastructure failed it."""
+    return self.status is not TrajectoryStatus.INFRA_ERROR
+
+  @property
   def reward(self) -> float:
     """The outcome reward: the sum of `rewards`, without the turns' rewards."""
     return float(sum(self.rewards.values()))

@@ -126,7 +126,6 @@ def _run(program: str, root: pathlib.Path) -> str:
       | {
         'configs/defaults.py',
         'stppo_jax/rl/group_advantages.py',
-        'stppo_jax/rl/advantages.py',
         'stppo_jax/rl/estimator_needs.py',
         'docs/texts/advantage.md',
         'tests/rl/group_advantages_test.py',

@@ -232,13 +232,9 @@ ESTIMATOR = additions.Addition(
       """,
     ),
     additions.Insertion(
-      'stppo_jax/rl/advantages.py',
-      'ADVANTAGES = {',
-      """
-        'group_signs': _without_critic(
-          group_advantages.group_signs, group_advantages.Group
-        ),
-      """,
+      'stppo_jax/rl/group_advantages.py',
+      'ESTIMATORS = {',
+      "'group_signs': options_lib.Choice(group_signs, Group),",
     ),
     additions.Insertion(
       'stppo_jax/rl/estimator_needs.py', "'group_centered',", "'group_signs',"

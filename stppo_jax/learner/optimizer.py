@@ -83,7 +83,7 @@ def apply_gradient(
     `lr`.
   """
   norm = optax.tree.norm(gradient)
-  # As torch clips. The 1e-6 keeps the factor of a gradient of 0 finite.
+  # The 1e-6 is that of torch's clipping, with which updates are compared.
   scale = jnp.minimum(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)

@@ -1,7 +1,8 @@
 """Advantages, returns and the steps at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
-is called `estimator(rewards_BL, batch, **options)`. The module `gae` has the
+is called `estimator(rewards_BL, batch, **options)`. It returns `Advantages`, or
+advantages [B, L] alone if it trains no critic. The module `gae` has the
 recursion of GAE, `group_advantages` and `turn_advantages` those that compare
 the trajectories of a question, or their turns.
 
@@ -259,19 +260,6 @@ def decoupled_gae(
   )
 
 
-def _without_critic(estimate_BL, options):
-  """Returns the table entry of an estimator that trains no critic."""
-
-  def estimator(rewards_BL, batch, **options):
-    return Advantages(
-      advantages_BL=estimate_BL(rewards_BL, batch, **options),
-      returns_BL=jnp.zeros_like(rewards_BL),
-      value_mask_BL=jnp.zeros_like(batch.loss_mask_BL),
-    )
-
-  return options_lib.Choice(estimator, options)
-
-
 @options_lib.dataclass
 class MonteCarlo(options_lib.Named):
   """Options of `monte_carlo`; see `estimate_advantages` for `whiten`."""
@@ -309,29 +297,9 @@ def monte_carlo(
 ADVANTAGES = {
   'gae': options_lib.Choice(gae_estimator, Gae),
   'decoupled_gae': options_lib.Choice(decoupled_gae, DecoupledGae),
-  'monte_carlo': _without_critic(monte_carlo, MonteCarlo),
-  'group_normalized': _without_critic(
-    group_advantages.group_normalized, group_advantages.GroupNormalized
-  ),
-  'group_centered': _without_critic(
-    group_advantages.group_centered, group_advantages.Group
-  ),
-  'leave_one_out': _without_critic(
-    group_advantages.leave_one_out, group_advantages.Group
-  ),
-  'turn_group': _without_critic(
-    turn_advantages.turn_group, turn_advantages.TurnGroup
-  ),
-  'turn_leave_one_out': _without_critic(
-    turn_advantages.turn_leave_one_out, turn_advantages.TurnLeaveOneOut
-  ),
-  'turn_index': _without_critic(
-    turn_advantages.turn_index, turn_advantages.TurnIndex
-  ),
-  'turn_pooled': _without_critic(
-    turn_advantages.turn_pooled, turn_advantages.TurnPooled
-  ),
-  'gigpo': _without_critic(turn_advantages.gigpo, turn_advantages.Gigpo),
+  'monte_carlo': options_lib.Choice(monte_carlo, MonteCarlo),
+  **group_advantages.ESTIMATORS,
+  **turn_advantages.ESTIMATORS,
 }
 
 
@@ -364,6 +332,11 @@ def estimate_advantages(
   if name in estimator_needs.TURNS:
     options['num_turns'] = num_turns
   estimate = ADVANTAGES[name].function(rewards_BL, batch, **options)
+  if name not in estimator_needs.VALUES:
+    # Without a critic an estimator returns advantages alone.
+    estimate = Advantages(
+      estimate, jnp.zeros_like(rewards_BL), jnp.zeros_like(batch.loss_mask_BL)
+    )
   # Whitened before the selection, because 'all' reads observation tokens, too.
   mask_BL = batch.loss_mask_BL
   white_BL = masking.WHITENS[whiten](estimate.advantages_BL, mask_BL)

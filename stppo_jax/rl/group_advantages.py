@@ -50,16 +50,21 @@ def to_tokens(x_B, batch):
 
 
 @options_lib.dataclass
-class GroupNormalized(options_lib.Named):
-  """Options of `group_normalized`.
+class Group(options_lib.Named):
+  """Options of every estimator of groups; some have no more.
 
   Attributes:
-    epsilon: added to the standard deviation.
     whiten: see `advantages.estimate_advantages`.
   """
 
-  epsilon: float = options_lib.number(above=0.0)
   whiten: str = options_lib.one_of(masking.WHITENS)
+
+
+@options_lib.dataclass
+class GroupNormalized(Group):
+  """Options of `group_normalized`; epsilon is added to the deviation."""
+
+  epsilon: float = options_lib.number(above=0.0)
 
 
 def group_normalized(
@@ -76,13 +81,6 @@ def group_normalized(
   """
   reward_B, pairs_BB = rows(rewards_BL, batch)
   return to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
-
-
-@options_lib.dataclass
-class Group(options_lib.Named):
-  """Options of `group_centered` and of `leave_one_out`."""
-
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
@@ -103,3 +101,10 @@ def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
   total_B, count_B = masking.differences(*rows(rewards_BL, batch))
   others_B = jnp.maximum(count_B - 1, 0)
   return to_tokens(masking.divide(total_B, others_B), batch)
+
+
+ESTIMATORS = {
+  'group_normalized': options_lib.Choice(group_normalized, GroupNormalized),
+  'group_centered': options_lib.Choice(group_centered, Group),
+  'leave_one_out': options_lib.Choice(leave_one_out, Group),
+}

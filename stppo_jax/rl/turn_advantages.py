@@ -20,18 +20,16 @@ Array = jax.Array
 
 
 @options_lib.dataclass
-class TurnGroup(options_lib.Named):
+class TurnGroup(group_advantages.Group):
   """Options of `turn_group`.
 
   Attributes:
     turn_weight: weight of z(turn reward).
     epsilon: added to the standard deviation.
-    whiten: see `advantages.estimate_advantages`.
   """
 
   turn_weight: float = options_lib.number()
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_group(
@@ -72,16 +70,10 @@ def turn_group(
 
 
 @options_lib.dataclass
-class TurnLeaveOneOut(options_lib.Named):
-  """Options of `turn_leave_one_out`.
-
-  Attributes:
-    gamma: discount per turn.
-    whiten: see `advantages.estimate_advantages`.
-  """
+class TurnLeaveOneOut(group_advantages.Group):
+  """Options of `turn_leave_one_out`; gamma is the discount per turn."""
 
   gamma: float = options_lib.number(at_most=1.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_leave_one_out(
@@ -135,13 +127,12 @@ def turn_leave_one_out(
 
 
 @options_lib.dataclass
-class TurnIndex(options_lib.Named):
-  """Options of `turn_index`; `whiten` as in `TurnLeaveOneOut`."""
+class TurnIndex(group_advantages.Group):
+  """Options of `turn_index`."""
 
   turn_weight: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_index(
@@ -202,17 +193,12 @@ POOLS = ('joint', 'separate')
 
 
 @options_lib.dataclass
-class TurnPooled(options_lib.Named):
-  """Options of `turn_pooled`; `whiten` as in `TurnLeaveOneOut`.
-
-  Attributes:
-    pool, gamma, epsilon: see `turn_pooled`.
-  """
+class TurnPooled(group_advantages.Group):
+  """Options of `turn_pooled`, which explains them."""
 
   pool: str = options_lib.one_of(POOLS)
   gamma: float = options_lib.number(at_most=1.0)
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_pooled(
@@ -273,8 +259,8 @@ OUTCOME_COUNTS = ('per_turn', 'per_trajectory')
 
 
 @options_lib.dataclass
-class Gigpo(options_lib.Named):
-  """Options of `gigpo`; see `advantages.estimate_advantages` for `whiten`."""
+class Gigpo(group_advantages.Group):
+  """Options of `gigpo`."""
 
   omega: float = options_lib.number()
   outcome_weight: float = options_lib.number()
@@ -285,7 +271,6 @@ class Gigpo(options_lib.Named):
   normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
   outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
   epsilon: float = options_lib.number(above=0.0)
-  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def gigpo(
@@ -384,3 +369,12 @@ def gigpo(
     outcome_B = normalization(reward_B, pairs_BB, epsilon)
   outcome_BL = outcome_weight * group_advantages.to_tokens(outcome_B, batch)
   return outcome_BL + omega * gae_lib.turns_to_tokens(steps_BT, batch)
+
+
+ESTIMATORS = {
+  'turn_group': options_lib.Choice(turn_group, TurnGroup),
+  'turn_leave_one_out': options_lib.Choice(turn_leave_one_out, TurnLeaveOneOut),
+  'turn_index': options_lib.Choice(turn_index, TurnIndex),
+  'turn_pooled': options_lib.Choice(turn_pooled, TurnPooled),
+  'gigpo': options_lib.Choice(gigpo, Gigpo),
+}

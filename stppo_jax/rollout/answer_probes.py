@@ -19,7 +19,6 @@ from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.rollout import collect
 
 _TAG = '<answer>'
-_FAILED = types.TrajectoryStatus.INFRA_ERROR
 
 
 def build(
@@ -45,7 +44,7 @@ def build(
   for trajectory in trajectories:
     golden = next(iter(rewards_lib.golden_texts(trajectory.question)), '')
     answer = tokenizer.encode_text(f' {golden}')
-    asks = golden and trajectory.status is not _FAILED
+    asks = golden and trajectory.is_valid
     read = trajectory.prompt_ids
     for turn in range(num_turns):
       exists = asks and turn < len(trajectory.turns)

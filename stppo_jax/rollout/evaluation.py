@@ -71,7 +71,7 @@ class Evaluator:
     scored = [
       (t.question.data_set, float(t.scores[self._main_score]))
       for t in trajectories
-      if _is_valid(t)
+      if t.is_valid
     ]
     scores: dict[str, list[float]] = {}
     for part in self._hosts.exchange('scores', scored):
@@ -87,13 +87,9 @@ class Evaluator:
       f'val/{self._main_score}/{data_set}': score
       for data_set, score in scores.items()
     }
-    valid = sum(map(_is_valid, trajectories))
+    valid = sum(t.is_valid for t in trajectories)
     counts = self._hosts.exchange('valid', (valid, len(trajectories)))
     valid, total = map(sum, zip(*counts))
     if total:
       metrics['evaluate/valid_fraction'] = valid / total
     return metrics, trajectories
-
-
-def _is_valid(trajectory: types.Trajectory) -> bool:
-  return trajectory.status is not types.TrajectoryStatus.INFRA_ERROR

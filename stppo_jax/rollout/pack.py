@@ -141,11 +141,7 @@ def _expert_ids(
 
 
 def _trains(trajectory: types.Trajectory) -> bool:
-  return _is_valid(trajectory) and len(trajectory.turns) > 0
-
-
-def _is_valid(trajectory: types.Trajectory) -> bool:
-  return trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
+  return trajectory.is_valid and len(trajectory.turns) > 0
 
 
 def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
@@ -187,7 +183,7 @@ def _sizes(trajectory: types.Trajectory) -> tuple[int, int]:
   policy = sum(len(turn.token_ids) for turn in trajectory.turns)
   others = sum(len(turn.observation_ids) for turn in trajectory.turns)
   length = len(trajectory.prompt_ids) + policy + others
-  return length, policy if _is_valid(trajectory) else 0
+  return length, policy if trajectory.is_valid else 0
 
 
 def _number(
@@ -252,16 +248,15 @@ def _token_arrays(
   turn_ids_L = _joined(turn_ids, np.int32)
   rewards_L = _joined(rewards, np.float32)
   is_policy_L = turn_ids_L > 0
-  valid = _is_valid(trajectory)
   # An empty slice where the policy wrote nothing: there is no token to reward.
-  if valid:
+  if trajectory.is_valid:
     rewards_L[np.flatnonzero(is_policy_L)[-1:]] += trajectory.reward
   else:
     rewards_L[:] = 0.0
   return _TokenArrays(
     tokens=_joined(tokens, np.int32),
     turn_ids=turn_ids_L,
-    loss_mask=is_policy_L & valid,
+    loss_mask=is_policy_L & trajectory.is_valid,
     sampler_logprobs=_joined(logprobs, np.float32),
     rewards=rewards_L,
     state_ids=_joined(state_ids, np.int32),

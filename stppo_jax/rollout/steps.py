@@ -44,7 +44,6 @@ _log = logging.getLogger(__name__)
 _MAX_COLLECTIONS = 3
 
 Groups = list[list[types.Trajectory]]
-_INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _lacks_variance = trajectory_metrics.zero_variance
 
 
@@ -274,7 +273,7 @@ class StepCollector:
     size, num_failed = self._config.group_size, _num_failed(trajectories)
     filled = list(trajectories)
     for _ in range(self._config.refill_rounds):
-      failed = [n for n, t in enumerate(filled) if t.status is _INFRA_ERROR]
+      failed = [n for n, t in enumerate(filled) if not t.is_valid]
       if not failed:
         break
       groups = sorted({row // size for row in failed})
@@ -283,7 +282,7 @@ class StepCollector:
         [questions[group] for group in groups], row_keys[np.array(rows)]
       )
       for row, trajectory in zip(rows, again, strict=True):
-        if filled[row].status is _INFRA_ERROR:
+        if not filled[row].is_valid:
           filled[row] = trajectory
     refilled = num_failed - _num_failed(filled)
     if num_failed and self._config.refill_rounds:
@@ -308,7 +307,7 @@ def build_sentences(config, tokenizer) -> pack.SentenceSplitter | None:
 
 
 def _num_failed(trajectories: Sequence[types.Trajectory]) -> int:
-  return sum(t.status is _INFRA_ERROR for t in trajectories)
+  return sum(not t.is_valid for t in trajectories)
 
 
 def _rows(groups: Sequence[Sequence[types.Trajectory]]):

@@ -13,6 +13,16 @@ def turns_of(batch, b):
   return [np.flatnonzero(mask & (ids == k)) for k in np.unique(ids[mask])]
 
 
+def over_tokens(batch, steps, gamma, lambda_):
+  """Returns GAE over the steps of each row, a mask of tokens; 0 elsewhere."""
+  rewards = np.where(batch.loss_mask_BL, batch.rewards_BL, 0)
+  out = np.zeros(steps.shape)
+  for b, row in enumerate(steps):
+    values = batch.values_BL[b, row]
+    out[b, row] = twins.gae(rewards[b, row], values, gamma, lambda_)
+  return out
+
+
 def bilevel(
   batch, rewards, gamma, lambda_, gamma_turn, lambda_turn, turn_value=0
 ):

@@ -2,6 +2,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax.rl import advantages
 from stppo_jax.rl import gae
@@ -64,37 +65,22 @@ def test_a_reward_between_steps_belongs_to_the_step_before():
   np.testing.assert_allclose(out, [[3, 0, 1]])
 
 
-def test_token_steps_are_gae_with_other_tokens_deleted():
+@pytest.mark.parametrize(
+  ('observation_tokens', 'steps_of'),
+  [('skipped', lambda mask: mask), ('included', advantage_twins.response)],
+)
+def test_token_steps_are_gae_with_other_tokens_deleted(
+  observation_tokens, steps_of
+):
   batch, _, _ = batches.make()
-  actual = _estimate(batch)
-  expected = np.zeros(batch.values_BL.shape)
-  for b, mask in enumerate(batch.loss_mask_BL):
-    expected[b, mask] = twins.gae(
-      batch.rewards_BL[b, mask], batch.values_BL[b, mask], GAMMA, LAMBDA
-    )
-  returns = np.where(batch.loss_mask_BL, expected + batch.values_BL, 0)
+  mask = batch.loss_mask_BL
+  found = advantage_twins.over_tokens(batch, steps_of(mask), GAMMA, LAMBDA)
+  actual = _estimate(batch, observation_tokens=observation_tokens)
+  expected = np.where(mask, found, 0)
+  returns = np.where(mask, found + batch.values_BL, 0)
   np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-12)
   np.testing.assert_allclose(actual.returns_BL, returns, rtol=1e-12)
-  np.testing.assert_array_equal(actual.value_mask_BL, batch.loss_mask_BL)
-
-
-def test_included_observations_are_steps_from_first_to_last_policy_token():
-  batch, _, _ = batches.make()
-  actual = _estimate(batch, observation_tokens='included')
-  expected = np.zeros(batch.values_BL.shape)
-  for b, mask in enumerate(batch.loss_mask_BL):
-    if mask.any():
-      first, last = np.flatnonzero(mask)[[0, -1]]
-      span = slice(first, last + 1)
-      rewards = np.where(mask, batch.rewards_BL[b], 0)[span]
-      expected[b, span] = twins.gae(
-        rewards, batch.values_BL[b, span], GAMMA, LAMBDA
-      )
-  expected = np.where(batch.loss_mask_BL, expected, 0)
-  np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-12)
-  np.testing.assert_array_equal(actual.value_mask_BL, batch.loss_mask_BL)
-  skipped = _estimate(batch).advantages_BL
-  assert np.abs(actual.advantages_BL - skipped).max() > 0.01
+  np.testing.assert_array_equal(actual.value_mask_BL, mask)
 
 
 def test_a_critic_at_the_whole_response_has_targets_at_observations():
@@ -106,11 +92,8 @@ def test_a_critic_at_the_whole_response_has_targets_at_observations():
   assert (response & ~batch.loss_mask_BL).any()
   np.testing.assert_array_equal(actual.value_mask_BL, response)
   np.testing.assert_array_equal(actual.advantages_BL, policy.advantages_BL)
-  expected = np.zeros(batch.values_BL.shape)
-  for b, span in enumerate(response):
-    values = batch.values_BL[b, span]
-    rewards = np.where(batch.loss_mask_BL[b], batch.rewards_BL[b], 0)[span]
-    expected[b, span] = twins.gae(rewards, values, GAMMA, LAMBDA) + values
+  found = advantage_twins.over_tokens(batch, response, GAMMA, LAMBDA)
+  expected = np.where(response, found + batch.values_BL, 0)
   np.testing.assert_allclose(actual.returns_BL, expected, rtol=1e-12)
 
 
@@ -131,11 +114,8 @@ def test_turn_steps_are_a_loop_over_turns():
   actual = _estimate(batch, steps='turn')
   expected, returns = np.zeros((2, *batch.values_BL.shape))
   first_tokens = np.zeros(batch.loss_mask_BL.shape, bool)
-  for b, mask in enumerate(batch.loss_mask_BL):
-    turns = [
-      np.flatnonzero(mask & (batch.turn_ids_BL[b] == turn))
-      for turn in np.unique(batch.turn_ids_BL[b][mask])
-    ]
+  for b in range(batches.B):
+    turns = advantage_twins.turns_of(batch, b)
     values = [batch.values_BL[b, turn[0]] for turn in turns]
     rewards = [batch.rewards_BL[b, turn].sum() for turn in turns]
     found = twins.gae(rewards, values, GAMMA, LAMBDA)
@@ -175,10 +155,7 @@ def test_whitening_all_includes_observation_tokens():
   mask = batch.loss_mask_BL
   response = advantage_twins.response(mask)
   assert (response & ~mask).sum() > 5
-  plain = np.zeros(mask.shape)
-  for b, row in enumerate(response):
-    rewards = np.where(mask, batch.rewards_BL, 0)[b, row]
-    plain[b, row] = twins.gae(rewards, batch.values_BL[b, row], GAMMA, LAMBDA)
+  plain = advantage_twins.over_tokens(batch, response, GAMMA, LAMBDA)
   expected = np.where(mask, twins.whiten(plain, response), 0)
   actual = _estimate(batch, 'all', observation_tokens='included')
   np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-10)
