@@ -131,7 +131,8 @@ class PassageDemonstrations:
     """See `Demonstrations`."""
     rng, rate = self.noise.of_step(step)
     questions = self.questions.train(step, count)
-    # A guess is the answer of the next question of the batch.
+    # A guess is the answer of the next question of the batch: it has the form
+    # of an answer and is almost always wrong.
     guesses = [*questions[1:], *questions[:1]]
     if self.quote_words and not rate:
       questions = [self._excerpt(question, rng) for question in questions]

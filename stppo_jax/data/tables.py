@@ -292,7 +292,9 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
           raise ValueError(f'{place}: expected {names} columns')
         yield place, reader.line_num, row
     except csv.Error as error:
-      raise ValueError(f'{file}:{reader.line_num}: {error}') from error
+      # The number of `reader` itself is that of its last row without an error.
+      number = reader.reader.line_num
+      raise ValueError(f'{file}:{number}: {error}') from error
 
 
 def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:

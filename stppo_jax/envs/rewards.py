@@ -25,6 +25,7 @@ SCORE_NAMES: tuple[str, ...] = (
   'format',
 )
 _ANSWER = re.compile('<answer>(.*?)</answer>', re.DOTALL)
+# A letter with or without a text: B, (b), B., Option B: two.
 _LETTER = re.compile(r'(?:option\s+)?\(?([a-z])(?:[).:]+(?:\s+(.+))?)?', re.S)
 
 _NAMES = '|'.join(text_lib.TAG_NAMES)

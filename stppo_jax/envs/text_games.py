@@ -198,6 +198,7 @@ class _Episode(protocol.Episode):
       refused = text_lib.neutralise_tags(f'{command!r} is not possible.')
       kind, news = protocol.INVALID, game_text.observation(refused)
     else:
+      # The reward of a turn compares the numbers of commands to the end.
       before = game.distance()
       game.play(command)
       after = game.distance()
@@ -333,6 +334,7 @@ class _Game:
       for word in _CONDITIONS
       for (variable,) in facts.get(word, ())
     }
+    # The type P is the player, and I is the inventory.
     (here,) = [r for who, r in facts['at'] if who.type == 'P']
     yield f'You are in the {name(here)}.'
     seen = []
@@ -341,6 +343,7 @@ class _Game:
         state = condition.get(thing.name, '')
         seen.append(_with_article(f'{state} {name(thing)}'))
         for word in ('in', 'on'):
+          # What is in a closed thing cannot be seen.
           for inner, outer in facts.get(word, ()):
             if outer == thing and (word == 'on' or state == 'open'):
               seen.append(

@@ -244,6 +244,7 @@ def _call(text: str, rest: str | re.Pattern[str]) -> Call | None:
   """Returns the call at the start of a text, if `rest` is all that follows."""
   text = text.lstrip()
   try:
+    # Unlike `loads`, this allows for what follows, such as an end token.
     fields, end = json.JSONDecoder().raw_decode(text)
   except (ValueError, RecursionError):
     return None

@@ -148,7 +148,7 @@ def test_turns_end_at_the_stop_strings_of_the_environment(config):
 
 def test_an_unknown_name_prints_the_choices():
   assert environments.find('search') is search.SearchEnvironment
-  with pytest.raises(ValueError, match="'go'; choices: gymnasium, search"):
+  with pytest.raises(ValueError, match="'go'; choices: .*search"):
     environments.find('go')
 
 

@@ -48,6 +48,7 @@ async def connect(
       + ', '.join(sorted(dialects.DIALECTS))
     )
   dialect = dialects.DIALECTS[kind]
+  # Some servers do not say how much they hold; the run then finds out.
   capacity = models[model].get('max_model_len')
   if isinstance(capacity, int) and capacity < max_length:
     raise client_lib.EngineUnsuited(
