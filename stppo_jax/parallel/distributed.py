@@ -59,12 +59,16 @@ def place(
   Raises:
     ValueError: flags are missing or wrong; one line.
   """
-  given = coordinator != '', num_processes != 0, process_id != -1
-  if not any(given):
+  given = {
+    '--coordinator': coordinator != '',
+    '--num_processes': num_processes != 0,
+    '--process_id': process_id != -1,
+  }
+  if not any(given.values()):
     return detect()
-  if not all(given):
+  if missing := [flag for flag, is_given in given.items() if not is_given]:
     raise ValueError(
-      '--coordinator, --num_processes, --process_id: give all three or none'
+      f'{" and ".join(missing)}: missing; give {", ".join(given)} or none'
     )
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -15,7 +15,6 @@ from stppo_jax import keys
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.rollout import steps
-from stppo_jax.training import checks
 from stppo_jax.training import components
 from stppo_jax.training import model_files
 from tests.training import runs
@@ -221,17 +220,6 @@ def test_a_lasting_outage_ends_the_step():
   ):
     _collect(world, 1)
   assert world.waits == 3
-
-
-def test_a_start_with_too_few_questions_is_refused():
-  config = runs.config(
-    rollout__group_size=2, data__synthetic_wiki__entities_per_type=2
-  )
-  questions = components.build_questions(config)
-  checks.check_count(config, questions)
-  config.rollout.resample_rounds = 50
-  with pytest.raises(ValueError, match='fewer than 408 questions'):
-    checks.check_count(config, questions)
 
 
 @pytest.mark.parametrize('level', ['token', 'sentence'])

@@ -144,19 +144,6 @@ def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   assert _log_ratio(models.policy, params, annotated, **own) > 0.1
 
 
-@pytest.mark.parametrize(
-  ('replay', 'changes', 'message'),
-  (
-    ('sampler', tiny.MIXTURE, 'trajectories lack'),
-    ('trainer', {}, 'must be nowhere for a policy without experts'),
-  ),
-)
-def test_unknown_experts_cannot_be_replayed(replay, changes, message):
-  models = _models(**changes)
-  with pytest.raises(ValueError, match=message):
-    _annotated(models, _batch(models), replay)
-
-
 @pytest.mark.slow
 def test_updates_replay_and_balance_the_load_however_they_are_cut():
   models = _models(**tiny.MIXTURE)

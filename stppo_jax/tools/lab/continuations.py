@@ -95,11 +95,11 @@ def check(config: Any, count: int) -> None:
     problems.append(
       f'--continuations={count}: must be 2 or more, or 0 for none'
     )
-  gamma = config.algorithm.advantage.get('gamma', 1.0)
-  if gamma != 1:
+  advantage = config.algorithm.advantage
+  if 'gamma' in advantage and advantage.gamma != 1:
     problems.append(
-      f'config.algorithm.advantage.gamma={gamma}: must be 1 to sample values, '
-      'which are sums of rewards'
+      f'config.algorithm.advantage.gamma={advantage.gamma}: must be 1 to sample '
+      'values, which are sums of rewards'
     )
   if config.env.reward_function:
     problems.append(

@@ -34,7 +34,8 @@ def test_every_array_has_its_place_in_a_batch():
   fields = set(batch_lib.TokenBatch.__dataclass_fields__)
   ours = {'logprobs_BL', 'entropy_BL', 'old_values_BL', 'kl_coefficient'}
   of_models = {'loss_positions_BM', 'expert_ids', 'expert_visits_BX', 'packing'}
-  assert set(saved_batch.ARRAY_KINDS) == fields - of_models | ours
+  sampled = {f'oracle_{x}_BL' for x in ('values', 'variances', 'counts')}
+  assert set(saved_batch.ARRAY_KINDS) == fields - of_models | ours | sampled
 
 
 @pytest.mark.parametrize(
