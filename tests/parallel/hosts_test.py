@@ -246,7 +246,7 @@ def test_a_place_is_taken_once(stranded):
 @pytest.mark.parametrize(
   'flags, line',
   [
-    (('h:1', 2, -1), '--coordinator, --num_processes, --process_id: give all'),
+    (('h:1', 2, -1), '--process_id: missing'),
     (('h', 2, 0), '--coordinator=h: must be'),
     (('h:x', 2, 0), '--coordinator=h:x: must be'),
     (('h:1', 2, 2), '--process_id=2: must be'),

@@ -98,8 +98,8 @@ def check(config: Any, count: int) -> None:
   advantage = config.algorithm.advantage
   if 'gamma' in advantage and advantage.gamma != 1:
     problems.append(
-      f'config.algorithm.advantage.gamma={advantage.gamma}: must be 1 to sample '
-      'values, which are sums of rewards'
+      f'config.algorithm.advantage.gamma={advantage.gamma}: must be 1 where '
+      'values are sampled, which are sums of rewards'
     )
   if config.env.reward_function:
     problems.append(
