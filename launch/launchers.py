@@ -206,6 +206,16 @@ LAUNCHERS = {
   ),
 }
 SWITCHES = {'dry_run': False, 'stop': False}
+# What the numbers of options count.
+_UNITS = {
+  'wait': ' of hours until a slice must be there',
+  'max_hours': ' of hours of slices in all',
+  'price': ', the price of a chip for an hour',
+  'max_cost': ', the most that all slices may cost at that price',
+  'poll': ' of seconds between two looks at a slice',
+  'grace': ' of seconds to save in',
+  'restarts': ' of times that a failed run is started again',
+}
 
 
 def flags(name: str) -> absl_flags.FlagValues:
@@ -222,5 +232,6 @@ def describe(name: str) -> str:
     default = '; required' if flag.default is None else ''
     if flag.default not in (None, ''):
       default = f'; {flag.default} by default'
-    lines.append(f'  --{key:18}{command_line.rule(flag)}{default}')
+    rule = command_line.rule(flag) + _UNITS.get(key, '')
+    lines.append(f'  --{key:18}{rule}{default}')
   return '\n'.join(lines)
