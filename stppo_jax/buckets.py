@@ -21,10 +21,12 @@ import os
 import pathlib
 import re
 import tempfile
+import threading
 from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import exits
+from stppo_jax import streams
 
 _ADDRESS = re.compile(r'([a-z][a-z0-9+.-]*)://[^?@]+')
 _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
@@ -33,6 +35,7 @@ _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
 _VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
 # When it was written.
 _TIMES = ('mtime', 'created', 'LastModified')
+_PATIENCE = 5.0  # seconds until a line says that a bucket does not answer
 
 
 class BucketError(OSError):
@@ -54,6 +57,23 @@ def is_address(place: object) -> bool:
   One with a user, a password or a query is none: it would be printed and kept.
   """
   return _ADDRESS.fullmatch(str(place)) is not None
+
+
+@contextlib.contextmanager
+def _announced(address: str) -> Iterator[None]:
+  """Says so if the body waits long for a bucket.
+
+  Without a network, gcsfs looks for credentials for 20 seconds and repeats a
+  request for another minute.
+  """
+  line = f'{address}: no answer yet; its requests are repeated'
+  timer = threading.Timer(_PATIENCE, streams.say, [line])
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 class Written(NamedTuple):
@@ -100,7 +120,7 @@ class Bucket:
   """
 
   def __init__(self, address: str):
-    """Finds the package for a kind of bucket; sends no request to gs:// or s3://.
+    """Finds the package for a kind of bucket, and the rights to use it.
 
     Args:
       address: such as gs://bucket/run.
@@ -118,9 +138,10 @@ class Bucket:
       logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
       # Without the cache of listings, which hides what others write.
-      self._files, root = fsspec.core.url_to_fs(
-        self.address, use_listings_cache=False
-      )
+      with _announced(self.address):
+        self._files, root = fsspec.core.url_to_fs(
+          self.address, use_listings_cache=False
+        )
     except ImportError as error:
       kind = address.partition(':')[0]
       extra = _EXTRAS.get(kind)
@@ -141,7 +162,11 @@ class Bucket:
       BucketError: the bucket cannot be read.
     """
     found = {}
-    with self._errors(), contextlib.suppress(FileNotFoundError):
+    with (
+      self._errors(),
+      _announced(self.address),
+      contextlib.suppress(FileNotFoundError),
+    ):
       found = self._files.find(self._root, detail=True)
       if not found:
         # The `find` of http returns nothing where the host does not exist; `ls`

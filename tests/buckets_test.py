@@ -3,12 +3,15 @@
 from concurrent import futures
 import pathlib
 import sys
+import threading
 import time
 
 import fsspec
+from fsspec.implementations import memory
 import pytest
 
 from stppo_jax import buckets
+from stppo_jax import streams
 
 
 @pytest.fixture
@@ -126,3 +129,28 @@ def test_one_of_several_processes_downloads(address, tmp_path, monkeypatch):
     found = pool.map(buckets.local_folder.__wrapped__, [address] * 3)
     assert [(x / 'a').read_text() for x in found] == ['one\n'] * 3
   assert len(calls) == 1
+
+
+class _Slow(memory.MemoryFileSystem):
+  """A bucket that answers once a line has been printed."""
+
+  protocol = 'slow'
+  printed = threading.Event()
+
+  def find(self, *args, **options):
+    assert self.printed.wait(20)
+    return super().find(*args, **options)
+
+
+def test_a_bucket_that_does_not_answer_is_announced(monkeypatch):
+  lines, timer = [], threading.Timer
+  monkeypatch.setattr(threading, 'Timer', lambda _, *call: timer(0.05, *call))
+
+  def say(line):
+    lines.append(line)
+    _Slow.printed.set()
+
+  monkeypatch.setattr(streams, 'say', say)
+  fsspec.register_implementation('slow', _Slow, clobber=True)
+  assert not buckets.Bucket('slow://a/b').entries()
+  assert lines == ['slow://a/b: no answer yet; its requests are repeated']
