@@ -263,6 +263,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over a collected batch
+        # Further passes, in which the value model learns alone.
+        'value_epochs': 0,
         # Whether every epoch divides the batch into minibatches in a random
         # order of its own, or in the order of collection.
         'shuffle': True,

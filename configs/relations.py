@@ -101,17 +101,23 @@ def _kl_coefficient_stays_positive(
 STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
 
 
+# They count steps or passes in which the value model learns alone.
+_OF_VALUES_ALONE = ('loss.value_warmup_steps', 'updates.value_epochs')
+
 RELATIONS: tuple[Relation, ...] = (
   _is_multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
   _is_multiple('rollout.slots', 'rollout.group_size'),
   _is_multiple('model.num_heads', 'model.num_kv_heads'),
-  _refuse(
-    'loss.value_warmup_steps',
-    'model.value_backbone',
-    when=lambda steps, backbone: steps > 0 and backbone == 'shared',
-    because='must be 0 when model.value_backbone=shared: values and policy are '
-    'trained together',
+  *(
+    _refuse(
+      key,
+      'model.value_backbone',
+      when=lambda number, backbone: number > 0 and backbone == 'shared',
+      because='must be 0 when model.value_backbone=shared: values and policy '
+      'are trained together',
+    )
+    for key in _OF_VALUES_ALONE
   ),
   _refuse(
     'model.reference_memory',
@@ -266,12 +272,15 @@ RELATIONS: tuple[Relation, ...] = (
     because='must be 2 or greater when algorithm.advantage.name={1}, which '
     'compares trajectories',
   ),
-  _refuse(
-    'loss.value_warmup_steps',
-    'algorithm.advantage.name',
-    when=lambda steps, name: steps and name not in estimator_needs.VALUES,
-    because='must be 0 when algorithm.advantage.name={1}, which has no value '
-    'model',
+  *(
+    _refuse(
+      key,
+      'algorithm.advantage.name',
+      when=lambda number, name: number and name not in estimator_needs.VALUES,
+      because='must be 0 when algorithm.advantage.name={1}, which has no value '
+      'model',
+    )
+    for key in _OF_VALUES_ALONE
   ),
   _refuse(
     'model.value_backbone',

@@ -264,6 +264,7 @@ KEYS: Mapping[str, Key] = {
   'updates.microbatch_size': Key(rules.NOT_NEGATIVE),
   'updates.minibatch_size': Key(rules.POSITIVE),
   'updates.num_epochs': Key(rules.POSITIVE),
+  'updates.value_epochs': Key(rules.NOT_NEGATIVE, before=0),
   'updates.old_policy': Key(rules.one_of('sampled', 'current')),
   'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
   'updates.row_length': Key(rules.NOT_NEGATIVE, before=0),

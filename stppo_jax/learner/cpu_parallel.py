@@ -26,6 +26,7 @@ from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
+from stppo_jax.learner import value_loss
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 
@@ -116,7 +117,8 @@ class Updater:
     ]
     params = self._cast(state.with_frozen(frozen).params)
     inputs, outputs = hyperparameters.loss, None
-    if inputs.algorithm.uses_minibatch_statistics:
+    statistics = inputs.algorithm.uses_minibatch_statistics
+    if statistics and self._method is not value_loss.METHOD:
       count = len(packed.rows)
       outputs = self._map(
         lambda share: functools.reduce(
@@ -203,4 +205,6 @@ def _add(total, summand):
 def _join(total, summand):
   """Returns the sums, and the merged diagnostics, of some microbatches."""
   sums, diagnostics = zip(total, summand)
-  return _add(*sums), diagnostics_lib.merge(*diagnostics)
+  # The value loss has no diagnostics.
+  merged = diagnostics_lib.merge(*diagnostics) if diagnostics[0] else ()
+  return _add(*sums), merged

@@ -49,7 +49,7 @@ class Learner:
       engine decodes with it.
     mesh: the mesh of training.
     programs: its compiled programs.
-    sizes: the sizes of packed rows.
+    sizes, annotate_sizes: sizes of packed rows in updates and in `annotate`.
     num_microbatches: the number of microbatches of the last update.
     algorithm: the algorithm, with the present coefficient of its penalty.
 
@@ -113,6 +113,8 @@ class Learner:
       microbatch=core_rows or updates.microbatch_size,
       num_workers=num_workers,
     )
+    size = updates.minibatch_size
+    self.annotate_sizes = packing_lib.for_annotate(self.sizes, size)
     self.num_microbatches = 0
     # The sizes of the batch that is updated on, see `_packed`.
     self._sized: tuple[Any, Any] = lambda: None, None
@@ -189,7 +191,12 @@ class Learner:
     )
 
   def minibatches(
-    self, num_rows: int, step: int, *, num_updates: int | None = None
+    self,
+    num_rows: int,
+    step: int,
+    *,
+    num_updates: int | None = None,
+    values_alone: bool = False,
   ) -> list[np.ndarray]:
     """Returns the rows of each minibatch of a step, epoch by epoch.
 
@@ -198,17 +205,22 @@ class Learner:
       step: the training step.
       num_updates: the number of minibatches, from as many epochs as necessary;
         by default those of `updates.num_epochs`.
+      values_alone: whether they are those of `updates.value_epochs` instead.
     """
     updates = self.config.updates
-    of_epochs = updates.num_epochs * num_rows // updates.minibatch_size
-    return minibatches_lib.minibatch_rows(
+    epochs = updates.num_epochs, updates.value_epochs
+    count, further = (x * num_rows // updates.minibatch_size for x in epochs)
+    rows = minibatches_lib.minibatch_rows(
       num_rows,
       size=updates.minibatch_size,
-      count=of_epochs if num_updates is None else num_updates,
+      count=count + further if num_updates is None else num_updates,
       seed=self.config.seed,
       step=step,
       shuffle=updates.shuffle,
     )
+    if num_updates is None:
+      return rows[count:] if values_alone else rows[:count]
+    return rows
 
   def update(
     self,
@@ -216,6 +228,8 @@ class Learner:
     batch: batch_lib.TokenBatch,
     rows: np.ndarray,
     step: int,
+    *,
+    values_alone: bool = False,
   ) -> tuple[state_lib.TrainState, step_lib.LossOutputs]:
     """Takes one optimiser step on some rows; see `step.update`.
 
@@ -225,12 +239,13 @@ class Learner:
       rows: the rows of the minibatch, from `minibatches`.
       step: the training step; during the value warm-up the policy stays as it
         is.
+      values_alone: whether only the value model learns, see `value_loss`.
     """
-    packed = self._packed(batch, rows)
+    packed, numbers = self._packed(batch, rows), self.hyperparameters(step)
+    if values_alone:
+      return self.programs.update_values(state, batch, packed, numbers)
     self.num_microbatches = len(packed.packing.rows)
-    return self.programs.update_minibatch(
-      state, batch, packed, self.hyperparameters(step)
-    )
+    return self.programs.update_minibatch(state, batch, packed, numbers)
 
   def _packed(
     self,
@@ -304,20 +319,6 @@ class Learner:
     # Back to the order of the rows, in which those of a host are adjacent.
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
-
-  @property
-  def annotate_sizes(self) -> packing_lib.Sizes:
-    """The sizes of packed rows in `annotate`."""
-    sizes = self.sizes
-    if sizes.num_workers > 1:
-      # All cores work on one program, which takes more rows than one of each
-      # core: then there are few numbers of microbatches, and of programs.
-      rows = 4 * sizes.max_rows * sizes.num_workers
-      return sizes._replace(max_rows=rows, num_workers=1)
-    # A collected batch may have many minibatches, and so too many rows for one
-    # forward pass.
-    rows = self.config.updates.minibatch_size // sizes.num_shards
-    return sizes._replace(max_rows=sizes.max_rows or rows)
 
   @property
   def kl_coefficient(self) -> float:

@@ -17,11 +17,12 @@ class Trained(NamedTuple):
   """The trained weights of both models, or their gradients.
 
   Attributes:
-    policy: all weights of the policy, or its adapters and heads.
+    policy: all weights of the policy, or its adapters and heads; None in the
+      gradient of a value model that learns alone.
     value: the same of the value model; None without one.
   """
 
-  policy: functional.Params
+  policy: Any
   value: functional.Params | None
 
 

@@ -73,6 +73,24 @@ class Packed(NamedTuple):
   packing: batch_lib.Packing
 
 
+def for_annotate(sizes: Sizes, minibatch_size: int) -> Sizes:
+  """Returns the sizes of packed rows where nothing is differentiated.
+
+  Args:
+    sizes: the sizes of packed rows in updates.
+    minibatch_size: the trajectories of an update.
+  """
+  if sizes.num_workers > 1:
+    # All cores work on one program, which takes more rows than one of each
+    # core: then there are few numbers of microbatches, and of programs.
+    rows = 4 * sizes.max_rows * sizes.num_workers
+    return sizes._replace(max_rows=rows, num_workers=1)
+  # A collected batch may have many minibatches, and so too many rows for one
+  # forward pass.
+  rows = minibatch_size // sizes.num_shards
+  return sizes._replace(max_rows=sizes.max_rows or rows)
+
+
 def plan(
   rows: np.ndarray,
   lengths_B: np.ndarray,

@@ -142,27 +142,15 @@ def loss_terms(
 
   values_BL, value_coefficient = outputs.values_BL, coefficients.value
   if spec.models.value is not None:
-    values_BL = forward.values(
-      spec.models.value,
-      spec.models.value_weights(params),
-      forward.inputs_of(microbatch),
-      everywhere=everywhere,
-    )
+    values_BL = values(params, microbatch, inputs=context.inputs, spec=spec)
     # A separate value model has its own learning rate instead of a coefficient.
     value_coefficient = 1.0
   if values_BL is not None:
-    value = losses.value_loss(
-      values_BL,
-      microbatch.values_BL,
-      microbatch.returns_BL,
-      microbatch.value_mask_BL,
-      clip=coefficients.value_clip,
-      weights_BL=policy.value_weights_BL,
+    value, of_values = value_term(
+      values_BL, microbatch, context, weights_BL=policy.value_weights_BL
     )
-    value_loss = value.total / context.value_count
-    other += value_coefficient * value_loss
-    metrics['critic/vf_loss'] = value_loss
-    metrics['critic/vf_clipfrac'] = value.clipped / context.value_count
+    other += value_coefficient * value
+    metrics |= of_values
   if outputs.routing is not None:
     balance = _load_balance(
       outputs.routing.probs_BX,
@@ -174,6 +162,33 @@ def loss_terms(
     metrics['actor/load_balance'] = balance
   terms = clipping_bias.LossTerms(policy.policy, policy.bias, other)
   return terms, step_lib.LossOutputs(metrics, diagnostics)
+
+
+def values(params, microbatch, *, inputs: Inputs, spec) -> Array:
+  """Returns the values of a value model with layers of its own."""
+  return forward.values(
+    spec.models.value,
+    spec.models.value_weights(params),
+    forward.inputs_of(microbatch),
+    everywhere=inputs.algorithm.trains_values_at_observations,
+  )
+
+
+def value_term(
+  values_BL, microbatch, context: Context, *, weights_BL=None
+) -> tuple[Array, dict[str, Array]]:
+  """Returns the share of a microbatch in the value loss, and its metrics."""
+  value = losses.value_loss(
+    values_BL,
+    microbatch.values_BL,
+    microbatch.returns_BL,
+    microbatch.value_mask_BL,
+    clip=context.inputs.coefficients.value_clip,
+    weights_BL=weights_BL,
+  )
+  loss = value.total / context.value_count
+  clipped = value.clipped / context.value_count
+  return loss, {'critic/vf_loss': loss, 'critic/vf_clipfrac': clipped}
 
 
 def context_of(

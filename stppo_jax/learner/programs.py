@@ -20,6 +20,7 @@ from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details as token_details_lib
+from stppo_jax.learner import value_loss
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.parallel import sharding
@@ -66,6 +67,7 @@ class Programs(NamedTuple):
     updating: the programs that every kind of training has.
     update_minibatch: `Updating.update` of whole states, on one program or on
       several cores of a CPU; see `keeping_frozen`.
+    update_values: the same, of a value model with layers of its own, alone.
     annotate, mean_logprobs: see `annotate`.
     token_outputs: see `forward.all_outputs`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
@@ -75,6 +77,7 @@ class Programs(NamedTuple):
 
   updating: Updating
   update_minibatch: Callable[..., Any]
+  update_values: Callable[..., Any]
   annotate: Any
   mean_logprobs: Callable[..., Any]
   token_outputs: Callable[..., Any]
@@ -179,15 +182,19 @@ def build(
   if divides_by_bias_norm:
     method = policy_loss.BIAS_NORM_METHOD
   common = updating(spec, optimizers, method, mesh)
-  update_minibatch = common.update
-  if num_workers > 1:
-    update_minibatch = cpu_parallel.Updater(
-      spec,
-      method,
-      optimizers,
-      num_workers=num_workers,
-      out_shardings=common.layout.with_frozen({}),
-    ).update
+
+  def minibatch_program(method: step_lib.Method) -> Callable[..., Any]:
+    update = updating(spec, optimizers, method, mesh).update
+    if num_workers > 1:
+      update = cpu_parallel.Updater(
+        spec,
+        method,
+        optimizers,
+        num_workers=num_workers,
+        out_shardings=common.layout.with_frozen({}),
+      ).update
+    return keeping_frozen(update)
+
   jit = functools.partial(
     compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
   )
@@ -201,7 +208,8 @@ def build(
   weights = spec.models.policy.plain_policy.abstract_params
   return Programs(
     updating=common,
-    update_minibatch=keeping_frozen(update_minibatch),
+    update_minibatch=minibatch_program(method),
+    update_values=minibatch_program(value_loss.METHOD),
     annotate=jit(
       of_models(
         annotate_lib.annotate,

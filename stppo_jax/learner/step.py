@@ -192,20 +192,22 @@ def apply_gradients(
 ) -> tuple[state_lib.TrainState, LossOutputs]:
   """Takes a step with both optimisers, or with neither if one is not sound.
 
-  The policy also stays as it is if `policy_learns` is false.
+  The policy also stays as it is if `policy_learns` is false, or if there is no
+  gradient of it.
   """
   # Computed for both models before either is replaced: a policy that moves on
   # beside a value model that was skipped would leave their states apart.
   metrics = dict(outputs.metrics)
-  new_policy, sound, report = state_lib.take_step(
-    optimizers.policy,
-    state.policy,
-    gradient.policy,
-    hyperparameters.policy,
-    loss=outputs.metrics,
-  )
-  metrics |= {f'actor/{name}': x for name, x in report.items()}
-  new_value = None
+  new_policy, sound, new_value = state.policy, jnp.asarray(True), None
+  if gradient.policy is not None:
+    new_policy, sound, report = state_lib.take_step(
+      optimizers.policy,
+      state.policy,
+      gradient.policy,
+      hyperparameters.policy,
+      loss=outputs.metrics,
+    )
+    metrics |= {f'actor/{name}': x for name, x in report.items()}
   if gradient.value is not None:
     assert state.value is not None  # both come from one config
     new_value, value_sound, report = state_lib.take_step(

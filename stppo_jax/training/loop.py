@@ -110,15 +110,23 @@ def train(
           if step == 0:
             checks.check_mismatch(config, metrics)
 
-        updates = []
+        updates, of_values = [], []
         with run.phase('update'), run.consuming_state():
           for rows in learner.minibatches(len(batch.lengths_B), step):
             state, update = learner.update(state, batch, rows, step)
             updates.append(update)
             if step_lib.exceeds_kl(update, config.updates.kl_stop):
               break
+          further = learner.minibatches(
+            len(batch.lengths_B), step, values_alone=True
+          )
+          for rows in further:
+            state, update = learner.update(
+              state, batch, rows, step, values_alone=True
+            )
+            of_values.append(update)
           # Devices may still compute, and that time belongs to the updates.
-          jax.block_until_ready(updates)
+          jax.block_until_ready((updates, of_values))
         with run.phase('token_details'):
           details = learner.token_details(state, batch, hosts)
 
@@ -128,7 +136,9 @@ def train(
         run.finish_step(
           step + 1, state, metrics, collected.trajectories, details=details
         )
-        skips.check(step + 1, [update.metrics for update in updates])
+        skips.check(
+          step + 1, [update.metrics for update in (*updates, *of_values)]
+        )
         alarm.check(step + 1)
       params = learner.merged_params(run.state.params)
       run.finish(learner.policy, params, curve=True)
