@@ -106,7 +106,7 @@ class Checkpointer:
     )
     self._flush = flush
     self._run = run_folder.read(self._workdir)
-    orbax_errors.note_logged()
+    orbax_errors.hide_repeated()
     with orbax_buckets.reaching(self._address):
       self._manager = orbax_parts.manager(
         self._folder,

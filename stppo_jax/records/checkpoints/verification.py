@@ -30,7 +30,7 @@ def problems(
   Returns:
     Lines that name a file or a leaf, and the cause; [] for a sound checkpoint.
   """
-  orbax_errors.note_logged()
+  orbax_errors.hide_repeated()
   try:
     manifest = manifest_lib.read(path, step)
   except ValueError as error:
