@@ -263,7 +263,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over a collected batch
-        # Further passes, in which the value model learns alone.
+        # Further passes, in which the value model learns alone. `plan` and the
+        # metrics of throughput do not count them.
         'value_epochs': 0,
         # Whether every epoch divides the batch into minibatches in a random
         # order of its own, or in the order of collection.

@@ -32,7 +32,7 @@ def section() -> dict[str, Any]:
     'engine': 'local',
     # A server of completions that receives the weights; docs/engines.md.
     'remote': {
-      # The address of vLLM, SGLang or our own server.
+      # The address of vLLM or SGLang.
       'url': '',
       'model': '',  # the name of the model on the server
       'timeout': 300.0,  # seconds per turn, and until the server is ready

@@ -287,11 +287,13 @@ def measured(subject: Subject) -> tuple[list[Line], bool]:
   """Returns the lines of all checks and hosts, and whether all checks ran."""
   lines: list[Line] = []
   for check in CHECKS:
+    here: list[Line] = []
     try:
-      here = list(check(subject))
+      for line in check(subject):
+        here.append(line)
     except Exception as error:  # the report is worth more than the other checks
       failed = f'{check.__name__}, host {{host}}'
-      here = [Line(failed, hosts_lib.describe(error), _NO_ERROR)]
+      here.append(Line(failed, hosts_lib.describe(error), _NO_ERROR))
     # It also lets the hosts begin the next check together.
     everywhere = subject.hosts.exchange(check.__name__, here)
     for host, found in enumerate(everywhere):

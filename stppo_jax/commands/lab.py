@@ -62,6 +62,8 @@ from stppo_jax.commands.flags import lab_flags
 # jax and the modules that import it are imported inside the functions: a wrong
 # flag is reported at once, and the platform can still be chosen.
 
+# The bounds of a number that is neither infinite nor nan.
+_FINITE = {'lower_bound': -1e30, 'upper_bound': 1e30}
 # The flags of each command beside those of all that read a saved batch.
 _FLAGS: dict[str, dict[str, Any]] = {
   'collect': {},
@@ -70,14 +72,14 @@ _FLAGS: dict[str, dict[str, Any]] = {
     'algorithm': '',
     'advantages': '',
     'set': command_line.REPEATED,
-    'entropy_coefficient': 0.0,
+    'entropy_coefficient': command_line.number(0.0, **_FINITE),
   },
   'advantages': {
     'out': '',
     'estimator': '',
     'kl': '',
     'set': command_line.REPEATED,
-    'kl_coefficient': command_line.number(),
+    'kl_coefficient': command_line.number(**_FINITE),
   },
   'compare': {'algorithms': '', 'advantages': '', 'json': False, 'plot': ''},
   'levels': {'algorithms': '', 'advantages': '', 'plot': ''},

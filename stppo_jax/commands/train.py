@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
   flags = command_line.flags(
     workdir='',
     restart=False,
-    verify_resume=command_line.integer(0, lower_bound=0),
+    verify_resume=command_line.integer(lower_bound=1),
     coordinator='',
     num_processes=0,
     process_id=-1,

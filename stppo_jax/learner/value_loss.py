@@ -1,7 +1,7 @@
 """The loss of a value model that learns alone.
 
 In the further passes of `updates.value_epochs` the policy stays as it is. Their
-program has neither its forward pass nor its gradient.
+program does not run it, and its gradient, which is 0, is dropped.
 
 B rows of a microbatch or of a minibatch, L tokens.
 """

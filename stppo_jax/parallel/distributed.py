@@ -76,6 +76,8 @@ def place(
       f'--coordinator={coordinator}: must be HOST:PORT, the address of '
       'process 0'
     )
+  if num_processes < 1:
+    raise ValueError(f'--num_processes={num_processes}: must be at least 1')
   if not 0 <= process_id < num_processes:
     raise ValueError(
       f'--process_id={process_id}: must be at least 0, and below '

@@ -108,8 +108,16 @@ def make_learning_mesh(
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  learning, _ = divide(devices or jax.devices(), collect_fraction)
-  return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
+  learning, collecting = divide(devices or jax.devices(), collect_fraction)
+  try:
+    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
+  except ValueError as error:
+    if not collecting:
+      raise
+    raise ValueError(
+      f'{error}; the other {len(collecting)} collect: '
+      f'mesh.collect_fraction={collect_fraction}'
+    ) from error
 
 
 def platform(mesh: jax.sharding.Mesh | None) -> str:

@@ -207,8 +207,8 @@ class _Service:
     require(
       len(queries) <= _MAX_QUERIES
       and all(len(query) <= _MAX_QUERY_CHARS for query in queries),
-      f'{name}: at most {_MAX_QUERIES} are allowed, of at most '
-      f'{_MAX_QUERY_CHARS} characters each',
+      f'{name}: {len(queries)} queries; at most {_MAX_QUERIES} are allowed, of '
+      f'at most {_MAX_QUERY_CHARS} characters each',
     )
     topk = fields.get(dialect.topk)
     topk = _DEFAULT_TOPK if topk is None else topk

@@ -145,9 +145,14 @@ class Engine:
       greedy: whether to take the most probable token instead of sampling.
 
     Raises:
+      ValueError: whole groups do not fill the slots of a lane, in which the
+        rows of a group are decoded together.
       Exception: the error that a lane's thread has raised since the last
         collection began, even if a poll has raised it already.
     """
+    slots = self._options.slots_per_lane
+    if slots % group_size:
+      raise ValueError(f'{group_size} must divide the {slots} slots of a lane')
     for lane in self._lanes:
       lane.begin(max_turn_tokens=max_turn_tokens, greedy=greedy)
     self._group_size = group_size

@@ -60,7 +60,13 @@ def build(
       as it is.
     stop_strings: the first one that is completed ends the turn.
     eos_ids: the ids that end the turn too.
+
+  Raises:
+    ValueError: if no sequence of tokens can spell a stop string.
   """
+  for stop in stop_strings:
+    if not _spellable(stop.encode(), token_bytes):
+      raise ValueError(f'no sequence of tokens can spell {stop!r}')
   transitions = _byte_automaton([stop.encode() for stop in stop_strings])
   stopped = len(transitions) - 1
   # The bytes of each entry of the vocabulary, padded to the longest.
@@ -79,6 +85,21 @@ def build(
     state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)
   state_ZV[:, list(eos_ids)] = stopped
   return StopAutomaton(state_ZV.astype(np.int16), stopped)
+
+
+def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
+  """Returns whether tokens can spell the string, with or without other text."""
+  tokens = set(token_bytes)
+  ends = {
+    n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
+  }
+  for n in range(1, len(stop)):
+    if n in ends:
+      ends.update(m for m in range(n + 1, len(stop)) if stop[n:m] in tokens)
+  return any(
+    stop in token or any(token.startswith(stop[n:]) for n in ends)
+    for token in tokens
+  )
 
 
 def num_states(stop_strings: Sequence[str]) -> int:

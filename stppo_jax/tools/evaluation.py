@@ -94,12 +94,17 @@ class _Folder:
     except (ValueError, RecursionError) as error:
       raise exits.Misconfigured(f'{path}: not JSON: {error}') from error
     start = f'--out={self._path}: has an evaluation '
-    for key, value in self._identity.items():
-      if there.get(key) != value:
-        # The fingerprints of weights would fill the screen.
-        of = f'with {key}={there.get(key)!r}, not {value!r}'
-        of = 'of other weights' if key == 'weights' else of
-        raise exits.Misconfigured(f'{start}{of}; give another folder')
+    other = [
+      f'{start}with {key}={there.get(key)!r}, not {value!r}; give another '
+      'folder'
+      for key, value in self._identity.items()
+      if key != 'weights' and there.get(key) != value
+    ]
+    # The fingerprints of weights would fill the screen.
+    if not other and there.get('weights') != self._identity['weights']:
+      other = [f'{start}of other weights; give another folder']
+    if other:
+      raise exits.Misconfigured('\n'.join(other))
 
   def records(self) -> list[dict[str, Any]]:
     """Returns the written records; drops a last one that is incomplete."""

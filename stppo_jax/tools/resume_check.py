@@ -37,7 +37,7 @@ def verify(
   """Makes a run in one piece and in two, and compares their ends.
 
   Args:
-    flags: the flags of the command `train`, as given.
+    flags: flags of the command `train`, the last of equal ones counts.
     workdir: the folder of both runs.
     after: the steps after which the second run is cut.
     num_steps: the length of the runs.
@@ -64,12 +64,12 @@ def verify(
     raise exits.Misconfigured('\n'.join(errors))
   workdir.mkdir(parents=True, exist_ok=True)
   run_folder.mark(workdir, COMMAND)
+  flags = _without_verifying(flags)
   whole, cut = workdir / 'whole', workdir / 'cut'
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
     print(f'--- {folder}: to step {steps}', flush=True)
-    # The last of equal flags counts.
-    own = [f'--workdir={folder}', f'--config.num_steps={steps}']
-    code = _train([*flags, *own, '--verify_resume=0'])
+    length = f'--config.num_steps={steps}'
+    code = _train([*flags, f'--workdir={folder}', length])
     if code:
       print(f'{folder}: ended with exit code {code}; nothing was compared')
       return code
@@ -80,6 +80,18 @@ def verify(
   if not lines:
     print(f'ok     {pieces}: {count} arrays, all of them equal in every bit')
   return exits.DAMAGED if lines else 0
+
+
+def _without_verifying(flags: Sequence[str]) -> list[str]:
+  """Returns the flags without `--verify_resume`, whose value may follow it."""
+  left, words = [], iter(flags)
+  for word in words:
+    name, equals, _ = word.lstrip('-').partition('=')
+    if name != 'verify_resume' or word == name:
+      left.append(word)
+    elif not equals:
+      next(words, None)
+  return left
 
 
 def differences(

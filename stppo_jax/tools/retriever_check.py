@@ -110,7 +110,9 @@ async def _examine_address(client: http_client.Client) -> Said:
       ) from None
     if failure.status in (401, 403):
       raise _refused(failure) from None
-    return 'ok', f'address: {client.url} answers; of /health it says: {failure}'
+    if failure.status in (404, 405):
+      return 'ok', f'address: {client.url} answers; it has no /health'
+    return 'note', f'address: {client.url} answers, but /health: {failure}'
 
 
 async def _examine_dialects(

@@ -262,7 +262,8 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
         _check(path, holder, is_free, every)
         mine = _write(file)
         _log.info(
-          f'{path.parent}: took over the lock of an ended run: {holder}'
+          f'{path.parent}: took over the lock of an ended run: '
+          + str(holder or 'its file names nobody')
         )
         stack.pop_all()  # it stays open
         return file, mine

@@ -397,6 +397,18 @@ def _begin(engine, prompts, keys=4, **options):
   engine.begin(prompts, tiny_engine.keys(keys), **options)
 
 
+def test_a_group_must_fill_the_slots_of_a_lane():
+  # Otherwise it would wait for slots that are never free together.
+  for group_size in (3, 8):
+    with pytest.raises(ValueError, match=f'^{group_size} must divide the 4 '):
+      _begin(
+        tiny_engine.engine(slots=4),
+        tiny_engine.prompts(1),
+        keys=group_size,
+        group_size=group_size,
+      )
+
+
 @pytest.mark.parametrize('mode', _MODES)
 def test_a_new_collection_drops_the_last_one(mode):
   engine = tiny_engine.engine(deterministic=_MODES[mode], lookahead=2)

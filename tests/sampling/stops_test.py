@@ -123,6 +123,34 @@ def test_each_of_several_end_tokens_stops():
   assert stopped.tolist() == [True, False, True, True]
 
 
+@pytest.mark.parametrize(
+  'tokens',
+  [
+    [b'<search>', b'answer', b'<', b'>'],  # no slash at all
+    [b'</', b'xsearch>', b'</answer>'],  # has all bytes of the string
+    [b'</sea', b'ch>', b'search', b'</answer>'],
+  ],
+)
+def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
+  with pytest.raises(ValueError, match="can spell '</search>'"):
+    stops.build(
+      [*tokens, b''], stop_strings=actions.STOP_STRINGS, eos_ids=[len(tokens)]
+    )
+
+
+@pytest.mark.parametrize(
+  'tokens',
+  [
+    [b'a</search>b'],
+    [b'a<', b'/', b'se', b'arch>b'],
+    [bytes([byte]) for byte in b'</search>'],
+  ],
+)
+def test_a_stop_that_tokens_spell_is_accepted(tokens):
+  vocabulary = [*tokens, b'']
+  stops.build(vocabulary, stop_strings=('</search>',), eos_ids=[len(tokens)])
+
+
 def test_padding_ids_of_the_model_change_nothing():
   tokenizer = vocabularies.phrases()
   automaton = _automaton(tokenizer)

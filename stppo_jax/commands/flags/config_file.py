@@ -76,14 +76,16 @@ def _find(file: str) -> pathlib.Path:
   for folder in folders:
     if (folder / path).is_file():
       return folder / path
-  if path.is_dir():
-    raise ValueError('is a folder; name a file in it')
+  parent = path if path.is_dir() else path.parent
   choices = {
-    str(path.parent / found.name)
+    str(parent / found.name)
     for folder in folders
-    for found in (folder / path.parent).glob('*.py')
+    for found in (folder / parent).glob('*.py')
     if b'def get_config(' in found.read_bytes()
   }
+  if path.is_dir():
+    listed = ', '.join(sorted(choices)) or 'it has no config'
+    raise ValueError(f'is a folder; choices: {listed}')
   raise ValueError('no such file' + settings.closest(file, sorted(choices)))
 
 

@@ -139,8 +139,21 @@ def _choose_sets(config: Any, sets: str) -> None:
   except ValueError as error:
     raise ValueError(f'--sets={sets}: {error}') from error
   data = config.data
+  are_files = [_is_file(element.name) for element in elements]
+  problem = ''
+  if any(are_files) and not all(are_files):
+    problem = 'must be data sets or files, not both'
+  elif any(are_files) and any(element.split for element in elements):
+    problem = 'a file has no splits'
+  elif not any(are_files) and not data.root:
+    problem = (
+      f'no file ({", ".join(tables.SUFFIXES)}), and data sets need their '
+      'folder: --config.data.root=DIR'
+    )
+  if problem:
+    raise ValueError(f'--sets={sets}: {problem}')
   data.name = 'tfds'
-  if any(_is_file(element.name) for element in elements):
+  if any(are_files):
     data.name = 'jsonl'
     places = [pathlib.Path.cwd()]
     if data.root:

@@ -227,6 +227,12 @@ def _rope(
   fields = {
     name: _needed(given, name) for name in model_config.ROPE_FIELDS[kind]
   }
+  if kind == 'llama3':
+    low, high = fields['low_freq_factor'], fields['high_freq_factor']
+    if low >= high:
+      raise ValueError(
+        f'low_freq_factor={low}: must be smaller than high_freq_factor={high}'
+      )
   return float(theta), model_config.RopeScaling(kind, **fields)
 
 

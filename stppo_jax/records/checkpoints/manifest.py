@@ -60,7 +60,7 @@ def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
     raise ValueError('the manifest does not match its digest')
   # After the digest, which is computed alike in all versions: a newer manifest
   # is told from a damaged one.
-  version = manifest['version']
+  version = manifest.get('version')
   if version != VERSION:
     is_newer = type(version) is int and version > VERSION
     raise (NewerSchema if is_newer else ValueError)(

@@ -18,15 +18,12 @@ from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
 import logging
-import pathlib
 import queue
 import shutil
-import tempfile
 from typing import Any
 from typing import Protocol
 from typing import TypeVar
 import uuid
-import weakref
 
 import jax
 import numpy as np
@@ -40,6 +37,7 @@ from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
+from stppo_jax.sampling.remote import weights_folder
 
 # Seconds that a poll waits for a turn; then the caller appends observations.
 _POLL_SECONDS = 0.01
@@ -120,9 +118,7 @@ class RemoteEngine:
     self._concurrency = concurrency
     # The label of the published weights; '' = the server's own weights.
     self._label = ''
-    # Only this user can read it. A process that is killed leaves it behind.
-    self._folder = pathlib.Path(tempfile.mkdtemp(prefix='stppo_jax-weights-'))
-    weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+    self._folder = weights_folder.WeightsFolder()
     self._in_flight: dict[int, concurrent.futures.Future] = {}
     self._reset()
     self._num_turns = self._num_failures = self._retries_reported = 0
@@ -148,9 +144,9 @@ class RemoteEngine:
     # The label is random too, because engines and runs that share a server may
     # publish other weights under the same version.
     label = f'{version}-{uuid.uuid4().hex[:12]}'
-    export.export(self._folder / label, self._shape, params)
+    export.export(self._folder.path / label, self._shape, params)
     if self._label:
-      shutil.rmtree(self._folder / self._label)
+      shutil.rmtree(self._folder.path / self._label)
     self._label, self.version = label, version
 
   def begin(
@@ -190,7 +186,7 @@ class RemoteEngine:
           self._rows[row] = _Row(prompt.tolist(), key_data[row])
     self._waiting.extend(self._rows)
     self._loop.run(
-      self._served.set_weights(self._folder / self._label, self._label)
+      self._served.set_weights(self._folder.path / self._label, self._label)
     )
 
   @property

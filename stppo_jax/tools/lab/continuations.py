@@ -90,21 +90,38 @@ def check(config: Any, count: int) -> None:
     Misconfigured: the rewards of the config do not add up to the values of its
       critic, or there are too few continuations; one line each.
   """
+  advantage, env = config.algorithm.advantage, config.env
+  rollout = config.rollout
   problems = []
   if count < 2:
     problems.append(
       f'--continuations={count}: must be 2 or more, or 0 for none'
     )
-  advantage = config.algorithm.advantage
-  if 'gamma' in advantage and advantage.gamma != 1:
+  elif rollout.engine == 'local' and isinstance(rollout.slots, int):
+    slots = rollout.slots // rollout.lanes
+    if slots % count:
+      problems.append(
+        f'--continuations={count}: must divide {slots}, which is rollout.slots='
+        f'{rollout.slots} over rollout.lanes={rollout.lanes}'
+      )
+  discounts = ['gamma']
+  if 'steps' in advantage and advantage.steps == 'bilevel':
+    discounts.append('gamma_turn')
+  problems += [
+    f'config.algorithm.advantage.{name}={advantage[name]}: must be 1 where '
+    'values are sampled, which are sums of rewards'
+    for name in discounts
+    if name in advantage and advantage[name] != 1
+  ]
+  if env.reward_function:
     problems.append(
-      f'config.algorithm.advantage.gamma={advantage.gamma}: must be 1 where '
-      'values are sampled, which are sums of rewards'
+      f'config.env.reward_function={env.reward_function}: must be empty where '
+      'values are sampled; it would see a continuation alone'
     )
-  if config.env.reward_function:
+  if env.rewards.information_gain:
     problems.append(
-      f'config.env.reward_function={config.env.reward_function}: must be empty '
-      'to sample values; it would see a continuation alone'
+      f'config.env.rewards.information_gain={env.rewards.information_gain}: '
+      'must be 0 where values are sampled; a continuation has no gains'
     )
   if problems:
     raise exits.Misconfigured('\n'.join(problems))
@@ -144,7 +161,7 @@ def sample(
     seed, step: what the keys are derived from.
 
   Raises:
-    ValueError: `count` does not divide the slots of the engine.
+    ValueError: `count` does not divide the slots of a lane of the engine.
   """
   cut = prefixes(trajectories)
   _log.info(f'continuing {len(cut)} prefixes {count} times each')
@@ -228,11 +245,14 @@ class _Tokenizer:
   def __init__(self, tokenizer: collect.Tokenizer):
     self.encode_text, self.decode = tokenizer.encode_text, tokenizer.decode
     self.neutralise = tokenizer.neutralise
+    self._encode_prompt = tokenizer.encode_prompt
 
-  def encode_prompt(self, text: _Prompt, *, tools: Any = ()) -> np.ndarray:
-    """Returns the tokens of a prefix."""
-    del tools  # the prefix has their descriptions
-    return text.token_ids
+  def encode_prompt(self, text: str, *, tools: Any = ()) -> np.ndarray:
+    """Returns the tokens of a prefix, or those of any other text."""
+    if isinstance(text, _Prompt):
+      return text.token_ids
+    # The question of an episode that could not be opened.
+    return self._encode_prompt(text, tools=tools)
 
 
 class _Environment:
@@ -289,7 +309,13 @@ class _Episode:
     del question  # it has another type than the environment knows
     if turn_index == 0:
       for number, recorded in enumerate(self._texts):
-        await self._episode.step(self._question, number, recorded)
+        step = await self._episode.step(self._question, number, recorded)
+        if step.status is not None:
+          # A search that succeeded when it was recorded may fail now.
+          cause = step.cause or 'a recorded turn ends the dialogue now'
+          return dataclasses.replace(
+            step, observation=None, status=_FAILED, cause=cause
+          )
       text = self._begun + text
     number = len(self._texts) + turn_index
     return await self._episode.step(self._question, number, text)

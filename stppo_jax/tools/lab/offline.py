@@ -152,8 +152,8 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
       advantages[name] = found.arrays['advantages_BL']
   if missing:
     print(
-      f'--batch={flags.batch}: lacks what {", ".join(missing)} read; left out '
-      '(lab advantages --estimator=NAME says why)',
+      f'--batch={flags.batch}: advantages of {", ".join(missing)} cannot be '
+      'computed and are left out; lab advantages --estimator=NAME says why',
       file=sys.stderr,
     )
   return advantages

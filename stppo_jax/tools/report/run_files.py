@@ -107,7 +107,10 @@ class Run:
 def is_number(value: Any) -> bool:
   """Returns whether a value of a line is a finite number."""
   is_real = isinstance(value, int | float) and not isinstance(value, bool)
-  return is_real and math.isfinite(value)
+  try:
+    return is_real and math.isfinite(value)
+  except OverflowError:  # a whole number of 400 digits, in a damaged line
+    return False
 
 
 def check(folder: str, place: str = '') -> run_state.RunState:
@@ -198,9 +201,35 @@ def _is_dialogue(record: Any) -> bool:
     _has(record, str, 'question', 'prompt', 'status')
     and _has(record, list, 'golden_answers', 'turns')
     and _has(record, dict, 'rewards')
+    and all(map(is_number, record['rewards'].values()))
+    and all(isinstance(answer, str) for answer in record['golden_answers'])
+    and all(map(_is_turn, record['turns']))
+  )
+
+
+def _is_turn(turn: Any) -> bool:
+  return _has(turn, str, 'text', 'observation', 'action') and (
+    'tokens' not in turn or _is_tokens(turn['tokens'])
+  )
+
+
+def _is_tokens(tokens: Any) -> bool:
+  """Returns whether a turn's numbers are as many as it has tokens."""
+  if not _has(tokens, list, 'characters', 'clipped'):
+    return False
+  characters = tokens['characters']
+  lists = [tokens[name] for name in TOKEN_NUMBERS if name in tokens]
+  return (
+    all(
+      isinstance(x, int) and is_number(x)
+      for x in characters + tokens['clipped']
+    )
+    and _is_number_or_none(tokens.get('turn_ratio'))
     and all(
-      _has(turn, str, 'text', 'observation', 'action')
-      for turn in record['turns']
+      isinstance(values, list)
+      and len(values) == len(characters)
+      and all(map(_is_number_or_none, values))
+      for values in lists
     )
   )
 
@@ -210,6 +239,10 @@ def _has(record: Any, kind: type, *names: str) -> bool:
   return isinstance(record, dict) and all(
     isinstance(record.get(name), kind) for name in names
   )
+
+
+def _is_number_or_none(value: Any) -> bool:
+  return value is None or is_number(value)
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:

@@ -52,6 +52,10 @@ def test_missing_fields_of_a_config_are_derived():
     ({'rope_scaling': {'rope_type': 'yarn'}}, "'yarn'; supported: default, l"),
     ({'rope_parameters': {'rope_type': 'linear'}}, '^lacks factor$'),
     ({'num_hidden_layers': None}, '^lacks num_hidden_layers$'),
+    (
+      {'rope_scaling': _LLAMA3 | {'low_freq_factor': 4.0}},
+      '^low_freq_factor=4.0: must be smaller than high_freq_factor=4.0$',
+    ),
     (_MOE | {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\]'),
     (_MOE | {'num_experts': None}, 'lacks num_experts or num_local_experts$'),
     (_MOE | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5'),

@@ -99,7 +99,7 @@ def test_folders_of_old_weights_are_removed(served, tmp_path, monkeypatch):
     engine.publish(fake_servers.PARAMS, version)
   (root,) = tmp_path.iterdir()
   names = {path.name.split('-')[0] for path in root.iterdir()}
-  assert names == {'2'} and root.stat().st_mode & 0o77 == 0
+  assert names == {'lock', '2'} and root.stat().st_mode & 0o77 == 0
   del engine
   gc.collect()
   assert not root.exists()

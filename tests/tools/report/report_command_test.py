@@ -116,6 +116,51 @@ def test_what_is_damaged_is_left_out(
   assert data['runs'][0]['folder'] == str(run)
 
 
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda record, turn: turn.update(tokens=None),
+    lambda record, turn: turn['tokens'].update(ratio=None),
+    lambda record, turn: turn['tokens'].update(turn_ratio=10**400),
+    lambda record, turn: turn['tokens'].update(clipped=[[]]),
+    lambda record, turn: turn['tokens']['value'].pop(),
+    lambda record, turn: turn['tokens']['entropy'].insert(0, 'x'),
+    lambda record, turn: turn['tokens']['characters'].insert(0, None),
+    lambda record, turn: turn['tokens'].pop('clipped'),
+    lambda record, turn: record['rewards'].update(em=None),
+  ],
+)
+def test_a_dialogue_with_damaged_numbers_is_left_out(
+  run, tmp_path, capsys, change
+):
+  path = run / 'trajectories-000006.jsonl'
+  lines = path.read_text().splitlines(keepends=True)
+  records = list(map(json.loads, lines))
+  place, turn = next(
+    (n, turn)
+    for n, record in enumerate(records)
+    for turn in record['turns']
+    if 'tokens' in turn
+  )
+  change(records[place], turn)
+  lines[place] = json.dumps(records[place]) + '\n'
+  path.write_text(''.join(lines))
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert code == 2 and data['runs'][0]['step'] == 6
+  assert errors == [f'{path}: a line is no dialogue; it was dropped']
+  for words in ([], ['--number=1', '--tokens']):
+    code, out, err = _view(capsys, run, *words)
+    assert code == 2 and out and err.splitlines() == errors
+
+
+def test_a_number_that_is_too_large_is_no_number(run, tmp_path, capsys):
+  with open(run / 'metrics.jsonl', 'a') as file:
+    for line in ({'step': 7, 'critic/kl': 10**400}, {'step': 10**400}):
+      file.write(json.dumps(line) + '\n')
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert (code, errors, data['runs'][0]['step']) == (0, [], 7)
+
+
 def test_what_cannot_be_shown_is_named_and_the_rest_shown(
   run, tmp_path, capsys
 ):
