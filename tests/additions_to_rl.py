@@ -227,8 +227,8 @@ ESTIMATOR = additions.Addition(
       'Array = jax.Array',
       """
         def group_signs(rewards_BL, batch):
-          total_B, _ = masking.differences(*_rows(rewards_BL, batch))
-          return _to_tokens(jnp.sign(total_B), batch)
+          total_B, _ = masking.differences(*rows(rewards_BL, batch))
+          return to_tokens(jnp.sign(total_B), batch)
       """,
     ),
     additions.Insertion(

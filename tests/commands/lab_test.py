@@ -22,7 +22,8 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'configs').symlink_to(runs.REPO / 'configs')
-  block, pictures = re.findall(r'```text\n(.*?)```', _PAGE, re.DOTALL)
+  blocks = re.findall(r'```text\n(.*?)```', _PAGE, re.DOTALL)
+  block, pictures, sampled = blocks
   lines = [shlex.split(line) for line in block.splitlines()]
   # The last of equal flags counts.
   small = {
@@ -61,6 +62,11 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     out = '--plot=' + pathlib.Path(words[-1]).name
     assert __main__.main([*words[3:], '--batch=F.npz', out]) == 0
     capsys.readouterr()
+  collect, values = map(shlex.split, sampled.splitlines())
+  small = [*runs.flags()[1:], '--config.rollout.slots=8', '--continuations=2']
+  assert __main__.main([*collect[3:], *small]) == 0
+  assert __main__.main(values[3:]) == 0
+  assert 'ceiling' in capsys.readouterr().out
   (example,) = re.findall(r'```python\n(.*?)```', _PAGE, re.DOTALL)
   done = subprocess.run(
     [sys.executable, '-c', example], capture_output=True, text=True

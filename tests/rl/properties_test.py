@@ -237,9 +237,8 @@ def _part(algorithm, logprobs, entropy, whole, part, rows):
   statistics = losses.minibatch_statistics(
     algorithm, logprobs, entropy, whole, num_turns=T
   )
-  count = aggregation.aggregate_count(
+  _, count = aggregation.aggregate_weights(
     whole,
-    logprobs.dtype,
     num_turns=T,
     name=algorithm.aggregate.name,
     **algorithm.aggregate.arguments(),

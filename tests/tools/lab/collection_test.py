@@ -154,7 +154,7 @@ def test_the_newest_checkpoint_samples_and_no_file_is_changed(
 def test_an_algorithm_without_values_has_none_in_the_file():
   config = runs.config('so_grpo', rollout__group_size=4)
   found = collection.collect(config, workdir=None, num_updates=0)
-  assert set(saved_batch.ARRAY_KINDS) - set(found) == _OF_VALUES
+  assert set(saved_batch.ARRAY_KINDS) - set(found) == _OF_VALUES | _SAMPLED
   assert np.bincount(found['group_ids_B']).tolist() == [4] * 4
   mask = found['loss_mask_BL']
   assert _moved(found, 'logprobs') < 2e-6  # no update, no step
