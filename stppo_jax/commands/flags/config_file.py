@@ -1,9 +1,10 @@
 """Loads a config file, or says in one line what is wrong with it."""
 
+import importlib.machinery
+import importlib.util
 import pathlib
 import re
 import traceback
-import types
 from typing import Any
 
 from ml_collections import config_dict
@@ -35,6 +36,19 @@ def load(name: str) -> Any:
   return config
 
 
+class _Uncached(importlib.machinery.SourceFileLoader):
+  """Reads a module's text every time.
+
+  Python would keep byte code beside the file, and run that in place of a text
+  of the same length that was written within the same second.
+  """
+
+  def get_code(self, fullname: str) -> Any:
+    """Returns the code of the file as it is now."""
+    del fullname
+    return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def call(file: str, name: str, *arguments: str) -> Any:
   """Returns what a function of a config file returns.
 
@@ -44,14 +58,13 @@ def call(file: str, name: str, *arguments: str) -> Any:
   path = _find(file)
   if path.suffix != '.py':
     raise ValueError('not a Python file')
-  # It is not imported: Python would keep its byte code beside it, and run that
-  # in place of a file that is edited within the same second.
-  module = types.ModuleType(path.stem)
-  module.__file__ = str(path.absolute())
+  loader = _Uncached(path.stem, str(path.absolute()))
+  spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+  assert spec is not None
+  module = importlib.util.module_from_spec(spec)
   # The file is a program of the user: any exception in it is a usage error.
   try:
-    code = compile(path.read_bytes(), module.__file__, 'exec')
-    exec(code, vars(module))  # noqa: S102 (a config is a program of the user)
+    loader.exec_module(module)
     if hasattr(module, name):
       return getattr(module, name)(*arguments)
   except algorithms.UnknownName as error:
