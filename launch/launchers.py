@@ -207,14 +207,14 @@ LAUNCHERS = {
 }
 SWITCHES = {'dry_run': False, 'stop': False}
 # What the numbers of options count.
-_UNITS = {
-  'wait': ' of hours until a slice must be there',
-  'max_hours': ' of hours of slices in all',
-  'price': ', the price of a chip for an hour',
-  'max_cost': ', the most that all slices may cost at that price',
-  'poll': ' of seconds between two looks at a slice',
-  'grace': ' of seconds to save in',
-  'restarts': ' of times that a failed run is started again',
+_COUNTED = {
+  'wait': 'hours until a slice must be there',
+  'max_hours': 'hours of all slices together',
+  'price': 'the price of a chip for an hour',
+  'max_cost': 'the most that all slices may cost at that price',
+  'poll': 'seconds between two looks at a slice',
+  'grace': 'seconds to save in',
+  'restarts': 'how often a run that failed is started again',
 }
 
 
@@ -232,6 +232,6 @@ def describe(name: str) -> str:
     default = '; required' if flag.default is None else ''
     if flag.default not in (None, ''):
       default = f'; {flag.default} by default'
-    rule = command_line.rule(flag) + _UNITS.get(key, '')
-    lines.append(f'  --{key:18}{rule}{default}')
+    counted = f'{_COUNTED[key]}: ' if key in _COUNTED else ''
+    lines.append(f'  --{key:18}{counted}{command_line.rule(flag)}{default}')
   return '\n'.join(lines)

@@ -97,6 +97,11 @@ def main(argv: Sequence[str]) -> int:
   options: Any = None
   if name == 'values':
     lab_flags.parse(flags, words)
+    if flags.config:
+      raise exits.Misconfigured(
+        f'--config={flags.config}: not a flag of lab values, in which '
+        'estimators have their default options'
+      )
   elif name == 'advantages':
     lab_flags.parse(flags, words)
     if not flags.config and not flags.estimator:

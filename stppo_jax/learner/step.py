@@ -198,34 +198,26 @@ def apply_gradients(
   # Computed for both models before either is replaced: a policy that moves on
   # beside a value model that was skipped would leave their states apart.
   metrics = dict(outputs.metrics)
-  new_policy, sound, new_value = state.policy, jnp.asarray(True), None
-  if gradient.policy is not None:
-    new_policy, sound, report = state_lib.take_step(
-      optimizers.policy,
-      state.policy,
-      gradient.policy,
-      hyperparameters.policy,
-      loss=outputs.metrics,
-    )
-    metrics |= {f'actor/{name}': x for name, x in report.items()}
-  if gradient.value is not None:
-    assert state.value is not None  # both come from one config
-    new_value, value_sound, report = state_lib.take_step(
-      optimizers.value,
-      state.value,
-      gradient.value,
-      hyperparameters.value,
-      loss=outputs.metrics,
-    )
-    sound &= value_sound
-    metrics |= {f'critic/{name}': x for name, x in report.items()}
+  sound, moved = jnp.asarray(True), {}
+  for role, prefix in (('policy', 'actor'), ('value', 'critic')):
+    moved[role] = getattr(state, role)
+    if getattr(gradient, role) is not None:
+      moved[role], role_is_sound, report = state_lib.take_step(
+        getattr(optimizers, role),
+        getattr(state, role),
+        getattr(gradient, role),
+        getattr(hyperparameters, role),
+        loss=outputs.metrics,
+      )
+      sound &= role_is_sound
+      metrics |= {f'{prefix}/{name}': x for name, x in report.items()}
   # A selection and not a branch: with donated arrays both are written in place,
   # and no host has to wait for the decision.
   new_state = state_lib.TrainState(
     state_lib.select(
-      sound & hyperparameters.policy_learns, new_policy, state.policy
+      sound & hyperparameters.policy_learns, moved['policy'], state.policy
     ),
-    state_lib.select(sound, new_value, state.value),
+    state_lib.select(sound, moved['value'], state.value),
   )
   metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
   return new_state, outputs._replace(metrics=metrics)

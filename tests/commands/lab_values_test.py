@@ -81,3 +81,11 @@ def test_estimators_that_lack_an_array_are_left_out(sampled, tmp_path, capsys):
   )
   assert 'gigpo' in warning
   assert 'gigpo' not in found['advantages']['estimators']
+
+
+def test_a_config_file_is_refused_by_name(sampled, capsys):
+  file, _ = sampled
+  line = lab_calls.error(
+    capsys, 'values', f'--batch={file}', '--config=mine.py'
+  )
+  assert line.startswith('--config=mine.py: ')

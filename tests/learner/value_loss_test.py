@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from stppo_jax.configs import algorithms
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rl import estimator_needs
 from tests.training import runs
 
@@ -26,7 +28,10 @@ def _annotated(learner):
 @pytest.mark.parametrize('core_rows', [0, 2])
 def test_values_learn_alone_as_beside_the_policy(core_rows):
   config = runs.config(updates__core_rows=core_rows)
-  learner = runs.learner(config)
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  learner = learner_lib.Learner(config, runs.shape(config), mesh)
+  # With rows for each core, another program sums the microbatches.
+  assert (learner.sizes.num_workers > 1) == (core_rows > 0)
   state, batch = _annotated(learner)
   rows = learner.minibatches(len(batch.lengths_B), 0)[0]
   start = jax.device_get(state.policy)

@@ -1,4 +1,4 @@
-"""What lies on a limit; the loop over random batches is in losses_test.py."""
+"""Tests limits of corrections; losses_test.py loops over random batches."""
 
 import numpy as np
 

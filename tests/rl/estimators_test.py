@@ -1,4 +1,4 @@
-"""What holds for the advantages of every estimator."""
+"""Tests what holds for the advantages of every estimator."""
 
 import functools
 

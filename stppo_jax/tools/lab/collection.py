@@ -96,7 +96,11 @@ def collect(
     Exceptions with an `exit_code`, see `loop.train`.
   """
   if continuations:
-    continuations_lib.check(config, continuations)
+    slots = components_lib.num_slots(config, 1) // config.rollout.lanes
+    is_local = config.rollout.engine == 'local'
+    continuations_lib.check(
+      config, continuations, slots=slots if is_local else 0
+    )
   config = _with_start(config, workdir)
   components = components_lib.build(_one_epoch(config))
   tokenizer, learner = components.tokenizer, components.learner

@@ -79,31 +79,29 @@ def _of_one(row: int, trajectory: types.Trajectory) -> Iterator[Prefix]:
     position += length + len(turn.observation_ids)
 
 
-def check(config: Any, count: int) -> None:
+def check(config: Any, count: int, *, slots: int) -> None:
   """Checks that values can be sampled.
 
   Args:
     config: the config of the dialogues.
     count: the number of continuations of a prefix.
+    slots: the slots of a lane of the local engine; 0 for a remote engine.
 
   Raises:
     Misconfigured: the rewards of the config do not add up to the values of its
       critic, or there are too few continuations; one line each.
   """
   advantage, env = config.algorithm.advantage, config.env
-  rollout = config.rollout
   problems = []
   if count < 2:
     problems.append(
       f'--continuations={count}: must be 2 or more, or 0 for none'
     )
-  elif rollout.engine == 'local' and isinstance(rollout.slots, int):
-    slots = rollout.slots // rollout.lanes
-    if slots % count:
-      problems.append(
-        f'--continuations={count}: must divide {slots}, which is rollout.slots='
-        f'{rollout.slots} over rollout.lanes={rollout.lanes}'
-      )
+  elif slots % count:
+    problems.append(
+      f'--continuations={count}: must divide {slots}, the slots of a lane '
+      '(rollout.slots / rollout.lanes)'
+    )
   discounts = ['gamma']
   if 'steps' in advantage and advantage.steps == 'bilevel':
     discounts.append('gamma_turn')

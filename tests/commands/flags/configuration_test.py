@@ -166,6 +166,25 @@ def test_a_config_file_that_fails(tmp_path, source, expected):
   assert line.startswith(f'--config={file}: {file}, line') and expected in line
 
 
+def test_a_config_file_that_is_edited_at_once_is_read_again(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(sys, 'dont_write_bytecode', False)
+  file = tmp_path / 'mine.py'
+  for steps in (5, 6):
+    file.write_text(
+      'from stppo_jax.configs import quickstart\n'
+      'def get_config():\n'
+      '  config = quickstart.get_config()\n'
+      f'  config.num_steps = {steps}\n'
+      '  return config\n',
+      encoding='utf-8',
+    )
+    os.utime(file, (0, 0))  # byte code is known by time and size
+    assert configuration.parse([f'--config={file}']).num_steps == steps
+  assert [*tmp_path.iterdir()] == [file]
+
+
 def test_a_module_that_a_config_imports_is_named_too(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / 'sizes_with_an_error.py').write_text('\nx = (', encoding='utf-8')

@@ -1,4 +1,4 @@
-"""What `lab collect --continuations` refuses, and what it does in a failure."""
+"""Values are sampled where they can be, and a failure ends a continuation."""
 
 import asyncio
 import dataclasses
@@ -27,12 +27,16 @@ from tests.training import runs
 def test_values_that_cannot_be_sampled_are_refused(
   algorithm, count, changes, named
 ):
-  config = runs.config(algorithm, rollout__slots=8, **changes)
+  config = runs.config(algorithm, **changes)
   with pytest.raises(exits.Misconfigured, match=named) as caught:
-    continuations.check(config, count)
+    continuations.check(config, count, slots=8)
   assert '\n' not in str(caught.value)
-  if algorithm == 'st_ppo' and not changes:
-    continuations.check(config, 4)
+
+
+def test_what_can_be_sampled_is_not_refused():
+  config = runs.config()
+  continuations.check(config, 4, slots=8)
+  continuations.check(config, 5, slots=0)  # a remote engine has no slots
 
 
 def _prefix():
