@@ -243,6 +243,23 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'timeout': 60.0,  # seconds per call of its methods
         },
       },
+      # How a question becomes the tokens that the model reads; see
+      # docs/prompts.md. `python -m stppo_jax prompt` shows them.
+      'prompt': {
+        # A system message before the question; '' = the chat template's own, if
+        # it has one. Where the template allows none, it begins the question.
+        'system': '',
+        # Whether the model thinks first, for chat templates that let one choose
+        # it, as that of Qwen3: auto | on | off. auto: their own choice.
+        'enable_thinking': 'auto',
+        # Whether the chat template describes the tools of the environment, if
+        # it can. The built-in prompt lists them anyway.
+        'tools': True,
+        # Whether a prompt begins with the tokenizer's bos_token: auto | on |
+        # off. auto: as the chat template writes it, or, without one, as the
+        # tokenizer begins any text.
+        'bos': 'auto',
+      },
       'retrieval': {
         'url': '',  # '' = an embedded server on a free local port
         # Protocol of the server: search_r1 | skyrl | rllm | zerosearch |

@@ -65,6 +65,10 @@ ABOVE_256 = settings.Rule(
 LIMIT = settings.Rule(
   lambda x: x == -1 or 0 <= x < math.inf, '0 or greater, or -1'
 )
+TEXT = settings.Rule(
+  lambda x: x == x.strip(), 'a text without white space around it'
+)
+SWITCH = one_of('auto', 'on', 'off')
 TRACKERS = some_of('wandb', 'trackio')
 SERVERS = settings.Rule(
   lambda servers: all(isinstance(x, str) and x.strip() for x in servers),

@@ -9,6 +9,7 @@ L tokens of a text.
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 import json
 import pathlib
 import re
@@ -24,6 +25,8 @@ from tokenizers import trainers
 # Imported by its full path: for a name of `transformers` itself, the type
 # checker would read the names of all models first, a third of its time.
 import transformers.tokenization_utils_tokenizers as fast_tokenizers
+
+from stppo_jax.sampling import chat_template
 
 END_OF_TEXT = '<|endoftext|>'
 
@@ -54,6 +57,7 @@ class Tokenizer:
     eos_id: the id of the end-of-sequence token.
     vocab_size: the number of ids, which are 0 to vocab_size - 1.
     added_literals: the texts of the added tokens, special or not.
+    prompts: makes prompts, by the options of `with_prompts`.
   """
 
   def __init__(self, fast: fast_tokenizers.PreTrainedTokenizerFast):
@@ -65,6 +69,7 @@ class Tokenizer:
     self._added = backend.get_added_tokens_decoder()
     self.added_literals = tuple(t.content for t in self._added.values())
     self._inside = _without_prefix_space(backend)
+    self.prompts = chat_template.Prompts(fast, chat_template.Options())
     self._bytes: list[bytes] | None = None
 
   @classmethod
@@ -102,44 +107,17 @@ class Tokenizer:
     text = json.dumps(content, indent=2, ensure_ascii=False) + '\n'
     path.write_text(text, encoding='utf-8')
 
+  def with_prompts(self, options: chat_template.Options) -> 'Tokenizer':
+    """Returns this tokenizer with other options for prompts."""
+    other = copy.copy(self)
+    other.prompts = chat_template.Prompts(self._fast, options)
+    return other
+
   def encode_prompt(
-    self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()
+    self, text: str, *, tools: chat_template.Tools = ()
   ) -> np.ndarray:
-    """Returns the ids of a user message, in its chat template if it has one.
-
-    Args:
-      text: the message.
-      tools: functions that the template describes to the model, if it can.
-
-    Returns:
-      int32 [L].
-
-    Raises:
-      ValueError: if the chat template fails, or leaves the message out.
-    """
-    if self._fast.chat_template:
-      text = self._templated(text, tools)
-    ids = self._fast.encode(text, add_special_tokens=False)
-    return np.asarray(ids, np.int32)
-
-  def _templated(self, text: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a user message in the chat template, with tools before it."""
-    message = [{'role': 'user', 'content': text}]
-    try:
-      templated = self._fast.apply_chat_template(
-        message,
-        # Without tools, None: some templates take an empty list for tools.
-        tools=[dict(each) for each in tools] or None,
-        tokenize=False,
-        add_generation_prompt=True,
-      )
-    except Exception as error:  # a template is a program: it may raise anything
-      reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
-      raise ValueError(f'the chat template fails ({reason})') from error
-    assert isinstance(templated, str)  # a list only for several dialogues
-    if without_space(text) not in without_space(templated):
-      raise ValueError('the chat template leaves out what the user says')
-    return templated
+    """Returns the ids of a user message, see `chat_template.Prompts.encode`."""
+    return self.prompts.encode(text, tools)
 
   def encode_text(self, text: str, *, tags: Sequence[str] = ()) -> np.ndarray:
     """Returns the ids of text in a dialogue; only tags may be added tokens.
@@ -212,6 +190,12 @@ class Tokenizer:
     joined = b''.join(pieces[i] for i in ids if i < len(pieces))
     return joined.decode(errors='replace')
 
+  def kind(self, token_id: int) -> str:
+    """Returns 'special' or 'added' for an added token, '' for others."""
+    if token_id not in self._added:
+      return ''
+    return 'special' if self._added[token_id].special else 'added'
+
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes that each id adds to the text, by the decoder's rules.
 
@@ -278,11 +262,6 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
     tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
   )
   return Tokenizer(fast)
-
-
-def without_space(text: str) -> str:
-  """Returns the text without its white space."""
-  return ''.join(text.split())
 
 
 def _without_prefix_space(

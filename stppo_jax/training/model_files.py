@@ -19,12 +19,11 @@ from stppo_jax.models import moe
 from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.sampling import chat_template
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.workdir import run_folder
 
-# What a tokenizer must carry unharmed.
-_QUESTION = 'Which word comes next?'
-_WORD = ' word '
+_WORD = ' word '  # what a tokenizer must carry unharmed between tags
 
 
 def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
@@ -50,8 +49,17 @@ def build_tokenizer(
   """Returns the tokenizer of the model, or one made from the data.
 
   For questions that are made here it has a token for each phrase; for files,
-  byte-level BPE is trained on their passages.
+  byte-level BPE is trained on their passages. It makes prompts as the section
+  `prompt` of the config says.
   """
+  tokenizer = _tokenizer(config, questions)
+  return tokenizer.with_prompts(chat_template.Options(**config.prompt))
+
+
+def _tokenizer(
+  config, questions: questions_lib.Questions | None
+) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer of `build_tokenizer`, without its prompts."""
   path = config.model.tokenizer_path or config.model.path
   if path:
     return load_tokenizer(path)
@@ -197,15 +205,25 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
         f'{longest}, which is max_position_embeddings in {model.path}, or set '
         'model.allow_beyond_max_position_embeddings'
       )
-  end_token_ids(config, tokenizer)
-  environment = environments.find(config.env.name)
-  home = model.tokenizer_path or model.path or 'the tokenizer of the data'
-  try:
-    check_dialogue(tokenizer, environment.tags)
-  except ValueError as error:
-    raise ValueError(f'{home}: {error}') from error
+  check_tokenizer(config, tokenizer)
   if model.reference_path:
     _check_reference(config, policy)
+
+
+def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
+  """Checks that the tokenizer can carry the dialogues of a run.
+
+  Raises:
+    ValueError: an end token, a prompt or a tag does not fit it; one line that
+      names the directory.
+  """
+  model = config.model
+  end_token_ids(config, tokenizer)
+  home = model.tokenizer_path or model.path or 'the tokenizer of the data'
+  try:
+    check_dialogue(tokenizer, environments.find(config.env.name).tags)
+  except ValueError as error:
+    raise ValueError(f'{home}: {error}') from error
 
 
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
@@ -238,12 +256,11 @@ def check_dialogue(
   Raises:
     ValueError: the prompt, a tag or a word does not come back; one line.
   """
-  prompt = tokenizer.decode(tokenizer.encode_prompt(_QUESTION))
-  if tokenizer_lib.without_space(_QUESTION) not in tokenizer_lib.without_space(
-    prompt
-  ):
+  squeeze, asked = chat_template.without_space, chat_template.PROBE
+  prompt = tokenizer.decode(tokenizer.encode_prompt(asked))
+  if squeeze(asked) not in squeeze(prompt):
     raise ValueError(
-      f'the tokenizer gives the prompt {_QUESTION!r} back as {prompt!r}'
+      f'the tokenizer gives the prompt {asked!r} back as {prompt!r}'
     )
   written = _WORD.join(('', *tags, ''))
   read = tokenizer.decode(tokenizer.encode_text(written, tags=tags))
@@ -253,9 +270,7 @@ def check_dialogue(
     if position < 0:
       break
     position += len(tag)
-  if position < 0 or tokenizer_lib.without_space(
-    read
-  ) != tokenizer_lib.without_space(written):
+  if position < 0 or squeeze(read) != squeeze(written):
     raise ValueError(
       f'the tokenizer gives the dialogue {written!r} back as {read!r}'
     )

@@ -1,0 +1,169 @@
+"""Shows the tokens of a dialogue, as the model reads and writes them.
+
+The collector of training makes them, with given turns in place of an engine.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import functools
+import re
+
+import numpy as np
+
+from stppo_jax import exits
+from stppo_jax import streams
+from stppo_jax import types
+from stppo_jax.envs import environments
+from stppo_jax.envs import protocol
+from stppo_jax.retrieval import fakes
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import scripted
+from stppo_jax.sampling import stops
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import components
+from stppo_jax.training import model_files
+
+_PASSAGE = types.Passage('0', 'A title', 'The text of a passage.')
+
+
+def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
+  """Yields the lines that show a dialogue.
+
+  Args:
+    config: the config of a run; no weights are read.
+    question: the text of the question; '' = the first of the training data.
+    turns: what the policy writes; () = an action with each stop string.
+
+  Raises:
+    Misconfigured: the config does not fit its files.
+  """
+  with exits.as_misconfigured():
+    questions = components.build_questions(config)
+    tokenizer = model_files.build_tokenizer(config, questions)
+    model_files.check_tokenizer(config, tokenizer)
+    ends = model_files.end_token_ids(config, tokenizer)
+    environment = environments.find(config.env.name).from_options(
+      config.env.to_dict(), fakes.FakeRetriever(lambda query: [_PASSAGE])
+    )
+    (asked,) = questions.train(0, 1)
+    stop_strings = environment.stop_strings
+    automaton = stops.build(
+      tokenizer.token_bytes(), stop_strings=stop_strings, eos_ids=ends
+    )
+    if question:
+      asked = dataclasses.replace(asked, text=question)
+    turns = turns or [
+      f'{x.replace("/", "", 1)} words {x}' for x in stop_strings
+    ]
+    script = [
+      _written(turn, tokenizer, automaton, environment.tags) for turn in turns
+    ]
+    row = _collected(config, asked, script, tokenizer, environment)
+  show = functools.partial(_tokens, tokenizer, environment.tags)
+  yield streams.escape(tokenizer.decode(row.prompt_ids))
+  yield from _notes(row.prompt_ids, tokenizer, environment)
+  yield f'-- prompt: {len(row.prompt_ids)} tokens'
+  yield from show(row.prompt_ids)
+  position = len(row.prompt_ids)
+  # Of a dialogue that goes on, the turns that were not given are empty.
+  for number, (turn, whole) in enumerate(zip(row.turns, script), start=1):
+    ids, observed = turn.token_ids, turn.observation_ids
+    yield f'-- turn {number}: {len(ids)} tokens, action {turn.action}'
+    end = 'end' if whole[-1] in ends else 'stop'
+    yield from show(ids, position, end if len(ids) == len(whole) else 'cut')
+    position += len(ids)
+    if len(observed):
+      yield f'-- observation: {len(observed)} tokens, not trained on'
+      yield from show(observed, position)
+    position += len(observed)
+  if len(row.turns) > len(script):
+    yield '-- the next turn begins here'
+  else:
+    yield f'-- the dialogue ends: {row.status.value} {row.cause}'.rstrip()
+  yield f'stop strings: {" ".join(stop_strings)}'
+  yield f'end tokens: {", ".join(f"{i} {tokenizer.decode([i])}" for i in ends)}'
+
+
+def _written(
+  text: str,
+  tokenizer: tokenizer_lib.Tokenizer,
+  automaton: stops.StopAutomaton,
+  tags: Sequence[str],
+) -> np.ndarray:
+  """Returns the tokens of a turn up to its end, as the engine cuts it."""
+  ids, state = tokenizer.encode_text(text, tags=tags), automaton.START
+  for count, token_id in enumerate(ids, start=1):
+    state = automaton.next_state_ZV[state, token_id]
+    if state == automaton.stopped:
+      return ids[:count]
+  return np.append(ids, np.int32(tokenizer.eos_id))
+
+
+def _collected(
+  config,
+  question: types.Question,
+  script: Sequence[np.ndarray],
+  tokenizer: tokenizer_lib.Tokenizer,
+  environment: protocol.Environment,
+) -> types.Trajectory:
+  """Returns the dialogue in which the policy writes these turns."""
+  with event_loop.EventLoop() as loop:
+    return collect.Collector(
+      engine=scripted.ScriptedEngine([script], config.env.max_length),
+      environment=environment,
+      tokenizer=tokenizer,
+      loop=loop,
+      max_turn_tokens=config.env.max_turn_tokens,
+      max_observation_tokens=config.env.max_observation_tokens,
+    ).collect([question], keys=None)[0]
+
+
+def _notes(
+  prompt_ids: np.ndarray,
+  tokenizer: tokenizer_lib.Tokenizer,
+  environment: protocol.Environment,
+) -> Iterator[str]:
+  """Yields what is easily overlooked in a prompt."""
+  if tokenizer.prompts.folds_system:
+    yield "note: prompt.system begins the user's message"
+  encode = tokenizer.encode_prompt
+  if environment.tools and np.array_equal(
+    encode('x', tools=environment.tools), encode('x')
+  ):
+    yield 'note: no chat template describes the tools'
+  text = tokenizer.decode(prompt_ids)
+  for tag in environment.tags:
+    if '/' not in tag and text.count(tag) > text.count(f'</{tag[1:]}'):
+      yield f'note: the prompt leaves {tag} open'
+
+
+def _tokens(
+  tokenizer: tokenizer_lib.Tokenizer,
+  tags: Sequence[str],
+  ids: np.ndarray,
+  position: int = 0,
+  last: str = '',
+) -> Iterator[str]:
+  """Yields a line for each token: position, id, kinds and text.
+
+  Args:
+    tokenizer: the policy's tokenizer.
+    tags: the tags whose tokens are marked.
+    ids: the tokens.
+    position: the position of the first one.
+    last: what the last one is.
+  """
+  pieces = [tokenizer.token_bytes()[i] for i in ids]
+  pattern = re.compile('|'.join(map(re.escape, tags)).encode() or b'(?!)')
+  tagged = [match.span() for match in pattern.finditer(b''.join(pieces))]
+  end = 0
+  for n, (token_id, piece) in enumerate(zip(ids.tolist(), pieces)):
+    start, end = end, end + len(piece)
+    in_tag = any(a < end and start < b for a, b in tagged)
+    is_last = n == len(ids) - 1
+    kinds = tokenizer.kind(token_id), 'tag' * in_tag, last * is_last
+    text = streams.one_line(piece.decode(errors='backslashreplace'))
+    known = ' '.join(filter(None, kinds))
+    yield f"{position + n:6} {token_id:7}  {known:12} '{text}'"
