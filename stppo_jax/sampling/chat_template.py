@@ -67,7 +67,9 @@ class Prompts:
       tools = ()
     rendered = self._render(self._messages(text), tools, **self._choices)
     # A template writes the tokens of its family itself, the first one too.
-    ids = self._fast.encode(rendered, add_special_tokens=False)
+    ids = self._fast.encode(
+      rendered, add_special_tokens=False, split_special_tokens=False
+    )
     return np.asarray(self._begun(ids), np.int32)
 
   @functools.cached_property
@@ -81,7 +83,7 @@ class Prompts:
     if not system or not self._fast.chat_template:
       return bool(system)
     try:
-      self._render(_dialogue(system, PROBE), **self._choices)
+      self._render(_dialogue(system, PROBE))
     except ValueError:  # raised again below if there is another reason
       return True
     return False
@@ -92,7 +94,7 @@ class Prompts:
     name, choice = 'enable_thinking', self._options.enable_thinking
     if choice == 'auto':
       return {}
-    messages = _dialogue('', PROBE)
+    messages = self._messages(PROBE)
     if self._render(messages, (), **{name: True}) == self._render(
       messages, (), **{name: False}
     ):

@@ -63,35 +63,14 @@ def llama(strip: bool = True) -> tokenizer_lib.Tokenizer:
       decoded, as in Llama 2, TinyLlama and Mistral; not so in Gemma.
   """
   spaces = normalizers.Replace(' ', '▁')
-  normalizer = normalizers.Sequence(
-    [normalizers.Prepend('▁'), spaces] if strip else [spaces]
+  backend = byte_fallback(
+    ['<search> x</search></answer>', 'research </think> é\n the of'] * 5,
+    vocab_size=120,
+    normalizer=normalizers.Sequence(
+      [normalizers.Prepend('▁'), spaces] if strip else [spaces]
+    ),
+    strip=strip,
   )
-  trained = tokenizers.Tokenizer(models.BPE())
-  trained.normalizer = normalizer
-  texts = ['<search> x</search></answer>', 'research </think> é\n the of']
-  trained.train_from_iterator(
-    texts * 5, trainers.BpeTrainer(vocab_size=120, show_progress=False)
-  )
-  learned = json.loads(trained.to_str())['model']
-  tokens = ['<unk>', '<s>', '</s>', *(f'<0x{n:02X}>' for n in range(256))]
-  tokens += [token for token in learned['vocab'] if token != '\n']
-  backend = tokenizers.Tokenizer(
-    models.BPE(
-      vocab={token: n for n, token in enumerate(tokens)},
-      merges=[tuple(pair) for pair in learned['merges'] if '\n' not in pair],
-      unk_token='<unk>',
-      fuse_unk=True,
-      byte_fallback=True,
-    )
-  )
-  backend.normalizer = normalizer
-  steps = [
-    decoders.Replace('▁', ' '),
-    decoders.ByteFallback(),
-    decoders.Fuse(),
-    decoders.Strip(' ', 1, 0),
-  ]
-  backend.decoder = decoders.Sequence(steps if strip else steps[:3])
   fast = transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
     unk_token='<unk>',
@@ -99,6 +78,45 @@ def llama(strip: bool = True) -> tokenizer_lib.Tokenizer:
     eos_token='</s>',
   )
   return tokenizer_lib.Tokenizer(fast)
+
+
+def byte_fallback(
+  texts, *, vocab_size, normalizer=None, pre_tokenizer=None, strip=True
+) -> tokenizers.Tokenizer:
+  """Returns a BPE tokenizer that spells unknown characters in bytes.
+
+  Args:
+    texts: what it is trained on.
+    vocab_size: the number of trained tokens.
+    normalizer, pre_tokenizer: what comes before BPE.
+    strip: whether the space before a text is removed from what is decoded.
+  """
+  trained = tokenizers.Tokenizer(models.BPE())
+  if normalizer is not None:
+    trained.normalizer = normalizer
+  if pre_tokenizer is not None:
+    trained.pre_tokenizer = pre_tokenizer
+  trained.train_from_iterator(
+    texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False)
+  )
+  learned = json.loads(trained.to_str())['model']
+  tokens = ['<unk>', '<s>', '</s>', *(f'<0x{n:02X}>' for n in range(256))]
+  tokens += [token for token in learned['vocab'] if token != '\n']
+  trained.model = models.BPE(
+    vocab={token: n for n, token in enumerate(tokens)},
+    merges=[tuple(pair) for pair in learned['merges'] if '\n' not in pair],
+    unk_token='<unk>',
+    fuse_unk=True,
+    byte_fallback=True,
+  )
+  steps = [
+    decoders.Replace('▁', ' '),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(' ', 1, 0),
+  ]
+  trained.decoder = decoders.Sequence(steps if strip else steps[:3])
+  return trained
 
 
 @functools.cache
