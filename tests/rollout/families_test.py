@@ -24,6 +24,7 @@ from tests.sampling import families
 
 _ROWS = 4  # dialogues for each choice of options
 _MAX_TURNS = 2
+_LIMITS = {'max_turn_tokens': 1000, 'max_observation_tokens': 2000}
 _TAGGED = {'plain': {}, 'added': {'added': families.TAGS}}
 _TAGGED |= {'special': {'special': families.TAGS}}
 _WORDS = 'the king of a lake is it tower 12 é 日本 -- ( x'.split()
@@ -183,13 +184,7 @@ def test_dialogues_are_those_of_a_slow_reader(name, tagged, tmp_path):
     tokenizer = loaded.with_prompts(options)
     streams = [_streams(rng, tokenizer, others) for _ in range(_ROWS)]
     retriever = fakes.FakeRetriever(_passages)
-    environment = search.SearchEnvironment(
-      retriever=retriever,
-      max_turns=_MAX_TURNS,
-      prompt_template='',
-      rewards=dict.fromkeys(search.REWARD_NAMES, 1.0),
-      reward_scope='response',
-    )
+    environment = _environment(retriever)
     questions = [dialogues.question(_words(rng, 9)) for _ in range(_ROWS)]
     rows = _collected(streams, automaton, environment, questions, tokenizer)
     batch = pack.pack(rows, length_bucket=1)
@@ -203,6 +198,16 @@ def test_dialogues_are_those_of_a_slow_reader(name, tagged, tmp_path):
       assert turns[:length].tolist() == mask and not turns[length:].any()
       assert (batch.loss_mask_BL[number] == (turns > 0)).all()
     assert sorted(query for _, query in retriever.calls) == sorted(asked)
+
+
+def _environment(retriever):
+  return search.SearchEnvironment(
+    retriever=retriever,
+    max_turns=_MAX_TURNS,
+    prompt_template='',
+    rewards=dict.fromkeys(search.REWARD_NAMES, 1.0),
+    reward_scope='response',
+  )
 
 
 def _collected(streams, automaton, environment, questions, tokenizer):
@@ -219,9 +224,8 @@ def _collected(streams, automaton, environment, questions, tokenizer):
   engine = dialogues.scripted.ScriptedEngine(
     [[cut(stream) for stream in row] for row in streams], 10_000
   )
-  limits = {'max_turn_tokens': 1000, 'max_observation_tokens': 2000}
   with dialogues.collector(
-    engine, environment, tokenizer=tokenizer, **limits
+    engine, environment, tokenizer=tokenizer, **_LIMITS
   ) as made:
     return made.collect(questions, keys=None)
 
@@ -254,3 +258,35 @@ def _read(reader, prompt, streams, row, asked):
   answered = row.status is types.TrajectoryStatus.COMPLETED
   assert answered == (row.turns[-1].action == 'answer')
   return tokens, mask
+
+
+def test_thoughts_stay_where_a_template_would_remove_them(tmp_path):
+  families.save('Qwen3', tmp_path, added=families.TAGS)
+  tokenizer = tokenizer_lib.Tokenizer.load(tmp_path)
+  environment = _environment(fakes.FakeRetriever(_passages))
+  turns = [
+    '<think> a lake </think><search> it </search>',
+    '<answer> x </answer>',
+  ]
+  encoded = [tokenizer.encode_text(x, tags=families.TAGS) for x in turns]
+  engine = dialogues.scripted.ScriptedEngine([encoded], 10_000)
+  with dialogues.collector(
+    engine, environment, tokenizer=tokenizer, **_LIMITS
+  ) as made:
+    (row,) = made.collect([dialogues.question('Who?')], keys=None)
+  first, second = row.turns
+  parts = [row.prompt_ids, first.token_ids, first.observation_ids]
+  text = tokenizer.decode(np.concatenate([*parts, second.token_ids]))
+  prompt = tokenizer.decode(row.prompt_ids)
+  observation = _observed('search', 'it')
+  assert text == prompt + turns[0] + observation + turns[1]
+  # The same dialogue as messages would have lost what the policy wrote.
+  messages = [
+    {'role': 'user', 'content': row.question.text},
+    {'role': 'assistant', 'content': turns[0]},
+    {'role': 'user', 'content': observation},
+  ]
+  rendered = families.loaded(tmp_path).apply_chat_template(
+    messages, tokenize=False
+  )
+  assert '<search> it </search>' in rendered and 'a lake' not in rendered

@@ -1,0 +1,65 @@
+"""The options of prompts; tests/rollout/families_test.py has whole dialogues."""
+
+import pytest
+
+from stppo_jax.sampling import chat_template
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from tests.sampling import families
+
+_TOOLS = [{'type': 'function', 'function': {'name': 'say'}}]
+
+
+def _prompt(directory, family, *, template=None, given=(), **options):
+  """Returns the prompt of a short text, and its ids; `given` are the tools."""
+  families.save(family, directory, template=template)
+  tokenizer = tokenizer_lib.Tokenizer.load(directory)
+  tokenizer = tokenizer.with_prompts(chat_template.Options(**options))
+  ids = tokenizer.encode_prompt('hm', tools=given)
+  return tokenizer.decode(ids), ids.tolist()
+
+
+@pytest.mark.parametrize('family', ['Llama 3', 'OLMo 2', 'Gemma 2'])
+@pytest.mark.parametrize(('bos', 'count'), [('auto', 1), ('on', 1), ('off', 0)])
+def test_a_prompt_never_begins_twice(family, bos, count, tmp_path):
+  start = families.FAMILIES[family].bos
+  template = '{{ bos_token }}' + families.FAMILIES[family].template
+  text, _ = _prompt(tmp_path, family, template=template, bos=bos)
+  assert text.count(start) == count and text.startswith(start) == bool(count)
+
+
+@pytest.mark.parametrize('bos', ['auto', 'off'])
+def test_the_tokenizer_begins_a_text_without_a_template(bos, tmp_path):
+  _, ids = _prompt(tmp_path, 'Llama 2, base', bos=bos)
+  whole = families.loaded(tmp_path).encode('hm')
+  assert ids == whole[bos == 'off' :]
+
+
+def test_a_prompt_does_not_depend_on_the_day(tmp_path):
+  template = (
+    '{% if strftime_now is defined %}'
+    "{{ strftime_now( '%Y-%m-%d' ) }}{% endif %}{{ messages[0].content }}"
+  )
+  text, _ = _prompt(tmp_path, 'Qwen3', template=template)
+  assert text == '2024-07-26hm'
+
+
+def test_the_template_describes_tools_unless_told_otherwise(tmp_path):
+  with_tools, _ = _prompt(tmp_path, 'Qwen3', given=_TOOLS)
+  assert '# Tools{"type": "function", "function": {"name"' in with_tools
+  without, _ = _prompt(tmp_path, 'Qwen3')
+  assert without != with_tools and with_tools.endswith(without)
+  off, _ = _prompt(tmp_path, 'Qwen3', given=_TOOLS, tools=False)
+  assert off == without
+
+
+def test_a_system_text_must_be_written(tmp_path):
+  # It is dropped beside tools only, which the first dialogue does not have.
+  template = (
+    "{% for m in messages if not tools or m.role == 'user' %}{{ m.content }}"
+    '{% endfor %}'
+  )
+  options = {'template': template, 'system': 'Be brief.'}
+  text, _ = _prompt(tmp_path, 'Qwen3', **options)
+  assert text == 'Be brief.hm'
+  with pytest.raises(ValueError, match='leaves out what the system says'):
+    _prompt(tmp_path, 'Qwen3', given=_TOOLS, **options)
