@@ -6,7 +6,6 @@ The collector of training makes them, with given turns in place of an engine.
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import functools
 import re
 
 import numpy as np
@@ -61,23 +60,22 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
       _written(turn, tokenizer, automaton, environment.tags) for turn in turns
     ]
     row = _collected(config, asked, script, tokenizer, environment)
-  show = functools.partial(_tokens, tokenizer, environment.tags)
   yield streams.escape(tokenizer.decode(row.prompt_ids))
   yield from _notes(row.prompt_ids, tokenizer, environment)
-  yield f'-- prompt: {len(row.prompt_ids)} tokens'
-  yield from show(row.prompt_ids)
-  position = len(row.prompt_ids)
+  parts = [('prompt: {} tokens', row.prompt_ids, '')]
   # Of a dialogue that goes on, the turns that were not given are empty.
   for number, (turn, whole) in enumerate(zip(row.turns, script), start=1):
     ids, observed = turn.token_ids, turn.observation_ids
-    yield f'-- turn {number}: {len(ids)} tokens, action {turn.action}'
     end = 'end' if whole[-1] in ends else 'stop'
-    yield from show(ids, position, end if len(ids) == len(whole) else 'cut')
-    position += len(ids)
+    end = end if len(ids) == len(whole) else 'cut'
+    parts += [(f'turn {number}: {{}} tokens, action {turn.action}', ids, end)]
     if len(observed):
-      yield f'-- observation: {len(observed)} tokens, not trained on'
-      yield from show(observed, position)
-    position += len(observed)
+      parts += [('observation: {} tokens, not trained on', observed, '')]
+  position = 0
+  for title, ids, end in parts:
+    yield f'-- {title.format(len(ids))}'
+    yield from _tokens(tokenizer, environment.tags, ids, position, end)
+    position += len(ids)
   if len(row.turns) > len(script):
     yield '-- the next turn begins here'
   else:
@@ -143,8 +141,8 @@ def _tokens(
   tokenizer: tokenizer_lib.Tokenizer,
   tags: Sequence[str],
   ids: np.ndarray,
-  position: int = 0,
-  last: str = '',
+  position: int,
+  last: str,
 ) -> Iterator[str]:
   """Yields a line for each token: position, id, kinds and text.
 

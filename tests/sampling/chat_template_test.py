@@ -1,4 +1,4 @@
-"""The options of prompts; tests/rollout/families_test.py has whole dialogues."""
+"""The options of prompts; rollout/families_test.py has whole dialogues."""
 
 import pytest
 
