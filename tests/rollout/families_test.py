@@ -139,7 +139,8 @@ def _streams(rng, tokenizer, others):
     if kind < 0.3:
       return encode(f'<think> {word} </think>')
     if kind < 0.5:
-      return encode(f'<search> {word} </search>')
+      # Where tags are several tokens, the stop string ends within one: '><'.
+      return encode(f'<search> {word} </search><think>')
     if kind < 0.6:
       return encode(f'<answer> {word} </answer> {word}')
     if kind < 0.7:
