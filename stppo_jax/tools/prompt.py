@@ -56,10 +56,20 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
     turns = turns or [
       f'{x.replace("/", "", 1)} words {x}' for x in stop_strings
     ]
-    script = [
-      _written(turn, tokenizer, automaton, environment.tags) for turn in turns
+    encoded = [
+      tokenizer.encode_text(turn, tags=environment.tags) for turn in turns
     ]
-    row = _collected(config, asked, script, tokenizer, environment)
+    script = [_cut(ids, automaton, tokenizer.eos_id) for ids in encoded]
+    with event_loop.EventLoop() as loop:
+      collector = collect.Collector(
+        engine=scripted.ScriptedEngine([script], config.env.max_length),
+        environment=environment,
+        tokenizer=tokenizer,
+        loop=loop,
+        max_turn_tokens=config.env.max_turn_tokens,
+        max_observation_tokens=config.env.max_observation_tokens,
+      )
+      (row,) = collector.collect([asked], keys=None)
   yield streams.escape(tokenizer.decode(row.prompt_ids))
   yield from _notes(row.prompt_ids, tokenizer, environment)
   parts = [('prompt: {} tokens', row.prompt_ids, '')]
@@ -84,38 +94,16 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
   yield f'end tokens: {", ".join(f"{i} {tokenizer.decode([i])}" for i in ends)}'
 
 
-def _written(
-  text: str,
-  tokenizer: tokenizer_lib.Tokenizer,
-  automaton: stops.StopAutomaton,
-  tags: Sequence[str],
+def _cut(
+  ids: np.ndarray, automaton: stops.StopAutomaton, eos_id: int
 ) -> np.ndarray:
   """Returns the tokens of a turn up to its end, as the engine cuts it."""
-  ids, state = tokenizer.encode_text(text, tags=tags), automaton.START
+  state = automaton.START
   for count, token_id in enumerate(ids, start=1):
     state = automaton.next_state_ZV[state, token_id]
     if state == automaton.stopped:
       return ids[:count]
-  return np.append(ids, np.int32(tokenizer.eos_id))
-
-
-def _collected(
-  config,
-  question: types.Question,
-  script: Sequence[np.ndarray],
-  tokenizer: tokenizer_lib.Tokenizer,
-  environment: protocol.Environment,
-) -> types.Trajectory:
-  """Returns the dialogue in which the policy writes these turns."""
-  with event_loop.EventLoop() as loop:
-    return collect.Collector(
-      engine=scripted.ScriptedEngine([script], config.env.max_length),
-      environment=environment,
-      tokenizer=tokenizer,
-      loop=loop,
-      max_turn_tokens=config.env.max_turn_tokens,
-      max_observation_tokens=config.env.max_observation_tokens,
-    ).collect([question], keys=None)[0]
+  return np.append(ids, np.int32(eos_id))
 
 
 def _notes(
