@@ -280,7 +280,7 @@ ALGORITHMS = {
   ),
   'a2tgpo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
-    **_NARROW_BOUNDS,
+    bounds='by_reward',
     advantage='turn_index',
     **_SEQUENCE_MEAN,
     **_NO_KL,

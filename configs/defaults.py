@@ -16,6 +16,9 @@ DEFAULTS = {
     'fixed': {'clip_low': 0.2, 'clip_high': 0.2},
     # Both distances times n^-exponent, n the policy tokens of the segment.
     'by_length': {'clip_low': 0.2, 'clip_high': 0.2, 'exponent': 0.5},
+    # Both distances times 1 + strength (2 sigmoid(z) - 1), z the reward of the
+    # turn compared with those of turns of the same number.
+    'by_reward': {'clip_low': 3e-3, 'clip_high': 4e-3, 'strength': 0.3},
     # How far a token's probability may fall and rise.
     'total_variation': {'fall': 0.15, 'rise': 0.15},
     # How far a token's distribution "this or another" may diverge, in nats.

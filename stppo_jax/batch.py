@@ -77,6 +77,8 @@ class TokenBatch:
     values_BL: float32, V before this token, by the value model before the first
       update.
     advantages_BL, returns_BL: float32, from `rl.advantages`.
+    turn_z_BL: float32, how the reward of the token's turn compares with others,
+      see `rl.turn_advantages.turn_z`; None unless bounds use it.
     value_mask_BL: bool, tokens that the value model is trained at.
     packing: where the trajectories of a microbatch are in the rows that models
       see; None: each has a row.
@@ -101,6 +103,7 @@ class TokenBatch:
   values_BL: Any = None
   advantages_BL: Any = None
   returns_BL: Any = None
+  turn_z_BL: Any = None
   value_mask_BL: Any = None
   packing: Packing | None = None
 

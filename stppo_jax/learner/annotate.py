@@ -30,6 +30,7 @@ from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import objectives
+from stppo_jax.rl import turn_advantages
 
 Array = jax.Array
 Tree = Any
@@ -146,6 +147,9 @@ def annotate(
     returns_BL=estimate.returns_BL,
     value_mask_BL=estimate.value_mask_BL,
   )
+  if 'turn_z_BL' in algorithm.needs:
+    z_BL = turn_advantages.turn_z(batch.rewards_BL, batch, num_turns=num_turns)
+    batch = batch.replace(turn_z_BL=z_BL)
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
   return batch, metrics | diagnostics.mismatch_of_segments(
     batch, num_turns=num_turns

@@ -87,6 +87,37 @@ def by_length(
 
 
 @options_lib.dataclass
+class ByReward(options_lib.Named):
+  """Options of `by_reward`; strength: the most that a width may change by."""
+
+  clip_low: float = options_lib.number()
+  clip_high: float = options_lib.number()
+  strength: float = options_lib.number(at_most=1.0)
+
+
+def by_reward(
+  context: LossContext,
+  statistics: tuple[()],
+  *,
+  clip_low: Number,
+  clip_high: Number,
+  strength: Number,
+) -> tuple[Array, Array]:
+  """Returns bounds that are wider where a turn earned more: A2TGPO.
+
+    low, high = 1 - f clip_low, 1 + f clip_high
+    f         = 1 + strength (2 sigmoid(z) - 1)
+
+  z is `turn_z_BL` of the batch: how the reward of the turn compares with those
+  of turns of the same number. Source: arXiv 2605.06200, with strength 0.3.
+  """
+  del statistics
+  z_BL = masking.select(context.batch.turn_z_BL, context.mask_BL)
+  f_BL = 1 + strength * jnp.tanh(z_BL / 2)  # 2 sigmoid(z) - 1
+  return 1 - f_BL * clip_low, 1 + f_BL * clip_high
+
+
+@options_lib.dataclass
 class TotalVariation(options_lib.Named):
   """Options of `total_variation`: how far a probability may fall and rise."""
 
@@ -369,6 +400,9 @@ def _steps(start, limit, step):
 BOUNDS = {
   'fixed': options_lib.Choice(fixed, Fixed),
   'by_length': options_lib.Choice(by_length, ByLength),
+  'by_reward': options_lib.Choice(
+    by_reward, ByReward, arrays=frozenset({'turn_z_BL'})
+  ),
   'total_variation': options_lib.Choice(total_variation, TotalVariation),
   'binary_kl': options_lib.Choice(binary_kl, BinaryKl),
   'entropy_scaled': options_lib.Choice(

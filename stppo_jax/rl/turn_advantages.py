@@ -170,22 +170,43 @@ def turn_index(
   outcome_B, pairs_BB = group_advantages.rows(
     masking.select(rewards_BL, last_BL), batch
   )
-  rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
-  number_BT = gae_lib.rewards_to_go(jnp.ones_like(rewards_BT), present_BT, 1.0)
-  early_BT = present_BT & (number_BT > 1)  # the last turn has the number 1
-  z_TB = jax.lax.map(
-    lambda turn: masking.standardized(
-      turn[0], pairs_BB & masking.pairs_of(batch.group_ids_B, turn[1]), epsilon
-    ),
-    (rewards_BT.T, early_BT.T),
-  )
+  z_BT, after_BT = _turn_z(rewards_BL, batch, epsilon, num_turns)
   total_BT = masking.select(
-    gae_lib.rewards_to_go(z_TB.T, early_BT, gamma), early_BT
+    gae_lib.rewards_to_go(z_BT, after_BT > 0, gamma), after_BT > 0
   )
-  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(number_BT - 1, 1))
+  scaled_BT = total_BT * jax.lax.rsqrt(jnp.maximum(after_BT, 1))
   outcome_B = masking.standardized(outcome_B, pairs_BB, epsilon)
   outcome_BL = group_advantages.to_tokens(outcome_B, batch)
   return outcome_BL + turn_weight * gae_lib.turns_to_tokens(scaled_BT, batch)
+
+
+def turn_z(
+  rewards_BL: Array, batch: batch_lib.TokenBatch, *, num_turns: int
+) -> Array:
+  """Returns z of `turn_index` for the turn of each token, [B, L].
+
+  It is 0 in the last turn of a row, and where nothing can be compared.
+  """
+  z_BT, _ = _turn_z(rewards_BL, batch, _EPSILON, num_turns)
+  return gae_lib.turns_to_tokens(z_BT, batch)
+
+
+_EPSILON = 1e-6  # that of A2TGPO
+
+
+def _turn_z(rewards_BL, batch, epsilon, num_turns):
+  """Returns z of every turn but the last, and how many turns follow: [B, T]."""
+  rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
+  ones_BT = jnp.ones_like(rewards_BT)
+  after_BT = gae_lib.rewards_to_go(ones_BT, present_BT, 1.0) - 1
+  after_BT = masking.select(after_BT, present_BT)
+  z_TB = jax.lax.map(
+    lambda turn: masking.standardized(
+      turn[0], masking.pairs_of(batch.group_ids_B, turn[1]), epsilon
+    ),
+    (rewards_BT.T, after_BT.T > 0),
+  )
+  return masking.select(z_TB.T, after_BT > 0), after_BT
 
 
 # Outcomes are compared with the rewards of turns, too, or with outcomes alone.

@@ -1,5 +1,7 @@
 """The batch and the options of all files in tests/golden/family."""
 
+import importlib.util
+import sys
 import types
 
 import numpy as np
@@ -42,6 +44,8 @@ OPTIONS = {
   'gamma': 0.97,
   'lambda_': 0.9,
   'alpha': 0.3,
+  'turn_weight': 0.3,
+  'history': 2,
 }
 
 
@@ -90,6 +94,35 @@ def tensors(arrays):
   tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
   tensors['loss_mask_BL'] = tensors['loss_mask_BL'].to(torch.float64)
   return types.SimpleNamespace(**tensors)
+
+
+def module_of_verl(path, **names):
+  """Returns the module in a file that imports verl, of which it needs little.
+
+  Args:
+    path: the path of the file.
+    **names: what it finds in `verl`.
+  """
+  functional = types.SimpleNamespace(
+    masked_mean=lambda x, mask: (x * mask).sum() / mask.sum()
+  )
+  for name in ('verl', 'verl.utils', 'verl.utils.torch_functional'):
+    sys.modules[name] = types.ModuleType(name)
+  vars(sys.modules['verl']).update(names)
+  vars(sys.modules['verl.utils.torch_functional']).update(vars(functional))
+  spec = importlib.util.spec_from_file_location('module', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def turns(arrays):
+  """Yields row, turn, its places and the sum of its rewards, in order."""
+  mask_BL, ids_BL = arrays['loss_mask_BL'], arrays['turn_ids_BL']
+  for b in range(B):
+    for turn in sorted(set(ids_BL[b][mask_BL[b]])):
+      places = np.flatnonzero(mask_BL[b] & (ids_BL[b] == turn))
+      yield b, int(turn), places, arrays['rewards_BL'][b, places].sum()
 
 
 def by_turn(x):

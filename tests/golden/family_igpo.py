@@ -9,45 +9,31 @@ another estimator. Only one file of its verl is read, without the packages that
 the others need.
 """
 
-import importlib.util
 import pathlib
 import sys
-import types
 
 import family_batch
 import numpy as np
 import torch
 
 
-def _core_algos():
-  """Returns the module, whose import of torch helpers is not needed here."""
-  for name in ('verl', 'verl.utils', 'verl.utils.torch_functional'):
-    sys.modules[name] = types.ModuleType(name)
-  folder = next(p for p in sys.path if (pathlib.Path(p) / 'verl').is_dir())
-  path = pathlib.Path(folder) / 'verl' / 'trainer' / 'ppo' / 'core_algos.py'
-  spec = importlib.util.spec_from_file_location('core_algos', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
 def main():
   torch.set_default_dtype(torch.float64)  # that of the sums over a group
+  folder = next(p for p in sys.path if (pathlib.Path(p) / 'verl').is_dir())
+  path = pathlib.Path(folder) / 'verl' / 'trainer' / 'ppo' / 'core_algos.py'
+  core_algos = family_batch.module_of_verl(path)
   x = family_batch.make_arrays()
-  mask_BL, ids_BL = x['loss_mask_BL'], x['turn_ids_BL']
+  mask_BL = x['loss_mask_BL']
   # There, a row has its policy tokens only, and rewards on the last of a turn.
   rewards_BL, packed_BL = np.zeros((2, *mask_BL.shape))
   for b in range(family_batch.B):
     places = np.flatnonzero(mask_BL[b])
     packed_BL[b, : len(places)] = 1
-    for turn in set(ids_BL[b, places]):
-      own = ids_BL[b, places] == turn
-      rewards_BL[b, np.flatnonzero(own)[-1]] = x['rewards_BL'][
-        b, places[own]
-      ].sum()
+  for b, _, places, reward in family_batch.turns(x):
+    rewards_BL[b, mask_BL[b, : places[-1]].sum()] = reward
   results = {}
   for mode in ('joint', 'separate'):
-    found_BL, _ = _core_algos().compute_grpo_outcome_advantage(
+    found_BL, _ = core_algos.compute_grpo_outcome_advantage(
       torch.from_numpy(rewards_BL),
       torch.from_numpy(packed_BL),
       x['group_ids_B'],

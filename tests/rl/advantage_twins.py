@@ -185,20 +185,25 @@ def _over_turns(batch, epsilon):
   return out
 
 
-def turn_index(batch, turn_weight, gamma, epsilon):
-  last = {b: turns_of(batch, b)[-1][-1] for b in present_rows(batch)}
-  outcome = compare_rows(batch, lambda b: batch.rewards_BL[b, last[b]], epsilon)
+def turn_z(batch, epsilon):
+  """Returns z of the turns before the last by row and number."""
   rewards, places = {}, {}
-  for b in last:
+  for b in present_rows(batch):
     for turn in turns_of(batch, b)[:-1]:
       k = batch.turn_ids_BL[b, turn[0]]
       rewards[b, k] = batch.rewards_BL[b, turn].sum()
       places[b, k] = batch.group_ids_B[b], k
-  z = compare_in_groups(rewards, places, epsilon)
+  return compare_in_groups(rewards, places, epsilon)
+
+
+def turn_index(batch, turn_weight, gamma, epsilon):
+  last = {b: turns_of(batch, b)[-1][-1] for b in present_rows(batch)}
+  outcome = compare_rows(batch, lambda b: batch.rewards_BL[b, last[b]], epsilon)
+  z = turn_z(batch, epsilon)
   out = np.zeros(batch.loss_mask_BL.shape)
   for b in last:
     out[b, batch.loss_mask_BL[b]] = outcome[b]
-    mine = sorted(k for row, k in rewards if row == b)
+    mine = sorted(k for row, k in z if row == b)
     for i, k in enumerate(mine):
       later = [gamma**n * z[b, j] for n, j in enumerate(mine[i:])]
       turn = batch.loss_mask_BL[b] & (batch.turn_ids_BL[b] == k)

@@ -71,6 +71,7 @@ def make(seed=0, spread=0.4, dtype=np.float64):
     values_BL=draw(),
     advantages_BL=draw(),
     returns_BL=draw(),
+    turn_z_BL=np.random.default_rng(seed + 2).normal(size=(B, L)).astype(dtype),
   )
   logprobs = old + spread * draw()
   return batch, logprobs, np.abs(draw())
@@ -111,6 +112,7 @@ FLOATS = (
   'values_BL',
   'advantages_BL',
   'returns_BL',
+  'turn_z_BL',
 )
 
 

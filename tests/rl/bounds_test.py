@@ -100,6 +100,35 @@ def test_bounds_by_length_are_fixed_ones_of_tokens_and_without_an_exponent(
   np.testing.assert_array_equal(by_length.cut_BL, fixed.cut_BL)
 
 
+def test_bounds_by_reward_by_hand():
+  batch, logprobs, entropy = batches.make()
+  z = np.log([3.0, 1.0, 1 / 3])  # sigmoid: 3/4, 1/2, 1/4
+  batch = batch.replace(turn_z_BL=np.resize(z, batch.turn_ids_BL.shape))
+  algorithm = batches.algorithm('a2tgpo', bounds__strength=0.5)
+  found = jax.jit(batches.policy_loss)(algorithm, logprobs, entropy, batch)
+  mask = batch.loss_mask_BL
+  factors = np.resize([1.25, 1.0, 0.75], mask.shape)
+  np.testing.assert_allclose(found.low[mask], 1 - 3e-3 * factors[mask])
+  np.testing.assert_allclose(found.high[mask], 1 + 4e-3 * factors[mask])
+
+
+def test_without_rewards_of_turns_bounds_by_reward_are_fixed_ones():
+  batch, logprobs, entropy = batches.make(spread=0.01)
+  zero = batch.replace(turn_z_BL=np.zeros(batch.turn_z_BL.shape))
+  run = jax.jit(batches.policy_loss)
+  algorithm = batches.algorithm('a2tgpo')
+  fixed, same, other = (
+    run(algorithm, logprobs, entropy, batch)
+    for algorithm, batch in (
+      (batches.algorithm('atpo'), batch),
+      (algorithm, zero),
+      (algorithm, batch),
+    )
+  )
+  np.testing.assert_allclose(same.loss, fixed.loss, rtol=1e-14)
+  assert abs(other.loss - fixed.loss) > 1e-5
+
+
 _OLD = np.log([[0.5, 0.001, 0.9, 1.0]])
 
 

@@ -247,7 +247,10 @@ ADVANTAGES = {
   'tunix.leave_one_out': ('leave_one_out', {}),
 }
 
+# The loss has its own test, with the advantages and the scales of this case.
 OTHERS = (
+  'a2tgpo.a2tgpo',
+  'hgpo.centered',
   'verl.whiten',
   'verl.kl_reward',
   'verl.adaptive_kl',

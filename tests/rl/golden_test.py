@@ -1,9 +1,9 @@
 """Our algorithms against public implementations, on the same arrays.
 
 The numbers are those of verl, trl and tunix, made by
-tests/golden/make_family.py, and of AT2PO, NeMo-RL and IGPO, made by scripts
-beside it; a failing test here means that our mathematics changed. Ours run
-jitted, in float64, with NaN and inf off the mask.
+tests/golden/make_family.py, and of AT2PO, NeMo-RL, IGPO, A2TGPO and HGPO, made
+by scripts beside it; a failing test here means that our mathematics changed.
+Ours run jitted, in float64, with NaN and inf off the mask.
 
 Where theirs is another formula, the case has a comment and aligns it. Three
 differences hold for all: trl's means over rows count a row without tokens as
@@ -29,6 +29,7 @@ from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
+from stppo_jax.rl import turn_advantages
 from tests.rl import batches
 from tests.rl import golden_algorithms
 
@@ -50,9 +51,18 @@ def _cases(source):
 
 
 ARRAYS = _load('arrays')
-MASK = ARRAYS['loss_mask_BL']
+MASK, IDS = ARRAYS['loss_mask_BL'], ARRAYS['turn_ids_BL']
 GOLDEN = {}
-for source in ('verl', 'trl', 'tunix', 'atpo', 'nemo', 'igpo'):
+for source in (
+  'verl',
+  'trl',
+  'tunix',
+  'atpo',
+  'nemo',
+  'igpo',
+  'a2tgpo',
+  'hgpo',
+):
   GOLDEN |= _cases(source)
 ROWS = MASK.any(1)
 LONE_ROW = 6  # the only trajectory of its question
@@ -266,6 +276,93 @@ def test_the_advantages_of_igpo_are_theirs(pool):
         steps(mine) * factors[-1], steps(other), rtol=1e-5, atol=1e-6
       )
   assert not ours_BL[LONE_ROW].any()
+
+
+# The widths change by no more than 0.3 there.
+_STRENGTH = 0.3
+
+
+def test_the_bounds_of_a2tgpo_are_theirs():
+  golden = GOLDEN['a2tgpo.a2tgpo']
+  z_BL = 2 * np.arctanh((golden['scales_BL'] - 1) / _STRENGTH)
+  algorithm = batches.algorithm(
+    'a2tgpo',
+    bounds__clip_low=golden_algorithms.OPTIONS['sequence_low'],
+    bounds__clip_high=golden_algorithms.OPTIONS['sequence_high'],
+    bounds__strength=_STRENGTH,
+  )
+  arrays = _poisoned(advantages_BL=golden['advantages_BL'], turn_z_BL=z_BL)
+  gradient_BL, out = _policy_loss(algorithm, arrays, 0.0, T)
+  _close(out.loss, golden['loss'])
+  _close(gradient_BL, golden['gradient_BL'])
+  cut = np.asarray(out.cut_BL).sum() / MASK.sum()
+  np.testing.assert_allclose(cut, golden['cut_fraction'])
+  plain = batches.algorithm(
+    'atpo',
+    bounds__clip_low=golden_algorithms.OPTIONS['sequence_low'],
+    bounds__clip_high=golden_algorithms.OPTIONS['sequence_high'],
+  )
+  _, fixed = _policy_loss(plain, arrays, 0.0, T)
+  assert abs(fixed.loss - out.loss) > 1e-5  # the scales do something here
+
+
+def test_the_advantages_and_scales_of_a2tgpo_are_theirs(monkeypatch):
+  """Their deviation is that of a population, and ours the unbiased one."""
+  unbiased = masking.standardized
+
+  def standardized(x, pairs, epsilon):
+    n = jnp.sum(pairs, axis=-1)
+    return unbiased(x, pairs, epsilon) * jnp.sqrt(n / jnp.maximum(n - 1, 1))
+
+  monkeypatch.setattr(masking, 'standardized', standardized)
+  golden = GOLDEN['a2tgpo.a2tgpo']
+  batch = _batch(_poisoned())
+  z_BL = turn_advantages.turn_z(batch.rewards_BL, batch, num_turns=T)
+  scales_BL = 1 + _STRENGTH * np.tanh(z_BL / 2)
+  ours_BL = _estimated(
+    'turn_index',
+    gamma=golden_algorithms.OPTIONS['gamma'],
+    turn_weight=golden_algorithms.OPTIONS['turn_weight'],
+  )
+  # They add 1e-8 to a variance, too.
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  near(scales_BL[MASK], golden['scales_BL'][MASK])
+  near(ours_BL[MASK], golden['advantages_BL'][MASK])
+  assert np.abs(scales_BL[MASK] - 1).max() > 0.1
+
+
+def test_the_advantages_of_hgpo_are_theirs():
+  """They add epsilon to the sum of the weights, too; it is 0 there."""
+  golden = GOLDEN['hgpo.centered']
+  ours_BL = _estimated(
+    'gigpo',
+    state_ids_BL=golden['state_ids_BL'],
+    normalize='none',
+    outcome_weight=0.0,
+    gamma=golden_algorithms.OPTIONS['gamma'],
+    history=golden_algorithms.OPTIONS['history'],
+  )
+  _close(ours_BL, golden['advantages_BL'], MASK)
+  without_BL = _estimated(
+    'gigpo',
+    state_ids_BL=golden['state_ids_BL'],
+    normalize='none',
+    outcome_weight=0.0,
+    gamma=golden_algorithms.OPTIONS['gamma'],
+  )
+  assert np.abs(without_BL - ours_BL).max() > 0.01  # the history counts
+
+
+def _estimated(name, state_ids_BL=None, **changes):
+  """Returns the advantages of an estimator for the rewards of the batch."""
+  options = defaults.choice('advantage', name, **changes)
+  batch = _batch(_poisoned()).replace(state_ids_BL=state_ids_BL)
+  estimate = jax.jit(
+    lambda batch: advantages_lib.estimate_advantages(
+      batch.rewards_BL, batch, num_turns=T, **options
+    )
+  )
+  return np.asarray(estimate(batch).advantages_BL)
 
 
 def test_whitening_is_theirs():

@@ -8,6 +8,7 @@ import pytest
 
 from stppo_jax.rl import advantages
 from stppo_jax.rl import estimator_needs
+from stppo_jax.rl import turn_advantages
 from tests.rl import advantage_twins
 from tests.rl import batches
 
@@ -141,6 +142,19 @@ def test_outcomes_may_be_compared_with_outcomes_alone():
   expected = advantage_twins.turn_pooled(batch, GAMMA, EPSILON, separate=True)
   np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
   assert np.abs(actual - _estimate(batch, 'turn_pooled')).max() > 0.01
+
+
+def test_the_reward_of_a_turn_is_compared_with_turns_of_its_number():
+  batch = batches.grouped()
+  found = jax.jit(turn_advantages.turn_z, static_argnames='num_turns')(
+    batch.rewards_BL, batch, num_turns=batches.T
+  )
+  expected = np.zeros(batch.loss_mask_BL.shape)
+  for (b, k), z in advantage_twins.turn_z(batch, 1e-6).items():
+    expected[b, batch.turn_ids_BL[b] == k] = z
+  mask = batch.loss_mask_BL
+  np.testing.assert_allclose(found[mask], expected[mask], atol=1e-12)
+  assert (np.abs(expected[mask]) > 0.1).sum() > 10
 
 
 def _three_rows(dtype=np.float64):

@@ -203,6 +203,10 @@ def _bounds(row, ratio, entropy, batch):
   full = lambda x: np.full(batch.loss_mask_BL.shape, x)
   if options['name'] == 'fixed':
     return full(1 - options['clip_low']), full(1 + options['clip_high'])
+  if options['name'] == 'by_reward':
+    sigmoid = 1 / (1 + np.exp(-batch.turn_z_BL))
+    f = 1 + options['strength'] * (2 * sigmoid - 1)
+    return 1 - f * options['clip_low'], 1 + f * options['clip_high']
   if options['name'] in _TOKEN_BOUNDS:
     low, high = full(1.0), full(1.0)
     for tokens in twins.members(row['ratio']['level'], batch):

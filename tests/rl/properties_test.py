@@ -25,7 +25,7 @@ NUM_TURNS = 2 * T  # more than a row has, so that numbers may have gaps
 ROWS = (
   *('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard'),
   *('gmpo', 'dppo_tv', 'dppo_kl', 'sapo_gate', 'topr', 'vespo'),
-  *('clip_cov', 'kl_cov', 'vapo'),
+  *('clip_cov', 'kl_cov', 'vapo', 'a2tgpo'),
 )
 _CHANGES = {
   'correction__clipping_bias__tau': 0.5,
@@ -102,6 +102,7 @@ def _cases(draw, spreads=(0.0, 0.05, 0.5, 3.0)):
     values_BL=normal(),
     advantages_BL=np.where(rng.random((B, L)) < 0.2, 0.0, normal()),
     returns_BL=normal(),
+    turn_z_BL=3 * normal(),
   )
   return batch, old + spread * normal(), np.abs(normal())
 

@@ -211,6 +211,41 @@ def test_trajectories_do_not_depend_on_the_number_of_hosts(
   _assert_same_run(tmp_path / 'many', tmp_path / 'one', count=count, steps=4)
 
 
+# Gains are small differences of probabilities of about 1 / 300, so that float32
+# leaves them four digits. All rewards here are gains, and a policy that has
+# learned nothing has tiny ones.
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm', ['igpo', 'a2tgpo'])
+def test_information_gains_do_not_depend_on_the_number_of_hosts(
+  tmp_path, algorithm
+):
+  options = {
+    'num_steps': 2,
+    'evaluate__every': 0,
+    'env__rewards__information_gain': 1e4,
+    'rollout__trajectories_per_step': 32,
+    'writer__trajectories': 32,
+  }
+  _train(tmp_path / 'two', algorithm=algorithm, **options)
+  command = ['train', *runs.flags(algorithm, **options)]
+  one = runs.start(*command, f'--workdir={tmp_path / "one"}')
+  assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
+  for step in (1, 2):
+    ours, theirs = (
+      _dialogues(tmp_path / name, step, count)
+      for name, count in (('two', 2), ('one', 1))
+    )
+    assert ours == theirs
+  lines = (
+    runs.repeated(tmp_path / 'two')[1:],
+    runs.repeated(tmp_path / 'one')[1:],
+  )
+  for ours, theirs in zip(*lines, strict=True):
+    assert abs(theirs['critic/rewards/max']) > 0.01
+    assert theirs['actor/grad_norm'] > 0.01
+    _assert_same_metrics(ours, theirs, rtol=2e-3, quotient_rtol=2e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'before, count, mesh',
