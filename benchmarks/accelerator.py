@@ -231,9 +231,10 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     choices=accelerator_learner.MODELS,
     default=['0.5B', '1.5B'],
   )
-  parser.add_argument('--decode_rows', nargs='+', type=int, default=[128, 256])
+  size = measure.positive
+  parser.add_argument('--decode_rows', nargs='+', type=size, default=[128, 256])
   for name, default in accelerator_learner.Options()._asdict().items():
-    parser.add_argument(f'--{name}', type=int, default=default)
+    parser.add_argument(f'--{name}', type=size, default=default)
   parser.add_argument('--piece', help=argparse.SUPPRESS)
   return parser.parse_args(words)
 

@@ -168,6 +168,13 @@ def parser(name: str, **numbers: int) -> argparse.ArgumentParser:
   return made
 
 
+def positive(text: str) -> int:
+  """Returns the integer of a flag, which must be 1 or greater."""
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f'{text!r}: must be an integer >= 1')
+  return int(text)
+
+
 def start(
   parser: argparse.ArgumentParser,
   arguments: Sequence[str] | None,

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import copy
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from ml_collections import config_dict
 import numpy as np
 
 from benchmarks import measure
+from stppo_jax import exits
 from stppo_jax.configs import algorithms as algorithms_lib
 from stppo_jax.configs import reference
 from stppo_jax.rl import algorithm as algorithm_lib
@@ -37,13 +39,18 @@ _ALGORITHM = 'st_ppo'
 _MEANS = 'mean of the means of microbatches'
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the table, or what is wrong with the file."""
   parser = argparse.ArgumentParser(prog='benchmarks.reference_choices')
   parser.add_argument('--batch', required=True, help='a file of lab collect')
   batch = parser.parse_args(arguments).batch
-  with jax.enable_x64(True):
-    print(measure.table(HEADER, rows(saved_batch.load(batch))))
+  try:
+    with jax.enable_x64(True), exits.naming(f'--batch={batch}'):
+      print(measure.table(HEADER, rows(saved_batch.load(batch))))
+  except exits.Misconfigured as error:
+    print(error, file=sys.stderr)
+    return exits.USAGE
+  return 0
 
 
 def rows(arrays: saved_batch.Arrays) -> list[tuple[str, ...]]:
@@ -134,4 +141,4 @@ def _of_parts(
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

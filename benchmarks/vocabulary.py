@@ -202,12 +202,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   parser.add_argument(
     '--lengths',
-    type=int,
+    type=measure.positive,
     nargs='*',
     default=[512, 1024, 2048, 4096, 8192],
     help='of the table of temporary memory: none, or at least two',
   )
   parser.add_argument('--peak', choices=(OURS, TORCH), help=argparse.SUPPRESS)
+  given = parser.parse_args(arguments).lengths
+  if len(given) == 1:
+    parser.error(f'--lengths={given[0]}: must be none, or at least two')
   flags = measure.start(parser, arguments, torch=torch.__version__)
   torch.set_num_threads(flags.cores)
   sizes = learners.Sizes(

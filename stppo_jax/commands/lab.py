@@ -40,7 +40,9 @@ print one JSON object.
   --set KEY=VALUE               sets an option of the algorithm, such as
                                 correction.clipping_bias.tau, or of the
                                 estimator, such as gamma
-  --advantages=A.npz            advantages that `lab advantages` wrote
+  --advantages=A.npz            advantages that `lab advantages` wrote; own:
+                                those of the algorithm's own estimator; without
+                                it those of the batch
   --entropy_coefficient=X       weight of the entropy bonus, 0 by default
   --kl=NAME                     subtracts this KL estimate from the rewards
   --kl_coefficient=X            times X, not the coefficient of the file

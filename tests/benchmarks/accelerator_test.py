@@ -188,3 +188,13 @@ def test_a_run_that_is_killed_goes_on(tmp_path, capfd):
   }
   assert len(programs) == 2 + 3 * 2 + 2 + 4
   assert all(f'| {name} ' in output for name in programs)
+
+
+@pytest.mark.parametrize('flag', ['--decode_rows=0', '--rows=-1', '--slots=x'])
+def test_a_size_is_1_or_greater(capsys, flag):
+  with pytest.raises(SystemExit) as ended:
+    accelerator.main(['--all', flag])
+  assert ended.value.code == 2
+  name, value = flag.split('=')
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert line.endswith(f'{name}: {value!r}: must be an integer >= 1')

@@ -25,3 +25,22 @@ def test_each_choice_has_a_line_and_ours_changes_nothing(
   # Two trajectories have other numbers of tokens than the next two.
   assert float(table['mean of the means of microbatches'][0]) < 1
   assert float(table['advantage.whiten = all'][0]) < 1
+
+
+def _error(capsys, path):
+  assert reference_choices.main([f'--batch={path}']) == 2
+  out, error = capsys.readouterr()
+  assert out == '' and error.count('\n') == 1
+  return error
+
+
+def test_a_file_that_does_not_fit_is_named_in_one_line(tmp_path, capsys):
+  path = tmp_path / 'F.npz'
+  assert _error(capsys, path) == f'--batch={path}: No such file or directory\n'
+  path.write_text('text')
+  assert _error(capsys, path).startswith(f'--batch={path}: ')
+  arrays, *_ = batch_arrays.arrays(poison=0.0)
+  del arrays['ref_logprobs_BL'], arrays['old_values_BL']
+  np.savez(path, **arrays)
+  line = f'--batch={path}: lacks old_values_BL, which the table reads\n'
+  assert _error(capsys, path) == line

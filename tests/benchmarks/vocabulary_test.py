@@ -45,3 +45,11 @@ def test_memory_grows_with_the_length():
   report = vocabulary.slope(_TINY, (512, 1024))
   slope = float(re.search(r'^greatest slope (\d\.\d+);', report, re.M)[1])
   assert 0.5 < slope <= vocabulary.SLOPE_GOAL
+
+
+def test_a_slope_needs_two_lengths(capsys):
+  with pytest.raises(SystemExit) as ended:
+    vocabulary.main(['--lengths', '512'])
+  assert ended.value.code == 2
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert line.endswith('--lengths=512: must be none, or at least two')

@@ -50,7 +50,7 @@ def test_one_algorithm_is_compared_with_several_settings(file, capsys):
   ]  # fmt: skip
   flag = '--algorithms=token_ppo,st_ppo:ratio.level=trun'
   line = lab_calls.error(capsys, 'compare', f'--batch={file}', flag)
-  assert line.startswith('--algorithms=st_ppo: ') and "'trun'" in line
+  assert line.startswith('--algorithms=st_ppo:ratio.level=trun: must be one of')
 
 
 def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
@@ -77,6 +77,35 @@ def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
     capsys, 'compare', flags[1], '--algorithms=turn_ppo,st_ppo'
   )
   assert line.startswith('--algorithms: st_ppo: stab/norm_clipped, ')
+
+
+def test_each_algorithm_may_have_its_own_advantages(tmp_path, capsys):
+  arrays, *_ = batch_arrays.arrays()
+  arrays['group_ids_B'] = np.array([0, 0, 1, 1, 0, 1])
+  np.savez(tmp_path / 'F.npz', **arrays)
+  batch, own = f'--batch={tmp_path}/F.npz', '--advantages=own'
+  chosen = '--algorithms=token_ppo,dapo'
+  found = lab_calls.metrics(capsys, 'compare', batch, chosen, own, '--json')
+  for name, estimator in (
+    ('token_ppo', ('--estimator=gae', '--kl=k1', '--kl_coefficient=0.001')),
+    ('dapo', ('--estimator=group_normalized',)),
+  ):
+    path = tmp_path / f'{name}.npz'
+    lab_calls.lab('advantages', batch, *estimator, f'--out={path}')
+    capsys.readouterr()
+    flags = 'score', batch, f'--algorithm={name}'
+    expected = lab_calls.metrics(capsys, *flags, f'--advantages={path}')
+    assert lab_calls.metrics(capsys, *flags, own) == expected
+    del found['rows'][name]['silenced']
+    assert found['rows'][name] == expected
+    assert expected != lab_calls.metrics(capsys, *flags)  # those of the batch
+  assert abs(found['cosines']['token_ppo']['dapo']) < 0.9
+  assert lab_calls.lab('compare', batch, chosen, own) == 0
+  assert 'advantages of its own estimator' in capsys.readouterr().out
+  del arrays['old_values_BL']
+  np.savez(tmp_path / 'F.npz', **arrays)
+  line = lab_calls.error(capsys, 'compare', batch, chosen, own)
+  assert 'lacks old_values_BL, which the estimator of token_ppo reads' in line
 
 
 def test_compare_names_the_algorithm_that_lacks_an_array(tmp_path, capsys):

@@ -39,10 +39,12 @@ class Options(NamedTuple):
   Attributes:
     subject: the flag that names the algorithm or estimator, as typed.
     values: the options, a section of a configuration.
+    typed: key of the section to the setting that changed it, as typed.
   """
 
   subject: str
   values: Any
+  typed: Mapping[str, str]
 
 
 def of_batch(**options: Any) -> absl_flags.FlagValues:
@@ -153,8 +155,8 @@ def algorithm(
     choices = settings_lib.closest(name, list(algorithms_lib.ALGORITHMS))
     raise exits.Misconfigured(f'{subject}: unknown algorithm{choices}')
   start = '--set ' if flag == '--algorithm' else f'{subject}:'
-  _apply(run, 'algorithm', settings, start)
-  return Options(subject, run.algorithm)
+  typed = _apply(run, 'algorithm', settings, start)
+  return Options(subject, run.algorithm, typed)
 
 
 def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
@@ -183,8 +185,8 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
   else:
     options = defaults.choice('advantage', name)
     run: Any = config_dict.ConfigDict({'algorithm': {'advantage': options}})
-  _apply(run, 'algorithm.advantage', settings, '--set ')
-  return Options(subject, run.algorithm.advantage)
+  typed = _apply(run, 'algorithm.advantage', settings, '--set ')
+  return Options(subject, run.algorithm.advantage, typed)
 
 
 def _load(name: str) -> Any:
@@ -205,8 +207,8 @@ def _load(name: str) -> Any:
 
 def _apply(
   config: Any, section: str, settings: Sequence[str], flag: str
-) -> None:
-  """Changes options of a section.
+) -> dict[str, str]:
+  """Changes options of a section; returns what changed them, by key.
 
   Raises:
     Misconfigured: every error, one line each.
@@ -222,3 +224,4 @@ def _apply(
     config, texts, flag=flag, section=section
   )
   command_line.refuse(errors)
+  return {key: f'{flag}{key}={text}' for key, text in texts.items()}

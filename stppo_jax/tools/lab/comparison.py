@@ -1,4 +1,4 @@
-"""Compares several algorithms on the same saved batch.
+"""Compares several algorithms on a saved batch.
 
 B trajectories, L tokens. The agreement of two algorithms is the cosine between
 their gradients with respect to logprobs_BL. A policy token counts as silenced
@@ -18,6 +18,13 @@ from stppo_jax.tools.lab import saved_batch
 SILENCED = 'silenced'
 
 
+# Label -> an algorithm, and the arrays that it is computed on: the result of
+# `saved_batch.select`, with its `lab.required_arrays`. All are of one batch and
+# may have other advantages. An algorithm may have several labels, with other
+# settings under each.
+Compared = Mapping[str, tuple[algorithm_lib.Algorithm, saved_batch.Arrays]]
+
+
 class Comparison(NamedTuple):
   """The result of a comparison; all keys are labels of algorithms.
 
@@ -33,23 +40,15 @@ class Comparison(NamedTuple):
   levels: dict[str, str]
 
 
-def compare(
-  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
-) -> Comparison:
+def compare(compared: Compared) -> Comparison:
   """Scores every algorithm, without an entropy bonus.
-
-  Args:
-    algorithms: label to algorithm; an algorithm may have several labels, with
-      other settings under each.
-    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
-      of each algorithm.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision; the message
       begins with the label.
   """
   metrics, directions = {}, {}
-  for label, algorithm in algorithms.items():
+  for label, (algorithm, arrays) in compared.items():
     try:
       found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
     except saved_batch.NotFinite as error:
@@ -62,7 +61,7 @@ def compare(
     a: {b: float(np.vdot(directions[a], directions[b])) for b in directions}
     for a in directions
   }
-  levels = {label: x.ratio.level for label, x in algorithms.items()}
+  levels = {label: x.ratio.level for label, (x, _) in compared.items()}
   return Comparison(metrics, cosines, levels)
 
 
@@ -83,8 +82,18 @@ def _direction(x: np.ndarray) -> np.ndarray:
   return x / np.linalg.norm(x)
 
 
-def table(comparison: Comparison) -> str:
-  """Returns two tables as text: metrics per algorithm, and the cosines."""
+def table(comparison: Comparison, *, own_advantages: bool) -> str:
+  """Returns two tables as text: metrics per algorithm, and the cosines.
+
+  Args:
+    comparison: the result of `compare`.
+    own_advantages: whether each algorithm had those of its own estimator.
+  """
+  advantages = (
+    'Each algorithm has the\nadvantages of its own estimator.'
+    if own_advantages
+    else 'All are computed on the\nsame advantages.'
+  )
   head = ('algorithm', 'loss', 'grad norm', 'cut', 'below', 'above', SILENCED)
   lines: list[tuple[str, ...]] = [head]
   for label, metrics in comparison.metrics.items():
@@ -117,6 +126,6 @@ def table(comparison: Comparison) -> str:
     f'{summary}\n'
     'cut: tokens whose gradient the objective cut; below, above: tokens whose '
     "ratio\nat the algorithm's level is outside the band; silenced: policy "
-    'tokens with an\nadvantage but without a gradient. All are computed on the '
-    f'same advantages.\nCosine –: a gradient is 0 everywhere.\n\n{agreement}'
+    f'tokens with an\nadvantage but without a gradient. {advantages} '
+    f'Cosine –: a gradient is 0 everywhere.\n\n{agreement}'
   )

@@ -23,6 +23,7 @@ from stppo_jax.rl import corrections
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
+from stppo_jax.rl import turn_advantages
 from stppo_jax.tools.lab import saved_batch
 
 _ALWAYS_REQUIRED = (
@@ -34,6 +35,7 @@ _ALWAYS_REQUIRED = (
 )
 # With these there are more metrics; the loss is the same without them.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
+_TURN_Z = 'turn_z_BL'
 _MAY_BE_INFINITE = ('low_BL', 'high_BL')
 
 
@@ -42,6 +44,8 @@ def required_arrays(
 ) -> frozenset[str]:
   """Returns the arrays, by name, that `loss_and_gradient` reads."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
+  if _TURN_Z in names:  # formed from the rewards here, as when annotating
+    names = names - {_TURN_Z} | {'rewards_BL', 'group_ids_B'}
   if entropy_coefficient:
     names |= {'entropy_BL'}
   return frozenset(names)
@@ -109,6 +113,9 @@ def _differentiate(
   algorithm, batch, logprobs_BL, entropy_BL, entropy_coefficient, *, num_turns
 ):
   """Returns (arrays, diagnostics, scalar metrics), all on the device."""
+  if _TURN_Z in algorithm.needs:
+    z_BL = turn_advantages.turn_z(batch.rewards_BL, batch, num_turns=num_turns)
+    batch = batch.replace(turn_z_BL=z_BL)
 
   def loss_terms(logprobs_BL):
     loss = losses.policy_loss(

@@ -4,7 +4,6 @@ B trajectories, L tokens. The log-ratio of a segment is the mean over its
 tokens, as in `rl.ratios`.
 """
 
-from collections.abc import Mapping
 import math
 from typing import NamedTuple
 
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import streams
-from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import ratios
 from stppo_jax.rl import segments
+from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
 
@@ -56,22 +55,15 @@ class Levels(NamedTuple):
   bounds: dict[str, Bounds]
 
 
-def measure(
-  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
-) -> Levels:
+def measure(compared: comparison.Compared) -> Levels:
   """Returns the ratios at all levels whose ids the batch has, and the bounds.
-
-  Args:
-    algorithms: label to algorithm.
-    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
-      of each algorithm.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
   bounds = {}
-  mask_BL = arrays['loss_mask_BL'].astype(bool)
-  for label, algorithm in algorithms.items():
+  for label, (algorithm, arrays) in compared.items():
+    mask_BL = arrays['loss_mask_BL'].astype(bool)
     if algorithm.objective.name in WITHOUT_BOUNDS:
       nan = float('nan')
       bounds[label] = Bounds(algorithm.ratio.level, nan, nan, nan, nan)
@@ -91,6 +83,7 @@ def measure(
       float((ratio < low).mean()),
       float((ratio > high).mean()),
     )
+  _, arrays = next(iter(compared.values()))
   return Levels(_log_ratios(arrays), bounds)
 
 

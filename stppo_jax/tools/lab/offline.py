@@ -1,8 +1,9 @@
 """Computes algorithms and estimators on a saved batch, on CPU, and prints them.
 
 Every function takes the flags of its command of `lab`, and options: the flag
-that names an algorithm or an estimator, and a section of a config. It raises
-`Misconfigured` for files and options that do not fit.
+that names an algorithm or an estimator, a section of a config, and the flags
+that have set its keys. It raises `Misconfigured` for files and options that do
+not fit.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,9 @@ from stppo_jax.tools.lab import token_changes
 from stppo_jax.tools.lab import values as values_lib
 
 _NOT_FINITE = (saved_batch.NotFinite,)
-_Options = tuple[str, Any]
+# The value of --advantages with which algorithms have their own.
+OWN = 'own'
+_Options = tuple[str, Any, Mapping[str, str]]
 
 
 def score(flags: Any, options: _Options) -> None:
@@ -36,8 +39,8 @@ def score(flags: Any, options: _Options) -> None:
   name, coefficient = flags.algorithm, flags.entropy_coefficient
   with jax.enable_x64(flags.float64):
     algorithm = _build(algorithm_lib.build_algorithm, options)
-    required = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
-    arrays = _load(flags, {array: name for array in sorted(required)})
+    loaded = _load(flags, {name: algorithm}, entropy_coefficient=coefficient)
+    _, arrays = loaded[name]
     with exits.naming(f'--algorithm={name}', _NOT_FINITE):
       found = lab.loss_and_gradient(
         algorithm, arrays, entropy_coefficient=coefficient
@@ -74,13 +77,40 @@ def advantages(flags: Any, options: _Options) -> None:
   _finish(flags, found)
 
 
+def _own_advantages(
+  flags: Any,
+  label: str,
+  algorithm: algorithm_lib.Algorithm,
+  loaded: saved_batch.Arrays,
+) -> np.ndarray:
+  """Returns the advantages that an algorithm's estimator gives to a file."""
+  estimator: Any = algorithm.advantage
+  required = estimates.required_arrays(estimator, loaded)
+  is_penalized = algorithm.kl.where == 'reward'
+  if is_penalized:
+    required |= set(estimates.PENALTY_ARRAYS)
+  readers = {name: f'the estimator of {label}' for name in sorted(required)}
+  with exits.naming(f'--batch={flags.batch}'):
+    arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
+    estimates.check(estimator, arrays)
+  if is_penalized:
+    arrays = estimates.penalized(
+      arrays,
+      estimator=algorithm.kl.estimator,
+      coefficient=float(algorithm.kl.coefficient),
+    )
+  with exits.naming(f'--advantages={OWN}: {label}', _NOT_FINITE):
+    found = estimates.estimate(estimator, arrays)
+  return found.arrays['advantages_BL']
+
+
 def compare(flags: Any, options: Mapping[str, _Options]) -> None:
   """Prints several algorithms, by their labels, beside each other."""
   with jax.enable_x64(flags.float64):
-    compared, arrays = _read(flags, options)
+    compared = _read(flags, options)
     with exits.naming('--algorithms', _NOT_FINITE):
-      result = comparison.compare(compared, arrays)
-      found = token_changes.measure(compared, arrays) if flags.plot else {}
+      result = comparison.compare(compared)
+      found = token_changes.measure(compared) if flags.plot else {}
   if flags.plot:
     # Late, because it loads the library that draws.
     from stppo_jax.tools.lab import pictures
@@ -95,15 +125,16 @@ def compare(flags: Any, options: Mapping[str, _Options]) -> None:
     # The key was 'rows' before algorithms were called so; scripts read it.
     print(_json({'rows': metrics, 'cosines': result.cosines}))
   else:
-    print(comparison.table(result))
+    own = flags.advantages == OWN
+    print(comparison.table(result, own_advantages=own))
 
 
 def levels(flags: Any, options: Mapping[str, _Options]) -> None:
   """Prints the ratios at every level, and the bounds of algorithms."""
   with jax.enable_x64(flags.float64):
-    compared, arrays = _read(flags, options)
+    compared = _read(flags, options)
     with exits.naming('--algorithms', _NOT_FINITE):
-      result = levels_lib.measure(compared, arrays)
+      result = levels_lib.measure(compared)
   if flags.plot:
     from stppo_jax.tools.lab import pictures
 
@@ -161,9 +192,17 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:
   """Returns what `make` makes of options; an error names their flag."""
-  subject, values = options
-  with exits.naming(subject, (ValueError,)):
+  subject, values, typed = options
+  try:
     return make(values)
+  except ValueError as error:
+    lines = []
+    for line in str(error).splitlines():
+      # The line begins with the key in its section, such as algorithm.kl.where.
+      key, _, problem = line.partition(': ')
+      flag = typed.get(key.partition('=')[0].partition('.')[2])
+      lines.append(f'{flag}: {problem}' if flag else f'{subject}: {line}')
+    raise exits.Misconfigured('\n'.join(lines)) from error
 
 
 def _dtype(flags: Any) -> type[np.floating]:
@@ -171,41 +210,46 @@ def _dtype(flags: Any) -> type[np.floating]:
   return np.float64 if flags.float64 else np.float32
 
 
-def _read(
-  flags: Any, options: Mapping[str, _Options]
-) -> tuple[dict[str, algorithm_lib.Algorithm], dict[str, np.ndarray]]:
-  """Returns the algorithms by label, and the arrays that they read."""
+def _read(flags: Any, options: Mapping[str, _Options]) -> comparison.Compared:
+  """Returns the algorithms by label, each with the arrays that it reads."""
   algorithms = {
     label: _build(algorithm_lib.build_algorithm, chosen)
     for label, chosen in options.items()
   }
-  # A missing array is reported for the first algorithm that reads it.
-  readers = {
-    array: label
-    for label, algorithm in reversed(algorithms.items())
-    for array in sorted(lab.required_arrays(algorithm, entropy_coefficient=0.0))
-  }
-  return algorithms, _load(flags, readers)
+  return _load(flags, algorithms, entropy_coefficient=0.0)
 
 
-def _load(flags: Any, readers: Mapping[str, str]) -> dict[str, np.ndarray]:
-  """Returns the checked arrays that algorithms are computed on.
+def _load(
+  flags: Any,
+  algorithms: Mapping[str, algorithm_lib.Algorithm],
+  *,
+  entropy_coefficient: float,
+) -> comparison.Compared:
+  """Returns algorithms with the checked arrays that they are computed on.
 
   Optional arrays only add metrics; one that is not valid is left out, with a
   warning.
 
   Args:
     flags: the flags of the command.
-    readers: name of each required array to the algorithm that reads it.
+    algorithms: label to algorithm.
+    entropy_coefficient: see `lab.required_arrays`.
   """
+  # A missing array is reported for the first algorithm that reads it.
+  readers = {
+    array: label
+    for label, algorithm in reversed(algorithms.items())
+    for array in sorted(
+      lab.required_arrays(algorithm, entropy_coefficient=entropy_coefficient)
+    )
+  }
   dtype, path = _dtype(flags), flags.advantages
-  readers = dict(readers)
   if path:
     readers.pop('advantages_BL', None)
   with exits.naming(f'--batch={flags.batch}'):
     loaded = saved_batch.load(flags.batch)
     arrays = saved_batch.select(loaded, readers, dtype=dtype)
-  if path:
+  if path and path != OWN:
     with exits.naming(f'--advantages={path}'):
       arrays['advantages_BL'] = saved_batch.load_advantages(
         path, arrays['loss_mask_BL'], dtype=dtype
@@ -214,7 +258,16 @@ def _load(flags: Any, readers: Mapping[str, str]) -> dict[str, np.ndarray]:
   optional, problems = saved_batch.select_optional(loaded, names, dtype=dtype)
   for problem in problems:
     print(f'--batch={flags.batch}: {problem}; left out', file=sys.stderr)
-  return arrays | optional
+  arrays |= optional
+  if path != OWN:
+    return {label: (x, arrays) for label, x in algorithms.items()}
+  return {
+    label: (
+      x,
+      arrays | {'advantages_BL': _own_advantages(flags, label, x, loaded)},
+    )
+    for label, x in algorithms.items()
+  }
 
 
 def _finish(flags: Any, found: saved_batch.Result) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
 
@@ -57,11 +58,10 @@ class Shares(NamedTuple):
 Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
 
 
-def measure(
-  algorithms: Mapping[str, algorithm_lib.Algorithm], arrays: saved_batch.Arrays
-) -> Changes:
-  """Returns the changes of tokens; see `levels.measure` for the arguments."""
-  found = {label: multipliers(x, arrays) for label, x in algorithms.items()}
+def measure(compared: comparison.Compared) -> Changes:
+  """Returns the changes of tokens."""
+  found = {label: multipliers(*x) for label, x in compared.items()}
+  _, arrays = next(iter(compared.values()))
   return {
     grouping: (groups, {label: shares(x, groups) for label, x in found.items()})
     for grouping, groups in groupings(arrays).items()

@@ -29,8 +29,9 @@ def _rollouts(arrays):
 
 
 def _compare(arrays, names=_NAMES):
-  rows = {name: batches.algorithm(name) for name in names}
-  return comparison.compare(rows, _rollouts(arrays))
+  return comparison.compare(
+    {name: (batches.algorithm(name), _rollouts(arrays)) for name in names}
+  )
 
 
 @pytest.fixture(scope='module')

@@ -9,6 +9,7 @@ import pytest
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
+from tests.rl import advantage_twins
 from tests.rl import batches
 from tests.rl import loss_twin
 from tests.rl import twins
@@ -113,6 +114,21 @@ def test_norm_gradient_divides_by_the_norm_over_logprobs():
     found.arrays['dloss_dlogprobs_BL'], whole / norm, rtol=1e-10
   )
   assert found.metrics['stab/bias_grad_norm'] == pytest.approx(norm, rel=1e-10)
+
+
+def test_bounds_by_reward_are_those_of_the_rewards_of_the_file():
+  arrays, batch, *_ = batch_arrays.arrays()
+  groups = np.array([0, 0, 0, 1, 1, 1])
+  found = _score(
+    {**arrays, 'group_ids_B': groups}, batches.algorithm_options('a2tgpo')
+  )
+  z = advantage_twins.turn_z(batch.replace(group_ids_B=groups), 1e-6)
+  assert len(z) > 8
+  high_BL = found.arrays['high_BL']
+  for (b, k), x in z.items():
+    own = batch.loss_mask_BL[b] & (batch.turn_ids_BL[b] == k)
+    scale = 1 + 0.3 * (2 / (1 + math.exp(-x)) - 1)
+    np.testing.assert_allclose(high_BL[b, own], 1 + 4e-3 * scale, rtol=1e-12)
 
 
 def test_equal_algorithms_have_equal_scores():

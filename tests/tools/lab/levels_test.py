@@ -27,7 +27,8 @@ def measured():
     arrays = saved_batch.select(
       arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
     )
-    yield levels.measure(algorithms, arrays), batch, logprobs
+    compared = {label: (x, arrays) for label, x in algorithms.items()}
+    yield levels.measure(compared), batch, logprobs
 
 
 def _means(ids, batch, logprobs):
