@@ -126,11 +126,8 @@ _SEQUENCE_SUM = {'aggregate': 'sequence_sum'}
 _UNCLIPPED = {'objective': 'unclipped'}
 _GSPO_BOUNDS = {'bounds': {'clip_low': 3e-4, 'clip_high': 4e-4}}
 _NARROW_BOUNDS = {'bounds': {'clip_low': 3e-3, 'clip_high': 4e-3}}
-_DPPO = {
-  'objective': {'name': 'masked', 'cap': 20.0},
-  'advantage': 'group_centered',
-  'aggregate': 'constant_length',
-}
+_CENTERED = {'advantage': 'group_centered', 'aggregate': 'constant_length'}
+_DPPO = {'objective': {'name': 'masked', 'cap': 20.0}, **_CENTERED}
 
 
 ALGORITHMS = {
@@ -153,9 +150,7 @@ ALGORITHMS = {
   # Related algorithms.
   'bilevel_ppo': _algorithm(advantage={'steps': 'bilevel'}),
   'grpo': _algorithm(**_GROUP, **_SEQUENCE_MEAN, **_KL_IN_LOSS),
-  'dr_grpo': _algorithm(
-    advantage='group_centered', aggregate='constant_length', **_NO_KL
-  ),
+  'dr_grpo': _algorithm(**_CENTERED, **_NO_KL),
   'dapo': _algorithm(bounds={'clip_high': 0.28}, **_GROUP, **_NO_KL),
   'gspo': _algorithm(
     **_SEQUENCE, **_GSPO_BOUNDS, **_GROUP, **_SEQUENCE_MEAN, **_NO_KL
@@ -240,6 +235,7 @@ ALGORITHMS = {
   ),
   'dppo_tv': _algorithm(bounds='total_variation', **_DPPO, **_NO_KL),
   'dppo_kl': _algorithm(bounds='binary_kl', **_DPPO, **_NO_KL),
+  'drpo': _algorithm(objective='quadratic', **_CENTERED, **_NO_KL),
   'sapo_gate': _algorithm(
     objective='soft_gate', **_GROUP, **_SEQUENCE_MEAN, **_NO_KL
   ),

@@ -48,6 +48,8 @@ DEFAULTS = {
     'geometric': {},
     # The temperatures of the gate where A > 0, and elsewhere.
     'soft_gate': {'tau_positive': 1.0, 'tau_negative': 1.05},
+    # -A r + |A| pi_old (r - 1)^2 / (2 threshold).
+    'quadratic': {'threshold': 12.5},
     'detached': {},
     'masked': {'cap': math.inf},  # the largest weight
     'unclipped': {},

@@ -233,9 +233,7 @@ def _metrics(
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
   objective = algorithm.objective
   if isinstance(objective, objectives.PositiveExamples):
-    imitated_BL = objectives.imitated(
-      batch.rewards_BL, mask_BL, objective.least
-    )
+    imitated_BL = masking.imitated(batch.rewards_BL, mask_BL, objective.least)
     metrics['actor/imitated'] = masking.masked_mean(
       jnp.any(imitated_BL, axis=1).astype(kl_BL.dtype),
       jnp.any(mask_BL, axis=1),

@@ -47,16 +47,9 @@ def fixed(
 
 
 @options_lib.dataclass
-class ByLength(options_lib.Named):
-  """Options of `by_length`.
+class ByLength(Fixed):
+  """Options of `by_length`; exponent: a, of which 0 is `fixed`."""
 
-  Attributes:
-    clip_low, clip_high: the distances from 1 of a segment of one token.
-    exponent: a; 0 is `fixed`, 1/2 fits tokens that are independent.
-  """
-
-  clip_low: float = options_lib.number()
-  clip_high: float = options_lib.number()
   exponent: float = options_lib.number(at_most=1.0)
 
 
@@ -87,11 +80,9 @@ def by_length(
 
 
 @options_lib.dataclass
-class ByReward(options_lib.Named):
+class ByReward(Fixed):
   """Options of `by_reward`; strength: the most that a width may change by."""
 
-  clip_low: float = options_lib.number()
-  clip_high: float = options_lib.number()
   strength: float = options_lib.number(at_most=1.0)
 
 
@@ -219,11 +210,9 @@ def _old_logprobs(context: LossContext) -> Array:
 
 
 @options_lib.dataclass
-class EntropyScaled(options_lib.Named):
-  """Options of `entropy_scaled`."""
+class EntropyScaled(Fixed):
+  """Options of `entropy_scaled`; least, most: the range of f."""
 
-  clip_low: float = options_lib.number()
-  clip_high: float = options_lib.number()
   least: float = options_lib.number()
   most: float = options_lib.number()
 
@@ -250,13 +239,7 @@ def entropy_scaled(
   H is the mean entropy, in nats, of the tokens of the ratio's segment, and
   mean H the mean of H over the segments of the minibatch; f is 1 where mean H
   is 0. Source: arXiv 2511.04256. That entropy scales the bounds is from the
-  paper; f is our choice.
-
-  Args:
-    context: the microbatch.
-    mean_entropy: mean H.
-    clip_low, clip_high: the distances of the bounds from 1 where f is 1.
-    least, most: the range of f.
+  paper; f is our choice. `mean_entropy` is mean H.
   """
   H_BL = context.mean(context.entropy_BL, context.level)
   some = mean_entropy > 0

@@ -16,10 +16,43 @@ import jax.numpy as jnp
 
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
 
 Array = jax.Array
 LossContext = loss_context_lib.LossContext
 sg = jax.lax.stop_gradient
+
+
+@options_lib.dataclass
+class ClipCov(options_lib.Named):
+  """Options of the objective `clip_cov`.
+
+  Attributes:
+    share: how many tokens are cut, as a share of the policy tokens.
+    least, most: the covariances between which a token may be cut.
+  """
+
+  share: float = options_lib.number(above=0.0, at_most=1.0)
+  least: float = options_lib.number()
+  most: float = options_lib.number(infinite=True)
+
+  @staticmethod
+  def conflicts(least, most, **_):
+    if most <= least:
+      yield 'most', most, f'greater than {least} (least)'
+
+
+@options_lib.dataclass
+class KlCov(options_lib.Named):
+  """Options of the objective `kl_cov`.
+
+  Attributes:
+    share: how many tokens are held back, as a share of the policy tokens.
+    coefficient: the weight of their penalty.
+  """
+
+  share: float = options_lib.number(above=0.0, at_most=1.0)
+  coefficient: float = options_lib.number()
 
 
 class Covariance(typing.NamedTuple):

@@ -79,6 +79,14 @@ def last_mask(loss_mask_BL: Array) -> Array:
   return loss_mask_BL & (count_BL == total_B1)
 
 
+def imitated(
+  rewards_BL: Array, loss_mask_BL: Array, least: Array | float
+) -> Array:
+  """Returns the policy tokens of rows whose last reward is `least` or more."""
+  outcome_BL = jnp.where(last_mask(loss_mask_BL), rewards_BL, -jnp.inf)
+  return loss_mask_BL & jnp.any(outcome_BL >= least, axis=1, keepdims=True)
+
+
 # 'all' takes mean and variance over observation tokens too, as the reference
 # implementation of arXiv 2511.20718 does.
 WHITENS = {

@@ -43,11 +43,7 @@ def pessimistic(
 
 @options_lib.dataclass
 class DualClip(options_lib.Named):
-  """Options of `dual_clip`.
-
-  Attributes:
-    c: the largest ratio that counts where A < 0.
-  """
+  """Options of `dual_clip`; c: the largest ratio that counts where A < 0."""
 
   c: float = options_lib.number(above=1.0)
 
@@ -118,6 +114,36 @@ def soft_gate(
   return -advantages_BL * gate_BL, _none(context)
 
 
+@options_lib.dataclass
+class Quadratic(options_lib.Named):
+  """Options of `quadratic`; threshold: the change where the gradient ends."""
+
+  threshold: float = options_lib.number(above=0.0)
+
+
+def quadratic(
+  context: LossContext,
+  low: Number,
+  high: Number,
+  statistics: tuple[()],
+  *,
+  threshold: Number,
+) -> tuple[Array, Array]:
+  """Returns -A r + |A| pi_old (r - 1)^2 / (2 threshold), that of DRPO.
+
+  The gradient is that of -A r times 1 - sign(A) (pi - pi_old) / threshold. The
+  bounds are not used. Source: arXiv 2606.09821.
+  """
+  del low, high, statistics
+  advantages_BL, ratio_BL = context.advantages_BL, context.ratio_BL
+  old_BL = jnp.exp(
+    masking.select(context.batch.old_logprobs_BL, context.mask_BL)
+  )
+  penalty_BL = jnp.abs(advantages_BL) * old_BL * jnp.square(ratio_BL - 1)
+  term_BL = penalty_BL / (2 * threshold) - advantages_BL * ratio_BL
+  return term_BL, _none(context)
+
+
 def detached(
   context: LossContext, low: Number, high: Number, statistics: tuple[()]
 ) -> tuple[Array, Array]:
@@ -132,11 +158,7 @@ def detached(
 
 @options_lib.dataclass
 class Masked(options_lib.Named):
-  """Options of `masked`.
-
-  Attributes:
-    cap: the largest weight.
-  """
+  """Options of `masked`; cap: the largest weight."""
 
   cap: float = options_lib.number(above=0.0, infinite=True)
 
@@ -218,25 +240,6 @@ def gamma_weighted(
   return _weighted(jnp.exp(log_weight_BL), context), _none(context)
 
 
-@options_lib.dataclass
-class ClipCov(options_lib.Named):
-  """Options of `clip_cov`.
-
-  Attributes:
-    share: how many tokens are cut, as a share of the policy tokens.
-    least, most: the covariances between which a token may be cut.
-  """
-
-  share: float = options_lib.number(above=0.0, at_most=1.0)
-  least: float = options_lib.number()
-  most: float = options_lib.number(infinite=True)
-
-  @staticmethod
-  def conflicts(least, most, **_):
-    if most <= least:
-      yield 'most', most, f'greater than {least} (least)'
-
-
 def clip_cov(
   context: LossContext,
   low: Number,
@@ -275,19 +278,6 @@ def _eligible(context, cut_BL, covariance, least, most):
   covariance_BL = covariance.of(context)
   between_BL = (covariance_BL > least) & (covariance_BL < most)
   return between_BL & ~cut_BL & context.mask_BL
-
-
-@options_lib.dataclass
-class KlCov(options_lib.Named):
-  """Options of `kl_cov`.
-
-  Attributes:
-    share: how many tokens are held back, as a share of the policy tokens.
-    coefficient: the weight of their penalty.
-  """
-
-  share: float = options_lib.number(above=0.0, at_most=1.0)
-  coefficient: float = options_lib.number()
 
 
 def kl_cov(
@@ -342,7 +332,7 @@ def positive_examples(
   Source: arXiv 2504.05118.
   """
   term_BL, cut_BL = pessimistic(context, low, high, ())
-  correct_BL = imitated(context.batch.rewards_BL, context.mask_BL, least)
+  correct_BL = _imitated(context, least)
   likelihood_BL = masking.select(context.logprobs_BL, correct_BL)
   return term_BL - coefficient * weight * likelihood_BL, cut_BL
 
@@ -350,14 +340,12 @@ def positive_examples(
 def _positive_weight(context, low, high, *, coefficient, least):
   del low, high, coefficient
   count = lambda mask_BL: jnp.sum(mask_BL, dtype=context.logprobs_BL.dtype)
-  correct_BL = imitated(context.batch.rewards_BL, context.mask_BL, least)
+  correct_BL = _imitated(context, least)
   return masking.divide(count(context.mask_BL), count(correct_BL))
 
 
-def imitated(rewards_BL: Array, mask_BL: Array, least: Number) -> Array:
-  """Returns the policy tokens of rows whose last reward is `least` or more."""
-  outcome_BL = jnp.where(masking.last_mask(mask_BL), rewards_BL, -jnp.inf)
-  return mask_BL & jnp.any(outcome_BL >= least, axis=1, keepdims=True)
+def _imitated(context, least):
+  return masking.imitated(context.batch.rewards_BL, context.mask_BL, least)
 
 
 def _trusted(ratio_BL, advantages_BL, low, high):
@@ -384,13 +372,18 @@ OBJECTIVES = {
   'dual_clip': options_lib.Choice(dual_clip, DualClip),
   'geometric': options_lib.Choice(geometric),
   'soft_gate': options_lib.Choice(soft_gate, SoftGate),
+  'quadratic': options_lib.Choice(quadratic, Quadratic),
   'detached': options_lib.Choice(detached),
   'masked': options_lib.Choice(masked, Masked),
   'unclipped': options_lib.Choice(unclipped),
   'tapered': options_lib.Choice(tapered),
   'gamma_weighted': options_lib.Choice(gamma_weighted, GammaWeighted),
-  'clip_cov': options_lib.Choice(clip_cov, ClipCov, _clip_cov_statistics),
-  'kl_cov': options_lib.Choice(kl_cov, KlCov, _kl_cov_statistics),
+  'clip_cov': options_lib.Choice(
+    clip_cov, covariance_lib.ClipCov, _clip_cov_statistics
+  ),
+  'kl_cov': options_lib.Choice(
+    kl_cov, covariance_lib.KlCov, _kl_cov_statistics
+  ),
   'positive_examples': options_lib.Choice(
     positive_examples,
     PositiveExamples,

@@ -183,10 +183,7 @@ def turn_index(
 def turn_z(
   rewards_BL: Array, batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> Array:
-  """Returns z of `turn_index` for the turn of each token, [B, L].
-
-  It is 0 in the last turn of a row, and where nothing can be compared.
-  """
+  """Returns z of `turn_index` at each token, [B, L]; 0 in a row's last turn."""
   z_BT, _ = _turn_z(rewards_BL, batch, _EPSILON, num_turns)
   return gae_lib.turns_to_tokens(z_BT, batch)
 

@@ -44,6 +44,7 @@ OPTIONS = {
   'gamma': 0.97,
   'lambda_': 0.9,
   'alpha': 0.3,
+  'threshold': 0.3,
   'turn_weight': 0.3,
   'history': 2,
 }

@@ -105,6 +105,13 @@ POLICIES = {
   ),
   'verl.dppo_tv': ('dppo_tv', _dppo('total_variation', 'probability')),
   'verl.dppo_kl': ('dppo_kl', _dppo('binary_kl', 'divergence')),
+  'drpo.drpo': (
+    'drpo',
+    {
+      **_objective('quadratic', threshold=OPTIONS['threshold']),
+      **_aggregate('token_mean'),
+    },
+  ),
   'verl.sapo': ('sapo_gate', GATE),
   'verl.kl_cov': (
     'kl_cov',

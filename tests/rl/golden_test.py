@@ -1,8 +1,8 @@
 """Our algorithms against public implementations, on the same arrays.
 
 The numbers are those of verl, trl and tunix, made by
-tests/golden/make_family.py, and of AT2PO, NeMo-RL, IGPO, A2TGPO and HGPO, made
-by scripts beside it; a failing test here means that our mathematics changed.
+tests/golden/make_family.py, and of AT2PO, NeMo-RL, IGPO, A2TGPO, HGPO and DRPO,
+made by scripts beside it; a failing test means that our mathematics changed.
 Ours run jitted, in float64, with NaN and inf off the mask.
 
 Where theirs is another formula, the case has a comment and aligns it. Three
@@ -54,14 +54,8 @@ ARRAYS = _load('arrays')
 MASK, IDS = ARRAYS['loss_mask_BL'], ARRAYS['turn_ids_BL']
 GOLDEN = {}
 for source in (
-  'verl',
-  'trl',
-  'tunix',
-  'atpo',
-  'nemo',
-  'igpo',
-  'a2tgpo',
-  'hgpo',
+  *('verl', 'trl', 'tunix', 'atpo', 'nemo', 'igpo', 'a2tgpo', 'hgpo'),
+  'drpo',
 ):
   GOLDEN |= _cases(source)
 ROWS = MASK.any(1)

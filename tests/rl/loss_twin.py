@@ -86,6 +86,10 @@ def policy_loss(
     elif name == 'soft_gate':
       tau = choice['tau_positive' if a > 0 else 'tau_negative']
       term[t] = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+    elif name == 'quadratic':
+      old = math.exp(batch.old_logprobs_BL[t])
+      penalty = abs(a) * old * (r - 1) ** 2 / (2 * choice['threshold'])
+      term[t] = penalty - a * r
     else:
       weights = {
         'detached': clipped(w),

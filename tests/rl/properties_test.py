@@ -25,7 +25,7 @@ NUM_TURNS = 2 * T  # more than a row has, so that numbers may have gaps
 ROWS = (
   *('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard'),
   *('gmpo', 'dppo_tv', 'dppo_kl', 'sapo_gate', 'topr', 'vespo'),
-  *('clip_cov', 'kl_cov', 'vapo', 'a2tgpo'),
+  *('clip_cov', 'kl_cov', 'vapo', 'a2tgpo', 'drpo'),
 )
 _CHANGES = {
   'correction__clipping_bias__tau': 0.5,

@@ -21,7 +21,7 @@ _QUANTILES = (0.01, 0.5, 0.99)
 # Objectives that read no bounds, and those that read them for tokens whatever
 # the level of the ratio is.
 WITHOUT_BOUNDS = frozenset(
-  {'soft_gate', 'unclipped', 'gamma_weighted', 'kl_cov'}
+  {'soft_gate', 'quadratic', 'unclipped', 'gamma_weighted', 'kl_cov'}
 )
 OF_TOKENS = frozenset({'geometric'})
 
