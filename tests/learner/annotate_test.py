@@ -104,7 +104,9 @@ def _jitted(temperature):
   )
 
 
-def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
+def _annotate(
+  case, temperature=1.0, *, sampled_by=None, groups=(0, 1, 2, 3), **changes
+):
   batch = batch_lib.TokenBatch(
     tokens_BL=np.zeros(_MASK.shape, np.int32),
     lengths_B=np.full(len(_MASK), _MASK.shape[1], np.int32),
@@ -112,7 +114,7 @@ def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
     loss_mask_BL=_MASK,
     sampler_logprobs_BL=case.sampler,
     rewards_BL=case.rewards,
-    group_ids_B=np.arange(len(_MASK), dtype=np.int32),
+    group_ids_B=np.array(groups, np.int32),
   )
   state = state_lib.TrainState(
     state_lib.ModelState(case.old, None, np.int32(0)),
@@ -173,6 +175,19 @@ def test_the_share_of_imitated_trajectories_is_measured():
   changes = {'objective__name': 'positive_examples', 'objective__least': 0.25}
   _, metrics = _annotate(_case(), **changes)
   _assert_close(metrics['actor/imitated'], 2 / 3)  # 1.0 and 0.25, not -0.5
+
+
+def test_bounds_get_the_rewards_of_turns_without_a_penalty():
+  case = _case()
+  case.rewards[0, 3] = 1.0  # of its first turn
+  changes = {'bounds__name': 'by_reward', 'kl__coefficient': 0.3}
+  batch, _ = _annotate(case, groups=(5, 5, 5, 6), **changes)
+  expected = np.zeros(_MASK.shape)
+  # 1 and 0 are half a unit from their mean, and their deviation is 1 / sqrt 2.
+  expected[0, 2:4], expected[1, 1:4] = np.sqrt(0.5), -np.sqrt(0.5)
+  _assert_close(batch.turn_z_BL[_MASK], expected[_MASK])
+  batch, _ = _annotate(case)
+  assert batch.turn_z_BL is None  # other bounds do not read it
 
 
 def test_temperature_reaches_the_log_probabilities():

@@ -47,6 +47,17 @@ def test_a_ratio_on_the_bound_keeps_its_whole_gradient():
   np.testing.assert_array_equal(gradient, -advantages)
 
 
+def test_a_quadratic_gradient_ends_where_the_probability_changed_enough():
+  """It is that of -A r, times what is left of the threshold."""
+  found = jax.grad(
+    lambda r: jnp.sum(_objective('quadratic', r, ADVANTAGES, threshold=0.05)[0])
+  )(RATIO)
+  change = np.exp(LOGPROBS) * (RATIO - 1)
+  left = 1 - np.sign(ADVANTAGES) * change / 0.05
+  np.testing.assert_allclose(found, -ADVANTAGES * left, rtol=1e-12)
+  assert left.min() < 0 < left.max()  # beyond it the gradient turns back
+
+
 def _of(name, **options):
   def run(ratio, logprobs):
     return _objective(name, ratio, ADVANTAGES, logprobs, **options)

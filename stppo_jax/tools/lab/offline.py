@@ -221,7 +221,7 @@ def _read(flags: Any, options: Mapping[str, _Options]) -> comparison.Compared:
 
 def _load(
   flags: Any,
-  algorithms: Mapping[str, algorithm_lib.Algorithm],
+  algorithms: dict[str, algorithm_lib.Algorithm],
   *,
   entropy_coefficient: float,
 ) -> comparison.Compared:
