@@ -26,8 +26,8 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   in the folder of a run, so that the run may be going on.
 
   Args:
-    config: the config of the run, or for a Hugging Face directory one whose
-      model it is.
+    config: the config recorded in the run, or a default one for a Hugging Face
+      directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
     questions: where questions are read, one on each line.
 

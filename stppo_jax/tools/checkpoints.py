@@ -73,6 +73,7 @@ def verify(workdir: pathlib.Path, place: str) -> int:
   run_record.check_checkpoints(workdir)
   found = saved_steps.find(workdir)
   run, exit_code = run_folder.read(workdir), 0
+  # Not those that were set aside, which are known to be damaged.
   checked = [saved for saved in found if saved.path.name.isdecimal()]
   for saved in checked:
     problems = verification.problems(saved.path, saved.step, run)
@@ -124,6 +125,7 @@ def export(
   from stppo_jax.training import model_files
 
   out = pathlib.Path(out)
+  # Asked first: reading the policy of a large model takes minutes.
   if problem := atomic_files.refusal(out.resolve().parent):
     raise exits.Misconfigured(f'--out={out}: {problem}')
   policy = checkpoint_state.read_policy(config, workdir, step=step)

@@ -100,6 +100,8 @@ def demonstrate(config: Any, *, count: int) -> None:
   teacher = kinds.demonstrations_of(config, questions, environment)
   size = config.sft.batch_size
   for number in range(count):
+    # In batches of the size that `sft` uses: the errors of a noisy demonstrator
+    # are drawn batch by batch, so another size would show other turns.
     step, row = divmod(number, size)
     if not row:
       batch = teacher.batch(step, size)

@@ -137,8 +137,8 @@ def evaluate(
   Changes nothing in the folder of a run, so that the run may be alive.
 
   Args:
-    config: the config of the run, or for a Hugging Face directory one whose
-      model it is.
+    config: the config recorded in the run, or a default one for a Hugging Face
+      directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
     samples: the number of dialogues that are sampled for each question; 0 for
       a single one, decoded greedily.
@@ -169,10 +169,13 @@ def evaluate(
     identity = {
       'checkpoint': address or str(checkpoint.resolve()),
       'step': done,
+      # A step does not tell which weights they are: a run may have been made
+      # again in the same folder, and a directory can be overwritten.
       'weights': fingerprint.fingerprints(jax.tree.leaves(params)),
       'samples': samples,
       **_read_settings(config),
     }
+    # Without --out, the same code writes to a folder that is deleted.
     folder = _Folder(out or pathlib.Path(temporary), identity)
     with folder.held():
       records = _collect_all(
@@ -197,8 +200,8 @@ def of_checkpoint(
   """Returns the config with its start, and the folder of the run, if any.
 
   Args:
-    config: the config of a run, or for a Hugging Face directory one whose model
-      it is.
+    config: the config recorded in a run, or a default one for a Hugging Face
+      directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
 
   Raises:
@@ -270,6 +273,8 @@ def _collect_all(
   folder: _Folder,
 ) -> list[dict[str, Any]]:
   """Returns a record of each dialogue that the infrastructure did not fail."""
+  # A dialogue belongs to the question and the number of its sample, not to its
+  # turn in the queue, so that a command that was interrupted can go on.
   rows = [
     (question, sample)
     for question in questions
@@ -289,6 +294,8 @@ def _collect_all(
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
+  # Several waves of slots between two writes: at the end of each, slots stay
+  # idle until the longest dialogue has ended.
   size = _BATCHES * components_lib.num_slots(components.config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]

@@ -41,7 +41,8 @@ OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 
 _LEAST_MEMORY = memory_lib.GIB  # without a config, which says more
 _LEAST_DISK = memory_lib.GIB
-# Shown with their versions; of the others only what is wrong is said.
+# Packages that are named with their versions; others are named only if they are
+# missing or of a wrong version.
 _SHOWN = ('jax', 'flax', 'orbax-checkpoint', 'transformers')
 # The files of NVIDIA GPUs, and of TPUs of older and newer generations.
 _ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
@@ -89,6 +90,7 @@ def examine(
     )
     for problem in problems:
       yield Finding(WRONG, f'workdir: {problem.removeprefix("--workdir=")}')
+    # A bucket has neither a lock file nor a disk that fills up.
     if buckets.is_address(workdir):
       return
     held = lock.holder(path)
@@ -128,6 +130,7 @@ def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
       of extras, which a run may do without, are left out.
   """
   version = platform.python_version()
+  # Without `prereleases`, a range contains no pre-release, however new it is.
   if specifiers.SpecifierSet(python).contains(version, prereleases=True):
     yield Finding(OK, f'python: {version}')
   else:
@@ -231,6 +234,8 @@ def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
   """
   if problem := atomic_files.refusal(path):
     return Finding(WRONG, f'{name}: {problem}: choose another folder')
+  # A folder that is still to be made will be on the disk of the nearest folder
+  # that exists.
   existing = path.absolute()
   while not existing.exists():
     existing = existing.parent

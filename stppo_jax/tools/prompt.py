@@ -53,6 +53,8 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
     )
     if question:
       asked = dataclasses.replace(asked, text=question)
+    # A stop string is a closing tag. Without its slash it is the opening one,
+    # so that the example is an action of the environment.
     turns = turns or [
       f'{x.replace("/", "", 1)} words {x}' for x in stop_strings
     ]
@@ -73,7 +75,8 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
   yield streams.escape(tokenizer.decode(row.prompt_ids))
   yield from _notes(row.prompt_ids, tokenizer, environment)
   parts = [('prompt: {} tokens', row.prompt_ids, '')]
-  # Of a dialogue that goes on, the turns that were not given are empty.
+  # A dialogue may ask for more turns than were given. Those are empty, and are
+  # not shown.
   for number, (turn, whole) in enumerate(zip(row.turns, script), start=1):
     ids, observed = turn.token_ids, turn.observation_ids
     end = 'end' if whole[-1] in ends else 'stop'

@@ -17,7 +17,7 @@ _FIELDS = ('id', 'golden_answers', 'prompt', 'turns', 'scores', 'status')
 
 
 class Rescored(NamedTuple):
-  """A dialogue with two exact matches.
+  """A dialogue, with its saved exact match and that of another scorer.
 
   Attributes:
     where: the file and the line.

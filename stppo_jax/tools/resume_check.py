@@ -64,8 +64,11 @@ def verify(
     raise exits.Misconfigured('\n'.join(errors))
   workdir.mkdir(parents=True, exist_ok=True)
   run_folder.mark(workdir, COMMAND)
+  # Otherwise each piece would verify itself, and so on.
   flags = _without_verifying(flags)
   whole, cut = workdir / 'whole', workdir / 'cut'
+  # The second run is cut by its length and not by a signal, so that the cut is
+  # always after the same step.
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
     print(f'--- {folder}: to step {steps}', flush=True)
     length = f'--config.num_steps={steps}'
@@ -111,6 +114,8 @@ def differences(
   for name in sorted(ours['leaves'].keys() | theirs['leaves'].keys()):
     if ours['leaves'].get(name) != theirs['leaves'].get(name):
       lines.append(f'step {step}: {name} differs')
+  # `line` holds the metrics of the step, with its times, which no two runs
+  # share.
   for name in sorted(ours['host'].keys() & theirs['host'].keys() - {'line'}):
     if ours['host'][name] != theirs['host'][name]:
       lines.append(

@@ -145,6 +145,7 @@ def read_from(path: pathlib.Path, folder: str) -> RunState:
   lines = _last_lines(path / 'metrics.jsonl')
   steps = [line for line in lines if line['step'] > 0]
   beat = heartbeat.read(path)
+  # The heartbeat says 0 until the run has found out its length.
   num_steps = (beat.num_steps if beat else 0) or _num_steps(path, command)
   step = max([line['step'] for line in lines[:1]] + [beat.step if beat else 0])
   state, note = _state(
@@ -188,6 +189,8 @@ def _state(
     has_lock: whether a process that writes there would have its lock there; in
       a bucket, only the heartbeat tells.
   """
+  # Whoever looks may be on another machine, where process numbers mean nothing;
+  # then only the time of the last heartbeat tells.
   silence = time.time() - beat.time if beat else 0.0
   held = lock.holder(folder)
   if held is not None:
@@ -224,6 +227,7 @@ def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
   """Returns the last lines of a file of metrics, the newest first."""
   try:
     with open(path, 'rb') as file:
+      # The first line that is read may be cut off by this; `_parsed` skips it.
       file.seek(max(path.stat().st_size - _TAIL, 0))
       return list(_parsed(file.read()))
   except OSError:
@@ -244,6 +248,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
       continue
     try:
       record = json.loads(line)
+      # This raises unless the step is a number.
       record['step'] += 0
     except _UNREADABLE:  # cut off, at one of the ends
       continue

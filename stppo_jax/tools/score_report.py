@@ -68,6 +68,7 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   for record in records:
     by_question.setdefault(record['id'], []).append(record)
   samples = max(map(len, by_question.values()))
+  # pass@k and the means over samples assume as many samples of each question.
   groups = [group for group in by_question.values() if len(group) == samples]
   records = [record for group in groups for record in group]
   # Each array is [questions, samples].
@@ -122,6 +123,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
 def bootstrap(values: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % percentile interval of the mean over questions."""
+  # A fixed seed: the same dialogues always print the same interval.
   rng = np.random.default_rng(0)
   count = len(values)
   means = [

@@ -128,7 +128,8 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
       loop.remove_reader(parent)  # or it would be called again and again
       stopping.set()
 
-    # The parent writes nothing: its end is what can be read.
+    # The parent writes nothing, so the pipe can be read only once the parent
+    # has ended: a worker must not outlive it.
     loop.add_reader(parent, parent_ended)
   async with http_server.serving(
     app,
@@ -150,6 +151,9 @@ async def _supervise(
   program = [sys.executable, '-m', 'stppo_jax', 'serve', *argv]
   # A worker that replaces another one needs no bucket.
   program += [f'--index={buckets.local_folder(options.index.rstrip("/"))}']
+  # All workers accept from one socket, which is bound before any of them
+  # starts: the kernel spreads the connections, and a worker that ends loses
+  # none that waits.
   bound = http_server.listen(options.host, options.port)
   with bound:
     url = http_server.url_of(bound, options.host)

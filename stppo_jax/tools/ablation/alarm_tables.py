@@ -77,6 +77,8 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
       continue
     losses += run.losses
     rings = _of_run(run, thresholds_lib.section() | dict(thresholds))
+    # A run that was ended early might have collapsed later, so it is an example
+    # neither of a collapse nor of health.
     if run.state.state == run_state.FINISHED or rings.curve.collapsed:
       runs.append(rings)
     else:
@@ -139,6 +141,8 @@ def of_table(
   rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
   for name, threshold in (thresholds or {}).items():
     rang[name] = _rang(run, name, threshold)
+  # Without any number, as the critic's in a run without one, an alarm could not
+  # ring: it is left out rather than counted as silent.
   rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
   return Rings(
     curve=run.curve,

@@ -86,6 +86,7 @@ def run(
   cores = sorted(os.sched_getaffinity(0))
   each = max(len(cores) // jobs, 1)
   is_new = lambda item: not isinstance(item[1], Orphan)
+  # Runs that go on already use their cores, so they take their places first.
   waiting, worst = sorted(commands.items(), key=is_new), 0
   # run.sh starts the Python that PYTHON names.
   environment = {'PYTHON': sys.executable, **os.environ}
@@ -131,6 +132,8 @@ def run(
             print(ended, flush=True)
             on_end(name, exit_code)
         time.sleep(_POLL)
+    # Sessions of their own would outlive this process, and their runs would go
+    # on without anyone who knows of them.
     except BaseException:
       if not are_told:
         _terminate(running)
@@ -156,6 +159,8 @@ def _start(
 
 def _pin(pid: int, cores: Sequence[int]) -> None:
   """Moves all threads of a process to these cores."""
+  # Cores belong to threads. New threads inherit them, but those that a process
+  # has already must be moved one by one.
   with contextlib.suppress(OSError):  # it, or one of its threads, has ended
     for thread in os.listdir(f'/proc/{pid}/task'):
       os.sched_setaffinity(int(thread), cores)

@@ -116,6 +116,8 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
   left_out = _NOT_COMPARED
   if own[_SCOPE] != 'microbatch':
     left_out += _OF_MICROBATCHES
+  # A prefix with a dot at its end: `writer` covers `writer.keep_files`, and not
+  # `writers`.
   values = {
     key: value
     for key, value in own.items()

@@ -115,6 +115,8 @@ def from_folder(
     Misconfigured: the metrics of the run cannot be read.
   """
   found = run_files.read(str(folder))
+  # A curve with gaps has other means, so such a run is made again rather than
+  # compared.
   if found.losses:
     raise exits.Misconfigured(
       f'{folder}/metrics.jsonl: damaged; to make the run again, delete its '
@@ -129,6 +131,8 @@ def from_folder(
         columns[name][line['step']] = sum(numbers[part] for part in parts)
     for score in headline.evaluation(numbers).values():
       columns[_GREEDY][line['step']] = score
+  # As a table keeps them, so that a comparison says the same before the numbers
+  # are written and after they are read back.
   columns = {name: rounded(x) for name, x in columns.items()}
   return Run(*arm, seed, digest, columns)
 
@@ -226,6 +230,7 @@ def add(
     known = {(run.key, run.seed) for run in found}
     found += [run for run in runs if (run.key, run.seed) not in known]
     places = {key: place for place, key in enumerate(digests)}
+    # Sorted, so that the file does not depend on which run ended first.
     found.sort(key=lambda run: (run.seed, places[run.key]))
     write(path, found)
   return found

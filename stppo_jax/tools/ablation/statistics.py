@@ -12,7 +12,8 @@ import numpy as np
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import results
 
-# All signs of so many differences are tried, more are drawn.
+# For up to so many differences, every combination of signs is tried; for more
+# of them, combinations are drawn, because their number doubles with each.
 _MAX_EXACT = 12
 _DRAWS = 10_000
 
@@ -73,6 +74,7 @@ def _sign_flip(deltas: np.ndarray) -> float:
     signs = np.array(list(itertools.product((1, -1), repeat=len(deltas))))
   else:
     signs = np.random.default_rng(0).choice((1, -1), (_DRAWS, len(deltas)))
+    # The signs that were observed are one of the draws, so that p is never 0.
     signs[0] = 1
   totals = np.abs(signs @ deltas)
   # Sums of the same numbers in another order differ by rounding.
@@ -82,7 +84,7 @@ def _sign_flip(deltas: np.ndarray) -> float:
 def over_numbers(
   reduce: Callable[[np.ndarray], Any], values: np.ndarray
 ) -> float:
-  """Returns a number made of those that are not nan; nan if there is none."""
+  """Reduces the values that are not nan to one number; nan if all are nan."""
   found = values[~np.isnan(values)]
   return float(reduce(found)) if len(found) else math.nan
 

@@ -118,6 +118,7 @@ def parse(name: str, content: Any) -> Study:
       raise ValueError(f'{start}unknown key {key!r}{choices}')
   seeds, starts = content.get('seeds'), content.get('starts', {})
   groups: Any = content.get('arms')
+  # Not `isinstance`, to which True is a number, and would mean one seed.
   if type(seeds) is not int or seeds < 1:
     raise ValueError(
       f'{start}seeds={seeds!r}: must be a whole number, 1 or more'
@@ -132,6 +133,8 @@ def parse(name: str, content: Any) -> Study:
     for group, members in groups.items()
     for arm, changes in members.items()
   ]
+  # Names that differ may still give the same folder: a file's name has fewer
+  # characters.
   names = [arm.run_name(0) for arm in arms]
   for run in names:
     if names.count(run) > 1:

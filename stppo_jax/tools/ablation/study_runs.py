@@ -49,6 +49,8 @@ def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
       if not isinstance(words, parallel_runs.Orphan):
         print(shlex.join(['python', *words[1:]]))
     return 0
+  # A dry run takes no lock, so that it can be asked for while the study is
+  # made.
   with lock.held(plan.folder):
     _record(plan)
     if copied:
@@ -83,6 +85,8 @@ def _copied(
     runs: the finished runs of this study.
   """
   others = [run for path in plan.reuse for run in results.read(path)]
+  # A run is known by what it computes and its seed, not by its name: equal arms
+  # of two groups, or of two studies, share one run.
   found = {(run.settings, run.seed): run for run in [*others, *runs]}
   return [
     dataclasses.replace(
@@ -94,7 +98,7 @@ def _copied(
 
 
 def _record(plan: plan_lib.Plan) -> None:
-  """Records whose folder it is."""
+  """Records in the folder which command and which study it belongs to."""
   digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
   run_folder.mark(plan.folder, 'ablate', digest)
   plan.record()
@@ -153,7 +157,7 @@ def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _add(
   commands: Commands, words: list[str], folder: pathlib.Path, state: str
 ) -> None:
-  """Adds the command of a run, or the run if it goes on on this machine."""
+  """Adds the command of a run, or the run if a process here still makes it."""
   orphan = parallel_runs.Orphan.find(folder)
   if orphan or state != run_state.RUNNING:
     commands[folder.name] = orphan or words
@@ -205,6 +209,8 @@ def _carry_out(
   gather()
   made.clear()
   exit_code, start = 0, time.monotonic()
+  # The runs are listed only after the starts, from whose policies they train;
+  # if a start failed, they are not begun.
   for make in (_start_commands, _run_commands):
     commands = make(plan, runs) if trains else {}
     if commands and not exit_code:

@@ -143,6 +143,8 @@ def _differences(study, by_arm, has_groups) -> Table:
     + ['arm', 'minus', 'seeds']
     + ['area', 'area larger', 'area p', 'final', 'final larger', 'final p']
   ]
+  # Seeds are paired, because a seed decides the questions and the sampling of
+  # both arms: most of the noise is common and cancels.
   for arm, other in study.pairs():
     # While a study is made, arms have different numbers of seeds.
     pairs = statistics.common(

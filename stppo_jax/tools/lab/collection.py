@@ -95,6 +95,8 @@ def collect(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
+  # Checked before anything is built: building the parts reads a model, and a
+  # wrong flag should be refused without that wait.
   if continuations:
     slots = components_lib.num_slots(config, 1) // config.rollout.lanes
     is_local = config.rollout.engine == 'local'
@@ -128,6 +130,8 @@ def collect(
       f'collecting {number} trajectories with the policy after step {step}'
     )
     trajectories, _ = step_collector.collect(step)
+    # The engine still has the weights that sampled the dialogues, and the
+    # services are still open: a value is one of that policy and that retriever.
     sampled = _sampled_values(
       config, services, tokenizer, engine, trajectories, step, continuations
     )
@@ -143,6 +147,7 @@ def collect(
   )
   _log.info('annotating them')
   annotated, _ = learner.annotate(state, packed, reference=reference)
+  # Read before the updates, in which an adaptive controller may change it.
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
   num_rows, updates = len(batch.lengths_B), config.updates
@@ -226,6 +231,8 @@ def _newest(
   if restored is None:
     return 0, state
   step, state, host = restored
+  # An adaptive controller has moved it since the start of the run, and the
+  # penalty of this collection is the one that the run would charge now.
   learner.kl_coefficient = host['kl_coefficient']
   # Policies that wait for later steps of that run are of no use here.
   return step, dataclasses.replace(state, published=())

@@ -74,6 +74,8 @@ def _of_one(row: int, trajectory: types.Trajectory) -> Iterator[Prefix]:
   position = len(trajectory.prompt_ids)
   for number, turn in enumerate(trajectory.turns):
     length = len(turn.token_ids)
+    # A set, because the first token of a turn of one token is its last one,
+    # too.
     for written in sorted({0, length - 1}) if length else ():
       yield Prefix(row, position + written, trajectory, number, written)
     position += length + len(turn.observation_ids)
@@ -196,6 +198,8 @@ def as_arrays(
   values_BL, variances_BL = np.zeros((2, *shape), np.float32)
   counts_BL = np.zeros(shape, np.int32)
   for row, position, rewards in sampled:
+    # A single continuation has no variance, so nobody could tell how far off
+    # its value is; the count of 0 marks the place as not sampled.
     if len(rewards) > 1:
       values_BL[row, position] = np.mean(rewards)
       variances_BL[row, position] = np.var(rewards, ddof=1)
@@ -247,6 +251,8 @@ class _Tokenizer:
 
   def encode_prompt(self, text: str, *, tools: Any = ()) -> np.ndarray:
     """Returns the tokens of a prefix, or those of any other text."""
+    # The ids that were sampled, and not the text once more: a tokenizer may cut
+    # the same text into other tokens than the policy chose.
     if isinstance(text, _Prompt):
       return text.token_ids
     # The question of an episode that could not be opened.
@@ -306,6 +312,8 @@ class _Episode:
     """Answers a turn of the continuation."""
     del question  # it has another type than the environment knows
     if turn_index == 0:
+      # The answers are known. The steps are made for the state that they leave
+      # in the episode, such as the place of a player or what was found.
       for number, recorded in enumerate(self._texts):
         step = await self._episode.step(self._question, number, recorded)
         if step.status is not None:
@@ -314,6 +322,8 @@ class _Episode:
           return dataclasses.replace(
             step, observation=None, status=_FAILED, cause=cause
           )
+      # An action may begin before the cut and end after it, so the environment
+      # has to see the turn as a whole.
       text = self._begun + text
     number = len(self._texts) + turn_index
     return await self._episode.step(self._question, number, text)

@@ -77,6 +77,8 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
       f'group_ids_B: some rows must share an id, because {estimator.name} '
       'compares the rows of a group; with groups of one all advantages are 0'
     )
+  # Ids are 0 between two turns, so a token cannot be compared with the one
+  # before it; the highest id so far can.
   ids_BL = arrays['turn_ids_BL']  # 0 off the loss mask
   highest_BL = np.maximum.accumulate(ids_BL, axis=1)
   wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)
@@ -149,6 +151,9 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
+  # A file of another program may have one set of values, under the shorter
+  # name. Estimators read those before the update, which a batch takes from the
+  # longer one.
   if 'values_BL' in arrays and 'old_values_BL' not in arrays:
     arrays = {**arrays, 'old_values_BL': arrays['values_BL']}
   results, metrics = jax.device_get(

@@ -78,6 +78,8 @@ def loss_and_gradient(
     saved_batch.NotFinite: the loss, its gradient or a number that a correction
       uses is too large for the precision.
   """
+  # The loss takes an entropy even if its coefficient is 0. What the zeros lead
+  # to is removed from the metrics below.
   zeros_BL = np.zeros_like(arrays['logprobs_BL'])
   results, diagnostics, metrics = jax.device_get(
     _differentiate(
@@ -134,7 +136,10 @@ def _differentiate(
     terms, loss = loss_terms(logprobs_BL)
     return terms.policy + terms.other, loss
 
+  # The metric exists for every algorithm: 0 where nothing is divided by it.
   bias_norm = jnp.zeros(())
+  # The division needs the gradient of the bias by itself, so the terms are
+  # differentiated one by one; all other algorithms need one backward pass.
   if algorithm.divides_by_bias_norm:
     gradients, loss = clipping_bias_lib.term_gradients(loss_terms, logprobs_BL)
     gradient_BL, bias_norm = clipping_bias_lib.divide_by_bias_norm(
@@ -162,6 +167,7 @@ def _differentiate(
     'ratio_BL': loss.ratio_BL,
     'weights_BL': loss.weights_BL,
     'clipped_BL': loss.cut_BL,
+    # Bounds are one number or one for each token; a file has one shape.
     'low_BL': jnp.broadcast_to(loss.low, logprobs_BL.shape),
     'high_BL': jnp.broadcast_to(loss.high, logprobs_BL.shape),
   }

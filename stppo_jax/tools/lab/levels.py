@@ -69,6 +69,8 @@ def measure(compared: comparison.Compared) -> Levels:
       bounds[label] = Bounds(algorithm.ratio.level, nan, nan, nan, nan)
       continue
     level = algorithm.ratio.level
+    # Some rules set other bounds for each token or turn, so bounds are read off
+    # a computed loss and not off the options.
     found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
     low, high, ratio = (
       found.arrays[name][mask_BL] for name in ('low_BL', 'high_BL', 'ratio_BL')

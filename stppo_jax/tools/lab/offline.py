@@ -37,6 +37,8 @@ _Options = tuple[str, Any, Mapping[str, str]]
 def score(flags: Any, options: _Options) -> None:
   """Prints the metrics of an algorithm and writes its loss and gradient."""
   name, coefficient = flags.algorithm, flags.entropy_coefficient
+  # All of the computation is inside: outside of it, jit would round float64
+  # arrays to float32 without a word.
   with jax.enable_x64(flags.float64):
     algorithm = _build(algorithm_lib.build_algorithm, options)
     loaded = _load(flags, {name: algorithm}, entropy_coefficient=coefficient)
@@ -167,7 +169,7 @@ def values(flags: Any, options: None) -> None:
 
 
 def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  """Returns the advantages of each estimator that a file is enough for."""
+  """Returns the advantages of each estimator whose arrays a file has."""
   advantages, missing = {}, []
   for name in defaults.DEFAULTS['advantage']:
     estimator = estimates.build_estimator(defaults.choice('advantage', name))
@@ -177,6 +179,8 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
       arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
       estimates.check(estimator, arrays)
       found = estimates.estimate(estimator, arrays)
+    # A file without values or without groups is enough for some estimators
+    # only, and those are worth showing.
     except ValueError:
       missing.append(name)
     else:
@@ -245,6 +249,7 @@ def _load(
   }
   dtype, path = _dtype(flags), flags.advantages
   if path:
+    # Where another file has the advantages, the batch need not have any.
     readers.pop('advantages_BL', None)
   with exits.naming(f'--batch={flags.batch}'):
     loaded = saved_batch.load(flags.batch)
@@ -255,6 +260,8 @@ def _load(
         path, arrays['loss_mask_BL'], dtype=dtype
       )
   names = [name for name in lab.OPTIONAL_ARRAYS if name not in arrays]
+  # Checked apart from the required arrays: a fault here costs a few metrics and
+  # must not refuse the whole command.
   optional, problems = saved_batch.select_optional(loaded, names, dtype=dtype)
   for problem in problems:
     print(f'--batch={flags.batch}: {problem}; left out', file=sys.stderr)

@@ -37,6 +37,8 @@ def comparison_page(
   labels = list(compared.cosines)
   with matplotlib.rc_context(plots.STYLE):
     size = 1.2 + 0.42 * len(labels)
+    # Not by pyplot, which would choose a backend that may want a display, and
+    # would keep every figure in memory until it is closed.
     page = figure.Figure(figsize=(9.5, 5.2 + size), layout='constrained')
     halves = page.subfigures(2, 1, squeeze=False, height_ratios=(5.2, size))
     top, bottom = halves[:, 0]
@@ -96,7 +98,8 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
     for bound in _log_bounds(x)
     if np.isfinite(bound)
   ]
-  # All levels have one axis: what differs is how far their ratios spread.
+  # All levels share one axis, because the question is how far the ratios of
+  # each level spread.
   ends = [*np.concatenate(tails), *finite]
   edges = np.linspace(min(ends) * 1.05, max(ends) * 1.05, _NUM_BINS)
   with matplotlib.rc_context(plots.STYLE):
@@ -105,10 +108,13 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
     )
     panels = np.atleast_1d(page.subplots(len(shown), 1, sharex=True))
     for axes, (level, x) in zip(panels, shown.items(), strict=True):
+      # Shares and not counts: a batch has hundreds of tokens for each sequence.
       weights = np.full(len(x), 1 / len(x))
       axes.hist(x, edges, weights=weights, color='#BBBBBB')
       axes.set_title(f'{level}: {len(x)} segments, spread {x.std():.2g}')
       axes.set_ylabel('share')
+      # Algorithms with equal bounds share a line; drawn one over the other,
+      # only the last of them would be seen.
       alike: dict[levels_lib.Bounds, list[str]] = {}
       for label, bounds in levels.bounds.items():
         if bounds.level == level and not np.isnan(bounds.low):
@@ -161,6 +167,7 @@ def values_page(
           color=colour,
           label=f'turn {turn}',
         )
+      # The diagonal, on which the points of a perfect critic would lie.
       ends = [min(axes.get_xlim()[0], axes.get_ylim()[0])]
       ends.append(max(axes.get_xlim()[1], axes.get_ylim()[1]))
       axes.plot(ends, ends, color='#888888', linewidth=0.8)

@@ -116,6 +116,8 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
   if not arrays:
     names = ', '.join(ARRAY_KINDS)
     raise ValueError(f'has no array of these names: {names}')
+  # With an empty mask all losses and gradients are 0, which looks like a
+  # result.
   mask_BL = arrays.get('loss_mask_BL')
   if mask_BL is not None and mask_BL.size and not np.count_nonzero(mask_BL):
     raise ValueError('loss_mask_BL: 0 everywhere, so there is nothing to learn')
@@ -201,9 +203,12 @@ def select(
         problems += [locate(f'{name}: above 0', above)] if above.any() else []
     elif name in _IDS_FROM_1:
       problems += _out_of_range(name, array, mask_BL)
+      # Tokens off the mask may have any ids in a file. 0 keeps them out of all
+      # segments, and no large one overflows int32.
       converted[name] = np.where(mask_BL, array, 0).astype(np.int32)
     elif name == 'group_ids_B':
       converted[name] = _renumbered(array)
+    # 0 is kept for tokens off the mask, so that states count from 1.
     elif name == 'state_ids_BL':
       converted[name] = np.where(mask_BL, _renumbered(array) + 1, 0)
     else:

@@ -90,6 +90,9 @@ def multipliers(
     )
     return found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
 
+  # The gradient at the old policy is that of the advantages, with the weights
+  # that the algorithm gives its tokens: their quotient leaves what the ratio
+  # alone has done.
   new_BL = gradient(arrays['logprobs_BL'])
   old_BL = gradient(arrays['old_logprobs_BL'])
   known_BL = arrays['loss_mask_BL'].astype(bool) & (old_BL != 0)

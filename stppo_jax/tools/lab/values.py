@@ -127,12 +127,15 @@ def _of_places(arrays: saved_batch.Arrays, places_BL: np.ndarray) -> OfTurn:
   means, variances = map(at_places, ('oracle_values_BL', 'oracle_variances_BL'))
   noise = np.mean(variances / at_places('oracle_counts_BL'))
   luck = np.mean(variances)
+  # Sampled means vary by the noise of sampling, too. With few prefixes the
+  # noise can be larger than what is measured, and a variance is not negative.
   spread = max(np.var(means, ddof=1) - noise, 0.0)
   total = spread + luck
   critic = None
   if 'old_values_BL' in arrays:
     guesses = at_places('old_values_BL')
     error = max(np.mean((guesses - means) ** 2) - noise, 0.0)
+    # A critic that says the same everywhere, as a new one may, has no slope.
     varies = np.ptp(guesses) > 0
     critic = Critic(
       explained=_quotient(total - error - luck, total),
@@ -172,9 +175,13 @@ def correlations(
     # A dialogue that ends with this turn earns nothing after it.
     ends_B = ~(ids_BL > turn).any(axis=1)
     known_B = before.known_B & (after.known_B | ends_B)
+    # Two points lie on a line, so their correlation is 1 or -1 whatever they
+    # are.
     if known_B.sum() > 2:
       earned_B = np.where(own_BL, arrays['rewards_BL'], 0.0).sum(axis=1)
       truth_B = earned_B + after.mean_B - before.mean_B
+      # Both values are sampled on their own, so the variances of their errors
+      # add up.
       noise = np.mean((before.noise_B + after.noise_B)[known_B])
       variance = np.var(truth_B[known_B], ddof=1)
       found.turns.append(turn)
@@ -201,6 +208,7 @@ def _firsts(arrays: saved_batch.Arrays, turn: int) -> _Firsts:
   """Returns the sampled values at the first tokens of a turn."""
   own_BL = arrays['turn_ids_BL'] == turn
   places = np.arange(len(own_BL)), own_BL.argmax(axis=1)
+  # In a row without this turn, `argmax` is 0, the place of another token.
   count_B = np.where(own_BL.any(axis=1), arrays['oracle_counts_BL'][places], 0)
   known_B = count_B > 1
   mean_B, variance_B = (

@@ -14,7 +14,7 @@ from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
 from stppo_jax.tools.plan import summary as summary_lib
 
-# The programs that are compiled for a platform, those first that take longest.
+# The programs that are compiled for a platform, the slowest to compile first.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
   'tpu': ('update', 'annotate', 'publish', 'decode', 'extend'),
   'gpu': (),
@@ -84,6 +84,7 @@ def show(
   summary = summary_lib.summary(plan, price=price)
   if not plan.fits:
     compiler = functools.partial(planner, programs=names) if names else None
+    # Candidates are found by formulas, and only a candidate is compiled.
     summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )
@@ -126,6 +127,8 @@ def _sweep(
   if not programs:
     return found
   last = len(found) if compile_best < 0 else compile_best
+  # Compiling takes minutes, so it is kept for the meshes that are best by the
+  # formulas.
   for n, tried in enumerate(found[:last]):
     if tried.plan is not None:
       changed = search.changed(config, tried.changes)

@@ -234,7 +234,7 @@ def read(text: str) -> Program:
 
 
 def _complete(computations: dict[str, list[Instruction]]) -> None:
-  """Sets what instructions do not know by themselves."""
+  """Sets the counts, kernels and operands, which other lines decide."""
   times, kernels = defaultdict(int), set()
   times[next(reversed(computations))] = 1  # the entry computation is last
   # Callees stand before their callers, so in reverse order a caller's count is

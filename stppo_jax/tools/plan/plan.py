@@ -126,6 +126,8 @@ class Plan:
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
       side[1] += phase.expected
+    # Devices that only collect work at the same time as those that learn;
+    # without them the same devices do one after the other.
     joined = max if self.work.collectors else lambda *both: sum(both)
     bound, expected = zip(*sides.values())
     return joined(*bound), joined(*expected)
@@ -166,6 +168,8 @@ def make(
     else:
       devices = None
     mesh = components.build_mesh(config, devices)
+    # Only a model that is made anew takes the size of its vocabulary from a
+    # tokenizer; a directory says it in config.json.
     tokenizer = None
     is_known = config.model.tokenizer_path or (
       kinds.KINDS[config.data.name].vocabulary is not None

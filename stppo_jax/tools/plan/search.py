@@ -141,6 +141,8 @@ def advice(
       return (
         f'it fits, compiled in {memory_lib.gib(compiled.total)}, with {flags}'
       )
+    # At least a tenth less, or the second try might find the same changes
+    # again.
     limit -= max(compiled.total - memory, 0.1 * memory)
   return (
     'no change of the config was found with which it fits; use more devices'

@@ -109,6 +109,7 @@ def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
 
 
 def _environment(run: run_files.Run) -> str:
+  # A run of an earlier version has no record of keys that are newer than it.
   return {**schema.earlier(), **run.recorded}['env.name']
 
 

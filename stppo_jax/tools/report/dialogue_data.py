@@ -75,6 +75,7 @@ def encode(
   for kind, share in ((EVALUATION, 0.5), (TRAINING, 1.0)):
     count = sum(len(part.records) for part in parts)
     size = sum(len(part.packed) for part in parts)
+    # Training gets what the evaluations have left of both limits.
     limit, limit_bytes = (
       int(share * rest) for rest in (most - count, most_bytes - size)
     )
@@ -82,6 +83,8 @@ def encode(
     for number, run in enumerate(runs):
       for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
         files.setdefault((number, step), []).append(path)
+    # There are two limits, so steps are left out twice: lines can be counted
+    # without being parsed, but how well they pack is known only afterwards.
     counts = [sum(map(_count, paths)) for paths in files.values()]
     read = [
       _read(run, step, kind, paths, losses)
@@ -227,7 +230,7 @@ def pack_json(value: Any) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-  """Returns six digits of a number; None for none, and if it is not finite."""
+  """Returns a number with six digits; None if it is missing or not finite."""
   if value is None or not math.isfinite(value):
     return None
   return float(f'{value:.{_DIGITS}g}')

@@ -52,6 +52,7 @@ def draw(
           steps,
           means,
           _DASHES[dash % len(_DASHES)],
+          # Matplotlib would read what is between two dollars as mathematics.
           label=', '.join(words).replace('$', r'\$'),
           **style,
         )

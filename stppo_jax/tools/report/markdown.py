@@ -85,6 +85,8 @@ def write(
       lines += [f'![{panel["title"]}]({folder.name}/{name})', '']
       lines += [f'*{panel["title"]}.* {escape(panel["note"])}', '']
   # If drawing fails, as on a full disk, an earlier report is left as it was.
+  # The pictures are drawn beside it, because `os.replace` cannot move a file
+  # from one file system to another.
   with tempfile.TemporaryDirectory(dir=out.parent) as drawing:
     for name, panel in drawn.items():
       figures.draw(panel, groups, pathlib.Path(drawing, name))

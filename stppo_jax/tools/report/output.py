@@ -1,4 +1,4 @@
-"""Says which files a report may replace: none that is something else."""
+"""Says which files a report may replace: only those of earlier reports."""
 
 import pathlib
 
@@ -32,6 +32,7 @@ def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
       with open(path, 'rb') as file:
         if MARK.encode() not in file.read(_BEGINNING):
           return f'{path}: exists and is no report; give another file'
+    # A folder beside a report is the one that an earlier call has made for it.
     folder = figures(path)
     is_own = path.exists() and folder.is_dir()
     if has_figures and folder.exists() and not is_own:

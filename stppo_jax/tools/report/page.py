@@ -65,6 +65,7 @@ def html(
       name: f'data:image/png;base64,{base64.b64encode(picture).decode()}'
       for name, picture in pictures.items()
     },
+    # Only now, because encoding adds the dialogues that it could not read.
     'notes': [*losses, *encoded.notes],
     'metrics': packed,
     'index': dialogue_data.pack_json(encoded.index),
@@ -72,6 +73,8 @@ def html(
   program = '\n'.join(map(_file, _PROGRAMS))
   fills = {
     'MARK': output.MARK,
+    # Of all that is between the tags of the script, with the line breaks that
+    # the template has there: one character more, and no browser runs it.
     'DIGEST': _digest(f'\n{program}\n'),
     'STYLE': _file('page.css'),
     'PROGRAM': program,

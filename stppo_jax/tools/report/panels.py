@@ -189,6 +189,8 @@ def layout(names: Sequence[str]) -> list[dict[str, Any]]:
   for heading, figures in SECTIONS.items():
     shown = []
     for title, (patterns, note) in figures.items():
+      # In the order of the patterns, which a legend then has, and once each:
+      # two patterns may fit the same name.
       metrics = dict.fromkeys(
         name
         for pattern in patterns.split()

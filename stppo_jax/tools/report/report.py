@@ -43,8 +43,11 @@ def write(
   """
   runs, losses = [], []
   with contextlib.ExitStack() as stack:
+    # A run that is named twice would count as two seeds.
     for folder in dict.fromkeys(folders):
       try:
+        # The copy of a run in a bucket is kept until the report is written,
+        # which reads the dialogues only then.
         found = bucket_files.downloaded(folder, dialogues=True)
         run = run_files.read(str(stack.enter_context(found)), folder)
       except (exits.Misconfigured, buckets.BucketError) as error:

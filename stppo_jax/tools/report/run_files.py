@@ -29,8 +29,8 @@ SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
   rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
 )
-# The share of tokens whose ratio is outside the bounds of a level, a metric of
-# no line: the sum of those below and above.
+# The share of tokens whose ratio is outside the bounds of a level. No line has
+# this metric: it is the sum of the shares below and above the bounds.
 OUTSIDE = 'outside/'
 _BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'
@@ -279,6 +279,7 @@ def _objects(
       value = None
     if not isinstance(value, dict):
       losses.append(f'{path}: line {number} is no JSON object; it was dropped')
+    # The line goes into the page as it is, and browsers parse no NaN.
     elif b'NaN' in line or b'Infinity' in line:
       yield json.dumps(value).encode(), value
     else:

@@ -64,6 +64,7 @@ def _picture(
   steps = [step for points in curves.values() for step, *_ in points]
   means = [mean for points in curves.values() for _, mean, *_ in points]
   left, low = min(steps), min(means)
+  # One step, or a curve that is constant, has no extent to divide by.
   across = _WIDTH / (max(steps) - left or 1)
   up = _HEIGHT / (max(means) - low or 1.0)
   lines, keys = [], []

@@ -134,6 +134,7 @@ def _weighted(
   """Returns the mean of shares, weighted by tokens, and the sum of these."""
   # Few dialogues have a late turn in some steps, which must not count as much.
   counts = [tokens[step] if step in tokens else 0.0 for step in shares]
+  # Earlier versions recorded no numbers of tokens; then each step counts alike.
   total = sum(counts)
   if not total:
     return statistics.fmean(shares.values()), 0.0
@@ -239,6 +240,7 @@ def _triggered(run: run_files.Run) -> float | None:
 
 
 def _median_seconds(run: run_files.Run) -> float | None:
+  # The line of step 0 is the evaluation before training.
   found = [headline.seconds(line) for line in run.lines if line['step']]
   seconds = [x for x in found if x is not None]
   return statistics.median(seconds) if seconds else None
@@ -320,6 +322,8 @@ _LINES = (
   Line('seconds per step', _median_seconds, 2, 'median over the steps'),
   Line('hours', _hours, 2, 'all steps and checkpoints together'),
   Line(
+    # These two are totals since the first start, of which only the newest value
+    # holds; a mean over steps would be that of an earlier time.
     'goodput',
     _last_of('goodput/fraction', 1),
     3,

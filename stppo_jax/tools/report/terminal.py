@@ -43,6 +43,7 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
     Misconfigured: the step or the dialogue is not there.
   """
   kind = run_files.EVALUATED if flags.evaluation else run_files.SAMPLED
+  # Each host writes a file of its own, so a step may have several.
   files: dict[int, list[pathlib.Path]] = {}
   for found, path in run_files.dialogue_files(folder, kind=kind):
     files.setdefault(found, []).append(path)
@@ -83,6 +84,8 @@ def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
   rows: list[Sequence[str]] = [_TITLES]
   for number, record in records.items():
     clipped, searches, turns, _, _ = dialogue_data.measures(record)
+    # Texts of models and of data sets may hold control sequences, with which a
+    # terminal would clear its screen or change its title.
     question = streams.escape(record['question'])
     question = question.replace('\n', ' ')
     if len(question) > _QUESTION:
@@ -124,6 +127,8 @@ def _token_table(turn: Mapping[str, Any]) -> list[str]:
   names = [name for name in run_files.TOKEN_NUMBERS if name in numbers]
   titles = (name.replace('_', ' ') for name in names)
   rows: list[Sequence[str]] = [('token', *titles, 'clipped')]
+  # Of each token the record has the number of characters that it adds, which is
+  # 0 where a character is spread over several tokens.
   start, clipped = 0, set(numbers['clipped'])
   for place, count in enumerate(numbers['characters']):
     piece = turn['text'][start : start + count]
