@@ -45,6 +45,8 @@ class ArithmeticQuestions(questions_lib.Questions):
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """See `questions.Questions`."""
+    # All rounds of a step are cut from one permutation, so no two share a
+    # question.
     expressions = self._draw(
       (self.seed, step, _TRAINING), (resample_round + 1) * count
     )
@@ -156,4 +158,6 @@ def _result(expression: str) -> str:
 
 
 def _is_for_evaluation(expression: str) -> bool:
+  # Not `hash`, which differs from process to process: the split must be the
+  # same in every run, or evaluation questions would be trained on.
   return zlib.crc32(expression.encode()) % _EVALUATION_SHARE == 0

@@ -51,6 +51,8 @@ def build(
     files = _given(name, from_files)
   else:
     files = _fetched(root, name, mirror)
+  # All is read before anything is written: a malformed file leaves an earlier
+  # data set of this name as it was.
   splits, passages = raw_files.read(name, files)
   # This import takes a second, so it comes after what may be refused.
   from stppo_jax.data import tfds_store
@@ -97,6 +99,7 @@ def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
         f'{name}: its files cannot be fetched by a program; '
         f'{raw_files.needed(name)}'
       )
+    # A file gets its name when it is complete, so what is there is whole.
     if (folder / file).is_file():
       continue
     try:

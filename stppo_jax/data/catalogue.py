@@ -145,6 +145,7 @@ PUBLISHED: Mapping[str, Published] = {
     'Apache-2.0',
     formats.hotpotqa,
     _inside(
+      # Without dl=1, Dropbox sends a page about the file.
       'https://www.dropbox.com/s/ms2m13252h6xubs/data_ids_april7.zip?dl=1',
       'data_ids_april7.zip',
       train='train.json',
@@ -223,6 +224,7 @@ PUBLISHED: Mapping[str, Published] = {
       for split, folder in (('validation', 'val'), ('test', 'test'))
       for subject in _MMLU_SUBJECTS
     ),
+    # These files have no header line.
     columns=('question', 'A', 'B', 'C', 'D', 'answer'),
   ),
 }

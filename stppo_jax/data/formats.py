@@ -64,6 +64,7 @@ def hotpotqa(row: Any) -> Fields:
   supporting = {title for title, _ in facts}
   paragraphs = _pairs(_get(row, 'context'), 'title', 'sentences')
   return {
+    # The authors call it _id, the copies on the hub call it id.
     'id': row['_id'] if '_id' in row else _get(row, 'id'),
     'question': _get(row, 'question'),
     'answers': [_get(row, 'answer')],

@@ -110,6 +110,8 @@ def demonstrations_of(
     )
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
+  # Only a file of passages can be read here; without one, another server has
+  # them, and nothing can be quoted.
   found = (questions.passages() or ()) if config.data.corpus else ()
   passages = {passage.id: passage for passage in found}
   if sft.quote_words and not any(

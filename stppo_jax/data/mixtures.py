@@ -219,6 +219,8 @@ class Mixture:
     # numpy fills up short seeds with zeros. The 1 at the end keeps these seeds
     # apart from those of the elements' epochs.
     rng = np.random.default_rng((*seeds, cycle, len(self._sizes), 1))
+    # Places are divided exactly and then shuffled. If each place drew its
+    # element by itself, a small data set could be missing from many steps.
     turns = rng.permutation(
       np.repeat(np.arange(len(self._sizes)), self._quotas)
     )
@@ -233,6 +235,8 @@ def epochs(
   seeds: Sequence[int], size: int, start: int, count: int
 ) -> list[int]:
   """Returns `count` indices of an order whose every epoch is a permutation."""
+  # A place decides its epoch and its index there. So no state has to be saved:
+  # a resumed run computes the same order from any place on.
   chosen, order = [], None
   for place in range(start, start + count):
     epoch, index = divmod(place, size)

@@ -29,6 +29,8 @@ def _parse(document: Any, number: int) -> types.Passage:
   del number
   passage = passage_of(document)
   _check_unicode(passage)
+  # A server may leave ids out, but in a corpus the index and the gold passages
+  # of questions refer to them.
   if not passage.id:
     raise ValueError('no "id" or "pid"')
   return passage

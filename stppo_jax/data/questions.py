@@ -96,6 +96,8 @@ class SyntheticQuestions(Questions):
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """See `Questions`; all rounds of a step are about the same world."""
+    # A round is the next part of one list of chains, so no two share a
+    # question.
     world = self._world(_index(self.seed + 1, step))
     chains = world.chains((resample_round + 1) * count, hops=self.hops)
     return [chain.question for chain in chains[resample_round * count :]]
@@ -170,6 +172,7 @@ class StoredQuestions(Questions):
     """See `Questions`; at most 4,096, whose check takes a second or two."""
     del count
     total = len(self._train)
+    # Spread over all questions, because data sets lie one after the other.
     kept = np.linspace(0, total - 1, min(total, _CHECKED), dtype=int)
     return [self._train[int(index)] for index in kept]
 
@@ -193,6 +196,9 @@ class StoredQuestions(Questions):
     """Returns `count` different indices that are not in `of_step`."""
     total, found = len(self._train), dict.fromkeys(())
     start = total
+    # An order of the step's own. With weights a question may come up twice
+    # before another one does, so orders are drawn until there are enough
+    # different ones.
     while len(found) < count:
       order = self._train.order((self._seed, step), start, total)
       found |= dict.fromkeys(i for i in order if i not in of_step)
@@ -201,6 +207,8 @@ class StoredQuestions(Questions):
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
     """See `Questions`; they are a fixed sample of each data set."""
+    # Not the seed of the run: scores of runs can be compared only on the same
+    # questions.
     order = np.random.default_rng(0).permutation(len(self._evaluation))
     result = {}
     for index in order:

@@ -89,6 +89,8 @@ def _read_split(
   questions = []
   for file in files:
     for question in _read_file(name, split, file, passages):
+      # `tables.read` refuses an id that occurs twice in one file; a split may
+      # have several files.
       key = question.data_set, question.id
       first = file_of_id.setdefault(key, file)
       if first is not file:
@@ -112,6 +114,8 @@ def _read_file(
       fields = entry.read({**row, formats.FILE: path.name})
     else:
       raise ValueError('expected an object')
+    # The number is that of the row in its file. Where a split has several
+    # files, a prefix keeps their ids apart.
     identity = f'{fields.pop("id_prefix", "")}{split}_{number}'
     fields = {'id': identity, 'dataset': name, **fields}
     gold = [*fields.get('gold_pids', ())]

@@ -82,6 +82,7 @@ def with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     others = _verl_fields(fields) | others
   if isinstance(others.get('dataset'), str):
     others['dataset'] = others['dataset'].removeprefix(_PREFIX)
+  # Our own name counts where a row has both.
   return others | fields
 
 

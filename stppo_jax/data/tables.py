@@ -95,6 +95,7 @@ def find(place: pathlib.Path, pattern: str) -> list[TableFile]:
 def _ends_in(name: str, pattern: str) -> bool:
   if name.rpartition('/')[2].startswith('.'):
     return False  # some systems add hidden files to an archive
+  # With the slash in front, train.json does not match retrain.json.
   plain = f'/{name.removesuffix(".gz")}'
   return fnmatch.fnmatchcase(plain, f'*/{pattern}')
 
@@ -280,6 +281,8 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
       (line for _, line in numbered_lines(text, file)),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
+      # Otherwise a quote that is never closed would make one cell of the rest
+      # of the file, without an error.
       strict=True,
     )
     try:
@@ -344,6 +347,8 @@ def numbered_lines(text: TextIO, name: object) -> Iterator[tuple[int, str]]:
     ValueError: if a line is too long; the message names the file and the line.
   """
   number = 0
+  # With a limit: a file without line breaks would else be read as one line, and
+  # could fill the memory.
   while line := text.readline(MAX_LINE_LENGTH + 1):
     number += 1
     if len(line) > MAX_LINE_LENGTH:

@@ -71,6 +71,8 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
           'kind': text,
           'question': text,
           'answers': tfds.features.Sequence(text),
+          # Pairs, because the fields of a feature are fixed, and the letters of
+          # options differ from question to question.
           'options': tfds.features.Sequence({'letter': text, 'text': text}),
           'gold_pids': tfds.features.Sequence(text),
           'hops': np.int32,
@@ -146,13 +148,19 @@ def build(
   """
   target = layout.folder(root, name)
   target.parent.mkdir(parents=True, exist_ok=True)
+  # In the root, because a folder can be renamed only within a file system.
   with tempfile.TemporaryDirectory(prefix='.partial-', dir=root) as partial:
     with _quietly():
       builder = SearchQuestions(name, splits, data_dir=partial)
       builder.download_and_prepare(
         file_format='array_record',
+        # The library would first look for a data set of this name in a bucket
+        # of its authors.
         download_config=tfds.download.DownloadConfig(try_download_gcs=False),
       )
+    # A rename does not replace a folder that holds files. The earlier one is
+    # moved where it is deleted at the end, and not deleted first: a process
+    # that is killed here leaves both of them.
     if target.exists():
       target.rename(pathlib.Path(partial, 'replaced'))
     os.rename(builder.data_dir, target)
