@@ -47,6 +47,8 @@ def parse_action(
     kind = closing[1]
     opening = f'<{kind}>'
     start = text.find(opening, 0, closing.start())
+    # What nothing has opened is text, and a later closing tag may end an
+    # action.
     if start < 0:
       continue
     content = text[start + len(opening) : closing.start()].strip()

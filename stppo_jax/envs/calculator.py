@@ -59,6 +59,7 @@ class Calculator:
       raise tool.ToolError(
         f'the expression has more than {_MAX_EXPRESSION_CHARS} characters'
       )
+    # Tasks need a running loop, which there is only once a call is made.
     if self._calls is None:
       self._calls = asyncio.Queue()
       self._workers = [
@@ -80,6 +81,8 @@ class Calculator:
             _ask(process, expression), self._timeout
           )
         except Exception as error:
+          # A process that was given up may still answer, and its line would be
+          # taken for the answer to the next call.
           process = await _end(process)
           result = self._failure(error)
         if answer.done():

@@ -97,6 +97,7 @@ def main() -> None:
   """Answers lines until the input ends."""
   with contextlib.suppress(ValueError, OSError):  # the limits may be lower
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    # A crash must not leave a core file, one for each bad expression.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for line in sys.stdin:
     print(json.dumps(_reply(line)), flush=True)

@@ -24,6 +24,8 @@ def parse(text: str) -> str | None:
 
 def write(command: str) -> str:
   """Returns a turn that gives a command."""
+  # The space is part of the first word: the words of games get tokens with a
+  # space in front, see `text_games`.
   return f'<action> {command}</action>'
 
 

@@ -91,6 +91,9 @@ class GymnasiumEnvironment(protocol.Environment):
 
   def prompt(self, question: types.Question) -> str:
     """Returns the prompt with the first observation."""
+    # The trajectories of a group share a prompt, but each acts in an
+    # environment of its own, which `episode` begins. This one only shows how
+    # they begin.
     made, text = self._begin(question)
     _close(made)
     text = text_lib.neutralise_tags(text)

@@ -126,6 +126,8 @@ class _Server:
       self._task = asyncio.create_task(self._connect(self._client))
     connected = self._client
     try:
+      # Shielded, because other calls wait for the same connection: a cancelled
+      # call must not cancel it for them.
       client = await asyncio.shield(connected)
       result = await client.call_tool(name, arguments)
     except mcp.MCPError as error:

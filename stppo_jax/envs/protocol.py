@@ -220,5 +220,6 @@ def check_reward(name: str, reward: float) -> None:
   Raises:
     ValueError: if it is nan, or infinite in float32; the message is one line.
   """
+  # In this form nan is refused too: every comparison with it is false.
   if not abs(reward) <= _LARGEST_REWARD:
     raise ValueError(f'the reward {name} is {reward}, expected a finite number')

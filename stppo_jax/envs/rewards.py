@@ -139,6 +139,7 @@ def weighted(
   weights: Mapping[str, float], scores: Mapping[str, float]
 ) -> dict[str, float]:
   """Returns the rewards: each weight times the score of its name."""
+  # The weight in the config has the long name of the score.
   measures = {'exact_match': scores[EXACT_MATCH], **scores}
   return {name: weight * measures[name] for name, weight in weights.items()}
 
@@ -207,6 +208,7 @@ def _f1(answer: str, golden: str) -> float:
     text_lib.normalise(answer).split(),
     text_lib.normalise(golden).split(),
   )
+  # As in SQuAD: a text without words agrees only with another one.
   if not words or not golden_words:
     return float(words == golden_words)
   common = collections.Counter(words) & collections.Counter(golden_words)

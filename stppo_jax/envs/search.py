@@ -106,6 +106,7 @@ class SearchEnvironment(protocol.Environment):
     del question
     if not self._weights['turn_first_found']:
       return self
+    # A shallow copy: only the memory below is its own, not the retriever.
     episode = copy.copy(self)
     episode._has_found = False
     return episode

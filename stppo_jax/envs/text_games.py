@@ -313,6 +313,7 @@ class _Game:
     """Plays a command, which must be possible."""
     self._progress.update(self._commands[command])
     self._solution = self._progress.winning_policy
+    # The actions that were kept are those before this command.
     del self._commands
 
   def _command(self, action: Any) -> str:

@@ -85,6 +85,7 @@ class ToolsEnvironment(protocol.Environment):
       ValueError: if two tools have the same name, or the file cannot be used.
     """
     self.tools = tuple(tool.description for tool in tools)
+    # A call names nothing but its tool, so names must differ over all servers.
     names = [description['function']['name'] for description in self.tools]
     for name in names:
       if names.count(name) > 1:
@@ -209,6 +210,7 @@ def _lines(descriptions: Sequence[Mapping[str, Any]]) -> str:
     parameters = json.dumps(function['parameters'].get('properties', {}))
     purpose = ' '.join(function['description'].split())
     lines.append(f'- {function["name"]}: {purpose} Arguments: {parameters}')
+  # Servers of others write these texts, which must not spell our tags.
   return text_lib.neutralise_tags('\n'.join(lines))
 
 
