@@ -66,6 +66,7 @@ def make_app(
   post = {}
   for path in dict.fromkeys(d.path for d in spoken):
     handler = service.handler([d for d in spoken if d.path == path])
+    # A corpus may have slashes in it, such as worlds/0.
     post |= {path: handler, '/{corpus:.+}' + path: handler}
   return http_server.application(
     post=post, limits=http_server.Limits(), close=service.close, token=token
@@ -125,6 +126,8 @@ class _Searches:
     """Searches until nobody waits; the corpora take turns."""
     try:
       while self._waiting:
+        # Requests that come from here on wait for the next call; dicts keep
+        # their order, so the corpus that has waited longest is next.
         batch = self._waiting.pop(next(iter(self._waiting)))
         try:
           lists = await self._search(batch)
@@ -134,6 +137,7 @@ class _Searches:
               waiting.future.set_exception(error)
           continue
         for waiting in batch:
+          # The shared search was made with the largest topk of them.
           size = len(waiting.queries)
           found, lists = lists[:size], lists[size:]
           if not waiting.future.done():
@@ -213,6 +217,7 @@ class _Service:
     topk = fields.get(dialect.topk)
     topk = _DEFAULT_TOPK if topk is None else topk
     require(
+      # To `isinstance`, true would be the integer 1.
       type(topk) is int and 1 <= topk <= _MAX_TOPK,
       f'{dialect.topk}: expected an integer from 1 to {_MAX_TOPK}',
     )
@@ -240,6 +245,8 @@ def _dialect_of(
   fields: dict[str, Any], spoken: Sequence[dialects.Dialect]
 ) -> dialects.Dialect:
   """Returns the dialect that the fields of a request belong to."""
+  # Several dialects share a path. The one is meant to which no field of the
+  # request is unknown.
   candidates = [d for d in spoken if d.queries in fields]
   names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
   http_server.require(bool(candidates), f'{names}: missing')

@@ -143,6 +143,8 @@ def _open_dense(
 
   fields = folder.part('dense')
   model = encoder.TextEncoder(encoder_directory)
+  # Products of vectors of two encoders mean nothing, and nothing would fail:
+  # the passages that are found would just be arbitrary ones.
   if fields.pop('encoder', None) != model.sha256:
     raise ValueError(
       f'{folder.path / "dense"}: made by another encoder than '
@@ -187,6 +189,8 @@ class HybridIndex:
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
     """Returns the best passages; ties are in the order of the indexes."""
+    # Deeper than what is asked for: a passage that is far down in both rankings
+    # may have a larger sum than the first of one of them.
     depth = max(topk, _DEPTH)
     rankings = [index.search(queries, depth) for index in self._indexes]
     return [_fuse(lists)[:topk] for lists in zip(*rankings)]

@@ -141,6 +141,7 @@ class TextEncoder:
 
   def encode(self, texts: Sequence[str]) -> np.ndarray:
     """Returns [B, D] float32, the vectors of texts."""
+    # The tokenizer fails on half a surrogate pair, which JSON can carry.
     encodings = self._tokenizer.encode_batch([text_lib.whole(t) for t in texts])
     ids = [encoding.ids for encoding in encodings]
     vectors_BD = np.empty((len(ids), self.size), np.float32)
@@ -177,6 +178,8 @@ def read_config(directory: pathlib.Path) -> EncoderConfig:
       raise ValueError(
         f'{path}: {name}={fields[name]!r}: only {expected!r} is supported'
       )
+  # Without this file of sentence-transformers, nothing says how states are
+  # pooled; the mean is that of E5 and MiniLM.
   pooling = directory / '1_Pooling' / 'config.json'
   if pooling.is_file():
     modes = weight_files.read_json(pooling)
@@ -211,6 +214,7 @@ def read_encoder(directory: pathlib.Path, config: EncoderConfig) -> Encoder:
   tensors = weight_files.read_headers(directory)
   # Some files have the encoder inside a larger model.
   prefix = 'bert.' if any(name.startswith('bert.') for name in tensors) else ''
+  # Shapes only: random weights would be made to be replaced at once.
   graph, state = nnx.split(
     nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0)))
   )
@@ -262,6 +266,7 @@ def _name(path: tuple) -> tuple[str, bool]:
     name = f'encoder.layer.{place[1]}.{_LAYER_NAMES[place[2]]}'
   else:
     name = _NAMES[place[0]]
+  # PyTorch stores a linear layer as [out, in], and flax as [in, out].
   return f'{name}.{suffix}', leaf == 'kernel'
 
 
@@ -300,4 +305,5 @@ def _is_lower_case(directory: pathlib.Path) -> bool:
   if not path.is_file():
     return True
   fields = weight_files.read_json(path)
+  # The default of BERT's own tokenizer.
   return bool(fields.get('do_lower_case', True))

@@ -58,6 +58,7 @@ class StoredPassages(Sequence[types.Passage]):
     self._offsets = np.asarray(mapped)  # Indexing a memmap is slow.
     if self._offsets.dtype != np.int64 or self._offsets.ndim != 1:
       raise ValueError(f'{folder}: damaged: {_OFFSETS} holds no offsets')
+    # Only the length: the checksum would read a large file at every start.
     sizes = num_passages + 1, [len(self._bytes)]
     if (len(self._offsets), self._offsets[-1:].tolist()) != sizes:
       raise ValueError(f'{folder}: damaged: {_PASSAGES} has another length')
@@ -187,6 +188,7 @@ class IndexFolder:
     if unfinished.exists():
       shutil.rmtree(unfinished)
     unfinished.mkdir()
+    # A part gets its name when it is complete, so a killed build leaves none.
     write(unfinished)
     _write_manifest(unfinished / _PART_MANIFEST, manifest)
     unfinished.rename(path)
