@@ -154,6 +154,8 @@ def check(metrics: Metrics, thresholds: Mapping[str, float]) -> dict[str, bool]:
   rings = {}
   for name, alarm in ALARMS.items():
     number = alarm.number(metrics)
+    # A comparison with nan is false, which would look like a step without
+    # alarm.
     if number is not None and not math.isnan(number):
       limit = thresholds[name]
       rings[name] = number < limit if alarm.is_floor else number > limit
@@ -224,6 +226,8 @@ class Alarms:
   def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics `alarm/{name}` of a step, from its other metrics."""
     rings = check(metrics, self._thresholds)
+    # An alarm that is silent in this step is dropped, so that it counts from
+    # one when it rings again: only steps in a row can end a run.
     before, self._rung = self._rung, {}
     self._lines = []
     for name, is_ringing in rings.items():

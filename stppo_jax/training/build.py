@@ -139,6 +139,8 @@ def build(config, folder: claim.Folder) -> Parts:
     collector = functools.partial(
       engines.build_collector, config, tokenizer=tokenizer, engine=engine
     )
+    # The main thread evaluates, so it uses the loop itself: the view of it,
+    # with which the other thread collects, may be stopped.
     evaluator = evaluation.Evaluator(
       config, services, collector(services), folder.hosts
     )
@@ -150,6 +152,8 @@ def build(config, folder: claim.Folder) -> Parts:
       folder.hosts,
     )
     prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
+    # Entered after the services, and so closed before them: its thread must
+    # have ended when their loop and their connections are closed.
     folder.enter(contextlib.closing(prefetcher))
     pack = functools.partial(
       pack_step,

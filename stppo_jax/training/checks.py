@@ -39,6 +39,7 @@ def check_data(
       for an answer, or an option of the environment has a bad value; one line.
   """
   kind = environments.find(config.env.name)
+  # A retriever that finds nothing is enough here: only prompts are made.
   environment = kind.from_options(config.env.to_dict(), fakes.FakeRetriever({}))
   rollout = config.rollout
   count = rollout.trajectories_per_step // rollout.group_size

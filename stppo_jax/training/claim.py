@@ -48,7 +48,7 @@ class Folder:
     hosts: the hosts of the run; the first of them writes what they share.
     interrupt: notices signals.
     lock: the lock, or the lease; None if another host holds it.
-    stack: what is left with the folder.
+    stack: the contexts that are left together with the folder.
     lines: prints what is logged.
     restart: whether what the folder held is to be moved aside.
     bucket: the folder in a bucket that `path` stands for; None if there is
@@ -251,6 +251,8 @@ def claimed(
     if address:
       path = stack.enter_context(_standing_for(address))
       lines.renamed = str(path), address
+    # First of all: hosts that differ would soon do different things, and each
+    # would wait in a vote that the others never reach.
     agreement.check(hosts, config)
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
@@ -308,6 +310,7 @@ def _standing_for(address: str) -> Iterator[pathlib.Path]:
     try:
       yield folder
     except Exception as error:
+      # The temporary folder is gone when somebody reads the message.
       error.args = tuple(
         x.replace(str(folder), address) if isinstance(x, str) else x
         for x in error.args

@@ -116,6 +116,8 @@ def build_services(
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:
+        # A function that fails is better known now than after a first
+        # collection.
         question = questions.train(0, 1, resample_round=0)[0]
         reward_function.try_once(name, environment, question)
     yield steps.Services(questions, environment, retriever, loop)
@@ -200,6 +202,7 @@ def build_learner(
   placement = build_placement(config, shape, mesh, devices)
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
+    # Learners hold shapes and no arrays, so the other way costs nothing to try.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -253,6 +256,7 @@ def _connected(
       # Text has some four characters a token; more is cut off anyway.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
+    # On the loop that made the connections; no other may close them.
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
     yield retriever

@@ -115,6 +115,7 @@ def publish(
     trained = decoded_weights(params.trained.policy)
     engine.publish(trained, version, base=params.frozen or None)
   else:
+    # A server reads files of a whole model, and knows nothing of adapters.
     engine.publish(learner.merged_params(params), version)
 
 

@@ -92,6 +92,7 @@ def totals(
     *flops.recomputed_operations(shape, lengths, num_losses),
     seconds,
   )
+  # All numbers in one exchange, because each is a round trip between the hosts.
   *counts, collected = zip(*hosts.exchange('totals', mine))
   rows, tokens, sampled, trained, *done = map(sum, counts)
   return Totals(

@@ -84,6 +84,7 @@ def prefer(
       num_pairs = len(pairs.tokens_Q2L)
       per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
     folder.record()
+    # Weights are read last: what a config can be refused for is known by now.
     with folder.interruptible(), exits.as_misconfigured():
       start = learner.start()
       inputs = offline_losses.PairInputs(

@@ -246,6 +246,8 @@ class Run:
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
     self.save_seconds = 0.0
+    # If the save before has failed, the run ends here: this step is the last
+    # one by now, so the end of the run saves it.
     self._saver.check()
     self._finish_unwritten(metrics, records)
 
@@ -263,6 +265,7 @@ class Run:
       metrics = metrics | self._evaluated(self._evaluate)
       seconds = self.seconds['timing_s/evaluate']
       metrics['timing_s/evaluate'] = seconds
+      # Its phases were added up before the evaluation was made.
       metrics['timing_s/step'] += seconds
       extra.score = headline.mean_score(metrics)
     metrics = metrics | self.folder.watch.account(metrics)
@@ -286,7 +289,7 @@ class Run:
     *,
     curve: bool = False,
   ) -> None:
-    """Exports the policy; logs where the files are of a run that is no start.
+    """Exports the policy, and logs where its files are unless it is a start.
 
     Args:
       policy: the model.
@@ -362,6 +365,7 @@ class Run:
 
 def origin_of(config) -> tuple[int, str]:
   """Returns number and name of the origin of a model's weights."""
+  # The numbers are those of `goodput/origin`; the module `starts` lists them.
   path = config.model.path
   return (3, f'model.path={path}') if path else (4, 'random numbers')
 

@@ -178,6 +178,7 @@ class Saver:
       NoTime: the step was not saved, on any host.
     """
     line = self._lack_of_time(last.done, since)
+    # All hosts save, or none: one alone would wait for the others' parts.
     lines = self._hosts.exchange('time to save', line)
     if any(lines):
       raise NoTime(next(filter(None, lines)))
@@ -196,10 +197,12 @@ class Saver:
     line = self._lack_of_room()
     if line and not self._told_of_room:
       _log.info('warning: %s; the run ends with its next checkpoint', line)
+    # Once there is room again, a later lack of it is told anew.
     self._told_of_room = bool(line)
 
   def _lack_of_room(self) -> str:
     """Returns what the disk lacks for a checkpoint; '' if nothing."""
+    # A bucket does not fill up, and the disk here gets no arrays.
     if self._bucket is not None:
       return ''
     free = shutil.disk_usage(self._workdir).free

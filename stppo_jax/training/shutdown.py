@@ -107,6 +107,7 @@ def _save_last(
   try:
     last.saver.save_in_time(last, folder.interrupt.signalled)
   except Exception as second:
+    # Only logged: the error that ended the run is the one to raise.
     _log.info('%s could not be saved and is lost: %s', last, second)
   else:
     _log.info('%s is saved', last)

@@ -101,6 +101,8 @@ def try_host(
   child.start()
   theirs.close()  # so that the end of the child is the end of the pipe
   try:
+    # Decoding by the whole slice works where this does not, so a compiler that
+    # takes too long counts as one that refuses.
     if not ours.poll(limit):
       return f'the compiler does not end within {limit:.0f} s'
     problem, error = ours.recv()
@@ -154,6 +156,8 @@ def _compile(config, devices, host: int) -> None:
   programs = lowering.Lowering(
     model,
     placement=placement,
+    # 0 lets the engine choose numbers that fit few slots; those of the config
+    # are for all of them.
     options=dataclasses.replace(options, slots=slots, pages=0, batch_rows=0),
     num_states=stops.num_states(environment.stop_strings),
     trained=sharding.with_layout(
