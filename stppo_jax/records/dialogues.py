@@ -103,6 +103,8 @@ def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
     highlight=False,
     no_color=False,
   )
+  # Without `soft_wrap`, lines would be cut at some width, and what follows the
+  # cut would have no mark.
   console.print(page, end='', soft_wrap=True)
   return file.getvalue()
 

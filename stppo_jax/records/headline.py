@@ -19,6 +19,7 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
   scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
   if not scores:
     return {}
+  # All sets of a run are evaluated by the same main score.
   name = '/'.join(next(iter(scores)).split('/')[:2])
   return {name: sum(scores.values()) / len(scores)}
 

@@ -142,6 +142,7 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
     mean = trailing_mean(values, _WINDOW)
     label = f'train, mean of {_WINDOW} steps'
     axes.plot(steps, mean, color=_GREY, label=label)
+    # Weights and penalties can take rewards out of [0, 1].
     top = max(1.0, float(np.nanmax(values, initial=1.0)))
     bottom = min(0.0, float(np.nanmin(values, initial=0.0)))
     margin = 0.03 * (top - bottom)

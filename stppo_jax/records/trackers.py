@@ -61,6 +61,7 @@ class Tracker:
     self._open = lambda: TRACKERS[name](identity)
     self._queue: queue.Queue = queue.Queue(_LONGEST)
     self._error: BaseException | None = None
+    # A daemon: a call that never returns must not keep the process alive.
     self._thread = threading.Thread(target=self._call, name=name, daemon=True)
     self._thread.start()
 
@@ -115,6 +116,7 @@ def _open_wandb(identity: Identity) -> Experiment:
       project=os.environ.get('WANDB_PROJECT', _PROJECT),
       name=identity.title,
       id=identity.run_id,
+      # Every start of a run has the same id, and goes on with its experiment.
       resume='allow',
       config=scrubbing.scrubbed_plain(identity.config),
       dir=str(identity.folder),

@@ -192,6 +192,7 @@ def measure(
     for number, turn in enumerate(t.turns, start=1):
       tokens[f'turn_length/tokens/turn_{number}'] += len(turn.token_ids)
   metrics |= {name: float(count) for name, count in tokens.items()}
+  # The names are the same for all trajectories, see `Episode.rewards`.
   for name in valid[0].rewards:
     metrics[f'reward/{name}/mean'] = _mean([t.rewards[name] for t in valid])
   metrics['reward/turns/mean'] = _mean([t.turn_reward for t in valid])

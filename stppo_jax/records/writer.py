@@ -121,6 +121,7 @@ class Writer:
     if any(number > saved for number in written):
       aside = run_folder.make_aside(self._workdir)
       if lines:
+        # A copy, because the file goes on with the lines that are kept.
         shutil.copy2(self._metrics, aside)
       for number, path in dialogues:
         if number > saved:
@@ -232,6 +233,7 @@ class Writer:
       path.unlink(missing_ok=True)
       atomic_files.append(path, b''.join(lines))
       if self._keep_files:
+        # Each host counts and removes only files of its own.
         name = re.compile(rf'{kind}-(\d+){suffix}\.jsonl')
         written = sorted(
           (int(match[1]), other)
@@ -280,6 +282,7 @@ class Writer:
   def _append(self, line: str) -> None:
     """Appends a line of metrics."""
     data = line.encode() + b'\n'
+    # A line that is lost here is in the next checkpoint, see `complete`.
     self._counted('metrics', lambda: atomic_files.append(self._metrics, data))
 
   def _write_sink(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -147,6 +147,8 @@ class Checkpointer:
       'leaves': {
         name: fingerprint_lib.kind(leaf) for name, leaf in leaves.items()
       },
+      # As it will be read again. What JSON cannot hold is refused here, and not
+      # later by a thread.
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     if self._run is not None:

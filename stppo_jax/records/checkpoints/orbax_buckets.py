@@ -16,14 +16,15 @@ from typing import Any
 from stppo_jax import buckets
 
 _PAUSE = 1.0  # seconds between two tries of a request
-# Whose errors are those of requests, and what TensorStore says of such errors.
+# Packages whose errors are those of requests, and the words by which
+# TensorStore reports such an error.
 _PACKAGES = ('aiohttp', 'asyncio', 'gcsfs', 'google', 'requests', 's3fs')
 _PASSING = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'RESOURCE_EXHAUSTED', 'ABORTED')
 
 
 @contextlib.contextmanager
 def reaching(address: str) -> Iterator[None]:
-  """Raises `BucketError` for an error of the body that tells of no content.
+  """Raises `BucketError` for an error that says nothing about stored content.
 
   Args:
     address: where the body reads or writes; '' = in no bucket.

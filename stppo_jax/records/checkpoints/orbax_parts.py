@@ -67,6 +67,8 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   """Writes the file, on the first process."""
+  # First: what was written before the checkpoint must be in the bucket before
+  # it.
   save.flush()
   if jax.process_index() != 0:
     return
@@ -175,6 +177,8 @@ class Preservation:
 
     Of several with the same score it is the newest.
     """
+    # Each manifest is read once. Orbax asks at every save, and in a bucket each
+    # of them would be a request.
     for step in steps:
       if step not in self._scores:
         self._scores[step] = None
