@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
   """Lists or verifies the checkpoints of a run; returns the exit code."""
   flags = command_line.flags(workdir='')
   words, _, errors = command_line.parse(flags, argv, words=2)
+  # The folder is the second word or the flag; what is missing becomes ''.
   action, place, *_ = *words, flags.workdir, ''
   if action not in _ACTIONS:
     problem = f'{action}: unknown' if words else 'missing'

@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     b=command_line.number(0.4, lower_bound=0.0, upper_bound=1.0),
   )
   errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
+  # The bound lets infinity pass, with which every score would be 0.
   if flags.k1 == float('inf'):
     errors.append('--k1=inf: must be finite')
   if (flags.backend == 'dense') != bool(flags.encoder):
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
       passages = passages_lib.read_corpus(flags.corpus)
     line = f'{flags.out}: another process builds an index there; waiting for it'
     say = functools.partial(print, line, file=sys.stderr, flush=True)
+    # Whoever waits here finds the index of the other process, and builds
+    # nothing.
     with index_folder.building(flags.out, waits=say):
       folder = index_folder.IndexFolder.create(flags.out, passages)
       if flags.backend == 'bm25':

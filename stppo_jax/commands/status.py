@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if sys.stdout.isatty() and not flags.json:
       print('\033[2J\033[H', end='')  # an empty screen
     _print(given.words, as_json=flags.json)
+    # Python holds back what goes to a pipe until there is much of it.
     sys.stdout.flush()
     time.sleep(flags.watch)
 

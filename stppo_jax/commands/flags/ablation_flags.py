@@ -88,6 +88,8 @@ def parse(
     else:
       digests[arm.key] = plan_lib.digest(plan, arm, config)
   for line, arms in broken.items():
+    # An error that all arms have is one of the flags or of the file, and is
+    # told once.
     of_all = len(arms) == len(whole.arms)
     errors.append(line if of_all else f'{", ".join(arms)}: {line}')
   plan = dataclasses.replace(plan, digests=digests)

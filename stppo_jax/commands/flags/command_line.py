@@ -174,6 +174,7 @@ def parse(
   choices = [f'--{name}' for name in flags]
   choices += ['--config.KEY'] if overrides else []
   choices = choices or ['--help']
+  # absl gives no values of flags that it has not parsed itself.
   flags.mark_as_parsed()
   rest, errors = list(argv), []
   given = Given([], {}, errors)

@@ -46,6 +46,7 @@ def describe(name: str = '') -> str:
     )
   lines = []
   for key, comment, line in found:
+    # What is said of a section holds for its keys, and explains them.
     around = not line and comment
     if key in chosen or (
       around and any(name.startswith(f'{key}.') for name in chosen)

@@ -39,9 +39,11 @@ _OFFLINE = {
   'prefer': 'preference.num_epochs, the passes over the pairs',
 }
 
-# What `schema.check` may leave out: for other machines, and to be fast.
+# Checks that `schema.check` may leave out: those that say nothing about another
+# machine, and those that take long.
 OF_THIS_MACHINE = external.OF_THIS_MACHINE
-# One of them; it holds on machines that start a retriever of their own, too.
+# One of the former; it may be left out only where a launcher starts a retriever
+# beside the run, or where the command asks none.
 PASSAGES = external.passages_are_named
 SLOW = (schema.check_algorithm,)
 # The keys that name files and folders.

@@ -149,6 +149,7 @@ def algorithm(
   if config:
     run = _load(f'{config.partition(":")[0]}:{name}')
   elif name in algorithms_lib.ALGORITHMS:
+    # A copy: settings change it in place, and the table is for all of them.
     options = copy.deepcopy(algorithms_lib.ALGORITHMS[name])
     run: Any = config_dict.ConfigDict({'algorithm': options})
   else:
