@@ -57,6 +57,8 @@ def build(
       probes.append(
         _dialogue(
           trajectory.question,
+          # An empty row, and not none: all trajectories have T probes, so that
+          # results can be put in the shape [B, T].
           np.concatenate([read, opening]) if exists else read[:0],
           [answer] if exists else [],
         )

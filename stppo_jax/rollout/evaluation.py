@@ -36,6 +36,8 @@ class Evaluator:
     )
     self._collector = collector
     self._main_score = services.environment.main_score
+    # Step 0 always: sampled evaluations at two steps differ by the policy
+    # alone.
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
   def run(

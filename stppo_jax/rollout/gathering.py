@@ -16,7 +16,8 @@ from stppo_jax import types
 from stppo_jax.parallel import hosts as hosts_lib
 
 Groups = list[list[types.Trajectory]]
-# Counts that are not added up over hosts.
+# Of these, the largest of all hosts counts: percentiles do not add up, and
+# hosts wait for an outage or collect further rounds side by side.
 _LARGEST = (
   'retrieval/latency',
   'retrieval/outage',

@@ -127,6 +127,8 @@ def _appears(path: pathlib.Path) -> bool:
   """Returns whether a file can be seen, at once or a little later."""
   deadline = time.monotonic() + _PROBE_PATIENCE
   while time.monotonic() < deadline:
+    # By the list of the folder: a network file system may remember for a while
+    # that a name did not exist, and answer for it from its cache.
     if path.parent.is_dir() and path.name in os.listdir(path.parent):
       return True
     time.sleep(_PROBE_PAUSE)

@@ -79,6 +79,7 @@ def downloaded(
     return
   bucket = buckets.Bucket(place)
   entries = bucket.entries()
+  # A bucket has no folders: an address that was misspelt is just empty.
   if not entries:
     raise buckets.BucketError(
       f'{place}: nothing is stored at this address; check its spelling, or '

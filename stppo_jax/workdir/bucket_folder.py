@@ -103,9 +103,13 @@ class BucketFolder:
       )
       for name in entries:
         if bucket_files.DIALOGUES.fullmatch(name):
+          # Its name alone, by which the writer knows what to remove or to move
+          # aside.
           (self._folder / name).touch()
         elif name.startswith(run_folder.ASIDE):
           (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
+      # Taken after the download, so that nothing which came from the bucket
+      # counts as new here and is uploaded again.
       self._known = self._files()
 
   def push(self) -> None:

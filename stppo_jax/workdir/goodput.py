@@ -89,6 +89,7 @@ def read(path: pathlib.Path, step: int) -> tuple[float, int]:
       record = json.loads(line)
       last = max(last, record['step'])
       if 0 < record['step'] <= step:
+        # The newest line has the total, also of lines that are not kept.
         seconds = record['goodput/fraction'] * record['goodput/wall_s']
     except (ValueError, KeyError, TypeError, RecursionError):
       continue

@@ -194,6 +194,7 @@ def read(folder: pathlib.Path) -> Beat | None:
   """Returns the last heartbeat of a run; None if there is none to be read."""
   try:
     fields = json.loads((folder / NAME).read_text('utf-8'))
+    # A newer version may write fields that this one does not know.
     known = {field.name for field in dataclasses.fields(Beat)}
     beat = Beat(**{name: x for name, x in fields.items() if name in known})
   except (OSError, ValueError, AttributeError, RecursionError):

@@ -227,6 +227,7 @@ def read(folder: pathlib.Path) -> Run | None:
 def schema(folder: pathlib.Path) -> int:
   """Returns the version of a run's files, see `SCHEMA`."""
   number = _json(folder / IDENTITY).get('schema', SCHEMA)
+  # -1 is no version that anything reads.
   return number if isinstance(number, int) else -1
 
 
