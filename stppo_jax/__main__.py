@@ -49,6 +49,7 @@ def _docstring(path) -> str:
   """Returns the docstring of a file, which is not executed."""
   import ast
 
+  # Parsed and not imported: help must not wait until jax is loaded.
   return ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
 
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     try:
       with interrupt.interruptible():
         exit_code = _run(argv)
+        # An error of the stream is met here, where it is handled, and not when
+        # the interpreter ends.
         sys.stdout.flush()
         return exit_code
     except interruption.Interrupted as error:

@@ -380,6 +380,7 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
           f'{bucket.address}: {size} bytes of {name} came, not {entry.size}'
         )
       part.replace(path)
+    # Last: a process that is killed before this downloads the object again.
     known.write_text(entry.version)
   content = folder / 'content'
   for path in content.rglob('*'):

@@ -14,6 +14,8 @@ Array = jax.Array
 class Purpose(enum.IntEnum):
   """The purpose of a key; two purposes never share one."""
 
+  # The numbers are folded into keys: with others, every run would be another
+  # one, and no run of an earlier version would resume as the same.
   COLLECT = 0
   EVALUATE = 1
   SHUFFLE = 2

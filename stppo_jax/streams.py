@@ -139,6 +139,8 @@ def silence_lost(*, flush: bool = True) -> bool:
 def silence(stream: IO[str]) -> None:
   """Sends what is printed to a stream nowhere, and what waits in it too."""
   with contextlib.suppress(io.UnsupportedOperation):
+    # In place of the descriptor, because what waits in the stream is written
+    # there as well, at the latest when the interpreter ends.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

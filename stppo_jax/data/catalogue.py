@@ -158,6 +158,7 @@ PUBLISHED: Mapping[str, Published] = {
     'CC BY 4.0',
     formats.musique,
     (
+      # Without an address, because no program can fetch the authors' archive.
       Original('train', 'musique_ans_v1.0_train.jsonl'),
       Original('validation', 'musique_ans_v1.0_dev.jsonl'),
     ),

@@ -127,6 +127,7 @@ class Connections:
       if oldest is None:
         return False
       self.remove(oldest)
+      # Not `close`, which first waits until a client has read what was sent.
       oldest.transport.abort()
     self._open[connection.transport] = connection
     return True

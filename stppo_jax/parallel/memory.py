@@ -55,6 +55,7 @@ def max_memory() -> dict[str, float]:
   its devices; the latter is absent where the devices do not report it (CPU).
   """
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  # macOS counts bytes here, and other systems KiB.
   unit = 1 if sys.platform == 'darwin' else 1024
   metrics = {'perf/max_memory_host_gb': peak * unit / GIB}
   if peaks := _reported('peak_bytes_in_use'):

@@ -149,6 +149,8 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
     axes.set_ylim(bottom - margin, top + margin)
   sets = sorted(name for name in metrics if name.startswith(_EVALUATION))
   for i, name in enumerate(sets):
+    # Evaluations are rare. With the steps between them, no line would join
+    # them.
     evaluated = ~np.isnan(metrics[name])
     axes.plot(
       steps[evaluated],

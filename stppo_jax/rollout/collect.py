@@ -206,7 +206,6 @@ class Collector:
 
   def _run(self, rows: Sequence[_Row], keys, *, greedy: bool) -> None:
     """Samples and answers turns until every row has a status."""
-    # The rows of a group share a prompt, which the engine computes once.
     firsts = rows[:: self._group_size]
     self._engine.begin(
       [row.prompt_ids if row.status is None else None for row in firsts],
@@ -361,7 +360,6 @@ class Collector:
     """Returns the ids of an observation, its body cut to what is allowed."""
     encode, tags = self._tokenizer.encode_text, self._environment.tags
     prefix = encode(observation.prefix, tags=tags)
-    # Without tags: text of others must not become an added token.
     body = encode(observation.body)
     suffix = encode(observation.suffix, tags=tags)
     room = self._max_observation_tokens - len(prefix) - len(suffix)

@@ -78,6 +78,7 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
     kind='choice' if options else 'open',
     options=options,
   )
+  # A dialogue without an answer is wrong, as it was when it was saved.
   score = 0.0
   if answer is not None:
     score = rewards.answer_scores(question, answer)[rewards.EXACT_MATCH]

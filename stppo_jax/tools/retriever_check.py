@@ -120,6 +120,7 @@ async def _examine_dialects(
 ) -> tuple[list[str], str]:
   """Returns the dialects that are answered, and the one to use."""
   failures = await attempts.spoken(client, asked.query, corpus=asked.corpus)
+  # A server may answer in several dialects; ours answers in all of them.
   spoken = [name for name, failure in failures.items() if failure is None]
   chosen = asked.dialect or (spoken[0] if spoken else '')
   if not spoken:

@@ -246,8 +246,7 @@ class Run:
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
     self.save_seconds = 0.0
-    # If the save before has failed, the run ends here: this step is the last
-    # one by now, so the end of the run saves it.
+    # If a save has failed, this raises, and the end of the run saves this step.
     self._saver.check()
     self._finish_unwritten(metrics, records)
 
@@ -265,7 +264,6 @@ class Run:
       metrics = metrics | self._evaluated(self._evaluate)
       seconds = self.seconds['timing_s/evaluate']
       metrics['timing_s/evaluate'] = seconds
-      # Its phases were added up before the evaluation was made.
       metrics['timing_s/step'] += seconds
       extra.score = headline.mean_score(metrics)
     metrics = metrics | self.folder.watch.account(metrics)
@@ -365,7 +363,6 @@ class Run:
 
 def origin_of(config) -> tuple[int, str]:
   """Returns number and name of the origin of a model's weights."""
-  # The numbers are those of `goodput/origin`; the module `starts` lists them.
   path = config.model.path
   return (3, f'model.path={path}') if path else (4, 'random numbers')
 

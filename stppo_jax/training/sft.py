@@ -69,6 +69,8 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         services,
         engines.build_collector(config, services, found.tokenizer, engine),
       )
+      # Sampled is what a run of `train` will begin with, and greedy what
+      # evaluations report.
       for greedy in (False, True):
         with folder.interruptible():
           scores, _ = evaluator.run(greedy=greedy)
@@ -198,6 +200,7 @@ def _packed(
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
   )
+  # The environment searches for real, so its server may fail here as in a run.
   trajectories = steps.collect_until_valid(
     lambda: collector.collect([question for question, _ in chosen], keys=None),
     services,

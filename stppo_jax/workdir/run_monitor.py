@@ -132,6 +132,8 @@ class Watch:
     """
     if self._folder is None:  # of several hosts, the first is traced
       return
+    # Ended here and not after its last step, so that the save of that step is
+    # in the trace.
     if self._traced is not None and step > self._traced:
       self._end_trace()
     request = self._folder / REQUEST

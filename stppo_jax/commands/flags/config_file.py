@@ -112,6 +112,8 @@ def _describe(error: Exception, path: pathlib.Path) -> str:
     # Which may be that of a module that the file imports.
     reason, file, line = error.msg, error.filename, error.lineno
   else:
+    # The last frame in the file itself: deeper ones are in libraries, and say
+    # nothing about the line that a user can change.
     for frame in traceback.extract_tb(error.__traceback__):
       if frame.filename == str(path.absolute()):
         line = frame.lineno

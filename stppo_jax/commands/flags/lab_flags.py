@@ -97,6 +97,7 @@ def out_problems(
       continue
     sources = (x for x in ('batch', 'advantages') if values.get(x))
     paths = {pathlib.Path(values[x]).resolve(): x for x in sources}
+    # Resolved, since a link or another spelling may name the same file.
     if source := paths.get(pathlib.Path(file).resolve()):
       problems.append(f'--{name}={file}: is the file of --{source}')
     elif name == 'plot' and not file.endswith('.png'):

@@ -123,6 +123,8 @@ class IndexFolder:
     path = pathlib.Path(path)
     if (path / _MANIFEST).exists():
       folder = cls(path)
+      # The same command may be repeated, for another part or after an
+      # interruption; another corpus must not take the place of this one.
       folder.check_corpus(passages)
       return folder
     ours = {_PASSAGES, _OFFSETS}  # an interrupted start may have left these
@@ -141,6 +143,7 @@ class IndexFolder:
       'passages': len(passages),
       'sha256': digest.hexdigest(),
     }
+    # Last: without it, the folder of an interrupted start is no index.
     _write_manifest(path / _MANIFEST, manifest)
     return cls(path)
 

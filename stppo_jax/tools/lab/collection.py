@@ -147,7 +147,6 @@ def collect(
   )
   _log.info('annotating them')
   annotated, _ = learner.annotate(state, packed, reference=reference)
-  # Read before the updates, in which an adaptive controller may change it.
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
   num_rows, updates = len(batch.lengths_B), config.updates

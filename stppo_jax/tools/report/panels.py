@@ -197,6 +197,7 @@ def layout(names: Sequence[str]) -> list[dict[str, Any]]:
         for name in names
         if fnmatch.fnmatchcase(name, pattern)
       )
+      # A run without a critic, say, has no figures about one.
       if metrics:
         line = LINES.get(patterns, '')
         figure = {'title': title, 'metrics': list(metrics), 'note': note}

@@ -229,6 +229,7 @@ def _best_step(run: run_files.Run) -> float | None:
 
 
 def _largest_ratio(run: run_files.Run) -> float | None:
+  # The ratio that the objective clips, not the largest of any level.
   level = run.recorded.get('algorithm.ratio.level', 'token')
   return _best(run.column(f'ratio/{level}/max'))
 
