@@ -144,7 +144,7 @@ def _failed(error: Exception) -> int:
 
 
 def _cache_folder() -> str:
-  """Returns the folder for compiled programs: of the clone, or of the user."""
+  """Returns the folder of compiled programs, in the clone or in a cache."""
   root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
   if os.path.isfile(os.path.join(root, 'Makefile')):
     return os.path.join(root, '.cache', 'jax')

@@ -61,7 +61,7 @@ def is_address(place: object) -> bool:
 
 @contextlib.contextmanager
 def _announced(address: str) -> Iterator[None]:
-  """Says so if the body waits long for a bucket.
+  """Prints a line if the body waits long for a bucket.
 
   Without a network, gcsfs looks for credentials for 20 seconds and repeats a
   request for another minute.
@@ -323,7 +323,7 @@ class Bucket:
 
 @functools.cache
 def local_folder(place: str | pathlib.Path) -> pathlib.Path:
-  """Returns a folder of this machine with the content of a folder.
+  """Returns a local folder with the content of a folder or of an address.
 
   A folder of this machine is returned as it is. What is in a bucket is
   downloaded into ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax), by one of

@@ -93,7 +93,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
-  """Prints what the package logs in the body; an outer body does so elsewhere.
+  """Prints what the package logs in the body, in place of an outer `logged`.
 
   Args:
     show: see `LogLines`.
@@ -137,7 +137,7 @@ def silence_lost(*, flush: bool = True) -> bool:
 
 
 def silence(stream: IO[str]) -> None:
-  """Sends what is printed to a stream nowhere, and what waits in it too."""
+  """Discards what is printed to a stream from now on, and what waits in it."""
   with contextlib.suppress(io.UnsupportedOperation):
     # In place of the descriptor, because what waits in the stream is written
     # there as well, at the latest when the interpreter ends.

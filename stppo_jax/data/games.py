@@ -1,4 +1,4 @@
-"""Questions that number games, for environments that make games of numbers."""
+"""Questions whose id is the number of a game that an environment generates."""
 
 from collections.abc import Callable
 from collections.abc import Sequence

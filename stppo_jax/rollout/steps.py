@@ -76,7 +76,7 @@ def collect_until_valid(
   min_valid_fraction: float,
   what: str,
 ) -> list[types.Trajectory]:
-  """Collects, again if the infrastructure failed too much, and logs failures.
+  """Collects again while the infrastructure fails too much; logs failures.
 
   Before it collects again it waits until the retriever is ready.
 

@@ -107,7 +107,7 @@ class _Folder:
       raise exits.Misconfigured('\n'.join(other))
 
   def records(self) -> list[dict[str, Any]]:
-    """Returns the written records; drops a last one that is incomplete."""
+    """Returns the written records; an incomplete last one is removed."""
     path = self._path / 'dialogues.jsonl'
     if not path.is_file():
       return []

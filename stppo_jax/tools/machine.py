@@ -163,7 +163,7 @@ def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
 
 
 def devices() -> Finding:
-  """Says what jax computes on, and whether it has missed something."""
+  """Says which devices jax uses, and whether it has missed an accelerator."""
   try:
     found = jax.devices()
   except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Reads from its folder how a run is doing, whoever runs it and wherever.
+"""Reads from the folder of a run how it is doing, wherever it runs.
 
 Only small files are read, and the end of metrics.jsonl, so that the states of
 many runs take no time.

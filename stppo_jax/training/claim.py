@@ -1,4 +1,4 @@
-"""Claims the folder of a run, and ends what a signal ends before the steps.
+"""Claims the folder of a run, and handles signals that precede its steps.
 
     with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
       ...                          # everything that can be refused is refused
@@ -193,7 +193,7 @@ class Folder:
       pass
 
   def release(self, exit_code: int) -> None:
-    """Leaves the folder as an ended process would; the process ends soon."""
+    """Releases the folder for a process that is about to end."""
     self.watch.end(exit_code)
     if self.outer is not None:
       self.outer.release(exit_code)

@@ -254,7 +254,7 @@ def sizes(
 def slot_memory(
   config, policy: functional.Model, placement: publish_lib.Placement
 ) -> int:
-  """Returns the bytes that slots need on a device, with those to extend them.
+  """Returns the bytes of slots on a device, with the temporaries of `extend`.
 
   The latter are what the compiler for TPU plans for few slots, and up to twice
   as much for many.

@@ -63,7 +63,7 @@ class Extra:
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Returns the part that a checkpoint records; older ones have less."""
+    """Returns the part that a checkpoint records; older ones lack fields."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),
@@ -114,7 +114,7 @@ class Saver:
 
   @property
   def saved(self) -> int:
-    """The newest step that is on disk; 0 also if there is none."""
+    """The newest step that is on disk; 0 if there is none."""
     return max(self._restored, self.checkpointer.pending.saved)
 
   def restore(self, unit: str) -> 'LastStep':

@@ -1,4 +1,4 @@
-"""Finds the weights that a run starts from: the first of these that there is.
+"""Finds the weights that a run starts from: the first of these that exists.
 
     1  the newest valid checkpoint of the run itself
     2  another run: `init_from`
@@ -206,7 +206,7 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
 def _copy_value(
   theirs: checkpoint_state.Policy, source: pathlib.Path, target: pathlib.Path
 ) -> None:
-  """Copies the value model of a run, if it is one of its own without adapters.
+  """Copies the value model of a run if it is separate and has no adapters.
 
   Adapters have no meaning beside other frozen weights.
   """

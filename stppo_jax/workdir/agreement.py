@@ -32,7 +32,7 @@ _PROBE_PAUSE = 0.1
 
 
 class HostsDiffer(Exception):
-  """Hosts have come to different programs, or with arrays of other shapes."""
+  """Hosts have come to different programs, or have arrays of other shapes."""
 
   exit_code = exits.BUG
 

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class OtherFiles(ValueError):
-  """An address holds something else than a run; one line."""
+  """An address holds files that belong to no run; one line."""
 
   exit_code = exits.USAGE
 

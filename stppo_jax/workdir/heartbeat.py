@@ -136,7 +136,7 @@ class Heartbeat:
       self.end(self.beat.exit_code)
 
   def end(self, exit_code: int | None) -> None:
-    """Writes the file a last time; also of a process that stays in `written`.
+    """Writes the file a last time, also before the body of `written` ends.
 
     Nothing is written before `written` is entered.
     """

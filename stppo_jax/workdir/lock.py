@@ -114,7 +114,7 @@ class Claim:
     """Shows others that this process lives; raises `Lost` as `check` does."""
 
   def keep_touching(self, every: float) -> None:
-    """Shows life every so many seconds; a thread's work.
+    """Shows life every so many seconds; a thread runs this.
 
     It ends with `end`, or once another process has taken over, which the main
     thread finds out by `check`.
@@ -132,7 +132,7 @@ class Claim:
     self._ended.set()
 
   def release(self) -> None:
-    """Gives the folder up, for a process that ends without leaving `held`."""
+    """Gives the folder up; for a process that ends inside `held`."""
 
 
 class FileClaim(Claim):

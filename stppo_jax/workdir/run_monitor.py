@@ -121,7 +121,7 @@ class Watch:
     self._heartbeat.count(step, num_steps)
 
   def end(self, exit_code: int) -> None:
-    """Writes the last heartbeat of a process that ends here and now."""
+    """Writes the last heartbeat of a process that is about to end."""
     self._heartbeat.end(exit_code)
 
   def begin_step(self, step: int) -> None:

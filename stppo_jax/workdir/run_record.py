@@ -327,7 +327,7 @@ def _is_in(key: str, names: Sequence[str]) -> bool:
 
 
 def _differences(config, recorded) -> _Changes:
-  """Returns the keys that are not free and differ, with both values."""
+  """Returns the guarded keys that differ, with both values."""
   earlier = schema.earlier()
   ours = earlier | settings.flatten(config)
   theirs = earlier | schema.present(settings.flatten(recorded))

@@ -55,7 +55,7 @@ class Watchdog:
 
   @contextlib.contextmanager
   def watching(self, path: pathlib.Path) -> Iterator[None]:
-    """Looks at the phases during the body.
+    """Looks at the duration of phases during the body.
 
     Args:
       path: the file that stacks are appended to.

@@ -19,7 +19,7 @@ from stppo_jax.workdir import run_folder
 def parse(
   argv: Sequence[str], *, ignored: Sequence[Any] = ()
 ) -> tuple[plan_lib.Plan, bool]:
-  """Returns the work that a command line asks for, and if it is only shown.
+  """Returns the plan that a command line asks for, and if it is a dry run.
 
   Args:
     argv: the arguments without the program's and the command's name.

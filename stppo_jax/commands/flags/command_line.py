@@ -1,4 +1,4 @@
-"""Takes the command line of a command apart with absl's flags.
+"""Parses the command line of a command with absl's flags.
 
     flags = command_line.flags(out='', count=3)
     given = command_line.parse(flags, argv, required=('out',))

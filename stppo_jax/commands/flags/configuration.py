@@ -87,7 +87,7 @@ def split(
   flags: absl_flags.FlagValues,
   required: Sequence[str] = ('config',),
 ) -> command_line.Given:
-  """Takes a command line with `--config` apart; see `parse`."""
+  """Separates the flags and the overrides of a command line; see `parse`."""
   absl_flags.DEFINE_string('config', '', '', flag_values=flags)
   return command_line.parse(flags, argv, required=required, overrides=True)
 

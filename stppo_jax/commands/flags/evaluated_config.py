@@ -123,7 +123,7 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
 
 
 def _choose_sets(config: Any, sets: str) -> None:
-  """Makes the evaluation questions of a config those of a mixture.
+  """Replaces the evaluation questions of a config by those of a mixture.
 
   Args:
     config: the config to change.

@@ -110,7 +110,7 @@ def out_problems(
 
 
 def algorithms(text: str, *, config: str) -> dict[str, Options]:
-  """Returns the options of NAME[:KEY=VALUE]..., by that text.
+  """Returns label to options, for labels NAME[:KEY=VALUE]....
 
   Args:
     text: several of them with commas between them; equal ones count once.

@@ -10,7 +10,7 @@ _ODD = np.uint32(0x9E3779B1)  # spreads positions over the 32 bits
 
 
 def fingerprints(arrays: list[jax.Array]) -> list[int]:
-  """Returns a number in [0, 2^32) for each array, for any sharding the same.
+  """Returns a number in [0, 2^32) for each array, whatever its sharding is.
 
       sum_i weight(i) bits(x_i)  mod 2^32,  weight(i) odd, i row-major
 

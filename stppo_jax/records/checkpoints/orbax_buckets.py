@@ -39,7 +39,7 @@ def reaching(address: str) -> Iterator[None]:
 
 
 def prepare(seconds: float) -> None:
-  """Has Orbax ask buckets themselves, and repeat its requests for small files.
+  """Makes Orbax list buckets uncached, and repeat requests for small files.
 
   Call it before Orbax first uses gs://. It does so by the protocol `gcs` of
   fsspec, where `Bucket` says `gs`.
@@ -81,7 +81,7 @@ def _file_system() -> Any:
 
 
 def is_unreachable(error: Exception) -> bool:
-  """Returns whether an error of reading a bucket tells nothing of its content.
+  """Returns whether an error means only that a bucket was out of reach.
 
   Args:
     error: raised by fsspec, by a package of it, or by TensorStore.

@@ -1,4 +1,4 @@
-"""Keeps Orbax from printing what it raises too.
+"""Keeps Orbax from printing the errors that it also raises.
 
 Orbax reads and writes leaves concurrently. When the first one fails, as on a
 full disk or in a damaged checkpoint, it raises that error; but it also logs it,

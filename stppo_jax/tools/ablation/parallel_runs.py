@@ -34,7 +34,7 @@ class Orphan:
 
   @classmethod
   def find(cls, folder: pathlib.Path) -> 'Orphan | None':
-    """Returns the run that a process of this host makes in a folder."""
+    """Returns the run in a folder that a process of this host is making."""
     holder, is_alive = lock.holder(folder) or (None, False)
     return cls(folder, holder.pid) if holder and is_alive else None
 

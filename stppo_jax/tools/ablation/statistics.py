@@ -56,7 +56,7 @@ class Difference(NamedTuple):
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
-  """Returns the difference of two samples whose equal indices are pairs."""
+  """Returns the difference of samples: values[i] is paired with others[i]."""
   deltas = np.asarray(values, np.float64) - np.asarray(others, np.float64)
   return Difference(
     seeds=len(deltas),

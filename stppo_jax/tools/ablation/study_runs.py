@@ -78,7 +78,7 @@ def flags_of_missing(plan: plan_lib.Plan) -> dict[str, list[str]]:
 def _copied(
   plan: plan_lib.Plan, runs: Sequence[results.Run]
 ) -> list[results.Run]:
-  """Returns copies of runs, for those that are missing and equal to one.
+  """Returns copies of finished runs for missing ones that would equal them.
 
   Args:
     plan: names the tables of other studies.

@@ -171,7 +171,7 @@ def _differences(study, by_arm, has_groups) -> Table:
 
 
 def _estimate(values: Sequence[float]) -> str:
-  """Returns a mean and its interval, which one seed does not have."""
+  """Returns a mean with its interval, or alone if there is one seed."""
   if any(map(math.isnan, values)):
     return ''
   return _interval(statistics.mean(values), len(values), '.2f')

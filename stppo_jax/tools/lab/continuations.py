@@ -61,7 +61,7 @@ class Prefix:
 
 
 def prefixes(trajectories: Collected) -> list[Prefix]:
-  """Returns the prefixes of all dialogues that the infrastructure served."""
+  """Returns the prefixes of all dialogues but those that have failed."""
   return [
     prefix
     for row, trajectory in enumerate(trajectories)

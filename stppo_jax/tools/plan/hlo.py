@@ -156,7 +156,7 @@ class Instruction:
 
   @property
   def group(self) -> tuple[int, ...]:
-    """Returns the devices in the group of the first; () if all are in one."""
+    """Returns the devices in the first one's group; () if all are in one."""
     # XLA writes groups in three ways: as a list of all devices that is cut into
     # groups of a size, as the groups themselves, or as axes of a mesh.
     match = re.search(

@@ -85,7 +85,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 
 
 def names(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns a short name of each run, different ones where folders differ."""
+  """Returns short names of runs, which differ where their folders do."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
   # As few folders of the path as tell all runs apart.
   depth = 1

@@ -219,7 +219,7 @@ def measures(
 
 
 def pack(content: bytes) -> str:
-  """Returns compressed content as text of letters, digits, + / and =."""
+  """Returns compressed content as base64 text."""
   return base64.b64encode(zlib.compress(content, 6)).decode()
 
 

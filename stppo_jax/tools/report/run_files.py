@@ -1,4 +1,4 @@
-"""Reads what a run of `train` has left in its folder, whole or not.
+"""Reads the files of a run of `train`, which may be incomplete.
 
 A run may still be going, may have been killed in the middle of a line, or may
 have numbers that are not finite. What cannot be read is left out and said.
