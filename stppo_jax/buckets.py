@@ -30,10 +30,10 @@ from stppo_jax import streams
 
 _ADDRESS = re.compile(r'([a-z][a-z0-9+.-]*)://[^?@]+')
 _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
-# What fsspec tells of an object that changes with its content, by the kind of
-# bucket.
+# The fields of fsspec that change with an object's content; each kind of bucket
+# has some of them.
 _VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
-# When it was written.
+# The fields that say when an object was written.
 _TIMES = ('mtime', 'created', 'LastModified')
 _PATIENCE = 5.0  # seconds until a line says that a bucket does not answer
 
@@ -133,7 +133,7 @@ class Bucket:
     import fsspec
 
     self.address = address.rstrip('/')
-    # They print the tracebacks of errors that they raise.
+    # These packages print the tracebacks of errors that they raise, too.
     for name in ('fsspec', 'gcsfs'):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

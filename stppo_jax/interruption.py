@@ -39,7 +39,7 @@ EXIT_CODES = {
   signal.SIGTERM: exits.TRY_AGAIN,
   signal.SIGHUP: exits.TRY_AGAIN,
 }
-# By which another thread interrupts the main thread.
+# The signal by which another thread interrupts the main thread.
 _REQUEST = signal.SIGUSR1
 _IMPORTLIB = '<frozen importlib._bootstrap>'
 # Seconds that the main thread has to react before the exit is forced, and

@@ -139,8 +139,8 @@ def silence_lost(*, flush: bool = True) -> bool:
 def silence(stream: IO[str]) -> None:
   """Discards what is printed to a stream from now on, and what waits in it."""
   with contextlib.suppress(io.UnsupportedOperation):
-    # In place of the descriptor, because what waits in the stream is written
-    # there as well, at the latest when the interpreter ends.
+    # The descriptor is replaced and not the object, because what waits in the
+    # stream is written there, too, at the latest when the interpreter ends.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
   """Lists or verifies the checkpoints of a run; returns the exit code."""
   flags = command_line.flags(workdir='')
   words, _, errors = command_line.parse(flags, argv, words=2)
-  # The folder is the second word or the flag; what is missing becomes ''.
+  # The folder is the second word or the value of the flag; '' stands for a word
+  # that is missing.
   action, place, *_ = *words, flags.workdir, ''
   if action not in _ACTIONS:
     problem = f'{action}: unknown' if words else 'missing'

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if name not in _PROGRAMS
   ]
   errors += [
-    # A bound lets infinity pass, which JSON cannot write.
+    # The bounds of absl let infinity pass, which JSON cannot write.
     f'--{name}={value}: must be finite'
     for name, value in (('hbm_gib', flags.hbm_gib), ('price', flags.price))
     if math.isinf(value)

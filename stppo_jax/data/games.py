@@ -41,7 +41,7 @@ class GameQuestions(questions_lib.Questions):
         f'data.games.count={self.count}: a step needs {needed} different games'
       )
     # Different games in all rounds of a step, although nothing is remembered:
-    # the rounds are parts of one permutation, or of one row of numbers.
+    # the rounds are parts of one permutation, or consecutive numbers.
     rng = np.random.default_rng((self.seed, step))
     if self.count:
       drawn = rng.permutation(self.count)[needed - count : needed]

@@ -219,8 +219,8 @@ class Mixture:
     # numpy fills up short seeds with zeros. The 1 at the end keeps these seeds
     # apart from those of the elements' epochs.
     rng = np.random.default_rng((*seeds, cycle, len(self._sizes), 1))
-    # Places are divided exactly and then shuffled. If each place drew its
-    # element by itself, a small data set could be missing from many steps.
+    # Places are divided exactly and then shuffled. If each place drew its data
+    # set by itself, a small one could be missing from many steps.
     turns = rng.permutation(
       np.repeat(np.arange(len(self._sizes)), self._quotas)
     )

@@ -29,7 +29,8 @@ Status = types.TrajectoryStatus
 
 _KEPT_GAMES = 1024  # games in memory; the trajectories of a group share one
 
-# States of games in memory, with the choices that demonstrations have there.
+# States of games in memory, each with the commands that a demonstrator can
+# choose from.
 _KEPT_STATES = 16 * _KEPT_GAMES
 
 # For a fact about two rooms: the direction from the second room to the first,

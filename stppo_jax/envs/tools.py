@@ -41,7 +41,7 @@ _CORRECTION = (
 # tokenise. An observation holds fewer tokens anyway.
 _MAX_OUTPUT_CHARS = 65536
 
-# A chat template tells the model of the tools, too.
+# A chat template describes the tools to the model, too.
 BUILT_IN = f"""\
 Answer the question at the end of this message. You may call these tools:
 {{tools}}

@@ -70,8 +70,7 @@ def spread_heads(
   if mesh is None or mesh.size == 1:
     return x_BLKH
   heads = math.lcm(x_BLKH.shape[2], extent(mesh, TENSOR))
-  # With the copies, too, query heads must fall to heads of keys in groups of
-  # equal size.
+  # Every copy must serve as many query heads as any other.
   if num_heads % heads == 0:
     x_BLKH = jnp.repeat(x_BLKH, heads // x_BLKH.shape[2], axis=2)
   return constrain(x_BLKH, mesh, ROWS, None, TENSOR)

@@ -47,8 +47,8 @@ def make_mesh(
   return jax.sharding.Mesh(
     np.asarray(devices).reshape(sizes),
     AXES,
-    # The compiler derives the shardings that nothing constrains, see
-    # `activations` for those that something does.
+    # The compiler derives all shardings but those that `activations`
+    # constrains.
     axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
 

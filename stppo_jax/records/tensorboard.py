@@ -65,7 +65,7 @@ class EventFile:
     """
     if not hparams:
       return
-    # The plugin knows numbers, texts and truth values.
+    # TensorBoard's plugin accepts numbers, texts and truth values only.
     values = scrubbing.scrubbed_plain(hparams)
     parts = summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
     self._append([event_pb2.Event(summary=part) for part in parts])

@@ -63,7 +63,7 @@ def turn_records(
       array_BL = getattr(details, field)
       if array_BL is not None:
         record[name] = _rounded(array_BL[row, place])
-    # All tokens of a turn have it in common.
+    # All tokens of a turn share its ratio.
     record['turn_ratio'] = _rounded(details.turn_ratio_BL[row, place][:1])[0]
     record['clipped'] = np.flatnonzero(details.cut_BL[row, place]).tolist()
     weights = details.weights_BL[row, place]

@@ -245,8 +245,8 @@ def _dialect_of(
   fields: dict[str, Any], spoken: Sequence[dialects.Dialect]
 ) -> dialects.Dialect:
   """Returns the dialect that the fields of a request belong to."""
-  # Several dialects share a path. The one is meant to which no field of the
-  # request is unknown.
+  # Several dialects share a path. A request is in the first of them that knows
+  # all of its fields.
   candidates = [d for d in spoken if d.queries in fields]
   names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
   http_server.require(bool(candidates), f'{names}: missing')

@@ -75,7 +75,7 @@ def examine(
       state = state_size(built.learner)
       if mesh_lib.platform(built.learner.mesh) == 'cpu':
         on_host = state
-      # The newest ones, the best one, and one that is being written.
+      # The newest checkpoints, the best one, and one that is being written.
       on_disk = (config.checkpoint.keep + 2) * state
       yield from retriever(config, built)
   yield memory(available_memory(), on_host)

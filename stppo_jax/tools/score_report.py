@@ -189,7 +189,8 @@ def as_json(reports: Sequence[SetReport]) -> dict[str, Any]:
 def rows(reports: Sequence[SetReport]) -> list[list[str]]:
   """Returns a table as text: a row of names, and one for each data set."""
   names = list(dict.fromkeys(key for entry in reports for key in entry.means))
-  # Where the infrastructure failed samples, data sets differ in their number.
+  # Data sets differ in the number of samples where the infrastructure failed
+  # some.
   ks = sorted({k for entry in reports for k in entry.pass_at if k > 1})
   main = reports[0].main_score
   scores = [key for key in reports[0].scores if key != main]

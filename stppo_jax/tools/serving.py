@@ -22,7 +22,7 @@ from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import index_folder
 
-# The least value of each.
+# The least value of each flag that describes synthetic worlds.
 WORLD_OPTIONS = {'entities_per_type': 1, 'name_pieces': 1, 'distractors': 0}
 _SOURCES = ('index', 'corpus', 'synthetic_seed')
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end

@@ -169,7 +169,8 @@ def describe(name: str, metrics: Metrics) -> str:
   least = metrics.get('critic/score/min')
   is_constant = least is not None and least == metrics.get('critic/score/max')
   if name == 'explained_variance' and is_constant:
-    # Their returns hardly vary, and the number says nothing.
+    # Returns of constant rewards hardly vary, so their explained variance says
+    # nothing.
     return (
       f'{name}: the rewards of the step are constant, from which the value '
       'model learns nothing; use questions that the policy answers now and '

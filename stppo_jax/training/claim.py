@@ -176,7 +176,8 @@ class Folder:
       config: the config of that run.
       **also: what else defines it, such as its command.
     """
-    # The inner run sets both for itself, and one signal must end both runs.
+    # The inner run sets both for itself; they are restored, because one signal
+    # must end both runs.
     force_exit, outlook = self.interrupt.force_exit, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(
@@ -188,7 +189,8 @@ class Folder:
         outer=self,
       )
     self.interrupt.force_exit, self.interrupt.outlook = force_exit, outlook
-    # It has saved itself at a signal, which ends the run around it, too.
+    # At a signal the inner run has saved itself; the signal ends the run around
+    # it, too.
     with self.interruptible():
       pass
 

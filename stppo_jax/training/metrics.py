@@ -123,7 +123,7 @@ class StepMetrics:
     folder: claim.Folder,
   ):
     self._config, self._learner = config, learner
-    # `_bytes_per_second` puts in the lengths of each step.
+    # `_bytes_per_second` replaces these lengths by those of each step.
     longest = config.env.max_length
     self._work = work(
       config, learner, placement, length=longest, losses=longest
@@ -212,7 +212,7 @@ class StepMetrics:
       seconds: their duration.
     """
     metrics = {}
-    # As if the rows of the forward pass were full.
+    # The formulas take the rows of the forward pass to be full.
     length = self._learner.sizes.row_length
     tokens = totals.tokens / totals.rows * self._config.updates.minibatch_size
     rows = math.ceil(tokens / length)

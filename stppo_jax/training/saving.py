@@ -152,7 +152,8 @@ class Saver:
       try:
         self._bucket.wait()
       except buckets.BucketError:
-        # The save before waits for the bucket too, and would not be closed.
+        # The save before waits for the bucket, too, so whoever closed it would
+        # wait.
         self.checkpointer.pending.cannot_end = True
         raise
     if self._lock is not None:

@@ -69,8 +69,8 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         services,
         engines.build_collector(config, services, found.tokenizer, engine),
       )
-      # Sampled is what a run of `train` will begin with, and greedy what
-      # evaluations report.
+      # The sampled score is the one that a run of `train` begins with; the
+      # greedy one compares with its evaluations.
       for greedy in (False, True):
         with folder.interruptible():
           scores, _ = evaluator.run(greedy=greedy)

@@ -98,7 +98,8 @@ def _save_last(
       except saving.NoTime as second:
         _log.info('%s is %s', last, second)
     return
-  # A bucket out of reach was waited for.
+  # Another process holds the folder, or the bucket was waited for in vain:
+  # nothing can be saved.
   if isinstance(error, lock.Lost | buckets.BucketError):
     return
   # Of several hosts, the others are not in a state in which they could save.

@@ -147,7 +147,7 @@ def load(
   elif is_missing:
     # A run of its own: a signal finishes and saves its step.
     imitated = config.copy_and_resolve_references()
-    # It is no experiment of its own that a tracker should show.
+    # A tracker should not show the start as an experiment of its own.
     imitated.writer.update(trackers=(), tensorboard=False)
     with folder.inside('start', imitated, command='sft') as inside:
       inside.record()

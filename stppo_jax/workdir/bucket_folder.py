@@ -29,7 +29,7 @@ _EVERY = 5.0  # seconds between two rounds
 _PAUSE = 1.0  # seconds between two tries of what must succeed
 _TO_END = 2.0  # seconds that a process needs after the last round
 _AFTER_ERROR = 10.0  # seconds for the last round if an error ends the run
-# What a start needs of what earlier ones have left, beside checkpoints.
+# The files of earlier starts that a start needs, beside checkpoints.
 _NEEDED = re.compile(r'[^/]+\.jsonl?|start/(policy/)?[^/]+|compiled/.+')
 # Files of a folder that are of use on this machine alone.
 _OWN = (run_folder.ADDRESS, lock.NAME, run_folder.PROBE)
@@ -61,7 +61,7 @@ class BucketFolder:
     self.address, self.bucket = address, buckets.Bucket(address)
     self._folder, self._retry = folder, retry
     (folder / run_folder.ADDRESS).write_text(address)
-    # Files that the bucket has, as they were here.
+    # Size and time, on this machine, of each file that the bucket has.
     self._known: dict[str, tuple[int, int]] = {}
     self._grown: dict[str, bucket_files.Grown] = {}
     self._pushing = threading.Lock()

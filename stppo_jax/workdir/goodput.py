@@ -14,8 +14,8 @@ import time
 
 from stppo_jax.workdir import heartbeat
 
-# Metrics of a line: the seconds of all phases of the step together, and those
-# of the save before it.
+# Metrics of a line: the seconds of all phases of a step, and those of the save
+# before it.
 _STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
 
 

@@ -129,7 +129,7 @@ class Heartbeat:
       self.beat.error = text.partition('\n')[0]
       raise
     finally:
-      # Before the last writing: the thread may be about to write what was.
+      # First the thread ends: it could write an older state over the last one.
       self._ended.set()
       self._changed.set()
       thread.join()

@@ -156,7 +156,7 @@ class Watch:
     self._heartbeat.enter_phase(phase)
     self._watchdog.enter_phase(phase)
     self.on_phase(phase)
-    # The span of the phase before; a phase that has no name leaves none open.
+    # The span of the phase before ends here. A phase without a name has none.
     self._phase.close()
     if self._traced is not None and phase:
       self._phase.enter_context(jax.profiler.TraceAnnotation(phase))

@@ -331,7 +331,8 @@ def _differences(config, recorded) -> _Changes:
   earlier = schema.earlier()
   ours = earlier | settings.flatten(config)
   theirs = earlier | schema.present(settings.flatten(recorded))
-  # A key may lack on one side, and have any value there, also None.
+  # A key may be missing on one side. No value can stand for that: None may be
+  # the value of a key.
   return {
     key: (ours.get(key, _ABSENT), theirs.get(key, _ABSENT))
     for key in sorted(ours.keys() | theirs.keys())

@@ -50,7 +50,7 @@ class Watchdog:
     self._durations: dict[str, collections.deque[float]] = {}
     self._phase, self._since = '', clock()
     self._has_told = False
-    # Of the phase, which the thread below reads.
+    # Guards the phase, which the thread of `watching` reads.
     self._lock = threading.Lock()
 
   @contextlib.contextmanager

@@ -109,7 +109,7 @@ def _describe(error: Exception, path: pathlib.Path) -> str:
   """Returns one line with the place and the cause of an error in a file."""
   reason, file, line = str(error), str(path), None
   if isinstance(error, SyntaxError) and error.filename:
-    # Which may be that of a module that the file imports.
+    # The error may be in a module that the file imports.
     reason, file, line = error.msg, error.filename, error.lineno
   else:
     # The last frame in the file itself: deeper ones are in libraries, and say

@@ -46,7 +46,8 @@ def describe(name: str = '') -> str:
     )
   lines = []
   for key, comment, line in found:
-    # What is said of a section holds for its keys, and explains them.
+    # The comment of a section is shown with each of its keys, since it explains
+    # them, too.
     around = not line and comment
     if key in chosen or (
       around and any(name.startswith(f'{key}.') for name in chosen)
@@ -136,7 +137,7 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       node = named[node.func.id] if node.func.id in named else node
     if isinstance(node, ast.FunctionDef):
-      # The first one is the outermost.
+      # `ast.walk` yields the outermost dict first.
       dicts = (x for x in ast.walk(node) if isinstance(x, ast.Dict))
       node = next(dicts, node)
     if isinstance(node, ast.Dict):

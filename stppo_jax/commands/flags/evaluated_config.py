@@ -116,7 +116,7 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
     config = base.get_config()
   if checkpoint and not is_run:
     config.model.path = str(checkpoint)
-    # A directory holds whole weights: adapters and starts are those of a run.
+    # A directory holds whole weights; only runs have adapters and starts.
     config.model.lora.rank = 0
     config.sft.before_training, config.init_from = False, ''
   return config

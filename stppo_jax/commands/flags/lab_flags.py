@@ -71,7 +71,7 @@ def parse(
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
   if required and not flags[required].value:
-    # The size of a model may stand behind the algorithm.
+    # In FILE.py:ALGORITHM,SIZE the size of a model follows the algorithm.
     flags[required].value = flags.config.partition(':')[2].partition(',')[0]
     if not flags[required].value:
       errors.append(f'--{required}: missing')
@@ -150,7 +150,7 @@ def algorithm(
   if config:
     run = _load(f'{config.partition(":")[0]}:{name}')
   elif name in algorithms_lib.ALGORITHMS:
-    # A copy: settings change it in place, and the table is for all of them.
+    # A copy, because settings are applied in place and the table is shared.
     options = copy.deepcopy(algorithms_lib.ALGORITHMS[name])
     run: Any = config_dict.ConfigDict({'algorithm': options})
   else:

@@ -83,8 +83,8 @@ def _is_of_orbax(ignored: Any) -> bool:
   code = getattr(ignored.object, 'cr_code', None)
   if code is not None and _ORBAX in code.co_filename:
     return True
-  # TensorStore tells a loop that is gone. It calls asyncio from C++, so the
-  # traceback begins there.
+  # TensorStore reports to a loop that is gone. It calls asyncio from C++, so
+  # the traceback begins in asyncio.
   trace = ignored.exc_traceback
   return (
     str(ignored.exc_value) == 'Event loop is closed'

@@ -85,7 +85,7 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   (directory / manifest_lib.FILE.name).write_text(text)
 
 
-# Orbax takes a handler for one of an old kind if it has no such class.
+# Without this class, Orbax takes the handler for one of an old kind.
 @ocp.args.register_with_handler(ManifestHandler, for_restore=True)
 class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""

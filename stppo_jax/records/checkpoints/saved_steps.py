@@ -43,7 +43,7 @@ def find(workdir: pathlib.Path) -> list[SavedStep]:
   """
   folder = workdir / 'checkpoints'
   names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-  # What Orbax is writing now has another name.
+  # A step that Orbax is still writing has a name that is no number.
   numbers = sorted(int(name) for name in names if name.isdecimal())
   known = [_read(folder / str(number), number) for number in numbers]
   known = [saved for saved in known if saved.path.exists()]

@@ -143,8 +143,8 @@ def _open_dense(
 
   fields = folder.part('dense')
   model = encoder.TextEncoder(encoder_directory)
-  # Products of vectors of two encoders mean nothing, and nothing would fail:
-  # the passages that are found would just be arbitrary ones.
+  # Products of vectors of two encoders mean nothing. No error would say so: the
+  # search would find arbitrary passages.
   if fields.pop('encoder', None) != model.sha256:
     raise ValueError(
       f'{folder.path / "dense"}: made by another encoder than '

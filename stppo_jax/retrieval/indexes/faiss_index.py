@@ -70,7 +70,6 @@ class FaissIndex(dense.VectorIndex):
     self, query_vectors: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
     """See `dense.VectorIndex`; the rows may be fewer than asked for."""
-    # FAISS gets a pointer to rows of float32, and checks no more than that.
     products, rows = self._index.search(
       np.ascontiguousarray(query_vectors, np.float32), min(topk, len(self))
     )

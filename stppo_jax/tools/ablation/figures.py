@@ -42,7 +42,7 @@ class _PlainNumbers(ticker.LogFormatter):
   """Writes 1.28 at a tick of a logarithmic axis, not 1.28 × 10⁰."""
 
   def __call__(self, x: float, pos: int | None = None) -> str:
-    # It says nothing at those minor ticks for which there is no room.
+    # Matplotlib's formatter returns '' for the minor ticks that have no room.
     return f'{x:g}' if super().__call__(x, pos) else ''
 
 
@@ -76,7 +76,8 @@ def draw(
   panels = {'Success': ('success', False)}
   folder.mkdir(parents=True, exist_ok=True)
   paths = []
-  # Equal numbers give equal bytes, and text stays text.
+  # With a fixed salt, equal numbers give equal bytes. With the font type none,
+  # text is not drawn as outlines, and can be searched.
   svg: dict[Any, Any] = {'svg.hashsalt': study.name, 'svg.fonttype': 'none'}
   with matplotlib.rc_context(plots.STYLE | svg):
     for name, rows, height in (

@@ -123,7 +123,7 @@ def run(
         for place, (name, process) in list(running.items()):
           if (code := process.poll()) is not None:
             del running[place]
-            # That of a process which a signal has killed is negative.
+            # The exit code of a process that a signal has killed is negative.
             exit_code = abs(code)
             worst = max(worst, exit_code)
             ended = f'{name}: ended with exit code {code}'

@@ -12,7 +12,8 @@ from stppo_jax import settings
 from stppo_jax.configs import base
 from stppo_jax.tools.ablation import study as study_lib
 
-# They change nothing that a run computes, or differ between seeds or machines.
+# Keys that change nothing that a run computes, or that differ between seeds or
+# machines.
 _NOT_COMPARED = (
   'seed',
   'title',
@@ -22,10 +23,11 @@ _NOT_COMPARED = (
   'profile',
   'updates.max_skipped',
 )
-# Which trajectories share a microbatch, over which a correction may be.
+# Keys that decide which trajectories share a microbatch, over which a
+# correction may be computed.
 _OF_MICROBATCHES = ('mesh', 'updates.row_length')
 _SCOPE = 'algorithm.correction.clipping_bias.scope'
-# Of a path, only the name is the same on another machine.
+# Keys of paths, of which only the last name is the same on another machine.
 _PATHS = ('model.path', 'env.prompt_template')
 _RECORD = 'study.json'
 
@@ -116,8 +118,8 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
   left_out = _NOT_COMPARED
   if own[_SCOPE] != 'microbatch':
     left_out += _OF_MICROBATCHES
-  # A prefix with a dot at its end: `writer` covers `writer.keep_files`, and not
-  # `writers`.
+  # Names are compared with a dot at their end, so that `writer` covers
+  # `writer.keep_files` but would not cover a key `writers`.
   values = {
     key: value
     for key, value in own.items()

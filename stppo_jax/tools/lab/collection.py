@@ -95,8 +95,8 @@ def collect(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  # Checked before anything is built: building the parts reads a model, and a
-  # wrong flag should be refused without that wait.
+  # Checked before anything is built: reading data and tokenizer takes a while,
+  # and a wrong flag should be refused without that wait.
   if continuations:
     slots = components_lib.num_slots(config, 1) // config.rollout.lanes
     is_local = config.rollout.engine == 'local'
@@ -131,7 +131,8 @@ def collect(
     )
     trajectories, _ = step_collector.collect(step)
     # The engine still has the weights that sampled the dialogues, and the
-    # services are still open: a value is one of that policy and that retriever.
+    # services are still open, so that values are those of that policy with that
+    # retriever.
     sampled = _sampled_values(
       config, services, tokenizer, engine, trajectories, step, continuations
     )

@@ -151,9 +151,8 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
-  # A file of another program may have one set of values, under the shorter
-  # name. Estimators read those before the update, which a batch takes from the
-  # longer one.
+  # A file of another program may have values under the shorter name alone.
+  # Estimators read a batch's values, which come from the longer name.
   if 'values_BL' in arrays and 'old_values_BL' not in arrays:
     arrays = {**arrays, 'old_values_BL': arrays['values_BL']}
   results, metrics = jax.device_get(

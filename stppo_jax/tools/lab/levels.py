@@ -18,8 +18,8 @@ from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
 
 _QUANTILES = (0.01, 0.5, 0.99)
-# Objectives that read no bounds, and those that read them for tokens whatever
-# the level of the ratio is.
+# Objectives that read no bounds, and objectives that apply them to the ratio of
+# each token, whatever the level of the algorithm is.
 WITHOUT_BOUNDS = frozenset(
   {'soft_gate', 'quadratic', 'unclipped', 'gamma_weighted', 'kl_cov'}
 )

@@ -24,7 +24,7 @@ from stppo_jax.tools.lab import saved_batch
 _TOLERANCE = 0.1
 _MOST_TURNS = 8  # later turns are one group
 _NUM_LENGTHS = 8  # groups of turns by their length, with about as many tokens
-# Between groups of log-ratios.
+# The edges between the groups of log-ratios.
 _LOG_RATIOS = (-0.5, -0.2, -0.05, -0.01, 0.01, 0.05, 0.2, 0.5)
 
 
@@ -90,9 +90,9 @@ def multipliers(
     )
     return found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
 
-  # The gradient at the old policy is that of the advantages, with the weights
-  # that the algorithm gives its tokens: their quotient leaves what the ratio
-  # alone has done.
+  # At the old policy the gradient is that of the advantages, weighed as the
+  # algorithm weighs its tokens. The quotient leaves what the ratio alone has
+  # done.
   new_BL = gradient(arrays['logprobs_BL'])
   old_BL = gradient(arrays['old_logprobs_BL'])
   known_BL = arrays['loss_mask_BL'].astype(bool) & (old_BL != 0)

@@ -21,7 +21,7 @@ _INSTRUCTION = re.compile(
 )
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%?(?P<name>[\w.-]+) .*\{$')
 _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
-# In a layout: another memory than that in which arguments and results are.
+# In a layout, this marks a faster memory than that of arguments and results.
 _FAST = re.compile(r'S\([1-9]')
 _CALLED = re.compile(
   r'\b(condition|body|calls|to_apply|true_computation|false_computation'

@@ -276,7 +276,8 @@ def estimated_temporaries(
   mlp = shape.intermediate_size
   if shape.num_experts:
     mlp = shape.num_experts_per_tok * shape.moe_intermediate_size
-  # Of a token and layer: its input, results of products, and all the rest.
+  # The numbers that are kept of a token in a layer: its input; with `dots` also
+  # the results of matrix products; with `none` all of them.
   width = shape.hidden_size
   kept: dict[str, float] = {'full': width}
   kept['dots'] = width + (2 * queries + keys + width + 3 * mlp) / tensor

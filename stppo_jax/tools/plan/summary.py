@@ -26,7 +26,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
   at_least, seconds = plan.seconds
   hours = [x * plan.num_steps / 3600 for x in (at_least, seconds)]
   chip_hours = [x * plan.topology.num_chips for x in hours]
-  # None without a price: a run that costs 0 would be a claim.
+  # Without a price the cost is unknown, which 0 would not say.
   costs = [price * x if price else None for x in chip_hours]
   return {
     'topology': plan.topology.name,

@@ -73,8 +73,9 @@ def html(
   program = '\n'.join(map(_file, _PROGRAMS))
   fills = {
     'MARK': output.MARK,
-    # Of all that is between the tags of the script, with the line breaks that
-    # the template has there: one character more, and no browser runs it.
+    # The digest covers all that is between the tags of the script, with the
+    # line breaks that the template has there. If one character differs, no
+    # browser runs the program.
     'DIGEST': _digest(f'\n{program}\n'),
     'STYLE': _file('page.css'),
     'PROGRAM': program,

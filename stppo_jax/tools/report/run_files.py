@@ -34,7 +34,8 @@ _DIALOGUES = re.compile(
 OUTSIDE = 'outside/'
 _BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'
-# What `tokens` of a turn may have for each token; records/token_records.py.
+# The names of lists in `tokens` of a turn that have a number for each token,
+# see `records/token_records.py`.
 TOKEN_NUMBERS = tuple(
   'ratio old_logprob advantage value entropy weight'.split()
 )
