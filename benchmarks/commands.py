@@ -27,7 +27,7 @@ _BAD = (
   'rollout.top_p=1.5',
   'updates.minibatch_size=7',
   'algorithm.bounds.name=loose',
-  'model.path=no/such',
+  'model.path=/no/such',
   'mesh.data=1000000',
 )
 _REFUSED, _STATUS = 2.0, 1.0  # the goals, in seconds

@@ -50,7 +50,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'init_from': '',
       'model': {
         # The model that is trained: a Hugging Face directory (config.json,
-        # safetensors, tokenizer). '' = random weights of the shape below.
+        # safetensors, tokenizer), or the name of a model of the Hub, such as
+        # Qwen/Qwen2.5-0.5B or org/name@revision. '' = random weights of the
+        # shape below.
         'path': '',
         # The reference policy, a directory like `path`. '' = the weights that
         # this run starts from.
@@ -59,8 +61,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # device | host. It must be device if the reference is the base under
         # adapters, which is in use all the time.
         'reference_memory': 'device',
-        # A directory with a tokenizer; '' = the tokenizer in `path`, or one
-        # made from the data.
+        # A directory with a tokenizer, or a name as for `path`; '' = the one in
+        # `path`, or one made from the data.
         'tokenizer_path': '',
         # The ids of the tokens that end a turn, such as (151645, 151643). () =
         # the tokenizer's end token and the eos_token_id that the directory

@@ -4,11 +4,13 @@ Each function yields the errors, one line each. It takes a key and its value, or
 the values of the keys that `configs/relations.py` names.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import importlib.util
 import pathlib
 
 from stppo_jax import buckets
+from stppo_jax import hub
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 from stppo_jax.envs import environments
@@ -19,8 +21,8 @@ from stppo_jax.retrieval import address
 
 
 def model_exists(key: str, path) -> Iterator[str]:
-  """Checks that a key names a Hugging Face directory, or nothing."""
-  for folder in _here(key, path):
+  """Checks that a key names a Hugging Face model, or nothing."""
+  for folder in _here(key, path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
     elif not folder.exists():
@@ -31,14 +33,18 @@ def model_exists(key: str, path) -> Iterator[str]:
 
 def tokenizer_exists(key: str, path) -> Iterator[str]:
   """Checks that the tokenizer of its own, if any, is there."""
-  for folder in _here(key, path):
+  for folder in _here(key, path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
     elif not folder.exists():
       yield f'{key}={path!r}: no such file or folder'
 
 
-def _here(key: str, place: str) -> Iterator[pathlib.Path | str]:
+def _here(
+  key: str,
+  place: str,
+  local_folder: Callable[[str], pathlib.Path] = buckets.local_folder,
+) -> Iterator[pathlib.Path | str]:
   """Yields the folder that a key names, if it names one, or why it cannot.
 
   Raises:
@@ -46,11 +52,11 @@ def _here(key: str, place: str) -> Iterator[pathlib.Path | str]:
   """
   try:
     if place:
-      yield buckets.local_folder(place)
+      yield local_folder(place)
   except buckets.BucketError as error:
     if error.exit_code != 2:
       raise
-    yield f'{key}: {error}'
+    yield f'{key}={place!r}: {str(error).removeprefix(f"{place}: ")}'
 
 
 def file_exists(key: str, path) -> Iterator[str]:

@@ -136,6 +136,33 @@ def google(_storage, monkeypatch):
 
 
 @pytest.fixture
+def hub(tmp_path, monkeypatch):
+  """An empty stand-in for the Hugging Face Hub, with an empty cache."""
+  from huggingface_hub import constants
+
+  from stppo_jax import hub as hub_lib
+  from tests.storage import hub as stand_in
+
+  for cached in hub_lib.CACHED:
+    cached.cache_clear()  # as in another process
+  with stand_in.served() as served:
+    # The library reads its environment when it is imported.
+    for name, value in {
+      'ENDPOINT': served.address,
+      'HUGGINGFACE_CO_URL_TEMPLATE': served.address
+      + '/{repo_id}/resolve/{revision}/{filename}',
+      'HF_HUB_CACHE': str(tmp_path / 'hub'),
+      'HF_HUB_OFFLINE': False,
+      'HF_HUB_DISABLE_XET': True,
+      'HF_TOKEN_PATH': str(tmp_path / 'token'),
+    }.items():
+      monkeypatch.setattr(constants, name, value)
+    yield served
+  for cached in hub_lib.CACHED:
+    cached.cache_clear()
+
+
+@pytest.fixture
 def said():
   """Returns the lines that the package logs during the test."""
   lines = []

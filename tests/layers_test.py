@@ -72,6 +72,7 @@ HOMES = {
   'tensorflow': (),
   'tensorflow_datasets': ('data.tfds_store',),
   'fsspec': ('buckets', 'records.checkpoints'),
+  'huggingface_hub': ('hub',),
   'gcsfs': ('records.checkpoints',),
   'pyarrow': ('data.tables',),
   'aiohttp': ('http',),

@@ -7,7 +7,7 @@ import pathlib
 
 import jax
 
-from stppo_jax import buckets
+from stppo_jax import hub
 from stppo_jax.data import kinds
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.envs import environments
@@ -33,7 +33,7 @@ def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
     ValueError: it cannot be read; one line that names the directory.
   """
   try:
-    return tokenizer_lib.Tokenizer.load(buckets.local_folder(home))
+    return tokenizer_lib.Tokenizer.load(hub.local_folder(home))
   except Exception as error:  # a damaged file gives any kind of them
     if str(home) in str(error):
       raise
@@ -295,8 +295,8 @@ def export(
   Raises:
     OSError, ValueError: see `hf.export.export`.
   """
-  source = buckets.local_folder(config.model.path)
-  home = buckets.local_folder(config.model.tokenizer_path or config.model.path)
+  source = hub.local_folder(config.model.path)
+  home = hub.local_folder(config.model.tokenizer_path or config.model.path)
   save = tokenizer.save
   if home.name and (home / 'tokenizer.json').is_file():
     save = functools.partial(export_lib.copy_tokenizer, home)

@@ -7,10 +7,18 @@ import pathlib
 from typing import Any
 
 from stppo_jax import buckets
+from stppo_jax import hub
+from stppo_jax import settings
 from stppo_jax.configs import schema
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 
+# The keys that name a model, or a part of one.
+MODELS = (
+  'model.path',
+  'model.reference_path',
+  'model.tokenizer_path',
+)
 # Of larger files, such as weights and corpora, some pieces count, which are
 # spread over the file: reading all of it at each start would take too long.
 _MAX_BYTES = 1 << 28
@@ -34,10 +42,13 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
   Args:
     config: the config, or its record, which is a nested mapping.
   """
-  model, data = config['model'], config['data']
-  for key in ('path', 'reference_path', 'tokenizer_path'):
-    if model[key]:
-      yield f'model.{key}', buckets.local_folder(model[key])
+  places = settings.flatten({'model': config['model']})
+  for key in MODELS:
+    place = places.get(key)  # earlier runs lack the last
+    # In the name of a model of the Hub is its commit, which is a checksum.
+    if place and not hub.is_name(place):
+      yield key, buckets.local_folder(place)
+  data = config['data']
   if data['name'] in ('jsonl', 'tfds'):
     root = buckets.local_folder(data['root'])
     for key in ('train', 'evaluation'):

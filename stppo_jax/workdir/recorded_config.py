@@ -6,6 +6,9 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import buckets
+from stppo_jax import exits
+from stppo_jax import hub
 from stppo_jax import settings
 from stppo_jax.configs import base
 from stppo_jax.configs import defaults
@@ -52,6 +55,45 @@ def read(folder: pathlib.Path) -> Any:
   if 'batch_sha256' in content:
     raise ValueError("a run of prefer: its policy is in the folder's policy/")
   return _completed(config_dict.ConfigDict(content))
+
+
+def pin(config: Any, workdir: str = '') -> None:
+  """Puts the commits of models of the Hub into a config.
+
+  A run that has begun keeps its own, also if the branches have moved since. A
+  model that cannot be had keeps its name: the check of the config says why.
+
+  Args:
+    config: the config; it is changed.
+    workdir: the folder of the run, or its address; '': there is none.
+
+  Raises:
+    BucketError: the Hub, or the bucket of the run, is out of reach.
+  """
+  names = {
+    key: value
+    for key, value in settings.flatten({'model': config.model}).items()
+    if key in named_files.MODELS and hub.is_name(value)
+  }
+  if not names:
+    return
+  text = b''
+  if buckets.is_address(workdir):
+    text = buckets.Bucket(workdir).read('config.json')
+  elif workdir and (pathlib.Path(workdir) / 'config.json').is_file():
+    text = (pathlib.Path(workdir) / 'config.json').read_bytes()
+  try:
+    earlier = settings.flatten(json.loads(text or '{}'))
+  except (ValueError, RecursionError, AttributeError):
+    earlier = {}  # no record, which is refused where it is compared
+  for key, name in names.items():
+    try:
+      pinned = hub.pinned(name, str(earlier.get(key, '')))
+    except hub.HubError as error:
+      if error.exit_code != exits.USAGE:
+        raise
+    else:
+      config.update_from_flattened_dict({key: pinned})
 
 
 def _completed(recorded: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from stppo_jax import exits
+from stppo_jax import hub
 from stppo_jax import settings
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import config_file
@@ -30,6 +31,8 @@ from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import external
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
+from stppo_jax.workdir import named_files
+from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 
 # The commands that train but do not start from another run, and what they read
@@ -124,6 +127,9 @@ def checked(
       errors.append(str(error))
     else:
       errors += overrides_lib.override_all(config, given.overrides)
+      if external.model_exists not in ignored:
+        begins = 'restart' in flags and flags.restart
+        recorded_config.pin(config, '' if begins else workdir)
       errors += [f'config.{line}' for line in schema.check(config, ignored)]
       if writer in _OFFLINE and config.init_from:
         errors.append(
@@ -150,7 +156,10 @@ def checked(
 def paths(config: Any) -> dict[str, str]:
   """Returns the files and folders that a configuration names, by their keys."""
   values = settings.flatten(config)
-  return {key: values[key] for key in _PATHS if values[key]}
+  names = [key for key in named_files.MODELS if hub.is_name(values[key])]
+  return {
+    key: values[key] for key in _PATHS if values[key] and key not in names
+  }
 
 
 def folders_read(config: Any) -> dict[str, pathlib.Path]:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import buckets
+from stppo_jax import hub
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import config_json
@@ -68,7 +68,8 @@ def read_config(
   """Returns the shape that `config.json` describes.
 
   Args:
-    directory: a model in Hugging Face's format; it may be in a bucket.
+    directory: a model in Hugging Face's format; it may be in a bucket, or the
+      name of a model of the Hub.
     **computes: see `config_json.read`.
 
   Raises:
@@ -76,7 +77,7 @@ def read_config(
       value that is not allowed, or the architecture is not supported; one line
       that names the file.
   """
-  path = buckets.local_folder(directory) / 'config.json'
+  path = hub.local_folder(directory) / 'config.json'
   if not path.is_file():
     raise ValueError(f'no config.json in {directory}')
   content = weight_files.read_json(path)
@@ -96,7 +97,7 @@ def end_token_ids(directory: str | pathlib.Path) -> tuple[int, ...]:
     ValueError: a value is not a token id; one line.
   """
   for name in ('generation_config.json', 'config.json'):
-    path = buckets.local_folder(directory) / name
+    path = hub.local_folder(directory) / name
     content = weight_files.read_json(path) if path.is_file() else {}
     value = content.get('eos_token_id')
     if value is None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import json
 import pathlib
 
-from stppo_jax import buckets
+from stppo_jax import hub
 from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
@@ -31,13 +31,16 @@ def read_headers(
     ValueError: there are no weights, a file is damaged, or the index does not
       fit its files; one line.
   """
-  directory = buckets.local_folder(directory)
+  place, directory = directory, hub.local_folder(directory)
+  index = directory / INDEX
+  weight_map = _weight_map(index) if index.is_file() else {}
+  if hub.is_name(place):
+    files = sorted(set(weight_map.values())) or [SINGLE]
+    directory = hub.local_folder(place, files)
   if (directory / SINGLE).is_file():
     return safetensors_file.read_header(directory / SINGLE)
-  index = directory / INDEX
-  if not index.is_file():
-    raise ValueError(f'no {SINGLE} and no {INDEX} in {directory}')
-  weight_map = _weight_map(index)
+  if not weight_map:
+    raise ValueError(f'no {SINGLE} and no {INDEX} in {place}')
   tensors = {}
   for file in sorted(set(weight_map.values())):
     if not (directory / file).is_file():

@@ -1,0 +1,196 @@
+"""Models of the Hugging Face Hub, named as org/name or org/name@revision.
+
+The library `huggingface_hub` downloads files into its cache, with its token,
+and completes broken downloads. A revision is a branch, a tag or a commit.
+Branches move, so a run records the commit: see `pinned`. An existing path of
+this machine is never taken for a name.
+"""
+
+from collections.abc import Sequence
+import functools
+import logging
+import pathlib
+import re
+import sys
+from typing import Any
+
+from stppo_jax import buckets
+from stppo_jax import exits
+
+_NAME = re.compile(r'(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?')
+_COMMIT = re.compile('[0-9a-f]{40}')
+_MAIN = 'main'
+# All but the weights, which few commands need: what says how a model is built,
+# its tokenizer, its licence, and the weights of an adapter.
+_SMALL = ('*.json', '*.jinja', '*.txt', 'tokenizer*', 'README.md', 'LICENSE*')
+_SHOWN = 3  # the most files that an error lists
+
+
+class HubError(buckets.BucketError):
+  """A model of the Hub that cannot be had; one line."""
+
+
+def is_name(place: str | pathlib.Path) -> bool:
+  """Returns whether a place is a model of the Hub: no path, and no address."""
+  return bool(_NAME.fullmatch(str(place)) and not pathlib.Path(place).exists())
+
+
+def pinned(place: str, earlier: str = '') -> str:
+  """Returns the name of a model with its commit; another place as it is.
+
+  Args:
+    place: a name, a path or an address.
+    earlier: what the record of the run has in its place. A name without a
+      revision stays at the commit that the run has begun with.
+
+  Raises:
+    HubError: there is no such model, or the Hub is out of reach and the cache
+      does not know the commit.
+  """
+  if not is_name(place):
+    return place
+  repository, revision = _split(place)
+  if _COMMIT.fullmatch(revision):
+    return place
+  if revision == _MAIN and _split(earlier)[0] == repository:
+    return earlier
+  return f'{repository}@{_commit(place)}'
+
+
+def local_folder(
+  place: str | pathlib.Path, files: Sequence[str] = ()
+) -> pathlib.Path:
+  """Returns a folder of this machine with the files of a model.
+
+  Args:
+    place: a name, a path, or an address of a bucket.
+    files: the files that are downloaded of a model of the Hub; (): all but the
+      weights.
+
+  Raises:
+    HubError: the model does not exist, is not free to read, or is out of reach
+      while the cache lacks files of it.
+    BucketError: see `buckets.local_folder`.
+  """
+  if not is_name(place):
+    return buckets.local_folder(place)
+  return _downloaded(str(place), tuple(files or _SMALL))
+
+
+def _split(name: str) -> tuple[str, str]:
+  """Returns repository and revision; ('', '') of what is no name."""
+  match = _NAME.fullmatch(name)
+  return (match[1], match[2] or _MAIN) if match else ('', '')
+
+
+@functools.cache
+def _commit(name: str) -> str:
+  # Imported late, here and below: it takes a fifth of a second.
+  import huggingface_hub
+
+  repository, revision = _split(name)
+  try:
+    api = huggingface_hub.HfApi()
+    return api.resolve_revision(repository, revision=revision).resolved
+  except Exception as error:
+    raise _described(name, error) from error
+
+
+@functools.cache
+def _downloaded(name: str, files: tuple[str, ...]) -> pathlib.Path:
+  """Returns the folder of the cache that has the files of a model."""
+  import huggingface_hub
+
+  if not sys.stderr.isatty():
+    huggingface_hub.utils.disable_progress_bars()
+  repository, revision = _split(name)
+  try:
+    folder = huggingface_hub.snapshot_download(
+      repository, revision=revision, allow_patterns=list(files)
+    )
+  # Connections fail with errors of the client below, which are of many kinds.
+  except Exception as error:
+    raise _described(name, error, files) from error
+  return pathlib.Path(folder)
+
+
+# What a process asks the Hub once.
+CACHED = (_commit, _downloaded)
+
+
+def _described(
+  name: str, error: Exception, files: Sequence[str] = _SMALL
+) -> HubError:
+  """Returns the error of a request in one line that says what to do."""
+  from huggingface_hub import constants
+  from huggingface_hub import errors
+
+  logging.getLogger(__name__).debug('%s', name, exc_info=error)
+  repository, revision = _split(name)
+  hub = constants.ENDPOINT
+  # Where the cache is searched after a failed request, that is the cause.
+  cause: Any = error
+  while (
+    isinstance(
+      cause, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)
+    )
+    and cause.__cause__
+  ):
+    cause = cause.__cause__
+  status = getattr(getattr(cause, 'response', None), 'status_code', None)
+  if isinstance(cause, errors.GatedRepoError):
+    line = (
+      f'the model is gated: ask for access at {hub}/{repository}, then log in '
+      'with `hf auth login` or set HF_TOKEN'
+    )
+  elif isinstance(cause, errors.RevisionNotFoundError):
+    line = f'{hub}/{repository} has no revision {revision}'
+  elif isinstance(cause, errors.RepositoryNotFoundError):
+    line = (
+      f'no such folder, and {hub} has no model {repository}, or it is private: '
+      'then log in with `hf auth login` or set HF_TOKEN'
+    )
+  elif status in (401, 403):
+    line = f'{hub} refuses the token: log in with `hf auth login`'
+  elif status == 429:
+    line = f'{hub} answers too many requests (429): try again later'
+    return HubError(f'{name}: {line}')
+  else:
+    offline = isinstance(cause, errors.OfflineModeIsEnabled)
+    reason = ' '.join(str(cause).split()) or type(cause).__name__
+    reason = 'HF_HUB_OFFLINE is set' if offline else reason
+    line = f'{_missing(repository, revision, files)}, and {hub} is out of reach'
+    code = exits.USAGE if offline else exits.TRY_AGAIN
+    return HubError(f'{name}: {line} ({reason})', code)
+  return HubError(f'{name}: {line}', exits.USAGE)
+
+
+def _missing(repository: str, revision: str, files: Sequence[str]) -> str:
+  """Returns which files of a model the cache lacks, in words."""
+  import huggingface_hub
+  from huggingface_hub import constants
+  from huggingface_hub import errors
+  from huggingface_hub import utils
+
+  try:
+    tree = huggingface_hub.get_cached_repo_tree(repository, revision=revision)
+  except errors.CachedRepoTreeNotFoundError:
+    return (
+      f'no such folder, no file of it in the cache {constants.HF_HUB_CACHE}'
+    )
+  wanted = utils.filter_repo_objects(
+    [file.path for file in tree], allow_patterns=list(files)
+  )
+  lacking = [
+    file
+    for file in wanted
+    if not isinstance(
+      huggingface_hub.try_to_load_from_cache(
+        repository, file, revision=revision
+      ),
+      str,
+    )
+  ]
+  more = len(lacking) - _SHOWN
+  text = ', '.join(lacking[:_SHOWN]) + (f' and {more} more' if more > 0 else '')
+  return f'the cache {constants.HF_HUB_CACHE} lacks {text}'
