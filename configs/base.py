@@ -110,11 +110,20 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # reference_path names one. Adapters need about ten times the learning
         # rate. See docs/models.md.
         'lora': {
+          # Adapters of PEFT that training starts from: a directory with
+          # adapter_config.json, or a name as for model.path. The keys below
+          # then have its values. '' = new adapters.
+          'path': '',
           'rank': 0,  # 0 = no adapters: all weights are trained
           'alpha': 32.0,  # the adapter's product is scaled by alpha / rank
           # The linear layers that get an adapter: a regular expression, sought
-          # in names such as layers/q_proj.
+          # in names such as layers/q_proj. Experts must be named as moe/.
           'targets': '(q|k|v|o|gate|up|down)_proj$',
+          # Ranks and alphas of some of these layers, such as ('down_proj$=8',):
+          # the number behind the first expression that is found in a name.
+          'rank_pattern': (),
+          'alpha_pattern': (),
+          'rslora': False,  # alpha / sqrt(rank) is the scale instead
         },
         # own: the value model has layers and an optimiser of its own. shared:
         # it is a head on the policy's layers, and both losses share one pass

@@ -6,17 +6,20 @@ the values of the keys that `configs/relations.py` names.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+import contextlib
 import importlib.util
 import pathlib
 
 from stppo_jax import buckets
 from stppo_jax import hub
+from stppo_jax.configs import base
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 from stppo_jax.envs import environments
 from stppo_jax.envs import gymnasium
 from stppo_jax.envs import prompts
 from stppo_jax.envs import reward_function
+from stppo_jax.models.hf import peft
 from stppo_jax.retrieval import address
 
 
@@ -38,6 +41,48 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
       yield folder
     elif not folder.exists():
       yield f'{key}={path!r}: no such file or folder'
+
+
+def adapter_exists(key: str, path) -> Iterator[str]:
+  """Checks that a key names adapters that can be trained further."""
+  for folder in _here(key, path, hub.local_folder):
+    if isinstance(folder, str):
+      yield folder
+    elif not folder.exists():
+      yield f'{key}={path!r}: no such folder'
+    else:
+      try:
+        peft.options(path)
+      except ValueError as error:
+        yield f'{key}={path!r}: {error}'
+
+
+def with_adapter_options(config) -> None:
+  """Sets the keys of adapters to the values of those that a run starts from.
+
+  Adapters that cannot be read, and keys that have other values already, are
+  left to the check of the config.
+  """
+  lora, defaults = config.model.lora, base.get_config().model.lora
+  if lora.path:
+    with contextlib.suppress(ValueError, OSError):
+      for name, value in peft.options(lora.path).items():
+        if lora[name] == defaults[name]:
+          lora[name] = value
+
+
+def adapter_is_as_told(path, *values) -> Iterator[str]:
+  """Checks that the keys of adapters have the values of those in a path."""
+  try:
+    theirs = peft.options(path) if path else {}
+  except (ValueError, OSError):
+    return  # `adapter_exists` says why
+  for (name, wanted), value in zip(theirs.items(), values):
+    if value != wanted:
+      yield (
+        f'model.lora.{name}={value!r}: must be {wanted!r}, as in '
+        f'model.lora.path={path}, or left out'
+      )
 
 
 def _here(
@@ -177,6 +222,8 @@ def url_is_valid(key: str, url) -> Iterator[str]:
 # another one.
 OF_THIS_MACHINE = (
   model_exists,
+  adapter_exists,
+  adapter_is_as_told,
   tokenizer_exists,
   file_exists,
   template_is_readable,

@@ -21,6 +21,11 @@ def _compiles(pattern: str) -> bool:
   return True
 
 
+def _is_pattern(text: str, number: str) -> bool:
+  match = re.fullmatch(f'(.+)=({number})', str(text))
+  return bool(match) and _compiles(match[1]) and float(match[2]) > 0
+
+
 def some_of(*choices: str) -> settings.Rule:
   """Returns the rule that each of several values is one of these."""
   return settings.Rule(
@@ -69,6 +74,14 @@ TEXT = settings.Rule(
   lambda x: x == x.strip(), 'a text without white space around it'
 )
 SWITCH = one_of('auto', 'on', 'off')
+RANKS = settings.Rule(
+  lambda x: all(_is_pattern(text, r'\d+') for text in x),
+  "expressions and whole numbers above 0, such as ('down_proj$=8',)",
+)
+ALPHAS = settings.Rule(
+  lambda x: all(_is_pattern(text, r'\d+(\.\d+)?(e-?\d+)?') for text in x),
+  "expressions and numbers above 0, such as ('down_proj$=8.0',)",
+)
 TRACKERS = some_of('wandb', 'trackio')
 SERVERS = settings.Rule(
   lambda servers: all(isinstance(x, str) and x.strip() for x in servers),

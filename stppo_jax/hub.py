@@ -49,10 +49,10 @@ def pinned(place: str, earlier: str = '') -> str:
   """
   if not is_name(place):
     return place
-  repository, revision = _split(place)
+  repository, revision = split(place)
   if _COMMIT.fullmatch(revision):
     return place
-  if revision == _MAIN and _split(earlier)[0] == repository:
+  if revision == _MAIN and split(earlier)[0] == repository:
     return earlier
   return f'{repository}@{_commit(place)}'
 
@@ -77,7 +77,7 @@ def local_folder(
   return _downloaded(str(place), tuple(files or _SMALL))
 
 
-def _split(name: str) -> tuple[str, str]:
+def split(name: str) -> tuple[str, str]:
   """Returns repository and revision; ('', '') of what is no name."""
   match = _NAME.fullmatch(name)
   return (match[1], match[2] or _MAIN) if match else ('', '')
@@ -88,12 +88,12 @@ def _commit(name: str) -> str:
   # Imported late, here and below: it takes a fifth of a second.
   import huggingface_hub
 
-  repository, revision = _split(name)
+  repository, revision = split(name)
   try:
     api = huggingface_hub.HfApi()
     return api.resolve_revision(repository, revision=revision).resolved
   except Exception as error:
-    raise _described(name, error) from error
+    raise _described(name, error, _SMALL) from error
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def _downloaded(name: str, files: tuple[str, ...]) -> pathlib.Path:
 
   if not sys.stderr.isatty():
     huggingface_hub.utils.disable_progress_bars()
-  repository, revision = _split(name)
+  repository, revision = split(name)
   try:
     folder = huggingface_hub.snapshot_download(
       repository, revision=revision, allow_patterns=list(files)
@@ -114,19 +114,54 @@ def _downloaded(name: str, files: tuple[str, ...]) -> pathlib.Path:
   return pathlib.Path(folder)
 
 
+def address(name: str) -> str:
+  """Returns the address of the page of a model."""
+  from huggingface_hub import constants
+
+  return f'{constants.ENDPOINT}/{name}'
+
+
+def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
+  """Uploads files to a model, which is made, private, if there is none.
+
+  Weights of an earlier push that are not among the files are deleted.
+
+  Returns:
+    The address of the commit.
+
+  Raises:
+    HubError: the Hub is out of reach, or refuses.
+  """
+  import huggingface_hub
+
+  api = huggingface_hub.HfApi()
+  try:
+    api.create_repo(name, private=True, exist_ok=True)
+    commit = api.upload_folder(
+      repo_id=name,
+      folder_path=folder,
+      allow_patterns=list(files),
+      delete_patterns=['model*.safetensors*', 'adapter_*'],
+      commit_message='Upload a policy of stppo_jax',
+    )
+  except Exception as error:
+    raise _described(name, error) from error
+  return str(commit.commit_url)
+
+
 # What a process asks the Hub once.
 CACHED = (_commit, _downloaded)
 
 
 def _described(
-  name: str, error: Exception, files: Sequence[str] = _SMALL
+  name: str, error: Exception, files: Sequence[str] = ()
 ) -> HubError:
   """Returns the error of a request in one line that says what to do."""
   from huggingface_hub import constants
   from huggingface_hub import errors
 
   logging.getLogger(__name__).debug('%s', name, exc_info=error)
-  repository, revision = _split(name)
+  repository, revision = split(name)
   hub = constants.ENDPOINT
   # Where the cache is searched after a failed request, that is the cause.
   cause: Any = error
@@ -151,7 +186,7 @@ def _described(
       'then log in with `hf auth login` or set HF_TOKEN'
     )
   elif status in (401, 403):
-    line = f'{hub} refuses the token: log in with `hf auth login`'
+    line = f'{hub} refuses: log in with `hf auth login` or set HF_TOKEN'
   elif status == 429:
     line = f'{hub} answers too many requests (429): try again later'
     return HubError(f'{name}: {line}')
@@ -159,7 +194,9 @@ def _described(
     offline = isinstance(cause, errors.OfflineModeIsEnabled)
     reason = ' '.join(str(cause).split()) or type(cause).__name__
     reason = 'HF_HUB_OFFLINE is set' if offline else reason
-    line = f'{_missing(repository, revision, files)}, and {hub} is out of reach'
+    line = f'{hub} is out of reach'
+    if files:
+      line = f'{_missing(repository, revision, files)}, and {line}'
     code = exits.USAGE if offline else exits.TRY_AGAIN
     return HubError(f'{name}: {line} ({reason})', code)
   return HubError(f'{name}: {line}', exits.USAGE)

@@ -115,7 +115,9 @@ def test_a_model_that_is_not_free_needs_a_token(hub, monkeypatch):
   for name in ('org/gated', 'org/private'):
     assert load.read_config(name) == load.read_config(_FOLDER)
   hub.fault = lambda line: 403
-  assert _refusal('org/other').endswith('log in with `hf auth login`')
+  assert _refusal('org/other').endswith(
+    'refuses: log in with `hf auth login` or set HF_TOKEN'
+  )
 
 
 def test_too_many_requests_end_with_another_try(hub, commit, monkeypatch):

@@ -1,7 +1,8 @@
 """Export the policy of a run to a directory that transformers and vLLM load.
 
 python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
-    [--dtype=float32|bfloat16] [--model=SOURCE]
+    [--dtype=float32|bfloat16] [--model=SOURCE] [--adapters]
+    [--push_to_hub=ORG/NAME [--yes]]
 
   --workdir=RUN  the folder of the run, also in a bucket; it may still be in
                  progress
@@ -11,6 +12,12 @@ python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
   --step=N       exports the checkpoint of this step, not the newest valid one
   --dtype=TYPE   float32 (the default) or bfloat16
   --model=SOURCE where the directory that was the run's model.path is now
+  --adapters     writes the adapters of a run with model.lora.rank alone, as
+                 PEFT does, and not merged with the weights below them
+  --push_to_hub=ORG/NAME
+                 adds a model card to DIR, made from the run, and prints which
+                 files would be pushed to this model of the Hugging Face Hub
+  --yes          pushes them
 
 No other input of the run is needed.
 """
@@ -19,6 +26,7 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
+from stppo_jax import hub
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.tools import checkpoints
@@ -38,8 +46,16 @@ def main(argv: Sequence[str]) -> int:
     step=command_line.integer(lower_bound=0),
     dtype=command_line.one_of(DTYPES, DTYPES[0]),
     model=None,
+    adapters=False,
+    push_to_hub='',
+    yes=False,
   )
   errors = command_line.parse(flags, argv, required=('workdir', 'out')).errors
+  name = flags.push_to_hub
+  if name and ('@' in name or not hub.split(name)[0]):
+    errors.append(f'--push_to_hub={name}: must be a name such as org/name')
+  if flags.yes and not name:
+    errors.append('--yes: needs --push_to_hub, which says where to push')
   config: Any = None
   if flags.workdir:
     try:
@@ -55,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
       errors.append(f'--workdir={flags.workdir}: {error}')
     else:
+      if flags.adapters and not config.model.lora.rank:
+        errors.append(
+          f'--adapters: the run in {flags.workdir} has none, model.lora.rank=0'
+        )
       errors = errors or _out_problems(flags, recorded, workdir)
   command_line.refuse(errors)
   return checkpoints.export(
@@ -63,6 +83,9 @@ def main(argv: Sequence[str]) -> int:
     flags.out,
     step=flags.step,
     dtype=flags.dtype,
+    adapters=flags.adapters,
+    push_to_hub=name,
+    yes=flags.yes,
   )
 
 

@@ -123,6 +123,7 @@ def build(
     ValueError: adapter options that do not fit each other or the model.
   """
   options = config.model.lora.to_dict()
+  del options['path']
   adapters = lora.Lora(**options) if options['rank'] else None
 
   def model(head: str) -> functional.Model:

@@ -31,7 +31,8 @@ class Updating(NamedTuple):
 
   Attributes:
     layout: the shardings of the state.
-    init: makes the state of weights, which it donates, and a random key.
+    init: makes the state of weights, which it donates, a random key and
+      adapters, if there are any.
     update: `step.update` of (state, frozen, batch, `packing.Packed`, numbers);
       it donates the state, without frozen weights.
     sizes: returns the tokens of each trajectory or pair of a batch, and its

@@ -77,6 +77,7 @@ class Optimizers(NamedTuple):
 def init(
   weights: functional.Params,
   key: jax.Array,
+  adapters: functional.Params | None = None,
   *,
   models: model_roles.Models,
   optimizers: Optimizers,
@@ -89,6 +90,7 @@ def init(
     weights: a policy's weights without adapters; donate them: they become the
       trained weights or, in the dtype they come in, the frozen base.
     key: the random key of the adapters.
+    adapters: those that both models start from; None: fresh ones.
     models: policy and value model.
     optimizers: their optimisers.
 
@@ -100,7 +102,9 @@ def init(
   def init_model(model, number, optimizer):
     # Without adapters both models get the same arrays. Under jit they become
     # two outputs, so the value model has weights of its own.
-    if lora:
+    if adapters is not None:
+      params = dict(adapters)
+    elif lora:
       params = model.init_adapters(jax.random.fold_in(key, number))
     else:
       params = model.join_params(weights, {})

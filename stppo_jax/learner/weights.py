@@ -9,6 +9,7 @@ from stppo_jax import keys
 from stppo_jax.models import functional
 from stppo_jax.models import modules
 from stppo_jax.models.hf import load
+from stppo_jax.models.hf import peft
 from stppo_jax.parallel import sharding
 
 # The dtype of trained weights, whatever the dtype of the activations.
@@ -49,11 +50,12 @@ def load_or_init(
 
 def load_start(
   config, path: str, policy: functional.Model
-) -> tuple[functional.Params, jax.Array]:
-  """Returns the weights of a directory, and the key of what is added to them.
+) -> tuple[functional.Params, jax.Array, functional.Params | None]:
+  """Returns the weights of a directory, and what is added to them.
 
-  A value head and adapters are drawn with the key. The weights are those of a
-  frozen base if the policy has adapters.
+  That is the key with which adapters are drawn, and the adapters that
+  `model.lora.path` names; None without. The weights are those of a frozen base
+  if the policy has adapters.
 
   Args:
     config: the run's config.
@@ -67,7 +69,28 @@ def load_start(
   params = loaded(config, path, policy.plain_policy)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   # Another key than that of random weights, which `load_or_init` draws with.
-  return params, jax.random.fold_in(key, 1)
+  key = jax.random.fold_in(key, 1)
+  if policy.lora is None or not config.model.lora.path:
+    return params, key, None
+  shapes = jax.eval_shape(policy.init_adapters, key)
+  adapters = peft.read(
+    config.model.lora.path, policy.config, policy.lora, shapes
+  )
+  return params, key, adapters
+
+
+def load_merged(
+  config, path: str, policy: functional.Model
+) -> functional.Params:
+  """Returns the weights of a start for a policy without adapters.
+
+  Those that `model.lora.path` names are merged; see `load_start`.
+  """
+  if not config.model.lora.path:
+    return load_or_init(config, path, policy.plain_policy)
+  base, _, adapters = load_start(config, path, policy)
+  assert adapters is not None  # their path says where they are
+  return policy.merge_adapters(policy.join_params(base, adapters))
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,9 +1,10 @@
 """Adds low-rank adapters (LoRA) to frozen matrices.
 
-    y = x W + (alpha / rank) (x A) B
+    y = x W + s (x A) B,    s = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
 
-with W [in, out], A [in, rank] and B [rank, out]. Source: Hu et al., 2021, arXiv
-2106.09685.
+with W [in, out], A [in, rank] and B [rank, out]; the matrices of experts have
+an axis of experts before these. Sources: Hu et al., 2021, arXiv 2106.09685;
+Kalajdzievski, 2023, arXiv 2312.03732.
 
 There are two trees of weights with the same nesting: the frozen base, and the
 adapters, whose leaves `lora_a` and `lora_b` have the place beside the `kernel`
@@ -30,6 +31,7 @@ Array = jax.Array
 Params = Mapping[str, Any]
 
 A, B = 'lora_a', 'lora_b'
+EXPERTS = 'moe/'  # in the names of the matrices of experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +40,48 @@ class Lora:
 
   Attributes:
     rank: columns of A, rows of B.
-    alpha: the product is scaled by alpha / rank.
+    alpha: see the module's docstring.
     targets: regular expression, searched for in names like 'layers/q_proj'.
+    rank_pattern, alpha_pattern: ranks and alphas of some layers, such as
+      'down_proj$=8': the number behind the first expression that is found in a
+      name takes the place of `rank` or `alpha`.
+    rslora: whether the scale falls with the root of the rank only.
   """
 
   rank: int
   alpha: float
   targets: str
+  rank_pattern: tuple[str, ...] = ()
+  alpha_pattern: tuple[str, ...] = ()
+  rslora: bool = False
 
-  @property
-  def scale(self) -> float:
-    """The factor of A B."""
-    return self.alpha / self.rank
+  def rank_of(self, name: str) -> int:
+    """Returns the rank of the adapter of a layer, by its name."""
+    return int(_matching(self.rank_pattern, name, self.rank))
+
+  def scale_of(self, name: str) -> float:
+    """Returns the factor of A B, by the name of the layer."""
+    rank = self.rank_of(name)
+    alpha = _matching(self.alpha_pattern, name, self.alpha)
+    return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+  def adapts(self, name: str) -> bool:
+    """Returns whether the layer of this name has an adapter.
+
+    Experts are many, so an expression must name them on purpose, as `moe/` or
+    `.*` does: `gate_proj$` is not enough.
+    """
+    found = re.search(self.targets, name)
+    return found is not None and (EXPERTS in found[0] or EXPERTS not in name)
+
+
+def _matching(patterns: Iterable[str], name: str, default: float) -> float:
+  """Returns the number of the first pattern that is found in a name."""
+  for pattern in patterns:
+    expression, _, number = pattern.rpartition('=')
+    if re.search(expression, name):
+      return float(number)
+  return default
 
 
 def adapted(options: Lora, names: Iterable[str]) -> list[str]:
@@ -59,7 +91,7 @@ def adapted(options: Lora, names: Iterable[str]) -> list[str]:
     ValueError: the expression matches no name.
   """
   names = sorted(names)
-  found = [name for name in names if re.search(options.targets, name)]
+  found = [name for name in names if options.adapts(name)]
   if not found:
     raise ValueError(
       f'lora targets={options.targets!r}: matches none of ' + ', '.join(names)
@@ -74,8 +106,8 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
 
   Args:
     options: rank and targets.
-    kernels: name of a linear layer -> its stacked kernel [layers, in, out], or
-      anything that has its shape.
+    kernels: name of a linear layer -> its stacked kernel [layers, in, out] or
+      [layers, experts, in, out], or anything that has its shape.
     key: random key.
 
   Raises:
@@ -85,15 +117,16 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
   for number, name in enumerate(adapted(options, kernels)):
     # The key depends on the place among sorted names, not on the order in which
     # a module lists its layers.
-    layers, din, dout = kernels[name].shape
+    *outer, din, dout = kernels[name].shape
+    rank = options.rank_of(name)
     bound = 1 / math.sqrt(din)
     adapters[f'{name}/{A}'] = jax.random.uniform(
       jax.random.fold_in(key, number),
-      (layers, din, options.rank),
+      (*outer, din, rank),
       minval=-bound,
       maxval=bound,
     )
-    adapters[f'{name}/{B}'] = jnp.zeros((layers, options.rank, dout))
+    adapters[f'{name}/{B}'] = jnp.zeros((*outer, rank, dout))
   return traverse_util.unflatten_dict(adapters, sep='/')
 
 
@@ -103,8 +136,8 @@ def join(one: Params, other: Params) -> Params:
   return traverse_util.unflatten_dict(leaves)
 
 
-def merge(options: Lora, params: Params) -> Params:
-  """Returns weights without adapters that compute the same: W + alpha/rank A B.
+def merge(options: Lora, params: Params, name: str = '') -> Params:
+  """Returns weights without adapters that compute the same: W + s A B.
 
   A merged kernel has the wider dtype of base and adapters, because rounding to
   a base in bfloat16 would lose small adapters in float32.
@@ -112,18 +145,21 @@ def merge(options: Lora, params: Params) -> Params:
   Args:
     options: scale of the adapters.
     params: the result of `join`; a tree without adapters comes back as it is.
+    name: the name of the layer that `params` are; '' for those of a model.
   """
   result = {
-    name: merge(options, value) if isinstance(value, Mapping) else value
-    for name, value in params.items()
-    if name not in (A, B)
+    key: merge(options, value, f'{name}/{key}'.lstrip('/'))
+    if isinstance(value, Mapping)
+    else value
+    for key, value in params.items()
+    if key not in (A, B)
   }
   if A in params:
     product = jnp.matmul(
       params[A], params[B], precision=jax.lax.Precision.HIGHEST
     )
     kernel = params['kernel']
-    result['kernel'] = kernel + options.scale * product
+    result['kernel'] = kernel + options.scale_of(name) * product
   return result
 
 

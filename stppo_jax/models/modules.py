@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers as layers_lib
 from stppo_jax.models import lora as lora_lib
+from stppo_jax.models import moe
 from stppo_jax.models import transformer
 
 Array = jax.Array
@@ -113,7 +114,7 @@ def filled_by_layer(
     layer_state = jax.tree.map(lambda x: x, abstract['layers'])
     nnx.replace_by_pure_dict(layer_state, dict(base))
     layer = nnx.merge(layer_graph, layer_state)
-    _adapt(layer, adapters, lora)
+    _adapt(layer, adapters, lora, inside='layers/')
     layers.append(layer)
   return module, layers
 
@@ -122,20 +123,32 @@ def _adapt(
   module: nnx.Module,
   adapters: Mapping[str, Params],
   lora: lora_lib.Lora | None,
+  *,
+  inside: str = '',
 ) -> None:
-  """Puts adapters beside linear layers of a module, by their names."""
+  """Puts adapters beside linear layers of a module, by their names.
+
+  Args:
+    module: the module.
+    adapters: the adapters by the names of their layers in the module.
+    lora: the options of adapters.
+    inside: what precedes these names in those of a whole model.
+  """
   linear = _linear_layers(module)
   for name, pair in adapters.items():
     assert lora is not None
-    linear[name].adapt(pair[lora_lib.A], pair[lora_lib.B], scale=lora.scale)
+    scale = lora.scale_of(f'{inside}{name}')
+    linear[name].adapt(pair[lora_lib.A], pair[lora_lib.B], scale=scale)
 
 
-def _linear_layers(module: nnx.Module) -> dict[str, layers_lib.Linear]:
+def _linear_layers(
+  module: nnx.Module,
+) -> dict[str, layers_lib.Linear | moe.Experts]:
   """Returns the layers that may have adapters, named like 'layers/q_proj'."""
   return {
     '/'.join(map(str, path)): child
     for path, child in nnx.iter_modules(module)
-    if isinstance(child, layers_lib.Linear)
+    if isinstance(child, layers_lib.Linear | moe.Experts)
   }
 
 

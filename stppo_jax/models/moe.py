@@ -54,14 +54,35 @@ class Routing:
   probs_BX: Array
 
 
-class Kernel(nnx.Module):
-  """Holds the router [D, X], or one matrix of every expert [X, in, out].
+class Router(nnx.Module):
+  """Holds the router [D, X].
 
   It is not a `layers.Linear`, so that it never gets adapters.
   """
 
   def __init__(self, *shape: int, rngs: nnx.Rngs):
     self.kernel = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
+
+
+class Experts(Router):
+  """Holds one matrix of every expert [X, in, out], and its adapters."""
+
+  def __init__(self, *shape: int, rngs: nnx.Rngs):
+    super().__init__(*shape, rngs=rngs)
+    self.adapter_scale = None
+
+  def adapt(self, a: Array, b: Array, *, scale: float) -> None:
+    """Adds scale a @ b to the matrix of every expert, see `lora`."""
+    self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
+    self.adapter_scale = scale
+
+  def matrices(self, dtype: Any) -> tuple[Array, ...]:
+    """Returns W and, with adapters, A [X, in, rank] and scale B."""
+    w_XKN = self.kernel[...].astype(dtype)
+    if self.adapter_scale is None:
+      return (w_XKN,)
+    b_XRN = self.adapter_scale * self.lora_b[...].astype(dtype)
+    return w_XKN, self.lora_a[...].astype(dtype), b_XRN
 
 
 class MixtureOfExperts(nnx.Module):
@@ -84,10 +105,10 @@ class MixtureOfExperts(nnx.Module):
     self.config = c
     self.mesh = mesh
     X, D, F = c.num_experts, c.hidden_size, c.moe_intermediate_size
-    self.router = Kernel(D, X, rngs=rngs)
-    self.gate_proj = Kernel(X, D, F, rngs=rngs)
-    self.up_proj = Kernel(X, D, F, rngs=rngs)
-    self.down_proj = Kernel(X, F, D, rngs=rngs)
+    self.router = Router(D, X, rngs=rngs)
+    self.gate_proj = Experts(X, D, F, rngs=rngs)
+    self.up_proj = Experts(X, D, F, rngs=rngs)
+    self.down_proj = Experts(X, F, D, rngs=rngs)
 
   def __call__(
     self,
@@ -117,7 +138,7 @@ class MixtureOfExperts(nnx.Module):
     if c.norm_topk_prob:
       weights_BLE = weights_BLE / jnp.sum(weights_BLE, axis=-1, keepdims=True)
     experts = self.gate_proj, self.up_proj, self.down_proj
-    kernels = tuple(x.kernel[...].astype(x_BLD.dtype) for x in experts)
+    kernels = tuple(x.matrices(x_BLD.dtype) for x in experts)
     y_BLD = IMPLEMENTATIONS[c.moe](
       x_BLD, ids_BLE, weights_BLE.astype(x_BLD.dtype), kernels, self.mesh
     )
@@ -158,15 +179,23 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
   have weight 0. This is the definition that `grouped` is tested against. It is
   also the fastest on CPU, where XLA computes grouped products in full.
   """
-  gate_XDF, up_XDF, down_XFD = kernels
-  X, D, F = gate_XDF.shape
+  gate, up, down = kernels
+  X, D, F = gate[0].shape
   one_hot_BLEX = jax.nn.one_hot(ids_BLE, X, dtype=x_BLD.dtype)
   weights_BLX = jnp.einsum('ble,blex->blx', weights_BLE, one_hot_BLEX)
   # Computed as products of two matrices, which on a CPU are three times as fast
   # as products with a third axis. X is the last axis because a mesh shards F.
   flat = x_BLD.reshape(-1, D)
   wide = lambda kernel_XDF: kernel_XDF.transpose(1, 2, 0).reshape(D, F * X)
-  gated = jax.nn.silu(flat @ wide(gate_XDF)) * (flat @ wide(up_XDF))
+
+  def product(w_XDF, a_XDR=None, b_XRF=None):
+    y = flat @ wide(w_XDF)
+    if a_XDR is not None:
+      low_NXR = jnp.einsum('nd,xdr->nxr', flat, a_XDR)
+      y += jnp.einsum('nxr,xrf->nfx', low_NXR, b_XRF).reshape(y.shape)
+    return y
+
+  gated = jax.nn.silu(product(*gate)) * product(*up)
   gated_BLFX = activations.constrain(
     gated.reshape(*x_BLD.shape[:2], F, X) * weights_BLX[:, :, None],
     mesh,
@@ -174,8 +203,12 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
     None,
     activations.TENSOR,
   )
-  down = down_XFD.transpose(1, 0, 2).reshape(F * X, D)
-  return (gated_BLFX.reshape(-1, F * X) @ down).reshape(x_BLD.shape)
+  down_XFD, *adapter = down
+  y = gated_BLFX.reshape(-1, F * X) @ down_XFD.transpose(1, 0, 2).reshape(-1, D)
+  if adapter:
+    low_BLXR = jnp.einsum('blfx,xfr->blxr', gated_BLFX, adapter[0])
+    y += jnp.einsum('blxr,xrd->bld', low_BLXR, adapter[1]).reshape(y.shape)
+  return y.reshape(x_BLD.shape)
 
 
 def grouped(
@@ -199,13 +232,15 @@ def grouped(
     return local(x_BLD, ids_BLE, weights_BLE, *kernels)
   rows, axis = activations.fitting(
     (activations.ROWS, activations.TENSOR),
-    (x_BLD.shape[0], kernels[0].shape[2]),
+    (x_BLD.shape[0], kernels[0][0].shape[2]),
     mesh,
   )
   # Each device computes a slice of F for all experts, so its results are terms
   # of a sum over `tensor`, whichever experts its tokens visit.
-  wide, narrow = P(None, None, axis), P(None, axis)
-  specs = (P(rows), P(rows), P(rows), wide, wide, narrow)
+  wide, narrow, whole = P(None, None, axis), P(None, axis), P()
+  ups = [(wide, whole, wide)[: len(x)] for x in kernels[:2]]
+  downs = (narrow, narrow, whole)[: len(kernels[2])]
+  specs = (P(rows), P(rows), P(rows), *ups, downs)
   on_mesh = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(rows))
   total = lambda y_BLD: jax.lax.psum(y_BLD, axis) if axis else y_BLD
   if product is None:
@@ -224,16 +259,14 @@ def grouped(
   return summed(parts(x_BLD, ids_BLE, weights_BLE, *kernels))
 
 
-def _grouped(
-  product, x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD
-) -> Array:
+def _grouped(product, x_BLD, ids_BLE, weights_BLE, gate, up, down) -> Array:
   """Returns the mixture [B, L, D] on one device.
 
   Each token is repeated for its E visits, and visits are sorted by expert, so
   that one ragged product multiplies consecutive rows with one expert's matrix.
   """
   B, L, D = x_BLD.shape
-  num_experts, E = gate_XDF.shape[0], ids_BLE.shape[-1]
+  num_experts, E = gate[0].shape[0], ids_BLE.shape[-1]
   ids_U = ids_BLE.reshape(-1)
   # Shapes are static although loads are not: there are always U visits, and
   # only the sizes of the groups, which are data, say where an expert's end. So
@@ -243,9 +276,16 @@ def _grouped(
   sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
   visits = jnp.broadcast_to(x_BLD[:, :, None], (B, L, E, D)).reshape(-1, D)
   x_UD = _permuted(visits, order_U, place_U)
-  gated_UF = jax.nn.silu(product(x_UD, gate_XDF, sizes_X))
-  gated_UF = gated_UF * product(x_UD, up_XDF, sizes_X)
-  y_UD = product(gated_UF, down_XFD, sizes_X)
+
+  def adapted(x_UK, w_XKN, a_XKR=None, b_XRN=None):
+    y_UN = product(x_UK, w_XKN, sizes_X)
+    if a_XKR is not None:
+      low_UR = product(x_UK, a_XKR, sizes_X)
+      y_UN += product(low_UR, b_XRN, sizes_X)
+    return y_UN
+
+  gated_UF = jax.nn.silu(adapted(x_UD, *gate)) * adapted(x_UD, *up)
+  y_UD = adapted(gated_UF, *down)
   y_BLED = _permuted(y_UD, place_U, order_U).reshape(B, L, E, D)
   return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
 

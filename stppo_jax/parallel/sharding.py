@@ -23,6 +23,10 @@ RULES: tuple[tuple[str, P], ...] = (
   (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
   (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
   # An adapter is sharded along the side that it shares with its kernel.
+  (r'moe/(gate|up)_proj/lora_a$', P(None, None, 'fsdp')),
+  (r'moe/(gate|up)_proj/lora_b$', P(None, None, None, 'tensor')),
+  (r'moe/down_proj/lora_a$', P(None, None, 'tensor')),
+  (r'moe/down_proj/lora_b$', P(None, None, None, 'fsdp')),
   (r'(q|k|v|gate|up)_proj/lora_a$', P(None, 'fsdp')),
   (r'(q|k|v|gate|up)_proj/lora_b$', P(None, None, 'tensor')),
   (r'(o|down)_proj/lora_a$', P(None, 'tensor')),

@@ -97,6 +97,9 @@ def export(
   *,
   step: int | None,
   dtype: str,
+  adapters: bool = False,
+  push_to_hub: str = '',
+  yes: bool = False,
 ) -> int:
   """Writes the policy of a checkpoint and prints its step.
 
@@ -112,6 +115,10 @@ def export(
       commands refuse.
     step: the checkpoint that is wanted; None: the newest valid one.
     dtype: the dtype of the weights in the files.
+    adapters: whether to write the adapters alone, as PEFT does.
+    push_to_hub: the name of a model of the Hub that the directory is for; it
+      gets a model card. '': none.
+    yes: whether to push it there, and not only to print what would be pushed.
 
   Returns:
     The exit code.
@@ -129,16 +136,42 @@ def export(
   if problem := atomic_files.refusal(out.resolve().parent):
     raise exits.Misconfigured(f'--out={out}: {problem}')
   policy = checkpoint_state.read_policy(config, workdir, step=step)
+  learner = policy.learner
   try:
-    model_files.export(
-      policy.config,
-      out,
-      policy.learner.policy,
-      policy.params,
-      policy.tokenizer,
-      dtype=dtype,
-    )
+    if adapters:
+      model_files.export_adapters(
+        policy.config,
+        out,
+        learner.models.policy,
+        policy.trained,
+        policy.tokenizer,
+        dtype=dtype,
+      )
+    else:
+      model_files.export(
+        policy.config,
+        out,
+        learner.policy,
+        policy.params,
+        policy.tokenizer,
+        dtype=dtype,
+      )
+    if push_to_hub:
+      # Imported late, because it loads the library that draws.
+      from stppo_jax.tools import model_card
+
+      model_card.write(
+        out,
+        policy.config,
+        pathlib.Path(workdir),
+        name=push_to_hub,
+        step=policy.step,
+        adapters=adapters,
+      )
   except OSError as error:
     raise ExportFailed(f'{out}: {error}') from error
-  print(f'{out}: the policy after step {policy.step}, {dtype}')
+  what = 'the adapters of the policy' if adapters else 'the policy'
+  print(f'{out}: {what} after step {policy.step}, {dtype}')
+  if push_to_hub:
+    model_card.push(out, push_to_hub, yes=yes)
   return 0

@@ -252,7 +252,7 @@ def _load_weights(
 ) -> tuple[int, functional.Params]:
   """Returns the steps done and the weights: the newest, or the start."""
   load = functools.partial(
-    weights_lib.load_or_init, config, config.model.path, learner.policy
+    weights_lib.load_merged, config, config.model.path, learner.models.policy
   )
   if run is None:
     return 0, load()
@@ -260,7 +260,7 @@ def _load_weights(
     checkpoint_lib.Checkpointer(run, read_only=True)
   ) as checkpoints:
     restored = checkpoint_state.policy_params(checkpoints, learner, step=None)
-  return restored or (0, load())
+  return restored[:2] if restored else (0, load())
 
 
 def _collect_all(

@@ -149,7 +149,7 @@ def policy_params(
   learner: learner_lib.Learner,
   *,
   step: int | None,
-) -> tuple[int, functional.Params] | None:
+) -> tuple[int, functional.Params, functional.Params] | None:
   """Reads the weights of a policy, and no other leaf, from a checkpoint.
 
   Args:
@@ -158,7 +158,8 @@ def policy_params(
     step: the step that is wanted; None: the newest valid one.
 
   Returns:
-    (steps done, weights for `learner.policy`), or None if none was saved.
+    (steps done, weights for `learner.policy`, the weights that were trained),
+    or None if none was saved.
 
   Raises:
     Misconfigured: the weights under adapters cannot be read.
@@ -178,7 +179,8 @@ def policy_params(
   done, params, host = restored
   _check_base(done, host, frozen)
   trained = model_roles.Trained(params, None)
-  return done, learner.merged_params(model_roles.Params(trained, frozen))
+  merged = learner.merged_params(model_roles.Params(trained, frozen))
+  return done, merged, params
 
 
 class Policy(NamedTuple):
@@ -190,6 +192,7 @@ class Policy(NamedTuple):
     learner: the learner of the run.
     step: the number of steps that were done.
     params: weights of `learner.policy`, adapters merged.
+    trained: the weights that were trained: adapters and heads, or all.
   """
 
   config: Any
@@ -197,6 +200,7 @@ class Policy(NamedTuple):
   learner: learner_lib.Learner
   step: int
   params: functional.Params
+  trained: functional.Params
 
 
 def read_policy(

@@ -18,6 +18,7 @@ from stppo_jax.models import functional
 from stppo_jax.models import moe
 from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
+from stppo_jax.models.hf import peft
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.sampling import chat_template
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -296,15 +297,6 @@ def export(
     OSError, ValueError: see `hf.export.export`.
   """
   source = hub.local_folder(config.model.path)
-  home = hub.local_folder(config.model.tokenizer_path or config.model.path)
-  save = tokenizer.save
-  if home.name and (home / 'tokenizer.json').is_file():
-    save = functools.partial(export_lib.copy_tokenizer, home)
-
-  def save_rest(folder: pathlib.Path) -> None:
-    save(folder)
-    run_folder.mark_export(folder)
-
   # Otherwise its files were deleted, or there were none.
   has_source = config.model.path and (source / 'config.json').is_file()
   export_lib.export(
@@ -313,6 +305,44 @@ def export(
     params,
     dtype=dtype,
     source=source if has_source else '',
-    save_tokenizer=save_rest,
+    save_tokenizer=functools.partial(_save_rest, config, tokenizer),
     writes=writes,
   )
+
+
+def export_adapters(
+  config,
+  directory: str | pathlib.Path,
+  model: functional.Model,
+  adapters: functional.Params,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  dtype: str,
+) -> None:
+  """Writes the adapters of a policy as a directory that `peft` loads.
+
+  Raises:
+    OSError: writing failed; an earlier export is unchanged.
+  """
+  with export_lib.replace_dir(directory, ours=export_lib.is_ours) as folder:
+    peft.write(
+      folder,
+      model.config,
+      model.lora,
+      adapters,
+      base=config.model.path,
+      dtype=export_lib.DTYPES[dtype],
+    )
+    _save_rest(config, tokenizer, folder)
+
+
+def _save_rest(
+  config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
+) -> None:
+  """Adds the tokenizer to an export, and the mark that it is one."""
+  home = hub.local_folder(config.model.tokenizer_path or config.model.path)
+  if home.name and (home / 'tokenizer.json').is_file():
+    export_lib.copy_tokenizer(home, folder)
+  else:
+    tokenizer.save(folder)
+  run_folder.mark_export(folder)

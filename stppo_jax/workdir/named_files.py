@@ -18,6 +18,7 @@ MODELS = (
   'model.path',
   'model.reference_path',
   'model.tokenizer_path',
+  'model.lora.path',
 )
 # Of larger files, such as weights and corpora, some pieces count, which are
 # spread over the file: reading all of it at each start would take too long.

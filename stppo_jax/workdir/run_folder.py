@@ -32,6 +32,7 @@ EXPORT = 'export'
 SCHEMA = 1
 _RUNS = ('train', 'sft', 'prefer')  # commands that can write to a bucket
 IDENTITY, _EXPORTED = 'run.json', 'export.json'
+MARKS = IDENTITY, _EXPORTED
 ASIDE = 'aside-'
 PROBE = 'probe-'  # a file that all hosts of a run must see
 # Names the bucket, in a folder of this machine that stands for a folder there.

@@ -176,13 +176,15 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   _save(learner, checkpoints, 3, start, {})
   checkpoints.close()
   checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
-  step, restored = checkpoint_state.policy_params(
+  step, restored, trained = checkpoint_state.policy_params(
     checkpoints, learner, step=None
   )
   checkpoints.close()
   assert step == 3
   jax.tree.map(
-    np.testing.assert_array_equal, restored, learner.merged_params(start.params)
+    np.testing.assert_array_equal,
+    (restored, trained),
+    (learner.merged_params(start.params), start.policy.params),
   )
 
 

@@ -52,7 +52,8 @@ SLOW = (schema.check_algorithm,)
 # The keys that name files and folders.
 _PATHS = (
   *('env.prompt_template', 'init_from', 'model.path', 'model.reference_path'),
-  *('model.tokenizer_path', 'data.root', 'sft.demonstrations'),
+  *('model.tokenizer_path', 'model.lora.path'),
+  *('data.root', 'sft.demonstrations'),
 )
 
 
@@ -130,6 +131,7 @@ def checked(
       if external.model_exists not in ignored:
         begins = 'restart' in flags and flags.restart
         recorded_config.pin(config, '' if begins else workdir)
+        external.with_adapter_options(config)
       errors += [f'config.{line}' for line in schema.check(config, ignored)]
       if writer in _OFFLINE and config.init_from:
         errors.append(

@@ -14,6 +14,7 @@ from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import base
+from stppo_jax.configs import external
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.data import tables
@@ -59,6 +60,7 @@ def parse(
     # same.
     config = _read(None if reason else checkpoint, flags.config)
     errors += overrides_lib.override_all(config, given.overrides)
+    external.with_adapter_options(config)
     if 'sets' in flags:
       _choose_sets(config, flags.sets)
     errors += [f'config.{line}' for line in schema.check(config)]
@@ -117,7 +119,7 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   if checkpoint and not is_run:
     config.model.path = str(checkpoint)
     # A directory holds whole weights; only runs have adapters and starts.
-    config.model.lora.rank = 0
+    config.model.lora.rank, config.model.lora.path = 0, ''
     config.sft.before_training, config.init_from = False, ''
   return config
 

@@ -26,6 +26,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import config_json
 from stppo_jax.models.hf import families
+from stppo_jax.models.hf import peft
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 
@@ -42,7 +43,10 @@ TOKENIZER_FILES = (
   'chat_template*',
 )
 _GENERATION = 'generation_config.json'
-_OURS = ('config.json', _GENERATION, 'model*.safetensors', weight_files.INDEX)
+_OURS = (
+  *('config.json', _GENERATION, 'model*.safetensors', weight_files.INDEX),
+  *(peft.CONFIG, peft.WEIGHTS),
+)
 _MAX_SHARD_BYTES = 5 * 10**9
 
 _Leaf = np.ndarray | jax.Array

@@ -46,10 +46,10 @@ def write(
     for run in runs
   ]
   titles = 'run', 'experiment', 'seed', 'state', 'steps'
-  lines += ['', '## Runs', '', *_table(titles, rows)]
+  lines += ['', '## Runs', '', *table(titles, rows)]
   lines += ['', '## Summary', '']
   lines += ['Means over seeds; in brackets the least and the largest seed.', '']
-  lines += _table(['', *labels], summary.rows(contents))
+  lines += table(['', *labels], summary.rows(contents))
   if contents['evaluation']:
     columns = list(itertools.product(range(len(labels)), _KINDS))
     rows = [
@@ -57,7 +57,7 @@ def write(
       for row in contents['evaluation']
     ]
     titles = ['', *(f'{labels[n]}, {what}' for n, what in columns)]
-    lines += ['', '## Evaluation', '', *_table(titles, rows)]
+    lines += ['', '## Evaluation', '', *table(titles, rows)]
   rows = [
     (
       *(runs[alarm['run']]['name'], alarm['name'], len(alarm['steps'])),
@@ -67,7 +67,7 @@ def write(
   ]
   titles = 'run', 'metric', 'steps', 'first', 'last'
   lines += ['', '## Alarms', '']
-  lines += _table(titles, rows) if rows else ['No alarm in any step.']
+  lines += table(titles, rows) if rows else ['No alarm in any step.']
   if contents['differences']:
     rows = [
       (key, *values)
@@ -75,7 +75,7 @@ def write(
       if key in contents['differences']
     ]
     lines += ['', '## Differences of the configurations', '']
-    lines += _table(['key', *labels], rows)
+    lines += table(['key', *labels], rows)
   drawn = {}
   for section in contents['sections']:
     lines += ['', f'## {section["title"]}', '']
@@ -104,7 +104,8 @@ def escape(text: Any) -> str:
   return ''.join(f'\\{c}' if c in _MARKS else c for c in text)
 
 
-def _table(titles: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
+def table(titles: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
+  """Returns the lines of a table whose cells are shown as they are."""
   lines = [titles, ['---'] * len(titles), *rows]
   return [
     '| ' + ' | '.join(x if x == '---' else escape(x) for x in line) + ' |'

@@ -1,0 +1,341 @@
+"""Reads and writes low-rank adapters in the format of PEFT.
+
+    adapter_config.json          ranks, alphas, and how the adapters compute
+    adapter_model.safetensors    lora_A [rank, in] and lora_B [out, rank] of
+                                 each matrix that has an adapter
+
+In files each matrix may have a rank and a scale of its own. Our layers are
+stacked, so the adapters of a stack have one rank, that of the largest, and one
+scale. Where a rank is smaller, A and B are filled with zeros: these have
+gradients of zero, and stay zero. Where a scale differs, B takes the difference.
+
+PEFT on `transformers` 5 keeps the experts of a layer in one parameter, and so
+their adapters in one tensor, in which A is shared by gate_proj and up_proj. We
+read that too, and write the experts one by one, which PEFT reads in all its
+versions.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import json
+import math
+import pathlib
+import re
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax import hub
+from stppo_jax.models import config as model_config
+from stppo_jax.models.hf import families
+from stppo_jax.models.hf import safetensors_file
+from stppo_jax.models.hf import weight_files
+
+CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
+_PREFIX = 'base_model.model.'
+_TENSOR = re.compile(r'base_model\.model\.(.+)\.(lora_[AB])\.weight')
+_EXPERTS = re.compile(r'(.+\.experts)(\.base_layer)?')
+_FUSED, _DOWN = 'gate_up_proj', 'down_proj'
+# Options that change nothing that a finished adapter computes.
+_HARMLESS = (
+  *('r', 'lora_alpha', 'rank_pattern', 'alpha_pattern', 'use_rslora'),
+  *('target_modules', 'target_parameters', 'exclude_modules'),
+  *('layers_to_transform', 'layers_pattern', 'lora_dropout', 'inference_mode'),
+  *('auto_mapping', 'base_model_name_or_path', 'revision', 'task_type'),
+  *('peft_version', 'runtime_config', 'megatron_core', 'qalora_group_size'),
+  *('eva_config', 'loftq_config', 'ensure_weight_tying'),
+)
+# The values of other options that mean what is computed here. The methods that
+# start adapters from parts of the base, such as pissa, change the base too.
+_COMPUTED: Mapping[str, tuple[Any, ...]] = {
+  'peft_type': ('LORA',),
+  'bias': ('none',),
+  'init_lora_weights': (True, False, 'gaussian', 'orthogonal', 'eva'),
+}
+
+
+class _Matrices(NamedTuple):
+  """The adapters of a matrix, or of that of all experts of a layer.
+
+  Attributes:
+    name: its name in the model; that of all experts has '*' for the number.
+    rank: columns of A.
+    scale: the factor of A B.
+    read: returns A [..., rank, in] and B [..., out, rank].
+  """
+
+  name: str
+  rank: int
+  scale: float
+  read: Callable[[], tuple[np.ndarray, np.ndarray]]
+
+  @property
+  def layer(self) -> str:
+    """The name of our layer, such as 'layers/q_proj'."""
+    experts = 'moe/' if '.experts.' in self.name else ''
+    return f'layers/{experts}{self.name.rpartition(".")[2]}'
+
+
+def options(directory: str | pathlib.Path) -> dict[str, Any]:
+  """Returns the options of adapters, those of `lora.Lora`, by their names.
+
+  Raises:
+    ValueError: the directory has no adapters, or such as compute otherwise; one
+      line.
+  """
+  config, found = _open(directory)
+  rslora = bool(config.get('use_rslora'))
+  ranks: dict[str, int] = {}
+  scales: dict[str, float] = {}
+  for each in found:
+    ranks[each.layer] = max(ranks.get(each.layer, 0), each.rank)
+    scales.setdefault(each.layer, each.scale)
+  alphas = {
+    layer: scales[layer] * (math.sqrt(rank) if rslora else rank)
+    for layer, rank in ranks.items()
+  }
+  rank, alpha = int(config['r']), float(config['lora_alpha'])
+  return {
+    'rank': rank,
+    'alpha': alpha,
+    'targets': f'^({"|".join(sorted(ranks))})$',
+    'rank_pattern': tuple(f'^{x}$={n}' for x, n in ranks.items() if n != rank),
+    'alpha_pattern': tuple(
+      f'^{layer}$={x}'
+      for layer, x in alphas.items()
+      if not math.isclose(x, alpha)
+    ),
+    'rslora': rslora,
+  }
+
+
+def read(
+  directory: str | pathlib.Path,
+  config: model_config.ModelConfig,
+  lora: Any,
+  shapes: Any,
+) -> Mapping[str, Any]:
+  """Returns adapters as numpy arrays, float32.
+
+  Args:
+    directory: the directory, or a name of the Hub.
+    config: the shape of the model.
+    lora: the `lora.Lora` of the adapters.
+    shapes: the tree of the adapters with the shapes of its leaves.
+
+  Raises:
+    ValueError: a tensor is of no matrix that may have adapters here, has
+      another shape, or is not finite; one line.
+  """
+  # Imported late, here and below: the check of a config needs no jax.
+  from flax import traverse_util
+
+  flat: dict[str, Any] = traverse_util.flatten_dict(shapes, sep='/')
+  leaves = {x: np.zeros(leaf.shape, np.float32) for x, leaf in flat.items()}
+  places = {name: (layer, index) for name, layer, index in _places(config)}
+  for each in _open(directory)[1]:
+    layer, index = places.get(each.name, ('', ()))
+    if f'{layer}/lora_a' not in leaves:
+      raise ValueError(
+        f'{directory}: {each.name} can have no adapter in this model'
+      )
+    ratio = each.scale / lora.scale_of(layer)
+    for key, values in zip('ab', each.read()):
+      values = np.swapaxes(values, -1, -2).astype(np.float32)
+      leaf = leaves[f'{layer}/lora_{key}'][index]
+      part = leaf[..., : each.rank] if key == 'a' else leaf[..., : each.rank, :]
+      if values.shape != part.shape or not np.isfinite(values).all():
+        raise ValueError(
+          f'{directory}: lora_{key.upper()} of {each.name} must be finite and '
+          f'of shape {part.shape[-2:][::-1]}, not {values.shape[-2:][::-1]}'
+        )
+      part[...] = values * ratio if key == 'b' else values
+  return traverse_util.unflatten_dict(leaves, sep='/')
+
+
+def write(
+  folder: pathlib.Path,
+  config: model_config.ModelConfig,
+  lora: Any,
+  adapters: Mapping[str, Any],
+  *,
+  base: str,
+  dtype: str,
+) -> None:
+  """Writes adapters into a folder.
+
+  Args:
+    folder: an empty folder.
+    config: the shape of the model.
+    lora: the `lora.Lora` of the adapters.
+    adapters: the tree of the adapters.
+    base: the place of the weights under the adapters.
+    dtype: dtype of the tensors; a key of `safetensors_file.DTYPES`.
+  """
+  from flax import traverse_util
+
+  leaves = {
+    name: np.asarray(leaf)
+    for name, leaf in traverse_util.flatten_dict(adapters, sep='/').items()
+  }
+  tensors = {
+    f'{_PREFIX}{name}.lora_{key.upper()}.weight': leaves[f'{layer}/lora_{key}'][
+      index
+    ].T
+    for name, layer, index in _places(config)
+    if f'{layer}/lora_a' in leaves and '*' not in name
+    for key in 'ab'
+  }
+  layers = sorted({x.rpartition('/')[0] for x in leaves if 'lora_' in x})
+  # Of experts, PEFT takes the rank from here, whatever its patterns say, and
+  # doubles rank and alpha of gate and up, which only keeps alpha / rank.
+  first = next((x for x in layers if '/moe/' in x), layers[0])
+  rslora = lora.rslora and '/moe/' not in first
+  ranks = {x.rpartition('/')[2]: lora.rank_of(x) for x in layers}
+  root = math.sqrt if rslora else float
+  alphas = {
+    x.rpartition('/')[2]: lora.scale_of(x) * root(lora.rank_of(x))
+    for x in layers
+  }
+  rank, alpha = (x[first.rpartition('/')[2]] for x in (ranks, alphas))
+  repository, revision = hub.split(base) if hub.is_name(base) else (base, '')
+  content = {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': repository or None,
+    'revision': revision or None,
+    'inference_mode': True,
+    'r': rank,
+    'lora_alpha': alpha,
+    'rank_pattern': {x: n for x, n in ranks.items() if n != rank},
+    'alpha_pattern': {x: n for x, n in alphas.items() if n != alpha},
+    'use_rslora': rslora,
+    'target_modules': sorted(ranks),
+    'lora_dropout': 0.0,
+    'bias': 'none',
+  }
+  text = json.dumps(content, indent=2) + '\n'
+  (folder / CONFIG).write_text(text, encoding='utf-8')
+  with open(folder / WEIGHTS, 'wb') as file:
+    shapes = {name: x.shape for name, x in tensors.items()}
+    safetensors_file.write(file, shapes, dtype, tensors.values())
+
+
+def _places(
+  config: model_config.ModelConfig,
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+  """Yields each matrix by its name, with our layer and the index there."""
+  for entry in families.entries(config):
+    *layer, leaf = entry.path
+    name = entry.hf_name.removesuffix('.weight')
+    if leaf != 'kernel':
+      continue
+    yield name, '/'.join(layer), entry.index
+    if entry.index[1:] == (0,):
+      together = name.replace('.experts.0.', '.experts.*.')
+      yield together, '/'.join(layer), entry.index[:1]
+
+
+def _open(
+  directory: str | pathlib.Path,
+) -> tuple[dict[str, Any], list[_Matrices]]:
+  """Returns the config of adapters, and what they belong to, without values.
+
+  Raises:
+    ValueError: see `options`.
+  """
+  folder = hub.local_folder(directory)
+  if not (folder / CONFIG).is_file():
+    raise ValueError(f'no {CONFIG} in {directory}')
+  config = weight_files.read_json(folder / CONFIG)
+  _check(folder / CONFIG, config)
+  # The weights of adapters are small, but no `json`.
+  folder = hub.local_folder(directory, (WEIGHTS,))
+  if not (folder / WEIGHTS).is_file():
+    raise ValueError(f'no {WEIGHTS} in {directory}')
+  tensors = safetensors_file.read_header(folder / WEIGHTS)
+  pairs: dict[str, dict[str, safetensors_file.Tensor]] = {}
+  for name, tensor in tensors.items():
+    match = _TENSOR.fullmatch(name)
+    if match is None:
+      raise ValueError(
+        f'{folder / WEIGHTS}: {name} is no A or B of a matrix, which is all '
+        'that is supported'
+      )
+    pairs.setdefault(match[1], {})[match[2]] = tensor
+  for name, pair in pairs.items():
+    if len(pair) != 2:
+      raise ValueError(f'{folder / WEIGHTS}: {name} has {min(pair)} alone')
+  return config, [
+    matrices
+    for name, pair in pairs.items()
+    for matrices in _matrices(config, name, pair)
+  ]
+
+
+def _check(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+  """Raises ValueError for an option that would compute something else."""
+  for name, value in config.items():
+    allowed = _COMPUTED.get(name, ())
+    if name not in _HARMLESS and value and value not in allowed:
+      supported = ', '.join(map(repr, allowed)) or 'none'
+      raise ValueError(
+        f'{path}: {name}={value!r} is not supported; supported: {supported}'
+      )
+  for name in ('r', 'lora_alpha'):
+    number = config.get(name)
+    if not isinstance(number, int | float) or number <= 0:
+      raise ValueError(f'{path}: {name}={number!r}: must be greater than 0')
+  for name in ('rank_pattern', 'alpha_pattern'):
+    if not isinstance(config.get(name) or {}, dict):
+      raise ValueError(f'{path}: {name}: must be an object')
+
+
+def _matrices(
+  config: Mapping[str, Any],
+  name: str,
+  pair: Mapping[str, safetensors_file.Tensor],
+) -> Iterator[_Matrices]:
+  """Yields the adapters in two tensors: several, of the experts of a layer."""
+  a, b = pair['lora_A'], pair['lora_B']
+  match = _EXPERTS.fullmatch(name)
+  if match is None:
+    rank, scale = _rank_and_scale(config, name)
+    yield _Matrices(name, rank, scale, lambda: (a.read(), b.read()))
+    return
+  # Of two parameters, the first is the inner one. If it is alone, its name
+  # tells which one it is.
+  targets = config.get('target_parameters') or ()
+  fused = any(x.endswith(_FUSED) for x in targets)
+  is_alone = not any(x.endswith(_DOWN) for x in targets)
+  parameter = _FUSED if fused and (match[2] or is_alone) else _DOWN
+  rank, scale = _rank_and_scale(config, f'{match[1]}.{parameter}')
+  names = ('gate_proj', 'up_proj') if parameter == _FUSED else (_DOWN,)
+  for number, projection in enumerate(names):
+
+    def together(number=number):
+      a_XRK = a.read().reshape(-1, rank, a.shape[1])
+      b_NRX = b.read().reshape(b.shape[0], rank, -1)
+      part = np.split(b_NRX, len(names))[number]
+      return a_XRK, part.transpose(2, 0, 1)
+
+    yield _Matrices(f'{match[1]}.*.{projection}', rank, scale, together)
+
+
+def _rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+  """Returns rank and scale of the adapter of a matrix."""
+  rank, alpha = (
+    next(
+      (
+        number
+        for pattern, number in (config.get(f'{key}_pattern') or {}).items()
+        if re.match(rf'(.*\.)?({pattern})$', name)
+      ),
+      default,
+    )
+    for key, default in (('rank', config['r']), ('alpha', config['lora_alpha']))
+  )
+  root = math.sqrt if config.get('use_rslora') else float
+  return int(rank), alpha / root(rank)

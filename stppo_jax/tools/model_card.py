@@ -1,0 +1,142 @@
+"""Writes the model card of an exported policy, and pushes it to the Hub."""
+
+from collections.abc import Iterator
+import json
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import stppo_jax
+from stppo_jax import hub
+from stppo_jax import settings
+from stppo_jax.configs import base
+from stppo_jax.records import headline
+from stppo_jax.records import plots
+from stppo_jax.records import scrubbing
+from stppo_jax.tools.report import markdown
+from stppo_jax.workdir import run_folder
+
+CARD, _CURVE = 'README.md', 'learning_curve.png'
+_MOST_ROWS = 12  # of the table of evaluations
+_LICENCE = re.compile(r'^license(?:_name|_link)?: *\S.*$', re.MULTILINE)
+# Files and servers of one machine mean nothing to others.
+_PRIVATE = re.compile('[/~.]|.*://')
+
+
+def write(
+  folder: pathlib.Path,
+  config: Any,
+  workdir: pathlib.Path,
+  *,
+  name: str,
+  step: int,
+  adapters: bool,
+) -> None:
+  """Adds card, learning curve and licence to an export; a card there is kept.
+
+  Args:
+    folder: the exported policy.
+    config: the config of its run, with its start as the model.
+    workdir: the folder of the run.
+    name: the name of the model on the Hub.
+    step: the step of the checkpoint.
+    adapters: whether the export has adapters alone.
+  """
+  lines = (workdir / run_folder.METRICS).read_text('utf-8').splitlines()
+  metrics = [x for line in lines if (x := json.loads(line))['step'] <= step]
+  plots.learning_curve(
+    workdir / run_folder.METRICS, folder / _CURVE, title=config.title
+  )
+  source = hub.local_folder(config.model.path) if config.model.path else None
+  for path in source.glob('LICENSE*') if source else ():
+    shutil.copyfile(path, folder / path.name)
+  if not (folder / CARD).exists():
+    text = '\n'.join(
+      _lines(config, metrics, source, name, step, adapters=adapters)
+    )
+    (folder / CARD).write_text(text + '\n', encoding='utf-8')
+
+
+def _lines(
+  config, metrics, source, name, step, *, adapters: bool
+) -> Iterator[str]:
+  """Yields the lines of a card."""
+  card = source / CARD if source else None
+  head = card.read_text('utf-8') if card and card.is_file() else ''
+  licence = _LICENCE.findall(head.split('\n---', 1)[0])
+  repository, commit = hub.split(config.model.path)
+  is_named = hub.is_name(config.model.path)
+  yield from ('---', *licence)
+  if is_named:
+    kind = 'adapter' if adapters else 'finetune'
+    yield from (f'base_model: {repository}', f'base_model_relation: {kind}')
+  yield f'library_name: {"peft" if adapters else "transformers"}'
+  yield from ('pipeline_tag: text-generation', 'tags:', '- stppo_jax', '---')
+  yield from ('', f'# {markdown.escape(name)}', '')
+  start = 'weights of its own'
+  if is_named:
+    start = f'[{repository}](https://huggingface.co/{repository}) at {commit}'
+  yield (
+    f'The policy after step {step} of {config.num_steps} of '
+    f'{markdown.escape(config.title)}, trained from {start} with stppo_jax '
+    f'{stppo_jax.__version__}.'
+  )
+  if source and not licence:
+    yield from ('', 'The licence of the model that it was trained from is not')
+    yield 'known: state it before you share this one.'
+  yield from ('', '## Data', '')
+  names = ('env.name', 'data.name', 'data.train', 'data.evaluation')
+  values = settings.flatten(config)
+  yield from markdown.table(
+    ('key', 'value'),
+    [(x, values[x]) for x in (*names, 'data.corpus') if values[x]],
+  )
+  yield from ('', '## Learning curve', '', f'![Learning curve]({_CURVE})', '')
+  rows = [
+    (x['step'], f'{score:.3f}')
+    for x in metrics
+    if (score := headline.mean_score(x)) is not None
+  ]
+  if rows:
+    # Every nth one up to the last, with n rounded up.
+    kept = rows[::-1][:: -(-len(rows) // _MOST_ROWS)][::-1]
+    yield from markdown.table(('step', 'evaluation'), kept)
+  yield from ('', '## Configuration', '')
+  yield from (
+    'The keys that differ from `configs/base.py`, without the files',
+    '',
+  )
+  known = settings.flatten(base.get_config())
+  values = scrubbing.scrubbed_plain(values)
+  yield from markdown.table(
+    ('key', 'value'),
+    [
+      (key, value)
+      for key, value in sorted(values.items())
+      if value != scrubbing.scrubbed_plain(known).get(key)
+      and not _PRIVATE.match(str(value))
+    ],
+  )
+
+
+def push(folder: pathlib.Path, name: str, *, yes: bool) -> None:
+  """Pushes an export to the Hub, or prints what would be pushed.
+
+  Raises:
+    HubError: the Hub is out of reach, or refuses.
+  """
+  names = [
+    path.name
+    for path in sorted(folder.iterdir())
+    if path.is_file() and path.name not in run_folder.MARKS
+  ]
+  if yes:
+    print(f'pushed: {hub.push(folder, names, name)}')
+    return
+  for file in names:
+    print(f'would push {file}: {(folder / file).stat().st_size:,} bytes')
+  print(
+    f'to {hub.address(name)}, which is private if it is new; look at '
+    f'{folder / CARD}, then repeat the command with --yes'
+  )

@@ -1,0 +1,92 @@
+"""Adapters of PEFT leave a run, and another run starts from them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models.hf import peft
+from stppo_jax.training import checkpoint_state
+from stppo_jax.workdir import recorded_config
+from tests.training import runs
+
+_LORA = {
+  'model__lora__rank': 2,
+  'model__lora__targets': '(q|o|up)_proj',
+  'model__lora__rank_pattern': "('up_proj=3',)",
+  'model__lora__rslora': True,
+  'policy_optimizer__learning_rate': 0.01,
+  'policy_optimizer__warmup_updates': 0,
+}
+
+
+@pytest.fixture(scope='module')
+def trained(finished, tmp_path_factory):
+  """The folder of a run with adapters, and that of its exported adapters."""
+  workdir = tmp_path_factory.mktemp('trained')
+  out = tmp_path_factory.mktemp('exported') / 'adapters'
+  base = {'model__path': finished / 'policy', 'num_steps': 1}
+  assert runs.train(workdir, **base, **_LORA) == 0
+  flags = [f'--workdir={workdir}', f'--out={out}', '--adapters']
+  assert __main__.main(['export', *flags]) == 0
+  return workdir, out
+
+
+def test_exported_adapters_are_those_of_the_checkpoint(trained, finished):
+  workdir, out = trained
+  config = recorded_config.read(workdir)
+  policy = checkpoint_state.read_policy(config, workdir, step=None)
+  shapes = jax.eval_shape(lambda x: x, policy.trained)
+  model = policy.learner.models.policy
+  adapters = peft.read(out, model.config, model.lora, shapes)
+  jax.tree.map(np.testing.assert_allclose, adapters, policy.trained)
+  assert all(np.any(leaf) for leaf in jax.tree.leaves(adapters))
+  content = json.loads((out / peft.CONFIG).read_text())
+  assert content['base_model_name_or_path'] == str(finished / 'policy')
+  assert (content['r'], content['rank_pattern']) == (2, {'up_proj': 3})
+  assert (out / 'tokenizer.json').is_file()
+  assert not list(out.glob('model*'))
+
+
+def test_a_run_starts_from_adapters(trained, finished):
+  """Policy and value model are those of the run that has left them."""
+  workdir, out = trained
+  config = runs.config(
+    model__path=finished / 'policy', model__lora__path=out, seed=5
+  )
+  assert config.model.lora.rank == 2
+  assert config.model.lora.rslora
+  learner = runs.learner(config)
+  assert isinstance(learner, learner_lib.Learner)
+  state = learner.start()
+  theirs = checkpoint_state.read_policy(
+    recorded_config.read(workdir), workdir, step=None
+  )
+  compare = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
+  jax.tree.map(compare, state.policy.params, theirs.trained)
+  value = {'layers': state.value.params['layers']}
+  jax.tree.map(compare, value, theirs.trained)
+  merged = learner.merged_params(state.params)
+  jax.tree.map(compare, merged, theirs.params)
+
+
+def test_a_run_with_other_adapters_than_it_tells_is_refused(
+  trained, finished, tmp_path, capsys
+):
+  _, out = trained
+  flags = {'model__path': finished / 'policy', 'model__lora__path': out}
+  assert runs.train(tmp_path / 'run', model__lora__rank=4, **flags) == 2
+  error = capsys.readouterr().err
+  assert 'config.model.lora.rank=4: must be 2, as in model.lora.path=' in error
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_run_without_adapters_exports_none(finished, tmp_path, capsys):
+  flags = [f'--workdir={finished}', f'--out={tmp_path}', '--adapters']
+  assert __main__.main(['export', *flags]) == 2
+  assert (
+    f'--adapters: the run in {finished} has none' in capsys.readouterr().err
+  )
