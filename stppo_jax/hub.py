@@ -163,15 +163,12 @@ def _described(
   logging.getLogger(__name__).debug('%s', name, exc_info=error)
   repository, revision = split(name)
   hub = constants.ENDPOINT
-  # Where the cache is searched after a failed request, that is the cause.
-  cause: Any = error
-  while (
-    isinstance(
-      cause, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)
-    )
-    and cause.__cause__
-  ):
-    cause = cause.__cause__
+  # The library wraps errors, such as when the cache lacks a file, too.
+  causes: list[Any] = [error]
+  while causes[-1].__cause__ is not None:
+    causes.append(causes[-1].__cause__)
+  answers = errors.HfHubHTTPError, errors.OfflineModeIsEnabled
+  cause = next((x for x in causes if isinstance(x, answers)), causes[-1])
   status = getattr(getattr(cause, 'response', None), 'status_code', None)
   if isinstance(cause, errors.GatedRepoError):
     line = (

@@ -82,7 +82,7 @@ class Hub:
 
 
 class _Refused(Exception):
-  """A request that is answered with a status and the code of an error."""
+  """A request that is answered with a status, a code and perhaps content."""
 
 
 @contextlib.contextmanager
@@ -128,8 +128,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     try:
       headers, content = self._content(url.path, body)
     except _Refused as error:
-      status, code = error.args
-      self._answer(status, b'', {'X-Error-Code': code})
+      status, code, *content = error.args
+      content = content[0] if content else b''
+      self._answer(status, content, {'X-Error-Code': code})
       return
     status = 200
     if match := re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range') or ''):
@@ -158,6 +159,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     path = urllib.parse.unquote(path)
     if path == '/api/repos/create':
       return {}, self._create(json.loads(body))
+    if path == '/api/validate-yaml':  # the head of a card
+      return {}, _json({'errors': [], 'warnings': []})
     if match := _UPLOAD.fullmatch(path):
       assert hashlib.sha256(body).hexdigest() == match[1]
       self.state.uploads[match[1]] = body
@@ -218,12 +221,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     name = '/'.join(
       x for x in (wanted.get('organization'), wanted['name']) if x
     )
+    answer = _json({'url': f'{self.state.address}/{name}', 'id': name})
     if name in self.state.models:
-      raise _Refused(409, '')
+      raise _Refused(409, '', answer)
     self.state.created.append(wanted)
     model = self.state.models[name] = Repository()
     model.commit({'.gitattributes': b''})
-    return _json({'url': f'{self.state.address}/{name}', 'id': name})
+    return answer
 
   def _preupload(self, model, name, body):
     del model, name
@@ -256,6 +260,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       if line['key'] == 'file':
         data = base64.b64decode(line['value']['content'])
         files[line['value']['path']] = data
+      elif line['key'] == 'deletedFile':
+        del files[line['value']['path']]
       elif line['key'] == 'lfsFile':
         files[line['value']['path']] = self.state.uploads[line['value']['oid']]
     commit = model.commit(files)
