@@ -119,10 +119,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # The linear layers that get an adapter: a regular expression, sought
           # in names such as layers/q_proj. Experts must be named as moe/.
           'targets': '(q|k|v|o|gate|up|down)_proj$',
-          # Ranks and alphas of some of these layers, such as ('down_proj$=8',):
-          # the number behind the first expression that is found in a name.
+          # The ranks of some of these layers, such as ('down_proj$=8',): the
+          # number behind the first expression that is found in a name.
           'rank_pattern': (),
-          'alpha_pattern': (),
+          'alpha_pattern': (),  # written like rank_pattern
           'rslora': False,  # alpha / sqrt(rank) is the scale instead
         },
         # own: the value model has layers and an optimiser of its own. shared:

@@ -22,7 +22,7 @@ _COMMIT = re.compile('[0-9a-f]{40}')
 _MAIN = 'main'
 # All but the weights, which few commands need: what says how a model is built,
 # its tokenizer, its licence, and the weights of an adapter.
-_SMALL = ('*.json', '*.jinja', '*.txt', 'tokenizer*', 'README.md', 'LICENSE*')
+SMALL = ('*.json', '*.jinja', '*.txt', 'tokenizer*', 'README.md', 'LICENSE*')
 _SHOWN = 3  # the most files that an error lists
 
 
@@ -74,7 +74,19 @@ def local_folder(
   """
   if not is_name(place):
     return buckets.local_folder(place)
-  return _downloaded(str(place), tuple(files or _SMALL))
+  return _downloaded(str(place), tuple(files or SMALL))
+
+
+def file_names(place: str | pathlib.Path) -> list[str]:
+  """Returns the names of the files of a model, whether they are here or not.
+
+  Raises:
+    HubError, BucketError: see `local_folder`.
+  """
+  folder = local_folder(place)
+  if is_name(place) and (tree := _tree(str(place))) is not None:
+    return [file.path for file in tree]
+  return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def split(name: str) -> tuple[str, str]:
@@ -93,7 +105,7 @@ def _commit(name: str) -> str:
     api = huggingface_hub.HfApi()
     return api.resolve_revision(repository, revision=revision).resolved
   except Exception as error:
-    raise _described(name, error, _SMALL) from error
+    raise _described(name, error, SMALL) from error
 
 
 @functools.cache
@@ -199,16 +211,26 @@ def _described(
   return HubError(f'{name}: {line}', exits.USAGE)
 
 
+def _tree(name: str) -> list[Any] | None:
+  """Returns the files of a model as the cache knows them; None: it does not."""
+  import huggingface_hub
+  from huggingface_hub import errors
+
+  repository, revision = split(name)
+  try:
+    return huggingface_hub.get_cached_repo_tree(repository, revision=revision)
+  except errors.CachedRepoTreeNotFoundError:
+    return None
+
+
 def _missing(repository: str, revision: str, files: Sequence[str]) -> str:
   """Returns which files of a model the cache lacks, in words."""
   import huggingface_hub
   from huggingface_hub import constants
-  from huggingface_hub import errors
   from huggingface_hub import utils
 
-  try:
-    tree = huggingface_hub.get_cached_repo_tree(repository, revision=revision)
-  except errors.CachedRepoTreeNotFoundError:
+  tree = _tree(f'{repository}@{revision}')
+  if tree is None:
     return (
       f'no such folder, no file of it in the cache {constants.HF_HUB_CACHE}'
     )

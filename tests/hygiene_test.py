@@ -95,7 +95,14 @@ def _call_problems(call: ast.Call) -> Iterator[str]:
     if function.attr == 'get' and 'config' in _names(function.value):
       yield 'config.get(): a hidden default'
     module = _last_name(function.value)
-    if function.attr in _UNSAFE_FUNCTIONS.get(module, ()):
+    # The one option of torch.load with which it runs no code.
+    is_safe = any(
+      option.arg == 'weights_only'
+      and isinstance(option.value, ast.Constant)
+      and option.value.value is True
+      for option in call.keywords
+    )
+    if function.attr in _UNSAFE_FUNCTIONS.get(module, ()) and not is_safe:
       yield f'{module}.{function.attr}()'
     if function.attr in _RUNS_MODULES:
       yield f'{function.attr}(): {_NEW_CODE}'
@@ -315,6 +322,8 @@ def test_a_room_can_be_looked_over():
     ('os.system(text)', 'os.system()'),
     ('jax.default_backend()', 'ask the mesh'),
     ('yaml.load(text)', 'yaml.load()'),
+    ('torch.load(file)', 'torch.load()'),
+    ('torch.load(file, weights_only=False)', 'torch.load()'),
     ('importlib.import_module(name)', 'import_module(): code by name'),
     ('subprocess.run(text, shell=True)', 'shell=True'),
     ('load(path, trust_remote_code=True)', 'trust_remote_code=True'),

@@ -73,6 +73,7 @@ HOMES = {
   'tensorflow_datasets': ('data.tfds_store',),
   'fsspec': ('buckets', 'records.checkpoints'),
   'huggingface_hub': ('hub',),
+  'torch': ('tools.torch_files',),
   'gcsfs': ('records.checkpoints',),
   'pyarrow': ('data.tables',),
   'aiohttp': ('http',),
@@ -102,7 +103,7 @@ HOMES = {
   'rich': ('records',),
   'packaging': ('tools.machine',),
   'absl': ('tools.serving', 'commands'),
-  'safetensors': ('models.hf.safetensors_file',),
+  'safetensors': ('models.hf.safetensors_file', 'tools.torch_files'),
 }
 
 # The maths neither reads nor writes nor logs.

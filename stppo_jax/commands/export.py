@@ -23,6 +23,7 @@ No other input of the run is needed.
 """
 
 from collections.abc import Sequence
+import functools
 import pathlib
 from typing import Any
 
@@ -77,16 +78,31 @@ def main(argv: Sequence[str]) -> int:
         )
       errors = errors or _out_problems(flags, recorded, workdir)
   command_line.refuse(errors)
-  return checkpoints.export(
+  export = functools.partial(
+    checkpoints.export,
     config.lock(),
     bucket_files.opened(flags.workdir),
     flags.out,
     step=flags.step,
     dtype=flags.dtype,
     adapters=flags.adapters,
-    push_to_hub=name,
-    yes=flags.yes,
   )
+  if not name:
+    return export()
+  # Imported late, because it loads the library that draws.
+  from stppo_jax.tools.report import model_card
+
+  out = pathlib.Path(flags.out)
+  card = functools.partial(
+    model_card.write,
+    out,
+    bucket_files.opened(flags.workdir),
+    name=name,
+    adapters=flags.adapters,
+  )
+  export(also=lambda policy: card(policy.config, policy.step))
+  model_card.push(out, name, yes=flags.yes)
+  return 0
 
 
 def _out_problems(flags: Any, config: Any, workdir: pathlib.Path) -> list[str]:

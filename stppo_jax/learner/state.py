@@ -90,7 +90,7 @@ def init(
     weights: a policy's weights without adapters; donate them: they become the
       trained weights or, in the dtype they come in, the frozen base.
     key: the random key of the adapters.
-    adapters: those that both models start from; None: fresh ones.
+    adapters: the adapters that both models start from; None: fresh ones.
     models: policy and value model.
     optimizers: their optimisers.
 

@@ -1,4 +1,6 @@
-"""Defines the layers that others are made of: a matrix product and a norm."""
+"""Defines the layers that others are made of: matrices and a norm."""
+
+from typing import Any
 
 from flax import nnx
 import jax
@@ -39,6 +41,34 @@ class Linear(nnx.Module):
     if self.use_bias:
       y = y + self.bias[...].astype(x.dtype)[None]
     return y.reshape(*x.shape[:-1], -1)
+
+
+class Kernel(nnx.Module):
+  """Holds a matrix without adapters, such as a router."""
+
+  def __init__(self, *shape: int, rngs: nnx.Rngs):
+    self.kernel = nnx.Param(INITIALIZER(rngs.params(), shape))
+
+
+class Experts(Kernel):
+  """Holds one matrix of every expert [X, in, out], and its adapters."""
+
+  def __init__(self, *shape: int, rngs: nnx.Rngs):
+    super().__init__(*shape, rngs=rngs)
+    self.adapter_scale = None
+
+  def adapt(self, a: Array, b: Array, *, scale: float) -> None:
+    """Adds scale a @ b to the matrix of every expert, see `lora`."""
+    self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
+    self.adapter_scale = scale
+
+  def matrices(self, dtype: Any) -> tuple[Array, ...]:
+    """Returns W and, with adapters, A [X, in, rank] and scale B."""
+    w_XKN = self.kernel[...].astype(dtype)
+    if self.adapter_scale is None:
+      return (w_XKN,)
+    b_XRN = self.adapter_scale * self.lora_b[...].astype(dtype)
+    return w_XKN, self.lora_a[...].astype(dtype), b_XRN
 
 
 class RMSNorm(nnx.Module):

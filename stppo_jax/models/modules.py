@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers as layers_lib
 from stppo_jax.models import lora as lora_lib
-from stppo_jax.models import moe
 from stppo_jax.models import transformer
 
 Array = jax.Array
@@ -143,12 +142,12 @@ def _adapt(
 
 def _linear_layers(
   module: nnx.Module,
-) -> dict[str, layers_lib.Linear | moe.Experts]:
+) -> dict[str, layers_lib.Linear | layers_lib.Experts]:
   """Returns the layers that may have adapters, named like 'layers/q_proj'."""
   return {
     '/'.join(map(str, path)): child
     for path, child in nnx.iter_modules(module)
-    if isinstance(child, layers_lib.Linear | moe.Experts)
+    if isinstance(child, layers_lib.Linear | layers_lib.Experts)
   }
 
 

@@ -54,37 +54,6 @@ class Routing:
   probs_BX: Array
 
 
-class Router(nnx.Module):
-  """Holds the router [D, X].
-
-  It is not a `layers.Linear`, so that it never gets adapters.
-  """
-
-  def __init__(self, *shape: int, rngs: nnx.Rngs):
-    self.kernel = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
-
-
-class Experts(Router):
-  """Holds one matrix of every expert [X, in, out], and its adapters."""
-
-  def __init__(self, *shape: int, rngs: nnx.Rngs):
-    super().__init__(*shape, rngs=rngs)
-    self.adapter_scale = None
-
-  def adapt(self, a: Array, b: Array, *, scale: float) -> None:
-    """Adds scale a @ b to the matrix of every expert, see `lora`."""
-    self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
-    self.adapter_scale = scale
-
-  def matrices(self, dtype: Any) -> tuple[Array, ...]:
-    """Returns W and, with adapters, A [X, in, rank] and scale B."""
-    w_XKN = self.kernel[...].astype(dtype)
-    if self.adapter_scale is None:
-      return (w_XKN,)
-    b_XRN = self.adapter_scale * self.lora_b[...].astype(dtype)
-    return w_XKN, self.lora_a[...].astype(dtype), b_XRN
-
-
 class MixtureOfExperts(nnx.Module):
   """Takes the place of the gated MLP with a router and experts.
 
@@ -105,10 +74,10 @@ class MixtureOfExperts(nnx.Module):
     self.config = c
     self.mesh = mesh
     X, D, F = c.num_experts, c.hidden_size, c.moe_intermediate_size
-    self.router = Router(D, X, rngs=rngs)
-    self.gate_proj = Experts(X, D, F, rngs=rngs)
-    self.up_proj = Experts(X, D, F, rngs=rngs)
-    self.down_proj = Experts(X, F, D, rngs=rngs)
+    self.router = layers.Kernel(D, X, rngs=rngs)
+    self.gate_proj = layers.Experts(X, D, F, rngs=rngs)
+    self.up_proj = layers.Experts(X, D, F, rngs=rngs)
+    self.down_proj = layers.Experts(X, F, D, rngs=rngs)
 
   def __call__(
     self,

@@ -3,8 +3,10 @@
 jax is imported where it is needed: a wrong flag is answered before.
 """
 
+from collections.abc import Callable
 import pathlib
 import time
+from typing import Any
 
 from stppo_jax import exits
 from stppo_jax import streams
@@ -98,8 +100,7 @@ def export(
   step: int | None,
   dtype: str,
   adapters: bool = False,
-  push_to_hub: str = '',
-  yes: bool = False,
+  also: Callable[[Any], None] = lambda policy: None,
 ) -> int:
   """Writes the policy of a checkpoint and prints its step.
 
@@ -116,9 +117,8 @@ def export(
     step: the checkpoint that is wanted; None: the newest valid one.
     dtype: the dtype of the weights in the files.
     adapters: whether to write the adapters alone, as PEFT does.
-    push_to_hub: the name of a model of the Hub that the directory is for; it
-      gets a model card. '': none.
-    yes: whether to push it there, and not only to print what would be pushed.
+    also: function of the policy, a `checkpoint_state.Policy`, that adds files
+      to the directory.
 
   Returns:
     The exit code.
@@ -156,22 +156,9 @@ def export(
         policy.tokenizer,
         dtype=dtype,
       )
-    if push_to_hub:
-      # Imported late, because it loads the library that draws.
-      from stppo_jax.tools import model_card
-
-      model_card.write(
-        out,
-        policy.config,
-        pathlib.Path(workdir),
-        name=push_to_hub,
-        step=policy.step,
-        adapters=adapters,
-      )
+    also(policy)
   except OSError as error:
     raise ExportFailed(f'{out}: {error}') from error
   what = 'the adapters of the policy' if adapters else 'the policy'
   print(f'{out}: {what} after step {policy.step}, {dtype}')
-  if push_to_hub:
-    model_card.push(out, push_to_hub, yes=yes)
   return 0

@@ -80,7 +80,9 @@ def test_the_help_of_a_section_has_its_keys(capsys):
   lines = _help(capsys, 'sft', '--help=model.lora').splitlines()
   assert lines[0] == 'model.lora' and lines[1].startswith('    Low-rank adap')
   keys = [line.split(' = ')[0] for line in lines[1:] if line[0] != ' ']
-  assert keys == ['model.lora.rank', 'model.lora.alpha', 'model.lora.targets']
+  names = ('path', 'rank', 'alpha', 'targets', 'rank_pattern')
+  names += ('alpha_pattern', 'rslora')
+  assert keys == [f'model.lora.{name}' for name in names]
   shown = _help(capsys, 'train', '--help=algorithm.bounds')
   assert "algorithm.bounds.name = 'fixed'\n    fixed | " in shown
   assert 'algorithm.bounds.most = 2.0\n    With entropy_scaled: ' in shown

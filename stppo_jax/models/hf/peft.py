@@ -85,8 +85,8 @@ def options(directory: str | pathlib.Path) -> dict[str, Any]:
     ValueError: the directory has no adapters, or such as compute otherwise; one
       line.
   """
-  config, found = _open(directory)
-  rslora = bool(config.get('use_rslora'))
+  content, found = _open(directory)
+  rslora = bool(content.get('use_rslora'))
   ranks: dict[str, int] = {}
   scales: dict[str, float] = {}
   for each in found:
@@ -96,7 +96,7 @@ def options(directory: str | pathlib.Path) -> dict[str, Any]:
     layer: scales[layer] * (math.sqrt(rank) if rslora else rank)
     for layer, rank in ranks.items()
   }
-  rank, alpha = int(config['r']), float(config['lora_alpha'])
+  rank, alpha = int(content['r']), float(content['lora_alpha'])
   return {
     'rank': rank,
     'alpha': alpha,
@@ -249,12 +249,16 @@ def _open(
   folder = hub.local_folder(directory)
   if not (folder / CONFIG).is_file():
     raise ValueError(f'no {CONFIG} in {directory}')
-  config = weight_files.read_json(folder / CONFIG)
-  _check(folder / CONFIG, config)
+  content = weight_files.read_json(folder / CONFIG)
+  _check(folder / CONFIG, content)
   # The weights of adapters are small, but no `json`.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    raise ValueError(f'no {WEIGHTS} in {directory}')
+    pickled = any(
+      map(weight_files.PICKLED.fullmatch, hub.file_names(directory))
+    )
+    advice = '; checkpoint convert makes it' if pickled else ''
+    raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
   tensors = safetensors_file.read_header(folder / WEIGHTS)
   pairs: dict[str, dict[str, safetensors_file.Tensor]] = {}
   for name, tensor in tensors.items():
@@ -268,16 +272,16 @@ def _open(
   for name, pair in pairs.items():
     if len(pair) != 2:
       raise ValueError(f'{folder / WEIGHTS}: {name} has {min(pair)} alone')
-  return config, [
+  return content, [
     matrices
     for name, pair in pairs.items()
-    for matrices in _matrices(config, name, pair)
+    for matrices in _matrices(content, name, pair)
   ]
 
 
-def _check(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+def _check(path: pathlib.Path, content: Mapping[str, Any]) -> None:
   """Raises ValueError for an option that would compute something else."""
-  for name, value in config.items():
+  for name, value in content.items():
     allowed = _COMPUTED.get(name, ())
     if name not in _HARMLESS and value and value not in allowed:
       supported = ', '.join(map(repr, allowed)) or 'none'
@@ -285,16 +289,16 @@ def _check(path: pathlib.Path, config: Mapping[str, Any]) -> None:
         f'{path}: {name}={value!r} is not supported; supported: {supported}'
       )
   for name in ('r', 'lora_alpha'):
-    number = config.get(name)
+    number = content.get(name)
     if not isinstance(number, int | float) or number <= 0:
       raise ValueError(f'{path}: {name}={number!r}: must be greater than 0')
   for name in ('rank_pattern', 'alpha_pattern'):
-    if not isinstance(config.get(name) or {}, dict):
+    if not isinstance(content.get(name) or {}, dict):
       raise ValueError(f'{path}: {name}: must be an object')
 
 
 def _matrices(
-  config: Mapping[str, Any],
+  content: Mapping[str, Any],
   name: str,
   pair: Mapping[str, safetensors_file.Tensor],
 ) -> Iterator[_Matrices]:
@@ -302,16 +306,16 @@ def _matrices(
   a, b = pair['lora_A'], pair['lora_B']
   match = _EXPERTS.fullmatch(name)
   if match is None:
-    rank, scale = _rank_and_scale(config, name)
+    rank, scale = _rank_and_scale(content, name)
     yield _Matrices(name, rank, scale, lambda: (a.read(), b.read()))
     return
   # Of two parameters, the first is the inner one. If it is alone, its name
   # tells which one it is.
-  targets = config.get('target_parameters') or ()
+  targets = content.get('target_parameters') or ()
   fused = any(x.endswith(_FUSED) for x in targets)
   is_alone = not any(x.endswith(_DOWN) for x in targets)
   parameter = _FUSED if fused and (match[2] or is_alone) else _DOWN
-  rank, scale = _rank_and_scale(config, f'{match[1]}.{parameter}')
+  rank, scale = _rank_and_scale(content, f'{match[1]}.{parameter}')
   names = ('gate_proj', 'up_proj') if parameter == _FUSED else (_DOWN,)
   for number, projection in enumerate(names):
 
@@ -324,18 +328,21 @@ def _matrices(
     yield _Matrices(f'{match[1]}.*.{projection}', rank, scale, together)
 
 
-def _rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
   """Returns rank and scale of the adapter of a matrix."""
   rank, alpha = (
     next(
       (
         number
-        for pattern, number in (config.get(f'{key}_pattern') or {}).items()
+        for pattern, number in (content.get(f'{key}_pattern') or {}).items()
         if re.match(rf'(.*\.)?({pattern})$', name)
       ),
       default,
     )
-    for key, default in (('rank', config['r']), ('alpha', config['lora_alpha']))
+    for key, default in (
+      ('rank', content['r']),
+      ('alpha', content['lora_alpha']),
+    )
   )
-  root = math.sqrt if config.get('use_rslora') else float
+  root = math.sqrt if content.get('use_rslora') else float
   return int(rank), alpha / root(rank)

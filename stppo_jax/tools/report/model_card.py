@@ -7,7 +7,6 @@ import re
 import shutil
 from typing import Any
 
-import stppo_jax
 from stppo_jax import hub
 from stppo_jax import settings
 from stppo_jax.configs import base
@@ -26,21 +25,21 @@ _PRIVATE = re.compile('[/~.]|.*://')
 
 def write(
   folder: pathlib.Path,
-  config: Any,
   workdir: pathlib.Path,
+  config: Any,
+  step: int,
   *,
   name: str,
-  step: int,
   adapters: bool,
 ) -> None:
   """Adds card, learning curve and licence to an export; a card there is kept.
 
   Args:
     folder: the exported policy.
-    config: the config of its run, with its start as the model.
-    workdir: the folder of the run.
-    name: the name of the model on the Hub.
+    workdir: the folder of its run.
+    config: the config of the run, with its start as the model.
     step: the step of the checkpoint.
+    name: the name of the model on the Hub.
     adapters: whether the export has adapters alone.
   """
   lines = (workdir / run_folder.METRICS).read_text('utf-8').splitlines()
@@ -74,13 +73,12 @@ def _lines(
   yield f'library_name: {"peft" if adapters else "transformers"}'
   yield from ('pipeline_tag: text-generation', 'tags:', '- stppo_jax', '---')
   yield from ('', f'# {markdown.escape(name)}', '')
-  start = 'weights of its own'
+  start = 'weights that are not on the Hub' if source else 'random weights'
   if is_named:
     start = f'[{repository}](https://huggingface.co/{repository}) at {commit}'
   yield (
     f'The policy after step {step} of {config.num_steps} of '
-    f'{markdown.escape(config.title)}, trained from {start} with stppo_jax '
-    f'{stppo_jax.__version__}.'
+    f'{markdown.escape(config.title)}, trained from {start} with stppo_jax.'
   )
   if source and not licence:
     yield from ('', 'The licence of the model that it was trained from is not')
@@ -103,10 +101,8 @@ def _lines(
     kept = rows[::-1][:: -(-len(rows) // _MOST_ROWS)][::-1]
     yield from markdown.table(('step', 'evaluation'), kept)
   yield from ('', '## Configuration', '')
-  yield from (
-    'The keys that differ from `configs/base.py`, without the files',
-    '',
-  )
+  yield 'The keys that differ from `configs/base.py`. Files and servers of the'
+  yield from ('machine are left out.', '')
   known = settings.flatten(base.get_config())
   values = scrubbing.scrubbed_plain(values)
   yield from markdown.table(

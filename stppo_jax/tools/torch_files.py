@@ -1,0 +1,66 @@
+"""Converts weights that PyTorch has written to safetensors."""
+
+import fnmatch
+import json
+import pathlib
+import shutil
+
+from stppo_jax import exits
+from stppo_jax import hub
+from stppo_jax.models.hf import weight_files
+
+_INDEX = 'pytorch_model.bin.index.json'
+
+
+def convert(place: str, out: pathlib.Path) -> int:
+  """Writes the weights of a model as safetensors; returns the exit code.
+
+  Args:
+    place: a Hugging Face directory, or the name of a model of the Hub.
+    out: a folder that is new or empty.
+
+  Raises:
+    Misconfigured: there are no such weights, a file holds something else,
+      PyTorch is missing, or the folder is not empty.
+  """
+  if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    raise exits.Misconfigured(f'--out={out}: must be a new or an empty folder')
+  try:
+    import safetensors.torch
+    import torch  # pyright: ignore[reportMissingImports]
+  except ImportError as error:
+    raise exits.Misconfigured(
+      "checkpoint convert: needs PyTorch: pip install '.[torch]' in the clone"
+    ) from error
+  names = filter(weight_files.PICKLED.fullmatch, hub.file_names(place))
+  if not (pickled := sorted(names)):
+    raise exits.Misconfigured(f'{place}: no pytorch_model.bin to convert')
+  folder = hub.local_folder(place, pickled)
+  out.mkdir(parents=True, exist_ok=True)
+  for name in pickled:
+    try:
+      # It unpickles tensors, and refuses whatever else a file may run.
+      tensors = torch.load(folder / name, map_location='cpu', weights_only=True)
+      # Copies, because tensors that share their memory cannot be saved.
+      tensors = {key: x.clone().contiguous() for key, x in tensors.items()}
+    except Exception as error:  # a damaged file gives any kind of them
+      reason = str(error).partition('\n')[0]
+      raise exits.Misconfigured(
+        f'{place}: {name} holds something else than weights ({reason})'
+      ) from error
+    safetensors.torch.save_file(tensors, out / _renamed(name), {'format': 'pt'})
+  for path in sorted(folder.iterdir()):
+    if path.name == _INDEX:
+      index = weight_files.read_json(path)
+      files = index['weight_map'].items()
+      index['weight_map'] = {key: _renamed(name) for key, name in files}
+      (out / weight_files.INDEX).write_text(json.dumps(index, indent=2))
+    elif any(fnmatch.fnmatch(path.name, pattern) for pattern in hub.SMALL):
+      shutil.copyfile(path, out / path.name)
+  print(f'{out}: {len(pickled)} file{"s" * (len(pickled) > 1)} converted')
+  return 0
+
+
+def _renamed(name: str) -> str:
+  """Returns the name of a file in the other format."""
+  return name.replace('pytorch_', '').replace('.bin', '.safetensors')
