@@ -6,12 +6,12 @@ the values of the keys that `configs/relations.py` names.
 
 from collections.abc import Callable
 from collections.abc import Iterator
-import contextlib
 import importlib.util
 import pathlib
 
 from stppo_jax import buckets
 from stppo_jax import hub
+from stppo_jax import settings
 from stppo_jax.configs import base
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
@@ -43,46 +43,31 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
       yield f'{key}={path!r}: no such file or folder'
 
 
-def adapter_exists(key: str, path) -> Iterator[str]:
-  """Checks that a key names adapters that can be trained further."""
-  for folder in _here(key, path, hub.local_folder):
+def adapter_options(config) -> Iterator[str]:
+  """Gives adapters the options of those that a run starts from.
+
+  Yields:
+    Why these cannot be trained further, and the keys that have other values.
+  """
+  path = settings.flatten(config).get('model.lora.path', '')
+  for folder in _here('model.lora.path', path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
-    elif not folder.exists():
-      yield f'{key}={path!r}: no such folder'
-    else:
-      try:
-        peft.options(path)
-      except ValueError as error:
-        yield f'{key}={path!r}: {error}'
-
-
-def with_adapter_options(config) -> None:
-  """Sets the keys of adapters to the values of those that a run starts from.
-
-  Adapters that cannot be read, and keys that have other values already, are
-  left to the check of the config.
-  """
-  lora, defaults = config.model.lora, base.get_config().model.lora
-  if lora.path:
-    with contextlib.suppress(ValueError, OSError):
-      for name, value in peft.options(lora.path).items():
-        if lora[name] == defaults[name]:
-          lora[name] = value
-
-
-def adapter_is_as_told(path, *values) -> Iterator[str]:
-  """Checks that the keys of adapters have the values of those in a path."""
-  try:
-    theirs = peft.options(path) if path else {}
-  except (ValueError, OSError):
-    return  # `adapter_exists` says why
-  for (name, wanted), value in zip(theirs.items(), values):
-    if value != wanted:
-      yield (
-        f'model.lora.{name}={value!r}: must be {wanted!r}, as in '
-        f'model.lora.path={path}, or left out'
-      )
+      return
+    try:
+      options = peft.options(path)
+    except ValueError as error:
+      yield f'model.lora.path={path!r}: {error}'
+      return
+    lora, defaults = config.model.lora, base.get_config().model.lora
+    for name, value in options.items():
+      if lora[name] == defaults[name]:
+        lora[name] = value
+      elif lora[name] != value:
+        yield (
+          f'model.lora.{name}={lora[name]!r}: must be {value!r}, as in '
+          f'model.lora.path={path}, or left out'
+        )
 
 
 def _here(
@@ -222,8 +207,6 @@ def url_is_valid(key: str, url) -> Iterator[str]:
 # another one.
 OF_THIS_MACHINE = (
   model_exists,
-  adapter_exists,
-  adapter_is_as_told,
   tokenizer_exists,
   file_exists,
   template_is_readable,

@@ -119,14 +119,6 @@ RELATIONS: tuple[Relation, ...] = (
     )
     for key in _OF_VALUES_ALONE
   ),
-  (
-    (
-      *('model.lora.path', 'model.lora.rank', 'model.lora.alpha'),
-      *('model.lora.targets', 'model.lora.rank_pattern'),
-      *('model.lora.alpha_pattern', 'model.lora.rslora'),
-    ),
-    external.adapter_is_as_told,
-  ),
   _refuse(
     'model.reference_memory',
     'model.lora.rank',

@@ -175,7 +175,7 @@ KEYS: Mapping[str, Key] = {
   'model.intermediate_size': _fixed(rules.POSITIVE),
   'model.lora.alpha': Key(rules.POSITIVE),
   'model.lora.alpha_pattern': Key(rules.ALPHAS, before=()),
-  'model.lora.path': Key(check=external.adapter_exists, before=''),
+  'model.lora.path': Key(rules.LINE, before=''),
   'model.lora.rank': _fixed(rules.NOT_NEGATIVE),
   'model.lora.rank_pattern': _fixed(rules.RANKS, before=()),
   'model.lora.rslora': Key(before=False),

@@ -23,7 +23,6 @@ _MAIN = 'main'
 # All but the weights, which few commands need: what says how a model is built,
 # its tokenizer, its licence, and the weights of an adapter.
 SMALL = ('*.json', '*.jinja', '*.txt', 'tokenizer*', 'README.md', 'LICENSE*')
-_SHOWN = 3  # the most files that an error lists
 
 
 class HubError(buckets.BucketError):
@@ -77,18 +76,6 @@ def local_folder(
   return _downloaded(str(place), tuple(files or SMALL))
 
 
-def file_names(place: str | pathlib.Path) -> list[str]:
-  """Returns the names of the files of a model, whether they are here or not.
-
-  Raises:
-    HubError, BucketError: see `local_folder`.
-  """
-  folder = local_folder(place)
-  if is_name(place) and (tree := _tree(str(place))) is not None:
-    return [file.path for file in tree]
-  return [path.name for path in folder.iterdir()] if folder.is_dir() else []
-
-
 def split(name: str) -> tuple[str, str]:
   """Returns repository and revision; ('', '') of what is no name."""
   match = _NAME.fullmatch(name)
@@ -105,7 +92,7 @@ def _commit(name: str) -> str:
     api = huggingface_hub.HfApi()
     return api.resolve_revision(repository, revision=revision).resolved
   except Exception as error:
-    raise _described(name, error, SMALL) from error
+    raise _described(name, error) from error
 
 
 @functools.cache
@@ -122,7 +109,7 @@ def _downloaded(name: str, files: tuple[str, ...]) -> pathlib.Path:
     )
   # Connections fail with errors of the client below, which are of many kinds.
   except Exception as error:
-    raise _described(name, error, files) from error
+    raise _described(name, error) from error
   return pathlib.Path(folder)
 
 
@@ -165,9 +152,7 @@ def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
 CACHED = (_commit, _downloaded)
 
 
-def _described(
-  name: str, error: Exception, files: Sequence[str] = ()
-) -> HubError:
+def _described(name: str, error: Exception) -> HubError:
   """Returns the error of a request in one line that says what to do."""
   from huggingface_hub import constants
   from huggingface_hub import errors
@@ -200,53 +185,18 @@ def _described(
     line = f'{hub} answers too many requests (429): try again later'
     return HubError(f'{name}: {line}')
   else:
+    lacking = ''
+    if isinstance(error, errors.IncompleteSnapshotError):
+      # The library tells which files they are.
+      lacking = str(error).partition(' The Hub could')[0] + ' '
+    elif isinstance(
+      error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError
+    ):
+      lacking = 'no such folder, no file of it in the cache, and '
     offline = isinstance(cause, errors.OfflineModeIsEnabled)
     reason = ' '.join(str(cause).split()) or type(cause).__name__
     reason = 'HF_HUB_OFFLINE is set' if offline else reason
-    line = f'{hub} is out of reach'
-    if files:
-      line = f'{_missing(repository, revision, files)}, and {line}'
+    line = f'{lacking}{hub} is out of reach ({reason})'
     code = exits.USAGE if offline else exits.TRY_AGAIN
-    return HubError(f'{name}: {line} ({reason})', code)
+    return HubError(f'{name}: {line}', code)
   return HubError(f'{name}: {line}', exits.USAGE)
-
-
-def _tree(name: str) -> list[Any] | None:
-  """Returns the files of a model as the cache knows them; None: it does not."""
-  import huggingface_hub
-  from huggingface_hub import errors
-
-  repository, revision = split(name)
-  try:
-    return huggingface_hub.get_cached_repo_tree(repository, revision=revision)
-  except errors.CachedRepoTreeNotFoundError:
-    return None
-
-
-def _missing(repository: str, revision: str, files: Sequence[str]) -> str:
-  """Returns which files of a model the cache lacks, in words."""
-  import huggingface_hub
-  from huggingface_hub import constants
-  from huggingface_hub import utils
-
-  tree = _tree(f'{repository}@{revision}')
-  if tree is None:
-    return (
-      f'no such folder, no file of it in the cache {constants.HF_HUB_CACHE}'
-    )
-  wanted = utils.filter_repo_objects(
-    [file.path for file in tree], allow_patterns=list(files)
-  )
-  lacking = [
-    file
-    for file in wanted
-    if not isinstance(
-      huggingface_hub.try_to_load_from_cache(
-        repository, file, revision=revision
-      ),
-      str,
-    )
-  ]
-  more = len(lacking) - _SHOWN
-  text = ', '.join(lacking[:_SHOWN]) + (f' and {more} more' if more > 0 else '')
-  return f'the cache {constants.HF_HUB_CACHE} lacks {text}'

@@ -158,7 +158,7 @@ def test_what_the_cache_has_is_used_offline(hub, commit, monkeypatch):
   asked = len(hub.requests)
   assert runs.config(model__path=_NAME).model.path == f'{_NAME}@{commit}'
   with pytest.raises(
-    hub_lib.HubError, match='lacks model.safetensors'
+    hub_lib.HubError, match=r'incomplete.*\(model.safetensors\)'
   ) as error:
     load.read_params(_NAME, load.read_config(_NAME))
   assert error.value.exit_code == exits.USAGE

@@ -9,6 +9,7 @@ from stppo_jax import exits
 from stppo_jax import hub
 from stppo_jax.models.hf import weight_files
 
+_PICKLED = 'pytorch_model*.bin', 'adapter_model.bin'
 _INDEX = 'pytorch_model.bin.index.json'
 
 
@@ -32,10 +33,12 @@ def convert(place: str, out: pathlib.Path) -> int:
     raise exits.Misconfigured(
       "checkpoint convert: needs PyTorch: pip install '.[torch]' in the clone"
     ) from error
-  names = filter(weight_files.PICKLED.fullmatch, hub.file_names(place))
-  if not (pickled := sorted(names)):
+  folder = hub.local_folder(place, (*hub.SMALL, *_PICKLED))
+  pickled = sorted(
+    path.name for pattern in _PICKLED for path in folder.glob(pattern)
+  )
+  if not pickled:
     raise exits.Misconfigured(f'{place}: no pytorch_model.bin to convert')
-  folder = hub.local_folder(place, pickled)
   out.mkdir(parents=True, exist_ok=True)
   for name in pickled:
     try:

@@ -14,6 +14,7 @@ from stppo_jax.configs import base
 from stppo_jax.configs import defaults
 from stppo_jax.configs import schema
 from stppo_jax.workdir import named_files
+from stppo_jax.workdir import run_folder
 
 # The beginnings of the config keys that an export reads.
 _USED_KEYS = (
@@ -77,15 +78,13 @@ def pin(config: Any, workdir: str = '') -> None:
   }
   if not names:
     return
+  record = pathlib.Path(workdir, 'config.json')
   text = b''
   if buckets.is_address(workdir):
-    text = buckets.Bucket(workdir).read('config.json')
-  elif workdir and (pathlib.Path(workdir) / 'config.json').is_file():
-    text = (pathlib.Path(workdir) / 'config.json').read_bytes()
-  try:
-    earlier = settings.flatten(json.loads(text or '{}'))
-  except (ValueError, RecursionError, AttributeError):
-    earlier = {}  # no record, which is refused where it is compared
+    text = buckets.Bucket(workdir).read(record.name)
+  elif workdir and record.is_file():
+    text = record.read_bytes()
+  earlier = settings.flatten(run_folder.parse(text))
   for key, name in names.items():
     try:
       pinned = hub.pinned(name, str(earlier.get(key, '')))

@@ -67,7 +67,7 @@ def test_a_policy_is_pushed_with_a_card_of_its_run(
   assert '![Learning curve](learning_curve.png)' in text
   assert '| data.name | synthetic\\_wiki |' in text
   assert '| retrieval.topk | 2 |' in text
-  assert '| 2 | 0.000 |' in text  # the evaluation after step 2
+  assert 'The score of the evaluation after step 2 is 0.000.' in text
   assert str(tmp_path) not in text
   (out / 'README.md').write_text(card + 'By me.\n')
   assert _export(run, out, f'--push_to_hub={_NAME}', '--yes') == 0

@@ -32,14 +32,15 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, hub):
   for place in (str(folder), 'org/old'):
     with pytest.raises(
       ValueError,
-      match=f'{place}: pytorch_model.bin is a pickle.*: python -m stppo_jax '
-      f'checkpoint convert {place} --out=DIR',
+      match=f'in {place}; from pytorch_model.bin, python -m stppo_jax '
+      f'checkpoint convert {place} --out=DIR makes them',
     ):
       load.check_weights(place, load.read_config(place))
   (folder / peft.CONFIG).write_text('{"r": 2, "lora_alpha": 2}')
   (folder / 'adapter_model.bin').write_bytes(b'code')
   with pytest.raises(
-    ValueError, match='no adapter_model.safetensors in .*; ch'
+    ValueError,
+    match='no adapter_model.safetensors in .*; checkpoint convert makes it',
   ):
     peft.options(folder)
 

@@ -131,7 +131,7 @@ def checked(
       if external.model_exists not in ignored:
         begins = 'restart' in flags and flags.restart
         recorded_config.pin(config, '' if begins else workdir)
-        external.with_adapter_options(config)
+        errors += [f'config.{x}' for x in external.adapter_options(config)]
       errors += [f'config.{line}' for line in schema.check(config, ignored)]
       if writer in _OFFLINE and config.init_from:
         errors.append(

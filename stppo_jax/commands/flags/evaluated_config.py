@@ -60,7 +60,7 @@ def parse(
     # same.
     config = _read(None if reason else checkpoint, flags.config)
     errors += overrides_lib.override_all(config, given.overrides)
-    external.with_adapter_options(config)
+    errors += [f'config.{x}' for x in external.adapter_options(config)]
     if 'sets' in flags:
       _choose_sets(config, flags.sets)
     errors += [f'config.{line}' for line in schema.check(config)]

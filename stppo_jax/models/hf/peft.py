@@ -254,11 +254,8 @@ def _open(
   # The weights of adapters are small, but no `json`.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    pickled = any(
-      map(weight_files.PICKLED.fullmatch, hub.file_names(directory))
-    )
-    advice = '; checkpoint convert makes it' if pickled else ''
-    raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
+    advice = 'checkpoint convert makes it from adapter_model.bin'
+    raise ValueError(f'no {WEIGHTS} in {directory}; {advice}')
   tensors = safetensors_file.read_header(folder / WEIGHTS)
   pairs: dict[str, dict[str, safetensors_file.Tensor]] = {}
   for name, tensor in tensors.items():

@@ -12,15 +12,12 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 import json
 import pathlib
-import re
 
 from stppo_jax import hub
 from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-# Weights as PyTorch writes them.
-PICKLED = re.compile(r'(?:pytorch|adapter)_model(?:-\d+-of-\d+)?\.bin')
 SLICE_BYTES = 2**23  # size in bytes of a leaf's float32 slices on the host
 _SHOWN = 3  # the most names or problems that an error lists
 
@@ -37,21 +34,16 @@ def read_headers(
   place, directory = directory, hub.local_folder(directory)
   index = directory / INDEX
   weight_map = _weight_map(index) if index.is_file() else {}
-  names = hub.file_names(place)
-  if not weight_map and SINGLE not in names:
-    pickled = [name for name in names if PICKLED.fullmatch(name)]
-    if not pickled:
-      raise ValueError(f'no {SINGLE} and no {INDEX} in {place}')
-    raise ValueError(
-      f'{place}: {min(pickled)} is a pickle, which may run code, and is not '
-      f'read: python -m stppo_jax checkpoint convert {place} --out=DIR reads '
-      'weights alone from it'
-    )
   if hub.is_name(place):
     files = sorted(set(weight_map.values())) or [SINGLE]
     directory = hub.local_folder(place, files)
   if (directory / SINGLE).is_file():
     return safetensors_file.read_header(directory / SINGLE)
+  if not weight_map:
+    raise ValueError(
+      f'no {SINGLE} and no {INDEX} in {place}; from pytorch_model.bin, python '
+      f'-m stppo_jax checkpoint convert {place} --out=DIR makes them'
+    )
   tensors = {}
   for file in sorted(set(weight_map.values())):
     if not (directory / file).is_file():

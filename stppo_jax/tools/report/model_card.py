@@ -17,7 +17,6 @@ from stppo_jax.tools.report import markdown
 from stppo_jax.workdir import run_folder
 
 CARD, _CURVE = 'README.md', 'learning_curve.png'
-_MOST_ROWS = 12  # of the table of evaluations
 _LICENCE = re.compile(r'^license(?:_name|_link)?: *\S.*$', re.MULTILINE)
 # Files and servers of one machine mean nothing to others.
 _PRIVATE = re.compile('[/~.]|.*://')
@@ -91,15 +90,9 @@ def _lines(
     [(x, values[x]) for x in (*names, 'data.corpus') if values[x]],
   )
   yield from ('', '## Learning curve', '', f'![Learning curve]({_CURVE})', '')
-  rows = [
-    (x['step'], f'{score:.3f}')
-    for x in metrics
-    if (score := headline.mean_score(x)) is not None
-  ]
-  if rows:
-    # Every nth one up to the last, with n rounded up.
-    kept = rows[::-1][:: -(-len(rows) // _MOST_ROWS)][::-1]
-    yield from markdown.table(('step', 'evaluation'), kept)
+  scores = {x['step']: headline.mean_score(x) for x in metrics}
+  for last, score in [x for x in scores.items() if x[1] is not None][-1:]:
+    yield f'The score of the evaluation after step {last} is {score:.3f}.'
   yield from ('', '## Configuration', '')
   yield 'The keys that differ from `configs/base.py`. Files and servers of the'
   yield from ('machine are left out.', '')
