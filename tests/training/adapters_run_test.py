@@ -8,7 +8,10 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import functional
+from stppo_jax.models import lora
 from stppo_jax.models.hf import peft
+from stppo_jax.records import plots
 from stppo_jax.training import checkpoint_state
 from stppo_jax.workdir import recorded_config
 from tests.training import runs
@@ -20,6 +23,13 @@ _LORA = {
   'model__lora__rslora': True,
   'policy_optimizer__learning_rate': 0.01,
   'policy_optimizer__warmup_updates': 0,
+}
+_EXPERTS = {
+  'model__qkv_bias': False,
+  'model__qk_norm': True,
+  'model__num_experts': 4,
+  'model__num_experts_per_tok': 2,
+  'model__moe_intermediate_size': 8,
 }
 
 
@@ -71,6 +81,36 @@ def test_a_run_starts_from_adapters(trained, finished):
   jax.tree.map(compare, value, theirs.trained)
   merged = learner.merged_params(state.params)
   jax.tree.map(compare, merged, theirs.params)
+
+
+@pytest.mark.parametrize(
+  'changes, targets',
+  [
+    ({}, '(q|down)_proj'),
+    pytest.param(_EXPERTS, 'moe/|q_proj', marks=pytest.mark.slow),
+  ],
+  ids=['dense', 'experts'],
+)
+def test_the_engine_samples_from_the_adapters_of_the_start(
+  changes, targets, tmp_path
+):
+  """Or the first step would end the run, because the two disagree."""
+  shape = runs.shape(runs.config(**changes))
+  options = lora.Lora(2, 3.0, targets, ('q_proj=3',), rslora=True)
+  model = functional.Model(shape, 'vocabulary', lora=options)
+  rng = np.random.default_rng(0)
+  adapters = jax.tree.map(
+    lambda x: rng.standard_normal(x.shape).astype(np.float32),
+    jax.eval_shape(model.init_adapters, jax.random.key(0)),
+  )
+  folder = tmp_path / 'adapters'
+  folder.mkdir()
+  peft.write(folder, shape, options, adapters, base='', dtype='F32')
+  changes = {**changes, 'model__lora__path': folder, 'evaluate__every': 0}
+  assert runs.train(tmp_path / 'run', num_steps=1, **changes) == 0
+  metrics = plots.read_metrics(tmp_path / 'run' / 'metrics.jsonl')
+  assert metrics['mismatch/logprob_abs_diff_mean'][-1] < 2e-5
+  assert metrics['critic/kl'][-1] > 1e-3  # the reference is the base
 
 
 def test_a_run_with_other_adapters_than_it_tells_is_refused(

@@ -1,16 +1,20 @@
 """Adapters in the format of PEFT: files, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from stppo_jax.models import lora
 from stppo_jax.models.hf import peft
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
 from tests.models import tiny
 
 _LORA = lora.Lora(
@@ -199,3 +203,28 @@ def test_adapters_of_experts_compute_what_merged_weights_do(kind):
   merged = hidden(model.merge_adapters(joined), tokens)
   np.testing.assert_allclose(hidden(joined, tokens), merged, atol=2e-5)
   assert np.abs(merged - hidden(base, tokens)).max() > 0.01
+
+
+@pytest.mark.parametrize('kind', ['dense', 'grouped'])
+def test_adapters_of_experts_are_divided_over_a_mesh(kind):
+  changes = {**tiny.MIXTURE, 'vocab_size': 12, 'num_kv_heads': 2, 'moe': kind}
+  model = _model(_OF_EXPERTS, **changes)
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  on_mesh = dataclasses.replace(model, mesh=mesh)
+  joined = model.join_params(tiny.params(model), _adapters(model))
+  tokens = np.arange(16, dtype=np.int32).reshape(4, 4) % 11
+
+  def loss(model, params, tokens):
+    return jnp.mean(jnp.square(model.hidden(params, tokens)))
+
+  compute = lambda model: jax.jit(
+    jax.value_and_grad(functools.partial(loss, model))
+  )
+  alone = compute(model)(joined, tokens)
+  layout = sharding.param_shardings(joined, mesh)
+  divided = compute(on_mesh)(jax.device_put(joined, layout), tokens)
+  spec = layout['layers']['moe']['down_proj']['lora_a'].spec
+  assert tuple(spec) == (None, None, 'tensor')
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), divided, alone
+  )
