@@ -10,6 +10,7 @@ import pytest
 
 from stppo_jax import exits
 from stppo_jax import hub as hub_lib
+from stppo_jax.commands.flags import configuration
 from stppo_jax.models.hf import load
 from stppo_jax.training import model_files
 from stppo_jax.workdir import named_files
@@ -56,6 +57,8 @@ def test_a_config_has_the_commit_of_its_model(hub, commit):
     found = runs.config(model__path=name, model__tokenizer_path=name)
     assert found.model.path == f'{_NAME}@{commit}'
     assert found.model.tokenizer_path == f'{_NAME}@{commit}'
+  # A name means the same on every machine that a run may be submitted to.
+  assert configuration.paths(found).keys() == {'env.prompt_template'}
   # The commit says what the files are, whether they are here or not.
   assert dict(named_files.find(found)).keys().isdisjoint(named_files.MODELS)
 

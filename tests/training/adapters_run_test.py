@@ -8,6 +8,7 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.models import lora
 from stppo_jax.models.hf import peft
@@ -81,6 +82,21 @@ def test_a_run_starts_from_adapters(trained, finished):
   jax.tree.map(compare, value, theirs.trained)
   merged = learner.merged_params(state.params)
   jax.tree.map(compare, merged, theirs.params)
+  evaluated = weights.load_merged(
+    config, config.model.path, learner.models.policy
+  )
+  jax.tree.map(compare, evaluated, theirs.params)
+
+
+def test_adapters_are_evaluated_on_their_base(trained, finished, capsys):
+  _, out = trained
+  flags = [f'--checkpoint={finished / "policy"}', *runs.flags()]
+  flags = [flag for flag in flags if 'model.path' not in flag]
+  flags += [f'--config.model.lora.path={out}']
+  assert __main__.main(['evaluate', *flags]) == 0
+  wrong = '--config.model.lora.rank=3'
+  assert __main__.main(['evaluate', *flags, wrong]) == 2
+  assert 'must be 2, as in model.lora.path=' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
