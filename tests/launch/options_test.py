@@ -43,7 +43,7 @@ _BAD = {
     *('root=runs', 'root=/tmp/a', 'python=python3', 'secrets=tokens'),
     *('workdir=runs/a', 'workdir=/tmp/a', 'workdir=gs://'),
     *('workdir=s3://lab/run', 'workdir=/shared/a\nb', 'name=x\n#SBATCH'),
-    *('config.model.path=models/absent', 'config.title=a\nb'),
+    *('config.model.path=./models/absent', 'config.title=a\nb'),
     *('config.mesh.fsdp=16', 'config.mesh.data=2 --config.mesh.tensor=2'),
   ],
   'tpu': [

@@ -139,7 +139,8 @@ def test_it_is_unpacked_once(here, tmp_path, monkeypatch):
     ('/shared/qwen', True),
     ('gs://lab/qwen', True),
     ('assets/quickstart', True),
-    ('models/qwen', False),
+    ('Qwen/Qwen2.5-0.5B', True),
+    ('models/small/qwen', False),
     ('../qwen', False),
   ],
 )

@@ -62,7 +62,9 @@ def _lines(
   """Yields the lines of a card."""
   card = source / CARD if source else None
   head = card.read_text('utf-8') if card and card.is_file() else ''
-  licence = _LICENCE.findall(head.split('\n---', 1)[0])
+  # The head of a card stands between two lines of this kind.
+  head = head.split('\n---', 1)[0] if head.startswith('---\n') else ''
+  licence = _LICENCE.findall(head)
   repository, commit = hub.split(config.model.path)
   is_named = hub.is_name(config.model.path)
   yield from ('---', *licence)
