@@ -87,26 +87,22 @@ def options(directory: str | pathlib.Path) -> dict[str, Any]:
   """
   content, found = _open(directory)
   rslora = bool(content.get('use_rslora'))
-  ranks: dict[str, int] = {}
-  scales: dict[str, float] = {}
+  root = math.sqrt if rslora else float
+  layers: dict[str, list[_Matrices]] = {}
   for each in found:
-    ranks[each.layer] = max(ranks.get(each.layer, 0), each.rank)
-    scales.setdefault(each.layer, each.scale)
-  alphas = {
-    layer: scales[layer] * (math.sqrt(rank) if rslora else rank)
-    for layer, rank in ranks.items()
-  }
+    layers.setdefault(each.layer, []).append(each)
+  ranks = {x: max(each.rank for each in layers[x]) for x in layers}
+  alphas = {x: layers[x][0].scale * root(ranks[x]) for x in layers}
+  patterns = lambda values, rest: tuple(
+    f'^{x}$={n}' for x, n in values.items() if not math.isclose(n, rest)
+  )
   rank, alpha = int(content['r']), float(content['lora_alpha'])
   return {
     'rank': rank,
     'alpha': alpha,
-    'targets': f'^({"|".join(sorted(ranks))})$',
-    'rank_pattern': tuple(f'^{x}$={n}' for x, n in ranks.items() if n != rank),
-    'alpha_pattern': tuple(
-      f'^{layer}$={x}'
-      for layer, x in alphas.items()
-      if not math.isclose(x, alpha)
-    ),
+    'targets': f'^({"|".join(sorted(layers))})$',
+    'rank_pattern': patterns(ranks, rank),
+    'alpha_pattern': patterns(alphas, alpha),
     'rslora': rslora,
   }
 
@@ -250,7 +246,10 @@ def _open(
   if not (folder / CONFIG).is_file():
     raise ValueError(f'no {CONFIG} in {directory}')
   content = weight_files.read_json(folder / CONFIG)
-  _check(folder / CONFIG, content)
+  try:
+    _check(folder / CONFIG, content)
+  except (re.error, AttributeError) as error:
+    raise ValueError(f'{folder / CONFIG}: patterns: {error}') from error
   # The weights of adapters are small, but no `json`.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
@@ -285,13 +284,19 @@ def _check(path: pathlib.Path, content: Mapping[str, Any]) -> None:
       raise ValueError(
         f'{path}: {name}={value!r} is not supported; supported: {supported}'
       )
-  for name in ('r', 'lora_alpha'):
-    number = content.get(name)
+  for name, number in _numbers(content):
     if not isinstance(number, int | float) or number <= 0:
       raise ValueError(f'{path}: {name}={number!r}: must be greater than 0')
+
+
+def _numbers(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+  """Yields all ranks and alphas of a config, each with its name."""
+  for name in ('r', 'lora_alpha'):
+    yield name, content.get(name)
   for name in ('rank_pattern', 'alpha_pattern'):
-    if not isinstance(content.get(name) or {}, dict):
-      raise ValueError(f'{path}: {name}: must be an object')
+    for pattern, number in (content.get(name) or {}).items():
+      re.compile(pattern)
+      yield f'{name}.{pattern}', number
 
 
 def _matrices(
@@ -327,19 +332,13 @@ def _matrices(
 
 def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
   """Returns rank and scale of the adapter of a matrix."""
-  rank, alpha = (
-    next(
-      (
-        number
-        for pattern, number in (content.get(f'{key}_pattern') or {}).items()
-        if re.match(rf'(.*\.)?({pattern})$', name)
-      ),
-      default,
-    )
-    for key, default in (
-      ('rank', content['r']),
-      ('alpha', content['lora_alpha']),
-    )
-  )
-  root = math.sqrt if content.get('use_rslora') else float
-  return int(rank), alpha / root(rank)
+
+  def matching(key: str, default: Any) -> Any:
+    for pattern, number in (content.get(key) or {}).items():
+      if re.match(rf'(.*\.)?({pattern})$', name):
+        return number
+    return default
+
+  rank = int(matching('rank_pattern', content['r']))
+  alpha = matching('alpha_pattern', content['lora_alpha'])
+  return rank, alpha / (math.sqrt if content.get('use_rslora') else float)(rank)

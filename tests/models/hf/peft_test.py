@@ -134,6 +134,9 @@ def test_matrices_of_a_layer_may_have_ranks_and_alphas_of_their_own(tmp_path):
     ({'init_lora_weights': 'pissa'}, "init_lora_weights='pissa' is not"),
     ({'some_later_option': 3}, 'some_later_option=3 is not supported'),
     ({'r': 0}, 'r=0: must be greater than 0'),
+    ({'rank_pattern': {'q': 0}}, 'rank_pattern.q=0: must be greater than 0'),
+    ({'rank_pattern': {'(': 1}}, 'patterns: missing '),
+    ({'alpha_pattern': [1]}, 'patterns: '),
   ],
 )
 def test_what_would_compute_otherwise_is_refused_by_name(
