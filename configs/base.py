@@ -57,6 +57,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The reference policy, a directory like `path`. '' = the weights that
         # this run starts from.
         'reference_path': '',
+        # The model that the value model starts from, a directory like `path`.
+        # It may have another shape, with the same vocabulary. '' = the weights
+        # that the policy starts from.
+        'value_path': '',
         # Where the weights of the reference are kept between two uses:
         # device | host. It must be device if the reference is the base under
         # adapters, which is in use all the time.
@@ -174,6 +178,13 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'name_pieces': 2,  # sub-word pieces that a name consists of
           'distractors': 0,  # extra entities to which no fact points
           'think_words': 0,  # filler words in each <think> of a demonstration
+          # In how many turns of a demonstration, from the first on, there may
+          # be an error; 0 = in all. With 1, what a dialogue earns is decided
+          # early, which is something that a critic can know.
+          'error_turns': 0,
+          # The probability that a demonstration asks again with the whole name
+          # after half of it has found nothing.
+          'repair_rate': 0.0,
         },
         'arithmetic': {'max_number': 20},  # the largest number in a question
         'games': {
@@ -343,6 +354,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The weight of the value loss where value_backbone=shared.
         'value_coefficient': 0.5,
         'value_warmup_steps': 0,  # first steps, which update only the values
+        # These steps end early once the explained variance of the collections
+        # (critic/vf_explained_var) has not risen for so many steps; 0 = never.
+        'value_warmup_patience': 0,
         # The weight of the load-balance loss of the policy's experts, if any.
         'load_balance_coefficient': 0.001,
       },

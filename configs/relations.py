@@ -127,6 +127,19 @@ RELATIONS: tuple[Relation, ...] = (
     because='must be device when model.lora.rank={1} and model.reference_path '
     'is empty: the base is the reference',
   ),
+  *(
+    _refuse(
+      'model.value_path',
+      key,
+      when=lambda path, other, allowed=allowed: path and other != allowed,
+      because="must be '' when " + key + '={1}: ' + reason,
+    )
+    for key, allowed, reason in (
+      ('model.value_backbone', 'own', 'values are computed by the policy'),
+      ('model.lora.rank', 0, 'the value model is adapters of the same base'),
+      ('init_from', '', 'the value model is that of the other run'),
+    )
+  ),
   (
     (
       'model.qkv_bias',

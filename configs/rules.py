@@ -54,8 +54,8 @@ AXIS = settings.Rule(
 )
 EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
 HOPS = settings.Rule(
-  lambda x: len(x) > 0 and all(h in (1, 2) for h in x),
-  'some of 1 and 2, such as (1, 2)',
+  lambda x: len(x) > 0 and all(h in (1, 2, 3) for h in x),
+  'some of 1, 2 and 3, such as (1, 2)',
 )
 TOKEN_IDS = settings.Rule(
   lambda ids: all(type(i) is int and i >= 0 for i in ids),

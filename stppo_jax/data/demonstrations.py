@@ -70,13 +70,15 @@ class SyntheticDemonstrations:
     noise: the errors of the demonstrator.
     one_hop_steps: the number of steps at the start that have one hop, so that
       the policy learns to copy first.
-    think_words: the number of filler words at the start of each <think>.
+    think_words, error_turns, repair_rate: see `demonstrate`.
   """
 
   questions: questions_lib.SyntheticQuestions
   noise: Noise
   one_hop_steps: int
-  think_words: int
+  think_words: int = 0
+  error_turns: int = 0
+  repair_rate: float = 0.0
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
@@ -89,7 +91,13 @@ class SyntheticDemonstrations:
       (
         chain.question,
         demonstrate(
-          world, chain, rng, error_rate=rate, think_words=self.think_words
+          world,
+          chain,
+          rng,
+          error_rate=rate,
+          think_words=self.think_words,
+          error_turns=self.error_turns,
+          repair_rate=self.repair_rate,
         ),
       )
       for chain in chains
@@ -260,6 +268,8 @@ def demonstrate(
   *,
   error_rate: float,
   think_words: int = 0,
+  error_turns: int = 0,
+  repair_rate: float = 0.0,
 ) -> list[str]:
   """Returns the turns of one dialogue, each with its closing tag.
 
@@ -269,26 +279,37 @@ def demonstrate(
     rng: the source of errors and filler words.
     error_rate: the probability of an error in each turn.
     think_words: the number of filler words at the start of each <think>.
+    error_turns: the number of turns, from the first on, that may have an error;
+      0 = all.
+    repair_rate: the probability of asking again with the whole name after half
+      of it has found nothing.
   """
+  last = error_turns or len(chain.relations) + 1
+  rate = lambda turn: error_rate if turn < last else 0.0
   entity = before = world.entities[chain.start]
   turns = []
   answer = lambda: _answer(entity.name, rng, think_words)
   for hop, relation in enumerate(chain.relations):
-    error = _draw(rng, error_rate, _SEARCH_ERRORS[: 3 if hop else 2])
+    error = _draw(rng, rate(hop), _SEARCH_ERRORS[: 3 if hop else 2])
     if error == 'wrong_fact':
       entity = _misread(world, rng, before, entity)
     if error == 'no_search' or relation not in entity.facts:
       return [*turns, answer()]
     partial = error == 'partial_query'
-    query = synthetic_wiki.first_piece(entity.name) if partial else entity.name
-    turns.append(
+    queries = [entity.name]
+    if partial:  # half a name finds nothing
+      queries = [synthetic_wiki.first_piece(entity.name)]
+      if repair_rate and rng.random() < repair_rate:
+        queries.append(entity.name)
+    turns += [
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'
-    )
-    if partial:  # the search finds nothing, so the demonstrator gives up
+      for query in queries
+    ]
+    if partial and len(queries) == 1:  # the demonstrator gives up
       return [*turns, answer()]
     before, entity = entity, world.entities[entity.facts[relation]]
-  if _draw(rng, error_rate, ('wrong_fact',)):
+  if _draw(rng, rate(len(chain.relations)), ('wrong_fact',)):
     entity = _misread(world, rng, before, entity)
   return [*turns, answer()]
 

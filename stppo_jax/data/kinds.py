@@ -107,6 +107,8 @@ def demonstrations_of(
       noise=noise,
       one_hop_steps=sft.clean_one_hop_steps,
       think_words=config.data.synthetic_wiki.think_words,
+      error_turns=config.data.synthetic_wiki.error_turns,
+      repair_rate=config.data.synthetic_wiki.repair_rate,
     )
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)

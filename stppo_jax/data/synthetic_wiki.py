@@ -46,7 +46,8 @@ _VOWELS = 'aeiou'
 _NUM_PIECES = 64  # the number of openings, and also of endings
 _EVALUATION_SHARE = 4  # one name in four belongs to the evaluation worlds
 
-_HOP_NAMES = {1: 'one_hop', 2: 'two_hop'}
+# The data set of a question -> the facts that lead to its answer.
+_HOP_NAMES = {1: 'one_hop', 2: 'two_hop', 3: 'three_hop'}
 
 
 def _pieces() -> tuple[list[str], list[str]]:

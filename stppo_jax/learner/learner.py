@@ -19,6 +19,7 @@ from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details as token_details_lib
+from stppo_jax.learner import value_loss
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -37,7 +38,7 @@ class Learner:
 
   Args:
     config: the run's config.
-    shape: the shape of policy and value model.
+    shape: the shape of the policy, see `model_roles.build`.
     mesh: the mesh of training.
     gathers_base: see `model_roles.Models`.
 
@@ -52,6 +53,7 @@ class Learner:
     sizes, annotate_sizes: sizes of packed rows in updates and in `annotate`.
     num_microbatches: the number of microbatches of the last update.
     algorithm: the algorithm, with the present coefficient of its penalty.
+    warmup: the first steps, in which only the values learn.
 
   Raises:
     ValueError: weights that do not fit the shape, a mesh that does not divide
@@ -85,19 +87,14 @@ class Learner:
     if self._reference_on_host:
       memory.check_host(mesh)
 
-    policy_optimizer, policy_numbers = optimizer_lib.from_config(
-      config.policy_optimizer
-    )
-    value_optimizer, value_numbers = optimizer_lib.from_config(
-      config.value_optimizer
-    )
+    of_both = config.policy_optimizer, config.value_optimizer
+    optimizers, self._numbers = zip(*map(optimizer_lib.from_config, of_both))
     self._coefficients = policy_loss.Coefficients(
       entropy=config.loss.entropy_coefficient,
       value_clip=config.loss.value_clip,
       value=config.loss.value_coefficient,
       load_balance=config.loss.load_balance_coefficient,
     )
-    self._numbers = policy_numbers, value_numbers
     updates = config.updates
     on_cores = cpu_parallel.is_supported(mesh, self.algorithm)
     core_rows = updates.core_rows if on_cores else 0
@@ -115,12 +112,15 @@ class Learner:
     )
     size = updates.minibatch_size
     self.annotate_sizes = packing_lib.for_annotate(self.sizes, size)
+    self.warmup = value_loss.Warmup(
+      config.loss.value_warmup_steps, config.loss.value_warmup_patience
+    )
     self.num_microbatches = 0
     # The sizes of the batch that is updated on, see `_packed`.
     self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
       spec,
-      state_lib.Optimizers(policy_optimizer, value_optimizer),
+      state_lib.Optimizers(*optimizers),
       mesh,
       divides_by_bias_norm=self.algorithm.divides_by_bias_norm,
       num_workers=num_workers,
@@ -135,15 +135,11 @@ class Learner:
     """
     path = self.config.model.path if path is None else path
     return self.programs.updating.init(
-      *weights_lib.load_start(self.config, path, self.models.policy)
+      *weights_lib.load_start(self.config, path, self.models)
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns the reference, see `weights.load_reference`.
-
-    Args:
-      path: the directory of the start, see `start`.
-    """
+    """Returns `weights.load_reference`; `path` is that of `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -272,7 +268,7 @@ class Learner:
     return step_lib.Hyperparameters(
       policy_loss.Inputs(self.algorithm, self._coefficients),
       *self._numbers,
-      policy_learns=step >= self.config.loss.value_warmup_steps,
+      policy_learns=step >= self.warmup.end,
     )
 
   def token_outputs(
@@ -394,7 +390,8 @@ class Learner:
 
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
     """Returns shapes and layouts of the state that starts from the weights."""
+    of_values = self.models.abstract_value_start
     state = jax.eval_shape(
-      self.programs.updating.init, weights, jax.random.key(0)
+      self.programs.updating.init, weights, jax.random.key(0), None, of_values
     )
     return sharding.with_layout(state, self.programs.updating.layout)

@@ -1,5 +1,6 @@
 """The models that a run trains, and their weights."""
 
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import lora
 from stppo_jax.models import modules
+from stppo_jax.models.hf import load
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
 
@@ -46,6 +48,8 @@ class Models(NamedTuple):
     policy: the policy; with a shared backbone it has the value head too.
     value: a value model with layers, or adapters, of its own; None with a
       shared backbone, and for an algorithm that uses no values.
+    value_path: the directory that the value model starts from; '' = it starts
+      from the policy's layers.
     gathers_base: whether a program gathers the frozen base once, and holds all
       of it, instead of gathering each layer in every pass.
   """
@@ -53,6 +57,7 @@ class Models(NamedTuple):
   policy: functional.Model
   value: functional.Model | None
   gathers_base: bool = False
+  value_path: str = ''
 
   def cast(self, params: Params) -> Params:
     """Returns weights in the dtype of the activations, for a whole program.
@@ -68,6 +73,14 @@ class Models(NamedTuple):
     layout = self._gathered_layout(params.frozen)
     frozen = jax.lax.with_sharding_constraint(params.frozen, layout)
     return params._replace(frozen=frozen)
+
+  @property
+  def abstract_value_start(self) -> functional.Params | None:
+    """The shapes of the weights in `value_path`; None without one."""
+    if not self.value_path:
+      return None
+    assert self.value is not None
+    return self.value.plain_policy.abstract_params
 
   @property
   def gathered_bytes(self) -> int:
@@ -114,13 +127,14 @@ def build(
 
   Args:
     config: the run's config.
-    shape: the shape of both models.
+    shape: the shape of the policy, and of a value model that starts from it.
     mesh: the mesh that both are laid out on.
     uses_values: whether the algorithm's advantages need values.
     gathers_base: see `Models`.
 
   Raises:
-    ValueError: adapter options that do not fit each other or the model.
+    ValueError: adapter options that do not fit each other or the model, or a
+      value model of another vocabulary.
   """
   options = config.model.lora.to_dict()
   del options['path']
@@ -135,4 +149,20 @@ def build(
   # Both heads are on one model: values come with the outputs of the policy.
   if config.model.value_backbone == 'shared':
     return Models(model('both'), None, gathers_base)
-  return Models(model('vocabulary'), model('scalar'), gathers_base)
+  value, path = model('scalar'), config.model.value_path
+  if path:
+    value = dataclasses.replace(value, config=_value_shape(path, shape))
+  return Models(model('vocabulary'), value, gathers_base, path)
+
+
+def _value_shape(
+  path: str, policy: model_config.ModelConfig
+) -> model_config.ModelConfig:
+  """Returns the shape of a directory, computed as the policy is."""
+  shape = model_config.computed_as(load.read_config(path), policy)
+  if shape.vocab_size != policy.vocab_size:
+    raise ValueError(
+      f'model.value_path={path}: its vocab_size={shape.vocab_size} must be '
+      f'that of the policy, {policy.vocab_size}'
+    )
+  return shape

@@ -67,7 +67,7 @@ class OfflineLearner:
     """Returns the state before the first update."""
     return self._programs.init(
       *weights_lib.load_start(
-        self._config, self._config.model.path, self._models.policy
+        self._config, self._config.model.path, self._models
       )
     )
 

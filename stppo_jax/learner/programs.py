@@ -31,8 +31,8 @@ class Updating(NamedTuple):
 
   Attributes:
     layout: the shardings of the state.
-    init: makes the state of weights, which it donates, a random key and
-      adapters, if there are any.
+    init: makes the state of the policy's weights, a random key, adapters or
+      None, and the value model's weights or None; it donates the weights.
     update: `step.update` of (state, frozen, batch, `packing.Packed`, numbers);
       it donates the state, without frozen weights.
     sizes: returns the tokens of each trajectory or pair of a batch, and its
@@ -114,7 +114,9 @@ def updating(
   # From shapes alone: the layout is needed before a weight is read, because the
   # weights are read in it.
   weights = spec.models.policy.plain_policy.abstract_params
-  state = jax.eval_shape(init, weights, jax.random.key(0))
+  state = jax.eval_shape(
+    init, weights, jax.random.key(0), None, spec.models.abstract_value_start
+  )
   layout = sharding.param_shardings(state, mesh)
   one_step = functools.partial(
     step_lib.update, method=method, spec=spec, optimizers=optimizers
@@ -130,7 +132,7 @@ def updating(
   return Updating(
     layout=layout,
     # Donated, so that no second copy of the weights is made.
-    init=jit(init, donate_argnums=0, out_shardings=layout),
+    init=jit(init, donate_argnums=(0, 3), out_shardings=layout),
     # The layout is pinned. The compiler might lay out an updated state other
     # than a new or restored one, and then the update would compile twice.
     update=jit(

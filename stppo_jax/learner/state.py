@@ -78,19 +78,22 @@ def init(
   weights: functional.Params,
   key: jax.Array,
   adapters: functional.Params | None = None,
+  value_weights: functional.Params | None = None,
   *,
   models: model_roles.Models,
   optimizers: Optimizers,
 ) -> TrainState:
   """Returns the state before the first update; jit it or trace its shapes.
 
-  The value model starts from the policy's layers too. Value heads are zero.
+  Value heads are zero.
 
   Args:
     weights: a policy's weights without adapters; donate them: they become the
       trained weights or, in the dtype they come in, the frozen base.
     key: the random key of the adapters.
     adapters: the adapters that both models start from; None: fresh ones.
+    value_weights: the weights that the value model starts from, to be donated;
+      None means those of the policy.
     models: policy and value model.
     optimizers: their optimisers.
 
@@ -99,7 +102,7 @@ def init(
   """
   lora = models.policy.lora is not None
 
-  def init_model(model, number, optimizer):
+  def init_model(model, number, optimizer, weights=weights):
     # Without adapters both models get the same arrays. Under jit they become
     # two outputs, so the value model has weights of its own.
     if adapters is not None:
@@ -116,7 +119,8 @@ def init(
 
   value = None
   if models.value is not None:
-    value = init_model(models.value, 1, optimizers.value)
+    start = weights if value_weights is None else value_weights
+    value = init_model(models.value, 1, optimizers.value, start)
   return TrainState(
     policy=init_model(models.policy, 0, optimizers.policy),
     value=value,

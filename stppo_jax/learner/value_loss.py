@@ -1,10 +1,12 @@
-"""The loss of a value model that learns alone.
+"""The loss of a value model that learns alone, and the steps in which it does.
 
 In the further passes of `updates.value_epochs` the policy stays as it is. Their
 program does not run it, and its gradient, which is 0, is dropped.
 
 B rows of a microbatch or of a minibatch, L tokens.
 """
+
+import dataclasses
 
 import jax
 
@@ -55,6 +57,46 @@ def finish(
   """Leaves out the gradient of the policy, which is 0 everywhere."""
   del inputs
   return gradient._replace(policy=None), outputs
+
+
+@dataclasses.dataclass
+class Warmup:
+  """Counts the first steps, in which the policy stays as it is.
+
+  They end early once the explained variance has not risen for some steps. It is
+  measured on a collection before the value model learns from it, so a rise is
+  no memory of single dialogues.
+
+  Attributes:
+    end: the first step in which the policy learns, unless they end before.
+    patience: in how many steps the explained variance must rise; 0 = they do
+      not end early.
+    best: the largest explained variance.
+    best_step: the step that had it.
+  """
+
+  end: int
+  patience: int
+  best: float = -1e9  # less than any; JSON has no -inf
+  best_step: int = 0
+
+  def observe(self, step: int, explained: float) -> bool:
+    """Returns whether the steps end now, and early.
+
+    Call it once in each step before `end`, in order.
+
+    Args:
+      step: the step, before its updates.
+      explained: the explained variance of its collection.
+    """
+    if step >= self.end or not self.patience:
+      return False
+    if explained > self.best:
+      self.best, self.best_step = explained, step
+    stops = step - self.best_step >= self.patience
+    if stops:
+      self.end = step
+    return stops
 
 
 METHOD = step_lib.Method(context_of, value_loss, finish=finish)

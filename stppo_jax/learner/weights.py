@@ -2,10 +2,12 @@
 
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 
 from stppo_jax import keys
+from stppo_jax.learner import model_roles
 from stppo_jax.models import functional
 from stppo_jax.models import modules
 from stppo_jax.models.hf import load
@@ -48,35 +50,52 @@ def load_or_init(
   return init(key)
 
 
-def load_start(
-  config, path: str, policy: functional.Model
-) -> tuple[functional.Params, jax.Array, functional.Params | None]:
-  """Returns the weights of a directory, and what is added to them.
+class Start(NamedTuple):
+  """The positional arguments of `state.init`.
 
-  That is the key with which adapters are drawn, and the adapters that
-  `model.lora.path` names; None without. The weights are those of a frozen base
-  if the policy has adapters.
+  Attributes:
+    policy: the policy's weights; those of a frozen base if it has adapters.
+    key: the random key of adapters and heads.
+    adapters: the adapters that `model.lora.path` names, or None.
+    values: the weights that `model.value_path` names, or None.
+  """
+
+  policy: functional.Params
+  key: jax.Array
+  adapters: functional.Params | None
+  values: functional.Params | None
+
+
+def load_start(config, path: str, models: model_roles.Models) -> Start:
+  """Returns the weights that the models of a run start from.
 
   Args:
     config: the run's config.
-    path: a Hugging Face directory; '' draws random weights.
-    policy: the policy, with its adapters and the mesh of training.
+    path: the policy's Hugging Face directory; '' draws random weights.
+    models: the models, with the adapters and the mesh of training.
 
   Raises:
     ValueError: files that do not fit the model.
   """
+  start = _load_policy(config, path, models.policy)
+  if not models.value_path:
+    return start
+  assert models.value is not None
+  value = models.value.plain_policy
+  return start._replace(values=load_or_init(config, models.value_path, value))
+
+
+def _load_policy(config, path: str, policy: functional.Model) -> Start:
   loaded = load_or_init if policy.lora is None else load_frozen
   params = loaded(config, path, policy.plain_policy)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   # Another key than that of random weights, which `load_or_init` draws with.
   key = jax.random.fold_in(key, 1)
-  if policy.lora is None or not config.model.lora.path:
-    return params, key, None
-  shapes = jax.eval_shape(policy.init_adapters, key)
-  adapters = peft.read(
-    config.model.lora.path, policy.config, policy.lora, shapes
-  )
-  return params, key, adapters
+  adapters, named = None, config.model.lora.path
+  if policy.lora is not None and named:
+    shapes = jax.eval_shape(policy.init_adapters, key)
+    adapters = peft.read(named, policy.config, policy.lora, shapes)
+  return Start(params, key, adapters, None)
 
 
 def load_merged(
@@ -88,9 +107,9 @@ def load_merged(
   """
   if not config.model.lora.path:
     return load_or_init(config, path, policy.plain_policy)
-  base, _, adapters = load_start(config, path, policy)
-  assert adapters is not None  # their path says where they are
-  return policy.merge_adapters(policy.join_params(base, adapters))
+  start = _load_policy(config, path, policy)
+  assert start.adapters is not None  # their path says where they are
+  return policy.merge_adapters(policy.join_params(start.policy, start.adapters))
 
 
 @functools.lru_cache(maxsize=8)

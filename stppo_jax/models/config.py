@@ -108,6 +108,12 @@ class ModelConfig:
   cache: str = 'model'
 
 
+def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
+  """Returns the shape of a model with the other's fields of how to compute."""
+  fields = {name: getattr(other, name) for name in _PROGRAM}
+  return dataclasses.replace(config, **fields)
+
+
 def compared(config: ModelConfig) -> tuple[str, ...]:
   """Returns the fields that models must share to compute the same function."""
   others = _OF_DENSE if config.num_experts else _OF_EXPERTS

@@ -93,10 +93,10 @@ def recomputed_layer_operations(
 def forward_operations(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
-  """Returns the forward operations of the policy, and of the value model.
+  """Returns the forward operations of a policy, and of a value model.
 
   Args:
-    shape: the shape of both models.
+    shape: the shape of either.
     lengths: the number of tokens of each row.
     losses: the number of tokens with a loss.
   """

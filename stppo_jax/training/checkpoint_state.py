@@ -64,7 +64,10 @@ class TrainCheckpoints:
       params.trained.policy
       for params in self._collector.published(step, state.params)
     )
-    record = {'kl_coefficient': self._learner.kl_coefficient}
+    record = {
+      'kl_coefficient': self._learner.kl_coefficient,
+      'value_warmup': dataclasses.asdict(self._learner.warmup),
+    }
     record |= _base_record(state.frozen)
     return dataclasses.replace(state, published=published, frozen={}), record
 
@@ -87,6 +90,10 @@ class TrainCheckpoints:
       ],
     )
     self._learner.kl_coefficient = host['kl_coefficient']
+    # Runs of 0.2 have no such entry; their warm-up never ends early.
+    self._learner.warmup = dataclasses.replace(
+      self._learner.warmup, **host.get('value_warmup', {})
+    )
     return step, dataclasses.replace(state, published=()), host
 
 

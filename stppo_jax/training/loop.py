@@ -6,6 +6,7 @@ happened.
 """
 
 import logging
+import math
 import pathlib
 
 import jax
@@ -94,7 +95,7 @@ def train(
         with run.phase('annotate'):
           packed, gained = parts.pack(collected.trajectories, state, step)
           totals = metrics_lib.totals(
-            hosts, packed, collected.seconds, learner.policy.config
+            hosts, packed, collected.seconds, learner.models
           )
           batch, annotated = learner.annotate(
             state,
@@ -109,6 +110,10 @@ def train(
           metrics |= gained
           if step == 0:
             checks.check_mismatch(config, metrics)
+          if learner.warmup.observe(
+            step, metrics.get('critic/vf_explained_var', math.nan)
+          ):
+            _log.info('step %d: the policy learns from now on', step + 1)
 
         updates, of_values = [], []
         with run.phase('update'), run.consuming_state():

@@ -16,8 +16,8 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import step as step_lib
-from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
 from stppo_jax.models import roofline
 from stppo_jax.parallel import compilation
@@ -71,7 +71,7 @@ def totals(
   hosts: hosts_lib.Hosts,
   packed: batch_lib.TokenBatch,
   seconds: float,
-  shape: model_config.ModelConfig,
+  models: model_roles.Models,
 ) -> Totals:
   """Returns the numbers of a step.
 
@@ -79,7 +79,7 @@ def totals(
     hosts: the hosts of the run.
     packed: this host's rows, as numpy arrays.
     seconds: the time that this host has collected.
-    shape: the shape of policy and value model.
+    models: policy and value model.
   """
   lengths = packed.lengths_B.tolist()
   num_losses = float(packed.loss_mask_BL.sum())
@@ -88,8 +88,8 @@ def totals(
     float(packed.lengths_B.sum()),
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
-    *flops.forward_operations(shape, lengths, num_losses),
-    *flops.recomputed_operations(shape, lengths, num_losses),
+    *_of_both(flops.forward_operations, models, lengths, num_losses),
+    *_of_both(flops.recomputed_operations, models, lengths, num_losses),
     seconds,
   )
   # All numbers in one exchange, because each is a round trip between the hosts.
@@ -238,6 +238,14 @@ class StepMetrics:
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics
+
+
+def _of_both(operations, models, lengths, losses) -> tuple[float, float]:
+  """Returns the operations of the policy, and of the value model."""
+  policy, values = operations(models.policy.config, lengths, losses)
+  if models.value is not None:
+    _, values = operations(models.value.config, lengths, losses)
+  return policy, values
 
 
 def shares(

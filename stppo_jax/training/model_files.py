@@ -209,6 +209,8 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
   check_tokenizer(config, tokenizer)
   if model.reference_path:
     _check_reference(config, policy)
+  if model.value_path:
+    load.check_weights(model.value_path, load.read_config(model.value_path))
 
 
 def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:

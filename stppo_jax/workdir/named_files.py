@@ -17,6 +17,7 @@ from stppo_jax.data import mixtures
 MODELS = (
   'model.path',
   'model.reference_path',
+  'model.value_path',
   'model.tokenizer_path',
   'model.lora.path',
 )
@@ -45,7 +46,7 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
   """
   places = settings.flatten({'model': config['model']})
   for key in MODELS:
-    place = places.get(key)  # earlier runs lack the last
+    place = places.get(key)  # earlier runs lack some
     # In the name of a model of the Hub is its commit, which is a checksum.
     if place and not hub.is_name(place):
       yield key, buckets.local_folder(place)

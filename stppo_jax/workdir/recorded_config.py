@@ -140,7 +140,8 @@ def prepare_export(config: Any, model: str | None = None) -> list[str]:
   with config.model.ignore_type():
     if model is not None:
       config.model.path = model
-    config.model.reference_path = config.model.lora.path = ''
+    config.model.reference_path = config.model.value_path = ''
+    config.model.lora.path = ''
     config.model.reference_memory = 'device'
     config.model.attention = 'auto'
   problems = schema.check(config)

@@ -29,6 +29,7 @@ _MOE = {
   'model__num_experts_per_tok': 2,
   'model__moe_intermediate_size': 8,
 }
+_QUICKSTART = pathlib.Path(base.__file__).parents[1] / 'assets' / 'quickstart'
 
 
 def _config(**changes):
@@ -158,6 +159,17 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     (
       {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
       'loss.value_warmup_steps=2 model.value_backbone=shared',
+    ),
+    *(
+      (
+        {'model__value_path': str(_QUICKSTART), **change},
+        f'model.value_path={_QUICKSTART} {key}',
+      )
+      for key, change in {
+        'model.value_backbone=shared': {'model__value_backbone': 'shared'},
+        'model.lora.rank=8': {'model__lora__rank': 8},
+        'init_from=/absent': {'init_from': '/absent'},
+      }.items()
     ),
     (
       {'model__lora__rank': 8, 'model__reference_memory': 'host'},

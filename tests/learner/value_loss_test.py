@@ -6,6 +6,8 @@ import pytest
 
 from stppo_jax.configs import algorithms
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import value_loss
+from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rl import estimator_needs
 from tests.training import runs
@@ -71,3 +73,43 @@ def test_further_passes_follow_those_of_the_policy():
   assert len(first) == 2 * per_epoch and len(further) == 3 * per_epoch
   every = learner.minibatches(rows, 4, num_updates=5 * per_epoch)
   np.testing.assert_array_equal([*first, *further], every)
+
+
+def test_the_warmup_ends_when_the_explained_variance_stops_rising():
+  warmup = value_loss.Warmup(end=9, patience=2)
+  explained = [-0.5, 0.1, 0.1, float('nan'), 0.3]
+  ends = [warmup.observe(step, x) for step, x in enumerate(explained)]
+  # Equal is no rise, and neither is a number that does not exist.
+  assert ends == [False, False, False, True, False]
+  assert (warmup.end, warmup.best, warmup.best_step) == (3, 0.1, 1)
+  patient = value_loss.Warmup(end=3, patience=0)
+  assert not any(patient.observe(step, -step) for step in range(5))
+  assert patient.end == 3
+
+
+def test_a_value_model_starts_from_a_directory_of_its_own():
+  quickstart = str(runs.REPO / 'assets' / 'quickstart')
+  learner = runs.learner(runs.config(model__value_path=quickstart))
+  state, batch = _annotated(learner)
+  before = jax.device_get(state)
+  theirs = runs.learner(runs.config(**_like(quickstart))).start().policy.params
+  for name in ('embedding', 'norm', 'layers'):
+    equal = np.testing.assert_array_equal
+    jax.tree.map(equal, before.value.params[name], theirs[name])
+  assert before.policy.params['embedding'].shape[1] == 16  # half as wide
+  rows = learner.minibatches(len(batch.lengths_B), 0)[0]
+  state, update = learner.update(state, batch, rows, 0)
+  # Its head was 0, so that only the head has a gradient.
+  assert update.metrics['critic/grad_norm'] > 0
+  moved = np.any(state.value.params['scalar_head'] != 0)
+  assert moved and state.policy.updates == state.value.updates == 1
+
+
+def _like(path):
+  """Returns changes with which a run has the model of a directory."""
+  sizes = load.read_config(path)
+  names = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
+  names += ('num_kv_heads', 'head_dim')
+  return {'model__path': path} | {
+    f'model__{name}': getattr(sizes, name) for name in names
+  }

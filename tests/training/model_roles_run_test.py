@@ -86,6 +86,11 @@ def _size(x):
     pytest.param(
       _LORA | {'rollout__steps_ahead': 1}, marks=pytest.mark.slow, id='ahead'
     ),
+    pytest.param(
+      {'model__value_path': str(runs.REPO / 'assets' / 'quickstart')},
+      marks=pytest.mark.slow,
+      id='another value model',
+    ),
   ],
 )
 def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):

@@ -52,7 +52,7 @@ SLOW = (schema.check_algorithm,)
 # The keys that name files and folders.
 _PATHS = (
   *('env.prompt_template', 'init_from', 'model.path', 'model.reference_path'),
-  *('model.tokenizer_path', 'model.lora.path'),
+  *('model.value_path', 'model.tokenizer_path', 'model.lora.path'),
   *('data.root', 'sft.demonstrations'),
 )
 
@@ -176,7 +176,7 @@ def folders_read(config: Any) -> dict[str, pathlib.Path]:
   model, data = config.model, config.data
   folders = {
     f'model.{key}': pathlib.Path(model[key])
-    for key in ('path', 'reference_path', 'tokenizer_path')
+    for key in ('path', 'reference_path', 'value_path', 'tokenizer_path')
     if model[key]
   }
   if config.init_from:

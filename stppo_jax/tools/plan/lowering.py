@@ -52,7 +52,7 @@ def lower_update(
       learner, packed, learner.config.updates.minibatch_size, learner.sizes
     ),
     # Of a step after the value warm-up, in which both models learn.
-    learner.hyperparameters(learner.config.loss.value_warmup_steps),
+    learner.hyperparameters(learner.warmup.end),
   )
 
 
