@@ -25,7 +25,7 @@ def _demonstrations(
   error_rate=0.0,
   clean_one_hop_steps=0,
   clean_steps=0,
-  think_words=0,
+  **options,
 ):
   return demonstrations_lib.SyntheticDemonstrations(
     questions=questions_lib.SyntheticQuestions(
@@ -35,7 +35,7 @@ def _demonstrations(
       seed, error_rate, clean_one_hop_steps + clean_steps
     ),
     one_hop_steps=clean_one_hop_steps,
-    think_words=think_words,
+    **options,
   )
 
 
@@ -48,7 +48,7 @@ def _collect(demonstrations, step, count):
   weights = dict.fromkeys(search.REWARD_NAMES, 0.0)
   environment = search.SearchEnvironment(
     retriever=fakes.FakeRetriever(lambda query: index.search([query], 2)[0]),
-    max_turns=3,
+    max_turns=4,
     prompt_template='',
     rewards=weights | {'exact_match': 1.0, 'format': 2.0},
     reward_scope='response',
@@ -64,7 +64,7 @@ def _collect(demonstrations, step, count):
   )
 
 
-@pytest.mark.parametrize('hops', [1, 2])
+@pytest.mark.parametrize('hops', [1, 2, 3])
 def test_without_errors_every_answer_is_right_and_in_a_passage(hops):
   trajectories = _collect(_demonstrations((hops,)), step=3, count=64)
   assert {t.scores['em'] for t in trajectories} == {1.0}
@@ -94,6 +94,31 @@ def test_the_share_of_right_answers_follows_from_the_error_rate():
     expected = (1 - rate) ** (hops + 1)
     deviation = np.sqrt(expected * (1 - expected) / len(scores))
     assert abs(np.mean(scores) - expected) < 3 * deviation + 0.01, hops
+
+
+@pytest.mark.parametrize('repair_rate', [0.0, 0.5, 1.0])
+def test_errors_of_the_first_turn_can_be_repaired(repair_rate):
+  rate, count, steps = 0.6, 90, 6
+  demonstrations = _demonstrations(
+    (1, 2, 3), error_rate=rate, error_turns=1, repair_rate=repair_rate
+  )
+  right = [
+    trajectory.scores['em']
+    for step in range(steps)
+    for trajectory in _collect(demonstrations, step, count)
+  ]
+  # Half of the errors search for half a name, the other half do not search.
+  expected = 1 - rate * (1 - repair_rate / 2)
+  deviation = np.sqrt(expected * (1 - expected) / len(right))
+  assert abs(np.mean(right) - expected) < 3 * deviation + 0.01
+  # Neither is there an error behind the first turn, nor a third query.
+  for question, turns in demonstrations.batch(0, count):
+    *asked, _ = turns
+    queries = [re.search('<search> (.*)</search>', t)[1] for t in asked]
+    halves = [query in synthetic_wiki.OPENINGS for query in queries]
+    assert not any(halves[1:])
+    hops = 1 + question.text.count(' of the ')
+    assert len(queries) in {0, 1, hops, hops + any(halves)}
 
 
 def test_every_kind_of_error_occurs():
