@@ -350,6 +350,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'value_optimizer': optimizer.adam(learning_rate=1e-5),
       'loss': {
         'entropy_coefficient': 0.001,  # weight of the entropy bonus
+        # The smallest and the largest return, such as (0.0, 1.0) for an answer
+        # that is right or wrong. Values then lie between the two, start in the
+        # middle, and learn by cross-entropy in place of the squared error; ()
+        # = any values.
+        'value_range': (),
         'value_clip': 0.5,  # most that a value may differ from the old one
         # The weight of the value loss where value_backbone=shared.
         'value_coefficient': 0.5,

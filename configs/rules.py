@@ -52,6 +52,17 @@ FINITE = settings.Rule(math.isfinite, 'a finite number')
 AXIS = settings.Rule(
   lambda x: x == -1 or x > 0, 'greater than 0, or -1 for all remaining devices'
 )
+RANGE = settings.Rule(
+  lambda x: (
+    not x
+    or (
+      len(x) == 2
+      and all(type(y) in (int, float) and math.isfinite(y) for y in x)
+      and x[0] < x[1]
+    )
+  ),
+  'a smaller and a larger number, such as (0.0, 1.0), or ()',
+)
 EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
 HOPS = settings.Rule(
   lambda x: len(x) > 0 and all(h in (1, 2, 3) for h in x),

@@ -163,6 +163,7 @@ KEYS: Mapping[str, Key] = {
   'loss.load_balance_coefficient': Key(rules.NOT_NEGATIVE),
   'loss.value_clip': Key(rules.POSITIVE),
   'loss.value_coefficient': Key(rules.POSITIVE),
+  'loss.value_range': Key(rules.RANGE, before=()),
   'loss.value_warmup_patience': Key(rules.NOT_NEGATIVE, before=0),
   'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
   'mesh.collect_fraction': _free(rules.BELOW_1),

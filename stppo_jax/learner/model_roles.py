@@ -75,6 +75,11 @@ class Models(NamedTuple):
     return params._replace(frozen=frozen)
 
   @property
+  def value_range(self) -> tuple[float, float] | None:
+    """The smallest and the largest value; None: there are none."""
+    return (self.value or self.policy).value_range
+
+  @property
   def abstract_value_start(self) -> functional.Params | None:
     """The shapes of the weights in `value_path`; None without one."""
     if not self.value_path:
@@ -142,7 +147,8 @@ def build(
 
   def model(head: str) -> functional.Model:
     chunk = config.updates.head_chunk
-    return functional.Model(shape, head, mesh, adapters, chunk)
+    bounds = tuple(config.loss.value_range) or None
+    return functional.Model(shape, head, mesh, adapters, chunk, bounds)
 
   if not uses_values:
     return Models(model('vocabulary'), None, gathers_base)

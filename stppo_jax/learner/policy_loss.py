@@ -147,7 +147,11 @@ def loss_terms(
     value_coefficient = 1.0
   if values_BL is not None:
     value, of_values = value_term(
-      values_BL, microbatch, context, weights_BL=policy.value_weights_BL
+      values_BL,
+      microbatch,
+      context,
+      spec=spec,
+      weights_BL=policy.value_weights_BL,
     )
     other += value_coefficient * value
     metrics |= of_values
@@ -175,7 +179,7 @@ def values(params, microbatch, *, inputs: Inputs, spec) -> Array:
 
 
 def value_term(
-  values_BL, microbatch, context: Context, *, weights_BL=None
+  values_BL, microbatch, context: Context, *, spec, weights_BL=None
 ) -> tuple[Array, dict[str, Array]]:
   """Returns the share of a microbatch in the value loss, and its metrics."""
   value = losses.value_loss(
@@ -185,6 +189,7 @@ def value_term(
     microbatch.value_mask_BL,
     clip=context.inputs.coefficients.value_clip,
     weights_BL=weights_BL,
+    bounds=spec.models.value_range,
   )
   loss = value.total / context.value_count
   clipped = value.clipped / context.value_count

@@ -32,7 +32,9 @@ def value_loss(
   """
   inputs = context.inputs
   values_BL = policy_loss.values(params, microbatch, inputs=inputs, spec=spec)
-  loss, metrics = policy_loss.value_term(values_BL, microbatch, context)
+  loss, metrics = policy_loss.value_term(
+    values_BL, microbatch, context, spec=spec
+  )
   return loss, step_lib.LossOutputs(metrics)
 
 

@@ -79,6 +79,7 @@ class Model:
     lora: options of adapters, which parameters may then contain. Parameters
       without adapters are accepted too, as the base alone.
     chunk: tokens of a device whose logits are held at once; 0: all.
+    value_range: the smallest and the largest value; None: there are none.
 
   Raises:
     ValueError: the mesh does not divide the model, see `mesh.check_divides`.
@@ -89,6 +90,7 @@ class Model:
   mesh: jax.sharding.Mesh | None = None
   lora: lora_lib.Lora | None = None
   chunk: int = 0
+  value_range: tuple[float, float] | None = None
 
   def __post_init__(self):
     if self.mesh is not None:
@@ -229,6 +231,7 @@ class Model:
         params['scalar_head'],
         tokens_BL,
         loss_positions_BM=rows['loss_positions_BM'],
+        bounds=self.value_range,
       )
     return TokenOutputs(logprobs_BL, entropy_BL, values_BL, routing)
 
@@ -284,6 +287,7 @@ class Model:
       params['scalar_head'],
       tokens_BL,
       loss_positions_BM=rows.get('loss_positions_BM'),
+      bounds=self.value_range,
     )
 
   def extend(

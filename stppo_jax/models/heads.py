@@ -115,6 +115,7 @@ def token_values(
   tokens_BL: Array,
   *,
   loss_positions_BM: Array | None = None,
+  bounds: tuple[float, float] | None = None,
 ) -> Array:
   """Returns values_BL, float32: V before token l; 0 where none is wanted.
 
@@ -125,6 +126,7 @@ def token_values(
     tokens_BL: token ids.
     loss_positions_BM: tokens that values are wanted for, see
       `token_logprobs_and_entropy`; None: all but the first.
+    bounds: the smallest and the largest value; None: there are none.
   """
   if loss_positions_BM is None:
     hidden_BLD = hidden_BLD[:, :-1]
@@ -133,6 +135,9 @@ def token_values(
     scalar_D1.astype(hidden_BLD.dtype),
     preferred_element_type=jnp.float32,
   )
+  if bounds is not None:
+    low, high = bounds
+    values_BM1 = low + (high - low) * jax.nn.sigmoid(values_BM1)
   return _scatter(values_BM1[..., 0], tokens_BL, loss_positions_BM)
 
 

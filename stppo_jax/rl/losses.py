@@ -349,10 +349,14 @@ def value_loss(
   *,
   clip: Array | float,
   weights_BL: Array | None = None,
+  bounds: tuple[float, float] | None = None,
 ) -> ValueLoss:
   """Returns the clipped value loss of PPO, summed over the steps.
 
-    0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
+    max(d(v, R), d(clip(v, v_old - c, v_old + c), R))
+
+  The distance d is 0.5 (v - R)^2 or, between bounds, the cross-entropy of two
+  outcomes, the largest and the smallest value, whose means are R and v.
 
   Args:
     values_BL: V of the value model in training, differentiable.
@@ -362,6 +366,7 @@ def value_loss(
     clip: c, the greatest trusted distance from the old value.
     weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`, which
       leaves the count as it is. None: all are 1.
+    bounds: the smallest and the largest value, also of targets; None: none.
   """
   chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
   values_BL = masking.select(values_BL, value_mask_BL)
@@ -369,11 +374,11 @@ def value_loss(
   old_BL = sg(masking.select(old_values_BL, value_mask_BL))
   returns_BL = sg(masking.select(returns_BL, value_mask_BL))
   near_BL = jnp.clip(values_BL, old_BL - clip, old_BL + clip)
-  plain_BL = jnp.square(values_BL - returns_BL)
-  clipped_BL = jnp.square(near_BL - returns_BL)
+  plain_BL = _value_distance(values_BL, returns_BL, bounds)
+  clipped_BL = _value_distance(near_BL, returns_BL, bounds)
   # A selection, because max() would give each side half the gradient at a tie.
   larger_BL = clipped_BL > plain_BL
-  term_BL = 0.5 * jnp.where(larger_BL, clipped_BL, plain_BL)
+  term_BL = jnp.where(larger_BL, clipped_BL, plain_BL)
   if weights_BL is not None:
     term_BL = sg(weights_BL) * term_BL
   total, count = masking.masked_total(term_BL, value_mask_BL)
@@ -381,3 +386,15 @@ def value_loss(
     larger_BL.astype(values_BL.dtype), value_mask_BL
   )
   return ValueLoss(total, count, clipped)
+
+
+def _value_distance(values_BL, returns_BL, bounds) -> Array:
+  """Returns the distance of values from their targets, see `value_loss`."""
+  if bounds is None:
+    return 0.5 * jnp.square(values_BL - returns_BL)
+  low, high = bounds
+  # At the bounds themselves the logarithm would be infinite.
+  value_BL = jnp.clip((values_BL - low) / (high - low), 1e-6, 1 - 1e-6)
+  target_BL = jnp.clip((returns_BL - low) / (high - low), 0, 1)
+  missed_BL = (1 - target_BL) * jnp.log1p(-value_BL)
+  return -target_BL * jnp.log(value_BL) - missed_BL

@@ -113,3 +113,28 @@ def _like(path):
   return {'model__path': path} | {
     f'model__{name}': getattr(sizes, name) for name in names
   }
+
+
+@pytest.mark.parametrize('backbone', ['own', 'shared'])
+def test_values_in_a_range_start_in_its_middle_and_learn(backbone):
+  learner = runs.learner(
+    runs.config(
+      loss__value_range=(-1.0, 3.0),
+      model__value_backbone=backbone,
+      value_optimizer__warmup_updates=0,
+      policy_optimizer__warmup_updates=0,
+    )
+  )
+  state, batch = _annotated(learner)
+  values_BL = jax.device_get(batch.values_BL)
+  np.testing.assert_array_equal(values_BL[batch.loss_mask_BL], 1.0)
+  rows = learner.minibatches(len(batch.lengths_B), 0)[0]
+  state, update = learner.update(state, batch, rows, 0)
+  # Of two equally likely outcomes, whatever the return is.
+  np.testing.assert_allclose(
+    update.metrics['critic/vf_loss'], np.log(2), rtol=1e-6
+  )
+  after, _ = learner.annotate(
+    state, runs.packed(), reference=learner.reference()
+  )
+  assert np.ptp(jax.device_get(after.values_BL)[batch.loss_mask_BL]) > 0

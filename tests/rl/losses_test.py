@@ -488,12 +488,22 @@ def _value_loss(values, old, returns, mask, **options):
   return losses.value_loss(values, old, returns, mask, clip=0.5, **options)
 
 
-def test_value_loss_is_its_twin_and_masks_hold():
+@pytest.mark.parametrize('bounds', [None, (-4.0, 4.0), (0.0, 1.0)])
+def test_value_loss_is_its_twin_and_masks_hold(bounds):
   batch, _, _ = batches.make()
   mask = batch.loss_mask_BL
   rng = np.random.default_rng(1)
   values = batch.values_BL + rng.normal(size=mask.shape)
+  options = {} if bounds is None else {'bounds': bounds}
   weights = np.abs(rng.normal(size=mask.shape))
+
+  def distance(value, target):
+    if bounds is None:
+      return 0.5 * (value - target) ** 2
+    low, high = bounds
+    p, q = ((x - low) / (high - low) for x in (value, target))
+    p, q = min(max(p, 1e-6), 1 - 1e-6), min(max(q, 0.0), 1.0)
+    return -q * math.log(p) - (1 - q) * math.log(1 - p)
 
   def twin(values):
     total, clipped = 0.0, 0
@@ -501,13 +511,15 @@ def test_value_loss_is_its_twin_and_masks_hold():
       v, old = values[b, i], batch.values_BL[b, i]
       target = batch.returns_BL[b, i]
       near = min(max(v, old - 0.5), old + 0.5)
-      clipped += abs(near - target) > abs(v - target)
-      square = max((v - target) ** 2, (near - target) ** 2)
-      total += 0.5 * weights[b, i] * square
+      plain, other = distance(v, target), distance(near, target)
+      clipped += other > plain
+      total += weights[b, i] * max(plain, other)
     return total, clipped
 
   def total(values, old, returns):
-    loss = _value_loss(values, old, returns, mask, weights_BL=weights)
+    loss = _value_loss(
+      values, old, returns, mask, weights_BL=weights, **options
+    )
     return loss.total, loss
 
   run = jax.value_and_grad(total, has_aux=True)
