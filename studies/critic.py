@@ -1,30 +1,40 @@
-"""A task on which a critic has something to know, for studies of critics.
+"""A task on which a critic has something to know, and a recipe for critics.
 
-    python -m stppo_jax sft --config=studies/critic.py --workdir=runs/start
+    python -m stppo_jax sft --config=studies/critic.py --workdir=runs/begin
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
-        --config.model.path=runs/start/policy --workdir=runs/critic
+        --config.model.path=runs/begin/policy --workdir=runs/critic
 
 Questions of up to three hops are asked, among passages that no fact points to.
 The demonstrations, from which the policy starts, err in their first turn only,
 and repair half of the queries that found nothing. So most of what a dialogue
-will earn is decided early.
+will earn is decided early. docs/critic.md has what was measured.
 """
 
 from stppo_jax.configs import base
 from stppo_jax.configs import quickstart
+from stppo_jax.rl import estimator_needs
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config = quickstart.get_config(algorithm)
   config.model.path = ''
-  config.data.synthetic_wiki.hops = (1, 2, 3)
-  config.data.synthetic_wiki.distractors = 40
-  config.data.synthetic_wiki.error_turns = 1
-  config.data.synthetic_wiki.repair_rate = 0.5
+  wiki = config.data.synthetic_wiki
+  wiki.hops, wiki.distractors = (1, 2, 3), 40
+  wiki.error_turns, wiki.repair_rate = 1, 0.5
+  config.sft.error_rate = 0.6
   config.env.max_turns = 4
   config.env.max_length = 320
   config.rollout.length_bucket = 64
-  config.sft.error_rate = 0.6
+  config.rollout.trajectories_per_step = 256
   if config.algorithm.advantage.name == 'gae':
     config.algorithm.advantage.lambda_ = 1.0
+
+  if config.algorithm.advantage.name in estimator_needs.VALUES:
+    # The critic learns first, until it stops getting better. An answer is right
+    # or wrong, so that a value is a probability.
+    config.loss.value_range = (0.0, 1.0)
+    config.loss.value_warmup_steps = 60
+    config.loss.value_warmup_patience = 4
+    config.updates.value_epochs = 2
+    config.value_optimizer.learning_rate = 1e-3
   return config

@@ -38,7 +38,10 @@ def texts() -> dict[str, str]:
   modules = {name: f'stppo_jax.configs.{name}' for name in files()}
   configs = {
     name: importlib.import_module(module).get_config()
-    for name, module in {**modules, 'collapse': 'studies.collapse'}.items()
+    for name, module in {
+      **modules,
+      **{name: f'studies.{name}' for name in ('collapse', 'critic')},
+    }.items()
   }
   for name in SIZED:
     for size in slices.SLICES:
