@@ -187,7 +187,8 @@ def evaluate(
   missing = len(questions) * max(samples, 1) - len(records)
   if missing:
     streams.show_beside(
-      f'the infrastructure failed {missing} dialogues, which count nowhere'
+      f'{missing} dialogues failed for reasons of the infrastructure; they are '
+      'not counted'
       + ('; the same command collects them' if out else '')
     )
     return exits.TRY_AGAIN

@@ -42,8 +42,8 @@ def problems(options: absl_flags.FlagValues) -> Iterator[str]:
         yield f'--backend={options.backend}: needs --{name}'
   if options.workers > 1 and not (options.index and options.backend == 'bm25'):
     yield (
-      f'--workers={options.workers}: must be 1, or with --index and BM25 1 or '
-      'greater'
+      f'--workers={options.workers}: must be 1; only BM25 with --index takes '
+      'more'
     )
 
 

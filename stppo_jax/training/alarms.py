@@ -172,9 +172,9 @@ def describe(name: str, metrics: Metrics) -> str:
     # Returns of constant rewards hardly vary, so their explained variance says
     # nothing.
     return (
-      f'{name}: the rewards of the step are constant, from which the value '
-      'model learns nothing; use questions that the policy answers now and '
-      'then, or a better start (model.path, init_from).'
+      f'{name}: all rewards of the step are equal, so the value model has '
+      'nothing to learn; use questions that the policy answers now and then, '
+      'or a better start (model.path, init_from).'
     )
   relation = 'below' if alarm.is_floor else 'above'
   shown = 'unknown' if number is None else f'{number:.3g}'

@@ -332,8 +332,8 @@ def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
     '--config.env.rewards.information_gain=1.0',
   )
   assert code == 2 and out.endswith(
-    '\ndoes not fit in 1e-06 GiB\nno change of the config was found with which '
-    'it fits; use more devices\n'
+    '\ndoes not fit in 1e-06 GiB\nno config was found that fits; use more '
+    'devices\n'
   )
   assert 'GiB  headroom' in out and 'Assumed: every row' in out
   assert 'env.rewards.information_gain are not counted' in out

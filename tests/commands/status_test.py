@@ -95,7 +95,7 @@ def test_constant_rewards_are_named_and_have_no_number(tmp_path, capsys):
   run = _make(tmp_path / 'run', lines=[_line(1, **scores, **rings)])
   assert __main__.main(['status', str(run)]) == 0
   out = capsys.readouterr().out
-  assert 'the rewards of the step are constant' in out and '3.95' not in out
+  assert 'all rewards of the step are equal' in out and '3.95' not in out
 
 
 _ALL = [_line(step) for step in range(1, 11)]

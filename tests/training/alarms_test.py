@@ -70,7 +70,7 @@ def test_between_equal_rewards_the_values_have_no_number():
     'critic/score/max': 0.0,
   }
   line = alarms.describe('explained_variance', metrics)
-  assert 'the rewards of the step are constant' in line
+  assert 'all rewards of the step are equal' in line
   assert '-3' not in line and 'learning_rate' not in line
   metrics['critic/score/max'] = 1.0
   assert '-3.95e+04' in alarms.describe('explained_variance', metrics)

@@ -217,7 +217,7 @@ def parse(
       hint = settings.closest(f'--{name}', choices)
       errors.append(f'{word}: unknown flag{hint}')
       meant += difflib.get_close_matches(f'--{name}', choices)
-      if not words and follows and not equals and rest[0][0] != '-':
+      if not words and follows and not equals and rest[0][:1] != '-':
         rest.pop(0)  # the value of the unknown flag
   if missing and not given.words:
     errors.append(missing)

@@ -144,9 +144,7 @@ def advice(
     # At least a tenth less, or the second try might find the same changes
     # again.
     limit -= max(compiled.total - memory, 0.1 * memory)
-  return (
-    'no change of the config was found with which it fits; use more devices'
-  )
+  return 'no config was found that fits; use more devices'
 
 
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:

@@ -143,6 +143,7 @@ def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
   first, second, third, fourth = command_line.parse(flags, argv).errors
   assert first == third == fourth and first.startswith(f'{flag}: ')
   assert second.startswith('-1: ')  # it may be a flag too
+  assert len(command_line.parse(flags, [flag, '']).errors) == 1
   assert flags.x == '1'
 
 
