@@ -76,7 +76,7 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('mesh.collect_fraction', 1.0, 'in [0, 1)'),
     ('data.tokenizer_vocab_size', 256, 'greater than 256'),
     ('data.synthetic_wiki.hops', (), 'some of 1, 2 and 3'),
-    ('data.synthetic_wiki.hops', (1, 3), 'some of 1, 2 and 3'),
+    ('data.synthetic_wiki.hops', (1, 4), 'some of 1, 2 and 3'),
     ('env.rewards.f1', math.nan, 'a finite number'),
     ('env.rewards.turn_search', math.inf, 'a finite number'),
     ('env.overlong_fraction', 0.0, 'in (0, 1]'),
