@@ -6,8 +6,8 @@ grouped-query attention (Ainslie et al., 2023, arXiv 2305.13245).
 
 `attention` is the definition: it takes any mask and runs everywhere. Whole
 sequences use `causal_attention`, which computes in tiles (`blockwise`) or by a
-kernel of the platform. Both support causal masks only, so reading from a cache
-always uses `attend_to_slices`.
+kernel of the platform. They support causal masks only, with or without a
+window, so reading from a cache always uses `attend_to_slices`.
 """
 
 from collections.abc import Callable
@@ -232,6 +232,7 @@ def causal_attention(
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
   segments: Segments | None = None,
+  window: int = 0,
 ) -> Attend:
   """Returns a function for causal attention within sequences.
 
@@ -245,13 +246,19 @@ def causal_attention(
     mesh: mesh that activations are laid out on; None: one device.
     segments: the sequences in each row. Tokens see those of their own sequence
       only. None: every row is one right-padded sequence.
+    window: the number of tokens that a query sees at most, its own and those
+      before it; 0: all of them.
 
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
     its result is finite and has no meaning.
   """
   return IMPLEMENTATIONS[name](
-    size, lengths_B=lengths_B, mesh=mesh, segments=segments
+    size,
+    lengths_B=lengths_B,
+    mesh=mesh,
+    segments=segments,
+    window=window if window < size else 0,
   )
 
 
@@ -294,6 +301,7 @@ def _xla(
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
   segments: Segments | None = None,
+  window: int = 0,
 ) -> Attend:
   """Returns attention that runs everywhere: by the definition, or in tiles.
 
@@ -304,8 +312,10 @@ def _xla(
   tile = _CPU_TILE if mesh_lib.platform(mesh) == 'cpu' else _TILE
   ids_BL = None if segments is None else segments.ids_BL
   if size > tile:
-    return blockwise.attend(size, tile, mesh, ids_BL)
+    return blockwise.attend(size, tile, mesh, ids_BL, window)
   visible_BLL = jnp.tril(jnp.ones((size, size), bool))[None]
+  if window:
+    visible_BLL = jnp.triu(visible_BLL, 1 - window)
   if ids_BL is not None:
     visible_BLL &= ids_BL[:, :, None] == ids_BL[:, None]
   return lambda q, k, v: attention(

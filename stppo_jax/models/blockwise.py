@@ -26,6 +26,8 @@ visited in the order of the forward pass, so a sum is the same in every run.
 For at most `_FEW` tiles there is a second, unrolled program: each tile of
 queries takes all its keys in one product, and no sums are carried from pair to
 pair, which is faster while the logits of a tile of queries, [C, L], are few.
+
+With a window, both programs leave out keys that no query of a tile sees.
 """
 
 from collections.abc import Callable
@@ -51,6 +53,7 @@ def attend(
   tile: int,
   mesh: jax.sharding.Mesh | None,
   segment_ids_BL: Array | None = None,
+  window: int = 0,
 ) -> Callable[[Array, Array, Array], Array]:
   """Returns `attend` of `attention.causal_attention`, computed in tiles.
 
@@ -60,6 +63,7 @@ def attend(
     mesh: mesh that activations are laid out on; None: one device.
     segment_ids_BL: int32, the sequence that a token belongs to, of several in a
       row; 0 at padding. None: every row is one sequence.
+    window: the number of tokens that a query sees at most; 0: all.
   """
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles have the least padding
@@ -85,29 +89,31 @@ def attend(
     q_BKRLH = q.reshape(B, padded, K, N // K, H).transpose(0, 2, 3, 1, 4)
     # The causal mask hides padded keys from all queries but padded ones, and
     # the results of those are cut off again.
-    mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), ids_BL, tile)
+    k_BKLH, v_BKLH = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    mixed = mix(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
   return attend_rows
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _mix_in_loop(
   q_BKRLH: Array,
   k_BKLH: Array,
   v_BKLH: Array,
   ids_BL: Array | None,
   tile: int,
+  window: int,
 ) -> Array:
   """Returns causal softmax(q k) v by a loop over pairs of tiles."""
-  return _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile)[0]
+  return _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window)[0]
 
 
-def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
+def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window):
   def add_pair(carry, pair):
     queries, keys = pair
     mixed, total, largest = (_cut(x, queries, tile) for x in carry)
-    logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile)
+    logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile, window)
     # Sums over earlier keys are relative to the old largest logit, so they are
     # rescaled to the new one before terms are added to them.
     raised = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
@@ -123,14 +129,14 @@ def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
   zeros = jnp.zeros(q_BKRLH.shape, jnp.float32)
   start = (zeros, zeros[..., :1], zeros[..., :1] + _MASKED)
   (mixed, total, largest), _ = jax.lax.scan(
-    add_pair, start, _pairs(q_BKRLH, tile)
+    add_pair, start, _pairs(q_BKRLH, tile, window)
   )
   mixed = (mixed / total).astype(v_BKLH.dtype)
   log_total = largest + jnp.log(total)
   return mixed, (q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total)
 
 
-def _backward(tile, residuals, gradient_BKRLH):
+def _backward(tile, window, residuals, gradient_BKRLH):
   q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
 
@@ -144,7 +150,7 @@ def _backward(tile, residuals, gradient_BKRLH):
     )
     k, v = (_cut(x, keys, tile) for x in (k_BKLH, v_BKLH))
     # Already normalised: log_sum includes the keys of all tiles.
-    logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile)
+    logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile, window)
     weights = jnp.exp(logits - log_sum)
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
@@ -163,7 +169,7 @@ def _backward(tile, residuals, gradient_BKRLH):
   inputs = (q_BKRLH, k_BKLH.swapaxes(2, 3), v_BKLH.swapaxes(2, 3))
   axes = (_TOKENS, -1, -1)
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
-  sums, _ = jax.lax.scan(add_pair, start, _pairs(q_BKRLH, tile))
+  sums, _ = jax.lax.scan(add_pair, start, _pairs(q_BKRLH, tile, window))
   d_q, d_k, d_v = _cast_like(sums, inputs)
   return d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3), None
 
@@ -171,28 +177,30 @@ def _backward(tile, residuals, gradient_BKRLH):
 _mix_in_loop.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _mix_unrolled(
   q_BKRLH: Array,
   k_BKLH: Array,
   v_BKLH: Array,
   ids_BL: Array | None,
   tile: int,
+  window: int,
 ) -> Array:
   """Returns causal softmax(q k) v by an unrolled loop over tiles of queries.
 
   The last tile may be shorter.
   """
-  return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile)[0]
+  return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window)[0]
 
 
-def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
+def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window):
   mixed, log_total = [], []
-  for begin, end in _bounds(q_BKRLH, tile):
+  for start, begin, end in _bounds(q_BKRLH, tile, window):
     # No later keys: the causal mask hides them, and they would cost products.
-    k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
-    ids = _some_ids(ids_BL, slice(begin, end), slice(end))
-    logits = _logits(q_BKRLH[..., begin:end, :], k, ids, begin)
+    k, v = k_BKLH[:, :, start:end], v_BKLH[:, :, start:end]
+    ids = _some_ids(ids_BL, slice(begin, end), slice(start, end))
+    q = q_BKRLH[..., begin:end, :]
+    logits = _logits(q, k, ids, begin - start, window)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -205,24 +213,24 @@ def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile):
   return mixed, (q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total)
 
 
-def _backward_unrolled(tile, residuals, gradient_BKRLH):
+def _backward_unrolled(tile, window, residuals, gradient_BKRLH):
   q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
   d_q: list[Array] = []
   d_k: Any = 0.0
   d_v: Any = 0.0
-  for begin, end in _bounds(q_BKRLH, tile):
+  for start, begin, end in _bounds(q_BKRLH, tile, window):
     q, gradient, log_sum, centre = (
       x[..., begin:end, :] for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
     )
-    k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
-    ids = _some_ids(ids_BL, slice(begin, end), slice(end))
-    weights = jnp.exp(_logits(q, k, ids, begin) - log_sum)
+    k, v = k_BKLH[:, :, start:end], v_BKLH[:, :, start:end]
+    ids = _some_ids(ids_BL, slice(begin, end), slice(start, end))
+    weights = jnp.exp(_logits(q, k, ids, begin - start, window) - log_sum)
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
     d_q.append(_sum('bkrlj,bkjh->bkrlh', d_logits, k))
-    # Keys after this tile of queries are hidden from it: their gradient is 0.
-    hidden = ((0, 0), (0, 0), (0, 0), (0, q_BKRLH.shape[_TOKENS] - end))
+    # Other keys are hidden from this tile of queries: their gradient is 0.
+    hidden = ((0, 0), (0, 0), (0, 0), (start, q_BKRLH.shape[_TOKENS] - end))
     d_k += jnp.pad(_sum_over_queries(d_logits, q), hidden)
     d_v += jnp.pad(_sum_over_queries(weights, gradient), hidden)
   d_queries = jnp.concatenate(d_q, axis=_TOKENS)
@@ -233,10 +241,15 @@ def _backward_unrolled(tile, residuals, gradient_BKRLH):
 _mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)
 
 
-def _bounds(q_BKRLH: Array, tile: int) -> list[tuple[int, int]]:
-  """Returns the first token of each tile and the one after its last."""
+def _bounds(
+  q_BKRLH: Array, tile: int, window: int
+) -> list[tuple[int, int, int]]:
+  """Returns the bounds of each tile of queries, after its first key's."""
   L = q_BKRLH.shape[_TOKENS]
-  return [(begin, min(begin + tile, L)) for begin in range(0, L, tile)]
+  return [
+    (max(begin + 1 - window, 0) if window else 0, begin, min(begin + tile, L))
+    for begin in range(0, L, tile)
+  ]
 
 
 def _mean(gradient: Array, mixed: Array) -> Array:
@@ -264,13 +277,17 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
   return tuple(x.astype(y.dtype) for x, y in zip(gradients, inputs))
 
 
-def _pairs(q_BKRLH: Array, tile: int) -> tuple[Array, Array]:
+def _pairs(q_BKRLH: Array, tile: int, window: int) -> tuple[Array, Array]:
   """Returns for each pair the number of its tile of queries, and of keys.
 
-  A tile of queries is paired with the tiles of keys up to its own.
+  A tile of queries is paired with the tiles of keys up to its own, from the
+  first one that its first query sees.
   """
   pairs = np.tril_indices(q_BKRLH.shape[_TOKENS] // tile)
   queries, keys = (x.astype(np.int32) for x in pairs)
+  if window:
+    seen = queries * tile + 1 - window < (keys + 1) * tile
+    queries, keys = queries[seen], keys[seen]
   # The barrier makes the numbers seem to depend on the queries. If they were
   # constants, the compiler would compute the masks of all pairs ahead of a loop
   # that computes layers again, and hold them in memory.
@@ -278,7 +295,12 @@ def _pairs(q_BKRLH: Array, tile: int) -> tuple[Array, Array]:
 
 
 def _pair_logits(
-  q_BKRLH: Array, k_BKLH: Array, ids_BL: Array | None, pair, tile: int
+  q_BKRLH: Array,
+  k_BKLH: Array,
+  ids_BL: Array | None,
+  pair: tuple[Array, Array],
+  tile: int,
+  window: int,
 ) -> Array:
   """Returns the logits of a pair of tiles [B, K, R, C, C], float32."""
   queries, keys = pair
@@ -286,7 +308,7 @@ def _pair_logits(
   ids = None
   if ids_BL is not None:
     ids = _cut(ids_BL, queries, tile, 1), _cut(ids_BL, keys, tile, 1)
-  return _logits(q, k, ids, (queries - keys) * tile)
+  return _logits(q, k, ids, (queries - keys) * tile, window)
 
 
 def _some_ids(ids_BL: Array | None, queries: slice, keys: slice):
@@ -299,17 +321,22 @@ def _logits(
   k_BKJH: Array,
   ids: tuple[Array, Array] | None,
   offset: Array | int,
+  window: int,
 ) -> Array:
   """Returns float32 logits [B, K, R, L, J].
 
-  Query l sees the keys up to l + offset, of its own segment if segments are
-  given; the logits of others are _MASKED.
+  Query l sees the keys up to l + offset, the last `window` of them if it is not
+  0, and of its own segment if segments are given; the logits of others are
+  _MASKED.
   """
   logits = _sum('bkrlh,bkjh->bkrlj', q_BKRLH, k_BKJH)
   queries_L, keys_J = (
     np.arange(x.shape[_TOKENS], dtype=np.int32) for x in (q_BKRLH, k_BKJH)
   )
-  visible_BLJ = (keys_J[None] - queries_L[:, None] <= offset)[None]
+  ahead_LJ = keys_J[None] - queries_L[:, None]
+  visible_BLJ = (ahead_LJ <= offset)[None]
+  if window:
+    visible_BLJ &= (ahead_LJ > offset - window)[None]
   if ids is not None:
     visible_BLJ &= ids[0][:, :, None] == ids[1][:, None]
   return jnp.where(visible_BLJ[:, None, None], logits, _MASKED)

@@ -44,7 +44,12 @@ class Copied(NamedTuple):
   count: Array | int
 
   def attend(
-    self, layer: int, q_BCNH: Array, own: Sequence[Array], first: Array | int
+    self,
+    layer: int,
+    q_BCNH: Array,
+    own: Sequence[Array],
+    first: Array | int,
+    window: int,
   ) -> Array:
     """Returns attention to the cached and the recent tokens [B, C, N, H].
 
@@ -53,7 +58,9 @@ class Copied(NamedTuple):
       q_BCNH: queries.
       own: keys and values of the recent tokens [B, K, J, H].
       first: the place of the first query's token among them.
+      window: the number of tokens that a query sees at most; 0: all.
     """
+    places_C = first + jnp.arange(q_BCNH.shape[1])
 
     def read_page(n, page):
       k_BKJH, v_BKJH, *others = page()
@@ -61,14 +68,18 @@ class Copied(NamedTuple):
       size = k_BKJH.shape[2]
       positions_J = n * size + jnp.arange(size)
       # The positions of this page that each row has reached.
-      filled_B1J = positions_J[None, None] < self.lengths_B[:, None, None]
-      return attention.KeySlice(k_BKJH, v_BKJH, filled_B1J, scales)
+      seen_BCJ = positions_J[None, None] < self.lengths_B[:, None, None]
+      if window:
+        queries_BC = self.lengths_B[:, None] + places_C[None]
+        seen_BCJ &= positions_J[None, None] > queries_BC[..., None] - window
+      return attention.KeySlice(k_BKJH, v_BKJH, seen_BCJ, scales)
 
     keys, values = own
     _, K, J, _ = keys.shape
-    places_C = first + jnp.arange(q_BCNH.shape[1])
     # Among the recent tokens, each attends to itself and those before it.
     seen_1CJ = jnp.arange(J)[None, None] <= places_C[None, :, None]
+    if window:
+      seen_1CJ &= jnp.arange(J)[None, None] > places_C[None, :, None] - window
     return attention.attend_to_slices(
       q_BCNH,
       attention.KeySlice(keys, values, seen_1CJ),
@@ -94,11 +105,16 @@ class Live(NamedTuple):
   mesh: jax.sharding.Mesh | None
 
   def attend(
-    self, layer: int, q_BCNH: Array, own: Sequence[Array], first: Array | int
+    self,
+    layer: int,
+    q_BCNH: Array,
+    own: Sequence[Array],
+    first: Array | int,
+    window: int,
   ) -> Array:
     """Returns attention to the cached and the recent tokens; see `Copied`."""
     q_BKRCH = attention.split_heads(q_BCNH, own[0].shape[1])
-    attend: Any = live_pages.attend
+    attend: Any = functools.partial(live_pages.attend, window=window or None)
     if self.mesh is not None and self.mesh.size > 1:
       rows, heads = cache_lib.axes(own[0].shape[1], self.mesh)
       spec = P(rows, heads)
@@ -224,7 +240,12 @@ def extend(
   """
   C = tokens_BC.shape[1]
   places_C = first + jnp.arange(C)  # indices of the new tokens in `recent`
-  rotation = rotary.rotation(module.config, lengths_B[:, None] + places_C[None])
+  positions_BC = lengths_B[:, None] + places_C[None]
+  windows = module.config.layer_windows
+  rotations = {
+    window: rotary.rotation(module.config, positions_BC, local=window > 0)
+    for window in set(windows)
+  }
   mesh = module.mesh
   rows, heads = (
     (None, None)
@@ -247,7 +268,7 @@ def extend(
     def attend(q, k, v, append=append, n=n):
       own = append(k), append(v)
       q = activations.constrain(q, mesh, rows, None, heads)
-      mixed = cached.attend(n, q, own, first)
+      mixed = cached.attend(n, q, own, first, windows[n])
       # The layout changes in two steps. With the second one alone the compiler
       # would move the parts of every slice instead of their mean.
       mixed = activations.constrain(mixed, mesh, rows, None, heads)
@@ -255,7 +276,7 @@ def extend(
         mixed, mesh, activations.ROWS, None, activations.TENSOR
       )
 
-    x_BCD, routing = layer(x_BCD, rotation, attend)
+    x_BCD, routing = layer(x_BCD, rotations[windows[n]], attend)
     # The experts' ids are stored like a third kind of values with one head.
     if routing is not None:
       append(routing.expert_ids[:, :, None])

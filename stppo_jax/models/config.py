@@ -5,7 +5,7 @@ import dataclasses
 
 # Fields of a `ModelConfig` that are only kept for the export; fields that say
 # how to compute and not what; and the fields that only one kind of MLP has.
-_FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
+_FOR_EXPORT = ('family', 'max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
@@ -13,10 +13,25 @@ _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 # The fields of each kind of rope scaling.
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),
+  'dynamic': ('factor',),
   'llama3': (
     'factor',
     'low_freq_factor',
     'high_freq_factor',
+    'original_max_position_embeddings',
+  ),
+  'yarn': (
+    'factor',
+    'attention_factor',
+    'beta_fast',
+    'beta_slow',
+    'truncate',
+    'original_max_position_embeddings',
+  ),
+  'longrope': (
+    'short_factor',
+    'long_factor',
+    'attention_factor',
     'original_max_position_embeddings',
   ),
 }
@@ -27,10 +42,20 @@ class RopeScaling:
   """Says how rotary angles shrink for long texts; see `models/rotary.py`.
 
   Attributes:
-    rope_type: 'linear' or 'llama3'.
+    rope_type: a key of `ROPE_FIELDS`, which lists the fields that it has.
     factor: the number by which angles are divided.
-    low_freq_factor, high_freq_factor, original_max_position_embeddings: used by
-      'llama3' only, which leaves angles that turn fast as they are.
+    low_freq_factor, high_freq_factor: the turns within the original length up
+      to which a pair is slow, and from which on it is fast.
+    original_max_position_embeddings: the original length.
+    attention_factor: the factor of rotated queries and keys.
+    beta_fast, beta_slow, truncate: the turns from which on a pair is fast and
+      up to which it is slow, and whether the pairs between them are counted in
+      whole numbers.
+    short_factor, long_factor: for each pair the number that divides its angle,
+      in texts up to the original length and in longer ones.
+    length: the longest text of the run, for which the scalings 'dynamic' and
+      'longrope' are computed. In `transformers` they follow the present length;
+      here they must not, because keys that are cached cannot be rotated again.
   """
 
   rope_type: str
@@ -38,13 +63,20 @@ class RopeScaling:
   low_freq_factor: float = 0.0
   high_freq_factor: float = 0.0
   original_max_position_embeddings: int = 0
+  attention_factor: float = 1.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  truncate: bool = True
+  short_factor: tuple[float, ...] = ()
+  long_factor: tuple[float, ...] = ()
+  length: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Describes the shape of a decoder of the Qwen and Llama family.
+  """Describes the shape of a decoder.
 
-  Biases, norms of queries and keys, and experts distinguish the families, see
+  The fields with defaults distinguish the families, see
   `models/hf/families.py`. Field names follow this project's configs, whose
   rules, and those of `models/hf/config_json.py`, make the sizes fit together.
 
@@ -60,7 +92,23 @@ class ModelConfig:
     rms_norm_eps: added to the mean square.
     qkv_bias: biases on the query, key and value projections.
     tie_embeddings: the output head is the embedding.
+    family: the family that the model was read from, for the export; '': the
+      first one with these blocks. Models that differ in it alone are equal.
+    o_bias: a bias on the output projection of attention.
+    mlp_bias: biases on the projections of the MLP.
     qk_norm: a norm over each head of queries and keys, before rotary positions.
+    qk_norm_whole: whether that norm is over all heads together.
+    norms: where the norms are: 'before' attention and MLP, 'after' them, or
+      'both'.
+    norm_offset: the number that is added to the scales of norms.
+    activation: a key of `transformer.ACTIVATIONS`.
+    scale_embedding: whether embedded tokens are multiplied by √D.
+    query_pre_attn_scalar: attention's logits are divided by its root; 0: H.
+    partial_rotary_factor: the share of a head that is rotated.
+    windows: for each layer the tokens that a query sees at most, its own and
+      those before it; 0: all of them. (): all, in all layers.
+    local_rope_theta: base of the rotary frequencies of layers with a window,
+      which are then not scaled; 0: they are those of the other layers.
     num_experts: X, gated MLPs that a token is routed among; 0: one dense MLP.
     num_experts_per_tok: E, how many of them a token visits.
     moe_intermediate_size: width of one expert.
@@ -92,7 +140,19 @@ class ModelConfig:
   rms_norm_eps: float
   qkv_bias: bool
   tie_embeddings: bool
+  family: str = dataclasses.field(default='', compare=False)
+  o_bias: bool = False
+  mlp_bias: bool = False
   qk_norm: bool = False
+  qk_norm_whole: bool = False
+  norms: str = 'before'
+  norm_offset: float = 0.0
+  activation: str = 'silu'
+  scale_embedding: bool = False
+  query_pre_attn_scalar: float = 0.0
+  partial_rotary_factor: float = 1.0
+  windows: tuple[int, ...] = ()
+  local_rope_theta: float = 0.0
   num_experts: int = 0
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
@@ -106,6 +166,11 @@ class ModelConfig:
   attention: str = 'xla'
   moe: str = 'dense'
   cache: str = 'model'
+
+  @property
+  def layer_windows(self) -> tuple[int, ...]:
+    """The window of each layer; 0: none."""
+    return self.windows or (0,) * self.num_layers
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:

@@ -1,8 +1,9 @@
 """Counts the floating-point operations that a model needs.
 
-Causal attention counts half of the square of the length, and logits count at
-loss positions only. Only the functions named `recomputed_*` count what a
-backward pass repeats. An addition and a multiplication are two operations.
+Causal attention counts half of the square of the length, in a layer with a
+window only what the windows hold, and logits count at loss positions only. Only
+the functions named `recomputed_*` count what a backward pass repeats. An addition
+and a multiplication are two operations.
 """
 
 from collections.abc import Iterable
@@ -50,9 +51,15 @@ def attention_operations(
   Args:
     shape: the shape of the model.
     length: the number of tokens of its row, of which it attends to half on
-      average.
+      average, or to fewer in a layer with a window.
   """
-  return 2.0 * shape.num_layers * length * shape.num_heads * shape.head_dim
+  windows, keys = shape.layer_windows, 0.0
+  for window in set(windows):
+    # The first tokens of a row see all before them, the others a whole window.
+    fills = 0 < window < length
+    seen = window - window**2 / (2 * length) if fills else length / 2
+    keys += windows.count(window) * seen
+  return 4.0 * keys * shape.num_heads * shape.head_dim
 
 
 def layer_operations(shape: model_config.ModelConfig, length: float) -> float:

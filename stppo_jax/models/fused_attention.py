@@ -39,15 +39,18 @@ def cudnn(
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
   segments: Any = None,
+  window: int = 0,
 ) -> Attend:
   """Returns `attend` of `attention.causal_attention`, by the kernel.
 
   Args:
-    size, lengths_B, mesh, segments: see `attention.causal_attention`.
+    size, lengths_B, mesh, segments, window: see `attention.causal_attention`.
   """
   if segments is not None:
-    return _of_sequences(segments, mesh)
+    return _of_sequences(segments, mesh, window)
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
+  if window:
+    options['local_window_size'] = window - 1, 0  # beside the query's own token
   valid_BL11 = None
   if lengths_B is not None:
     valid_BL = jnp.arange(size)[None] < lengths_B[:, None]
@@ -73,7 +76,9 @@ def cudnn(
   return attend_rows
 
 
-def _of_sequences(segments: Any, mesh: jax.sharding.Mesh | None) -> Attend:
+def _of_sequences(
+  segments: Any, mesh: jax.sharding.Mesh | None, window: int
+) -> Attend:
   """Returns `attend` of sequences that share rows.
 
   s devices hold rows, each b sequences of at most L tokens, and p places for
@@ -91,7 +96,9 @@ def _of_sequences(segments: Any, mesh: jax.sharding.Mesh | None) -> Attend:
   places_sm = places_sbL.reshape(s, b * L)
   numbers_sp = (ids_sp - 1) * L + positions_sp
   numbers_sp = jnp.where(ids_sp > 0, numbers_sp, b * L)
-  attend_alone = cudnn(L, lengths_B=lengths_sb1.reshape(s * b), mesh=mesh)
+  attend_alone = cudnn(
+    L, lengths_B=lengths_sb1.reshape(s * b), mesh=mesh, window=window
+  )
 
   def attend_rows(q_BLNH, k_BLKH, v_BLKH):
     alone = (
@@ -114,12 +121,13 @@ def splash(
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
   segments: Any = None,
+  window: int = 0,
   interpret: bool = False,
 ) -> Attend:
   """Returns `attend` of `attention.causal_attention`, by the kernel.
 
   Args:
-    size, lengths_B, mesh, segments: see `attention.causal_attention`.
+    size, lengths_B, mesh, segments, window: see `attention.causal_attention`.
     interpret: whether to run the kernel's program without a TPU.
   """
   # Imported here because it takes a fifth of a second and only a TPU needs it.
@@ -129,7 +137,11 @@ def splash(
   padded = -(-size // unit) * unit
 
   def mix(q_BLNH, k_BLKH, v_BLKH, segments_BL):
-    kernel: Any = _kernel(splash_attention, q_BLNH.shape[2], padded, interpret)
+    mask = splash_attention.CausalMask((padded, padded))
+    if window:
+      mask = splash_attention.LocalMask((padded, padded), (window - 1, 0), 0)
+    masks = splash_attention.MultiHeadMask([mask] * q_BLNH.shape[2])
+    kernel: Any = _kernel(splash_attention, masks, padded, interpret)
     widths = (0, 0), (0, padded - size), (0, 0), (0, 0)
     to_heads = lambda x: jnp.pad(x, widths).swapaxes(1, 2)
     ids = splash_attention.SegmentIds(q=segments_BL, kv=segments_BL)
@@ -170,10 +182,9 @@ def splash(
   return attend_rows
 
 
-def _kernel(splash_attention, num_heads: int, padded: int, interpret: bool):
+def _kernel(splash_attention, masks, padded: int, interpret: bool):
   """Returns the kernel for one row, with one tile size for all its loops."""
   tile = next(size for size in _TILES if padded % size == 0)
-  causal = splash_attention.CausalMask((padded, padded))
   names = (
     'block_q',
     'block_kv',
@@ -185,7 +196,7 @@ def _kernel(splash_attention, num_heads: int, padded: int, interpret: bool):
     'block_kv_dq',
   )
   return splash_attention.make_splash_mha(
-    splash_attention.MultiHeadMask([causal] * num_heads),
+    masks,
     block_sizes=splash_attention.BlockSizes(**dict.fromkeys(names, tile)),
     head_shards=1,
     q_seq_shards=1,

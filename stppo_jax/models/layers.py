@@ -71,16 +71,29 @@ class Experts(Kernel):
     return w_XKN, self.lora_a[...].astype(dtype), b_XRN
 
 
-class RMSNorm(nnx.Module):
-  """Computes x / rms(x) · scale, with the mean square in float32."""
+class Identity(nnx.Module):
+  """Takes the place of a norm that a model does not have."""
 
-  def __init__(self, size: int, *, eps: float):
-    self.scale = nnx.Param(jnp.ones((size,)))
+  def __call__(self, x: Array) -> Array:
+    return x
+
+
+class RMSNorm(nnx.Module):
+  """Computes x / rms(x) · (offset + scale), the mean square in float32."""
+
+  def __init__(self, size: int, *, eps: float, offset: float = 0.0):
+    self.scale = nnx.Param(jnp.full((size,), 1.0 - offset))
     self.eps = eps
+    self.offset = offset
 
   def __call__(self, x: Array) -> Array:
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     normed = x32 * jax.lax.rsqrt(mean_square + self.eps)
+    if self.offset:
+      # In float32: bfloat16 would round a scale near 0 that 1 is added to.
+      scale = self.offset + self.scale[...].astype(jnp.float32)
+      normed = normed * scale.reshape(*[1] * (x.ndim - 1), -1)
+      return normed.astype(x.dtype)
     scale = self.scale[...].astype(x.dtype).reshape(*[1] * (x.ndim - 1), -1)
     return normed.astype(x.dtype) * scale

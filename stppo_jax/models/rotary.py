@@ -1,11 +1,14 @@
 """Rotates queries and keys by positions (Su et al., 2021, arXiv 2104.09864).
 
-B rows, L tokens, N heads of queries or of keys, H head size. Numbers i and
-i + H/2 of a head are a pair, which turns by the angle
-position * theta^(-2i / H). For texts longer than those that a model was first
-trained on, scaling reduces the angles. 'linear' reduces those of all pairs
-alike (Chen et al., 2023), 'llama3' mostly those of pairs that turn slowly
-within the original length (Dubey et al., 2024).
+B rows, L tokens, N heads of queries or of keys, H size of the part of a head
+that is rotated, its first numbers. Numbers i and i + H/2 of it are a pair,
+which turns by the angle position * theta^(-2i / H). For texts longer than those
+that a model was first trained on, scaling reduces the angles. 'linear' reduces
+those of all pairs alike (Chen et al., 2023). 'llama3' (Dubey et al., 2024) and
+'yarn' (Peng et al., 2023) reduce mostly those of pairs that turn slowly within
+the original length, 'longrope' (Ding et al., 2024) has a number for each pair,
+and 'dynamic' has another theta. 'yarn' and 'longrope' also make queries and
+keys longer.
 """
 
 from collections.abc import Callable
@@ -21,35 +24,100 @@ Array = jax.Array
 
 
 def rotation(
-  config: model_config.ModelConfig, positions_BL: Array
+  config: model_config.ModelConfig, positions_BL: Array, *, local: bool = False
 ) -> tuple[Array, Array]:
-  """Returns cos and sin of the rotary angles, [B, L, 1, H/2] each."""
-  per_token = frequencies(config)[None, None, None]
+  """Returns cos and sin of the rotary angles, [B, L, 1, H/2] each.
+
+  Args:
+    config: the model's shape.
+    positions_BL: positions of the tokens.
+    local: whether the layer has a window.
+  """
+  per_token = frequencies(config, local=local)[None, None, None]
   angles = positions_BL[:, :, None, None] * per_token
-  return jnp.cos(angles), jnp.sin(angles)
-
-
-def frequencies(config: model_config.ModelConfig) -> Array:
-  """Returns the angle per token of each pair in radians, [H/2] float32."""
-  half = config.head_dim // 2
-  exponents = jnp.arange(half, dtype=jnp.float32) / half
-  plain = config.rope_theta**-exponents
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
   scaling = config.rope_scaling
-  return _SCALED[scaling.rope_type](plain, scaling) if scaling else plain
+  own = local and config.local_rope_theta
+  if own or scaling is None or scaling.attention_factor == 1.0:
+    return cos, sin
+  return scaling.attention_factor * cos, scaling.attention_factor * sin
 
 
-def _linear(plain: Array, scaling: model_config.RopeScaling) -> Array:
+def frequencies(
+  config: model_config.ModelConfig, *, local: bool = False
+) -> Array:
+  """Returns the angle per token of each pair in radians, [H/2] float32."""
+  half = int(config.head_dim * config.partial_rotary_factor) // 2
+  exponents = jnp.arange(half, dtype=jnp.float32) / half
+  if local and config.local_rope_theta:
+    return config.local_rope_theta**-exponents
+  plain, scaling = config.rope_theta**-exponents, config.rope_scaling
+  if scaling is None:
+    return plain
+  return _SCALED[scaling.rope_type](plain, scaling, config.rope_theta)
+
+
+def _linear(
+  plain: Array, scaling: model_config.RopeScaling, theta: float
+) -> Array:
   """Returns all frequencies divided by the factor."""
+  del theta
   return plain / scaling.factor
 
 
-def _llama3(plain: Array, scaling: model_config.RopeScaling) -> Array:
+def _dynamic(
+  plain: Array, scaling: model_config.RopeScaling, theta: float
+) -> Array:
+  """Returns the frequencies of a base that grows with the longest text."""
+  half, original = len(plain), scaling.original_max_position_embeddings
+  excess = max(scaling.length, original) / original - 1
+  theta *= (1 + scaling.factor * excess) ** (half / (half - 1))
+  return theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def _longrope(
+  plain: Array, scaling: model_config.RopeScaling, theta: float
+) -> Array:
+  """Returns each frequency divided by a number of its own."""
+  del theta
+  is_long = scaling.length > scaling.original_max_position_embeddings
+  return plain / jnp.array(
+    scaling.long_factor if is_long else scaling.short_factor
+  )
+
+
+def _yarn(
+  plain: Array, scaling: model_config.RopeScaling, theta: float
+) -> Array:
+  """Returns slow frequencies divided by the factor, and fast ones as they are.
+
+  Between the last fast pair and the first slow one, the weight of the frequency
+  as it is falls linearly with the number of the pair.
+  """
+  half, original = len(plain), scaling.original_max_position_embeddings
+
+  def pair_of(turns):  # the number of the pair that turns so often
+    return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+  first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+  if scaling.truncate:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, 2 * half - 1)
+  width = last - first or 0.001
+  kept = 1.0 - jnp.clip((jnp.arange(half) - first) / width, 0.0, 1.0)
+  return plain * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _llama3(
+  plain: Array, scaling: model_config.RopeScaling, theta: float
+) -> Array:
   """Returns slow frequencies divided by the factor, and fast ones as they are.
 
   A pair is slow if it turns at most low_freq_factor times within the original
   length, and fast if it turns at least high_freq_factor times. Frequencies in
   between are interpolated.
   """
+  del theta
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   turns = plain * scaling.original_max_position_embeddings / (2 * math.pi)
   kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -58,12 +126,22 @@ def _llama3(plain: Array, scaling: model_config.RopeScaling) -> Array:
 
 _SCALED: Mapping[str, Callable[..., Array]] = {
   'linear': _linear,
+  'dynamic': _dynamic,
   'llama3': _llama3,
+  'yarn': _yarn,
+  'longrope': _longrope,
 }
 
 
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
-  """Returns the halves (a, b) of heads as (a cos - b sin, b cos + a sin)."""
+  """Returns the halves (a, b) of heads as (a cos - b sin, b cos + a sin).
+
+  What of a head lies behind the two halves is returned as it is.
+  """
   cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)
+  width = 2 * cos.shape[-1]
+  if width < x_BLNH.shape[-1]:
+    turned = rotate(x_BLNH[..., :width], cos_and_sin)
+    return jnp.concatenate([turned, x_BLNH[..., width:]], axis=-1)
   a, b = jnp.split(x_BLNH, 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -28,8 +28,15 @@ from stppo_jax.parallel import mesh as mesh_lib
 Array = jax.Array
 
 
+# Of the gate of the MLP.
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+  'silu': jax.nn.silu,
+  'gelu_tanh': jax.nn.gelu,  # JAX's is the approximation by tanh
+}
+
+
 class DecoderLayer(nnx.Module):
-  """Applies attention and a gated MLP, each after a norm and in a residual.
+  """Applies attention and a gated MLP, each with norms and in a residual.
 
   If the config has experts, a mixture of them takes the MLP's place.
   """
@@ -46,23 +53,31 @@ class DecoderLayer(nnx.Module):
     self.mesh = mesh
     D, width = c.hidden_size, c.intermediate_size
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    self.attention_norm = layers.RMSNorm(D, eps=c.rms_norm_eps)
+
+    def norm(size: int, exists: bool = True) -> nnx.Module:
+      if not exists:
+        return layers.Identity()
+      return layers.RMSNorm(size, eps=c.rms_norm_eps, offset=c.norm_offset)
+
+    before, after = c.norms != 'after', c.norms != 'before'
+    self.attention_norm = norm(D, before)
     bias = {'use_bias': c.qkv_bias, 'rngs': rngs}
     self.q_proj = layers.Linear(D, queries, **bias)
     self.k_proj = layers.Linear(D, keys, **bias)
     self.v_proj = layers.Linear(D, keys, **bias)
-    plain = {'use_bias': False, 'rngs': rngs}
-    self.o_proj = layers.Linear(queries, D, **plain)
+    self.o_proj = layers.Linear(queries, D, use_bias=c.o_bias, rngs=rngs)
     if c.qk_norm:
-      self.q_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-      self.k_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-    self.mlp_norm = layers.RMSNorm(D, eps=c.rms_norm_eps)
+      self.q_norm = norm(queries if c.qk_norm_whole else c.head_dim)
+      self.k_norm = norm(keys if c.qk_norm_whole else c.head_dim)
+    self.attention_post_norm = norm(D, after)
+    self.mlp_norm, self.mlp_post_norm = norm(D, before), norm(D, after)
     if c.num_experts:
       self.moe = moe.MixtureOfExperts(c, mesh, rngs=rngs)
       return
-    self.gate_proj = layers.Linear(D, width, **plain)
-    self.up_proj = layers.Linear(D, width, **plain)
-    self.down_proj = layers.Linear(width, D, **plain)
+    bias = {'use_bias': c.mlp_bias, 'rngs': rngs}
+    self.gate_proj = layers.Linear(D, width, **bias)
+    self.up_proj = layers.Linear(D, width, **bias)
+    self.down_proj = layers.Linear(width, D, **bias)
 
   def __call__(
     self,
@@ -86,8 +101,9 @@ class DecoderLayer(nnx.Module):
         Everything after attention is computed for these only, and the result
         is [B, M, D].
     """
+    c = self.config
     B, L, _ = x_BLD.shape
-    H = self.config.head_dim
+    H = c.head_dim
 
     def split_heads(x):
       x_BLNH = x.reshape(B, L, -1, H)
@@ -95,28 +111,34 @@ class DecoderLayer(nnx.Module):
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q_BLNH = split_heads(self.q_proj(y_BLD))
-    k_BLKH = split_heads(self.k_proj(y_BLD))
-    if self.config.qk_norm:
+    q, k = self.q_proj(y_BLD), self.k_proj(y_BLD)
+    if c.qk_norm_whole:
+      q, k = self.q_norm(q), self.k_norm(k)
+    q_BLNH, k_BLKH = split_heads(q), split_heads(k)
+    if c.qk_norm and not c.qk_norm_whole:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
+    if c.query_pre_attn_scalar:  # attention divides by √H
+      q_BLNH = q_BLNH * (H / c.query_pre_attn_scalar) ** 0.5
     v_BLKH = split_heads(self.v_proj(y_BLD))
     mixed = attend(q_BLNH, k_BLKH, v_BLKH).reshape(B, L, -1)
     if places_BM is not None:
       x_BLD, mixed = (gather_states(x, places_BM) for x in (x_BLD, mixed))
-    x_BLD = self._residual(x_BLD + self.o_proj(mixed))
+    attended_BLD = self.attention_post_norm(self.o_proj(mixed))
+    x_BLD = self._residual(x_BLD + attended_BLD)
     y_BLD, routing = self.mlp_norm(x_BLD), None
-    if self.config.num_experts:
+    if c.num_experts:
       y_BLD, routing = self.moe(
         y_BLD, expert_ids_BLE=expert_ids_BLE, counted_BSL=counted_BSL
       )
     else:
       y_BLD = self._mlp(y_BLD)
-    return self._residual(x_BLD + y_BLD), routing
+    return self._residual(x_BLD + self.mlp_post_norm(y_BLD)), routing
 
   def _mlp(self, x_BLD: Array) -> Array:
-    """Returns down(silu(gate x) * up x)."""
-    gated = jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
+    """Returns down(activation(gate x) * up x)."""
+    activation = ACTIVATIONS[self.config.activation]
+    gated = activation(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
     gated = activations.constrain(
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
     )
@@ -162,7 +184,9 @@ class Transformer(nnx.Module):
       return DecoderLayer(config, mesh, rngs=rngs)
 
     self.layers = stack(rngs)
-    self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    self.norm = layers.RMSNorm(
+      config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset
+    )
     if head != 'vocabulary':
       self.scalar_head = nnx.Param(jnp.zeros((config.hidden_size, 1)))
     if head != 'scalar' and not config.tie_embeddings:
@@ -200,14 +224,27 @@ class Transformer(nnx.Module):
     positions_BL = jnp.arange(L)[None]
     if segments is not None:
       positions_BL = segments.positions_BL
-    rotation = rotary.rotation(self.config, positions_BL)
-    attend = attention.causal_attention(
-      self.config.attention,
-      L,
-      lengths_B=lengths_B,
-      mesh=self.mesh,
-      segments=segments,
-    )
+    windows = sorted(set(self.config.layer_windows))
+    rotations = [
+      rotary.rotation(self.config, positions_BL, local=window > 0)
+      for window in windows
+    ]
+    attends = [
+      attention.causal_attention(
+        self.config.attention,
+        L,
+        lengths_B=lengths_B,
+        mesh=self.mesh,
+        segments=segments,
+        window=window,
+      )
+      for window in windows
+    ]
+    # In a model whose layers differ, the number of its window is an input of
+    # each layer, and chooses one of the programs when the layer runs.
+    kinds = None
+    if len(windows) > 1:
+      kinds = jnp.array([windows.index(x) for x in self.config.layer_windows])
     graph, stacked = nnx.split(self.layers)
 
     counted_BSL = None
@@ -221,8 +258,14 @@ class Transformer(nnx.Module):
       ids_by_layer = jnp.moveaxis(expert_ids, 2, 0)
 
     def layer(x_BLD, inputs, places_BM=None):
-      params, expert_ids_BLE = inputs
+      (params, kind), expert_ids_BLE = inputs
       module = nnx.merge(graph, params)
+      rotation, attend = rotations[0], attends[0]
+      if kind is not None:
+        rotation = jax.tree.map(
+          lambda *x: jax.lax.select_n(kind, *x), *rotations
+        )
+        attend = lambda *qkv: jax.lax.switch(kind, attends, *qkv)
       return module(
         x_BLD,
         rotation,
@@ -239,13 +282,14 @@ class Transformer(nnx.Module):
     # only. All layers before it need all tokens, as keys of the next one.
     if places_BM is None or not self._last_layer_apart:
       x_BLD, routing = jax.lax.scan(
-        layer, x_BLD, (stacked, ids_by_layer), unroll=unroll
+        layer, x_BLD, ((stacked, kinds), ids_by_layer), unroll=unroll
       )
       if places_BM is not None:
         x_BLD = gather_states(x_BLD, places_BM)
     else:
       before, last = (
-        jax.tree.map(lambda x: x[index], stacked) for index in (slice(-1), -1)
+        jax.tree.map(lambda x: x[index], (stacked, kinds))
+        for index in (slice(-1), -1)
       )
       x_BLD, _ = jax.lax.scan(layer, x_BLD, (before, None), unroll=unroll)
       x_BLD, routing = layer(x_BLD, (last, None), places_BM)
@@ -272,7 +316,10 @@ class Transformer(nnx.Module):
   def embed(self, tokens_BL: Array) -> Array:
     """Returns the input of the first layer [B, L, D]."""
     x_BLD = embedding.look_up(self.embedding[...], tokens_BL, self.mesh)
-    return x_BLD.astype(self.config.dtype)
+    x_BLD = x_BLD.astype(self.config.dtype)
+    if self.config.scale_embedding:
+      x_BLD = x_BLD * self.config.hidden_size**0.5
+    return x_BLD
 
 
 def gather_states(x_BLD: Array, places_BM: Array) -> Array:

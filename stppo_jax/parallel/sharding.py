@@ -31,8 +31,8 @@ RULES: tuple[tuple[str, P], ...] = (
   (r'(q|k|v|gate|up)_proj/lora_b$', P(None, None, 'tensor')),
   (r'(o|down)_proj/lora_a$', P(None, 'tensor')),
   (r'(o|down)_proj/lora_b$', P(None, None, 'fsdp')),
-  (r'(q|k|v)_proj/bias$', P(None, 'tensor')),
-  (r'norm/scale$', P()),
+  (r'(q|k|v|gate|up)_proj/bias$', P(None, 'tensor')),
+  (r'(norm/scale|(o|down)_proj/bias)$', P()),
   (r'scalar_head$', P('fsdp')),
 )
 

@@ -98,7 +98,8 @@ def shape(
   """
   model, runtime = config.model, weights_lib.compute_options(config)
   if model.path:
-    return load.read_config(model.path, **runtime)
+    longest = config.env.max_length
+    return load.read_config(model.path, longest=longest, **runtime)
   sizes = {
     field.name: model[field.name]
     for field in dataclasses.fields(model_config.ModelConfig)
@@ -232,7 +233,9 @@ def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
   """Raises ValueError if the reference's shape is not the policy's."""
   model, path = config.model, config.model.reference_path
-  reference = load.read_config(path, **weights_lib.compute_options(config))
+  options = weights_lib.compute_options(config)
+  longest = config.env.max_length
+  reference = load.read_config(path, longest=longest, **options)
   ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
   for name in model_config.compared(policy):
     if ours[name] != theirs[name]:

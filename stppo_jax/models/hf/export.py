@@ -128,28 +128,28 @@ def _config(
 
 def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
   """Writes the weight files, and their index if there are several."""
-  entries = _entries(config)
-  shapes = {
-    e.hf_name: _shape(e, families.leaf(params, e.path)) for e in entries
-  }
+  tensors = families.tensors(config)
+  names = dict.fromkeys(entry.hf_name for entry in _entries(config))
+  shapes = {n: families.tensor_shape(tensors[n], params) for n in names}
   width = safetensors_file.DTYPES[dtype].itemsize
   sizes = {name: width * math.prod(shape) for name, shape in shapes.items()}
-  files: list[list[families.Entry]] = [[]]
+  files: list[list[str]] = [[]]
   bytes_left = max_shard_bytes
-  for entry in entries:
-    if files[-1] and sizes[entry.hf_name] > bytes_left:
+  for tensor in names:
+    if files[-1] and sizes[tensor] > bytes_left:
       files.append([])
       bytes_left = max_shard_bytes
-    files[-1].append(entry)
-    bytes_left -= sizes[entry.hf_name]
+    files[-1].append(tensor)
+    bytes_left -= sizes[tensor]
   weight_map = {}
-  for number, tensors in enumerate(files, 1):
+  for number, held in enumerate(files, 1):
     name = f'model-{number:05d}-of-{len(files):05d}.safetensors'
     name = name if len(files) > 1 else weight_files.SINGLE
-    weight_map |= {entry.hf_name: name for entry in tensors}
-    promised = {entry.hf_name: shapes[entry.hf_name] for entry in tensors}
+    weight_map |= dict.fromkeys(held, name)
+    promised = {tensor: shapes[tensor] for tensor in held}
+    parts = [entry for tensor in held for entry in tensors[tensor]]
     with open(folder / name, 'wb') as file:
-      safetensors_file.write(file, promised, dtype, _values(params, tensors))
+      safetensors_file.write(file, promised, dtype, _values(params, parts))
   if len(files) > 1:
     total = {'total_size': sum(sizes.values())}
     index = {'metadata': total, 'weight_map': weight_map}
@@ -161,9 +161,15 @@ def _entries(config: model_config.ModelConfig) -> list[families.Entry]:
   """Returns the tensors in the order in which they are written.
 
   They are ordered by leaf, so that a slice of a leaf is a consecutive range of
-  a file.
+  a file. The parts of a tensor follow one another.
   """
-  return sorted(families.entries(config), key=lambda e: (e.path, e.index))
+  return [
+    entry
+    for parts in sorted(
+      families.tensors(config).values(), key=lambda x: (x[0].path, x[0].index)
+    )
+    for entry in parts
+  ]
 
 
 def _values(
@@ -240,12 +246,6 @@ def _slice(mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
     static_argnums=2,
     out_shardings=jax.NamedSharding(mesh, jax.P()),
   )
-
-
-def _shape(entry: families.Entry, leaf: _Leaf) -> tuple[int, ...]:
-  """Returns the shape of the tensor in the file."""
-  shape = leaf.shape[len(entry.index) :]
-  return shape[::-1] if entry.transposed else shape
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 A family is a row of `FAMILIES`. Our layers are stacked, so a leaf has a tensor
 for each layer; the experts are one leaf [layers, experts, in, out] with a
-tensor for each expert of each layer.
+tensor for each expert of each layer. Several leaves may be parts of one tensor,
+one under the other.
 """
 
 from collections.abc import Mapping
@@ -26,12 +27,16 @@ _LAYER = {
   'v_proj/kernel': 'self_attn.v_proj.weight',
   'v_proj/bias': 'self_attn.v_proj.bias',
   'o_proj/kernel': 'self_attn.o_proj.weight',
+  'o_proj/bias': 'self_attn.o_proj.bias',
   'mlp_norm/scale': 'post_attention_layernorm.weight',
 }
 _DENSE = {
   'gate_proj/kernel': 'mlp.gate_proj.weight',
+  'gate_proj/bias': 'mlp.gate_proj.bias',
   'up_proj/kernel': 'mlp.up_proj.weight',
+  'up_proj/bias': 'mlp.up_proj.bias',
   'down_proj/kernel': 'mlp.down_proj.weight',
+  'down_proj/bias': 'mlp.down_proj.bias',
 }
 _ROUTER = {'moe/router/kernel': 'mlp.gate.weight'}
 _EXPERT = {
@@ -44,6 +49,38 @@ _TOP = {
   'norm/scale': 'model.norm.weight',
   'lm_head': 'lm_head.weight',
 }
+# The fields of a shape without which a model has no such leaf.
+_NEEDS = {
+  'q_proj/bias': 'qkv_bias',
+  'k_proj/bias': 'qkv_bias',
+  'v_proj/bias': 'qkv_bias',
+  'o_proj/bias': 'o_bias',
+  'q_norm/scale': 'qk_norm',
+  'k_norm/scale': 'qk_norm',
+  'gate_proj/bias': 'mlp_bias',
+  'up_proj/bias': 'mlp_bias',
+  'down_proj/bias': 'mlp_bias',
+}
+
+
+class Windows(NamedTuple):
+  """Says which layers have the `sliding_window` of a file, if it has one.
+
+  A file that lists `layer_types` says so itself.
+
+  Attributes:
+    switch: the field that must be true for it; '': none.
+    first: the first layer with a window where `max_window_layers` is missing.
+    every: the distance of layers without a window where
+      `sliding_window_pattern` is missing; 0: all layers have one.
+    typed: whether layers may differ. Otherwise `transformers` reads no
+      `layer_types`.
+  """
+
+  switch: str = ''
+  first: int = 0
+  every: int = 0
+  typed: bool = True
 
 
 class Family(NamedTuple):
@@ -51,28 +88,137 @@ class Family(NamedTuple):
 
   Attributes:
     class_name: the class of `transformers`.
-    qkv_bias: whether queries, keys and values have biases.
-    qk_norm: whether heads of queries and keys are normalised.
+    blocks: fields of `ModelConfig` that all models of the family share, if they
+      are not the defaults.
     experts: whether experts take the place of the MLP.
-    head_dim: the size of a head where a file gives none; 0: heads divide the
-      width equally.
-    names: the names of a layer's tensors, by the paths of our leaves.
+    options: fields of a file, and the fields of `ModelConfig` that take their
+      values.
+    fixed: fields of a file with the only value that is supported.
+    defaults: fields of a file with their values where it lacks them.
+    windows: which layers have a window; None: files give none.
+    local_rope: the field of a file with the base of the rotary positions of
+      layers with a window, which are then never scaled; '': they are those of
+      the other layers.
+    names: the names of a layer's tensors by the paths of our leaves, if they
+      are not those of `llama`; '': the family has no such leaf. Leaves with the
+      same name are parts of one tensor.
   """
 
   class_name: str
-  qkv_bias: bool = False
-  qk_norm: bool = False
+  blocks: Mapping[str, Any] = {}
   experts: bool = False
-  head_dim: int = 0
-  names: Mapping[str, str] = _LAYER
+  options: Mapping[str, Sequence[str]] = {}
+  fixed: Mapping[str, Any] = {'hidden_act': 'silu'}
+  defaults: Mapping[str, Any] = {}
+  windows: Windows | None = None
+  local_rope: str = ''
+  names: Mapping[str, str] = {}
 
+
+_BIASES = {'attention_bias': ('qkv_bias', 'o_bias')}
+_LATE = Windows('use_sliding_window', first=28)
+_OLMO_NAMES = {
+  'attention_norm/scale': '',
+  'attention_post_norm/scale': 'post_attention_layernorm.weight',
+  'mlp_norm/scale': '',
+  'mlp_post_norm/scale': 'post_feedforward_layernorm.weight',
+}
+_OLMO = Family(
+  'Olmo2ForCausalLM',
+  {'norms': 'after', 'qk_norm': True, 'qk_norm_whole': True},
+  options=_BIASES,
+  defaults={'rms_norm_eps': 1e-5},
+  names=_OLMO_NAMES,
+)
 
 # Keyed by the `model_type` of Hugging Face.
 FAMILIES: Mapping[str, Family] = {
-  'qwen2': Family('Qwen2ForCausalLM', qkv_bias=True),
-  'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
-  'llama': Family('LlamaForCausalLM'),
-  'qwen3_moe': Family('Qwen3MoeForCausalLM', qk_norm=True, experts=True),
+  'qwen2': Family(
+    'Qwen2ForCausalLM',
+    {'qkv_bias': True},
+    defaults={'sliding_window': 4096},
+    windows=_LATE,
+  ),
+  'qwen3': Family(
+    'Qwen3ForCausalLM',
+    {'qk_norm': True},
+    options=_BIASES,
+    defaults={'head_dim': 128, 'sliding_window': 4096},
+    windows=_LATE,
+  ),
+  'llama': Family(
+    'LlamaForCausalLM', options={**_BIASES, 'mlp_bias': ('mlp_bias',)}
+  ),
+  'qwen3_moe': Family(
+    'Qwen3MoeForCausalLM',
+    {'qk_norm': True},
+    experts=True,
+    options=_BIASES,
+    defaults={'sliding_window': 4096},
+    windows=Windows('use_sliding_window', typed=False),
+  ),
+  'mistral': Family(
+    'MistralForCausalLM',
+    defaults={'num_key_value_heads': 8, 'sliding_window': 4096},
+    windows=Windows(typed=False),
+  ),
+  'phi3': Family(
+    'Phi3ForCausalLM',
+    options={'partial_rotary_factor': ('partial_rotary_factor',)},
+    defaults={
+      'rms_norm_eps': 1e-5,
+      'partial_rotary_factor': 1.0,
+      'original_max_position_embeddings': 4096,
+    },
+    windows=Windows(typed=False),
+    names={
+      **dict.fromkeys(
+        ('q_proj/kernel', 'k_proj/kernel', 'v_proj/kernel'),
+        'self_attn.qkv_proj.weight',
+      ),
+      **dict.fromkeys(
+        ('gate_proj/kernel', 'up_proj/kernel'), 'mlp.gate_up_proj.weight'
+      ),
+    },
+  ),
+  'gemma3_text': Family(
+    'Gemma3ForCausalLM',
+    {
+      'norms': 'both',
+      'norm_offset': 1.0,
+      'qk_norm': True,
+      'activation': 'gelu_tanh',
+      'scale_embedding': True,
+    },
+    options={
+      **_BIASES,
+      'query_pre_attn_scalar': ('query_pre_attn_scalar',),
+    },
+    fixed={'hidden_activation': 'gelu_pytorch_tanh'},
+    defaults={
+      'head_dim': 256,
+      'num_key_value_heads': 4,
+      'query_pre_attn_scalar': 256,
+      'rope_local_base_freq': 10000.0,
+      'rope_theta': 1e6,
+      'sliding_window': 4096,
+      'tie_word_embeddings': True,
+    },
+    windows=Windows(every=6),
+    local_rope='rope_local_base_freq',
+    names={
+      'attention_post_norm/scale': 'post_attention_layernorm.weight',
+      'mlp_norm/scale': 'pre_feedforward_layernorm.weight',
+      'mlp_post_norm/scale': 'post_feedforward_layernorm.weight',
+    },
+  ),
+  'olmo2': _OLMO,
+  'olmo3': _OLMO._replace(
+    class_name='Olmo3ForCausalLM',
+    defaults={'rms_norm_eps': 1e-5, 'rope_theta': 5e5, 'sliding_window': 4096},
+    windows=Windows(every=4),
+    local_rope='rope_theta',
+  ),
 }
 
 
@@ -92,24 +238,29 @@ def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
   Raises:
     ValueError: there is none, so that the model could not be exported.
   """
-  blocks = (qkv_bias, qk_norm, num_experts > 0)
+  asked = ('qkv_bias', 'qk_norm')
+  choices: dict[tuple[bool, ...], str] = {}
   for name, family in FAMILIES.items():
-    if (family.qkv_bias, family.qk_norm, family.experts) == blocks:
-      return name
-  choices = '; '.join(
-    f'{name} (qkv_bias={x.qkv_bias}, qk_norm={x.qk_norm}, num_experts '
-    f'{"> 0" if x.experts else "= 0"})'
-    for name, x in FAMILIES.items()
+    if not family.blocks.keys() - asked:
+      blocks = *(family.blocks.get(x, False) for x in asked), family.experts
+      choices.setdefault(blocks, name)
+  blocks = (qkv_bias, qk_norm, num_experts > 0)
+  if blocks in choices:
+    return choices[blocks]
+  listed = '; '.join(
+    f'{name} (qkv_bias={bias}, qk_norm={norm}, num_experts '
+    f'{"> 0" if experts else "= 0"})'
+    for (bias, norm, experts), name in choices.items()
   )
   raise ValueError(
     f'qkv_bias={qkv_bias}, qk_norm={qk_norm}, num_experts={num_experts} are '
-    f'those of no family; choices: {choices}'
+    f'those of no family; choices: {listed}'
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """Says where a tensor of a file belongs in the parameter tree.
+  """Says where a tensor of a file, or a part of it, belongs in the tree.
 
   Attributes:
     hf_name: name of the tensor.
@@ -125,6 +276,25 @@ class Entry:
   index: tuple[int, ...]
   transposed: bool
 
+  def shape(self, tree: Any) -> tuple[int, ...]:
+    """Returns the shape in the file, for a tree of arrays or shapes."""
+    shape = leaf(tree, self.path).shape[len(self.index) :]
+    return shape[::-1] if self.transposed else shape
+
+
+def tensors(config: model_config.ModelConfig) -> dict[str, list[Entry]]:
+  """Returns the parts of each tensor by its name, the upper ones first."""
+  result: dict[str, list[Entry]] = {}
+  for entry in entries(config):
+    result.setdefault(entry.hf_name, []).append(entry)
+  return result
+
+
+def tensor_shape(parts: Sequence[Entry], tree: Any) -> tuple[int, ...]:
+  """Returns the shape of a tensor with these parts, see `Entry.shape`."""
+  shapes = [part.shape(tree) for part in parts]
+  return (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+
 
 def entries(config: model_config.ModelConfig) -> list[Entry]:
   """Returns every tensor of a policy of this shape."""
@@ -133,12 +303,13 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
     if ours == 'lm_head' and config.tie_embeddings:
       continue
     result.append(Entry(theirs, tuple(ours.split('/')), (), False))
+  names = _LAYER | (_ROUTER if config.num_experts else _DENSE)
+  names |= FAMILIES[kind(config)].names
   names = {
     ours: theirs
-    for ours, theirs in FAMILIES[kind(config)].names.items()
-    if (config.qkv_bias or not ours.endswith('bias'))
-    and (config.qk_norm or ours not in ('q_norm/scale', 'k_norm/scale'))
-  } | (_ROUTER if config.num_experts else _DENSE)
+    for ours, theirs in names.items()
+    if theirs and (ours not in _NEEDS or getattr(config, _NEEDS[ours]))
+  }
   for layer in range(config.num_layers):
     prefix = f'model.layers.{layer}.'
     for ours, theirs in names.items():
@@ -156,8 +327,8 @@ def leaf(tree: Any, path: Sequence[str]) -> Any:
 
 
 def kind(config: model_config.ModelConfig) -> str:
-  """Returns the family of a model; see `of`."""
-  return of(
+  """Returns the family of a model: that which it was read from, or `of`."""
+  return config.family or of(
     qkv_bias=config.qkv_bias,
     qk_norm=config.qk_norm,
     num_experts=config.num_experts,

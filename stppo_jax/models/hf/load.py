@@ -44,10 +44,18 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """Pairs a tensor of a file with its place in a leaf."""
+  """Pairs a tensor of a file, from a row on, with its place in a leaf."""
 
   entry: families.Entry
   tensor: safetensors_file.Tensor
+  row: int
+
+  def read(self, index: _Index) -> np.ndarray:
+    """Returns a slice of the leaf, float32, and reads no more than it."""
+    index = index[::-1] if self.entry.transposed else index
+    rows = slice(index[0].start + self.row, index[0].stop + self.row)
+    values = self.tensor.read((rows, *index[1:]))
+    return values.T if self.entry.transposed else values
 
 
 class _Leaf(NamedTuple):
@@ -198,7 +206,7 @@ def _plan(
 ) -> dict[tuple[str, ...], _Leaf]:
   """Returns the leaves by path, with their tensors; raises as `read_params`."""
   tensors = weight_files.read_headers(directory)
-  wanted = {entry.hf_name: entry for entry in families.entries(config)}
+  wanted = families.tensors(config)
   if config.tie_embeddings:
     tensors.pop(_HEAD, None)
   tensors = {
@@ -219,32 +227,32 @@ def _plan(
   shapes = functional.Model(config, 'vocabulary').abstract_params
   leaves: dict[tuple[str, ...], _Leaf] = {}
   problems = []
-  for name, entry in wanted.items():
-    leaf = families.leaf(shapes, entry.path)
-    source = _Source(entry, tensors[name])
-    leaves.setdefault(entry.path, _Leaf({}, leaf.shape))
-    leaves[entry.path].sources[entry.index] = source
-    problems += _problems(source, leaf.shape)
+  for name, parts in wanted.items():
+    row = 0
+    for entry in parts:
+      leaf = families.leaf(shapes, entry.path)
+      leaves.setdefault(entry.path, _Leaf({}, leaf.shape))
+      source = _Source(entry, tensors[name], row)
+      leaves[entry.path].sources[entry.index] = source
+      row += entry.shape(shapes)[0]
+    problems += _problems(
+      name, tensors[name], families.tensor_shape(parts, shapes)
+    )
   if problems:
     raise ValueError(f'{directory}: {weight_files.shortened(problems)}')
   return leaves
 
 
-def _problems(source: _Source, leaf_shape: Sequence[int]) -> list[str]:
+def _problems(
+  name: str, tensor: safetensors_file.Tensor, expected: Sequence[int]
+) -> list[str]:
   """Returns what is wrong with a tensor, in words."""
-  entry, tensor = source
   problems = []
-  expected = tuple(leaf_shape[len(entry.index) :])
-  expected = expected[::-1] if entry.transposed else expected
   if tensor.shape != expected:
-    problems.append(
-      f'{entry.hf_name} has shape {tensor.shape}, expected {expected}'
-    )
+    problems.append(f'{name} has shape {tensor.shape}, expected {expected}')
   if tensor.dtype not in safetensors_file.DTYPES:
     supported = ', '.join(safetensors_file.DTYPES)
-    problems.append(
-      f'{entry.hf_name} has dtype {tensor.dtype}, supported: {supported}'
-    )
+    problems.append(f'{name} has dtype {tensor.dtype}, supported: {supported}')
   return problems
 
 
@@ -346,15 +354,13 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
   depth = len(next(iter(leaf.sources)))
   leading, rest = index[:depth], index[depth:]
   for position in itertools.product(*(range(i.start, i.stop) for i in leading)):
-    entry, tensor = leaf.sources[position]
+    source = leaf.sources[position]
     here = tuple(p - i.start for p, i in zip(position, leading))
-    if entry.transposed:
-      result[here] = tensor.read(rest[::-1]).T
-    else:
-      result[here] = tensor.read(rest)
+    result[here] = source.read(rest)
     if not np.isfinite(result[here]).all():
       raise ValueError(
-        f'{tensor.path}: {entry.hf_name} has a value that is not finite'
+        f'{source.tensor.path}: {source.entry.hf_name} has a value that is not '
+        'finite'
       )
   return result
 

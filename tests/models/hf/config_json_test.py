@@ -45,11 +45,19 @@ def test_missing_fields_of_a_config_are_derived():
   ('changes', 'message'),
   [
     ({'model_type': 'gpt2'}, "'gpt2'; supported: qwen2, qwen3, llama"),
-    ({'model_type': 'llama', 'attention_bias': True}, 'attention_bias=True'),
+    ({'attention_bias': True}, 'attention_bias=True'),
+    ({'model_type': 'gpt_oss'}, "^unsupported model_type 'gpt_oss'; supp"),
+    ({'model_type': 'qwen3_next'}, "^unsupported model_type 'qwen3_next'; "),
+    ({'model_type': 'qwen3_5_text'}, "^unsupported model_type 'qwen3_5_text'"),
     ({'hidden_act': 'gelu'}, "hidden_act='gelu' .*'silu'$"),
     ({'layer_types': ['sliding_attention']}, 'layer_types sliding_attention'),
     ({'quantization_config': {'bits': 4}}, 'quantization_config='),
-    ({'rope_scaling': {'rope_type': 'yarn'}}, "'yarn'; supported: default, l"),
+    ({'rope_scaling': {'rope_type': 'xpos'}}, "'xpos'; supported: default, l"),
+    ({'rope_scaling': {'rope_type': 'yarn'}}, '^lacks original_max_position_e'),
+    (
+      {'model_type': 'phi3', 'partial_rotary_factor': 0.3},
+      'must rotate an even',
+    ),
     ({'rope_parameters': {'rope_type': 'linear'}}, '^lacks factor$'),
     ({'num_hidden_layers': None}, '^lacks num_hidden_layers$'),
     (
