@@ -2,8 +2,8 @@
 
 Causal attention counts half of the square of the length, in a layer with a
 window only what the windows hold, and logits count at loss positions only. Only
-the functions named `recomputed_*` count what a backward pass repeats. An addition
-and a multiplication are two operations.
+the functions named `recomputed_*` count what a backward pass repeats. An
+addition and a multiplication are two operations.
 """
 
 from collections.abc import Iterable

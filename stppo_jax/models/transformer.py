@@ -111,10 +111,10 @@ class DecoderLayer(nnx.Module):
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q, k = self.q_proj(y_BLD), self.k_proj(y_BLD)
-    if c.qk_norm_whole:
-      q, k = self.q_norm(q), self.k_norm(k)
-    q_BLNH, k_BLKH = split_heads(q), split_heads(k)
+    q = self.q_proj(y_BLD)
+    q_BLNH = split_heads(self.q_norm(q) if c.qk_norm_whole else q)
+    k = self.k_proj(y_BLD)
+    k_BLKH = split_heads(self.k_norm(k) if c.qk_norm_whole else k)
     if c.qk_norm and not c.qk_norm_whole:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))

@@ -26,6 +26,8 @@ _SMALL = {
   'rope_theta': 100.0,
   'dtype': 'bfloat16',
 }
+# The heads of these divide the width, which is a multiple of 2 and of 7.
+_NO_HEAD_DIM = _SMALL | {'head_dim': None, 'hidden_size': 28, 'pad_token_id': 0}
 KINDS = {
   'qwen2': _SMALL,
   'qwen3': _SMALL,
@@ -36,6 +38,23 @@ KINDS = {
     'moe_intermediate_size': 6,
     'num_experts': 5,
     'num_experts_per_tok': 2,
+  },
+  'mistral': _SMALL | {'sliding_window': 5},
+  'phi3': _NO_HEAD_DIM | {'hidden_size': 56, 'partial_rotary_factor': 0.5},
+  'gemma3_text': _SMALL
+  | {
+    'num_hidden_layers': 3,
+    'query_pre_attn_scalar': 24,
+    'rope_theta': None,  # it has one for each kind of layer
+    'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+    'sliding_window': 5,
+  },
+  'olmo2': _NO_HEAD_DIM,
+  'olmo3': _NO_HEAD_DIM
+  | {
+    'num_hidden_layers': 3,
+    'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+    'sliding_window': 5,
   },
 }
 _LINEAR = {'rope_type': 'linear', 'factor': 4.0}

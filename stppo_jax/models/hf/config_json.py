@@ -124,6 +124,8 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
     'rms_norm_eps': config.rms_norm_eps,
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_position_embeddings,
+    # A family's own may be an id that a small vocabulary does not have.
+    'pad_token_id': None,
     'torch_dtype': 'float32',
     **rope_lib.write(config, family),
     **family.fixed,
