@@ -113,10 +113,16 @@ def _generate(model, ids: np.ndarray, max_new_tokens: int) -> np.ndarray:
 
 def load_model(name: str):
   """Returns a float32 model of `transformers` with scaled projections."""
+  return load_scaled(HERE / name)
+
+
+def load_scaled(directory: pathlib.Path):
+  """Returns the model of a directory with scaled projections."""
   import torch
   import transformers
 
-  model = transformers.Qwen2ForCausalLM.from_pretrained(HERE / name).eval()
+  load = transformers.AutoModelForCausalLM.from_pretrained
+  model = load(directory, dtype=torch.float32).eval()
   with torch.no_grad():
     for key, parameter in model.named_parameters():
       if key.endswith('_proj.weight'):

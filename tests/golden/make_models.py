@@ -87,12 +87,12 @@ _CASES = {
 }
 
 
-def save(directory, kind, num_heads, num_kv_heads, tied, options):
+def save(directory, kind, num_heads, num_kv_heads, tied, options, seed=0):
   """Saves a random model with biases and scales away from 0 and 1."""
   options = KINDS[kind] | copy.deepcopy(options)  # transformers adds to it
   dtype = getattr(torch, options.pop('dtype'))
   options = {key: x for key, x in options.items() if x is not None}
-  torch.manual_seed(0)
+  torch.manual_seed(seed)
   config = transformers.AutoConfig.for_model(
     kind,
     num_attention_heads=num_heads,

@@ -28,15 +28,16 @@ def _inputs(rows, size, num_heads, num_kv_heads, seed=0):
   )
 
 
-def _by_hand(q_BLNH, k_BLKH, v_BLKH):
+def _by_hand(q_BLNH, k_BLKH, v_BLKH, window=100):
   """Returns attention computed one query at a time, in float64."""
   mixed = np.zeros(q_BLNH.shape)
   shared = q_BLNH.shape[2] // k_BLKH.shape[2]
   for b, at, head in np.ndindex(q_BLNH.shape[:3]):
-    keys = k_BLKH[b, : at + 1, head // shared].astype(np.float64)
+    seen = slice(max(at + 1 - window, 0), at + 1)
+    keys = k_BLKH[b, seen, head // shared].astype(np.float64)
     logits = keys @ q_BLNH[b, at, head] / np.sqrt(_H)
     weights = np.exp(logits - logits.max())
-    values = v_BLKH[b, : at + 1, head // shared]
+    values = v_BLKH[b, seen, head // shared]
     mixed[b, at, head] = weights @ values / weights.sum()
   return mixed
 
@@ -208,13 +209,13 @@ _SEGMENTS = np.array([[1] * 5 + [2] * 9 + [3] * 3 + [0] * 5, [4] * 22])
 _POSITIONS = np.array([[*range(5), *range(9), *range(3), *[0] * 5], range(22)])
 
 
-def _segments_alone(inputs):
+def _segments_alone(inputs, window):
   """Returns attention of each segment as if it were a batch of its own."""
   mixed = np.zeros(inputs[0].shape)
   for row, ids in enumerate(_SEGMENTS):
     for number in set(ids) - {0}:
       cut = [x[row : row + 1, ids == number] for x in inputs]
-      mixed[row, ids == number] = _by_hand(*cut)[0]
+      mixed[row, ids == number] = _by_hand(*cut, window)[0]
   return mixed
 
 
@@ -225,15 +226,16 @@ def _segments_alone(inputs):
     (attention.IMPLEMENTATIONS['cudnn'], 1),
     (attention.IMPLEMENTATIONS['cudnn'], 2),
     (
-      lambda size, *, lengths_B, mesh, segments: attention.blockwise.attend(
-        size, 4, mesh, segments.ids_BL
+      lambda size, *, lengths_B, mesh, segments, window: (
+        attention.blockwise.attend(size, 4, mesh, segments.ids_BL, window)
       ),
       1,
     ),
     pytest.param(_SPLASH, 1, marks=pytest.mark.slow),
   ],
 )
-def test_segments_do_not_see_each_other(make, devices, monkeypatch):
+@pytest.mark.parametrize('window', [100, 6])
+def test_segments_do_not_see_each_other(make, devices, window, monkeypatch):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
   inputs = _inputs(2, 22, 4, 2)
   mesh = mesh_lib.make_mesh(
@@ -241,7 +243,9 @@ def test_segments_do_not_see_each_other(make, devices, monkeypatch):
   )
   # There is a number without a segment.
   segments = attention.Segments(_SEGMENTS, _POSITIONS, 5, 22)
-  attend = make(22, lengths_B=None, mesh=mesh, segments=segments)
+  attend = make(
+    22, lengths_B=None, mesh=mesh, segments=segments, window=window % 100
+  )
   text = _SEGMENTS > 0
   weights = np.random.default_rng(1).normal(size=inputs[0].shape)
   weights = np.where(text[..., None, None], weights, 0.0).astype(np.float32)
@@ -253,11 +257,12 @@ def test_segments_do_not_see_each_other(make, devices, monkeypatch):
 
   gradients, mixed = found(attend, inputs)
   np.testing.assert_allclose(
-    mixed[text], _segments_alone(inputs)[text], atol=1e-5
+    mixed[text], _segments_alone(inputs, window)[text], atol=1e-5
   )
   visible = (_SEGMENTS[:, :, None] == _SEGMENTS[:, None]) & np.tri(
     22, dtype=bool
   )
+  visible &= ~np.tri(22, k=-window, dtype=bool)
   definition = lambda q, k, v: attention.attention(
     q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible
   )

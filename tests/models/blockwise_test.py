@@ -1,5 +1,6 @@
 """Attention in tiles: its numbers, its memory, and what devices send."""
 
+import functools
 import math
 
 import jax
@@ -28,9 +29,11 @@ def _inputs(size, num_heads, num_kv_heads, *, rows=2, dtype=np.float32):
   )
 
 
-def _definition(q_BLNH, k_BLKH, v_BLKH):
+def _definition(q_BLNH, k_BLKH, v_BLKH, window=0):
   size = q_BLNH.shape[1]
   causal_1LL = jnp.tril(jnp.ones((1, size, size), bool))
+  if window:
+    causal_1LL &= ~jnp.tril(causal_1LL, -window)
   k_BKLH, v_BKLH = (x.swapaxes(1, 2) for x in (k_BLKH, v_BLKH))
   return attention.attention(q_BLNH, k_BKLH, v_BKLH, causal_1LL)
 
@@ -54,20 +57,34 @@ def _found(attend, inputs):
 
 
 @pytest.mark.parametrize(
-  ('size', 'tile', 'num_heads', 'num_kv_heads'),
+  ('size', 'tile', 'num_heads', 'num_kv_heads', 'window'),
   [
-    (45, 8, 4, 2),  # six tiles of 8 with three tokens of padding
-    pytest.param(22, 7, 4, 1, marks=pytest.mark.slow),  # four, the last shorter
-    pytest.param(9, 1, 2, 2, marks=pytest.mark.slow),  # each token alone
-    (9, 9, 6, 2),  # one
+    (45, 8, 4, 2, 0),  # six tiles of 8 with three tokens of padding
+    # Four, the last shorter.
+    pytest.param(22, 7, 4, 1, 0, marks=pytest.mark.slow),
+    pytest.param(9, 1, 2, 2, 0, marks=pytest.mark.slow),  # each token alone
+    (9, 9, 6, 2, 0),  # one
+    # Windows of one tile, one more and one less, and of several.
+    *((45, 8, 4, 2, window) for window in (7, 9, 25)),
+    pytest.param(45, 8, 4, 2, 8, marks=pytest.mark.slow),
+    (22, 7, 4, 1, 6),
+    *(
+      pytest.param(22, 7, 4, 1, window, marks=pytest.mark.slow)
+      for window in (1, 7, 8, 15)
+    ),
   ],
 )
-def test_tiles_equal_the_definition(size, tile, num_heads, num_kv_heads):
+def test_tiles_equal_the_definition(
+  size, tile, num_heads, num_kv_heads, window
+):
   inputs = _inputs(size, num_heads, num_kv_heads)
   # Logits that are far larger than all before and after them.
   inputs[1][:, size // 2] *= 4
-  mixed, *gradients = _found(blockwise.attend(size, tile, None), inputs)
-  expected, *expected_gradients = _found(_definition, inputs)
+  attend = blockwise.attend(size, tile, None, window=window)
+  mixed, *gradients = _found(attend, inputs)
+  expected, *expected_gradients = _found(
+    functools.partial(_definition, window=window), inputs
+  )
   np.testing.assert_allclose(mixed, expected, rtol=1e-6, atol=1e-6)
   for ours, theirs in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -130,6 +147,21 @@ def _temporary(size, again):
 def test_memory_grows_with_the_length(again):
   few, many = (_temporary(size, again) for size in (2048, 4096))
   assert math.log2(many / few) < 1.2
+
+
+def test_keys_outside_a_window_cost_nothing():
+  inputs = _inputs(400, 4, 2)
+  operations = {}
+  for window in (0, 80):
+    attend = attention.causal_attention(
+      'xla', 400, lengths_B=None, mesh=None, window=window
+    )
+    compiled = jax.jit(attend).lower(*inputs).compile()
+    operations[window] = max(
+      x.times for x in hlo.read(compiled.as_text()).instructions
+    )
+  # Pairs of five tiles: all, and each with itself and the one before it.
+  assert operations == {0: 15, 80: 9}
 
 
 @pytest.mark.slow

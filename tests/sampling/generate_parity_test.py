@@ -7,6 +7,7 @@ chunks and calls, and the environment answers in random order.
 
 import asyncio
 import functools
+import importlib
 import random
 
 import jax
@@ -99,7 +100,10 @@ def _policy(name):
 
 @functools.cache
 def _engine(name, **options):
-  model, params = _policy(name)
+  return _engine_of(*_policy(name), **options)
+
+
+def _engine_of(model, params, **options):
   engine = engine_lib.Engine(
     model,
     placement=publish.Placement(
@@ -216,3 +220,67 @@ def test_the_stored_dialogues_are_those_of_this_transformers():
   model = golden.load_model(name)
   dialogues = [golden.dialogue(model, script, limit) for script in _SCRIPTS]
   assert _lists(dialogues) == _lists(golden.read(name, limit))
+
+
+_LAYERS = {
+  'num_hidden_layers': 3,
+  'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+  'sliding_window': 40,
+}
+# Windows begin in the middle of pages and of turns.
+_FAMILIES = {
+  'mistral': {'sliding_window': 150},
+  'qwen3': _LAYERS | {'use_sliding_window': True, 'attention_bias': True},
+  'phi3': {},
+  'gemma3_text': _LAYERS,
+  'olmo2': {},
+  'olmo3': _LAYERS,
+  'llama': {
+    'mlp_bias': True,
+    'rope_scaling': {
+      'rope_type': 'yarn',
+      'factor': 4.0,
+      'original_max_position_embeddings': 160,
+    },
+  },
+}
+
+# With others, two tokens come too close to each other.
+_SEEDS = {'mistral': 1, 'gemma3_text': 2}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+  'kind',
+  [
+    # Mixed layers and norms of all kinds; the others take as long again.
+    pytest.param(kind, marks=() if kind == 'gemma3_text' else pytest.mark.slow)
+    for kind in _FAMILIES
+  ],
+)
+def test_dialogues_of_every_family_equal_those_of_generate(kind, tmp_path):
+  pytest.importorskip('torch', exc_type=ImportError)
+  make_models = importlib.import_module('tests.golden.make_models')
+  sizes = {
+    'vocab_size': 61,
+    'dtype': 'float32',
+    'eos_token_id': golden.EOS,
+    'max_position_embeddings': golden.MAX_LENGTH,
+  }
+  options = sizes | _FAMILIES[kind]
+  seed = _SEEDS.get(kind, 0)
+  make_models.save(tmp_path, kind, 2, 1, True, options, seed)
+  theirs = golden.load_scaled(tmp_path)
+  theirs.save_pretrained(tmp_path)
+  expected = [golden.dialogue(theirs, script, 24) for script in _SCRIPTS]
+  assert len({token for row in expected for x in row[1::2] for token in x}) > 9
+  config = load.read_config(
+    tmp_path, dtype='float32', remat='none', scan_unroll=1
+  )
+  engine = _engine_of(
+    functional.Model(config, 'vocabulary'),
+    load.read_params(tmp_path, config),
+    **_ENGINES['refilled'],
+  )
+  rows, texts = _collect(engine, 24)
+  _assert_same(rows, texts, expected)
