@@ -42,12 +42,14 @@ class _Way(NamedTuple):
   remat: str = 'none'
   chunk: int = 0
   experts: bool = False
+  family: str = ''
   # With 'gradient' the correction divides it: three gradients are formed.
   norm: str = 'coefficient'
 
   @property
   def shape(self):
-    return _SHAPE | (_EXPERTS if self.experts else {})
+    shape = _SHAPE | (_EXPERTS if self.experts else {})
+    return shape | (tiny.of_family(self.family) if self.family else {})
 
 
 def _models(way):
@@ -141,10 +143,18 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
     _Way((2, 2, 2), remat='dots'),
     _Way((2, 2, 2), num_microbatches=2),
     _Way((2, 2, 2), num_microbatches=2, remat='full', experts=True),
+    # A layer with a window and one without; norms over sharded projections.
+    *(
+      _Way((2, 2, 2), num_microbatches=2, remat='full', family=family)
+      for family in ('mistral', 'phi3', 'gemma3_text', 'olmo2', 'olmo3')
+    ),
+    _Way((2, 2, 2), remat='dots', family='gemma3_text'),
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):
-  alone = _updates(_Way(experts=way.experts, norm=way.norm))
+  alone = _updates(
+    _Way(experts=way.experts, family=way.family, norm=way.norm)
+  )
   many = _updates(way)
   for (losses, gradients), (losses_1, gradients_1) in zip(many, alone):
     assert losses.keys() == losses_1.keys() and len(losses) >= 3

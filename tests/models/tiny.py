@@ -1,6 +1,7 @@
 """Models small enough to compile in a second, with weights that matter."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import cached_pass
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
+from stppo_jax.models.hf import families
 
 # Fields of a config with a mixture of experts, as in Qwen3-MoE.
 MIXTURE = dict(
@@ -19,6 +21,26 @@ MIXTURE = dict(
   num_experts_per_tok=2,
   moe_intermediate_size=8,
 )
+
+
+def of_family(kind: str, window: int = 4) -> dict[str, Any]:
+  """Returns fields of a config with two layers of a family.
+
+  Args:
+    kind: a key of `FAMILIES`.
+    window: the window of the first layer, if the family has windows, and of
+      the second one if it cannot differ.
+  """
+  family = families.FAMILIES[kind]
+  fields = {'qkv_bias': False, **family.blocks, 'family': kind}
+  fields |= MIXTURE if family.experts else {}
+  if family.windows is not None:
+    fields['windows'] = (window, 0 if family.windows.typed else window)
+  if family.local_rope:
+    fields['local_rope_theta'] = 30.0
+  if 'partial_rotary_factor' in family.options:
+    fields['partial_rotary_factor'] = 0.5
+  return fields
 
 
 def model(head: str = 'vocabulary', **changes) -> functional.Model:
