@@ -199,52 +199,34 @@ DIALECT = Addition(
 )
 
 MODEL = Addition(
-  (
-    Insertion(
-      'stppo_jax/models/hf/families.py',
-      'FAMILIES: Mapping[str, Family] = {',
-      """
-        'plain_moe': Family(
-          'PlainMoe',
-          experts=True,
-          names={**_LAYER, 'attention_norm/scale': 'norm_1.weight'},
-        ),
-      """,
-    ),
-    Insertion(
-      'stppo_jax/models/hf/config_json.py',
-      '_SUPPORTED: Mapping[str, tuple[Any, ...]] = {',
-      "'residual_scale': (1.0,),\n",
-    ),
-  ),
+  tuple(pages.steps('adding_a_model_family')),
   """
   from stppo_jax.models.hf import config_json
   from stppo_jax.models.hf import families
 
   hf = {
-    'model_type': 'plain_moe',
+    'model_type': 'seed_oss',
     'vocab_size': 16,
     'hidden_size': 8,
     'intermediate_size': 16,
     'num_hidden_layers': 1,
     'num_attention_heads': 2,
-    'num_experts': 4,
-    'num_experts_per_tok': 2,
-    'moe_intermediate_size': 8,
+    'attention_out_bias': True,
   }
   options = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
   config = config_json.read(hf, **options)
-  assert hf.items() <= config_json.write(config).items()
+  assert config.qkv_bias and config.o_bias and config.head_dim == 128
+  written = config_json.write(config)
+  assert hf.items() <= written.items() and written['attention_bias']
   tensors = {entry.hf_name for entry in families.entries(config)}
-  assert 'model.layers.0.mlp.experts.3.up_proj.weight' in tensors
-  assert 'model.layers.0.self_attn.q_norm.weight' not in tensors
-  assert 'model.layers.0.norm_1.weight' in tensors
-  assert 'model.layers.0.input_layernorm.weight' not in tensors
-  hf['residual_scale'] = 0.5
+  names = ('q_proj.bias', 'o_proj.bias', 'q_norm.weight')
+  found = [f'model.layers.0.self_attn.{name}' in tensors for name in names]
+  assert found == [True, True, False]
+  hf['attention_out_bias'] = 'yes'
   try:
     config_json.read(hf, **options)
   except ValueError as error:
-    assert 'residual_scale=0.5' in str(error)
+    assert "attention_out_bias='yes': must be" in str(error)
   else:
     raise AssertionError('the field was not checked')
   """,

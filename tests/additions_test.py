@@ -145,8 +145,11 @@ def _run(program: str, root: pathlib.Path) -> str:
     (
       additions.MODEL,
       {
-        'stppo_jax/models/hf/config_json.py',
         'stppo_jax/models/hf/families.py',
+        'stppo_jax/models/hf/fields.py',
+        'tests/golden/make_models.py',
+        'tests/models/family_parity_test.py',
+        'docs/models.md',
       },
     ),
     (

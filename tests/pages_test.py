@@ -7,7 +7,10 @@ import pytest
 
 from tests import pages
 
-_PAGES = ('adding_an_algorithm', 'adding_an_environment')
+_PAGES = (
+  *('adding_an_algorithm', 'adding_an_environment'),
+  'adding_a_model_family',
+)
 _STEPS = [step for page in _PAGES for step in pages.steps(page)]
 # They look at tables that the pages extend: at their names, at what is recorded
 # and generated of them, and at the files themselves.
@@ -78,3 +81,14 @@ def test_who_follows_both_pages_has_what_they_add_and_no_failing_test(tmp_path):
   pytest_words = 'python -m pytest -q -n 2 --dist worksteal'.split()
   done = pages.run([*pytest_words, '-m', 'not slow', *tests], tmp_path)
   assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_who_adds_a_family_has_models_that_agree_with_transformers(tmp_path):
+  pytest.importorskip('torch', exc_type=ImportError)
+  pages.copy(tmp_path)
+  (output,) = _followed('adding_a_model_family', tmp_path).values()
+  passed = re.search(r'(\d+) passed', output)
+  # Two cases in rows of three lengths, from a cache, and exported.
+  assert passed and int(passed[1]) == 10, output

@@ -152,9 +152,7 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):
-  alone = _updates(
-    _Way(experts=way.experts, family=way.family, norm=way.norm)
-  )
+  alone = _updates(_Way(experts=way.experts, family=way.family, norm=way.norm))
   many = _updates(way)
   for (losses, gradients), (losses_1, gradients_1) in zip(many, alone):
     assert losses.keys() == losses_1.keys() and len(losses) >= 3

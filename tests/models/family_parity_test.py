@@ -100,7 +100,7 @@ _CASES = {
   'olmo3': ('olmo3', False, _NESTED | {'sliding_window': 90}),
   'olmo3_tied': ('olmo3', True, {'sliding_window': 7}),
 }
-# By the definition, in an unrolled program of two tiles, and in a loop over six.
+# By the definition, in an unrolled program of two tiles, in a loop over six.
 _LENGTHS = (23, 111, 401)
 
 
