@@ -1,4 +1,4 @@
-"""Makes tests/golden/{qwen2,qwen3,llama,qwen3_moe}_*: tiny random models.
+"""Makes tests/golden/{qwen2,qwen3,llama,...}_*: tiny random models.
 
     pip install torch==2.13.0 transformers safetensors numpy
     python tests/golden/make_models.py [NAME ...]
@@ -66,6 +66,12 @@ LLAMA3 = {
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 32,
 }
+YARN = {
+  'rope_type': 'yarn',
+  'factor': 4.0,
+  'original_max_position_embeddings': 64,
+  'beta_fast': 4.0,
+}
 _QWEN2 = {
   'vocab_size': 61,
   'hidden_size': 16,
@@ -84,6 +90,10 @@ _CASES = {
   'llama_untied': ('llama', 7, 1, False, {'rope_scaling': LLAMA3}),
   'qwen3_moe_tied': ('qwen3_moe', 2, 2, True, {'norm_topk_prob': False}),
   'qwen3_moe_untied': ('qwen3_moe', 2, 1, False, {'norm_topk_prob': True}),
+  'mistral_untied': ('mistral', 2, 1, False, {'rope_scaling': YARN}),
+  'phi3_untied': ('phi3', 2, 1, False, {}),
+  'gemma3_text_tied': ('gemma3_text', 2, 1, True, {}),
+  'olmo3_untied': ('olmo3', 2, 1, False, {'rope_scaling': YARN}),
 }
 
 

@@ -28,12 +28,7 @@ pytestmark = pytest.mark.torch
 make_models = importlib.import_module('tests.golden.make_models')  # needs torch
 
 _RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
-_YARN = {
-  'rope_type': 'yarn',
-  'factor': 4.0,
-  'original_max_position_embeddings': 64,
-  'beta_fast': 4.0,
-}
+_YARN = make_models.YARN
 _MIXED = ['full_attention', 'sliding_attention', 'full_attention']
 _WINDOW = {
   'use_sliding_window': True,

@@ -29,6 +29,10 @@ _NAMES = (
   'llama_untied',
   'qwen3_moe_tied',
   'qwen3_moe_untied',
+  'mistral_untied',
+  'phi3_untied',
+  'gemma3_text_tied',
+  'olmo3_untied',
 )
 
 
@@ -85,6 +89,11 @@ def test_logits_and_routing_equal_those_of_transformers(name):
     pytest.param('qwen3_untied', marks=pytest.mark.slow),
     'llama_untied',
     'qwen3_moe_untied',
+    # A part of each head is rotated; windows in all layers and in some.
+    'phi3_untied',
+    pytest.param('mistral_untied', marks=pytest.mark.slow),
+    'gemma3_text_tied',
+    pytest.param('olmo3_untied', marks=pytest.mark.slow),
   ],
 )
 def test_decoding_from_a_cache_gives_the_same_logits(name):
