@@ -67,7 +67,8 @@ def _scaling(
     original = fields_lib.needed(given, 'original_max_position_embeddings')
     if length:
       given.setdefault('factor', length / original)
-    given.setdefault('attention_factor', _attention_factor(kind, given))
+    if 'attention_factor' not in given:
+      given['attention_factor'] = _attention_factor(kind, given)
   fields = {
     name: fields_lib.needed(given, name)
     for name in model_config.ROPE_FIELDS[kind]

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 
 from stppo_jax.models import config as model_config
+from stppo_jax.models import rotary
 from stppo_jax.models.hf import config_json
 from tests.models import tiny
 
@@ -135,6 +138,181 @@ def test_a_written_config_is_read_back_the_same(changes, kind, name, rope):
   assert (hf['model_type'], hf['architectures']) == (kind, [name])
   hf = json.loads(json.dumps(hf))
   assert config_json.read(hf, **_RUNTIME) == config
+
+
+_TYPES = ['sliding_attention', 'full_attention']
+_YARN = {
+  'rope_type': 'yarn',
+  'factor': 4.0,
+  'original_max_position_embeddings': 32,
+}
+_LONG = {'short_factor': [1.0, 2.0], 'long_factor': [3.0, 4.0]}
+
+
+@pytest.mark.parametrize(
+  ('kind', 'changes', 'expected'),
+  [
+    # Layers from the 28th on have a window, unless the file says otherwise.
+    ('qwen2', {'use_sliding_window': True}, {'windows': ()}),
+    (
+      'qwen3',
+      {'use_sliding_window': True, 'max_window_layers': 1, 'sliding_window': 9},
+      {'windows': (0, 9), 'head_dim': 128},
+    ),
+    ('qwen3', {'sliding_window': 9}, {'windows': ()}),
+    (
+      'qwen3_moe',
+      _MOE | {'use_sliding_window': True, 'attention_bias': True},
+      {'windows': (4096, 4096), 'qkv_bias': True, 'o_bias': True},
+    ),
+    ('llama', {'attention_bias': True}, {'qkv_bias': True, 'mlp_bias': False}),
+    ('mistral', {'num_key_value_heads': 2}, {'windows': (4096, 4096)}),
+    (
+      'mistral',
+      {'num_key_value_heads': 2, 'sliding_window': None},
+      {'windows': ()},
+    ),
+    (
+      'phi3',
+      {
+        'rope_scaling': _LONG | {'type': 'su'},
+        'max_position_embeddings': 4096**2,
+      },
+      {'windows': (), 'rms_norm_eps': 1e-5},
+    ),
+    (
+      'gemma3_text',
+      {'sliding_window_pattern': 2},
+      {
+        'windows': (4096, 0),
+        'local_rope_theta': 10000.0,
+        'rope_theta': 1e6,
+        'query_pre_attn_scalar': 256,
+        'tie_embeddings': True,
+        'norms': 'both',
+      },
+    ),
+    ('gemma3_text', {'rope_local_base_freq': 7.0}, {'windows': (4096, 4096)}),
+    ('olmo2', {'rope_scaling': _YARN}, {'norms': 'after', 'windows': ()}),
+    (
+      'olmo3',
+      {
+        'layer_types': _TYPES,
+        'sliding_window': 6,
+        'rope_theta': 3.0,
+        'rope_scaling': _YARN,
+      },
+      {'windows': (6, 0), 'rope_theta': 3.0, 'local_rope_theta': 3.0},
+    ),
+  ],
+)
+def test_every_family_is_read_and_written(kind, changes, expected):
+  hf = {name: x for name, x in _HF.items() if name != 'rope_theta'}
+  hf |= {'num_key_value_heads': 4}
+  config = config_json.read(hf | changes | {'model_type': kind}, **_RUNTIME)
+  found = dataclasses.asdict(config)
+  assert {name: found[name] for name in expected} == expected
+  written = json.loads(json.dumps(config_json.write(config)))
+  assert written['model_type'] == kind
+  again = config_json.read(written, **_RUNTIME)
+  assert (again, again.family) == (config, kind)
+
+
+@pytest.mark.parametrize(
+  ('rope', 'factor'),
+  [
+    ({}, 0.1 * math.log(4.0) + 1.0),
+    ({'attention_factor': 1.5}, 1.5),
+    (
+      {'mscale': 0.5, 'mscale_all_dim': 2.0},
+      (0.05 * math.log(4.0) + 1.0) / (0.2 * math.log(4.0) + 1.0),
+    ),
+  ],
+)
+def test_yarn_has_the_factor_of_its_paper_unless_another_is_given(rope, factor):
+  config = config_json.read(_HF | {'rope_scaling': _YARN | rope}, **_RUNTIME)
+  assert config.rope_scaling.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'rope', 'longest', 'plain'),
+  [
+    ('qwen2', {'type': 'dynamic', 'factor': 2.0}, 64, True),
+    ('qwen2', {'type': 'dynamic', 'factor': 2.0}, 65, False),
+    ('phi3', _LONG | {'type': 'longrope'}, 32, True),
+    ('phi3', _LONG | {'type': 'longrope'}, 33, False),
+  ],
+)
+def test_the_longest_text_decides_about_rotations(kind, rope, longest, plain):
+  hf = _HF | {
+    'model_type': kind,
+    'rope_scaling': rope,
+    'max_position_embeddings': 64,
+  }
+  if kind == 'phi3':
+    hf['original_max_position_embeddings'] = 32
+  short, asked = (
+    rotary.frequencies(config_json.read(hf, longest=size, **_RUNTIME))
+    for size in (1, longest)
+  )
+  assert np.array_equal(short, asked) == plain
+
+
+@pytest.mark.parametrize(
+  ('kind', 'changes', 'message'),
+  [
+    ('llama', {'use_sliding_window': True}, 'use_sliding_window=True is not'),
+    ('llama', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is'),
+    ('qwen2', {'layer_types': _TYPES}, 'layer_types sliding_attention are not'),
+    ('mistral', {'layer_types': _TYPES}, 'layer_types full_attention are not'),
+    (
+      'olmo3',
+      {'layer_types': _TYPES[:1]},
+      '^layer_types has 1 layers: must have num_hidden_layers=2$',
+    ),
+    (
+      'olmo3',
+      {'rope_parameters': {'sliding_attention': _YARN}},
+      "^unsupported rope scaling 'yarn' of layers with a window; supported: d",
+    ),
+    (
+      'gemma3_text',
+      {'hidden_activation': 'silu'},
+      "^hidden_activation='silu' ",
+    ),
+    ('gemma3_text', {'final_logit_softcapping': 30.0}, 'softcapping=30.0 is'),
+    ('gemma3_text', {'use_bidirectional_attention': True}, '=True is not supp'),
+    ('gemma3_text', {'query_pre_attn_scalar': 0}, '=0: must be a number gr'),
+    (
+      'phi3',
+      {'sliding_window': 1.5},
+      '^sliding_window=1.5: must be an integer',
+    ),
+    (
+      'phi3',
+      {
+        'rope_scaling': _LONG
+        | {'type': 'longrope', 'long_factor': [1.0], 'attention_factor': 1.0}
+      },
+      '^long_factor has 1 numbers: must have 2, one for each pair that is rot',
+    ),
+    (
+      'phi3',
+      {'rope_scaling': _LONG | {'type': 'longrope', 'short_factor': [0]}},
+      r'^rope_scaling.short_factor=\[0\]: must be a list of numbers greater',
+    ),
+    (
+      'gemma3',
+      {},
+      "^unsupported model_type 'gemma3'; supported: .*gemma3_text",
+    ),
+  ],
+)
+def test_what_a_family_lacks_is_an_error_of_one_line(kind, changes, message):
+  hf = _HF | {'num_key_value_heads': 4, 'model_type': kind}
+  with pytest.raises(ValueError, match=message) as caught:
+    config_json.read(hf | changes, **_RUNTIME)
+  assert '\n' not in str(caught.value)
 
 
 def test_combinations_of_no_architecture_are_refused():
