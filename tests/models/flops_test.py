@@ -36,6 +36,19 @@ def test_operations_are_those_of_the_published_shapes():
   assert policy - value == pytest.approx(100 * 2 * 0.233e9, rel=5e-3)
 
 
+def test_queries_see_no_more_than_a_window():
+  length, window = 4096, 1024
+  seen = sum(min(n, window) for n in range(1, length + 1)) / length
+  mixed = dataclasses.replace(_SHAPE, windows=(window,) * 20 + (0,) * 8)
+  keys = 20 * seen + 8 * length / 2
+  operations = flops.attention_operations(mixed, length)
+  assert operations == pytest.approx(2 * 2 * keys * 12 * 128, rel=1e-3)
+  # A row that fits into the window is computed as without it.
+  assert flops.attention_operations(mixed, 1000) == (
+    flops.attention_operations(_SHAPE, 1000)
+  )
+
+
 def test_of_experts_those_count_that_a_token_visits():
   experts = dataclasses.replace(
     _SHAPE,
