@@ -94,10 +94,12 @@ def run(words: list[str], root: pathlib.Path) -> subprocess.CompletedProcess:
   elif words[0] == 'make':
     folder = pathlib.Path(sys.executable).parent
     words = [*words, f'BIN={folder}', 'RUNTIME=', 'TESTING=']
+  # The copy comes before what else is on the path, such as PyTorch.
+  paths = [str(root), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
   return subprocess.run(
     words,
     cwd=root,
-    env=dict(os.environ, PYTHONPATH=str(root)),
+    env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths)),
     capture_output=True,
     text=True,
     timeout=1800,

@@ -38,8 +38,8 @@ def of_family(kind: str, window: int = 4) -> dict[str, Any]:
     fields['windows'] = (window, 0 if family.windows.typed else window)
   if family.local_rope:
     fields['local_rope_theta'] = 30.0
-  if 'partial_rotary_factor' in family.options:
-    fields['partial_rotary_factor'] = 0.5
+  numbers = {'partial_rotary_factor': 0.5, 'query_pre_attn_scalar': 24.0}
+  fields |= {n: x for n, x in numbers.items() if n in family.options}
   return fields
 
 
