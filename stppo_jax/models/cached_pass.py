@@ -6,6 +6,7 @@ positions of a page or of the recent tokens. See `cache` for pages.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -96,12 +97,13 @@ class Live(NamedTuple):
 
   Attributes:
     cache: all pages.
-    work: see `live_pages.Work`; on a mesh, the entries of all devices.
+    works: by window, see `live_pages.Work`; on a mesh, the entries of all
+      devices.
     mesh: mesh that the cache is laid out on; None: one device.
   """
 
   cache: cache_lib.Cache
-  work: live_pages.Work
+  works: Mapping[int, live_pages.Work]
   mesh: jax.sharding.Mesh | None
 
   def attend(
@@ -126,7 +128,7 @@ class Live(NamedTuple):
         check_vma=False,  # the kernel does not declare which axes vary
       )
     pages = self.cache[layer][:2]
-    mixed = attend(q_BKRCH, *pages, *own, self.work, jnp.int32(first))
+    mixed = attend(q_BKRCH, *pages, *own, self.works[window], jnp.int32(first))
     # Between barriers the change of layout is an operation of its own. The
     # compiler for TPU would else make it a part of the projection that follows,
     # which then takes four times as long.
@@ -176,19 +178,22 @@ def read(
   num_pages, _, size, _ = cache[0][0].shape
   shards = 1 if mesh is None else cache_lib.row_shards(config, mesh)
   if reads_live(config, size):
-    plan = functools.partial(
-      live_pages.plan_work, num_pages=num_pages // shards
-    )
-    if mesh is not None and mesh.size > 1:
-      rows, _ = cache_lib.axes(config.num_kv_heads, mesh)
-      plan = jax.shard_map(
-        plan,
-        mesh=mesh,
-        in_specs=P(rows),
-        out_specs=_work_specs(rows),
-        check_vma=False,
+    works = {}
+    for window in set(config.layer_windows):
+      plan = functools.partial(
+        live_pages.plan_work, num_pages=num_pages // shards, window=window
       )
-    return Live(cache, plan(lengths_B, table_BN), mesh)
+      if mesh is not None and mesh.size > 1:
+        rows, _ = cache_lib.axes(config.num_kv_heads, mesh)
+        plan = jax.shard_map(
+          plan,
+          mesh=mesh,
+          in_specs=P(rows),
+          out_specs=_work_specs(rows),
+          check_vma=False,
+        )
+      works[window] = plan(lengths_B, table_BN)
+    return Live(cache, works, mesh)
 
   def copied(pages, n):
     index = table_BN[:, n]

@@ -53,13 +53,19 @@ def attention_operations(
     length: the number of tokens of its row, of which it attends to half on
       average, or to fewer in a layer with a window.
   """
+  keys = seen_keys(shape, length)
+  return 4.0 * keys * shape.num_heads * shape.head_dim
+
+
+def seen_keys(shape: model_config.ModelConfig, length: float) -> float:
+  """Returns the keys that a token of a row sees on average, in all layers."""
   windows, keys = shape.layer_windows, 0.0
   for window in set(windows):
     # The first tokens of a row see all before them, the others a whole window.
     fills = 0 < window < length
     seen = window - window**2 / (2 * length) if fills else length / 2
     keys += windows.count(window) * seen
-  return 4.0 * keys * shape.num_heads * shape.head_dim
+  return keys
 
 
 def layer_operations(shape: model_config.ModelConfig, length: float) -> float:

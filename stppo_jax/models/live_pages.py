@@ -50,24 +50,33 @@ class Work(NamedTuple):
   pages_ZE: Array
 
 
-def plan_work(lengths_B: Array, table_BN: Array, num_pages: int) -> Work:
+def plan_work(
+  lengths_B: Array, table_BN: Array, num_pages: int, window: int = 0
+) -> Work:
   """Returns the entries for rows of these lengths.
 
-  A row without tokens has an entry, too, so that its results are written.
+  A row without tokens has an entry, too, so that its results are written. Pages
+  before the window of the next token are in no entry.
 
   Args:
     lengths_B: int32, the cached tokens of each row.
     table_BN: int32, the pages of each row.
     num_pages: P; a larger number in the table stands for any page.
+    window: the number of tokens that a query sees at most; 0: all.
   """
   B, N = table_BN.shape
-  pages_B = jnp.maximum(-(-lengths_B // PAGE_SIZE), 1)
-  entries_B = -(-pages_B // _PLACES)
+  pages_B = counted_B = jnp.maximum(-(-lengths_B // PAGE_SIZE), 1)
+  if window:
+    hidden_B = jnp.maximum(lengths_B + 1 - window, 0) // PAGE_SIZE
+    counted_B = jnp.maximum(pages_B - hidden_B, 1)
+  entries_B = -(-counted_B // _PLACES)
   ends_B = jnp.cumsum(entries_B)
   index_E = jnp.arange(B * -(-N // _PLACES))
   rows_E = jnp.searchsorted(ends_B, index_E, side='right')
   rows_E = jnp.minimum(rows_E, B - 1).astype(jnp.int32)
   firsts_E = (index_E - (ends_B - entries_B)[rows_E]) * _PLACES
+  if window:
+    firsts_E += (pages_B - counted_B)[rows_E]
   wanted_ZE = firsts_E[None] + jnp.arange(_PLACES)[:, None]
   # The entry whose page a place holds: this one, or the last with a page.
   held_ZE = jnp.where(wanted_ZE < pages_B[rows_E][None], index_E[None], 0)
@@ -221,7 +230,12 @@ def _kernel(
   query = jax.lax.broadcasted_iota(jnp.int32, (tile, PAGE_SIZE), 0) + start
   query = first_1[0] + query % num_queries
 
-  @pl.when(page == 0)
+  begins = page == 0
+  if window is not None:  # the first pages may be in no entry
+    begins = rows_E[jnp.maximum(entry - 1, 0)] != rows_E[entry]
+    begins |= entry == 0
+
+  @pl.when(begins)
   def _():
     sums[...] = jnp.zeros_like(sums)
     if sinks_ref:

@@ -138,7 +138,10 @@ class Work:
   def decode_bytes(self) -> float:
     """The bytes of its memory that a device reads in a call of decode."""
     # While it grows, a row is half as long as in the end.
-    filled = min(self.length / self.engine_length, 1.0) / 2
+    seen = self.length / 2
+    if self.shape.attention == 'splash':  # no page before a window is read
+      seen = flops.seen_keys(self.shape, self.length) / self.shape.num_layers
+    filled = min(seen / self.engine_length, 0.5)
     return self.engine_weights + filled * self.engine_cache
 
   @property

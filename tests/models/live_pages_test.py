@@ -63,9 +63,14 @@ def _reference(
   return result
 
 
-def _attend(arrays, lengths, first, *, interpret=True, **options):
+def _attend(arrays, lengths, first, *, interpret=True, skips=True, **options):
   *arrays, table_BN = arrays
-  work = live_pages.plan_work(np.array(lengths), table_BN, len(arrays[1]))
+  work = live_pages.plan_work(
+    np.array(lengths),
+    table_BN,
+    len(arrays[1]),
+    window=options.get('window', 0) * skips,
+  )
   attend = functools.partial(live_pages.attend, interpret=interpret, **options)
   return jax.jit(attend)(*arrays, work, first)
 
@@ -119,6 +124,40 @@ def test_variants_of_attention_equal_loops(options):
   np.testing.assert_allclose(found, expected, atol=1e-5)
   plain = _attend(arrays, lengths, 2)
   assert np.abs(plain - found).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+  ('window', 'entries'),
+  [
+    (1, [(0, 0), (1, 0), (2, 5)]),
+    (130, [(0, 0), (1, 0), (2, 4)]),  # the window begins in page 4
+    (300, [(0, 0), (1, 0), (2, 3)]),
+    pytest.param(513, [(0, 0), (1, 0), (2, 1), (2, 5)], marks=pytest.mark.slow),
+    pytest.param(900, [(0, 0), (1, 0), (2, 0), (2, 4)], marks=pytest.mark.slow),
+  ],
+)
+def test_pages_before_a_window_are_not_read(window, entries):
+  lengths = 0, 128, 700
+  arrays = _arrays('float32', lengths=lengths)
+  *pages, table_BN = arrays
+  work = live_pages.plan_work(
+    np.array(lengths), table_BN, len(pages[1]), window=window
+  )
+  count = int(work.count_1[0])
+  found = zip(work.rows_E[:count].tolist(), work.firsts_E[:count].tolist())
+  assert list(found) == entries
+  for first in (0, 2):
+    np.testing.assert_allclose(
+      _attend(arrays, lengths, first, window=window),
+      _reference(arrays, lengths, first, window=window),
+      atol=1e-5,
+    )
+  # A plan without the window reads more, and gives the same.
+  np.testing.assert_allclose(
+    _attend(arrays, lengths, 2, window=window, skips=False),
+    _attend(arrays, lengths, 2, window=window),
+    atol=1e-6,
+  )
 
 
 @pytest.mark.slow

@@ -110,6 +110,24 @@ def _phases(name='v5e:2x4', **changes):
   return roofline.phases(_work(**changes), topology.find(name))
 
 
+def test_decoding_on_tpu_reads_no_page_before_a_window():
+  layers = _work().shape.num_layers
+  window = 512
+  windows = (window,) * (layers - 1) + (0,)
+
+  def cached(attention):
+    shape = dataclasses.replace(
+      _work().shape, windows=windows, attention=attention
+    )
+    work = _work(shape=shape, length=4096, engine_length=8192)
+    return (work.decode_bytes - work.engine_weights) / work.engine_cache
+
+  assert cached('xla') == 0.25
+  seen = sum(min(n, window) for n in range(4096)) / 4096
+  expected = ((layers - 1) * seen + 2048) / layers / 8192
+  assert cached('splash') == pytest.approx(expected, rel=1e-2)
+
+
 def test_what_updates_send_follows_from_the_weights():
   work = _work(axes={'data': 1, 'fsdp': 4, 'tensor': 1}, values='none')
   work = dataclasses.replace(
