@@ -13,7 +13,13 @@ from tests.training import runs
 
 # The fields of a shape that no config key sets.
 _FROM_TOKENIZER = {'vocab_size'}
-_AS_PUBLISHED = {'rope_scaling', 'max_position_embeddings'}
+# Fields that only models of files have; random ones are Qwen's or Llama's.
+_AS_PUBLISHED = {
+  *('family', 'o_bias', 'mlp_bias', 'qk_norm_whole', 'norms', 'norm_offset'),
+  *('activation', 'scale_embedding', 'query_pre_attn_scalar', 'windows'),
+  *('partial_rotary_factor', 'local_rope_theta', 'rope_scaling'),
+  'max_position_embeddings',
+}
 _OF_THE_ENGINE = {'cache'}  # which rollout.cache_dtype sets
 _MIXTURE = {
   'qkv_bias': False,
