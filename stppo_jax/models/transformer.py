@@ -28,7 +28,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 Array = jax.Array
 
 
-# Of the gate of the MLP.
+# What the gate of the MLP goes through, by the name in a config.
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
   'silu': jax.nn.silu,
   'gelu_tanh': jax.nn.gelu,  # JAX's is the approximation by tanh

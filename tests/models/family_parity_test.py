@@ -96,7 +96,7 @@ _CASES = {
   'olmo3_tied': ('olmo3', True, {'sliding_window': 7}),
 }
 # By the definition, in an unrolled program of two tiles, in a loop over six.
-_LENGTHS = (23, 111, 401)
+_LENGTHS = (23, pytest.param(111, marks=pytest.mark.slow), 401)
 
 
 def _make(directory, case, **options):
