@@ -14,6 +14,7 @@ in a forward pass. The engine has as many slots as the memory leaves room for.
 """
 
 import functools
+import math
 import pathlib
 from typing import NamedTuple
 
@@ -38,45 +39,47 @@ class Setting(NamedTuple):
   `fsdp` has fewer chips.
 
   Attributes:
-    data, fsdp, tensor: the mesh of training.
+    data, fsdp, expert, tensor: the mesh of training.
     decode_tensor: chips over which the weights are divided in decoding.
   """
 
   data: int
   fsdp: int
+  expert: int
   tensor: int
   decode_tensor: int
 
 
 SETTINGS = {
-  'qwen2_5_1_5b@v5e:2x4': Setting(1, 8, 1, 2),
-  'qwen2_5_1_5b@v5e:4x4': Setting(2, 8, 1, 2),
-  'qwen2_5_1_5b@v5p:2x2x4': Setting(2, 8, 1, 1),
-  'qwen3_1_7b@v6e:2x4': Setting(1, 8, 1, 1),
-  'qwen2_5_3b@v5e:2x4': Setting(1, 8, 1, 2),
-  'qwen2_5_3b@v5e:4x4': Setting(1, 8, 2, 2),
-  'qwen3_4b@v5e:4x8': Setting(2, 8, 2, 2),
-  'qwen2_5_7b@v5e:8x8': Setting(1, 32, 2, 4),
-  'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1, 1),
-  'qwen2_5_7b@v6e:4x4': Setting(1, 8, 2, 4),
-  'qwen3_14b@v5p:2x4x4': Setting(1, 16, 2, 4),
+  'qwen2_5_1_5b@v5e:2x4': Setting(1, 8, 1, 1, 2),
+  'qwen2_5_1_5b@v5e:4x4': Setting(2, 8, 1, 1, 2),
+  'qwen2_5_1_5b@v5p:2x2x4': Setting(2, 8, 1, 1, 1),
+  'qwen3_1_7b@v6e:2x4': Setting(1, 8, 1, 1, 1),
+  'qwen2_5_3b@v5e:2x4': Setting(1, 8, 1, 1, 2),
+  'qwen2_5_3b@v5e:4x4': Setting(1, 8, 1, 2, 2),
+  'qwen3_4b@v5e:4x8': Setting(2, 8, 1, 2, 2),
+  'qwen2_5_7b@v5e:8x8': Setting(1, 32, 1, 2, 4),
+  'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1, 1, 1),
+  'qwen2_5_7b@v6e:4x4': Setting(1, 8, 1, 2, 4),
+  'qwen3_14b@v5p:2x4x4': Setting(1, 16, 1, 2, 4),
   # Half an expert is 384 wide. A fourth of it would be 192, which the kernel of
   # experts pads to 256: decode would first copy all of them.
-  'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 16, 2, 2),
+  'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 4, 8, 1, 2),
 }
 
 
 def config(name: str):
   """Returns the config of a model on a slice, a key of `SETTINGS`."""
   from stppo_jax.configs import base
+  from stppo_jax.parallel import mesh as mesh_lib
 
   setting, model = SETTINGS[name], name.partition('@')[0]
   made = base.get_config('st_ppo')
   made.model.path = str(_MODELS / model)
   made.model.dtype = 'bfloat16'
   made.updates.remat = 'full'
-  made.updates.microbatch_size = setting.data * setting.fsdp
-  made.mesh.update(data=setting.data, fsdp=setting.fsdp, tensor=setting.tensor)
+  made.updates.microbatch_size = math.prod(setting[:3])
+  made.mesh.update(dict(zip(mesh_lib.AXES, setting)))
   made.rollout.update(
     slots=0,
     tensor=setting.decode_tensor,
@@ -121,7 +124,7 @@ def line(name: str) -> str:
   seconds = [f'{plan.programs[n].seconds:.1f}' for n in ('annotate', 'update')]
   cells = (
     f'{model} {chips}',
-    ', '.join(map(str, setting[:3])),
+    ', '.join(map(str, setting[:4])),
     f'{state / _GIB:.1f}',
     *learning,
     f'{sum(c.sent for c in update.collectives) / _GIB:.0f}',

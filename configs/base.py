@@ -55,6 +55,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'mesh': {
         'data': -1,  # cuts batches; weights are replicated along it
         'fsdp': 1,  # cuts batches and weights
+        'expert': 1,  # cuts batches and weights, experts by whole ones
         'tensor': 1,  # cuts weights within a layer
         # The share of each host's devices that only collects while the others,
         # which are those of the mesh, learn; for rollout.steps_ahead > 0.

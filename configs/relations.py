@@ -43,8 +43,8 @@ def _is_multiple(key: str, of: str) -> Relation:
   )
 
 
-def _one_axis_takes_the_rest(data, fsdp, tensor) -> Iterator[str]:
-  sizes = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+def _one_axis_takes_the_rest(data, fsdp, expert, tensor) -> Iterator[str]:
+  sizes = {'data': data, 'fsdp': fsdp, 'expert': expert, 'tensor': tensor}
   rest = [f'mesh.{axis}' for axis, size in sizes.items() if size == -1]
   if len(rest) > 1:
     yield f'{rest[1]}=-1: at most one axis may be -1, and {rest[0]} is -1 too'
@@ -150,7 +150,10 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _family_exists,
   ),
-  (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),
+  (
+    ('mesh.data', 'mesh.fsdp', 'mesh.expert', 'mesh.tensor'),
+    _one_axis_takes_the_rest,
+  ),
   _refuse(
     'mesh.collect_fraction',
     'rollout.steps_ahead',

@@ -168,6 +168,7 @@ KEYS: Mapping[str, Key] = {
   'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
   'mesh.collect_fraction': _free(rules.BELOW_1),
   'mesh.data': _free(rules.AXIS),
+  'mesh.expert': _free(rules.AXIS),
   'mesh.fsdp': _free(rules.AXIS),
   'mesh.tensor': _free(rules.AXIS),
   'model.allow_beyond_max_position_embeddings': _free(),

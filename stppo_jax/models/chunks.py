@@ -30,7 +30,7 @@ from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
-_FSDP, _TENSOR = mesh_lib.AXES[1:]
+_TENSOR, _WIDTH = mesh_lib.AXES[-1], mesh_lib.WEIGHT_AXES
 # To scatter a sum, the compiler for TPU (libtpu 0.0.42) cuts it into equal
 # blocks. Where it finds none, as for the 151,936 = 128 x 1187 entries of Qwen,
 # every device gets the whole sum, which takes twice the bytes. It finds blocks
@@ -228,25 +228,26 @@ class _Layout(NamedTuple):
     mesh: the mesh; None: one device.
     batch: axes along which rows are sharded.
     tensor: the axis along which vocabulary entries are sharded, or None.
-    fsdp: the axis along which a matrix's gradient is scattered, or None.
+    width: axes along which a matrix's gradient is scattered.
   """
 
   mesh: jax.sharding.Mesh | None
   batch: tuple[str, ...]
   tensor: str | None
-  fsdp: str | None
+  width: tuple[str, ...]
 
   @classmethod
   def of(cls, mesh, matrices, inputs) -> '_Layout':
     """Returns the layout of these arrays on a mesh."""
     if mesh is None or mesh.size == 1:
-      return cls(None, (), None, None)
-    batch, tensor, fsdp = activations.fitting(
-      (activations.ROWS, _TENSOR, _FSDP),
+      return cls(None, (), None, ())
+    batch, tensor, width = activations.fitting(
+      (activations.ROWS, _TENSOR, _WIDTH),
       (inputs[0].shape[0], *matrices[0].shape),
       mesh,
     )
-    return cls(mesh, batch or (), tensor, fsdp if batch else None)
+    rows = activations.names(batch)
+    return cls(mesh, rows, tensor, activations.names(width) if rows else ())
 
   @property
   def rows(self) -> P:
@@ -256,7 +257,7 @@ class _Layout(NamedTuple):
   @property
   def scattered(self) -> P:
     """The layout of the matrix's gradient [V, D]."""
-    return P(self.tensor, self.fsdp)
+    return P(self.tensor, self.width)
 
   def spread(self, local, out_specs):
     """Returns `local(matrices, inputs)` as a function that all devices run."""
@@ -273,17 +274,17 @@ class _Layout(NamedTuple):
   def sum_rows(self, x_WD: Array) -> Array:
     """Returns the sum over devices with other rows; each keeps its columns.
 
-    Over `fsdp` the sum is scattered; over the other axes every device gets all
+    Over `width` the sum is scattered; over the other axes every device gets all
     of it.
     """
-    if self.fsdp is not None:
+    if self.width:
       entries = len(x_WD)
       if mesh_lib.platform(self.mesh) == 'tpu':
         x_WD = jnp.pad(x_WD, ((0, -entries % _SCATTERED), (0, 0)))
       x_WD = jax.lax.psum_scatter(
-        x_WD, self.fsdp, scatter_dimension=1, tiled=True
+        x_WD, self.width, scatter_dimension=1, tiled=True
       )[:entries]
-    axes = tuple(axis for axis in self.batch if axis != self.fsdp)
+    axes = tuple(axis for axis in self.batch if axis not in self.width)
     return jax.lax.psum(x_WD, axes) if axes else x_WD
 
 

@@ -25,7 +25,8 @@ from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
-_DATA, _FSDP, _TENSOR = mesh_lib.AXES
+_DATA, *_, _TENSOR = mesh_lib.AXES
+_WIDTH = mesh_lib.WEIGHT_AXES
 
 
 def look_up(
@@ -55,11 +56,11 @@ def look_up(
 
 def _exchanges(table_VD, tokens_BL, mesh) -> bool:
   """Returns whether the columns of the table are on different devices."""
-  if mesh is None or mesh.shape[_FSDP] == 1:
+  if mesh is None or activations.extent(mesh, _WIDTH) == 1:
     return False
   entries, width = table_VD.shape
   rows = len(tokens_BL)
-  sizes = (entries, _TENSOR), (width, _FSDP), (rows, activations.ROWS)
+  sizes = (entries, _TENSOR), (width, _WIDTH), (rows, activations.ROWS)
   return not any(size % activations.extent(mesh, axes) for size, axes in sizes)
 
 
@@ -91,7 +92,7 @@ def _exchanged(
     # tokens of all, and the states go only where they are needed.
     places_BL = _places(_all_rows(tokens_bL), len(table_Wd))
     x_BLd = table_Wd.at[places_BL].get(mode='fill', fill_value=0)
-    x_bLD = jax.lax.all_to_all(x_BLd, _FSDP, 0, 2, tiled=True)
+    x_bLD = jax.lax.all_to_all(x_BLd, _WIDTH, 0, 2, tiled=True)
     # Only the device that holds the entry contributes a number that is not 0.
     return jax.lax.psum(x_bLD, _TENSOR)
 
@@ -106,10 +107,13 @@ def _exchanged_forward(mesh, table_VD, tokens_BL):
 def _exchanged_backward(mesh, residuals, gradient_BLD):
   empty, tokens_BL = residuals
   (entries, width), dtype = empty.shape[1:], empty.dtype
-  shard = entries // mesh.shape[_TENSOR], width // mesh.shape[_FSDP]
+  shard = (
+    entries // mesh.shape[_TENSOR],
+    width // activations.extent(mesh, _WIDTH),
+  )
 
   def local(tokens_bL, gradient_bLD):
-    gradient_BLd = jax.lax.all_to_all(gradient_bLD, _FSDP, 2, 0, tiled=True)
+    gradient_BLd = jax.lax.all_to_all(gradient_bLD, _WIDTH, 2, 0, tiled=True)
     places_BL = _places(_all_rows(tokens_bL), shard[0])
     sums_Wd = _sums(jnp.zeros((0, *shard), dtype), places_BL, gradient_BLd)
     return jax.lax.psum(sums_Wd.astype(dtype), _DATA)
@@ -122,7 +126,7 @@ def _exchanged_backward(mesh, residuals, gradient_BLD):
 
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
-_ROWS, _TABLE = P(activations.ROWS), P(_TENSOR, _FSDP)
+_ROWS, _TABLE = P(activations.ROWS), P(_TENSOR, _WIDTH)
 
 
 def _spread(local, mesh, in_specs, out_specs):
@@ -137,7 +141,7 @@ def _spread(local, mesh, in_specs, out_specs):
 
 def _all_rows(tokens_bL: Array) -> Array:
   """Returns the tokens of all rows that the devices along `fsdp` have."""
-  return jax.lax.all_gather(tokens_bL, _FSDP, axis=0, tiled=True)
+  return jax.lax.all_gather(tokens_bL, _WIDTH, axis=0, tiled=True)
 
 
 def _places(tokens_BL: Array, count: int) -> Array:

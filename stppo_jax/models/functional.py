@@ -98,7 +98,8 @@ class Model:
       experts = 'moe_' if self.config.num_experts else ''
       tensor = 'num_heads', f'{experts}intermediate_size', 'vocab_size'
       # The sizes that an axis of the mesh must divide.
-      sharded = {'fsdp': ('hidden_size',), 'tensor': tensor}
+      apart = ('num_experts', 'hidden_size') if experts else ()
+      sharded = {'expert': apart, 'fsdp': ('hidden_size',), 'tensor': tensor}
       mesh_lib.check_divides(
         self.mesh,
         {axis: {n: sizes[n] for n in names} for axis, names in sharded.items()},

@@ -26,6 +26,7 @@ import numpy as np
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
 from stppo_jax.parallel import activations
+from stppo_jax.parallel import dispatch
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
@@ -99,7 +100,7 @@ class MixtureOfExperts(nnx.Module):
     B, L, D = x_BLD.shape
     c = self.config
     probs_BLX = self._probabilities(x_BLD)
-    _, ids_BLE = jax.lax.top_k(probs_BLX, c.num_experts_per_tok)
+    ids_BLE = _highest(probs_BLX, c.num_experts_per_tok, self.mesh)
     if expert_ids_BLE is not None:
       free_BL1 = jnp.any(expert_ids_BLE < 0, axis=-1, keepdims=True)
       ids_BLE = jnp.where(free_BL1, ids_BLE, expert_ids_BLE)
@@ -122,6 +123,18 @@ class MixtureOfExperts(nnx.Module):
       precision=jax.lax.Precision.HIGHEST,
     )
     return jax.nn.softmax(logits_BLX, axis=-1)
+
+
+def _highest(probs_BLX: Array, number: int, mesh) -> Array:
+  """Returns the experts of the highest probabilities, the highest first."""
+  top = lambda probs_BLX: jax.lax.top_k(probs_BLX, number)[1]
+  if mesh is None or mesh.size == 1:
+    return top(probs_BLX)
+  # Left to the compilers for CPU and GPU, every device would get all rows.
+  rows = activations.fitting((activations.ROWS,), probs_BLX.shape, mesh)
+  return jax.shard_map(top, mesh=mesh, in_specs=rows, out_specs=rows)(
+    jax.lax.stop_gradient(probs_BLX)
+  )
 
 
 def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
@@ -185,8 +198,9 @@ def grouped(
 ) -> Array:
   """Returns the mixture by computing visited experts only.
 
-  On a mesh every device sorts the tokens of its own rows and holds a slice of F
-  of all experts: no token moves to another device.
+  On a mesh every device sorts the tokens of its own rows, and computes with a
+  slice of F of all experts: no token moves to another device. Along `expert`,
+  devices have different experts, and the tokens go to them, see `dispatch`.
 
   Args:
     x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
@@ -206,13 +220,19 @@ def grouped(
   )
   # Each device computes a slice of F for all experts, so its results are terms
   # of a sum over `tensor`, whichever experts its tokens visit.
-  wide, narrow, whole = P(None, None, axis), P(None, axis), P()
+  apart = 'expert' if 'expert' in activations.names(rows) else None
+  wide, narrow, whole = P(apart, None, axis), P(apart, axis), P(apart)
   ups = [(wide, whole, wide)[: len(x)] for x in kernels[:2]]
   downs = (narrow, narrow, whole)[: len(kernels[2])]
   specs = (P(rows), P(rows), P(rows), *ups, downs)
   on_mesh = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(rows))
   total = lambda y_BLD: jax.lax.psum(y_BLD, axis) if axis else y_BLD
-  if product is None:
+  if apart:
+    compute = functools.partial(_by_expert, product or jax.lax.ragged_dot)
+    local = functools.partial(
+      dispatch.exchanged, compute, axis=apart, product=product
+    )
+  elif product is None:
     summed = on_mesh(lambda *args: total(local(*args)), in_specs=specs)
     return summed(x_BLD, ids_BLE, weights_BLE, *kernels)
   # The sum is apart from the kernels, because these do not declare which axes
@@ -228,23 +248,31 @@ def grouped(
   return summed(parts(x_BLD, ids_BLE, weights_BLE, *kernels))
 
 
-def _grouped(product, x_BLD, ids_BLE, weights_BLE, gate, up, down) -> Array:
+def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
   """Returns the mixture [B, L, D] on one device.
 
   Each token is repeated for its E visits, and visits are sorted by expert, so
   that one ragged product multiplies consecutive rows with one expert's matrix.
   """
   B, L, D = x_BLD.shape
-  num_experts, E = gate[0].shape[0], ids_BLE.shape[-1]
-  ids_U = ids_BLE.reshape(-1)
+  E = ids_BLE.shape[-1]
+  visits_UD = jnp.broadcast_to(x_BLD[:, :, None], (B, L, E, D)).reshape(-1, D)
+  y_UD = _by_expert(product, visits_UD, ids_BLE.reshape(-1), kernels)
+  y_BLED = y_UD.reshape(B, L, E, D)
+  return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
+
+
+def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
+  """Returns the visited experts' results; any for an id of no expert."""
+  gate, up, down = kernels
+  num_experts = len(gate[0])
   # Shapes are static although loads are not: there are always U visits, and
   # only the sizes of the groups, which are data, say where an expert's end. So
   # nothing is dropped, and nothing is padded to a capacity.
   order_U = jnp.argsort(ids_U, stable=True)
   place_U = jnp.argsort(order_U)  # where each visit is in the sorted order
   sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
-  visits = jnp.broadcast_to(x_BLD[:, :, None], (B, L, E, D)).reshape(-1, D)
-  x_UD = _permuted(visits, order_U, place_U)
+  x_UD = _permuted(x_UD, order_U, place_U)
 
   def adapted(x_UK, w_XKN, a_XKR=None, b_XRN=None):
     y_UN = product(x_UK, w_XKN, sizes_X)
@@ -254,9 +282,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, gate, up, down) -> Array:
     return y_UN
 
   gated_UF = jax.nn.silu(adapted(x_UD, *gate)) * adapted(x_UD, *up)
-  y_UD = adapted(gated_UF, *down)
-  y_BLED = _permuted(y_UD, place_U, order_U).reshape(B, L, E, D)
-  return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
+  return _permuted(adapted(gated_UF, *down), place_U, order_U)
 
 
 # JAX does not know that `order` is a permutation: its derivative of x[order]
@@ -281,17 +307,19 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Array]] = {
 }
 
 
-def choose(name: str, *, platform: str) -> str:
+def choose(name: str, *, platform: str, expert: int = 1) -> str:
   """Returns the key of `IMPLEMENTATIONS` that a config selects.
 
   Args:
     name: one of these keys, or 'auto' for the fastest on the platform: dense on
       a CPU, grouped elsewhere.
     platform: 'cpu', 'gpu' or 'tpu'.
+    expert: devices along the axis `expert`. With several, 'auto' is grouped:
+      dense would gather all experts on each of them.
   """
   if name != 'auto':
     return name
-  return 'dense' if platform == 'cpu' else 'grouped'
+  return 'dense' if platform == 'cpu' and expert == 1 else 'grouped'
 
 
 def _routing(

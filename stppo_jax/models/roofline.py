@@ -103,6 +103,7 @@ class Work:
     engine_tensor: the devices that a copy of the engine is cut over; 0 with a
       remote engine.
     collectors: the devices that only collect; 0: all devices do both.
+    experts: the weights of experts among `weights`.
   """
 
   shape: model_config.ModelConfig
@@ -128,6 +129,7 @@ class Work:
   engine_length: int
   engine_tensor: int
   collectors: int = 0
+  experts: int = 0
 
   @property
   def learners(self) -> int:
@@ -152,8 +154,12 @@ class Work:
   @property
   def rows_per_device(self) -> float:
     """The rows of a device in a forward pass."""
-    shards = self.axes['data'] * self.axes['fsdp']
-    return self.microbatch / shards
+    return self.microbatch / (self.axes['data'] * self.shards)
+
+  @property
+  def shards(self) -> int:
+    """The devices that weights are cut over along their width."""
+    return math.prod(self.axes[axis] for axis in mesh_lib.WEIGHT_AXES)
 
 
 def phases(work: Work, topology: topology_lib.Topology) -> dict[str, Phase]:
@@ -230,9 +236,8 @@ def _decode(work: Work) -> _Counts:
 def _publish(work: Work) -> _Counts:
   """Returns what is sent to publish weights; docs/sharding.md explains it."""
   tables = 0 if work.adapters else 2 - work.shape.tie_embeddings
-  trained, parts = work.trained + tables * work.output, 1
-  for axis in ('fsdp', 'tensor'):
-    parts *= work.axes[axis]
+  trained = work.trained + tables * work.output
+  parts = work.shards * work.axes['tensor']
   size, n = trained * work.itemsize, min(work.engine_tensor, parts)
   sent = size / parts * (n - 1) / n + size / n * (1 - n / parts)
   # Each device that only collects gets its part from one that learns.
@@ -246,11 +251,9 @@ def _annotate(work: Work) -> _Counts:
   models = 3 if work.values == 'own' else 2  # old policy, reference, values
   count = models * _layers(work, rows) + 2 * _head(work, rows)
   times = -(-rows // work.microbatch)
-  gathered = times * models * work.weights + 2 * work.output
-  if work.gathers_base:
-    gathered = work.weights + work.output
+  gathers, outputs = (1, 1) if work.gathers_base else (times * models, 2)
   traffic = {
-    ('all-gather', 'fsdp'): _scatter(work, gathered),
+    ('all-gather', 'fsdp'): _scatter(work, gathers, outputs),
     **_activations(work, times * models, sums=2),
   }
   return count, count, 0.0, traffic
@@ -271,17 +274,28 @@ def _update(work: Work) -> _Counts:
   computed += extra * (layers + head)
   remat = shape.remat == 'full'
   gathers = 1 if work.gathers_base else times * (2 * models + extra)
-  gathered = gathers * work.weights + work.output
-  summed = times * (models * work.trained + work.output * (not work.adapters))
-  tensor, fsdp = work.axes['tensor'], work.axes['fsdp']
-  sums = _all_reduce(summed * work.itemsize / tensor / fsdp, work.axes['data'])
+  # Adapters are trained where experts have none.
+  of_trained = work
+  if work.adapters:
+    of_trained = dataclasses.replace(work, weights=work.trained, experts=0)
+  outputs = times * (not work.adapters)
+  summed = times * models * work.trained + outputs * work.output
+  parts = work.axes['tensor'] * work.shards
+  sums = _all_reduce(summed * work.itemsize / parts, work.axes['data'])
   traffic = {
-    ('all-gather', 'fsdp'): _scatter(work, gathered),
-    ('reduce-scatter', 'fsdp'): _scatter(work, summed),
+    ('all-gather', 'fsdp'): _scatter(work, gathers, 1),
+    ('reduce-scatter', 'fsdp'): _scatter(of_trained, times * models, outputs),
     ('all-reduce', 'data'): sums,
     # Two sums of each layer forward and two backward; the first is computed
     # again if nothing of a layer is kept.
-    **_activations(work, times * models, sums=4 + remat, look_ups=2),
+    **_activations(
+      work,
+      times * models,
+      sums=4 + remat,
+      look_ups=2,
+      gathers=3 - (shape.remat == 'none'),
+      scatters=2,
+    ),
   }
   for key, size in _activations(work, times * extra, sums=2).items():
     traffic[key] += size
@@ -304,11 +318,19 @@ def _head(work: Work, rows: int) -> float:
   return rows * work.losses * flops.logit_operations(work.shape)
 
 
-def _scatter(work: Work, weights: float) -> float:
-  """Returns the bytes that a device sends to gather, or scatter, weights."""
-  fsdp = work.axes['fsdp']
-  size = weights * work.itemsize / work.axes['tensor']
-  return size * (fsdp - 1) / fsdp
+def _scatter(work: Work, times: int, outputs: int) -> float:
+  """Returns the bytes that a device sends to gather, or scatter, weights.
+
+  Args:
+    work: the sizes of the step.
+    times: how often it does that with all layers.
+    outputs: how often with the output matrix.
+  """
+  size = work.itemsize / work.axes['tensor']
+  others = times * (work.weights - work.experts) + outputs * work.output
+  experts = times * work.experts / work.axes['expert']
+  kept = 1 / work.shards, 1 / work.axes['fsdp']
+  return size * (others * (1 - kept[0]) + experts * (1 - kept[1]))
 
 
 def _all_reduce(size: float, devices: int) -> float:
@@ -316,7 +338,13 @@ def _all_reduce(size: float, devices: int) -> float:
 
 
 def _activations(
-  work: Work, passes: int, *, sums: int, look_ups: int = 1
+  work: Work,
+  passes: int,
+  *,
+  sums: int,
+  look_ups: int = 1,
+  gathers: int = 1,
+  scatters: int = 1,
 ) -> dict[tuple[str, str], float]:
   """Returns the bytes of activations that passes over a microbatch send.
 
@@ -325,14 +353,19 @@ def _activations(
     passes: the number of passes.
     sums: the sums over `tensor` in each layer.
     look_ups: exchanges of embedded tokens in each pass.
+    gathers, scatters: how often tokens go to their experts and back in each
+      layer, backward too; see `dispatch`.
   """
-  shape, fsdp = work.shape, work.axes['fsdp']
+  shape, shards = work.shape, work.shards
   hidden = work.rows_per_device * work.length * shape.hidden_size
   hidden *= passes * work.itemsize
   summed = sums * shape.num_layers * hidden
+  visited = shape.num_layers * hidden * (work.axes['expert'] - 1)
   return {
-    ('all-to-all', 'fsdp'): look_ups * hidden * (fsdp - 1) / fsdp,
+    ('all-to-all', 'fsdp'): look_ups * hidden * (shards - 1) / shards,
     ('all-reduce', 'tensor'): _all_reduce(summed, work.axes['tensor']),
+    ('all-gather', 'expert'): gathers * visited,
+    ('reduce-scatter', 'expert'): scatters * visited,
   }
 
 

@@ -2,8 +2,8 @@
 
 The shardings of parameters and rows alone leave the compiler a choice, and it
 may choose to move activations where moving a layer's weights is cheaper. So the
-model constrains its activations: rows are sharded over `data` and `fsdp`, heads
-and the MLP's hidden width over `tensor`.
+model constrains its activations: rows are sharded over `data`, `fsdp` and
+`expert`, heads and the MLP's hidden width over `tensor`.
 """
 
 from collections.abc import Iterable
@@ -43,13 +43,21 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
 def fitting(
   axes: Iterable[Axes], shape: tuple[int, ...], mesh: jax.sharding.Mesh
 ) -> P:
-  """Returns mesh axes of dimensions without those that do not divide them."""
-  return P(
-    *(
-      axis if axis is not None and size % extent(mesh, axis) == 0 else None
-      for axis, size in zip(axes, shape)
-    )
-  )
+  """Returns mesh axes of dimensions without those that do not divide them.
+
+  Nor is `expert` among several axes of a dimension if it has one device.
+  """
+
+  def one(axes: Axes, size: int) -> Axes:
+    if axes is None or size % extent(mesh, axes):
+      return None
+    if isinstance(axes, str):
+      return axes
+    alone = mesh.shape['expert'] == 1
+    several = [x for x in axes if x != 'expert' or not alone]
+    return tuple(several) if len(several) > 1 else several[0]
+
+  return P(*map(one, axes, shape))
 
 
 def spread_heads(
@@ -78,5 +86,9 @@ def spread_heads(
 
 def extent(mesh: jax.sharding.Mesh, axes: Axes) -> int:
   """Returns the number of devices along one or several axes."""
-  names = (axes,) if isinstance(axes, str) else axes or ()
-  return math.prod(mesh.shape[name] for name in names)
+  return math.prod(mesh.shape[name] for name in names(axes))
+
+
+def names(axes: Axes) -> tuple[str, ...]:
+  """Returns the names of one or several axes."""
+  return (axes,) if isinstance(axes, str) else axes or ()

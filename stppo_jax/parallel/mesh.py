@@ -1,4 +1,4 @@
-"""Makes the mesh (data, fsdp, tensor), and checks that it divides a model."""
+"""Makes the mesh of a run, and checks that it divides a model."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -8,8 +8,11 @@ import re
 import jax
 import numpy as np
 
-AXES = ('data', 'fsdp', 'tensor')
-BATCH_AXES = ('data', 'fsdp')
+AXES = ('data', 'fsdp', 'expert', 'tensor')
+BATCH_AXES = ('data', 'fsdp', 'expert')
+# Devices along `expert` hold different experts of a mixture. All other weights
+# are cut over them as they are over `fsdp`.
+WEIGHT_AXES = ('fsdp', 'expert')
 
 # The kinds of devices, or the topologies, whose compiler (libtpu 0.0.42) ends
 # the process when it compiles a collective, an exchange between devices, among
@@ -22,27 +25,29 @@ def make_mesh(
   data: int,
   fsdp: int,
   tensor: int,
+  expert: int = 1,
   devices: Sequence | None = None,
 ) -> jax.sharding.Mesh:
   """Returns a mesh over all devices.
 
   Args:
-    data, fsdp, tensor: devices along each axis; one of them may be -1, which
-      means all devices that remain.
+    data, fsdp, tensor, expert: devices along each axis; one of them may be -1,
+      which means all devices that remain.
     devices: the devices to use; None: all.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else devices
-  sizes = [data, fsdp, tensor]
+  sizes = [data, fsdp, expert, tensor]
   if sizes.count(-1) == 1:
     known = math.prod(size for size in sizes if size != -1)
     sizes[sizes.index(-1)] = len(devices) // known
   if math.prod(sizes) != len(devices):
+    experts = f'mesh.expert={expert} ' if expert != 1 else ''
     raise ValueError(
-      f'mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor} does not fit '
-      f'{len(devices)} devices: the sizes must multiply to that number'
+      f'mesh.data={data} mesh.fsdp={fsdp} {experts}mesh.tensor={tensor} does '
+      f'not fit {len(devices)} devices: the sizes must multiply to that number'
     )
   return jax.sharding.Mesh(
     np.asarray(devices).reshape(sizes),
@@ -96,6 +101,7 @@ def make_learning_mesh(
   *,
   data: int,
   fsdp: int,
+  expert: int,
   tensor: int,
   collect_fraction: float,
   devices: Sequence | None = None,
@@ -103,7 +109,7 @@ def make_learning_mesh(
   """Returns the mesh of training, over the devices that do not only collect.
 
   Args:
-    data, fsdp, tensor: devices along each axis, see `make_mesh`.
+    data, fsdp, expert, tensor: devices along each axis, see `make_mesh`.
     collect_fraction: the share of each host's devices that only collects.
     devices: the devices of the run; None: all.
 
@@ -112,7 +118,9 @@ def make_learning_mesh(
   """
   learning, collecting = divide(devices or jax.devices(), collect_fraction)
   try:
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
+    return make_mesh(
+      data=data, fsdp=fsdp, expert=expert, tensor=tensor, devices=learning
+    )
   except ValueError as error:
     if not collecting:
       raise
@@ -162,14 +170,18 @@ def check_divides(
   """
   for axis, sizes in sharded.items():
     heads = num_kv_heads if axis == 'tensor' else 0
-    if wrong := _undivided(sizes, heads, mesh.shape[axis]):
+    # The width is cut along both of `WEIGHT_AXES`.
+    times = mesh.shape['expert'] if axis == 'fsdp' else 1
+    if wrong := _undivided(sizes, heads, times * mesh.shape[axis]):
       fitting = [
         str(n)
-        for n in range(1, mesh.size + 1)
-        if not _undivided(sizes, heads, n)
+        for n in range(1, mesh.size // times + 1)
+        if not _undivided(sizes, heads, times * n)
       ]
+      beside = f' with expert={times}' if times > 1 else ''
       raise ValueError(
-        f'mesh {axis}={mesh.shape[axis]} does not divide {", ".join(wrong)}; '
+        f'mesh {axis}={mesh.shape[axis]}{beside} does not divide '
+        f'{", ".join(wrong)}; '
         f'of up to {mesh.size} devices, {axis} may have {", ".join(fitting)}'
       )
 

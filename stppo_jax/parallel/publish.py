@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
@@ -32,12 +33,18 @@ Tree = Any
 # Each axis of training is split in two factors, so that one mesh can express
 # the layouts of both. Decoding cuts rows along `_ROWS`, and weights along
 # `_COLUMNS`.
-_ROWS = ('data_rows', 'fsdp_rows', 'tensor_rows')
-_COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns')
+_ROWS = ('data_rows', 'fsdp_rows', 'expert_rows', 'tensor_rows')
+_COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns', 'expert_columns')
 _SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
-  *('tensor_columns', 'tensor_rows'),
+  *('expert_rows', 'expert_columns', 'tensor_columns', 'tensor_rows'),
 )
+# Where weights begin: the factors of each axis of training.
+_BEGIN = {
+  'fsdp': ('fsdp_rows', 'fsdp_columns'),
+  'expert': ('expert_rows', 'expert_columns'),
+  'tensor': ('tensor_columns', 'tensor_rows', 'data_columns'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +80,13 @@ class Placement:
           f'must divide the {count} devices of this host{which}, which '
           'decodes rows of its own with all weights'
         )
-    trained = self.training.shape['tensor']
+    trained = self.training.shape
     sizes = self._split_sizes
     if math.prod(sizes[name] for name in _COLUMNS) != self.tensor:
       raise ValueError(
-        f'must divide mesh.tensor={trained}, or be a multiple of it by a '
-        f'divisor of mesh.fsdp={self.training.shape["fsdp"]} and mesh.data='
-        f'{self.training.shape["data"]}'
+        f'must divide mesh.tensor={trained["tensor"]}, or be a multiple of it '
+        f'by a divisor of mesh.fsdp={trained["fsdp"]}, mesh.expert='
+        f'{trained["expert"]} and mesh.data={trained["data"]}'
       )
     for group in self._groups:
       hosts = sorted({device.process_index for device in group})
@@ -113,19 +120,21 @@ class Placement:
   @functools.cached_property
   def _split_sizes(self) -> dict[str, int]:
     """The size of each of `_SPLIT_AXES`."""
-    data, fsdp, tensor = self.training.devices.shape
+    data, fsdp, expert, tensor = self.training.devices.shape
     # Devices along `tensor` keep what they have as far as possible. Further
-    # ones are taken from `fsdp` first, since they are closer than those of
-    # `data`.
+    # ones are taken from the axes whose devices are closest.
     columns = math.gcd(tensor, self.tensor)
     more = self.tensor // columns if columns == tensor else 1
-    by_fsdp = math.gcd(more, fsdp)
-    by_data = math.gcd(more // by_fsdp, data)
+    by_expert = math.gcd(more, expert)
+    by_fsdp = math.gcd(more // by_expert, fsdp)
+    by_data = math.gcd(more // by_expert // by_fsdp, data)
     return {
       'data_rows': data // by_data,
       'data_columns': by_data,
       'fsdp_rows': fsdp // by_fsdp,
       'fsdp_columns': by_fsdp,
+      'expert_rows': expert // by_expert,
+      'expert_columns': by_expert,
       'tensor_columns': columns,
       'tensor_rows': tensor // columns,
     }
@@ -157,24 +166,22 @@ class Placement:
     """Returns the layouts that weights go through, on the devices of all hosts.
 
     In the first, every device has those parts of its training piece that it or
-    its neighbours along `fsdp` need. In the second, they have exchanged these
-    parts. The third is the layout of decoding: each has gathered its part.
-    Without the first two, the compiler would gather whole matrices.
+    its neighbours along `fsdp` or `expert` need. In the second, they have
+    exchanged these parts. The third is the layout of decoding: each has
+    gathered its part. Without the first two, the compiler would gather whole
+    matrices.
 
     Args:
       trained: the layout on the mesh of training.
       decoded: the layout on `mesh`, of as many axes.
     """
-    begin = {
-      'fsdp': ('fsdp_rows', 'fsdp_columns'),
-      'tensor': ('tensor_columns', 'tensor_rows', 'data_columns'),
-    }
     last = [_COLUMNS if axis == 'tensor' else None for axis in decoded.spec]
-    exchanged = [
-      ('fsdp_rows',) if axis == 'fsdp' else columns
-      for axis, columns in zip(trained.spec, last, strict=True)
+    cut = [activations.names(axes) for axes in trained.spec]
+    first = [tuple(x for axis in axes for x in _BEGIN[axis]) for axes in cut]
+    rows = [
+      tuple(f'{axis}_rows' for axis in axes if axis != 'tensor') for axes in cut
     ]
-    first = [begin.get(axis) for axis in trained.spec]
+    exchanged = [x or columns for x, columns in zip(rows, last, strict=True)]
     return [
       NamedSharding(self._everywhere, P(*spec))
       for spec in (first, exchanged, last)

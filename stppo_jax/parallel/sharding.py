@@ -12,28 +12,30 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 Tree = Any
 
+_WIDTH = mesh_lib.WEIGHT_AXES
 # The first rule whose pattern is found in 'layers/q_proj/kernel' applies.
 # Leaves of the stacked layers have a leading layer axis, which is not sharded.
 RULES: tuple[tuple[str, P], ...] = (
-  (r'(embedding|lm_head)$', P('tensor', 'fsdp')),
-  # Every device has a slice of every expert, so tokens move to no other device.
-  (r'moe/router/kernel$', P(None, 'fsdp')),
-  (r'moe/(gate|up)_proj/kernel$', P(None, None, 'fsdp', 'tensor')),
-  (r'moe/down_proj/kernel$', P(None, None, 'tensor', 'fsdp')),
-  (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
-  (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
+  (r'(embedding|lm_head)$', P('tensor', _WIDTH)),
+  (r'moe/router/kernel$', P(None, _WIDTH)),
+  # Along `expert`, devices have different experts, see `dispatch`; along the
+  # other axes they have slices of these.
+  (r'moe/(gate|up)_proj/kernel$', P(None, 'expert', 'fsdp', 'tensor')),
+  (r'moe/down_proj/kernel$', P(None, 'expert', 'tensor', 'fsdp')),
+  (r'(q|k|v|gate|up)_proj/kernel$', P(None, _WIDTH, 'tensor')),
+  (r'(o|down)_proj/kernel$', P(None, 'tensor', _WIDTH)),
   # An adapter is sharded along the side that it shares with its kernel.
-  (r'moe/(gate|up)_proj/lora_a$', P(None, None, 'fsdp')),
-  (r'moe/(gate|up)_proj/lora_b$', P(None, None, None, 'tensor')),
-  (r'moe/down_proj/lora_a$', P(None, None, 'tensor')),
-  (r'moe/down_proj/lora_b$', P(None, None, None, 'fsdp')),
-  (r'(q|k|v|gate|up)_proj/lora_a$', P(None, 'fsdp')),
+  (r'moe/(gate|up)_proj/lora_a$', P(None, 'expert', 'fsdp')),
+  (r'moe/(gate|up)_proj/lora_b$', P(None, 'expert', None, 'tensor')),
+  (r'moe/down_proj/lora_a$', P(None, 'expert', 'tensor')),
+  (r'moe/down_proj/lora_b$', P(None, 'expert', None, 'fsdp')),
+  (r'(q|k|v|gate|up)_proj/lora_a$', P(None, _WIDTH)),
   (r'(q|k|v|gate|up)_proj/lora_b$', P(None, None, 'tensor')),
   (r'(o|down)_proj/lora_a$', P(None, 'tensor')),
-  (r'(o|down)_proj/lora_b$', P(None, None, 'fsdp')),
+  (r'(o|down)_proj/lora_b$', P(None, None, _WIDTH)),
   (r'(q|k|v|gate|up)_proj/bias$', P(None, 'tensor')),
   (r'(norm/scale|(o|down)_proj/bias)$', P()),
-  (r'scalar_head$', P('fsdp')),
+  (r'scalar_head$', P(_WIDTH)),
 )
 
 
@@ -79,15 +81,15 @@ def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
 
 
 def gathered(layout: Tree) -> Tree:
-  """Returns a layout of parameters with all of `fsdp` on each device."""
-  whole = lambda axis: None if axis == 'fsdp' else axis
+  """Returns a layout of parameters with the whole width on each device."""
+  whole = lambda axes: None if 'fsdp' in activations.names(axes) else axes
   return jax.tree.map(
     lambda x: NamedSharding(x.mesh, P(*map(whole, x.spec))), layout
   )
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns the sharding of rows over `data` and `fsdp`."""
+  """Returns the sharding of rows over all axes that cut batches."""
   return NamedSharding(mesh, P(mesh_lib.BATCH_AXES))
 
 

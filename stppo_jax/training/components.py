@@ -339,7 +339,7 @@ def indivisible(
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   return {
     key: f'{key}={size}: must be a multiple of the {shards} devices of the '
-    'axes data and fsdp'
+    'axes data, fsdp and expert'
     for key, size in sizes.items()
     if size % shards
   }

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
+import re
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,9 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import engines
+
+# The weights of experts, by their names.
+_OF_EXPERTS = re.compile(r'moe/\w+_proj/')
 
 
 class Counts(NamedTuple):
@@ -306,6 +310,13 @@ def work(
   weights = sum(
     x.size for x in jax.tree.leaves(learner.policy.abstract_params['layers'])
   )
+  experts = sum(
+    x.size
+    for path, x in jax.tree.leaves_with_path(learner.policy.abstract_params)
+    if _OF_EXPERTS.search(
+      jax.tree_util.keystr(path, simple=True, separator='/')
+    )
+  )
   trained = weights
   if config.model.lora.rank:
     state, _ = learner.abstract_start()
@@ -336,6 +347,7 @@ def work(
     statistics=algorithm.uses_minibatch_statistics,
     weights=weights,
     trained=trained,
+    experts=experts,
     itemsize=jnp.dtype(shape.dtype).itemsize,
     decode_steps=steps,
     decode_rows=rows,

@@ -146,10 +146,16 @@ def build_model_config(
       f'updates.routing_replay={replay}: must be nowhere, the model in '
       f'{model.path} has no experts'
     )
+  expert = mesh.shape['expert']
+  if expert > 1 and not sizes.num_experts:
+    raise ValueError(
+      f'mesh.expert={expert}: must be 1, the model in {model.path} has no '
+      'experts'
+    )
   return dataclasses.replace(
     sizes,
     attention=attends,
-    moe=moe.choose(model.moe, platform=platform),
+    moe=moe.choose(model.moe, platform=platform, expert=expert),
     cache=config.rollout.cache_dtype,
   )
 

@@ -41,7 +41,7 @@ def _sizes(out):
 
 def test_bytes_of_a_small_model():
   found = plan.make(runs.config(mesh__fsdp=2), length=128, loss_fraction=0.5)
-  assert found.axes == {'data': 4, 'fsdp': 2, 'tensor': 1}
+  assert found.axes == {'data': 4, 'fsdp': 2, 'expert': 1, 'tensor': 1}
   sizes = found.held.sizes
   # All but norms and biases are cut in two; the value head is one column.
   whole = 4 * (16 + 8 * 2 + 3 * 16)
@@ -71,7 +71,7 @@ def test_bytes_of_a_small_model():
 def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
   divided = {'mesh__collect_fraction': 0.5, 'rollout__steps_ahead': 1}
   found = plan.make(runs.config(**divided), length=128, loss_fraction=0.5)
-  assert found.axes == {'data': 4, 'fsdp': 1, 'tensor': 1}
+  assert found.axes == {'data': 4, 'fsdp': 1, 'expert': 1, 'tensor': 1}
   beside = runs.config(mesh__data=8, rollout__steps_ahead=1)
   together = plan.make(beside, length=128, loss_fraction=0.5)
   ours, theirs = dict(found.held.collecting), dict(together.held.sizes)
@@ -182,15 +182,36 @@ def _size(model):
   return sum(leaf.size for leaf in jax.tree.leaves(tiny.params(model)))
 
 
+_EXPERTS = (
+  *('--config.model.qkv_bias=False', '--config.model.qk_norm=True'),
+  *('--config.model.num_experts=4', '--config.model.num_experts_per_tok=2'),
+  '--config.model.moe_intermediate_size=8',
+)
+
+
+@pytest.mark.parametrize(
+  ('flags', 'line'),
+  [
+    ((), 'mesh.expert=8: must be 1, the model in .* has no experts'),
+    (
+      _EXPERTS,
+      'mesh expert=8 does not divide num_experts=4; .* may have 1, 2, 4',
+    ),
+  ],
+)
+def test_devices_without_experts_are_refused(capsys, flags, line):
+  code, out, err = _plan(
+    capsys, '--compile=False', '--config.mesh.expert=8', *flags
+  )
+  assert (code, out) == (2, '')
+  assert re.fullmatch(rf'(ERROR: )?{line}\n', err)
+
+
 def test_a_plan_with_routing_replay(capsys):
   code, out, err = _plan(
     capsys,
     '--compile=False',
-    '--config.model.qkv_bias=False',
-    '--config.model.qk_norm=True',
-    '--config.model.num_experts=4',
-    '--config.model.num_experts_per_tok=2',
-    '--config.model.moe_intermediate_size=8',
+    *_EXPERTS,
     '--config.updates.routing_replay=sampler',
   )
   assert (code, err) == (0, '')
@@ -307,7 +328,7 @@ def test_a_plan_without_a_compiler_has_seconds_and_costs(capsys, name):
   )
   assert (code, err) == (0, '')
   found = json.loads(out)
-  assert found['mesh'] == {'data': 4, 'fsdp': 2, 'tensor': 1}
+  assert found['mesh'] == {'data': 4, 'fsdp': 2, 'expert': 1, 'tensor': 1}
   memory = found['memory']
   held = sum(memory['sizes'].values()) + memory['temporaries']['update']
   assert memory['total'] == held == memory['limit'] - memory['headroom']

@@ -61,7 +61,7 @@ def _update(
   pairs, *, name='tdpo2', reference=2, mesh=(1, 1, 1), num_microbatches=1
 ):
   """Returns gradient, metrics and state of an update on a mesh."""
-  axes = dict(zip(mesh_lib.AXES, mesh, strict=True))
+  axes = dict(zip(('data', 'fsdp', 'tensor'), mesh, strict=True))
   made = mesh_lib.make_mesh(**axes, devices=jax.devices()[: math.prod(mesh)])
   if isinstance(reference, int):
     reference = updates.params(_POLICY, reference)

@@ -65,7 +65,8 @@ def _compiled(
   devices = math.prod(axes)
   rows = devices * _ROWS_PER_DEVICE * num_microbatches
   mesh = mesh_lib.make_mesh(
-    **dict(zip(mesh_lib.AXES, axes)), devices=jax.devices()[:devices]
+    **dict(zip(('data', 'fsdp', 'tensor'), axes)),
+    devices=jax.devices()[:devices],
   )
   config = runs.config(
     'turn_ppo',

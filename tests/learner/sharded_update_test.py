@@ -37,7 +37,7 @@ _COMPILER_OPTIONS = {
 class _Way(NamedTuple):
   """The way to compute an update: mesh, microbatches, remat, head chunk."""
 
-  mesh: tuple[int, int, int] = (1, 1, 1)
+  mesh: tuple[int, ...] = (1, 1, 1)  # data, fsdp, tensor, and perhaps expert
   num_microbatches: int = 1
   remat: str = 'none'
   chunk: int = 0
@@ -55,7 +55,7 @@ class _Way(NamedTuple):
 def _models(way):
   """Returns policy and value model on a mesh."""
   mesh = mesh_lib.make_mesh(
-    **dict(zip(mesh_lib.AXES, way.mesh)),
+    **dict(zip(('data', 'fsdp', 'tensor', 'expert'), way.mesh)),
     devices=jax.devices()[: math.prod(way.mesh)],
   )
   config = tiny.model(**way.shape, remat=way.remat).config
@@ -116,7 +116,7 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
     visits_BX = np.arange(updates.B * 6, dtype=np.float32).reshape(-1, 6)
     batch = batch.replace(expert_visits_BX=visits_BX)
   order, packing = updates.packed(
-    batch, way.num_microbatches, num_shards=way.mesh[0] * way.mesh[1]
+    batch, way.num_microbatches, num_shards=math.prod(way.mesh) // way.mesh[2]
   )
   batch = jax.tree.map(lambda x: x[order], batch)
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
@@ -149,6 +149,8 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
       for family in ('mistral', 'phi3', 'gemma3_text', 'olmo2', 'olmo3')
     ),
     _Way((2, 2, 2), remat='dots', family='gemma3_text'),
+    _Way((2, 2, 1, 2), num_microbatches=2, remat='full', experts=True),
+    _Way((1, 2, 2, 2), remat='dots', chunk=10, experts=True),
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):

@@ -290,7 +290,7 @@ def update(
   Trajectories share rows if `packed_into` is the number of tokens of a row, or
   if there are several microbatches.
   """
-  axes = dict(zip(mesh_lib.AXES, mesh))
+  axes = dict(zip(('data', 'fsdp', 'tensor'), mesh))
   devices = jax.devices()[: math.prod(mesh)]
   made = mesh_lib.make_mesh(**axes, devices=devices)
   state = train_state(models) if state is None else state

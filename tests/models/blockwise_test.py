@@ -188,7 +188,7 @@ def test_many_tiles_are_one_loop(size, tiles, loops):
 def test_tiles_need_no_communication_between_devices(
   axes, num_heads, num_kv_heads, shared
 ):
-  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
+  mesh = mesh_lib.make_mesh(**dict(zip(('data', 'fsdp', 'tensor'), axes)))
   compiled = _compiled(400, num_heads, num_kv_heads, mesh)
   sent = hlo_cost.collectives(hlo.read(compiled.as_text()))
   assert bool(sent) == shared

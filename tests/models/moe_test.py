@@ -14,6 +14,8 @@ import pytest
 
 from stppo_jax.models import moe
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from stppo_jax.tools.plan import hlo
 from tests.models import tiny
 
 SHAPE = tiny.model(**tiny.MIXTURE).config
@@ -128,11 +130,31 @@ def _assert_close(found, expected):
   )
 
 
+# Of the mesh, with the default of `expert` last.
+_AXES = ('data', 'fsdp', 'tensor', 'expert')
+
+
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
-def test_eight_devices_are_one(name):
-  eight = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+@pytest.mark.parametrize('axes', [(2, 2, 2), (2, 1, 2, 2)])
+def test_eight_devices_are_one(name, axes):
+  eight = mesh_lib.make_mesh(**dict(zip(_AXES, axes)))
   found = _with_balance(eight, moe=name)
   _assert_close(found, _with_balance(None, moe=name))
+
+
+def test_devices_rank_experts_for_their_own_rows():
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=1, expert=2)
+  apply, weights = _parts(mesh, moe='grouped')
+  tokens = np.zeros((8, L, D), np.float32)
+  layouts = None, sharding.batch_sharding(mesh)
+  program = jax.jit(apply, in_shardings=layouts).lower(weights, tokens)
+  gathered = {
+    line.arrays[0].dims
+    for line in hlo.read(program.compile().as_text()).instructions
+    if line.opcode == 'all-gather'
+  }
+  # The two devices along `expert` gather their rows, and what these visit.
+  assert gathered == {(2 * L, D), (2 * L, E)}
 
 
 @pytest.mark.parametrize(
@@ -143,10 +165,11 @@ def test_eight_devices_are_one(name):
     # Neither the rows nor the width are divided.
     ((1, 1, 8), 12),
     pytest.param((1, 8, 1), F, marks=pytest.mark.slow),
+    pytest.param((2, 1, 2, 2), F, marks=pytest.mark.slow),
   ],
 )
 def test_the_kernel_for_tpu_changes_no_gradient(monkeypatch, axes, width):
-  mesh = axes and mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
+  mesh = axes and mesh_lib.make_mesh(**dict(zip(_AXES, axes)))
   changes = dict(moe='grouped', moe_intermediate_size=width)
   expected = _with_balance(None, **changes)
   monkeypatch.setitem(

@@ -76,9 +76,14 @@ def test_formulas_agree_with_compiled_programs(name):
   # one more of the policy.
   tokens = work.trajectories * work.length / plan.topology.num_devices
   attention = 9 * tokens * flops.attention_operations(work.shape, work.length)
-  # Kernels of experts compute tiles with rows of two experts twice.
+  # Kernels of experts compute tiles with rows of two experts twice. On devices
+  # with different experts they say what a full block takes.
   rel = 0.05 if work.shape.num_experts else 0.03
-  assert (part.computed - attention) / 2e12 == pytest.approx(products, rel=rel)
+  computed = (part.computed - attention) / 2e12
+  if work.axes['expert'] == 1:
+    assert computed == pytest.approx(products, rel=rel)
+  else:
+    assert computed < products < 1.5 * computed
   formula = sum(part.traffic.values()) / 2 / _GIB
   assert 0.85 * sent < formula < 1.05 * sent
 
@@ -129,7 +134,9 @@ def test_decoding_on_tpu_reads_no_page_before_a_window():
 
 
 def test_what_updates_send_follows_from_the_weights():
-  work = _work(axes={'data': 1, 'fsdp': 4, 'tensor': 1}, values='none')
+  work = _work(
+    axes={'data': 1, 'fsdp': 4, 'expert': 1, 'tensor': 1}, values='none'
+  )
   work = dataclasses.replace(
     work, minibatch=8, microbatch=4, updates=3, statistics=False
   )
@@ -146,10 +153,29 @@ def test_what_updates_send_follows_from_the_weights():
   )
 
 
+def test_tokens_go_to_experts_whose_weights_stay():
+  axes = {'data': 1, 'fsdp': 2, 'expert': 4, 'tensor': 1}
+  work = _work(axes=axes, values='none', minibatch=8, microbatch=8, updates=1)
+  experts = work.weights // 2
+  work = dataclasses.replace(work, experts=experts)
+  shape, tokens = work.shape, work.length  # a row per device
+  # Weights are gathered twice, and scattered once. Those of experts are cut
+  # over `fsdp` alone: a device has a quarter of them.
+  others = 3 * (work.weights - experts) + 2 * work.output
+  weights = others * 7 / 8 + 3 * experts / 4 / 2
+  exchanged = 2 * tokens * shape.hidden_size * 7 / 8  # the embedding
+  # Each layer gathers the tokens of three other devices forward, once more as
+  # it is computed again, and the gradients of results; and it scatters twice.
+  visits = (3 + 2) * shape.num_layers * tokens * shape.hidden_size * 3
+  assert roofline.update_sent(work) == pytest.approx(
+    (weights + exchanged + visits) * work.itemsize
+  )
+
+
 def test_axes_that_leave_a_host_are_slower():
   # 16 devices are two hosts of GPUs.
-  inside = {'data': 2, 'fsdp': 8, 'tensor': 1}
-  across = {'data': 8, 'fsdp': 2, 'tensor': 1}
+  inside = {'data': 2, 'fsdp': 8, 'expert': 1, 'tensor': 1}
+  across = {'data': 8, 'fsdp': 2, 'expert': 1, 'tensor': 1}
   slow, fast = (
     _phases('gpu:h100:16', axes=axes, microbatch=16)['update']
     for axes in (across, inside)

@@ -51,7 +51,8 @@ def test_gradients_of_a_frequent_token_add_up_in_float32(axes):
   tokens_BL[rng.random(tokens_BL.shape) < 0.6] = 4
   config = tiny.model(vocab_size=16, dtype='bfloat16').config
   mesh = mesh_lib.make_mesh(
-    **dict(zip(mesh_lib.AXES, axes)), devices=jax.devices()[: np.prod(axes)]
+    **dict(zip(('data', 'fsdp', 'tensor'), axes)),
+    devices=jax.devices()[: np.prod(axes)],
   )
 
   def embed(table_VD):

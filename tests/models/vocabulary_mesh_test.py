@@ -103,7 +103,9 @@ def _assert_same(actual, expected):
   ],
 )
 def test_many_devices_equal_one(kind, axes):
-  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes, strict=True)))
+  mesh = mesh_lib.make_mesh(
+    **dict(zip(('data', 'fsdp', 'tensor'), axes, strict=True))
+  )
   arguments = _arguments()
   placed, _ = _placed(mesh, arguments)
   _assert_same(_jitted(kind, mesh)(*placed), _jitted(kind, None)(*arguments))

@@ -10,8 +10,8 @@ _CUT = {
 }
 
 
-def _check(fsdp, tensor, num_kv_heads=4, cut=_CUT):
-  mesh = mesh_lib.make_mesh(data=-1, fsdp=fsdp, tensor=tensor)
+def _check(fsdp, tensor, expert=1, num_kv_heads=4, cut=_CUT):
+  mesh = mesh_lib.make_mesh(data=-1, fsdp=fsdp, expert=expert, tensor=tensor)
   mesh_lib.check_divides(mesh, cut, num_kv_heads=num_kv_heads)
 
 
@@ -21,7 +21,7 @@ def _check(fsdp, tensor, num_kv_heads=4, cut=_CUT):
   [(1, 1, 4), (8, 1, 4), (2, 4, 4), (1, 8, 4), (2, 4, 1)],
 )
 def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
-  _check(fsdp, tensor, num_kv_heads)
+  _check(fsdp, tensor, num_kv_heads=num_kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,17 @@ def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
       (8, 1),
       {'cut': {'fsdp': {'hidden_size': 12}}},
       'fsdp=8 .* hidden_size=12; .* fsdp may have 1, 2, 3, 4, 6$',
+    ),
+    (
+      (1, 1, 4),
+      {'cut': {'expert': {'num_experts': 6}}},
+      'expert=4 does not divide num_experts=6; .* expert may have 1, 2, 3, 6$',
+    ),
+    # The width is cut over both axes.
+    (
+      (2, 1, 4),
+      {'cut': {'fsdp': {'hidden_size': 12}}},
+      'fsdp=2 with expert=4 .* hidden_size=12; .* fsdp may have 1$',
     ),
   ],
 )

@@ -10,17 +10,17 @@ from stppo_jax.parallel import topology
 @pytest.mark.parametrize(
   ('sizes', 'shape'),
   [
-    ((2, 2, 2), (2, 2, 2)),
-    ((-1, 1, 1), (8, 1, 1)),
-    ((2, -1, 1), (2, 4, 1)),
-    ((1, 2, -1), (1, 2, 4)),
-    ((4, 2, -1), (4, 2, 1)),
+    ((2, 2, 1, 2), (2, 2, 1, 2)),
+    ((-1, 1, 1, 1), (8, 1, 1, 1)),
+    ((2, -1, 1, 1), (2, 4, 1, 1)),
+    ((1, 2, -1, 1), (1, 2, 4, 1)),
+    ((4, 2, 1, -1), (4, 2, 1, 1)),
   ],
 )
 def test_one_size_may_be_the_remaining_devices(sizes, shape):
-  data, fsdp, tensor = sizes
-  mesh = mesh_lib.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
-  assert mesh.axis_names == ('data', 'fsdp', 'tensor')
+  names = ('data', 'fsdp', 'expert', 'tensor')
+  mesh = mesh_lib.make_mesh(**dict(zip(names, sizes)))
+  assert mesh.axis_names == names
   assert mesh.devices.shape == shape
   assert mesh.devices.ravel().tolist() == jax.devices()
   # Layouts are found by the compiler, not written into types.

@@ -75,6 +75,7 @@ def test_published_weights_equal_the_trained_ones(layout):
   assert placement.mesh.shape == {
     'data': 8 // decoding,
     'fsdp': 1,
+    'expert': 1,
     'tensor': decoding,
   }
   jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
@@ -133,6 +134,45 @@ def test_devices_send_what_the_formula_says(layout):
   assert all(collective.size <= largest for collective in found)
 
 
+# Data, fsdp, expert and tensor of training, and tensor of decoding.
+@pytest.mark.parametrize(
+  'layout',
+  [
+    (1, 2, 4, 1, 2),
+    pytest.param((2, 1, 4, 1, 4), marks=pytest.mark.slow),
+    (1, 2, 2, 2, 4),
+    pytest.param((1, 1, 8, 1, 1), marks=pytest.mark.slow),
+  ],
+)
+def test_experts_of_all_devices_are_published(layout):
+  *axes, decoding = layout
+  sizes = dict(zip(mesh_lib.AXES, axes))
+  placement = publish.Placement(mesh_lib.make_mesh(**sizes), decoding)
+  rng = np.random.default_rng(0)
+  kernel = lambda *shape: {
+    'kernel': rng.standard_normal((_LAYERS, *shape), np.float32)
+  }
+  moe = {'gate_proj': kernel(8, 64, 32), 'down_proj': kernel(8, 32, 64)}
+  params = {'layers': {'moe': moe, 'q_proj': kernel(64, 32)}}
+  params = jax.device_put(
+    params, sharding.param_shardings(params, placement.training)
+  )
+  publisher = publish.Publisher(placement, _copied, num_layers=_LAYERS)
+  published = publisher(params)
+  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
+  down = published['layers'][1]['moe']['down_proj']['kernel']
+  assert down.sharding.shard_shape(down.shape) == (8, 32 // decoding, 64)
+  copy, _ = publisher.program(params)
+  text = copy.lower(params, 0).compile().as_text()
+  # The formula of docs/sharding.md; the mesh cuts weights over `parts`.
+  parts = sizes['fsdp'] * sizes['expert'] * sizes['tensor']
+  columns = decoding // sizes['tensor']
+  size = sum(x.nbytes for x in jax.tree.leaves(params)) / _LAYERS
+  sent = (1 - 1 / columns) / parts + (1 - decoding / parts) / decoding
+  found = hlo_cost.collectives(hlo.read(text))
+  assert sum(x.sent for x in found) == pytest.approx(size * sent, rel=0.03)
+
+
 @pytest.mark.parametrize(
   ('axes', 'collecting', 'decoding', 'expected'),
   [
@@ -146,7 +186,7 @@ def test_devices_that_cannot_be_cut_are_refused(
   axes, collecting, decoding, expected
 ):
   devices = jax.devices()
-  sizes = dict(zip(mesh_lib.AXES, axes))
+  sizes = dict(zip(('data', 'fsdp', 'tensor'), axes))
   learning = devices[: math.prod(axes)]
   mesh = mesh_lib.make_mesh(**sizes, devices=learning)
   with pytest.raises(ValueError, match=expected):

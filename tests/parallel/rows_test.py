@@ -24,7 +24,7 @@ def _batch():
 
 
 def _compiled(axes):
-  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
+  mesh = mesh_lib.make_mesh(**dict(zip(('data', 'fsdp', 'tensor'), axes)))
   layout = sharding.batch_sharding(mesh)
   select = jax.jit(
     lambda batch, chosen: rows.select(batch, chosen, mesh), out_shardings=layout

@@ -181,7 +181,8 @@ def test_updates_replay_and_balance_the_load_however_they_are_cut():
 
 
 @pytest.mark.slow
-def test_a_run_replays_the_experts_of_its_engine(tmp_path):
+@pytest.mark.parametrize('expert', [1, 4])
+def test_a_run_replays_the_experts_of_its_engine(tmp_path, expert):
   flags = runs.flags(
     'minirl',
     num_steps=2,
@@ -190,6 +191,7 @@ def test_a_run_replays_the_experts_of_its_engine(tmp_path):
     model__num_experts=4,
     model__num_experts_per_tok=2,
     model__moe_intermediate_size=8,
+    mesh__expert=expert,
     updates__routing_replay='sampler',
     evaluate__every=0,
   )

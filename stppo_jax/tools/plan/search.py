@@ -51,7 +51,8 @@ def sweep_meshes(
   with the mesh.
 
   Args:
-    config: the config of a run; its mesh may have one axis of -1.
+    config: the config of a run; its mesh may have one axis of -1. The axis
+      `expert` stays as it is, since few models have experts.
     topology: the devices.
     planner: estimates a plan.
 
@@ -64,11 +65,13 @@ def sweep_meshes(
     )
   num_devices = len(learning)
   updates = config.updates
-  mesh = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
+  expert = max(config.mesh.expert, 1)
+  num_devices //= expert
+  mesh = {axis: config.mesh[axis] for axis in ('data', 'fsdp', 'tensor')}
   microbatch = updates.microbatch_size or updates.minibatch_size
   rest = num_devices // math.prod(x for x in mesh.values() if x != -1)
   data, fsdp = (rest if mesh[a] == -1 else mesh[a] for a in ('data', 'fsdp'))
-  rows = max(microbatch // max(data * fsdp, 1), 1)
+  rows = max(microbatch // max(data * fsdp * expert, 1), 1)
   found = []
   for data, fsdp, tensor in _factors(num_devices):
     changes = {
@@ -76,7 +79,7 @@ def sweep_meshes(
       'mesh.fsdp': fsdp,
       'mesh.tensor': tensor,
       'updates.microbatch_size': min(
-        rows * data * fsdp, updates.minibatch_size
+        rows * data * fsdp * expert, updates.minibatch_size
       ),
     }
     found.append(_tried(config, changes, planner))
@@ -150,7 +153,7 @@ def advice(
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
   """Yields changes that save memory, those first that cost the least time."""
   updates, rollout = config.updates, config.rollout
-  shards = plan.axes['data'] * plan.axes['fsdp']
+  shards = math.prod(plan.axes[axis] for axis in mesh_lib.BATCH_AXES)
   if rollout.engine == 'local' and rollout.slots:  # others are sized to fit
     for part in (2, 4, 8):
       if rollout.slots % part == 0:

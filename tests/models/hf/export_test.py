@@ -31,7 +31,7 @@ _MODELS = {
 
 
 def _placed(model, sizes):
-  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, sizes)))
+  mesh = mesh_lib.make_mesh(**dict(zip(('data', 'fsdp', 'tensor'), sizes)))
   params = tiny.params(model)
   return jax.device_put(params, sharding.param_shardings(params, mesh))
 

@@ -115,7 +115,7 @@ def test_leaves_are_read_into_their_shardings(
 ):
   _write(tmp_path, model, _tensors(model), files=2)
   monkeypatch.setattr(weight_files, 'SLICE_BYTES', block_bytes)
-  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, sizes)))
+  mesh = mesh_lib.make_mesh(**dict(zip(('data', 'fsdp', 'tensor'), sizes)))
   layout = sharding.param_shardings(tiny.params(model), mesh)
   params = load.load_params(tmp_path, model.config, layout)
   _equal(params, tiny.params(model))
