@@ -1,9 +1,14 @@
 """The options of the optimisers."""
 
+from typing import Any
 
-def adam(**changes: float) -> dict[str, float]:
+
+def adam(**changes: float) -> dict[str, Any]:
   """Returns the options of AdamW, some of them changed."""
   return {
+    # adamw_bfloat16 stores moments in half the memory, rounded stochastically;
+    # adafactor stores mean squares of rows and columns, and has no b1, b2, eps.
+    'name': 'adamw',
     'learning_rate': 1e-6,  # after the warm-up
     'warmup_updates': 0,  # updates in which the rate rises linearly from 0
     'b1': 0.9,  # decay of the mean of gradients

@@ -1,8 +1,11 @@
-"""AdamW with its learning rate and weight decay as runtime numbers.
+"""Optimisers with their learning rate and weight decay as runtime numbers.
 
-The order is always: correction of the gradient, global-norm clip, Adam, decay.
+The order is always: correction of the gradient, global-norm clip, direction,
+decay. AdamW holds two moments of each weight, which are twice the memory of the
+weights. `OPTIMIZERS` has others that hold less.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 import math
@@ -43,20 +46,82 @@ def from_config(
   """Returns the optimiser of a config section, and its runtime numbers.
 
   Args:
-    section: the fields of `Hyperparameters`, and Adam's b1, b2 and eps. Its
-      `skip_grad_norm` is 0 if no update is to be skipped for its gradient.
+    section: the fields of `Hyperparameters`, a key of `OPTIMIZERS` as its
+      `name`, and Adam's b1, b2 and eps. Its `skip_grad_norm` is 0 if no update
+      is to be skipped for its gradient.
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
   # 0 means that no update is skipped; infinity says that to the comparison.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
-  return _adam(**adam), Hyperparameters(**numbers)
+  return _build(section['name'], **adam), Hyperparameters(**numbers)
 
 
 @functools.lru_cache
-def _adam(b1: float, b2: float, eps: float) -> Optimizer:
-  """Returns Adam: the same object for equal options, so programs are shared."""
-  return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+def _build(name: str, **adam: float) -> Optimizer:
+  """Returns the same object for equal options, so programs are shared."""
+  return OPTIMIZERS[name](**adam)
+
+
+def _in_bfloat16(*, b1: float, b2: float, eps: float) -> Optimizer:
+  """Returns Adam with moments that are stored in bfloat16.
+
+  They are rounded stochastically. Rounded to the nearest, the mean of squares
+  would stand still: with b2=0.999 an update changes it by a thousandth, and the
+  numbers of bfloat16 are 4 to 8 thousandths apart.
+  """
+  exact: Any = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+  def stored(state, dtype):
+    return state._replace(
+      mu=optax.tree.cast(state.mu, dtype), nu=optax.tree.cast(state.nu, dtype)
+    )
+
+  def update(updates, state: Any, params: Any = None):
+    direction, new = exact.update(updates, stored(state, jnp.float32), params)
+    # The count of updates is in the state, so a run that is resumed rounds as
+    # if it had never stopped.
+    key = jax.random.fold_in(jax.random.key(0), state.count)
+    leaves, structure = jax.tree.flatten((new.mu, new.nu))
+    mu, nu = structure.unflatten(
+      round_stochastically(x, jax.random.fold_in(key, n))
+      for n, x in enumerate(leaves)
+    )
+    return direction, new._replace(mu=mu, nu=nu)
+
+  return Optimizer(
+    lambda params: stored(exact.init(params), jnp.bfloat16), update
+  )
+
+
+def round_stochastically(x: Array, key: Array) -> Array:
+  """Returns float32 numbers in bfloat16, whose expectations are the numbers.
+
+  bfloat16 is the upper half of float32. A random number is added to the lower
+  half, which is cut off then: the more there is of it, the likelier it carries.
+  """
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  noise = jax.random.bits(key, x.shape, jnp.uint16)
+  upper = ((bits + noise) >> 16).astype(jnp.uint16)
+  return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
+def _adafactor(**adam: float) -> Optimizer:
+  """Returns Adafactor (arXiv 1804.04235) without its scale by weights.
+
+  Of a matrix it holds the mean squares of rows and columns.
+  """
+  del adam  # its own constants are those of the paper
+  return optax.chain(
+    optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
+  )
+
+
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+  'adamw': optax.scale_by_adam,
+  'adamw_bfloat16': _in_bfloat16,
+  'adafactor': _adafactor,
+}
 
 
 def apply_gradient(

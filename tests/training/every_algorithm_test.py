@@ -21,9 +21,23 @@ def _leaves(workdir):
 # Two processes trace the programs of each algorithm, which takes long; runs of
 # st_ppo that end anywhere are resumed in `interruption_run_test.py`.
 @pytest.mark.slow
-@pytest.mark.parametrize('algorithm', algorithms.ALGORITHMS)
-def test_four_steps_a_kill_and_four_steps_are_eight_steps(tmp_path, algorithm):
-  flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0)
+@pytest.mark.parametrize(
+  ('algorithm', 'changes'),
+  [
+    *((name, {}) for name in algorithms.ALGORITHMS),
+    (
+      'st_ppo',
+      {
+        'policy_optimizer__name': 'adamw_bfloat16',
+        'value_optimizer__name': 'adafactor',
+      },
+    ),
+  ],
+)
+def test_four_steps_a_kill_and_four_steps_are_eight_steps(
+  tmp_path, algorithm, changes
+):
+  flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0, **changes)
   killed, whole = tmp_path / 'killed', tmp_path / 'whole'
   process = runs.start(
     *(str(killed), 'updated', '5', *flags), module='tests.training.killed'
