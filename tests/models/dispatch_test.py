@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax.models import lora
 from stppo_jax.parallel import mesh as mesh_lib
 from tests.models import tiny
 
@@ -23,10 +24,18 @@ TOKENS = np.random.default_rng(0).integers(0, 11, (B, L)).astype(np.int32)
 _SKEWED = np.broadcast_to(np.arange(E), (B, L, 2, E))
 
 
-def _gradient(mesh=None, *, expert_ids=None, **changes):
+def _gradient(mesh=None, *, expert_ids=None, options=None, **changes):
   """Returns the loss of a whole model and its gradient."""
   model = tiny.model(**(_SHAPE | changes))
-  model = dataclasses.replace(model, mesh=mesh)
+  model = dataclasses.replace(model, mesh=mesh, lora=options)
+  params = tiny.params(dataclasses.replace(model, mesh=None, lora=None))
+  if options is not None:
+    fresh = jax.eval_shape(model.init_adapters, jax.random.key(0))
+    rng = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda x: 0.3 * rng.normal(size=x.shape), fresh)
+    params = model.join_params(
+      params, jax.tree.map(lambda x: x.astype(np.float32), adapters)
+    )
 
   def loss(params):
     outputs = model.token_outputs(
@@ -36,7 +45,7 @@ def _gradient(mesh=None, *, expert_ids=None, **changes):
     balance = jnp.mean(routing.probs_BX * routing.visits_BX)
     return balance - jnp.mean(outputs.logprobs_BL)
 
-  return jax.jit(jax.value_and_grad(loss))(tiny.params(model))
+  return jax.jit(jax.value_and_grad(loss))(params)
 
 
 def _assert_close(found, expected):
@@ -65,3 +74,11 @@ def test_loss_and_gradients_are_those_of_one_device(axes, skewed):
   expected = _gradient(moe='dense', expert_ids=ids)
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
   _assert_close(_gradient(mesh, moe='grouped', expert_ids=ids), expected)
+
+
+def test_adapters_of_experts_are_those_of_one_device():
+  options = lora.Lora(rank=2, alpha=3.0, targets='moe/')
+  expected = _gradient(moe='dense', options=options)
+  assert 'lora_a' in expected[1]['layers']['moe']['up_proj']
+  mesh = mesh_lib.make_mesh(data=1, fsdp=2, expert=2, tensor=2)
+  _assert_close(_gradient(mesh, moe='grouped', options=options), expected)
