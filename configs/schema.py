@@ -84,11 +84,7 @@ _OPTIMIZER = {
   # Adam moves a weight by about the rate in each update, so a larger rate
   # leaves nothing of a model.
   'learning_rate': Key(rules.FRACTION),
-  'name': Key(
-    rules.one_of('adamw', 'adamw_bfloat16', 'adafactor'),
-    resume=FIXED,
-    before='adamw',
-  ),
+  'name': _fixed(rules.OPTIMIZER, before='adamw'),
   'warmup_updates': Key(rules.NOT_NEGATIVE),
   'b1': Key(rules.BELOW_1),
   'b2': Key(rules.BELOW_1),

@@ -1,8 +1,7 @@
 """A task on which a critic has something to know, and a recipe for critics.
 
-    python -m stppo_jax sft --config=studies/critic.py --workdir=runs/begin
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
-        --config.model.path=runs/begin/policy --workdir=runs/critic
+        --workdir=runs/critic
 
 Questions of up to three hops are asked, among passages that no fact points to.
 The demonstrations, from which the policy starts, err in their first turn only,
@@ -21,6 +20,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   wiki = config.data.synthetic_wiki
   wiki.hops, wiki.distractors = (1, 2, 3), 40
   wiki.error_turns, wiki.repair_rate = 1, 0.5
+  config.sft.before_training = True
   config.sft.error_rate = 0.6
   config.env.max_turns = 4
   config.env.max_length = 320

@@ -272,7 +272,7 @@ def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
   order_U = jnp.argsort(ids_U, stable=True)
   place_U = jnp.argsort(order_U)  # where each visit is in the sorted order
   sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
-  x_UD = _permuted(x_UD, order_U, place_U)
+  x_UD = dispatch.permuted(x_UD, order_U, place_U)
 
   def adapted(x_UK, w_XKN, a_XKR=None, b_XRN=None):
     y_UN = product(x_UK, w_XKN, sizes_X)
@@ -282,23 +282,7 @@ def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
     return y_UN
 
   gated_UF = jax.nn.silu(adapted(x_UD, *gate)) * adapted(x_UD, *up)
-  return _permuted(adapted(gated_UF, *down), place_U, order_U)
-
-
-# JAX does not know that `order` is a permutation: its derivative of x[order]
-# would be a scatter-add, which is slow and, on a GPU, adds in any order. With
-# the inverse permutation at hand the gradient is another gather.
-@jax.custom_vjp
-def _permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
-  """Returns x[order]; its gradient is g[inverse]."""
-  del inverse_U  # only the gradient needs it
-  return x_UD[order_U]
-
-
-_permuted.defvjp(
-  lambda x_UD, order_U, inverse_U: (x_UD[order_U], inverse_U),
-  lambda inverse_U, gradient_UD: (gradient_UD[inverse_U], None, None),
-)
+  return dispatch.permuted(adapted(gated_UF, *down), place_U, order_U)
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Array]] = {

@@ -227,7 +227,7 @@ def test_adapters_of_experts_are_divided_over_a_mesh(kind):
   layout = sharding.param_shardings(joined, mesh)
   divided = compute(on_mesh)(jax.device_put(joined, layout), tokens)
   spec = layout['layers']['moe']['down_proj']['lora_a'].spec
-  assert tuple(spec) == (None, None, 'tensor')
+  assert tuple(spec) == (None, 'expert', 'tensor')
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), divided, alone
   )
