@@ -273,8 +273,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The weight of the value loss where value_backbone=shared.
         'value_coefficient': 0.5,
         'value_warmup_steps': 0,  # first steps, which update only the values
-        # The value warm-up ends early once critic/vf_explained_var has not risen
-        # for so many steps; 0 = it never does.
+        # The value warm-up ends early once critic/vf_explained_var has not
+        # risen for so many steps, even if it never was above 0; 0 = never.
         'value_warmup_patience': 0,
         # The weight of the load-balance loss of the policy's experts, if any.
         'load_balance_coefficient': 0.001,

@@ -6,7 +6,9 @@
 Questions of up to three hops are asked, among passages that no fact points to.
 The demonstrations, from which the policy starts, err in their first turn only,
 and repair half of the queries that found nothing. So most of what a dialogue
-will earn is decided early. docs/critic.md has what was measured.
+will earn is decided early. Those that repair a query of three hops, 6 % of all,
+have five turns and are cut before their answer. docs/critic.md has what was
+measured.
 """
 
 from stppo_jax.configs import base

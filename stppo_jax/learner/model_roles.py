@@ -157,15 +157,17 @@ def build(
     return Models(model('both'), None, gathers_base)
   value, path = model('scalar'), config.model.value_path
   if path:
-    value = dataclasses.replace(value, config=_value_shape(path, shape))
+    its_shape = _value_shape(path, shape, longest=config.env.max_length)
+    value = dataclasses.replace(value, config=its_shape)
   return Models(model('vocabulary'), value, gathers_base, path)
 
 
 def _value_shape(
-  path: str, policy: model_config.ModelConfig
+  path: str, policy: model_config.ModelConfig, *, longest: int
 ) -> model_config.ModelConfig:
   """Returns the shape of a directory, computed as the policy is."""
-  shape = model_config.computed_as(load.read_config(path), policy)
+  shape = load.read_config(path, longest=longest)
+  shape = model_config.computed_as(shape, policy)
   if shape.vocab_size != policy.vocab_size:
     raise ValueError(
       f'model.value_path={path}: its vocab_size={shape.vocab_size} must be '

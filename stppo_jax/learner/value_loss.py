@@ -70,17 +70,33 @@ class Warmup:
   no memory of single dialogues.
 
   Attributes:
-    end: the first step in which the policy learns, unless they end before.
+    steps: their largest number.
     patience: in how many steps the explained variance must rise; 0 = they do
       not end early.
     best: the largest explained variance.
     best_step: the step that had it.
+    ended: the first step after them if they have ended early, or None.
   """
 
-  end: int
+  steps: int
   patience: int
   best: float = -1e9  # less than any; JSON has no -inf
   best_step: int = 0
+  ended: int | None = None
+
+  @property
+  def end(self) -> int:
+    """The first step in which the policy learns, unless they end before."""
+    return self.steps if self.ended is None else min(self.steps, self.ended)
+
+  @property
+  def record(self) -> dict[str, float | None]:
+    """The state that a checkpoint holds; the config holds the rest."""
+    return {
+      'best': self.best,
+      'best_step': self.best_step,
+      'ended': self.ended,
+    }
 
   def observe(self, step: int, explained: float) -> bool:
     """Returns whether the steps end now, and early.
@@ -97,7 +113,7 @@ class Warmup:
       self.best, self.best_step = explained, step
     stops = step - self.best_step >= self.patience
     if stops:
-      self.end = step
+      self.ended = step
     return stops
 
 

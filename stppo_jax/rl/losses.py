@@ -393,8 +393,7 @@ def _value_distance(values_BL, returns_BL, bounds) -> Array:
   if bounds is None:
     return 0.5 * jnp.square(values_BL - returns_BL)
   low, high = bounds
-  # At the bounds themselves the logarithm would be infinite.
-  value_BL = jnp.clip((values_BL - low) / (high - low), 1e-6, 1 - 1e-6)
-  target_BL = jnp.clip((returns_BL - low) / (high - low), 0, 1)
-  missed_BL = (1 - target_BL) * jnp.log1p(-value_BL)
-  return -target_BL * jnp.log(value_BL) - missed_BL
+  share = lambda x_BL: jnp.clip((x_BL - low) / (high - low), 0, 1)
+  # Not the bounds, where the logarithm is infinite; a clip has no gradient.
+  p_BL, q_BL = 1e-6 + (1 - 2e-6) * share(values_BL), share(returns_BL)
+  return -q_BL * jnp.log(p_BL) - (1 - q_BL) * jnp.log1p(-p_BL)

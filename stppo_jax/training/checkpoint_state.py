@@ -66,7 +66,7 @@ class TrainCheckpoints:
     )
     record = {
       'kl_coefficient': self._learner.kl_coefficient,
-      'value_warmup': dataclasses.asdict(self._learner.warmup),
+      'value_warmup': self._learner.warmup.record,
     }
     record |= _base_record(state.frozen)
     return dataclasses.replace(state, published=published, frozen={}), record

@@ -205,19 +205,26 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
         f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, the '
         f'embedding in {model.path} only {policy.vocab_size} rows'
       )
-    longest = policy.max_position_embeddings
-    allowed = model.allow_beyond_max_position_embeddings
-    if config.env.max_length > longest and not allowed:
-      raise ValueError(
-        f'env.max_length={config.env.max_length}: must be at most '
-        f'{longest}, which is max_position_embeddings in {model.path}, or set '
-        'model.allow_beyond_max_position_embeddings'
-      )
+    _check_length(config, model.path, policy)
   check_tokenizer(config, tokenizer)
   if model.reference_path:
     _check_reference(config, policy)
   if model.value_path:
-    load.check_weights(model.value_path, load.read_config(model.value_path))
+    values = load.read_config(model.value_path, longest=config.env.max_length)
+    _check_length(config, model.value_path, values)
+    load.check_weights(model.value_path, values)
+
+
+def _check_length(config, path: str, sizes: model_config.ModelConfig) -> None:
+  """Raises ValueError if dialogues may be longer than a model has seen."""
+  longest = sizes.max_position_embeddings
+  allowed = config.model.allow_beyond_max_position_embeddings
+  if config.env.max_length > longest and not allowed:
+    raise ValueError(
+      f'env.max_length={config.env.max_length}: must be at most {longest}, '
+      f'which is max_position_embeddings in {path}, or set '
+      'model.allow_beyond_max_position_embeddings'
+    )
 
 
 def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:

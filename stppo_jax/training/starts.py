@@ -189,7 +189,9 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
       'init_from=%s: its policy after step %d', config.init_from, theirs.step
     )
   hosts.exchange('start', False)  # what a killed start has left is gone
-  _copy_value(theirs, opened, workdir / _VALUE)
+  # Under another range, the same head would mean other values.
+  if theirs.config.loss.value_range == config.loss.value_range:
+    _copy_value(theirs, opened, workdir / _VALUE)
   # Last: once it is there, nothing is made again. It gets its name when it is
   # complete.
   model_files.export(
@@ -214,10 +216,14 @@ def _copy_value(
   if value is None or theirs.config.model.lora.rank:
     return
   reads = checkpoint.Checkpointer(source, read_only=True)
-  restored = reads.restore_latest(
-    value.params, subtree='value.params', step=theirs.step
-  )
-  reads.close()
+  try:
+    restored = reads.restore_latest(
+      value.params, subtree='value.params', step=theirs.step
+    )
+  except checkpoint.OtherState:  # one of another size, see model.value_path
+    return
+  finally:
+    reads.close()
   assert restored is not None  # the policy was in it
   writes = checkpoint.Checkpointer(target)
   writes.save(0, restored[1], {})

@@ -76,13 +76,13 @@ def test_further_passes_follow_those_of_the_policy():
 
 
 def test_the_warmup_ends_when_the_explained_variance_stops_rising():
-  warmup = value_loss.Warmup(end=9, patience=2)
+  warmup = value_loss.Warmup(steps=9, patience=2)
   explained = [-0.5, 0.1, 0.1, float('nan'), 0.3]
   ends = [warmup.observe(step, x) for step, x in enumerate(explained)]
   # Equal is no rise, and neither is a number that does not exist.
   assert ends == [False, False, False, True, False]
   assert (warmup.end, warmup.best, warmup.best_step) == (3, 0.1, 1)
-  patient = value_loss.Warmup(end=3, patience=0)
+  patient = value_loss.Warmup(steps=3, patience=0)
   assert not any(patient.observe(step, -step) for step in range(5))
   assert patient.end == 3
 

@@ -502,7 +502,8 @@ def test_value_loss_is_its_twin_and_masks_hold(bounds):
       return 0.5 * (value - target) ** 2
     low, high = bounds
     p, q = ((x - low) / (high - low) for x in (value, target))
-    p, q = min(max(p, 1e-6), 1 - 1e-6), min(max(q, 0.0), 1.0)
+    p, q = (min(max(x, 0.0), 1.0) for x in (p, q))
+    p = 1e-6 + (1 - 2e-6) * p
     return -q * math.log(p) - (1 - q) * math.log(1 - p)
 
   def twin(values):

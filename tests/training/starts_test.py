@@ -97,6 +97,24 @@ def test_a_value_model_that_is_not_there_is_said(tmp_path, finished):
   assert loaded.name == f'init_from=other, kept in {made}'
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'theirs',
+  [
+    {'model__value_path': str(runs.REPO / 'assets' / 'quickstart')},
+    {'loss__value_range': (0.0, 1.0)},
+  ],
+)
+def test_a_value_model_that_does_not_fit_is_said(theirs, tmp_path, capsys):
+  changes = {'num_steps': 1, 'evaluate__every': 0}
+  assert runs.train(tmp_path / 'theirs', **changes, **theirs) == 0
+  capsys.readouterr()
+  changes['init_from'] = tmp_path / 'theirs'
+  assert runs.train(tmp_path / 'ours', **changes) == 0
+  said = 'it has no value model that fits, ours starts from the policy'
+  assert said in capsys.readouterr().out
+
+
 def test_each_origin_has_a_number(tmp_path, finished):
   """Number 1, a run's own checkpoint, is that of runs that are resumed."""
 

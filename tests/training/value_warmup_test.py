@@ -21,3 +21,16 @@ def test_the_warmup_ends_early_and_at_the_same_step_in_a_resumed_run(
   moved = [line['critic/kl_per_trajectory'] != 0 for line in lines]
   assert moved == [False, False, False, True]
   assert 'step 3: the policy learns from now on' in capsys.readouterr().out
+
+
+def test_a_resumed_run_may_have_a_shorter_warmup(tmp_path):
+  changes = _CHANGES | {'loss__value_warmup_patience': 0}
+  assert runs.train(tmp_path, **changes, num_steps=2) == 0
+  changes |= {
+    'loss__value_warmup_steps': 2,
+    'resume__allow_change': ('loss.value_warmup_steps',),
+  }
+  assert runs.train(tmp_path, **changes, num_steps=4) == 0
+  lines = runs.metrics(tmp_path)
+  moved = [line['critic/kl_per_trajectory'] != 0 for line in lines]
+  assert moved == [False, False, False, True]
