@@ -119,7 +119,7 @@ class Model:
     """Returns fresh adapters; see `lora.init`.
 
     Raises:
-      ValueError: `lora` is None, or its targets match no linear layer.
+      ValueError: `lora` is None, or an expression of it matches none.
     """
     if self.lora is None:
       raise ValueError('the model has no adapters: lora is None')

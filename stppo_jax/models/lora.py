@@ -88,15 +88,26 @@ def adapted(options: Lora, names: Iterable[str]) -> list[str]:
   """Returns the names of the linear layers that have adapters, sorted.
 
   Raises:
-    ValueError: the expression matches no name.
+    ValueError: an expression matches none: it may be misspelt.
   """
   names = sorted(names)
   found = [name for name in names if options.adapts(name)]
   if not found:
-    raise ValueError(
-      f'lora targets={options.targets!r}: matches none of ' + ', '.join(names)
-    )
+    raise _matches_none('targets', options.targets, names)
+  for key in ('rank_pattern', 'alpha_pattern'):
+    for pattern in getattr(options, key):
+      expression = pattern.rpartition('=')[0]
+      if not any(re.search(expression, name) for name in found):
+        raise _matches_none(key, pattern, found)
   return found
+
+
+def _matches_none(key: str, text: str, names: Iterable[str]) -> ValueError:
+  """Returns the error of an expression that is found in no name."""
+  choices = ', '.join(names)
+  return ValueError(
+    f'config.model.lora.{key}={text!r}: matches none of {choices}'
+  )
 
 
 def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
@@ -111,7 +122,7 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
     key: random key.
 
   Raises:
-    ValueError: the targets match no name.
+    ValueError: see `adapted`.
   """
   adapters = {}
   for number, name in enumerate(adapted(options, kernels)):

@@ -164,3 +164,10 @@ def test_targets_that_match_no_layer_are_refused_with_the_choices():
   with pytest.raises(ValueError, match="'query'.* layers/q_proj, ") as error:
     model.init_adapters(jax.random.key(0))
   assert 'layers/down_proj' in str(error.value)
+
+
+def test_a_pattern_that_matches_no_adapted_layer_is_refused():
+  model = _model(options=dataclasses.replace(_LORA, alpha_pattern=('k_p=8',)))
+  with pytest.raises(ValueError, match="alpha_pattern='k_p=8'") as error:
+    model.init_adapters(jax.random.key(0))
+  assert str(error.value).endswith(', '.join(_ADAPTED))

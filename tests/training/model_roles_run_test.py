@@ -193,9 +193,17 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   )
 
 
-def test_targets_that_match_nothing_are_one_line(tmp_path, capsys):
-  changes = _LORA | {'model__lora__targets': 'query'}
+@pytest.mark.parametrize(
+  'key, value, told',
+  [
+    ('targets', 'query', 'query'),
+    ('rank_pattern', "('zzz=8',)", 'zzz=8'),
+    ('alpha_pattern', "('up_proj=4','zzz=8')", 'zzz=8'),
+  ],
+)
+def test_what_matches_no_layer_is_one_line(key, value, told, tmp_path, capsys):
+  changes = _LORA | {f'model__lora__{key}': value}
   assert _train(tmp_path, changes) == 2
   error = capsys.readouterr().err
-  assert "lora targets='query': matches none of layers/down_proj" in error
-  assert error.count('\n') == 1
+  line = f'config.model.lora.{key}={told!r}: matches none of layers/'
+  assert error.startswith(line) and error.count('\n') == 1
