@@ -29,7 +29,7 @@ def model_exists(key: str, path) -> Iterator[str]:
     if isinstance(folder, str):
       yield folder
     elif not folder.exists():
-      yield f'{key}={path!r}: no such folder'
+      yield f'{key}={path!r}: {hub.not_here(path)}'
     elif not (folder / 'config.json').is_file():
       yield f'{key}={path!r}: has no config.json, which every model has'
 
@@ -40,7 +40,7 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
     if isinstance(folder, str):
       yield folder
     elif not folder.exists():
-      yield f'{key}={path!r}: no such file or folder'
+      yield f'{key}={path!r}: {hub.not_here(path, "file or folder")}'
 
 
 def adapter_options(config) -> Iterator[str]:

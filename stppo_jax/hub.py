@@ -3,7 +3,7 @@
 The library `huggingface_hub` downloads files into its cache, with its token,
 and completes broken downloads. A revision is a branch, a tag or a commit.
 Branches move, so a run records the commit: see `pinned`. An existing path of
-this machine is never taken for a name.
+this machine is never taken for a name, nor is one that begins with a folder.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,31 @@ class HubError(buckets.BucketError):
 
 
 def is_name(place: str | pathlib.Path) -> bool:
-  """Returns whether a place is a model of the Hub: no path, and no address."""
-  return bool(_NAME.fullmatch(str(place)) and not pathlib.Path(place).exists())
+  """Returns whether a place is a model of the Hub: no path, and no address.
+
+  A path below a folder of this machine is none either, though misspelt, unless
+  it has a commit, as the records of runs have: they mean the same everywhere.
+  """
+  match = _NAME.fullmatch(str(place))
+  if not match or pathlib.Path(place).exists():
+    return False
+  is_commit = _COMMIT.fullmatch(match[2] or '')
+  return bool(is_commit or not pathlib.Path(_first(place)).is_dir())
+
+
+def not_here(place: str | pathlib.Path, kind: str = 'folder') -> str:
+  """Returns why a path that is no name does not exist, without the path."""
+  if not _NAME.fullmatch(str(place)):
+    return f'no such {kind}'
+  return (
+    f'no such {kind}; {_first(place)} is a folder here, so this is not taken '
+    'for a name of the Hub'
+  )
+
+
+def _first(place: str | pathlib.Path) -> str:
+  """Returns the first part of a path or of a name."""
+  return str(place).partition('/')[0]
 
 
 def pinned(place: str, earlier: str = '') -> str:

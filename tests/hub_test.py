@@ -85,6 +85,18 @@ def test_a_path_of_this_machine_wins(hub, commit, tmp_path, monkeypatch):
   assert not hub.requests
 
 
+def test_a_misspelt_path_of_this_machine_is_no_name(hub, monkeypatch):
+  monkeypatch.chdir(runs.REPO)
+  for name in ('assets/nope', 'assets/quickstart@main'):
+    assert _refusal(name) == (
+      'no such folder; assets is a folder here, so this is not taken for a '
+      'name of the Hub'
+    )
+  assert not hub.requests
+  # What a run has recorded means the same in every folder.
+  assert hub_lib.is_name(f'assets/nope@{"0" * 40}')
+
+
 @pytest.mark.parametrize(
   'place', ['', 'small', './org/small', 'a/b/c', '/org/small', 'gs://a/b']
 )
