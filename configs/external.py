@@ -55,7 +55,8 @@ def adapter_options(config) -> Iterator[str]:
       yield folder
       return
     try:
-      options = peft.options(path)
+      with hub.naming('model.lora.path', path):
+        options = peft.options(path)
     except ValueError as error:
       yield f'model.lora.path={path!r}: {error}'
       return
@@ -82,11 +83,13 @@ def _here(
   """
   try:
     if place:
-      yield local_folder(place)
+      with hub.naming(key, place):
+        folder = local_folder(place)
+      yield folder
   except buckets.BucketError as error:
     if error.exit_code != 2:
       raise
-    yield f'{key}={place!r}: {str(error).removeprefix(f"{place}: ")}'
+    yield str(error).removeprefix('config.')
 
 
 def file_exists(key: str, path) -> Iterator[str]:

@@ -6,7 +6,9 @@ Branches move, so a run records the commit: see `pinned`. An existing path of
 this machine is never taken for a name, nor is one that begins with a folder.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import functools
 import logging
 import pathlib
@@ -27,6 +29,21 @@ SMALL = ('*.json', '*.jinja', '*.txt', 'tokenizer*', 'README.md', 'LICENSE*')
 
 class HubError(buckets.BucketError):
   """A model of the Hub that cannot be had; one line."""
+
+
+@contextlib.contextmanager
+def naming(key: str, place: str) -> Iterator[None]:
+  """Puts the key of a config that names a place before the line of an error.
+
+  Raises:
+    HubError, BucketError: those of the body, with the key.
+  """
+  try:
+    yield
+  except buckets.BucketError as error:
+    reason = str(error).removeprefix(f'{place}: ')
+    line = f'config.{key}={place!r}: {reason}'
+    raise type(error)(line, error.exit_code) from error
 
 
 def is_name(place: str | pathlib.Path) -> bool:

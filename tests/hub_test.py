@@ -12,6 +12,7 @@ from stppo_jax import exits
 from stppo_jax import hub as hub_lib
 from stppo_jax.commands.flags import configuration
 from stppo_jax.models.hf import load
+from stppo_jax.models.hf import peft
 from stppo_jax.training import model_files
 from stppo_jax.workdir import named_files
 from tests.storage import hub as stand_in
@@ -147,6 +148,46 @@ def test_too_many_requests_end_with_another_try(hub, commit, monkeypatch):
     429 if '/resolve/' in line and len(hub.requests) < asked + 6 else 0
   )
   assert (hub_lib.local_folder(_NAME) / 'config.json').is_file()
+
+
+@pytest.mark.parametrize('key', named_files.MODELS)
+def test_another_try_is_asked_for_with_the_key(key, hub, commit, monkeypatch):
+  monkeypatch.setattr('time.sleep', lambda seconds: None)
+  name = key.replace('.', '__')
+  # First the commit is asked for, and with a commit the files.
+  for place in (_NAME, f'{_NAME}@{commit}'):
+    hub.fault = lambda line: 429
+    with pytest.raises(hub_lib.HubError) as error:
+      runs.config(**{name: place})
+    line = f'config.{key}={place!r}: {hub.address} answers too many requests'
+    assert str(error.value).startswith(line)
+    assert error.value.exit_code == exits.TRY_AGAIN
+
+
+@pytest.mark.parametrize('key', ['path', 'reference_path', 'value_path'])
+def test_weights_that_cannot_be_had_are_told_with_the_key(key, hub, commit):
+  config = runs.config(**{f'model__{key}': f'{_NAME}@{commit}'})
+  if key == 'reference_path':
+    config = runs.config(model__path=str(_FOLDER), model__reference_path=_NAME)
+  hub.fault = lambda line: 403 if 'model.safetensors' in line else 0
+  tokenizer = model_files.load_tokenizer(_FOLDER)
+  with pytest.raises(hub_lib.HubError) as error:
+    model_files.check(config, tokenizer)
+  line = f"config.model.{key}='{_NAME}@{commit}': {hub.address} refuses"
+  assert str(error.value).startswith(line)
+
+
+def test_weights_of_adapters_are_told_with_the_key(hub, tmp_path):
+  (tmp_path / peft.CONFIG).write_text('{"r": 2, "lora_alpha": 2}')
+  (tmp_path / peft.WEIGHTS).write_bytes(b'weights')
+  commit = hub.add('org/adapters', tmp_path)
+  hub.fault = lambda line: 403 if peft.WEIGHTS in line else 0
+  with pytest.raises(hub_lib.HubError) as error:
+    runs.config(model__lora__path='org/adapters')
+  line = (
+    f"config.model.lora.path='org/adapters@{commit}': {hub.address} refuses"
+  )
+  assert str(error.value).startswith(line)
 
 
 def test_a_broken_download_is_completed(hub, commit, monkeypatch):

@@ -198,7 +198,8 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
   """
   model, policy = config.model, shape(config, tokenizer)
   if model.path:
-    load.check_weights(model.path, policy)
+    with hub.naming('model.path', model.path):
+      load.check_weights(model.path, policy)
     if tokenizer.vocab_size > policy.vocab_size:
       home = model.tokenizer_path or model.path
       raise ValueError(
@@ -212,7 +213,8 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
   if model.value_path:
     values = load.read_config(model.value_path, longest=config.env.max_length)
     _check_length(config, model.value_path, values)
-    load.check_weights(model.value_path, values)
+    with hub.naming('model.value_path', model.value_path):
+      load.check_weights(model.value_path, values)
 
 
 def _check_length(config, path: str, sizes: model_config.ModelConfig) -> None:
@@ -257,7 +259,8 @@ def _check_reference(config, policy: model_config.ModelConfig) -> None:
         f'{path}: {name}={theirs[name]}, but the policy {whose} has '
         f'{ours[name]}'
       )
-  load.check_weights(path, reference)
+  with hub.naming('model.reference_path', path):
+    load.check_weights(path, reference)
 
 
 def check_dialogue(

@@ -87,7 +87,8 @@ def pin(config: Any, workdir: str = '') -> None:
   earlier = settings.flatten(run_folder.parse(text))
   for key, name in names.items():
     try:
-      pinned = hub.pinned(name, str(earlier.get(key, '')))
+      with hub.naming(key, name):
+        pinned = hub.pinned(name, str(earlier.get(key, '')))
     except hub.HubError as error:
       if error.exit_code != exits.USAGE:
         raise
