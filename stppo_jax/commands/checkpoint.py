@@ -49,10 +49,14 @@ def main(argv: Sequence[str]) -> int:
   if action not in choices:
     problem = f'{action}: unknown' if words else 'missing'
     errors.insert(0, problem + settings.closest(action, choices))
-  if not place:
+  if action == _CONVERT:
+    given = {'MODEL': place, '--out': flags.out}
+    if missing := [name for name, value in given.items() if not value]:
+      errors.append(f'{", ".join(missing)}: missing')
+  elif not place:
     errors.append('DIR: missing; give the folder of a run')
-  if action in choices and (action == _CONVERT) != bool(flags.out):
-    errors.append(f'--out={flags.out}: is for convert, which needs it')
+  if action in _ACTIONS and flags.out:
+    errors.append(f'--out={flags.out}: is for convert')
   command_line.refuse(errors)
   if action == _CONVERT:
     return torch_files.convert(place, pathlib.Path(flags.out))

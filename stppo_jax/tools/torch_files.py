@@ -26,6 +26,9 @@ def convert(place: str, out: pathlib.Path) -> int:
   """
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise exits.Misconfigured(f'--out={out}: must be a new or an empty folder')
+  if not hub.is_name(place):
+    # Nobody should install PyTorch to learn that there is nothing to convert.
+    _pickled(place, hub.local_folder(place))
   try:
     import safetensors.torch
     import torch  # pyright: ignore[reportMissingImports]
@@ -34,11 +37,7 @@ def convert(place: str, out: pathlib.Path) -> int:
       "checkpoint convert: needs PyTorch: pip install '.[torch]' in the clone"
     ) from error
   folder = hub.local_folder(place, (*hub.SMALL, *_PICKLED))
-  pickled = sorted(
-    path.name for pattern in _PICKLED for path in folder.glob(pattern)
-  )
-  if not pickled:
-    raise exits.Misconfigured(f'{place}: no pytorch_model.bin to convert')
+  pickled = _pickled(place, folder)
   out.mkdir(parents=True, exist_ok=True)
   for name in pickled:
     try:
@@ -62,6 +61,22 @@ def convert(place: str, out: pathlib.Path) -> int:
       shutil.copyfile(path, out / path.name)
   print(f'{out}: {len(pickled)} file{"s" * (len(pickled) > 1)} converted')
   return 0
+
+
+def _pickled(place: str, folder: pathlib.Path) -> list[str]:
+  """Returns the names of the files to convert.
+
+  Raises:
+    Misconfigured: there are none.
+  """
+  names = (x.name for pattern in _PICKLED for x in folder.glob(pattern))
+  if found := sorted(names):
+    return found
+  if not folder.is_dir():
+    raise exits.Misconfigured(f'{place}: {hub.not_here(place)}')
+  already = any(folder.glob('*.safetensors'))
+  reason = '; its weights are safetensors already' if already else ''
+  raise exits.Misconfigured(f'{place}: no pytorch_model.bin to convert{reason}')
 
 
 def _renamed(name: str) -> str:
