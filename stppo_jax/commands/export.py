@@ -64,9 +64,14 @@ def main(argv: Sequence[str]) -> int:
       config = recorded_config.read(workdir)
       recorded = config.copy_and_resolve_references()
       problems = recorded_config.prepare_export(config, flags.model)
-      hint = '' if flags.model else '; if it has moved: --model=DIR'
+      source = typed = f'config.model.path={config.model.path!r}'
+      hint = '; if it has moved: --model=DIR'
+      if flags.model:
+        typed, hint = f'--model={flags.model}', ''
       errors += [
-        line + hint if line.startswith('config.model.path=') else line
+        typed + line.removeprefix(source) + hint
+        if line.startswith(source)
+        else line
         for line in problems
       ]
     except (OSError, ValueError) as error:

@@ -122,6 +122,8 @@ def test_a_source_that_has_moved_is_named(workdir, tmp_path, capsys):
   err = capsys.readouterr().err
   assert err.startswith("config.model.path='/absent': no such folder; ")
   assert err.endswith('; if it has moved: --model=DIR\n')
+  assert _export(*flags, '--model=/nowhere') == 2
+  assert capsys.readouterr().err == '--model=/nowhere: no such folder\n'
   source = tmp_path / 'source'
   shutil.copytree(workdir / 'policy', source)
   # All weights that are exported are in the checkpoint.
