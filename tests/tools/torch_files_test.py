@@ -27,6 +27,8 @@ def _others(folder):
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, hub):
   folder = _others(tmp_path / 'model')
+  with pytest.raises(ValueError, match=f'index.json in {folder}$'):
+    load.check_weights(folder, load.read_config(folder))
   (folder / 'pytorch_model.bin').write_bytes(b'code')
   hub.add('org/old', folder)
   for place in (str(folder), 'org/old'):
@@ -37,6 +39,10 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, hub):
     ):
       load.check_weights(place, load.read_config(place))
   (folder / peft.CONFIG).write_text('{"r": 2, "lora_alpha": 2}')
+  with pytest.raises(
+    ValueError, match=f'adapter_model.safetensors in {folder}$'
+  ):
+    peft.options(folder)
   (folder / 'adapter_model.bin').write_bytes(b'code')
   with pytest.raises(
     ValueError,

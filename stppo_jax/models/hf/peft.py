@@ -253,8 +253,10 @@ def _open(
   # The weights of adapters are small, but no `json`.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    advice = 'checkpoint convert makes it from adapter_model.bin'
-    raise ValueError(f'no {WEIGHTS} in {directory}; {advice}')
+    # Of a model of the Hub such a file is not downloaded, so none is seen.
+    is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
+    advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
+    raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
   tensors = safetensors_file.read_header(folder / WEIGHTS)
   pairs: dict[str, dict[str, safetensors_file.Tensor]] = {}
   for name, tensor in tensors.items():

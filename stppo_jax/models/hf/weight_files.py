@@ -40,10 +40,14 @@ def read_headers(
   if (directory / SINGLE).is_file():
     return safetensors_file.read_header(directory / SINGLE)
   if not weight_map:
-    raise ValueError(
-      f'no {SINGLE} and no {INDEX} in {place}; from pytorch_model.bin, python '
-      f'-m stppo_jax checkpoint convert {place} --out=DIR makes them'
+    # Of a model of the Hub such a file is not downloaded, so none is seen.
+    advice = (
+      f'; from pytorch_model.bin, python -m stppo_jax checkpoint convert '
+      f'{place} --out=DIR makes them'
+      if hub.is_name(place) or any(directory.glob('pytorch_model*.bin'))
+      else ''
     )
+    raise ValueError(f'no {SINGLE} and no {INDEX} in {place}{advice}')
   tensors = {}
   for file in sorted(set(weight_map.values())):
     if not (directory / file).is_file():
