@@ -54,6 +54,9 @@ def adapter_options(config) -> Iterator[str]:
     if isinstance(folder, str):
       yield folder
       return
+    if not folder.exists():
+      yield f'model.lora.path={path!r}: {hub.not_here(path)}'
+      return
     try:
       with hub.naming('model.lora.path', path):
         options = peft.options(path)

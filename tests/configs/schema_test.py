@@ -11,6 +11,7 @@ import pytest
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import external
 from stppo_jax.configs import nq_hotpotqa
 from stppo_jax.configs import reference
 from stppo_jax.configs import relations
@@ -220,6 +221,11 @@ def test_a_broken_relation_is_one_line_with_the_values(changes, named):
   key, *others = named.split()
   assert line.startswith(key) and '\n' not in line
   assert all(word in line for word in others)
+
+
+def test_adapters_in_no_folder_are_one_line():
+  lines = list(external.adapter_options(_config(model__lora__path='/absent')))
+  assert lines == ["model.lora.path='/absent': no such folder"]
 
 
 def test_an_algorithm_without_values_has_no_backbone_to_share():
