@@ -292,11 +292,21 @@ RELATIONS: tuple[Relation, ...] = (
     _refuse(
       key,
       'algorithm.advantage.name',
-      when=lambda number, name: number and name not in estimator_needs.VALUES,
-      because='must be 0 when algorithm.advantage.name={1}, which has no value '
-      'model',
+      when=lambda value, name: value and name not in estimator_needs.VALUES,
+      because=f'must be {unset} when algorithm.advantage.name={{1}}, which has '
+      'no value model',
     )
-    for key in _OF_VALUES_ALONE
+    for key, unset in (
+      *((key, 0) for key in _OF_VALUES_ALONE),
+      ('loss.value_range', ()),
+      ('model.value_path', "''"),
+    )
+  ),
+  _refuse(
+    'loss.value_warmup_patience',
+    'loss.value_warmup_steps',
+    when=lambda patience, steps: patience and not steps,
+    because='must be 0 when loss.value_warmup_steps=0: no step is to end early',
   ),
   _refuse(
     'model.value_backbone',

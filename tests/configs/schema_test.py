@@ -161,6 +161,10 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
       'loss.value_warmup_steps=2 model.value_backbone=shared',
     ),
+    (
+      {'loss__value_warmup_patience': 2},
+      'loss.value_warmup_patience=2 loss.value_warmup_steps=0',
+    ),
     *(
       (
         {'model__value_path': str(_QUICKSTART), **change},
@@ -228,11 +232,21 @@ def test_adapters_in_no_folder_are_one_line():
   assert lines == ["model.lora.path='/absent': no such folder"]
 
 
-def test_an_algorithm_without_values_has_no_backbone_to_share():
+@pytest.mark.parametrize(
+  ('key', 'value', 'rule'),
+  [
+    ('model.value_backbone', 'shared', 'own'),
+    ('model.value_path', str(_QUICKSTART), "''"),
+    ('loss.value_range', (0.0, 1.0), '()'),
+    ('loss.value_warmup_steps', 2, '0'),
+    ('updates.value_epochs', 2, '0'),
+  ],
+)
+def test_an_algorithm_without_values_has_no_value_model(key, value, rule):
   config = base.get_config('grpo')
-  config.model.value_backbone = 'shared'
+  config.update_from_flattened_dict({key: value})
   assert schema.check(config) == [
-    'model.value_backbone=shared: must be own when '
+    f'{key}={value}: must be {rule} when '
     'algorithm.advantage.name=group_normalized, which has no value model'
   ]
 
