@@ -70,6 +70,7 @@ _FINITE = {'lower_bound': -1e30, 'upper_bound': 1e30}
 _FLAGS: dict[str, dict[str, Any]] = {
   'collect': {},
   'score': {
+    'config': '',
     'out': '',
     'algorithm': '',
     'advantages': '',
@@ -77,14 +78,21 @@ _FLAGS: dict[str, dict[str, Any]] = {
     'entropy_coefficient': command_line.number(0.0, **_FINITE),
   },
   'advantages': {
+    'config': '',
     'out': '',
     'estimator': '',
     'kl': '',
     'set': command_line.REPEATED,
     'kl_coefficient': command_line.number(**_FINITE),
   },
-  'compare': {'algorithms': '', 'advantages': '', 'json': False, 'plot': ''},
-  'levels': {'algorithms': '', 'advantages': '', 'plot': ''},
+  'compare': {
+    'config': '',
+    'algorithms': '',
+    'advantages': '',
+    'json': False,
+    'plot': '',
+  },
+  'levels': {'config': '', 'algorithms': '', 'advantages': '', 'plot': ''},
   'values': {'json': False, 'plot': ''},
 }
 
@@ -99,11 +107,6 @@ def main(argv: Sequence[str]) -> int:
   options: Any = None
   if name == 'values':
     lab_flags.parse(flags, words)
-    if flags.config:
-      raise exits.Misconfigured(
-        f'--config={flags.config}: not a flag of lab values, in which '
-        'estimators have their default options'
-      )
   elif name == 'advantages':
     lab_flags.parse(flags, words)
     if not flags.config and not flags.estimator:

@@ -77,7 +77,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_size_behind_an_algorithm_is_not_compared():
-  flags = lab_flags.of_batch(algorithms='')
+  flags = lab_flags.of_batch(config='', algorithms='')
   words = ['--batch=F', '--config=configs/nq.py:st_ppo,7b']
   lab_flags.parse(flags, words, required='algorithms')
   options = lab_flags.algorithms(flags.algorithms, config=flags.config)

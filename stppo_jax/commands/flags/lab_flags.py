@@ -53,7 +53,7 @@ def of_batch(**options: Any) -> absl_flags.FlagValues:
   Args:
     **options: its own flags, see `command_line.flags`.
   """
-  return command_line.flags(batch='', config='', **options, float64=False)
+  return command_line.flags(batch='', **options, float64=False)
 
 
 def parse(
