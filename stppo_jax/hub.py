@@ -36,7 +36,7 @@ def naming(key: str, place: str) -> Iterator[None]:
   """Puts the key of a config that names a place before the line of an error.
 
   Raises:
-    HubError, BucketError: those of the body, with the key.
+    BucketError: the body has raised one; a HubError stays one.
   """
   try:
     yield
