@@ -219,6 +219,8 @@ def _described(name: str, error: Exception) -> HubError:
       f'no such folder, and {hub} has no model {repository}, or it is private: '
       'then log in with `hf auth login` or set HF_TOKEN'
     )
+  elif isinstance(cause, errors.HFValidationError):
+    line = 'no such folder, and no name that the Hub could have'
   elif status in (401, 403):
     line = f'{hub} refuses: log in with `hf auth login` or set HF_TOKEN'
   elif status == 429:

@@ -242,3 +242,11 @@ def test_the_environment_names_server_and_cache(hub, commit, tmp_path):
   assert done.returncode == 0, done.stderr
   assert f'{_NAME}@{commit}' in done.stdout
   assert not done.stderr
+
+
+@pytest.mark.parametrize('name', ['folder/my--model', 'folder/x-', 'org/x.git'])
+def test_a_name_that_no_model_can_have_is_a_path(name, hub):
+  with pytest.raises(hub_lib.HubError) as found:
+    hub_lib.pinned(name)
+  assert found.value.exit_code == exits.USAGE and not hub.requests
+  assert str(found.value).startswith(f'{name}: no such folder, and no name')
