@@ -124,7 +124,8 @@ def export(
     The exit code.
 
   Raises:
-    Misconfigured: there is no such checkpoint.
+    Misconfigured: there is no such checkpoint, or PEFT has no place for the
+      adapters.
     ExportFailed: the files cannot be written, for example to a full disk.
     Exceptions with an `exit_code`, see `loop.train`.
   """
@@ -139,14 +140,15 @@ def export(
   learner = policy.learner
   try:
     if adapters:
-      model_files.export_adapters(
-        policy.config,
-        out,
-        learner.models.policy,
-        policy.trained,
-        policy.tokenizer,
-        dtype=dtype,
-      )
+      with exits.naming('--adapters', (ValueError,)):
+        model_files.export_adapters(
+          policy.config,
+          out,
+          learner.models.policy,
+          policy.trained,
+          policy.tokenizer,
+          dtype=dtype,
+        )
     else:
       model_files.export(
         policy.config,

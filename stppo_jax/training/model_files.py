@@ -343,6 +343,7 @@ def export_adapters(
   """Writes the adapters of a policy as a directory that `peft` loads.
 
   Raises:
+    ValueError: see `peft.write`; an earlier export is unchanged.
     OSError: writing failed; an earlier export is unchanged.
   """
   with export_lib.replace_dir(directory, ours=export_lib.is_ours) as folder:

@@ -6,6 +6,7 @@ tensor for each expert of each layer. Several leaves may be parts of one tensor,
 one under the other.
 """
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -220,6 +221,15 @@ FAMILIES: Mapping[str, Family] = {
     local_rope='rope_theta',
   ),
 }
+
+# Ends of the names of tensors, without '.weight', that several leaves are part
+# of in some family.
+SHARED = tuple(
+  name.removesuffix('.weight')
+  for family in FAMILIES.values()
+  for name, count in collections.Counter(family.names.values()).items()
+  if name and count > 1
+)
 
 
 def find(model_type: str | None) -> Family:

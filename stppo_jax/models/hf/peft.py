@@ -169,6 +169,9 @@ def write(
     adapters: the tree of the adapters.
     base: the place of the weights under the adapters.
     dtype: dtype of the tensors; a key of `safetensors_file.DTYPES`.
+
+  Raises:
+    ValueError: adapters belong to a part of a tensor; one line.
   """
   from flax import traverse_util
 
@@ -176,14 +179,14 @@ def write(
     name: np.asarray(leaf)
     for name, leaf in traverse_util.flatten_dict(adapters, sep='/').items()
   }
-  tensors = {
-    f'{_PREFIX}{name}.lora_{key.upper()}.weight': leaves[f'{layer}/lora_{key}'][
-      index
-    ].T
-    for name, layer, index in _places(config)
-    if f'{layer}/lora_a' in leaves and '*' not in name
-    for key in 'ab'
-  }
+  tensors = {}
+  for name, layer, index in _places(config):
+    if f'{layer}/lora_a' not in leaves or '*' in name:
+      continue
+    _refuse_shared(name)
+    for key in 'ab':
+      tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'
+      tensors[tensor] = leaves[f'{layer}/lora_{key}'][index].T
   layers = sorted({x.rpartition('/')[0] for x in leaves if 'lora_' in x})
   # Of experts, PEFT takes the rank from here, whatever its patterns say, and
   # doubles rank and alpha of gate and up, which only keeps alpha / rank.
@@ -268,6 +271,7 @@ def _open(
       )
     pairs.setdefault(match[1], {})[match[2]] = tensor
   for name, pair in pairs.items():
+    _refuse_shared(name, f'{folder / WEIGHTS}: ')
     if len(pair) != 2:
       raise ValueError(f'{folder / WEIGHTS}: {name} has {min(pair)} alone')
   return content, [
@@ -275,6 +279,17 @@ def _open(
     for name, pair in pairs.items()
     for matrices in _matrices(content, name, pair)
   ]
+
+
+def _refuse_shared(name: str, where: str = '') -> None:
+  """Raises ValueError for a tensor of which our matrices are parts."""
+  # Each part has an A of its own, but there is one for the tensor in a file.
+  if name.endswith(families.SHARED):
+    raise ValueError(
+      f'{where}{name} is one tensor for several layers here, so that its '
+      'adapters are neither read nor written; take merged weights, as export '
+      'writes them without --adapters'
+    )
 
 
 def _check(path: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -186,6 +186,29 @@ def test_adapters_of_another_model_are_refused_by_name(tmp_path):
     _read(folder, model)
 
 
+@pytest.mark.parametrize('name', ['self_attn.qkv_proj', 'mlp.gate_up_proj'])
+def test_adapters_of_a_tensor_of_several_layers_are_refused(name, tmp_path):
+  """One file has place for one of their A alone."""
+  line = f'model.layers.0.{name} is one tensor for .*without --adapters$'
+  targets = '(k|v)_proj$' if 'qkv' in name else 'up_proj$'
+  phi3 = _model(
+    lora.Lora(2, 2.0, targets), family='phi3', qkv_bias=False, num_layers=1
+  )
+  with pytest.raises(ValueError, match=f'^{line}'):
+    _write(tmp_path / 'written', phi3, _adapters(phi3))
+  others = _model(lora.Lora(2, 2.0, 'o_proj$'), family='phi3', qkv_bias=False)
+  folder = _write(tmp_path / 'read', others, _adapters(others))
+  assert peft.options(folder)['targets'] == '^(layers/o_proj)$'
+  tensors = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+  for key in 'AB':
+    tensors[f'base_model.model.model.layers.0.{name}.lora_{key}.weight'] = (
+      np.zeros((2, 2), np.float32)
+    )
+  safetensors.numpy.save_file(tensors, folder / peft.WEIGHTS)
+  with pytest.raises(ValueError, match=f'{peft.WEIGHTS}: {line}'):
+    peft.options(folder)
+
+
 def test_experts_have_adapters_only_where_they_are_named():
   shapes = lambda targets: jax.eval_shape(
     _model(lora.Lora(2, 2.0, targets), **tiny.MIXTURE).init_adapters,
