@@ -22,7 +22,8 @@ import numpy as np
 # the date that Llama 3 writes then. Prompts must not depend on the day, or a
 # resumed run would go on with others.
 _DAY = datetime.date(2024, 7, 26)
-_CLOCK = re.compile(r'strftime_now\(\s*([\'"])(.*?)\1\s*\)')
+_CLOCK = re.compile(r'strftime_now\s*\(\s*([\'"])((?:(?!\1)[^\\])*)\1\s*\)')
+_CLOCK_LEFT = re.compile(r'strftime_now\s*\(')
 # A user message that stands for any other.
 PROBE = 'Which word comes next?'
 
@@ -123,9 +124,7 @@ class Prompts:
       template = self._fast.get_chat_template(None, given)
       text = self._fast.apply_chat_template(
         list(messages),
-        chat_template=_CLOCK.sub(
-          lambda call: repr(_DAY.strftime(call[2])), template
-        ),
+        chat_template=_without_clock(template),
         tools=given,
         tokenize=False,
         add_generation_prompt=True,
@@ -162,6 +161,18 @@ def _dialogue(system: str, text: str) -> list[dict[str, str]]:
   """Returns a user message, after a system message if there is one."""
   messages = [{'role': 'system', 'content': system}] if system else []
   return [*messages, {'role': 'user', 'content': text}]
+
+
+def _without_clock(template: str) -> str:
+  """Returns a template that has the day in place of questions for it."""
+  template = _CLOCK.sub(lambda call: repr(_DAY.strftime(call[2])), template)
+  # `transformers` offers its own function, and passes none of ours on.
+  if _CLOCK_LEFT.search(template):
+    raise ValueError(
+      'it calls strftime_now with something else than a quoted text, so that '
+      'prompts would depend on the day'
+    )
+  return template
 
 
 def without_space(text: str) -> str:

@@ -43,6 +43,19 @@ def test_a_prompt_does_not_depend_on_the_day(tmp_path):
   assert text == '2024-07-26hm'
 
 
+def test_a_template_that_hides_the_format_of_the_day_is_refused(tmp_path):
+  for call in ('(f)', "('%d' ~ '%Y')", '(format="%Y")', ' (f)'):
+    template = (
+      "{% set f = '%Y' %}{{ strftime_now"
+      + call
+      + ' }}{{ messages[0].content }}'
+    )
+    with pytest.raises(
+      ValueError, match='fails .* calls strftime_now with som'
+    ):
+      _prompt(tmp_path, 'Qwen3', template=template)
+
+
 def test_the_template_describes_tools_unless_told_otherwise(tmp_path):
   with_tools, _ = _prompt(tmp_path, 'Qwen3', given=_TOOLS)
   assert '# Tools{"type": "function", "function": {"name"' in with_tools
