@@ -22,12 +22,14 @@ import json
 import math
 import pathlib
 import re
+import sys
 from typing import Any
 from typing import NamedTuple
 
 import numpy as np
 
 from stppo_jax import hub
+from stppo_jax import settings
 from stppo_jax.models import config as model_config
 from stppo_jax.models.hf import families
 from stppo_jax.models.hf import safetensors_file
@@ -54,6 +56,22 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
   'bias': ('none',),
   'init_lora_weights': (True, False, 'gaussian', 'orthogonal', 'eva'),
 }
+_RANK = settings.Rule(
+  lambda x: type(x) is int and 0 < x < 2**31, 'an integer from 1 to 2147483647'
+)
+_ALPHA = settings.Rule(
+  lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max,
+  'a finite number greater than 0',
+)
+_BOOL = settings.Rule(lambda x: x is None or type(x) is bool, 'true or false')
+_TEXTS = settings.Rule(
+  lambda x: (
+    x is None
+    or isinstance(x, str)
+    or (isinstance(x, list) and all(isinstance(y, str) for y in x))
+  ),
+  'a string or a list of strings',
+)
 
 
 class _Matrices(NamedTuple):
@@ -96,7 +114,7 @@ def options(directory: str | pathlib.Path) -> dict[str, Any]:
   patterns = lambda values, rest: tuple(
     f'^{x}$={n}' for x, n in values.items() if not math.isclose(n, rest)
   )
-  rank, alpha = int(content['r']), float(content['lora_alpha'])
+  rank, alpha = content['r'], float(content['lora_alpha'])
   return {
     'rank': rank,
     'alpha': alpha,
@@ -251,7 +269,7 @@ def _open(
   content = weight_files.read_json(folder / CONFIG)
   try:
     _check(folder / CONFIG, content)
-  except (re.error, AttributeError) as error:
+  except (re.error, AttributeError, OverflowError, RecursionError) as error:
     raise ValueError(f'{folder / CONFIG}: patterns: {error}') from error
   # The weights of adapters are small, but no `json`.
   folder = hub.local_folder(directory, (WEIGHTS,))
@@ -301,19 +319,25 @@ def _check(path: pathlib.Path, content: Mapping[str, Any]) -> None:
       raise ValueError(
         f'{path}: {name}={value!r} is not supported; supported: {supported}'
       )
-  for name, number in _numbers(content):
-    if not isinstance(number, int | float) or number <= 0:
-      raise ValueError(f'{path}: {name}={number!r}: must be greater than 0')
+  for name, value, rule in _ruled(content):
+    if not rule.holds(value):
+      raise ValueError(f'{path}: {name}={value!r}: must be {rule.allowed}')
 
 
-def _numbers(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-  """Yields all ranks and alphas of a config, each with its name."""
-  for name in ('r', 'lora_alpha'):
-    yield name, content.get(name)
-  for name in ('rank_pattern', 'alpha_pattern'):
-    for pattern, number in (content.get(name) or {}).items():
-      re.compile(pattern)
-      yield f'{name}.{pattern}', number
+def _ruled(
+  content: Mapping[str, Any],
+) -> Iterator[tuple[str, Any, settings.Rule]]:
+  """Yields the options that are used, each with its name and its rule."""
+  for name, patterns, rule in (
+    ('r', 'rank_pattern', _RANK),
+    ('lora_alpha', 'alpha_pattern', _ALPHA),
+  ):
+    yield name, content.get(name), rule
+    for pattern, number in (content.get(patterns) or {}).items():
+      re.compile(_matching(pattern))
+      yield f'{patterns}.{pattern}', number, rule
+  for name, rule in (('use_rslora', _BOOL), ('target_parameters', _TEXTS)):
+    yield name, content.get(name), rule
 
 
 def _matrices(
@@ -331,6 +355,7 @@ def _matrices(
   # Of two parameters, the first is the inner one. If it is alone, its name
   # tells which one it is.
   targets = content.get('target_parameters') or ()
+  targets = (targets,) if isinstance(targets, str) else targets
   fused = any(x.endswith(_FUSED) for x in targets)
   is_alone = not any(x.endswith(_DOWN) for x in targets)
   parameter = _FUSED if fused and (match[2] or is_alone) else _DOWN
@@ -350,12 +375,17 @@ def _matrices(
 def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
   """Returns rank and scale of the adapter of a matrix."""
 
-  def matching(key: str, default: Any) -> Any:
+  def first(key: str, default: Any) -> Any:
     for pattern, number in (content.get(key) or {}).items():
-      if re.match(rf'(.*\.)?({pattern})$', name):
+      if re.match(_matching(pattern), name):
         return number
     return default
 
-  rank = int(matching('rank_pattern', content['r']))
-  alpha = matching('alpha_pattern', content['lora_alpha'])
+  rank = first('rank_pattern', content['r'])
+  alpha = first('alpha_pattern', content['lora_alpha'])
   return rank, alpha / (math.sqrt if content.get('use_rslora') else float)(rank)
+
+
+def _matching(pattern: str) -> str:
+  """Returns the expression by which a pattern finds names of matrices."""
+  return rf'(.*\.)?({pattern})$'

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 
 import jax
@@ -133,8 +134,27 @@ def test_matrices_of_a_layer_may_have_ranks_and_alphas_of_their_own(tmp_path):
     ({'modules_to_save': ['lm_head']}, r"modules_to_save=\['lm_head'\] is not"),
     ({'init_lora_weights': 'pissa'}, "init_lora_weights='pissa' is not"),
     ({'some_later_option': 3}, 'some_later_option=3 is not supported'),
-    ({'r': 0}, 'r=0: must be greater than 0'),
-    ({'rank_pattern': {'q': 0}}, 'rank_pattern.q=0: must be greater than 0'),
+    ({'r': 0}, 'r=0: must be an integer from 1 to '),
+    ({'r': None}, 'r=None: must be an integer from 1 to '),
+    ({'r': math.inf}, 'r=inf: must be an integer from 1 to '),
+    ({'r': 0.5}, 'r=0.5: must be an integer from 1 to '),
+    ({'r': True}, 'r=True: must be an integer from 1 to '),
+    ({'r': 10**400}, 'r=1(0){400}: must be an integer from 1 to '),
+    ({'rank_pattern': {'q': 0}}, 'rank_pattern.q=0: must be an integer from'),
+    ({'rank_pattern': {'q': 2.0}}, 'rank_pattern.q=2.0: must be an integer'),
+    ({'lora_alpha': math.inf}, 'lora_alpha=inf: must be a finite number gre'),
+    ({'lora_alpha': math.nan}, 'lora_alpha=nan: must be a finite number gre'),
+    ({'lora_alpha': 10**400}, 'lora_alpha=10+: must be a finite number gre'),
+    ({'alpha_pattern': {'q': True}}, 'alpha_pattern.q=True: must be a finite'),
+    ({'use_rslora': 'false'}, "use_rslora='false': must be true or false"),
+    ({'use_rslora': 0}, 'use_rslora=0: must be true or false'),
+    (
+      {'target_parameters': [1]},
+      r'target_parameters=\[1\]: must be a string or a l',
+    ),
+    ({'target_parameters': 3}, 'target_parameters=3: must be a string or a l'),
+    ({'rank_pattern': {'(?i)q': 1}}, 'patterns: global flags not at the sta'),
+    ({'rank_pattern': {f'a{{{2**40}}}': 1}}, 'patterns: the repetition numb'),
     ({'rank_pattern': {'(': 1}}, 'patterns: missing '),
     ({'alpha_pattern': [1]}, 'patterns: '),
   ],
@@ -145,8 +165,11 @@ def test_what_would_compute_otherwise_is_refused_by_name(
   model = _model()
   folder = _write(tmp_path, model, _adapters(model))
   _edit(folder, **changes)
-  with pytest.raises(ValueError, match=f'{re.escape(str(folder))}.*: {line}'):
+  with pytest.raises(
+    ValueError, match=f'{re.escape(str(folder))}.*: {line}'
+  ) as caught:
     peft.options(folder)
+  assert '\n' not in str(caught.value)
 
 
 @pytest.mark.parametrize(
