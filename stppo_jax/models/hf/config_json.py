@@ -87,14 +87,19 @@ def read(
       f'partial_rotary_factor={shape.partial_rotary_factor}: must rotate an '
       f'even part of head_dim={head_dim}'
     )
-  if shape.rope_scaling:
+  if scaling := shape.rope_scaling:
     for name in ('short_factor', 'long_factor'):
-      factors = getattr(shape.rope_scaling, name)
-      if factors and len(factors) != rotated // 2:
+      factors = getattr(scaling, name)
+      if scaling.rope_type == 'longrope' and len(factors) != rotated // 2:
         raise ValueError(
           f'{name} has {len(factors)} numbers: must have {rotated // 2}, one '
           'for each pair that is rotated'
         )
+    if scaling.rope_type == 'dynamic' and rotated < 4:
+      raise ValueError(
+        f'rope scaling dynamic: must rotate 4 numbers of a head or more, not '
+        f'{rotated}'
+      )
   if shape.num_experts_per_tok > shape.num_experts:
     raise ValueError(
       f'num_experts_per_tok={shape.num_experts_per_tok}: must be at most '

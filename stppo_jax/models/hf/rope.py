@@ -38,6 +38,8 @@ def read(
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   kind = _ROPE_NAMES.get(kind, kind)
   if kind != 'default':
+    if kind == 'yarn' and theta == 1:
+      raise ValueError(f'rope_theta={theta}: must not be 1 with yarn')
     fields['rope_scaling'] = _scaling(kind, rope, hf, longest)
   return fields
 
@@ -96,6 +98,11 @@ def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
   factor = max(fields_lib.needed(rope, 'factor'), 1.0)
   if kind == 'longrope':
     original = rope['original_max_position_embeddings']
+    if original == 1:
+      raise ValueError(
+        'original_max_position_embeddings=1: must be greater than 1 with '
+        'longrope'
+      )
     return math.sqrt(1 + math.log(factor) / math.log(original))
   scale = lambda weight: 0.1 * weight * math.log(factor) + 1.0
   one, other = rope.get('mscale'), rope.get('mscale_all_dim')

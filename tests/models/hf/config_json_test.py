@@ -298,6 +298,38 @@ def test_the_longest_text_decides_about_rotations(kind, rope, longest, plain):
     ),
     (
       'phi3',
+      {
+        'rope_scaling': _LONG
+        | {'type': 'longrope', 'short_factor': [], 'attention_factor': 1.0}
+      },
+      '^short_factor has 0 numbers: must have 2, one for each pair that is rot',
+    ),
+    (
+      'phi3',
+      {
+        'rope_scaling': _LONG | {'type': 'longrope'},
+        'max_position_embeddings': 8,
+        'original_max_position_embeddings': 1,
+      },
+      '^original_max_position_embeddings=1: must be greater than 1 with longro',
+    ),
+    (
+      'llama',
+      {
+        'head_dim': 2,
+        'max_position_embeddings': 8,
+        'rope_scaling': {'type': 'dynamic', 'factor': 2.0},
+      },
+      '^rope scaling dynamic: must rotate 4 numbers of a head or more, not 2$',
+    ),
+    (
+      'llama',
+      {'rope_theta': 1.0, 'rope_scaling': _YARN},
+      '^rope_theta=1.0: must not be 1 with yarn$',
+    ),
+    ('llama', {'rope_theta': 10**400}, '^rope_theta=10+: must be a number gre'),
+    (
+      'phi3',
       {'rope_scaling': _LONG | {'type': 'longrope', 'short_factor': [0]}},
       r'^rope_scaling.short_factor=\[0\]: must be a list of numbers greater',
     ),
