@@ -22,9 +22,10 @@ def base(finished, tmp_path_factory):
   for path in (finished / 'policy').iterdir():
     (folder / path.name).write_bytes(path.read_bytes())
   (folder / 'LICENSE').write_text('Do what you like.\n')
-  (folder / 'README.md').write_text(
-    '---\nlanguage: en\nlicense: other\nlicense_name: liberal\n---\n# Base\n'
-    'license: none of the head\n'
+  # No UTF-8, as some cards on the Hub.
+  (folder / 'README.md').write_bytes(
+    b'---\nlanguage: en\nlicense: other\nlicense_name: liberal\n---\n'
+    b'# B\xe4se\nlicense: none of the head\n'
   )
   return folder
 

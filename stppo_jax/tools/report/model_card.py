@@ -61,7 +61,8 @@ def _lines(
 ) -> Iterator[str]:
   """Yields the lines of a card."""
   card = source / CARD if source else None
-  head = card.read_text('utf-8') if card and card.is_file() else ''
+  # Cards of others may have other encodings; their licences are plain.
+  head = card.read_text('utf-8', 'replace') if card and card.is_file() else ''
   # The head of a card stands between two lines of this kind.
   head = head.split('\n---', 1)[0] if head.startswith('---\n') else ''
   licence = _LICENCE.findall(head)
