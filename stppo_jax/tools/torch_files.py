@@ -1,5 +1,6 @@
 """Converts weights that PyTorch has written to safetensors."""
 
+from collections.abc import Mapping
 import fnmatch
 import json
 import pathlib
@@ -22,7 +23,8 @@ def convert(place: str, out: pathlib.Path) -> int:
 
   Raises:
     Misconfigured: there are no such weights, a file holds something else,
-      PyTorch is missing, or the folder is not empty.
+      PyTorch is missing, or the folder is not empty; the folder is then as it
+      was.
   """
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise exits.Misconfigured(f'--out={out}: must be a new or an empty folder')
@@ -38,27 +40,36 @@ def convert(place: str, out: pathlib.Path) -> int:
     ) from error
   folder = hub.local_folder(place, (*hub.SMALL, *_PICKLED))
   pickled = _pickled(place, folder)
-  out.mkdir(parents=True, exist_ok=True)
-  for name in pickled:
-    try:
-      # It unpickles tensors, and refuses whatever else a file may run.
-      tensors = torch.load(folder / name, map_location='cpu', weights_only=True)
-      # Copies, because tensors that share their memory cannot be saved.
-      tensors = {key: x.clone().contiguous() for key, x in tensors.items()}
-    except Exception as error:  # a damaged file gives any kind of them
-      reason = str(error).partition('\n')[0]
-      raise exits.Misconfigured(
-        f'{place}: {name} holds something else than weights ({reason})'
-      ) from error
-    safetensors.torch.save_file(tensors, out / _renamed(name), {'format': 'pt'})
-  for path in sorted(folder.iterdir()):
-    if path.name == _INDEX:
-      index = weight_files.read_json(path)
-      files = index['weight_map'].items()
-      index['weight_map'] = {key: _renamed(name) for key, name in files}
-      (out / weight_files.INDEX).write_text(json.dumps(index, indent=2))
-    elif any(fnmatch.fnmatch(path.name, pattern) for pattern in hub.SMALL):
-      shutil.copyfile(path, out / path.name)
+  # Imported late, because it imports jax.
+  from stppo_jax.models.hf import export
+
+  files: Mapping[str, str] = {}
+  if (folder / _INDEX).is_file():
+    with exits.as_misconfigured():
+      files = weight_files.read_index(folder / _INDEX)
+  with export.replace_dir(out, ours=lambda name: False) as partial:
+    for name in pickled:
+      try:
+        # It unpickles tensors, and refuses whatever else a file may run.
+        tensors = torch.load(
+          folder / name, map_location='cpu', weights_only=True
+        )
+        # Copies, because tensors that share their memory cannot be saved.
+        tensors = {key: x.clone().contiguous() for key, x in tensors.items()}
+      except Exception as error:  # a damaged file gives any kind of them
+        reason = str(error).partition('\n')[0]
+        raise exits.Misconfigured(
+          f'{place}: {name} holds something else than weights ({reason})'
+        ) from error
+      path = partial / _renamed(name)
+      safetensors.torch.save_file(tensors, path, {'format': 'pt'})
+    for path in sorted(folder.iterdir()):
+      if path.name == _INDEX:
+        index = weight_files.read_json(path)
+        index['weight_map'] = {key: _renamed(x) for key, x in files.items()}
+        (partial / weight_files.INDEX).write_text(json.dumps(index, indent=2))
+      elif any(fnmatch.fnmatch(path.name, pattern) for pattern in hub.SMALL):
+        shutil.copyfile(path, partial / path.name)
   print(f'{out}: {len(pickled)} file{"s" * (len(pickled) > 1)} converted')
   return 0
 

@@ -116,7 +116,7 @@ def test_converted_weights_are_the_same(tmp_path, capsys, hub):
 
 
 @pytest.mark.torch
-def test_several_files_keep_their_index(tmp_path):
+def test_several_files_keep_their_index(tmp_path, capsys):
   torch = pytest.importorskip('torch', exc_type=ImportError)
   from safetensors import torch as safetensors_torch
 
@@ -129,7 +129,18 @@ def test_several_files_keep_their_index(tmp_path):
     torch.save({key: tensors[key] for key in part}, folder / name)
     index |= dict.fromkeys(part, name)
   text = str({'metadata': {}, 'weight_map': index}).replace("'", '"')
-  (folder / 'pytorch_model.bin.index.json').write_text(text)
+  path = folder / 'pytorch_model.bin.index.json'
+  path.write_text('{"metadata": {}}')
+  assert _convert(folder, tmp_path / 'out') == 2
+  assert capsys.readouterr().err.endswith(f'{path}: no weight_map\n')
+  path.write_text(text)
+  # The last file is damaged, so that the first one is converted in vain.
+  whole = (folder / name).read_bytes()
+  (folder / name).write_bytes(whole[:-100])
+  assert _convert(folder, tmp_path / 'out') == 2
+  assert f'{name} holds something else' in capsys.readouterr().err
+  assert [x.name for x in tmp_path.iterdir()] == ['model']
+  (folder / name).write_bytes(whole)
   assert _convert(folder, tmp_path / 'out') == 0
   shape = load.read_config(tmp_path / 'out')
   ours, wanted = (

@@ -33,7 +33,7 @@ def read_headers(
   """
   place, directory = directory, hub.local_folder(directory)
   index = directory / INDEX
-  weight_map = _weight_map(index) if index.is_file() else {}
+  weight_map = read_index(index) if index.is_file() else {}
   if hub.is_name(place):
     files = sorted(set(weight_map.values())) or [SINGLE]
     directory = hub.local_folder(place, files)
@@ -67,8 +67,12 @@ def read_headers(
   return tensors
 
 
-def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
-  """Returns the file of each tensor, checked to lie in the directory."""
+def read_index(index: pathlib.Path) -> Mapping[str, str]:
+  """Returns the file of each tensor, checked to lie in the directory.
+
+  Raises:
+    ValueError: the index is no JSON, or names no files; one line.
+  """
   content = read_json(index)
   weight_map = content.get('weight_map')
   if not isinstance(weight_map, dict) or not weight_map:
