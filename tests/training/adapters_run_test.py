@@ -1,5 +1,6 @@
 """Adapters of PEFT leave a run, and another run starts from them."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,8 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.models import lora
+from stppo_jax.models.hf import export
+from stppo_jax.models.hf import load
 from stppo_jax.models.hf import peft
 from stppo_jax.records import plots
 from stppo_jax.training import checkpoint_state
@@ -138,6 +141,28 @@ def test_a_run_with_other_adapters_than_it_tells_is_refused(
   error = capsys.readouterr().err
   assert 'config.model.lora.rank=4: must be 2, as in model.lora.path=' in error
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.slow
+def test_adapters_of_fused_tensors_are_exported_merged_alone(
+  finished, tmp_path, capsys
+):
+  base, run, out = (tmp_path / name for name in ('base', 'run', 'out'))
+  shape = load.read_config(finished / 'policy')
+  shape = dataclasses.replace(shape, family='phi3', qkv_bias=False)
+  params = functional.Model(shape, 'vocabulary').init(jax.random.key(0))
+  export.export(base, shape, params)
+  export.copy_tokenizer(finished / 'policy', base)
+  lora_keys = {'model__lora__rank': 2, 'model__lora__targets': 'q_proj'}
+  assert runs.train(run, model__path=base, num_steps=1, **lora_keys) == 0
+  flags = ['export', f'--workdir={run}', f'--out={out}']
+  capsys.readouterr()
+  assert __main__.main([*flags, '--adapters']) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('--adapters: model.layers.0.self_attn.qkv_proj is one')
+  assert not out.exists()
+  assert __main__.main(flags) == 0
+  assert (out / 'model.safetensors').is_file()
 
 
 def test_a_run_without_adapters_exports_none(finished, tmp_path, capsys):
