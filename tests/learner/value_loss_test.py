@@ -87,6 +87,7 @@ def test_the_warmup_ends_when_the_explained_variance_stops_rising():
   assert patient.end == 3
 
 
+@pytest.mark.slow
 def test_a_value_model_starts_from_a_directory_of_its_own():
   quickstart = str(runs.REPO / 'assets' / 'quickstart')
   learner = runs.learner(runs.config(model__value_path=quickstart))
@@ -115,7 +116,9 @@ def _like(path):
   }
 
 
-@pytest.mark.parametrize('backbone', ['own', 'shared'])
+@pytest.mark.parametrize(
+  'backbone', ['own', pytest.param('shared', marks=pytest.mark.slow)]
+)
 def test_values_in_a_range_start_in_its_middle_and_learn(backbone):
   learner = runs.learner(
     runs.config(

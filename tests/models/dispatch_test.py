@@ -61,7 +61,7 @@ def _assert_close(found, expected):
   ('axes', 'skewed'),
   [
     ((2, 1, 4, 1), True),  # a device computes three blocks, the others none
-    ((1, 2, 2, 2), False),
+    pytest.param((1, 2, 2, 2), False, marks=pytest.mark.slow),
     *(
       pytest.param(axes, skewed, marks=pytest.mark.slow)
       for axes in ((1, 1, 8, 1), (1, 4, 2, 1), (2, 1, 2, 2))
@@ -76,6 +76,7 @@ def test_loss_and_gradients_are_those_of_one_device(axes, skewed):
   _assert_close(_gradient(mesh, moe='grouped', expert_ids=ids), expected)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_are_those_of_one_device():
   options = lora.Lora(rank=2, alpha=3.0, targets='moe/')
   expected = _gradient(moe='dense', options=options)

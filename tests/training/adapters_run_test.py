@@ -49,6 +49,7 @@ def trained(finished, tmp_path_factory):
   return workdir, out
 
 
+@pytest.mark.slow
 def test_exported_adapters_are_those_of_the_checkpoint(trained, finished):
   workdir, out = trained
   config = recorded_config.read(workdir)
@@ -65,6 +66,7 @@ def test_exported_adapters_are_those_of_the_checkpoint(trained, finished):
   assert not list(out.glob('model*'))
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_adapters(trained, finished):
   """Policy and value model are those of the run that has left them."""
   workdir, out = trained
@@ -91,6 +93,7 @@ def test_a_run_starts_from_adapters(trained, finished):
   jax.tree.map(compare, evaluated, theirs.params)
 
 
+@pytest.mark.slow
 def test_adapters_are_evaluated_on_their_base(trained, finished, capsys):
   _, out = trained
   flags = [f'--checkpoint={finished / "policy"}', *runs.flags()]
@@ -102,11 +105,12 @@ def test_adapters_are_evaluated_on_their_base(trained, finished, capsys):
   assert 'must be 2, as in model.lora.path=' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'changes, targets',
   [
     ({}, '(q|down)_proj'),
-    pytest.param(_EXPERTS, 'moe/|q_proj', marks=pytest.mark.slow),
+    (_EXPERTS, 'moe/|q_proj'),
   ],
   ids=['dense', 'experts'],
 )
@@ -132,6 +136,7 @@ def test_the_engine_samples_from_the_adapters_of_the_start(
   assert metrics['critic/kl'][-1] > 1e-3  # the reference is the base
 
 
+@pytest.mark.slow
 def test_a_run_with_other_adapters_than_it_tells_is_refused(
   trained, finished, tmp_path, capsys
 ):

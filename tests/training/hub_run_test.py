@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from stppo_jax import hub as hub_lib
 from tests.training import runs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_commit_that_it_began_with(
   hub, finished, tmp_path
 ):

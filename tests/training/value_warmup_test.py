@@ -1,5 +1,7 @@
 """The first steps of a run, in which only the value model learns."""
 
+import pytest
+
 from tests.training import runs
 
 _CHANGES = {
@@ -23,6 +25,7 @@ def test_the_warmup_ends_early_and_at_the_same_step_in_a_resumed_run(
   assert 'step 3: the policy learns from now on' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_have_a_shorter_warmup(tmp_path):
   changes = _CHANGES | {'loss__value_warmup_patience': 0}
   assert runs.train(tmp_path, **changes, num_steps=2) == 0
