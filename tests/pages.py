@@ -1,4 +1,4 @@
-"""What pages of docs/ say to write and to run, and a copy in which to do it."""
+"""Reads what pages of docs/ say to write and to run, and does it in a copy."""
 
 import os
 import pathlib

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 
 import jax
 import numpy as np
@@ -12,6 +14,8 @@ from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import lora
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
@@ -279,3 +283,21 @@ def test_which_models_a_run_trains(backbone, uses_values, heads, rank):
   assert [m and m.head for m in models[:2]] == heads
   for model in models[:2]:
     assert model is None or (model.lora is None) == (rank == 0)
+
+
+def test_positions_of_a_value_model_are_scaled_for_the_longest_dialogue(
+  tmp_path,
+):
+  quickstart = runs.REPO / 'assets' / 'quickstart'
+  content = json.loads((quickstart / 'config.json').read_text('utf-8'))
+  content |= {'max_position_embeddings': 64}
+  content['rope_scaling'] = {'rope_type': 'dynamic', 'factor': 2.0}
+  (tmp_path / 'config.json').write_text(json.dumps(content), encoding='utf-8')
+  config = runs.config(model__value_path=tmp_path)
+  mesh = components.build_mesh(config)
+  models = model_roles.build(config, runs.shape(config), mesh, uses_values=True)
+  assert models.value.config.rope_scaling.length == config.env.max_length
+  # It has not seen so many positions.
+  shutil.copy(quickstart / 'model.safetensors', tmp_path)
+  with pytest.raises(ValueError, match='env.max_length=128: .* at most 64'):
+    model_files.check(config, model_files.build_tokenizer(config, None))
