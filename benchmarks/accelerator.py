@@ -12,9 +12,11 @@ of time, otherwise 70 if a piece failed. A folder has the figures of one device.
 
 `limits`: the rates of a large matrix product and of a large copy, with which
 all others are compared. `update`: annotate and update for dialogues of
-log-normal lengths, in packed rows, in packed rows without cuDNN's attention,
-and in padded rows. `decode`: turns after a prompt, and the prompt itself.
-`step`: a whole step with an environment that answers after 250 ms.
+log-normal lengths, in packed rows; for the first model also in packed rows
+without cuDNN's attention, and in padded rows, whose log-probabilities must be
+those of packed rows but for rounding. `decode`: turns of the last model after a
+prompt, and the prompt itself. `step`: a whole step of the first model, with an
+environment that answers after 250 ms.
 
 Operations are only those that the formulas need: causal attention counts half
 of the square, logits count at loss positions only, and neither padding nor
@@ -62,14 +64,19 @@ _HEADER = (
 def pieces(flags: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
   """Returns the key of `FUNCTIONS` and the arguments of each piece, by name."""
   found: dict[str, tuple[str, dict[str, Any]]] = {'limits': ('limits', {})}
+
+  def add(kind, size, **options):
+    name = '-'.join([kind, size, *map(str, options.values())])
+    found[name] = kind, {'size': size, **options}
+
+  first, last = flags.sizes[0], flags.sizes[-1]
   for size in flags.sizes:
-    for layout in accelerator_learner.LAYOUTS:
-      arguments = {'size': size, 'layout': layout}
-      found[f'update-{size}-{layout}'] = 'update', arguments
-    for rows in flags.decode_rows:
-      arguments = {'size': size, 'rows': rows}
-      found[f'decode-{size}-{rows}'] = 'decode', arguments
-    found[f'step-{size}'] = 'step', {'size': size}
+    add('update', size, layout='packed')
+  for rows in flags.decode_rows:
+    add('decode', last, rows=rows)
+  add('step', first)
+  for layout in list(accelerator_learner.LAYOUTS)[1:]:
+    add('update', first, layout=layout)
   return found
 
 

@@ -48,7 +48,7 @@ from stppo_jax.commands.flags import configuration
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
-from stppo_jax.models import live_pages
+from stppo_jax.models.kernels import live_pages_tpu
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
@@ -189,22 +189,22 @@ def kernel_of_training(subject: Subject) -> Iterator[Line]:
 def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
   """Measures attention to a cache on one device, if it has the kernel."""
   shape = subject.shape
-  if shape.attention != 'splash' or shape.head_dim % live_pages.PAGE_SIZE:
+  if shape.attention != 'splash' or shape.head_dim % live_pages_tpu.PAGE_SIZE:
     return
   B, K, H = 32, shape.num_kv_heads, shape.head_dim
-  N = math.ceil(subject.config.env.max_length / live_pages.PAGE_SIZE)
-  lengths_B = jnp.full(B, N * live_pages.PAGE_SIZE // 2)
+  N = math.ceil(subject.config.env.max_length / live_pages_tpu.PAGE_SIZE)
+  lengths_B = jnp.full(B, N * live_pages_tpu.PAGE_SIZE // 2)
   pages = B * N
   kv = jax.jit(
     lambda: jax.random.normal(
-      jax.random.key(0), (pages, K, live_pages.PAGE_SIZE, H), shape.dtype
+      jax.random.key(0), (pages, K, live_pages_tpu.PAGE_SIZE, H), shape.dtype
     )
   )()
   q = jnp.ones((B, K, shape.num_heads // K, 1, H), shape.dtype)
   own = jnp.ones((B, K, subject.config.rollout.decode_chunk, H), shape.dtype)
   table_BN = jnp.arange(pages).reshape(B, N)
-  work = live_pages.plan_work(lengths_B, table_BN, pages)
-  program = jax.jit(live_pages.attend)
+  work = live_pages_tpu.plan_work(lengths_B, table_BN, pages)
+  program = jax.jit(live_pages_tpu.attend)
   run = lambda: program(q, kv, kv, own, own, work, 0)
   read = 2 * int(lengths_B.sum()) * K * H * kv.dtype.itemsize
   yield _rate(subject, 'cached attention', read, run, of='bandwidth')

@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 from stppo_jax.models import attention
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
-from stppo_jax.models import live_pages
 from stppo_jax.models import rotary
 from stppo_jax.models import transformer
+from stppo_jax.models.kernels import live_pages_gpu
+from stppo_jax.models.kernels import live_pages_tpu
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import rows as rows_lib
 
@@ -93,18 +94,20 @@ class Copied(NamedTuple):
 
 
 class Live(NamedTuple):
-  """Attends to pages in place, by the kernel of `live_pages`.
+  """Attends to pages in place, by a kernel.
 
   Attributes:
     cache: all pages.
-    works: by window, see `live_pages.Work`; on a mesh, the entries of all
-      devices.
+    works: by window, what the kernel's `plan_work` returns; on a mesh, that of
+      all devices.
     mesh: mesh that the cache is laid out on; None: one device.
+    kernel: the module of the kernel.
   """
 
   cache: cache_lib.Cache
-  works: Mapping[int, live_pages.Work]
+  works: Mapping[int, Any]
   mesh: jax.sharding.Mesh | None
+  kernel: Any
 
   def attend(
     self,
@@ -116,14 +119,14 @@ class Live(NamedTuple):
   ) -> Array:
     """Returns attention to the cached and the recent tokens; see `Copied`."""
     q_BKRCH = attention.split_heads(q_BCNH, own[0].shape[1])
-    attend: Any = functools.partial(live_pages.attend, window=window or None)
+    attend: Any = functools.partial(self.kernel.attend, window=window or None)
     if self.mesh is not None and self.mesh.size > 1:
       rows, heads = cache_lib.axes(own[0].shape[1], self.mesh)
       spec = P(rows, heads)
       attend = jax.shard_map(
         attend,
         mesh=self.mesh,
-        in_specs=(*[spec] * 5, _work_specs(rows), P()),
+        in_specs=(*[spec] * 5, self.kernel.work_specs(rows), P()),
         out_specs=spec,
         check_vma=False,  # the kernel does not declare which axes vary
       )
@@ -137,20 +140,21 @@ class Live(NamedTuple):
     return jax.lax.optimization_barrier(flat).reshape(joined.shape)
 
 
-def _work_specs(rows: activations.Axes) -> live_pages.Work:
-  by_row: Any = P(rows)  # layouts in place of arrays
-  by_place: Any = P(None, rows)
-  return live_pages.Work(by_row, by_row, by_row, by_row, by_place)
-
-
 def reads_live(config: model_config.ModelConfig, page_size: int) -> bool:
-  """Returns whether the kernel of `live_pages` reads caches like this."""
-  return (
-    config.attention == 'splash'
-    and config.cache == 'model'
-    and config.head_dim % live_pages.PAGE_SIZE == 0
-    and page_size == live_pages.PAGE_SIZE
-  )
+  """Returns whether a kernel reads caches like this in place."""
+  return _kernel(config, page_size) is not None
+
+
+def _kernel(config: model_config.ModelConfig, page_size: int) -> Any:
+  """Returns the module of the kernel for caches like this; None: none.
+
+  `config.attention` says which platform the model runs on.
+  """
+  kernels = {'splash': live_pages_tpu, 'cudnn': live_pages_gpu}
+  kernel = kernels.get(config.attention)
+  if kernel is None or config.cache != 'model':
+    return None
+  return kernel if kernel.supports(config.head_dim, page_size) else None
 
 
 def read(
@@ -177,11 +181,11 @@ def read(
   """
   num_pages, _, size, _ = cache[0][0].shape
   shards = 1 if mesh is None else cache_lib.row_shards(config, mesh)
-  if reads_live(config, size):
+  if kernel := _kernel(config, size):
     works = {}
     for window in set(config.layer_windows):
       plan = functools.partial(
-        live_pages.plan_work, num_pages=num_pages // shards, window=window
+        kernel.plan_work, num_pages=num_pages // shards, window=window
       )
       if mesh is not None and mesh.size > 1:
         rows, _ = cache_lib.axes(config.num_kv_heads, mesh)
@@ -189,11 +193,11 @@ def read(
           plan,
           mesh=mesh,
           in_specs=P(rows),
-          out_specs=_work_specs(rows),
+          out_specs=kernel.work_specs(rows),
           check_vma=False,
         )
       works[window] = plan(lengths_B, table_BN)
-    return Live(cache, works, mesh)
+    return Live(cache, works, mesh, kernel)
 
   def copied(pages, n):
     index = table_BN[:, n]

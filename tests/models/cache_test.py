@@ -94,7 +94,9 @@ def test_more_pages_than_needed_change_no_bit():
   np.testing.assert_array_equal(hidden_BCD, found[0][0])
 
 
-def test_storing_equals_a_plain_loop():
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_storing_equals_a_plain_loop(platform, monkeypatch):
+  monkeypatch.setattr(cache_lib.mesh_lib, 'platform', lambda mesh: platform)
   model = tiny.model()
   cache = jax.tree.map(np.asarray, _poisoned(model))
   rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The kernel that reads live pages equals the definition of attention."""
+"""The kernels that read live pages equal the definition of attention."""
 
 import functools
 
@@ -9,24 +9,32 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.models import live_pages
+from stppo_jax.models.kernels import live_pages_gpu
+from stppo_jax.models.kernels import live_pages_tpu
 
-_SIZE = live_pages.PAGE_SIZE
+_SIZE = live_pages_tpu.PAGE_SIZE
 _N = 6  # pages that a row can have
+_KERNELS = pytest.mark.parametrize('kernel', [live_pages_tpu, live_pages_gpu])
 
 
 def _arrays(
-  dtype, *, queries=5, own=128, lengths=(0, 1, 128, 129, 768), heads=2
+  dtype,
+  *,
+  queries=5,
+  own=128,
+  lengths=(0, 1, 128, 129, 768),
+  heads=2,
+  size=_SIZE,
 ):
   """Returns queries, pages, own keys and values, and the pages of rows."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
   B, K, R, H = len(lengths), heads, 3, 32
   q_BKRCH = normal(B, K, R, queries, H) * H**-0.5
-  pages = [normal(B * _N, K, _SIZE, H) for _ in 'kv']
+  pages = [normal(B * _N, K, size, H) for _ in 'kv']
   table_BN = rng.permutation(B * _N).reshape(B, _N).astype(np.int32)
   table_BN = np.where(
-    np.arange(_N) * _SIZE < np.array(lengths)[:, None],
+    np.arange(_N) * size < np.array(lengths)[:, None],
     table_BN,
     cache_lib.NO_PAGE,
   )
@@ -44,7 +52,7 @@ def _reference(
     length, seen = lengths[b], lengths[b] + first + c + 1
     keys, values = (
       np.concatenate(
-        [x[page, head] for page in table_BN[b, : -(-length // _SIZE)]]
+        [x[page, head] for page in table_BN[b, : -(-length // k.shape[2])]]
         + [np.zeros((0, q.shape[-1]))]
       )[:length]
       for x in (k, v)
@@ -63,18 +71,28 @@ def _reference(
   return result
 
 
-def _attend(arrays, lengths, first, *, interpret=True, skips=True, **options):
+def _attend(
+  arrays,
+  lengths,
+  first,
+  *,
+  kernel=live_pages_tpu,
+  interpret=True,
+  skips=True,
+  **options,
+):
   *arrays, table_BN = arrays
-  work = live_pages.plan_work(
+  work = kernel.plan_work(
     np.array(lengths),
     table_BN,
     len(arrays[1]),
     window=options.get('window', 0) * skips,
   )
-  attend = functools.partial(live_pages.attend, interpret=interpret, **options)
+  attend = functools.partial(kernel.attend, interpret=interpret, **options)
   return jax.jit(attend)(*arrays, work, first)
 
 
+@_KERNELS
 @pytest.mark.parametrize(
   ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 2e-2)]
 )
@@ -90,10 +108,10 @@ def _attend(arrays, lengths, first, *, interpret=True, skips=True, **options):
     (5, 128, 40),
   ],
 )
-def test_the_kernel_equals_loops(dtype, tolerance, queries, own, first):
+def test_a_kernel_equals_loops(kernel, dtype, tolerance, queries, own, first):
   lengths = 0, 1, 129, 768
   arrays = _arrays(dtype, queries=queries, own=own, lengths=lengths)
-  found = _attend(arrays, lengths, first)
+  found = _attend(arrays, lengths, first, kernel=kernel)
   assert found.dtype == dtype
   expected = _reference(arrays, lengths, first)
   np.testing.assert_allclose(
@@ -140,7 +158,7 @@ def test_pages_before_a_window_are_not_read(window, entries):
   lengths = 0, 128, 700
   arrays = _arrays('float32', lengths=lengths)
   *pages, table_BN = arrays
-  work = live_pages.plan_work(
+  work = live_pages_tpu.plan_work(
     np.array(lengths), table_BN, len(pages[1]), window=window
   )
   count = int(work.count_1[0])
@@ -160,12 +178,55 @@ def test_pages_before_a_window_are_not_read(window, entries):
   )
 
 
+@_KERNELS
 @pytest.mark.slow
-def test_queries_of_many_tiles():
+def test_queries_of_many_tiles(kernel):
   arrays = _arrays('float32', queries=384, own=384, lengths=(300,))
-  found = _attend(arrays, (300,), 0)
+  found = _attend(arrays, (300,), 0, kernel=kernel)
   expected = _reference(arrays, (300,), 0)
   np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('window', [1, 9, 130, 300, 900])
+def test_a_window_on_a_gpu(window):
+  lengths = 0, 128, 700
+  arrays = _arrays('float32', lengths=lengths, own=20)
+  for first in (0, 2):
+    np.testing.assert_allclose(
+      _attend(arrays, lengths, first, kernel=live_pages_gpu, window=window),
+      _reference(arrays, lengths, first, window=window),
+      atol=1e-5,
+    )
+
+
+def test_keys_that_no_query_sees_are_not_read_on_a_gpu():
+  lengths = 0, 65, 700
+  *arrays, table_BN = _arrays('float32', lengths=lengths, queries=1)
+  for pages in (1, 2):
+    x = np.array(arrays[pages])
+    x[table_BN[1, 0], :, 128:] = np.nan  # another block than its last token's
+    x[table_BN[2, 0]] = np.nan  # before the window
+    x[table_BN[2, 5], :, 64:] = np.nan  # 700 = 5 pages and 60 tokens
+    arrays[pages] = x
+  found = _attend(
+    (*arrays, table_BN), lengths, 0, kernel=live_pages_gpu, window=200
+  )
+  assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize('size', [16, 48])
+def test_pages_of_any_multiple_of_16_on_a_gpu(size):
+  assert live_pages_gpu.supports(32, size)
+  lengths = 0, 33, 6 * size
+  arrays = _arrays('float32', lengths=lengths, size=size)
+  found = _attend(arrays, lengths, 1, kernel=live_pages_gpu)
+  expected = _reference(arrays, lengths, 1)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(('head_dim', 'size'), [(96, 16), (8, 16), (64, 100)])
+def test_sizes_that_a_gpu_cannot_multiply(head_dim, size):
+  assert not live_pages_gpu.supports(head_dim, size)
 
 
 @pytest.mark.slow
@@ -182,7 +243,9 @@ def test_only_begun_pages_are_read():
   lengths_B = np.array([0, 1, 128, 129, 513, 768])
   rng = np.random.default_rng(0)
   table_BN = rng.permutation(36).reshape(6, _N).astype(np.int32)
-  work = jax.tree.map(np.asarray, live_pages.plan_work(lengths_B, table_BN, 36))
+  work = jax.tree.map(
+    np.asarray, live_pages_tpu.plan_work(lengths_B, table_BN, 36)
+  )
   count = work.count_1[0]
   # A place reads a page when it is another one than before.
   pages_ZE = work.pages_ZE[:, :count]

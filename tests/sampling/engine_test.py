@@ -1,6 +1,8 @@
 """The local engine equals repeated whole forward passes, and itself."""
 
+import contextlib
 import dataclasses
+import functools
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -13,6 +15,7 @@ import scipy.stats
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import heads
 from stppo_jax.models import lora as lora_lib
+from stppo_jax.models.kernels import live_pages_gpu
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from tests.models import tiny
@@ -201,16 +204,29 @@ def test_slots_and_weights_may_be_sharded_over_devices():
     tiny_engine.assert_same(moved[row], expected[n])
 
 
-@pytest.mark.slow
-def test_a_kernel_that_reads_live_pages_generates_the_same_tokens():
+# The kernel for TPU, and that for GPU.
+@pytest.mark.parametrize(
+  ('name', 'interpreted'),
+  [
+    pytest.param(
+      'splash', pltpu.force_tpu_interpret_mode, marks=pytest.mark.slow
+    ),
+    pytest.param('cudnn', contextlib.nullcontext, marks=pytest.mark.slow),
+  ],
+)
+def test_a_kernel_that_reads_live_pages_generates_the_same_tokens(
+  name, interpreted, monkeypatch
+):
+  without_gpu = functools.partial(live_pages_gpu.attend, interpret=True)
+  monkeypatch.setattr(live_pages_gpu, 'attend', without_gpu)
   found = []
-  for attention in ('xla', 'splash'):
+  for attention in ('xla', name):
     made, _ = tiny_engine.new_engine(
       model=tiny.model(head_dim=128, attention=attention),
       page_size=128,
       deterministic=False,
     )
-    with pltpu.force_tpu_interpret_mode():
+    with interpreted():
       found.append(
         tiny_engine.run_dialogues(
           made, tiny_engine.prompts(5), tiny_engine.keys(10), group_size=2

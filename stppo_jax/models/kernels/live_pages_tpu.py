@@ -15,10 +15,12 @@ read again.
 """
 
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
 # J: as many positions as a vector has lanes.
@@ -48,6 +50,22 @@ class Work(NamedTuple):
   firsts_E: Array
   lengths_B: Array
   pages_ZE: Array
+
+
+def supports(head_dim: int, page_size: int) -> bool:
+  """Returns whether the kernel handles heads and pages of these sizes."""
+  return head_dim % PAGE_SIZE == 0 and page_size == PAGE_SIZE
+
+
+def work_specs(rows: Any) -> Work:
+  """Returns how devices that hold rows hold entries.
+
+  Args:
+    rows: the axes of the mesh that rows are cut over.
+  """
+  by_row: Any = P(rows)  # layouts in place of arrays
+  by_place: Any = P(None, rows)
+  return Work(by_row, by_row, by_row, by_row, by_place)
 
 
 def plan_work(

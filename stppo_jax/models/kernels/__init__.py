@@ -1,0 +1,1 @@
+"""Holds kernels for one platform each, which know nothing of the models."""

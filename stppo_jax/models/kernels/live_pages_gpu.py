@@ -1,0 +1,223 @@
+"""Attends to the live pages of a cache by a kernel for GPU.
+
+It does what `live_pages_tpu` does, in a shape that suits a GPU: a program of
+its grid handles some queries of one row and one head of keys. It goes through
+the pages that the row has begun, and through the row's own tokens, and keeps
+the sums in registers. Nothing is copied or gathered before.
+
+B rows, P pages of the cache, N pages that a row can have, K heads of keys and
+of values, R query heads that share one of them, C queries of a row, Q = R * C,
+J positions of a page, T tokens that are in no page, H head size. The matrix
+units of a GPU need tiles of at least 16, and the compiler powers of two.
+"""
+
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+Array = jax.Array
+# Keys that are read at once, and queries of a program at most. Both were
+# measured on an H100 with heads of 64 and of 128.
+_KEYS, _QUERIES = 64, 64
+_LEAST = 16  # keys, queries or parts of a head in a product
+# The logit of an invisible key. It is finite, so that a query which sees
+# nothing gets finite numbers, not nan.
+MASKED = -1e30
+
+
+class Work(NamedTuple):
+  """Says what the programs read.
+
+  Attributes:
+    lengths_B: int32, the cached tokens of each row.
+    table_BN: int32, the pages of each row.
+  """
+
+  lengths_B: Array
+  table_BN: Array
+
+
+def supports(head_dim: int, page_size: int) -> bool:
+  """Returns whether the kernel handles heads and pages of these sizes."""
+  power_of_two = head_dim & (head_dim - 1) == 0
+  return power_of_two and head_dim >= _LEAST and page_size % _LEAST == 0
+
+
+def work_specs(rows: Any) -> Work:
+  """Returns how devices that hold rows hold lengths and pages.
+
+  Args:
+    rows: the axes of the mesh that rows are cut over.
+  """
+  by_row: Any = P(rows)  # a layout in place of an array
+  return Work(by_row, by_row)
+
+
+def plan_work(
+  lengths_B: Array, table_BN: Array, num_pages: int, window: int = 0
+) -> Work:
+  """Returns the lengths and pages, in the form that the kernel reads.
+
+  Args:
+    lengths_B: int32, the cached tokens of each row.
+    table_BN: int32, the pages of each row.
+    num_pages: P; a larger number in the table stands for any page.
+    window: not needed here.
+  """
+  del window
+  table_BN = jnp.minimum(table_BN, num_pages - 1)
+  return Work(lengths_B.astype(jnp.int32), table_BN.astype(jnp.int32))
+
+
+def attend(
+  q_BKRCH: Array,
+  k_PKJH: Array,
+  v_PKJH: Array,
+  own_k_BKTH: Array,
+  own_v_BKTH: Array,
+  work: Work,
+  first: Array | int,
+  *,
+  window: int | None = None,
+  interpret: bool = False,
+) -> Array:
+  """Returns attention to the cached tokens of each row and to its own ones.
+
+  Query c of a row is at the position length + first + c. It sees the cached
+  tokens and the own tokens 0..first + c.
+
+  Args:
+    q_BKRCH: queries, divided by √H; `supports` says which H and J are possible.
+    k_PKJH, v_PKJH: keys and values of the pages; all finite.
+    own_k_BKTH, own_v_BKTH: keys and values of tokens that no page holds yet;
+      all finite.
+    work: what `plan_work` returned.
+    first: int32, the number of own tokens before the first query.
+    window: the number of tokens that a query sees at most, its own and those
+      before it; None: all.
+    interpret: whether to run the kernel's program without a GPU.
+
+  Returns:
+    The weighted means of the values [B, K, R, C, H], in the dtype of q.
+  """
+  # Imported here because it takes a while and only a GPU needs it.
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
+  B, K, R, C, H = q_BKRCH.shape
+  Q, T, J = R * C, own_k_BKTH.shape[2], k_PKJH.shape[2]
+  tile = min(max(pl.next_power_of_2(Q), _LEAST), _QUERIES)
+  kernel = functools.partial(
+    _kernel,
+    num_queries=C,
+    tile=tile,
+    size=min(J & -J, _KEYS),  # the largest power of two that divides J
+    own_size=min(max(pl.next_power_of_2(T), _LEAST), _KEYS),
+    window=window,
+  )
+  mixed_BKQH = pl.pallas_call(
+    kernel,
+    grid=(B, K, pl.cdiv(Q, tile)),
+    out_shape=jax.ShapeDtypeStruct((B, K, Q, H), q_BKRCH.dtype),
+    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+    interpret=interpret,
+  )(
+    *work,
+    jnp.full(1, first, jnp.int32),
+    q_BKRCH.reshape(B, K, Q, H),
+    *(k_PKJH, v_PKJH, own_k_BKTH, own_v_BKTH),
+  )
+  return mixed_BKQH.reshape(B, K, R, C, H)
+
+
+def _kernel(
+  lengths_ref,
+  table_ref,
+  first_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  own_k_ref,
+  own_v_ref,
+  mixed_ref,
+  *,
+  num_queries,
+  tile,
+  size,
+  own_size,
+  window,
+):
+  """Computes the result of `tile` queries of a row and a head of keys.
+
+  `size` keys of a page, or `own_size` own ones, are read at once.
+  """
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
+  row, head, start = (pl.program_id(axis) for axis in range(3))
+  start *= tile
+  length = lengths_ref[row]
+  _, _, Q, H = q_ref.shape
+  _, _, J, _ = k_ref.shape
+  T = own_k_ref.shape[2]
+
+  def load(ref, begin, count, most):
+    """Reads `count` vectors of this row and head; zeros from `most` on."""
+    some = (begin + jnp.arange(count) < most)[:, None]
+    part = ref.at[row, head, pl.ds(begin, count), :]
+    return triton.load(part, mask=some, other=0.0)
+
+  q = load(q_ref, start, tile, Q)
+  # The own token that is the query's.
+  # The operations of `lax`, because the compiler takes no % of integers.
+  query = first_ref[0] + jax.lax.rem(start + jnp.arange(tile), num_queries)
+
+  def add(sums_total_top, k, v, visible):
+    sums, total, top = sums_total_top
+    logits = jnp.where(visible, triton.dot(q, k.T), MASKED)
+    new = jnp.maximum(top, jnp.max(logits, axis=1))
+    scale = jnp.exp(top - new)
+    weights = jnp.exp(logits - new[:, None])
+    sums = sums * scale[:, None] + triton.dot(weights.astype(v.dtype), v)
+    return sums, total * scale + jnp.sum(weights, axis=1), new
+
+  def add_cached(n, carry):
+    page, part = jax.lax.div(n, J // size), jax.lax.rem(n, J // size)
+    place = table_ref[row, page], head, pl.ds(part * size, size)
+    positions = n * size + jnp.arange(size)[None]
+    visible = positions < length
+    if window is not None:
+      visible &= positions > length + query[:, None] - window
+    return add(carry, k_ref[place], v_ref[place], visible)
+
+  def add_own(n, carry):
+    begin = n * own_size
+    k, v = (load(ref, begin, own_size, T) for ref in (own_k_ref, own_v_ref))
+    token = begin + jnp.arange(own_size)[None]
+    visible = token <= query[:, None]
+    if window is not None:
+      visible &= token > query[:, None] - window
+    return add(carry, k, v, visible)
+
+  # Keys of which a query sees none count as if it saw them, until the first one
+  # that it sees, at the latest itself: then the scale of all before is 0.
+  carry = (
+    jnp.zeros((tile, H), jnp.float32),
+    jnp.zeros(tile, jnp.float32),
+    jnp.full(tile, MASKED, jnp.float32),
+  )
+  begin = 0
+  if window is not None:  # what is before the window of every query
+    begin = jnp.maximum(length + first_ref[0] + 1 - window, 0) // size
+  carry = jax.lax.fori_loop(begin, pl.cdiv(length, size), add_cached, carry)
+  seen = jnp.minimum(jnp.max(query) + 1, T)
+  sums, total, _ = jax.lax.fori_loop(0, pl.cdiv(seen, own_size), add_own, carry)
+  triton.store(
+    mixed_ref.at[row, head, pl.ds(start, tile), :],
+    (sums / total[:, None]).astype(mixed_ref.dtype),
+    mask=(start + jnp.arange(tile) < Q)[:, None],
+  )
