@@ -31,12 +31,12 @@ needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet, nor on a node of eight H100):
 
     size      topology   GiB of a chip seconds a step   200 steps
-    1_5b      v5e:4x4    9.4 of 15.75  43, at least 16  2 hours, 38 chip-hours
-    3b        v5e:8x8    6.9 of 15.75  38, at least 13  2 hours, 134 chip-hours
-    7b        v5e:8x8    7.2 of 15.75  59, at least 22  3 hours, 212 chip-hours
-    1_5b_node gpu:h100:8 14.6 of 79.20 19, at least 7   1 hours, 8 chip-hours
-    3b_node   gpu:h100:8 24.1 of 79.20 35, at least 13  2 hours, 16 chip-hours
-    7b_node   gpu:h100:8 50.5 of 79.20 78, at least 29  4 hours, 35 chip-hours
+    1_5b      v5e:4x4    9.4 of 15.75  37, at least 16  2 hours, 33 chip-hours
+    3b        v5e:8x8    6.9 of 15.75  31, at least 13  2 hours, 109 chip-hours
+    7b        v5e:8x8    7.2 of 15.75  50, at least 22  3 hours, 179 chip-hours
+    1_5b_node gpu:h100:8 11.1 of 79.20 16, at least 7   1 hours, 7 chip-hours
+    3b_node   gpu:h100:8 19.6 of 79.20 31, at least 13  2 hours, 14 chip-hours
+    7b_node   gpu:h100:8 43.5 of 79.20 68, at least 29  4 hours, 30 chip-hours
 """
 
 from stppo_jax.configs import base

@@ -30,12 +30,12 @@ needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet, nor on a node of eight H100):
 
     size      topology   GiB of a chip seconds a step   500 steps
-    1_5b      v5e:4x4    9.6 of 15.75  74, at least 28  10 hours, 164 chip-hours
-    3b        v5e:8x8    6.9 of 15.75  52, at least 19  7 hours, 464 chip-hours
-    7b        v5e:8x8    8.1 of 15.75  90, at least 34  13 hours, 802 chip-hours
-    1_5b_node gpu:h100:8 21.6 of 79.20 32, at least 12  4 hours, 35 chip-hours
-    3b_node   gpu:h100:8 33.1 of 79.20 59, at least 23  8 hours, 66 chip-hours
-    7b_node   gpu:h100:8 64.5 of 79.20 129, at least 50 18 hours, 143 chip-hours
+    1_5b      v5e:4x4    9.6 of 15.75  66, at least 28  9 hours, 146 chip-hours
+    3b        v5e:8x8    6.9 of 15.75  44, at least 19  6 hours, 393 chip-hours
+    7b        v5e:8x8    8.1 of 15.75  80, at least 34  11 hours, 708 chip-hours
+    1_5b_node gpu:h100:8 14.6 of 79.20 28, at least 12  4 hours, 31 chip-hours
+    3b_node   gpu:h100:8 24.1 of 79.20 53, at least 23  7 hours, 59 chip-hours
+    7b_node   gpu:h100:8 50.5 of 79.20 116, at least 50 16 hours, 129 chip-hours
 """
 
 from stppo_jax.configs import base

@@ -13,8 +13,8 @@ counts the pages of one device.
 A program reads only the first pages of each row, up to the last one that the
 longest row has begun, so the cost of a token grows with the present length of
 the rows, not with the greatest possible length. The number of pages read
-changes no bit of the result, see `attention.attend_to_slices`. On TPU it reads
-no page that its row has not begun, see `kernels`.
+changes no bit of the result, see `attention.attend_to_slices`. A kernel for
+TPU or GPU reads no page that its row has not begun, see `kernels`.
 
 New tokens are kept beside the pages, in `Recent`, until `store` moves them
 there. A loop that decodes tokens only ever appends to `Recent`, which is small;

@@ -23,19 +23,17 @@ from stppo_jax.parallel import topology as topology_lib
 Traffic = Mapping[tuple[str, str], float]
 
 # The shares of the published rates that one H200 has reached with Qwen2.5-1.5B
-# in bfloat16, see docs/benchmarks.md. It multiplies large matrices at 716 of
-# its 989 TFLOP/s. Of that, annotate reaches 73 %, and an update with
-# updates.remat=full 51 %; with the operations that it computes a second time,
-# 73 % too. Decoding 128 rows of 1k tokens reads 49 % of the 3.25 TB/s that a
-# copy reads and writes, of 4.8 published. 129,000 tokens of prompts per second,
-# with a prefill_chunk of 256, are 35 % of the published operations.
-_PRODUCT, _COPY = 716 / 989, 3.25 / 4.8
+# in bfloat16, see docs/benchmarks.md. With full rows, annotate reached 73 % of
+# the 716 TFLOP/s of a large product, of 989 published; and an update with
+# updates.remat=full 51 %, or 73 % with the operations that it computes a second
+# time. Decoding 128 rows of 1k tokens reads 2.18 of 4.8 TB/s. Prompts with a
+# prefill_chunk of 256 are computed with 507 TFLOP/s.
 SHARES: Mapping[str, float] = {
-  'decode': 0.49 * _COPY,
-  'extend': 0.35,
+  'decode': 2.18 / 4.8,
+  'extend': 507 / 989,
   'publish': 1.0,
-  'annotate': 0.73 * _PRODUCT,
-  'update': 0.73 * _PRODUCT,
+  'annotate': 0.73 * 716 / 989,
+  'update': 0.73 * 716 / 989,
 }
 # The phases of a step in which devices collect.
 COLLECTING = ('extend', 'decode')

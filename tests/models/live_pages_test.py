@@ -1,5 +1,6 @@
 """The kernels that read live pages equal the definition of attention."""
 
+import contextlib
 import functools
 
 import jax
@@ -222,6 +223,21 @@ def test_pages_of_any_multiple_of_16_on_a_gpu(size):
   found = _attend(arrays, lengths, 1, kernel=live_pages_gpu)
   expected = _reference(arrays, lengths, 1)
   np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_kernel_for_gpu_can_be_lowered_without_one():
+  *arrays, table_BN = _arrays('bfloat16', queries=1, own=12, lengths=(0, 300))
+  work = live_pages_gpu.plan_work(np.array([0, 300]), table_BN, len(arrays[1]))
+  device = contextlib.nullcontext()
+  if hasattr(jax.sharding, 'AbstractDevice'):  # jax 0.11 asks for one
+    described = jax.sharding.AbstractDevice('NVIDIA H100', 132, 'gpu')
+    device = jax.sharding.use_abstract_mesh(
+      jax.sharding.AbstractMesh((1,), ('x',), abstract_device=described)
+    )
+  with device:
+    traced = jax.jit(live_pages_gpu.attend).trace(*arrays, work, 5)
+    lowered = traced.lower(lowering_platforms=('cuda',))
+  assert 'triton' in lowered.as_text()
 
 
 @pytest.mark.parametrize(('head_dim', 'size'), [(96, 16), (8, 16), (64, 100)])
