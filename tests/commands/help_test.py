@@ -39,21 +39,6 @@ def test_the_help_of_a_command_lists_its_flags(capsys, command):
     assert ('--help=KEY explains a config key' in shown) == takes_keys
 
 
-@pytest.mark.parametrize(
-  ('command', 'flags'),
-  [
-    ('serve', 'corpus synthetic_seed host port name_pieces index workers'),
-    ('serve', 'dialect backend encoder faiss'),
-    ('index', 'corpus out k1 backend encoder dtype passage_prefix'),
-    ('doctor', 'url dialect corpus query expect timeout config workdir'),
-  ],
-)
-def test_the_help_of_a_server_lists_its_flags(capsys, command, flags):
-  shown = _help(capsys, command, '--help')
-  for name in flags.split():
-    assert re.search(rf'^ +--{name}=', shown, re.MULTILINE), name
-
-
 def test_the_full_help_explains_every_key(capsys):
   shown = _help(capsys, 'train', '--helpfull')
   assert shown.startswith(_help(capsys, 'train', '--help').split('\n--help')[0])
@@ -86,20 +71,3 @@ def test_the_help_of_a_section_has_its_keys(capsys):
   shown = _help(capsys, 'train', '--help=algorithm.bounds')
   assert "algorithm.bounds.name = 'fixed'\n    fixed | " in shown
   assert 'algorithm.bounds.most = 2.0\n    With entropy_scaled: ' in shown
-
-
-def test_the_help_of_a_misspelt_key_suggests_another(capsys):
-  for name, meant in (
-    ('rollout.slotz', 'rollout.slots'),
-    ('tempratur', 'temperature'),
-  ):
-    assert __main__.main(['train', f'--help={name}']) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    start = f'--help={name}: no such config key; did you mean {meant}'
-    assert err.startswith(start) and err.count('\n') == 1
-
-
-def test_the_help_of_a_former_name_has_the_new_one(capsys):
-  assert __main__.main(['train', '--help=retrieval.start_grace']) == 2
-  assert 'retrieval.ready_timeout' in capsys.readouterr().err

@@ -113,11 +113,6 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards(tmp_path, capsys):
   assert 'lacks ref_logprobs_BL, which --kl reads' in line
 
 
-def test_an_option_that_breaks_its_rule_is_named_as_typed(file, capsys):
-  flags = 'advantages', f'--batch={file}', '--estimator=gae', '--set=gamma=2'
-  assert lab_calls.error(capsys, *flags).startswith('--set gamma=2: must be a')
-
-
 @pytest.mark.parametrize(
   ('name', 'lacks'),
   [

@@ -101,21 +101,6 @@ def test_an_invalid_config_is_one_line_and_2(file, config, capsys):
     assert expected in lab_calls.error(capsys, *flags)
 
 
-@pytest.mark.parametrize(
-  ('setting', 'rule'),
-  [
-    (f'{lab_calls.TAU}=-1', 'must be a'),
-    ('bounds.name=fxed', 'must be one of fixed, by_length'),
-    ('bounds.clip_low=inf', 'must be a finite number'),
-  ],
-)
-def test_an_option_that_breaks_its_rule_is_named_as_typed(
-  file, capsys, setting, rule
-):
-  flags = 'score', f'--batch={file}', '--algorithm=st_ppo', '--set', setting
-  assert lab_calls.error(capsys, *flags).startswith(f'--set {setting}: {rule}')
-
-
 def test_an_invalid_array_that_is_not_required_is_left_out(tmp_path, capsys):
   arrays, *_ = batch_arrays.arrays()
   flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'

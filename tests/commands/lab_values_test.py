@@ -68,10 +68,6 @@ def test_the_table_and_the_picture_have_every_turn(sampled, tmp_path, capsys):
   assert 'ceiling' in printed and 'monte_carlo' in printed
 
 
-def test_a_batch_without_sampled_values_is_refused(file, capsys):
-  assert 'continuations' in lab_calls.error(capsys, 'values', f'--batch={file}')
-
-
 def test_estimators_that_lack_an_array_are_left_out(sampled, tmp_path, capsys):
   _, arrays = sampled
   arrays.pop('state_ids_BL')
@@ -81,11 +77,3 @@ def test_estimators_that_lack_an_array_are_left_out(sampled, tmp_path, capsys):
   )
   assert 'gigpo' in warning
   assert 'gigpo' not in found['advantages']['estimators']
-
-
-def test_a_config_file_is_refused_by_name(sampled, capsys):
-  file, _ = sampled
-  line = lab_calls.error(
-    capsys, 'values', f'--batch={file}', '--config=mine.py'
-  )
-  assert line.startswith('--config=mine.py: ')

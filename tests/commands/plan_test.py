@@ -144,17 +144,6 @@ def test_an_engine_computes_with_weights_of_its_dtype():
   assert halved == {name: size / 2 for name, size in whole.items()}
 
 
-def test_a_server_decodes_on_devices_of_its_own(capsys):
-  code, out, err = _plan(
-    capsys,
-    '--compile=False',
-    '--config.rollout.engine=remote',
-    '--config.rollout.remote.url=http://127.0.0.1:9',
-    '--config.rollout.remote.model=x',
-  )
-  assert (code, err) == (0, '') and 'of the engine' not in out
-
-
 @pytest.mark.parametrize(
   ('name', 'devices', 'tensor'),
   [
@@ -180,42 +169,6 @@ def test_an_engine_is_cut_over_the_devices_of_a_host(name, devices, tensor):
 
 def _size(model):
   return sum(leaf.size for leaf in jax.tree.leaves(tiny.params(model)))
-
-
-_EXPERTS = (
-  *('--config.model.qkv_bias=False', '--config.model.qk_norm=True'),
-  *('--config.model.num_experts=4', '--config.model.num_experts_per_tok=2'),
-  '--config.model.moe_intermediate_size=8',
-)
-
-
-@pytest.mark.parametrize(
-  ('flags', 'line'),
-  [
-    ((), 'mesh.expert=8: must be 1, the model in .* has no experts'),
-    (
-      _EXPERTS,
-      'mesh expert=8 does not divide num_experts=4; .* may have 1, 2, 4',
-    ),
-  ],
-)
-def test_devices_without_experts_are_refused(capsys, flags, line):
-  code, out, err = _plan(
-    capsys, '--compile=False', '--config.mesh.expert=8', *flags
-  )
-  assert (code, out) == (2, '')
-  assert re.fullmatch(rf'(ERROR: )?{line}\n', err)
-
-
-def test_a_plan_with_routing_replay(capsys):
-  code, out, err = _plan(
-    capsys,
-    '--compile=False',
-    *_EXPERTS,
-    '--config.updates.routing_replay=sampler',
-  )
-  assert (code, err) == (0, '')
-  assert out.endswith('fits in 80 GiB\n')
 
 
 @pytest.mark.slow

@@ -56,22 +56,3 @@ def test_a_run_trains_and_prints_where_its_policy_is(tmp_path, capsys):
   assert lines[0]['preference/loss'] == pytest.approx(math.log(2), abs=1e-5)
   assert all(math.isfinite(x) for line in lines for x in line.values())
   assert (tmp_path / 'run' / 'policy' / 'model.safetensors').is_file()
-
-
-@pytest.mark.parametrize(
-  ('changes', 'expected'),
-  [
-    ({'rewards_BL': None}, 'lacks rewards_BL'),
-    ({'rewards_BL': np.zeros((18, 9))}, 'rewards_BL has shape (18, 9), expec'),
-    ({'rewards_BL': np.zeros((18, 32))}, 'no pair: no group_ids_B has two row'),
-    ({'tokens_BL': np.full((18, 32), -1)}, 'tokens_BL has the id -1, which is'),
-  ],
-)
-def test_a_wrong_file_is_one_line_and_2(tmp_path, capsys, changes, expected):
-  arrays = {n: x for n, x in {**_arrays(), **changes}.items() if x is not None}
-  np.savez(tmp_path / 'batch.npz', **arrays)
-  assert _prefer(tmp_path / 'run', tmp_path / 'batch.npz') == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1
-  assert err.startswith(f'{tmp_path}/batch.npz: {expected}')
-  assert not (tmp_path / 'run').exists()

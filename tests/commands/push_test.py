@@ -108,20 +108,6 @@ def test_weights_of_an_earlier_push_do_not_stay(
   assert not hub.created
 
 
-@pytest.mark.parametrize(
-  'flags, line',
-  [
-    (['--push_to_hub=small'], '--push_to_hub=small: must be a name such as'),
-    (['--push_to_hub=a/b@c'], '--push_to_hub=a/b@c: must be a name such as'),
-    (['--yes'], '--yes: needs --push_to_hub'),
-  ],
-)
-def test_a_wrong_name_is_one_line(flags, line, finished, tmp_path, capsys):
-  assert _export(finished, tmp_path / 'out', *flags) == 2
-  assert line in capsys.readouterr().err
-  assert not (tmp_path / 'out').exists()
-
-
 def test_a_push_that_is_refused_leaves_the_export(
   hub, finished, tmp_path, capsys, monkeypatch
 ):

@@ -78,22 +78,6 @@ def test_the_scorer_that_saved_them_agrees(file, capsys):
   ]
 
 
-@pytest.mark.parametrize(
-  ('line', 'message'),
-  [
-    ('{', ':1: not a dialogue: '),
-    ('{"id": "1"}', ':1: not a dialogue: no "golden_answers"'),
-    ('', ': no dialogues'),
-  ],
-)
-def test_a_file_without_dialogues_is_named(line, message, tmp_path, capsys):
-  path = tmp_path / 'f.jsonl'
-  path.write_text(line)
-  code, _, err = _rescore(capsys, path, '--scope=response')
-  assert code == 2
-  assert err.startswith(f'{path}{message}') and err.count('\n') == 1
-
-
 def test_a_line_that_is_too_long_is_named(tmp_path, capsys):
   path = tmp_path / 'f.jsonl'
   path.write_text('\n')

@@ -72,16 +72,6 @@ def test_not_every_address_is_a_workdir(tmp_path, monkeypatch, capsys):
   assert not _files(tmp_path)
 
 
-@pytest.mark.parametrize('command', ['train', 'sft', 'prefer'])
-def test_a_folder_of_others_is_no_workdir(model, batch, capsys, command):
-  before = _files(model)
-  flags = runs.flags(num_steps=None) + [f'--workdir={model}']
-  flags += [f'--batch={batch}'] if command == 'prefer' else []
-  line = _refused(capsys, command, *flags)
-  assert f'is not empty and was not written by {command}' in line
-  assert _files(model) == before
-
-
 def test_the_folder_of_the_data_is_no_workdir(tmp_path, capsys):
   data = tmp_path / 'data' / 'nq'
   data.mkdir(parents=True)

@@ -1,7 +1,6 @@
 """Every rule refuses a config that breaks it; packaged configs break none."""
 
 import copy
-import math
 import pathlib
 import re
 
@@ -11,7 +10,6 @@ import pytest
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
-from stppo_jax.configs import external
 from stppo_jax.configs import nq_hotpotqa
 from stppo_jax.configs import reference
 from stppo_jax.configs import relations
@@ -30,7 +28,6 @@ _MOE = {
   'model__num_experts_per_tok': 2,
   'model__moe_intermediate_size': 8,
 }
-_QUICKSTART = pathlib.Path(base.__file__).parents[1] / 'assets' / 'quickstart'
 
 
 def _config(**changes):
@@ -59,196 +56,6 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
   assert schema.check(base.get_config(name)) == []
   # `schema` trusts the table, so its entries are checked here.
   assert algorithm.check_algorithm(algorithms.ALGORITHMS[name]) == []
-
-
-@pytest.mark.parametrize(
-  ('key', 'value', 'allowed'),
-  [
-    ('seed', -1, '0 or greater'),
-    ('num_steps', 0, 'greater than 0'),
-    ('title', 'a\nb', 'one printable line'),
-    ('model.dtype', 'float16', 'one of float32, bfloat16'),
-    ('model.path', 'no/such/model', 'no such folder'),
-    ('model.path', 'configs', 'has no config.json'),
-    ('model.tokenizer_path', 'no/such/path', 'no such file or folder'),
-    ('model.head_dim', 33, 'even'),
-    ('model.lora.targets', '(q', 'a regular expression'),
-    ('mesh.fsdp', 0, '-1 for all remaining devices'),
-    ('mesh.collect_fraction', 1.0, 'in [0, 1)'),
-    ('data.tokenizer_vocab_size', 256, 'greater than 256'),
-    ('data.synthetic_wiki.hops', (), 'some of 1, 2 and 3'),
-    ('data.synthetic_wiki.hops', (1, 4), 'some of 1, 2 and 3'),
-    ('env.rewards.f1', math.nan, 'a finite number'),
-    ('env.rewards.turn_search', math.inf, 'a finite number'),
-    ('env.overlong_fraction', 0.0, 'in (0, 1]'),
-    ('retrieval.timeout', math.inf, 'greater than 0'),
-    ('rollout.temperature', math.nan, 'greater than 0'),
-    ('rollout.min_valid_fraction', 1.5, 'in [0, 1]'),
-    ('rollout.mismatch_limit', -1e-4, '0 or greater, or -1'),
-    ('value_optimizer.learning_rate', 1e39, 'in [0, 1]'),
-  ],
-)
-def test_a_broken_rule_is_one_line(key, value, allowed):
-  (line,) = schema.check(_config(**{key.replace('.', '__'): value}))
-  assert line.startswith(f'{key}={value!r}: ') and allowed in line
-
-
-@pytest.mark.parametrize(
-  ('changes', 'named'),
-  [
-    (
-      {'rollout__trajectories_per_step': 500},
-      'rollout.trajectories_per_step=500 updates.minibatch_size=256',
-    ),
-    (
-      {'rollout__group_size': 3},
-      'rollout.trajectories_per_step=512 rollout.group_size=3',
-    ),
-    (
-      {'rollout__pages': 64, 'rollout__slots': 16},
-      'rollout.pages=64 rollout.deterministic=True',
-    ),
-    (
-      {'rollout__pages': 64, 'rollout__deterministic': False},
-      'rollout.pages=64 rollout.slots=0',
-    ),
-    (
-      {'rollout__page_size': 4097},
-      'rollout.page_size=4097 env.max_length=4096',
-    ),
-    (
-      {'rollout__resample_rounds': 2},
-      'rollout.resample_rounds=2 rollout.group_size=1',
-    ),
-    (
-      {'rollout__lanes': 3},
-      'rollout.trajectories_per_step=512 rollout.lanes=3 rollout.group_size=1',
-    ),
-    (
-      {'rollout__lanes': 2, 'rollout__slots': 12, 'rollout__group_size': 4},
-      'rollout.slots=12 rollout.lanes=2 rollout.group_size=4',
-    ),
-    ({'updates__row_length': 4000}, 'updates.row_length=4000 env.max_length'),
-    (
-      {'model__num_heads': 3, 'model__num_kv_heads': 2},
-      'model.num_heads=3 model.num_kv_heads=2',
-    ),
-    ({'model__qk_norm': True}, 'model.qkv_bias=True qk_norm=True qwen3_moe'),
-    (_MOE | {'model__qk_norm': False}, 'model.qkv_bias=False num_experts=4'),
-    (
-      _MOE | {'model__num_experts_per_tok': 5},
-      'model.num_experts_per_tok=5 model.num_experts=4',
-    ),
-    (
-      _MOE | {'model__moe_intermediate_size': 0},
-      'model.moe_intermediate_size=0 model.num_experts=4',
-    ),
-    (
-      {'updates__routing_replay': 'trainer'},
-      'updates.routing_replay=trainer model.num_experts=0',
-    ),
-    (
-      _MOE
-      | {'updates__routing_replay': 'sampler', 'rollout__engine': 'remote'}
-      | {'rollout__remote__url': 'http://x', 'rollout__remote__model': 'y'},
-      'updates.routing_replay=sampler rollout.engine=remote',
-    ),
-    (
-      {'env__rewards__information_gain': 1.0, 'env__name': 'textworld'},
-      'env.rewards.information_gain=1.0 env.name=textworld',
-    ),
-    (
-      {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
-      'loss.value_warmup_steps=2 model.value_backbone=shared',
-    ),
-    (
-      {'loss__value_warmup_patience': 2},
-      'loss.value_warmup_patience=2 loss.value_warmup_steps=0',
-    ),
-    *(
-      (
-        {'model__value_path': str(_QUICKSTART), **change},
-        f'model.value_path={_QUICKSTART} {key}',
-      )
-      for key, change in {
-        'model.value_backbone=shared': {'model__value_backbone': 'shared'},
-        'model.lora.rank=8': {'model__lora__rank': 8},
-        'init_from=/absent': {'init_from': '/absent'},
-      }.items()
-    ),
-    (
-      {'model__lora__rank': 8, 'model__reference_memory': 'host'},
-      'model.reference_memory=host model.lora.rank=8 model.reference_path',
-    ),
-    (
-      {'mesh__collect_fraction': 0.5},
-      'mesh.collect_fraction=0.5 rollout.steps_ahead=0',
-    ),
-    ({'mesh__tensor': -1}, 'mesh.tensor=-1 mesh.data'),
-    (
-      {'env__max_turn_tokens': 4096},
-      'env.max_turn_tokens=4096 env.max_length=4096',
-    ),
-    ({'retrieval__url': 'ftp://host'}, 'retrieval.url ftp://host http://'),
-    (
-      {'retrieval__dialect': 'gem', 'retrieval__url': 'http://h'},
-      "retrieval.dialect='gem' search_r1 skyrl",
-    ),
-    (
-      {'retrieval__dialect': 'skyrl'},
-      'retrieval.dialect=skyrl search_r1 retrieval.url',
-    ),
-    (
-      {'updates__old_policy': 'current', 'rollout__steps_ahead': 1},
-      'updates.old_policy=current rollout.steps_ahead=1 tis icepop',
-    ),
-    (
-      {'algorithm__correction__clipping_bias__tau': 0.5},
-      'algorithm.correction.clipping_bias.tau=0.5 1',
-    ),
-    (
-      {
-        'algorithm__kl__controller': 'adaptive',
-        'algorithm__kl__horizon': 102.4,
-      },
-      'algorithm.kl.horizon=102.4 rollout.trajectories_per_step=512',
-    ),
-    (
-      {'algorithm__bounds__clip_low': -1.0},
-      'algorithm.bounds.clip_low=-1.0 0',
-    ),
-    ({'data__name': 'jsonl', 'data__root': ''}, "data.root='' data.name=jsonl"),
-  ],
-)
-def test_a_broken_relation_is_one_line_with_the_values(changes, named):
-  (line,) = schema.check(_config(**changes))
-  key, *others = named.split()
-  assert line.startswith(key) and '\n' not in line
-  assert all(word in line for word in others)
-
-
-def test_adapters_in_no_folder_are_one_line():
-  lines = list(external.adapter_options(_config(model__lora__path='/absent')))
-  assert lines == ["model.lora.path='/absent': no such folder"]
-
-
-@pytest.mark.parametrize(
-  ('key', 'value', 'rule'),
-  [
-    ('model.value_backbone', 'shared', 'own'),
-    ('model.value_path', str(_QUICKSTART), "''"),
-    ('loss.value_range', (0.0, 1.0), '()'),
-    ('loss.value_warmup_steps', 2, '0'),
-    ('updates.value_epochs', 2, '0'),
-  ],
-)
-def test_an_algorithm_without_values_has_no_value_model(key, value, rule):
-  config = base.get_config('grpo')
-  config.update_from_flattened_dict({key: value})
-  assert schema.check(config) == [
-    f'{key}={value}: must be {rule} when '
-    'algorithm.advantage.name=group_normalized, which has no value model'
-  ]
 
 
 @pytest.mark.parametrize(
@@ -409,24 +216,6 @@ def test_the_files_of_a_jsonl_data_set_exist_under_its_root(tmp_path):
     ({'data__train': '.'}, f"data.train='.': not a file in data.root={root}"),
   ):
     assert schema.check(_config(**(changes | changed))) == [expected]
-
-
-def test_a_prompt_template_is_text_with_a_placeholder(tmp_path):
-  template = tmp_path / 'template.txt'
-  template.write_text('Answer {question}', encoding='utf-8')
-  config = _config(env__prompt_template=str(template))
-  assert schema.check(config) == []
-  template.write_text('Answer', encoding='utf-8')
-  (line,) = schema.check(config)
-  assert line.endswith('no {question} in it')
-  template.write_bytes(b'\xff{question}')
-  (line,) = schema.check(config)
-  assert line.endswith(': not UTF-8') and '\n' not in line
-  template.unlink()
-  (line,) = schema.check(config)
-  assert line == (
-    f'env.prompt_template={str(template)!r}: No such file or directory'
-  )
 
 
 def test_check_leaves_the_config_alone():

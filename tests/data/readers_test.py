@@ -100,16 +100,6 @@ def test_a_bad_line_is_named(tmp_path, line, message):
   assert message in str(error.value) and '\n' not in str(error.value)
 
 
-def test_missing_empty_and_binary_files_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match='absent: no such file'):
-    readers.read_questions(tmp_path / 'absent')
-  with pytest.raises(ValueError, match='no questions'):
-    readers.read_questions(_write(tmp_path, ''))
-  (tmp_path / 'binary').write_bytes(b'\xff\xfe')
-  with pytest.raises(ValueError, match='not UTF-8'):
-    readers.read_questions(tmp_path / 'binary')
-
-
 def test_a_question_and_its_answers_suffice(tmp_path):
   fields = {'question': 'which?', 'answers': ['two']}
   options = {'options': _CHOICE['options']}

@@ -6,7 +6,6 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from stppo_jax import __main__
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.tools import resume_check
 from tests.training import runs
@@ -33,15 +32,6 @@ def test_every_array_and_number_that_differs_is_named(tmp_path):
   ]
   with pytest.raises(resume_check.NothingToCompare, match='checkpoints/5: '):
     resume_check.differences(one, other, 5)
-
-
-def test_a_run_that_cannot_be_cut_is_refused(tmp_path, capsys):
-  flags = [*runs.flags(num_steps=2), f'--workdir={tmp_path / "run"}']
-  assert __main__.main(['train', *flags, '--verify_resume=2']) == 2
-  assert '--verify_resume=2' in capsys.readouterr().err
-  assert __main__.main(['train', *flags, '--verify_resume=1', '--restart']) == 2
-  assert '--verify_resume: needs one machine' in capsys.readouterr().err
-  assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.slow

@@ -51,30 +51,6 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, hub):
     peft.options(folder)
 
 
-@pytest.mark.parametrize(
-  'flags, line',
-  [
-    (['convert'], 'MODEL, --out: missing'),
-    (['convert', '--out=X'], 'MODEL: missing'),
-    (['convert', 'DIR'], '--out: missing'),
-    (['list', 'DIR', '--out=X'], '--out=X: is for convert'),
-    (
-      ['convert', 'DIR', f'--out={runs.REPO}'],
-      f'--out={runs.REPO}: must be a new or an empty folder',
-    ),
-    (['convert', '/absent', '--out=X'], '/absent: no such folder'),
-    (
-      ['convert', str(_MODEL), '--out=X'],
-      f'{_MODEL}: no pytorch_model.bin to convert; its weights are safetensors '
-      'already',
-    ),
-  ],
-)
-def test_wrong_flags_are_one_line(flags, line, capsys):
-  assert __main__.main(['checkpoint', *flags]) == 2
-  assert capsys.readouterr().err == line + '\n'
-
-
 def test_without_torch_a_line_names_the_extra(tmp_path, capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, 'torch', None)
   (tmp_path / 'pytorch_model.bin').write_bytes(b'weights')

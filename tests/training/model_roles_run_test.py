@@ -191,19 +191,3 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
     (restored, trained),
     (learner.merged_params(start.params), start.policy.params),
   )
-
-
-@pytest.mark.parametrize(
-  'key, value, told',
-  [
-    ('targets', 'query', 'query'),
-    ('rank_pattern', "('zzz=8',)", 'zzz=8'),
-    ('alpha_pattern', "('up_proj=4','zzz=8')", 'zzz=8'),
-  ],
-)
-def test_what_matches_no_layer_is_one_line(key, value, told, tmp_path, capsys):
-  changes = _LORA | {f'model__lora__{key}': value}
-  assert _train(tmp_path, changes) == 2
-  error = capsys.readouterr().err
-  line = f'config.model.lora.{key}={told!r}: matches none of layers/'
-  assert error.startswith(line) and error.count('\n') == 1

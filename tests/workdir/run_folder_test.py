@@ -121,24 +121,3 @@ def test_what_a_run_left_is_moved_and_never_replaced(tmp_path):
     assert {p.name for p in aside.iterdir()} == {'run.json', 'metrics.jsonl'}
   left = {path.name for path in tmp_path.iterdir()}
   assert left == {lock.NAME, 'aside-1', 'aside-2'}
-
-
-def test_files_of_others_are_no_output(tmp_path):
-  model = tmp_path / 'model'
-  model.mkdir()
-  (model / 'model.safetensors').touch()
-  problems = lambda file, **reads: run_folder.file_problems(
-    file, flag='--out', kind='npz', reads=reads
-  )
-  for file, expected in (
-    (tmp_path, 'is a folder'),
-    (tmp_path / 'absent' / 'F.npz', f'no such folder: {tmp_path}/absent'),
-    (model / 'model.safetensors', 'exists and is not a npz file'),
-  ):
-    (line,) = problems(file)
-    assert f'--out={file}: {expected}' in line
-  (line,) = problems(model / 'F.npz', model=model)
-  assert f'lies in {model}' in line
-  (tmp_path / 'F.npz').write_bytes(b'PK...')  # an earlier batch
-  assert not problems(tmp_path / 'F.npz', model=model)
-  assert not problems(tmp_path / 'new.npz')

@@ -14,7 +14,6 @@ import pytest
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
-from stppo_jax.configs import algorithms
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 _BASE = f'--config={_REPO}/configs/base.py'
@@ -193,14 +192,6 @@ def test_a_module_that_a_config_imports_is_named_too(tmp_path, monkeypatch):
   file.write_text('import sizes_with_an_error', encoding='utf-8')
   (line,) = _errors(f'--config={file}', '--workdir=x')
   assert 'sizes_with_an_error.py, line 2, fails with SyntaxError: ' in line
-
-
-def test_a_missing_file_and_an_unknown_algorithm():
-  (line,) = _errors(f'--config={_REPO}/configs/bse.py', '--workdir=x')
-  assert 'no such file; did you mean' in line and 'configs/base.py' in line
-  (line,) = _errors(_BASE + ':st_pp', '--workdir=x')
-  assert "st_pp: unknown algorithm 'st_pp'; did you mean st_ppo" in line
-  assert 'choices: ' + ', '.join(sorted(algorithms.ALGORITHMS)) in line
 
 
 def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):

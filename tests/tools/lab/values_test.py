@@ -281,9 +281,3 @@ def test_exact_advantages_agree_as_well_as_noise_allows(arrays):
   assert min(found.most) > 0.8
   assert np.abs(found.estimators['random']).max() < 0.4
   assert np.isnan(found.estimators['none']).all()
-
-
-def test_a_batch_without_sampled_values_is_refused(arrays):
-  empty = {**arrays, 'oracle_counts_BL': 0 * arrays['oracle_counts_BL']}
-  with pytest.raises(ValueError, match='continuations'):
-    values.values(empty)

@@ -190,11 +190,6 @@ def test_what_cannot_be_shown_is_named_and_the_rest_shown(
   assert data['notes'] == errors
 
 
-def test_nothing_to_show_writes_nothing(tmp_path, capsys):
-  code, errors, data = _reported(capsys, tmp_path, tmp_path / 'missing')
-  assert (code, len(errors), data) == (2, 1, None)
-
-
 def test_runs_of_other_tasks_cannot_be_compared(run, tmp_path, capsys):
   other = made_runs.make(
     tmp_path / 'other', dialogues=0, config={'env.name': 'tools'}
@@ -217,14 +212,6 @@ def test_a_run_that_goes_on_is_shown(run, tmp_path, capsys):
   shown = data['runs'][0]
   assert (shown['step'], shown['num_steps']) == (6, 40)
   assert shown['state'] == 'interrupted'  # it holds no lock
-
-
-def test_a_report_is_replaced(run, tmp_path, capsys):
-  for _ in range(2):
-    assert _reported(capsys, tmp_path, run)[0] == 0
-  assert [p.name for p in tmp_path.iterdir() if 'page' in p.name] == [
-    'page.html'
-  ]
 
 
 def test_the_page_names_no_other_file(made_page):
