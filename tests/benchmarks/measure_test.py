@@ -5,7 +5,6 @@ import os
 import numpy as np
 import pytest
 
-from benchmarks import batches
 from benchmarks import measure
 
 
@@ -61,20 +60,6 @@ def test_a_busy_machine_is_reported():
   busy = np.array([1, 1, 5, 9])
   verdict = measure.verdict({'a': calm, ('b', 'c'): busy, 'd': busy})
   assert verdict.startswith('NOT A RESULT') and verdict.endswith('for b c, d')
-
-
-def test_batches_have_every_turn_in_order():
-  batch, logprobs, entropy = batches.token_batch(rows=3, length=40, num_turns=4)
-  for row in batch.turn_ids_BL:
-    written = row[row > 0]
-    assert (np.diff(written) >= 0).all()
-    assert set(written) == {1, 2, 3, 4}
-    assert row[0] == 0 and row[-1] == 0
-  assert (batch.loss_mask_BL == (batch.turn_ids_BL > 0)).all()
-  assert logprobs.dtype == entropy.dtype == np.float32
-  # A turn takes a token even where a part is hardly longer than that.
-  short = batches.turn_ids(np.random.default_rng(0), 2, 10, 4)
-  assert all(set(row) == {0, 1, 2, 3, 4} for row in short)
 
 
 def test_cores_are_bound(monkeypatch):

@@ -70,22 +70,6 @@ def test_a_renamed_metric_is_compared_with_its_old_name(monkeypatch):
   ]
 
 
-def test_any_other_trajectory_is_a_difference():
-  old = {'a': [{'prompt': 'x', 'rewards': {'em': 1.0}}], 'b': []}
-  compare = lambda new: same_numbers.compare_lines(old, new, 'run')
-  assert compare(json.loads(json.dumps(old))).differences == []
-  other = {'a': [{'prompt': 'y', 'rewards': {'em': 0.0}}], 'b': []}
-  assert compare(other).differences == [
-    'a line 1: prompt',
-    'a line 1: rewards',
-  ]
-  assert compare({'a': [], 'c': []}).differences == [
-    'a: 1 lines, now 0',
-    'b is in old only',
-    'c is in new only',
-  ]
-
-
 @pytest.mark.parametrize(
   ('changes', 'expected'),
   [

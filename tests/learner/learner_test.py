@@ -52,15 +52,6 @@ def test_only_the_value_model_learns_during_its_warm_up(learner, packed):
   assert _moved(learned.policy.params, start.policy.params) > 1e-6
 
 
-def test_the_first_ratio_is_one(learner, packed):
-  # The policy is not updated, so the second minibatch is at the old policy too.
-  _, metrics = _stepped(learner, packed, 0)
-  for level in ('token', 'turn', 'sequence'):
-    assert abs(metrics[f'ratio/{level}/min'] - 1) < 1e-6
-    assert abs(metrics[f'ratio/{level}/max'] - 1) < 1e-6
-  assert metrics['actor/pg_clipfrac'] == 0
-
-
 def test_the_state_is_donated(learner, packed):
   state = learner.start()
   leaves = jax.tree.leaves(state)

@@ -201,19 +201,6 @@ def test_splits_change_nothing_for_an_algorithm_without_values(name):
   updates.assert_same(many, one, models)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('num_microbatches', [1, 2, 4])
-@pytest.mark.parametrize('mesh', [(1, 1, 1), (8, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize('name', _ALGORITHMS)
-def test_splits_change_nothing(name, mesh, num_microbatches):
-  models, algorithm = updates.sums(), _ALGORITHMS[name]
-  batch = updates.batch(models)
-  many = updates.update(
-    algorithm, batch, models, mesh=mesh, num_microbatches=num_microbatches
-  )
-  updates.assert_same(many, updates.update(algorithm, batch, models), models)
-
-
 def test_a_failed_row_changes_nothing():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   whole = updates.batch(models)

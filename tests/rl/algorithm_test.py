@@ -215,11 +215,3 @@ def test_declared_needs_are_what_minibatch_statistics_returns(name, changes):
     batches.device(batch),
   )
   assert algorithm.uses_minibatch_statistics is bool(jax.tree.leaves(found))
-
-
-def test_the_policy_gradient_is_divided_by_the_norm_of_the_bias_if_chosen():
-  for name in algorithms.ALGORITHMS:
-    assert not batches.algorithm(name).divides_by_bias_norm
-  gradient = {f'{_BIAS}norm': 'gradient'}
-  assert batches.algorithm('st_ppo', **gradient).divides_by_bias_norm
-  assert not batches.algorithm('turn_ppo', **gradient).divides_by_bias_norm

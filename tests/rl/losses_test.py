@@ -263,22 +263,6 @@ def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
   )
 
 
-# One operation after the other, each compiled alone.
-@pytest.mark.slow
-@pytest.mark.parametrize('case', ['guarded_st_ppo', 'so_sequence', 'sspo'])
-def test_jit_changes_nothing(case):
-  batch, logprobs, entropy = batches.make(spread=0.6)
-  algorithm = _algorithm(case)
-  with jax.disable_jit():
-    plain = _run(algorithm, logprobs, entropy, batch)
-  jitted = _run(algorithm, logprobs, entropy, batch)
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15),
-    plain,
-    jitted,
-  )
-
-
 # The denominator is a number to the ratio, whatever its level.
 @pytest.mark.parametrize(
   ('level', 'aggregate'),

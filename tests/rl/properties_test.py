@@ -15,8 +15,6 @@ import pytest
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.configs import algorithms
-from stppo_jax.rl import aggregation
-from stppo_jax.rl import losses
 from tests.rl import batches
 
 B, L, T = 4, 12, 6
@@ -170,41 +168,6 @@ def test_float32_does_not_overflow_far_from_the_old_policy(
 
 @QUICK
 @CASE
-def test_values_off_the_mask_change_nothing(case, name):
-  batch, logprobs, entropy = case
-  mask = batch.loss_mask_BL
-  expected = _run(_algorithm(name), logprobs, entropy, batch)
-  for value in (np.nan, np.inf):
-    actual = _run(
-      _algorithm(name),
-      batches.poison_array(logprobs, mask, value),
-      batches.poison_array(entropy, mask, value),
-      batches.poison(batch, value),
-    )
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-@QUICK
-@given(
-  case=_cases(),
-  name=st.sampled_from(ROWS),
-  order=st.permutations(range(B)),
-)
-def test_permuted_rows_are_permuted_results(case, name, order):
-  batch, logprobs, entropy = case
-  order = list(order)
-  value, *rows = _run(_algorithm(name), logprobs, entropy, batch)
-  actual = _run(
-    _algorithm(name),
-    logprobs[order],
-    entropy[order],
-    batches.rows(batch, order),
-  )
-  _assert_close(actual, (value, *(np.asarray(x)[order] for x in rows)))
-
-
-@QUICK
-@CASE
 def test_turns_may_have_other_growing_numbers(case, name):
   batch, logprobs, entropy = case
   expected = _run(_algorithm(name), logprobs, entropy, batch)
@@ -213,48 +176,3 @@ def test_turns_may_have_other_growing_numbers(case, name):
   other = batch.replace(turn_ids_BL=ids.astype(np.int32))
   actual = _run(_algorithm(name), logprobs, entropy, other)
   _assert_close(actual, expected)
-
-
-# A program for every algorithm and number of rows; losses_test.py has the same
-# property for one layout of turns.
-@pytest.mark.slow
-@QUICK
-@CASE
-def test_microbatches_are_one_batch(case, name):
-  batch, logprobs, entropy = case
-  algorithm = _algorithm(name)
-  value, gradient = _run(algorithm, logprobs, entropy, batch)[:2]
-  parts = [
-    _part(algorithm, logprobs, entropy, batch, batches.rows(batch, rows), rows)
-    for rows in (np.array([0, 2]), np.array([1, 3]))
-  ]
-  _assert_close(sum(part for part, _ in parts), value)
-  _assert_close(sum(part for _, part in parts), gradient)
-
-
-@jax.jit
-def _part(algorithm, logprobs, entropy, whole, part, rows):
-  """Returns loss and gradient of some rows under the minibatch's numbers."""
-  statistics = losses.minibatch_statistics(
-    algorithm, logprobs, entropy, whole, num_turns=T
-  )
-  _, count = aggregation.aggregate_weights(
-    whole,
-    num_turns=T,
-    name=algorithm.aggregate.name,
-    **algorithm.aggregate.arguments(),
-  )
-
-  def total(x):
-    return batches.policy_loss(
-      algorithm,
-      x[rows],
-      entropy[rows],
-      part,
-      statistics=statistics,
-      count=count,
-      entropy_coefficient=0.01,
-      num_turns=T,
-    ).loss
-
-  return jax.value_and_grad(total)(logprobs)

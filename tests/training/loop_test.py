@@ -168,23 +168,6 @@ def test_numbers_of_a_run_make_sense(finished):
   assert last['critic/kl'] != 0
 
 
-def test_dialogues_can_be_read(finished):
-  for step in range(1, _STEPS + 1):
-    records = runs.trajectories(finished, step)
-    assert len(records) == 16
-    for record in records:
-      assert record['prompt'] == f'Question: {record["question"]}\n'
-      assert 1 <= len(record['turns']) <= 3
-      assert record['turns'][-1]['observation'] == ''
-      for turn in record['turns'][:-1]:
-        assert turn['observation'].startswith('\n\n')
-  questions = [
-    {r['question'] for r in runs.trajectories(finished, step)}
-    for step in (1, 2)
-  ]
-  assert len(questions[0]) == 16 and not questions[0] & questions[1]
-
-
 def test_tensorboard_has_the_config_and_metrics_what_a_step_used(finished):
   curve = (finished / 'learning_curve.png').read_bytes()
   assert curve.startswith(b'\x89PNG') and len(curve) > 1000

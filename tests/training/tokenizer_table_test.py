@@ -189,10 +189,6 @@ _REFUSED = {
 }
 
 
-def test_the_table_has_forty_rows():
-  assert (len(_TAKEN), len(_REFUSED)) == (20, 20)
-
-
 def _check(directory, row):
   families.save(row.family, directory, **row.saved)
   if row.edit is not None:

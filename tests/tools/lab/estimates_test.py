@@ -10,7 +10,6 @@ from stppo_jax.configs import defaults
 from stppo_jax.rl import estimator_needs
 from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
-from tests.rl import twins
 from tests.tools.lab import batch_arrays
 
 
@@ -30,30 +29,6 @@ def _estimate(arrays, name, **options):
   )
   estimates.check(estimator, rollouts)
   return estimates.estimate(estimator, rollouts)
-
-
-def test_gae_gives_the_numbers_of_the_plain_loop():
-  arrays, batch, *_ = batch_arrays.arrays()
-  found = _estimate(arrays, 'gae', gamma=0.9, lambda_=0.8, whiten='none')
-  mask = batch.loss_mask_BL
-  advantages = np.zeros(mask.shape)
-  for b in range(len(mask)):
-    at = mask[b]
-    advantages[b, at] = twins.gae(
-      list(batch.rewards_BL[b, at]), list(batch.values_BL[b, at]), 0.9, 0.8
-    )
-  returns = np.where(mask, advantages + batch.values_BL, 0)
-  for name, expected in (('advantages', advantages), ('returns', returns)):
-    np.testing.assert_allclose(found.arrays[f'{name}_BL'], expected, atol=1e-12)
-    on = expected[mask]
-    for key, number in (
-      ('mean', on.mean()),
-      ('std', on.std(ddof=1)),
-      ('min', on.min()),
-      ('max', on.max()),
-    ):
-      assert found.metrics[f'{name}/{key}'] == pytest.approx(number)
-  np.testing.assert_array_equal(found.arrays['value_mask_BL'], mask)
 
 
 def test_old_values_are_preferred_to_new_ones():
@@ -117,29 +92,6 @@ def test_turns_out_of_order_and_missing_values_are_refused():
     ValueError, match='^turn_ids_BL: must not decrease in a r'
   ):
     _estimate(arrays, 'gae')
-
-
-@pytest.mark.parametrize('poison', [np.nan, np.inf])
-@pytest.mark.parametrize('kl', ['k1', 'k2', 'k3'])
-def test_the_penalty_is_that_of_a_run(kl, poison):
-  arrays, batch, *_ = batch_arrays.arrays(poison=poison)
-  names = ('rewards_BL', 'loss_mask_BL', *estimates.PENALTY_ARRAYS)
-  rollouts = saved_batch.select(
-    arrays, dict.fromkeys(names, 'it'), dtype=np.float64
-  )
-  found = estimates.penalized(rollouts, estimator=kl, coefficient=0.3)
-  expected = np.zeros(batch.rewards_BL.shape)
-  for at in map(tuple, np.argwhere(batch.loss_mask_BL)):
-    x = batch.old_logprobs_BL[at] - batch.ref_logprobs_BL[at]
-    of = {'k1': x, 'k2': x**2 / 2, 'k3': math.exp(-x) - 1 + x}[kl]
-    expected[at] = batch.rewards_BL[at] - 0.3 * of
-  np.testing.assert_allclose(found['rewards_BL'], expected, atol=1e-12)
-  assert (
-    np.abs(expected - np.where(batch.loss_mask_BL, batch.rewards_BL, 0)).max()
-    > 1e-3
-  )
-  for name in names[1:]:
-    assert found[name] is rollouts[name]
 
 
 def test_advantages_that_are_too_large_are_refused_and_a_metric_is_not():

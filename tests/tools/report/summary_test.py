@@ -107,12 +107,6 @@ def test_the_summary(contents, made):
       )
 
 
-def test_a_collapse_is_found_where_there_is_one(contents):
-  (row,) = (r for r in contents['summary'] if r['name'] == 'collapsed at step')
-  assert row['runs'][:2] == [None, None]
-  assert all(15 < step < 25 for step in row['runs'][2:])
-
-
 def test_the_evaluation_table(contents, made):
   names = [row['name'] for row in contents['evaluation']]
   assert names == ['val/em/one_hop', 'val/em/two_hop']
