@@ -100,7 +100,7 @@ def _gradient(
   algorithm = algorithm_lib.build_algorithm(options)
   estimator = estimates.build_estimator(options.advantage)
   needs = lab.required_arrays(algorithm, entropy_coefficient=0.0)
-  needs |= estimates.required_arrays(estimator, arrays)
+  needs |= estimates.required_arrays(estimator)
   found = saved_batch.select(
     arrays, dict.fromkeys(needs, 'the table'), dtype=np.float64
   )

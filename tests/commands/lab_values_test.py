@@ -57,6 +57,11 @@ def test_the_figures_are_those_of_the_formulas(sampled, capsys):
   assert {'gae', 'monte_carlo', 'gigpo'} <= advantages['estimators'].keys()
   for by_turn in [advantages['most'], *advantages['estimators'].values()]:
     assert len(by_turn) == len(advantages['turns'])
+  # A file of another program may have values under the shorter name.
+  arrays['values_BL'] = arrays.pop('old_values_BL')
+  batch_file.save(file, arrays)
+  flags = 'values', f'--batch={file}', '--json', '--float64'
+  assert lab_calls.metrics(capsys, *flags) == found
 
 
 def test_the_table_and_the_picture_have_every_turn(sampled, tmp_path, capsys):

@@ -24,7 +24,6 @@ from stppo_jax.tools.lab import saved_batch
 
 # The arrays of which `penalized` computes the KL penalty.
 PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
-_VALUES = frozenset({'old_values_BL', 'values_BL'})
 
 
 def build_estimator(options: Mapping) -> Any:
@@ -39,21 +38,15 @@ def build_estimator(options: Mapping) -> Any:
   return options_lib.build(advantages_lib.ADVANTAGES, options)
 
 
-def required_arrays(
-  estimator: Any, arrays: saved_batch.Arrays
-) -> frozenset[str]:
+def required_arrays(estimator: Any) -> frozenset[str]:
   """Returns the names of the arrays that an estimator reads.
 
   Args:
     estimator: the result of `build_estimator`.
-    arrays: the contents of a batch file, see `saved_batch.load`. Values are
-      those before the first update; only a file without them is read for the
-      values after the updates.
   """
   names = {'rewards_BL', 'loss_mask_BL', 'turn_ids_BL'}
   if estimator.name in estimator_needs.VALUES:
-    only_new = 'values_BL' in arrays and 'old_values_BL' not in arrays
-    names.add('values_BL' if only_new else 'old_values_BL')
+    names.add('old_values_BL')
   if estimator.name in estimator_needs.STATES:
     names.add('state_ids_BL')
   if estimator.name in estimator_needs.GROUPS:
@@ -89,8 +82,8 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
   if 'observation_tokens' in options:
     reads = gae.OBSERVATION_TOKENS[options['observation_tokens']]
     reads_BL = np.asarray(reads(arrays['loss_mask_BL']))
-    for name in _VALUES & arrays.keys():
-      lines += saved_batch.not_finite(name, arrays[name], reads_BL)
+    name = 'old_values_BL'
+    lines += saved_batch.not_finite(name, arrays[name], reads_BL)
   if lines:
     raise ValueError('\n'.join(lines))
 
@@ -151,10 +144,6 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
-  # A file of another program may have values under the shorter name alone.
-  # Estimators read a batch's values, which come from the longer name.
-  if 'values_BL' in arrays and 'old_values_BL' not in arrays:
-    arrays = {**arrays, 'old_values_BL': arrays['values_BL']}
   results, metrics = jax.device_get(
     _estimate(
       estimator,

@@ -57,7 +57,7 @@ def advantages(flags: Any, options: _Options) -> None:
     estimator = _build(estimates.build_estimator, options)
     with exits.naming(f'--batch={flags.batch}'):
       loaded = saved_batch.load(flags.batch)
-    required = estimates.required_arrays(estimator, loaded)
+    required = estimates.required_arrays(estimator)
     readers = {name: str(estimator.name) for name in sorted(required)}
     if kl:
       with exits.naming(f'--kl={kl}'):
@@ -87,7 +87,7 @@ def _own_advantages(
 ) -> np.ndarray:
   """Returns the advantages that an algorithm's estimator gives to a file."""
   estimator: Any = algorithm.advantage
-  required = estimates.required_arrays(estimator, loaded)
+  required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'
   if is_penalized:
     required |= set(estimates.PENALTY_ARRAYS)
@@ -113,12 +113,7 @@ def compare(flags: Any, options: Mapping[str, _Options]) -> None:
     with exits.naming('--algorithms', _NOT_FINITE):
       result = comparison.compare(compared)
       found = token_changes.measure(compared) if flags.plot else {}
-  if flags.plot:
-    # Late, because it loads the library that draws.
-    from stppo_jax.tools.lab import pictures
-
-    with exits.naming(f'--plot={flags.plot}'):
-      pictures.save(pictures.comparison_page(result, found), flags.plot)
+  _draw(flags, 'comparison_page', result, found)
   if flags.json:
     metrics = {
       label: _finite(flags, metrics, f'{label}: ')
@@ -137,11 +132,7 @@ def levels(flags: Any, options: Mapping[str, _Options]) -> None:
     compared = _read(flags, options)
     with exits.naming('--algorithms', _NOT_FINITE):
       result = levels_lib.measure(compared)
-  if flags.plot:
-    from stppo_jax.tools.lab import pictures
-
-    with exits.naming(f'--plot={flags.plot}'):
-      pictures.save(pictures.levels_page(result), flags.plot)
+  _draw(flags, 'levels_page', result)
   print(levels_lib.table(result))
 
 
@@ -157,11 +148,7 @@ def values(flags: Any, options: None) -> None:
     arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
     by_turn = values_lib.values(arrays)
     correlated = values_lib.correlations(arrays, _estimated(flags, loaded))
-  if flags.plot:
-    from stppo_jax.tools.lab import pictures
-
-    with exits.naming(f'--plot={flags.plot}'):
-      pictures.save(pictures.values_page(arrays, correlated), flags.plot)
+  _draw(flags, 'values_page', arrays, correlated)
   if flags.json:
     print(values_lib.as_json(by_turn, correlated))
   else:
@@ -173,7 +160,7 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
   advantages, missing = {}, []
   for name in defaults.DEFAULTS['advantage']:
     estimator = estimates.build_estimator(defaults.choice('advantage', name))
-    required = estimates.required_arrays(estimator, loaded)
+    required = estimates.required_arrays(estimator)
     readers = {array: name for array in sorted(required)}
     try:
       arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
@@ -192,6 +179,22 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
       file=sys.stderr,
     )
   return advantages
+
+
+def _draw(flags: Any, page: str, *contents: Any) -> None:
+  """Saves a picture for `--plot`, if that is set.
+
+  Args:
+    flags: the flags of the command.
+    page: the name of the function of `pictures` that draws it.
+    *contents: what it draws.
+  """
+  if flags.plot:
+    # Imported late, because it loads the library that draws.
+    from stppo_jax.tools.lab import pictures
+
+    with exits.naming(f'--plot={flags.plot}'):
+      pictures.save(getattr(pictures, page)(*contents), flags.plot)
 
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:

@@ -106,6 +106,8 @@ _NOT_IN_TOKEN_BATCH = (
 def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
   """Returns the arrays of a file that `ARRAY_KINDS` lists.
 
+  Where a file has `values_BL` alone, these are the `old_values_BL` too.
+
   Raises:
     OSError: there is no such file.
     ValueError: it is not an npz file, has none of these arrays, or has a loss
@@ -121,6 +123,10 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
   mask_BL = arrays.get('loss_mask_BL')
   if mask_BL is not None and mask_BL.size and not np.count_nonzero(mask_BL):
     raise ValueError('loss_mask_BL: 0 everywhere, so there is nothing to learn')
+  # The one name of values that all commands read. A file of another program may
+  # have the shorter name.
+  if 'values_BL' in arrays:
+    arrays.setdefault('old_values_BL', arrays['values_BL'])
   return arrays
 
 
