@@ -42,8 +42,6 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import external
 
-_PROGRAMS = 'extend', 'decode', 'publish', 'annotate', 'update'
-
 
 def main(argv: Sequence[str]) -> int:
   """Prints the plan; returns the exit code, 2 where it does not fit."""
@@ -66,11 +64,6 @@ def main(argv: Sequence[str]) -> int:
     ignored=[external.data_exist, external.passages_are_named],
   )
   errors = [
-    f'--programs={name}: must be some of {", ".join(_PROGRAMS)}'
-    for name in flags.programs
-    if name not in _PROGRAMS
-  ]
-  errors += [
     # The bounds of absl let infinity pass, which JSON cannot write.
     f'--{name}={value}: must be finite'
     for name, value in (('hbm_gib', flags.hbm_gib), ('price', flags.price))
@@ -80,8 +73,16 @@ def main(argv: Sequence[str]) -> int:
     errors.append(f'--devices={flags.devices}: not allowed with --topology')
   if flags.compile_best and not flags.sweep_mesh:
     errors.append(f'--compile_best={flags.compile_best}: needs --sweep_mesh')
+  # Imports come late: most wrong flags are answered before jax is loaded.
+  if flags.programs:
+    from stppo_jax.tools.plan import programs
+
+    errors += [
+      f'--programs={name}: must be some of {", ".join(programs.PROGRAMS)}'
+      for name in flags.programs
+      if name not in programs.PROGRAMS
+    ]
   command_line.refuse(errors)
-  # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.tools.plan import estimate
 
   return estimate.show(

@@ -11,12 +11,13 @@ import jax
 from stppo_jax import exits
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import plan as plan_lib
+from stppo_jax.tools.plan import programs as programs_lib
 from stppo_jax.tools.plan import search
 from stppo_jax.tools.plan import summary as summary_lib
 
 # The programs that are compiled for a platform, the slowest to compile first.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
-  'tpu': ('update', 'annotate', 'publish', 'decode', 'extend'),
+  'tpu': tuple(reversed([*programs_lib.PROGRAMS])),
   'gpu': (),
   'cpu': ('update',),
 }

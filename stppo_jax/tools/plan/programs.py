@@ -119,8 +119,9 @@ class Cost(NamedTuple):
     ]
 
 
-# The programs that a plan may compile, by name, and how they are lowered. Of
-# each it is the largest that a run compiles. Publishing is several programs.
+# The programs that a plan may compile, by name, and how they are lowered, the
+# fastest to compile first. Of each it is the largest that a run compiles.
+# Publishing is several programs.
 PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
   'extend': lambda subject: subject.engine.extend(),
   'decode': lambda subject: subject.engine.decode(),
