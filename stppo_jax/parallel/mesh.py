@@ -42,7 +42,7 @@ def make_mesh(
   sizes = [data, fsdp, expert, tensor]
   if sizes.count(-1) == 1:
     known = math.prod(size for size in sizes if size != -1)
-    sizes[sizes.index(-1)] = len(devices) // known
+    sizes[sizes.index(-1)] = len(devices) // max(known, 1)
   if math.prod(sizes) != len(devices):
     experts = f'mesh.expert={expert} ' if expert != 1 else ''
     raise ValueError(

@@ -28,7 +28,8 @@ def test_one_size_may_be_the_remaining_devices(sizes, shape):
 
 
 @pytest.mark.parametrize(
-  'sizes', [(3, 1, 1), (3, -1, 1), (16, -1, 1), (2, 2, 1), (-1, -1, 2)]
+  'sizes',
+  [(3, 1, 1), (3, -1, 1), (16, -1, 1), (2, 2, 1), (-1, -1, 2), (0, -1, 1)],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes):
   data, fsdp, tensor = sizes
