@@ -77,23 +77,23 @@ class Placement:
     for which, count in counts.items():
       if count % self.tensor:
         raise ValueError(
-          f'must divide the {count} devices of this host{which}, which '
-          'decodes rows of its own with all weights'
+          f'must divide the {count} devices of this host{which}: each host '
+          'decodes its own rows, with a complete copy of the weights'
         )
     trained = self.training.shape
     sizes = self._split_sizes
     if math.prod(sizes[name] for name in _COLUMNS) != self.tensor:
       raise ValueError(
-        f'must divide mesh.tensor={trained["tensor"]}, or be a multiple of it '
-        f'by a divisor of mesh.fsdp={trained["fsdp"]}, mesh.expert='
-        f'{trained["expert"]} and mesh.data={trained["data"]}'
+        f'must divide mesh.tensor={trained["tensor"]}, or be that number times '
+        f'a divisor of mesh.fsdp={trained["fsdp"]} * mesh.expert='
+        f'{trained["expert"]} * mesh.data={trained["data"]}'
       )
     for group in self._groups:
       hosts = sorted({device.process_index for device in group})
       if len(hosts) > 1:
         raise ValueError(
-          'each host must have all weights, and in this mesh the devices of a '
-          f'copy of them are on hosts {hosts}'
+          'each host must have a complete copy of the weights, and in this '
+          f'mesh a copy is spread over hosts {hosts}'
         )
 
   @functools.cached_property

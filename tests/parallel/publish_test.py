@@ -179,7 +179,7 @@ def test_experts_of_all_devices_are_published(layout):
     ((1, 8, 1), 0, 3, 'must divide the 8 devices of this host'),
     ((4, 1, 1), 3, 2, 'must divide the 3 devices of this host that collect'),
     ((3, 1, 1), 4, 2, 'must divide the 3 devices of this host that learn'),
-    ((1, 2, 3), 0, 2, 'must divide mesh.tensor=3, or be a multiple'),
+    ((1, 2, 3), 0, 2, 'must divide mesh.tensor=3, or be that number'),
   ],
 )
 def test_devices_that_cannot_be_cut_are_refused(

@@ -182,7 +182,7 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
     configured = run.algorithm.advantage.name
     if name and name != configured:
       raise exits.Misconfigured(
-        f'{subject}: the algorithm of --config={config} has {configured}'
+        f'{subject}: must be {configured}, the estimator of --config={config}'
       )
   else:
     options = defaults.choice('advantage', name)
