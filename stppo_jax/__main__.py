@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
     try:
       with interrupt.interruptible():
         exit_code = _run(argv)
-        # An error of the stream is met here, where it is handled, and not when
-        # the interpreter ends.
+        # Flushed here, so that an error of the stream occurs where it is
+        # handled, and not when the interpreter ends.
         sys.stdout.flush()
         return exit_code
     except interruption.Interrupted as error:

@@ -380,7 +380,8 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
           f'{bucket.address}: {size} bytes of {name} came, not {entry.size}'
         )
       part.replace(path)
-    # Last: a process that is killed before this downloads the object again.
+    # Written last: if the process is killed before this, the object is
+    # downloaded again.
     known.write_text(entry.version)
   content = folder / 'content'
   for path in content.rglob('*'):

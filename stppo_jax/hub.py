@@ -147,7 +147,7 @@ def _downloaded(name: str, files: tuple[str, ...]) -> pathlib.Path:
     folder = huggingface_hub.snapshot_download(
       repository, revision=revision, allow_patterns=list(files)
     )
-  # Connections fail with errors of the client below, which are of many kinds.
+  # A failed connection raises one of many errors of the HTTP client below.
   except Exception as error:
     raise _described(name, error) from error
   return pathlib.Path(folder)

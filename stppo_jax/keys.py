@@ -14,8 +14,8 @@ Array = jax.Array
 class Purpose(enum.IntEnum):
   """The purpose of a key; two purposes never share one."""
 
-  # The numbers are folded into keys: with others, every run would be another
-  # one, and no run of an earlier version would resume as the same.
+  # These numbers are folded into keys and must not change: otherwise no run of
+  # an earlier version would resume as the same run.
   COLLECT = 0
   EVALUATE = 1
   SHUFFLE = 2

@@ -60,7 +60,7 @@ async def supervise(
       stop = asyncio.ensure_future(stopping.wait())
       try:
         assert worker.stdout is not None
-        # The end of its output without a line is the end of the worker.
+        # If its output ends without a line, the worker has ended.
         if not await worker.stdout.readline():
           raise WorkerFailed(await ended)
         if not first.done():

@@ -121,7 +121,7 @@ def annotate(
     values_BL=outputs.values_BL,
     expert_visits_BX=outputs.expert_visits_BX,
   )
-  # Of the sampler's experts the batch has them already.
+  # With 'sampler', the batch has the sampler's experts already.
   if routing_replay == 'trainer':
     batch = batch.replace(expert_ids=outputs.expert_ids)
 

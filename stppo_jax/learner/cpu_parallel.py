@@ -75,7 +75,8 @@ class Updater:
     self._optimizers = optimizers
     self._num_workers = num_workers
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
-    # What has been called, with the shapes that it was called with, see `_map`.
+    # The programs that have been called, each with the shapes of its arguments;
+    # see `_map`.
     self._compiled = set()
     self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
     self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
@@ -180,8 +181,8 @@ class Updater:
     )
     if self._spec.models.policy.config.num_experts:
       return context
-    # The minibatch is read for the load of experts only. Without it, its length
-    # does not matter to the program that sums.
+    # Only the load of experts is computed from the minibatch. Without it, one
+    # program sums for minibatches of all lengths.
     return context._replace(minibatch=None)
 
   def _join_and_apply(self, state, sums, hyperparameters):

@@ -199,7 +199,8 @@ def in_rows(
     places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
     loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
   if inputs.expert_ids is not None:
-    # 1 is added so that nothing, which is taken as 0, becomes -1.
+    # Places without a token are filled with 0, which the shift by 1 turns into
+    # -1: no expert.
     expert_ids = to_rows(inputs.expert_ids + 1) - 1
   outputs = function(
     to_rows(inputs.tokens_BL),
@@ -207,8 +208,9 @@ def in_rows(
     loss_positions_BM=loss_positions_rm,
     expert_ids=expert_ids,
   )
-  # Of two neighbours in a row, the last state of the first predicts the first
-  # token of the second. That number must not leave the row.
+  # Where two trajectories share a row, the last state of the first one predicts
+  # the first token of the second. That prediction has no meaning, and must not
+  # leave the row.
   first_1m = jnp.arange(b * L)[None] % L == 0
   later_sm = jnp.where(first_1m, source_sp.shape[1], target_sm)
   # The inverse of that map: the gradient of the way back is a gather, too. A
@@ -255,8 +257,9 @@ def _maps(
   s, b = packing.starts.shape
   size = packing.num_rows * packing.row_length
   starts_sb, lengths_sb = packing.starts, lengths_B.reshape(s, b)
-  # Starts increase, so the latest that is not behind a place is that of its
-  # trajectory. Comparing all is faster than writing numbers to their places.
+  # Starts increase, so the last start at or before a place is that of its
+  # trajectory. Comparing with all starts is faster than scattering numbers to
+  # their places.
   places_p = jnp.arange(size)
   passed_sbp = starts_sb[..., None] <= places_p[None, None]
   number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)

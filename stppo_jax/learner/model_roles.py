@@ -102,8 +102,8 @@ class Models(NamedTuple):
   def _gathered_layout(self, base: functional.Params) -> Any:
     assert self.policy.mesh is not None  # the mesh of training
     layout = sharding.param_shardings(base, self.policy.mesh)
-    # Tokens are looked up where the embedding is, and the vocabulary head
-    # gathers it once anyway where it is the output matrix.
+    # The embedding stays sharded: tokens are looked up where their entries are.
+    # Where it is the output matrix, too, the head gathers it once anyway.
     return sharding.gathered(layout) | {'embedding': layout['embedding']}
 
   def policy_weights(self, params: Params) -> functional.Params:

@@ -81,8 +81,9 @@ def for_annotate(sizes: Sizes, minibatch_size: int) -> Sizes:
     minibatch_size: the trajectories of an update.
   """
   if sizes.num_workers > 1:
-    # All cores work on one program, which takes more rows than one of each
-    # core: then there are few numbers of microbatches, and of programs.
+    # All cores share this program, so it takes the rows of all of them, and
+    # four times as many: the numbers of microbatches then stay few, and so do
+    # the programs.
     rows = 4 * sizes.max_rows * sizes.num_workers
     return sizes._replace(max_rows=rows, num_workers=1)
   # A collected batch may have many minibatches, and so too many rows for one
@@ -113,8 +114,8 @@ def plan(
   shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
   most = max(len(shard) for shard in shards)
   max_rows = sizes.max_rows or most
-  # Rounding up may leave a microbatch without a sequence, but never asks for
-  # more of them than if each sequence had a row of its own.
+  # Rounding up may leave a microbatch without a sequence. But there are never
+  # more microbatches than if each sequence had a row of its own.
   n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
   # Equal shares for all cores: one more microbatch would keep all but one of
   # them waiting.

@@ -133,8 +133,9 @@ def updating(
     layout=layout,
     # Donated, so that no second copy of the weights is made.
     init=jit(init, donate_argnums=(0, 3), out_shardings=layout),
-    # The layout is pinned. The compiler might lay out an updated state other
-    # than a new or restored one, and then the update would compile twice.
+    # The layout is pinned. The compiler might lay out an updated state
+    # differently from a new or a restored one, and then the update would
+    # compile twice.
     update=jit(
       update_rows,
       donate_argnums=0,
@@ -156,8 +157,7 @@ def sizes(batch: Any) -> tuple[Any, Any]:
   return total(batch.lengths_B), total(batch.loss_mask_BL)
 
 
-# A process that trains several algorithms needs few: most of them differ in
-# numbers only.
+# Eight suffice: most algorithms differ in numbers only, and share a program.
 @functools.lru_cache(maxsize=8)
 def build(
   spec: step_lib.Spec,

@@ -195,8 +195,8 @@ def apply_gradients(
   The policy also stays as it is if `policy_learns` is false, or if there is no
   gradient of it.
   """
-  # Computed for both models before either is replaced: a policy that moves on
-  # beside a value model that was skipped would leave their states apart.
+  # Both models are checked before either is replaced. Otherwise one of them
+  # could be updated while the update of the other one is skipped.
   metrics = dict(outputs.metrics)
   sound, moved = jnp.asarray(True), {}
   for role, prefix in (('policy', 'actor'), ('value', 'critic')):

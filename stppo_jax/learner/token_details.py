@@ -84,8 +84,9 @@ def measure_tokens(
     forward.inputs_of(chosen),
     packed.packing,
   )
-  # Wanted are its masks and weights, and not the loss itself: so there is no
-  # entropy bonus, and statistics and count are those of these rows.
+  # Only the masks and the weights of the loss are used, not its value.
+  # Therefore the entropy bonus is left out, and statistics and count are formed
+  # from these rows.
   loss = losses.policy_loss(
     algorithm,
     logprobs_BL,

@@ -80,7 +80,7 @@ class Warmup:
 
   steps: int
   patience: int
-  best: float = -1e9  # less than any; JSON has no -inf
+  best: float = -1e9  # below any explained variance; JSON has no -inf
   best_step: int = 0
   ended: int | None = None
 

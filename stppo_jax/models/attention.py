@@ -151,7 +151,8 @@ def attend_to_slices(
     )
 
   def with_needed(sums, pages):
-    # By halves, so that one branch skips many pages, and few are nested.
+    # The pages are halved again and again, so that one branch skips many pages,
+    # and few branches are nested.
     if half := len(pages) // 2:
       return with_pages(with_needed(sums, pages[:half]), pages[half:])
     return _added(sums, reduced(pages[0].read()))
@@ -173,8 +174,8 @@ def _added(one: _Sums, other: _Sums) -> _Sums:
 def split_heads(q_BLNH: Array, K: int) -> Array:
   """Returns q / √H as [B, K, R, L, H], the layout of every product below."""
   B, L, N, H = q_BLNH.shape
-  # A TPU fills up a tile whose second last axis is as short as R, so no array
-  # has R there.
+  # On a TPU, an array whose second last axis is as short as R would be padded
+  # to whole tiles. Therefore no array has R there.
   q_BNLH = (q_BLNH * H**-0.5).swapaxes(1, 2)
   return q_BNLH.reshape(B, K, N // K, L, H)
 

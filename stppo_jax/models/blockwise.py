@@ -45,7 +45,7 @@ Array = jax.Array
 
 _MASKED = -1e30  # finite: the difference of two is 0, not nan
 _TOKENS = -2  # the axis that is cut into tiles
-_FEW = 4  # tiles up to which the unrolled program is used
+_FEW = 4  # the most tiles for which the loop is unrolled
 
 
 def attend(

@@ -209,8 +209,8 @@ class Model:
       **rows: see `Rows`.
     """
     loss_positions_BM = rows.get('loss_positions_BM')
-    # Values at all tokens need the states of all tokens; the logits then take
-    # theirs from among them.
+    # Values at all tokens need the states of all tokens. The logits then use
+    # those of these states that they need.
     narrowed = loss_positions_BM is not None
     narrowed &= self.head != 'both' or not values_everywhere
     rows['loss_positions_BM'] = loss_positions_BM if narrowed else None

@@ -82,7 +82,8 @@ class RMSNorm(nnx.Module):
   """Computes x / rms(x) · (offset + scale), the mean square in float32."""
 
   def __init__(self, size: int, *, eps: float, offset: float = 0.0):
-    # With its dtype, because a scale of a weak type would compile twice.
+    # The dtype is given, because with a scale of a weak type the program would
+    # be compiled twice.
     self.scale = nnx.Param(jnp.full((size,), 1.0 - offset, jnp.float32))
     self.eps = eps
     self.offset = offset

@@ -130,7 +130,8 @@ def _highest(probs_BLX: Array, number: int, mesh) -> Array:
   top = lambda probs_BLX: jax.lax.top_k(probs_BLX, number)[1]
   if mesh is None or mesh.size == 1:
     return top(probs_BLX)
-  # Left to the compilers for CPU and GPU, every device would get all rows.
+  # Without this constraint, the compilers for CPU and GPU would give all rows
+  # to every device.
   rows = activations.fitting((activations.ROWS,), probs_BLX.shape, mesh)
   return jax.shard_map(top, mesh=mesh, in_specs=rows, out_specs=rows)(
     jax.lax.stop_gradient(probs_BLX)
@@ -235,8 +236,9 @@ def grouped(
   elif product is None:
     summed = on_mesh(lambda *args: total(local(*args)), in_specs=specs)
     return summed(x_BLD, ids_BLE, weights_BLE, *kernels)
-  # The sum is apart from the kernels, because these do not declare which axes
-  # vary, and without that JAX sums gradients over `axis` which are equal there.
+  # The sum is not in the `shard_map` of the kernels. Kernels do not declare
+  # over which axes their results vary, and without that JAX would also sum
+  # gradients over `axis` that are equal on all its devices.
   parts = jax.shard_map(
     lambda *args: local(*args)[None],
     mesh=mesh,
@@ -336,7 +338,7 @@ def _routing(
 # masks more rows, because a tile is computed again for every matrix in it.
 _ROWS = 256
 # Columns of a tile, by the bytes of a number: the kernel holds a tile of a
-# float32 sum and two of the result. They are to fit in 16 MiB.
+# float32 sum and two of the result, which must fit in 16 MiB.
 _COLUMNS = {2: 1024, 4: 512}
 _LANES = 128
 
@@ -377,7 +379,8 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
   # Imported here because it takes a fifth of a second and only a TPU needs it.
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  # The kernel needs whole tiles of rows. Those that are added are of no matrix.
+  # The kernel needs whole tiles of rows. The rows that are added belong to no
+  # matrix.
   widths = (0, -x_UK.shape[0] % _ROWS), (0, 0)
   x_UK, dy_UN = jnp.pad(x_UK, widths), jnp.pad(dy_UN, widths)
   most = _COLUMNS[dtype.itemsize]

@@ -137,7 +137,7 @@ class Work:
   @property
   def decode_bytes(self) -> float:
     """The bytes of its memory that a device reads in a call of decode."""
-    # While it grows, a row is half as long as in the end.
+    # While a row grows, it is on average half as long as in the end.
     seen = self.length / 2
     if self.shape.attention == 'splash':  # no page before a window is read
       seen = flops.seen_keys(self.shape, self.length) / self.shape.num_layers
@@ -272,7 +272,7 @@ def _update(work: Work) -> _Counts:
   computed += extra * (layers + head)
   remat = shape.remat == 'full'
   gathers = 1 if work.gathers_base else times * (2 * models + extra)
-  # Adapters are trained where experts have none.
+  # With adapters, only they are trained. Experts are taken to have none.
   of_trained = work
   if work.adapters:
     of_trained = dataclasses.replace(work, weights=work.trained, experts=0)

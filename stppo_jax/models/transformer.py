@@ -240,8 +240,8 @@ class Transformer(nnx.Module):
       )
       for window in windows
     ]
-    # In a model whose layers differ, the number of its window is an input of
-    # each layer, and chooses one of the programs when the layer runs.
+    # Where layers have different windows, each layer gets the number of its
+    # window, which chooses among the programs when the layer runs.
     kinds = None
     if len(windows) > 1:
       kinds = jnp.array([windows.index(x) for x in self.config.layer_windows])

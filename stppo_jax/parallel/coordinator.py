@@ -180,7 +180,7 @@ class Coordinator:
     if count != self.count:
       refusal = f'{self.count} processes are expected, not {count}'
     elif process in self._left:
-      # It was started again before the others have ended.
+      # The host was started again before the others have ended.
       refusal = f'the run that host {process} has left is about to end'
       code = exits.TRY_AGAIN
     elif not 0 <= process < count or process in self._members:
@@ -264,7 +264,7 @@ class Coordinator:
       clock.tick()
       if clock.now - asked > ASK_EVERY:
         asked = clock.now
-        # Those that do not owe a sign of life already.
+        # The processes that were not asked for a sign of life yet.
         silent = self._members.keys() - self._left - self._asked.keys()
         for process in silent:
           self._asked[process] = asked
@@ -374,7 +374,7 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
   connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   for name, value in _KEEPALIVE.items():
-    if hasattr(socket, name):  # not everywhere but on Linux
+    if hasattr(socket, name):  # some systems lack these options
       option = getattr(socket, name)
       connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

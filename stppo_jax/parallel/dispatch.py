@@ -183,7 +183,7 @@ def _block(
   weights_RE: Any = _taken(sums, weights_NE, tokens_R)
   weights_RE = jnp.where(slots_R[:, None] == lanes_1E, weights_RE, 0)
   y_RD = compute(_taken(sums, x_ND, tokens_R), experts_R, experts)
-  # Products leave rows of no expert as they find them.
+  # Products do not write the rows that belong to no expert.
   y_RD = jnp.where(tokens_R[:, None] < sums.tokens, y_RD, 0)
   return _added(
     sums, y_RD * jnp.sum(weights_RE, axis=1, keepdims=True), tokens_R

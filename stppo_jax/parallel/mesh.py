@@ -14,9 +14,9 @@ BATCH_AXES = ('data', 'fsdp', 'expert')
 # are cut over them as they are over `fsdp`.
 WEIGHT_AXES = ('fsdp', 'expert')
 
-# The kinds of devices, or the topologies, whose compiler (libtpu 0.0.42) ends
-# the process when it compiles a collective, an exchange between devices, among
-# some of the chips of several hosts.
+# On these kinds of devices, or topologies, the compiler (libtpu 0.0.42) ends
+# the process when it compiles a collective (an exchange between devices) among
+# some, but not all, chips of several hosts.
 _ONLY_WHOLE_HOSTS = re.compile(r'v[56](e\b| lite\b)')
 
 

@@ -39,7 +39,8 @@ _SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
   *('expert_rows', 'expert_columns', 'tensor_columns', 'tensor_rows'),
 )
-# Where weights begin: the factors of each axis of training.
+# The layout in which publishing begins: that of training, by the factors of its
+# axes.
 _BEGIN = {
   'fsdp': ('fsdp_rows', 'fsdp_columns'),
   'expert': ('expert_rows', 'expert_columns'),
@@ -229,8 +230,8 @@ class Publisher:
       part: the stacked layers, of which a second argument of the copy chooses
         one, or all other weights; shapes suffice.
     """
-    # Weights come in few structures: with or without adapters, layers or
-    # others.
+    # There are few structures of weights (with or without adapters, a layer or
+    # the rest), and so few programs.
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)

@@ -33,7 +33,8 @@ def seconds(metrics: Mapping[str, float | None]) -> float | None:
   """Returns the duration of a step with its save, without what it compiled."""
   if (step := metrics.get('timing_s/step')) is None:
     return None
-  # Threads compile side by side: their sum may be more than has passed.
+  # Threads compile side by side, so their times may add up to more than the
+  # time that has passed.
   worked = max(step - (metrics.get('timing_s/compile') or 0.0), 0.0)
   return worked + (metrics.get('timing_s/checkpoint') or 0.0)
 

@@ -94,7 +94,7 @@ class Tracker:
           experiment = self._open()
         step, metrics = item
         experiment.log(metrics, step=step)
-      except Exception as error:  # whatever packages of others raise
+      except Exception as error:  # the package may raise anything
         self._error = error
     try:
       if experiment is not None:
@@ -121,7 +121,7 @@ def _open_wandb(identity: Identity) -> Experiment:
       config=scrubbing.scrubbed_plain(identity.config),
       dir=str(identity.folder),
       mode=mode,
-      # It must not take the output of the run, nor read the code.
+      # wandb must neither capture the output of the run nor read its code.
       settings=wandb.Settings(
         console='off', silent=True, init_timeout=30, disable_git=True
       ),

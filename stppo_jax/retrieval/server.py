@@ -37,9 +37,9 @@ _Search = Callable[[Sequence[str], int], _Lists]
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 _DEFAULT_TOPK = 3  # as in Search-R1's server
 _MAX_TOPK = 100
-_MAX_QUERIES = 512  # of a request, and of those that are searched for at once
+_MAX_QUERIES = 512  # queries of a request, and of all that are searched at once
 _MAX_QUERY_CHARS = 4096  # environments send fewer
-_MAX_WORLDS = 64  # whose indexes are kept, the most recently used ones
+_MAX_WORLDS = 64  # worlds whose indexes are kept: the most recently used ones
 
 
 def make_app(

@@ -113,8 +113,8 @@ class Algorithm(options.Options):
   @property
   def needs(self) -> frozenset[str]:
     """The names of the arrays that the loss reads and not every loss does."""
-    # Bounds, objectives and corrections declare theirs in the tables; only the
-    # level and the KL term have no entry that could.
+    # Bounds, objectives and corrections declare their arrays in the tables. The
+    # level and the KL term have no entries there, so theirs are added here.
     arrays = set().union(*(choice.arrays for choice, _ in self._choices()))
     if self.ratio.level == 'sentence':
       arrays.add('sentence_ids_BL')

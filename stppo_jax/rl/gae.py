@@ -54,8 +54,8 @@ def gae(
 
   def previous(carry, token):
     # The value and the advantage of the next step, and the rewards between this
-    # token and that step. They belong to the step before them, which the scan,
-    # running backwards, reaches next.
+    # token and that step. These rewards belong to the step before them, which
+    # the scan, running backwards, reaches next.
     value_B, advantage_B, reward_B = carry
     reward_now_B, value_now_B, step_B, end_B = token
     value_B = jnp.where(end_B, 0, value_B)

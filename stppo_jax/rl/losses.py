@@ -394,6 +394,7 @@ def _value_distance(values_BL, returns_BL, bounds) -> Array:
     return 0.5 * jnp.square(values_BL - returns_BL)
   low, high = bounds
   share = lambda x_BL: jnp.clip((x_BL - low) / (high - low), 0, 1)
-  # Not the bounds, where the logarithm is infinite; a clip has no gradient.
+  # The probability is kept away from 0 and 1, where the logarithm is infinite.
+  # It is scaled and not clipped, because a clip has no gradient.
   p_BL, q_BL = 1e-6 + (1 - 2e-6) * share(values_BL), share(returns_BL)
   return -q_BL * jnp.log(p_BL) - (1 - q_BL) * jnp.log1p(-p_BL)

@@ -101,15 +101,15 @@ def turn_leave_one_out(
   _, pairs_BB = group_advantages.rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
-  # Through the turns in order, so that a row that nobody follows into a turn
+  # The scan goes through the turns in order. A row that is alone in a turn
   # keeps the baseline of the turn before.
   def following(carry, turn):
     baseline_B, known_B = carry
     to_go_B, present_B = turn
     total_B, count_B = masking.differences(to_go_B, others_BB & present_B[None])
     some_B = count_B > 0
-    # The mean of the others, from the mean difference to them: equal rewards
-    # then have an advantage of exactly 0.
+    # The mean of the other rows is formed from the mean difference to them, so
+    # that equal rewards have an advantage of exactly 0.
     baseline_B = jnp.where(
       some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
     )
@@ -263,7 +263,7 @@ def turn_pooled(
   to_go_BT = gae_lib.rewards_to_go(
     z.reshape(counted_BT.shape), counted_BT, gamma
   )
-  # The turns of one row alone would be compared with each other.
+  # In a group of one row, its turns would be compared with each other alone.
   _, pairs_BB = group_advantages.rows(rewards_BL, batch)
   has_others_B = jnp.sum(pairs_BB, axis=1) > 1
   return masking.select(
@@ -360,8 +360,9 @@ def gigpo(
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
     pairs = same & shifted.reshape(same.shape)
     advantage = normalization(to_go, pairs, epsilon)
-    # All w_h are divided by w_0, which leaves N_0 as it is. A turn without an
-    # equal has the advantage 0, and then this h must not weigh either.
+    # All w_h are divided by w_0, which leaves N_0 as it is. A turn that equals
+    # no other one has the advantage 0, and this h must then have no weight
+    # either.
     weight = masking.select((1 + before / 2) ** power, advantage != 0)
     return (pairs, total + weight * advantage, weights + weight), None
 

@@ -52,7 +52,8 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
   except Exception as error:
     interrupt.force_exit = interruption.no_force_exit
     _save_last(last, folder, error)
-    # The error says how the run ends, or nobody reads the output any more.
+    # Such an error says by itself how the run ends: by its exit code, or
+    # because nobody reads the output any more.
     is_known = hasattr(error, 'exit_code') or isinstance(error, BrokenPipeError)
     if is_known or not isinstance(error, OSError):
       raise

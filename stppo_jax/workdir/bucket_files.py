@@ -185,8 +185,8 @@ def _join(
   parts: list[re.Match[str]],
 ) -> Grown:
   """Joins the parts of a file that lines are appended to, and writes it."""
-  # A rewritten file begins with a part at byte 0: others may come before it is
-  # there.
+  # A rewritten file begins with a part at byte 0. Its other parts may arrive
+  # earlier.
   begun = (int(part[2]) for part in parts if not int(part[3]))
   number = max(begun, default=0)
   data = b''

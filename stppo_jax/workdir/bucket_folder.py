@@ -103,8 +103,8 @@ class BucketFolder:
       )
       for name in entries:
         if bucket_files.DIALOGUES.fullmatch(name):
-          # Its name alone, by which the writer knows what to remove or to move
-          # aside.
+          # An empty file of that name, from which the writer knows what to
+          # remove or to move aside.
           (self._folder / name).touch()
         elif name.startswith(run_folder.ASIDE):
           (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
@@ -122,7 +122,8 @@ class BucketFolder:
       files = self._files()
       new = {n for n, x in files.items() if self._known.get(n) != x}
       grown = set(filter(bucket_files.GROWS.fullmatch, new))
-      # A model without its config is none. So one is complete or none.
+      # A folder without its config is not taken for a model. With the config
+      # written last, a model is complete or not there.
       last = {name for name in new if name.endswith('/config.json')}
       self.bucket.upload(new - grown - last, self._folder)
       self.bucket.upload(last, self._folder)

@@ -111,7 +111,8 @@ class Heartbeat:
       self.beat.began = before.began or self.beat.began
       self.beat.restarts = before.restarts + 1
       self.beat.lost_steps = before.lost_steps
-      # Until `resume`: a process that is killed before it must not hide them.
+      # Kept until `resume`: if this process is killed before, the next one must
+      # still know of these steps.
       self.beat.step = self._done = before.step
     self.beat.host, self.beat.pid = socket.gethostname(), os.getpid()
     self.beat.hosts = list(hosts)
@@ -166,7 +167,8 @@ class Heartbeat:
     """
     self.beat.lost_steps += max(self._done - step, done - step, 0)
     self._done = step
-    # At once: whoever drops those records next cannot count them any more.
+    # Written at once: a later start drops these records, and could not count
+    # them.
     self._write()
 
   def _keep_writing(self) -> None:

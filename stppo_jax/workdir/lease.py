@@ -133,7 +133,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
     if content == data:  # the answer was lost
       return found.generation
     holder, seconds = _read(content)
-    # Its holder lives if it was written again while this process waited.
+    # The holder lives if the lease was written again while this process waited.
     if known not in (0, found.generation):
       raise lock.Locked(
         f'{bucket.address}: {holder} writes there and has renewed its lease; '

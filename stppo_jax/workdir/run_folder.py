@@ -27,8 +27,8 @@ from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
 
 EXPORT = 'export'
-# The version of the files of a run. One that a reader of today would
-# misunderstand gets a higher number, which then stands in run.json.
+# The version of the files of a run. Files that a reader of today would
+# misunderstand get a higher number, which run.json then has.
 SCHEMA = 1
 _RUNS = ('train', 'sft', 'prefer')  # commands that can write to a bucket
 IDENTITY, _EXPORTED = 'run.json', 'export.json'

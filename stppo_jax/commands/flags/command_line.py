@@ -178,7 +178,8 @@ def parse(
   flags.mark_as_parsed()
   rest, errors = list(argv), []
   given = Given([], {}, errors)
-  # Flags that were misspelt, or have a wrong value, are not missing, too.
+  # A flag that was misspelt, or has a wrong value, is not reported as missing,
+  # too.
   meant: list[str] = []
   # absl would stop at the first wrong word. Here it parses the values of flags
   # one by one, so that a user sees all wrong words at once.

@@ -96,7 +96,8 @@ def plan_work(
   if window:
     firsts_E += (pages_B - counted_B)[rows_E]
   wanted_ZE = firsts_E[None] + jnp.arange(_PLACES)[:, None]
-  # The entry whose page a place holds: this one, or the last with a page.
+  # The entry whose page is in a place: this one, or the last one before it that
+  # has a page there.
   held_ZE = jnp.where(wanted_ZE < pages_B[rows_E][None], index_E[None], 0)
   held_ZE = jax.lax.cummax(held_ZE, axis=1)
   pages_ZE = table_BN[rows_E[None], jnp.minimum(wanted_ZE, N - 1)]
@@ -243,7 +244,7 @@ def _kernel(
   _, K, tile, _ = q_ref.shape
   entry = pl.program_id(1)
   page, length = firsts_E[entry], lengths_B[rows_E[entry]]
-  # The own token that is the query's.
+  # The place of the query's own token.
   start = pl.program_id(0) * tile
   query = jax.lax.broadcasted_iota(jnp.int32, (tile, PAGE_SIZE), 0) + start
   query = first_1[0] + query % num_queries

@@ -147,8 +147,8 @@ class Checkpointer:
       'leaves': {
         name: fingerprint_lib.kind(leaf) for name, leaf in leaves.items()
       },
-      # As it will be read again. What JSON cannot hold is refused here, and not
-      # later by a thread.
+      # In the form in which it will be read again. What JSON cannot hold is
+      # refused here, and not later by a thread.
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     if self._run is not None:
@@ -264,8 +264,8 @@ class Checkpointer:
     """Notes in the run's folder that a save has ended well."""
     if self._run is None or self._run.has_saved:
       return
-    # From now on, a folder without checkpoints has lost them. On a full disk,
-    # the next save writes it.
+    # Once this is recorded, a folder without checkpoints is known to have lost
+    # them. If the disk is full, the next save records it.
     run = dataclasses.replace(self._run, has_saved=True)
     with contextlib.suppress(OSError):
       if jax.process_index() == 0:

@@ -58,8 +58,8 @@ def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
     manifest.pop('digest', None) != digest(manifest)
   ):
     raise ValueError('the manifest does not match its digest')
-  # After the digest, which is computed alike in all versions: a newer manifest
-  # is told from a damaged one.
+  # Checked after the digest, which all versions compute alike, so that a newer
+  # manifest is not taken for a damaged one.
   version = manifest.get('version')
   if version != VERSION:
     is_newer = type(version) is int and version > VERSION

@@ -67,8 +67,8 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   """Writes the file, on the first process."""
-  # First: what was written before the checkpoint must be in the bucket before
-  # it.
+  # First of all: what was written before the checkpoint must reach the bucket
+  # before it.
   save.flush()
   if jax.process_index() != 0:
     return

@@ -119,7 +119,7 @@ class PendingSave:
       while self._check_part(self._manager):
         time.sleep(_POLL)
       self._manager.wait_until_finished()
-    # Who waits may come long after the files were written.
+    # The wait may begin long after the files were written.
     self.seconds = (self._ended or time.monotonic()) - self._began
     self._manager, self.saved = None, self._step
     return True

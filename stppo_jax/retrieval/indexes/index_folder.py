@@ -58,7 +58,8 @@ class StoredPassages(Sequence[types.Passage]):
     self._offsets = np.asarray(mapped)  # Indexing a memmap is slow.
     if self._offsets.dtype != np.int64 or self._offsets.ndim != 1:
       raise ValueError(f'{folder}: damaged: {_OFFSETS} holds no offsets')
-    # Only the length: the checksum would read a large file at every start.
+    # Only the length is compared: the checksum would read a large file at every
+    # start.
     sizes = num_passages + 1, [len(self._bytes)]
     if (len(self._offsets), self._offsets[-1:].tolist()) != sizes:
       raise ValueError(f'{folder}: damaged: {_PASSAGES} has another length')
