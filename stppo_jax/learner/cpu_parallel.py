@@ -38,8 +38,8 @@ def is_supported(
 ) -> bool:
   """Returns whether the mesh is one CPU and microbatches may be small.
 
-  They may not under a correction whose scope is the microbatch, because its
-  result depends on their size.
+  They must not be where the scope of a correction is the microbatch, because
+  its result then depends on their size.
   """
   one_cpu = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
   return one_cpu and not algorithm.depends_on_microbatches
@@ -168,7 +168,8 @@ class Updater:
   def _placed_outputs(self, params, microbatch, *, num_rows):
     """Returns outputs [B, L], with 0 in the rows of other microbatches.
 
-    So their sum is that of all, and no program depends on how many there are.
+    The sum over the microbatches has the outputs of all rows, and no program
+    depends on how many microbatches there are.
     """
     outputs = policy_loss.outputs_of(params, microbatch, spec=self._spec)
     return minibatches.join(outputs, microbatch.packing, num_rows)

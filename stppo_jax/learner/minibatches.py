@@ -73,7 +73,7 @@ def split(rows: Tree, packing: batch_lib.Packing | None) -> Tree:
 
 
 def join(microbatches: Tree, packing: batch_lib.Packing, num_rows: int) -> Tree:
-  """Returns arrays [B, ...] of those of microbatches; the inverse of `split`.
+  """Joins arrays of microbatches to arrays [B, ...]; the inverse of `split`.
 
   Args:
     microbatches: arrays [n, s b, ...].

@@ -111,7 +111,7 @@ class Models(NamedTuple):
     return self.policy.join_params(params.frozen, params.trained.policy)
 
   def merged(self, params: Params) -> functional.Params:
-    """Returns the policy's weights without adapters; without any, no copies."""
+    """Returns the policy's weights, adapters merged; without any, no copies."""
     return self.policy.merge_adapters(self.policy_weights(params))
 
   def value_weights(self, params: Params) -> functional.Params:

@@ -72,7 +72,7 @@ class OfflineLearner:
     )
 
   def reference(self) -> functional.Params | None:
-    """Returns the weights of the frozen reference; None: those of the state."""
+    """Returns the weights of the reference; None if the state has them."""
     path = self._config.model.path
     return weights_lib.load_reference(self._config, path, self.policy)
 

@@ -1,8 +1,8 @@
 """Decides, on the host, which sequences share a row of the forward pass.
 
 s shards of a minibatch, one for each device along the axes of rows, n
-microbatches, r rows that a shard computes of a microbatch, b sequences that are
-in them at most. A row has `row_length` tokens.
+microbatches, r rows that a shard computes of a microbatch, b the most sequences
+that are in them. A row has `row_length` tokens.
 
 The sequences are dealt to the shards by length, longest first, each to the
 shard with the fewest tokens so far: all shards get equally many sequences, and

@@ -63,7 +63,7 @@ class TrainState:
     return model_roles.Params(trained, self.frozen)
 
   def with_frozen(self, frozen: functional.Params) -> 'TrainState':
-    """Returns the state with another base; {} leaves what updates change."""
+    """Returns the state with another base; {}: only what updates change."""
     return dataclasses.replace(self, frozen=frozen)
 
 

@@ -66,8 +66,8 @@ class Warmup:
   """Counts the first steps, in which the policy stays as it is.
 
   They end early once the explained variance has not risen for some steps. It is
-  measured on a collection before the value model learns from it, so a rise is
-  no memory of single dialogues.
+  measured on a collection before the value model learns from it, so a rise does
+  not come from remembering single dialogues.
 
   Attributes:
     steps: their largest number.
@@ -86,7 +86,7 @@ class Warmup:
 
   @property
   def end(self) -> int:
-    """The first step in which the policy learns, unless they end before."""
+    """The first step in which the policy learns, unless it may earlier."""
     return self.steps if self.ended is None else min(self.steps, self.ended)
 
   @property

@@ -174,7 +174,7 @@ class ModelConfig:
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-  """Returns the shape of a model with the other's fields of how to compute."""
+  """Returns a shape with the other's fields that say how to compute."""
   fields = {name: getattr(other, name) for name in _PROGRAM}
   return dataclasses.replace(config, **fields)
 

@@ -265,7 +265,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns the visited experts' results; any for an id of no expert."""
+  """Returns the visited experts' results; any numbers for ids of no expert."""
   gate, up, down = kernels
   num_experts = len(gate[0])
   # Shapes are static although loads are not: there are always U visits, and

@@ -45,7 +45,7 @@ def fitting(
 ) -> P:
   """Returns mesh axes of dimensions without those that do not divide them.
 
-  Nor is `expert` among several axes of a dimension if it has one device.
+  Where a dimension has several axes, `expert` is left out if it has one device.
   """
 
   def one(axes: Axes, size: int) -> Axes:

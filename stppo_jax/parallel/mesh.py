@@ -155,8 +155,9 @@ def check_divides(
 ) -> None:
   """Raises ValueError unless the mesh divides what it shards.
 
-  Fewer heads of keys and values than devices along `tensor` are shared: of 4
-  heads on 8 devices, two devices each compute the same head.
+  Where there are fewer heads of keys and values than devices along `tensor`,
+  devices share them: of 4 heads on 8 devices, two devices each compute the same
+  head.
 
   Args:
     mesh: the result of `make_mesh`.

@@ -189,7 +189,7 @@ class Placement:
     ]
 
   def here(self, x: jax.Array, layout: NamedSharding) -> jax.Array:
-    """Returns the pieces of a global array that are here as a local array."""
+    """Returns this host's pieces of a global array as one local array."""
     if self.collecting:
       pieces = _moved(x, layout)
     else:
@@ -331,5 +331,5 @@ def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple:
-  """Returns the ends of a piece in each dimension; slices have no hash."""
+  """Returns begin and end of a piece in each dimension, as a hashable tuple."""
   return tuple(s.indices(size)[:2] for s, size in zip(index, shape))

@@ -122,9 +122,9 @@ def agreed(
 ) -> Iterator[list[Any]]:
   """Yields the values of all hosts, which decide what they call in the body.
 
-  A program that one host called and another did not would keep the devices
-  busy for ever. So a signal ends neither the exchange, unless it ends it on all
-  hosts, nor the body.
+  A program that one host called and another did not would keep the devices busy
+  for ever. So a signal does not end the body, and ends the exchange on all
+  hosts or on none.
 
   Args:
     hosts: the hosts of the run.

@@ -25,7 +25,7 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def training(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the reward of a step, or its loss without rewards, by name."""
+  """Returns the reward of a step by name, or its loss if it has no reward."""
   return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
 
 

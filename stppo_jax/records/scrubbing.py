@@ -45,7 +45,8 @@ def scrubbed(text: str) -> str:
 def scrubbed_values(value: Any) -> Any:
   """Returns a value of a config with all texts in it scrubbed.
 
-  It comes before any quoting of the texts, of which the patterns know nothing.
+  Call it before the texts are quoted, since the patterns know nothing of
+  quoting.
   """
   if isinstance(value, str):
     return scrubbed(value)
@@ -57,9 +58,9 @@ def scrubbed_values(value: Any) -> Any:
 
 
 def scrubbed_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of a config, scrubbed; what has no plain type is text.
+  """Returns the values of a config, scrubbed, as numbers, texts and booleans.
 
-  Plain are numbers, texts and truth values.
+  Values of other types become texts.
   """
   return {
     key: x if isinstance(x, int | float) else str(x)

@@ -33,7 +33,7 @@ class Environment(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-  """The trajectories and turns that the infrastructure failed.
+  """The trajectories and turns that failed because of the infrastructure.
 
   Attributes:
     rows, failed_rows: the number of trajectories, and of those that failed.
@@ -73,7 +73,7 @@ class Failures:
 
 
 def failures(trajectories: Sequence[types.Trajectory]) -> Failures:
-  """Returns what the infrastructure failed in a collection."""
+  """Returns what failed in a collection because of the infrastructure."""
   asked, unanswered = collections.Counter(), collections.Counter()
   for trajectory in trajectories:
     actions = [turn.action for turn in trajectory.turns]
@@ -161,8 +161,8 @@ def measure(
 ) -> dict[str, float]:
   """Returns rewards, scores, lengths, actions and statuses of a collection.
 
-  Trajectories that the infrastructure failed are counted in `rollout/status`
-  and in nothing else.
+  Trajectories that failed because of the infrastructure are counted in
+  `rollout/status` and in nothing else.
 
   Args:
     trajectories: at least one.

@@ -264,7 +264,7 @@ class Writer:
     return self._metrics.read_bytes().splitlines(keepends=True)
 
   def _keep(self, lines: Sequence[bytes], *, last: int) -> None:
-    """Replaces the lines of metrics by those of them that are kept.
+    """Drops the lines of metrics that are not kept.
 
     Which steps are kept depends on the last one alone. So a run that was
     interrupted ends with the same lines as one that was not.

@@ -44,7 +44,7 @@ async def ask(
 async def spoken(
   client: http_client.Client, query: str, *, corpus: str
 ) -> dict[str, http_client.Failure | None]:
-  """Asks in every dialect; returns its failure, or None if it is answered."""
+  """Asks in every dialect; returns by name its failure, None if answered."""
 
   async def failure_in(dialect: dialects.Dialect):
     try:

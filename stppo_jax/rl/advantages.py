@@ -180,7 +180,7 @@ BASELINES = ('critic', 'explained')
 
 
 def _explained(values_BL, returns_BL, mask_BL):
-  """Returns the values, or the mean return if that misses the returns less."""
+  """Returns the values, or the mean return if that predicts returns better."""
   mean, variance = masking.masked_moments(returns_BL, mask_BL)
   _, missed = masking.masked_moments(returns_BL - values_BL, mask_BL)
   # The explained variance, 1 - missed / variance, is positive.

@@ -45,9 +45,9 @@ class Evaluator:
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
     """Returns the mean main score by data set, and this host's trajectories.
 
-    The policy is the one that was published last. Trajectories that the
-    infrastructure failed count in no mean. If there are too many of them, the
-    evaluation is repeated when the retriever is ready.
+    The policy is the one that was published last. Trajectories that failed
+    because of the infrastructure count in no mean. If there are too many of
+    them, the evaluation is repeated when the retriever is ready.
 
     Args:
       greedy: whether to decode greedily instead of sampling.

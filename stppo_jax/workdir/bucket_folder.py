@@ -69,8 +69,8 @@ class BucketFolder:
   def pull(self) -> None:
     """Downloads what a start needs.
 
-    Of dialogues, those that were written after an older checkpoint; of others
-    the names.
+    Dialogues are downloaded if they were written after an older checkpoint.
+    Other dialogues have empty files.
 
     Raises:
       OtherFiles: the address holds files that belong to no run.

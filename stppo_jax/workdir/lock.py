@@ -91,7 +91,7 @@ class Holder:
 
   @classmethod
   def of_this_process(cls) -> 'Holder':
-    """Returns this process as the holder of what it takes now."""
+    """Returns a holder that stands for this process, from now on."""
     since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
     pid, host = os.getpid(), socket.gethostname()
     started = _started(pid) or ''

@@ -185,7 +185,7 @@ def address(folder: pathlib.Path) -> str:
 
 
 def _relation(path: pathlib.Path, other: pathlib.Path) -> str:
-  """Returns 'is', 'holds' or 'lies in'; '' for folders apart."""
+  """Returns 'is', 'holds' or 'lies in'; '' for separate folders."""
   path, other = path.resolve(), other.resolve()
   if path == other:
     return 'is'

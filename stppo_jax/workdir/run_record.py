@@ -352,7 +352,7 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
 
 
 def _note_changes(changes: _Changes, workdir: pathlib.Path) -> None:
-  """Records changes: which checkpoint is older than they are, and what."""
+  """Records each change, with the newest checkpoint before it."""
   newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}

@@ -197,9 +197,9 @@ class Checkpointer:
     """Returns the newest valid step, or None if nothing was ever saved.
 
     A damaged step (truncated, flipped bits, foreign) is renamed to
-    `<step>.corrupt` with a warning, and the next older one is tried. It is
-    renamed, not deleted, for inspection, and not left, because a step of the
-    same number will be saved. If opened read-only, a damaged step is skipped.
+    `<step>.corrupt` with a warning, and the next older one is tried. It is kept
+    for inspection, and renamed because a step of the same number will be saved.
+    If opened read-only, a damaged step is skipped.
 
     Args:
       abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, or of
