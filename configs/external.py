@@ -44,7 +44,7 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
 
 
 def adapter_options(config) -> Iterator[str]:
-  """Gives adapters the options of those that a run starts from.
+  """Takes over the options of the adapters that a run starts from.
 
   Yields:
     Why these cannot be trained further, and the keys that have other values.

@@ -37,7 +37,7 @@ FREE, GUARDED, FIXED = 'free', 'guarded', 'fixed'
 
 
 class Key(NamedTuple):
-  """One entry of `KEYS`: all of a config key but its default.
+  """One entry of `KEYS`: everything about a config key but its default.
 
   Attributes:
     rule: the rule for its value; None: each value of its type is good.

@@ -245,7 +245,7 @@ class Slices:
         return  # the answer to the request was lost
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
-      raise Refused(f'{name}: there is one of another run; give --name')
+      raise Refused(f'{name}: is a slice of another run; give --name')
     if cloud.is_transient(line):
       cloud.say(line)  # it is looked for, and requested again
       return

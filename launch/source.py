@@ -75,8 +75,8 @@ def pack(
     is_own = path.parts[0] in _FOLDERS and path.exists()
     if not path.is_file() and not is_own or '..' in path.parts:
       errors.append(
-        f'--config.{key}={text}: must be an absolute path or an address of the '
-        'workers, or a file here, which then travels'
+        f'--config.{key}={text}: must be an absolute path or an address that '
+        'workers have, or a file of this machine, which is sent to them'
       )
     names.append(text)
   if errors:

@@ -220,7 +220,7 @@ def _described(name: str, error: Exception) -> HubError:
       'then log in with `hf auth login` or set HF_TOKEN'
     )
   elif isinstance(cause, errors.HFValidationError):
-    line = 'no such folder, and no name that the Hub could have'
+    line = 'no such folder, and not a name that the Hub allows'
   elif status in (401, 403):
     line = f'{hub} refuses: log in with `hf auth login` or set HF_TOKEN'
   elif status == 429:

@@ -249,4 +249,4 @@ def test_a_name_that_no_model_can_have_is_a_path(name, hub):
   with pytest.raises(hub_lib.HubError) as found:
     hub_lib.pinned(name)
   assert found.value.exit_code == exits.USAGE and not hub.requests
-  assert str(found.value).startswith(f'{name}: no such folder, and no name')
+  assert str(found.value).startswith(f'{name}: no such folder, and not a name')

@@ -64,8 +64,8 @@ class Failures:
 
   def __str__(self) -> str:
     line = (
-      f'the infrastructure failed {self.failed_rows} of {self.rows} '
-      'trajectories'
+      f'{self.failed_rows} of {self.rows} trajectories failed because of the '
+      'infrastructure'
     )
     if self.failed_turns:
       line += f', {self.failed_turns} of {self.turns} turns ({self.action})'
@@ -102,7 +102,7 @@ def failures(trajectories: Sequence[types.Trajectory]) -> Failures:
 
 
 def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
-  """Returns the share of trajectories that the infrastructure did not fail."""
+  """Returns the share of trajectories without infrastructure failures."""
   return len(_valid(trajectories)) / len(trajectories)
 
 

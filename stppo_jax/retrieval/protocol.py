@@ -7,7 +7,7 @@ from stppo_jax import types
 
 
 class RetrievalError(Exception):
-  """Raised if the infrastructure fails a query and all its retries.
+  """Raised if a query and all its retries fail because of the infrastructure.
 
   The policy is never the cause: the trajectory ends with INFRA_ERROR and has no
   weight in training. The message is one line.

@@ -83,7 +83,7 @@ def turn_leave_one_out(
   gamma: Array | float,
   num_turns: int,
 ) -> Array:
-  """Returns the reward-to-go of each turn, minus that of other rows there.
+  """Returns each turn's reward-to-go minus that of the other rows at that turn.
 
     A_k = G_k - mean of G_k over the other rows of the group that have a turn k
     G_k = r_k + gamma G_{k+1}

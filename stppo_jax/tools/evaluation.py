@@ -272,7 +272,7 @@ def _collect_all(
   samples: int,
   folder: _Folder,
 ) -> list[dict[str, Any]]:
-  """Returns a record of each dialogue that the infrastructure did not fail."""
+  """Returns a record of each dialogue, without infrastructure failures."""
   # A dialogue belongs to the question and the number of its sample, not to its
   # turn in the queue, so that a command that was interrupted can go on.
   rows = [

@@ -37,7 +37,7 @@ class Rescored(NamedTuple):
 def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
   """Yields the dialogues of a file, scored again.
 
-  Dialogues that the infrastructure failed are left out.
+  Dialogues that failed because of the infrastructure are left out.
 
   Args:
     path: a file of `trajectory_metrics.record` lines.

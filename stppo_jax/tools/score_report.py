@@ -56,8 +56,7 @@ class SetReport:
 def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   """Returns the statistics of the records of a data set.
 
-  Questions of which a sample is missing, because the infrastructure failed it,
-  are left out.
+  Questions of which a sample is missing, because it failed, are left out.
 
   Args:
     name: the data set.

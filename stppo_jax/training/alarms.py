@@ -136,7 +136,7 @@ ALARMS: Mapping[str, Alarm] = {
   ),
   'infrastructure': Alarm(
     _failed,
-    'the share of trajectories that the infrastructure failed '
+    'the share of trajectories that failed because of the infrastructure '
     '(rollout/valid_fraction)',
     False,
     'look at retrieval/failures and at the log of the retriever or the engine.',

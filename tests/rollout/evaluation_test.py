@@ -152,7 +152,7 @@ def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
 def test_an_evaluation_in_an_outage_is_repeated(evaluated, said):
   evaluator, fake, _ = evaluated
   expected, _ = evaluator.run()
-  failure = 'evaluation: the infrastructure failed 1 of 5 trajectories'
+  failure = 'evaluation: 1 of 5 trajectories failed because of the infra'
   assert [line.startswith(failure) for line in said] == [True]
   said.clear()
   fake.outages = 2

@@ -166,7 +166,7 @@ def test_a_round_in_an_outage_is_collected_again(said):
   ids, metrics = _collect(world, 1)
   assert ids == '00 10 02 12'.split()
   assert world.waits == 2 and world.keys[1] == world.keys[2] == world.keys[3]
-  failed = 'step 6: the infrastructure failed 6 of 8 trajectories; '
+  failed = 'step 6: 6 of 8 trajectories failed because of the infrastructure; '
   assert said[0].startswith(f'{failed}the first cause: not known; it is ')
   assert metrics['rollout/valid_fraction'] == 1.0
   assert metrics['rollout/resample_rounds'] == 1
@@ -216,7 +216,7 @@ def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
 def test_a_lasting_outage_ends_the_step():
   world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
   with pytest.raises(
-    steps.Outage, match='step 6: collected 3 times; .* 8 of 8 '
+    steps.Outage, match='step 6: collected 3 times; .*8 of 8 '
   ):
     _collect(world, 1)
   assert world.waits == 3

@@ -85,7 +85,7 @@ def _own_advantages(
   algorithm: algorithm_lib.Algorithm,
   loaded: saved_batch.Arrays,
 ) -> np.ndarray:
-  """Returns the advantages that an algorithm's estimator gives to a file."""
+  """Returns the advantages of an algorithm's estimator for a file."""
   estimator: Any = algorithm.advantage
   required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'
