@@ -63,7 +63,8 @@ def section() -> dict[str, Any]:
     # host decodes its own trajectories in any case.
     # host: those of one host, which waits for no other.
     # slice: those of all hosts, which call their programs together.
-    # auto: slice on TPUs whose compiler refuses programs for one host, or host.
+    # auto: slice on TPUs whose compiler refuses programs for one host, and
+    # host elsewhere.
     'span': 'auto',
     # Tokens decoded before the host reads which turns have ended: a chunk.
     'decode_chunk': 16,

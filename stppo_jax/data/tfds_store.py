@@ -158,9 +158,9 @@ def build(
         # of its authors.
         download_config=tfds.download.DownloadConfig(try_download_gcs=False),
       )
-    # A rename does not replace a folder that holds files. The earlier one is
-    # moved where it is deleted at the end, and not deleted first: a process
-    # that is killed here leaves both of them.
+    # A rename does not replace a folder that holds files. The earlier folder is
+    # moved to where it is deleted at the end. If it were deleted first, a
+    # process that is killed here would leave none.
     if target.exists():
       target.rename(pathlib.Path(partial, 'replaced'))
     os.rename(builder.data_dir, target)
