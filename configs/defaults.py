@@ -134,8 +134,8 @@ DEFAULTS = {
       'omega': 1.0,  # weight of the advantage among turns
       'outcome_weight': 1.0,  # weight of the advantage among trajectories
       'gamma': 0.95,  # discount per turn
-      # Turns are compared by their state and by up to so many before it; a
-      # comparison by n states weighs (n + 1)^power.
+      # The most earlier states by which turns are compared, beside their own
+      # state. A comparison by n of them weighs (n + 1)^power.
       'history': 0,
       'power': 1.0,
       'normalize': 'std',  # std | none

@@ -60,7 +60,7 @@ def is_name(place: str | pathlib.Path) -> bool:
 
 
 def not_here(place: str | pathlib.Path, kind: str = 'folder') -> str:
-  """Returns why a path that is no name does not exist, without the path."""
+  """Returns what to say, after the path, of one that does not exist here."""
   if not _NAME.fullmatch(str(place)):
     return f'no such {kind}'
   return (

@@ -36,10 +36,10 @@ Tree = Any
 def is_supported(
   mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm
 ) -> bool:
-  """Returns whether the mesh is one CPU and microbatches may be small.
+  """Returns whether the mesh is one CPU and microbatches may be divided.
 
-  They must not be where the scope of a correction is the microbatch, because
-  its result then depends on their size.
+  A correction whose scope is the microbatch forbids that, because its result
+  depends on the size of the microbatch.
   """
   one_cpu = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
   return one_cpu and not algorithm.depends_on_microbatches

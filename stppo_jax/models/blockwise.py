@@ -244,7 +244,7 @@ _mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)
 def _bounds(
   q_BKRLH: Array, tile: int, window: int
 ) -> list[tuple[int, int, int]]:
-  """Returns the bounds of each tile of queries, after its first key's."""
+  """Returns of each tile its first key, its first query and its end."""
   L = q_BKRLH.shape[_TOKENS]
   return [
     (max(begin + 1 - window, 0) if window else 0, begin, min(begin + tile, L))

@@ -131,7 +131,7 @@ def _adapt(
     module: the module.
     adapters: the adapters by the names of their layers in the module.
     lora: the options of adapters.
-    inside: what precedes these names in those of a whole model.
+    inside: the prefix that these names have in a whole model.
   """
   linear = _linear_layers(module)
   for name, pair in adapters.items():

@@ -136,7 +136,7 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
   """Returns the halves (a, b) of heads as (a cos - b sin, b cos + a sin).
 
-  What of a head lies behind the two halves is returned as it is.
+  If a head has more numbers behind the two halves, these do not change.
   """
   cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)
   width = 2 * cos.shape[-1]

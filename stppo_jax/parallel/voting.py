@@ -36,8 +36,8 @@ def voted(
   Args:
     hosts: the hosts of the run.
     interrupt: notices the signals of this one.
-    patience: seconds that the others have to come to the vote of a host that
-      was interrupted or has failed; None: as long as hosts are waited for.
+    patience: how many seconds a host that was interrupted or has failed waits
+      for the others to vote; None: as long as it waits for hosts elsewhere.
 
   Raises:
     Interrupted: on all hosts, after a signal of any.

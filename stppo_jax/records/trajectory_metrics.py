@@ -236,8 +236,8 @@ def record(
   Args:
     trajectory: the trajectory.
     tokenizer: decodes it.
-    details: the numbers of tokens, in whose rows it may be.
-    row: its row there.
+    details: the numbers of the tokens of trajectories, one of which it may be.
+    row: its row in them.
 
   Returns:
     question, golden_answers, data_set, options of a choice question, prompt,

@@ -355,8 +355,8 @@ def value_loss(
 
     max(d(v, R), d(clip(v, v_old - c, v_old + c), R))
 
-  The distance d is 0.5 (v - R)^2 or, between bounds, the cross-entropy of two
-  outcomes, the largest and the smallest value, whose means are R and v.
+  The distance d is 0.5 (v - R)^2. With bounds, R and v become probabilities
+  of the largest value rather than the smallest, and d is their cross-entropy.
 
   Args:
     values_BL: V of the value model in training, differentiable.

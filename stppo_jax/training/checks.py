@@ -202,7 +202,7 @@ def check_memory(
     gib = memory_lib.gib
     largest = ', '.join(f'{gib(size)} for {name}' for name, size in parts[:3])
     raise DoesNotFit(
-      f'the run needs {gib(held.total)} of each device or more ({largest}), '
+      f'the run needs at least {gib(held.total)} of each device ({largest}), '
       f'and there are {gib(limit)}',
       config,
       limit,

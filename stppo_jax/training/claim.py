@@ -142,7 +142,7 @@ class Folder:
           self.bucket.with_retries(self.bucket.pull)
 
   def settle(self) -> None:
-    """Uploads what hosts have written before any of them goes on."""
+    """Uploads what the hosts have written; none goes on before all have."""
     if self.bucket is not None:
       with self.interruptible():
         self.flush()

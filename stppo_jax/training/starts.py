@@ -169,7 +169,7 @@ def load(
 
 
 def _origin(config, path: str) -> tuple[int, str]:
-  """Returns number and name of a start, which lies in a directory."""
+  """Returns the number and the name of a start whose weights are in `path`."""
   if config.init_from:
     return 2, f'init_from={config.init_from}, kept in {path}'
   if run_record.makes_start(config):
