@@ -13,6 +13,7 @@ from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
+from tests import compilations
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
@@ -245,7 +246,7 @@ def _compiled(rows, num_microbatches):
       num_turns=updates.NUM_TURNS,
       routing_replay='trainer',
     ),
-    compiler_options=updates.COMPILER_OPTIONS,
+    compiler_options=compilations.QUICK,
   )
   algorithm = batches.algorithm('st_ppo', kl__where='reward')
   reference = tiny.params(models.policy, 7)

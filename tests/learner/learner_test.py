@@ -79,13 +79,6 @@ def test_a_checkpoint_contains_the_published_policies():
   assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
 
 
-def test_metrics_are_means_over_the_updates(learner, packed):
-  _, metrics = _stepped(learner, packed, _WARM_STEPS)
-  # Rates of updates 1 and 2 of a warm-up of 20.
-  assert metrics['actor/lr'] == pytest.approx(2.5e-4 * 1.5 / 20)
-  assert metrics['update/skipped'] == 0
-
-
 def test_another_step_does_not_recompile(learner, packed):
   reference = learner.reference()
   state, _ = _stepped(learner, packed, 0)
@@ -138,13 +131,6 @@ def test_every_epoch_has_its_own_permutation():
     )
     assert learner.minibatches(32, step, num_updates=0) == []
   assert len(set(map(tuple, orders))) == 4
-
-
-def test_policy_value_model_and_reference_start_alike(learner):
-  state = learner.start()
-  _assert_equal(state.policy.params, learner.reference())
-  for name in ('embedding', 'layers', 'norm'):
-    _assert_equal(state.value.params[name], state.policy.params[name])
 
 
 def test_a_reference_may_be_kept_in_host_memory(learner, packed):

@@ -15,6 +15,7 @@ from stppo_jax.learner import packing
 from stppo_jax.models import attention
 from stppo_jax.models import fused_attention
 from stppo_jax.rollout import pack
+from tests import compilations
 from tests.learner import updates
 from tests.models import cudnn
 from tests.models import tiny
@@ -262,7 +263,7 @@ def test_annotating_packed_rows_gives_the_same_batch(experts):
       num_turns=updates.NUM_TURNS,
       routing_replay='trainer' if experts else 'nowhere',
     ),
-    compiler_options=updates.COMPILER_OPTIONS,
+    compiler_options=compilations.QUICK,
   )
   expected, found = (
     annotated(
@@ -294,7 +295,7 @@ def test_mean_logprobs_are_those_of_rows_of_their_own():
   state = updates.train_state(models)
   means = jax.jit(
     functools.partial(annotate.mean_logprobs, models=models, temperature=0.7),
-    compiler_options=updates.COMPILER_OPTIONS,
+    compiler_options=compilations.QUICK,
   )(
     state.params,
     forward.inputs_of(batch),

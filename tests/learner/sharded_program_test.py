@@ -18,6 +18,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
+from tests import compilations
 from tests.learner import abstract_batch
 from tests.training import runs
 
@@ -45,10 +46,6 @@ _FSDP, _ALL_AXES, _ALONE = (1, 8, 1), (2, 2, 2), (1, 1, 1)
 _MESHES = pytest.mark.parametrize(
   'axes', [_FSDP, pytest.param(_ALL_AXES, marks=pytest.mark.slow)]
 )
-_COMPILER_OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 
 
 class _Compiled(NamedTuple):
@@ -82,7 +79,7 @@ def _compiled(
   lowered = lowering.lower_update(
     learner, abstract_batch.packed(rows, _LENGTH, _NUM_LOSSES)
   )
-  compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
+  compiled = lowered.compile(compiler_options=compilations.QUICK)
   return _Compiled(state, compiled, compiled.as_text())
 
 

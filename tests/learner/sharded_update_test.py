@@ -15,6 +15,7 @@ from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
+from tests import compilations
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
@@ -28,10 +29,6 @@ _STEP = updates.DESCENT._replace(learning_rate=1e-3, max_grad_norm=1.0)
 _HYPERPARAMETERS = updates.hyperparameters(
   policy_step=_STEP, value_step=_STEP, load_balance=0.1
 )
-_COMPILER_OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 
 
 class _Way(NamedTuple):
@@ -108,7 +105,7 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   compiled = jax.jit(
     update,
     out_shardings=(layout, None, None),
-    compiler_options=_COMPILER_OPTIONS,
+    compiler_options=compilations.QUICK,
   )
   state = jax.device_put(state, layout)
   batch = updates.batch(updates.transformers(**way.shape))

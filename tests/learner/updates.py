@@ -24,6 +24,7 @@ from stppo_jax.models import transformer
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import diagnostics as diagnostics_lib
+from tests import compilations
 from tests.models import tiny
 from tests.rl import batches
 
@@ -42,11 +43,6 @@ _LAYOUT = (
 )
 B, L, NUM_TURNS = len(_LAYOUT), len(_LAYOUT[0]), 3
 ONE_DEVICE = (1, 1, 1)
-# Compiling is most of the time of these tests.
-COMPILER_OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 # Plain descent at rate 1: the change of the weights is the gradient. (Adam
 # would turn rounding of a vanishing gradient into a whole step.)
 DESCENT = optimizer_lib.Hyperparameters(
@@ -252,7 +248,7 @@ def compiled(models: Models, method: step_lib.Method = policy_loss.METHOD):
       spec=spec(models),
       optimizers=OPTIMIZERS,
     ),
-    compiler_options=COMPILER_OPTIONS,
+    compiler_options=compilations.QUICK,
   )
 
 

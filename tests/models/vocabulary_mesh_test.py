@@ -18,15 +18,11 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import hlo_cost
+from tests import compilations
 from tests.models import shapes
 
 _B, _L, _M, _D, _V, _CHUNK = 8, 33, 32, 8, 512, 32
 _KINDS = ('entropy', 'divergence')
-# Compiling is most of the time of these tests.
-_COMPILER_OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 
 
 def _arguments(entries=_V, rows=_B):
@@ -79,7 +75,7 @@ def _function(kind, mesh):
 
 @functools.cache
 def _jitted(kind, mesh):
-  return jax.jit(_function(kind, mesh), compiler_options=_COMPILER_OPTIONS)
+  return jax.jit(_function(kind, mesh), compiler_options=compilations.QUICK)
 
 
 def _assert_same(actual, expected):
@@ -125,7 +121,7 @@ def test_what_is_added_to_scatter_a_sum_changes_no_number(monkeypatch):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   placed, _ = _placed(mesh, _arguments())
   gradient = lambda: jax.jit(
-    _function('entropy', mesh), compiler_options=_COMPILER_OPTIONS
+    _function('entropy', mesh), compiler_options=compilations.QUICK
   ).lower(*placed)
   own = gradient()
   monkeypatch.setattr(mesh_lib, 'platform', lambda mesh: 'tpu')

@@ -17,6 +17,7 @@ from stppo_jax.configs import algorithms
 from stppo_jax.rl import losses
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import hlo_cost
+from tests import compilations
 from tests.rl import batches
 
 _MESH_SIZE = 8
@@ -29,10 +30,7 @@ _INDEXED = frozenset(
 )
 # These options compile quickly. The program is the one for accelerators, but
 # compiled for CPU: the output of their own compilers is not tested here.
-_COMPILER_OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
+_COMPILER_OPTIONS = dict(compilations.QUICK)
 # The generator of fused loops that tests/conftest.py chooses makes scatters
 # loops, in which this test would not find them.
 if 'use_fusion_emitters=false' in os.environ.get('XLA_FLAGS', ''):

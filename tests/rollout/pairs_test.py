@@ -154,20 +154,3 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, given, expected):
     pairs_lib.read(path)
   assert str(error.value).startswith(f'{path}: ')
   assert '\n' not in str(error.value)
-
-
-def test_a_file_that_is_no_npz_file_is_named(tmp_path):
-  path = tmp_path / 'batch.npz'
-  np.savez(path, **arrays())
-  whole = path.read_bytes()
-  damaged = whole.replace(b'\x01\x00\x00\x00' * 3, b'\x02\x00\x00\x00' * 3)
-  assert damaged != whole
-  for content in (b'', b'text', whole[: len(whole) // 2], damaged):
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match='npz: not an? (sound )?npz file'):
-      pairs_lib.read(path)
-  np.save(tmp_path / 'one.npy', np.zeros(3))
-  with pytest.raises(ValueError, match='not an npz file'):
-    pairs_lib.read(tmp_path / 'one.npy')
-  with pytest.raises(FileNotFoundError):
-    pairs_lib.read(tmp_path / 'absent.npz')
