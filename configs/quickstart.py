@@ -41,7 +41,8 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.rollout.trajectories_per_step = 128
   if config.rollout.group_size > 1:
     config.rollout.group_size = 8  # divides trajectories_per_step
-  # One length: rows of the forward pass have no padding to save any more.
+  # One length for all batches. Shorter ones would save no padding, because
+  # several trajectories share a row of the forward pass.
   config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 64
   config.updates.core_rows = 2  # few enough to fit the cache of a core

@@ -242,7 +242,7 @@ class Bucket:
   def written(self, name: str) -> Written | None:
     """Returns when an object was written; None if there is none.
 
-    Only for gs://, as all that has to do with generations.
+    Only for gs://, like everything that uses generations.
 
     Raises:
       BucketError: the bucket cannot be read.

@@ -112,8 +112,8 @@ def _turn_sums(turns, *arguments) -> Sums:
 def scale_of(sums: Sums, *, tau: Number, kept_empty: float = 0.0) -> Array:
   """Returns s = 1 / rho where rho > tau, else 1, in the shape of the sums.
 
-  rho is N_U / (N_V + 1e-8), where N_V is `kept_empty` if V is empty; it is 0
-  if U is empty.
+  rho is N_U / (N_V + 1e-8), where N_V is `kept_empty` if V is empty. If U is
+  empty, rho is 0.
   """
   clipped = jnp.sqrt(masking.divide(sums.clipped_squares, sums.clipped_count))
   kept = jnp.sqrt(masking.divide(sums.kept_squares, sums.kept_count))
