@@ -163,6 +163,21 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def refused(capsys):
+  """Returns a function that gives the one line that refuses a command."""
+  from stppo_jax import __main__
+
+  def refused(*command):
+    capsys.readouterr()
+    assert __main__.main([*map(str, command)]) == 2
+    out, err = capsys.readouterr()
+    assert out == '' and err.count('\n') == 1, err
+    return err
+
+  return refused
+
+
+@pytest.fixture
 def said():
   """Returns the lines that the package logs during the test."""
   lines = []

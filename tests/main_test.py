@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from stppo_jax import __main__
 from tests.training import runs
 
 # Python imports it at its start: the process signals itself at an import.
@@ -72,8 +71,7 @@ def test_output_to_a_full_disk_is_one_line():
   assert process.returncode == 75
 
 
-def test_an_error_that_quotes_a_file_is_escaped(capsys):
+def test_an_error_that_quotes_a_file_is_escaped(refused):
   name = 'no\x1b[31m\u202efolder'
-  assert __main__.main(['export', f'--workdir={name}', '--out=out']) == 2
-  (line,) = capsys.readouterr().err.splitlines()
+  line = refused('export', f'--workdir={name}', '--out=out')
   assert line.startswith('--workdir=no\\x1b[31m\\u202efolder: ')

@@ -115,15 +115,14 @@ def test_inputs_that_an_export_does_not_read_may_be_missing(workdir, tmp_path):
     np.testing.assert_array_equal(value, newest[name])
 
 
-def test_a_source_that_has_moved_is_named(workdir, tmp_path, capsys):
+def test_a_source_that_has_moved_is_named(workdir, tmp_path, refused):
   run = _copy(workdir, tmp_path / 'run', model__path='/absent')
   flags = [f'--workdir={run}', f'--out={tmp_path}/out']
-  assert _export(*flags) == 2
-  err = capsys.readouterr().err
+  err = refused('export', *flags)
   assert err.startswith("config.model.path='/absent': no such folder; ")
   assert err.endswith('; if it has moved: --model=DIR\n')
-  assert _export(*flags, '--model=/nowhere') == 2
-  assert capsys.readouterr().err == '--model=/nowhere: no such folder\n'
+  err = refused('export', *flags, '--model=/nowhere')
+  assert err == '--model=/nowhere: no such folder\n'
   source = tmp_path / 'source'
   shutil.copytree(workdir / 'policy', source)
   # All weights that are exported are in the checkpoint.
@@ -142,7 +141,9 @@ def based(workdir, tmp_path_factory):
   return model, _copy(workdir, folder / 'run', model__path=str(model))
 
 
-def test_an_export_replaces_nothing_that_the_run_reads(based, tmp_path, capsys):
+def test_an_export_replaces_nothing_that_the_run_reads(
+  based, tmp_path, refused
+):
   model, run = based
   before = {path: path.read_bytes() for path in model.iterdir()}
   start = shutil.copytree(run / 'policy', run / 'start' / 'policy')
@@ -155,26 +156,22 @@ def test_an_export_replaces_nothing_that_the_run_reads(based, tmp_path, capsys):
     (start.parent, f'holds {start}, the folder of the supervised start'),
     (run / 'checkpoints', 'is not empty and was not written by export'),
   ):
-    assert _export(f'--workdir={run}', f'--out={out}') == 2
-    out_text, err = capsys.readouterr()
-    assert out_text == '' and err.count('\n') == 1
+    err = refused('export', f'--workdir={run}', f'--out={out}')
     assert err.startswith(f'--out={out}: {expected}')
   moved = shutil.copytree(model, tmp_path / 'moved')
-  flags = [f'--workdir={run}', f'--model={moved}', f'--out={moved}']
-  assert _export(*flags) == 2
-  assert f'is {moved}, the folder of --model' in capsys.readouterr().err
+  flags = ['export', f'--workdir={run}', f'--out={moved}']
+  line = f'is {moved}, the folder of --model'
+  assert line in refused(*flags, f'--model={moved}')
   # A model that the run does not read is one of others.
-  assert _export(f'--workdir={run}', f'--out={moved}') == 2
-  assert 'was not written by export' in capsys.readouterr().err
+  assert 'was not written by export' in refused(*flags)
   assert {path: path.read_bytes() for path in model.iterdir()} == before
   # Beside what the run has left there is room.
   assert _export(f'--workdir={run}', f'--out={run}/exported') == 0
 
 
-def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, capsys):
+def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, refused):
   run = _copy(workdir, tmp_path / 'run', model__num_layers='two')
-  assert _export(f'--workdir={run}', f'--out={tmp_path}/out') == 2
-  err = capsys.readouterr().err
+  err = refused('export', f'--workdir={run}', f'--out={tmp_path}/out')
   assert err == "config.model.num_layers='two': must be of type int\n"
 
 

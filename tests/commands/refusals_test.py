@@ -11,26 +11,17 @@ import sys
 import numpy as np
 import pytest
 
-from stppo_jax import __main__
 from tests.training import runs
 
 
-def _refused(capsys, *command):
-  """Returns the line with which a command is refused."""
-  assert __main__.main(list(map(str, command))) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1, err
-  return err
-
-
 def test_a_folder_that_a_tracker_has_left_is_no_package(
-  tmp_path, monkeypatch, capsys
+  tmp_path, monkeypatch, refused
 ):
   (tmp_path / 'trackio').mkdir()
   monkeypatch.syspath_prepend(tmp_path)
   flags = runs.flags(writer__trackers='trackio')
   workdir = tmp_path / 'run'
-  line = _refused(capsys, 'train', *flags, f'--workdir={workdir}')
+  line = refused('train', *flags, f'--workdir={workdir}')
   assert "pip install '.[trackio]'" in line and not workdir.exists()
 
 
@@ -79,7 +70,7 @@ def test_a_report_on_a_full_disk_leaves_nothing(finished, tmp_path):
     assert process.stderr.endswith(': No space left on device\n')
 
 
-def test_a_table_whose_third_line_is_wrong(tmp_path, capsys):
+def test_a_table_whose_third_line_is_wrong(tmp_path, refused):
   file = tmp_path / 'q.csv'
   flags = [f'--root={tmp_path}/data', f'--from_files=test:{file}']
   for text, place in (
@@ -89,7 +80,7 @@ def test_a_table_whose_third_line_is_wrong(tmp_path, capsys):
     ('Who?,Ada\n"Wh"at?,x\n', ":3: ',' expected after '\"'\n"),
   ):
     file.write_text(f'Question,Answer\n{text}')
-    line = _refused(capsys, 'data', 'build', 'bamboogle', *flags)
+    line = refused('data', 'build', 'bamboogle', *flags)
     assert line == f'{file}{place}'
     assert not (tmp_path / 'data').exists()
 
@@ -114,7 +105,7 @@ def test_an_evaluation_of_many_samples_ends_at_a_signal(finished):
   ],
 )
 def test_a_batch_that_no_policy_can_have_made(
-  tmp_path, capsys, changes, expected
+  tmp_path, refused, changes, expected
 ):
   file = tmp_path / 'batch.npz'
   one = np.ones((1, 2), np.int32)
@@ -128,7 +119,7 @@ def test_a_batch_that_no_policy_can_have_made(
   }
   np.savez(file, **(arrays | changes))
   flags = [f'--batch={file}', '--algorithms=token_ppo,turn_ppo']
-  line = _refused(capsys, 'lab', 'compare', *flags)
+  line = refused('lab', 'compare', *flags)
   assert line.startswith(f'--batch={file}: {expected}')
 
 

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-from stppo_jax import __main__
 from tests.training import runs
 
 _ASSETS = runs.REPO / 'assets' / 'quickstart'
@@ -29,50 +28,42 @@ def _files(folder):
   return {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
 
 
-def _refused(capsys, *command):
-  """Returns the line with which a command is refused."""
-  assert __main__.main(list(map(str, command))) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1, err
-  return err
-
-
 @pytest.mark.parametrize('command', ['train', 'sft', 'prefer'])
 @pytest.mark.parametrize(
   ('workdir', 'relation'), [('', 'is'), ('..', 'holds'), ('run', 'lies in')]
 )
 @pytest.mark.parametrize('key', ['path', 'reference_path', 'tokenizer_path'])
 def test_a_model_is_no_workdir(
-  model, batch, capsys, command, key, workdir, relation
+  model, batch, refused, command, key, workdir, relation
 ):
   before = _files(model)
   flags = runs.flags(**{f'model__{key}': model}, num_steps=None)
   flags += [f'--workdir={model}/{workdir}']
   flags += [f'--batch={batch}'] if command == 'prefer' else []
-  line = _refused(capsys, command, *flags)
+  line = refused(command, *flags)
   assert f': {relation} {model}, the folder of model.{key}; ' in line
   assert _files(model) == before
 
 
-def test_not_every_address_is_a_workdir(tmp_path, monkeypatch, capsys):
+def test_not_every_address_is_a_workdir(tmp_path, monkeypatch, refused):
   monkeypatch.chdir(tmp_path)
   for place in ('s3://mine/run', 'gs://mine', 'gs://mine/', 'gs://a:b@c/run'):
     flags = [*runs.flags(), f'--workdir={place}']
-    assert _refused(capsys, 'train', *flags) == (
+    assert refused('train', *flags) == (
       f'--workdir={place}: must be a folder, or an address as gs://BUCKET/RUN\n'
     )
-    assert _refused(capsys, 'train', *flags, '--verify_resume=1') == (
+    assert refused('train', *flags, '--verify_resume=1') == (
       f'--workdir={place}: an address, not a folder; name a folder of this '
       'machine\n'
     )
   monkeypatch.setitem(sys.modules, 's3fs', None)
   for command in ('status', 'report', 'view', 'alarms'):
-    line = _refused(capsys, command, 's3://mine/run')
+    line = refused(command, 's3://mine/run')
     assert line.startswith('s3://mine/run: needs a package for s3://: pip ')
   assert not _files(tmp_path)
 
 
-def test_the_folder_of_the_data_is_no_workdir(tmp_path, capsys):
+def test_the_folder_of_the_data_is_no_workdir(tmp_path, refused):
   data = tmp_path / 'data' / 'nq'
   data.mkdir(parents=True)
   line = '{"id": "1", "dataset": "d", "kind": "open", '
@@ -88,29 +79,29 @@ def test_the_folder_of_the_data_is_no_workdir(tmp_path, capsys):
     (data.parent, 'holds'),
     (data / 'runs' / '1', 'lies in'),
   ):
-    line = _refused(capsys, 'train', *flags, f'--workdir={folder}')
+    line = refused('train', *flags, f'--workdir={folder}')
     assert f': {relation} {data}, the folder of data.train; ' in line
 
 
 def test_a_batch_is_collected_into_no_model_and_over_no_other_file(
-  model, tmp_path, capsys
+  model, tmp_path, refused
 ):
   before = _files(model)
   (tmp_path / 'notes.txt').write_text('mine')
   collect = ['lab', 'collect', *runs.flags(model__path=model)]
-  line = _refused(capsys, *collect, f'--out={model}/model.safetensors')
+  line = refused(*collect, f'--out={model}/model.safetensors')
   assert f'lies in {model}, the folder of model.path' in line
-  line = _refused(capsys, *collect, f'--out={tmp_path}/notes.txt')
+  line = refused(*collect, f'--out={tmp_path}/notes.txt')
   assert 'exists and is not a npz file' in line
   assert _files(model) == before
 
 
-def test_a_folder_without_a_run_has_no_score(model, tmp_path, capsys):
+def test_a_folder_without_a_run_has_no_score(model, tmp_path, refused):
   flags = runs.flags(model__path=model)
   collect = ['lab', 'collect', f'--out={tmp_path}/F.npz', *flags]
   for folder in (model, tmp_path):
-    line = _refused(capsys, *collect, f'--workdir={folder}')
+    line = refused(*collect, f'--workdir={folder}')
     assert line == f'no run in {folder}: train has made none\n'
   assert not (tmp_path / 'F.npz').exists()
-  line = _refused(capsys, 'evaluate', *flags, f'--checkpoint={tmp_path}')
+  line = refused('evaluate', *flags, f'--checkpoint={tmp_path}')
   assert f'{tmp_path}: neither a run' in line

@@ -113,7 +113,7 @@ def test_calls_of_tools_count_as_searches():
 
 
 def test_files_lie_in_the_root_of_the_data_or_in_the_working_directory(
-  data, finished, tmp_path, monkeypatch, capsys
+  data, finished, tmp_path, monkeypatch, capsys, refused
 ):
   root = shutil.copytree(data, tmp_path / 'my data')
   here = tmp_path / 'here'
@@ -131,14 +131,13 @@ def test_files_lie_in_the_root_of_the_data_or_in_the_working_directory(
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert sum(int(row.split()[1]) for row in rows) == 3
   root = f'--config.data.root={data}'
-  assert _evaluate(*run, root, '--sets=test.jsonl limit=3') == 2
-  err = capsys.readouterr().err
+  err = refused('evaluate', *run, root, '--sets=test.jsonl limit=3')
   assert 'test.jsonl' in err and f'{data} or {here}' in err
   # Without a root, as in the runs of the quickstart.
-  assert _evaluate(*run, '--sets=mine.jsonl limit=3') == 2
-  assert 'config.data.corpus: corpus.jsonl' in capsys.readouterr().err
-  assert _evaluate(run[0], '--sets=mine.jsonl limit=3') == 2
-  assert "config.data.corpus=''" in capsys.readouterr().err
+  err = refused('evaluate', *run, '--sets=mine.jsonl limit=3')
+  assert 'config.data.corpus: corpus.jsonl' in err
+  err = refused('evaluate', run[0], '--sets=mine.jsonl limit=3')
+  assert "config.data.corpus=''" in err
 
 
 def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
@@ -162,7 +161,7 @@ def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
 
 
 def test_samples_and_another_evaluation_in_the_same_folder(
-  data, evaluated, tmp_path, capsys
+  data, evaluated, tmp_path, refused
 ):
   assert _evaluate(*_flags(data), '--samples=3', f'--out={tmp_path}') == 0
   results = json.loads((tmp_path / 'results.json').read_text())['sets']
@@ -177,10 +176,9 @@ def test_samples_and_another_evaluation_in_the_same_folder(
   # The samples of a question differ.
   assert all(len(turns) == 3 for turns in by_question.values())
   assert any(turns[0] != turns[1] for turns in by_question.values())
-  capsys.readouterr()
   before = sorted(os.listdir(evaluated))
-  assert _evaluate(*_flags(data), '--samples=3', f'--out={evaluated}') == 2
-  err = capsys.readouterr().err
+  flags = [*_flags(data), '--samples=3', f'--out={evaluated}']
+  err = refused('evaluate', *flags)
   assert f'--out={evaluated}' in err and 'samples=0' in err
   assert sorted(os.listdir(evaluated)) == before
 
