@@ -70,20 +70,16 @@ def empty(
     num_pages: P, of all devices.
     page_size: J.
   """
-  page = _zeros(config, num_pages, page_size)
-  if config.cache == 'int8':
-    page = _in_8_bits(page)
-  return (page,) * config.num_layers
+  cache = nothing_recent(config, num_pages, page_size)
+  return tuple(map(_in_8_bits, cache)) if config.cache == 'int8' else cache
 
 
 def shardings(config: model_config.ModelConfig, mesh: jax.sharding.Mesh) -> Any:
   """Returns the layout of a cache on a mesh."""
   rows, heads = axes(config.num_kv_heads, mesh)
-  specs = (P(rows, heads),) * (4 if config.cache == 'int8' else 2)
-  if config.num_experts:
-    specs = *specs, P(rows)
+  specs = [P(rows, heads)] * (4 if config.cache == 'int8' else 2) + [P(rows)]
   page = tuple(NamedSharding(mesh, spec) for spec in specs)
-  return (page,) * config.num_layers
+  return _by_layer(config, page[:-1], page)
 
 
 def row_shards(
@@ -114,16 +110,18 @@ def nothing_recent(
   config: model_config.ModelConfig, rows: int, size: int
 ) -> Recent:
   """Returns zeros with room for `size` recent tokens of each row."""
-  return tuple(_zeros(config, rows, size) for _ in range(config.num_layers))
-
-
-def _zeros(config, rows, size) -> Block:
   shape = (rows, config.num_kv_heads, size, config.head_dim)
   block = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
-  if not config.num_experts:
-    return block
   visits = (rows, 1, size, config.num_experts_per_tok)
-  return *block, jnp.zeros(visits, jnp.int32)
+  return _by_layer(config, block, (*block, jnp.zeros(visits, jnp.int32)))
+
+
+def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
+  """Returns one of two blocks for each layer."""
+  return tuple(
+    with_experts if config.stacks[name][0].num_experts else plain
+    for name, _ in config.places
+  )
 
 
 def _in_8_bits(block: Block) -> Block:
@@ -143,8 +141,11 @@ def _in_8_bits(block: Block) -> Block:
 
 
 def expert_ids(cache: Cache, pages_N: Array) -> Array:
-  """Returns the experts that the tokens of pages visited [N J, layers, E]."""
-  visits = [page[-1][pages_N, 0] for page in cache]
+  """Returns the experts that the tokens of pages visited [N J, layers, E].
+
+  Layers without experts are left out: they have an even number of arrays.
+  """
+  visits = [page[-1][pages_N, 0] for page in cache if len(page) % 2]
   return jnp.stack([x.reshape(-1, x.shape[-1]) for x in visits], axis=1)
 
 
@@ -193,8 +194,9 @@ def _on_devices(
   cache = caches[0]
   rows, heads = axes(cache[0][0].shape[1], mesh)
   # The ids of experts have one head.
-  layer = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in cache[0])
-  layers = (layer,) * len(cache)
+  layers = jax.tree.map(
+    lambda x: P(rows, heads if x.shape[1] > 1 else None), cache
+  )
   return jax.shard_map(
     update,
     mesh=mesh,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import dataclasses
+import itertools
 
 # Fields of a `ModelConfig` that are only kept for the export; fields that say
 # how to compute and not what; and the fields that only one kind of MLP has.
@@ -83,7 +84,7 @@ class ModelConfig:
   Attributes:
     vocab_size: V, vocabulary entries of the embedding.
     hidden_size: D, width of the residual stream.
-    intermediate_size: width of the gated MLP; unused if experts replace it.
+    intermediate_size: width of the gated MLP; unused if experts replace all.
     num_layers: decoder layers.
     num_heads: query heads; a multiple of num_kv_heads.
     num_kv_heads: key and value heads.
@@ -110,6 +111,7 @@ class ModelConfig:
     local_rope_theta: base of the rotary frequencies of layers with a window,
       which are then not scaled; 0: they are those of the other layers.
     num_experts: X, gated MLPs that a token is routed among; 0: one dense MLP.
+    dense_layers: the layers that have a dense MLP although others have experts.
     num_experts_per_tok: E, how many of them a token visits.
     moe_intermediate_size: width of one expert.
     norm_topk_prob: whether the weights of the visited experts sum to one.
@@ -154,6 +156,7 @@ class ModelConfig:
   windows: tuple[int, ...] = ()
   local_rope_theta: float = 0.0
   num_experts: int = 0
+  dense_layers: tuple[int, ...] = ()
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
   norm_topk_prob: bool = True
@@ -172,6 +175,43 @@ class ModelConfig:
     """The window of each layer; 0: none."""
     return self.windows or (0,) * self.num_layers
 
+  @property
+  def stacks(self) -> Mapping[str, tuple['ModelConfig', int]]:
+    """The stacks of equal layers by name: the shape of a layer, and how many.
+
+    A name is a key of the parameter tree. Layers without experts are a stack of
+    their own if others have experts.
+    """
+    dense = len(self.dense_layers)
+    stacks = {'layers': (self, self.num_layers - dense)}
+    if dense:
+      shape = dataclasses.replace(self, num_experts=0, dense_layers=())
+      stacks['dense_layers'] = shape, dense
+    return stacks
+
+  @property
+  def places(self) -> tuple[tuple[str, int], ...]:
+    """For each layer the name of its stack, and its number there."""
+    names = [
+      'dense_layers' if layer in self.dense_layers else 'layers'
+      for layer in range(self.num_layers)
+    ]
+    return tuple((x, names[:n].count(x)) for n, x in enumerate(names))
+
+  @property
+  def runs(self) -> list[tuple[str, slice, slice]]:
+    """The name of the stack of each run of equal layers, and their numbers.
+
+    The first numbers are those in the model, the others those in the stack.
+    """
+    runs = []
+    layers = enumerate(self.places)
+    for name, run in itertools.groupby(layers, key=lambda x: x[1][0]):
+      (first, (_, place)), *others = run
+      end = 1 + len(others)
+      runs.append((name, slice(first, first + end), slice(place, place + end)))
+    return runs
+
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
   """Returns a shape with the other's fields that say how to compute."""
@@ -182,6 +222,7 @@ def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
 def compared(config: ModelConfig) -> tuple[str, ...]:
   """Returns the fields that models must share to compute the same function."""
   others = _OF_DENSE if config.num_experts else _OF_EXPERTS
+  others = () if config.dense_layers else others
   return tuple(
     field.name
     for field in dataclasses.fields(config)

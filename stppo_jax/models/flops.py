@@ -27,20 +27,33 @@ class Weights(NamedTuple):
   contract: int
 
 
+def mlp_width(shape: model_config.ModelConfig) -> int:
+  """Returns the width of the MLPs that a token visits in a layer."""
+  if shape.num_experts:
+    return shape.num_experts_per_tok * shape.moe_intermediate_size
+  return shape.intermediate_size
+
+
 def layer_weights(shape: model_config.ModelConfig) -> Weights:
-  """Returns the numbers of weights of a layer; norms are left out."""
+  """Returns the numbers of weights of a layer; norms are left out.
+
+  If some layers have experts and some have none, it is one that has some.
+  """
   queries = shape.num_heads * shape.head_dim
   keys = shape.num_kv_heads * shape.head_dim
-  width = shape.intermediate_size
-  router = 0
-  if shape.num_experts:
-    width = shape.num_experts_per_tok * shape.moe_intermediate_size
-    router = shape.num_experts
+  width = mlp_width(shape)
   return Weights(
     attention=shape.hidden_size * (2 * queries + 2 * keys),
-    expand=shape.hidden_size * (2 * width + router),
+    expand=shape.hidden_size * (2 * width + shape.num_experts),
     contract=shape.hidden_size * width,
   )
+
+
+def _all_weights(shape: model_config.ModelConfig) -> Weights:
+  """Returns the sums of `layer_weights` over all layers."""
+  stacks = shape.stacks.values()
+  counts = ([n * x for x in layer_weights(layer)] for layer, n in stacks)
+  return Weights(*map(sum, zip(*counts)))
 
 
 def attention_operations(
@@ -75,8 +88,7 @@ def layer_operations(shape: model_config.ModelConfig, length: float) -> float:
     shape: the shape of the model, of whose experts only the visited ones count.
     length: the number of tokens of its row, see `attention_operations`.
   """
-  products = 2.0 * shape.num_layers * sum(layer_weights(shape))
-  return products + attention_operations(shape, length)
+  return 2.0 * sum(_all_weights(shape)) + attention_operations(shape, length)
 
 
 def logit_operations(shape: model_config.ModelConfig) -> float:
@@ -98,8 +110,8 @@ def recomputed_layer_operations(
   count = attention_operations(shape, length)
   if shape.remat == 'full':
     # The backward pass does not need the result of the last product.
-    weights = layer_weights(shape)
-    count += 2.0 * shape.num_layers * (weights.attention + weights.expand)
+    weights = _all_weights(shape)
+    count += 2.0 * (weights.attention + weights.expand)
   return count
 
 

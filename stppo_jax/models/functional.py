@@ -40,8 +40,8 @@ class Rows(TypedDict, total=False):
     segments: the sequences in each row; None: each is one sequence.
     loss_positions_BM: int32, distinct positions l of the tokens that results
       are wanted for; entries outside 1..L - 1 are filler. None: all tokens.
-    expert_ids: int [B, L, layers, E], the experts to visit; None leaves them to
-      the routers. See `moe.MixtureOfExperts`.
+    expert_ids: int [B, L, layers, E], the experts to visit in each layer that
+      has some; None leaves them to the routers. See `moe.MixtureOfExperts`.
   """
 
   lengths_B: Array | None
@@ -95,8 +95,11 @@ class Model:
   def __post_init__(self):
     if self.mesh is not None:
       sizes = dataclasses.asdict(self.config)
-      experts = 'moe_' if self.config.num_experts else ''
-      tensor = 'num_heads', f'{experts}intermediate_size', 'vocab_size'
+      experts = self.config.num_experts > 0
+      tensor = ['num_heads', 'vocab_size']
+      tensor += ['moe_intermediate_size'] if experts else []
+      if not experts or self.config.dense_layers:
+        tensor.append('intermediate_size')
       # The sizes that an axis of the mesh must divide.
       apart = ('num_experts', 'hidden_size') if experts else ()
       sharded = {'expert': apart, 'fsdp': ('hidden_size',), 'tensor': tensor}

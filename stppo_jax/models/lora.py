@@ -41,7 +41,8 @@ class Lora:
   Attributes:
     rank: columns of A, rows of B.
     alpha: see the module's docstring.
-    targets: regular expression, searched for in names like 'layers/q_proj'.
+    targets: regular expression, searched for in names like 'layers/q_proj',
+      also of the layers that are stacked in 'dense_layers'.
     rank_pattern, alpha_pattern: ranks and alphas of some layers, such as
       'down_proj$=8': the number behind the first expression that is found in a
       name takes the place of `rank` or `alpha`.
@@ -71,7 +72,7 @@ class Lora:
     Experts are many, so an expression must name them on purpose, as `moe/` or
     `.*` does: `gate_proj$` is not enough.
     """
-    found = re.search(self.targets, name)
+    found = re.search(self.targets, _in_layers(name))
     return found is not None and (EXPERTS in found[0] or EXPERTS not in name)
 
 
@@ -79,9 +80,14 @@ def _matching(patterns: Iterable[str], name: str, default: float) -> float:
   """Returns the number of the first pattern that is found in a name."""
   for pattern in patterns:
     expression, _, number = pattern.rpartition('=')
-    if re.search(expression, name):
+    if re.search(expression, _in_layers(name)):
       return float(number)
   return default
+
+
+def _in_layers(name: str) -> str:
+  """Returns the name by which expressions find a matrix of any stack."""
+  return name.removeprefix('dense_')
 
 
 def adapted(options: Lora, names: Iterable[str]) -> list[str]:
@@ -97,7 +103,7 @@ def adapted(options: Lora, names: Iterable[str]) -> list[str]:
   for key in ('rank_pattern', 'alpha_pattern'):
     for pattern in getattr(options, key):
       expression = pattern.rpartition('=')[0]
-      if not any(re.search(expression, name) for name in found):
+      if not any(re.search(expression, _in_layers(name)) for name in found):
         raise _matches_none(key, pattern, found)
   return found
 

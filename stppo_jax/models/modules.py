@@ -103,17 +103,18 @@ def filled_by_layer(
   graph, abstract = _abstract(config, head, mesh)
   state = jax.tree.map(lambda x: x, abstract)
   # The stacked layers stay abstract: each layer is a module of its own.
-  top = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
+  whole = nnx.to_pure_dict(abstract)
+  top = {**params, **{name: whole[name] for name in config.stacks}}
   nnx.replace_by_pure_dict(state, top)
   module = nnx.merge(graph, state)
-  layer_graph, _ = nnx.split(module.layers)
+  graphs = {name: nnx.graphdef(getattr(module, name)) for name in config.stacks}
   layers = []
-  for tree in params['layers']:
+  for (name, _), tree in zip(config.places, params['layers'], strict=True):
     base, adapters = lora_lib.split(tree)
-    layer_state = jax.tree.map(lambda x: x, abstract['layers'])
+    layer_state = jax.tree.map(lambda x: x, abstract[name])
     nnx.replace_by_pure_dict(layer_state, dict(base))
-    layer = nnx.merge(layer_graph, layer_state)
-    _adapt(layer, adapters, lora, inside='layers/')
+    layer = nnx.merge(graphs[name], layer_state)
+    _adapt(layer, adapters, lora, inside=f'{name}/')
     layers.append(layer)
   return module, layers
 

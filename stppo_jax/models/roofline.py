@@ -358,7 +358,8 @@ def _activations(
   hidden = work.rows_per_device * work.length * shape.hidden_size
   hidden *= passes * work.itemsize
   summed = sums * shape.num_layers * hidden
-  visited = shape.num_layers * hidden * (work.axes['expert'] - 1)
+  _, with_experts = shape.stacks['layers']
+  visited = with_experts * hidden * (work.axes['expert'] - 1)
   return {
     ('all-to-all', 'fsdp'): look_ups * hidden * (shards - 1) / shards,
     ('all-reduce', 'tensor'): _all_reduce(summed, work.axes['tensor']),

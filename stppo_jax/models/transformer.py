@@ -10,6 +10,7 @@ it, so padding needs no mask: it changes only its own states.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 from flax import nnx
@@ -178,12 +179,16 @@ class Transformer(nnx.Module):
     shape = (config.vocab_size, config.hidden_size)
     self.embedding = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
-    @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stack(rngs):
-      return DecoderLayer(config, mesh, rngs=rngs)
+    def stack(layer: model_config.ModelConfig, count: int) -> DecoderLayer:
+      @nnx.split_rngs(splits=count)
+      @nnx.vmap(in_axes=0, out_axes=0)
+      def make(rngs):
+        return DecoderLayer(layer, mesh, rngs=rngs)
 
-    self.layers = stack(rngs)
+      return make(rngs)
+
+    for name, (layer, count) in config.stacks.items():
+      setattr(self, name, stack(layer, count))
     self.norm = layers.RMSNorm(
       config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset
     )
@@ -210,8 +215,8 @@ class Transformer(nnx.Module):
         count in the sums of the routing.
       segments: the sequences in each row, if it has several; the sums of the
         routing are then those of each segment, [B, S, X].
-      expert_ids: int [B, L, layers, E], experts to visit in each layer, see
-        `moe.MixtureOfExperts`; None leaves them to the routers.
+      expert_ids: int [B, L, layers, E], experts to visit in each layer that has
+        some, see `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: positions of the states that are wanted, see `gather_states`.
         If the layers are unrolled, the last layer computes only these after
         its attention. None: all.
@@ -245,7 +250,6 @@ class Transformer(nnx.Module):
     kinds = None
     if len(windows) > 1:
       kinds = jnp.array([windows.index(x) for x in self.config.layer_windows])
-    graph, stacked = nnx.split(self.layers)
 
     counted_BSL = None
     if segments is not None:
@@ -257,7 +261,7 @@ class Transformer(nnx.Module):
     if expert_ids is not None:
       ids_by_layer = jnp.moveaxis(expert_ids, 2, 0)
 
-    def layer(x_BLD, inputs, places_BM=None):
+    def layer(graph, x_BLD, inputs, places_BM=None):
       (params, kind), expert_ids_BLE = inputs
       module = nnx.merge(graph, params)
       rotation, attend = rotations[0], attends[0]
@@ -275,25 +279,35 @@ class Transformer(nnx.Module):
         places_BM=places_BM,
       )
 
-    unroll = self.config.scan_unroll
-    layer = rematerialised(layer, self.config.remat, unrolled=unroll > 1)
-    x_BLD = self.embed(tokens_BL)
-    # What follows the attention of the last layer is wanted at a few places
-    # only. All layers before it need all tokens, as keys of the next one.
-    if places_BM is None or not self._last_layer_apart:
-      x_BLD, routing = jax.lax.scan(
-        layer, x_BLD, ((stacked, kinds), ids_by_layer), unroll=unroll
+    unroll, runs = self.config.scan_unroll, self.config.runs
+    x_BLD, routings = self.embed(tokens_BL), []
+    for name, numbers, places in runs:
+      graph, stacked = nnx.split(getattr(self, name))
+      ids = ids_by_layer if name == 'layers' else None
+      stacked, ids = jax.tree.map(lambda x: x[places], (stacked, ids))
+      inputs = (stacked, None if kinds is None else kinds[numbers]), ids
+      run = rematerialised(
+        functools.partial(layer, graph),
+        self.config.remat,
+        # The compiler unrolls a loop over one layer, which a run may be.
+        unrolled=unroll > 1 or len(runs) > 1,
       )
-      if places_BM is not None:
-        x_BLD = gather_states(x_BLD, places_BM)
-    else:
-      before, last = (
-        jax.tree.map(lambda x: x[index], (stacked, kinds))
-        for index in (slice(-1), -1)
-      )
-      x_BLD, _ = jax.lax.scan(layer, x_BLD, (before, None), unroll=unroll)
-      x_BLD, routing = layer(x_BLD, (last, None), places_BM)
-    if routing is not None:
+      # What follows the attention of the last layer is wanted at a few places
+      # only. All layers before it need all tokens, as keys of the next one.
+      if places_BM is None or not self._last_layer_apart:
+        x_BLD, routing = jax.lax.scan(run, x_BLD, inputs, unroll=unroll)
+        routings += [] if routing is None else [routing]
+      else:
+        before, last = (
+          jax.tree.map(lambda x: x[index], inputs) for index in (slice(-1), -1)
+        )
+        x_BLD, _ = jax.lax.scan(run, x_BLD, before, unroll=unroll)
+        x_BLD, _ = run(x_BLD, last, places_BM)
+    if places_BM is not None and not self._last_layer_apart:
+      x_BLD = gather_states(x_BLD, places_BM)
+    routing = None
+    if routings:
+      routing = jax.tree.map(lambda *x: jnp.concatenate(x), *routings)
       sums = (jnp.sum(x, axis=0) for x in (routing.visits_BX, routing.probs_BX))
       if segments is None and lengths_B is not None:
         sums = (x[:, 0] for x in sums)

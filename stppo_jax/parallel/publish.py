@@ -13,7 +13,9 @@ If some devices of each host only collect, the program gathers the copy on the
 others, and each host then moves it to those that collect.
 """
 
+import collections
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
@@ -208,7 +210,8 @@ class Publisher:
     placement: the devices.
     cast: a function of weights that returns copies in the dtype of the
       computation.
-    num_layers: the number of layers.
+    places: for each layer the name of its stack in the weights, and its number
+      there.
   """
 
   def __init__(
@@ -216,18 +219,19 @@ class Publisher:
     placement: Placement,
     cast: Callable[[Tree], Tree],
     *,
-    num_layers: int,
+    places: Sequence[tuple[str, int]],
   ):
     self._placement = placement
     self._cast = cast
-    self._num_layers = num_layers
+    self._places = tuple(places)
+    self._counts = collections.Counter(name for name, _ in places)
     self._programs: dict[Any, tuple[Any, Tree]] = {}
 
   def program(self, part: Tree) -> tuple[Any, Tree]:
     """Returns the jitted copy of a part of the weights, and its layout here.
 
     Args:
-      part: the stacked layers, of which a second argument of the copy chooses
+      part: a stack of layers, of which a second argument of the copy chooses
         one, or all other weights; shapes suffice.
     """
     # There are few structures of weights (with or without adapters, a layer or
@@ -245,11 +249,13 @@ class Publisher:
     Args:
       params: the weights with stacked layers, or their shapes.
     """
-    whole, stack = {}, {}
-    for name, x in params.items():
-      (stack if name == 'layers' else whole)[name] = x
-    counted = (whole, 1), (stack, self._num_layers)
-    return [(part, count) for part, count in counted if part]
+    whole = {name: x for name, x in params.items() if name not in self._counts}
+    stacks = [
+      ({name: params[name]}, count)
+      for name, count in self._counts.items()
+      if name in params
+    ]
+    return [(whole, 1), *stacks] if whole else stacks
 
   def by_part(
     self, params: Tree, function: Callable[[Tree, int], Tree]
@@ -261,11 +267,16 @@ class Publisher:
       function: gets a part, and the number of the layer.
     """
     made: dict[str, Any] = {}
+    layers: dict[tuple[str, int], Tree] = {}
     for part, count in self.parts(params):
       results = [function(part, n) for n in range(count)]
-      if 'layers' in part:
-        results = [{'layers': tuple(x['layers'] for x in results)}]
-      made |= results[0]
+      if self._is_stack(part):
+        for n, result in enumerate(results):
+          layers |= {(name, n): x for name, x in result.items()}
+      else:
+        made |= results[0]
+    # Of adapters, those of a stack may be missing.
+    made['layers'] = tuple(layers.get(place, {}) for place in self._places)
     return made
 
   def __call__(self, params: Tree) -> Tree:
@@ -281,8 +292,11 @@ class Publisher:
 
     return self.by_part(params, copied)
 
+  def _is_stack(self, part: Tree) -> bool:
+    return not self._counts.keys().isdisjoint(part)
+
   def _copy(self, part: Tree, layer: jax.Array) -> Tree:
-    is_stack = 'layers' in part
+    is_stack = self._is_stack(part)
     # The layer is an argument, not a constant: one program copies every layer.
     copied = self._cast(
       jax.tree.map(lambda x: x[layer] if is_stack else x, part)
@@ -306,7 +320,7 @@ class Publisher:
 
   def _layout(self, part: Tree, mesh: jax.sharding.Mesh) -> Tree:
     layout = sharding.param_shardings(part, mesh)
-    if 'layers' in part:
+    if self._is_stack(part):
       layout = jax.tree.map(
         lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), layout
       )

@@ -195,7 +195,7 @@ def build(
       lambda part: jax.tree.map(
         jnp.copy, modules.cast(part, model.config.dtype)
       ),
-      num_layers=model.config.num_layers,
+      places=model.config.places,
     ),
     empty=jax.jit(
       lambda num_slots: slot_state_lib.empty(

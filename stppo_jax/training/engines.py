@@ -14,6 +14,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import cached_pass
+from stppo_jax.models import flops
 from stppo_jax.models import functional
 from stppo_jax.models import modules
 from stppo_jax.parallel import memory as memory_lib
@@ -265,9 +266,7 @@ def slot_memory(
   shards = cache_lib.row_shards_of_host(shape, placement.mesh)
   # The largest call extends as many rows by a chunk, on each shard of rows.
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
-  mlp = shape.intermediate_size
-  if shape.num_experts:
-    mlp = shape.num_experts_per_tok * shape.moe_intermediate_size
+  mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
   size = jnp.dtype(shape.dtype).itemsize
   # Of a token: states, the MLP, and scores of the keys that are read together,
   # also in float32.

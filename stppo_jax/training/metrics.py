@@ -307,12 +307,12 @@ def work(
   shape = learner.policy.config
   algorithm = algorithm_lib.build_algorithm(config.algorithm)
   values = config.model.value_backbone if algorithm.uses_values else 'none'
-  weights = sum(
-    x.size for x in jax.tree.leaves(learner.policy.abstract_params['layers'])
-  )
+  params = learner.policy.abstract_params
+  stacks = [params[name] for name in shape.stacks]
+  weights = sum(x.size for x in jax.tree.leaves(stacks))
   experts = sum(
     x.size
-    for path, x in jax.tree.leaves_with_path(learner.policy.abstract_params)
+    for path, x in jax.tree.leaves_with_path(params)
     if _OF_EXPERTS.search(
       jax.tree_util.keystr(path, simple=True, separator='/')
     )

@@ -143,7 +143,7 @@ def _compile(config, devices, host: int) -> None:
   mesh = components.build_mesh(config, devices)
   shape = model_files.build_model_config(config, None, mesh)
   # All layers are one loop: what is refused of them is refused of one.
-  shape = dataclasses.replace(shape, num_layers=1)
+  shape = dataclasses.replace(shape, num_layers=1, dense_layers=())
   placement = components.build_placement(config, shape, mesh, devices, host)
   assert placement is not None  # rollout.engine=local
   slots = math.lcm(

@@ -122,7 +122,9 @@ def load_scaled(directory: pathlib.Path):
   import transformers
 
   load = transformers.AutoModelForCausalLM.from_pretrained
-  model = load(directory, dtype=torch.float32).eval()
+  model = load(
+    directory, dtype=torch.float32, experts_implementation='eager'
+  ).eval()
   with torch.no_grad():
     for key, parameter in model.named_parameters():
       if key.endswith('_proj.weight'):

@@ -90,6 +90,10 @@ _CASES = {
   'llama_untied': ('llama', 7, 1, False, {'rope_scaling': LLAMA3}),
   'qwen3_moe_tied': ('qwen3_moe', 2, 2, True, {'norm_topk_prob': False}),
   'qwen3_moe_untied': ('qwen3_moe', 2, 1, False, {'norm_topk_prob': True}),
+  'qwen3_moe_mixed': (
+    *('qwen3_moe', 2, 1, False),
+    {'num_hidden_layers': 4, 'mlp_only_layers': [0, 2]},
+  ),
   'mistral_untied': ('mistral', 2, 1, False, {'rope_scaling': YARN}),
   'phi3_untied': ('phi3', 2, 1, False, {}),
   'gemma3_text_tied': ('gemma3_text', 2, 1, True, {}),

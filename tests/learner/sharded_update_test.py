@@ -23,7 +23,7 @@ from tests.rl import batches
 _NUM_UPDATES = 3
 # One key/value head: two devices of `tensor` share it.
 _SHAPE = {'vocab_size': 12, 'num_kv_heads': 1, 'num_heads': 2}
-_EXPERTS = tiny.MIXTURE | {'moe': 'grouped'}
+_EXPERTS = tiny.MIXED | {'moe': 'grouped'}
 _ADAM = optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)
 _STEP = updates.DESCENT._replace(learning_rate=1e-3, max_grad_norm=1.0)
 _HYPERPARAMETERS = updates.hyperparameters(

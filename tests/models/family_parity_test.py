@@ -73,6 +73,16 @@ _CASES = {
     {'rope_scaling': _YARN | {'attention_factor': 1.3}},
   ),
   'qwen3_moe_biases': ('qwen3_moe', False, _BIASES),
+  'qwen3_moe_mixed': (
+    'qwen3_moe',
+    False,
+    _BIASES | {'num_hidden_layers': 5, 'mlp_only_layers': [0, 3]},
+  ),
+  'qwen3_moe_sparse_step': (
+    'qwen3_moe',
+    True,
+    _WINDOW | {'num_hidden_layers': 4, 'decoder_sparse_step': 2},
+  ),
   'qwen3_moe_window': (
     'qwen3_moe',
     True,

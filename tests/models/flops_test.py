@@ -64,6 +64,9 @@ def test_of_experts_those_count_that_a_token_visits():
   router = 28 * 2 * 1536 * 64
   dense = flops.layer_operations(_SHAPE, 512)
   assert flops.layer_operations(experts, 512) == dense + router
+  mixed = dataclasses.replace(experts, dense_layers=(0, 3, 4))
+  router = 25 * 2 * 1536 * 64
+  assert flops.layer_operations(mixed, 512) == dense + router
 
 
 @pytest.mark.parametrize('remat', ['full', 'dots', 'all_dots', 'none'])

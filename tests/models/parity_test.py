@@ -29,6 +29,7 @@ _NAMES = (
   'llama_untied',
   'qwen3_moe_tied',
   'qwen3_moe_untied',
+  'qwen3_moe_mixed',
   'mistral_untied',
   'phi3_untied',
   'gemma3_text_tied',
@@ -88,7 +89,8 @@ def test_logits_and_routing_equal_those_of_transformers(name):
     # Normalised queries and keys, which the mixture has too.
     pytest.param('qwen3_untied', marks=pytest.mark.slow),
     'llama_untied',
-    'qwen3_moe_untied',
+    pytest.param('qwen3_moe_untied', marks=pytest.mark.slow),
+    'qwen3_moe_mixed',
     # A part of each head is rotated; windows in all layers and in some.
     'phi3_untied',
     pytest.param('mistral_untied', marks=pytest.mark.slow),

@@ -21,6 +21,8 @@ MIXTURE = dict(
   num_experts_per_tok=2,
   moe_intermediate_size=8,
 )
+# Its first and its last layer have experts, and the one between them has none.
+MIXED = MIXTURE | dict(num_layers=3, dense_layers=(1,))
 
 
 def of_family(kind: str, window: int = 4) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def read_on(
   B, C = tokens_BC.shape
   table_BN = jnp.asarray(table(cache, B))
   hidden_BCD, recent = model.extend(
-    split_layers(params),
+    split_layers(model, params),
     tokens_BC,
     cached=cached_pass.read(
       model.config,
@@ -118,14 +120,14 @@ def read_on(
   return hidden_BCD, stored
 
 
-def split_layers(params):
+def split_layers(model: functional.Model, params):
   """Returns the same weights with a tree for each layer."""
-  if 'layers' not in params:
-    return params
-  stack = params['layers']
-  count = len(jax.tree.leaves(stack)[0])
-  layers = (jax.tree.map(lambda x: x[n], stack) for n in range(count))
-  return {**params, 'layers': tuple(layers)}
+  layers = (
+    jax.tree.map(lambda x: x[n], params[name])
+    for name, n in model.config.places
+  )
+  whole = {n: x for n, x in params.items() if n not in model.config.stacks}
+  return {**whole, 'layers': tuple(layers)}
 
 
 def table(cache: cache_lib.Cache, rows: int) -> np.ndarray:

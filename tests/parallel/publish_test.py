@@ -15,6 +15,7 @@ from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import hlo_cost
 
 _LAYERS = 2
+_PLACES = tuple(('layers', n) for n in range(_LAYERS))
 # Data, fsdp and tensor of training, and tensor of decoding.
 _LAYOUTS = [
   (1, 8, 1, 1),
@@ -70,7 +71,7 @@ def _cut(params):
 def test_published_weights_equal_the_trained_ones(layout):
   placement = _placement(*layout)
   params = _params(placement.training)
-  published = publish.Publisher(placement, _copied, num_layers=_LAYERS)(params)
+  published = publish.Publisher(placement, _copied, places=_PLACES)(params)
   decoding = layout[-1]
   assert placement.mesh.shape == {
     'data': 8 // decoding,
@@ -94,7 +95,7 @@ def test_devices_that_only_collect_get_the_weights(fsdp, decoding):
   mesh = mesh_lib.make_mesh(data=1, fsdp=fsdp, tensor=1, devices=devices[:fsdp])
   placement = publish.Placement(mesh, decoding, tuple(devices[4:]))
   params = _params(mesh)
-  published = publish.Publisher(placement, _copied, num_layers=_LAYERS)(params)
+  published = publish.Publisher(placement, _copied, places=_PLACES)(params)
   jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
   kernel = published['layers'][1]['q_proj']['kernel']
   assert kernel.sharding.mesh == placement.mesh
@@ -106,7 +107,7 @@ def test_devices_that_only_collect_get_the_weights(fsdp, decoding):
 def test_devices_send_what_the_formula_says(layout):
   placement = _placement(*layout)
   params = _params(placement.training)
-  publisher = publish.Publisher(placement, _copied, num_layers=_LAYERS)
+  publisher = publish.Publisher(placement, _copied, places=_PLACES)
   data, fsdp, tensor, decoding = layout
   matrices = [
     4 * x.size // (_LAYERS if x.ndim == 3 else 1)
@@ -157,7 +158,7 @@ def test_experts_of_all_devices_are_published(layout):
   params = jax.device_put(
     params, sharding.param_shardings(params, placement.training)
   )
-  publisher = publish.Publisher(placement, _copied, num_layers=_LAYERS)
+  publisher = publish.Publisher(placement, _copied, places=_PLACES)
   published = publisher(params)
   jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
   down = published['layers'][1]['moe']['down_proj']['kernel']

@@ -8,7 +8,7 @@ from stppo_jax.sampling import engine as engine_lib
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
-_MODEL = tiny.model(**tiny.MIXTURE)
+_MODEL = tiny.model(**tiny.MIXED)
 _PARAMS = tiny.params(_MODEL)
 _ROWS, _GROUP = 9, 3
 

@@ -231,6 +231,7 @@ _LAYERS = {
 _FAMILIES = {
   'mistral': {'sliding_window': 150},
   'qwen3': _LAYERS | {'use_sliding_window': True, 'attention_bias': True},
+  'qwen3_moe': {'num_hidden_layers': 3, 'mlp_only_layers': [1]},
   'phi3': {},
   'gemma3_text': _LAYERS,
   'olmo2': {},

@@ -280,7 +280,9 @@ def _shapes(programs, slots, devices=1):
   by_slot = sharding.batch_sharding(tiny_engine.placement(devices).mesh)
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_slot)
   params = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
-  return tiny.split_layers(params), jax.tree.map(shape, state)
+  return tiny.split_layers(tiny_engine.MODEL, params), jax.tree.map(
+    shape, state
+  )
 
 
 @pytest.mark.parametrize('name', ['decode', 'extend'])

@@ -17,11 +17,14 @@ _RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
 # Each compiles programs of its own. The first step also checks that engine and
 # trainer compute the same log-probabilities.
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['mistral', 'phi3', 'gemma3_text', 'olmo3'])
+@pytest.mark.parametrize(
+  'kind', ['mistral', 'phi3', 'gemma3_text', 'olmo3', 'qwen3_moe']
+)
 def test_a_family_trains_and_is_exported(kind, finished, tmp_path):
   tokenizer = finished / 'policy'
   vocab_size = load.read_config(tokenizer, **_RUNTIME).vocab_size
   shape = tiny.of_family(kind, window=20)
+  shape |= {'dense_layers': (1,)} if kind == 'qwen3_moe' else {}
   model = tiny.model(vocab_size=vocab_size, **shape)
   copy = functools.partial(export.copy_tokenizer, tokenizer)
   source = tmp_path / 'source'

@@ -18,7 +18,7 @@ _AS_PUBLISHED = {
   *('family', 'o_bias', 'mlp_bias', 'qk_norm_whole', 'norms', 'norm_offset'),
   *('activation', 'scale_embedding', 'query_pre_attn_scalar', 'windows'),
   *('partial_rotary_factor', 'local_rope_theta', 'rope_scaling'),
-  'max_position_embeddings',
+  *('max_position_embeddings', 'dense_layers'),
 }
 _OF_THE_ENGINE = {'cache'}  # which rollout.cache_dtype sets
 _MIXTURE = {

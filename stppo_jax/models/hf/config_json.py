@@ -42,6 +42,7 @@ def read(
   if family.experts:
     experts = {
       'num_experts': fields_lib.needed(hf, 'num_experts', 'num_local_experts'),
+      'dense_layers': _dense_layers(hf),
       'num_experts_per_tok': fields_lib.needed(hf, 'num_experts_per_tok'),
       'moe_intermediate_size': fields_lib.needed(hf, 'moe_intermediate_size'),
       'norm_topk_prob': hf.get('norm_topk_prob', False),
@@ -156,9 +157,22 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
       'norm_topk_prob': config.norm_topk_prob,
       'router_aux_loss_coef': config.router_aux_loss_coef,
       'decoder_sparse_step': 1,
-      'mlp_only_layers': [],
+      'mlp_only_layers': list(config.dense_layers),
     }
   return hf
+
+
+def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+  """Returns the layers without experts; raises ValueError if all are."""
+  layers = fields_lib.needed(hf, 'num_hidden_layers')
+  step, listed = hf.get('decoder_sparse_step', 1), hf.get('mlp_only_layers', ())
+  dense = tuple(n for n in range(layers) if n in listed or (n + 1) % step)
+  if len(dense) == layers:
+    raise ValueError(
+      f'decoder_sparse_step={step} and mlp_only_layers={list(listed)} leave no '
+      'layer with experts'
+    )
+  return dense
 
 
 def _windows(

@@ -91,7 +91,7 @@ class Family(NamedTuple):
     class_name: the class of `transformers`.
     blocks: fields of `ModelConfig` that all models of the family share, if they
       are not the defaults.
-    experts: whether experts take the place of the MLP.
+    experts: whether experts take the place of the MLP, at least in some layers.
     options: fields of a file, and the fields of `ModelConfig` that take their
       values.
     fixed: fields of a file with the only value that is supported.
@@ -313,21 +313,18 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
     if ours == 'lm_head' and config.tie_embeddings:
       continue
     result.append(Entry(theirs, tuple(ours.split('/')), (), False))
-  names = _LAYER | (_ROUTER if config.num_experts else _DENSE)
-  names |= FAMILIES[kind(config)].names
-  names = {
-    ours: theirs
-    for ours, theirs in names.items()
-    if theirs and (ours not in _NEEDS or getattr(config, _NEEDS[ours]))
-  }
-  for layer in range(config.num_layers):
+  for layer, (stack, place) in enumerate(config.places):
     prefix = f'model.layers.{layer}.'
+    experts = config.stacks[stack][0].num_experts
+    names = _LAYER | (_ROUTER if experts else _DENSE)
+    names |= FAMILIES[kind(config)].names
     for ours, theirs in names.items():
-      result.append(_entry(ours, prefix + theirs, (layer,)))
-    for expert in range(config.num_experts):
+      if theirs and (ours not in _NEEDS or getattr(config, _NEEDS[ours])):
+        result.append(_entry(stack, ours, prefix + theirs, (place,)))
+    for expert in range(experts):
       for ours, theirs in _EXPERT.items():
         name = f'{prefix}mlp.experts.{expert}.{theirs}'
-        result.append(_entry(ours, name, (layer, expert)))
+        result.append(_entry(stack, ours, name, (place, expert)))
   return result
 
 
@@ -345,6 +342,6 @@ def kind(config: model_config.ModelConfig) -> str:
   )
 
 
-def _entry(ours: str, theirs: str, index: tuple[int, ...]) -> Entry:
-  path = ('layers', *ours.split('/'))
+def _entry(stack: str, ours: str, theirs: str, index: tuple[int, ...]) -> Entry:
+  path = (stack, *ours.split('/'))
   return Entry(theirs, path, index, ours.endswith('kernel'))

@@ -189,7 +189,8 @@ def write(
     dtype: dtype of the tensors; a key of `safetensors_file.DTYPES`.
 
   Raises:
-    ValueError: adapters belong to a part of a tensor; one line.
+    ValueError: adapters belong to a part of a tensor, or PEFT would misread
+      them; one line.
   """
   from flax import traverse_util
 
@@ -202,6 +203,11 @@ def write(
     if f'{layer}/lora_a' not in leaves or '*' in name:
       continue
     _refuse_shared(name)
+    if layer.startswith('dense_') and '.mlp.' in name:
+      raise ValueError(
+        f'{name}: PEFT takes its adapter for one of experts; take merged '
+        'weights, as export writes them without --adapters'
+      )
     for key in 'ab':
       tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'
       tensors[tensor] = leaves[f'{layer}/lora_{key}'][index].T

@@ -237,9 +237,8 @@ def packed_shapes(
   by_sentence = config.algorithm.ratio.level == 'sentence'
   expert_ids = None
   if config.updates.routing_replay == 'sampler':
-    expert_ids = per_row(
-      jnp.int16, length, shape.num_layers, shape.num_experts_per_tok
-    )
+    _, layers = shape.stacks['layers']
+    expert_ids = per_row(jnp.int16, length, layers, shape.num_experts_per_tok)
   return batch_lib.TokenBatch(
     tokens_BL=ids_BL,
     lengths_B=per_row(jnp.int32),
@@ -273,9 +272,7 @@ def estimated_temporaries(
   tokens = rows * work.length
   queries = shape.num_heads * shape.head_dim
   keys = 2 * shape.num_kv_heads * shape.head_dim
-  mlp = shape.intermediate_size
-  if shape.num_experts:
-    mlp = shape.num_experts_per_tok * shape.moe_intermediate_size
+  mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
   # The numbers that are kept of a token in a layer: its input; with `dots` also
   # the results of matrix products; with `none` all of them.
   width = shape.hidden_size

@@ -67,7 +67,10 @@ def test_missing_fields_of_a_config_are_derived():
       {'rope_scaling': _LLAMA3 | {'low_freq_factor': 4.0}},
       '^low_freq_factor=4.0: must be smaller than high_freq_factor=4.0$',
     ),
-    (_MOE | {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\]'),
+    (
+      _MOE | {'mlp_only_layers': [1], 'decoder_sparse_step': 2},
+      r'^decoder_sparse_step=2 and mlp_only_layers=\[1\] leave no layer with',
+    ),
     (_MOE | {'num_experts': None}, 'lacks num_experts or num_local_experts$'),
     (_MOE | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5'),
   ],
@@ -93,6 +96,8 @@ def test_unsupported_options_are_named(changes, message):
     ),
     ({'num_attention_heads': 32}, '^head_dim=0: must be'),
     (_MOE | {'router_aux_loss_coef': -1}, '^router_aux_loss_coef=-1: must be'),
+    (_MOE | {'decoder_sparse_step': 0}, '^decoder_sparse_step=0: must be'),
+    (_MOE | {'mlp_only_layers': [-1]}, r'^mlp_only_layers=\[-1\]: must be'),
   ],
 )
 def test_a_malformed_field_is_an_error_of_one_line(changes, message):
@@ -116,6 +121,7 @@ def test_a_malformed_field_is_an_error_of_one_line(changes, message):
         'moe_intermediate_size': 6,
         'norm_topk_prob': False,
         'router_aux_loss_coef': 0.5,
+        'dense_layers': (1,),
       },
       'qwen3_moe',
       'Qwen3MoeForCausalLM',
@@ -165,6 +171,8 @@ _LONG = {'short_factor': [1.0, 2.0], 'long_factor': [3.0, 4.0]}
       _MOE | {'use_sliding_window': True, 'attention_bias': True},
       {'windows': (4096, 4096), 'qkv_bias': True, 'o_bias': True},
     ),
+    ('qwen3_moe', _MOE | {'mlp_only_layers': [1, 7]}, {'dense_layers': (1,)}),
+    ('qwen3_moe', _MOE | {'decoder_sparse_step': 2}, {'dense_layers': (0,)}),
     ('llama', {'attention_bias': True}, {'qkv_bias': True, 'mlp_bias': False}),
     ('mistral', {'num_key_value_heads': 2}, {'windows': (4096, 4096)}),
     (

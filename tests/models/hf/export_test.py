@@ -26,7 +26,7 @@ _MODELS = {
   'qwen2': tiny.model(tie_embeddings=True),
   'llama': tiny.model(qkv_bias=False),
   'qwen3': tiny.model(qkv_bias=False, qk_norm=True),
-  'qwen3_moe': tiny.model(**tiny.MIXTURE),
+  'qwen3_moe': tiny.model(**tiny.MIXED),
 }
 
 

@@ -65,6 +65,7 @@ def _agree(found, wanted, without):
     ('qwen3_moe_untied', 'q_proj$', ((), ()), False),
     ('qwen3_moe_untied', _EXPERTS, ((), ()), False),
     ('qwen3_moe_untied', f'{_EXPERTS}|o_proj', (('o_p=5',), ()), True),
+    ('qwen3_moe_mixed', f'{_EXPERTS}|layers/o_p', (('o_p=5',), ()), False),
   ],
 )
 def test_ours_load_there(base, targets, patterns, rslora, tmp_path):
@@ -103,7 +104,7 @@ def test_ours_load_there(base, targets, patterns, rslora, tmp_path):
     ('qwen3_moe_untied', {'target_parameters': ['experts.down_proj']}),
     ('qwen3_moe_untied', {'target_parameters': ['experts.gate_up_proj']}),
     (
-      'qwen3_moe_untied',
+      'qwen3_moe_mixed',
       {
         'target_modules': ['v_proj'],
         'target_parameters': ['experts.down_proj', 'experts.gate_up_proj'],

@@ -232,6 +232,18 @@ def test_adapters_of_a_tensor_of_several_layers_are_refused(name, tmp_path):
     peft.options(folder)
 
 
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path):
+  mixed = {'family': 'qwen3_moe', **tiny.MIXED}
+  attention = _model(lora.Lora(2, 2.0, '[qkv]_proj$'), **mixed)
+  folder = _write(tmp_path / 'attention', attention, _adapters(attention))
+  found = _read(folder, attention)
+  assert found.keys() == {'layers', 'dense_layers'}
+  others = _model(lora.Lora(2, 2.0, '_proj$'), **mixed)
+  line = '^model.layers.1.mlp.*_proj: PEFT takes .*without --adapters$'
+  with pytest.raises(ValueError, match=line):
+    _write(tmp_path / 'mlp', others, _adapters(others))
+
+
 def test_experts_have_adapters_only_where_they_are_named():
   shapes = lambda targets: jax.eval_shape(
     _model(lora.Lora(2, 2.0, targets), **tiny.MIXTURE).init_adapters,
