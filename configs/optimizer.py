@@ -7,7 +7,9 @@ def adam(**changes: float) -> dict[str, Any]:
   """Returns the options of AdamW, some of them changed."""
   return {
     # adamw_bfloat16 stores moments in half the memory, rounded stochastically;
-    # adafactor stores mean squares of rows and columns, and has no b1, b2, eps.
+    # adafactor stores mean squares of rows and columns, and has no b1, b2, eps;
+    # muon stores one moment of the matrices of layers, which b1 and b2 are not
+    # about, and makes their updates orthogonal.
     'name': 'adamw',
     'learning_rate': 1e-6,  # after the warm-up
     'warmup_updates': 0,  # updates in which the rate rises linearly from 0

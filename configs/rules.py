@@ -85,7 +85,7 @@ TEXT = settings.Rule(
   lambda x: x == x.strip(), 'a text without white space around it'
 )
 SWITCH = one_of('auto', 'on', 'off')
-OPTIMIZER = one_of('adamw', 'adamw_bfloat16', 'adafactor')
+OPTIMIZER = one_of('adamw', 'adamw_bfloat16', 'adafactor', 'muon')
 RANKS = settings.Rule(
   lambda x: all(_is_pattern(text, r'\d+') for text in x),
   "expressions and whole numbers above 0, such as ('down_proj$=8',)",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 Array = jax.Array
 Tree = Any
@@ -117,10 +118,48 @@ def _adafactor(**adam: float) -> Optimizer:
   )
 
 
+def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
+  """Returns Muon for the matrices of layers, and NAdam for all other weights.
+
+  Its directions are as large as those of Adam usually are (arXiv 2502.16982),
+  so that one learning rate is right for both.
+  """
+  muon: Any = optax.contrib.scale_by_muon(
+    eps=eps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1)
+  )
+
+  def update(updates, state, params=None):
+    del params
+
+    def of_layer(layer):
+      gradient, mean = layer
+      direction, new = muon.update(gradient, state._replace(mu=mean))
+      return 0.2 * max(gradient.shape[-2:]) ** 0.5 * direction, new.mu
+
+    # One layer after the other, because devices gather what they multiply.
+    both = jax.tree.map(
+      lambda *stack: jax.lax.map(of_layer, stack), updates, state.mu
+    )
+    direction, means = jax.tree.transpose(
+      jax.tree.structure(updates), jax.tree.structure((0, 0)), both
+    )
+    return direction, state._replace(count=state.count + 1, mu=means)
+
+  return optax.partition(
+    {
+      'muon': Optimizer(muon.init, update),
+      'adam': optax.scale_by_adam(b1=b1, b2=b2, eps=eps, nesterov=True),
+    },
+    # The embedding and heads are no stacks, biases and scales no matrices.
+    functools.partial(jax.tree.map, lambda x: 'muon' if x.ndim > 2 else 'adam'),
+  )
+
+
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
   'adamw': optax.scale_by_adam,
   'adamw_bfloat16': _in_bfloat16,
   'adafactor': _adafactor,
+  'muon': _muon,
 }
 
 

@@ -36,6 +36,7 @@ RULES: tuple[tuple[str, P], ...] = (
   (r'(q|k|v|gate|up)_proj/bias$', P(None, 'tensor')),
   (r'(norm/scale|(o|down)_proj/bias)$', P()),
   (r'scalar_head$', P(_WIDTH)),
+  (r'ns_coeffs$', P()),  # constants in the state of Muon
 )
 
 

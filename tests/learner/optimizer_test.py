@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from stppo_jax.learner import optimizer
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
 from tests import compilations
+from tests.models import tiny
 
 _NAME = {'name': 'adamw'}
 _ADAM = {'b1': 0.8, 'b2': 0.95, 'eps': 1e-6}
@@ -144,6 +148,7 @@ def test_states_have_the_size_that_they_promise():
   assert size('adamw') == 2 * weights
   assert size('adamw_bfloat16') == weights
   assert size('adafactor') < 0.01 * weights
+  assert size('muon') == weights + 12  # with the three numbers of an iteration
 
 
 def test_adafactor_is_that_of_optax():
@@ -158,3 +163,66 @@ def test_adafactor_is_that_of_optax():
     direction, state = ours.update(gradient, state, params)
     wanted, reference = theirs.update(gradient, reference, params)
     _assert_close(direction, jax.tree.map(np.negative, wanted))
+
+
+def _orthogonal(x):
+  """Returns a matrix with singular values near 1, by a loop, in float64."""
+  x = x / np.linalg.norm(x)
+  for _ in range(5):
+    square = x @ x.T
+    x = 3.4445 * x - (4.775 * square - 2.0315 * square @ square) @ x
+  return x
+
+
+def test_muon_is_a_loop_over_matrices_and_nadam():
+  rng = np.random.default_rng(5)
+  shapes = {'kernel': (3, 5, 7), 'experts': (2, 2, 9, 4), 'embedding': (6, 4)}
+  tree = lambda: {
+    n: rng.normal(size=x).astype(np.float32) for n, x in shapes.items()
+  }
+  params, ours = tree(), _of_config('muon')
+  theirs = optax.scale_by_adam(**_ADAM, nesterov=True)
+  state, reference = ours.init(params), theirs.init(params)
+  means = {name: 0.0 for name in shapes}
+  for count in range(1, 4):
+    gradient = tree()
+    direction, state = jax.jit(ours.update)(gradient, state, params)
+    wanted, reference = theirs.update(gradient, reference)
+    _assert_close(direction['embedding'], wanted['embedding'], 1e-5)
+    for name in ('kernel', 'experts'):
+      g = np.float64(gradient[name])
+      means[name] = 0.95 * means[name] + 0.05 * g
+      ahead = 0.95 * means[name] / (1 - 0.95 ** (count + 1))
+      ahead += 0.05 * g / (1 - 0.95**count)
+      *_, rows, columns = g.shape
+      found = np.reshape(direction[name], (-1, rows, columns))
+      for matrix, x in zip(found, ahead.reshape(found.shape), strict=True):
+        expected = 0.2 * max(rows, columns) ** 0.5 * _orthogonal(x)
+        np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-4)
+        assert 0.1 < np.sqrt(np.mean(matrix**2)) < 0.25  # as Adam's usually
+
+
+@pytest.mark.slow
+def test_muon_on_devices_is_that_of_one():
+  model = tiny.model(**tiny.MIXED, vocab_size=16)
+  params, gradient = tiny.params(model), tiny.params(model, 3)
+  section = _ADAM | {'name': 'muon'} | _NUMBERS._asdict()
+
+  def directions(mesh, params, gradient):
+    muon, _ = optimizer.from_config(section)
+    state = jax.jit(muon.init)(params)
+    layout = None
+    if mesh is not None:
+      layout = sharding.param_shardings((params, state), mesh)
+      params, state = jax.device_put((params, state), layout)
+      gradient = jax.device_put(gradient, layout[0])
+    update = jax.jit(muon.update, out_shardings=layout)
+    _, state = update(gradient, state, params)
+    return update(gradient, state, params)[0]
+
+  mesh = mesh_lib.make_mesh(data=1, fsdp=2, expert=2, tensor=2)
+  _assert_close(
+    directions(mesh, params, gradient),
+    directions(None, params, gradient),
+    2e-5,
+  )

@@ -32,6 +32,7 @@ def _leaves(workdir):
         'value_optimizer__name': 'adafactor',
       },
     ),
+    ('turn_ppo', {'policy_optimizer__name': 'muon'}),
   ],
 )
 def test_four_steps_a_kill_and_four_steps_are_eight_steps(
