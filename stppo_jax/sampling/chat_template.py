@@ -141,6 +141,13 @@ class Prompts:
         )
     return text
 
+  @property
+  def begun_by_tokenizer(self) -> bool:
+    """Whether it is the tokenizer alone that begins prompts."""
+    bos = self._fast.bos_token_id
+    is_open = self._options.bos == 'auto' and not self._fast.chat_template
+    return is_open and bos is not None and self._begun([])[:1] == [bos]
+
   def _begun(self, ids: list[int]) -> list[int]:
     """Returns the ids with the token that begins a text, once or not at all."""
     bos, choice = self._fast.bos_token_id, self._options.bos

@@ -76,6 +76,21 @@ def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
     _compare(config, _checksums(config), workdir)
 
 
+def check_prompts(workdir: pathlib.Path) -> None:
+  """Refuses a run of a version whose tokenizers began no prompt.
+
+  Raises:
+    OtherRun: a run has begun here whose record has no options of prompts.
+  """
+  path = workdir / 'config.json'
+  if path.is_file() and _has_begun(workdir) and 'prompt' not in _read(path):
+    raise OtherRun(
+      f'prompt.bos=auto: the run in {workdir} was begun by a version that put '
+      'no bos_token before prompts, and this one would; keep them as they were '
+      f'with --config.prompt.bos=off {_ALLOW}=prompt.bos'
+    )
+
+
 def record_config(
   config: Mapping[str, Any],
   workdir: str | pathlib.Path,

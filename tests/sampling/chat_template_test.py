@@ -32,6 +32,17 @@ def test_the_tokenizer_begins_a_text_without_a_template(bos, tmp_path):
   _, ids = _prompt(tmp_path, 'Llama 2, base', bos=bos)
   whole = families.loaded(tmp_path).encode('hm')
   assert ids == whole[bos == 'off' :]
+  tokenizer = tokenizer_lib.Tokenizer.load(tmp_path)
+  options = chat_template.Options(bos=bos)
+  begun = tokenizer.with_prompts(options).prompts.begun_by_tokenizer
+  assert begun == (bos == 'auto')
+
+
+@pytest.mark.parametrize('family', ['Llama 3', 'Gemma 2', 'Qwen3'])
+def test_what_a_template_begins_is_not_begun_by_the_tokenizer(family, tmp_path):
+  families.save(family, tmp_path)
+  prompts = tokenizer_lib.Tokenizer.load(tmp_path).prompts
+  assert not prompts.begun_by_tokenizer
 
 
 def test_a_prompt_does_not_depend_on_the_day(tmp_path):

@@ -1,11 +1,13 @@
 """A run that an earlier version has begun goes on as it would have there."""
 
 import json
+import shutil
 import tarfile
 
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.sampling import chat_template
 from tests.golden import make_run_of_0_2 as recorded
 from tests.training import runs
 
@@ -34,3 +36,29 @@ def test_a_run_of_0_2_goes_on(tmp_path, monkeypatch):
   # What it started from is where that version has put it, and as it was.
   assert (workdir / 'start' / 'model.safetensors').read_bytes() == start
   assert not (workdir / 'start' / 'policy').exists()
+
+
+def test_a_run_whose_prompts_had_no_bos_keeps_them(
+  finished, tmp_path, monkeypatch, capsys
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(finished, workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  del record['prompt']
+  (workdir / 'config.json').write_text(json.dumps(record))
+  # As with the tokenizer of a base model of Llama.
+  monkeypatch.setattr(
+    chat_template.Prompts,
+    'begun_by_tokenizer',
+    property(lambda prompts: prompts._options.bos == 'auto'),
+  )
+  command = ['train', *runs.flags(num_steps=runs.STEPS)]
+  train = lambda *flags: __main__.main(
+    [*command, f'--workdir={workdir}', *flags]
+  )
+  assert train() == 2
+  (line,) = capsys.readouterr().err.splitlines()[-1:]
+  assert line.startswith(f'prompt.bos=auto: the run in {workdir} was begun by')
+  *_, bos, allow = line.split()
+  assert train(bos, allow) == 0
+  assert train(bos) == 0
