@@ -19,12 +19,14 @@ from stppo_jax.envs import environments
 from stppo_jax.envs import gymnasium
 from stppo_jax.envs import prompts
 from stppo_jax.envs import reward_function
+from stppo_jax.models.hf import config_json
 from stppo_jax.models.hf import peft
+from stppo_jax.models.hf import weight_files
 from stppo_jax.retrieval import address
 
 
 def model_exists(key: str, path) -> Iterator[str]:
-  """Checks that a key names a Hugging Face model, or nothing."""
+  """Checks that a key names a Hugging Face model of a family, or nothing."""
   for folder in _here(key, path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
@@ -32,6 +34,12 @@ def model_exists(key: str, path) -> Iterator[str]:
       yield f'{key}={path!r}: {hub.not_here(path)}'
     elif not (folder / 'config.json').is_file():
       yield f'{key}={path!r}: has no config.json, which every model has'
+    else:
+      try:
+        config_json.read(weight_files.read_json(folder / 'config.json'))
+      except ValueError as error:
+        reason = str(error).removeprefix(f'{folder / "config.json"}: ')
+        yield f'{key}={path!r}: config.json: {reason}'
 
 
 def tokenizer_exists(key: str, path) -> Iterator[str]:

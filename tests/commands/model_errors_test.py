@@ -192,3 +192,15 @@ def test_a_remote_engine_has_no_rows_to_divide_among_devices():
   with pytest.raises(ValueError, match='rollout.slots=3') as caught:
     components.check_sizes(config, shape, mesh, placement)
   assert str(caught.value).count('\n') == 1
+
+
+@pytest.mark.parametrize('command', ['config', 'prompt'])
+def test_commands_that_need_no_weights_know_the_families(
+  command, model, capsys
+):
+  _config(model_type='bert')(model)
+  assert __main__.main([command, *runs.flags(model__path=model)]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(
+    f"config.model.path='{model}': config.json: unsupported model_type 'bert'; "
+  )
