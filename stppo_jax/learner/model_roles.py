@@ -150,16 +150,18 @@ def build(
     bounds = tuple(config.loss.value_range) or None
     return functional.Model(shape, head, mesh, adapters, chunk, bounds)
 
-  if not uses_values:
-    return Models(model('vocabulary'), None, gathers_base)
   # Both heads are on one model: values come with the outputs of the policy.
-  if config.model.value_backbone == 'shared':
+  if uses_values and config.model.value_backbone == 'shared':
     return Models(model('both'), None, gathers_base)
-  value, path = model('scalar'), config.model.value_path
+  # The policy first: if the mesh does not divide both, the error is about it.
+  policy, path = model('vocabulary'), config.model.value_path
+  if not uses_values:
+    return Models(policy, None, gathers_base)
+  value = model('scalar')
   if path:
     its_shape = _value_shape(path, shape, longest=config.env.max_length)
     value = dataclasses.replace(value, config=its_shape)
-  return Models(model('vocabulary'), value, gathers_base, path)
+  return Models(policy, value, gathers_base, path)
 
 
 def _value_shape(

@@ -107,6 +107,7 @@ class Model:
         self.mesh,
         {axis: {n: sizes[n] for n in names} for axis, names in sharded.items()},
         num_kv_heads=sizes['num_kv_heads'],
+        whose=' of the value model' if self.head == 'scalar' else '',
       )
 
   def init(self, key: Array) -> Params:

@@ -152,6 +152,7 @@ def check_divides(
   sharded: Mapping[str, Mapping[str, int]],
   *,
   num_kv_heads: int,
+  whose: str = '',
 ) -> None:
   """Raises ValueError unless the mesh divides what it shards.
 
@@ -164,6 +165,7 @@ def check_divides(
     sharded: for each mesh axis, the sizes that it must divide, by name.
     num_kv_heads: number of key and value heads; the size of `tensor` must
       divide it or be a multiple of it.
+    whose: what the error says of the sizes, such as ' of the value model'.
 
   Raises:
     ValueError: one line with the sizes that an axis does not divide and the
@@ -182,7 +184,7 @@ def check_divides(
       beside = f' with expert={times}' if times > 1 else ''
       raise ValueError(
         f'mesh {axis}={mesh.shape[axis]}{beside} does not divide '
-        f'{", ".join(wrong)}; '
+        f'{", ".join(wrong)}{whose}; '
         f'of up to {mesh.size} devices, {axis} may have {", ".join(fitting)}'
       )
 

@@ -1,8 +1,12 @@
 """A mesh divides a model, or is refused with the sizes that would fit."""
 
+import dataclasses
+
 import pytest
 
+from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
+from tests.models import tiny
 
 _CUT = {
   'fsdp': {'hidden_size': 48},
@@ -54,3 +58,10 @@ def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
 def test_other_meshes_are_refused_with_sizes_that_fit(sizes, changes, message):
   with pytest.raises(ValueError, match=message):
     _check(*sizes, **changes)
+
+
+def test_the_value_model_is_named():
+  mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1)
+  config = dataclasses.replace(tiny.model().config, hidden_size=12)
+  with pytest.raises(ValueError, match='hidden_size=12 of the value model; '):
+    functional.Model(config, 'scalar', mesh)
