@@ -151,6 +151,12 @@ def annotate(
     z_BL = turn_advantages.turn_z(batch.rewards_BL, batch, num_turns=num_turns)
     batch = batch.replace(turn_z_BL=z_BL)
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
+  if models.value_range is not None and batch.returns_BL is not None:
+    low, high = models.value_range
+    is_outside_BL = (batch.returns_BL < low) | (batch.returns_BL > high)
+    metrics['critic/returns_outside'] = masking.masked_mean(
+      is_outside_BL.astype(kl_BL.dtype), batch.value_mask_BL
+    )
   return batch, metrics | diagnostics.mismatch_of_segments(
     batch, num_turns=num_turns
   )

@@ -40,6 +40,7 @@ class _ParamsModel:
   config = tiny.model().config
 
   mesh = None
+  value_range = -0.25, 0.75
 
   @property
   def plain_policy(self):
@@ -161,6 +162,9 @@ def test_advantages_and_metrics_are_those_computed_by_hand(where):
   _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old, 0))
   _assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference, 0))
   np.testing.assert_array_equal(batch.value_mask_BL, _MASK)
+  outside = np.abs(returns_BL[_MASK] - 0.25) > 0.5
+  assert 0 < outside.mean() < 1
+  _assert_close(metrics['critic/returns_outside'], outside.mean())
 
   healthy = np.arange(len(_MASK)) != _FAILED
   of_rows = rewards_BL.sum(axis=1)[healthy]
