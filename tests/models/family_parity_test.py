@@ -228,6 +228,18 @@ _LONG = {
 }
 
 
+def _make_long(directory, kind, length):
+  """Makes a model, and returns ours, its weights, a row, and its logits."""
+  sizes = {'max_position_embeddings': 2048, 'rope_theta': 10000.0}
+  options = {'dtype': 'float32'} | sizes | _LONG[kind]
+  make_models.save(directory, kind, 2, 1, False, options)
+  model, params = _read(directory, longest=length)
+  rng = np.random.default_rng(0)
+  tokens_BL = rng.integers(0, model.config.vocab_size, (1, length))
+  (expected,) = _expected(directory, tokens_BL)
+  return model, params, tokens_BL.astype(np.int32), expected
+
+
 @pytest.mark.parametrize(
   ('kind', 'length'),
   [
@@ -236,24 +248,34 @@ _LONG = {
   ],
 )
 def test_logits_beyond_4096_positions(kind, length, tmp_path):
-  make_models.save(
-    tmp_path,
-    kind,
-    2,
-    1,
-    False,
-    {
-      'dtype': 'float32',
-      'max_position_embeddings': 2048,
-      'rope_theta': 10000.0,
-    }
-    | _LONG[kind],
-  )
-  model, params = _read(tmp_path, longest=length)
-  rng = np.random.default_rng(0)
-  tokens_BL = rng.integers(0, model.config.vocab_size, (1, length))
-  (expected,) = _expected(tmp_path, tokens_BL)
-  _assert_close(_logits(model, params, tokens_BL.astype(np.int32))[0], expected)
+  model, params, tokens_BL, expected = _make_long(tmp_path, kind, length)
+  _assert_close(_logits(model, params, tokens_BL)[0], expected)
+
+
+@pytest.mark.parametrize(
+  'kind',
+  [
+    # Windows in some layers, and scaled positions in the others.
+    pytest.param(kind, marks=() if kind == 'olmo3' else pytest.mark.slow)
+    for kind in _LONG
+  ],
+)
+def test_reading_from_a_cache_beyond_4096_positions(kind, tmp_path):
+  length, chunk = 4200, 600
+  model, params, tokens_BL, expected = _make_long(tmp_path, kind, length)
+  cache = cache_lib.empty(model.config, -(-length // 512), 512)
+  for start in range(0, length, chunk):
+    counts_B = np.array([chunk], np.int32)
+    hidden_BCD, cache = tiny.read_on(
+      model,
+      params,
+      tokens_BL[:, start : start + chunk],
+      cache,
+      np.array([start], np.int32),
+      counts_B,
+    )
+    logits_CV = heads.logits(hidden_BCD, model.output_VD(params))[0]
+    _assert_close(logits_CV, expected[start : start + chunk])
 
 
 @pytest.mark.parametrize('case', _CASES)
