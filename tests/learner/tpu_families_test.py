@@ -33,7 +33,7 @@ _SLICES = {
   'v5p:2x2x1': {'data': 1, 'fsdp': 2, 'tensor': 2},
 }
 # The others, which are older, have no block that these lack.
-_KINDS = ('mistral', 'phi3', 'gemma3_text', 'olmo2', 'olmo3')
+_KINDS = ('mistral', 'phi3', 'gemma3_text', 'olmo2', 'olmo3', 'qwen3_moe')
 
 
 def _shape(kind):
@@ -49,7 +49,10 @@ def _shape(kind):
     attention='splash',
     moe='grouped',
   )
-  return tiny.model(**shape | tiny.of_family(kind, window=512)).config
+  shape |= tiny.of_family(kind, window=512)
+  if kind == 'qwen3_moe':  # a layer without experts before one with them
+    shape |= {'dense_layers': (0,), 'moe_intermediate_size': 256}
+  return tiny.model(**shape).config
 
 
 @functools.cache
