@@ -38,16 +38,14 @@ def read(
   head_dim = hf.get('head_dim', hidden_size // heads)
   windows = _windows(hf, family.windows)
   rope = rope_lib.read(hf, family, longest)
-  experts = {}
+  dense_layers = ()
   if family.experts:
-    experts = {
-      'num_experts': fields_lib.needed(hf, 'num_experts', 'num_local_experts'),
-      'dense_layers': _dense_layers(hf),
-      'num_experts_per_tok': fields_lib.needed(hf, 'num_experts_per_tok'),
-      'moe_intermediate_size': fields_lib.needed(hf, 'moe_intermediate_size'),
-      'norm_topk_prob': hf.get('norm_topk_prob', False),
-      'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
-    }
+    hf['num_experts'] = fields_lib.needed(
+      hf, 'num_experts', 'num_local_experts'
+    )
+    for name in families.NEEDED:
+      fields_lib.needed(hf, name)
+    dense_layers = _dense_layers(hf)
   shape = model_config.ModelConfig(
     vocab_size=fields_lib.needed(hf, 'vocab_size'),
     hidden_size=hidden_size,
@@ -60,6 +58,7 @@ def read(
     tie_embeddings=hf.get('tie_word_embeddings', False),
     family=hf['model_type'],
     windows=windows,
+    dense_layers=dense_layers,
     max_position_embeddings=hf.get('max_position_embeddings', 32768),
     **{
       'qkv_bias': False,
@@ -72,7 +71,6 @@ def read(
       },
       **rope,
     },
-    **experts,
     **computes,
   )
   if heads % shape.num_kv_heads:
@@ -150,15 +148,8 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
         for window in config.layer_windows
       ]
   if config.num_experts:
-    hf |= {
-      'num_experts': config.num_experts,
-      'num_experts_per_tok': config.num_experts_per_tok,
-      'moe_intermediate_size': config.moe_intermediate_size,
-      'norm_topk_prob': config.norm_topk_prob,
-      'router_aux_loss_coef': config.router_aux_loss_coef,
-      'decoder_sparse_step': 1,
-      'mlp_only_layers': list(config.dense_layers),
-    }
+    hf['decoder_sparse_step'] = 1
+    hf['mlp_only_layers'] = list(config.dense_layers)
   return hf
 
 

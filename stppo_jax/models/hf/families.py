@@ -117,6 +117,9 @@ class Family(NamedTuple):
 
 
 _BIASES = {'attention_bias': ('qkv_bias', 'o_bias')}
+# Fields that a file of a mixture must have, and others of such a file.
+NEEDED = ('num_experts', 'num_experts_per_tok', 'moe_intermediate_size')
+_MIXTURE = (*NEEDED, 'norm_topk_prob', 'router_aux_loss_coef')
 _LATE = Windows('use_sliding_window', first=28)
 _OLMO_NAMES = {
   'attention_norm/scale': '',
@@ -154,8 +157,8 @@ FAMILIES: Mapping[str, Family] = {
     'Qwen3MoeForCausalLM',
     {'qk_norm': True},
     experts=True,
-    options=_BIASES,
-    defaults={'sliding_window': 4096},
+    options={**_BIASES, **{name: (name,) for name in _MIXTURE}},
+    defaults={'norm_topk_prob': False, 'sliding_window': 4096},
     windows=Windows('use_sliding_window', typed=False),
   ),
   'mistral': Family(
