@@ -23,7 +23,6 @@ No other input of the run is needed.
 """
 
 from collections.abc import Sequence
-import functools
 import pathlib
 from typing import Any
 
@@ -83,29 +82,24 @@ def main(argv: Sequence[str]) -> int:
         )
       errors = errors or _out_problems(flags, recorded, workdir)
   command_line.refuse(errors)
-  export = functools.partial(
-    checkpoints.export,
-    config.lock(),
-    bucket_files.opened(flags.workdir),
-    flags.out,
-    step=flags.step,
-    dtype=flags.dtype,
-    adapters=flags.adapters,
-  )
+  place, out = bucket_files.opened(flags.workdir), pathlib.Path(flags.out)
+  what = {'step': flags.step, 'dtype': flags.dtype, 'adapters': flags.adapters}
   if not name:
-    return export()
+    return checkpoints.export(config.lock(), place, out, **what)
   # Imported late, because it loads the library that draws.
   from stppo_jax.tools.report import model_card
 
-  out = pathlib.Path(flags.out)
-  card = functools.partial(
-    model_card.write,
-    out,
-    bucket_files.opened(flags.workdir),
-    name=name,
-    adapters=flags.adapters,
-  )
-  export(also=lambda policy: card(policy.config, policy.step))
+  def card(policy: Any) -> None:
+    model_card.write(
+      out,
+      place,
+      policy.config,
+      policy.step,
+      name=name,
+      adapters=flags.adapters,
+    )
+
+  checkpoints.export(config.lock(), place, out, also=card, **what)
   model_card.push(out, name, yes=flags.yes)
   return 0
 

@@ -1,6 +1,7 @@
 """Reads and writes the shape of a model as a Hugging Face `config.json`."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from stppo_jax.models import config as model_config
@@ -172,10 +173,9 @@ def _windows(
   """Returns the window of each layer; () if no layer has one."""
   layers = fields_lib.needed(hf, 'num_hidden_layers')
   size = hf.get('sliding_window')
-  if windows is None or not hf.get(windows.switch, not windows.switch):
-    size = None
-  if windows is None or not size:
-    supported = (rope_lib.FULL,)
+  supported: Sequence[str] = (rope_lib.FULL,)
+  if not size or not windows or not hf.get(windows.switch, not windows.switch):
+    windows = None
   else:
     supported = (rope_lib.FULL, rope_lib.SLIDING)[not windows.typed :]
   types = hf.get('layer_types')

@@ -11,9 +11,6 @@ from stppo_jax.models.hf import fields as fields_lib
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 
-# Names of kinds of rope scaling that files use for another.
-_ROPE_NAMES: Mapping[str, str] = {'su': 'longrope'}
-
 
 def read(
   hf: Mapping[str, Any], family: families.Family, longest: int
@@ -36,7 +33,7 @@ def read(
         'supported: default'
       )
   kind = rope.get('rope_type') or rope.get('type') or 'default'
-  kind = _ROPE_NAMES.get(kind, kind)
+  kind = 'longrope' if kind == 'su' else kind  # its former name
   if kind != 'default':
     if kind == 'yarn' and theta == 1:
       raise ValueError(f'rope_theta={theta}: must not be 1 with yarn')
