@@ -121,8 +121,8 @@ def _adafactor(**adam: float) -> Optimizer:
 def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
   """Returns Muon for the matrices of layers, and NAdam for all other weights.
 
-  Its directions are as large as those of Adam usually are (arXiv 2502.16982),
-  so that one learning rate is right for both.
+  Its directions have a root mean square near 0.2, as those of Adam have in
+  pretraining (arXiv 2502.16982).
   """
   muon: Any = optax.contrib.scale_by_muon(
     eps=eps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1)

@@ -199,7 +199,7 @@ def test_muon_is_a_loop_over_matrices_and_nadam():
       for matrix, x in zip(found, ahead.reshape(found.shape), strict=True):
         expected = 0.2 * max(rows, columns) ** 0.5 * _orthogonal(x)
         np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-4)
-        assert 0.1 < np.sqrt(np.mean(matrix**2)) < 0.25  # as Adam's usually
+        assert 0.1 < np.sqrt(np.mean(matrix**2)) < 0.25
 
 
 @pytest.mark.slow
