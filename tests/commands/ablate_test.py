@@ -541,3 +541,20 @@ def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
     for column in ('success', 'clip_token', 'clip_turn', 'entropy', 'rho'):
       assert np.isfinite(run.per_step(column)).all(), column
     assert np.isfinite(run.columns['greedy'][[0, 5]]).all()
+
+
+@pytest.mark.slow
+def test_the_study_for_a_gpu_runs_in_a_small_form(tmp_path):
+  sizes = runs.flags(num_steps=2, loss__value_warmup_steps=1, model__path=None)[
+    1:
+  ]
+  flags = [f'--config={runs.REPO}/studies/gpu.py', f'--workdir={tmp_path}/gpu']
+  process = runs.start('ablate', *flags, '--jobs=2', '--seeds=1', *sizes)
+  out, err = process.communicate(timeout=1200)
+  assert process.returncode == 0, out + err
+  found = results.read(tmp_path / 'gpu' / 'gpu.csv')
+  assert [run.arm for run in found] == 'token_ppo s_ppo turn_ppo st_ppo'.split()
+  for run in found:
+    # The policy is frozen in the first step.
+    first, second = run.per_step('ratio_max_token')
+    assert first < second
