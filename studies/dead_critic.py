@@ -49,6 +49,7 @@ collection, or 7 core-minutes a run in place of one; and values at every token,
 which GAE reads, take more.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 import sys
@@ -60,7 +61,7 @@ from stppo_jax.tools.ablation import statistics
 from studies import critic
 
 _LEVELS = ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
-_WARM = 'runs/critic'
+WARM = 'runs/critic'
 _RATE = 'policy_optimizer.learning_rate'
 _RATES = (2.5e-4, 4e-4, 6.3e-4)
 # The policy from which the warm-up started, and which it has not changed. A new
@@ -68,13 +69,13 @@ _RATES = (2.5e-4, 4e-4, 6.3e-4)
 _CRITICS = {
   'dead': {
     'init_from': '',
-    'model.path': f'{_WARM}/start/policy',
+    'model.path': f'{WARM}/start/policy',
     'value_optimizer.learning_rate': 0.0,
   },
-  'trained': {'init_from': _WARM},
+  'trained': {'init_from': WARM},
 }
 # Critic -> the rate that the pilot gives it.
-_MATCHED = {'dead': 4e-4, 'trained': 4e-4}
+MATCHED = {'dead': 4e-4, 'trained': 4e-4}
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
@@ -113,7 +114,7 @@ def studies():
       'title': 'A critic that knows nothing, and one that knows much',
       'seeds': 8,
       'arms': {
-        name: {level: {**changes, _RATE: _MATCHED[name]} for level in _LEVELS}
+        name: {level: {**changes, _RATE: MATCHED[name]} for level in _LEVELS}
         for name, changes in _CRITICS.items()
       },
     },
@@ -130,8 +131,8 @@ def studies():
   }
 
 
-# Comparison -> the arms that are added, and those that are subtracted.
-_COMPARISONS = {
+# Comparison -> arms that are added and arms that are subtracted, in turn.
+COMPARISONS = {
   '1 trained: turn - token': ['trained turn_ppo', 'trained token_ppo'],
   '2 trained: ST - turn': ['trained st_ppo', 'trained turn_ppo'],
   '3 trained: S - token': ['trained s_ppo', 'trained token_ppo'],
@@ -153,14 +154,17 @@ def holm(ps: Sequence[float]) -> list[float]:
   return corrected
 
 
-def analysis(runs: Sequence[results.Run]) -> list[list[str]]:
+def analysis(
+  runs: Sequence[results.Run],
+  comparisons: Mapping[str, Sequence[str]] = COMPARISONS,
+) -> list[list[str]]:
   """Returns the table of the comparisons, of the seeds that all arms have."""
   areas: dict[str, dict[int, float]] = {}
   for run in runs:
     areas.setdefault(' '.join(run.key), {})[run.seed] = run.curve.area
   seeds = sorted(set.intersection(*map(set, areas.values())))
   found = []
-  for arms in _COMPARISONS.values():
+  for arms in comparisons.values():
     columns = [[areas[arm][seed] for seed in seeds] for arm in arms]
     added, taken = (
       [sum(x) for x in zip(*columns[side::2])] for side in range(2)
@@ -185,7 +189,7 @@ def analysis(runs: Sequence[results.Run]) -> list[list[str]]:
       f'{x.p:.3f}',
       f'{p:.3f}',
     ]
-    for name, x, p in zip(_COMPARISONS, found, holm([x.p for x in found]))
+    for name, x, p in zip(comparisons, found, holm([x.p for x in found]))
   ]
 
 
