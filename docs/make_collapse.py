@@ -20,6 +20,7 @@ from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
 from studies import collapse
+from studies import dead_critic
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
@@ -30,15 +31,15 @@ _ALARMS = {
   'other thresholds': {'kl': 2.5, 'explained_variance': -1.0},
 }
 _FIRST = 'levels'
+_CRITIC = 'dead_critic'  # the study that has a file and an analysis of its own
 _COLOURS = 64  # of a picture
 
 
 def studies() -> dict[str, study_lib.Study]:
   """Returns the shipped studies by name."""
-  return {
-    name: study_lib.parse(name, content)
-    for name, content in collapse.studies().items()
-  }
+  contents = collapse.studies()
+  contents[_CRITIC] = dead_critic.studies()[_CRITIC]
+  return {name: study_lib.parse(name, x) for name, x in contents.items()}
 
 
 def page(text: str) -> str:
@@ -101,12 +102,13 @@ def _block(study: study_lib.Study) -> str:
   runs = results.read(_table(study.name))
   planned = len(study.arms) * study.seeds
   copies = ''
+  file = _CRITIC if study.name == _CRITIC else 'collapse'
   command = (
-    f'python -m stppo_jax ablate --config=studies/collapse.py:{study.name} '
+    f'python -m stppo_jax ablate --config=studies/{file}.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv.gz'
   )
   copied = _copied(study.name)
-  if copied or (not runs and study.name != _FIRST):
+  if copied or (not runs and study.name not in (_FIRST, _CRITIC)):
     command += f' --reuse=docs/collapse/{_FIRST}.csv.gz'
   if copied:
     copies = f'; {copied} of those planned are in study 1'
@@ -117,6 +119,8 @@ def _block(study: study_lib.Study) -> str:
     )
   made = 'All' if len(runs) == planned else f'{len(runs)} of'
   found = verdict.tables(study, runs)
+  if study.name == _CRITIC:
+    found['The comparisons that were planned'] = dead_critic.analysis(runs)
   return (
     f'{made} {planned} planned runs have been made{copies}. The command is\n\n'
     f'```text\n{command}\n```\n\n'

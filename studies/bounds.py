@@ -1,4 +1,4 @@
-"""Which bounds does the ratio of a turn need?
+"""Varies the bounds of the ratios of turns and of tokens.
 
     python -m stppo_jax ablate --config=studies/bounds.py --workdir=runs/bounds
     python -m studies.bounds runs/bounds/bounds.csv

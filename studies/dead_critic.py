@@ -1,4 +1,4 @@
-"""Does what is known of the four algorithms hold beside a critic that works?
+"""Compares the four algorithms beside a dead critic and beside one that works.
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
         --workdir=runs/critic --config.num_steps=10
