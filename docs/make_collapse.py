@@ -21,6 +21,7 @@ from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
 from studies import collapse
 from studies import dead_critic
+from studies import forecast
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
@@ -48,7 +49,7 @@ def page(text: str) -> str:
     text = _replaced(text, 'study ', name, _block(study))
   for name, thresholds in _ALARMS.items():
     text = _replaced(text, '', name, _alarms(thresholds))
-  return text
+  return _replaced(text, '', 'forecast', _forecast())
 
 
 def _replaced(text: str, kind: str, name: str, made: str) -> str:
@@ -65,6 +66,19 @@ def _table(name: str) -> pathlib.Path:
   return TABLES / f'{name}.csv.gz'
 
 
+def _tables() -> list[pathlib.Path]:
+  """Returns the files of the studies that have been run."""
+  return [path for name in studies() if (path := _table(name)).exists()]
+
+
+def _forecast() -> str:
+  """Returns what the page says of the metrics that forecast a collapse."""
+  files = _tables()
+  words = ' '.join(f'docs/collapse/{path.name}' for path in files)
+  rows = score_report.as_markdown(forecast.of_tables(files)).rstrip()
+  return f'```text\npython -m studies.forecast {words}\n```\n\n{rows}'
+
+
 def _alarms(thresholds: Mapping[str, float]) -> str:
   """Returns what the page says of the alarms of all runs.
 
@@ -72,7 +86,7 @@ def _alarms(thresholds: Mapping[str, float]) -> str:
     thresholds: the thresholds in place of those that the runs had. If there are
       any, the table has only their alarms.
   """
-  files = [_table(name) for name in studies() if _table(name).exists()]
+  files = _tables()
   words = [f'docs/collapse/{path.name}' for path in files]
   words += [f'--{name}={threshold:g}' for name, threshold in thresholds.items()]
   rings = [

@@ -13,6 +13,7 @@ from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from studies import dead_critic
+from studies import forecast
 
 _STUDIES = make_collapse.studies()
 _TEXT = make_collapse.PAGE.read_text(encoding='utf-8')
@@ -155,6 +156,28 @@ def test_the_last_comparison_is_what_the_critic_takes_from_the_turn_ratio():
   assert rows['1 trained: turn - token'] == '+0.100'
   assert rows['4 dead: turn - token'] == '+0.700'
   assert rows['6 (1) - (4)'] == '-0.600'
+
+
+def test_a_metric_that_rises_before_each_collapse_forecasts_it():
+  healthy = np.full(40, 0.8)
+  collapsed = np.where(np.arange(40) < 25, 0.8, 0.0)
+  rising = np.where((np.arange(40) > 12) & (collapsed > 0), 1.0, 0.0)
+  rng = np.random.default_rng(0)
+  studies = {}
+  for study in 'abc':
+    studies[study] = []
+    for seed in range(8):
+      columns = {name: rng.uniform(size=41) for name in results.COLUMNS}
+      success, cut = (collapsed, rising) if seed % 2 else (healthy, 0 * healthy)
+      for name, values in (('success', success), ('cut', cut)):
+        columns[name] = np.concatenate([[np.nan], values])
+      studies[study].append(results.Run(study, 'x', seed, '', columns))
+  rows = {row[0]: row[1:] for row in forecast.table(studies)}
+  precision, recall, lead, false_alarms, area = rows['cut']
+  assert (precision, recall, false_alarms) == ('1.00', '1.00', '0/12')
+  # It rises at step 14, and the mean of five is below half at step 28.
+  assert int(lead) >= forecast.LEAD and float(area.split()[0]) > 0.9
+  assert float(rows['entropy, large'][0]) < 0.8
 
 
 @pytest.mark.slow
