@@ -20,6 +20,8 @@ from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
 from studies import collapse
+from studies import dead_critic
+from studies import forecast
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
@@ -30,15 +32,15 @@ _ALARMS = {
   'other thresholds': {'kl': 2.5, 'explained_variance': -1.0},
 }
 _FIRST = 'levels'
+_CRITIC = 'dead_critic'  # the study that has a file and an analysis of its own
 _COLOURS = 64  # of a picture
 
 
 def studies() -> dict[str, study_lib.Study]:
   """Returns the shipped studies by name."""
-  return {
-    name: study_lib.parse(name, content)
-    for name, content in collapse.studies().items()
-  }
+  contents = collapse.studies()
+  contents[_CRITIC] = dead_critic.studies()[_CRITIC]
+  return {name: study_lib.parse(name, x) for name, x in contents.items()}
 
 
 def page(text: str) -> str:
@@ -47,7 +49,7 @@ def page(text: str) -> str:
     text = _replaced(text, 'study ', name, _block(study))
   for name, thresholds in _ALARMS.items():
     text = _replaced(text, '', name, _alarms(thresholds))
-  return text
+  return _replaced(text, '', 'forecast', _forecast())
 
 
 def _replaced(text: str, kind: str, name: str, made: str) -> str:
@@ -64,6 +66,19 @@ def _table(name: str) -> pathlib.Path:
   return TABLES / f'{name}.csv.gz'
 
 
+def _tables() -> list[pathlib.Path]:
+  """Returns the files of the studies that have been run."""
+  return [path for name in studies() if (path := _table(name)).exists()]
+
+
+def _forecast() -> str:
+  """Returns what the page says of the metrics that forecast a collapse."""
+  files = _tables()
+  words = ' '.join(f'docs/collapse/{path.name}' for path in files)
+  rows = score_report.as_markdown(forecast.of_tables(files)).rstrip()
+  return f'```text\npython -m studies.forecast {words}\n```\n\n{rows}'
+
+
 def _alarms(thresholds: Mapping[str, float]) -> str:
   """Returns what the page says of the alarms of all runs.
 
@@ -71,7 +86,7 @@ def _alarms(thresholds: Mapping[str, float]) -> str:
     thresholds: the thresholds in place of those that the runs had. If there are
       any, the table has only their alarms.
   """
-  files = [_table(name) for name in studies() if _table(name).exists()]
+  files = _tables()
   words = [f'docs/collapse/{path.name}' for path in files]
   words += [f'--{name}={threshold:g}' for name, threshold in thresholds.items()]
   rings = [
@@ -101,12 +116,13 @@ def _block(study: study_lib.Study) -> str:
   runs = results.read(_table(study.name))
   planned = len(study.arms) * study.seeds
   copies = ''
+  file = _CRITIC if study.name == _CRITIC else 'collapse'
   command = (
-    f'python -m stppo_jax ablate --config=studies/collapse.py:{study.name} '
+    f'python -m stppo_jax ablate --config=studies/{file}.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv.gz'
   )
   copied = _copied(study.name)
-  if copied or (not runs and study.name != _FIRST):
+  if copied or (not runs and study.name not in (_FIRST, _CRITIC)):
     command += f' --reuse=docs/collapse/{_FIRST}.csv.gz'
   if copied:
     copies = f'; {copied} of those planned are in study 1'
@@ -117,6 +133,8 @@ def _block(study: study_lib.Study) -> str:
     )
   made = 'All' if len(runs) == planned else f'{len(runs)} of'
   found = verdict.tables(study, runs)
+  if study.name == _CRITIC:
+    found['The comparisons that were planned'] = dead_critic.analysis(runs)
   return (
     f'{made} {planned} planned runs have been made{copies}. The command is\n\n'
     f'```text\n{command}\n```\n\n'

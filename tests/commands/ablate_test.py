@@ -480,15 +480,22 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, capsys):
 
 @pytest.mark.parametrize(
   'study',
-  'levels turn_length correction controls staleness groups start '
-  'calculator'.split(),
+  [
+    *(
+      f'collapse.py:{name}'
+      for name in 'levels turn_length correction controls staleness groups '
+      'start calculator'.split()
+    ),
+    *('dead_critic.py:dead_critic', 'bounds.py:bounds', 'gpu.py:gpu'),
+  ],
 )
 def test_the_shipped_studies_have_valid_configs(study, tmp_path, capsys):
-  flags = [f'--config={_CONFIG}:{study}', f'--workdir={tmp_path}/study']
+  folder = f'{runs.REPO}/studies'
+  flags = [f'--config={folder}/{study}', f'--workdir={tmp_path}/study']
   assert __main__.main(['ablate', *flags, '--dry_run']) == 0
   lines = capsys.readouterr().out.splitlines()
   trained = [line for line in lines if ' train ' in line]
-  assert len(trained) >= 9
+  assert len(trained) >= 8
   # Seeds are paired: every arm has each.
   seeds = [re.findall(r'--config\.seed=(\d+)', line)[0] for line in trained]
   assert len({seeds.count(seed) for seed in seeds}) == 1
@@ -501,6 +508,16 @@ def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
   # It decides when a run ends, not what it computes.
   ends = _plan([*flags, '--config.updates.max_skipped=8'])
   assert ends.digests == digests
+
+
+def test_a_run_to_start_from_may_lie_anywhere(tmp_path):
+  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
+  one, moved, other = (
+    _plan([*flags, f'--config.init_from={path}']).digests
+    for path in ('/one/warm', '/second/warm', '/second/other')
+  )
+  assert one == moved
+  assert all(one[key] != other[key] for key in one)
 
 
 def test_what_a_microbatch_holds_counts_where_a_correction_is_over_it(tmp_path):
@@ -541,3 +558,20 @@ def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
     for column in ('success', 'clip_token', 'clip_turn', 'entropy', 'rho'):
       assert np.isfinite(run.per_step(column)).all(), column
     assert np.isfinite(run.columns['greedy'][[0, 5]]).all()
+
+
+@pytest.mark.slow
+def test_the_study_for_a_gpu_runs_in_a_small_form(tmp_path):
+  sizes = runs.flags(num_steps=2, loss__value_warmup_steps=1, model__path=None)[
+    1:
+  ]
+  flags = [f'--config={runs.REPO}/studies/gpu.py', f'--workdir={tmp_path}/gpu']
+  process = runs.start('ablate', *flags, '--jobs=2', '--seeds=1', *sizes)
+  out, err = process.communicate(timeout=1200)
+  assert process.returncode == 0, out + err
+  found = results.read(tmp_path / 'gpu' / 'gpu.csv')
+  assert [run.arm for run in found] == 'token_ppo s_ppo turn_ppo st_ppo'.split()
+  for run in found:
+    # The policy is frozen in the first step.
+    first, second = run.per_step('ratio_max_token')
+    assert first < second

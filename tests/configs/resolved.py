@@ -40,7 +40,7 @@ def texts() -> dict[str, str]:
     name: importlib.import_module(module).get_config()
     for name, module in {
       **modules,
-      **{name: f'studies.{name}' for name in ('collapse', 'critic')},
+      **{name: f'studies.{name}' for name in ('collapse', 'critic', 'gpu')},
     }.items()
   }
   for name in SIZED:

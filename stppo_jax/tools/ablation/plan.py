@@ -28,7 +28,7 @@ _NOT_COMPARED = (
 _OF_MICROBATCHES = ('mesh', 'updates.row_length')
 _SCOPE = 'algorithm.correction.clipping_bias.scope'
 # Keys of paths, of which only the last name is the same on another machine.
-_PATHS = ('model.path', 'env.prompt_template')
+_PATHS = ('model.path', 'init_from', 'env.prompt_template')
 _RECORD = 'study.json'
 
 

@@ -11,9 +11,14 @@ from stppo_jax import exits
 from stppo_jax.configs import alarms
 from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import statistics
+from studies import dead_critic
+from studies import forecast
 
 _STUDIES = make_collapse.studies()
 _TEXT = make_collapse.PAGE.read_text(encoding='utf-8')
+_KNOWN = make_collapse.PAGE.with_name('known.md').read_text(encoding='utf-8')
+_RATES = ('rate 0.00025', 'rate 0.00032', 'rate 0.0004')
 
 
 def test_every_file_is_the_table_of_a_study():
@@ -100,6 +105,79 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
   )
   assert found.mean() == pytest.approx(mean, abs=0.005)
   assert (found > 0).sum() == larger
+
+
+@pytest.mark.parametrize(
+  ('name', 'groups', 'arm', 'other'),
+  [
+    *(('levels', [rate], 'turn_ppo', 'token_ppo') for rate in _RATES),
+    ('levels', _RATES, 'st_ppo', 'turn_ppo'),
+    ('levels', _RATES, 's_ppo', 'token_ppo'),
+    ('controls', [''], 'KL stop', 'turn_ppo'),
+    ('controls', [''], '2 epochs', 'turn_ppo'),
+    ('controls', [''], 'a third of the rate', 'turn_ppo'),
+    ('turn_length', ['30 tokens'], 'turn_ppo', 'token_ppo'),
+    ('turn_length', ['60 tokens'], 'turn_ppo', 'token_ppo'),
+    ('calculator', [''], 'turn_ppo', 'token_ppo'),
+  ],
+)
+def test_the_page_of_what_is_known_has_the_differences(
+  name, groups, arm, other
+):
+  runs = results.read(make_collapse.TABLES / f'{name}.csv.gz')
+  areas = {(*run.key, run.seed): run.curve.area for run in runs}
+  seeds = sorted({run.seed for run in runs})
+  both = [
+    [np.mean([areas[group, x, seed] for group in groups]) for seed in seeds]
+    for x in (arm, other)
+  ]
+  found = statistics.difference(*both).estimate
+  shown = f'{found.mean:+.2f} ({found.low:+.2f}..{found.high:+.2f})'
+  assert shown in _KNOWN
+
+
+def test_p_values_are_corrected_for_how_many_there_are():
+  # Holm: 3 x .01, then 2 x .03, which .04 may not fall below.
+  corrected = dead_critic.holm([0.01, 0.04, 0.03])
+  np.testing.assert_allclose(corrected, [0.03, 0.06, 0.06])
+
+
+def test_the_last_comparison_is_what_the_critic_takes_from_the_turn_ratio():
+  areas = {'trained turn_ppo': 0.5, 'trained token_ppo': 0.4}
+  areas |= {'dead turn_ppo': 0.9, 'dead token_ppo': 0.2}
+  areas |= {'trained st_ppo': 0.5, 'trained s_ppo': 0.4}
+  columns = {name: np.zeros(4) for name in results.COLUMNS}
+  runs = [
+    results.Run(*name.split(), seed, '', columns | {'success': np.full(4, x)})
+    for name, x in areas.items()
+    for seed in range(3)
+  ]
+  rows = {row[0]: row[2] for row in dead_critic.analysis(runs)}
+  assert rows['1 trained: turn - token'] == '+0.100'
+  assert rows['4 dead: turn - token'] == '+0.700'
+  assert rows['6 (1) - (4)'] == '-0.600'
+
+
+def test_a_metric_that_rises_before_each_collapse_forecasts_it():
+  healthy = np.full(40, 0.8)
+  collapsed = np.where(np.arange(40) < 25, 0.8, 0.0)
+  rising = np.where((np.arange(40) > 12) & (collapsed > 0), 1.0, 0.0)
+  rng = np.random.default_rng(0)
+  studies = {}
+  for study in 'abc':
+    studies[study] = []
+    for seed in range(8):
+      columns = {name: rng.uniform(size=41) for name in results.COLUMNS}
+      success, cut = (collapsed, rising) if seed % 2 else (healthy, 0 * healthy)
+      for name, values in (('success', success), ('cut', cut)):
+        columns[name] = np.concatenate([[np.nan], values])
+      studies[study].append(results.Run(study, 'x', seed, '', columns))
+  rows = {row[0]: row[1:] for row in forecast.table(studies)}
+  precision, recall, lead, false_alarms, area = rows['cut']
+  assert (precision, recall, false_alarms) == ('1.00', '1.00', '0/12')
+  # It rises at step 14, and the mean of five is below half at step 28.
+  assert int(lead) >= forecast.LEAD and float(area.split()[0]) > 0.9
+  assert float(rows['entropy, large'][0]) < 0.8
 
 
 @pytest.mark.slow

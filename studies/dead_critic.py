@@ -1,0 +1,214 @@
+"""Compares the four algorithms beside a dead critic and beside one that works.
+
+    python -m stppo_jax train --config=studies/critic.py:st_ppo \
+        --workdir=runs/critic --config.num_steps=10
+    python -m stppo_jax ablate --config=studies/dead_critic.py:dead_critic \
+        --workdir=runs/dead_critic --table=docs/collapse/dead_critic.csv.gz
+    python -m studies.dead_critic docs/collapse/dead_critic.csv.gz
+
+The studies of studies/collapse.py have a critic that explains almost nothing.
+The first command here trains one for 10 steps beside a frozen policy. It then
+explains .54 of the variance, and .56 can be explained (docs/critic.md). Half of
+the arms go on from it. The others have the same policy and a critic whose
+values are .5 for ever: REINFORCE with a constant baseline.
+
+All that follows was written before the runs. Two runs of token PPO with seed
+100 and twice as many updates had been looked at, one for each critic: both
+collapsed within 10 steps, so the study has half as many updates.
+
+Stress: 16 updates on each collection of 32 dialogues. It is matched by the KL
+divergence of the first five steps, and not by the learning rate: in the study
+`pilot`, token PPO trains for 5 steps with seeds 100 and 101, which are in no
+study. Each critic gets the rate of the pilot whose mean KL (`actor/ppo_kl`) is
+nearest to 0.1 nats in its logarithm: that of studies/collapse.py at 4e-4. Its
+four algorithms share it. The pilot found .017, .028 and .053 beside the dead
+critic, and .050, .077 and .183 beside the trained one. So the dead one gets
+6.3e-4 and the trained one 4e-4, and the match is not exact.
+
+Hypotheses, as differences of the area: the mean success of the 24 steps.
+
+1. Beside the trained critic, turn ratios are better than token ratios.
+2. Beside it, the correction makes no difference with turn ratios.
+3. Nor does it with token ratios.
+4. Beside the dead critic, turn ratios are better, as docs/collapse.md found on
+   another task.
+5. With token ratios, the trained critic is better than the dead one.
+6. The turn ratio helps less beside the trained critic than beside the dead one.
+
+Stopping rule: the seeds 0 to 7 of all arms, and no more, whatever they show.
+The six arms that the hypotheses need come first, seed by seed, and the
+correction beside the dead critic last. If the time does not suffice, the seeds
+that these six arms have are reported, and nothing is claimed from fewer than
+eight.
+
+Analysis: the paired difference of the area over seeds with its bootstrap
+interval, and the p-value of its sign-flip test, with Holm's correction for the
+six comparisons. A hypothesis of a difference holds if its corrected p is below
+.05 and the sign is right. Hypotheses 2 and 3 cannot be proved: they fail if
+there is a difference. Everything else in the tables is description.
+
+An oracle critic is left out. Values of each turn's three prefixes from 8
+continuations take some 1,000 dialogues' worth of tokens a step, 30 times the
+collection, or 7 core-minutes a run in place of one; and values at every token,
+which GAE reads, take more.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import pathlib
+import sys
+
+from stppo_jax.configs import base
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import statistics
+from studies import critic
+
+_LEVELS = ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
+WARM = 'runs/critic'
+_RATE = 'policy_optimizer.learning_rate'
+_RATES = (2.5e-4, 4e-4, 6.3e-4)
+# The policy from which the warm-up started, and which it has not changed. A new
+# value model starts at .5, the middle of loss.value_range, and takes no step.
+_CRITICS = {
+  'dead': {
+    'init_from': '',
+    'model.path': f'{WARM}/start/policy',
+    'value_optimizer.learning_rate': 0.0,
+  },
+  'trained': {'init_from': WARM},
+}
+# Critic -> the rate that the pilot gives it.
+MATCHED = {'dead': 6.3e-4, 'trained': 4e-4}
+
+
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
+  config = critic.get_config(algorithm)
+  config.num_steps = 24
+  config.sft.before_training = False
+  config.loss.value_warmup_steps = 0
+  config.loss.value_warmup_patience = 0
+  # 4 minibatches x 4 epochs = 16 updates on one collection.
+  config.rollout.trajectories_per_step = 32
+  config.rollout.length_bucket = config.env.max_length  # one set of programs
+  config.updates.minibatch_size = 8
+  config.updates.num_epochs = 4
+  config.updates.value_epochs = 0
+  config.updates.core_rows = 4
+  config.policy_optimizer.warmup_updates = 40
+  config.value_optimizer.learning_rate = 3e-4
+  config.evaluate.every = 0  # the success of the sampled dialogues is enough
+  config.checkpoint.every = 8
+  config.checkpoint.keep = 1
+  config.writer.tensorboard = False
+  config.writer.samples = 0
+  config.writer.trajectories = 0
+  config.writer.token_details = 0
+  # A run that collapses is what is looked for: it must not end early.
+  config.alarms.stop = ()
+  config.updates.max_skipped = 0
+  return config
+
+
+def studies():
+  """Returns the studies by name; docs/your_own_study.md has their form."""
+  pilot = {'algorithm': 'token_ppo', 'num_steps': 5}
+  return {
+    'dead_critic': {
+      'title': 'A critic that knows nothing, and one that knows much',
+      'seeds': 8,
+      'arms': {
+        name: {level: {**changes, _RATE: MATCHED[name]} for level in _LEVELS}
+        for name, changes in _CRITICS.items()
+      },
+    },
+    'pilot': {
+      'title': 'The rates that stress beside both critics alike',
+      'seeds': 2,
+      'arms': {
+        name: {
+          f'rate {rate:g}': {**pilot, **changes, _RATE: rate} for rate in _RATES
+        }
+        for name, changes in _CRITICS.items()
+      },
+    },
+  }
+
+
+# Comparison -> arms that are added and arms that are subtracted, in turn.
+COMPARISONS = {
+  '1 trained: turn - token': ['trained turn_ppo', 'trained token_ppo'],
+  '2 trained: ST - turn': ['trained st_ppo', 'trained turn_ppo'],
+  '3 trained: S - token': ['trained s_ppo', 'trained token_ppo'],
+  '4 dead: turn - token': ['dead turn_ppo', 'dead token_ppo'],
+  '5 token: trained - dead': ['trained token_ppo', 'dead token_ppo'],
+  '6 (1) - (4)': [
+    *('trained turn_ppo', 'trained token_ppo'),
+    *('dead token_ppo', 'dead turn_ppo'),
+  ],
+}
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+  """Returns p-values that are corrected for how many there are (Holm)."""
+  corrected, largest = [0.0] * len(ps), 0.0
+  for rank, place in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+    largest = max(largest, min(1.0, ps[place] * (len(ps) - rank)))
+    corrected[place] = largest
+  return corrected
+
+
+def analysis(
+  runs: Sequence[results.Run],
+  comparisons: Mapping[str, Sequence[str]] = COMPARISONS,
+) -> list[list[str]]:
+  """Returns the table of the comparisons, of the seeds that all arms have."""
+  areas: dict[str, dict[int, float]] = {}
+  for run in runs:
+    areas.setdefault(' '.join(run.key), {})[run.seed] = run.curve.area
+  needed = {arm for arms in comparisons.values() for arm in arms}
+  seeds = sorted(set.intersection(*(set(areas[arm]) for arm in needed)))
+  found = []
+  for arms in comparisons.values():
+    columns = [[areas[arm][seed] for seed in seeds] for arm in arms]
+    added, taken = (
+      [sum(x) for x in zip(*columns[side::2])] for side in range(2)
+    )
+    found.append(statistics.difference(added, taken))
+  head = [
+    'difference of the area',
+    'seeds',
+    'mean',
+    '95 %',
+    'larger',
+    'p',
+    'Holm',
+  ]
+  return [head] + [
+    [
+      name,
+      str(x.seeds),
+      f'{x.estimate.mean:+.3f}',
+      f'{x.estimate.low:+.3f}..{x.estimate.high:+.3f}',
+      f'{x.larger}/{x.seeds}',
+      f'{x.p:.3f}',
+      f'{p:.3f}',
+    ]
+    for name, x, p in zip(comparisons, found, holm([x.p for x in found]))
+  ]
+
+
+def stress(runs: Sequence[results.Run]) -> list[list[str]]:
+  """Returns the table of the mean KL divergence of the first five steps."""
+  table = [['arm', 'seed', 'KL']]
+  for run in runs:
+    kl = run.per_step('kl_old')[:5].mean()
+    table.append([' '.join(run.key), str(run.seed), f'{kl:.4f}'])
+  return table
+
+
+if __name__ == '__main__':
+  found = results.read(pathlib.Path(sys.argv[1]))
+  print(score_report.as_markdown(stress(found)))
+  if 'dead turn_ppo' in {' '.join(run.key) for run in found}:
+    print(score_report.as_markdown(analysis(found)))
