@@ -74,8 +74,8 @@ def section() -> dict[str, Any]:
     # Chunks that are started before the host has read the previous one.
     'lookahead': 1,
     # Keys and values are kept in pages of so many tokens; 0 = a quarter of
-    # env.max_length, but at most 128, with which a kernel for TPU reads only
-    # the pages that a trajectory has begun. Other programs read those that
+    # env.max_length, but at most 128, with which kernels for TPU and GPU read
+    # only the pages that a trajectory has begun. Other programs read those that
     # their longest trajectory has begun.
     'page_size': 0,
     # The pages of a host. With fewer than all slots can need, trajectories wait

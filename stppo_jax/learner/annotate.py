@@ -153,7 +153,10 @@ def annotate(
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
   if models.value_range is not None and batch.returns_BL is not None:
     low, high = models.value_range
-    is_outside_BL = (batch.returns_BL < low) | (batch.returns_BL > high)
+    # Returns are sums of advantages and values, so those at an end are rounded.
+    slack = 1e-4 * (high - low)
+    is_outside_BL = batch.returns_BL < low - slack
+    is_outside_BL |= batch.returns_BL > high + slack
     metrics['critic/returns_outside'] = masking.masked_mean(
       is_outside_BL.astype(kl_BL.dtype), batch.value_mask_BL
     )

@@ -139,7 +139,7 @@ class Work:
     """The bytes of its memory that a device reads in a call of decode."""
     # While a row grows, it is on average half as long as in the end.
     seen = self.length / 2
-    if self.shape.attention == 'splash':  # no page before a window is read
+    if self.shape.attention != 'xla':  # no page before a window is read
       seen = flops.seen_keys(self.shape, self.length) / self.shape.num_layers
     filled = min(seen / self.engine_length, 0.5)
     return self.engine_weights + filled * self.engine_cache

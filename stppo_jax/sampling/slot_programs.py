@@ -191,7 +191,7 @@ def decode(
     stopped: the automaton's absorbing state.
     sampling: temperature and truncation.
     num_tokens: C.
-    num_pages: see the module; an int if `captured`.
+    num_pages: see the module; an int if `captured` and no kernel reads them.
     captured: whether the program has neither branches nor an early end.
 
   Returns:

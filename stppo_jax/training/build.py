@@ -38,7 +38,6 @@ from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from stppo_jax.training import span
 from stppo_jax.workdir import agreement
-from stppo_jax.workdir import run_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +108,8 @@ def build(config, folder: claim.Folder) -> Parts:
   """
   with folder.interruptible():
     found = components_lib.build(span.resolved(config, folder.hosts))
-    is_writer = folder.hosts.is_first and not folder.restart
-    if is_writer and found.tokenizer.prompts.begun_by_tokenizer:
-      run_record.check_prompts(folder.path)
+    if found.tokenizer.prompts.begun_by_tokenizer:
+      folder.check_prompts()
     config = found.config
     checks.check_memory(
       config, found.learner, found.placement, memory.device_limit()

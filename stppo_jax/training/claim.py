@@ -92,6 +92,15 @@ class Folder:
     """Runs a body in which hosts wait for each other; see `voting`."""
     return voting.collective_section(self.hosts, self.interruptible)
 
+  def check_prompts(self) -> None:
+    """Refuses to resume a run whose prompts no tokenizer began.
+
+    Raises:
+      OtherRun: see `run_record.check_prompts`.
+    """
+    if self.hosts.is_first and not self.restart:
+      run_record.check_prompts(self.path)
+
   def check(self) -> None:
     """Refuses the folder of another run before anything is asked of a server.
 

@@ -54,6 +54,8 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   with claim.claimed(config, workdir, restart=restart, command='sft') as folder:
     with folder.interruptible():
       found = components.build(config, imitates=True)
+      if found.tokenizer.prompts.begun_by_tokenizer:
+        folder.check_prompts()
       services = folder.enter(
         components.build_services(config, found.questions)
       )

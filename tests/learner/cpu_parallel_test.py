@@ -131,6 +131,23 @@ def _with_hook(hook):
   return models._replace(policy=policy)
 
 
+@pytest.mark.slow
+def test_the_state_is_donated():
+  models = updates.sums()
+  state = jax.device_put(updates.train_state(models))
+  leaves = jax.tree.leaves(state)
+  _updater(models).update(
+    state,
+    {},
+    updates.batch(models),
+    _packed(updates.batch(models)),
+    updates.with_algorithm(
+      updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
+    ),
+  )
+  assert all(leaf.is_deleted() for leaf in leaves)
+
+
 def test_shares_are_computed_at_the_same_time():
   """Makes each share wait inside its program until the other has begun."""
   together = threading.Barrier(2, timeout=15)

@@ -120,3 +120,29 @@ def test_storing_equals_a_plain_loop(platform, monkeypatch):
             page, place = divmod(lengths_B[b] + n, _SIZE)
             expected[table_BN[b, page], :, place] = layer[part][b, :, n]
         np.testing.assert_array_equal(found[part], expected)
+
+
+@pytest.mark.parametrize(
+  ('mixture', 'cache'), [(False, 'int8'), (True, 'model'), (True, 'int8')]
+)
+def test_a_scatter_stores_what_the_loop_stores(mixture, cache, monkeypatch):
+  shape = tiny.MIXED if mixture else {}
+  model = tiny.model(**shape, num_heads=4, num_kv_heads=2, cache=cache)
+  rng = np.random.default_rng(0)
+  drawn = lambda tree: jax.tree.map(
+    lambda x: (rng.normal(size=x.shape) * 9).astype(x.dtype), tree
+  )
+  B, N, size = 6, 3, 5
+  table_BN = rng.permutation(B * N).reshape(B, N).astype(np.int32)
+  table_BN[1], table_BN[2, 2] = cache_lib.NO_PAGE, cache_lib.NO_PAGE
+  lengths_B = np.array([0, 3, 9, N * size, N * size - 2, 7])
+  pages = drawn(cache_lib.empty(model.config, B * N, size))
+  for C in (1, 11):
+    recent = drawn(cache_lib.nothing_recent(model.config, B, C))
+    counts_B = rng.integers(0, C + 1, B)
+    found = []
+    for platform in ('cpu', 'gpu'):
+      monkeypatch.setattr(cache_lib.mesh_lib, 'platform', lambda _: platform)
+      store = jax.jit(lambda *inputs: cache_lib.store(*inputs))
+      found.append(store(pages, recent, table_BN, lengths_B, counts_B))
+    jax.tree.map(np.testing.assert_array_equal, *found)

@@ -204,3 +204,19 @@ def test_a_planted_scatter_is_found():
 def test_planted_instructions_are_found(function, opcode):
   program = _compile(function, jnp.ones(9), jnp.arange(9))
   assert opcode in _indexed(program)
+
+
+@pytest.mark.parametrize(
+  ('function', 'opcode', 'is_scalar'),
+  [
+    (lambda x: jnp.sum(x), 'all-reduce', True),
+    (lambda x: jnp.sum(x, axis=0), 'all-reduce', False),
+    (lambda x: jnp.cumsum(x, axis=0), None, False),
+    (lambda x: x[::-1], None, False),
+  ],
+)
+def test_planted_collectives_are_found(function, opcode, is_scalar):
+  found = _collectives(_compile(function, _by_row(jnp.ones((8, 16)))))
+  assert found
+  assert opcode is None or {kind for kind, _ in found} == {opcode}
+  assert all(scalar for _, scalar in found) == is_scalar
