@@ -167,6 +167,17 @@ RELATIONS: tuple[Relation, ...] = (
     when=lambda fraction, engine: fraction and engine != 'local',
     because='must be 0 when rollout.engine={1}: a server of its own decodes',
   ),
+  *(
+    _refuse(
+      'rollout.turn_swaps',
+      key,
+      when=lambda swaps, value, allows=allows: (
+        swaps != 'never' and not allows(swaps, value)
+      ),
+      because='must be ' + choices + ' when ' + key + '={1}: ' + reason,
+    )
+    for key, allows, choices, reason in engine_rules.SWAPS_TURNS
+  ),
   _refuse(
     'env.max_turn_tokens',
     'env.max_length',

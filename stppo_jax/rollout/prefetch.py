@@ -13,10 +13,17 @@ is the same on a thread of its own as between two updates, and a collection that
 was dropped can be made again. Therefore checkpoints contain the policies of the
 next steps, and no trajectories.
 
+With turns of several policies (`swaps_turns`), a policy is published as soon as
+it is there, for all turns that begin from then on, and the next k + 1 steps are
+collected at the same time, in the order in which slots become free. A turn of
+step n is then of one of the policies after n - k, ..., n steps. Which one it is
+depends on how long things take.
+
 Threads: the learner's thread calls the methods of `Prefetcher`; the one worker
-thread publishes weights and collects, one step after the other; the event loop
-has a thread of its own, on which environment and clients run. They share only
-futures and weights, and no weights that an update may donate.
+thread publishes weights and collects, one step after the other (with turns of
+several policies, a thread for each step collects); the event loop has a thread
+of its own, on which environment and clients run. They share only futures and
+weights, and no weights that an update may donate.
 """
 
 from collections.abc import Callable
@@ -129,6 +136,8 @@ class Prefetcher:
       of their other programs. None: `publish` copies them.
     old_is_sampled: with steps ahead, whether the denominator of ratios is the
       policy that collected a step, and not the one before its updates.
+    swaps_turns: whether turns begin with the newest policy; needs `loop` and
+      `send`. `collect` is then called by several threads.
   """
 
   def __init__(
@@ -142,6 +151,7 @@ class Prefetcher:
     loop: StoppableLoop | None,
     send: Callable[[Params], Params] | None = None,
     old_is_sampled: bool = False,
+    swaps_turns: bool = False,
   ):
     self._collect = collect
     self._publish = publish
@@ -150,12 +160,15 @@ class Prefetcher:
     self._num_steps = num_steps
     self._loop = loop
     self._send = send
-    self._old_is_sampled = old_is_sampled
+    self._old_is_sampled, self._swaps_turns = old_is_sampled, swaps_turns
     self._sent: tuple[int, Params] | None = None
     self._thread = None
     if loop is not None:
-      # One thread, so that weights are published only between two collections.
-      self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collect-ahead')
+      # One thread, so that weights are published only between two collections,
+      # or one for each step that is collected at the same time.
+      self._thread = concurrent.futures.ThreadPoolExecutor(
+        1 + steps_ahead if swaps_turns else 1, 'collect-ahead'
+      )
     self._policies: dict[int, Params] = {}
     self._in_flight: dict[int, Future[Collected]] = {}
     self._broken = threading.Event()
@@ -198,6 +211,11 @@ class Prefetcher:
       # its collection before it begins, and all of them publish together.
       self._publish(self.policy(version), self._version(version))
       return
+    if self._swaps_turns:
+      assert self._send is not None
+      # Before the collections that start below, none of which may begin with
+      # an older policy.
+      self._publish(self._send(params), version)
     # Up to the last step whose policy exists now, without those that an earlier
     # call has started.
     last = min(version + self._steps_ahead, self._num_steps - 1)
@@ -215,9 +233,19 @@ class Prefetcher:
 
     None: they are those of the state before the step's updates.
     """
-    if self._steps_ahead and self._old_is_sampled:
+    if self._steps_ahead and self._old_is_sampled and not self._swaps_turns:
       return self.policy(step)
     return None
+
+  def older_policies(self, step: int) -> tuple[Params, ...]:
+    """Returns the weights of policies that may have written turns of a step.
+
+    They are those of one step before, of two, and so on; the denominator of a
+    turn's ratio is the policy that wrote it. Empty: it is `old_policy`.
+    """
+    if self._old_is_sampled and self._swaps_turns:
+      return self.published(step, self._policies[step])
+    return ()
 
   def result(self, step: int) -> Collected:
     """Waits for the collection of the next step and returns it.
@@ -245,7 +273,7 @@ class Prefetcher:
 
   def _sent_policy(self, step: int) -> Params:
     """Returns the weights of a step, on the devices that collect it."""
-    if self._send is None:
+    if self._send is None or self._swaps_turns:
       return self.policy(step)
     # The first k + 1 steps share a policy, which is sent once.
     version = self._version(step)
@@ -261,7 +289,7 @@ class Prefetcher:
       raise Abandoned
     started = time.monotonic()
     try:
-      if self._thread is not None:
+      if self._thread is not None and not self._swaps_turns:
         self._publish(params, self._version(step))
       trajectories, metrics = self._collect(step)
     except BaseException:

@@ -1,0 +1,170 @@
+"""Lets the collections of several steps share the slots of one engine.
+
+With turns of several policies, nothing has to wait until all dialogues of a
+step have ended: those of the next step begin in the slots that become free.
+Each step is collected by a thread of its own, which sees an engine of its own.
+
+One of these threads runs at a time. It hands over whenever it polls, in the
+order in which the others came, so that every poll of the engine is followed by
+all threads: each answers its turns that have ended, before the next poll.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.rollout import collect
+
+# Seconds until threads whose rows all wait for the environment look again.
+_PAUSE = 0.003
+
+
+class Engine(collect.Engine, Protocol):
+  """An engine to which rows can be added; see `sampling.engine.Engine`."""
+
+  def add(self, prompts: Sequence[np.ndarray | None], keys: Any) -> int: ...
+
+
+@dataclasses.dataclass
+class _Share(threading.local):
+  """The rows of the collection of a thread.
+
+  Attributes:
+    first: the engine's number of its first row.
+    ended: the turns that have ended, by the engine's number of their row.
+  """
+
+  first: int = 0
+  ended: dict[int, types.GeneratedTurn | None] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+class _Baton:
+  """A lock that threads get in the order in which they ask for it."""
+
+  def __init__(self):
+    self._changed = threading.Condition()
+    self._tickets, self._serving = itertools.count(), 0
+
+  def __enter__(self) -> None:
+    with self._changed:
+      ticket = next(self._tickets)
+      self._changed.wait_for(lambda: self._serving == ticket)
+
+  def __exit__(self, *_) -> None:
+    with self._changed:
+      self._serving += 1
+      self._changed.notify_all()
+
+
+class SharedEngine:
+  """An engine for several threads, see `collect.Engine`.
+
+  Args:
+    engine: the engine; no one else uses it while a thread collects.
+
+  Attributes:
+    max_length: the most tokens of a row.
+    busy: true, so that a thread whose rows all wait still polls: it must hand
+      over to others.
+  """
+
+  busy = True
+
+  def __init__(self, engine: Engine):
+    self.max_length = engine.max_length
+    self._engine = engine
+    self._baton = _Baton()
+    self._share = _Share()
+    # By the number of a row that is open, the turns of its thread that ended;
+    # None: the thread has ended.
+    self._ended: dict[int, dict[int, types.GeneratedTurn | None] | None] = {}
+    self._waiting: set[int] = set()  # open rows between two turns
+
+  @contextlib.contextmanager
+  def collecting(self) -> Iterator[None]:
+    """Lets the thread use the engine in the body, in turn with others."""
+    with self._baton:
+      try:
+        yield
+      finally:
+        # After an error rows are left, whose slots others need.
+        for number, ended in list(self._ended.items()):
+          if ended is self._share.ended:
+            self._ended[number] = None
+            if number in self._waiting:
+              self._close(number)
+
+  def begin(
+    self, prompts: Sequence[np.ndarray | None], keys: Any, **options: Any
+  ) -> None:
+    """Begins a collection of the thread; see `collect.Engine`.
+
+    All threads begin theirs with the same options.
+    """
+    share = self._share
+    if self._ended:
+      share.first = self._engine.add(prompts, keys)
+    else:
+      self._engine.begin(prompts, keys, **options)
+      share.first = 0
+    share.ended = {}
+    size = options['group_size']
+    for n in range(len(prompts) * size):
+      if prompts[n // size] is not None:
+        self._ended[share.first + n] = share.ended
+
+  def poll(self) -> Mapping[int, types.GeneratedTurn | None]:
+    """Lets other threads go on, and returns turns of this one that ended."""
+    share = self._share
+    self._baton.__exit__()
+    if not self._engine.busy:
+      time.sleep(_PAUSE)
+    self._baton.__enter__()
+    if not share.ended and self._engine.busy:
+      for number, turn in self._engine.poll().items():
+        self._waiting.add(number)
+        ended = self._ended[number]
+        if ended is None:
+          self._close(number)
+        else:
+          ended[number] = turn
+    ended = {number - share.first: x for number, x in share.ended.items()}
+    share.ended.clear()
+    return ended
+
+  def remaining(self, row: int) -> int:
+    """Returns how many tokens still fit into a row."""
+    return self._engine.remaining(self._share.first + row)
+
+  def resume(self, row: int, token_ids: np.ndarray) -> None:
+    """Appends an observation to a row, whose next turn begins."""
+    self._waiting.remove(self._share.first + row)
+    self._engine.resume(self._share.first + row, token_ids)
+
+  def close(self, row: int) -> np.ndarray | None:
+    """Ends a row; see `sampling.engine.Engine`."""
+    return self._close(self._share.first + row)
+
+  def statistics(self) -> Mapping[str, float]:
+    """Returns what the engine has counted since the last call."""
+    return self._engine.statistics()
+
+  def finish(self) -> None:
+    """Does nothing: no other host is waited for."""
+
+  def _close(self, number: int) -> np.ndarray | None:
+    del self._ended[number]
+    self._waiting.remove(number)
+    return self._engine.close(number)
