@@ -178,6 +178,18 @@ RELATIONS: tuple[Relation, ...] = (
     )
     for key, allows, choices, reason in engine_rules.SWAPS_TURNS
   ),
+  *(
+    _refuse(
+      'rollout.replay_order',
+      key,
+      when=lambda order, value, wrong=wrong: order and value == wrong,
+      because="must be '' when " + key + '={1}: ' + reason,
+    )
+    for key, wrong, reason in (
+      ('rollout.turn_swaps', 'never', 'a run without it needs no record'),
+      ('rollout.deterministic', False, 'rounding depends on timing'),
+    )
+  ),
   _refuse(
     'env.max_turn_tokens',
     'env.max_length',

@@ -111,6 +111,9 @@ def section() -> dict[str, Any]:
     # leaves free. recompute: the same, but the keys and values are computed
     # again. At most steps_ahead steps lie between a turn and its update.
     'turn_swaps': 'never',
+    # The folder of a run with turn_swaps that this run repeats bit for bit: a
+    # turn waits for the version that wrote it there; '' = none.
+    'replay_order': '',
     # How much the log-probabilities of engine and trainer may differ by
     # rounding: the mean over the tokens; 99% of the tokens may differ by 10
     # times as much. If they differ by more in the first step, the run ends.

@@ -253,6 +253,7 @@ KEYS: Mapping[str, Key] = {
   'rollout.remote.retries': Key(rules.NOT_NEGATIVE),
   'rollout.remote.timeout': Key(rules.POSITIVE),
   'rollout.remote.url': Key(),
+  'rollout.replay_order': _free(),
   'rollout.resample_rounds': Key(rules.NOT_NEGATIVE),
   'rollout.slots': Key(rules.NOT_NEGATIVE),
   'rollout.span': _free(rules.one_of('auto', 'host', 'slice')),

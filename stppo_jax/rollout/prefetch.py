@@ -46,6 +46,10 @@ State = Any
 Trajectories = list[types.Trajectory]
 
 
+# Seconds until it is asked again whether a policy may be published.
+_PAUSE = 0.01
+
+
 class Abandoned(Exception):
   """Ends a collection whose result is not needed any more."""
 
@@ -138,6 +142,8 @@ class Prefetcher:
       policy that collected a step, and not the one before its updates.
     swaps_turns: whether turns begin with the newest policy; needs `loop` and
       `send`. `collect` is then called by several threads.
+    may_publish: if a run is repeated, whether a policy may be published while
+      some steps are collected; it is asked until it may.
   """
 
   def __init__(
@@ -152,6 +158,7 @@ class Prefetcher:
     send: Callable[[Params], Params] | None = None,
     old_is_sampled: bool = False,
     swaps_turns: bool = False,
+    may_publish: Callable[[int, Sequence[int]], bool] | None = None,
   ):
     self._collect = collect
     self._publish = publish
@@ -161,6 +168,7 @@ class Prefetcher:
     self._loop = loop
     self._send = send
     self._old_is_sampled, self._swaps_turns = old_is_sampled, swaps_turns
+    self._may_publish, self._newest = may_publish, -1
     self._sent: tuple[int, Params] | None = None
     self._thread = None
     if loop is not None:
@@ -211,11 +219,15 @@ class Prefetcher:
       # its collection before it begins, and all of them publish together.
       self._publish(self.policy(version), self._version(version))
       return
+    versions = []
     if self._swaps_turns:
-      assert self._send is not None
+      # A resumed run that repeats another one needs older policies first.
+      repeats = self._may_publish is not None
+      versions = [v for v in sorted(self._policies) if v > self._newest]
+      versions = versions if repeats else [version]
       # Before the collections that start below, none of which may begin with
       # an older policy.
-      self._publish(self._send(params), version)
+      self._publish_when_due(versions.pop(0), version)
     # Up to the last step whose policy exists now, without those that an earlier
     # call has started.
     last = min(version + self._steps_ahead, self._num_steps - 1)
@@ -223,6 +235,20 @@ class Prefetcher:
       self._in_flight[step] = self._thread.submit(
         self._collect_step, step, self._sent_policy(step)
       )
+    for newer in versions:
+      self._publish_when_due(newer, version)
+
+  def _publish_when_due(self, newest: int, version: int) -> None:
+    """Publishes a policy for turns that begin; see `schedule` for `version`."""
+    assert self._send is not None
+    last = min(newest + self._steps_ahead, self._num_steps)
+    steps = range(version, last)
+    while self._may_publish and not self._may_publish(newest, steps):
+      if self._broken.is_set():  # the error comes with the result of its step
+        return
+      time.sleep(_PAUSE)
+    self._publish(self._send(self._policies[newest]), newest)
+    self._newest = newest
 
   def policy(self, step: int) -> Params:
     """Returns the weights that a step is collected with."""

@@ -140,6 +140,7 @@ class Engine:
     group_size: int,
     max_turn_tokens: int,
     greedy: bool,
+    due: Sequence[Sequence[int]] | None = None,
   ) -> None:
     """Begins a collection and drops what is left of the last one.
 
@@ -152,6 +153,8 @@ class Engine:
       group_size: rows that share a prompt; divides the slots of a lane.
       max_turn_tokens: longest turn.
       greedy: whether to take the most probable token instead of sampling.
+      due: for each row the versions that its turns wait for; None: they take
+        what there is.
 
     Raises:
       ValueError: whole groups do not fill the slots of a lane, in which the
@@ -167,13 +170,18 @@ class Engine:
     self._group_size, self._next = group_size, 0
     self._rows = {}
     self._queue.clear()
-    self.add(prompts, keys)
+    self.add(prompts, keys, due)
 
-  def add(self, prompts: Sequence[np.ndarray | None], keys: jax.Array) -> int:
+  def add(
+    self,
+    prompts: Sequence[np.ndarray | None],
+    keys: jax.Array,
+    due: Sequence[Sequence[int]] | None = None,
+  ) -> int:
     """Adds rows to the collection that has begun; returns the first's number.
 
     Args:
-      prompts, keys: see `begin`.
+      prompts, keys, due: see `begin`.
     """
     first = self._next
     # On the host, where rows take their keys to the batches that they are in.
@@ -184,6 +192,7 @@ class Engine:
       prompt = prompts[group - first // self._group_size]
       if prompt is not None:
         row = rows_lib.Row(number, prompt, group, key_data[number - first])
+        row.due = due[number - first] if due else ()
         self._rows[number] = row
         self._queue.append(row)
     return first
@@ -261,15 +270,17 @@ class Engine:
     # depend on when observations arrive.
     if self._options.waves:
       return sum(counts) == self.slots
-    return any(counts)
+    return any(counts) and bool(self._due())
 
   def _admit(self) -> None:
     """Gives free slots to the rows at the head of the queue."""
     if self._options.waves:
       self._start_wave()
       return
-    while self._queue and (free := [x for x in self._lanes if x.free]):
-      row = self._queue.popleft()
+    for row in self._due():
+      if not (free := [x for x in self._lanes if x.free]):
+        break
+      self._queue.remove(row)
       # The lane that has the group's prompt, or else the one with most room for
       # the rest of the group.
       lane = max(free, key=lambda x: (x.has_group(row.group), len(x.free)))
@@ -292,6 +303,11 @@ class Engine:
     if len(in_use) < 2 or newest.version in in_use:
       return newest
     return in_use[max(in_use)]
+
+  def _due(self) -> list[rows_lib.Row]:
+    """Returns the rows of the queue whose first turn may begin."""
+    weights = self._turn_weights()
+    return [row for row in self._queue if row.is_due(weights)]
 
   def _start_wave(self) -> None:
     """Fills all slots; the lanes get the groups in turn."""

@@ -194,18 +194,6 @@ class Lane:
       future.set_exception(error)
     return future
 
-  def _start_turn(
-    self, row: Row, token_ids: np.ndarray, weights: compiled_programs.Weights
-  ) -> None:
-    if not row.turn:
-      row.prompt_version = weights.version
-    row.length += len(token_ids)
-    row.written.append(token_ids)
-    row.turn += 1
-    row.generating, row.in_flight, row.chunks = True, 0, []
-    row.weights, row.version = weights, weights.version
-    self._generating[row.slot] = row
-
   def _shard(self, row: Row) -> int:
     return row.slot * self._driver.shards // self._driver.slots
 
@@ -225,6 +213,9 @@ class Lane:
     return min(row.length + ahead, self._options.max_length)
 
   def _fits(self, row: Row, appended: int | None = None) -> bool:
+    if appended is not None and row.due:
+      if not row.is_due(self._turn_weights()):
+        return False
     all_fit = not self._options.pages
     return all_fit or self._pool(row).fits(row, self._room(row, appended))
 
@@ -256,6 +247,9 @@ class Lane:
     appends, copies = {}, {}
     weights = self._turn_weights()
     for row, token_ids in scheduled:
+      if not row.is_due(weights):
+        self._to_append.append((row, token_ids))
+        continue
       if row.begins_anew(token_ids, weights.version, self._recomputes):
         token_ids = self._pool(row).emptied(row, token_ids)
       source = None if row.turn else self._source(row, weights.version)
@@ -270,7 +264,8 @@ class Lane:
         self._to_append.append((row, token_ids))
         continue
       length = row.length
-      self._start_turn(row, token_ids, weights)
+      row.begin_turn(token_ids, weights)
+      self._generating[row.slot] = row
       if source is None:
         appends[row.slot] = slot_calls.Append(
           token_ids, length, self._budget(row), tuple(row.pages)

@@ -43,6 +43,7 @@ class Row:
     weights: the weights with which its turn is being written; None between
       turns, so that a row that waits holds none.
     version: the version of the weights of its last turn.
+    due: the versions that its turns wait for; (): they take what there is.
     prompt_version: the version with which its slot begins a copy of its prompt;
       None if it cannot.
   """
@@ -62,7 +63,25 @@ class Row:
   written: list[np.ndarray] = dataclasses.field(default_factory=list)
   weights: compiled_programs.Weights | None = None
   version: int = 0
+  due: Sequence[int] = ()
   prompt_version: int | None = None
+
+  def is_due(self, weights: compiled_programs.Weights) -> bool:
+    """Returns whether its next turn may begin with these weights."""
+    is_free = self.turn >= len(self.due)
+    return is_free or self.due[self.turn] <= weights.version
+
+  def begin_turn(
+    self, token_ids: np.ndarray, weights: compiled_programs.Weights
+  ) -> None:
+    """Begins a turn with these weights after some more tokens."""
+    if not self.turn:
+      self.prompt_version = weights.version
+    self.length += len(token_ids)
+    self.written.append(token_ids)
+    self.turn += 1
+    self.generating, self.in_flight, self.chunks = True, 0, []
+    self.weights, self.version = weights, weights.version
 
   def begins_anew(
     self, token_ids: np.ndarray, version: int, recomputes: bool

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.records import turn_versions
 from stppo_jax.rollout import answer_probes
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import evaluation
@@ -161,7 +164,11 @@ def build(config, folder: claim.Folder) -> Parts:
     shared = None
     if swaps_turns:
       assert isinstance(engine, local_engine.Engine)  # by configs/relations.py
-      shared = shared_engine.SharedEngine(engine)
+      shared = shared_engine.SharedEngine(
+        engine,
+        turn_versions.TurnVersions(folder.path, folder.hosts.index),
+        _repeated(config, folder),
+      )
     group_size = config.rollout.group_size
     steps = steps_lib.StepCollector(
       config,
@@ -298,6 +305,35 @@ def _apart(
   return placement if placement and placement.collecting else None
 
 
+def _repeated(
+  config, folder: claim.Folder
+) -> turn_versions.TurnVersions | None:
+  """Returns the record of the run that this one repeats; None: it repeats none.
+
+  Raises:
+    OtherRun: that run has another config, with a line for each key.
+    Misconfigured: the folder has no such record.
+  """
+  if not config.rollout.replay_order:
+    return None
+  path = pathlib.Path(config.rollout.replay_order)
+  repeated = turn_versions.TurnVersions(path, folder.hosts.index)
+  problem = ''
+  if repeated.read(0) is None:
+    problem = 'no run with rollout.turn_swaps has begun there'
+  else:
+    run_record.check_config(folder.config, path)
+    recorded = json.loads((path / 'config.json').read_text('utf-8'))
+    every = recorded['evaluate']['every']
+    if config.evaluate.every != every:
+      # An evaluation waits for all dialogues, some of which would wait for
+      # weights that come after it.
+      problem = f'it has evaluate.every={every}, not {config.evaluate.every}'
+  if problem:
+    raise exits.Misconfigured(f'rollout.replay_order={path}: {problem}')
+  return repeated
+
+
 def _build_prefetcher(
   config,
   services: steps_lib.Services,
@@ -331,13 +367,17 @@ def _build_prefetcher(
           # queue of a device that learns.
           stack.enter_context(jax.default_device(placement.collecting[0]))
         if shared:
-          stack.enter_context(shared.collecting())
+          stack.enter_context(shared.collecting(step))
         return steps.collect(step)
 
+    may_publish = None
+    if shared and config.rollout.replay_order:
+      may_publish = shared.may_publish
     return build_it(
       collect,
       engine.swap_weights,
       send=functools.partial(engines.transferred, engine),
+      may_publish=may_publish,
     )
   return build_it(
     steps.collect, functools.partial(engines.publish, engine, learner)

@@ -54,6 +54,11 @@ def _engine(*, deterministic):
   return new_engine(deterministic=deterministic)
 
 
+def params(seed):
+  """Returns weights of the model of these engines."""
+  return tiny.params(_MODEL, seed)
+
+
 def new_engine(**changes):
   """Returns an engine of a tiny model, whose weights are those of 3 steps."""
   engine = engine_lib.Engine(

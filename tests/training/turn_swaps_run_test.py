@@ -8,6 +8,7 @@ import pytest
 
 from stppo_jax.envs import environments
 from stppo_jax.sampling import engine as engine_lib
+from tests.training import faults
 from tests.training import runs
 
 _STEPS, _ROWS = 4, 16
@@ -102,6 +103,40 @@ def test_staleness_is_at_most_the_steps_ahead(tmp_path):
   lines = runs.metrics(tmp_path)[-_STEPS:]
   assert max(line['rollout/staleness_max'] for line in lines) <= 2
   assert any(line['rollout/versions'] > 1 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('interrupted', [False, True])
+def test_a_run_is_repeated_bit_for_bit_from_its_record(tmp_path, interrupted):
+  changes = _CHANGES | {
+    'rollout__turn_swaps': 'keep',
+    'rollout__steps_ahead': 2,
+  }
+  with _answers_wait_for_weights(1):
+    assert runs.train(tmp_path / 'first', **changes) == 0
+  lines = runs.metrics(tmp_path / 'first')
+  assert any(line.get('rollout/versions', 0) > 1 for line in lines)
+  again = tmp_path / 'again'
+  changes['rollout__replay_order'] = tmp_path / 'first'
+  # Nothing is late this time.
+  with _answers_wait_for_weights(0):
+    if interrupted:
+      with faults.at(runs.config(**changes), faults.crash_at(('updated', 3))):
+        assert runs.train(again, **changes) == 70
+    assert runs.train(again, **changes) == 0
+  runs.assert_same_files(again, tmp_path / 'first', num_steps=_STEPS)
+
+
+def test_what_is_not_recorded_is_not_repeated(tmp_path, capsys):
+  changes = {
+    'rollout__turn_swaps': 'keep',
+    'rollout__steps_ahead': 1,
+    'rollout__replay_order': tmp_path,
+  }
+  with _answers_wait_for_weights(0):
+    assert runs.train(tmp_path / 'run', **changes) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'rollout.replay_order={tmp_path}: no run with')
 
 
 def test_devices_that_learn_and_collect_in_turn_are_refused(tmp_path, capsys):
