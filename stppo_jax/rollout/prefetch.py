@@ -244,8 +244,10 @@ class Prefetcher:
     last = min(newest + self._steps_ahead, self._num_steps)
     steps = range(version, last)
     while self._may_publish and not self._may_publish(newest, steps):
-      if self._broken.is_set():  # the error comes with the result of its step
-        return
+      # An error comes with the result of its step. Until then hosts send
+      # weights together.
+      if self._broken.is_set():
+        break
       time.sleep(_PAUSE)
     self._publish(self._send(self._policies[newest]), newest)
     self._newest = newest

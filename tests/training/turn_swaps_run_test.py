@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 
 import jax
 import pytest
@@ -106,8 +107,15 @@ def test_staleness_is_at_most_the_steps_ahead(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('interrupted', [False, True])
-def test_a_run_is_repeated_bit_for_bit_from_its_record(tmp_path, interrupted):
+@pytest.mark.parametrize(
+  ('act', 'code'),
+  [
+    (None, 0),
+    (faults.crash_at(('updated', 3)), 70),
+    (faults.send_at(('updated', 2), signal.SIGTERM), 75),
+  ],
+)
+def test_a_run_is_repeated_bit_for_bit_from_its_record(tmp_path, act, code):
   changes = _CHANGES | {
     'rollout__turn_swaps': 'keep',
     'rollout__steps_ahead': 2,
@@ -120,9 +128,9 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(tmp_path, interrupted):
   changes['rollout__replay_order'] = tmp_path / 'first'
   # Nothing is late this time.
   with _answers_wait_for_weights(0):
-    if interrupted:
-      with faults.at(runs.config(**changes), faults.crash_at(('updated', 3))):
-        assert runs.train(again, **changes) == 70
+    if act is not None:
+      with faults.at(runs.config(**changes), act):
+        assert runs.train(again, **changes) == code
     assert runs.train(again, **changes) == 0
   runs.assert_same_files(again, tmp_path / 'first', num_steps=_STEPS)
 
