@@ -87,12 +87,14 @@ class _Baton:
     self._changed = threading.Condition()
     self._tickets, self._serving = itertools.count(), 0
 
-  def __enter__(self) -> None:
+  def take(self) -> None:
+    """Waits until it is the thread's turn."""
     with self._changed:
       ticket = next(self._tickets)
       self._changed.wait_for(lambda: self._serving == ticket)
 
-  def __exit__(self, *_) -> None:
+  def hand_over(self) -> None:
+    """Lets the next thread go on, if one waits."""
     with self._changed:
       self._serving += 1
       self._changed.notify_all()
@@ -137,17 +139,18 @@ class SharedEngine:
     """Lets the thread collect a step in the body, in turn with others."""
     share = self._share
     share.step, share.versions, share.due = step, [], self._due(step)
-    with self._baton:
-      try:
-        yield
-        self._recorded.write(step, share.versions)
-      finally:
-        # After an error rows are left, whose slots others need.
-        for number, ended in list(self._ended.items()):
-          if ended is share.ended:
-            self._ended[number] = None
-            if number in self._waiting:
-              self._close(number)
+    self._baton.take()
+    try:
+      yield
+      self._recorded.write(step, share.versions)
+    finally:
+      # After an error rows are left, whose slots others need.
+      for number, ended in list(self._ended.items()):
+        if ended is share.ended:
+          self._ended[number] = None
+          if number in self._waiting:
+            self._close(number)
+      self._baton.hand_over()
 
   def begin(
     self, prompts: Sequence[np.ndarray | None], keys: Any, **options: Any
@@ -173,10 +176,12 @@ class SharedEngine:
   def poll(self) -> Mapping[int, types.GeneratedTurn]:
     """Lets other threads go on, and returns turns of this one that ended."""
     share = self._share
-    self._baton.__exit__()
-    if not self._engine.busy:
+    # Asked before: without the baton, others may be changing the engine.
+    is_idle = not self._engine.busy
+    self._baton.hand_over()
+    if is_idle:
       time.sleep(_PAUSE)
-    self._baton.__enter__()
+    self._baton.take()
     if not share.ended and self._engine.busy:
       for number, turn in self._engine.poll().items():
         self._waiting.add(number)
