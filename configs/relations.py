@@ -182,12 +182,25 @@ RELATIONS: tuple[Relation, ...] = (
     _refuse(
       'rollout.replay_order',
       key,
-      when=lambda order, value, wrong=wrong: order and value == wrong,
+      when=lambda order, value, wrong=wrong: order and wrong(value),
       because="must be '' when " + key + '={1}: ' + reason,
     )
     for key, wrong, reason in (
-      ('rollout.turn_swaps', 'never', 'a run without it needs no record'),
-      ('rollout.deterministic', False, 'rounding depends on timing'),
+      (
+        'rollout.turn_swaps',
+        lambda swaps: swaps == 'never',
+        'a run without it needs no record',
+      ),
+      (
+        'rollout.deterministic',
+        lambda deterministic: not deterministic,
+        'rounding depends on timing',
+      ),
+      (
+        'rollout.resample_rounds',
+        lambda rounds: rounds > 0,
+        'which dialogues get slots first depends on timing',
+      ),
     )
   ),
   _refuse(

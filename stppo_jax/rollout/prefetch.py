@@ -13,7 +13,7 @@ is the same on a thread of its own as between two updates, and a collection that
 was dropped can be made again. Therefore checkpoints contain the policies of the
 next steps, and no trajectories.
 
-With turns of several policies (`swaps_turns`), a policy is published as soon as
+With turns of several policies (`turns`), a policy is published as soon as
 it is there, for all turns that begin from then on, and the next k + 1 steps are
 collected at the same time, in the order in which slots become free. A turn of
 step n is then of one of the policies after n - k, ..., n steps. Which one it is
@@ -31,9 +31,11 @@ from collections.abc import Coroutine
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any
+from typing import Protocol
 
 from stppo_jax import types
 from stppo_jax.rollout import event_loop
@@ -46,8 +48,8 @@ State = Any
 Trajectories = list[types.Trajectory]
 
 
-# Seconds until it is asked again whether a policy may be published.
-_PAUSE = 0.01
+# Seconds until it is asked again whether a condition holds.
+_PAUSE = 0.001
 
 
 class Abandoned(Exception):
@@ -118,6 +120,15 @@ class StoppableLoop:
         future.cancel()
 
 
+class Turns(Protocol):
+  """Turns of several policies; see `shared_engine.SharedEngine`."""
+
+  repeats: bool
+
+  def has_entered(self, step: int) -> bool: ...
+  def may_publish(self, version: int, steps: Sequence[int]) -> bool: ...
+
+
 class Prefetcher:
   """Collects every step with the policy of `steps_ahead` steps before.
 
@@ -140,10 +151,9 @@ class Prefetcher:
       of their other programs. None: `publish` copies them.
     old_is_sampled: with steps ahead, whether the denominator of ratios is the
       policy that collected a step, and not the one before its updates.
-    swaps_turns: whether turns begin with the newest policy; needs `loop` and
-      `send`. `collect` is then called by several threads.
-    may_publish: if a run is repeated, whether a policy may be published while
-      some steps are collected; it is asked until it may.
+    turns: says when things may happen if turns begin with the newest policy,
+      which needs `loop` and `send`; `collect` is then called by several
+      threads. None: a step is collected with one policy.
   """
 
   def __init__(
@@ -157,8 +167,7 @@ class Prefetcher:
     loop: StoppableLoop | None,
     send: Callable[[Params], Params] | None = None,
     old_is_sampled: bool = False,
-    swaps_turns: bool = False,
-    may_publish: Callable[[int, Sequence[int]], bool] | None = None,
+    turns: Turns | None = None,
   ):
     self._collect = collect
     self._publish = publish
@@ -167,15 +176,15 @@ class Prefetcher:
     self._num_steps = num_steps
     self._loop = loop
     self._send = send
-    self._old_is_sampled, self._swaps_turns = old_is_sampled, swaps_turns
-    self._may_publish, self._newest = may_publish, -1
+    self._old_is_sampled, self._turns = old_is_sampled, turns
+    self._newest = -1
     self._sent: tuple[int, Params] | None = None
     self._thread = None
     if loop is not None:
       # One thread, so that weights are published only between two collections,
       # or one for each step that is collected at the same time.
       self._thread = concurrent.futures.ThreadPoolExecutor(
-        1 + steps_ahead if swaps_turns else 1, 'collect-ahead'
+        1 + steps_ahead if turns else 1, 'collect-ahead'
       )
     self._policies: dict[int, Params] = {}
     self._in_flight: dict[int, Future[Collected]] = {}
@@ -220,11 +229,10 @@ class Prefetcher:
       self._publish(self.policy(version), self._version(version))
       return
     versions = []
-    if self._swaps_turns:
+    if self._turns:
       # A resumed run that repeats another one needs older policies first.
-      repeats = self._may_publish is not None
       versions = [v for v in sorted(self._policies) if v > self._newest]
-      versions = versions if repeats else [version]
+      versions = versions if self._turns.repeats else [version]
       # Before the collections that start below, none of which may begin with
       # an older policy.
       self._publish_when_due(versions.pop(0), version)
@@ -235,22 +243,27 @@ class Prefetcher:
       self._in_flight[step] = self._thread.submit(
         self._collect_step, step, self._sent_policy(step)
       )
+      if self._turns:  # dialogues get slots in the order of their steps
+        self._wait_until(functools.partial(self._turns.has_entered, step))
     for newer in versions:
       self._publish_when_due(newer, version)
 
   def _publish_when_due(self, newest: int, version: int) -> None:
     """Publishes a policy for turns that begin; see `schedule` for `version`."""
-    assert self._send is not None
+    assert self._send is not None and self._turns is not None
     last = min(newest + self._steps_ahead, self._num_steps)
     steps = range(version, last)
-    while self._may_publish and not self._may_publish(newest, steps):
-      # An error comes with the result of its step. Until then hosts send
-      # weights together.
-      if self._broken.is_set():
-        break
-      time.sleep(_PAUSE)
+    may_publish = self._turns.may_publish
+    self._wait_until(functools.partial(may_publish, newest, steps))
+    # Also after an error, which comes with the result of its step: hosts send
+    # weights together.
     self._publish(self._send(self._policies[newest]), newest)
     self._newest = newest
+
+  def _wait_until(self, condition: Callable[[], bool]) -> None:
+    """Waits for a condition, or for an error of a collection."""
+    while not condition() and not self._broken.is_set():
+      time.sleep(_PAUSE)
 
   def policy(self, step: int) -> Params:
     """Returns the weights that a step is collected with."""
@@ -261,7 +274,7 @@ class Prefetcher:
 
     None: they are those of the state before the step's updates.
     """
-    if self._steps_ahead and self._old_is_sampled and not self._swaps_turns:
+    if self._steps_ahead and self._old_is_sampled and not self._turns:
       return self.policy(step)
     return None
 
@@ -271,7 +284,7 @@ class Prefetcher:
     They are those of one step before, of two, and so on; the denominator of a
     turn's ratio is the policy that wrote it. Empty: it is `old_policy`.
     """
-    if self._old_is_sampled and self._swaps_turns:
+    if self._old_is_sampled and self._turns:
       return self.published(step, self._policies[step])
     return ()
 
@@ -301,7 +314,7 @@ class Prefetcher:
 
   def _sent_policy(self, step: int) -> Params:
     """Returns the weights of a step, on the devices that collect it."""
-    if self._send is None or self._swaps_turns:
+    if self._send is None or self._turns:
       return self.policy(step)
     # The first k + 1 steps share a policy, which is sent once.
     version = self._version(step)
@@ -317,7 +330,7 @@ class Prefetcher:
       raise Abandoned
     started = time.monotonic()
     try:
-      if self._thread is not None and not self._swaps_turns:
+      if self._thread is not None and not self._turns:
         self._publish(params, self._version(step))
       trajectories, metrics = self._collect(step)
     except BaseException:

@@ -87,10 +87,13 @@ class _Baton:
     self._changed = threading.Condition()
     self._tickets, self._serving = itertools.count(), 0
 
-  def take(self) -> None:
-    """Waits until it is the thread's turn."""
+  def queue(self) -> int:
+    """Returns a ticket, without waiting."""
+    return next(self._tickets)
+
+  def take(self, ticket: int) -> None:
+    """Waits until it is the turn of a ticket."""
     with self._changed:
-      ticket = next(self._tickets)
       self._changed.wait_for(lambda: self._serving == ticket)
 
   def hand_over(self) -> None:
@@ -110,6 +113,7 @@ class SharedEngine:
 
   Attributes:
     max_length: the most tokens of a row.
+    repeats: whether a run is repeated.
     busy: true, so that a thread whose rows all wait still polls: it must hand
       over to others.
   """
@@ -125,6 +129,7 @@ class SharedEngine:
     self.max_length = engine.max_length
     self._engine = engine
     self._recorded, self._repeated = recorded, repeated
+    self.repeats = repeated is not None
     # The number of turns that ended, by step and version.
     self._counts: collections.Counter[tuple[int, int]] = collections.Counter()
     self._baton = _Baton()
@@ -133,13 +138,16 @@ class SharedEngine:
     # None: the thread has ended.
     self._ended: dict[int, dict[int, types.GeneratedTurn] | None] = {}
     self._waiting: set[int] = set()  # open rows between two turns
+    self._entered: set[int] = set()  # the steps of `collecting`
 
   @contextlib.contextmanager
   def collecting(self, step: int) -> Iterator[None]:
     """Lets the thread collect a step in the body, in turn with others."""
     share = self._share
     share.step, share.versions, share.due = step, [], self._due(step)
-    self._baton.take()
+    ticket = self._baton.queue()
+    self._entered.add(step)
+    self._baton.take(ticket)
     try:
       yield
       self._recorded.write(step, share.versions)
@@ -181,7 +189,7 @@ class SharedEngine:
     self._baton.hand_over()
     if is_idle:
       time.sleep(_PAUSE)
-    self._baton.take()
+    self._baton.take(self._baton.queue())
     if not share.ended and self._engine.busy:
       for number, turn in self._engine.poll().items():
         self._waiting.add(number)
@@ -196,6 +204,13 @@ class SharedEngine:
       share.versions[-1][row].append(turn.version)
       self._counts[share.step, turn.version] += 1
     return ended
+
+  def has_entered(self, step: int) -> bool:
+    """Returns whether a thread collects a step, or has collected it.
+
+    The dialogues of a thread that enters later get slots later.
+    """
+    return step in self._entered
 
   def may_publish(self, version: int, steps: Iterable[int]) -> bool:
     """Returns whether turns may begin with new weights.

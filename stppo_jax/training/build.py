@@ -354,7 +354,7 @@ def _build_prefetcher(
     num_steps=config.num_steps,
     loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
     old_is_sampled=config.updates.old_policy == 'sampled',
-    swaps_turns=shared is not None,
+    turns=shared,
   )
   placement = _apart(found)
   if placement or shared:
@@ -370,14 +370,10 @@ def _build_prefetcher(
           stack.enter_context(shared.collecting(step))
         return steps.collect(step)
 
-    may_publish = None
-    if shared and config.rollout.replay_order:
-      may_publish = shared.may_publish
     return build_it(
       collect,
       engine.swap_weights,
       send=functools.partial(engines.transferred, engine),
-      may_publish=may_publish,
     )
   return build_it(
     steps.collect, functools.partial(engines.publish, engine, learner)

@@ -76,7 +76,14 @@ def _collections(engine, environment, recorded=None, repeated=None):
         return collector.collect(*_step(step))
 
     with concurrent.futures.ThreadPoolExecutor(_STEPS) as threads:
-      yield lambda step: threads.submit(collect, step), shared
+
+      def begin(step):
+        future = threads.submit(collect, step)
+        while not shared.has_entered(step):
+          time.sleep(0.001)
+        return future
+
+      yield begin, shared
 
 
 def test_steps_that_share_an_engine_are_those_of_steps_that_do_not():
