@@ -11,6 +11,17 @@ to the longest dialogue of a call; refilled slots that read live pages; and
 these with twice as many dialogues as places and the same memory, where a
 dialogue that waits for its observation gives its place to another.
 
+The second table is about new weights after every 32 dialogues of a host, which
+are a step of 512 on 16 hosts. `between steps`: all dialogues of a step end
+before the next one begins. The others go on with dialogues of the next step,
+and no turn has tokens of two versions. `pause`: no turn begins until all have
+ended.
+`two versions`: turns begin with the newest weights, and while turns of two
+versions are written, each chunk is two calls, which both read their weights
+(`rollout.turn_swaps=keep`). `recomputed`: the same, and keys and values are
+made again with the new weights. The columns are the seconds of a step; long
+turns are log-normal with sigma 1 and have up to 2,000 tokens.
+
 Dialogues: a prompt of 100 tokens, 2 to 5 turns, log-normal around 170 tokens
 (sigma 0.6), observations of about 420 tokens, at most 4,096 tokens together; a
 search takes 250 ms. The clock: a host of v5e:8x8 decodes a 7B model on 4 chips,
@@ -56,6 +67,8 @@ class Case(NamedTuple):
     page: tokens of a page.
     live: whether a kernel reads only pages that a dialogue has begun.
     pages: pages of all dialogues; 0: as many as full slots need.
+    swap: what new weights after each step of dialogues wait for, see `SWAPS`;
+      '': there are none.
   """
 
   name: str
@@ -65,6 +78,7 @@ class Case(NamedTuple):
   page: int
   live: bool
   pages: int = 0
+  swap: str = ''
 
 
 CASES = (
@@ -74,6 +88,26 @@ CASES = (
   Case('2 slots a place, same memory', 64, 32, False, 128, True, 1024),
 )
 HEADER = ('engine', 'read', 'busy', 'seconds')
+_STEP = 32  # dialogues of a host in a step
+_LIVE = Case('', 32, 0, False, 128, True)
+SWAPS = tuple(
+  _LIVE._replace(
+    name=name + (', 2 slots a place' if slots > 32 else ''),
+    swap=swap,
+    slots=slots,
+    places=32 if slots > 32 else 0,
+  )
+  for slots in (32, 64)
+  for name, swap in (
+    ('between steps', 'never'),
+    ('pause', 'pause'),
+    ('two versions', 'keep'),
+    ('two versions, recomputed', 'recompute'),
+  )
+  if slots == 32 or swap != 'never'  # a step has no more dialogues
+)
+# Sigma and the most tokens of a turn, by the name of the column.
+TURNS = {'usual turns': (0.6, MAX_TURN), 'long turns': (1.0, 2000)}
 
 
 @dataclasses.dataclass
@@ -85,13 +119,15 @@ class _Dialogue:
   length: int = 0
 
 
-def dialogues(count: int, *, seed: int) -> list[_Dialogue]:
+def dialogues(
+  count: int, *, seed: int, sigma: float = 0.6, longest: int = MAX_TURN
+) -> list[_Dialogue]:
   """Returns the lengths of random dialogues."""
   rng, made = np.random.default_rng(seed), []
   while len(made) < count:
     number = int(rng.integers(2, 6))
-    turns = np.exp(rng.normal(np.log(170), 0.6, number)).astype(int)
-    turns = np.clip(turns, 1, MAX_TURN).tolist()
+    turns = np.exp(rng.normal(np.log(170), sigma, number)).astype(int)
+    turns = np.clip(turns, 1, longest).tolist()
     found = rng.normal(OBSERVATION, 60, number - 1).clip(1).astype(int).tolist()
     if PROMPT + sum(turns) + sum(found) < MAX_LENGTH:
       made.append(_Dialogue(turns, found))
@@ -101,7 +137,7 @@ def dialogues(count: int, *, seed: int) -> list[_Dialogue]:
 class _Counters:
   """Stands in for the compiled programs of an engine."""
 
-  shards, params, table_ZV, takes_any_number = 1, None, None, True
+  shards, table_ZV, takes_any_number = 1, None, True
   num_hosts = 1
 
   def __init__(self, case: Case, rows: Sequence[_Dialogue]):
@@ -165,26 +201,40 @@ def collect(case: Case, rows: Sequence[_Dialogue]) -> _Counters:
   """Returns the counters after all dialogues have been written."""
   counters = _Counters(case, rows)
   engine = _engine(case, counters)
+  engine.swap_weights({}, 0)
   keys = np.stack([np.arange(len(rows)), np.zeros(len(rows))], axis=1)
   engine.begin(
     [np.zeros(PROMPT, np.int32)] * len(rows),
     jax.random.wrap_key_data(keys.astype(np.uint32)),
     group_size=1,
-    max_turn_tokens=MAX_TURN,
+    max_turn_tokens=max(max(row.turns) for row in rows),
     greedy=True,
   )
   for row in rows:
     row.length = PROMPT
   due: list[tuple[float, int]] = []
-  left = len(rows)
+  left, version, pauses = len(rows), 0, False
+  swaps = case.swap not in ('', 'never')
   while left:
     if not engine.busy and due:
       counters.seconds = max(counters.seconds, due[0][0])
-    while due and due[0][0] <= counters.seconds:
+    if pauses and not engine.busy:
+      pauses = False
+      engine.swap_weights({}, version)
+    while due and due[0][0] <= counters.seconds and not pauses:
       _, number = heapq.heappop(due)
       row = rows[number]
       row.turns.pop(0)
       if not row.turns:
+        if swaps and version < (len(rows) - left + 1) // _STEP:
+          version += 1
+          if case.swap == 'pause':
+            # No other dialogue begins in its slot before all turns have ended.
+            pauses = True
+            row.turns.append(0)
+            heapq.heappush(due, (counters.seconds, number))
+            continue
+          engine.swap_weights({}, version)
         engine.close(number)
         left -= 1
         continue
@@ -200,6 +250,7 @@ def collect(case: Case, rows: Sequence[_Dialogue]) -> _Counters:
 
 def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
   programs: Any = counters
+  swaps = 'never' if case.swap in ('', 'pause') else case.swap
   return collectors.engine(
     functional.Model(waste.SHAPE, 'vocabulary'),  # it gets no weights
     stops.build((b'a',) * 8, stop_strings=('a',), eos_ids=[7]),
@@ -213,6 +264,7 @@ def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
     early_exit=0.25,
     lookahead=1,
     deterministic=case.waves,
+    turn_swaps=swaps,
     lanes=1,
     batch_rows=case.places,
   )
@@ -241,11 +293,34 @@ def run(*, count: int, seeds: int) -> tuple[str, bool]:
   return measure.table(HEADER, lines), good
 
 
+def run_swaps(*, steps: int, seeds: int) -> str:
+  """Returns the table about new weights.
+
+  Args:
+    steps: steps that are collected one after the other.
+    seeds: see `run`.
+  """
+  lines = []
+  for case in SWAPS:
+    seconds = []
+    for sigma, longest in TURNS.values():
+      total, count = 0.0, steps * _STEP
+      for seed in range(seeds):
+        rows = dialogues(count, seed=seed, sigma=sigma, longest=longest)
+        size = _STEP if case.swap == 'never' else count
+        for first in range(0, count, size):
+          total += collect(case, rows[first : first + size]).seconds
+      seconds.append(f'{total / seeds / steps:.1f}')
+    lines.append((case.name, *seconds))
+  return measure.table(('new weights', *TURNS), lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the shares, and whether the goals are reached."""
   flags = measure.start(measure.parser('schedule', steps=3), arguments)
   table, good = run(count=128, seeds=flags.steps)
-  print(f'{table}\n\n{"goals reached" if good else "a goal is missed"}')
+  print(f'{table}\n\n{"goals reached" if good else "a goal is missed"}\n')
+  print(run_swaps(steps=8, seeds=flags.steps))
 
 
 if __name__ == '__main__':

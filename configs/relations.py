@@ -167,6 +167,42 @@ RELATIONS: tuple[Relation, ...] = (
     when=lambda fraction, engine: fraction and engine != 'local',
     because='must be 0 when rollout.engine={1}: a server of its own decodes',
   ),
+  *(
+    _refuse(
+      'rollout.turn_swaps',
+      key,
+      when=lambda swaps, value, allows=allows: (
+        swaps != 'never' and not allows(swaps, value)
+      ),
+      because='must be ' + choices + ' when ' + key + '={1}: ' + reason,
+    )
+    for key, allows, choices, reason in engine_rules.SWAPS_TURNS
+  ),
+  *(
+    _refuse(
+      'rollout.replay_order',
+      key,
+      when=lambda order, value, wrong=wrong: order and wrong(value),
+      because="must be '' when " + key + '={1}: ' + reason,
+    )
+    for key, wrong, reason in (
+      (
+        'rollout.turn_swaps',
+        lambda swaps: swaps == 'never',
+        'a run without it needs no record',
+      ),
+      (
+        'rollout.deterministic',
+        lambda deterministic: not deterministic,
+        'rounding depends on timing',
+      ),
+      (
+        'rollout.resample_rounds',
+        lambda rounds: rounds > 0,
+        'which dialogues get slots first depends on timing',
+      ),
+    )
+  ),
   _refuse(
     'env.max_turn_tokens',
     'env.max_length',

@@ -104,6 +104,16 @@ def section() -> dict[str, Any]:
     # it are trained on; otherwise the two take turns. 0 = each step is
     # collected with the newest policy.
     'steps_ahead': 0,
+    # With steps_ahead, whether a turn takes the newest weights when it begins:
+    # never | keep | recompute. never: a step is collected with one policy, when
+    # the step before it is complete. keep: it takes them, the keys and values
+    # of what came before stay, and a step begins in slots that the one before
+    # leaves free. recompute: the same, but the keys and values are computed
+    # again. At most steps_ahead steps lie between a turn and its update.
+    'turn_swaps': 'never',
+    # The folder of a run with turn_swaps that this run repeats bit for bit: a
+    # turn waits for the version that wrote it there; '' = none.
+    'replay_order': '',
     # How much the log-probabilities of engine and trainer may differ by
     # rounding: the mean over the tokens; 99% of the tokens may differ by 10
     # times as much. If they differ by more in the first step, the run ends.

@@ -85,6 +85,7 @@ TEXT = settings.Rule(
   lambda x: x == x.strip(), 'a text without white space around it'
 )
 SWITCH = one_of('auto', 'on', 'off')
+TURN_SWAPS = one_of('never', 'keep', 'recompute')
 OPTIMIZER = one_of('adamw', 'adamw_bfloat16', 'adafactor', 'muon')
 RANKS = settings.Rule(
   lambda x: all(_is_pattern(text, r'\d+') for text in x),

@@ -253,6 +253,7 @@ KEYS: Mapping[str, Key] = {
   'rollout.remote.retries': Key(rules.NOT_NEGATIVE),
   'rollout.remote.timeout': Key(rules.POSITIVE),
   'rollout.remote.url': Key(),
+  'rollout.replay_order': _free(),
   'rollout.resample_rounds': Key(rules.NOT_NEGATIVE),
   'rollout.slots': Key(rules.NOT_NEGATIVE),
   'rollout.span': _free(rules.one_of('auto', 'host', 'slice')),
@@ -262,6 +263,7 @@ KEYS: Mapping[str, Key] = {
   'rollout.top_k': _asked(rules.NOT_NEGATIVE),
   'rollout.top_p': _asked(rules.POSITIVE_FRACTION),
   'rollout.trajectories_per_step': Key(rules.POSITIVE),
+  'rollout.turn_swaps': Key(rules.TURN_SWAPS, before='never'),
   'seed': _asked(rules.SEED),
   'sft.batch_size': Key(rules.POSITIVE),
   'sft.before_training': Key(),
@@ -369,10 +371,7 @@ def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
 
 
 def _pop_algorithm(values: dict[str, Any]) -> dict[str, Any]:
-  """Removes and returns the options of the algorithm.
-
-  Which options there are depends on its names: `rl/algorithm.py` checks them.
-  """
+  """Removes and returns the options that `rl/algorithm.py` checks."""
   keys = [key for key in values if key.startswith('algorithm.')]
   return {key: values.pop(key) for key in keys}
 

@@ -69,10 +69,13 @@ class TokenBatch:
       an update (routing replay); negative where its router chooses. Those
       of the sampler come with the packed batch, those of the old policy from
       `annotate`. None: the router chooses everywhere.
+    staleness_BL: int32, the training steps since the policy that wrote the
+      token's turn; 0 at tokens that the policy did not write. None if all turns
+      of a step are of one policy. `annotate` drops it.
     expert_visits_BX: float32, how often a row's tokens visited each expert, in
       all layers of the old policy; None without experts.
     old_logprobs_BL: float32, log-probabilities by the trainer before the first
-      update, under the policy that sampled: the ratio's denominator.
+      update, under the policy that sampled the turn: the ratio's denominator.
     ref_logprobs_BL: float32, log-probabilities under the frozen reference.
     values_BL: float32, V before this token, by the value model before the first
       update.
@@ -95,6 +98,7 @@ class TokenBatch:
   state_ids_BL: Array | None = None
   loss_positions_BM: Array | None = None
   expert_ids: Array | None = None
+  staleness_BL: Any = None
   # None until `annotate` sets them. The type is Any because everything that
   # reads them runs after it.
   expert_visits_BX: Any = None

@@ -80,12 +80,14 @@ class GeneratedTurn:
       sampled from; None where the engine does not know it.
     stopped: whether a stop string or EOS ended the turn; False where a length
       limit did.
+    version: number of training steps that made the policy that wrote it.
   """
 
   token_ids: np.ndarray
   logprobs: np.ndarray
   truncated_logprobs: np.ndarray | None
   stopped: bool
+  version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,9 @@ class Turn:
       truncated distribution (top-k, top-p, min-p) that it was sampled from;
       None if the engine does not report it.
     passages: the ids of the passages that the turn's search found.
+    version: number of training steps that made the policy that wrote it. All
+      tokens of a turn are of one policy, but a later turn may be of a newer one
+      (`rollout.turn_swaps`).
   """
 
   token_ids: np.ndarray
@@ -116,6 +121,7 @@ class Turn:
   reward: float = 0.0
   truncated_logprobs: np.ndarray | None = None
   passages: tuple[str, ...] = ()
+  version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +136,6 @@ class Trajectory:
     status: how the trajectory ended.
     scores: name to unweighted score (exact match, F1, ...). Scores are reported
       and never trained on.
-    version: number of training steps that made the policy that sampled it.
     expert_ids: [tokens, layers, experts per token] int16, the experts that each
       token visited in the sampler, with prompt and observations; None if the
       engine does not report them.
@@ -144,7 +149,6 @@ class Trajectory:
   rewards: Mapping[str, float]
   status: TrajectoryStatus
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  version: int = 0
   expert_ids: np.ndarray | None = None
   cause: str = ''
 

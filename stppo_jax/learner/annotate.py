@@ -9,6 +9,7 @@ microbatch of packed rows at a time, as in an update.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class _Outputs(NamedTuple):
 
   Attributes:
     old_logprobs_BL, ref_logprobs_BL: log-probabilities of the sampled tokens.
+    older_logprobs: the same by policies of steps before, [B, L] each.
     values_BL: V before each token; None without a value model.
     expert_visits_BX: visits to each expert; None without experts.
     expert_ids: the old policy's experts; None unless updates replay them.
@@ -48,6 +50,7 @@ class _Outputs(NamedTuple):
 
   old_logprobs_BL: Array
   ref_logprobs_BL: Array
+  older_logprobs: tuple[Array, ...]
   values_BL: Array | None
   expert_visits_BX: Array | None
   expert_ids: Array | None
@@ -60,6 +63,7 @@ def annotate(
   *,
   reference: functional.Params | None = None,
   old: functional.Params | None = None,
+  older: Sequence[functional.Params] = (),
   models: model_roles.Models,
   temperature: float,
   num_turns: int,
@@ -76,6 +80,9 @@ def annotate(
       state's adapters.
     old: trained weights of the policy in the ratio's denominator; None: those
       of the state.
+    older: trained weights of one step ago, of two steps ago, and so on, for a
+      batch with `staleness_BL`: the denominator of a turn is the policy that
+      wrote it. Empty: it is the same policy for all turns.
     models: policy and value model; the policy without adapters and value head
       computes the reference.
     temperature: the sampling temperature.
@@ -93,8 +100,11 @@ def annotate(
   assert reference is not None or state.frozen
   params = models.cast(state.params)
   dtype = models.policy.config.dtype
-  reference, old = modules.cast((reference, old), dtype)
+  reference, old, older = modules.cast((reference, old, older), dtype)
   frozen_reference = params.frozen if reference is None else reference
+  behind_BL = batch.staleness_BL
+  # The pass of a policy that wrote no turn of the batch is left out.
+  needed = [jnp.any(behind_BL == n + 1) for n in range(len(older))]
 
   outputs = _map_packed(
     lambda inputs: _model_outputs(
@@ -102,6 +112,7 @@ def annotate(
       params,
       frozen_reference,
       old,
+      list(zip(needed, older)),
       models=models,
       temperature=temperature,
       routing_replay=routing_replay,
@@ -111,9 +122,12 @@ def annotate(
     models.policy.mesh,
   )
   mask_BL = batch.loss_mask_BL
+  old_BL = outputs.old_logprobs_BL
+  for n, older_BL in enumerate(outputs.older_logprobs, start=1):
+    old_BL = jnp.where(behind_BL == n, older_BL, old_BL)
   # 0 off the mask from here on: a number that is not finite at an observation
   # must not reach a sum.
-  old_BL = masking.select(outputs.old_logprobs_BL, mask_BL)
+  old_BL = masking.select(old_BL, mask_BL)
   ref_BL = masking.select(outputs.ref_logprobs_BL, mask_BL)
   batch = batch.replace(
     old_logprobs_BL=old_BL,
@@ -160,9 +174,11 @@ def annotate(
     metrics['critic/returns_outside'] = masking.masked_mean(
       is_outside_BL.astype(kl_BL.dtype), batch.value_mask_BL
     )
-  return batch, metrics | diagnostics.mismatch_of_segments(
-    batch, num_turns=num_turns
-  )
+  metrics |= diagnostics.mismatch_of_segments(batch, num_turns=num_turns)
+  if older:
+    metrics |= _staleness(batch, outputs.old_logprobs_BL, num_turns=num_turns)
+  # Updates read it no more.
+  return batch.replace(staleness_BL=None), metrics
 
 
 def mean_logprobs(
@@ -252,31 +268,88 @@ def _metrics(
   )
 
 
+def _staleness(
+  batch: batch_lib.TokenBatch, logprobs_BL: Array, *, num_turns: int
+) -> dict[str, Array]:
+  """Returns how far the policy is from those that wrote the turns, as scalars.
+
+  With r = pi / pi_old of a token, both by the trainer, where pi_old is the
+  policy that wrote the token's turn:
+
+    staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
+    staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  as for k
+
+  and with k as in `mismatch`, at tokens of turns before which the dialogue has
+  turns of older policies:
+
+    mismatch/after_swap/share  their share of the policy tokens
+    mismatch/after_swap/logprob_abs_diff{,_mean}  maximum and mean of |log k|
+
+  Args:
+    batch: the batch, with log pi_old and with the age of each turn's policy.
+    logprobs_BL: log pi of the tokens, before the first update.
+    num_turns: static, the most turns a row can have.
+  """
+  mask_BL, behind_BL = batch.loss_mask_BL, batch.staleness_BL
+  log_r_BL = masking.select(logprobs_BL - batch.old_logprobs_BL, mask_BL)
+  log_k_BL = batch.old_logprobs_BL - batch.sampler_logprobs_BL
+  swapped_BL = mask_BL & (behind_BL < jax.lax.cummax(behind_BL, axis=1))
+  metrics = {
+    'mismatch/after_swap/share': masking.masked_mean(
+      swapped_BL.astype(log_r_BL.dtype), mask_BL
+    )
+  }
+  for name, log_BL, chosen_BL in (
+    ('staleness', log_r_BL, mask_BL),
+    ('mismatch/after_swap', log_k_BL, swapped_BL),
+  ):
+    size_BL = jnp.abs(masking.select(log_BL, chosen_BL))
+    metrics[f'{name}/logprob_abs_diff'] = jnp.max(size_BL)
+    mean = masking.masked_mean(size_BL, chosen_BL)
+    metrics[f'{name}/logprob_abs_diff_mean'] = mean
+  return metrics | diagnostics.weights_of_segments(
+    'staleness', log_r_BL, batch, num_turns=num_turns
+  )
+
+
 def _model_outputs(
   inputs: forward.Inputs,
   params: model_roles.Params,
   reference: functional.Params,
   old: functional.Params | None,
+  older: Sequence[tuple[Array, functional.Params]],
   *,
   models: model_roles.Models,
   temperature: float,
   routing_replay: str,
 ) -> _Outputs:
-  """Runs all models on some rows; see `annotate`."""
+  """Runs all models on some rows; see `annotate`.
+
+  `older` has policies of earlier steps, and whether their outputs are needed.
+  """
   policy = models.policy
   # Values come from the present value model, whichever policy is the old one:
   # advantages are formed with the values that the first update corrects.
   current = forward.all_outputs(
     params, inputs, models=models, temperature=temperature
   )
-  outputs = current
-  if old is not None:
-    outputs = forward.token_outputs(
-      policy,
-      policy.join_params(params.frozen, old),
-      inputs,
-      temperature=temperature,
+
+  def outputs_of(trained: functional.Params) -> functional.TokenOutputs:
+    weights = policy.join_params(params.frozen, trained)
+    return forward.token_outputs(
+      policy, weights, inputs, temperature=temperature
     )
+
+  outputs = current if old is None else outputs_of(old)
+  older_logprobs = tuple(
+    jax.lax.cond(
+      is_needed,
+      lambda trained: outputs_of(trained).logprobs_BL,
+      lambda _: current.logprobs_BL,
+      trained,
+    )
+    for is_needed, trained in older
+  )
   # The reference's own routers choose its experts: only the policy replays.
   reference_outputs = forward.token_outputs(
     policy.plain_policy,
@@ -293,6 +366,7 @@ def _model_outputs(
   return _Outputs(
     outputs.logprobs_BL,
     reference_outputs.logprobs_BL,
+    older_logprobs,
     current.values_BL,
     visits_BX,
     expert_ids,

@@ -151,6 +151,7 @@ class Learner:
     *,
     reference: functional.Params | None,
     old: model_roles.Params | None = None,
+    older: tuple[model_roles.Params, ...] = (),
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
     """Adds to a packed batch what updates read; see `annotate.annotate`.
 
@@ -159,6 +160,7 @@ class Learner:
       packed: this host's rows, as numpy arrays.
       reference: from `reference()`.
       old: the policy in the ratio's denominator; None: that of the state.
+      older: the policies of steps before, see there.
     """
     batch = distributed.from_local_rows(packed, self._rows)
     if self._reference_on_host and reference is not None:
@@ -169,6 +171,7 @@ class Learner:
       self.algorithm,
       reference=reference,
       old=None if old is None else old.trained.policy,
+      older=[x.trained.policy for x in older],
       packed=self._packed(
         batch, np.arange(len(batch.lengths_B)), self.annotate_sizes
       ),

@@ -151,9 +151,19 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Returns the mean number of steps that sampling policies are behind."""
-  behind = [step - trajectory.version for trajectory in trajectories]
-  return {'rollout/staleness': _mean(behind)}
+  """Returns how old the policies of turns are, and how many a dialogue has.
+
+  Args:
+    trajectories: the trajectories.
+    step: the number of training steps that made the policy that learns.
+  """
+  versions = [[turn.version for turn in t.turns] for t in trajectories]
+  behind = [step - version for row in versions for version in row]
+  return {
+    'rollout/staleness': _mean(behind),
+    'rollout/staleness_max': float(max(behind, default=0)),
+    'rollout/versions': _mean([len({*row}) for row in versions if row]),
+  }
 
 
 def measure(

@@ -343,10 +343,19 @@ def mismatch_of_segments(
     batch: the batch, with the log-probabilities of trainer and sampler.
     num_turns: static, the most turns a row can have.
   """
-  mask_BL = batch.loss_mask_BL
   old_BL, sampler_BL = batch.old_logprobs_BL, batch.sampler_logprobs_BL
   assert old_BL is not None and sampler_BL is not None
-  log_k_BL = masking.select(old_BL - sampler_BL, mask_BL)
+  return weights_of_segments(
+    'mismatch', old_BL - sampler_BL, batch, num_turns=num_turns
+  )
+
+
+def weights_of_segments(
+  name: str, log_k_BL: Array, batch: batch_lib.TokenBatch, *, num_turns: int
+) -> dict[str, Array]:
+  """Returns the metrics of `mismatch_of_segments` of other ratios."""
+  mask_BL = batch.loss_mask_BL
+  log_k_BL = masking.select(log_k_BL, mask_BL)
   metrics = {}
   for level in ('turn', 'sequence'):
     segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
@@ -359,9 +368,9 @@ def mismatch_of_segments(
         jnp.exp(jnp.minimum(log_BT, LOG_WEIGHT_LIMIT)),
         segments,
       )
-      name = f'mismatch/{level}/{reduce}/weight_raw'
-      metrics[f'{name}_mean'] = masking.masked_mean(k_BL, mask_BL)
-      metrics[f'{name}_max'] = jnp.max(masking.select(k_BL, mask_BL))
+      which = f'{name}/{level}/{reduce}/weight_raw'
+      metrics[f'{which}_mean'] = masking.masked_mean(k_BL, mask_BL)
+      metrics[f'{which}_max'] = jnp.max(masking.select(k_BL, mask_BL))
   return metrics
 
 

@@ -51,7 +51,6 @@ class Engine(Protocol):
   """
 
   max_length: int
-  version: int
 
   @property
   def busy(self) -> bool: ...
@@ -353,6 +352,7 @@ class Collector:
         step.reward,
         turn.truncated_logprobs,
         step.passages,
+        turn.version,
       )
     )
 
@@ -394,7 +394,6 @@ class Collector:
       rewards=rewards,
       status=row.status,
       scores=scores,
-      version=self._engine.version,
       expert_ids=row.expert_ids,
       cause=row.cause,
     )

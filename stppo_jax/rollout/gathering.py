@@ -72,6 +72,7 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
         'tokens': len(turn.token_ids),
         'observation': len(turn.observation_ids),
         'action': turn.action,
+        'version': turn.version,
         'reward': float(turn.reward),
         # Only this difference of the log-probabilities is in a metric.
         'truncation': None
@@ -83,7 +84,6 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
     'rewards': {name: float(x) for name, x in trajectory.rewards.items()},
     'status': trajectory.status.value,
     'scores': {name: float(x) for name, x in trajectory.scores.items()},
-    'version': trajectory.version,
     'cause': trajectory.cause,
   }
 
@@ -98,7 +98,6 @@ def _from_plain(plain: Mapping[str, Any]) -> types.Trajectory:
     rewards=plain['rewards'],
     status=types.TrajectoryStatus(plain['status']),
     scores=plain['scores'],
-    version=plain['version'],
     cause=plain['cause'],
   )
 
@@ -111,6 +110,7 @@ def _turn(plain: Mapping[str, Any]) -> types.Turn:
     sampler_logprobs=np.zeros(plain['tokens'], np.float32),
     observation_ids=np.zeros(plain['observation'], np.int32),
     action=plain['action'],
+    version=plain['version'],
     reward=plain['reward'],
     truncated_logprobs=None
     if truncation is None

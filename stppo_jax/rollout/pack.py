@@ -50,6 +50,7 @@ class _TokenArrays(NamedTuple):
   rewards: np.ndarray
   state_ids: np.ndarray
   sentence_ids: np.ndarray | None
+  staleness: np.ndarray | None
 
 
 def pack(
@@ -58,6 +59,7 @@ def pack(
   length_bucket: int,
   sentences: Sentences | None = None,
   with_expert_ids: bool = False,
+  step: int | None = None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> batch_lib.TokenBatch:
   """Returns trajectories as right-padded numpy arrays.
@@ -73,6 +75,8 @@ def pack(
     sentences: see `SentenceSplitter`; without it the batch has no
       sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
+    step: the number of training steps that made the policy that learns; given,
+      the batch says how many of them are younger than each turn.
     hosts: the hosts whose rows make a batch.
 
   Raises:
@@ -88,7 +92,7 @@ def pack(
   numbered = _number([part['labels'] for part in parts])
   group_ids, state_ids = numbered[hosts.index]
   rows = [
-    _token_arrays(*row, sentences) for row in zip(trajectories, state_ids)
+    _token_arrays(*row, sentences, step) for row in zip(trajectories, state_ids)
   ]
   longest = max(part['length'] for part in parts)
   most_losses = max(part['losses'] for part in parts)
@@ -216,19 +220,20 @@ def _token_arrays(
   trajectory: types.Trajectory,
   row_state_ids: Sequence[int],
   sentences: Sentences | None,
+  step: int | None,
 ) -> _TokenArrays:
   """Returns the arrays of one trajectory.
 
   Args:
     trajectory: the trajectory.
     row_state_ids: the number of the state in which each turn began.
-    sentences: see `pack`.
+    sentences, step: see `pack`.
   """
   # Every list gets the prompt, then the turn and its observation, in turns. All
   # of them grow together, so that index l speaks about token l in each.
   tokens = [trajectory.prompt_ids]
-  logprobs, turn_ids, state_ids, sentence_ids, rewards = (
-    [_zeros(trajectory.prompt_ids)] for _ in range(5)
+  logprobs, turn_ids, state_ids, sentence_ids, rewards, staleness = (
+    [_zeros(trajectory.prompt_ids)] for _ in range(6)
   )
   num_sentences = 0
   for turn_id, turn in enumerate(trajectory.turns, start=1):
@@ -241,6 +246,9 @@ def _token_arrays(
     turn_ids += [np.full(len(turn.token_ids), turn_id), zeros]
     state_ids += [np.full(len(turn.token_ids), state_id), zeros]
     rewards += [turn_reward, zeros]
+    if step is not None:
+      behind = np.full(len(turn.token_ids), step - turn.version)
+      staleness += [behind, zeros]
     if sentences is not None:
       numbers = num_sentences + sentences(turn.token_ids)
       num_sentences = max(numbers, default=num_sentences)
@@ -261,6 +269,7 @@ def _token_arrays(
     rewards=rewards_L,
     state_ids=_joined(state_ids, np.int32),
     sentence_ids=None if sentences is None else _joined(sentence_ids, np.int32),
+    staleness=None if step is None else _joined(staleness, np.int32),
   )
 
 

@@ -13,10 +13,17 @@ is the same on a thread of its own as between two updates, and a collection that
 was dropped can be made again. Therefore checkpoints contain the policies of the
 next steps, and no trajectories.
 
+With turns of several policies (`turns`), a policy is published as soon as
+it is there, for all turns that begin from then on, and the next k + 1 steps are
+collected at the same time, in the order in which slots become free. A turn of
+step n is then of one of the policies after n - k, ..., n steps. Which one it is
+depends on how long things take.
+
 Threads: the learner's thread calls the methods of `Prefetcher`; the one worker
-thread publishes weights and collects, one step after the other; the event loop
-has a thread of its own, on which environment and clients run. They share only
-futures and weights, and no weights that an update may donate.
+thread publishes weights and collects, one step after the other (with turns of
+several policies, a thread for each step collects); the event loop has a thread
+of its own, on which environment and clients run. They share only futures and
+weights, and no weights that an update may donate.
 """
 
 from collections.abc import Callable
@@ -24,9 +31,11 @@ from collections.abc import Coroutine
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any
+from typing import Protocol
 
 from stppo_jax import types
 from stppo_jax.rollout import event_loop
@@ -37,6 +46,10 @@ Future = concurrent.futures.Future
 Params = Any
 State = Any
 Trajectories = list[types.Trajectory]
+
+
+# Seconds until it is asked again whether a condition holds.
+_PAUSE = 0.001
 
 
 class Abandoned(Exception):
@@ -107,6 +120,15 @@ class StoppableLoop:
         future.cancel()
 
 
+class Turns(Protocol):
+  """Turns of several policies; see `shared_engine.SharedEngine`."""
+
+  repeats: bool
+
+  def has_entered(self, step: int) -> bool: ...
+  def may_publish(self, version: int, steps: Sequence[int]) -> bool: ...
+
+
 class Prefetcher:
   """Collects every step with the policy of `steps_ahead` steps before.
 
@@ -129,6 +151,9 @@ class Prefetcher:
       of their other programs. None: `publish` copies them.
     old_is_sampled: with steps ahead, whether the denominator of ratios is the
       policy that collected a step, and not the one before its updates.
+    turns: says when things may happen if turns begin with the newest policy,
+      which needs `loop` and `send`; `collect` is then called by several
+      threads. None: a step is collected with one policy.
   """
 
   def __init__(
@@ -142,6 +167,7 @@ class Prefetcher:
     loop: StoppableLoop | None,
     send: Callable[[Params], Params] | None = None,
     old_is_sampled: bool = False,
+    turns: Turns | None = None,
   ):
     self._collect = collect
     self._publish = publish
@@ -150,12 +176,16 @@ class Prefetcher:
     self._num_steps = num_steps
     self._loop = loop
     self._send = send
-    self._old_is_sampled = old_is_sampled
+    self._old_is_sampled, self._turns = old_is_sampled, turns
+    self._newest = -1
     self._sent: tuple[int, Params] | None = None
     self._thread = None
     if loop is not None:
-      # One thread, so that weights are published only between two collections.
-      self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collect-ahead')
+      # One thread, so that weights are published only between two collections,
+      # or one for each step that is collected at the same time.
+      self._thread = concurrent.futures.ThreadPoolExecutor(
+        1 + steps_ahead if turns else 1, 'collect-ahead'
+      )
     self._policies: dict[int, Params] = {}
     self._in_flight: dict[int, Future[Collected]] = {}
     self._broken = threading.Event()
@@ -198,6 +228,14 @@ class Prefetcher:
       # its collection before it begins, and all of them publish together.
       self._publish(self.policy(version), self._version(version))
       return
+    versions = []
+    if self._turns:
+      # A resumed run that repeats another one needs older policies first.
+      versions = [v for v in sorted(self._policies) if v > self._newest]
+      versions = versions if self._turns.repeats else [version]
+      # Before the collections that start below, none of which may begin with
+      # an older policy.
+      self._publish_when_due(versions.pop(0), version)
     # Up to the last step whose policy exists now, without those that an earlier
     # call has started.
     last = min(version + self._steps_ahead, self._num_steps - 1)
@@ -205,6 +243,27 @@ class Prefetcher:
       self._in_flight[step] = self._thread.submit(
         self._collect_step, step, self._sent_policy(step)
       )
+      if self._turns:  # dialogues get slots in the order of their steps
+        self._wait_until(functools.partial(self._turns.has_entered, step))
+    for newer in versions:
+      self._publish_when_due(newer, version)
+
+  def _publish_when_due(self, newest: int, version: int) -> None:
+    """Publishes a policy for turns that begin; see `schedule` for `version`."""
+    assert self._send is not None and self._turns is not None
+    last = min(newest + self._steps_ahead, self._num_steps)
+    steps = range(version, last)
+    may_publish = self._turns.may_publish
+    self._wait_until(functools.partial(may_publish, newest, steps))
+    # Also after an error, which comes with the result of its step: hosts send
+    # weights together.
+    self._publish(self._send(self._policies[newest]), newest)
+    self._newest = newest
+
+  def _wait_until(self, condition: Callable[[], bool]) -> None:
+    """Waits for a condition, or for an error of a collection."""
+    while not condition() and not self._broken.is_set():
+      time.sleep(_PAUSE)
 
   def policy(self, step: int) -> Params:
     """Returns the weights that a step is collected with."""
@@ -215,9 +274,19 @@ class Prefetcher:
 
     None: they are those of the state before the step's updates.
     """
-    if self._steps_ahead and self._old_is_sampled:
+    if self._steps_ahead and self._old_is_sampled and not self._turns:
       return self.policy(step)
     return None
+
+  def older_policies(self, step: int) -> tuple[Params, ...]:
+    """Returns the weights of policies that may have written turns of a step.
+
+    They are those of one step before, of two, and so on; the denominator of a
+    turn's ratio is the policy that wrote it. Empty: it is `old_policy`.
+    """
+    if self._old_is_sampled and self._turns:
+      return self.published(step, self._policies[step])
+    return ()
 
   def result(self, step: int) -> Collected:
     """Waits for the collection of the next step and returns it.
@@ -245,7 +314,7 @@ class Prefetcher:
 
   def _sent_policy(self, step: int) -> Params:
     """Returns the weights of a step, on the devices that collect it."""
-    if self._send is None:
+    if self._send is None or self._turns:
       return self.policy(step)
     # The first k + 1 steps share a policy, which is sent once.
     version = self._version(step)
@@ -261,7 +330,7 @@ class Prefetcher:
       raise Abandoned
     started = time.monotonic()
     try:
-      if self._thread is not None:
+      if self._thread is not None and not self._turns:
         self._publish(params, self._version(step))
       trajectories, metrics = self._collect(step)
     except BaseException:

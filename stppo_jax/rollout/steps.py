@@ -153,15 +153,13 @@ class StepCollector:
     Raises:
       RetrieverUnreachable, Outage: the retriever failed the step for good.
     """
-    # An evaluation uses the same retriever: drop what it has counted.
-    self._statistics()
     groups, refilled = self._collect_round(step, 0)
     first = list(groups)  # `groups` changes in place
     counts = self._replace_groups(groups, step, refilled=refilled)
     self._collector.finish()
     rows = _rows(groups)
     counts |= trajectory_metrics.count_tokens(_rows(first))
-    counts |= self._statistics()
+    counts |= self.statistics()
     if self._hosts.count > 1:
       self._first_groups[step] = first
       return rows, counts
@@ -190,7 +188,7 @@ class StepCollector:
       _rows(groups), self._services.environment
     ) | trajectory_metrics.measure_groups(groups)
 
-  def _statistics(self) -> dict[str, float]:
+  def statistics(self) -> dict[str, float]:
     """Returns the counts of retriever and engine since the last call."""
     retriever = self._services.retriever
     counted = {} if retriever is None else retriever.statistics()

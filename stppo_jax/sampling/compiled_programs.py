@@ -29,6 +29,18 @@ from stppo_jax.sampling import slot_state as slot_state_lib
 from stppo_jax.sampling import stops
 
 
+class Weights(NamedTuple):
+  """The weights that a turn is written with.
+
+  Attributes:
+    version: the number of training steps that made them.
+    params: the weights, as programs read them.
+  """
+
+  version: int
+  params: functional.Params
+
+
 class CompiledPrograms:
   """Holds the programs that a `SlotDriver` calls.
 
@@ -45,7 +57,7 @@ class CompiledPrograms:
     num_hosts: the number of hosts that call these programs together.
     shards: number of devices of each host that slots and pages are divided
       over.
-    params: the published weights; None before the first `publish`.
+    weights: the newest published weights; None before the first `publish`.
     table_ZV: the automaton's transitions, with a column for each id.
     empty, extend, copy, decode, expert_ids: compiled functions of `slot_state`
       and `slot_programs`.
@@ -66,7 +78,7 @@ class CompiledPrograms:
     self.num_hosts = mesh_lib.num_hosts(mesh)
     self.shards = cache_lib.row_shards_of_host(model.config, mesh)
     self._by_slot = sharding.batch_sharding(mesh)
-    self.params = None
+    self.weights: Weights | None = None
     self._base = self._base_copy = None
     self.table_ZV = distributed.from_local_rows(
       automaton.table(model.config.vocab_size), sharding.replicated(mesh)
@@ -81,23 +93,28 @@ class CompiledPrograms:
     ) = build(model, placement, options.programs, stopped=automaton.stopped)
 
   def publish(
-    self, params: functional.Params, *, base: functional.Params | None = None
+    self,
+    params: functional.Params,
+    version: int,
+    *,
+    base: functional.Params | None = None,
   ) -> None:
     """Copies the policy's weights from the devices of training.
 
     Args:
       params: the trained weights.
+      version: the number of training steps that made them.
       base: the frozen weights under adapters. They are copied only if they are
         other arrays than in the last call.
     """
     # The old weights are dropped first, so that devices never hold both.
-    self.params = None
-    self.params = self.transferred(params, base=base)
+    self.weights = None
+    self.weights = Weights(version, self.transferred(params, base=base))
 
   def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
-    """Returns what `publish` sets `params` to, without setting it."""
+    """Returns the copies that `publish` makes."""
     # By identity: a base is the same arrays for the whole run, and comparing
     # their values would read all of them.
     if base is not self._base:

@@ -12,6 +12,13 @@ row are the same bits whenever its observations arrive. Otherwise a slot is
 refilled from the queue as soon as its row is closed, and programs run on the
 active rows only, in batches of a few fixed sizes. The tokens are the same, the
 log-probabilities equal up to rounding.
+
+Weights change between turns only. A turn that begins takes the newest ones, and
+is written with them to its end, so that it has one policy; its version is in
+the result. While turns of two versions are being written, each call decodes
+those of one of them. Slots are then refilled at once in any case, since nothing
+waits for all rows to end (`turn_swaps`): with `deterministic`, bits depend on
+nothing but the versions of a row's turns.
 """
 
 import collections
@@ -47,7 +54,6 @@ class Engine:
   Attributes:
     slots: rows that are decoded together.
     max_length: tokens that a row can hold.
-    version: the version of the published weights.
   """
 
   def __init__(
@@ -61,7 +67,6 @@ class Engine:
   ):
     self.slots = options.slots
     self.max_length = options.max_length
-    self.version = 0
     self._options = options
     self._programs = compiled_programs.CompiledPrograms(
       model, placement=placement, automaton=automaton, options=options
@@ -70,7 +75,9 @@ class Engine:
       make_driver(self._programs, options) for _ in range(options.lanes)
     ]
     self._driver = drivers[0]  # the only one if other hosts wait for this one
-    self._lanes = [lane_lib.Lane(driver, options) for driver in drivers]
+    self._lanes = [
+      lane_lib.Lane(driver, options, self._turn_weights) for driver in drivers
+    ]
     self._rows: dict[int, rows_lib.Row] = {}
     self._queue: collections.deque[rows_lib.Row] = collections.deque()
 
@@ -81,7 +88,7 @@ class Engine:
     *,
     base: functional.Params | None = None,
   ) -> None:
-    """Copies the policy's weights, which are used until the next call.
+    """Copies the policy's weights, with which turns begin until the next call.
 
     It must be a copy: the learner donates its weights to the next update while
     the engine may still decode with these.
@@ -92,8 +99,7 @@ class Engine:
       base: the frozen weights, if the trained ones are adapters. They are
         copied at the first call, and whenever other arrays are given.
     """
-    self._programs.publish(params, base=base)
-    self.version = version
+    self._programs.publish(params, version, base=base)
 
   def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
@@ -105,9 +111,12 @@ class Engine:
     return self._programs.transferred(params, base=base)
 
   def swap_weights(self, weights: functional.Params, version: int) -> None:
-    """Publishes weights that `transferred` has returned."""
-    self._programs.params = weights
-    self.version = version
+    """Publishes weights that `transferred` has returned.
+
+    It may be called at any time, by any thread. A turn that has begun is
+    written with its old weights to its end.
+    """
+    self._programs.weights = compiled_programs.Weights(version, weights)
 
   def release(self) -> None:
     """Drops weights, keys and values, and what is left of a collection.
@@ -119,7 +128,7 @@ class Engine:
       Exception: the error that a lane's thread has raised, see `begin`.
     """
     self._queue.clear()
-    self._programs.params = None
+    self._programs.weights = None
     for lane in self._lanes:
       lane.release()
 
@@ -131,6 +140,7 @@ class Engine:
     group_size: int,
     max_turn_tokens: int,
     greedy: bool,
+    due: Sequence[Sequence[int]] | None = None,
   ) -> None:
     """Begins a collection and drops what is left of the last one.
 
@@ -143,6 +153,8 @@ class Engine:
       group_size: rows that share a prompt; divides the slots of a lane.
       max_turn_tokens: longest turn.
       greedy: whether to take the most probable token instead of sampling.
+      due: for each row the versions that its turns wait for; None: they take
+        what there is.
 
     Raises:
       ValueError: whole groups do not fill the slots of a lane, in which the
@@ -155,15 +167,35 @@ class Engine:
       raise ValueError(f'{group_size} must divide the {slots} slots of a lane')
     for lane in self._lanes:
       lane.begin(max_turn_tokens=max_turn_tokens, greedy=greedy)
-    self._group_size = group_size
+    self._group_size, self._next = group_size, 0
     self._rows = {}
+    self._queue.clear()
+    self.add(prompts, keys, due)
+
+  def add(
+    self,
+    prompts: Sequence[np.ndarray | None],
+    keys: jax.Array,
+    due: Sequence[Sequence[int]] | None = None,
+  ) -> int:
+    """Adds rows to the collection that has begun; returns the first's number.
+
+    Args:
+      prompts, keys, due: see `begin`.
+    """
+    first = self._next
     # On the host, where rows take their keys to the batches that they are in.
     key_data = np.asarray(jax.random.key_data(keys))
-    for group, prompt in enumerate(prompts):
-      for n in range(group * group_size, (group + 1) * group_size):
-        if prompt is not None:
-          self._rows[n] = rows_lib.Row(n, prompt, group, key_data[n])
-    self._queue = collections.deque(self._rows.values())
+    self._next += len(key_data)
+    for number in range(first, self._next):
+      group = number // self._group_size
+      prompt = prompts[group - first // self._group_size]
+      if prompt is not None:
+        row = rows_lib.Row(number, prompt, group, key_data[number - first])
+        row.due = due[number - first] if due else ()
+        self._rows[number] = row
+        self._queue.append(row)
+    return first
 
   def remaining(self, row: int) -> int:
     """Returns how many tokens still fit into a row."""
@@ -236,21 +268,46 @@ class Engine:
     counts = [len(lane.free) for lane in self._lanes]
     # Refilling a slot while others decode would make shapes, and so rounding,
     # depend on when observations arrive.
-    if self._options.deterministic:
+    if self._options.waves:
       return sum(counts) == self.slots
-    return any(counts)
+    return any(counts) and bool(self._due())
 
   def _admit(self) -> None:
     """Gives free slots to the rows at the head of the queue."""
-    if self._options.deterministic:
+    if self._options.waves:
       self._start_wave()
       return
-    while self._queue and (free := [x for x in self._lanes if x.free]):
-      row = self._queue.popleft()
+    for row in self._due():
+      if not (free := [x for x in self._lanes if x.free]):
+        break
+      self._queue.remove(row)
       # The lane that has the group's prompt, or else the one with most room for
       # the rest of the group.
       lane = max(free, key=lambda x: (x.has_group(row.group), len(x.free)))
       lane.admit(row)
+
+  def _turn_weights(self) -> compiled_programs.Weights:
+    """Returns the weights of turns that begin.
+
+    They are the newest, unless turns of two other versions are being written:
+    with a third one, a chunk would take three calls, each of which reads its
+    weights. Then they are the newer ones of those in use.
+    """
+    newest = self._programs.weights
+    assert newest is not None
+    in_use = {
+      row.weights.version: row.weights
+      for row in self._rows.values()
+      if row.weights is not None
+    }
+    if len(in_use) < 2 or newest.version in in_use:
+      return newest
+    return in_use[max(in_use)]
+
+  def _due(self) -> list[rows_lib.Row]:
+    """Returns the rows of the queue whose first turn may begin."""
+    weights = self._turn_weights()
+    return [row for row in self._queue if row.is_due(weights)]
 
   def _start_wave(self) -> None:
     """Fills all slots; the lanes get the groups in turn."""

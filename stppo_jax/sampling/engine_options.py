@@ -52,6 +52,9 @@ class EngineOptions:
       Without effect if `deterministic`.
     return_expert_ids: whether `close` returns the experts that each token of
       the row visited.
+    turn_swaps: never (weights change between collections only), keep (a turn
+      begins with the newest weights), or recompute (so do the keys and values
+      of what came before it).
   """
 
   slots: int
@@ -67,6 +70,7 @@ class EngineOptions:
   lanes: int
   batch_rows: int
   return_expert_ids: bool = False
+  turn_swaps: str = 'never'
 
   @property
   def slots_per_lane(self) -> int:
@@ -103,6 +107,11 @@ class EngineOptions:
   def compacts(self) -> bool:
     """Whether programs run on the active slots only."""
     return not self.deterministic
+
+  @property
+  def waves(self) -> bool:
+    """Whether slots are filled together, and again when all are free."""
+    return self.deterministic and self.turn_swaps == 'never'
 
   @property
   def most_rows(self) -> int:

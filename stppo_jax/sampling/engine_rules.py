@@ -5,6 +5,7 @@ Configs are checked with them: no jax here.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 # Why hosts cannot decode together (rollout.span=slice): for some keys of a
@@ -22,7 +23,42 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     lambda lanes: lanes > 1,
     'hosts that decode together have several devices',
   ),
+  'rollout.turn_swaps': (
+    lambda turn_swaps: turn_swaps != 'never',
+    'hosts that decode together call a program with the same weights',
+  ),
 }
+# What turns with newer weights need (rollout.turn_swaps): for some keys of a
+# config, whether the option and the key's value go together, the options that
+# do, and the reason.
+SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
+  (
+    'rollout.steps_ahead',
+    lambda swaps, ahead: ahead > 0,
+    'never',
+    'no weights change while a step is collected',
+  ),
+  (
+    'rollout.engine',
+    lambda swaps, engine: engine == 'local',
+    'never',
+    'a server does not tell which weights wrote a turn',
+  ),
+  (
+    'rollout.pages',
+    lambda swaps, pages: swaps == 'keep' or not pages,
+    'never or keep',
+    'a dialogue that is computed again may lack the pages that it had shared',
+  ),
+  (
+    'updates.routing_replay',
+    lambda swaps, replay: (
+      replay == 'nowhere' or (swaps == 'keep' and replay == 'sampler')
+    ),
+    'never, or keep with routing_replay=sampler,',
+    'a token has been routed by several versions',
+  ),
+)
 
 
 def slots_problem(slots: int, *, lanes: int, group_size: int) -> str:

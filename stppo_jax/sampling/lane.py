@@ -14,10 +14,12 @@ from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_calls
@@ -53,6 +55,7 @@ class Lane:
   Args:
     driver: the slots, and the calls that change them.
     options: the engine's options.
+    turn_weights: returns the weights of turns that begin.
 
   Attributes:
     free: the slots without a row, in order.
@@ -62,11 +65,14 @@ class Lane:
     self,
     driver: slot_driver.SlotDriver,
     options: engine_options.EngineOptions,
+    turn_weights: Callable[[], compiled_programs.Weights],
   ):
     self._driver = driver
     self._options = options
+    self._turn_weights = turn_weights
     # If chunks ended early, the number of tokens that a row decodes in a chunk
     # would depend on the other rows, and the run would not be deterministic.
+    self._recomputes = options.turn_swaps == 'recompute'
     self._exit_share = 1.0 if options.deterministic else options.early_exit
     self._in_flight: collections.deque[_ChunkInFlight] = collections.deque()
     self._calls: list[concurrent.futures.Future] = []  # since the last chunk
@@ -188,12 +194,6 @@ class Lane:
       future.set_exception(error)
     return future
 
-  def _start_turn(self, row: Row, new_tokens: int) -> None:
-    row.length += new_tokens
-    row.turn += 1
-    row.generating, row.in_flight, row.chunks = True, 0, []
-    self._generating[row.slot] = row
-
   def _shard(self, row: Row) -> int:
     return row.slot * self._driver.shards // self._driver.slots
 
@@ -213,6 +213,9 @@ class Lane:
     return min(row.length + ahead, self._options.max_length)
 
   def _fits(self, row: Row, appended: int | None = None) -> bool:
+    if appended is not None and row.due:
+      if not row.is_due(self._turn_weights()):
+        return False
     all_fit = not self._options.pages
     return all_fit or self._pool(row).fits(row, self._room(row, appended))
 
@@ -242,8 +245,14 @@ class Lane:
     """
     scheduled, self._to_append = self._to_append, []
     appends, copies = {}, {}
+    weights = self._turn_weights()
     for row, token_ids in scheduled:
-      source = None if row.length else self._source(row)
+      if not row.is_due(weights):
+        self._to_append.append((row, token_ids))
+        continue
+      if row.begins_anew(token_ids, weights.version, self._recomputes):
+        token_ids = self._pool(row).emptied(row, token_ids)
+      source = None if row.turn else self._source(row, weights.version)
       if source is not None:
         self._pool(row).share(row, source, len(token_ids))
       shared = len(row.pages)
@@ -255,7 +264,8 @@ class Lane:
         self._to_append.append((row, token_ids))
         continue
       length = row.length
-      self._start_turn(row, len(token_ids))
+      row.begin_turn(token_ids, weights)
+      self._generating[row.slot] = row
       if source is None:
         appends[row.slot] = slot_calls.Append(
           token_ids, length, self._budget(row), tuple(row.pages)
@@ -268,14 +278,19 @@ class Lane:
         source.slot, row.length, self._budget(row), last_page
       )
     if appends:
-      self._calls.append(self._call(self._driver.append, appends))
+      append = self._call(self._driver.append, appends, weights.params)
+      self._calls.append(append)
     if copies:
       self._calls.append(self._call(self._driver.copy, copies))
 
-  def _source(self, row: Row) -> Row | None:
-    """Returns a row on the same device that has the prompt of another."""
+  def _source(self, row: Row, version: int) -> Row | None:
+    """Returns a row on the same device that has the prompt of another.
+
+    The first token after a prompt depends on the weights that have read it, so
+    they must be those of the turn that begins.
+    """
     for other in self._rows.values():
-      if other.group == row.group and other.length:
+      if other.group == row.group and other.prompt_version == version:
         if self._shard(other) == self._shard(row):
           return other
     return None
@@ -298,6 +313,9 @@ class Lane:
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]
+    # A call has weights of one version: those of a row that no call decodes.
+    first = [row for row in rows if not row.in_flight] or rows
+    rows = [row for row in rows if row.weights is first[0].weights]
     if size == self._driver.slots:
       early = len(self._in_flight) <= self._options.lookahead
       return rows if early else []
@@ -306,7 +324,7 @@ class Lane:
     ready = [row for row in rows if not row.in_flight]
     if len(ready) > size:
       first = ready[0] if queued else min(ready, key=lambda row: row.length)
-      return _closest_in_length(first, ready, size)
+      return rows_lib.closest_in_length(first, ready, size)
     # Room that is left goes to rows whose last chunk is still in flight.
     ahead = [
       row for row in rows if 0 < row.in_flight <= self._options.lookahead
@@ -333,15 +351,17 @@ class Lane:
       row.in_flight += 1
       self._generating[row.slot] = self._generating.pop(row.slot)
     enough = max(math.ceil(len(decodes) * self._exit_share), 1)
-    result = self._call(self._decode, decodes, enough)
+    assert rows[0].weights is not None
+    params = rows[0].weights.params
+    result = self._call(self._decode, decodes, params, enough)
     self._in_flight.append(_ChunkInFlight(row_turns, self._calls, result))
     self._calls = []
 
   def _decode(
-    self, decodes: Mapping[int, slot_calls.Decode], enough: int
+    self, decodes: Mapping[int, slot_calls.Decode], params: Any, enough: int
   ) -> tuple[list[int | None], slot_programs.Chunk]:
     slots, chunk = self._driver.decode(
-      decodes, greedy=self._greedy, enough=enough
+      decodes, params, greedy=self._greedy, enough=enough
     )
     # A lane's thread may wait for the device; the caller's thread must not.
     return slots, chunk if self._thread is None else self._driver.read(chunk)
@@ -370,30 +390,6 @@ class Lane:
       row.length += count
       row.chunks.append([x_AC[place, :count] for x_AC in columns])
       if chunk.ended_A[place]:
-        row.generating = False
         del self._generating[slot]
-        ids, logprobs, truncated_logprobs = (
-          np.concatenate(x) for x in zip(*row.chunks)
-        )
-        ended[row.number] = types.GeneratedTurn(
-          token_ids=ids,
-          logprobs=logprobs,
-          truncated_logprobs=truncated_logprobs,
-          stopped=bool(chunk.stopped_A[place]),
-        )
+        ended[row.number] = row.end_turn(stopped=bool(chunk.stopped_A[place]))
     return ended
-
-
-def _closest_in_length(
-  row: Row, rows: Sequence[Row], size: int
-) -> Sequence[Row]:
-  """Returns the `size` rows, `row` among them, with the least length range."""
-  by_length = sorted(rows, key=lambda row: row.length)
-  place = by_length.index(row)
-  firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)
-
-  def length_range(first):
-    return by_length[first + size - 1].length - by_length[first].length
-
-  first = min(firsts, key=length_range)
-  return by_length[first : first + size]

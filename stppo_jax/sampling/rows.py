@@ -10,10 +10,14 @@ every row ends.
 """
 
 import collections
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
 import numpy as np
+
+from stppo_jax import types
+from stppo_jax.sampling import compiled_programs
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,11 +33,19 @@ class Row:
     slot: its slot in the lane.
     pages: its pages of keys and values, of the device that has the slot.
     length: tokens so far, without those of chunks in flight.
+    written: the tokens so far, in pieces, without those of a turn that has not
+      ended.
     turn: serial number of the turn; it tells a late chunk of an earlier turn
       from one of this turn.
     generating: whether it is the policy's turn.
     in_flight: chunks in flight that decode this turn.
     chunks: token ids and log-probabilities of this turn so far.
+    weights: the weights with which its turn is being written; None between
+      turns, so that a row that waits holds none.
+    version: the version of the weights of its last turn.
+    due: the versions that its turns wait for; (): they take what there is.
+    prompt_version: the version with which its slot begins a copy of its prompt;
+      None if it cannot.
   """
 
   number: int
@@ -48,6 +60,54 @@ class Row:
   generating: bool = False
   in_flight: int = 0
   chunks: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+  written: list[np.ndarray] = dataclasses.field(default_factory=list)
+  weights: compiled_programs.Weights | None = None
+  version: int = 0
+  due: Sequence[int] = ()
+  prompt_version: int | None = None
+
+  def is_due(self, weights: compiled_programs.Weights) -> bool:
+    """Returns whether its next turn may begin with these weights."""
+    is_free = self.turn >= len(self.due)
+    return is_free or self.due[self.turn] <= weights.version
+
+  def begin_turn(
+    self, token_ids: np.ndarray, weights: compiled_programs.Weights
+  ) -> None:
+    """Begins a turn with these weights after some more tokens."""
+    if not self.turn:
+      self.prompt_version = weights.version
+    self.length += len(token_ids)
+    self.written.append(token_ids)
+    self.turn += 1
+    self.generating, self.in_flight, self.chunks = True, 0, []
+    self.weights, self.version = weights, weights.version
+
+  def begins_anew(
+    self, token_ids: np.ndarray, version: int, recomputes: bool
+  ) -> bool:
+    """Returns whether its tokens are computed again before its next turn.
+
+    Args:
+      token_ids: the observation before the turn.
+      version: the version of the turn's weights.
+      recomputes: whether new weights do not keep the keys and values of others.
+    """
+    # The weights that read the last token predict the next one. Without an
+    # observation they would be those of the last turn.
+    is_other = self.length > 0 and self.version != version
+    return is_other and (recomputes or not len(token_ids))
+
+  def end_turn(self, *, stopped: bool) -> types.GeneratedTurn:
+    """Ends the turn that is being written, and returns it."""
+    ids, logprobs, truncated_logprobs = (
+      np.concatenate(x) for x in zip(*self.chunks)
+    )
+    self.generating, self.weights = False, None
+    self.written.append(ids)
+    return types.GeneratedTurn(
+      ids, logprobs, truncated_logprobs, stopped, self.version
+    )
 
 
 class PagePool:
@@ -110,6 +170,14 @@ class PagePool:
     self._rows.remove(row)
     self.release(row)
 
+  def emptied(self, row: Row, token_ids: np.ndarray) -> np.ndarray:
+    """Empties a row; returns all its tokens and more, to be computed anew."""
+    self.release(row)
+    token_ids = np.concatenate([*row.written, token_ids])
+    # What a copy of its prompt would begin with is lost.
+    row.length, row.written, row.prompt_version = 0, [], None
+    return token_ids
+
   def release(self, row: Row) -> None:
     """Takes back the pages of a row, which stays."""
     pages, row.pages = row.pages, []
@@ -118,3 +186,18 @@ class PagePool:
       if not self._holders[page]:
         del self._holders[page]
         self._free.append(page)
+
+
+def closest_in_length(
+  row: Row, rows: Sequence[Row], size: int
+) -> Sequence[Row]:
+  """Returns the `size` rows, `row` among them, with the least length range."""
+  by_length = sorted(rows, key=lambda row: row.length)
+  place = by_length.index(row)
+  firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)
+
+  def length_range(first):
+    return by_length[first + size - 1].length - by_length[first].length
+
+  first = min(firsts, key=length_range)
+  return by_length[first : first + size]

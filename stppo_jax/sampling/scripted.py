@@ -18,8 +18,6 @@ class ScriptedEngine:
     max_length: tokens that a row can hold.
   """
 
-  version = 0
-
   def __init__(self, scripts: Sequence[Sequence[np.ndarray]], max_length: int):
     self.max_length = max_length
     self._scripts = scripts

@@ -73,12 +73,14 @@ class SliceDriver(slot_driver.SlotDriver):
 
   def _call_for_others(self, call: slot_calls.Call) -> None:
     """Calls a program for no slot of this host."""
+    weights = self._programs.weights
+    assert weights is not None
     if call.program == 'extend':
-      self._extend({}, 0, call)
+      self._extend({}, 0, weights.params, call)
     elif call.program == 'copy':
       self._copy({}, call)
     elif call.program == 'decode':
-      self._decode({}, call)
+      self._decode({}, weights.params, call)
 
 
 def _merged(calls: Sequence[Sequence[Any]]) -> slot_calls.Call:

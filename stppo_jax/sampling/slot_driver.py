@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import functional
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import slot_calls
@@ -64,6 +65,7 @@ class SlotDriver:
     self.slots = options.slots_per_lane
     self.shards = programs.shards
     self.compacts = options.compacts
+    self._waves = options.waves
     self.batch_rows = options.most_rows
     self.returns_expert_ids = options.return_expert_ids
     self._state: slot_state_lib.SlotState | None = None
@@ -75,12 +77,14 @@ class SlotDriver:
     """
     self._state = None
 
-  def append(self, appends: Mapping[int, slot_calls.Append]) -> None:
-    """Appends tokens to slots, in which turns begin."""
+  def append(
+    self, appends: Mapping[int, slot_calls.Append], params: functional.Params
+  ) -> None:
+    """Appends tokens to slots, in which turns with these weights begin."""
     # A wave begins with all its prompts together, in every run, so that few of
     # them need not be computed as if they filled all slots. Other hosts may be
     # anywhere in a wave of theirs.
-    is_wave = all(not x.length for x in appends.values())
+    is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
       # A batch reads as many pages as its longest slot has begun, so slots of
@@ -91,7 +95,7 @@ class SlotDriver:
         pages = self._num_pages(batch_appends.values(), first)
         self._run(
           slot_calls.Call('extend', self._size(batch, compacts), pages),
-          functools.partial(self._extend, batch_appends, first),
+          functools.partial(self._extend, batch_appends, first, params),
         )
 
   def copy(self, copies: Mapping[int, slot_calls.CopyPrompt]) -> None:
@@ -107,12 +111,18 @@ class SlotDriver:
       )
 
   def decode(
-    self, decodes: Mapping[int, slot_calls.Decode], *, greedy: bool, enough: int
+    self,
+    decodes: Mapping[int, slot_calls.Decode],
+    params: functional.Params,
+    *,
+    greedy: bool,
+    enough: int,
   ) -> tuple[list[int | None], slot_programs.Chunk]:
     """Starts decoding a chunk, without waiting for its result.
 
     Args:
       decodes: by slot; at most `batch_rows`.
+      params: the weights with which the turns of these slots are written.
       greedy: whether to take the most probable token instead of sampling.
       enough: the chunk ends once this many turns have ended in it.
 
@@ -126,7 +136,7 @@ class SlotDriver:
       enough,
       greedy,
     )
-    return self._run(call, functools.partial(self._decode, decodes))
+    return self._run(call, functools.partial(self._decode, decodes, params))
 
   def join(self, *, done: bool) -> bool:
     """Calls a program with other hosts that needs nothing of this one.
@@ -178,7 +188,10 @@ class SlotDriver:
     )
 
   def _decode(
-    self, decodes: Mapping[int, slot_calls.Decode], call: slot_calls.Call
+    self,
+    decodes: Mapping[int, slot_calls.Decode],
+    params: functional.Params,
+    call: slot_calls.Call,
   ) -> tuple[list[int | None], slot_programs.Chunk]:
     slots = sorted(decodes)
     active = self._active(slots, call.size)
@@ -194,7 +207,7 @@ class SlotDriver:
       active.slots, key_data_A2, runs_A, table_AN
     )
     self._state, chunk = self._programs.decode(
-      self._programs.params,
+      params,
       self._state,
       *arrays,
       self._programs.table_ZV,
@@ -243,6 +256,7 @@ class SlotDriver:
     self,
     appends: Mapping[int, slot_calls.Append],
     first: int,
+    params: functional.Params,
     call: slot_calls.Call,
   ) -> None:
     """Appends up to C tokens to slots."""
@@ -267,7 +281,7 @@ class SlotDriver:
     slots_A, batch, table_AN = self._programs.put(active.slots, batch, table_AN)
     # Set after every call, because the call donates the previous state.
     self._state = self._programs.extend(
-      self._programs.params,
+      params,
       self._state or self._programs.empty(self.slots),
       batch,
       table_AN,

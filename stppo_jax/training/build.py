@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -23,11 +25,13 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.records import turn_versions
 from stppo_jax.rollout import answer_probes
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import evaluation
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.rollout import prefetch
+from stppo_jax.rollout import shared_engine
 from stppo_jax.rollout import steps as steps_lib
 from stppo_jax.sampling import engine as local_engine
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -90,6 +94,8 @@ class Parts:
       engines.publish(self.engine, self.learner, state.params, 0)
     with folder.interruptible():
       measured = self.evaluator.measure()
+      # Steps use the same retriever: drop what the evaluation has counted.
+      self.step_collector.statistics()
       self.release()
       return measured
     raise AssertionError  # a section that is cut short raises
@@ -126,6 +132,13 @@ def build(config, folder: claim.Folder) -> Parts:
     # deadlock: two devices may get them in different orders, and the
     # collectives of each then wait for the other's.
     is_safe = learner.mesh.size == 1 or _apart(found)
+    swaps_turns = config.rollout.turn_swaps != 'never'
+    if swaps_turns and not is_safe:
+      raise exits.Misconfigured(
+        f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never on '
+        f'{learner.mesh.size} devices that learn and collect in turn; with '
+        'mesh.collect_fraction some collect beside the others'
+      )
     if config.rollout.steps_ahead and is_safe:
       # On a thread, which ends when its loop is stopped.
       loop = prefetch.StoppableLoop(services.loop)
@@ -139,21 +152,31 @@ def build(config, folder: claim.Folder) -> Parts:
       folder.agreed,
     )
     collector = functools.partial(
-      engines.build_collector, config, tokenizer=tokenizer, engine=engine
+      engines.build_collector, config, tokenizer=tokenizer
     )
     # The main thread evaluates, so it uses the loop itself: the view of it,
     # with which the other thread collects, may be stopped.
     evaluator = evaluation.Evaluator(
-      config, services, collector(services), folder.hosts
+      config, services, collector(services, engine=engine), folder.hosts
     )
+    shared = None
+    if swaps_turns:
+      assert isinstance(engine, local_engine.Engine)  # by configs/relations.py
+      shared = shared_engine.SharedEngine(
+        engine,
+        turn_versions.TurnVersions(folder.path, folder.hosts.index),
+        _repeated(config, folder),
+      )
     group_size = config.rollout.group_size
     steps = steps_lib.StepCollector(
       config,
       collecting,
-      collector(collecting, group_size=group_size),
+      collector(collecting, engine=shared or engine, group_size=group_size),
       folder.hosts,
     )
-    prefetcher = _build_prefetcher(config, collecting, found, engine, steps)
+    prefetcher = _build_prefetcher(
+      config, collecting, found, engine, steps, shared
+    )
     # Entered after the services, and so closed before them: its thread must
     # have ended when their loop and their connections are closed.
     folder.enter(contextlib.closing(prefetcher))
@@ -215,6 +238,7 @@ def pack_step(
     length_bucket=bucket,
     sentences=sentences,
     with_expert_ids=config.updates.routing_replay == 'sampler',
+    step=None if config.rollout.turn_swaps == 'never' else step,
     hosts=hosts,
   )
   # Before the first program of the step, in which hosts would wait for ever.
@@ -279,14 +303,47 @@ def _apart(
   return placement if placement and placement.collecting else None
 
 
+def _repeated(
+  config, folder: claim.Folder
+) -> turn_versions.TurnVersions | None:
+  """Returns the record of the run that this one repeats; None: it repeats none.
+
+  Raises:
+    OtherRun: that run has another config, with a line for each key.
+    Misconfigured: the folder has no such record.
+  """
+  if not config.rollout.replay_order:
+    return None
+  path = pathlib.Path(config.rollout.replay_order)
+  repeated = turn_versions.TurnVersions(path, folder.hosts.index)
+  problem = ''
+  if repeated.read(0) is None:
+    problem = 'no run with rollout.turn_swaps has begun there'
+  else:
+    run_record.check_config(folder.config, path)
+    recorded = json.loads((path / 'config.json').read_text('utf-8'))
+    every = recorded['evaluate']['every']
+    if config.evaluate.every != every:
+      # An evaluation waits for all dialogues, some of which would wait for
+      # weights that come after it.
+      problem = f'it has evaluate.every={every}, not {config.evaluate.every}'
+  if problem:
+    raise exits.Misconfigured(f'rollout.replay_order={path}: {problem}')
+  return repeated
+
+
 def _build_prefetcher(
   config,
   services: steps_lib.Services,
   found: components_lib.Components,
   engine: engines.Engine,
   steps: steps_lib.StepCollector,
+  shared: shared_engine.SharedEngine | None,
 ) -> prefetch.Prefetcher:
-  """Builds the prefetcher, with a thread of its own if its loop can stop."""
+  """Builds the prefetcher, with threads of its own if its loop can stop.
+
+  They share the engine if `shared` is given.
+  """
   loop, learner = services.loop, found.learner
   build_it = functools.partial(
     prefetch.Prefetcher,
@@ -295,14 +352,20 @@ def _build_prefetcher(
     num_steps=config.num_steps,
     loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
     old_is_sampled=config.updates.old_policy == 'sampled',
+    turns=shared,
   )
-  if placement := _apart(found):
+  placement = _apart(found)
+  if placement or shared:
     assert isinstance(engine, local_engine.Engine)  # it has a placement
 
     def collect(step: int):
-      # Small programs without devices of their own must not wait in the queue
-      # of a device that learns.
-      with jax.default_device(placement.collecting[0]):
+      with contextlib.ExitStack() as stack:
+        if placement:
+          # Small programs without devices of their own must not wait in the
+          # queue of a device that learns.
+          stack.enter_context(jax.default_device(placement.collecting[0]))
+        if shared:
+          stack.enter_context(shared.collecting(step))
         return steps.collect(step)
 
     return build_it(

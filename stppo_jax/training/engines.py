@@ -37,6 +37,7 @@ from stppo_jax.training import model_files
 
 Engine = engine_lib.Engine | remote_engine.RemoteEngine
 WEIGHTS, CACHE = 'weights of the engine', 'keys and values of the engine'
+OLDER = 'weights of turns that go on'
 
 
 def build(
@@ -137,7 +138,7 @@ def build_collector(
   config,
   services: steps.Services,
   tokenizer: tokenizer_lib.Tokenizer,
-  engine: Engine,
+  engine: collect.Engine,
   *,
   group_size: int = 1,
 ) -> collect.Collector:
@@ -185,7 +186,7 @@ def kept(config) -> frozenset[str]:
   its keys and values, and its weights but for a frozen base.
   """
   if config.rollout.steps_ahead:
-    return frozenset({WEIGHTS, CACHE})
+    return frozenset({WEIGHTS, CACHE, OLDER})
   return frozenset({WEIGHTS} if config.model.lora.rank else ())
 
 
@@ -206,6 +207,7 @@ def options(config, hosts: int) -> engine_options.EngineOptions:
     lanes=rollout.lanes,
     batch_rows=rollout.batch_rows,
     return_expert_ids=config.updates.routing_replay == 'sampler',
+    turn_swaps=rollout.turn_swaps,
   )
 
 
@@ -219,8 +221,9 @@ def sizes(
 
   Returns:
     Name to bytes of a device's part of the weights, in the dtype of the
-    computation, and of the keys and values of a host; and the bytes of keys and
-    values that are copied.
+    computation, of those that turns go on with when newer ones have come, and
+    of the keys and values of a host; and the bytes of keys and values that are
+    copied.
   """
   # Shapes alone: nothing is allocated or compiled to know the sizes.
   weights = jax.eval_shape(
@@ -244,6 +247,11 @@ def sizes(
     name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
+  # With devices that only collect, they are among those of the next steps.
+  # Weights that differ in adapters share the base.
+  swaps = chosen.turn_swaps != 'never' and not placement.collecting
+  if swaps and not config.model.lora.rank:
+    held[OLDER] = min(config.rollout.steps_ahead, 2) * held[WEIGHTS]
   if cached_pass.reads_live(policy.config, chosen.tokens_per_page):
     return held, 0
   rows = chosen.largest_call(

@@ -102,6 +102,7 @@ def train(
             packed,
             reference=loaded.reference,
             old=prefetcher.old_policy(step),
+            older=prefetcher.older_policies(step),
           )
           metrics = parts.step_collector.complete_metrics(
             collected.metrics, step

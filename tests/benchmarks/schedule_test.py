@@ -25,3 +25,23 @@ def test_one_long_dialogue_needs_all_that_is_read():
 def test_pages_reach_the_goals():
   table, good = schedule.run(count=128, seeds=1)
   assert good, table
+
+
+def test_new_weights_for_dialogues_in_progress_end_them_too():
+  cases = {case.name: case for case in schedule.SWAPS}
+  seconds = {}
+  for name in ('pause', 'two versions', 'two versions, recomputed'):
+    rows = schedule.dialogues(96, seed=0)
+    tokens = sum(sum(row.turns) for row in rows)
+    counters = schedule.collect(cases[name], rows)
+    assert counters.given == tokens and not any(row.turns for row in rows)
+    seconds[name] = counters.seconds
+  # To compute keys and values again costs more than not to.
+  assert seconds['two versions'] < seconds['two versions, recomputed']
+  rows = schedule.dialogues(96, seed=0)
+  alone = sum(
+    schedule.collect(cases['between steps'], rows[n : n + 32]).seconds
+    for n in (0, 32, 64)
+  )
+  # The slots that are empty at the end count for three steps here.
+  assert max(seconds['pause'], seconds['two versions']) < 0.95 * alone

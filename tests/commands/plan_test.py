@@ -86,6 +86,17 @@ def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
     'weights of the next steps': weights,
     'keys and values of the engine': 2 * cache,  # on half the devices
   }
+  # Turns of two versions are written, and a third one may have come.
+  swaps = {'rollout__turn_swaps': 'keep'}
+  for ahead, count in ((1, 1), (2, 2), (3, 2)):
+    beside = runs.config(**swaps, mesh__data=8, rollout__steps_ahead=ahead)
+    held = plan.make(beside, length=128, loss_fraction=0.5).held
+    assert held.sizes[engines.OLDER] == count * weights
+    assert held.collecting == held.sizes
+  apart = plan.make(
+    runs.config(**swaps, **divided), length=128, loss_fraction=0.5
+  )
+  assert apart.held == found.held  # they are those of the next steps
   # They collect while the others learn.
   collect = sum(found.phases[name].expected for name in ('extend', 'decode'))
   learn = sum(part.expected for part in found.phases.values()) - collect

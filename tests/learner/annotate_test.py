@@ -107,7 +107,14 @@ def _jitted(temperature):
 
 
 def _annotate(
-  case, temperature=1.0, *, sampled_by=None, groups=(0, 1, 2, 3), **changes
+  case,
+  temperature=1.0,
+  *,
+  sampled_by=None,
+  older=(),
+  behind=None,
+  groups=(0, 1, 2, 3),
+  **changes,
 ):
   batch = batch_lib.TokenBatch(
     tokens_BL=np.zeros(_MASK.shape, np.int32),
@@ -117,6 +124,7 @@ def _annotate(
     sampler_logprobs_BL=case.sampler,
     rewards_BL=case.rewards,
     group_ids_B=np.array(groups, np.int32),
+    staleness_BL=behind,
   )
   state = state_lib.TrainState(
     state_lib.ModelState(case.old, None, np.int32(0)),
@@ -124,7 +132,12 @@ def _annotate(
   )
   algorithm = batches.algorithm('st_ppo', **changes)
   batch, metrics = _jitted(temperature)(
-    state, batch, algorithm, reference=case.reference, old=sampled_by
+    state,
+    batch,
+    algorithm,
+    reference=case.reference,
+    old=sampled_by,
+    older=older,
   )
   return jax.device_get(batch), {k: float(v) for k, v in metrics.items()}
 
@@ -212,6 +225,40 @@ def test_an_older_policy_may_be_the_denominator():
   assert metrics == theirs and metrics['mismatch/logprob_abs_diff'] == 0
   _, metrics = _annotate(state)
   assert metrics['mismatch/logprob_abs_diff'] == pytest.approx(1)
+
+
+def test_the_denominator_of_a_turn_is_the_policy_that_wrote_it():
+  case = _case()
+  # The first turns are two steps old, the second ones of the present policy
+  # (first row) or one step old. Nothing is three steps old.
+  behind = np.where(_TURN_IDS == 1, 2, np.where(_TURN_IDS == 2, 1, 0))
+  behind[0] = np.where(_TURN_IDS[0] == 1, 2, 0)
+  older = [case.old - 1, case.old - 2, np.full_like(case.old, np.nan)]
+  case.sampler = np.where(_MASK, case.old - behind, 0.0).astype(np.float32)
+  case.sampler[0, 6] += 0.25  # in a turn that follows an older one
+  batch, metrics = _annotate(case, older=older, behind=behind.astype(np.int32))
+  expected = np.where(_MASK, case.old - behind, 0)
+  _assert_close(batch.old_logprobs_BL, expected)
+  assert batch.staleness_BL is None
+  # What the policy has moved is not what sampler and trainer differ by.
+  _assert_close(metrics['staleness/logprob_abs_diff'], 2)
+  _assert_close(
+    metrics['staleness/logprob_abs_diff_mean'], behind[_MASK].mean()
+  )
+  _assert_close(metrics['staleness/turn/mean/weight_raw_max'], np.exp(2))
+  _assert_close(metrics['mismatch/logprob_abs_diff'], 0.25)
+  swapped = _MASK & (_TURN_IDS == 2)
+  _assert_close(
+    metrics['mismatch/after_swap/share'], swapped.sum() / _MASK.sum()
+  )
+  _assert_close(metrics['mismatch/after_swap/logprob_abs_diff'], 0.25)
+  _assert_close(
+    metrics['mismatch/after_swap/logprob_abs_diff_mean'], 0.25 / swapped.sum()
+  )
+  # The denominator may be the present policy for all turns.
+  batch, metrics = _annotate(case, behind=behind.astype(np.int32))
+  _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old, 0))
+  assert not any(name.startswith('staleness/') for name in metrics)
 
 
 def test_a_planted_mismatch_is_measured_exactly():

@@ -25,7 +25,7 @@ _STATUS = types.TrajectoryStatus
 _SLOTS, _MAX_LENGTH = 4, 48
 
 
-class _TwoAnswers(dialogues.TableEnvironment):
+class TwoAnswers(dialogues.TableEnvironment):
   """An environment that answers two turns of any text and ends at the third."""
 
   async def step(self, question, turn_index, text):
@@ -51,6 +51,16 @@ _OPTIONS = {
 @functools.cache
 def _engine(*, deterministic):
   """Returns one engine for all tests, which compile its programs once."""
+  return new_engine(deterministic=deterministic)
+
+
+def params(seed):
+  """Returns weights of the model of these engines."""
+  return tiny.params(_MODEL, seed)
+
+
+def new_engine(**changes):
+  """Returns an engine of a tiny model, whose weights are those of 3 steps."""
   engine = engine_lib.Engine(
     _MODEL,
     placement=publish.Placement(
@@ -74,7 +84,7 @@ def _engine(*, deterministic):
       page_size=0,
       pages=0,
       early_exit=0.25,
-      deterministic=deterministic,
+      **changes,
     ),
   )
   engine.publish(_PARAMS, 3)
@@ -101,7 +111,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   # The first two are one question; the last one runs out of room.
   texts = ['why?', 'why?', 'the of', 'a question that goes on, and on']
   questions = [dialogues.question(text, text) for text in texts]
-  environment = _TwoAnswers({})
+  environment = TwoAnswers({})
   with dialogues.collector(engine, environment, **_OPTIONS) as collector:
     trajectories = collector.collect(questions, keys)
     again = collector.collect(questions, keys)
@@ -111,7 +121,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
     _STATUS.COMPLETED,
     _STATUS.TRUNCATED_LENGTH,
   ]
-  assert {t.version for t in trajectories} == {3}
+  assert {turn.version for t in trajectories for turn in t.turns} == {3}
   batch = pack.pack(trajectories, length_bucket=_MAX_LENGTH)
   assert batch.group_ids_B.tolist() == [0, 0, 1, 2]
   assert not np.array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
@@ -137,7 +147,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   )
 
 
-class _Slow(_TwoAnswers):
+class Slow(TwoAnswers):
   """An environment that answers each turn after a random time.
 
   Attributes:
@@ -158,7 +168,7 @@ class _Slow(_TwoAnswers):
     return await super().step(question, turn_index, text)
 
 
-def _assert_equal(one, other, *, exact):
+def assert_equal(one, other, *, exact):
   """Asserts equal turns, with equal log-probabilities or to 1e-5."""
   atol = 0.0 if exact else 1e-5
   for a, b in zip(one, other, strict=True):
@@ -186,12 +196,12 @@ def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
     with dialogues.collector(engine, environment, **options) as collector:
       return collector.collect(questions, row_keys)
 
-  expected = collected(_TwoAnswers({}))
+  expected = collected(TwoAnswers({}))
   assert len({t.turns[0].token_ids.tobytes() for t in expected}) > 6
   orders = set()
   for seed in range(4):
-    environment = _Slow(seed)
-    _assert_equal(collected(environment), expected, exact=deterministic)
+    environment = Slow(seed)
+    assert_equal(collected(environment), expected, exact=deterministic)
     assert environment.most > 1
     orders.add(tuple(environment.calls))
   assert len(orders) > 1
@@ -199,7 +209,7 @@ def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
 
 @pytest.mark.slow
 def test_the_engine_decodes_while_the_environment_answers():
-  environment, waiting = _Slow(0), []
+  environment, waiting = Slow(0), []
   engine = _Watched(
     _engine(deterministic=False),
     lambda: waiting.append(environment.in_flight),
@@ -224,11 +234,11 @@ def test_an_interrupted_collection_leaves_nothing_behind(deterministic):
 
   engine = _Watched(_engine(deterministic=deterministic), interrupt)
   options = {'group_size': 2, **_OPTIONS}
-  with dialogues.collector(engine, _TwoAnswers({}), **options) as collector:
+  with dialogues.collector(engine, TwoAnswers({}), **options) as collector:
     expected = collector.collect(questions, row_keys)
     for polls in (0, 1, 3):
       until += [False] + polls * [True]
       with pytest.raises(KeyboardInterrupt):
         collector.collect(questions, row_keys)
       again = collector.collect(questions, row_keys)
-      _assert_equal(again, expected, exact=deterministic)
+      assert_equal(again, expected, exact=deterministic)

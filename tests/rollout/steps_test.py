@@ -42,7 +42,7 @@ class _World:
     self._rounds = list(rounds)
     self.asked, self.keys, self.waits = [], [], 0
     self.collected = []
-    self._queries = 5  # of an evaluation, which are in no line of a step
+    self._queries = 0
     self.questions = self.retriever = self.loop = self
     self.environment = search.SearchEnvironment
 

@@ -171,7 +171,7 @@ def test_batches_have_at_most_four_sizes(slots):
     chosen = {
       n: slot_calls.Decode(np.zeros(2, np.uint32), 1, [n]) for n in range(count)
     }
-    driver.decode(chosen, greedy=False, enough=1)
+    driver.decode(chosen, {}, greedy=False, enough=1)
   assert max(shapes.sizes) == slots and len(shapes.sizes) <= 4
 
 
@@ -181,5 +181,5 @@ def test_where_each_number_of_pages_is_compiled_there_are_few():
   driver = slot_driver.SlotDriver(shapes, tiny_engine.options())
   for length in range(1, 20 * 64 + 1, 16):
     decode = slot_calls.Decode(np.zeros(2, np.uint32), length, [0])
-    driver.decode({0: decode}, greedy=False, enough=1)
+    driver.decode({0: decode}, {}, greedy=False, enough=1)
   assert shapes.num_pages == {1, 2, 4, 8, 16, 20}

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import lane as lane_lib
 from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_programs
@@ -103,14 +104,14 @@ class _FakeDriver:
     self.gate = threading.Event()
     self.gate.set()
 
-  def append(self, appends):
+  def append(self, appends, params):
     self.calls.append(('append', [*appends]))
 
   def copy(self, copies):
     sources = {slot: copy.source for slot, copy in copies.items()}
     self.calls.append(('copy', sources))
 
-  def decode(self, decodes, *, greedy, enough):
+  def decode(self, decodes, params, *, greedy, enough):
     assert self.gate.wait(timeout=20)
     self.decoded.append([*decodes])
     slots = sorted(decodes)
@@ -126,7 +127,8 @@ def _lane(*, slots, batch_rows, lookahead=0, lanes=1):
   options = tiny_engine.options(
     slots=slots * lanes, lookahead=lookahead, decode_chunk=1, lanes=lanes
   )
-  return lane_lib.Lane(driver, options), driver
+  weights = compiled_programs.Weights(0, {})
+  return lane_lib.Lane(driver, options, lambda: weights), driver
 
 
 def _row(number, *, group, length=2):

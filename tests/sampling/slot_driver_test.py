@@ -29,11 +29,22 @@ def _programs(*, model=tiny_engine.MODEL, devices=1, **changes):
   return programs, options
 
 
+class _Driver(slot_driver_lib.SlotDriver):
+  """A driver that calls programs with the newest weights."""
+
+  def append(self, appends):
+    super().append(appends, self._programs.weights.params)
+
+  def decode(self, decodes, *, greedy, enough):
+    params = self._programs.weights.params
+    return super().decode(decodes, params, greedy=greedy, enough=enough)
+
+
 def _driver(**changes):
   """Returns a driver with weights, and its programs."""
   programs, options = _programs(**changes)
-  programs.publish(tiny_engine.PARAMS)
-  return slot_driver_lib.SlotDriver(programs, options), programs
+  programs.publish(tiny_engine.PARAMS, 0)
+  return _Driver(programs, options), programs
 
 
 def _dialogues(engine, rows, seed, group_size, delays):
@@ -250,11 +261,11 @@ def test_values_that_are_not_finite_stay_in_their_row():
   for in_prompt in (True, False):
     broken = jax.tree.map(lambda x: np.full_like(x, np.nan), tiny_engine.PARAMS)
     if in_prompt:
-      programs.publish(broken)
+      programs.publish(broken, 0)
     driver.append({1: _append(1, tiny_engine.ids(1, 20), 0, 9)})
-    programs.publish(broken)
+    programs.publish(broken, 0)
     _turns(driver, [1])
-    programs.publish(tiny_engine.PARAMS)
+    programs.publish(tiny_engine.PARAMS, 0)
     driver.append({1: _append(1, prompt, 0, 6)})
     assert _turns(driver, [1]) == {1: expected}
 

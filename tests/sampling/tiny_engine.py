@@ -127,7 +127,8 @@ class RecordingPrograms:
   def weights_per_device(self) -> int:
     """Returns the number of weights that each device holds."""
     return sum(
-      x.addressable_data(0).size for x in jax.tree.leaves(self._programs.params)
+      x.addressable_data(0).size
+      for x in jax.tree.leaves(self._programs.weights.params)
     )
 
   def forget_calls(self) -> None:
@@ -149,13 +150,13 @@ class RecordingDriver(slot_driver.SlotDriver):
     super().__init__(self.programs, options)
     self.calls: list[tuple[str, Mapping[int, Any]]] = []
 
-  def append(self, appends):
+  def append(self, appends, params):
     self.calls.append(('append', appends))
-    super().append(appends)
+    super().append(appends, params)
 
-  def decode(self, decodes, *, greedy, enough):
+  def decode(self, decodes, params, *, greedy, enough):
     self.calls.append(('decode', decodes))
-    return super().decode(decodes, greedy=greedy, enough=enough)
+    return super().decode(decodes, params, greedy=greedy, enough=enough)
 
 
 def new_engine(

@@ -316,6 +316,43 @@ def test_hosts_collect_ahead(tmp_path, capsys, fraction):
 
 
 @pytest.mark.slow
+def test_hosts_repeat_turns_of_several_policies(tmp_path):
+  """Each host swaps weights at moments of its own, and records them."""
+  first, again, steps = tmp_path / 'first', tmp_path / 'again', 4
+  options = {
+    'rollout__turn_swaps': 'recompute',
+    'rollout__steps_ahead': 1,
+    'rollout__slots': 4,
+    'mesh__collect_fraction': 0.5,
+    'num_steps': steps,
+  }
+  _train(first, **options)
+  lines = runs.metrics(first)[1:]
+  # It depends on how long things take, but is at most the steps ahead.
+  assert all(line['rollout/staleness_max'] <= 1 for line in lines)
+  assert lines[-1]['mismatch/logprob_abs_diff'] < 1e-4
+  found = set()
+  for step in range(1, steps + 1):
+    for end in ('', '-host1'):
+      text = (first / f'versions-{step:06d}{end}.json').read_text()
+      (versions,) = json.loads(text)
+      assert len(versions) == 8 and all(versions)
+      found |= {version for row in versions for version in row}
+  assert len(found) > 1
+  _train(again, rollout__replay_order=first, **options)
+  ours, theirs = (
+    [
+      {k: v for k, v in line.items() if not k.startswith(_OF_HOSTS)}
+      for line in runs.repeated(folder)
+    ]
+    for folder in (again, first)
+  )
+  assert ours == theirs
+  for step in range(1, steps + 1):
+    assert _dialogues(again, step, 2) == _dialogues(first, step, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('start', ['sft__before_training', 'init_from'])
 def test_the_start_of_a_run_is_made_by_all(tmp_path, finished, start):
   options = {start: start != 'init_from' or finished, 'num_steps': 1}

@@ -63,7 +63,8 @@ mismatch/{logprob_abs_diff,k3,weight_raw_max,truncation}
 mismatch/turn/sum/weight_raw_mean
 retrieval/{ok,retries,failures,latency_p50,latency_p99}
 rollout/status/{completed,truncated_length,truncated_turns,infra_error}
-rollout/{resampled_groups,resample_rounds,refilled_rows,staleness}
+rollout/{resampled_groups,resample_rounds,refilled_rows}
+rollout/{staleness,staleness_max,versions}
 reward/turns/mean
 update/skipped
 """

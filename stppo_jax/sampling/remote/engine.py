@@ -333,6 +333,7 @@ class RemoteEngine:
       # Servers report nothing about the truncated distribution.
       truncated_logprobs=logprobs if sampling == full else None,
       stopped=stopped,
+      version=self.version,
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:

@@ -173,8 +173,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
       'Largest use so far in GiB, on the fullest device and on the host.',
     ),
     'Staleness': (
-      'rollout/staleness',
-      'Steps between the policy that sampled and the one that is trained.',
+      'rollout/staleness*',
+      'Steps between the policy that wrote a turn and the one that is trained.',
     ),
   },
   'Alarms': {'Alarms': ('alarm/*', 'See the table of alarms at the top.')},

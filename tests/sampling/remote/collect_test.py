@@ -76,7 +76,7 @@ def test_collected_dialogues_are_those_of_the_local_engine(served):
   ours = _collect(fake_servers.local_engine(), served.loop)
   _same_trajectories(ours, theirs)
   assert max(len(trajectory.turns) for trajectory in ours) == 3
-  assert all(trajectory.version == 2 for trajectory in theirs)
+  assert all(turn.version == 2 for t in theirs for turn in t.turns)
 
 
 def test_ids_are_never_made_from_text(served):
@@ -145,7 +145,9 @@ def test_a_config_collects_with_a_server(served):
     engine.publish(tiny.params(policy, seed=1), 7)
     question = types.Question('q', 'abc', ('x',), 'd')
     (trajectory,) = collector.collect([question], fake_servers.keys(1))
-  assert trajectory.version == 7 and len(trajectory.turns) == 3
+  assert {turn.version for turn in trajectory.turns} == {7} and len(
+    trajectory.turns
+  ) == 3
   assert trajectory.status is types.TrajectoryStatus.COMPLETED
   last = model.requests[-1]
   assert last.stop_strings == ['</search>', '</answer>']

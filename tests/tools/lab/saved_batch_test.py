@@ -35,9 +35,11 @@ def test_every_array_has_its_place_in_a_batch():
   ours = {'logprobs_BL', 'entropy_BL', 'old_values_BL', 'kl_coefficient'}
   of_models = {'loss_positions_BM', 'expert_ids', 'expert_visits_BX', 'packing'}
   formed = {'turn_z_BL'}  # by the lab, from rewards
+  of_runs = {'staleness_BL'}  # the lab collects with one policy
   sampled = {f'oracle_{x}_BL' for x in ('values', 'variances', 'counts')}
   assert (
-    set(saved_batch.ARRAY_KINDS) == fields - of_models - formed | ours | sampled
+    set(saved_batch.ARRAY_KINDS)
+    == fields - of_models - formed - of_runs | ours | sampled
   )
 
 

@@ -1,0 +1,257 @@
+"""Lets the collections of several steps share the slots of one engine.
+
+With turns of several policies, nothing has to wait until all dialogues of a
+step have ended: those of the next step begin in the slots that become free.
+Each step is collected by a thread of its own, which sees an engine of its own.
+
+The versions of the turns of each step are recorded. A run that repeats them has
+the same turns bit for bit: a turn waits for its version, and new weights wait
+until all turns of older ones have ended.
+
+One of these threads runs at a time. It hands over whenever it polls, in the
+order in which the others came, so that every poll of the engine is followed by
+all threads: each answers its turns that have ended, before the next poll.
+"""
+
+import collections
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.records import turn_versions
+from stppo_jax.rollout import collect
+
+# Seconds until threads whose rows all wait for the environment look again.
+_PAUSE = 0.003
+
+
+class Engine(collect.Engine, Protocol):
+  """An engine to which rows can be added; see `sampling.engine.Engine`."""
+
+  def begin(
+    self,
+    prompts: Sequence[np.ndarray | None],
+    keys: Any,
+    *,
+    group_size: int,
+    max_turn_tokens: int,
+    greedy: bool,
+    due: Sequence[Sequence[int]] | None = None,
+  ) -> None: ...
+  def add(
+    self,
+    prompts: Sequence[np.ndarray | None],
+    keys: Any,
+    due: Sequence[Sequence[int]] | None,
+  ) -> int: ...
+  def poll(self) -> Mapping[int, types.GeneratedTurn]: ...
+
+
+@dataclasses.dataclass
+class _Share(threading.local):
+  """The collections of a thread.
+
+  Attributes:
+    step: the step that is collected.
+    versions: by collection and row, the versions of the turns that ended.
+    due: the same of a run that is repeated; those of further collections are
+      free.
+    first: the engine's number of the first row of the present collection.
+    ended: the turns that have ended, by the engine's number of their row.
+  """
+
+  step: int = 0
+  versions: list[list[list[int]]] = dataclasses.field(default_factory=list)
+  due: turn_versions.Versions = ()
+  first: int = 0
+  ended: dict[int, types.GeneratedTurn] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+class _Baton:
+  """A lock that threads get in the order in which they ask for it."""
+
+  def __init__(self):
+    self._changed = threading.Condition()
+    self._tickets, self._serving = itertools.count(), 0
+
+  def queue(self) -> int:
+    """Returns a ticket, without waiting."""
+    return next(self._tickets)
+
+  def take(self, ticket: int) -> None:
+    """Waits until it is the turn of a ticket."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._serving == ticket)
+
+  def hand_over(self) -> None:
+    """Lets the next thread go on, if one waits."""
+    with self._changed:
+      self._serving += 1
+      self._changed.notify_all()
+
+
+class SharedEngine:
+  """An engine for several threads, see `collect.Engine`.
+
+  Args:
+    engine: the engine; no one else uses it while a thread collects.
+    recorded: where the versions of turns are recorded.
+    repeated: the record of a run that is repeated; None: none is.
+
+  Attributes:
+    max_length: the most tokens of a row.
+    repeats: whether a run is repeated.
+    busy: true, so that a thread whose rows all wait still polls: it must hand
+      over to others.
+  """
+
+  busy = True
+
+  def __init__(
+    self,
+    engine: Engine,
+    recorded: turn_versions.TurnVersions,
+    repeated: turn_versions.TurnVersions | None = None,
+  ):
+    self.max_length = engine.max_length
+    self._engine = engine
+    self._recorded, self._repeated = recorded, repeated
+    self.repeats = repeated is not None
+    # The number of turns that ended, by step and version.
+    self._counts: collections.Counter[tuple[int, int]] = collections.Counter()
+    self._baton = _Baton()
+    self._share = _Share()
+    # By the number of a row that is open, the turns of its thread that ended;
+    # None: the thread has ended.
+    self._ended: dict[int, dict[int, types.GeneratedTurn] | None] = {}
+    self._waiting: set[int] = set()  # open rows between two turns
+    self._entered: set[int] = set()  # the steps of `collecting`
+
+  @contextlib.contextmanager
+  def collecting(self, step: int) -> Iterator[None]:
+    """Lets the thread collect a step in the body, in turn with others."""
+    share = self._share
+    share.step, share.versions, share.due = step, [], self._due(step)
+    ticket = self._baton.queue()
+    self._entered.add(step)
+    self._baton.take(ticket)
+    try:
+      yield
+      self._recorded.write(step, share.versions)
+    finally:
+      # After an error rows are left, whose slots others need.
+      for number, ended in list(self._ended.items()):
+        if ended is share.ended:
+          self._ended[number] = None
+          if number in self._waiting:
+            self._close(number)
+      self._baton.hand_over()
+
+  def begin(
+    self, prompts: Sequence[np.ndarray | None], keys: Any, **options: Any
+  ) -> None:
+    """Begins a collection of the thread; see `collect.Engine`.
+
+    All threads begin theirs with the same options.
+    """
+    share, size = self._share, options['group_size']
+    number = len(share.versions)
+    due = share.due[number] if number < len(share.due) else None
+    if self._ended:
+      share.first = self._engine.add(prompts, keys, due)
+    else:
+      self._engine.begin(prompts, keys, due=due, **options)
+      share.first = 0
+    share.ended = {}
+    share.versions.append([[] for _ in range(len(prompts) * size)])
+    for n in range(len(prompts) * size):
+      if prompts[n // size] is not None:
+        self._ended[share.first + n] = share.ended
+
+  def poll(self) -> Mapping[int, types.GeneratedTurn]:
+    """Lets other threads go on, and returns turns of this one that ended."""
+    share = self._share
+    # Asked before: without the baton, others may be changing the engine.
+    is_idle = not self._engine.busy
+    self._baton.hand_over()
+    if is_idle:
+      time.sleep(_PAUSE)
+    self._baton.take(self._baton.queue())
+    if not share.ended and self._engine.busy:
+      for number, turn in self._engine.poll().items():
+        self._waiting.add(number)
+        ended = self._ended[number]
+        if ended is None:
+          self._close(number)
+        else:
+          ended[number] = turn
+    ended = {number - share.first: x for number, x in share.ended.items()}
+    share.ended.clear()
+    for row, turn in ended.items():
+      share.versions[-1][row].append(turn.version)
+      self._counts[share.step, turn.version] += 1
+    return ended
+
+  def has_entered(self, step: int) -> bool:
+    """Returns whether a thread collects a step, or has collected it.
+
+    The dialogues of a thread that enters later get slots later.
+    """
+    return step in self._entered
+
+  def may_publish(self, version: int, steps: Iterable[int]) -> bool:
+    """Returns whether turns may begin with new weights.
+
+    If a run is repeated, the turns of older ones must have ended before.
+
+    Args:
+      version: the version of the weights.
+      steps: the steps that are collected.
+    """
+    for step in steps:
+      turns = itertools.chain(*itertools.chain(*self._due(step)))
+      older = collections.Counter(x for x in turns if x < version)
+      if any(self._counts[step, x] < count for x, count in older.items()):
+        return False
+    return True
+
+  def remaining(self, row: int) -> int:
+    """Returns how many tokens still fit into a row."""
+    return self._engine.remaining(self._share.first + row)
+
+  def resume(self, row: int, token_ids: np.ndarray) -> None:
+    """Appends an observation to a row, whose next turn begins."""
+    self._waiting.remove(self._share.first + row)
+    self._engine.resume(self._share.first + row, token_ids)
+
+  def close(self, row: int) -> np.ndarray | None:
+    """Ends a row; see `sampling.engine.Engine`."""
+    return self._close(self._share.first + row)
+
+  def statistics(self) -> Mapping[str, float]:
+    """Returns what the engine has counted since the last call."""
+    return self._engine.statistics()
+
+  def finish(self) -> None:
+    """Does nothing: no other host is waited for."""
+
+  def _due(self, step: int) -> turn_versions.Versions:
+    return (self._repeated and self._repeated.read(step)) or ()
+
+  def _close(self, number: int) -> np.ndarray | None:
+    del self._ended[number]
+    self._waiting.remove(number)
+    return self._engine.close(number)

@@ -1,0 +1,183 @@
+"""Steps that share an engine have the dialogues that each has alone."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import threading
+import time
+
+import jax
+import pytest
+
+from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import shared_engine
+from tests.rollout import dialogues
+from tests.rollout import sampled_test
+from tests.sampling import vocabularies
+
+_STEPS, _SECONDS = 3, 60.0
+_OPTIONS = {
+  'tokenizer': vocabularies.phrases(),
+  'max_turn_tokens': 6,
+  'max_observation_tokens': 9,
+  'group_size': 2,
+}
+
+
+@functools.cache
+def _engine():
+  """Returns an engine whose bits do not depend on who shares it."""
+  return sampled_test.new_engine(deterministic=True, turn_swaps='keep')
+
+
+def _step(step):
+  """Returns the questions and the keys of a step."""
+  texts = [f'{"why " * (n % 3)}{step}{n}?' for n in range(4)]
+  questions = [dialogues.question(text, text) for text in texts]
+  return questions, jax.random.split(jax.random.key(step), 8)
+
+
+class _Record(dict):
+  """A record of versions in memory, see `turn_versions.TurnVersions`."""
+
+  write, read = dict.__setitem__, dict.get
+
+
+class _Counting:
+  """An engine that counts its collections and the rows added to them."""
+
+  def __init__(self, engine):
+    self._engine = engine
+    self.begun = self.added = 0
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def begin(self, *args, **options):
+    self.begun += 1
+    self._engine.begin(*args, **options)
+
+  def add(self, *args):
+    self.added += 1
+    return self._engine.add(*args)
+
+
+@contextlib.contextmanager
+def _collections(engine, environment, recorded=None, repeated=None):
+  """Yields a function that collects a step, on a thread of the step."""
+  recorded = _Record() if recorded is None else recorded
+  shared = shared_engine.SharedEngine(engine, recorded, repeated)
+  with event_loop.EventLoop() as loop:
+    collector = dialogues.make_collector(shared, environment, loop, **_OPTIONS)
+
+    def collect(step):
+      with shared.collecting(step):
+        return collector.collect(*_step(step))
+
+    with concurrent.futures.ThreadPoolExecutor(_STEPS) as threads:
+
+      def begin(step):
+        future = threads.submit(collect, step)
+        while not shared.has_entered(step):
+          time.sleep(0.001)
+        return future
+
+      yield begin, shared
+
+
+def test_steps_that_share_an_engine_are_those_of_steps_that_do_not():
+  alone = []
+  environment = sampled_test.TwoAnswers({})
+  with dialogues.collector(_engine(), environment, **_OPTIONS) as collector:
+    for step in range(_STEPS):
+      alone.append(collector.collect(*_step(step)))
+  for seed in range(2):
+    engine = _Counting(_engine())
+    with _collections(engine, sampled_test.Slow(seed)) as (begin, _):
+      together = [begin(step) for step in range(_STEPS)]
+      together = [future.result(timeout=_SECONDS) for future in together]
+    assert engine.begun + engine.added == _STEPS and engine.added
+    for ours, theirs in zip(together, alone, strict=True):
+      sampled_test.assert_equal(ours, theirs, exact=True)
+
+
+class _Waiting(sampled_test.TwoAnswers):
+  """An environment that does not answer one question until it may."""
+
+  def __init__(self):
+    super().__init__({})
+    self.may_answer = threading.Event()
+
+  async def step(self, question, turn_index, text):
+    while question.id == '00?' and not self.may_answer.is_set():
+      await asyncio.sleep(0.001)
+    return await super().step(question, turn_index, text)
+
+
+def test_no_step_waits_for_the_last_dialogue_of_another():
+  environment = _Waiting()
+  with _collections(_engine(), environment) as (begin, _):
+    first, *others = [begin(step) for step in range(_STEPS)]
+    for future in others:
+      assert len(future.result(timeout=_SECONDS)) == 8
+    assert not first.done()
+    environment.may_answer.set()
+    assert len(first.result(timeout=_SECONDS)) == 8
+
+
+def _swapped(seed, repeated=None):
+  """Returns steps during which weights change, and the record of versions."""
+  engine = sampled_test.new_engine(deterministic=True, turn_swaps='recompute')
+  engine.publish(sampled_test.params(0), 0)
+  version, record = 0, _Record()
+  slow = sampled_test.Slow(seed)
+  with _collections(engine, slow, record, repeated) as (begin, shared):
+    steps = [begin(step) for step in range(_STEPS)]
+    until = time.monotonic() + _SECONDS
+    while not all(step.done() for step in steps):
+      assert time.monotonic() < until
+      time.sleep(0.01)
+      if shared.may_publish(version + 1, range(_STEPS)):
+        version += 1
+        weights = engine.transferred(sampled_test.params(version % 5))
+        engine.swap_weights(weights, version)
+    return [step.result() for step in steps], record
+
+
+def test_a_record_of_versions_repeats_all_bits():
+  expected, record = _swapped(0)
+  turns = [turn for step in expected for t in step for turn in t.turns]
+  versions = [
+    version
+    for step in range(_STEPS)
+    for row in record[step][0]
+    for version in row
+  ]
+  assert versions == [turn.version for turn in turns]
+  assert len(set(versions)) > 3
+  for seed in (1, 2):
+    steps, again = _swapped(seed, record)
+    assert again == record
+    for ours, theirs in zip(steps, expected, strict=True):
+      sampled_test.assert_equal(ours, theirs, exact=True)
+
+
+class _Gone(LookupError):
+  exit_code = 75  # ends the run, where other errors end a dialogue
+
+
+class _Broken(sampled_test.TwoAnswers):
+  async def step(self, question, turn_index, text):
+    if question.id.endswith('10?'):
+      raise _Gone
+    return await super().step(question, turn_index, text)
+
+
+def test_an_error_of_one_step_leaves_its_slots_to_the_others():
+  with _collections(_engine(), _Broken({})) as (begin, _):
+    first, broken, last = [begin(step) for step in range(_STEPS)]
+    with pytest.raises(_Gone):
+      broken.result(timeout=_SECONDS)
+    for future in (first, last):
+      assert len(future.result(timeout=_SECONDS)) == 8
