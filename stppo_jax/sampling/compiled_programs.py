@@ -144,8 +144,8 @@ def _takes_any_number(
 ) -> bool:
   """Returns whether a program handles any number of pages.
 
-  On a CPU a branch is cheap and compiling is slow, and a kernel reads as many as
-  there are. Elsewhere each number has its own program.
+  On a CPU a branch is cheap and compiling is slow, and a kernel reads as many
+  as there are. Elsewhere each number has its own program.
   """
   cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)

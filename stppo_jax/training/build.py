@@ -42,6 +42,7 @@ from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from stppo_jax.training import span
 from stppo_jax.workdir import agreement
+from stppo_jax.workdir import run_record
 
 
 @dataclasses.dataclass(frozen=True)
