@@ -1,6 +1,7 @@
 """`ablate` trains each arm with each seed once, and compares what has ended."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -489,7 +490,15 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, capsys):
     *('dead_critic.py:dead_critic', 'bounds.py:bounds', 'gpu.py:gpu'),
   ],
 )
-def test_the_shipped_studies_have_valid_configs(study, tmp_path, capsys):
+def test_the_shipped_studies_have_valid_configs(
+  study, tmp_path, monkeypatch, capsys
+):
+  # A study may begin with the policy of a run that is made before.
+  shutil.copytree(
+    f'{runs.REPO}/tests/models/published/qwen2_5_1_5b',
+    tmp_path / 'runs/critic/start/policy',
+  )
+  monkeypatch.chdir(tmp_path)
   folder = f'{runs.REPO}/studies'
   flags = [f'--config={folder}/{study}', f'--workdir={tmp_path}/study']
   assert __main__.main(['ablate', *flags, '--dry_run']) == 0
