@@ -135,6 +135,9 @@ def _block(study: study_lib.Study) -> str:
   found = verdict.tables(study, runs)
   if study.name == _CRITIC:
     found['The comparisons that were planned'] = dead_critic.analysis(runs)
+    found['The one that was added afterwards'] = dead_critic.analysis(
+      runs, dead_critic.ADDED
+    )
   return (
     f'{made} {planned} planned runs have been made{copies}. The command is\n\n'
     f'```text\n{command}\n```\n\n'

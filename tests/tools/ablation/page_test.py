@@ -119,6 +119,10 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
     ('turn_length', ['30 tokens'], 'turn_ppo', 'token_ppo'),
     ('turn_length', ['60 tokens'], 'turn_ppo', 'token_ppo'),
     ('calculator', [''], 'turn_ppo', 'token_ppo'),
+    ('dead_critic', ['dead'], 'turn_ppo', 'token_ppo'),
+    ('dead_critic', ['trained'], 'turn_ppo', 'token_ppo'),
+    ('dead_critic', ['trained'], 'st_ppo', 'turn_ppo'),
+    ('dead_critic', ['trained'], 's_ppo', 'token_ppo'),
   ],
 )
 def test_the_page_of_what_is_known_has_the_differences(
