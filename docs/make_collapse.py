@@ -125,7 +125,7 @@ def _block(study: study_lib.Study) -> str:
   if copied or (not runs and study.name not in (_FIRST, _CRITIC)):
     command += f' --reuse=docs/collapse/{_FIRST}.csv.gz'
   if copied:
-    copies = f'; {copied} of those planned are in study 1'
+    copies = f'; {copied} of them are in study 1'
   if not runs:
     return (
       f'Not run yet: {planned} runs are planned{copies}. The command is\n\n'
@@ -139,7 +139,7 @@ def _block(study: study_lib.Study) -> str:
       runs, dead_critic.ADDED
     )
   return (
-    f'{made} {planned} planned runs have been made{copies}. The command is\n\n'
+    f'{made} {planned} runs have been made{copies}. The command is\n\n'
     f'```text\n{command}\n```\n\n'
     f'{verdict.as_markdown(found)}\n'
     f'![Success over steps](collapse/{study.name}_success.png)\n\n'

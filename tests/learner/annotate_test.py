@@ -159,6 +159,17 @@ def _assert_close(actual, expected):
   np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_returns_at_the_ends_of_the_range_are_not_outside():
+  case = _case()
+  for place, reward in zip(_LAST, (0.75, -0.25, 0.75)):
+    case.rewards[place] = reward
+  batch, metrics = _annotate(case, kl__where='loss')
+  low, high = _ParamsModel.value_range
+  returns = np.asarray(batch.returns_BL)[_MASK]
+  assert (returns < low).any() or (returns > high).any()  # by rounding
+  assert metrics['critic/returns_outside'] == 0
+
+
 @pytest.mark.parametrize('where', ['reward', 'loss'])
 def test_advantages_and_metrics_are_those_computed_by_hand(where):
   case = _case()

@@ -115,7 +115,7 @@ def _phases(name='v5e:2x4', **changes):
   return roofline.phases(_work(**changes), topology.find(name))
 
 
-def test_decoding_on_tpu_reads_no_page_before_a_window():
+def test_kernels_read_no_page_before_a_window():
   layers = _work().shape.num_layers
   window = 512
   windows = (window,) * (layers - 1) + (0,)
@@ -130,7 +130,8 @@ def test_decoding_on_tpu_reads_no_page_before_a_window():
   assert cached('xla') == 0.25
   seen = sum(min(n, window) for n in range(4096)) / 4096
   expected = ((layers - 1) * seen + 2048) / layers / 8192
-  assert cached('splash') == pytest.approx(expected, rel=1e-2)
+  for kernel in ('splash', 'cudnn'):
+    assert cached(kernel) == pytest.approx(expected, rel=1e-2)
 
 
 def test_what_updates_send_follows_from_the_weights():
@@ -153,11 +154,17 @@ def test_what_updates_send_follows_from_the_weights():
   )
 
 
-def test_tokens_go_to_experts_whose_weights_stay():
+@pytest.mark.parametrize('dense_layers', [(), (1,)])
+def test_tokens_go_to_experts_whose_weights_stay(dense_layers):
   axes = {'data': 1, 'fsdp': 2, 'expert': 4, 'tensor': 1}
   work = _work(axes=axes, values='none', minibatch=8, microbatch=8, updates=1)
   experts = work.weights // 2
-  work = dataclasses.replace(work, experts=experts)
+  shape = dataclasses.replace(work.shape, dense_layers=dense_layers)
+  if dense_layers:
+    shape = dataclasses.replace(
+      shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+    )
+  work = dataclasses.replace(work, experts=experts, shape=shape)
   shape, tokens = work.shape, work.length  # a row per device
   # Weights are gathered twice, and scattered once. Those of experts are cut
   # over `fsdp` alone: a device has a quarter of them.
@@ -166,7 +173,8 @@ def test_tokens_go_to_experts_whose_weights_stay():
   exchanged = 2 * tokens * shape.hidden_size * 7 / 8  # the embedding
   # Each layer gathers the tokens of three other devices forward, once more as
   # it is computed again, and the gradients of results; and it scatters twice.
-  visits = (3 + 2) * shape.num_layers * tokens * shape.hidden_size * 3
+  with_experts = shape.num_layers - len(dense_layers)
+  visits = (3 + 2) * with_experts * tokens * shape.hidden_size * 3
   assert roofline.update_sent(work) == pytest.approx(
     (weights + exchanged + visits) * work.itemsize
   )

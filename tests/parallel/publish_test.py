@@ -201,3 +201,16 @@ def test_a_plan_places_the_engine_on_the_last_host():
     placement = publish.Placement(mesh, 2, host=host)
     hosts = {chip.process_index for chip in placement.mesh.devices.flat}
     assert hosts == {host} and placement.mesh.shape['tensor'] == 2
+
+
+def test_a_stack_without_adapters_is_published_as_nothing():
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  params = {'layers': {'mlp_norm': {'scale': np.arange(6.0).reshape(2, 3)}}}
+  places = [('layers', 0), ('dense_layers', 0), ('layers', 1)]
+  publisher = publish.Publisher(
+    publish.Placement(mesh, 1), _copied, places=places
+  )
+  first, dense, last = publisher(params)['layers']
+  assert dense == {}
+  np.testing.assert_array_equal(first['mlp_norm']['scale'], [0, 1, 2])
+  np.testing.assert_array_equal(last['mlp_norm']['scale'], [3, 4, 5])

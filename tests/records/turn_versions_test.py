@@ -1,4 +1,4 @@
-"""What is recorded of the turns of a step is read again."""
+"""A run reads back the versions of turns that it has recorded."""
 
 import pytest
 

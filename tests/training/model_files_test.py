@@ -67,6 +67,8 @@ def test_what_makes_no_difference_is_not_compared():
   mixture = dataclasses.replace(dense, **_MIXTURE)
   names = set(model_config.compared(mixture))
   assert 'norm_topk_prob' in names and 'intermediate_size' not in names
+  mixed = dataclasses.replace(mixture, dense_layers=(0,))
+  assert 'intermediate_size' in model_config.compared(mixed)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_the_page_has_the_tables_of_the_files():
 def test_a_command_reuses_runs_of_study_1_where_it_has_some():
   for name in _STUDIES:
     (block,) = re.findall(f'<!-- study {name} -->(.*?)<!--', _TEXT, re.DOTALL)
-    found = re.search(r'; (\d+) of those planned are in study 1', block)
+    found = re.search(r'; (\d+) of them are in study 1', block)
     assert ('--reuse=' in block) == (found is not None)
     shared = {'turn_length': 12, 'correction': 21, 'correction_seeds': 16}
     shared |= {'controls': 9, 'staleness': 12}
