@@ -311,14 +311,17 @@ def _repeated(
 
   Raises:
     OtherRun: that run has another config, with a line for each key.
-    Misconfigured: the folder has no such record.
+    Misconfigured: the folder has no such record, or a damaged one.
   """
   if not config.rollout.replay_order:
     return None
   path = pathlib.Path(config.rollout.replay_order)
   repeated = turn_versions.TurnVersions(path, folder.hosts.index)
   problem = ''
-  if repeated.read(0) is None:
+  with exits.as_misconfigured('rollout.replay_order'):
+    # All of them now: a step that cannot be repeated would end the run later.
+    first, *_ = [repeated.read(step) for step in range(config.num_steps)]
+  if first is None:
     problem = 'no run with rollout.turn_swaps has begun there'
   else:
     run_record.check_config(folder.config, path)

@@ -135,7 +135,11 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(tmp_path, act, code):
   runs.assert_same_files(again, tmp_path / 'first', num_steps=_STEPS)
 
 
-def test_what_is_not_recorded_is_not_repeated(tmp_path, capsys):
+@pytest.mark.parametrize('damaged', [False, True])
+def test_what_is_not_recorded_is_not_repeated(damaged, tmp_path, capsys):
+  file = tmp_path / 'versions-000002.json'
+  if damaged:  # a later step than the first
+    file.write_text('[[')
   changes = {
     'rollout__turn_swaps': 'keep',
     'rollout__steps_ahead': 1,
@@ -144,7 +148,8 @@ def test_what_is_not_recorded_is_not_repeated(tmp_path, capsys):
   with _answers_wait_for_weights(0):
     assert runs.train(tmp_path / 'run', **changes) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f'rollout.replay_order={tmp_path}: no run with')
+  no_run = f'rollout.replay_order={tmp_path}: no run with'
+  assert line.startswith(f'{file}: no JSON' if damaged else no_run)
 
 
 def test_devices_that_learn_and_collect_in_turn_are_refused(tmp_path, capsys):
