@@ -27,7 +27,9 @@ def _annotated(learner):
   return state, batch
 
 
-@pytest.mark.parametrize('core_rows', [0, 2])
+@pytest.mark.parametrize(
+  'core_rows', [pytest.param(0, marks=pytest.mark.slow), 2]
+)
 def test_values_learn_alone_as_beside_the_policy(core_rows):
   config = runs.config(updates__core_rows=core_rows)
   mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
@@ -116,9 +118,8 @@ def _like(path):
   }
 
 
-@pytest.mark.parametrize(
-  'backbone', ['own', pytest.param('shared', marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('backbone', ['own', 'shared'])
 def test_values_in_a_range_start_in_its_middle_and_learn(backbone):
   learner = runs.learner(
     runs.config(

@@ -148,7 +148,7 @@ def test_variants_of_attention_equal_loops(options):
 @pytest.mark.parametrize(
   ('window', 'entries'),
   [
-    (1, [(0, 0), (1, 0), (2, 5)]),
+    pytest.param(1, [(0, 0), (1, 0), (2, 5)], marks=pytest.mark.slow),
     (130, [(0, 0), (1, 0), (2, 4)]),  # the window begins in page 4
     pytest.param(300, [(0, 0), (1, 0), (2, 3)], marks=pytest.mark.slow),
     pytest.param(513, [(0, 0), (1, 0), (2, 1), (2, 5)], marks=pytest.mark.slow),

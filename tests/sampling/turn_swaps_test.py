@@ -155,7 +155,7 @@ _REFERENCES = {'keep': _replayed, 'recompute': _recomputed}
   ('mode', 'turn_swaps'),
   [
     ('fixed shapes', 'keep'),
-    ('active rows', 'recompute'),
+    pytest.param('active rows', 'recompute', marks=pytest.mark.slow),
     pytest.param('active rows', 'keep', marks=pytest.mark.slow),
     pytest.param('fixed shapes', 'recompute', marks=pytest.mark.slow),
   ],
@@ -177,6 +177,7 @@ def test_no_turn_has_tokens_of_two_versions(mode, turn_swaps):
       assert worst > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('turn_swaps', _REFERENCES)
 def test_three_versions_of_weights_are_held_at_most(turn_swaps):
   engine, driver = _engine(deterministic=False, turn_swaps=turn_swaps)

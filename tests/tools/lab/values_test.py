@@ -235,6 +235,7 @@ def test_sampled_values_are_the_exact_ones(arrays):
   assert np.mean(z**2) == pytest.approx(1, abs=0.3)
 
 
+@pytest.mark.slow
 def test_the_ceiling_and_the_figures_of_a_critic_are_unbiased():
   """With two continuations, noise is as large as the values' own spread."""
   arrays = _batch(1000, 2)
