@@ -187,7 +187,7 @@ def analysis(
   """Returns the table of the comparisons, of the seeds that all arms have."""
   areas: dict[str, dict[int, float]] = {}
   for run in runs:
-    areas.setdefault(' '.join(run.key), {})[run.seed] = run.curve.area
+    areas.setdefault(' '.join(run.key).strip(), {})[run.seed] = run.curve.area
   needed = {arm for arms in comparisons.values() for arm in arms}
   seeds = sorted(set.intersection(*(set(areas[arm]) for arm in needed)))
   found = []
@@ -225,13 +225,13 @@ def stress(runs: Sequence[results.Run]) -> list[list[str]]:
   table = [['arm', 'seed', 'KL']]
   for run in runs:
     kl = run.per_step('kl_old')[:5].mean()
-    table.append([' '.join(run.key), str(run.seed), f'{kl:.4f}'])
+    table.append([' '.join(run.key).strip(), str(run.seed), f'{kl:.4f}'])
   return table
 
 
 if __name__ == '__main__':
   found = results.read(pathlib.Path(sys.argv[1]))
   print(score_report.as_markdown(stress(found)))
-  if 'dead turn_ppo' in {' '.join(run.key) for run in found}:
+  if 'dead turn_ppo' in {' '.join(run.key).strip() for run in found}:
     print(score_report.as_markdown(analysis(found)))
     print(score_report.as_markdown(analysis(found, ADDED)))

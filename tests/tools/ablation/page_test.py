@@ -12,6 +12,7 @@ from stppo_jax.configs import alarms
 from stppo_jax.tools.ablation import alarm_tables
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
+from studies import bounds
 from studies import dead_critic
 from studies import forecast
 
@@ -144,6 +145,20 @@ def test_p_values_are_corrected_for_how_many_there_are():
   # Holm: 3 x .01, then 2 x .03, which .04 may not fall below.
   corrected = dead_critic.holm([0.01, 0.04, 0.03])
   np.testing.assert_allclose(corrected, [0.03, 0.06, 0.06])
+
+
+def test_arms_without_a_group_are_compared_by_their_names():
+  columns = {name: np.zeros(4) for name in results.COLUMNS}
+  arms = sorted({arm for arms in bounds.COMPARISONS.values() for arm in arms})
+  runs = [
+    results.Run('', arm, seed, '', columns | {'success': np.full(4, n / 8)})
+    for n, arm in enumerate(arms)
+    for seed in range(3)
+  ]
+  rows = dead_critic.analysis(runs, bounds.COMPARISONS)
+  # In this order their areas rise by 1/8 from one to the next.
+  assert arms[1:] == ['turn 0.004', 'turn 0.1', 'turn 0.2', 'turn by_length']
+  assert [row[2] for row in rows[1:3]] == ['-0.125', '+0.125']
 
 
 def test_the_last_comparison_is_what_the_critic_takes_from_the_turn_ratio():
