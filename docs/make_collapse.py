@@ -19,9 +19,11 @@ from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import study as study_lib
 from stppo_jax.tools.ablation import verdict
+from studies import bounds
 from studies import collapse
 from studies import dead_critic
 from studies import forecast
+from studies import steps_ahead
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
@@ -32,14 +34,27 @@ _ALARMS = {
   'other thresholds': {'kl': 2.5, 'explained_variance': -1.0},
 }
 _FIRST = 'levels'
-_CRITIC = 'dead_critic'  # the study that has a file and an analysis of its own
+# The studies that have files of their own.
+_OWN = {
+  'dead_critic': dead_critic,
+  'bounds': bounds,
+  'steps_ahead': steps_ahead,
+}
+# Those of them with comparisons of their own, each with a heading.
+_COMPARISONS = {
+  'dead_critic': {
+    'The comparisons that were planned': dead_critic.COMPARISONS,
+    'The one that was added afterwards': dead_critic.ADDED,
+  },
+  'bounds': {'The comparisons that were planned': bounds.COMPARISONS},
+}
 _COLOURS = 64  # of a picture
 
 
 def studies() -> dict[str, study_lib.Study]:
   """Returns the shipped studies by name."""
   contents = collapse.studies()
-  contents[_CRITIC] = dead_critic.studies()[_CRITIC]
+  contents |= {name: file.studies()[name] for name, file in _OWN.items()}
   return {name: study_lib.parse(name, x) for name, x in contents.items()}
 
 
@@ -116,13 +131,13 @@ def _block(study: study_lib.Study) -> str:
   runs = results.read(_table(study.name))
   planned = len(study.arms) * study.seeds
   copies = ''
-  file = _CRITIC if study.name == _CRITIC else 'collapse'
+  file = study.name if study.name in _OWN else 'collapse'
   command = (
     f'python -m stppo_jax ablate --config=studies/{file}.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv.gz'
   )
   copied = _copied(study.name)
-  if copied or (not runs and study.name not in (_FIRST, _CRITIC)):
+  if copied or (not runs and study.name not in (_FIRST, *_OWN)):
     command += f' --reuse=docs/collapse/{_FIRST}.csv.gz'
   if copied:
     copies = f'; {copied} of them are in study 1'
@@ -133,11 +148,8 @@ def _block(study: study_lib.Study) -> str:
     )
   made = 'All' if len(runs) == planned else f'{len(runs)} of'
   found = verdict.tables(study, runs)
-  if study.name == _CRITIC:
-    found['The comparisons that were planned'] = dead_critic.analysis(runs)
-    found['The one that was added afterwards'] = dead_critic.analysis(
-      runs, dead_critic.ADDED
-    )
+  for title, comparisons in _COMPARISONS.get(study.name, {}).items():
+    found[title] = dead_critic.analysis(runs, comparisons)
   return (
     f'{made} {planned} runs have been made{copies}. The command is\n\n'
     f'```text\n{command}\n```\n\n'
