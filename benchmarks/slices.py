@@ -10,7 +10,8 @@ docs/sharding.md and keeps the other lines.
 A run has 512 trajectories of 4096 tokens in a step, and 256 of them in an
 update. Half of the tokens carry loss. There are a policy and a value model,
 with bfloat16 activations. Each group of devices that shares a row has one row
-in a forward pass. The engine has as many slots as the memory leaves room for.
+in a forward pass, or two. The engine has as many slots as the memory leaves
+room for.
 """
 
 import functools
@@ -41,6 +42,7 @@ class Setting(NamedTuple):
   Attributes:
     data, fsdp, expert, tensor: the mesh of training.
     decode_tensor: chips over which the weights are divided in decoding.
+    rows: rows of such a group in a forward pass.
   """
 
   data: int
@@ -48,6 +50,7 @@ class Setting(NamedTuple):
   expert: int
   tensor: int
   decode_tensor: int
+  rows: int = 1
 
 
 SETTINGS = {
@@ -64,7 +67,8 @@ SETTINGS = {
   'qwen3_14b@v5p:2x4x4': Setting(1, 16, 1, 2, 4),
   # Half an expert is 384 wide. A fourth of it would be 192, which the kernel of
   # experts pads to 256: decode would first copy all of them.
-  'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 4, 8, 1, 2),
+  # Two rows halve the gathers of weights, and the memory has room for them.
+  'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 8, 4, 1, 2, rows=2),
 }
 
 
@@ -78,7 +82,7 @@ def config(name: str):
   made.model.path = str(_MODELS / model)
   made.model.dtype = 'bfloat16'
   made.updates.remat = 'full'
-  made.updates.microbatch_size = math.prod(setting[:3])
+  made.updates.microbatch_size = setting.rows * math.prod(setting[:3])
   made.mesh.update(dict(zip(mesh_lib.AXES, setting)))
   made.rollout.update(
     slots=0,

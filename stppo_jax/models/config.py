@@ -199,18 +199,24 @@ class ModelConfig:
     return tuple((x, names[:n].count(x)) for n, x in enumerate(names))
 
   @property
-  def runs(self) -> list[tuple[str, slice, slice]]:
-    """The name of the stack of each run of equal layers, and their numbers.
+  def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
+    """How often a pattern of layers repeats, and its runs of equal layers.
 
-    The first numbers are those in the model, the others those in the stack.
+    A run has the name of its stack and two ranges: of numbers in the pattern,
+    and of numbers in the part of the stack that a repetition has.
     """
+    names, count = [name for name, _ in self.places], self.num_layers
+    length = count
+    if self.dense_layers:
+      lengths = (n for n in range(1, count + 1) if count % n == 0)
+      length = next(n for n in lengths if names[:n] * (count // n) == names)
     runs = []
-    layers = enumerate(self.places)
+    layers = enumerate(self.places[:length])
     for name, run in itertools.groupby(layers, key=lambda x: x[1][0]):
       (first, (_, place)), *others = run
       end = 1 + len(others)
       runs.append((name, slice(first, first + end), slice(place, place + end)))
-    return runs
+    return count // length, runs
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:

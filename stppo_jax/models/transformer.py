@@ -279,35 +279,53 @@ class Transformer(nnx.Module):
         places_BM=places_BM,
       )
 
-    unroll, runs = self.config.scan_unroll, self.config.runs
-    x_BLD, routings = self.embed(tokens_BL), []
-    for name, numbers, places in runs:
-      graph, stacked = nnx.split(getattr(self, name))
-      ids = ids_by_layer if name == 'layers' else None
-      stacked, ids = jax.tree.map(lambda x: x[places], (stacked, ids))
-      inputs = (stacked, None if kinds is None else kinds[numbers]), ids
-      run = rematerialised(
-        functools.partial(layer, graph),
-        self.config.remat,
-        # The compiler unrolls a loop over one layer, which a run may be.
-        unrolled=unroll > 1 or len(runs) > 1,
-      )
-      # What follows the attention of the last layer is wanted at a few places
-      # only. All layers before it need all tokens, as keys of the next one.
-      if places_BM is None or not self._last_layer_apart:
-        x_BLD, routing = jax.lax.scan(run, x_BLD, inputs, unroll=unroll)
-        routings += [] if routing is None else [routing]
-      else:
-        before, last = (
-          jax.tree.map(lambda x: x[index], inputs) for index in (slice(-1), -1)
+    unroll = self.config.scan_unroll
+    repeats, runs = self.config.pattern
+    modules = {x: nnx.split(getattr(self, x)) for x in self.config.stacks}
+
+    def apply(x_BLD, inputs):
+      """Applies the layers of a pattern."""
+      stacks, kinds, ids_by_layer = inputs
+      routings = []
+      for name, numbers, places in runs:
+        ids = ids_by_layer if name == 'layers' else None
+        stacked, ids = jax.tree.map(lambda x: x[places], (stacks[name], ids))
+        inputs = (stacked, None if kinds is None else kinds[numbers]), ids
+        run = rematerialised(
+          functools.partial(layer, modules[name][0]),
+          self.config.remat,
+          # The compiler unrolls a loop over one layer, which a run may be.
+          unrolled=unroll > 1 or len(runs) > 1,
         )
-        x_BLD, _ = jax.lax.scan(run, x_BLD, before, unroll=unroll)
-        x_BLD, _ = run(x_BLD, last, places_BM)
+        # What follows the attention of the last layer is wanted at a few places
+        # only. All layers before it need all tokens, as keys of the next one.
+        if places_BM is None or not self._last_layer_apart:
+          x_BLD, routing = jax.lax.scan(run, x_BLD, inputs, unroll=unroll)
+          routings += [] if routing is None else [routing]
+        else:
+          before, last = (
+            jax.tree.map(lambda x: x[index], inputs)
+            for index in (slice(-1), -1)
+          )
+          x_BLD, _ = jax.lax.scan(run, x_BLD, before, unroll=unroll)
+          x_BLD, _ = run(x_BLD, last, places_BM)
+      if not routings:
+        return x_BLD, None
+      return x_BLD, jax.tree.map(lambda *x: jnp.concatenate(x), *routings)
+
+    stacks = {name: stacked for name, (_, stacked) in modules.items()}
+    x_BLD, inputs = self.embed(tokens_BL), (stacks, kinds, ids_by_layer)
+    if repeats == 1:
+      x_BLD, routing = apply(x_BLD, inputs)
+    else:
+      # Without a loop, the compiler would gather the weights of all layers
+      # before the first microbatch.
+      fold = lambda x: x.reshape(repeats, -1, *x.shape[1:])
+      x_BLD, routing = jax.lax.scan(apply, x_BLD, jax.tree.map(fold, inputs))
+      routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routing)
     if places_BM is not None and not self._last_layer_apart:
       x_BLD = gather_states(x_BLD, places_BM)
-    routing = None
-    if routings:
-      routing = jax.tree.map(lambda *x: jnp.concatenate(x), *routings)
+    if routing is not None:
       sums = (jnp.sum(x, axis=0) for x in (routing.visits_BX, routing.probs_BX))
       if segments is None and lengths_B is not None:
         sums = (x[:, 0] for x in sums)

@@ -224,7 +224,9 @@ _LONG = {
     'rope_scaling': {'rope_type': 'linear', 'factor': 8.0},
     'sliding_window': 512,
   },
+  'olmo2': {'rope_scaling': _YARN},
   'olmo3': _NESTED | {'sliding_window': 1000},
+  'qwen3_moe': {'rope_scaling': _YARN, 'mlp_only_layers': [0]},
 }
 
 

@@ -75,6 +75,47 @@ def test_reading_in_chunks_visits_the_same_experts():
   np.testing.assert_array_equal(np.stack(visited), routing.expert_ids)
 
 
+def _alternating(num_layers):
+  """Returns a model of which each second layer has experts."""
+  dense, windows = tuple(range(0, num_layers, 2)), (0, 3, 2, 5)
+  return tiny.model(
+    **tiny.MIXTURE,
+    num_layers=num_layers,
+    dense_layers=dense,
+    windows=num_layers // 4 * windows,
+  )
+
+
+def test_layers_that_alternate_are_computed_in_their_order():
+  """A cached pass, which has a loop over no layers, is the twin."""
+  model = _alternating(4)
+  params = tiny.params(model)
+  routed = jax.jit(model.hidden_and_routing)
+  hidden, routing = routed(params, TOKENS)
+  cache = cache_lib.empty(model.config, -(-L // 4) * B, 4)
+  found, cache = tiny.read_on(
+    model, params, TOKENS, cache, np.zeros(B, np.int32), np.full(B, L)
+  )
+  np.testing.assert_allclose(found, hidden, rtol=1e-4, atol=1e-5)
+  visited = [
+    cache_lib.expert_ids(cache, pages_N)[:L] for pages_N in tiny.table(cache, B)
+  ]
+  np.testing.assert_array_equal(np.stack(visited), routing.expert_ids)
+  again, _ = routed(params, TOKENS, expert_ids=routing.expert_ids)
+  np.testing.assert_allclose(again, hidden, atol=1e-6)
+
+
+def test_the_program_of_layers_that_alternate_does_not_grow_with_them():
+  """Unrolled, each would hold its gathered weights for a whole update."""
+
+  def products(num_layers):
+    model = _alternating(num_layers)
+    made = jax.make_jaxpr(model.hidden)(model.abstract_params, TOKENS)
+    return str(made).count('dot_general')
+
+  assert products(8) == products(4)
+
+
 @pytest.mark.parametrize(
   'unrolled', [1, pytest.param(2, marks=pytest.mark.slow)]
 )
