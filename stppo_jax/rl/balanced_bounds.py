@@ -1,0 +1,137 @@
+"""Bounds of the ratio that balance positive and negative advantages: BAPO.
+
+They are a rule of `bounds.BOUNDS`. B trajectories, L tokens.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.rl import loss_context as loss_context_lib
+from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
+
+Array = jax.Array
+Number = Array | float
+LossContext = loss_context_lib.LossContext
+
+
+# The most steps that a bound may need to reach its limit. Every step costs a
+# pass over the minibatch.
+MAX_STEPS = 10_000
+
+
+@options_lib.dataclass
+class Balanced(options_lib.Named):
+  """Options of `balanced`."""
+
+  low: float = options_lib.number(at_most=1.0)
+  high: float = options_lib.number()
+  low_step: float = options_lib.number(above=0.0)
+  high_step: float = options_lib.number(above=0.0)
+  low_limit: float = options_lib.number(at_most=1.0)
+  high_limit: float = options_lib.number()
+  positive_share: float = options_lib.number(at_most=1.0)
+
+  @staticmethod
+  def conflicts(low, high, low_limit, high_limit, low_step, high_step, **_):
+    steps = {
+      'low_step': (low_step, (low_limit - low) / low_step),
+      'high_step': (high_step, (high_limit - high) / high_step),
+    }
+    for name, (step, count) in steps.items():
+      if count > MAX_STEPS:
+        rule = f'large enough to reach its limit in {MAX_STEPS} steps'
+        yield name, step, rule
+    if high < 1:
+      yield 'high', high, '1 or greater'
+    if low_limit < low:
+      yield 'low_limit', low_limit, f'{low} (low) or greater'
+    if high_limit < high:
+      yield 'high_limit', high_limit, f'{high} (high) or greater'
+
+
+class _Interval(typing.NamedTuple):
+  """A pair of bounds, or the numbers of steps that both bounds have taken."""
+
+  low: Array
+  high: Array
+
+
+def balanced(
+  context: LossContext, interval: _Interval, **options
+) -> tuple[Array, Array]:
+  """Returns the interval from `balance` for the whole minibatch: BAPO."""
+  del context, options
+  return interval
+
+
+def balance(
+  context: LossContext,
+  *,
+  low: Number,
+  high: Number,
+  low_step: Number,
+  high_step: Number,
+  low_limit: Number,
+  high_limit: Number,
+  positive_share: Number,
+) -> _Interval:
+  """Returns bounds that are raised until positive terms have a wanted share.
+
+  The share of the positive advantages in the clipped objective is
+
+    sum_{A > 0} pi_old min(r A, clip(r) A) / sum pi_old |min(r A, clip(r) A)|
+
+  The bounds start as `low` and `high`. While the share is below
+  `positive_share`, high grows by high_step up to high_limit, and after that low
+  grows by low_step up to low_limit. Source: arXiv 2510.18927. Its Eq. 8 takes
+  the absolute value of the whole sum; that of each term is our choice.
+  """
+  ratio_BL = context.ratio_at(context.level)
+  advantages_BL, mask_BL = context.advantages_BL, context.mask_BL
+  assert context.batch.old_logprobs_BL is not None
+  old_BL = masking.select(context.batch.old_logprobs_BL, mask_BL)
+  weight_BL = masking.select(jnp.exp(old_BL), mask_BL)
+
+  dtype = ratio_BL.dtype
+  # A bound is its start plus the number of its steps times the step's size.
+  # Adding one step after the other would round each sum, and steps smaller than
+  # the rounding error would never reach the limit.
+  most = _Interval(
+    _steps(low, low_limit, low_step), _steps(high, high_limit, high_step)
+  )
+
+  def interval_at(steps):
+    return _Interval(
+      jnp.minimum(low + steps.low * low_step, low_limit).astype(dtype),
+      jnp.minimum(high + steps.high * high_step, high_limit).astype(dtype),
+    )
+
+  def too_negative(steps):
+    interval = interval_at(steps)
+    clipped_BL = jnp.clip(ratio_BL, interval.low, interval.high)
+    term_BL = weight_BL * jnp.minimum(
+      ratio_BL * advantages_BL, clipped_BL * advantages_BL
+    )
+    # Compared as a product, because without any term the share would be 0 / 0.
+    positive = jnp.sum(jnp.maximum(term_BL, 0))
+    magnitude = jnp.sum(jnp.abs(term_BL))
+    can_move = (steps.high < most.high) | (steps.low < most.low)
+    return (positive < positive_share * magnitude) & can_move
+
+  def take_step(steps):
+    # One bound at a time, and `high` first.
+    widens = (steps.high < most.high).astype(jnp.int32)
+    return _Interval(steps.low + 1 - widens, steps.high + widens)
+
+  zero = jnp.zeros((), jnp.int32)
+  start = _Interval(zero, zero)
+  return interval_at(jax.lax.while_loop(too_negative, take_step, start))
+
+
+def _steps(start, limit, step):
+  """Returns the number of steps that lead from the start to the limit."""
+  count = jnp.ceil((limit - start) / step)
+  return jnp.clip(count, 0, MAX_STEPS).astype(jnp.int32)
