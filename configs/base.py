@@ -61,6 +61,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # which are those of the mesh, learn; for rollout.steps_ahead > 0.
         # It is rounded to whole devices. 0 = all devices do both.
         'collect_fraction': 0.0,
+        # The hosts that only collect, the last ones of the run, while the
+        # others, whose devices are those of the mesh, learn; for
+        # rollout.steps_ahead > 0. 0 = all hosts do both.
+        'collectors': 0,
       },
       'data': {
         # synthetic_wiki: questions on made-up encyclopedias. jsonl: questions

@@ -154,18 +154,29 @@ RELATIONS: tuple[Relation, ...] = (
     ('mesh.data', 'mesh.fsdp', 'mesh.expert', 'mesh.tensor'),
     _one_axis_takes_the_rest,
   ),
-  _refuse(
-    'mesh.collect_fraction',
-    'rollout.steps_ahead',
-    when=lambda fraction, steps_ahead: fraction and not steps_ahead,
-    because='must be 0 when rollout.steps_ahead=0: the devices that collect '
-    'and those that learn would wait for each other; set rollout.steps_ahead=1',
-  ),
-  _refuse(
-    'mesh.collect_fraction',
-    'rollout.engine',
-    when=lambda fraction, engine: fraction and engine != 'local',
-    because='must be 0 when rollout.engine={1}: a server of its own decodes',
+  *(
+    _refuse(
+      key,
+      other,
+      when=lambda apart, value, wrong=wrong: apart and wrong(value),
+      because='must be 0 when ' + other + '={1}: ' + reason,
+    )
+    for key in ('mesh.collect_fraction', 'mesh.collectors')
+    for other, wrong, reason in (
+      (
+        'rollout.steps_ahead',
+        lambda steps_ahead: not steps_ahead,
+        'the devices that collect and those that learn would wait for each '
+        'other; set rollout.steps_ahead=1',
+      ),
+      (
+        'rollout.engine',
+        lambda engine: engine != 'local',
+        'a server of its own decodes',
+      ),
+      ('mesh.collect_fraction', bool, 'whole hosts collect, or parts of each'),
+    )
+    if key != other
   ),
   *(
     _refuse(

@@ -168,6 +168,7 @@ KEYS: Mapping[str, Key] = {
   'loss.value_warmup_patience': Key(rules.NOT_NEGATIVE, before=0),
   'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
   'mesh.collect_fraction': _free(rules.BELOW_1),
+  'mesh.collectors': _free(rules.NOT_NEGATIVE),
   'mesh.data': _free(rules.AXIS),
   'mesh.expert': _free(rules.AXIS),
   'mesh.fsdp': _free(rules.AXIS),

@@ -291,7 +291,8 @@ def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
 
 def _mesh_problems(mesh: Any, machines: int, devices: int) -> list[str]:
   """Returns why the mesh of a config does not fit machines with devices."""
-  learning = machines * (devices - round(mesh.collect_fraction * devices))
+  learning = devices - round(mesh.collect_fraction * devices)
+  learning *= max(machines - mesh.collectors, 1)
   sizes = {axis: mesh[axis] for axis in ('data', 'fsdp', 'expert', 'tensor')}
   known = math.prod(size for size in sizes.values() if size != -1)
   rest = learning % known if -1 in sizes.values() else learning - known

@@ -61,11 +61,19 @@ def main(argv: Sequence[str]) -> int:
 
   with exits.as_misconfigured():
     place = distributed.place(
-      flags.coordinator, flags.num_processes, flags.process_id
+      flags.coordinator,
+      flags.num_processes,
+      flags.process_id,
+      collectors=config.mesh.collectors,
     )
-  with distributed.joined(place, start_timeout=flags.start_timeout) as hosts:
-    with exits.as_misconfigured():
-      mesh.make_learning_mesh(**config.mesh)
+  with distributed.joined(
+    place,
+    start_timeout=flags.start_timeout,
+    collectors=config.mesh.collectors,
+  ) as hosts:
+    if hosts.learns:
+      with exits.as_misconfigured():
+        mesh.make_learning_mesh(**config.mesh)
     # Imported later still, because it takes seconds.
     from stppo_jax.tools.plan import search
     from stppo_jax.training import checks

@@ -4,7 +4,8 @@ It is a server in process 0, at the address that all processes know. Every
 process, process 0 too, keeps a connection to it as long as it lives:
 
     {"process": 1, "count": 4, "name": "worker-1"}    I am here
-    {"give": "vote/3", "value": ..., "to": "all"}     my part of an exchange
+    {"give": "vote/3", "value": ..., "to": "all",
+     "among": []}                                     my part of an exchange
     {"stop": true}                                    abandon what can be
     {"failed": "host 1 ...", "code": 70}              the run cannot go on
     {"answer": true}                                  I am alive
@@ -116,8 +117,8 @@ class Coordinator:
   def __post_init__(self):
     self._members: dict[int, _Member] = {}
     self._left: set[int] = set()  # said goodbye, or are gone
-    # The exchanges that have begun: since when, and the parts so far.
-    self._given: dict[str, tuple[float, dict[int, Any]]] = {}
+    # The exchanges that have begun: since when, whose, and the parts so far.
+    self._given: dict[str, tuple[float, Sequence[int], dict[int, Any]]] = {}
     self._asked: dict[int, float] = {}  # since when processes owe an answer
     self._said: dict[str, float] = {}  # when a wait is said again
     self._clock = AwakeClock()
@@ -217,17 +218,16 @@ class Coordinator:
 
   def _give(self, process: int, message: Message) -> None:
     """Adds the part of a process to an exchange, which ends with the last."""
-    key = message['give']
-    _, parts = self._given.setdefault(key, (self._clock.now, {}))
+    key, among = message['give'], message['among'] or range(self.count)
+    *_, parts = self._given.setdefault(key, (self._clock.now, among, {}))
     parts[process] = message['value']
-    if len(parts) == self.count:
+    if len(parts) == len(among):
       del self._given[key]
-      values = [parts[n] for n in range(self.count)]
-      if message['to'] == 'first':
-        send(self._members[0].writer, {'done': key, 'values': values})
-        self._broadcast({'done': key, 'values': None}, but=0)
-      else:
-        self._broadcast({'done': key, 'values': values})
+      values = [parts[n] for n in among]
+      for n in among:
+        to_it = message['to'] == 'all' or n == among[0]
+        done = {'done': key, 'values': values if to_it else None}
+        send(self._members[n].writer, done)
 
   def _leave(self, process: int) -> None:
     if process not in self._left:
@@ -250,10 +250,9 @@ class Coordinator:
       self._failed = True
       self._broadcast({'failed': line, 'code': code})
 
-  def _broadcast(self, message: Message, *, but: int | None = None) -> None:
-    for process, member in self._members.items():
-      if process != but:
-        send(member.writer, message)
+  def _broadcast(self, message: Message) -> None:
+    for member in self._members.values():
+      send(member.writer, message)
 
   async def _watch(self) -> None:
     """Says for whom the others wait, and gives up hosts that are too late."""
@@ -275,14 +274,15 @@ class Coordinator:
         for process, since in self._asked.items()
         if clock.now - since > shortest
       ]
-      if missing := self._missing(self._members):
+      if missing := self._missing(range(self.count), self._members):
         line = f'to come to {self.address}'
         waits.append((started, self.start_timeout, line, missing))
-      for key, (since, parts) in self._given.items():
+      for key, (since, among, parts) in self._given.items():
         if self._stopped and key.startswith(PROGRAM):
           continue  # nobody waits for it any more
         line = f'to come to the others ({key.rpartition("/")[0]})'
-        waits.append((since, self.patience, line, self._missing(parts)))
+        missing = self._missing(among, parts)
+        waits.append((since, self.patience, line, missing))
       for since, patience, line, late in waits:
         waited = clock.now - since
         if waited > patience:
@@ -297,11 +297,9 @@ class Coordinator:
       if not waits:
         self._said.clear()
 
-  def _missing(self, present: Container[int]) -> str:
+  def _missing(self, of: Sequence[int], present: Container[int]) -> str:
     """Returns the processes that are not present; '' if all are."""
-    return ', '.join(
-      self.describe(n) for n in range(self.count) if n not in present
-    )
+    return ', '.join(self.describe(n) for n in of if n not in present)
 
   def describe(self, process: int) -> str:
     """Returns a process with the name of its machine, if it is known."""

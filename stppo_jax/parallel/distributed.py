@@ -14,6 +14,7 @@ from jax._src import clusters
 import numpy as np
 
 from stppo_jax import exits
+from stppo_jax.parallel import connected_hosts
 from stppo_jax.parallel import hosts as hosts_lib
 
 Tree = Any
@@ -44,7 +45,7 @@ class Place:
 
 
 def place(
-  coordinator: str, num_processes: int, process_id: int
+  coordinator: str, num_processes: int, process_id: int, *, collectors: int = 0
 ) -> Place | None:
   """Returns the place that flags give to this process, or else a cluster.
 
@@ -52,13 +53,28 @@ def place(
     coordinator: host name and port of process 0; '' if no flag was given.
     num_processes: the number of processes; 0 if no flag was given.
     process_id: the number of this process; -1 if no flag was given.
+    collectors: the number of processes that only collect.
 
   Returns:
     None for a process without others.
 
   Raises:
-    ValueError: flags are missing or wrong; one line.
+    ValueError: flags are missing or wrong, or none of the processes would
+      learn; one line.
   """
+  found = _place(coordinator, num_processes, process_id)
+  count = 1 if found is None else found.num_processes
+  if collectors >= count:
+    raise ValueError(
+      f'mesh.collectors={collectors}: must be below the number of processes of '
+      f'the run, {count}, since one must learn'
+    )
+  return found
+
+
+def _place(
+  coordinator: str, num_processes: int, process_id: int
+) -> Place | None:
   given = {
     '--coordinator': coordinator != '',
     '--num_processes': num_processes != 0,
@@ -110,43 +126,69 @@ def detect() -> Place | None:
 
 @contextlib.contextmanager
 def joined(
-  here: Place | None, *, start_timeout: float = START_TIMEOUT
+  here: Place | None,
+  *,
+  start_timeout: float = START_TIMEOUT,
+  collectors: int = 0,
 ) -> Iterator[hosts_lib.Hosts]:
   """Yields the hosts of a run, once all have come; they also end together.
 
-  Call it before jax is asked for devices.
+  Call it before jax is asked for devices. To jax, each host that only collects
+  is a run of its own, and the hosts that learn are another one: no program
+  needs devices of both, and so neither side waits for the other in one.
 
   Args:
     here: the place of this process; None: it is the only one.
     start_timeout: seconds to wait for the others.
+    collectors: the number of hosts that only collect, the last ones.
 
   Raises:
     HostFailed: a host has not come, or has failed.
+    Misconfigured: hosts have other numbers of collectors, or jax sees the
+      devices of hosts that do something else.
   """
   if here is None:
     yield hosts_lib.ALONE
     return
-  hosts = hosts_lib.ConnectedHosts(
+  hosts = connected_hosts.ConnectedHosts(
     here.coordinator,
     here.process_id,
     here.num_processes,
     jax_port=_free_port(),
     start_timeout=start_timeout,
     patience=_PATIENCE,
+    collectors=collectors,
   )
+  address, world = hosts.jax_address, (here.num_processes, here.process_id)
+  if collectors:
+    address = address if hosts.learns else f'127.0.0.1:{_free_port()}'
+    group = hosts.group
+    world = (group.count, group.index) if hosts.learns else (1, 0)
   try:
+    given = hosts.exchange('collectors', collectors)
+    if len(set(given)) > 1:
+      raise exits.Misconfigured(
+        'config.mesh.collectors: must be the same on all hosts, which have '
+        + ', '.join(map(str, given))
+      )
     # Signals are ours: that of jax would take the place of Python's handler.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
-      hosts.jax_address,
-      here.num_processes,
-      here.process_id,
+      address,
+      *world,
       local_device_ids=here.local_device_ids,
       cluster_detection_method='deactivate',
-      coordinator_bind_address=hosts.jax_address,
+      coordinator_bind_address=address,
       heartbeat_timeout_seconds=_JAX_HEARTBEAT,
       shutdown_timeout_seconds=_JAX_SHUTDOWN,
     )
+    if collectors and jax.process_count() != world[0]:
+      raise exits.Misconfigured(
+        f'mesh.collectors={collectors}: {hosts.describe(hosts.index)}: jax '
+        f'sees the devices of {jax.process_count()} hosts, not of {world[0]}: '
+        'on TPUs the hosts that learn are a slice, and each one that collects '
+        'is a slice of its own'
+      )
     yield hosts
     # First all hosts say that they are done. Then jax's clients leave its
     # coordinator, and the connections that they used end last.

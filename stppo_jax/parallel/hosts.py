@@ -7,30 +7,18 @@ a signal of one host is heard while another is busy on its devices.
 No host goes on without the others: a host that fails is named on all of them,
 and all end. A process whose main thread waits for the lost host in a compiled
 program is ended by another thread.
+
+With `mesh.collectors` the last hosts of a run only collect, and the others
+learn. The hosts that do the same are a `Group`. To a host that learns, its
+group is the hosts of the run: their devices make the mesh, and they vote. All
+hosts together hear of signals and of failures.
 """
 
-import asyncio
-import atexit
 from collections.abc import Callable
-from collections.abc import Coroutine
 from collections.abc import Sequence
-import concurrent.futures
-import contextlib
-import json
-import socket
-import threading
 from typing import Any
 
 from stppo_jax import exits
-from stppo_jax import interruption
-from stppo_jax import streams
-from stppo_jax.parallel import coordinator as coordinator_lib
-
-# Seconds that a failed run has to end by itself, on every host.
-_GRACE = 10.0
-# Seconds to learn which host has failed, after an error that may follow from
-# the failure of another host.
-_DIAGNOSIS = 5.0
 
 
 class HostFailed(Exception):
@@ -61,13 +49,32 @@ class Hosts:
     count: the number of hosts.
     names: the names of their machines.
     on_stop: called on another thread if all hosts are to abandon what they can.
+    collectors: the number of hosts that only collect.
+    learns: whether this host is none of them.
+    whole: the hosts of the run, all of them.
+    reached_at: the name or address at which other hosts reach this one.
   """
+
+  collectors = 0
+  learns = True
+  reached_at = 'localhost'
 
   def __init__(self, index: int = 0, names: Sequence[str] = ('localhost',)):
     self.index = index
     self.count = len(names)
     self.names = list(names)
     self.on_stop: Callable[[], None] = lambda: None
+    self.whole = self
+
+  @property
+  def group(self) -> 'Hosts':
+    """The hosts that do what this one does."""
+    return self
+
+  @property
+  def is_alone(self) -> bool:
+    """Whether there is no other host, in any group, to agree with."""
+    return self.whole.count == 1
 
   @property
   def is_first(self) -> bool:
@@ -99,8 +106,7 @@ class Hosts:
 
   def share(self, size: int) -> slice:
     """Returns this host's part of a number of items; parts differ by one."""
-    first = self.index * size // self.count
-    return slice(first, (self.index + 1) * size // self.count)
+    return share(size, self.index, self.count)
 
   def describe(self, index: int) -> str:
     """Returns the number of a host with the name of its machine."""
@@ -117,283 +123,58 @@ class Hosts:
 ALONE = Hosts()
 
 
-class ConnectedHosts(Hosts):
-  """Connects one of several hosts with the others.
+class Group(Hosts):
+  """Stands for the hosts of a run that learn, or for those that only collect.
 
   Args:
-    address: host name and port of the coordinator.
-    index, count: see `Hosts`; host 0 runs the coordinator.
-    jax_port: on host 0, the port for jax's own coordinator.
-    start_timeout: seconds to wait for the other hosts.
-    patience: seconds to wait for a host that is late or does not answer.
-    grace: seconds that this process has to end by itself in a run that has
-      failed.
-
-  Attributes:
-    jax_address: where jax's client finds jax's coordinator.
-
-  Raises:
-    HostFailed: the hosts have not met.
+    whole: the hosts of the run.
+    members: the numbers of the hosts of this group.
+    learns: see `Hosts`.
   """
 
-  def __init__(
-    self,
-    address: str,
-    index: int,
-    count: int,
-    *,
-    jax_port: int,
-    start_timeout: float,
-    patience: float,
-    grace: float = _GRACE,
-  ):
-    super().__init__(index, [''] * count)
-    self._address = address
-    self._patience, self._grace = patience, grace
-    self._waiting: dict[str, concurrent.futures.Future] = {}
-    self._rounds: dict[str, int] = {}
-    self._lock = threading.Lock()
-    self._failure: HostFailed | None = None
-    self._stopped = False
-    self._failed = threading.Event()
-    self._ending = False
-    self._server: coordinator_lib.Coordinator | None = None
-    self._loop = asyncio.new_event_loop()
-    self._thread = threading.Thread(
-      target=self._loop.run_forever, name='hosts', daemon=True
+  def __init__(self, whole: Any, members: range, *, learns: bool):
+    super().__init__(
+      members.index(whole.index), [whole.names[n] for n in members]
     )
-    self._thread.start()
-    host, _, port = address.rpartition(':')
-    host = host.strip('[]')
-    self.jax_address = f'127.0.0.1:{jax_port}'
-    if index == 0:
-      self._server = coordinator_lib.Coordinator(
-        address=address,
-        count=count,
-        jax_port=jax_port,
-        start_timeout=start_timeout,
-        patience=patience,
-      )
-      try:
-        self._call(self._server.start(host, int(port)))
-      except OSError as error:
-        line = f'the coordinator, process 0, cannot listen at {address}: '
-        raise HostFailed(line + str(error)) from error
-    else:
-      self._relay = coordinator_lib.Relay(host, int(port))
-      self.jax_address = f'127.0.0.1:{self._call(self._relay.start())}'
-    # Expected before the connection is made: the answer may come at once.
-    met = self._expect('met')
-    self._call(self._connect(host, int(port), start_timeout))
-    self.names = met.result()
+    self.whole, self.collectors = whole, whole.collectors
+    self.learns = learns
+    self._members = members
+
+  @property
+  def is_first(self) -> bool:
+    """See `Hosts.is_first`; no host that only collects is the first one."""
+    return self.whole.is_first
 
   def exchange(
     self, what: str, value: Any, *, timeout: float | None = None
   ) -> list[Any]:
-    """See `Hosts.exchange`."""
-    return self._give(what, value, to='all').result(timeout)
+    """See `Hosts.exchange`; the others do not take part in it."""
+    return self.whole.exchange(
+      what, value, timeout=timeout, among=self._members
+    )
 
   def gather(self, what: str, value: Any) -> list[Any] | None:
     """See `Hosts.gather`."""
-    return self._give(what, value, to='first').result()
+    return self.whole.gather(what, value, among=self._members)
+
+  def describe(self, index: int) -> str:
+    """See `Hosts.describe`."""
+    return self.whole.describe(self._members[index])
 
   def stop(self) -> None:
-    """See `Hosts.stop`."""
-    self._send({'stop': True})
+    """See `Hosts.stop`; every host of the run is asked."""
+    self.whole.stop()
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`; waits, because news come a little later."""
-    self._failed.wait(_DIAGNOSIS)
-    return self._failure or error
-
-  def fail(self, line: str, exit_code: int) -> None:
-    """Tells the others, and waits until they know; this process must end."""
-    # Two threads may fail at once, the second one often because of the first.
-    with self._lock:
-      first, self._ending = not self._ending, True
-    if first and self._failure is None:
-      self._send({'failed': line, 'code': exit_code})
-    # At its usual end, jax would wait for hosts that do not come.
-    atexit.register(interruption.end_process, exit_code)
-    self._send({'bye': True})
-    self._call(self._close())
-
-  def leave(self) -> None:
-    """Leaves the run; every host does so, once it is done."""
-    # Nobody closes a connection before all are done, so that a connection which
-    # ends earlier is always a host that was lost.
-    self.exchange('the end', None)
-    self._ending = True
-    if self._server is None:
-      self._relay.passes_end = True
-
-  def close(self) -> None:
-    """Ends the connection after `leave`."""
-    self._send({'bye': True})
-    self._call(self._close())
-    self._call(self._stop())
-    self._loop.call_soon_threadsafe(self._loop.stop)
-    self._thread.join()
-    self._loop.close()
-
-  async def _connect(self, host: str, port: int, timeout: float) -> None:
-    """Connects to the coordinator, says who this is, and begins to listen."""
-    loop = asyncio.get_running_loop()
-    began, said = loop.time(), loop.time() + coordinator_lib.FIRST_WAIT
-    who = f'process {self.index} of {self.count}'
-    while True:
-      try:
-        reader, writer = await coordinator_lib.connect(host, port)
-        break
-      except OSError as error:
-        if loop.time() - began > timeout:
-          raise HostFailed(
-            f'{who} could not reach the coordinator, process 0, at '
-            f'{self._address} within {timeout:.0f} s: {error}'
-          ) from error
-      if loop.time() > said:
-        said += coordinator_lib.NEXT_WAIT
-        streams.say(
-          f'{who} waits for the coordinator, process 0, at {self._address}'
-        )
-      await asyncio.sleep(coordinator_lib.RETRY)
-    self._writer = writer
-    name = socket.gethostname()
-    hello = {'process': self.index, 'count': self.count, 'name': name}
-    coordinator_lib.send(writer, hello)
-    self._clock = coordinator_lib.AwakeClock()
-    self._heard = self._clock.now  # the last message of the coordinator
-    self._listener = loop.create_task(self._receive_all(reader))
-    if self._server is None:
-      self._watching = loop.create_task(self._watch())
-
-  async def _receive_all(self, reader) -> None:
-    """Handles the coordinator's messages until it is gone."""
-    # A ValueError: the line is too long, or it is not JSON.
-    with contextlib.suppress(OSError, ValueError):
-      while line := await reader.readline():
-        self._receive(json.loads(line))
-    if not self._ending:
-      why = 'it was killed, or its machine or network has failed'
-      self._end(HostFailed(f'{self._coordinator} is gone: {why}'))
-
-  async def _watch(self) -> None:
-    """Names a coordinator that asks nothing any more, and gives it up."""
-    said = coordinator_lib.FIRST_WAIT
-    while self._failure is None and not self._ending:
-      await asyncio.sleep(coordinator_lib.PAUSE)
-      self._clock.tick()
-      silent = self._clock.now - self._heard - coordinator_lib.ASK_EVERY
-      if silent > self._patience:
-        line = f'{self._coordinator} failed to answer within '
-        self._end(HostFailed(f'{line}{self._patience:.0f} s'))
-      elif silent > said:
-        said = silent + coordinator_lib.NEXT_WAIT
-        streams.say(f'waiting for {self._coordinator} to answer')
-      elif silent < coordinator_lib.FIRST_WAIT:
-        said = coordinator_lib.FIRST_WAIT
-
-  @property
-  def _coordinator(self) -> str:
-    name = self.names[0] and f' ({self.names[0]})'
-    return f'host 0{name}, the coordinator,'
-
-  def _receive(self, message: coordinator_lib.Message) -> None:
-    self._heard = self._clock.now
-    if 'ask' in message:
-      coordinator_lib.send(self._writer, {'answer': True})
-    elif 'done' in message:
-      with self._lock:
-        future = self._waiting.pop(message['done'], None)
-      if future is not None:
-        future.set_result(message['values'])
-    elif 'waiting' in message:
-      if self._waiting or self.index == 0:
-        streams.say(f'waiting {message["waiting"]}')
-    elif 'stop' in message:
-      # All hosts get the coordinator's messages in the same order. So either
-      # all of them have the values before a program, or none has.
-      self._stopped = True
-      self._end_exchanges(interruption.Interrupted(), coordinator_lib.PROGRAM)
-      self.on_stop()
-    elif 'failed' in message:
-      self._end(HostFailed(message['failed'], message['code']))
-
-  def _end_exchanges(self, error: BaseException, what: str = '') -> None:
-    """Ends all waits for other hosts, or only those in exchanges of a name."""
-    with self._lock:
-      keys = [key for key in self._waiting if key.startswith(what)]
-      futures = [self._waiting.pop(key) for key in keys]
-    for future in futures:
-      future.set_exception(error)
-
-  def _end(self, failure: HostFailed) -> None:
-    """Ends all waits for other hosts now, and this process a little later."""
-    with self._lock:
-      if self._failure is not None:
-        return
-      self._failure = failure
-    self._failed.set()
-    self._end_exchanges(failure)
-    self.on_stop()
-    # The main thread may wait in a program for a host that never comes.
-    self._loop.call_later(self._grace, self._abort, failure)
-
-  def _abort(self, failure: HostFailed) -> None:
-    if not self._ending:  # by itself
-      streams.say(str(failure))
-      interruption.end_process(failure.exit_code)
-
-  def _give(self, what: str, value: Any, to: str) -> concurrent.futures.Future:
-    # All hosts make the exchanges of a name in the same order, so equal numbers
-    # are the same exchange.
-    number = self._rounds[what] = self._rounds.get(what, -1) + 1
-    key = f'{what}/{number}'
-    future = self._expect(key)
-    self._send({'give': key, 'value': value, 'to': to})
-    return future
-
-  def _expect(self, key: str) -> concurrent.futures.Future:
-    """Returns the future of an exchange, which a failure ends too."""
-    future = concurrent.futures.Future()
-    # Under the lock, a failure comes either before this, and is found here, or
-    # after it, and finds the future. No wait can be missed.
-    with self._lock:
-      abandoned = self._stopped and key.startswith(coordinator_lib.PROGRAM)
-      if self._failure is None and not abandoned:
-        self._waiting[key] = future
-        return future
-    future.set_exception(self._failure or interruption.Interrupted())
-    return future
-
-  async def _close(self) -> None:
-    """Sends what is left; host 0 waits until the others have left."""
-    with contextlib.suppress(OSError):
-      await self._writer.drain()
-    self._writer.close()
-    if self._server is not None:
-      await self._server.close(_GRACE)
-
-  async def _stop(self) -> None:
-    """Ends what is left on the loop, which an end by a failure must not do.
-
-    jax would abort the process that loses its relay.
-    """
-    if self._server is None:
-      self._relay.close()
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-      task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-  def _send(self, message: coordinator_lib.Message) -> None:
-    self._loop.call_soon_threadsafe(coordinator_lib.send, self._writer, message)
-
-  def _call(self, coroutine: Coroutine) -> Any:
-    """Runs a coroutine on the loop, and waits for its result."""
-    return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    """See `Hosts.diagnose`."""
+    return self.whole.diagnose(error)
 
 
 def describe(error: BaseException) -> str:
   """Returns an error as one line."""
   return ' '.join(f'{type(error).__name__}: {error}'.split())
+
+
+def share(size: int, index: int, count: int) -> slice:
+  """Returns the part of host `index` of `count`; see `Hosts.share`."""
+  return slice(index * size // count, (index + 1) * size // count)

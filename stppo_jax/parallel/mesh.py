@@ -58,15 +58,18 @@ def make_mesh(
   )
 
 
-def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
+def divide(
+  devices: Sequence, fraction: float, collectors: int = 0
+) -> tuple[list, list]:
   """Returns the devices that learn, and those that collect beside them.
 
-  The last devices of each host collect.
+  The last devices of each host collect, or all devices of the last hosts.
 
   Args:
     devices: devices of all hosts.
     fraction: the share of each host's devices that collects, which is rounded
       to whole devices; 0: all devices learn, and none only collects.
+    collectors: the number of hosts that only collect.
 
   Raises:
     ValueError: no device of a host is left for one of the two, or no program
@@ -83,6 +86,14 @@ def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
       'learn; v4 and v5p can be divided, and so can a single host of v5e or v6e'
     )
   learning, collecting = [], []
+  if collectors:
+    if collectors >= len(by_host):
+      raise ValueError(
+        f'mesh.collectors={collectors}: must be below the number of hosts, '
+        f'{len(by_host)}, since one must learn'
+      )
+    groups = [*by_host.values()]
+    return sum(groups[:-collectors], []), sum(groups[-collectors:], [])
   for host in by_host.values():
     count = round(fraction * len(host))
     if fraction and not 0 < count < len(host):
@@ -104,6 +115,7 @@ def make_learning_mesh(
   expert: int,
   tensor: int,
   collect_fraction: float,
+  collectors: int = 0,
   devices: Sequence | None = None,
 ) -> jax.sharding.Mesh:
   """Returns the mesh of training, over the devices that do not only collect.
@@ -111,12 +123,16 @@ def make_learning_mesh(
   Args:
     data, fsdp, expert, tensor: devices along each axis, see `make_mesh`.
     collect_fraction: the share of each host's devices that only collects.
-    devices: the devices of the run; None: all.
+    collectors: the number of hosts that only collect, the last of `devices`. A
+      host that learns has no devices of theirs.
+    devices: the devices of the run; None: all that jax sees.
 
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  learning, collecting = divide(devices or jax.devices(), collect_fraction)
+  learning, collecting = divide(
+    devices or jax.devices(), collect_fraction, collectors if devices else 0
+  )
   try:
     return make_mesh(
       data=data, fsdp=fsdp, expert=expert, tensor=tensor, devices=learning
@@ -126,7 +142,7 @@ def make_learning_mesh(
       raise
     raise ValueError(
       f'{error}; the other {len(collecting)} collect: '
-      f'mesh.collect_fraction={collect_fraction}'
+      f'mesh.collect_fraction={collect_fraction}, mesh.collectors={collectors}'
     ) from error
 
 

@@ -10,7 +10,9 @@ do: it may return the arrays of training themselves, which the next update
 deletes.
 
 If some devices of each host only collect, the program gathers the copy on the
-others, and each host then moves it to those that collect.
+others, and each host then moves it to those that collect. A host that only
+collects is sent the weights instead, see `transfer`, and puts them on its
+devices.
 """
 
 import collections
@@ -62,6 +64,8 @@ class Placement:
     host: the number of this host; None: that of this process.
     spans_slice: whether all hosts decode with the same programs, each its own
       rows. Then `mesh` has the devices of all hosts.
+    collectors: the number of hosts that only collect, of which this is one; 0
+      if all learn.
 
   Raises:
     ValueError: weights cannot be cut over so many devices of each host.
@@ -72,17 +76,22 @@ class Placement:
   collecting: tuple[Any, ...] = ()
   host: int | None = None
   spans_slice: bool = False
+  collectors: int = 0
 
   def __post_init__(self):
     local = [d for d in self.training.devices.flat if self._is_here(d)]
     learning = ' that learn' if self.collecting else ''
     counts = {learning: len(local), ' that collect': len(self.collecting)}
+    if self.collectors:
+      counts = {'': len(self.collecting)}
     for which, count in counts.items():
       if count % self.tensor:
         raise ValueError(
           f'must divide the {count} devices of this host{which}: each host '
           'decodes its own rows, with a complete copy of the weights'
         )
+    if self.collectors:  # it is sent whole matrices, which it cuts as it likes
+      return
     trained = self.training.shape
     sizes = self._split_sizes
     if math.prod(sizes[name] for name in _COLUMNS) != self.tensor:
@@ -98,6 +107,11 @@ class Placement:
           'each host must have a complete copy of the weights, and in this '
           f'mesh a copy is spread over hosts {hosts}'
         )
+
+  @property
+  def hosts(self) -> int:
+    """The number of hosts that collect."""
+    return self.collectors or mesh_lib.num_hosts(self.training)
 
   @functools.cached_property
   def mesh(self) -> jax.sharding.Mesh:
@@ -283,10 +297,14 @@ class Publisher:
     """Returns copies of weights on this host's devices.
 
     Args:
-      params: the weights, on the devices of training.
+      params: the weights, on the devices of training, or numpy arrays if this
+        host only collects.
     """
 
     def copied(part: Tree, layer: int) -> Tree:
+      if self._placement.collectors:
+        layout = self._layout(part, self._placement.mesh)
+        return jax.device_put(self._of_layer(part, layer), layout)
       copy, layout = self.program(part)
       return jax.tree.map(self._placement.here, copy(part, layer), layout)
 
@@ -295,12 +313,13 @@ class Publisher:
   def _is_stack(self, part: Tree) -> bool:
     return not self._counts.keys().isdisjoint(part)
 
-  def _copy(self, part: Tree, layer: jax.Array) -> Tree:
+  def _of_layer(self, part: Tree, layer: Any) -> Tree:
     is_stack = self._is_stack(part)
+    return jax.tree.map(lambda x: x[layer] if is_stack else x, part)
+
+  def _copy(self, part: Tree, layer: jax.Array) -> Tree:
     # The layer is an argument, not a constant: one program copies every layer.
-    copied = self._cast(
-      jax.tree.map(lambda x: x[layer] if is_stack else x, part)
-    )
+    copied = self._cast(self._of_layer(part, layer))
     if self._placement.training.size == 1:
       return copied
     # The first stage is in the layout of training after the cast, so that

@@ -43,7 +43,7 @@ def voted(
     Interrupted: on all hosts, after a signal of any.
     HostFailed: on the others, after an error of one.
   """
-  if hosts.count == 1:
+  if hosts.is_alone:
     with interrupt.interruptible():
       yield
     return
@@ -106,7 +106,7 @@ def collective_section(
     interruptible: returns a section that ends with a vote, see `voted`. This
       one may have such sections as parts.
   """
-  if hosts.count == 1:
+  if hosts.is_alone:
     with interruptible():
       yield
     return

@@ -8,12 +8,16 @@ of its rows. With them a run with `rollout.turn_swaps` is a function of its
 config: everything else that depends on time changes no bit.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import json
 import logging
 import pathlib
+from typing import Any
 
+from stppo_jax import exits
 from stppo_jax.workdir import atomic_files
+from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
 # By collection of a step, row, and turn.
@@ -62,3 +66,40 @@ class TurnVersions:
 
   def _path(self, step: int) -> pathlib.Path:
     return self._folder / f'versions-{step + 1:06d}{self._suffix}.json'
+
+
+def repeated(
+  config, recorded: Mapping[str, Any], host: int
+) -> TurnVersions | None:
+  """Returns the record of the run that this one repeats; None: it repeats none.
+
+  Args:
+    config: the config of the run.
+    recorded: what defines the run, see `run_record.check_config`.
+    host: the number of the host.
+
+  Raises:
+    OtherRun: that run has another config, with a line for each key.
+    Misconfigured: the folder has no such record, or a damaged one.
+  """
+  if not config.rollout.replay_order:
+    return None
+  path = pathlib.Path(config.rollout.replay_order)
+  found = TurnVersions(path, host)
+  problem = ''
+  with exits.as_misconfigured('rollout.replay_order'):
+    # All of them now: a step that cannot be repeated would end the run later.
+    first, *_ = [found.read(step) for step in range(config.num_steps)]
+  if first is None:
+    problem = 'no run with rollout.turn_swaps has begun there'
+  else:
+    run_record.check_config(recorded, path)
+    theirs = json.loads((path / 'config.json').read_text('utf-8'))
+    every = theirs['evaluate']['every']
+    if config.evaluate.every != every:
+      # An evaluation waits for all dialogues, some of which would wait for
+      # weights that come after it.
+      problem = f'it has evaluate.every={every}, not {config.evaluate.every}'
+  if problem:
+    raise exits.Misconfigured(f'rollout.replay_order={path}: {problem}')
+  return found

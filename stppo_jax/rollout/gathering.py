@@ -50,15 +50,16 @@ def gather(
     for part in parts
     for group in part['groups']
   ]
-  return every, _joined([part['counts'] for part in parts])
+  return every, joined([part['counts'] for part in parts])
 
 
-def _joined(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  joined = {}
+def joined(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the counts of several hosts as those of all."""
+  found = {}
   for name in dict.fromkeys(name for part in counts for name in part):
     values = [part.get(name, 0.0) for part in counts]
-    joined[name] = max(values) if name.startswith(_LARGEST) else sum(values)
-  return joined
+    found[name] = max(values) if name.startswith(_LARGEST) else sum(values)
+  return found
 
 
 def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:

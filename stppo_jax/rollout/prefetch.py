@@ -63,12 +63,13 @@ class Collected:
   Attributes:
     trajectories: trajectories to train on, groups adjacent.
     metrics: metrics of the collection.
-    seconds: the duration of the collection, also of one made ahead.
+    seconds: the duration of the collection, also of one made ahead, on each
+      host that the caller speaks for.
   """
 
   trajectories: Trajectories
   metrics: dict[str, float]
-  seconds: float
+  seconds: tuple[float, ...]
 
 
 class StoppableLoop:
@@ -129,66 +130,30 @@ class Turns(Protocol):
   def may_publish(self, version: int, steps: Sequence[int]) -> bool: ...
 
 
-class Prefetcher:
-  """Collects every step with the policy of `steps_ahead` steps before.
-
-  With a thread, it publishes the policy too. Without one, `schedule` does.
+class Policies:
+  """Keeps the policies that steps are collected with.
 
   Args:
-    collect: collects a step with the published weights, see
-      `StepCollector.collect`.
-    publish: gives weights and their version to the engine that samples.
     copy_policy: copies the policy's weights, because the next update consumes
       the state while collections still need them.
     steps_ahead: by how many steps a policy may lag behind its step, k above.
-    num_steps: the length of the run; no later step is collected.
-    loop: the event loop of `collect`; given, steps are collected on another
-      thread. None: a step is collected in the call of `result`. There must be
-      no thread if several devices both learn and collect: the collectives of
-      programs that two threads start could wait for each other.
-    send: copies weights to the devices that collect, for `publish`, in the call
-      of `schedule`: if several hosts learn, they do it together, in the order
-      of their other programs. None: `publish` copies them.
     old_is_sampled: with steps ahead, whether the denominator of ratios is the
       policy that collected a step, and not the one before its updates.
-    turns: says when things may happen if turns begin with the newest policy,
-      which needs `loop` and `send`; `collect` is then called by several
-      threads. None: a step is collected with one policy.
+    swaps_turns: whether turns begin with the newest policy.
   """
 
   def __init__(
     self,
-    collect: Callable[[int], tuple[Trajectories, dict[str, float]]],
-    publish: Callable[[Params, int], None],
     copy_policy: Callable[[State], Params],
     *,
     steps_ahead: int,
-    num_steps: int,
-    loop: StoppableLoop | None,
-    send: Callable[[Params], Params] | None = None,
     old_is_sampled: bool = False,
-    turns: Turns | None = None,
+    swaps_turns: bool = False,
   ):
-    self._collect = collect
-    self._publish = publish
     self._copy_policy = copy_policy
     self._steps_ahead = steps_ahead
-    self._num_steps = num_steps
-    self._loop = loop
-    self._send = send
-    self._old_is_sampled, self._turns = old_is_sampled, turns
-    self._newest = -1
-    self._sent: tuple[int, Params] | None = None
-    self._thread = None
-    if loop is not None:
-      # One thread, so that weights are published only between two collections,
-      # or one for each step that is collected at the same time.
-      self._thread = concurrent.futures.ThreadPoolExecutor(
-        1 + steps_ahead if turns else 1, 'collect-ahead'
-      )
+    self._old_is_sampled, self._swaps_turns = old_is_sampled, swaps_turns
     self._policies: dict[int, Params] = {}
-    self._in_flight: dict[int, Future[Collected]] = {}
-    self._broken = threading.Event()
 
   def restore(self, version: int, published: Sequence[Params]) -> None:
     """Restores the policies after `version` steps that `published` returned."""
@@ -209,6 +174,98 @@ class Prefetcher:
       for behind in range(1, self._steps_ahead + 1)
     )
 
+  def policy(self, step: int) -> Params:
+    """Returns the weights that a step is collected with."""
+    return self._policies[self._version(step)]
+
+  def old_policy(self, step: int) -> Params | None:
+    """Returns the weights of the policy in the denominator of a step's ratios.
+
+    None: they are those of the state before the step's updates.
+    """
+    if self._steps_ahead and self._old_is_sampled and not self._swaps_turns:
+      return self.policy(step)
+    return None
+
+  def older_policies(self, step: int) -> tuple[Params, ...]:
+    """Returns the weights of policies that may have written turns of a step.
+
+    They are those of one step before, of two, and so on; the denominator of a
+    turn's ratio is the policy that wrote it. Empty: it is `old_policy`.
+    """
+    if self._old_is_sampled and self._swaps_turns:
+      return self.published(step, self._policies[step])
+    return ()
+
+  def _keep(self, version: int, state: State) -> None:
+    """Keeps the policy of a state, and releases those that no step needs."""
+    params = self._copy_policy(state) if self._steps_ahead else state.params
+    oldest = self._version(version)
+    kept = {v: p for v, p in self._policies.items() if v >= oldest}
+    self._policies = kept | {version: params}
+
+  def _version(self, step: int) -> int:
+    return max(0, step - self._steps_ahead)
+
+
+class Prefetcher(Policies):
+  """Collects every step with the policy of `steps_ahead` steps before.
+
+  With a thread, it publishes the policy too. Without one, `schedule` does.
+
+  Args:
+    collect: collects a step with the published weights, see
+      `StepCollector.collect`.
+    publish: gives weights and their version to the engine that samples.
+    copy_policy, steps_ahead, old_is_sampled: see `Policies`.
+    num_steps: the length of the run; no later step is collected.
+    loop: the event loop of `collect`; given, steps are collected on another
+      thread. None: a step is collected in the call of `result`. There must be
+      no thread if several devices both learn and collect: the collectives of
+      programs that two threads start could wait for each other.
+    send: copies weights to the devices that collect, for `publish`, in the call
+      of `schedule`: if several hosts learn, they do it together, in the order
+      of their other programs. None: `publish` copies them.
+    turns: says when things may happen if turns begin with the newest policy,
+      which needs `loop` and `send`; `collect` is then called by several
+      threads. None: a step is collected with one policy.
+  """
+
+  def __init__(
+    self,
+    collect: Callable[[int], tuple[Trajectories, dict[str, float]]],
+    publish: Callable[[Params, int], None],
+    copy_policy: Callable[[State], Params],
+    *,
+    steps_ahead: int,
+    num_steps: int,
+    loop: StoppableLoop | None,
+    send: Callable[[Params], Params] | None = None,
+    old_is_sampled: bool = False,
+    turns: Turns | None = None,
+  ):
+    super().__init__(
+      copy_policy,
+      steps_ahead=steps_ahead,
+      old_is_sampled=old_is_sampled,
+      swaps_turns=turns is not None,
+    )
+    self._collect, self._num_steps = collect, num_steps
+    self._publish = publish
+    self._loop = loop
+    self._send, self._turns = send, turns
+    self._newest = -1
+    self._sent: tuple[int, Params] | None = None
+    self._thread = None
+    if loop is not None:
+      # One thread, so that weights are published only between two collections,
+      # or one for each step that is collected at the same time.
+      self._thread = concurrent.futures.ThreadPoolExecutor(
+        1 + steps_ahead if turns else 1, 'collect-ahead'
+      )
+    self._in_flight: dict[int, Future[Collected]] = {}
+    self._broken = threading.Event()
+
   def schedule(self, version: int, state: State) -> None:
     """Starts the collections that need the policy of a state.
 
@@ -218,11 +275,7 @@ class Prefetcher:
       state: the training state; without steps ahead its weights are not copied,
         and no update may consume it before `result` has returned.
     """
-    params = self._copy_policy(state) if self._steps_ahead else state.params
-    # Policies that no step from here on is collected with are released.
-    oldest = self._version(version)
-    kept = {v: p for v, p in self._policies.items() if v >= oldest}
-    self._policies = kept | {version: params}
+    self._keep(version, state)
     if self._thread is None:
       # Here, and not in `result`: of several hosts one may be told to abandon
       # its collection before it begins, and all of them publish together.
@@ -265,29 +318,6 @@ class Prefetcher:
     while not condition() and not self._broken.is_set():
       time.sleep(_PAUSE)
 
-  def policy(self, step: int) -> Params:
-    """Returns the weights that a step is collected with."""
-    return self._policies[self._version(step)]
-
-  def old_policy(self, step: int) -> Params | None:
-    """Returns the weights of the policy in the denominator of a step's ratios.
-
-    None: they are those of the state before the step's updates.
-    """
-    if self._steps_ahead and self._old_is_sampled and not self._turns:
-      return self.policy(step)
-    return None
-
-  def older_policies(self, step: int) -> tuple[Params, ...]:
-    """Returns the weights of policies that may have written turns of a step.
-
-    They are those of one step before, of two, and so on; the denominator of a
-    turn's ratio is the policy that wrote it. Empty: it is `old_policy`.
-    """
-    if self._old_is_sampled and self._turns:
-      return self.published(step, self._policies[step])
-    return ()
-
   def result(self, step: int) -> Collected:
     """Waits for the collection of the next step and returns it.
 
@@ -322,9 +352,6 @@ class Prefetcher:
       self._sent = version, self._send(self.policy(step))
     return self._sent[1]
 
-  def _version(self, step: int) -> int:
-    return max(0, step - self._steps_ahead)
-
   def _collect_step(self, step: int, params: Params) -> Collected:
     if self._broken.is_set():
       raise Abandoned
@@ -337,4 +364,4 @@ class Prefetcher:
       # The run ends with this error, so later collections are not needed.
       self._broken.set()
       raise
-    return Collected(trajectories, metrics, time.monotonic() - started)
+    return Collected(trajectories, metrics, (time.monotonic() - started,))

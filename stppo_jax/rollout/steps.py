@@ -18,9 +18,11 @@ collected.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import logging
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -63,6 +65,20 @@ class Services:
   environment: envs.Environment
   retriever: protocol.Server | None
   loop: event_loop.EventLoop
+
+
+class Collection(NamedTuple):
+  """A step as this host has collected it.
+
+  Attributes:
+    groups: its groups.
+    first: its groups before some of them were replaced.
+    counts: numbers that hosts add up, by name.
+  """
+
+  groups: Groups
+  first: Groups
+  counts: dict[str, float]
 
 
 class Outage(exits.RunEnded):
@@ -153,19 +169,29 @@ class StepCollector:
     Raises:
       RetrieverUnreachable, Outage: the retriever failed the step for good.
     """
+    collected = self.collect_groups(step)
+    trajectories = rows(collected.groups)
+    if self._hosts.count > 1:
+      self._first_groups[step] = collected.first
+      return trajectories, collected.counts
+    metrics = _measure(collected.first, self._services.environment)
+    staleness = trajectory_metrics.measure_staleness(trajectories, step)
+    return trajectories, metrics | staleness | collected.counts
+
+  @property
+  def num_groups(self) -> int:
+    """The number of groups of a step, of all hosts."""
+    return self._config.trajectories_per_step // self._config.group_size
+
+  def collect_groups(self, step: int) -> Collection:
+    """Returns what `collect` measures."""
     groups, refilled = self._collect_round(step, 0)
     first = list(groups)  # `groups` changes in place
     counts = self._replace_groups(groups, step, refilled=refilled)
     self._collector.finish()
-    rows = _rows(groups)
-    counts |= trajectory_metrics.count_tokens(_rows(first))
+    counts |= trajectory_metrics.count_tokens(rows(first))
     counts |= self.statistics()
-    if self._hosts.count > 1:
-      self._first_groups[step] = first
-      return rows, counts
-    metrics = self._measure(first)
-    staleness = trajectory_metrics.measure_staleness(rows, step)
-    return rows, metrics | staleness | counts
+    return Collection(groups, first, counts)
 
   def complete_metrics(
     self, metrics: dict[str, float], step: int
@@ -177,16 +203,9 @@ class StepCollector:
     """
     if self._hosts.count == 1:
       return metrics
-    groups, counts = gathering.gather(
-      self._hosts, self._first_groups.pop(step), metrics
-    )
-    staleness = trajectory_metrics.measure_staleness(_rows(groups), step)
-    return self._measure(groups) | staleness | counts
-
-  def _measure(self, groups: Groups) -> dict[str, float]:
-    return trajectory_metrics.measure(
-      _rows(groups), self._services.environment
-    ) | trajectory_metrics.measure_groups(groups)
+    first = self._first_groups.pop(step)
+    environment = self._services.environment
+    return measured(self._hosts, first, metrics, step, environment)
 
   def statistics(self) -> dict[str, float]:
     """Returns the counts of retriever and engine since the last call."""
@@ -233,7 +252,7 @@ class StepCollector:
     config = self._config
     size = config.group_size
     questions = self._services.questions.train(
-      step, config.trajectories_per_step // size, resample_round=resample_round
+      step, self.num_groups, resample_round=resample_round
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
@@ -308,5 +327,35 @@ def _num_failed(trajectories: Sequence[types.Trajectory]) -> int:
   return sum(not t.is_valid for t in trajectories)
 
 
-def _rows(groups: Sequence[Sequence[types.Trajectory]]):
+def measured(
+  hosts: hosts_lib.Hosts,
+  groups: Groups,
+  counts: Mapping[str, float],
+  step: int,
+  environment: envs.Environment,
+) -> dict[str, float]:
+  """Returns the metrics of a step that several hosts have.
+
+  Those of the first host describe the trajectories of all of them.
+
+  Args:
+    hosts: the hosts, all of which call this function.
+    groups: this host's groups before any of them was replaced.
+    counts: numbers that hosts add up, by name.
+    step: the step.
+    environment: measures trajectories.
+  """
+  groups, joined = gathering.gather(hosts, groups, counts)
+  staleness = trajectory_metrics.measure_staleness(rows(groups), step)
+  return _measure(groups, environment) | staleness | joined
+
+
+def _measure(groups: Groups, environment: envs.Environment) -> dict[str, float]:
+  return trajectory_metrics.measure(
+    rows(groups), environment
+  ) | trajectory_metrics.measure_groups(groups)
+
+
+def rows(groups: Sequence[Sequence[types.Trajectory]]):
+  """Returns the trajectories of groups, groups adjacent."""
   return [trajectory for group in groups for trajectory in group]

@@ -15,6 +15,10 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     lambda fraction: fraction > 0,
     'hosts that decode together learn with the same devices',
   ),
+  'mesh.collectors': (
+    lambda collectors: collectors > 0,
+    'to jax, a host that only collects has no other hosts',
+  ),
   'updates.routing_replay': (
     lambda replay: replay == 'sampler',
     'a host that decodes alone can read its experts without the others',

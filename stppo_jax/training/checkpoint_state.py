@@ -47,7 +47,7 @@ class TrainCheckpoints:
   """
 
   def __init__(
-    self, learner: learner_lib.Learner, collector: prefetch.Prefetcher
+    self, learner: learner_lib.Learner, collector: prefetch.Policies
   ):
     self._learner, self._collector = learner, collector
 

@@ -1,4 +1,4 @@
-"""Checks that refuse a run, or end its first step, before anything is lost."""
+"""Checks that refuse a run, or end it, before anything is lost."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -8,6 +8,8 @@ import functools
 import math
 from typing import Any
 
+import jax
+
 from stppo_jax import exits
 from stppo_jax import types
 from stppo_jax.data import questions as questions_lib
@@ -16,7 +18,6 @@ from stppo_jax.envs import protocol
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import memory as memory_lib
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import fakes
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -177,6 +178,8 @@ def check_memory(
   learner: learner_lib.Learner,
   placement: publish_lib.Placement | None,
   limit: int | None,
+  *,
+  learns: bool = True,
 ) -> None:
   """Checks that the models, their training and the engine fit.
 
@@ -188,6 +191,7 @@ def check_memory(
     learner: its learner.
     placement: the devices that decode; None with rollout.engine=remote.
     limit: the bytes of a device; None: they are not known.
+    learns: whether this host learns.
 
   Raises:
     DoesNotFit: one line with what is largest.
@@ -195,6 +199,8 @@ def check_memory(
   if limit is None:
     return
   held = held_memory(config, learner, placement)
+  if not learns:
+    held = held._replace(sizes={}, gradients=0, gathered=0)
   if held.total > limit:
     parts = sorted(
       {**held.sizes, **held.collecting}.items(), key=lambda part: -part[1]
@@ -234,7 +240,7 @@ def sized(
   rollout = config.rollout
   if placement is None or limit is None or rollout.slots:
     return config
-  hosts = mesh_lib.num_hosts(placement.training)
+  hosts = placement.hosts
   wanted = rollout.trajectories_per_step // hosts
   unit = math.lcm(
     rollout.lanes * rollout.group_size,
@@ -301,3 +307,60 @@ def held_memory(
     copied=copied,
     gathered=learner.models.gathered_bytes,
   )
+
+
+_SHOWN = ('actor/grad_norm', 'critic/grad_norm', 'actor/lr')
+
+
+class Diverged(exits.RunEnded):
+  """Too many updates in a row were skipped."""
+
+  exit_code = exits.ENDED
+
+
+class SkippedUpdates:
+  """Ends a run whose updates are skipped one after the other.
+
+  An update is skipped if its loss, its gradient or its new weights are not
+  finite, or if the norm of its gradient is above `skip_grad_norm`. One that is
+  skipped now and then loses a minibatch; many in a row mean that the run learns
+  nothing any more. Skipped updates change nothing, so the state that the run
+  saves as it ends is sound.
+
+  Args:
+    limit: the count that ends the run; 0: none does.
+  """
+
+  def __init__(self, limit: int):
+    self._limit = limit
+    self._count = 0
+
+  def check(
+    self, step: int, updates: Sequence[Mapping[str, jax.Array]]
+  ) -> None:
+    """Counts the updates of a step by their metrics, the earliest first.
+
+    Args:
+      step: the number of steps that are done.
+      updates: the metrics of the updates of the last one.
+
+    Raises:
+      Diverged: so many in a row were skipped; the message says in which update
+        of which step, and which of its metrics are not finite.
+    """
+    # One transfer for all updates, once the devices are done with them.
+    for number, metrics in enumerate(jax.device_get(updates), start=1):
+      self._count = self._count + 1 if metrics['update/skipped'] else 0
+      if self._limit and self._count >= self._limit:
+        numbers = ', '.join(
+          f'{name} {x:g}'
+          for name, x in metrics.items()
+          if name in _SHOWN or not math.isfinite(x)
+        )
+        raise Diverged(
+          f'{self._count} updates in a row were skipped, the last is update '
+          f'{number} of step {step}: its loss, a gradient or a new weight is '
+          f'not finite, or the gradient is above skip_grad_norm ({numbers}); '
+          f'updates.max_skipped={self._limit} is the limit (0: no limit); '
+          'lower the learning rate'
+        )

@@ -45,7 +45,8 @@ class Folder:
   Attributes:
     path: the folder, or the folder of this machine that stands for it.
     config: what defines the run in it.
-    hosts: the hosts of the run; the first of them writes what they share.
+    hosts: the hosts of the run that do what this one does; the first of them
+      writes what all share.
     interrupt: notices signals.
     lock: the lock, or the lease; None if another host holds it.
     stack: the contexts that are left together with the folder.
@@ -128,7 +129,8 @@ class Folder:
     # Before the first program is compiled: the next start finds it there.
     compilation.keep(self.path / run_folder.COMPILED)
     with self.interruptible(), exits.as_misconfigured(str(self.path)):
-      self.enter(self.watch.phases_watched(self.path, self.hosts.index))
+      number = self.hosts.whole.index
+      self.enter(self.watch.phases_watched(self.path, number))
       if self.hosts.is_first:
         aside = run_folder.move_all_aside(self.path) if self.restart else None
         if aside is not None:
@@ -173,7 +175,7 @@ class Folder:
       self.lock.check()
 
   def _begin_watch(self) -> None:
-    names, steps = self.hosts.names, self.config['profile']['steps']
+    names, steps = self.hosts.whole.names, self.config['profile']['steps']
     self.enter(self.watch.started(self.path, names, steps, self.lock))
 
   @contextlib.contextmanager
@@ -291,8 +293,9 @@ def claimed(
         with voting.voted(hosts, interrupt):
           bucket.pull()
       config = {**config.to_dict(), **also}
+      group = hosts.group
       held = Folder(
-        path, config, hosts, interrupt, lock, stack, lines, restart, bucket
+        path, config, group, interrupt, lock, stack, lines, restart, bucket
       )
       held.check()
       # From here on a signal is an end of the run, not of its caller.
@@ -342,7 +345,7 @@ def _force_exit(
 ) -> bool:
   """Ends a process that has nothing to save; see `Interruption.force_exit`."""
   del answered
-  if folder.hosts.count > 1:  # they end by a vote, or not at all
+  if not folder.hosts.is_alone:  # they end by a vote, or not at all
     return False
   tell_before_first(unit)
   folder.release(exit_code)

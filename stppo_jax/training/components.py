@@ -29,6 +29,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
@@ -66,12 +67,18 @@ class Components:
   notes: Sequence[str]
 
 
-def build(config, *, imitates: bool = False) -> Components:
+def build(
+  config,
+  *,
+  imitates: bool = False,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> Components:
   """Builds and checks everything that needs no weights and no retriever.
 
   Args:
     config: the config of a run.
     imitates: whether it is one of `sft`.
+    hosts: the hosts of the run; some may only collect.
 
   Raises:
     Misconfigured: the config does not fit its files or the devices.
@@ -80,9 +87,16 @@ def build(config, *, imitates: bool = False) -> Components:
     questions = build_questions(config)
     tokenizer = model_files.build_tokenizer(config, questions)
     model_files.check(config, tokenizer)
-    mesh = build_mesh(config)
+    if hosts.learns:
+      mesh = build_mesh(config)
+    else:  # its learner, which never has weights, says what is decoded
+      mesh = mesh_lib.make_mesh(
+        data=1, fsdp=1, tensor=1, devices=jax.local_devices()[:1]
+      )
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    learner, placement = build_learner(config, shape, mesh, imitates=imitates)
+    learner, placement = build_learner(
+      config, shape, mesh, imitates=imitates, hosts=hosts
+    )
     notes = checks.check_data(config, questions, tokenizer)
   config = checks.sized(config, learner, placement, memory.device_limit())
   return Components(config, questions, tokenizer, learner, placement, notes)
@@ -143,8 +157,11 @@ def build_placement(
   mesh: jax.sharding.Mesh,
   devices: Sequence | None = None,
   host: int | None = None,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> publish_lib.Placement | None:
   """Returns the devices that decode; None with rollout.engine=remote.
+
+  It is also None for a host that learns while others only collect.
 
   Args:
     config: the config of a run.
@@ -153,16 +170,22 @@ def build_placement(
     devices: see `build_mesh`.
     host: the number of the host; None: that of this process, or the last one of
       `devices`.
+    hosts: see `build`; of a plan, all hosts are in `devices`.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
   """
-  if config.rollout.engine != 'local':
+  learns_alone = hosts.learns and hosts.collectors > 0
+  if config.rollout.engine != 'local' or learns_alone:
     return None
-  tensor = config.rollout.tensor or mesh.shape['tensor']
-  _, collecting = mesh_lib.divide(
-    devices or jax.devices(), config.mesh.collect_fraction
-  )
+  collectors = config.mesh.collectors if devices else hosts.collectors
+  tensor, collecting = config.rollout.tensor, jax.devices()
+  if hosts.learns:
+    tensor = tensor or mesh.shape['tensor']
+    _, collecting = mesh_lib.divide(
+      devices or collecting, config.mesh.collect_fraction, collectors
+    )
+  tensor = tensor or max(config.mesh.tensor, 1)
   # Programs that are only compiled are those of the last host: libtpu 0.0.42
   # fails with an internal error for the first host of v5e and v6e slices that
   # have several, and not for the others.
@@ -171,7 +194,9 @@ def build_placement(
   here = tuple(d for d in collecting if d.process_index == host)
   spans = config.rollout.span == 'slice' and mesh_lib.num_hosts(mesh) > 1
   try:
-    placement = publish_lib.Placement(mesh, tensor, here, host, spans)
+    placement = publish_lib.Placement(
+      mesh, tensor, here, host, spans, collectors
+    )
     functional.Model(shape, 'vocabulary', mesh=placement.mesh)
   except ValueError as error:
     raise ValueError(f'rollout.tensor={tensor}: {error}') from error
@@ -185,6 +210,7 @@ def build_learner(
   devices: Sequence | None = None,
   *,
   imitates: bool = False,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
   """Returns a run's learner and the devices that decode.
 
@@ -194,12 +220,13 @@ def build_learner(
   Args:
     config, shape, mesh, devices: see `build_placement`.
     imitates: see `check_sizes`.
+    hosts: see `build_placement`.
 
   Raises:
     ValueError: see `Learner`, `build_placement` and `check_sizes`.
   """
   learner = learner_lib.Learner(config, shape, mesh)
-  placement = build_placement(config, shape, mesh, devices)
+  placement = build_placement(config, shape, mesh, devices, hosts=hosts)
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
     # Learners hold shapes and no arrays, so the other way costs nothing to try.
@@ -293,12 +320,14 @@ def check_sizes(
     trained['sft.batch_size'] = config.sft.batch_size
   # All errors are collected, and reported together.
   lines = indivisible(trained, mesh)
-  hosts = mesh_lib.num_hosts(mesh)
+  hosts, which = mesh_lib.num_hosts(mesh), 'hosts'
+  if placement is not None and placement.collectors:
+    hosts, which = placement.collectors, 'hosts that collect'
   if rollout.trajectories_per_step % (hosts * rollout.group_size):
     lines['hosts'] = (
       f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must be '
       f'a multiple of {hosts * rollout.group_size}, which is a group of '
-      f'rollout.group_size={rollout.group_size} for each of {hosts} hosts'
+      f'rollout.group_size={rollout.group_size} for each of {hosts} {which}'
     )
   if hosts > 1 and rollout.engine == 'remote':
     lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'

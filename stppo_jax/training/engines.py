@@ -5,6 +5,7 @@ the weights, and the keys and values of its slots.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def build(
     policy,
     placement=placement,
     automaton=automaton,
-    options=options(config, mesh_lib.num_hosts(placement.training)),
+    options=options(config, placement.hosts),
     make_driver=driver,
   )
 
@@ -124,6 +125,28 @@ def publish(
 def decoded_weights(trained: functional.Params) -> functional.Params:
   """Returns the trained weights without the value head, unused in decoding."""
   return {name: x for name, x in trained.items() if name != 'scalar_head'}
+
+
+def exported(
+  params: model_roles.Params, with_base: bool, *, dtype: Any
+) -> tuple[functional.Params, functional.Params]:
+  """Returns copies of a policy's weights for hosts that only collect.
+
+  Args:
+    params: the weights.
+    with_base: whether the frozen ones are wanted, too.
+    dtype: the type of the computation.
+
+  Returns:
+    The trained and the frozen weights, laid out as they are.
+  """
+  trained = _copied(decoded_weights(params.trained.policy), dtype)
+  return trained, _copied(params.frozen, dtype) if with_base else {}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copied(weights: functional.Params, dtype: Any) -> functional.Params:
+  return jax.tree.map(jnp.copy, modules.cast(weights, dtype))
 
 
 def transferred(
@@ -230,7 +253,7 @@ def sizes(
     functools.partial(modules.cast, dtype=policy.config.dtype),
     policy.abstract_params,
   )
-  chosen = options(config, mesh_lib.num_hosts(placement.training))
+  chosen = options(config, placement.hosts)
   pages = chosen.lanes * chosen.pages_per_lane
   cache = jax.eval_shape(
     lambda: cache_lib.empty(
@@ -270,7 +293,7 @@ def slot_memory(
   """
   held, copied = sizes(config, policy, placement)
   shape, tensor = policy.config, placement.tensor
-  chosen = options(config, mesh_lib.num_hosts(placement.training))
+  chosen = options(config, placement.hosts)
   shards = cache_lib.row_shards_of_host(shape, placement.mesh)
   # The largest call extends as many rows by a chunk, on each shard of rows.
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk

@@ -20,7 +20,6 @@ from stppo_jax.training import checks
 from stppo_jax.training import claim
 from stppo_jax.training import metrics as metrics_lib
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import skipped_updates
 from stppo_jax.training import starts
 
 _log = logging.getLogger(__name__)
@@ -56,6 +55,7 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # the lock, signals and votes; nothing else is written yet
+    hosts = folder.hosts  # those that learn, if others only collect
     # `start.config` and, once it is made, `loaded.config` are the config with
     # the start as its model.
     start = starts.resolve(config, folder)
@@ -63,6 +63,10 @@ def train(
     folder.record()
     for note in parts.notes:
       _log.info(note)
+    if parts.follow is not None:  # this host only collects
+      with folder.interruptible():
+        parts.follow()
+      return folder.exit_code
     loaded = starts.load(start, config, parts, folder)
     learner, prefetcher = parts.learner, parts.prefetcher
     with run_lib.Run.open(
@@ -81,7 +85,7 @@ def train(
         parts.config, learner, parts.placement, folder
       )
       alarm = alarms.Alarms(config, hosts)
-      skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+      skips = checks.SkippedUpdates(config.updates.max_skipped)
       state = run.state
       for step in run.steps():
         # A signal may end the wait: a collection can be made again.

@@ -74,7 +74,7 @@ class Totals(NamedTuple):
 def totals(
   hosts: hosts_lib.Hosts,
   packed: batch_lib.TokenBatch,
-  seconds: float,
+  seconds: Sequence[float],
   models: model_roles.Models,
 ) -> Totals:
   """Returns the numbers of a step.
@@ -82,7 +82,7 @@ def totals(
   Args:
     hosts: the hosts of the run.
     packed: this host's rows, as numpy arrays.
-    seconds: the time that this host has collected.
+    seconds: the time that each host has collected that this one speaks for.
     models: policy and value model.
   """
   lengths = packed.lengths_B.tolist()
@@ -105,7 +105,7 @@ def totals(
     sampled=sampled,
     trained=trained,
     operations=Counts(*done),
-    collect_seconds=list(collected),
+    collect_seconds=[x for part in collected for x in part],
   )
 
 
@@ -133,6 +133,8 @@ class StepMetrics:
       config, learner, placement, length=longest, losses=longest
     )
     self._slots = components.num_slots(config, folder.hosts.count)
+    # The number of the first host that collects.
+    self._first = folder.hosts.count if folder.hosts.collectors else 0
     self._compile_seconds = folder.enter(compilation.measured())
 
   def measure(
@@ -167,13 +169,15 @@ class StepMetrics:
       'perf/update_tokens_per_second': totals.tokens * epochs / updating,
       'timing_s/checkpoint': save_seconds,
     }
+    if self._first:
+      metrics['hosts/learners_idle'] = seconds['timing_s/wait'] / total
     # Each host collects on its own: the slowest one makes the others wait.
     if len(collected := totals.collect_seconds) > 1:
       metrics |= {
         'hosts/collect_s_min': min(collected),
         'hosts/collect_s_median': float(np.median(collected)),
         'hosts/collect_s_max': max(collected),
-        'hosts/slowest': float(np.argmax(collected)),
+        'hosts/slowest': float(self._first + np.argmax(collected)),
       }
     metrics |= memory.max_memory()
     metrics |= self._utilization(totals.operations, updating / epochs)
@@ -324,7 +328,7 @@ def work(
   steps, rows, hosts, engine = 0.0, 0.0, 1, {}
   if placement is not None:
     engine, _ = engines.sizes(config, learner.policy, placement)
-    hosts = mesh_lib.num_hosts(placement.training)
+    hosts = placement.hosts
     slots = components.num_slots(config, hosts)
     waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
     decoding = placement.mesh

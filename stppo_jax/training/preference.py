@@ -19,11 +19,11 @@ from stppo_jax.models import config as model_config
 from stppo_jax.parallel import memory
 from stppo_jax.rollout import pairs as pairs_lib
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import checks
 from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import skipped_updates
 
 _log = logging.getLogger(__name__)
 # Keys that `prefer` does not use, with the values that a config may have: the
@@ -102,7 +102,7 @@ def prefer(
       unit='update',
     ) as run:
       _log.info('%d pairs', num_pairs)
-      skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+      skips = checks.SkippedUpdates(config.updates.max_skipped)
       state = run.state
       for number in run.steps():
         with run.phase('step'):

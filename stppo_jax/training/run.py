@@ -200,13 +200,13 @@ class Run:
     From here to `finish_step` there is no state to save, so a signal waits. One
     that came before need not: several hosts meet it at their next vote.
     """
-    if self.folder.hosts.count == 1:
+    if self.folder.hosts.is_alone:
       with self.folder.interrupt.interruptible():
         pass
     last = self.last
     self.folder.interrupt.outlook = (
       f'finishing and saving {last.unit} {last.done + 1}'
-      if last.is_unsaved or self.folder.hosts.count > 1
+      if last.is_unsaved or not self.folder.hosts.is_alone
       # Nothing is lost if the update is not waited for, see `shutdown`.
       else f'ending now, or after {last.unit} {last.done + 1} if that is done '
       'within a second'

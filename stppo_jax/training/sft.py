@@ -27,12 +27,12 @@ from stppo_jax.rollout import steps
 from stppo_jax.sampling import scripted
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import checks
 from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import skipped_updates
 from stppo_jax.workdir import agreement
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def imitate(
     num_steps=options.num_steps,
     shown_every=shown_every,
   ) as training:
-    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+    skips = checks.SkippedUpdates(config.updates.max_skipped)
     state = training.state
     for step in training.steps():
       with training.phase('step'):

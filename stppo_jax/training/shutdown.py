@@ -104,7 +104,8 @@ def _save_last(
   if isinstance(error, lock.Lost | buckets.BucketError):
     return
   # Of several hosts, the others are not in a state in which they could save.
-  if folder.hosts.count > 1 or not last.is_unsaved or last.is_consumed:
+  alone = folder.hosts.is_alone
+  if not alone or not last.is_unsaved or last.is_consumed:
     return
   try:
     last.saver.save_in_time(last, folder.interrupt.signalled)
@@ -137,7 +138,7 @@ def _force_exit(
     Whether the process may end now.
   """
   interrupt = folder.interrupt
-  if folder.hosts.count > 1:
+  if not folder.hosts.is_alone:
     return False
   if last.is_unsaved:
     if last.is_consumed and interrupt.is_overdue:

@@ -15,6 +15,7 @@ import pytest
 from stppo_jax import interruption
 from stppo_jax.parallel import coordinator as coordinator_lib
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import connected_hosts
 from stppo_jax.parallel import hosts as hosts_lib
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ def _in_threads(count, body):
   address = _address()
 
   def one(index):
-    hosts = hosts_lib.ConnectedHosts(
+    hosts = connected_hosts.ConnectedHosts(
       address, index, count, jax_port=1, start_timeout=30, patience=30
     )
     try:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 
+from stppo_jax.parallel import connected_hosts
 from stppo_jax.parallel import hosts as hosts_lib
 
 GRACE = 1.0
@@ -22,7 +23,7 @@ def main(
 ) -> int:
   hosts = None
   try:
-    hosts = hosts_lib.ConnectedHosts(
+    hosts = connected_hosts.ConnectedHosts(
       address,
       int(index),
       int(count),

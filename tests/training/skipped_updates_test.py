@@ -9,7 +9,7 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.envs import environments
 from stppo_jax.envs import search
-from stppo_jax.training import skipped_updates
+from stppo_jax.training import checks
 from tests.training import runs
 
 # Times the entropy it is more than float32 has, so no update is finite.
@@ -86,14 +86,14 @@ def _updates(*skipped):
 
 
 def test_only_skips_in_a_row_count_over_several_steps():
-  skips = skipped_updates.SkippedUpdates(3)
+  skips = checks.SkippedUpdates(3)
   skips.check(1, _updates(1, 1, 0, 1))
   skips.check(2, _updates(1, 0))
   skips.check(3, _updates(1, 1))
   line = 'update 1 of step 4: .*actor/grad_norm inf.*updates.max_skipped=3 '
-  with pytest.raises(skipped_updates.Diverged, match=line):
+  with pytest.raises(checks.Diverged, match=line):
     skips.check(4, jax.device_put(_updates(1)))
 
 
 def test_a_limit_of_zero_is_none():
-  skipped_updates.SkippedUpdates(0).check(1, _updates(*[1] * 99))
+  checks.SkippedUpdates(0).check(1, _updates(*[1] * 99))

@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 
+from stppo_jax.parallel import connected_hosts
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import topology
 from stppo_jax.training import components
@@ -24,7 +25,7 @@ def _resolved(try_it, **changes):
   address = runs.free_address()
 
   def one(index):
-    hosts = hosts_lib.ConnectedHosts(
+    hosts = connected_hosts.ConnectedHosts(
       address, index, 2, jax_port=1, start_timeout=30, patience=30
     )
     chosen = span.resolved(

@@ -52,9 +52,7 @@ class Subject:
     return lowering.Lowering(
       self.learner.decoded,
       placement=self.placement,
-      options=engines.options(
-        self.config, mesh_lib.num_hosts(self.placement.training)
-      ),
+      options=engines.options(self.config, self.placement.hosts),
       num_states=stops.num_states(environment.stop_strings),
       trained=engines.decoded_weights(state.policy.params),
       base=state.frozen or None,

@@ -61,7 +61,9 @@ def sweep_meshes(
   """
   with exits.as_misconfigured():
     learning, _ = mesh_lib.divide(
-      topology_lib.virtual(topology), config.mesh.collect_fraction
+      topology_lib.virtual(topology),
+      config.mesh.collect_fraction,
+      config.mesh.collectors,
     )
   num_devices = len(learning)
   updates = config.updates

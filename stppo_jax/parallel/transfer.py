@@ -1,0 +1,304 @@
+"""Passes arrays between hosts over TCP, outside of compiled programs.
+
+A host that learns is a `Server`. It keeps a log of messages, such as weights,
+which every host that collects reads in order, and a box of messages that those
+put there, such as dialogues. A program of all devices would be faster, but each
+side would have to interrupt its work for it at the same moment. Here nobody
+waits for a reader: weights travel while both sides compute.
+
+A message is a value that JSON can write, in a line with the types and shapes of
+arrays, and then the bytes of these. Nothing is unpickled. A connection is for
+one message, and begins with a word that only the hosts of the run know:
+
+    {"word": ..., "read": 7}            send me message 7 once it is there
+    {"word": ..., "put": "3 from 1"}    a message for the box follows
+
+A lost host is named by the coordinator. Here its connections just end.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import concurrent.futures
+import contextlib
+import hmac
+import io
+import json
+import secrets
+import socket
+import threading
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from stppo_jax.parallel import coordinator
+
+Tree = Any
+_LINE = 1 << 26  # bytes of the line of a message, at most
+
+
+class Message(NamedTuple):
+  """A message.
+
+  Attributes:
+    value: a value that JSON can write.
+    arrays: arrays of this host.
+  """
+
+  value: Any
+  arrays: Sequence[Any]
+
+
+class Address(NamedTuple):
+  """Where a server is found.
+
+  Attributes:
+    host: the name or address of the host.
+    port: the port.
+    word: the word that a connection begins with.
+  """
+
+  host: str
+  port: int
+  word: str
+
+
+class Server:
+  """Serves the log and the box of one host.
+
+  Args:
+    host: the name or address at which others reach it.
+    readers: the number of hosts that read each message of the log.
+
+  Attributes:
+    address: where it is found.
+  """
+
+  def __init__(self, host: str, readers: int):
+    for place in coordinator.addresses(host):
+      family = socket.AF_INET6 if ':' in place else socket.AF_INET
+      with contextlib.suppress(OSError):
+        self._socket = socket.create_server((place, 0), family=family)
+        break
+    else:
+      raise OSError(f'{host}: no address of this machine to listen at')
+    port = self._socket.getsockname()[1]
+    self.address = Address(host, port, secrets.token_hex())
+    self._readers = readers
+    self._changed = threading.Condition()
+    self._is_closed = False
+    # A message that every reader has read is dropped.
+    self._log: list[Message | None] = []
+    self._reads: list[int] = []
+    self._box: dict[str, concurrent.futures.Future[Message]] = {}
+    self._connections: set[socket.socket] = set()
+    threading.Thread(target=self._accept, daemon=True).start()
+
+  def append(self, value: Any, arrays: Sequence[Any] = ()) -> None:
+    """Adds a message to the log.
+
+    Args:
+      value, arrays: see `Message`; arrays of devices are copied to the host
+        when the first host reads them.
+    """
+    with self._changed:
+      self._log.append(Message(value, arrays))
+      self._reads.append(0)
+      self._changed.notify_all()
+
+  def received(self, key: str) -> 'concurrent.futures.Future[Message]':
+    """Returns the message of the box with a key, now or later."""
+    with self._changed:
+      return self._box.setdefault(key, concurrent.futures.Future())
+
+  def forget(self, key: str) -> None:
+    """Drops a message of the box."""
+    with self._changed:
+      self._box.pop(key, None)
+
+  def close(self) -> None:
+    """Ends all connections: to their hosts it is the end of the log."""
+    with self._changed:
+      self._is_closed = True
+      self._changed.notify_all()
+    self._socket.close()
+    for connection in list(self._connections):
+      _end(connection)
+
+  def _accept(self) -> None:
+    with contextlib.suppress(OSError):  # it was closed
+      while True:
+        connection, _ = self._socket.accept()
+        self._connections.add(connection)
+        threading.Thread(
+          target=self._serve, args=(connection,), daemon=True
+        ).start()
+
+  def _serve(self, connection: socket.socket) -> None:
+    # A peer that sends anything else does not belong to the run.
+    with (
+      connection,
+      connection.makefile('rb') as reader,
+      contextlib.suppress(OSError, ValueError, KeyError, TypeError),
+    ):
+      asked = json.loads(reader.readline(_LINE))
+      if not hmac.compare_digest(asked['word'], self.address.word):
+        return
+      if 'put' in asked:
+        self.received(asked['put']).set_result(_receive(reader))
+      else:
+        self._send_logged(asked['read'], connection)
+    self._connections.discard(connection)
+
+  def _send_logged(self, number: int, connection: socket.socket) -> None:
+    """Sends a message of the log once it is there; nothing if it never is."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._is_closed or len(self._log) > number)
+      message = None if self._is_closed else self._log[number]
+      if message is None:
+        return
+      # Once for all readers, and then the devices need not hold it any more.
+      message = Message(message.value, [np.asarray(x) for x in message.arrays])
+      self._log[number] = message
+    _send(connection, message)
+    with self._changed:
+      self._reads[number] += 1
+      if self._reads[number] == self._readers:
+        self._log[number] = None
+
+
+class Client:
+  """Reads the logs of several servers, which have the same messages.
+
+  Args:
+    addresses: where the servers are found.
+  """
+
+  def __init__(self, addresses: Sequence[Address]):
+    self._addresses = addresses
+    self._next = 0
+    self._threads = concurrent.futures.ThreadPoolExecutor(len(addresses))
+    self._reading: set[socket.socket] = set()
+
+  def read(self) -> list[Message] | None:
+    """Returns the next message of each log; None where the logs have ended."""
+    number, self._next = self._next, self._next + 1
+    read = [
+      self._threads.submit(self._read, address, number)
+      for address in self._addresses
+    ]
+    try:
+      return [future.result() for future in read]
+    except OSError:
+      return None
+
+  def put(self, server: int, key: str, message: Message) -> None:
+    """Puts a message into the box of a server, if that is still there."""
+    with contextlib.suppress(OSError):
+      connection = self._connect(self._addresses[server], {'put': key})
+      with connection:
+        _send(connection, message)
+
+  def close(self) -> None:
+    """Ends a `read` that another thread may be waiting in."""
+    for connection in list(self._reading):
+      _end(connection)
+    self._threads.shutdown(cancel_futures=True)
+
+  def _read(self, address: Address, number: int) -> Message:
+    connection = self._connect(address, {'read': number})
+    self._reading.add(connection)
+    with connection, connection.makefile('rb') as reader:
+      try:
+        return _receive(reader)
+      finally:
+        self._reading.discard(connection)
+
+  def _connect(
+    self, address: Address, asked: Mapping[str, Any]
+  ) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port))
+    line = json.dumps({'word': address.word, **asked})
+    connection.sendall(line.encode() + b'\n')
+    return connection
+
+
+def held(tree: Tree) -> tuple[list[Any], list[jax.Array]]:
+  """Returns the pieces of arrays that this host is the one to send.
+
+  Of copies of a piece, on several devices, one is sent.
+
+  Args:
+    tree: nested dicts of global arrays.
+
+  Returns:
+    For each piece the path, type and shape of its array, and where it begins
+    and ends in each dimension; and the pieces.
+  """
+  places, pieces = [], []
+  for path, x in jax.tree.leaves_with_path(tree):
+    names = [key.key for key in path]
+    for shard in x.addressable_shards:
+      if shard.replica_id == 0:
+        bounds = [
+          part.indices(size)[:2] for part, size in zip(shard.index, x.shape)
+        ]
+        places.append([names, x.dtype.name, x.shape, bounds])
+        pieces.append(shard.data)
+  return places, pieces
+
+
+def whole(messages: Sequence[Message]) -> Tree:
+  """Returns the arrays whose pieces several hosts have sent, as numpy arrays.
+
+  Args:
+    messages: a message of each host, with the results of `held`.
+  """
+  found: dict[tuple, np.ndarray] = {}
+  for places, pieces in messages:
+    for (names, dtype, shape, bounds), piece in zip(
+      places, pieces, strict=True
+    ):
+      if piece.shape == tuple(shape):
+        found[tuple(names)] = piece
+        continue
+      if tuple(names) not in found:
+        found[tuple(names)] = np.empty(shape, np.dtype(dtype))
+      part = tuple(slice(*bound) for bound in bounds)
+      found[tuple(names)][part] = piece
+  tree: dict = {}
+  for (*folders, name), x in found.items():
+    inner = tree
+    for folder in folders:
+      inner = inner.setdefault(folder, {})
+    inner[name] = x
+  return tree
+
+
+def _send(connection: socket.socket, message: Message) -> None:
+  arrays = [np.asarray(x, order='C') for x in message.arrays]
+  kinds = [(x.dtype.name, x.shape) for x in arrays]
+  line = json.dumps({'value': message.value, 'arrays': kinds}).encode() + b'\n'
+  for data in (line, *(x.reshape(-1).view(np.uint8).data for x in arrays)):
+    connection.sendall(data)
+
+
+def _receive(stream: io.BufferedReader) -> Message:
+  line = stream.readline(_LINE)
+  if not line.endswith(b'\n'):
+    raise ConnectionError('the connection has ended')
+  described, arrays = json.loads(line), []
+  for dtype, shape in described['arrays']:
+    x = np.empty(shape, np.dtype(dtype))
+    data = x.reshape(-1).view(np.uint8).data
+    if stream.readinto(data) != len(data):
+      raise ConnectionError('the connection has ended')
+    arrays.append(x)
+  return Message(described['value'], arrays)
+
+
+def _end(connection: socket.socket) -> None:
+  """Ends a connection that another thread may be waiting for."""
+  with contextlib.suppress(OSError):
+    connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,323 @@
+"""Lets some hosts only collect while the others learn (`mesh.collectors`).
+
+A host that collects does what the collecting side of any run does, see
+`prefetch`, with weights that come over the network (`follow`). To the hosts
+that learn, `Collectors` takes the place of the prefetcher. Weights go one way:
+
+    {"base": ...}                the frozen weights under adapters, at first
+    {"weights": 7, ...}          the policy after 7 steps
+    {"step": 7}                  step 7 is trained on next
+    {"evaluate": 7}              evaluate that policy
+
+and dialogues the other, once a step is complete. No step is collected before
+the weights of `steps_ahead` steps before it are there, which bounds the steps
+that wait. Questions go to the hosts that learn as they would if these also
+collected, so the batches do not depend on who collects them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import time
+from typing import Any
+
+from stppo_jax import exits
+from stppo_jax import types
+from stppo_jax.envs import protocol as envs
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.parallel import transfer
+from stppo_jax.rollout import deliveries
+from stppo_jax.rollout import gathering
+from stppo_jax.rollout import prefetch
+from stppo_jax.rollout import steps as steps_lib
+
+Tree = Any
+Measured = tuple[dict[str, float], list[types.Trajectory]]
+Collect = Callable[[int], tuple[list[types.Trajectory], dict[str, float]]]
+
+
+class CollectorFailed(Exception):
+  """Says that a host could not collect; those that learn can save.
+
+  Attributes:
+    exit_code: the exit code of that host.
+    saves: true, see `exits`.
+  """
+
+  saves = True
+
+  def __init__(self, line: str, exit_code: int = exits.TRY_AGAIN):
+    super().__init__(line)
+    self.exit_code = exit_code
+
+
+class Collectors(prefetch.Policies):
+  """The hosts that only collect, as a host that learns sees them.
+
+  Args:
+    server: serves weights to them, and holds what they have collected.
+    copy_policy, steps_ahead, old_is_sampled, swaps_turns: see
+      `prefetch.Policies`.
+    exported: returns copies of the weights that an engine needs of a policy, in
+      the dtype of the computation: the trained ones and, if its second argument
+      is true, the frozen ones.
+    hosts: the hosts that learn.
+    environment: measures trajectories.
+    questions: the evaluation questions by data set.
+  """
+
+  def __init__(
+    self,
+    server: transfer.Server,
+    copy_policy: Callable[[prefetch.State], prefetch.Params],
+    exported: Callable[[prefetch.Params, bool], tuple[Tree, Tree]],
+    *,
+    steps_ahead: int,
+    old_is_sampled: bool,
+    swaps_turns: bool,
+    hosts: hosts_lib.Hosts,
+    environment: envs.Environment,
+    questions: dict[str, list[types.Question]],
+  ):
+    super().__init__(
+      copy_policy,
+      steps_ahead=steps_ahead,
+      old_is_sampled=old_is_sampled,
+      swaps_turns=swaps_turns,
+    )
+    self.questions = questions
+    self._server, self._exported, self._hosts = server, exported, hosts
+    self._environment = environment
+    self._offered: set[int] = set()
+    self._done = 0
+    self._first_groups: deliveries.Groups = []
+
+  def restore(self, version: int, published: Sequence[prefetch.Params]) -> None:
+    """See `Policies.restore`."""
+    super().restore(version, published)
+    self._done = version
+
+  def schedule(self, version: int, state: prefetch.State) -> None:
+    """Offers the policy of a state, with which later steps are collected.
+
+    Args:
+      version: the number of steps that the state has done.
+      state: the training state.
+    """
+    self._keep(version, state)
+    for older, params in sorted(self._policies.items()):
+      self._offer(older, params)
+    self._server.append({'step': version})
+    self._done = version + 1
+
+  def result(self, step: int) -> prefetch.Collected:
+    """Waits for the collection of the next step, and returns this host's part.
+
+    Raises:
+      CollectorFailed: a host could not collect it.
+    """
+    ahead = range(step, step + self._steps_ahead + 1)
+    waiting = [all(x.done() for x in self._messages(_step(n))) for n in ahead]
+    groups, first, counts, seconds = [], [], [], []
+    for value, arrays in self._received(_step(step)):
+      if 'failed' in value:
+        raise CollectorFailed(value['failed'], value['code'])
+      found = deliveries.unpacked(value['groups'], arrays)
+      mine, begun = found[: len(found) // 2], found[len(found) // 2 :]
+      groups += mine
+      first += [old or new for old, new in zip(begun, mine, strict=True)]
+      counts.append(value['counts'])
+      seconds.append(value['seconds'])
+    self._first_groups = first
+    metrics = {}
+    if self._hosts.is_first:  # whose counts are those of all
+      metrics = gathering.joined(counts)
+      metrics['hosts/steps_waiting'] = float(sum(waiting))
+    return prefetch.Collected(
+      steps_lib.rows(groups),
+      metrics,
+      tuple(seconds) if self._hosts.is_first else (),
+    )
+
+  def complete_metrics(
+    self, metrics: dict[str, float], step: int
+  ) -> dict[str, float]:
+    """See `StepCollector.complete_metrics`."""
+    return steps_lib.measured(
+      self._hosts, self._first_groups, metrics, step, self._environment
+    )
+
+  def evaluate(self, params: prefetch.Params) -> Measured:
+    """Has the newest policy evaluated; see `Evaluator.measure`.
+
+    The first host gets the trajectories of all of them.
+    """
+    self._offer(self._done, params)
+    self._server.append({'evaluate': self._done})
+    trajectories, metrics = [], {}
+    for value, arrays in self._received(_evaluation(self._done)):
+      trajectories += steps_lib.rows(
+        deliveries.unpacked(value['groups'], arrays)
+      )
+      metrics = value['metrics']
+    return metrics, trajectories
+
+  def drain(self) -> None:
+    """Does nothing: what is in flight does not use this host."""
+
+  def close(self) -> None:
+    """Lets the hosts that collect end."""
+    self._server.close()
+
+  def _offer(self, version: int, params: prefetch.Params) -> None:
+    """Lets the others read a policy, whenever they come to it."""
+    if version in self._offered:
+      return
+    trained, frozen = self._exported(params, not self._offered)
+    if frozen:
+      self._append('base', None, frozen)
+    self._append('weights', version, trained)
+    self._offered.add(version)
+
+  def _append(self, kind: str, version: int | None, tree: Tree) -> None:
+    places, pieces = transfer.held(tree)
+    self._server.append({kind: version, 'places': places}, pieces)
+
+  def _messages(self, what: str) -> list[Any]:
+    """Returns the message of each host that collects, now or later."""
+    return [
+      self._server.received(f'{what} from {n}')
+      for n in range(self._hosts.collectors)
+    ]
+
+  def _received(self, what: str) -> list[transfer.Message]:
+    """Waits for the messages of all hosts that collect, and takes them."""
+    found = [message.result() for message in self._messages(what)]
+    for n in range(self._hosts.collectors):
+      self._server.forget(f'{what} from {n}')
+    return found
+
+
+class Delivery:
+  """Sends what this host collects to the hosts that learn.
+
+  Args:
+    client: reaches their servers.
+    steps: collects this host's part of a step.
+    hosts: the hosts that collect.
+  """
+
+  def __init__(
+    self,
+    client: transfer.Client,
+    steps: steps_lib.StepCollector,
+    hosts: hosts_lib.Hosts,
+  ):
+    self._client, self._steps, self._hosts = client, steps, hosts
+    self._learners = hosts.whole.count - hosts.collectors
+
+  def collect(
+    self, step: int
+  ) -> tuple[list[types.Trajectory], dict[str, float]]:
+    """Collects a step and sends each host its groups; returns nothing."""
+    began = time.monotonic()
+    collected = self._steps.collect_groups(step)
+    seconds = time.monotonic() - began
+    # Groups are those of the whole step by their numbers.
+    num_groups, mine = self._steps.num_groups, self._hosts.share
+    first = mine(num_groups).start
+    for n in range(self._learners):
+      theirs = hosts_lib.share(num_groups, n, self._learners)
+      part = slice(max(theirs.start - first, 0), max(theirs.stop - first, 0))
+      groups, before = collected.groups[part], collected.first[part]
+      # Groups that were not replaced are sent once.
+      before = [
+        [] if old is new else old
+        for old, new in zip(before, groups, strict=True)
+      ]
+      value, arrays = deliveries.packed([*groups, *before])
+      value = {'groups': value, 'counts': collected.counts, 'seconds': seconds}
+      self._put(n, _step(step), transfer.Message(value, arrays))
+    return [], {}
+
+  def send_evaluation(self, version: int, measured: Measured) -> None:
+    """Sends the result of an evaluation; the first host gets trajectories."""
+    metrics, trajectories = measured
+    for n in range(self._learners):
+      value, arrays = deliveries.packed([[] if n else trajectories])
+      value = {'groups': value, 'metrics': metrics}
+      self._put(n, _evaluation(version), transfer.Message(value, arrays))
+
+  def send_failure(self, step: int, error: BaseException) -> None:
+    """Says why a step cannot be collected."""
+    whole = self._hosts.whole
+    line = f'{whole.describe(whole.index)}: {hosts_lib.describe(error)}'
+    value = {'failed': line, 'code': getattr(error, 'exit_code', exits.BUG)}
+    for n in range(self._learners):
+      self._put(n, _step(step), transfer.Message(value, ()))
+
+  def _put(self, learner: int, what: str, message: transfer.Message) -> None:
+    self._client.put(learner, f'{what} from {self._hosts.index}', message)
+
+
+def follow(
+  client: transfer.Client,
+  prefetcher: prefetch.Prefetcher,
+  delivery: Delivery,
+  evaluate: Callable[[prefetch.Params], Measured],
+  *,
+  joined: Callable[[Tree, Tree], prefetch.Params],
+  steps_ahead: int,
+) -> None:
+  """Collects what the hosts that learn need, until they have ended.
+
+  Args:
+    client: reads what they say.
+    prefetcher: collects steps with `Delivery.collect`.
+    delivery: tells them of failures and evaluations.
+    evaluate: evaluates a policy.
+    joined: returns the policy with trained and frozen weights.
+    steps_ahead: by how many steps a policy may lag behind its step.
+  """
+  policies: dict[int, prefetch.Params] = {}
+  base: Tree = {}
+  step = None
+  while messages := client.read():
+    value = messages[0].value
+    if 'base' in value or 'weights' in value:
+      tree = transfer.whole(
+        [transfer.Message(x.value['places'], x.arrays) for x in messages]
+      )
+      if 'base' in value:
+        base = tree
+      else:
+        policies[value['weights']] = joined(tree, base)
+    elif 'evaluate' in value:
+      version = value['evaluate']
+      # Collections use the same engine, and their counts of the retriever would
+      # contain the evaluation's queries.
+      prefetcher.drain()
+      delivery.send_evaluation(version, evaluate(policies[version]))
+    else:
+      step, begins = value['step'], step is None
+      if begins:  # the next steps of a resumed run are of older policies
+        older = range(1, steps_ahead + 1)
+        prefetcher.restore(step, [policies[max(0, step - n)] for n in older])
+      prefetcher.schedule(step, policies[step])
+      policies = {step: policies[step]}  # the prefetcher has the others
+      try:
+        prefetcher.result(step)
+      except Exception as error:
+        if not getattr(error, 'saves', False):
+          raise
+        delivery.send_failure(step, error)
+        while client.read():  # those that learn save, and end the run
+          pass
+        raise
+
+
+def _step(step: int) -> str:
+  return f'step {step}'
+
+
+def _evaluation(version: int) -> str:
+  return f'evaluation {version}'

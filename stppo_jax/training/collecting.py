@@ -1,0 +1,205 @@
+"""Builds what collects: the devices of this host, or other hosts for it."""
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+
+from stppo_jax import exits
+from stppo_jax.learner import model_roles
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.parallel import transfer
+from stppo_jax.records import turn_versions
+from stppo_jax.rollout import collectors
+from stppo_jax.rollout import evaluation
+from stppo_jax.rollout import prefetch
+from stppo_jax.rollout import shared_engine
+from stppo_jax.rollout import steps as steps_lib
+from stppo_jax.sampling import engine as local_engine
+from stppo_jax.training import claim
+from stppo_jax.training import components as components_lib
+from stppo_jax.training import engines
+
+
+class Collecting(NamedTuple):
+  """The part of `Parts` that collects, or stands for the hosts that do."""
+
+  engine: engines.Engine | None
+  steps: steps_lib.StepCollector | collectors.Collectors
+  prefetcher: prefetch.Prefetcher | collectors.Collectors
+  evaluator: evaluation.Evaluator | collectors.Collectors
+  follow: Callable[[], None] | None = None
+
+
+def build(
+  config,
+  found: components_lib.Components,
+  services: steps_lib.Services,
+  folder: claim.Folder,
+) -> Collecting:
+  """Builds what collects on the devices of this host."""
+  tokenizer, learner, hosts = found.tokenizer, found.learner, folder.hosts
+  collecting = services
+  # If several devices both learn and collect, programs of two threads can
+  # deadlock: two devices may get them in different orders, and the collectives
+  # of each then wait for the other's.
+  is_safe = learner.mesh.size == 1 or apart(found)
+  swaps_turns = config.rollout.turn_swaps != 'never'
+  if swaps_turns and not is_safe:
+    raise exits.Misconfigured(
+      f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never on '
+      f'{learner.mesh.size} devices that learn and collect in turn; with '
+      'mesh.collect_fraction some collect beside the others'
+    )
+  if config.rollout.steps_ahead and is_safe:
+    # On a thread, which ends when its loop is stopped.
+    loop = prefetch.StoppableLoop(services.loop)
+    collecting = dataclasses.replace(services, loop=loop)
+  engine = engines.build(
+    config,
+    collecting,
+    tokenizer,
+    learner.decoded,
+    found.placement,
+    folder.agreed,
+  )
+  collector = functools.partial(
+    engines.build_collector, config, tokenizer=tokenizer
+  )
+  # The main thread evaluates, so it uses the loop itself: the view of it, with
+  # which the other thread collects, may be stopped.
+  evaluator = evaluation.Evaluator(
+    config, services, collector(services, engine=engine), hosts
+  )
+  shared = None
+  if swaps_turns:
+    assert isinstance(engine, local_engine.Engine)  # by configs/relations.py
+    shared = shared_engine.SharedEngine(
+      engine,
+      turn_versions.TurnVersions(folder.path, hosts.index),
+      turn_versions.repeated(config, folder.config, hosts.index),
+    )
+  group_size = config.rollout.group_size
+  steps = steps_lib.StepCollector(
+    config,
+    collecting,
+    collector(collecting, engine=shared or engine, group_size=group_size),
+    hosts,
+  )
+  build_it = functools.partial(
+    _build_prefetcher, config, collecting, found, engine, shared=shared
+  )
+  if not hosts.collectors:
+    return Collecting(engine, steps, build_it(steps.collect), evaluator)
+  addresses = hosts.whole.exchange('addresses', None)
+  client = folder.enter(
+    contextlib.closing(
+      transfer.Client([transfer.Address(*x) for x in addresses if x])
+    )
+  )
+  delivery = collectors.Delivery(client, steps, hosts)
+  prefetcher = build_it(delivery.collect)
+
+  def evaluate(params: model_roles.Params):
+    engines.publish(engine, learner, params, 0)
+    measured = evaluator.measure()
+    steps.statistics()  # see `Parts.evaluate`
+    return measured
+
+  follow = functools.partial(
+    collectors.follow,
+    client,
+    prefetcher,
+    delivery,
+    evaluate,
+    joined=lambda trained, base: model_roles.Params(
+      model_roles.Trained(trained, None), base
+    ),
+    steps_ahead=config.rollout.steps_ahead,
+  )
+  return Collecting(engine, steps, prefetcher, evaluator, follow)
+
+
+def build_collectors(
+  config,
+  found: components_lib.Components,
+  services: steps_lib.Services,
+  folder: claim.Folder,
+) -> Collecting:
+  """Builds what stands for the hosts that only collect."""
+  hosts, learner = folder.hosts, found.learner
+  server = transfer.Server(hosts.whole.reached_at, hosts.collectors)
+  hosts.whole.exchange('addresses', server.address)
+  dtype = learner.policy.config.dtype
+  others = collectors.Collectors(
+    server,
+    learner.copy_policy,
+    functools.partial(engines.exported, dtype=dtype),
+    steps_ahead=config.rollout.steps_ahead,
+    old_is_sampled=config.updates.old_policy == 'sampled',
+    swaps_turns=config.rollout.turn_swaps != 'never',
+    hosts=hosts,
+    environment=services.environment,
+    questions=services.questions.evaluation(config.evaluate.num_questions),
+  )
+  return Collecting(None, others, others, others)
+
+
+def apart(
+  found: components_lib.Components,
+) -> publish_lib.Placement | None:
+  """Returns the placement if the devices that collect do not learn."""
+  placement = found.placement
+  return placement if placement and placement.collecting else None
+
+
+def _build_prefetcher(
+  config,
+  services: steps_lib.Services,
+  found: components_lib.Components,
+  engine: engines.Engine,
+  collect_step: collectors.Collect,
+  *,
+  shared: shared_engine.SharedEngine | None,
+) -> prefetch.Prefetcher:
+  """Builds the prefetcher, with threads of its own if its loop can stop.
+
+  They share the engine if `shared` is given.
+  """
+  loop, learner, placement = services.loop, found.learner, apart(found)
+  copy_policy = learner.copy_policy
+  if placement and placement.collectors:  # it is sent what nobody updates
+    copy_policy = lambda params: params
+  build_it = functools.partial(
+    prefetch.Prefetcher,
+    copy_policy=copy_policy,
+    steps_ahead=config.rollout.steps_ahead,
+    num_steps=config.num_steps,
+    loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
+    old_is_sampled=config.updates.old_policy == 'sampled',
+    turns=shared,
+  )
+  if placement or shared:
+    assert isinstance(engine, local_engine.Engine)  # it has a placement
+
+    def collect(step: int):
+      with contextlib.ExitStack() as stack:
+        if placement:
+          # Small programs without devices of their own must not wait in the
+          # queue of a device that learns.
+          stack.enter_context(jax.default_device(placement.collecting[0]))
+        if shared:
+          stack.enter_context(shared.collecting(step))
+        return collect_step(step)
+
+    return build_it(
+      collect,
+      engine.swap_weights,
+      send=functools.partial(engines.transferred, engine),
+    )
+  return build_it(
+    collect_step, functools.partial(engines.publish, engine, learner)
+  )
