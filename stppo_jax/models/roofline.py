@@ -101,6 +101,7 @@ class Work:
     engine_tensor: the devices that a copy of the engine is cut over; 0 with a
       remote engine.
     collectors: the devices that only collect; 0: all devices do both.
+    fetches: whether these get weights over the network, while they decode.
     experts: the weights of experts among `weights`.
   """
 
@@ -127,6 +128,7 @@ class Work:
   engine_length: int
   engine_tensor: int
   collectors: int = 0
+  fetches: bool = False
   experts: int = 0
 
   @property
@@ -171,6 +173,7 @@ def phases(work: Work, topology: topology_lib.Topology) -> dict[str, Phase]:
   if work.engine_tensor:
     found['extend'] = _extend(work)
     found['decode'] = _decode(work)
+  if work.engine_tensor and not work.fetches:
     found['publish'] = _publish(work)
   found['annotate'] = _annotate(work)
   found['update'] = _update(work)

@@ -253,7 +253,11 @@ class Publisher:
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)
-      copy = jax.jit(self._copy, out_shardings=self._stages(part)[-1])
+      # A host that is sent the weights needs their shapes alone.
+      sent = self._placement.collectors > 0
+      copy = jax.jit(
+        self._copy, out_shardings=None if sent else self._stages(part)[-1]
+      )
       self._programs[key] = copy, layout
     return self._programs[key]
 
@@ -320,7 +324,7 @@ class Publisher:
   def _copy(self, part: Tree, layer: jax.Array) -> Tree:
     # The layer is an argument, not a constant: one program copies every layer.
     copied = self._cast(self._of_layer(part, layer))
-    if self._placement.training.size == 1:
+    if self._placement.training.size == 1 or self._placement.collectors:
       return copied
     # The first stage is in the layout of training after the cast, so that
     # devices send the smaller dtype.

@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
 
 class Address(NamedTuple):
-  """Where a server is found.
+  """Says where a server is found.
 
   Attributes:
     host: the name or address of the host.

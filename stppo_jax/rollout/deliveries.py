@@ -1,8 +1,6 @@
-"""Turns trajectories into messages between hosts, and back.
+"""Turns trajectories into messages between hosts, and back."""
 
-Nothing is lost: where a step is collected makes no difference to its batch.
-"""
-
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +11,9 @@ from stppo_jax import types
 from stppo_jax.parallel import transfer
 
 Groups = list[list[types.Trajectory]]
+# Returns what stands for an array in JSON; and the array of it.
+Put = Callable[[np.ndarray], Any]
+Take = Callable[[Any], np.ndarray]
 # The fields that hold an array, or None.
 _OF_TURN = (
   'token_ids',
@@ -24,26 +25,31 @@ _OF_TRAJECTORY = ('prompt_ids', 'expert_ids')
 
 
 def packed(groups: Sequence[Sequence[types.Trajectory]]) -> transfer.Message:
-  """Returns a message with groups of trajectories."""
+  """Returns a message with groups of trajectories, of which nothing is lost."""
   arrays: list[np.ndarray] = []
-  plain = [[_to_plain(t, arrays) for t in group] for group in groups]
+
+  def put(x: np.ndarray) -> int:
+    arrays.append(x)
+    return len(arrays) - 1
+
+  plain = [[to_plain(t, put) for t in group] for group in groups]
   return transfer.Message(plain, arrays)
 
 
 def unpacked(value: Any, arrays: Sequence[np.ndarray]) -> Groups:
   """Returns the groups of trajectories of a message."""
-  return [[_from_plain(plain, arrays) for plain in group] for group in value]
+  take = arrays.__getitem__
+  return [[from_plain(plain, take) for plain in group] for group in value]
 
 
-def _to_plain(
-  trajectory: types.Trajectory, arrays: list[np.ndarray]
-) -> dict[str, Any]:
+def to_plain(trajectory: types.Trajectory, put: Put) -> dict[str, Any]:
+  """Returns a trajectory as JSON can write it."""
   turns = [
-    _numbered(turn, _OF_TURN, arrays) | {'reward': _number(turn.reward)}
+    _fields(turn, _OF_TURN, put) | {'reward': _number(turn.reward)}
     for turn in trajectory.turns
   ]
   question = trajectory.question
-  return _numbered(trajectory, _OF_TRAJECTORY, arrays) | {
+  return _fields(trajectory, _OF_TRAJECTORY, put) | {
     'question': vars(question) | {'options': dict(question.options)},
     'turns': turns,
     'rewards': {k: _number(x) for k, x in trajectory.rewards.items()},
@@ -52,18 +58,17 @@ def _to_plain(
   }
 
 
-def _from_plain(
-  plain: Mapping[str, Any], arrays: Sequence[np.ndarray]
-) -> types.Trajectory:
+def from_plain(plain: Mapping[str, Any], take: Take) -> types.Trajectory:
+  """Returns the trajectory that `to_plain` has made a value of."""
   question: dict[str, Any] = {
     name: tuple(x) if isinstance(x, list) else x
     for name, x in plain['question'].items()
   }
   turns: list[dict[str, Any]] = [
-    _restored(turn, _OF_TURN, arrays) | {'passages': tuple(turn['passages'])}
+    _restored(turn, _OF_TURN, take) | {'passages': tuple(turn['passages'])}
     for turn in plain['turns']
   ]
-  fields = _restored(plain, _OF_TRAJECTORY, arrays) | {
+  fields = _restored(plain, _OF_TRAJECTORY, take) | {
     'question': types.Question(**question),
     'turns': tuple(types.Turn(**turn) for turn in turns),
     'status': types.TrajectoryStatus(plain['status']),
@@ -71,23 +76,17 @@ def _from_plain(
   return types.Trajectory(**fields)
 
 
-def _numbered(
-  record: Any, names: Sequence[str], arrays: list[np.ndarray]
-) -> dict[str, Any]:
-  """Returns the fields of a record, with numbers in place of arrays."""
-  fields = dict(vars(record))
-  for name in names:
-    if fields[name] is not None:
-      arrays.append(fields[name])
-      fields[name] = len(arrays) - 1
-  return fields
+def _fields(record: Any, names: Sequence[str], put: Put) -> dict[str, Any]:
+  fields = vars(record)
+  held = {n: put(fields[n]) for n in names if fields[n] is not None}
+  return fields | held
 
 
 def _restored(
-  fields: Mapping[str, Any], names: Sequence[str], arrays: Sequence[np.ndarray]
+  fields: Mapping[str, Any], names: Sequence[str], take: Take
 ) -> dict[str, Any]:
-  found = {n: fields[n] for n in names if fields[n] is not None}
-  return {**fields, **{name: arrays[n] for name, n in found.items()}}
+  held = {n: take(fields[n]) for n in names if fields[n] is not None}
+  return {**fields, **held}
 
 
 def _number(x: Any) -> Any:

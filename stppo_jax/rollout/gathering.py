@@ -7,13 +7,13 @@ trajectory, which is everything but the values of tokens.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 from typing import Any
 
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.rollout import deliveries
 
 Groups = list[list[types.Trajectory]]
 # Of these, the largest of all hosts counts: percentiles do not add up, and
@@ -46,7 +46,7 @@ def gather(
   if parts is None:
     return groups, dict(counts)
   every = [
-    [_from_plain(t) for t in group]
+    [deliveries.from_plain(t, _values) for t in group]
     for part in parts
     for group in part['groups']
   ]
@@ -64,56 +64,19 @@ def joined(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
   """Returns what metrics read of a trajectory, as JSON can write it."""
-  question = trajectory.question
-  return {
-    'question': dataclasses.asdict(dataclasses.replace(question, options={})),
-    'prompt': len(trajectory.prompt_ids),
-    'turns': [
-      {
-        'tokens': len(turn.token_ids),
-        'observation': len(turn.observation_ids),
-        'action': turn.action,
-        'version': turn.version,
-        'reward': float(turn.reward),
-        # Only this difference of the log-probabilities is in a metric.
-        'truncation': None
-        if turn.truncated_logprobs is None
-        else (turn.truncated_logprobs - turn.sampler_logprobs).tolist(),
-      }
-      for turn in trajectory.turns
-    ],
-    'rewards': {name: float(x) for name, x in trajectory.rewards.items()},
-    'status': trajectory.status.value,
-    'scores': {name: float(x) for name, x in trajectory.scores.items()},
-    'cause': trajectory.cause,
-  }
+  plain = deliveries.to_plain(trajectory, len)
+  plain['expert_ids'] = None
+  for turn, fields in zip(trajectory.turns, plain['turns'], strict=True):
+    if turn.truncated_logprobs is not None:
+      # Only this difference of the log-probabilities is in a metric.
+      change = turn.truncated_logprobs - turn.sampler_logprobs
+      fields['truncated_logprobs'] = change.tolist()
+  return plain
 
 
-def _from_plain(plain: Mapping[str, Any]) -> types.Trajectory:
-  question = plain['question']
-  golden_answers = tuple(question['golden_answers'])
-  return types.Trajectory(
-    question=types.Question(**{**question, 'golden_answers': golden_answers}),
-    prompt_ids=np.zeros(plain['prompt'], np.int32),
-    turns=tuple(_turn(turn) for turn in plain['turns']),
-    rewards=plain['rewards'],
-    status=types.TrajectoryStatus(plain['status']),
-    scores=plain['scores'],
-    cause=plain['cause'],
-  )
-
-
-def _turn(plain: Mapping[str, Any]) -> types.Turn:
-  truncation = plain['truncation']
-  return types.Turn(
-    # Zeros of the right lengths: metrics count tokens and do not read them.
-    token_ids=np.zeros(plain['tokens'], np.int32),
-    sampler_logprobs=np.zeros(plain['tokens'], np.float32),
-    observation_ids=np.zeros(plain['observation'], np.int32),
-    action=plain['action'],
-    version=plain['version'],
-    reward=plain['reward'],
-    truncated_logprobs=None
-    if truncation is None
-    else np.asarray(truncation, np.float32),
-  )
+def _values(held: Any) -> np.ndarray:
+  """Returns the array that a length or a list of values stands for."""
+  # Zeros of the right length: metrics count tokens and do not read them.
+  if isinstance(held, int):
+    return np.zeros(held, np.float32)
+  return np.asarray(held, np.float32)

@@ -94,6 +94,9 @@ def build(
   )
   if not hosts.collectors:
     return Collecting(engine, steps, build_it(steps.collect), evaluator)
+  # What is saved at a signal is said by those that save it.
+  folder.interrupt.outlook = 'ending; the hosts that learn save the run'
+  folder.interrupt.is_told = True
   addresses = hosts.whole.exchange('addresses', None)
   client = folder.enter(
     contextlib.closing(

@@ -360,4 +360,5 @@ def work(
     engine_length=config.env.max_length,
     engine_tensor=placement.tensor if placement is not None else 0,
     collectors=0 if placement is None else len(placement.collecting) * hosts,
+    fetches=placement is not None and placement.collectors > 0,
   )

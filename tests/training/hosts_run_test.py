@@ -5,50 +5,22 @@ Each has two virtual devices; collectives go over loopback.
 
 import json
 import os
-import pathlib
 import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
 from stppo_jax.records.checkpoints import checkpoint
+from tests.training import host_runs
 from tests.training import runs
 
-_DEVICES = {'JAX_NUM_CPU_DEVICES': '2'}
 # Metrics of hosts, and counts of requests: each host asks on its own.
 _OF_HOSTS = ('hosts/', 'retrieval/')
 _TIMEOUT = 600  # seconds, on a machine that is busy with other things
-
-
-def _start(
-  workdir, count=2, *, algorithm='st_ppo', faults=None, own=None, **changes
-):
-  """Starts the processes of a run.
-
-  Args:
-    workdir: the run's folder.
-    count: the number of processes.
-    algorithm: an entry of the table of algorithms.
-    faults: host to the arguments of `one_host`.
-    own: host to changes of its config.
-    **changes: see `runs.flags`.
-  """
-  address, processes = runs.free_address(), []
-  for index in range(count):
-    mine = changes | (own or {}).get(index, {})
-    module, fault = 'stppo_jax', ()
-    if index in (faults or {}):
-      module, fault = 'tests.training.one_host', faults[index]
-    flags = ['train', *runs.flags(algorithm, **mine), f'--workdir={workdir}']
-    flags += [f'--coordinator={address}', f'--num_processes={count}']
-    flags += [f'--process_id={index}']
-    processes.append(runs.start(*fault, *flags, module=module, **_DEVICES))
-  return processes
 
 
 def _one_step(out, count):
@@ -57,55 +29,28 @@ def _one_step(out, count):
   address, module = runs.free_address(), 'tests.training.stored_batch_host'
   processes = [
     runs.start(
-      str(out), address, str(count), str(index), module=module, **_DEVICES
+      str(out),
+      address,
+      str(count),
+      str(index),
+      module=module,
+      **host_runs.DEVICES,
     )
     for index in range(count)
   ]
-  assert [code for code, _ in _ends(processes)] == [0] * count
+  assert [code for code, _ in host_runs.ends(processes)] == [0] * count
   texts = [(out / f'dialogues-{n}.json').read_text() for n in range(count)]
   dialogues = [dialogue for text in texts for dialogue in json.loads(text)]
   with np.load(out / 'update.npz') as arrays:
     return dict(arrays), dialogues
 
 
-def _ends(processes) -> list[tuple[int, str]]:
-  """Returns the exit codes and what was printed; shows it if a test fails."""
-  ends = []
-  for index, process in enumerate(processes):
-    out, error = process.communicate(timeout=_TIMEOUT)
-    print(f'--- host {index}: {process.returncode}\n{out}{error}')
-    ends.append((process.returncode, out + error))
-  return ends
-
-
-def _ends_soon(processes, culprit) -> list[tuple[int, str]]:
-  """Returns the ends of two hosts; the other one ends soon after one does."""
-  processes[culprit].wait(timeout=_TIMEOUT)
-  began = time.monotonic()
-  processes[1 - culprit].wait(timeout=_TIMEOUT)
-  assert time.monotonic() - began < 30
-  return _ends(processes)
-
-
-def _train(workdir, count=2, **options):
-  ends = _ends(_start(workdir, count, **options))
-  assert [code for code, _ in ends] == [0] * count
-  return [text for _, text in ends]
-
-
-def _dialogues(workdir: pathlib.Path, step: int, count: int = 1):
-  """Returns the dialogues of all hosts in the order of the batch."""
-  names = [f'trajectories-{step:06d}.jsonl'] + [
-    f'trajectories-{step:06d}-host{index}.jsonl' for index in range(1, count)
-  ]
-  texts = [(workdir / name).read_text('utf-8') for name in names]
-  return [json.loads(line) for text in texts for line in text.splitlines()]
-
-
 def _assert_same_run(workdir, expected, *, count, steps):
   """Asserts that several hosts did what one host did, up to rounding."""
   for step in range(1, steps + 1):
-    assert _dialogues(workdir, step, count) == _dialogues(expected, step)
+    assert host_runs.dialogues(workdir, step, count) == host_runs.dialogues(
+      expected, step
+    )
   lines = zip(runs.repeated(workdir)[: steps + 1], runs.repeated(expected))
   for ours, theirs in lines:
     _assert_same_metrics(ours, theirs)
@@ -148,7 +93,7 @@ def _restored(workdir, **changes):
 
 @pytest.mark.slow
 def test_two_hosts_are_one_run(tmp_path, finished):
-  first, second = _train(tmp_path / 'run', num_steps=2)
+  first, second = host_runs.train(tmp_path / 'run', num_steps=2)
   assert 'step 2/2' in first and 'step 2/2' not in second
   assert not list((tmp_path / 'run').glob('probe-*'))
   _assert_same_run(tmp_path / 'run', finished, count=2, steps=2)
@@ -157,7 +102,9 @@ def test_two_hosts_are_one_run(tmp_path, finished):
     assert line['hosts/slowest'] in (0, 1)
   # The checkpoint of two processes resumes as one, on eight devices.
   assert runs.train(tmp_path / 'run') == 0
-  assert _dialogues(tmp_path / 'run', 3) == _dialogues(finished, 3)
+  assert host_runs.dialogues(tmp_path / 'run', 3) == host_runs.dialogues(
+    finished, 3
+  )
 
 
 @pytest.mark.slow
@@ -179,7 +126,9 @@ def test_a_stored_batch_has_the_same_gradients_on_any_number_of_hosts(tmp_path):
 
 @pytest.mark.slow
 def test_each_host_records_the_tokens_of_its_own_rows(tmp_path):
-  _train(tmp_path, num_steps=1, writer__token_details=3, evaluate__every=0)
+  host_runs.train(
+    tmp_path, num_steps=1, writer__token_details=3, evaluate__every=0
+  )
   for name in ('trajectories-000001.jsonl', 'trajectories-000001-host1.jsonl'):
     lines = (tmp_path / name).read_text('utf-8').splitlines()
     records = [json.loads(line) for line in lines]
@@ -204,7 +153,7 @@ def test_trajectories_do_not_depend_on_the_number_of_hosts(
       'rollout__trajectories_per_step': 32,
       'writer__trajectories': 32,
     }
-  _train(tmp_path / 'many', count, algorithm=algorithm, **options)
+  host_runs.train(tmp_path / 'many', count, algorithm=algorithm, **options)
   command = ['train', *runs.flags(algorithm, **options)]
   one = runs.start(*command, f'--workdir={tmp_path / "one"}')
   assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
@@ -226,13 +175,13 @@ def test_information_gains_do_not_depend_on_the_number_of_hosts(
     'rollout__trajectories_per_step': 32,
     'writer__trajectories': 32,
   }
-  _train(tmp_path / 'two', algorithm=algorithm, **options)
+  host_runs.train(tmp_path / 'two', algorithm=algorithm, **options)
   command = ['train', *runs.flags(algorithm, **options)]
   one = runs.start(*command, f'--workdir={tmp_path / "one"}')
   assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
   for step in (1, 2):
     ours, theirs = (
-      _dialogues(tmp_path / name, step, count)
+      host_runs.dialogues(tmp_path / name, step, count)
       for name, count in (('two', 2), ('one', 1))
     )
     assert ours == theirs
@@ -264,7 +213,7 @@ def test_a_checkpoint_resumes_on_another_number_of_hosts(
     shutil.copytree(finished, run)
     shutil.rmtree(run / 'checkpoints' / '3')
   else:
-    _train(run, before, num_steps=2)
+    host_runs.train(run, before, num_steps=2)
   # What is restored is what was saved, bit for bit on every mesh; a checkpoint
   # has checksums of the latter.
   jax.tree.map(
@@ -275,11 +224,11 @@ def test_a_checkpoint_resumes_on_another_number_of_hosts(
   if count == 1:
     assert runs.train(run, **mesh) == 0
   else:
-    _train(run, count, num_steps=runs.STEPS, **mesh)
+    host_runs.train(run, count, num_steps=runs.STEPS, **mesh)
   # What is computed from there on is added in another order. With as many
   # devices each has as many rows, so that nothing else differs. The explained
   # variance is a quotient of which the divisor is almost 0 here.
-  assert _dialogues(run, 3, count) == _dialogues(finished, 3)
+  assert host_runs.dialogues(run, 3, count) == host_runs.dialogues(finished, 3)
   ours, theirs = runs.repeated(run)[-1], runs.repeated(finished)[-1]
   close = {}
   if count == 1:
@@ -305,7 +254,7 @@ def test_hosts_collect_ahead(tmp_path, capsys, fraction):
   assert runs.train(tmp_path / 'one', **options) == 0
   assert between in capsys.readouterr().out
   options['mesh__collect_fraction'] = fraction
-  first, second = _train(tmp_path / 'two', **options)
+  first, second = host_runs.train(tmp_path / 'two', **options)
   note = beside if fraction else between
   assert note in first and note not in second
   _assert_same_run(
@@ -326,7 +275,7 @@ def test_hosts_repeat_turns_of_several_policies(tmp_path):
     'mesh__collect_fraction': 0.5,
     'num_steps': steps,
   }
-  _train(first, **options)
+  host_runs.train(first, **options)
   lines = runs.metrics(first)[1:]
   # It depends on how long things take, but is at most the steps ahead.
   assert all(line['rollout/staleness_max'] <= 1 for line in lines)
@@ -339,7 +288,7 @@ def test_hosts_repeat_turns_of_several_policies(tmp_path):
       assert len(versions) == 8 and all(versions)
       found |= {version for row in versions for version in row}
   assert len(found) > 1
-  _train(again, rollout__replay_order=first, **options)
+  host_runs.train(again, rollout__replay_order=first, **options)
   ours, theirs = (
     [
       {k: v for k, v in line.items() if not k.startswith(_OF_HOSTS)}
@@ -349,14 +298,16 @@ def test_hosts_repeat_turns_of_several_policies(tmp_path):
   )
   assert ours == theirs
   for step in range(1, steps + 1):
-    assert _dialogues(again, step, 2) == _dialogues(first, step, 2)
+    assert host_runs.dialogues(again, step, 2) == host_runs.dialogues(
+      first, step, 2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('start', ['sft__before_training', 'init_from'])
 def test_the_start_of_a_run_is_made_by_all(tmp_path, finished, start):
   options = {start: start != 'init_from' or finished, 'num_steps': 1}
-  first, _ = _train(tmp_path / 'two', **options)
+  first, _ = host_runs.train(tmp_path / 'two', **options)
   if start == 'init_from':
     assert f'start: init_from={finished}, kept in {tmp_path}/two/start' in first
   assert runs.train(tmp_path / 'one', **options) == 0
@@ -385,12 +336,12 @@ def test_a_signal_on_one_host_ends_a_start_on_all(
     'num_steps': 1,
   }
   faults = {0: ('stop', 'printed', printed)}
-  ends = _ends(_start(tmp_path, faults=faults, **options))
+  ends = host_runs.ends(host_runs.start(tmp_path, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
   for _, text in ends:
     assert said in text
   assert (tmp_path / 'start').is_dir() == is_begun
-  _train(tmp_path, **options)
+  host_runs.train(tmp_path, **options)
 
 
 _OUTSIDE_OF_A_RUN = """
@@ -419,14 +370,14 @@ def test_a_signal_outside_of_a_run_has_its_exit_code_on_all():
   processes = [
     subprocess.Popen(
       [sys.executable, '-c', _OUTSIDE_OF_A_RUN, address, str(index)],
-      env=os.environ | _DEVICES | {'JAX_PLATFORMS': 'cpu'},
+      env=os.environ | host_runs.DEVICES | {'JAX_PLATFORMS': 'cpu'},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
     )
     for index in range(2)
   ]
-  (code, text), (culprit, _) = _ends(processes)
+  (code, text), (culprit, _) = host_runs.ends(processes)
   assert culprit == code == 130
   assert 'failed: Interrupted: by a signal' in text
 
@@ -441,13 +392,13 @@ def test_a_signal_on_one_host_saves_the_same_step_on_all(
   run = tmp_path / 'run'
   faults = {culprit: ('stop', kind, '2')}
   options = {'num_steps': runs.STEPS, 'checkpoint__every': 99}
-  ends = _ends(_start(run, faults=faults, **options))
+  ends = host_runs.ends(host_runs.start(run, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
   saved = 1 if kind == 'collect' else 2
   for _, text in ends:
     assert f'interrupted after step {saved}, saved' in text
   assert [p.name for p in (run / 'checkpoints').iterdir()] == [str(saved)]
-  _train(run, **options)
+  host_runs.train(run, **options)
   _assert_same_run(run, finished, count=2, steps=runs.STEPS)
 
 
@@ -459,13 +410,15 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
   tmp_path, finished, what, kind, culprit
 ):
   run, options = tmp_path / 'run', {'num_steps': runs.STEPS}
-  processes = _start(run, faults={culprit: (what, kind, '2')}, **options)
-  ends = _ends_soon(processes, culprit)
+  processes = host_runs.start(
+    run, faults={culprit: (what, kind, '2')}, **options
+  )
+  ends = host_runs.ends_soon(processes, culprit)
   codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
   assert (ends[culprit][0], ends[1 - culprit][0]) == codes
   start = f'host {culprit} ({socket.gethostname()})'
   assert start in ends[1 - culprit][1]
-  _train(run, **options)
+  host_runs.train(run, **options)
   _assert_same_run(run, finished, count=2, steps=runs.STEPS)
 
 
@@ -483,11 +436,12 @@ _TOGETHER = {
 @pytest.mark.parametrize('deterministic', [True, False])
 def test_hosts_that_decode_together_are_the_same_run(tmp_path, deterministic):
   options = _TOGETHER | {'rollout__deterministic': deterministic}
-  _train(tmp_path / 'together', **options)
-  _train(tmp_path / 'alone', **options | {'rollout__span': 'host'})
+  host_runs.train(tmp_path / 'together', **options)
+  host_runs.train(tmp_path / 'alone', **options | {'rollout__span': 'host'})
   for step in range(1, runs.STEPS + 1):
     ours, theirs = (
-      _dialogues(tmp_path / name, step, 2) for name in ('together', 'alone')
+      host_runs.dialogues(tmp_path / name, step, 2)
+      for name in ('together', 'alone')
     )
     assert ours == theirs
   lines = (runs.repeated(tmp_path / name) for name in ('together', 'alone'))
@@ -509,10 +463,10 @@ def test_hosts_that_decode_together_end_together(
   tmp_path, what, kind, culprit, codes
 ):
   """The other host waits for this one before a program."""
-  processes = _start(
+  processes = host_runs.start(
     tmp_path / 'run', faults={culprit: (what, kind, '2')}, **_TOGETHER
   )
-  ends = _ends_soon(processes, culprit)
+  ends = host_runs.ends_soon(processes, culprit)
   assert (ends[culprit][0], ends[1 - culprit][0]) == codes
   said = f'host {culprit} ({socket.gethostname()})'
   if what == 'stop':
@@ -527,11 +481,11 @@ def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
   # Weights are cut over the hosts, so that both of them write.
   options = {'num_steps': runs.STEPS, 'mesh__fsdp': 4}
   run, faults = tmp_path / 'run', {culprit: ('fill', 'updated', '2')}
-  processes = _start(run, faults=faults, **options)
-  ends = _ends_soon(processes, culprit)
+  processes = host_runs.start(run, faults=faults, **options)
+  ends = host_runs.ends_soon(processes, culprit)
   assert [code for code, _ in ends] == [75, 75]
   assert 'step 2 could not be saved in ' in ends[culprit][1]
   name = f'host {culprit} ({socket.gethostname()}) failed: SaveFailed'
   assert name in ends[1 - culprit][1]
-  _train(run, **options)
+  host_runs.train(run, **options)
   _assert_same_run(run, finished, count=2, steps=runs.STEPS)

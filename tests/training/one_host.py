@@ -3,8 +3,9 @@
     python -m tests.training.one_host WHAT KIND NUMBER train FLAGS
 
 At a moment of the run, see `faults`, the process raises an error, kills itself,
-sends itself SIGTERM, or has a full disk from then on.
-It is one of two hosts, each of which collects half of a step.
+sends itself SIGTERM, loses its retriever, or has a full disk from then on.
+It is one of two hosts, each of which collects half of a step, or the only one
+that collects.
 
     python -m tests.training.one_host WHAT printed TEXT train FLAGS
 
@@ -18,6 +19,7 @@ import signal
 import sys
 
 from stppo_jax import __main__
+from stppo_jax.retrieval import protocol
 from tests.training import faults
 from tests.training import runs
 
@@ -28,17 +30,28 @@ def _fill_disk():
   resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
 
 
+def _lose_retriever_at(moment):
+  def act(now):
+    if now == moment:
+      raise protocol.RetrieverUnreachable('not ready within 60 s')
+
+  return act
+
+
 def main(what: str, kind: str, number: str, *argv: str) -> int:
   act = {
     'raise': faults.crash_at,
     'kill': functools.partial(faults.send_at, number=signal.SIGKILL),
     'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
+    'outage': _lose_retriever_at,
     'fill': lambda moment: lambda now: _fill_disk() if now == moment else None,
   }[what]
   if kind == 'printed':
     with faults.printed(number, act((kind, 1))):
       return __main__.main(argv)
-  with faults.at(runs.config(), act((kind, int(number))), num_hosts=2):
+  collectors = [flag for flag in argv if 'mesh.collectors' in flag]
+  num_hosts = 1 if collectors else 2
+  with faults.at(runs.config(), act((kind, int(number))), num_hosts=num_hosts):
     return __main__.main(argv)
 
 

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from stppo_jax.parallel import connected_hosts
-from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import topology
 from stppo_jax.training import components
 from stppo_jax.training import engines

@@ -167,6 +167,11 @@ def make(
       devices = topology_lib.devices(topology)
     else:
       devices = None
+    if config.mesh.collectors and devices is None:
+      raise ValueError(
+        f'mesh.collectors={config.mesh.collectors}: {topology.name} is compiled '
+        'for one host; give --compile=False'
+      )
     mesh = components.build_mesh(config, devices)
     # Only a model that is made anew takes the size of its vocabulary from a
     # tokenizer; a directory says it in config.json.

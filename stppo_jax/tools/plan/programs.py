@@ -164,6 +164,8 @@ def compile_all(
   """
   if subject.placement is None:
     names = [name for name in names if name not in _OF_THE_ENGINE]
+  elif subject.placement.collectors:  # hosts send weights, and no program does
+    names = [name for name in names if name != 'publish']
   workers = min(os.cpu_count() or 1, _MOST_AT_ONCE)
   with concurrent.futures.ThreadPoolExecutor(workers) as threads:
     # Lowering is work of Python; a program is compiled while the next one is

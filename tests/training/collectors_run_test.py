@@ -1,0 +1,189 @@
+"""Some hosts only collect: the same numbers as without them, and one end."""
+
+import json
+import socket
+
+import pytest
+
+from tests.training import host_runs
+from tests.training import runs
+
+_STEPS = 4
+_OPTIONS = {
+  'num_steps': _STEPS,
+  'rollout__steps_ahead': 1,
+  'writer__trajectories': 16,
+  # So large that every policy has other log-probabilities.
+  'policy_optimizer__learning_rate': 0.02,
+  'policy_optimizer__warmup_updates': 0,
+}
+# Metrics that other runs do not have, or that count what each host asks.
+_OF_HOSTS = ('hosts/', 'retrieval/')
+
+
+def _metrics(workdir):
+  return [
+    {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
+    for line in runs.repeated(workdir)
+  ]
+
+
+def _assert_same(workdir, expected, *, learners, first=1):
+  assert _metrics(workdir) == _metrics(expected)
+  for step in range(first, _STEPS + 1):
+    ours, theirs = (
+      host_runs.dialogues(folder, step, learners)
+      for folder in (workdir, expected)
+    )
+    assert ours == theirs and len(ours) == 16
+
+
+def _alone(workdir, **options):
+  """Trains on one host, whose devices both learn and collect."""
+  flags = ['train', *runs.flags(**options), f'--workdir={workdir}']
+  process = runs.start(*flags, **host_runs.DEVICES)
+  assert host_runs.ends([process])[0][0] == 0
+
+
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+  """A run of one host, which the runs with one that learns must equal."""
+  folder = tmp_path_factory.mktemp('alone')
+  _alone(folder, **_OPTIONS)
+  return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('collectors', [1, 2])
+def test_who_collects_changes_no_bit(tmp_path, alone, collectors):
+  first, *others = host_runs.train(
+    tmp_path, 1 + collectors, mesh__collectors=collectors, **_OPTIONS
+  )
+  total = 1 + collectors
+  assert f'mesh.collectors={collectors}: 1 of {total} hosts learn' in first
+  assert not any('step 1/' in text for text in others)
+  _assert_same(tmp_path, alone, learners=1)
+  lines = runs.metrics(tmp_path)[1:]
+  assert [line['rollout/staleness'] for line in lines] == [0.0, 1.0, 1.0, 1.0]
+  assert len({line['ratio/token/max'] for line in lines}) == _STEPS
+  for line in lines:
+    assert 0 <= line['hosts/learners_idle'] < 1
+    assert 0 <= line['hosts/steps_waiting'] <= 2
+    assert ('hosts/slowest' in line) == (collectors > 1)
+    assert line.get('hosts/slowest', 1.0) in (1.0, 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'rollout__steps_ahead': 2},
+    {'model__lora__rank': 2, 'sft__before_training': True},
+    {'rollout__resample_rounds': 1, 'rollout__group_size': 2},
+  ],
+)
+def test_other_runs_are_the_same_too(tmp_path, changes):
+  changes = _OPTIONS | changes
+  _alone(tmp_path / 'alone', **changes)
+  host_runs.train(tmp_path / 'apart', 2, mesh__collectors=1, **changes)
+  _assert_same(tmp_path / 'apart', tmp_path / 'alone', learners=1)
+
+
+@pytest.mark.slow
+def test_several_hosts_learn_beside_one_that_collects(tmp_path):
+  host_runs.train(tmp_path / 'two', 2, **_OPTIONS)
+  host_runs.train(tmp_path / 'three', 3, mesh__collectors=1, **_OPTIONS)
+  _assert_same(tmp_path / 'three', tmp_path / 'two', learners=2)
+
+
+@pytest.mark.slow
+def test_turns_of_several_policies_are_repeated(tmp_path):
+  """Weights come while dialogues go on; their versions are recorded."""
+  first, again = tmp_path / 'first', tmp_path / 'again'
+  options = _OPTIONS | {
+    'mesh__collectors': 1,
+    'rollout__turn_swaps': 'recompute',
+    'rollout__slots': 4,
+  }
+  host_runs.train(first, **options)
+  lines = runs.metrics(first)[1:]
+  assert all(line['rollout/staleness_max'] <= 1 for line in lines)
+  assert max(line['mismatch/logprob_abs_diff'] for line in lines) < 1e-4
+  found = set()
+  for step in range(1, _STEPS + 1):
+    text = (first / f'versions-{step:06d}.json').read_text()
+    (versions,) = json.loads(text)
+    assert len(versions) == 16 and all(versions)
+    found |= {version for row in versions for version in row}
+  assert len(found) > 1
+  host_runs.train(again, rollout__replay_order=first, **options)
+  _assert_same(again, first, learners=1)
+
+
+def _is_named(text, host, does):
+  return f'host {host} ({socket.gethostname()}, which {does})' in text
+
+
+# Host 0 learns, writes, and has the queue; host 1 collects.
+@pytest.mark.slow
+@pytest.mark.parametrize('what', ['kill', 'raise'])
+@pytest.mark.parametrize(
+  ('culprit', 'kind', 'does'),
+  [
+    (0, 'updated', 'learns'),
+    (1, 'collect', 'collects'),
+    (1, 'collected', 'collects'),
+    (1, 'evaluate', 'collects'),
+  ],
+)
+def test_a_lost_host_ends_all_and_the_command_resumes(
+  tmp_path, alone, what, culprit, kind, does
+):
+  options = _OPTIONS | {'mesh__collectors': 1}
+  faults = {culprit: (what, kind, '2')}
+  processes = host_runs.start(tmp_path, faults=faults, **options)
+  ends = host_runs.ends_soon(processes, culprit)
+  codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
+  assert (ends[culprit][0], ends[1 - culprit][0]) == codes
+  assert _is_named(ends[1 - culprit][1], culprit, does)
+  host_runs.train(tmp_path, **options)
+  _assert_same(tmp_path, alone, learners=1)
+
+
+@pytest.mark.slow
+def test_a_learner_that_is_lost_is_named_on_all(tmp_path):
+  options = _OPTIONS | {'mesh__collectors': 1}
+  faults = {1: ('kill', 'updated', '2')}
+  processes = host_runs.start(tmp_path, 3, faults=faults, **options)
+  (first, said), (lost, _), (last, also_said) = host_runs.ends(processes)
+  assert (first, lost, last) == (75, -9, 75)
+  assert _is_named(said, 1, 'learns') and _is_named(also_said, 1, 'learns')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('culprit', 'what', 'kind', 'saved'),
+  [
+    (0, 'stop', 'updated', 2),
+    (1, 'stop', 'collect', 1),
+    (1, 'stop', 'evaluate', 2),
+    (1, 'outage', 'collect', 1),
+  ],
+)
+def test_an_interrupted_run_is_saved_and_resumed(
+  tmp_path, alone, culprit, what, kind, saved
+):
+  """Step 3 is collected when step 1 has been trained on, at the earliest."""
+  options = _OPTIONS | {'mesh__collectors': 1, 'checkpoint__every': 99}
+  number = '3' if kind == 'collect' else '2'
+  faults = {culprit: (what, kind, number)}
+  ends = host_runs.ends(host_runs.start(tmp_path, faults=faults, **options))
+  assert [code for code, _ in ends] == [75, 75]
+  (step,) = [int(path.name) for path in (tmp_path / 'checkpoints').iterdir()]
+  assert step in (saved, saved + 1)
+  if what == 'outage':
+    assert _is_named(ends[0][1], 1, 'collects') and 'not ready' in ends[0][1]
+  else:
+    assert f'interrupted after step {step}, saved' in ends[0][1]
+  host_runs.train(tmp_path, **options)
+  _assert_same(tmp_path, alone, learners=1)
