@@ -278,8 +278,8 @@ class ConnectedHosts(hosts_lib.Hosts):
   def _give(
     self, what: str, value: Any, to: str, among: Sequence[int]
   ) -> concurrent.futures.Future:
-    if among and not self.learns:
-      what += ' of those that collect'
+    if among:
+      what += f' of those that {"learn" if self.learns else "collect"}'
     # All hosts make the exchanges of a name in the same order, so equal numbers
     # are the same exchange.
     number = self._rounds[what] = self._rounds.get(what, -1) + 1

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from stppo_jax import interruption
+from stppo_jax.parallel import connected_hosts
 from stppo_jax.parallel import coordinator as coordinator_lib
 from stppo_jax.parallel import distributed
-from stppo_jax.parallel import connected_hosts
-from stppo_jax.parallel import hosts as hosts_lib
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
 _NAME = socket.gethostname()
@@ -28,13 +27,19 @@ def _address() -> str:
     return f'127.0.0.1:{probe.getsockname()[1]}'
 
 
-def _in_threads(count, body):
+def _in_threads(count, body, **options):
   """Returns what `body` returns for each host of a run in this process."""
   address = _address()
 
   def one(index):
     hosts = connected_hosts.ConnectedHosts(
-      address, index, count, jax_port=1, start_timeout=30, patience=30
+      address,
+      index,
+      count,
+      jax_port=1,
+      start_timeout=30,
+      patience=30,
+      **options,
     )
     try:
       return body(hosts)
@@ -256,6 +261,54 @@ def test_a_place_is_taken_once(stranded):
 def test_flags_are_checked(flags, line):
   with pytest.raises(ValueError) as error:
     distributed.place(*flags)
+  assert str(error.value).startswith(line)
+
+
+def test_hosts_of_a_role_agree_without_the_others():
+  def body(hosts):
+    group = hosts.group
+    assert group.learns == (hosts.index < 2) and not group.is_alone
+    assert group.is_first == (hosts.index == 0)
+    words = [group.exchange('word', f'{hosts.index}')]
+    if group.learns:  # more often than those that collect
+      words += [group.exchange('word', n) for n in range(2)]
+    gathered = group.gather('word', hosts.index)
+    assert hosts.exchange('word', 1) == [1] * 5
+    return group.describe(0), group.share(6), words, gathered
+
+  learning, collecting = ', which learns', ', which collects'
+  assert _in_threads(5, body, collectors=3) == [
+    *(
+      (
+        f'host 0 ({_NAME}{learning})',
+        slice(3 * n, 3 * n + 3),
+        [['0', '1'], [0, 0], [1, 1]],
+        None if n else [0, 1],
+      )
+      for n in range(2)
+    ),
+    *(
+      (
+        f'host 2 ({_NAME}{collecting})',
+        slice(2 * n, 2 * n + 2),
+        [['2', '3', '4']],
+        None if n else [2, 3, 4],
+      )
+      for n in range(3)
+    ),
+  ]
+
+
+@pytest.mark.parametrize(
+  ('count', 'collectors', 'line'),
+  [
+    (2, 2, 'mesh.collectors=2: must be below the number of processes of the '),
+    (1, 1, 'mesh.collectors=1: must be below the number of processes of the '),
+  ],
+)
+def test_one_host_must_learn(count, collectors, line):
+  with pytest.raises(ValueError) as error:
+    distributed.place('h:1', count, 0, collectors=collectors)
   assert str(error.value).startswith(line)
 
 
