@@ -58,18 +58,15 @@ def make_mesh(
   )
 
 
-def divide(
-  devices: Sequence, fraction: float, collectors: int = 0
-) -> tuple[list, list]:
+def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
   """Returns the devices that learn, and those that collect beside them.
 
-  The last devices of each host collect, or all devices of the last hosts.
+  The last devices of each host collect.
 
   Args:
     devices: devices of all hosts.
     fraction: the share of each host's devices that collects, which is rounded
       to whole devices; 0: all devices learn, and none only collects.
-    collectors: the number of hosts that only collect.
 
   Raises:
     ValueError: no device of a host is left for one of the two, or no program
@@ -86,14 +83,6 @@ def divide(
       'learn; v4 and v5p can be divided, and so can a single host of v5e or v6e'
     )
   learning, collecting = [], []
-  if collectors:
-    if collectors >= len(by_host):
-      raise ValueError(
-        f'mesh.collectors={collectors}: must be below the number of hosts, '
-        f'{len(by_host)}, since one must learn'
-      )
-    groups = [*by_host.values()]
-    return sum(groups[:-collectors], []), sum(groups[-collectors:], [])
   for host in by_host.values():
     count = round(fraction * len(host))
     if fraction and not 0 < count < len(host):
@@ -123,16 +112,15 @@ def make_learning_mesh(
   Args:
     data, fsdp, expert, tensor: devices along each axis, see `make_mesh`.
     collect_fraction: the share of each host's devices that only collects.
-    collectors: the number of hosts that only collect, the last of `devices`. A
-      host that learns has no devices of theirs.
-    devices: the devices of the run; None: all that jax sees.
+    collectors: the number of hosts that only collect, whose devices are not
+      among these.
+    devices: the devices of the run; None: all.
 
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  learning, collecting = divide(
-    devices or jax.devices(), collect_fraction, collectors if devices else 0
-  )
+  del collectors  # jax does not see their devices
+  learning, collecting = divide(devices or jax.devices(), collect_fraction)
   try:
     return make_mesh(
       data=data, fsdp=fsdp, expert=expert, tensor=tensor, devices=learning
@@ -142,7 +130,7 @@ def make_learning_mesh(
       raise
     raise ValueError(
       f'{error}; the other {len(collecting)} collect: '
-      f'mesh.collect_fraction={collect_fraction}, mesh.collectors={collectors}'
+      f'mesh.collect_fraction={collect_fraction}'
     ) from error
 
 

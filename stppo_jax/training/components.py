@@ -170,7 +170,8 @@ def build_placement(
     devices: see `build_mesh`.
     host: the number of the host; None: that of this process, or the last one of
       `devices`.
-    hosts: see `build`; of a plan, all hosts are in `devices`.
+    hosts: see `build`. The devices of a plan learn, and those of its last host
+      stand for those of a host that only collects.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
@@ -178,14 +179,14 @@ def build_placement(
   learns_alone = hosts.learns and hosts.collectors > 0
   if config.rollout.engine != 'local' or learns_alone:
     return None
-  collectors = config.mesh.collectors if devices else hosts.collectors
-  tensor, collecting = config.rollout.tensor, jax.devices()
+  tensor = config.rollout.tensor or max(config.mesh.tensor, 1)
   if hosts.learns:
-    tensor = tensor or mesh.shape['tensor']
-    _, collecting = mesh_lib.divide(
-      devices or collecting, config.mesh.collect_fraction, collectors
-    )
-  tensor = tensor or max(config.mesh.tensor, 1)
+    tensor = config.rollout.tensor or mesh.shape['tensor']
+  collectors = config.mesh.collectors if devices else hosts.collectors
+  collecting = devices or jax.devices()
+  if not collectors:
+    fraction = config.mesh.collect_fraction
+    _, collecting = mesh_lib.divide(collecting, fraction)
   # Programs that are only compiled are those of the last host: libtpu 0.0.42
   # fails with an internal error for the first host of v5e and v6e slices that
   # have several, and not for the others.

@@ -55,14 +55,6 @@ def test_a_host_has_devices_of_both_kinds(fraction):
     mesh_lib.divide(jax.devices(), fraction)
 
 
-def test_the_last_hosts_may_only_collect():
-  chips = topology.virtual(topology.find('v5e:4x4'))  # four hosts of four
-  assert mesh_lib.divide(chips, 0, 1) == (chips[:12], chips[12:])
-  assert mesh_lib.divide(chips, 0, 3) == (chips[:4], chips[4:])
-  with pytest.raises(ValueError, match='mesh.collectors=4: must be below'):
-    mesh_lib.divide(chips, 0, 4)
-
-
 @pytest.mark.parametrize('name', ['v5e:4x4', 'v6e:2x8'])
 def test_several_hosts_of_some_tpus_are_not_divided(name):
   chips = topology.virtual(topology.find(name))

@@ -30,7 +30,6 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
 from stppo_jax.models import roofline
 from stppo_jax.parallel import memory
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import programs as programs_lib
 from stppo_jax.training import checks
@@ -50,6 +49,8 @@ class Plan:
     axes: the sizes of the mesh axes.
     slots: the trajectories that each host decodes at a time; 0 with
       rollout.engine=remote.
+    collectors: the number of hosts that only collect, which have as many
+      devices as the others.
     held: what the run holds, beside what programs need.
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
@@ -63,6 +64,7 @@ class Plan:
   topology: topology_lib.Topology
   axes: Mapping[str, int]
   slots: int
+  collectors: int
   held: memory.Held
   estimated: Mapping[str, int]
   programs: Mapping[str, programs_lib.Cost]
@@ -71,6 +73,12 @@ class Plan:
   num_steps: int
   asks_for_gains: bool
   limit: float
+
+  @property
+  def num_chips(self) -> int:
+    """The number of chips, also of hosts that only collect beside others."""
+    beside = self.collectors * self.topology.per_host
+    return self.topology.num_chips + beside // self.topology.limits.per_chip
 
   @property
   def temporaries(self) -> dict[str, int]:
@@ -167,11 +175,6 @@ def make(
       devices = topology_lib.devices(topology)
     else:
       devices = None
-    if config.mesh.collectors and devices is None:
-      raise ValueError(
-        f'mesh.collectors={config.mesh.collectors}: {topology.name} is compiled '
-        'for one host; give --compile=False'
-      )
     mesh = components.build_mesh(config, devices)
     # Only a model that is made anew takes the size of its vocabulary from a
     # tokenizer; a directory says it in config.json.
@@ -182,14 +185,16 @@ def make(
     if is_known and not config.model.path:
       tokenizer = model_files.build_tokenizer(config, None)
     shape = model_files.build_model_config(config, tokenizer, mesh)
-    learner, placement = components.build_learner(config, shape, mesh, devices)
+    learner, placement = components.build_learner(
+      config, shape, mesh, devices or jax.devices()
+    )
     packed = packed_shapes(config, shape, length, loss_fraction)
   limit = (gib or topology.limits.memory) * memory.GIB
   config = checks.sized(config, learner, placement, limit)
   held = checks.held_memory(config, learner, placement)
   if placement is not None and 'decode' in programs:
     held = held._replace(copied=0)  # the program has the copy
-  axes, hosts = dict(mesh.shape), mesh_lib.num_hosts(mesh)
+  axes = dict(mesh.shape)
   assert packed.loss_positions_BM is not None  # `packed_shapes` has them
   work = metrics.work(
     config,
@@ -207,7 +212,10 @@ def make(
   return Plan(
     topology=topology,
     axes=axes,
-    slots=0 if placement is None else components.num_slots(config, hosts),
+    slots=0
+    if placement is None
+    else components.num_slots(config, placement.hosts),
+    collectors=config.mesh.collectors,
     held=held,
     estimated=estimated_temporaries(
       work, held, head_chunk=config.updates.head_chunk

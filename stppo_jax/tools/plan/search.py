@@ -61,9 +61,7 @@ def sweep_meshes(
   """
   with exits.as_misconfigured():
     learning, _ = mesh_lib.divide(
-      topology_lib.virtual(topology),
-      config.mesh.collect_fraction,
-      config.mesh.collectors,
+      topology_lib.virtual(topology), config.mesh.collect_fraction
     )
   num_devices = len(learning)
   updates = config.updates

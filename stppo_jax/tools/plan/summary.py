@@ -25,13 +25,14 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
   work = plan.work
   at_least, seconds = plan.seconds
   hours = [x * plan.num_steps / 3600 for x in (at_least, seconds)]
-  chip_hours = [x * plan.topology.num_chips for x in hours]
+  chip_hours = [x * plan.num_chips for x in hours]
   # Without a price the cost is unknown, which 0 would not say.
   costs = [price * x if price else None for x in chip_hours]
   return {
     'topology': plan.topology.name,
     'devices': plan.topology.num_devices,
-    'chips': plan.topology.num_chips,
+    'chips': plan.num_chips,
+    'collectors': plan.collectors,
     'mesh': dict(plan.axes),
     'fits': plan.fits,
     'problems': plan.problems,
@@ -235,7 +236,9 @@ def _describe_step(summary: Mapping[str, Any]) -> list[str]:
     f'{step["questions_per_second"]:.3g} questions per second'
   )
   if step['slots']:
-    lines.append(f'Each host decodes {step["slots"]} trajectories at a time')
+    beside = summary['collectors']
+    which = f'Each of {beside} more hosts' if beside else 'Each host'
+    lines.append(f'{which} decodes {step["slots"]} trajectories at a time')
   run = summary['run']
   price = ''
   if run['cost'] is not None:
