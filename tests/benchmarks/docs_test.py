@@ -23,6 +23,7 @@ _NO_BENCHMARK = {
   'benchmarks.mismatch',
   'benchmarks.own_data',
   'benchmarks.reference_choices',
+  'benchmarks.side_by_side',
   'benchmarks.slices',
   'benchmarks.weak_scaling',
 }

@@ -111,6 +111,34 @@ def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
   assert 'a step lasts as long as the slower of the two' in out
 
 
+def test_hosts_that_only_collect_are_planned_beside_the_others(capsys):
+  def made(**changes):
+    settings = runs.config(mesh__data=8, rollout__steps_ahead=1, **changes)
+    return plan.make(settings, length=128, loss_fraction=0.5)
+
+  found, together = made(mesh__collectors=2), made()
+  theirs = dict(together.held.sizes)
+  weights = theirs.pop('weights of the engine')
+  cache = theirs.pop('keys and values of the engine')
+  assert found.held.sizes == theirs  # all devices learn, and have no engine
+  assert found.held.collecting == {
+    'weights of the engine': weights,
+    'weights of the next steps': weights,
+    'keys and values of the engine': cache / 2,  # two hosts share the rows
+  }
+  assert (found.slots, together.slots) == (8, 16)
+  assert (found.num_chips, together.num_chips) == (24, 8)
+  assert found.phases['update'] == together.phases['update']
+  assert together.phases.keys() - found.phases.keys() == {'publish'}
+  collect = found.phases['extend'].expected + found.phases['decode'].expected
+  learn = found.phases['annotate'].expected + found.phases['update'].expected
+  assert found.seconds[1] == pytest.approx(max(collect, learn))
+  flags = '--config.mesh.collectors=2', '--config.rollout.steps_ahead=1'
+  code, out, _ = _plan(capsys, *flags, '--compile=False')
+  assert code == 0 and 'Memory of a device that collects' in out
+  assert 'Each of 2 more hosts decodes 8 trajectories at a time' in out
+
+
 def test_decoding_copies_the_keys_and_values_of_active_slots(capsys):
   def made(**changes):
     return plan.make(runs.config(**changes), length=128, loss_fraction=0.5)

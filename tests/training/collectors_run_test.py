@@ -146,7 +146,10 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
   codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
   assert (ends[culprit][0], ends[1 - culprit][0]) == codes
   assert _is_named(ends[1 - culprit][1], culprit, does)
-  host_runs.train(tmp_path, **options)
+  if kind == 'collected':  # nobody is left to collect beside
+    _alone(tmp_path, **_OPTIONS)
+  else:
+    host_runs.train(tmp_path, **options)
   _assert_same(tmp_path, alone, learners=1)
 
 
