@@ -35,17 +35,15 @@ Measured = tuple[dict[str, float], list[types.Trajectory]]
 Collect = Callable[[int], tuple[list[types.Trajectory], dict[str, float]]]
 
 
-class CollectorFailed(Exception):
+class CollectorFailed(exits.RunEnded):
   """Says that a host could not collect; those that learn can save.
 
-  Attributes:
+  Args:
+    line: what has failed.
     exit_code: the exit code of that host.
-    saves: true, see `exits`.
   """
 
-  saves = True
-
-  def __init__(self, line: str, exit_code: int = exits.TRY_AGAIN):
+  def __init__(self, line: str, exit_code: int):
     super().__init__(line)
     self.exit_code = exit_code
 

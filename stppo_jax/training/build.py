@@ -24,17 +24,13 @@ from stppo_jax.parallel import memory
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.rollout import answer_probes
 from stppo_jax.rollout import collect
-from stppo_jax.rollout import collectors
-from stppo_jax.rollout import evaluation
 from stppo_jax.rollout import pack as pack_lib
-from stppo_jax.rollout import prefetch
 from stppo_jax.rollout import steps as steps_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checks
 from stppo_jax.training import claim
 from stppo_jax.training import collecting
 from stppo_jax.training import components as components_lib
-from stppo_jax.training import engines
 from stppo_jax.training import model_files
 from stppo_jax.training import span
 from stppo_jax.workdir import agreement
@@ -50,14 +46,9 @@ class Parts:
     learner: annotates and updates.
     placement: the devices that decode; None with rollout.engine=remote.
     services: questions, environment, retriever and event loop.
-    engine: samples, for collections and evaluations; None if others do.
-    step_collector: collects one step, and completes its metrics.
-    prefetcher: schedules the collections of steps and returns their results.
-    evaluator: evaluates a published policy.
+    collecting: what collects and evaluates.
     pack: makes the batch of a step; see `pack_step`.
     notes: lines about what the config leads to; of the first host.
-    follow: collects for the hosts that learn until they have ended; None if
-      this host learns.
   """
 
   config: Any
@@ -65,46 +56,9 @@ class Parts:
   learner: learner_lib.Learner
   placement: publish_lib.Placement | None
   services: steps_lib.Services
-  engine: engines.Engine | None
-  step_collector: steps_lib.StepCollector | collectors.Collectors
-  prefetcher: prefetch.Prefetcher | collectors.Collectors
-  evaluator: evaluation.Evaluator | collectors.Collectors
+  collecting: collecting.Collecting
   pack: Callable[..., tuple[batch_lib.TokenBatch, dict[str, float]]]
   notes: Sequence[str]
-  follow: Callable[[], None] | None
-
-  def evaluate(
-    self, state: state_lib.TrainState, folder: claim.Folder
-  ) -> tuple[dict[str, float], list[types.Trajectory]]:
-    """Returns the metrics of an evaluation, and this host's trajectories.
-
-    Args:
-      state: the state whose policy is evaluated.
-      folder: the run's folder, where a signal may cut it short.
-    """
-    if isinstance(self.evaluator, collectors.Collectors):
-      with folder.interruptible():
-        return self.evaluator.evaluate(state.params)
-    assert isinstance(self.step_collector, steps_lib.StepCollector)
-    assert self.engine is not None
-    with folder.interruptible():
-      # Wait for the collections in flight: they use the same engine, and their
-      # counts of the retriever would contain the evaluation's queries.
-      self.prefetcher.drain()
-    with folder.collective_section():
-      engines.publish(self.engine, self.learner, state.params, 0)
-    with folder.interruptible():
-      measured = self.evaluator.measure()
-      # Steps use the same retriever: drop what the evaluation has counted.
-      self.step_collector.statistics()
-      self.release()
-      return measured
-    raise AssertionError  # a section that is cut short raises
-
-  def release(self) -> None:
-    """Frees the memory of the engine until the next policy is published."""
-    if self.engine is not None:
-      engines.release(self.engine, self.config)
 
 
 def build(config, folder: claim.Folder) -> Parts:
@@ -158,13 +112,9 @@ def build(config, folder: claim.Folder) -> Parts:
     found.learner,
     found.placement,
     services,
-    side.engine,
-    side.steps,
-    side.prefetcher,
-    side.evaluator,
+    side,
     pack,
     [*_notes(config, found, hosts)] * hosts.is_first,
-    side.follow,
   )
 
 

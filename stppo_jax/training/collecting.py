@@ -4,12 +4,15 @@ from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 
 from stppo_jax import exits
+from stppo_jax import types
+from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import model_roles
+from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import transfer
 from stppo_jax.records import turn_versions
@@ -24,14 +27,61 @@ from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
 
 
-class Collecting(NamedTuple):
-  """The part of `Parts` that collects, or stands for the hosts that do."""
+@dataclasses.dataclass(frozen=True)
+class Collecting:
+  """What collects and evaluates, or stands for the hosts that do.
 
+  Attributes:
+    config: the config of the run.
+    learner: the learner of the policy.
+    engine: samples, for collections and evaluations; None if others do.
+    step_collector: collects one step, and completes its metrics.
+    prefetcher: schedules the collections of steps and returns their results.
+    evaluator: evaluates a published policy.
+    follow: collects for the hosts that learn until they have ended; None if
+      this host learns.
+  """
+
+  config: Any
+  learner: learner_lib.Learner
   engine: engines.Engine | None
-  steps: steps_lib.StepCollector | collectors.Collectors
+  step_collector: steps_lib.StepCollector | collectors.Collectors
   prefetcher: prefetch.Prefetcher | collectors.Collectors
   evaluator: evaluation.Evaluator | collectors.Collectors
   follow: Callable[[], None] | None = None
+
+  def evaluate(
+    self, state: state_lib.TrainState, folder: claim.Folder
+  ) -> tuple[dict[str, float], list[types.Trajectory]]:
+    """Returns the metrics of an evaluation, and this host's trajectories.
+
+    Args:
+      state: the state whose policy is evaluated.
+      folder: the run's folder, where a signal may cut it short.
+    """
+    if isinstance(self.evaluator, collectors.Collectors):
+      with folder.interruptible():
+        return self.evaluator.evaluate(state.params)
+    assert isinstance(self.step_collector, steps_lib.StepCollector)
+    assert self.engine is not None
+    with folder.interruptible():
+      # Wait for the collections in flight: they use the same engine, and their
+      # counts of the retriever would contain the evaluation's queries.
+      self.prefetcher.drain()
+    with folder.collective_section():
+      engines.publish(self.engine, self.learner, state.params, 0)
+    with folder.interruptible():
+      measured = self.evaluator.measure()
+      # Steps use the same retriever: drop what the evaluation has counted.
+      self.step_collector.statistics()
+      self.release()
+      return measured
+    raise AssertionError  # a section that is cut short raises
+
+  def release(self) -> None:
+    """Frees the memory of the engine until the next policy is published."""
+    if self.engine is not None:
+      engines.release(self.engine, self.config)
 
 
 def build(
@@ -92,8 +142,9 @@ def build(
   build_it = functools.partial(
     _build_prefetcher, config, collecting, found, engine, shared=shared
   )
+  made = functools.partial(Collecting, config, learner)
   if not hosts.collectors:
-    return Collecting(engine, steps, build_it(steps.collect), evaluator)
+    return made(engine, steps, build_it(steps.collect), evaluator)
   # What is saved at a signal is said by those that save it.
   folder.interrupt.outlook = 'ending; the hosts that learn save the run'
   folder.interrupt.is_told = True
@@ -123,7 +174,7 @@ def build(
     ),
     steps_ahead=config.rollout.steps_ahead,
   )
-  return Collecting(engine, steps, prefetcher, evaluator, follow)
+  return made(engine, steps, prefetcher, evaluator, follow)
 
 
 def build_collectors(
@@ -148,7 +199,7 @@ def build_collectors(
     environment=services.environment,
     questions=services.questions.evaluation(config.evaluate.num_questions),
   )
-  return Collecting(None, others, others, others)
+  return Collecting(config, learner, None, others, others, others)
 
 
 def apart(

@@ -176,12 +176,10 @@ def build_placement(
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
   """
-  learns_alone = hosts.learns and hosts.collectors > 0
-  if config.rollout.engine != 'local' or learns_alone:
+  if config.rollout.engine != 'local' or (hosts.collectors and hosts.learns):
     return None
-  tensor = config.rollout.tensor or max(config.mesh.tensor, 1)
-  if hosts.learns:
-    tensor = config.rollout.tensor or mesh.shape['tensor']
+  default = mesh.shape['tensor'] if hosts.learns else config.mesh.tensor
+  tensor = config.rollout.tensor or max(default, 1)
   collectors = config.mesh.collectors if devices else hosts.collectors
   collecting = devices or jax.devices()
   if not collectors:

@@ -63,12 +63,13 @@ def train(
     folder.record()
     for note in parts.notes:
       _log.info(note)
-    if parts.follow is not None:  # this host only collects
+    collecting = parts.collecting
+    if collecting.follow is not None:  # this host does nothing else
       with folder.interruptible():
-        parts.follow()
+        collecting.follow()
       return folder.exit_code
     loaded = starts.load(start, config, parts, folder)
-    learner, prefetcher = parts.learner, parts.prefetcher
+    learner, prefetcher = parts.learner, collecting.prefetcher
     with run_lib.Run.open(
       loaded.config,
       folder,
@@ -77,8 +78,10 @@ def train(
       parts.tokenizer,
       num_steps=config.num_steps,
       origin=(loaded.number, loaded.name),
-      evaluate=parts.evaluate,
-      prints_samples=not (config.evaluate.every and parts.evaluator.questions),
+      evaluate=collecting.evaluate,
+      prints_samples=not (
+        config.evaluate.every and collecting.evaluator.questions
+      ),
     ) as run:
       run.evaluate_start()
       meter = metrics_lib.StepMetrics(
@@ -94,7 +97,7 @@ def train(
           prefetcher.schedule(step, state)
           with folder.interruptible():
             collected = prefetcher.result(step)
-            parts.release()
+            collecting.release()
 
         with run.phase('annotate'):
           packed, gained = parts.pack(collected.trajectories, state, step)
@@ -108,7 +111,7 @@ def train(
             old=prefetcher.old_policy(step),
             older=prefetcher.older_policies(step),
           )
-          metrics = parts.step_collector.complete_metrics(
+          metrics = collecting.step_collector.complete_metrics(
             collected.metrics, step
           )
           metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}

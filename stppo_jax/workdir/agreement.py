@@ -25,7 +25,6 @@ from stppo_jax.workdir import run_folder
 
 # Every host asks its own retriever.
 _OWN_KEYS = ('retrieval.url',)
-_DEVICES = 'the devices'
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Seconds that a file system may take to show a new file to other machines.
 _PROBE_PATIENCE = 10.0
@@ -52,13 +51,9 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
     if key not in _OWN_KEYS
   }
   mine = _facts(config) | values
-  group, devices = hosts.group, {}
-  if hosts.collectors:  # which may have other devices than those that learn
-    devices = {_DEVICES: mine.pop(_DEVICES)}
-  lines = differences(hosts, hosts.exchange('facts', mine))
-  if devices:
-    lines += differences(group, group.exchange('devices', devices))
-  if lines:
+  if hosts.collectors:  # they may have other devices than those that learn
+    del mine['the devices']
+  if lines := differences(hosts, hosts.exchange('facts', mine)):
     raise exits.Misconfigured('\n'.join(lines))
 
 
@@ -153,7 +148,7 @@ def _facts(config) -> dict[str, str]:
     'the code': code.hexdigest()[:12],
     'the version of jax': jax.__version__,
     'the version of Python': platform.python_version(),
-    _DEVICES: f'{len(devices)} {devices[0].device_kind}',
+    'the devices': f'{len(devices)} {devices[0].device_kind}',
   }
   for name, path in named_files.find(config):
     facts[name] = named_files.checksum(path) or 'no such file'
