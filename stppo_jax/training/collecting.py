@@ -29,7 +29,7 @@ from stppo_jax.training import engines
 
 @dataclasses.dataclass(frozen=True)
 class Collecting:
-  """What collects and evaluates, or stands for the hosts that do.
+  """Collects and evaluates, or stands for the hosts that do.
 
   Attributes:
     config: the config of the run.
