@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stppo_jax import exits
 from stppo_jax import types
@@ -286,6 +287,9 @@ def held_memory(
   if ahead:  # those of the last `ahead` steps, and the newest
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
+  if config.mesh.collectors:  # until all of them have begun to fetch it
+    size = jnp.dtype(config.model.dtype).itemsize
+    sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4
   copied, collecting = 0, {}
   if placement is not None:
     engine, copied = engines.sizes(config, learner.policy, placement)

@@ -120,7 +120,9 @@ def test_hosts_that_only_collect_are_planned_beside_the_others(capsys):
   theirs = dict(together.held.sizes)
   weights = theirs.pop('weights of the engine')
   cache = theirs.pop('keys and values of the engine')
-  assert found.held.sizes == theirs  # all devices learn, and have no engine
+  # All devices learn, and have no engine.
+  fetched = {'weights to be fetched': theirs['policy parameters']}
+  assert found.held.sizes == theirs | fetched
   assert found.held.collecting == {
     'weights of the engine': weights,
     'weights of the next steps': weights,
