@@ -1,4 +1,4 @@
-"""Hosts that collect beside others are faster than hosts that do both in turn."""
+"""Hosts that collect beside others are faster than hosts that do both."""
 
 import pytest
 

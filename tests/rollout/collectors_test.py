@@ -1,4 +1,4 @@
-"""Dialogues and weights pass between hosts that learn and those that collect."""
+"""Dialogues and weights pass between hosts that learn and that collect."""
 
 from concurrent import futures
 import contextlib

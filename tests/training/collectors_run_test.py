@@ -91,8 +91,10 @@ def test_other_runs_are_the_same_too(tmp_path, changes):
 
 @pytest.mark.slow
 def test_several_hosts_learn_beside_one_that_collects(tmp_path):
-  host_runs.train(tmp_path / 'two', 2, **_OPTIONS)
-  host_runs.train(tmp_path / 'three', 3, mesh__collectors=1, **_OPTIONS)
+  # Weights are cut over the hosts, each of which sends some of the pieces.
+  options = _OPTIONS | {'mesh__data': 1, 'mesh__fsdp': 4}
+  host_runs.train(tmp_path / 'two', 2, **options)
+  host_runs.train(tmp_path / 'three', 3, mesh__collectors=1, **options)
   _assert_same(tmp_path / 'three', tmp_path / 'two', learners=2)
 
 
@@ -116,6 +118,8 @@ def test_turns_of_several_policies_are_repeated(tmp_path):
     assert len(versions) == 16 and all(versions)
     found |= {version for row in versions for version in row}
   assert len(found) > 1
+  # Newer weights come before the third collection begins, and wait for it.
+  options |= {'faults': {1: ('sleep', 'collect', '3')}}
   host_runs.train(again, rollout__replay_order=first, **options)
   _assert_same(again, first, learners=1)
 

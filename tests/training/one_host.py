@@ -3,7 +3,8 @@
     python -m tests.training.one_host WHAT KIND NUMBER train FLAGS
 
 At a moment of the run, see `faults`, the process raises an error, kills itself,
-sends itself SIGTERM, loses its retriever, or has a full disk from then on.
+sends itself SIGTERM, loses its retriever, sleeps, or has a full disk from then
+on.
 It is one of two hosts, each of which collects half of a step, or the only one
 that collects.
 
@@ -17,6 +18,7 @@ import os
 import resource
 import signal
 import sys
+import time
 
 from stppo_jax import __main__
 from stppo_jax.retrieval import protocol
@@ -44,6 +46,7 @@ def main(what: str, kind: str, number: str, *argv: str) -> int:
     'kill': functools.partial(faults.send_at, number=signal.SIGKILL),
     'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
     'outage': _lose_retriever_at,
+    'sleep': lambda moment: lambda now: time.sleep(3.0 * (now == moment)),
     'fill': lambda moment: lambda now: _fill_disk() if now == moment else None,
   }[what]
   if kind == 'printed':
