@@ -107,8 +107,10 @@ def test_turns_of_several_policies_are_repeated(tmp_path):
     'rollout__turn_swaps': 'recompute',
     'rollout__slots': 4,
   }
-  host_runs.train(first, **options)
+  # Newer weights come before the third collection begins its turns.
+  host_runs.train(first, faults={1: ('sleep', 'collect', '3')}, **options)
   lines = runs.metrics(first)[1:]
+  assert lines[2]['rollout/staleness'] < 1 == lines[1]['rollout/staleness']
   assert all(line['rollout/staleness_max'] <= 1 for line in lines)
   assert max(line['mismatch/logprob_abs_diff'] for line in lines) < 1e-4
   found = set()
@@ -118,8 +120,7 @@ def test_turns_of_several_policies_are_repeated(tmp_path):
     assert len(versions) == 16 and all(versions)
     found |= {version for row in versions for version in row}
   assert len(found) > 1
-  # Newer weights come before the third collection begins, and wait for it.
-  options |= {'faults': {1: ('sleep', 'collect', '3')}}
+  # Here they come later, and turns wait for them.
   host_runs.train(again, rollout__replay_order=first, **options)
   _assert_same(again, first, learners=1)
 
