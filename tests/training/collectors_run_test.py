@@ -107,10 +107,10 @@ def test_turns_of_several_policies_are_repeated(tmp_path):
     'rollout__turn_swaps': 'recompute',
     'rollout__slots': 4,
   }
-  # Newer weights come before the third collection begins its turns.
-  host_runs.train(first, faults={1: ('sleep', 'collect', '3')}, **options)
+  # Newer weights come before the fourth collection begins its turns.
+  host_runs.train(first, faults={1: ('sleep', 'collect', '4')}, **options)
   lines = runs.metrics(first)[1:]
-  assert lines[2]['rollout/staleness'] < 1 == lines[1]['rollout/staleness']
+  assert lines[3]['rollout/staleness'] < 1 == lines[1]['rollout/staleness']
   assert all(line['rollout/staleness_max'] <= 1 for line in lines)
   assert max(line['mismatch/logprob_abs_diff'] for line in lines) < 1e-4
   found = set()
