@@ -122,9 +122,9 @@ class Server:
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
-    self._socket.close()
-    for connection in list(self._connections):
+    for connection in (self._socket, *self._connections):
       _end(connection)
+    self._socket.close()
 
   def _accept(self) -> None:
     with contextlib.suppress(OSError):  # it was closed
@@ -220,7 +220,11 @@ class Client:
   ) -> socket.socket:
     connection = socket.create_connection((address.host, address.port))
     line = json.dumps({'word': address.word, **asked})
-    connection.sendall(line.encode() + b'\n')
+    try:
+      connection.sendall(line.encode() + b'\n')
+    except OSError:  # the server has just been closed
+      connection.close()
+      raise
     return connection
 
 
