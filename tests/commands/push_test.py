@@ -36,6 +36,7 @@ def _export(workdir, out, *flags):
   )
 
 
+@pytest.mark.slow
 def test_a_policy_is_pushed_with_a_card_of_its_run(
   hub, base, tmp_path, capsys, monkeypatch
 ):

@@ -27,9 +27,8 @@ def _annotated(learner):
   return state, batch
 
 
-@pytest.mark.parametrize(
-  'core_rows', [pytest.param(0, marks=pytest.mark.slow), 2]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('core_rows', [0, 2])
 def test_values_learn_alone_as_beside_the_policy(core_rows):
   config = runs.config(updates__core_rows=core_rows)
   mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
