@@ -48,7 +48,10 @@ _COMPARISONS = {
   },
   'bounds': {'The comparisons that were planned': bounds.COMPARISONS},
 }
-_COLOURS = 64  # of a picture
+# What the alarms and forecasts are not judged by: a study that goes on, and one
+# without stress, whose runs do not collapse.
+_APART = ('bounds', 'steps_ahead')
+_COLOURS = 32  # of a picture
 
 
 def studies() -> dict[str, study_lib.Study]:
@@ -82,8 +85,9 @@ def _table(name: str) -> pathlib.Path:
 
 
 def _tables() -> list[pathlib.Path]:
-  """Returns the files of the studies that have been run."""
-  return [path for name in studies() if (path := _table(name)).exists()]
+  """Returns the files of the studies by which alarms are judged."""
+  names = [name for name in studies() if name not in _APART]
+  return [path for name in names if (path := _table(name)).exists()]
 
 
 def _forecast() -> str:

@@ -3,9 +3,9 @@
     python -m stppo_jax ablate --config=studies/bounds.py --workdir=runs/bounds
     python -m studies.bounds runs/bounds/bounds.csv
 
-This is a plan: it has not been run. It needs the run runs/critic and has the
-stress of studies/dead_critic.py, beside the trained critic: 88 runs of about a
-core-minute each.
+It needs the run runs/critic and has the stress of studies/dead_critic.py,
+beside the trained critic: 88 runs of about two core-minutes each. All that
+follows was written before the runs.
 
 The bounds .8 and 1.2 were made for the ratio of one token. That of a turn of n
 tokens is a mean, and varies by n^-1/2 less where the tokens are independent

@@ -9,10 +9,11 @@ from tests.storage import hub as stand_in
 from tests.training import runs
 
 _NAME = 'me/small'
-# Of the library, whose client means to rename an argument.
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:Use 'content=:DeprecationWarning"
-)
+pytestmark = [
+  pytest.mark.slow,
+  # Of the library, whose client means to rename an argument.
+  pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope='module')
@@ -36,7 +37,6 @@ def _export(workdir, out, *flags):
   )
 
 
-@pytest.mark.slow
 def test_a_policy_is_pushed_with_a_card_of_its_run(
   hub, base, tmp_path, capsys, monkeypatch
 ):

@@ -29,6 +29,7 @@ class _Poisoned(search.SearchEnvironment):
     return outcomes, scores
 
 
+@pytest.mark.slow
 def test_a_nan_reward_fails_its_trajectory_and_no_update(
   tmp_path, monkeypatch, capsys
 ):

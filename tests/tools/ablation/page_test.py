@@ -124,6 +124,8 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
     ('dead_critic', ['trained'], 'turn_ppo', 'token_ppo'),
     ('dead_critic', ['trained'], 'st_ppo', 'turn_ppo'),
     ('dead_critic', ['trained'], 's_ppo', 'token_ppo'),
+    ('steps_ahead', [''], '1 ahead', '0 ahead'),
+    ('steps_ahead', [''], '2 ahead', '0 ahead'),
   ],
 )
 def test_the_page_of_what_is_known_has_the_differences(
