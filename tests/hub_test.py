@@ -223,6 +223,7 @@ def test_what_the_cache_has_is_used_offline(hub, commit, monkeypatch):
   assert len(hub.requests) == asked
 
 
+@pytest.mark.slow
 def test_the_environment_names_server_and_cache(hub, commit, tmp_path):
   done = subprocess.run(
     [

@@ -321,6 +321,7 @@ def test_the_commands_of_a_dry_run_run_in_a_shell(folder, monkeypatch, capsys):
   assert 'it holds notes.txt' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_run_is_named_and_the_others_compared(folder, capsys):
   assert _ablate(folder, '--seeds=1') == 0
   (folder / 'pair.csv').unlink()

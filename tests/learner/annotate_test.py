@@ -319,6 +319,7 @@ def _compiled(rows, num_microbatches):
   return program, functools.partial(program, *args, **options)
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing():
   whole, split = (
     jax.device_get(call()) for _, call in (_compiled(16, n) for n in (0, 4))

@@ -151,15 +151,9 @@ def _replayed(tokens_BL, versions_BL):
 _REFERENCES = {'keep': _replayed, 'recompute': _recomputed}
 
 
-@pytest.mark.parametrize(
-  ('mode', 'turn_swaps'),
-  [
-    ('fixed shapes', 'keep'),
-    pytest.param('active rows', 'recompute', marks=pytest.mark.slow),
-    pytest.param('active rows', 'keep', marks=pytest.mark.slow),
-    pytest.param('fixed shapes', 'recompute', marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['fixed shapes', 'active rows'])
+@pytest.mark.parametrize('turn_swaps', _REFERENCES)
 def test_no_turn_has_tokens_of_two_versions(mode, turn_swaps):
   engine, _ = _engine(deterministic=_MODES[mode], turn_swaps=turn_swaps)
   # Whole groups, so that prompts are copied between slots, too.

@@ -11,6 +11,7 @@ _CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_the_warmup_ends_early_and_at_the_same_step_in_a_resumed_run(
   tmp_path, capsys
 ):
