@@ -86,7 +86,7 @@ class Server:
     port = self._socket.getsockname()[1]
     self.address = Address(host, port, secrets.token_hex())
     self._readers = readers
-    self._changed = threading.Condition()
+    self._changed, self._copying = threading.Condition(), threading.Lock()
     self._is_closed = False
     # A message that every reader has read is dropped.
     self._log: list[Message | None] = []
@@ -143,11 +143,10 @@ class Server:
       contextlib.suppress(OSError, ValueError, KeyError, TypeError),
     ):
       asked = json.loads(reader.readline(_LINE))
-      if not hmac.compare_digest(asked['word'], self.address.word):
-        return
-      if 'put' in asked:
+      is_known = hmac.compare_digest(asked['word'], self.address.word)
+      if is_known and 'put' in asked:
         self.received(asked['put']).set_result(_receive(reader))
-      else:
+      elif is_known:
         self._send_logged(asked['read'], connection)
     self._connections.discard(connection)
 
@@ -156,11 +155,14 @@ class Server:
     with self._changed:
       self._changed.wait_for(lambda: self._is_closed or len(self._log) > number)
       message = None if self._is_closed else self._log[number]
-      if message is None:
-        return
-      # Once for all readers, and then the devices need not hold it any more.
-      message = Message(message.value, [np.asarray(x) for x in message.arrays])
-      self._log[number] = message
+    if message is None:
+      return
+    # Once for all readers, and then the devices need not hold it any more. The
+    # other lock stays free: who appends the next message must not wait.
+    with self._copying:
+      message = self._log[number] or message
+      arrays = [np.asarray(x) for x in message.arrays]
+      self._log[number] = message = Message(message.value, arrays)
     _send(connection, message)
     with self._changed:
       self._reads[number] += 1

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import socket
+import threading
 
 import jax
 from jax.sharding import NamedSharding
@@ -49,6 +50,38 @@ def test_every_reader_reads_the_log_in_order(server):
     waiting = [threads.submit(reader.read) for reader in readers]
     server.close()
     assert [x.result() for x in waiting] == [None, None]
+
+
+class _OnDevices:
+  """An array whose copy to the host takes until it is told to end."""
+
+  def __init__(self):
+    self.begun, self.ends = threading.Event(), threading.Event()
+    self.copies = 0
+
+  def __array__(self, dtype=None, copy=None):
+    self.copies += 1
+    self.begun.set()
+    assert self.ends.wait(30)
+    return np.arange(3)
+
+
+def test_the_next_message_does_not_wait_for_a_copy_from_devices(server):
+  array = _OnDevices()
+  server.append({'weights': 1}, [array])
+  readers = [transfer.Client([server.address]) for _ in range(2)]
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    reading = [threads.submit(reader.read) for reader in readers]
+    assert array.begun.wait(30)
+    appended = threads.submit(server.append, {'step': 1})
+    try:
+      appended.result(10)
+    finally:
+      array.ends.set()
+    for read in reading:
+      (message,) = read.result()
+      _assert_equal(message.arrays[0], np.arange(3))
+  assert array.copies == 1
 
 
 def test_a_message_waits_in_the_box_until_it_is_taken(server):
