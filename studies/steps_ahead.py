@@ -12,6 +12,10 @@ many steps. The question is whether the curve is worse by more than that lag.
 from stppo_jax.configs import base
 from stppo_jax.configs import quickstart
 
+COMPARISONS = {
+  f'{steps} ahead - 0 ahead': [f'{steps} ahead', '0 ahead'] for steps in (1, 2)
+}
+
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
   return quickstart.get_config(algorithm)
