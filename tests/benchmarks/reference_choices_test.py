@@ -1,12 +1,14 @@
 """The table of the authors' choices, on a batch that is made up."""
 
 import numpy as np
+import pytest
 
 from benchmarks import reference_choices
 from stppo_jax.configs import reference
 from tests.tools.lab import batch_arrays
 
 
+@pytest.mark.slow
 def test_each_choice_has_a_line_and_ours_changes_nothing(
   tmp_path, capsys, monkeypatch
 ):

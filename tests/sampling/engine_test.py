@@ -82,7 +82,8 @@ def test_greedy_dialogues_equal_repeated_whole_passes(mode):
   assert {len(d.spans) for d in dialogues.values()} == {1, 2, 3}
 
 
-@pytest.mark.parametrize('top_k', [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize('top_k', [0, 3])
 def test_reported_logprobs_equal_the_trainer_s(top_k):
   dialogues = _dialogues(top_k=top_k)
   packed_BL = np.zeros((_ROWS, _MAX_LENGTH), np.int32)

@@ -56,7 +56,7 @@ def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
     # Slots for the last two groups become free: two of a lane together; two of
     # a lane one after the other; one of each lane.
     pytest.param([(1, 2, 3), (0,)], 4, marks=pytest.mark.slow),
-    ([(2,), (0, 3), (1,)], 4),
+    pytest.param([(2,), (0, 3), (1,)], 4, marks=pytest.mark.slow),
     ([(2,), (0,), (1, 3)], 6),
   ],
 )

@@ -266,9 +266,8 @@ def test_adapters_of_experts_compute_what_merged_weights_do(kind):
   assert np.abs(merged - hidden(base, tokens)).max() > 0.01
 
 
-@pytest.mark.parametrize(
-  'kind', [pytest.param('dense', marks=pytest.mark.slow), 'grouped']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['dense', 'grouped'])
 def test_adapters_of_experts_are_divided_over_a_mesh(kind):
   changes = {**tiny.MIXTURE, 'vocab_size': 12, 'num_kv_heads': 2, 'moe': kind}
   model = _model(_OF_EXPERTS, **changes)
