@@ -47,7 +47,10 @@ _COMPARISONS = {
     'The one that was added afterwards': dead_critic.ADDED,
   },
   'bounds': {'The comparisons that were planned': bounds.COMPARISONS},
-  'steps_ahead': {'Old policies and the newest': steps_ahead.COMPARISONS},
+  'steps_ahead': {
+    'Old policies and the newest': steps_ahead.COMPARISONS,
+    'The two that were added afterwards': steps_ahead.ADDED,
+  },
 }
 # What the alarms and forecasts are not judged by: a study that goes on, and one
 # without stress, whose runs do not collapse.

@@ -7,13 +7,39 @@ ST-PPO trains as in `make quickstart`, on collections of the newest policy, of
 the one before it, or of the one before that (`rollout.steps_ahead`). Success at
 a step is that of its dialogues, so the curves of old policies lag behind by as
 many steps. The question is whether the curve is worse by more than that lag.
+
+It was, so two arms were added, before their runs: the denominator of the ratio
+is the policy before the step's updates in place of the one that wrote the turn
+(`updates.old_policy`), and the correction `tis` weighs each token by how much
+more probable it is under the former, at most twice. Hypothesis: a ratio that
+starts at 1 leaves the update its whole room, so that these arms are better than
+those with as many steps ahead and the old denominator.
+
+    python -m studies.steps_ahead docs/collapse/steps_ahead.csv.gz
+
+compares the curves without the lag: the mean success of all steps but the first
+k of a run with k steps ahead, and of all but the last k of one with none.
 """
+
+import pathlib
+import sys
 
 from stppo_jax.configs import base
 from stppo_jax.configs import quickstart
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import statistics
 
+_STEPS = (1, 2)
 COMPARISONS = {
-  f'{steps} ahead - 0 ahead': [f'{steps} ahead', '0 ahead'] for steps in (1, 2)
+  f'{steps} ahead - 0 ahead': [f'{steps} ahead', '0 ahead'] for steps in _STEPS
+}
+ADDED = {
+  f'{steps} ahead: current - sampled': [
+    f'{steps} ahead, current',
+    f'{steps} ahead',
+  ]
+  for steps in _STEPS
 }
 
 
@@ -23,18 +49,54 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
 def studies():
   """Returns the study; docs/your_own_study.md has its form."""
+  arms = {
+    f'{steps} ahead': {
+      'algorithm': 'st_ppo',
+      'rollout.steps_ahead': steps,
+    }
+    for steps in (0, *_STEPS)
+  }
+  for steps in _STEPS:
+    arms[f'{steps} ahead, current'] = arms[f'{steps} ahead'] | {
+      'updates.old_policy': 'current',
+      'algorithm.correction.names': ('clipping_bias', 'tis'),
+    }
   return {
     'steps_ahead': {
       'title': 'Steps that are collected ahead, in the quickstart',
       'seeds': 8,
-      'arms': {
-        '': {
-          f'{steps} ahead': {
-            'algorithm': 'st_ppo',
-            'rollout.steps_ahead': steps,
-          }
-          for steps in (0, 1, 2)
-        },
-      },
+      'arms': {'': arms},
     },
   }
+
+
+def beyond_the_lag(runs: list[results.Run]) -> list[list[str]]:
+  """Returns the table of the differences from 0 ahead, without the lag."""
+  curves = {(run.arm, run.seed): run.per_step('success') for run in runs}
+  table = [['arm', 'seeds', 'beyond the lag', '95 %', 'larger', 'p']]
+  for arm in dict.fromkeys(run.arm for run in runs):
+    steps = int(arm.split()[0])
+    seeds = [run.seed for run in runs if steps and run.arm == arm]
+    if not seeds:
+      continue
+    found = statistics.difference(
+      [float(curves[arm, seed][steps:].mean()) for seed in seeds],
+      [float(curves['0 ahead', seed][:-steps].mean()) for seed in seeds],
+    )
+    estimate = found.estimate
+    table.append(
+      [
+        arm,
+        str(found.seeds),
+        f'{estimate.mean:+.3f}',
+        f'{estimate.low:+.3f}..{estimate.high:+.3f}',
+        f'{found.larger}/{found.seeds}',
+        f'{found.p:.3f}',
+      ]
+    )
+  return table
+
+
+if __name__ == '__main__':
+  shown = beyond_the_lag(results.read(pathlib.Path(sys.argv[1])))
+  print(score_report.as_markdown(shown))
