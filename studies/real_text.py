@@ -1,0 +1,127 @@
+"""The four algorithms on real questions, with passages of an encyclopedia.
+
+    python -m benchmarks.own_data QUESTIONS.jsonl PASSAGES.jsonl runs/real
+    python -m stppo_jax sft --config=studies/real_text.py \
+        --config.data.root=runs/real/data --workdir=runs/real_start
+    python -m stppo_jax ablate --config=studies/real_text.py:real_text \
+        --config.data.root=runs/real/data --workdir=runs/real_text
+    python -m studies.real_text runs/real_text/real_text.csv
+
+The first command may be stopped once the folder runs/real/data is there; it
+holds out a quarter of the questions. The tables of docs/collapse.md are of
+4,693 questions of Natural Questions and their 4,499 paragraphs (QED). All that
+follows was written before the runs.
+
+The model, the task and the demonstrations are those of configs/own.py: it
+searches once, reads one passage, and quotes up to 40 words of it, so that turns
+are some five times as long as those of the synthetic encyclopedia. Half of the
+demonstrations err, and not three of four: dialogues that earn nothing show no
+difference between algorithms.
+
+Stress: 16 updates on each collection of 32 dialogues. In studies/dead_critic.py
+the rate was matched for token ratios only, and turn ratios moved the policy
+further. So here each level gets a rate of its own: in the study `pilot`, token
+and turn PPO train for 5 steps with the seeds 100 and 101, which are in no
+study, at each rate of `_RATES`. A level gets the rate whose mean KL divergence
+(`actor/ppo_kl`, the table that `python -m studies.dead_critic PILOT.csv`
+prints) is nearest to 0.1 nats in its logarithm.
+
+Hypotheses, as differences of the area, the mean success of the 24 steps:
+
+1. Turn ratios are better than token ratios.
+2. The correction makes no difference with turn ratios.
+3. Nor does it with token ratios.
+
+Stopping rule: the seeds 0 to 7 of all arms, and no more. If the time does not
+suffice, those seeds that all arms have are reported, and nothing is claimed
+from fewer than eight. The analysis is that of studies/dead_critic.py, with
+Holm's correction for the three comparisons.
+"""
+
+import pathlib
+import sys
+
+from stppo_jax.configs import base
+from stppo_jax.configs import own
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import results
+from studies import dead_critic
+
+_RATE = 'policy_optimizer.learning_rate'
+_RATES = (2.5e-4, 5e-4, 1e-3)
+# Level -> the rate that the pilot gives it.
+_MATCHED = {'token': _RATES[1], 'turn': _RATES[1]}
+_ALGORITHMS = {
+  'token': ('token_ppo', 's_ppo'),
+  'turn': ('turn_ppo', 'st_ppo'),
+}
+_START = {'model.path': 'runs/real_start/policy', 'sft.before_training': False}
+COMPARISONS = {
+  '1 turn - token': ['turn_ppo', 'token_ppo'],
+  '2 ST - turn': ['st_ppo', 'turn_ppo'],
+  '3 S - token': ['s_ppo', 'token_ppo'],
+}
+
+
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
+  config = own.get_config(algorithm)
+  config.num_steps = 24
+  config.sft.error_rate = 0.5
+  if config.algorithm.advantage.name == 'gae':
+    config.algorithm.advantage.lambda_ = 1.0
+  # 4 minibatches x 4 epochs = 16 updates on one collection.
+  config.rollout.trajectories_per_step = 32
+  config.updates.minibatch_size = 8
+  config.updates.num_epochs = 4
+  config.policy_optimizer.warmup_updates = 40
+  config.value_optimizer.learning_rate = 5e-4
+  config.value_optimizer.warmup_updates = 40
+  config.evaluate.every = 0  # the success of the sampled dialogues is enough
+  config.checkpoint.every = 8
+  config.checkpoint.keep = 1
+  config.writer.tensorboard = False
+  config.writer.samples = 0
+  config.writer.trajectories = 0
+  config.writer.token_details = 0
+  # A run that collapses is what is looked for: it must not end early.
+  config.alarms.stop = ()
+  config.updates.max_skipped = 0
+  return config
+
+
+def studies():
+  """Returns the studies by name; docs/your_own_study.md has their form."""
+  return {
+    'real_text': {
+      'title': 'The four algorithms on real questions',
+      'seeds': 8,
+      'arms': {
+        '': {
+          name: {**_START, _RATE: _MATCHED[level]}
+          for level, names in _ALGORITHMS.items()
+          for name in names
+        },
+      },
+    },
+    'pilot': {
+      'title': 'The rates at which both levels move the policy alike',
+      'seeds': 2,
+      'arms': {
+        level: {
+          f'rate {rate:g}': {
+            **_START,
+            'algorithm': names[0],
+            'num_steps': 5,
+            _RATE: rate,
+          }
+          for rate in _RATES
+        }
+        for level, names in _ALGORITHMS.items()
+      },
+    },
+  }
+
+
+if __name__ == '__main__':
+  found = results.read(pathlib.Path(sys.argv[1]))
+  print(score_report.as_markdown(dead_critic.analysis(found, COMPARISONS)))
