@@ -23,6 +23,8 @@ from studies import bounds
 from studies import collapse
 from studies import dead_critic
 from studies import forecast
+from studies import gpu
+from studies import narrow_bounds
 from studies import steps_ahead
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -38,7 +40,9 @@ _FIRST = 'levels'
 _OWN = {
   'dead_critic': dead_critic,
   'bounds': bounds,
+  'narrow_bounds': narrow_bounds,
   'steps_ahead': steps_ahead,
+  'gpu': gpu,
 }
 # Those of them with comparisons of their own, each with a heading.
 _COMPARISONS = {
@@ -47,14 +51,17 @@ _COMPARISONS = {
     'The one that was added afterwards': dead_critic.ADDED,
   },
   'bounds': {'The comparisons that were planned': bounds.COMPARISONS},
+  'narrow_bounds': {
+    'The comparisons that were planned': narrow_bounds.COMPARISONS
+  },
   'steps_ahead': {
     'Old policies and the newest': steps_ahead.COMPARISONS,
     'The two that were added afterwards': steps_ahead.ADDED,
   },
 }
-# What the alarms and forecasts are not judged by: a study that goes on, and one
-# without stress, whose runs do not collapse.
-_APART = ('bounds', 'steps_ahead')
+# What the alarms and forecasts are not judged by, because it has no stress and
+# so no collapse.
+_APART = ('steps_ahead',)
 _COLOURS = 32  # of a picture
 
 
@@ -154,6 +161,9 @@ def _block(study: study_lib.Study) -> str:
       f'Not run yet: {planned} runs are planned{copies}. The command is\n\n'
       f'```text\n{command}\n```'
     )
+  seeds = sorted({run.seed for run in runs})
+  if seeds[0]:
+    command += f' --seeds={",".join(map(str, seeds))}'
   made = 'All' if len(runs) == planned else f'{len(runs)} of'
   found = verdict.tables(study, runs)
   for title, comparisons in _COMPARISONS.get(study.name, {}).items():

@@ -7,7 +7,7 @@
 It needs the run runs/critic and has the settings of studies/bounds.py. In that
 study turn ratios with bounds of .01 and 4e-3 had more success than token ratios
 with any bounds; but it had planned to compare other arms. So the arms that look
-best there are repeated with the seeds 8 to 15. This was written before the runs.
+best there are repeated with the seeds 8 to 15. This was written before them.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps, all of
 them above 0:

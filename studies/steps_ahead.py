@@ -18,11 +18,15 @@ those with as many steps ahead and the old denominator.
     python -m studies.steps_ahead docs/collapse/steps_ahead.csv.gz
 
 compares the curves without the lag: the mean success of all steps but the first
-k of a run with k steps ahead, and of all but the last k of one with none.
+k of a run with k steps ahead, and of all but the last k of one with none. It
+also says how many more steps a run takes until the mean of five steps is .9, so
+how much faster a step must be to get there at the same time.
 """
 
 import pathlib
 import sys
+
+import numpy as np
 
 from stppo_jax.configs import base
 from stppo_jax.configs import quickstart
@@ -73,7 +77,8 @@ def studies():
 def beyond_the_lag(runs: list[results.Run]) -> list[list[str]]:
   """Returns the table of the differences from 0 ahead, without the lag."""
   curves = {(run.arm, run.seed): run.per_step('success') for run in runs}
-  table = [['arm', 'seeds', 'beyond the lag', '95 %', 'larger', 'p']]
+  head = ['arm', 'seeds', 'beyond the lag', '95 %', 'larger', 'p']
+  table = [[*head, 'steps to .9', '95 %']]
   for arm in dict.fromkeys(run.arm for run in runs):
     steps = int(arm.split()[0])
     seeds = [run.seed for run in runs if steps and run.arm == arm]
@@ -84,6 +89,12 @@ def beyond_the_lag(runs: list[results.Run]) -> list[list[str]]:
       [float(curves['0 ahead', seed][:-steps].mean()) for seed in seeds],
     )
     estimate = found.estimate
+    more = statistics.mean(
+      [
+        steps_to(curves[arm, n]) / steps_to(curves['0 ahead', n]) - 1
+        for n in seeds
+      ]
+    )
     table.append(
       [
         arm,
@@ -92,9 +103,17 @@ def beyond_the_lag(runs: list[results.Run]) -> list[list[str]]:
         f'{estimate.low:+.3f}..{estimate.high:+.3f}',
         f'{found.larger}/{found.seeds}',
         f'{found.p:.3f}',
+        f'{more.mean:+.0%}',
+        f'{more.low:+.0%}..{more.high:+.0%}',
       ]
     )
   return table
+
+
+def steps_to(success: np.ndarray, level: float = 0.9) -> int:
+  """Returns the first step with which five in a row have that success."""
+  means = np.convolve(success, np.ones(5) / 5, mode='valid')
+  return int(np.argmax(means >= level)) + 5
 
 
 if __name__ == '__main__':
