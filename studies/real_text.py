@@ -2,9 +2,9 @@
 
     python -m benchmarks.own_data QUESTIONS.jsonl PASSAGES.jsonl runs/real
     python -m stppo_jax sft --config=studies/real_text.py \
-        --config.data.root=runs/real/data --workdir=runs/real_start
+        --workdir=runs/real_start
     python -m stppo_jax ablate --config=studies/real_text.py:real_text \
-        --config.data.root=runs/real/data --workdir=runs/real_text
+        --workdir=runs/real_text
     python -m studies.real_text runs/real_text/real_text.csv
 
 The first command may be stopped once the folder runs/real/data is there; it
@@ -65,6 +65,7 @@ COMPARISONS = {
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config = own.get_config(algorithm)
+  config.data.root = 'runs/real/data'
   config.num_steps = 24
   config.sft.error_rate = 0.5
   if config.algorithm.advantage.name == 'gae':
