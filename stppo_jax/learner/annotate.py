@@ -167,7 +167,8 @@ def annotate(
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
   if models.value_range is not None and batch.returns_BL is not None:
     low, high = models.value_range
-    # Returns are sums of advantages and values, so those at an end are rounded.
+    # A return is an advantage plus a value, so rounding may push one that is at
+    # an end of the range a little over it.
     slack = 1e-4 * (high - low)
     is_outside_BL = batch.returns_BL < low - slack
     is_outside_BL |= batch.returns_BL > high + slack
@@ -189,7 +190,7 @@ def mean_logprobs(
   models: model_roles.Models,
   temperature: float,
 ) -> Array:
-  """Returns the policy's mean log-probability of each row's loss mask, [B].
+  """Returns the policy's mean log-probability over each row's loss mask, [B].
 
   Args:
     params: the weights of the models.
@@ -220,7 +221,7 @@ def _map_packed(
   packed: packing_lib.Packed | None,
   mesh: jax.sharding.Mesh | None,
 ) -> Tree:
-  """Applies a function to rows in their packing; see `annotate` for it.
+  """Applies a function to packed rows; for `packed` see `annotate`.
 
   Returns:
     What the function returned, in the order of the batch.
@@ -229,7 +230,7 @@ def _map_packed(
     return function(inputs)
   chosen = rows_lib.select(inputs, packed.rows, mesh)
   outputs = minibatches.map_rows(function, chosen, packed.packing)
-  # The packing dealt the rows to the shards, which argsort inverts.
+  # The packing has dealt the rows to the shards; argsort gives the way back.
   return rows_lib.select(outputs, jnp.argsort(packed.rows), mesh)
 
 
@@ -277,10 +278,11 @@ def _staleness(
   policy that wrote the token's turn:
 
     staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
-    staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  as for k
+    staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  of r, as
+        `mismatch/...` has them of k
 
-  and with k as in `mismatch`, at tokens of turns before which the dialogue has
-  turns of older policies:
+  and with k = pi_old / sampler, at tokens of turns that follow turns of older
+  policies in their dialogue:
 
     mismatch/after_swap/share  their share of the policy tokens
     mismatch/after_swap/logprob_abs_diff{,_mean}  maximum and mean of |log k|
@@ -293,6 +295,7 @@ def _staleness(
   mask_BL, behind_BL = batch.loss_mask_BL, batch.staleness_BL
   log_r_BL = masking.select(logprobs_BL - batch.old_logprobs_BL, mask_BL)
   log_k_BL = batch.old_logprobs_BL - batch.sampler_logprobs_BL
+  # A token comes after a swap if an earlier one is of an older policy.
   swapped_BL = mask_BL & (behind_BL < jax.lax.cummax(behind_BL, axis=1))
   metrics = {
     'mismatch/after_swap/share': masking.masked_mean(

@@ -213,8 +213,8 @@ def in_rows(
   # leave the row.
   first_1m = jnp.arange(b * L)[None] % L == 0
   later_sm = jnp.where(first_1m, source_sp.shape[1], target_sm)
-  # The inverse of that map: the gradient of the way back is a gather, too. A
-  # scatter, which jax would derive, is slow and not deterministic.
+  # `back_sp` inverts `later_sm`, so that the gradient is computed by a gather,
+  # too. jax would derive a scatter, which is slow and not deterministic.
   positions_sp = segments.positions_BL.reshape(s, -1)
   back_sp = jnp.where(positions_sp > 0, source_sp, b * L)
   flat = lambda x: x.reshape(s, -1, *x.shape[2:])
@@ -250,9 +250,11 @@ def _maps(
     L: tokens of a trajectory with its padding.
 
   Returns:
-    For each place in the rows of a shard, the place of its token
-    among the b L of its trajectories, or b L if it is empty; for these the
-    place in the rows, or their number at padding; and the segments of the rows.
+    source: for each place in the rows of a shard, which of the b L tokens of
+      the shard's trajectories stands there; b L if the place is empty.
+    target: for each of these b L tokens its place in the rows; for padding, the
+      number of places.
+    The segments of the rows.
   """
   s, b = packing.starts.shape
   size = packing.num_rows * packing.row_length
@@ -265,7 +267,8 @@ def _maps(
   number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)
   of = lambda x_sb: jnp.take_along_axis(x_sb, number_sp, axis=1)
   position_sp = places_p[None] - of(starts_sb)
-  # Negative before the first trajectory, too large in the gap behind one.
+  # The position is negative before the first trajectory, and too large in the
+  # gap behind a trajectory: no token stands there.
   text_sp = (position_sp >= 0) & (position_sp < of(lengths_sb))
   only = lambda x_sp: jnp.where(text_sp, x_sp, 0)
   source_sp = jnp.where(text_sp, number_sp * L + position_sp, b * L)

@@ -160,7 +160,7 @@ class Learner:
       packed: this host's rows, as numpy arrays.
       reference: from `reference()`.
       old: the policy in the ratio's denominator; None: that of the state.
-      older: the policies of steps before, see there.
+      older: the policies of earlier steps, see `annotate.annotate`.
     """
     batch = distributed.from_local_rows(packed, self._rows)
     if self._reference_on_host and reference is not None:
@@ -204,7 +204,7 @@ class Learner:
       step: the training step.
       num_updates: the number of minibatches, from as many epochs as necessary;
         by default those of `updates.num_epochs`.
-      values_alone: whether they are those of `updates.value_epochs` instead.
+      values_alone: whether to return those of `updates.value_epochs` instead.
     """
     updates = self.config.updates
     epochs = updates.num_epochs, updates.value_epochs
@@ -233,7 +233,7 @@ class Learner:
     """Takes one optimiser step on some rows; see `step.update`.
 
     Args:
-      state: the state before, whose arrays but the frozen ones are donated.
+      state: the state before; all its arrays but the frozen ones are donated.
       batch: the annotated batch.
       rows: the rows of the minibatch, from `minibatches`.
       step: the training step; during the value warm-up the policy stays as it
@@ -254,8 +254,8 @@ class Learner:
   ) -> packing_lib.Packed:
     """Returns the packing of some rows of a batch; by default in `sizes`.
 
-    All hosts learn the sizes of all rows. That is a program, which would wait
-    for the updates before it, so it runs once for a batch.
+    A program tells all hosts how long all rows are. Called again, it would wait
+    for the updates that run by then, so its result is kept for the batch.
     """
     # A weak reference, so that the arrays of a step are freed before those of
     # the next one are made.

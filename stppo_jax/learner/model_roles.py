@@ -153,7 +153,8 @@ def build(
   # Both heads are on one model: values come with the outputs of the policy.
   if uses_values and config.model.value_backbone == 'shared':
     return Models(model('both'), None, gathers_base)
-  # The policy first: if the mesh does not divide both, the error is about it.
+  # The policy is built first: if the mesh divides neither model, the error is
+  # about the policy, which users know.
   policy, path = model('vocabulary'), config.model.value_path
   if not uses_values:
     return Models(policy, None, gathers_base)

@@ -53,7 +53,7 @@ def from_config(
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
-  # 0 means that no update is skipped; infinity says that to the comparison.
+  # 0 in a config means that no update is skipped. No norm is above infinity.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _build(section['name'], **adam), Hyperparameters(**numbers)
 
@@ -99,7 +99,8 @@ def round_stochastically(x: Array, key: Array) -> Array:
   """Returns float32 numbers in bfloat16, whose expectations are the numbers.
 
   bfloat16 is the upper half of float32. A random number is added to the lower
-  half, which is cut off then: the more there is of it, the likelier it carries.
+  half, which is then cut off. The larger the lower half, the likelier the sum
+  carries into the upper half, and so rounds up.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   noise = jax.random.bits(key, x.shape, jnp.uint16)
@@ -108,9 +109,9 @@ def round_stochastically(x: Array, key: Array) -> Array:
 
 
 def _adafactor(**adam: float) -> Optimizer:
-  """Returns Adafactor (arXiv 1804.04235) without its scale by weights.
+  """Returns Adafactor (arXiv 1804.04235), not scaled by the size of weights.
 
-  Of a matrix it holds the mean squares of rows and columns.
+  For each matrix it holds the mean squares of rows and columns.
   """
   del adam  # its own constants are those of the paper
   return optax.chain(
@@ -136,7 +137,8 @@ def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
       direction, new = muon.update(gradient, state._replace(mu=mean))
       return 0.2 * max(gradient.shape[-2:]) ** 0.5 * direction, new.mu
 
-    # One layer after the other, because devices gather what they multiply.
+    # One layer after the other: a device gathers the whole matrix that it
+    # multiplies, and all layers together would need too much memory.
     both = jax.tree.map(
       lambda *stack: jax.lax.map(of_layer, stack), updates, state.mu
     )
@@ -150,7 +152,8 @@ def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
       'muon': Optimizer(muon.init, update),
       'adam': optax.scale_by_adam(b1=b1, b2=b2, eps=eps, nesterov=True),
     },
-    # The embedding and heads are no stacks, biases and scales no matrices.
+    # Only a matrix of the stacked layers has three axes or more. Embedding and
+    # heads are not stacked; biases and scales are not matrices.
     functools.partial(jax.tree.map, lambda x: 'muon' if x.ndim > 2 else 'adam'),
   )
 
@@ -206,10 +209,10 @@ def is_sound(
   """Returns whether an update may be made.
 
   Args:
-    new: what it would leave: weights and moments. They are looked at too,
+    new: the weights and moments after the update. They are checked, too,
       because a finite gradient times a large rate can overflow.
     grad_norm: the norm of its gradient before clipping.
-    loss: the loss, or its terms. They are looked at too, because a square
+    loss: the loss, or its terms. They are checked, too, because a square
       can overflow where its gradient does not.
     hyperparameters: may be traced.
   """

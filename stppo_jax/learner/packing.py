@@ -1,8 +1,8 @@
 """Decides, on the host, which sequences share a row of the forward pass.
 
-s shards of a minibatch, one for each device along the axes of rows, n
-microbatches, r rows that a shard computes of a microbatch, b the most sequences
-that are in them. A row has `row_length` tokens.
+s shards of a minibatch, one for each device along the axes of rows; n
+microbatches; r rows of a microbatch in a shard, and b the most sequences that r
+rows hold. A row has `row_length` tokens.
 
 The sequences are dealt to the shards by length, longest first, each to the
 shard with the fewest tokens so far: all shards get equally many sequences, and
@@ -20,8 +20,8 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import activations
 
-# The loss positions of a row are a multiple of half of its tokens. Fewer than
-# these are not worth a program of their own.
+# The number of loss positions of a row is a multiple of half of its tokens, and
+# of at least 256: a finer choice is not worth further programs.
 _LOSS_SHARES, _FEW_LOSSES = 2, 256
 
 
@@ -102,8 +102,8 @@ def plan(
 
   Args:
     rows: the numbers of the sequences; s divides how many there are.
-    lengths_B: the tokens of all sequences of the batch.
-    losses_B: the tokens of each with a loss.
+    lengths_B: the number of tokens of each sequence of the batch.
+    losses_B: the number of loss positions of each sequence.
     sizes: see `Sizes`.
   """
   rows = np.asarray(rows, np.int32)
@@ -117,8 +117,8 @@ def plan(
   # Rounding up may leave a microbatch without a sequence. But there are never
   # more microbatches than if each sequence had a row of its own.
   n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
-  # Equal shares for all cores: one more microbatch would keep all but one of
-  # them waiting.
+  # Each core gets as many microbatches as any other: with one microbatch more,
+  # one core would compute it while all others wait.
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
   # With more microbatches each has fewer rows, and the rest would be padding.
@@ -161,7 +161,10 @@ def plan(
 
 
 def rounded(count: int, *, steps: int = 8) -> int:
-  """Returns a number rounded up to one of `steps` numbers of its octave."""
+  """Returns a number rounded up, so that few different numbers are left.
+
+  Between a power of two and the next one, `steps` numbers are left.
+  """
   unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
   return -(-count // unit) * unit
 
@@ -182,7 +185,7 @@ def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
 def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
   """Returns the rows of each microbatch, with about equally many sequences.
 
-  Rows with many short sequences go to where rows with few long ones are.
+  So a row with many short sequences joins rows with few long ones.
   """
   # Dealt like cards, back and forth: every second round is reversed, so that
   # the fullest row of a round meets the emptiest of the next.

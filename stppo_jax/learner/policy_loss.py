@@ -290,7 +290,7 @@ def finish(
 
 
 def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
-  """Takes the place of `jax.value_and_grad` for the correction by bias norm.
+  """Differentiates the terms in place of `jax.value_and_grad`, for bias norms.
 
   The value model has no share in the policy and bias terms, so only the
   policy's gradients are kept of these two.
@@ -352,7 +352,7 @@ def _policy_outputs(
     spec.models.policy_weights(params),
     forward.inputs_of(microbatch),
     temperature=spec.temperature,
-    # Otherwise values are trained at loss positions only.
+    # Where this is false, values are trained at loss positions only.
     values_everywhere=values_everywhere,
   )
 

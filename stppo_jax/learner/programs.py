@@ -35,8 +35,8 @@ class Updating(NamedTuple):
       None, and the value model's weights or None; it donates the weights.
     update: `step.update` of (state, frozen, batch, `packing.Packed`, numbers);
       it donates the state, without frozen weights.
-    sizes: returns the tokens of each trajectory or pair of a batch, and its
-      loss tokens; all hosts get those of all.
+    sizes: returns the numbers of tokens and of loss tokens of each trajectory
+      or pair of a batch; every host gets those of all hosts.
   """
 
   layout: state_lib.TrainState
@@ -66,9 +66,10 @@ class Programs(NamedTuple):
 
   Attributes:
     updating: the programs that every kind of training has.
-    update_minibatch: `Updating.update` of whole states, on one program or on
-      several cores of a CPU; see `keeping_frozen`.
-    update_values: the same, of a value model with layers of its own, alone.
+    update_minibatch: `Updating.update` of whole states, as one program or as
+      one on each core of a CPU; see `keeping_frozen`.
+    update_values: the same, but it updates only the value model, which must
+      have layers of its own.
     annotate, mean_logprobs: see `annotate`.
     token_outputs: see `forward.all_outputs`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
@@ -111,8 +112,8 @@ def updating(
   init = functools.partial(
     state_lib.init, models=spec.models, optimizers=optimizers
   )
-  # From shapes alone: the layout is needed before a weight is read, because the
-  # weights are read in it.
+  # Only shapes are known here. The layout is needed before any weight is read,
+  # because each device reads its own part of the weights.
   weights = spec.models.policy.plain_policy.abstract_params
   state = jax.eval_shape(
     init, weights, jax.random.key(0), None, spec.models.abstract_value_start
@@ -146,10 +147,10 @@ def updating(
 
 
 def sizes(batch: Any) -> tuple[Any, Any]:
-  """Returns the tokens of each trajectory or pair, and its loss tokens.
+  """Returns how many tokens and loss tokens each trajectory or pair has.
 
   Args:
-    batch: traced arrays, or numpy arrays, of which the results are some too.
+    batch: arrays, traced or of numpy; the results are of the same kind.
   """
   total = lambda x: x.reshape(len(x), -1).sum(axis=1, dtype='int32')
   if isinstance(batch, batch_lib.PairBatch):

@@ -88,8 +88,8 @@ def init(
   Value heads are zero.
 
   Args:
-    weights: a policy's weights without adapters; donate them: they become the
-      trained weights or, in the dtype they come in, the frozen base.
+    weights: a policy's weights without adapters, to be donated. They become the
+      trained weights or, with adapters, the frozen base in the same dtype.
     key: the random key of the adapters.
     adapters: the adapters that both models start from; None: fresh ones.
     value_weights: the weights that the value model starts from, to be donated;
@@ -112,7 +112,7 @@ def init(
     else:
       params = model.join_params(weights, {})
     if model.head != 'vocabulary':
-      # Zero: before its first update a critic that knows nothing says 0.
+      # A critic that knows nothing yet should say 0 before its first update.
       head_D1 = jnp.zeros((model.config.hidden_size, 1))
       params = params | {'scalar_head': head_D1}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))

@@ -192,8 +192,8 @@ def apply_gradients(
 ) -> tuple[state_lib.TrainState, LossOutputs]:
   """Takes a step with both optimisers, or with neither if one is not sound.
 
-  The policy also stays as it is if `policy_learns` is false, or if there is no
-  gradient of it.
+  The policy also stays as it is if `policy_learns` is false, or if the gradient
+  has no part for the policy.
   """
   # Both models are checked before either is replaced. Otherwise one of them
   # could be updated while the update of the other one is skipped.

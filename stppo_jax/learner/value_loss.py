@@ -1,7 +1,8 @@
 """The loss of a value model that learns alone, and the steps in which it does.
 
-In the further passes of `updates.value_epochs` the policy stays as it is. Their
-program does not run it, and its gradient, which is 0, is dropped.
+In the further passes of `updates.value_epochs` the policy stays as it is. The
+program of these passes does not run the policy, and drops its gradient, which
+is 0.
 
 B rows of a microbatch or of a minibatch, L tokens.
 """
@@ -63,19 +64,20 @@ def finish(
 
 @dataclasses.dataclass
 class Warmup:
-  """Counts the first steps, in which the policy stays as it is.
+  """Counts the steps of the warm-up, in which the policy stays as it is.
 
-  They end early once the explained variance has not risen for some steps. It is
-  measured on a collection before the value model learns from it, so a rise does
-  not come from remembering single dialogues.
+  The warm-up ends early once the explained variance has not risen for some
+  steps. The explained variance is measured on a collection before the value
+  model learns from it, so a rise does not come from remembering single
+  dialogues.
 
   Attributes:
-    steps: their largest number.
-    patience: in how many steps the explained variance must rise; 0 = they do
-      not end early.
-    best: the largest explained variance.
+    steps: the length of the warm-up unless it ends early.
+    patience: the number of steps without a rise that ends the warm-up; 0: it
+      does not end early.
+    best: the largest explained variance so far.
     best_step: the step that had it.
-    ended: the first step after them if they have ended early, or None.
+    ended: the first step after a warm-up that ended early, or None.
   """
 
   steps: int
@@ -86,7 +88,7 @@ class Warmup:
 
   @property
   def end(self) -> int:
-    """The first step in which the policy learns, unless it may earlier."""
+    """The first step in which the policy learns, by what is known now."""
     return self.steps if self.ended is None else min(self.steps, self.ended)
 
   @property
@@ -99,7 +101,7 @@ class Warmup:
     }
 
   def observe(self, step: int, explained: float) -> bool:
-    """Returns whether the steps end now, and early.
+    """Returns whether the warm-up ends early with this step.
 
     Call it once in each step before `end`, in order.
 

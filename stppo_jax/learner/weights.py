@@ -89,7 +89,8 @@ def _load_policy(config, path: str, policy: functional.Model) -> Start:
   loaded = load_or_init if policy.lora is None else load_frozen
   params = loaded(config, path, policy.plain_policy)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  # Another key than that of random weights, which `load_or_init` draws with.
+  # This key must differ from the one with which `load_or_init` draws random
+  # weights, or adapters would be drawn with the same random numbers.
   key = jax.random.fold_in(key, 1)
   adapters, named = None, config.model.lora.path
   if policy.lora is not None and named:
@@ -125,8 +126,8 @@ def load_frozen(
 ) -> functional.Params:
   """Loads weights that are not trained: a LoRA base, or the reference.
 
-  They are kept in the dtype of the activations. If that has fewer bits than the
-  files, an export of merged adapters has fewer bits, too.
+  They are kept in the dtype of the activations. If that dtype has fewer bits
+  than the files, merged adapters are exported with fewer bits, too.
   """
   params = load_or_init(config, path, policy)
   return modules.cast_and_delete(params, policy.config.dtype)
