@@ -110,8 +110,8 @@ _Pending = dict[concurrent.futures.Future, tuple[int, types.GeneratedTurn]]
 class Overlong:
   """The soft punishment of overlong trajectories (arXiv 2503.14476, Eq. 13).
 
-  Its length is that of the whole trajectory: in a dialogue, observations fill
-  the context too. (In DAPO, it is the length of the answer, the only turn.)
+  The length of the whole trajectory counts, because in a dialogue observations
+  fill the context too. (In DAPO the answer, which is the only turn, counts.)
 
   Attributes:
     weight: what a trajectory of `max_length` loses.
@@ -127,7 +127,8 @@ class Overlong:
     """Returns the reward of an ended row's length, which is 0 or negative."""
     if row.status is Status.INFRA_ERROR:
       return 0.0
-    # A row that was cut off lacks what did not fit, so it may be shorter.
+    # A row that was cut off lacks the observation that did not fit, so it may
+    # be shorter than it would have become.
     cut_off = row.status is Status.TRUNCATED_LENGTH
     length = self.max_length if cut_off else row.length
     excess = length - (self.max_length - self.interval)

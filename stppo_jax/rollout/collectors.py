@@ -1,7 +1,7 @@
 """Lets some hosts only collect while the others learn (`mesh.collectors`).
 
 A host that collects does what the collecting side of any run does, see
-`prefetch`, with weights that come over the network (`follow`). To the hosts
+`prefetch`, with weights that come over the network (`follow`). On the hosts
 that learn, `Collectors` takes the place of the prefetcher. Weights go one way:
 
     {"base": ...}                the frozen weights under adapters, at first
@@ -9,10 +9,11 @@ that learn, `Collectors` takes the place of the prefetcher. Weights go one way:
     {"step": 7}                  step 7 is trained on next
     {"evaluate": 7}              evaluate that policy
 
-and dialogues the other, once a step is complete. No step is collected before
-the weights of `steps_ahead` steps before it are there, which bounds the steps
-that wait. Questions go to the hosts that learn as they would if these also
-collected, so the batches do not depend on who collects them.
+and dialogues go the other way, once a step is complete. A step is collected
+only when the weights from `steps_ahead` steps before it have arrived, which
+bounds the number of steps that wait to be trained on. Each host that learns
+gets the dialogues of those questions that it would ask itself if it collected
+too, so the batches do not depend on who collects them.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ Collect = Callable[[int], tuple[list[types.Trajectory], dict[str, float]]]
 
 
 class CollectorFailed(exits.RunEnded):
-  """Says that a host could not collect; those that learn can save.
+  """Says that a host could not collect; the hosts that learn can still save.
 
   Args:
     line: what has failed.
@@ -119,6 +120,8 @@ class Collectors(prefetch.Policies):
     for value, arrays in self._received(_step(step)):
       if 'failed' in value:
         raise CollectorFailed(value['failed'], value['code'])
+      # The second half has the groups before some of them were replaced; a
+      # group that was not replaced is empty there, see `Delivery.collect`.
       found = deliveries.unpacked(value['groups'], arrays)
       mine, begun = found[: len(found) // 2], found[len(found) // 2 :]
       groups += mine
@@ -127,7 +130,7 @@ class Collectors(prefetch.Policies):
       seconds.append(value['seconds'])
     self._first_groups = first
     metrics = {}
-    if self._hosts.is_first:  # whose counts are those of all
+    if self._hosts.is_first:  # the counts of the first host are those of all
       metrics = gathering.joined(counts)
       metrics['hosts/steps_waiting'] = float(sum(waiting))
     return prefetch.Collected(
@@ -160,7 +163,7 @@ class Collectors(prefetch.Policies):
     return metrics, trajectories
 
   def drain(self) -> None:
-    """Does nothing: what is in flight does not use this host."""
+    """Does nothing: collections in flight do not use this host."""
 
   def close(self) -> None:
     """Lets the hosts that collect end."""
@@ -170,6 +173,8 @@ class Collectors(prefetch.Policies):
     """Lets the others read a policy, whenever they come to it."""
     if version in self._offered:
       return
+    # Frozen weights never change, so they are sent once, before the first
+    # policy, which cannot be used without them.
     trained, frozen = self._exported(params, not self._offered)
     if frozen:
       self._append('base', None, frozen)
@@ -181,7 +186,7 @@ class Collectors(prefetch.Policies):
     self._server.append({kind: version, 'places': places}, pieces)
 
   def _messages(self, what: str) -> list[Any]:
-    """Returns the message of each host that collects, now or later."""
+    """Returns a future of the message of each host that collects."""
     return [
       self._server.received(f'{what} from {n}')
       for n in range(self._hosts.collectors)
@@ -220,14 +225,16 @@ class Delivery:
     began = time.monotonic()
     collected = self._steps.collect_groups(step)
     seconds = time.monotonic() - began
-    # Groups are those of the whole step by their numbers.
+    # Groups are numbered over the whole step, and this host has a range of
+    # them. Each host that learns gets its overlap with the range it trains on.
     num_groups, mine = self._steps.num_groups, self._hosts.share
     first = mine(num_groups).start
     for n in range(self._learners):
       theirs = hosts_lib.share(num_groups, n, self._learners)
       part = slice(max(theirs.start - first, 0), max(theirs.stop - first, 0))
       groups, before = collected.groups[part], collected.first[part]
-      # Groups that were not replaced are sent once.
+      # A group that was not replaced is sent only once: an empty list stands
+      # in its second place.
       before = [
         [] if old is new else old
         for old, new in zip(before, groups, strict=True)
@@ -269,9 +276,9 @@ def follow(
   """Collects what the hosts that learn need, until they have ended.
 
   Args:
-    client: reads what they say.
+    client: reads the messages of the hosts that learn.
     prefetcher: collects steps with `Delivery.collect`.
-    delivery: tells them of failures and evaluations.
+    delivery: tells these hosts of failures and evaluations.
     evaluate: evaluates a policy.
     joined: returns the policy with trained and frozen weights.
     steps_ahead: by how many steps a policy may lag behind its step.
@@ -297,7 +304,7 @@ def follow(
       delivery.send_evaluation(version, evaluate(policies[version]))
     else:
       step, begins = value['step'], step is None
-      if begins:  # the next steps of a resumed run are of older policies
+      if begins:  # a resumed run collects its next steps with older policies
         older = range(1, steps_ahead + 1)
         prefetcher.restore(step, [policies[max(0, step - n)] for n in older])
       prefetcher.schedule(step, policies[step])
@@ -308,7 +315,7 @@ def follow(
         if not getattr(error, 'saves', False):
           raise
         delivery.send_failure(step, error)
-        while client.read():  # those that learn save, and end the run
+        while client.read():  # the hosts that learn save, and end the run
           pass
         raise
 

@@ -11,7 +11,8 @@ from stppo_jax import types
 from stppo_jax.parallel import transfer
 
 Groups = list[list[types.Trajectory]]
-# Returns what stands for an array in JSON; and the array of it.
+# `Put` stores an array and returns a value for JSON that stands for it; `Take`
+# returns the array for which such a value stands.
 Put = Callable[[np.ndarray], Any]
 Take = Callable[[Any], np.ndarray]
 # The fields that hold an array, or None.
@@ -25,7 +26,7 @@ _OF_TRAJECTORY = ('prompt_ids', 'expert_ids')
 
 
 def packed(groups: Sequence[Sequence[types.Trajectory]]) -> transfer.Message:
-  """Returns a message with groups of trajectories, of which nothing is lost."""
+  """Returns a message that holds groups of trajectories completely."""
   arrays: list[np.ndarray] = []
 
   def put(x: np.ndarray) -> int:
@@ -59,7 +60,8 @@ def to_plain(trajectory: types.Trajectory, put: Put) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any], take: Take) -> types.Trajectory:
-  """Returns the trajectory that `to_plain` has made a value of."""
+  """Returns a trajectory from the result of `to_plain`."""
+  # JSON has no tuples: those of a question have come back as lists.
   question: dict[str, Any] = {
     name: tuple(x) if isinstance(x, list) else x
     for name, x in plain['question'].items()

@@ -36,8 +36,8 @@ class Evaluator:
     )
     self._collector = collector
     self._main_score = services.environment.main_score
-    # Step 0 always: sampled evaluations at two steps differ by the policy
-    # alone.
+    # The key is always that of step 0, so that sampled evaluations at two steps
+    # differ by the policy alone.
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
   def run(
@@ -68,7 +68,8 @@ class Evaluator:
         min_valid_fraction=self._min_valid_fraction,
         what='evaluation',
       )
-    # Without questions, too: an engine that spans hosts waits for all of them.
+    # A host without questions calls this, too: an engine that spans hosts waits
+    # for all of them.
     self._collector.finish()
     scored = [
       (t.question.data_set, float(t.scores[self._main_score]))

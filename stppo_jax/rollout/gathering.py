@@ -1,8 +1,8 @@
 """Gathers the trajectories of several hosts at the first one.
 
-The first host measures all trajectories as if it had collected them itself: so
-a metric does not depend on the number of hosts. It gets what metrics read of a
-trajectory, which is everything but the values of tokens.
+The first host measures all trajectories as if it had collected them itself, so
+a metric does not depend on the number of hosts. The others send it what metrics
+read: the trajectories, with the length of an array of tokens in its place.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,9 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import deliveries
 
 Groups = list[list[types.Trajectory]]
-# Of these, the largest of all hosts counts: percentiles do not add up, and
-# hosts wait for an outage or collect further rounds side by side.
+# Of these numbers the largest of all hosts is taken, and not the sum:
+# percentiles do not add up, and hosts wait for an outage or collect further
+# rounds at the same time.
 _LARGEST = (
   'retrieval/latency',
   'retrieval/outage',

@@ -75,8 +75,9 @@ def pack(
     sentences: see `SentenceSplitter`; without it the batch has no
       sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
-    step: the number of training steps that made the policy that learns; given,
-      the batch says how many of them are younger than each turn.
+    step: the number of training steps that made the policy that learns. If it
+      is given, the batch says by how many steps the policy of each turn is
+      older.
     hosts: the hosts whose rows make a batch.
 
   Raises:
@@ -127,8 +128,8 @@ def _expert_ids(
   """Returns the experts that the sampler chose.
 
   Returns:
-    int16 [B, L, layers, E]; -1, which leaves the choice to the router, at
-    padding, and in rows without loss, which failed or have no turn.
+    int16 [B, L, layers, E]. It is -1, which leaves the choice to the router, at
+    padding and in rows that have no loss because they failed or have no turn.
   """
   known = [t.expert_ids for t in trajectories if t.expert_ids is not None]
   missing = [t for t in trajectories if _trains(t) and t.expert_ids is None]
@@ -229,8 +230,9 @@ def _token_arrays(
     row_state_ids: the number of the state in which each turn began.
     sentences, step: see `pack`.
   """
-  # Every list gets the prompt, then the turn and its observation, in turns. All
-  # of them grow together, so that index l speaks about token l in each.
+  # Every list gets an entry for the prompt, and then two for each turn: its
+  # tokens and its observation. All lists grow together, so that index l speaks
+  # about token l in each.
   tokens = [trajectory.prompt_ids]
   logprobs, turn_ids, state_ids, sentence_ids, rewards, staleness = (
     [_zeros(trajectory.prompt_ids)] for _ in range(6)
@@ -281,8 +283,8 @@ def _joined(arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
   return np.concatenate(arrays).astype(dtype)
 
 
-# Every length is another program to compile, of annotate and of update, and
-# every share of loss positions of it (`pack.loss_positions`) one more.
+# For every length of batches, annotate and update are compiled again, and once
+# more for every number of loss positions at that length (`loss_positions`).
 MAX_LENGTHS = 8
 
 

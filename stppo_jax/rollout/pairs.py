@@ -133,7 +133,8 @@ def minibatch(
     size: the number of pairs of a minibatch.
     seed: the seed of the permutations.
   """
-  # A permutation by (seed, epoch): any update of a resumed run is the same.
+  # The permutation depends on seed and epoch alone, so a resumed run makes the
+  # same updates as one that was never interrupted.
   count = len(pairs.tokens_Q2L)
   epoch, place = divmod(number, updates_per_epoch(count, size))
   order = np.random.default_rng((seed, epoch)).permutation(count)

@@ -10,11 +10,11 @@ steps:
 The policy of a step does not depend on how long anything takes, so a run can be
 repeated. The result of a collection is a function of (config, step, policy): it
 is the same on a thread of its own as between two updates, and a collection that
-was dropped can be made again. Therefore checkpoints contain the policies of the
-next steps, and no trajectories.
+was dropped can be made again. Therefore checkpoints contain the policies that
+the next steps are collected with, and no trajectories.
 
-With turns of several policies (`turns`), a policy is published as soon as
-it is there, for all turns that begin from then on, and the next k + 1 steps are
+With turns of several policies (`turns`), a policy is published as soon as it
+exists, for all turns that begin from then on, and the next k + 1 steps are
 collected at the same time, in the order in which slots become free. A turn of
 step n is then of one of the policies after n - k, ..., n steps. Which one it is
 depends on how long things take.
@@ -48,7 +48,7 @@ State = Any
 Trajectories = list[types.Trajectory]
 
 
-# Seconds until it is asked again whether a condition holds.
+# Seconds between two checks of a condition that a thread waits for.
 _PAUSE = 0.001
 
 
@@ -156,7 +156,7 @@ class Policies:
     self._policies: dict[int, Params] = {}
 
   def restore(self, version: int, published: Sequence[Params]) -> None:
-    """Restores the policies after `version` steps that `published` returned."""
+    """Restores the policies that `published` returned after `version` steps."""
     for behind, params in enumerate(published, start=1):
       self._policies[max(0, version - behind)] = params
 
@@ -166,8 +166,8 @@ class Policies:
     These are the policies after max(0, version - 1), ..., max(0, version - k)
     steps; `params`, the policy after `version` steps, is needed too.
     """
-    # At first the start takes the places of policies that never were, so that
-    # every checkpoint has the same structure.
+    # In the first steps, the start takes the places of earlier policies, which
+    # do not exist. So every checkpoint has the same structure.
     policies = self._policies | {version: params}
     return tuple(
       policies[max(0, version - behind)]
@@ -190,8 +190,9 @@ class Policies:
   def older_policies(self, step: int) -> tuple[Params, ...]:
     """Returns the weights of policies that may have written turns of a step.
 
-    They are those of one step before, of two, and so on; the denominator of a
-    turn's ratio is the policy that wrote it. Empty: it is `old_policy`.
+    The first is the policy of one step before, the second that of two steps
+    before, and so on; the denominator of a turn's ratio is the one that wrote
+    the turn. If there are none, the denominator of all turns is `old_policy`.
     """
     if self._old_is_sampled and self._swaps_turns:
       return self.published(step, self._policies[step])
@@ -283,14 +284,15 @@ class Prefetcher(Policies):
       return
     versions = []
     if self._turns:
-      # A resumed run that repeats another one needs older policies first.
+      # A resumed run that repeats another one publishes the older policies
+      # first, because recorded turns wait for them.
       versions = [v for v in sorted(self._policies) if v > self._newest]
       versions = versions if self._turns.repeats else [version]
-      # Before the collections that start below, none of which may begin with
-      # an older policy.
+      # This comes before the collections that start below, because none of them
+      # may begin with an older policy.
       self._publish_when_due(versions.pop(0), version)
-    # Up to the last step whose policy exists now, without those that an earlier
-    # call has started.
+    # Steps are started up to the last one whose policy exists now, but for
+    # those that an earlier call has started.
     last = min(version + self._steps_ahead, self._num_steps - 1)
     for step in range(max(self._in_flight, default=version - 1) + 1, last + 1):
       self._in_flight[step] = self._thread.submit(
@@ -308,8 +310,8 @@ class Prefetcher(Policies):
     steps = range(version, last)
     may_publish = self._turns.may_publish
     self._wait_until(functools.partial(may_publish, newest, steps))
-    # Also after an error, which comes with the result of its step: hosts send
-    # weights together.
+    # Weights are sent even after an error of a collection: hosts send them in a
+    # program that needs all of them. `result` raises the error.
     self._publish(self._send(self._policies[newest]), newest)
     self._newest = newest
 

@@ -8,9 +8,10 @@ The versions of the turns of each step are recorded. A run that repeats them has
 the same turns bit for bit: a turn waits for its version, and new weights wait
 until all turns of older ones have ended.
 
-One of these threads runs at a time. It hands over whenever it polls, in the
-order in which the others came, so that every poll of the engine is followed by
-all threads: each answers its turns that have ended, before the next poll.
+One of these threads runs at a time, the one that has the baton. Whenever it
+polls, it hands the baton over to the thread that has waited longest. So between
+two polls of the engine every thread has its turn, in which it answers those of
+its dialogues whose turns have ended.
 """
 
 import collections
@@ -65,8 +66,8 @@ class _Share(threading.local):
   Attributes:
     step: the step that is collected.
     versions: by collection and row, the versions of the turns that ended.
-    due: the same of a run that is repeated; those of further collections are
-      free.
+    due: the same as recorded by a run that is repeated. In collections beyond
+      the recorded ones, turns take the newest weights.
     first: the engine's number of the first row of the present collection.
     ended: the turns that have ended, by the engine's number of their row.
   """
@@ -134,8 +135,8 @@ class SharedEngine:
     self._counts: collections.Counter[tuple[int, int]] = collections.Counter()
     self._baton = _Baton()
     self._share = _Share()
-    # By the number of a row that is open, the turns of its thread that ended;
-    # None: the thread has ended.
+    # For each open row, by its number: where its thread looks for turns that
+    # have ended; None: the thread has ended.
     self._ended: dict[int, dict[int, types.GeneratedTurn] | None] = {}
     self._waiting: set[int] = set()  # open rows between two turns
     self._entered: set[int] = set()  # the steps of `collecting`
@@ -152,7 +153,8 @@ class SharedEngine:
       yield
       self._recorded.write(step, share.versions)
     finally:
-      # After an error rows are left, whose slots others need.
+      # After an error, rows are still open. Other threads need their slots, so
+      # they are closed here, or by `poll` once their turns have ended.
       for number, ended in list(self._ended.items()):
         if ended is share.ended:
           self._ended[number] = None
@@ -170,6 +172,8 @@ class SharedEngine:
     share, size = self._share, options['group_size']
     number = len(share.versions)
     due = share.due[number] if number < len(share.due) else None
+    # If other threads have open rows, the engine's collection goes on, and this
+    # one joins it: to begin anew would drop the rows of the others.
     if self._ended:
       share.first = self._engine.add(prompts, keys, due)
     else:
@@ -184,7 +188,8 @@ class SharedEngine:
   def poll(self) -> Mapping[int, types.GeneratedTurn]:
     """Lets other threads go on, and returns turns of this one that ended."""
     share = self._share
-    # Asked before: without the baton, others may be changing the engine.
+    # This is asked before the baton is handed over, because after it other
+    # threads may be changing the engine.
     is_idle = not self._engine.busy
     self._baton.hand_over()
     if is_idle:
@@ -215,7 +220,7 @@ class SharedEngine:
   def may_publish(self, version: int, steps: Iterable[int]) -> bool:
     """Returns whether turns may begin with new weights.
 
-    If a run is repeated, the turns of older ones must have ended before.
+    If a run is repeated, all recorded turns of older weights must have ended.
 
     Args:
       version: the version of the weights.

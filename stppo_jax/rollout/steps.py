@@ -1,4 +1,4 @@
-"""Collects a step: sits out outages, refills failed rows, replaces groups.
+"""Collects a step: waits out outages, refills failed rows, replaces groups.
 
 A trajectory that failed because of the infrastructure has no weight in the
 update. With `rollout.refill_rounds` it is collected again with the same keys,
@@ -11,10 +11,10 @@ round collects as many groups as the step has. If too few of them have variance,
 the other places get groups without variance from the same round.
 
 Each of several hosts collects some whole groups of every step; which ones
-depends only on the number of hosts. It replaces its own groups, and collects
-its own failed rows again. No host waits for another here, unless one engine
-spans all of them; `complete_metrics` later describes what all of them have
-collected.
+depends only on the number of hosts. Each host replaces its own groups, and
+collects its own failed rows again. No host waits for another here, unless one
+engine spans all of them; `complete_metrics` later describes what all of them
+have collected.
 """
 
 from collections.abc import Callable
@@ -107,8 +107,9 @@ def collect_until_valid(
     RetrieverUnreachable, Outage: the retriever failed it for good.
     RetrieverMisconfigured: no waiting helps.
   """
-  # Collected again as a whole, with the same keys: a step of which a part was
-  # made in an outage would not be the step of a run without one.
+  # The step is collected again as a whole, with the same keys. If a part of it
+  # from the outage were kept, the step would differ from that of a run without
+  # an outage.
   failures = None
   for _ in range(_MAX_COLLECTIONS):
     trajectories = collect_once()
@@ -150,8 +151,8 @@ class StepCollector:
     self._services = services
     self._collector = collector
     self._hosts = hosts
-    # Step -> its groups, for `complete_metrics`. A later step may be collected
-    # before that.
+    # The groups of each step, until `complete_metrics` is called for it. A
+    # later step may be collected before that call.
     self._first_groups: dict[int, Groups] = {}
 
   def collect(
@@ -186,7 +187,7 @@ class StepCollector:
   def collect_groups(self, step: int) -> Collection:
     """Returns what `collect` measures."""
     groups, refilled = self._collect_round(step, 0)
-    first = list(groups)  # `groups` changes in place
+    first = list(groups)  # a copy, because `groups` changes in place
     counts = self._replace_groups(groups, step, refilled=refilled)
     self._collector.finish()
     counts |= trajectory_metrics.count_tokens(rows(first))
@@ -256,8 +257,8 @@ class StepCollector:
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
-    # By the place among the rows of all hosts, so that no trajectory depends on
-    # how many hosts there are.
+    # A key follows from the row's place among the rows of all hosts, so that no
+    # trajectory depends on how many hosts there are.
     row_keys = keys.row_keys(
       self._key(step, resample_round), share.start * size, len(questions) * size
     )
@@ -285,7 +286,7 @@ class StepCollector:
     """Returns all trajectories, and how many of them were refilled.
 
     The engine begins whole groups, so the other rows of a group are generated
-    once more, too. They stay what they were.
+    once more, too. Their first results are kept, and the new ones dropped.
     """
     size, num_failed = self._config.group_size, _num_failed(trajectories)
     filled = list(trajectories)
@@ -334,9 +335,9 @@ def measured(
   step: int,
   environment: envs.Environment,
 ) -> dict[str, float]:
-  """Returns the metrics of a step that several hosts have.
+  """Returns the metrics of a step that several hosts have collected.
 
-  Those of the first host describe the trajectories of all of them.
+  On the first host they describe the trajectories of all hosts.
 
   Args:
     hosts: the hosts, all of which call this function.
