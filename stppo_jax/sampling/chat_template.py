@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Templates that ask for the day get this one, as if they could not ask: it is
-# the date that Llama 3 writes then. Prompts must not depend on the day, or a
-# resumed run would go on with others.
+# Templates that ask for today's date get this one. It is the date that the
+# template of Llama 3 writes where it cannot ask. Prompts must not depend on the
+# day, or a resumed run would go on with other prompts.
 _DAY = datetime.date(2024, 7, 26)
 _CLOCK = re.compile(r'strftime_now\s*\(\s*([\'"])((?:(?!\1)[^\\])*)\1\s*\)')
 _CLOCK_LEFT = re.compile(r'strftime_now\s*\(')
@@ -67,7 +67,7 @@ class Prompts:
     if not self._options.tools:
       tools = ()
     rendered = self._render(self._messages(text), tools, **self._choices)
-    # A template writes the tokens of its family itself, the first one too.
+    # A template writes the special tokens of its model itself, also the first.
     ids = self._fast.encode(
       rendered, add_special_tokens=False, split_special_tokens=False
     )
@@ -143,7 +143,7 @@ class Prompts:
 
   @property
   def begun_by_tokenizer(self) -> bool:
-    """Whether it is the tokenizer alone that begins prompts."""
+    """Whether prompts begin with a bos token by the tokenizer's rules alone."""
     bos = self._fast.bos_token_id
     is_open = self._options.bos == 'auto' and not self._fast.chat_template
     return is_open and bos is not None and self._begun([])[:1] == [bos]
@@ -157,7 +157,7 @@ class Prompts:
       return ids
     is_begun = choice == 'on'
     if choice == 'auto':
-      # Without a template, the rules of the tokenizer say it.
+      # Without a template, the rules of the tokenizer decide.
       own = ids if self._fast.chat_template else self._fast.encode(PROBE)
       is_begun = own[:1] == [bos]
     count = next((n for n, i in enumerate(ids) if i != bos), len(ids))
@@ -173,7 +173,8 @@ def _dialogue(system: str, text: str) -> list[dict[str, str]]:
 def _without_clock(template: str) -> str:
   """Returns a template that has the day in place of questions for it."""
   template = _CLOCK.sub(lambda call: repr(_DAY.strftime(call[2])), template)
-  # `transformers` offers its own function, and passes none of ours on.
+  # `transformers` gives templates its own function of this name, and there is
+  # no way to give them another.
   if _CLOCK_LEFT.search(template):
     raise ValueError(
       'it calls strftime_now with something else than a quoted text, so that '

@@ -115,8 +115,8 @@ class CompiledPrograms:
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
     """Returns the copies that `publish` makes."""
-    # By identity: a base is the same arrays for the whole run, and comparing
-    # their values would read all of them.
+    # The arrays are compared by identity: a base has the same arrays for the
+    # whole run, and comparing values would read all of them.
     if base is not self._base:
       self._base_copy = None
       self._base_copy = None if base is None else self._publisher(base)
@@ -144,8 +144,9 @@ def _takes_any_number(
 ) -> bool:
   """Returns whether a program handles any number of pages.
 
-  On a CPU a branch is cheap and compiling is slow, and a kernel reads as many
-  as there are. Elsewhere each number has its own program.
+  On a CPU the program branches for each page, because a branch is cheap there
+  and compiling is slow. A kernel reads as many pages as there are. Elsewhere
+  each number of pages has its own program.
   """
   cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)

@@ -16,9 +16,9 @@ log-probabilities equal up to rounding.
 Weights change between turns only. A turn that begins takes the newest ones, and
 is written with them to its end, so that it has one policy; its version is in
 the result. While turns of two versions are being written, each call decodes
-those of one of them. Slots are then refilled at once in any case, since nothing
-waits for all rows to end (`turn_swaps`): with `deterministic`, bits depend on
-nothing but the versions of a row's turns.
+those of one version. With `turn_swaps`, which allows this, nothing waits for
+all rows to end, so slots are refilled at once even if `deterministic`. The bits
+of a row then depend on nothing but the versions of its turns.
 """
 
 import collections
@@ -45,8 +45,8 @@ class Engine:
 
   Args:
     model: the policy.
-    placement: the devices that decode. Slots are divided over their rows,
-      weights along their axis `tensor`.
+    placement: the devices that decode. Weights are cut along the axis `tensor`
+      of their mesh, and slots are divided along the other axes.
     automaton: the stop automaton over the tokenizer's ids.
     options: the options of the engine.
     make_driver: makes the slot driver of each lane.
@@ -154,7 +154,7 @@ class Engine:
       max_turn_tokens: longest turn.
       greedy: whether to take the most probable token instead of sampling.
       due: for each row the versions that its turns wait for; None: they take
-        what there is.
+        the newest weights.
 
     Raises:
       ValueError: whole groups do not fill the slots of a lane, in which the
@@ -184,7 +184,7 @@ class Engine:
       prompts, keys, due: see `begin`.
     """
     first = self._next
-    # On the host, where rows take their keys to the batches that they are in.
+    # The keys are kept on the host, which puts them into each batch again.
     key_data = np.asarray(jax.random.key_data(keys))
     self._next += len(key_data)
     for number in range(first, self._next):
@@ -237,15 +237,17 @@ class Engine:
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
     """Decodes for a while and returns the turns that ended, by row."""
-    # Calls are started in all lanes before any result is waited for. One lane
-    # that is done is enough: its rows should not wait for the others.
     if self._queue and self._can_admit():
       self._admit()
     ended, lanes = {}, {}
+    # Calls are started in all lanes before any result is waited for. One lane
+    # that is done is enough: its rows should not wait for the others.
     for lane in self._lanes:
       if future := lane.schedule(queued=bool(self._queue)):
         lanes[future] = lane
     if not lanes and self._rows:
+      # All rows here wait for observations, but other hosts may need this one
+      # in their programs.
       self._driver.join(done=False)
     done, _ = concurrent.futures.wait(
       lanes, return_when=concurrent.futures.FIRST_COMPLETED
@@ -289,9 +291,9 @@ class Engine:
   def _turn_weights(self) -> compiled_programs.Weights:
     """Returns the weights of turns that begin.
 
-    They are the newest, unless turns of two other versions are being written:
-    with a third one, a chunk would take three calls, each of which reads its
-    weights. Then they are the newer ones of those in use.
+    They are the newest, unless turns of two other versions are being written.
+    Then they are the newer of these two: with a third version, a chunk would
+    take three calls, each of which reads its weights.
     """
     newest = self._programs.weights
     assert newest is not None

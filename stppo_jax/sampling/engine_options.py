@@ -53,8 +53,8 @@ class EngineOptions:
     return_expert_ids: whether `close` returns the experts that each token of
       the row visited.
     turn_swaps: never (weights change between collections only), keep (a turn
-      begins with the newest weights), or recompute (so do the keys and values
-      of what came before it).
+      begins with the newest weights), or recompute (the same, and the keys and
+      values of earlier tokens are computed again with these weights).
   """
 
   slots: int

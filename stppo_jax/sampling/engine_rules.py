@@ -1,6 +1,6 @@
 """Checks the numbers of slots, lanes and pages of the engine.
 
-Configs are checked with them: no jax here.
+Configs are checked with these functions, so this module does not import jax.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,9 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'hosts that decode together call a program with the same weights',
   ),
 }
-# What turns with newer weights need (rollout.turn_swaps): for some keys of a
-# config, whether the option and the key's value go together, the options that
-# do, and the reason.
+# What turns with newer weights need (rollout.turn_swaps). For some keys of a
+# config: whether the option and the key's value go together, the values of the
+# option that always do, and the reason.
 SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
   (
     'rollout.steps_ahead',

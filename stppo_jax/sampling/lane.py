@@ -70,9 +70,9 @@ class Lane:
     self._driver = driver
     self._options = options
     self._turn_weights = turn_weights
+    self._recomputes = options.turn_swaps == 'recompute'
     # If chunks ended early, the number of tokens that a row decodes in a chunk
     # would depend on the other rows, and the run would not be deterministic.
-    self._recomputes = options.turn_swaps == 'recompute'
     self._exit_share = 1.0 if options.deterministic else options.early_exit
     self._in_flight: collections.deque[_ChunkInFlight] = collections.deque()
     self._calls: list[concurrent.futures.Future] = []  # since the last chunk
@@ -151,8 +151,8 @@ class Lane:
     """Frees the slot of a row.
 
     Returns:
-      See `SlotDriver.expert_ids`; None, without waiting for a thread, unless
-      the engine's options ask for them.
+      See `SlotDriver.expert_ids`. If the engine's options do not ask for
+      experts, it is None, and no thread is waited for.
     """
     self.free.append(row.slot)
     self.free.sort()
@@ -172,8 +172,8 @@ class Lane:
       queued: whether rows wait for a slot.
 
     Returns:
-      A future that is done as soon as `collect_done` would not wait; None if
-      nothing is in flight.
+      A future that is done once `collect_done` can return without waiting; None
+      if nothing is in flight.
     """
     if self._should_append():
       self._append_scheduled()
@@ -252,6 +252,7 @@ class Lane:
         continue
       if row.begins_anew(token_ids, weights.version, self._recomputes):
         token_ids = self._pool(row).emptied(row, token_ids)
+      # Only a row without a turn has the same tokens as another: its prompt.
       source = None if row.turn else self._source(row, weights.version)
       if source is not None:
         self._pool(row).share(row, source, len(token_ids))
@@ -313,7 +314,8 @@ class Lane:
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]
-    # A call has weights of one version: those of a row that no call decodes.
+    # A call has weights of one version. A row that is in no call yet chooses
+    # it, so that the rows of another version get a call of their own.
     first = [row for row in rows if not row.in_flight] or rows
     rows = [row for row in rows if row.weights is first[0].weights]
     if size == self._driver.slots:
@@ -335,7 +337,7 @@ class Lane:
     """Starts decoding in rows."""
     decodes, row_turns = {}, {}
     for row in rows:
-      # The pages that were free for one may have gone to another.
+      # Another row of this batch may have got the pages that were free for it.
       if not self._grow(row):
         continue
       # The row may be longer by all tokens of its chunks in flight.
@@ -381,7 +383,7 @@ class Lane:
       if slot is None:
         continue
       row, turn = oldest.turns[slot]
-      # The turn has ended in an earlier chunk, after this one was started. The
+      # If the turn ended in an earlier chunk, after this one was started, the
       # device has decoded nothing for it here.
       if row.turn != turn or not row.generating:
         continue

@@ -1,8 +1,8 @@
 """Lowers the engine's programs from shapes; nothing is loaded or computed.
 
 `extend` and `decode` are lowered as the largest programs that a run compiles:
-those for the most rows, which read all pages. The devices need
-not be there, see `parallel/topology.py`.
+those for the most rows, which read all pages. The devices need not be there,
+see `parallel/topology.py`.
 """
 
 from typing import Any

@@ -43,7 +43,7 @@ class Row:
     weights: the weights with which its turn is being written; None between
       turns, so that a row that waits holds none.
     version: the version of the weights of its last turn.
-    due: the versions that its turns wait for; (): they take what there is.
+    due: the versions that its turns wait for; (): they take the newest weights.
     prompt_version: the version with which its slot begins a copy of its prompt;
       None if it cannot.
   """
@@ -91,10 +91,10 @@ class Row:
     Args:
       token_ids: the observation before the turn.
       version: the version of the turn's weights.
-      recomputes: whether new weights do not keep the keys and values of others.
+      recomputes: whether keys and values of other weights are computed again.
     """
-    # The weights that read the last token predict the next one. Without an
-    # observation they would be those of the last turn.
+    # The weights that have read the last token predict the next one. Without an
+    # observation to read, these would be the weights of the turn before.
     is_other = self.length > 0 and self.version != version
     return is_other and (recomputes or not len(token_ids))
 
@@ -171,10 +171,11 @@ class PagePool:
     self.release(row)
 
   def emptied(self, row: Row, token_ids: np.ndarray) -> np.ndarray:
-    """Empties a row; returns all its tokens and more, to be computed anew."""
+    """Empties a row; returns its tokens and the new ones, to be appended."""
     self.release(row)
     token_ids = np.concatenate([*row.written, token_ids])
-    # What a copy of its prompt would begin with is lost.
+    # No other row can copy its prompt any more: the hidden state that a copy
+    # begins with is overwritten when the tokens are appended.
     row.length, row.written, row.prompt_version = 0, [], None
     return token_ids
 
@@ -191,7 +192,7 @@ class PagePool:
 def closest_in_length(
   row: Row, rows: Sequence[Row], size: int
 ) -> Sequence[Row]:
-  """Returns the `size` rows, `row` among them, with the least length range."""
+  """Returns `size` rows, `row` among them, whose lengths differ least."""
   by_length = sorted(rows, key=lambda row: row.length)
   place = by_length.index(row)
   firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)

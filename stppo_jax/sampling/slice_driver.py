@@ -17,7 +17,8 @@ from typing import Any
 from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 
-# A host that waits has rows that others answer; one that is done has none.
+# A host that waits has rows whose observations are not there yet; a host that
+# is done has no rows.
 _WAITS, _DONE = 'waits', 'done'
 _ORDER = ('extend', 'copy', 'decode', _WAITS, _DONE)
 # Seconds until hosts that all wait ask each other again.
@@ -54,9 +55,9 @@ class SliceDriver(slot_driver.SlotDriver):
   def _run(
     self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
   ) -> Any:
-    # A host may take part in many programs of others before its own is the
-    # first of `_ORDER`. It comes at last, because each of them makes its host
-    # progress.
+    # A host may take part in many programs of others before its own program is
+    # the first of `_ORDER`. It does not wait for ever: each of them brings its
+    # host forward, until that host needs a later program, too, or waits.
     while True:
       with self._agreed(call) as calls:
         merged = _merged(calls)

@@ -81,9 +81,10 @@ class SlotDriver:
     self, appends: Mapping[int, slot_calls.Append], params: functional.Params
   ) -> None:
     """Appends tokens to slots, in which turns with these weights begin."""
-    # A wave begins with all its prompts together, in every run, so that few of
-    # them need not be computed as if they filled all slots. Other hosts may be
-    # anywhere in a wave of theirs.
+    # In every run a wave begins with the same prompts in the same call, however
+    # long things take. So this call may leave out empty slots and still give
+    # the same bits. With other hosts it may not: they share its shapes, and may
+    # be anywhere in their waves.
     is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
@@ -139,7 +140,7 @@ class SlotDriver:
     return self._run(call, functools.partial(self._decode, decodes, params))
 
   def join(self, *, done: bool) -> bool:
-    """Calls a program with other hosts that needs nothing of this one.
+    """Takes part in a program of other hosts that does nothing for this one.
 
     Args:
       done: whether this host has nothing left to collect.
@@ -156,7 +157,10 @@ class SlotDriver:
   def _run(
     self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
   ) -> Any:
-    """Returns the result of a function that calls a program."""
+    """Returns the result of a function that calls a program.
+
+    `SliceDriver` agrees with the other hosts on the call first.
+    """
     return function(call)
 
   def _copy(
@@ -229,6 +233,8 @@ class SlotDriver:
       int16 [length, layers, E].
     """
     assert self._state is not None
+    # A row's pages are numbered within its device. The program gets numbers of
+    # pages of all devices, which follow one another.
     of_device = self._state.cache[0][0].shape[0] // self.shards
     table_N = np.zeros(self._programs.pages_per_row, np.int32)
     table_N[: len(pages)] = pages
@@ -272,6 +278,8 @@ class SlotDriver:
     table_AN = self._table(active, list(appends.values()))
     for place, append in zip(active.places, appends.values()):
       token_ids = append.token_ids[first : first + C]
+      # The turn begins after the last chunk. Until then the budget is -1, so
+      # that no call of `decode` generates in the slot.
       last = first + C >= len(append.token_ids)
       batch.tokens_AC[place, : len(token_ids)] = token_ids
       batch.counts_A[place] = len(token_ids)
@@ -279,7 +287,8 @@ class SlotDriver:
       batch.prompts_A[place] = not append.length and last
       batch.budgets_A[place] = append.budget if last else -1
     slots_A, batch, table_AN = self._programs.put(active.slots, batch, table_AN)
-    # Set after every call, because the call donates the previous state.
+    # The new state takes the place of the old one at once, because the call has
+    # donated the old one.
     self._state = self._programs.extend(
       params,
       self._state or self._programs.empty(self.slots),
@@ -323,7 +332,8 @@ class SlotDriver:
 
     Args:
       slots: the active slots.
-      compacts: whether it runs on few others beside them.
+      compacts: whether it may leave out slots that are not active. Few sizes
+        are used, so it may run on some of them all the same.
     """
     part = self.slots // self.shards
     if not compacts:

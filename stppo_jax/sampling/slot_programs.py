@@ -104,6 +104,7 @@ def extend(
   """
   active = slot_state.gather_slots(state, slots_A=slots_A)
   A, C = appended.tokens_AC.shape
+  # A length of 0 is enough to empty a slot: nothing beyond it is ever read.
   lengths_A = jnp.where(appended.starts_A, 0, active.lengths)
   hidden_ACD, recent = model.extend(
     params,
@@ -301,7 +302,7 @@ def decode(
 
 
 def _stored(cache, recent, table_AN, lengths_A, counts_A, hidden_AD, *, mesh):
-  """Returns the cache with the recent tokens of all rows that are finite.
+  """Returns the cache with the recent tokens of rows that have finite numbers.
 
   A page outlives its row. Attention gives invisible positions the weight 0, but
   0 times nan is nan, so no value that is not finite may reach the cache. The

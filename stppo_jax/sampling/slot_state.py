@@ -94,9 +94,10 @@ def copy_prompts(
 ) -> SlotState:
   """Lets slots begin with the prompts of other slots, and starts their turns.
 
-  The host has given the slots the full pages of the prompt, too. Its last page
-  is copied, because rows differ after the prompt. Beyond the prompt, the copy
-  has what followed it in the source, but its length makes that invisible.
+  The full pages of the prompt are not copied: the host has listed them as pages
+  of these slots, too. The last page, which the prompt fills only in part, is
+  copied, because rows differ after the prompt. Beyond the prompt, the copy has
+  what followed it in the source, but the slot's length makes that invisible.
 
   Args:
     state: all slots; donate it.

@@ -90,11 +90,11 @@ class Tokenizer:
   def save(self, directory: str | pathlib.Path) -> None:
     """Writes the files that `load` and `transformers` read.
 
-    `AutoTokenizer` reads the files of every model of type qwen2 by the rules of
-    Qwen2's own tokenizer, whatever class they name, and would give other ids.
-    It uses the class that they name only if there is an `auto_map`. If it is
-    told to trust remote code, it takes the class that `auto_map` names, from a
-    file beside the others.
+    For every model of type qwen2, `AutoTokenizer` ignores the class that the
+    files name, and uses the rules of Qwen2's own tokenizer, which would give
+    other ids. It uses the class of the files only if they have an `auto_map`.
+    If it is told to trust remote code, it takes the class that `auto_map`
+    names, from a file beside the others. That is why both are written here.
     """
     self._fast.save_pretrained(directory)
     path = pathlib.Path(directory) / 'tokenizer_config.json'
@@ -183,9 +183,9 @@ class Tokenizer:
     characters. Ids above the vocabulary, which a padded embedding has, add
     nothing.
     """
-    # Not by the tokenizer's own decoder: it may strip spaces and mend bytes at
-    # the ends of what it is given, and the stop automaton reads bytes as they
-    # are.
+    # The tokenizer's own decoder is not used: it may strip spaces and repair
+    # bytes at the ends of the text, while the stop automaton reads the bytes as
+    # they are.
     pieces = self.token_bytes()
     joined = b''.join(pieces[i] for i in ids if i < len(pieces))
     return joined.decode(errors='replace')
