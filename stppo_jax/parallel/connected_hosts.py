@@ -137,7 +137,8 @@ class ConnectedHosts(hosts_lib.Hosts):
 
   def fail(self, line: str, exit_code: int) -> None:
     """Tells the others, and waits until they know; this process must end."""
-    # Two threads may fail at once, the second one often because of the first.
+    # Two threads may fail at once, the second one often because of the first,
+    # so only the first failure is told.
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:

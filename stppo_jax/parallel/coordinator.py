@@ -52,8 +52,7 @@ JAX = b'jax\n'  # the first line of a connection that is relayed
 _ENDS = (OSError, asyncio.CancelledError)
 _LIMIT = 1 << 28  # bytes of a message
 _CHUNK = 1 << 16
-# Seconds after which it is said for whom a process waits, and between two such
-# lines.
+# Seconds until a process that waits says for whom, and between two such lines.
 FIRST_WAIT, NEXT_WAIT = 5.0, 60.0
 PAUSE = 0.5  # seconds between two looks at who is late
 ASK_EVERY = 5.0  # seconds between two questions whether a process is alive
@@ -255,7 +254,7 @@ class Coordinator:
       send(member.writer, message)
 
   async def _watch(self) -> None:
-    """Says for whom the others wait, and gives up hosts that are too late."""
+    """Says which hosts are waited for, and gives up those that are too late."""
     clock = self._clock
     started = asked = clock.now
     while not self._failed:

@@ -40,7 +40,8 @@ _ROOM = 1.5
 # Tokens whose visits one product with a matrix adds up.
 _TILE = 256
 _LANES = 128
-# The places of a token's first visit and of the first behind its last one.
+# Added to a token's number and searched for among the sorted tokens of visits,
+# they give the place of its first visit, and the place behind its last one.
 _ENDS = np.arange(2)[:, None]
 
 
@@ -95,8 +96,9 @@ def exchanged(
     *experts: the matrices of this device's experts [x, ...], those of adapters
       behind each.
     axis: the axis along which devices have different experts.
-    product: a product of sorted rows with matrices whose gradient by the
-      matrices is a kernel, with which sums are computed; None: by gathers.
+    product: multiplies sorted rows with matrices. Where its gradient by the
+      matrices is a kernel, sums over visits are computed with this gradient;
+      None: they are computed by gathers.
   """
 
   def gather(a_BL):
@@ -177,7 +179,7 @@ def _block(
     jax.lax.dynamic_slice_in_dim(a, n * sums.rows, sums.rows)
     for a in visits[:3]
   )
-  # Kernels have rows of whole lanes.
+  # A kernel needs rows that fill whole lanes.
   weights_NE = jnp.pad(weights_NE, ((0, 0), (0, -weights_NE.shape[1] % _LANES)))
   lanes_1E = jnp.arange(weights_NE.shape[1])[None]
   weights_RE: Any = _taken(sums, weights_NE, tokens_R)
@@ -212,8 +214,9 @@ def _added(sums: _Sums, y_RD: Array, tokens_R: Array) -> Array:
       place_N = jnp.where(first_N + n < end_N, first_N + n, sums.rows)
       total_ND += y_RD.at[place_N].get(mode='fill', fill_value=0)
     return total_ND.astype(y_RD.dtype)
-  # A matrix product with ones adds up the rows of a tile of tokens. It is the
-  # gradient of a product of these ones with a matrix of the tile.
+  # A product with a matrix of zeros and ones adds up the rows of each token of
+  # a tile. It is computed as the gradient by the matrix of `product`, which has
+  # a kernel for it.
   tiles = -(-N // _TILE)
   tile_R = jnp.where(tokens_R < N, tokens_R // _TILE, tiles)
   ones_RT = jax.nn.one_hot(tokens_R % _TILE, _TILE, dtype=y_RD.dtype)

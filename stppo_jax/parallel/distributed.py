@@ -21,8 +21,8 @@ Tree = Any
 
 START_TIMEOUT = 300.0  # seconds until all processes must have come
 _PATIENCE = 3600.0  # seconds that a host may be later than the others
-# The coordinator of this package notices lost hosts, and names them. If that of
-# jax noticed them first, it would abort the others without a name.
+# The coordinator of this package notices lost hosts, and names them. If jax's
+# coordinator noticed one first, it would end all others without naming it.
 _JAX_HEARTBEAT = 24 * 3600
 _JAX_SHUTDOWN = 10  # seconds
 
@@ -47,7 +47,7 @@ class Place:
 def place(
   coordinator: str, num_processes: int, process_id: int, *, collectors: int = 0
 ) -> Place | None:
-  """Returns the place that flags give to this process, or else a cluster.
+  """Returns the place of this process by its flags, or else by its cluster.
 
   Args:
     coordinator: host name and port of process 0; '' if no flag was given.
@@ -171,7 +171,7 @@ def joined(
         'config.mesh.collectors: must be the same on all hosts, which have '
         + ', '.join(map(str, given))
       )
-    # Signals are ours: that of jax would take the place of Python's handler.
+    # This package handles signals: a handler of jax would replace Python's.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
       address,
@@ -198,7 +198,8 @@ def joined(
   except BaseException as error:
     cause = error
     if isinstance(error, jax.errors.JaxRuntimeError):
-      # A collective fails where another host is lost, which has its own reason.
+      # If another host was lost, collectives fail here. The cause is then why
+      # that host was lost.
       cause = hosts.diagnose(error)
     line = str(cause)
     if not isinstance(cause, hosts_lib.HostFailed):

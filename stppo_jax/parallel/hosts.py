@@ -9,9 +9,9 @@ and all end. A process whose main thread waits for the lost host in a compiled
 program is ended by another thread.
 
 With `mesh.collectors` the last hosts of a run only collect, and the others
-learn. The hosts that do the same are a `Group`. To a host that learns, its
-group is the hosts of the run: their devices make the mesh, and they vote. All
-hosts together hear of signals and of failures.
+learn. The hosts that do the same are a `Group`. A host that learns treats its
+group as if it were all hosts of the run: the mesh has the devices of the group,
+and the group votes. Only signals and failures concern all hosts together.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ class Hosts:
     return f'host {index} ({self.names[index]})'
 
   def stop(self) -> None:
-    """Asks all hosts to abandon what they can and to meet."""
+    """Asks all hosts to abandon what they can and come to their next vote."""
 
   def diagnose(self, error: BaseException) -> BaseException:
     """Returns the failure of another host if it has caused an error."""

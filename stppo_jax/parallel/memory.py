@@ -115,13 +115,13 @@ def device_limit() -> int | None:
 
 
 def leaves_room(mesh: jax.sharding.Mesh, size: int) -> bool:
-  """Returns whether each device of a mesh has room for activations beside this.
+  """Returns whether a device has enough room left beside what it holds.
 
-  Where the memory is not known, as that of CPUs, it has.
+  This is true where the size of the memory is not known, as for CPUs.
 
   Args:
-    mesh: the mesh, whose devices need not be there.
-    size: the bytes of all else on a device.
+    mesh: the mesh of the devices, which need not be there.
+    size: the bytes that a device holds, but for activations.
   """
   limits = topology.limits_of(mesh.devices.flat[0])
   limit = limits.memory * GIB if limits else device_limit()

@@ -43,8 +43,8 @@ _SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
   *('expert_rows', 'expert_columns', 'tensor_columns', 'tensor_rows'),
 )
-# The layout in which publishing begins: that of training, by the factors of its
-# axes.
+# Publishing begins in the layout of training. This says, for each axis of
+# training, along which factors weights are cut there.
 _BEGIN = {
   'fsdp': ('fsdp_rows', 'fsdp_columns'),
   'expert': ('expert_rows', 'expert_columns'),
@@ -90,7 +90,9 @@ class Placement:
           f'must divide the {count} devices of this host{which}: each host '
           'decodes its own rows, with a complete copy of the weights'
         )
-    if self.collectors:  # it is sent whole matrices, which it cuts as it likes
+    # A host that only collects is sent whole matrices, which can be cut into
+    # any number of parts: the rules below are about the layout of training.
+    if self.collectors:
       return
     trained = self.training.shape
     sizes = self._split_sizes
@@ -245,8 +247,9 @@ class Publisher:
     """Returns the jitted copy of a part of the weights, and its layout here.
 
     Args:
-      part: a stack of layers, of which a second argument of the copy chooses
-        one, or all other weights; shapes suffice.
+      part: either a stack of layers, or all weights outside of stacks; shapes
+        suffice. The copy has a second argument, which says which layer of a
+        stack it copies.
     """
     # There are few structures of weights (with or without adapters, a layer or
     # the rest), and so few programs.
@@ -293,7 +296,7 @@ class Publisher:
           layers |= {(name, n): x for name, x in result.items()}
       else:
         made |= results[0]
-    # Of adapters, those of a stack may be missing.
+    # A stack without adapters has no layers among the trained weights.
     made['layers'] = tuple(layers.get(place, {}) for place in self._places)
     return made
 
@@ -343,6 +346,7 @@ class Publisher:
 
   def _layout(self, part: Tree, mesh: jax.sharding.Mesh) -> Tree:
     layout = sharding.param_shardings(part, mesh)
+    # What is copied of a stack is one layer, without the axis of layers.
     if self._is_stack(part):
       layout = jax.tree.map(
         lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), layout

@@ -52,9 +52,9 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
 
       return None, jax.tree.map(exchange, batch)
 
-    # Devices of a CPU run the collectives of a program in one order, but not
-    # those of a loop and those beside it: they would wait for each other for
-    # ever.
+    # All devices of a CPU run the collectives of a program in the same order,
+    # but not collectives in a loop relative to those outside: devices would
+    # wait for each other for ever. Without a loop there is one order.
     unroll = mesh_lib.platform(mesh) == 'cpu'
     return jax.lax.scan(one_row, None, rows_nm.T, unroll=unroll)[1]
 

@@ -35,7 +35,8 @@ class Limits(NamedTuple):
   """Holds the limits of one device, as its maker publishes them.
 
   Attributes:
-    memory: GiB that programs can use; of a TPU, where its compiler refuses.
+    memory: GiB that programs can use; for a TPU, the most that its compiler
+      accepts.
     operations: bfloat16 multiplications and additions per second.
     bandwidth: bytes per second to and from its memory.
     links: bytes per second that it sends to devices of its host; on a TPU,
@@ -86,8 +87,9 @@ _CHIPS = re.compile(rf'{_NUMBER.pattern}(x{_NUMBER.pattern}){{1,2}}')
 _GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
 # The slices of eight chips that one host holds; larger ones have hosts of four.
 _ONE_HOST = ('v5e:2x4', 'v6e:2x4')
-# Otherwise libtpu looks for a TPU, and for another process that uses it. Where
-# there is one, the machine's own variables name its hosts and chips.
+# A machine with TPUs has variables that begin like this and name its hosts and
+# chips. They are removed, and those below are set: otherwise libtpu looks for
+# the machine's TPU, and for another process that uses it.
 _OF_A_MACHINE = 'TPU_', 'CLOUD_TPU_', 'MEGASCALE_'
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
@@ -251,7 +253,7 @@ def compiled(lowered: Any) -> Any:
     raise Rejected(f'the compiler rejects it: {first}') from error
 
 
-# The kind of a device, as jax names it. Numbers and sources: `topology`.
+# The limits of the kinds of devices, by the names that jax gives them.
 _KINDS = {
   'TPU v4': TPUS['v4'],
   'TPU v5 lite': TPUS['v5e'],

@@ -13,7 +13,7 @@ one message, and begins with a word that only the hosts of the run know:
     {"word": ..., "read": 7}            send me message 7 once it is there
     {"word": ..., "put": "3 from 1"}    a message for the box follows
 
-A lost host is named by the coordinator. Here its connections just end.
+If a host is lost, its connections just end here; the coordinator names it.
 """
 
 from collections.abc import Mapping
@@ -108,7 +108,7 @@ class Server:
       self._changed.notify_all()
 
   def received(self, key: str) -> 'concurrent.futures.Future[Message]':
-    """Returns the message of the box with a key, now or later."""
+    """Returns a future of the message that is put into the box with a key."""
     with self._changed:
       return self._box.setdefault(key, concurrent.futures.Future())
 
@@ -157,8 +157,9 @@ class Server:
       message = None if self._is_closed else self._log[number]
     if message is None:
       return
-    # Once for all readers, and then the devices need not hold it any more. The
-    # other lock stays free: who appends the next message must not wait.
+    # The first reader copies the arrays to the host, for all readers; then the
+    # devices need not hold them any more. `_changed` stays free meanwhile, so
+    # that the thread that appends the next message does not wait.
     with self._copying:
       message = self._log[number] or message
       arrays = [np.asarray(x) for x in message.arrays]
@@ -231,9 +232,10 @@ class Client:
 
 
 def held(tree: Tree) -> tuple[list[Any], list[jax.Array]]:
-  """Returns the pieces of arrays that this host is the one to send.
+  """Returns the pieces of arrays that this host has to send.
 
-  Of copies of a piece, on several devices, one is sent.
+  If several devices, perhaps of several hosts, hold the same piece, only one of
+  them sends it.
 
   Args:
     tree: nested dicts of global arrays.
@@ -266,7 +268,7 @@ def whole(messages: Sequence[Message]) -> Tree:
     for (names, dtype, shape, bounds), piece in zip(
       places, pieces, strict=True
     ):
-      if piece.shape == tuple(shape):
+      if piece.shape == tuple(shape):  # the whole array, which need no copy
         found[tuple(names)] = piece
         continue
       if tuple(names) not in found:

@@ -97,9 +97,9 @@ def collective_section(
 ) -> Iterator[None]:
   """Runs a section whose programs need all hosts.
 
-  If one of several hosts left it at a signal, the others would wait for it in
-  vain. So they all finish the section, and leave then if one got a signal. A
-  single host leaves at once.
+  If one of several hosts left the section at a signal, the others would wait
+  for it in vain. So all of them finish the section, and then leave together if
+  one got a signal. A host without others leaves at once.
 
   Args:
     hosts: the hosts of the run.
@@ -111,7 +111,7 @@ def collective_section(
       yield
     return
   yield
-  # The first host here waits as long as the others compute.
+  # The first host that comes here waits as long as the others still compute.
   with interruptible(patience=None):
     pass
 
