@@ -48,7 +48,7 @@ class Parts:
     services: questions, environment, retriever and event loop.
     collecting: what collects and evaluates.
     pack: makes the batch of a step; see `pack_step`.
-    notes: lines about what the config leads to; of the first host.
+    notes: lines about what the config leads to; the first host alone has any.
   """
 
   config: Any
@@ -155,7 +155,8 @@ def pack_step(
     step=None if config.rollout.turn_swaps == 'never' else step,
     hosts=hosts,
   )
-  # Before the first program of the step, in which hosts would wait for ever.
+  # This is checked before the first program of the step: with arrays of
+  # different shapes, hosts would wait for each other in it for ever.
   agreement.check_program(hosts, 'annotate and update', step, packed)
   weight = config.env.rewards.information_gain
   if not weight:

@@ -229,8 +229,9 @@ def sized(
 ) -> Any:
   """Returns the config with as many slots as fit, if it leaves that open.
 
-  That is all that a host collects of a step, divided into as few waves of equal
-  size as memory permits. If not even the fewest slots fit, those are chosen.
+  The trajectories that a host collects in a step are divided into as few waves
+  of equal size as memory permits, and a wave fills the slots. If not even the
+  fewest slots fit, the fewest are chosen all the same.
 
   Args:
     config: the config of a run that fits its files and devices.
@@ -284,10 +285,12 @@ def held_memory(
   if config.model.reference_memory == 'device':
     sizes['reference'] = size_of(reference)
   ahead = config.rollout.steps_ahead
-  if ahead:  # those of the last `ahead` steps, and the newest
+  if ahead:  # the policies of the last `ahead` steps, and the newest one
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
-  if config.mesh.collectors:  # until all of them have begun to fetch it
+  # A copy of the weights is held until one of the hosts that collect fetches
+  # it; only then it goes to the host's memory.
+  if config.mesh.collectors:
     size = jnp.dtype(config.model.dtype).itemsize
     sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4
   copied, collecting = 0, {}

@@ -113,8 +113,9 @@ class Folder:
         return
       run_record.check_checkpoints(self.path)
       run_record.check_config(self.config, self.path)
-      # Who watches a run sees that it is being resumed. The last heartbeat must
-      # still be brought to a bucket.
+      # Observers should see early that the run is being resumed. With a bucket,
+      # `record` begins to watch, within the uploads: the last heartbeat must be
+      # written before the last upload.
       if run_folder.read(self.path) and self.bucket is None:
         self._begin_watch()
 
@@ -126,7 +127,8 @@ class Folder:
       CheckpointsMissing: the run's checkpoints are gone.
       BucketError: the bucket is out of reach.
     """
-    # Before the first program is compiled: the next start finds it there.
+    # This must precede the first compilation, so that the next start finds the
+    # compiled programs there.
     compilation.keep(self.path / run_folder.COMPILED)
     with self.interruptible(), exits.as_misconfigured(str(self.path)):
       number = self.hosts.whole.index
@@ -227,7 +229,7 @@ def claimed(
   unit: str = 'step',
   **also,
 ) -> Iterator[Folder]:
-  """Yields the folder of a run, locked; it has no other run.
+  """Yields the locked folder of a run; refuses one that holds another run.
 
   A signal ends the body without an error; `Folder.exit_code` is then that of
   the signal.
@@ -298,7 +300,8 @@ def claimed(
         path, config, group, interrupt, lock, stack, lines, restart, bucket
       )
       held.check()
-      # From here on a signal is an end of the run, not of its caller.
+      # From here on a signal ends the run by its exit code; before, it is
+      # raised to the caller.
       folder = held
       interrupt.force_exit = functools.partial(_force_exit, folder, unit)
       yield folder

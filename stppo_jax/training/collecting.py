@@ -1,4 +1,4 @@
-"""Builds what collects: the devices of this host, or other hosts for it."""
+"""Builds what collects on this host, or what stands for hosts that collect."""
 
 from collections.abc import Callable
 import contextlib
@@ -105,7 +105,7 @@ def build(
       'mesh.collect_fraction some collect beside the others'
     )
   if config.rollout.steps_ahead and is_safe:
-    # On a thread, which ends when its loop is stopped.
+    # Steps are then collected on a thread, which ends when its loop is stopped.
     loop = prefetch.StoppableLoop(services.loop)
     collecting = dataclasses.replace(services, loop=loop)
   engine = engines.build(
@@ -145,7 +145,7 @@ def build(
   made = functools.partial(Collecting, config, learner)
   if not hosts.collectors:
     return made(engine, steps, build_it(steps.collect), evaluator)
-  # What is saved at a signal is said by those that save it.
+  # The hosts that learn save the run, and say what was saved at a signal.
   folder.interrupt.outlook = 'ending; the hosts that learn save the run'
   folder.interrupt.is_told = True
   addresses = hosts.whole.exchange('addresses', None)
@@ -160,7 +160,7 @@ def build(
   def evaluate(params: model_roles.Params):
     engines.publish(engine, learner, params, 0)
     measured = evaluator.measure()
-    steps.statistics()  # see `Parts.evaluate`
+    steps.statistics()  # dropped for the reason that `Collecting.evaluate` has
     return measured
 
   follow = functools.partial(
@@ -219,13 +219,15 @@ def _build_prefetcher(
   *,
   shared: shared_engine.SharedEngine | None,
 ) -> prefetch.Prefetcher:
-  """Builds the prefetcher, with threads of its own if its loop can stop.
+  """Builds the prefetcher, with threads of its own if its loop can be stopped.
 
-  They share the engine if `shared` is given.
+  If `shared` is given, several threads share the engine.
   """
   loop, learner, placement = services.loop, found.learner, apart(found)
   copy_policy = learner.copy_policy
-  if placement and placement.collectors:  # it is sent what nobody updates
+  # The weights that a host gets over the network are its own: no update
+  # consumes them, so they need not be copied.
+  if placement and placement.collectors:
     copy_policy = lambda params: params
   build_it = functools.partial(
     prefetch.Prefetcher,

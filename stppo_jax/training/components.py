@@ -77,7 +77,7 @@ def build(
 
   Args:
     config: the config of a run.
-    imitates: whether it is one of `sft`.
+    imitates: whether it is a run of `sft`.
     hosts: the hosts of the run; some may only collect.
 
   Raises:
@@ -89,7 +89,9 @@ def build(
     model_files.check(config, tokenizer)
     if hosts.learns:
       mesh = build_mesh(config)
-    else:  # its learner, which never has weights, says what is decoded
+    else:
+      # This host only collects. Its learner never gets weights; it only says
+      # which model is decoded, so one device is enough.
       mesh = mesh_lib.make_mesh(
         data=1, fsdp=1, tensor=1, devices=jax.local_devices()[:1]
       )
@@ -170,8 +172,8 @@ def build_placement(
     devices: see `build_mesh`.
     host: the number of the host; None: that of this process, or the last one of
       `devices`.
-    hosts: see `build`. The devices of a plan learn, and those of its last host
-      stand for those of a host that only collects.
+    hosts: see `build`. In a plan with hosts that only collect, all `devices`
+      learn, and those of the last host also stand for one of these hosts.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
@@ -185,9 +187,9 @@ def build_placement(
   if not collectors:
     fraction = config.mesh.collect_fraction
     _, collecting = mesh_lib.divide(collecting, fraction)
-  # Programs that are only compiled are those of the last host: libtpu 0.0.42
-  # fails with an internal error for the first host of v5e and v6e slices that
-  # have several, and not for the others.
+  # For a plan, programs are compiled for the last host: libtpu 0.0.42 fails
+  # with an internal error for the first of several hosts of a v5e or v6e slice,
+  # and not for the others.
   if host is None:
     host = devices[-1].process_index if devices else jax.process_index()
   here = tuple(d for d in collecting if d.process_index == host)
@@ -228,7 +230,8 @@ def build_learner(
   placement = build_placement(config, shape, mesh, devices, hosts=hosts)
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
-    # Learners hold shapes and no arrays, so the other way costs nothing to try.
+    # Learners hold shapes and no arrays, so it costs nothing to build a second
+    # one that gathers the base, and to measure it.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -282,7 +285,7 @@ def _connected(
       # Text has some four characters a token; more is cut off anyway.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
-    # On the loop that made the connections; no other may close them.
+    # Connections are closed on the loop that made them; no other loop may.
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
     yield retriever
@@ -317,7 +320,8 @@ def check_sizes(
   }
   if imitates or run_record.imitates(config):
     trained['sft.batch_size'] = config.sft.batch_size
-  # All errors are collected, and reported together.
+  # All errors are collected and reported together, so that a user need not
+  # start the run once for each of them.
   lines = indivisible(trained, mesh)
   hosts, which = mesh_lib.num_hosts(mesh), 'hosts'
   if placement is not None and placement.collectors:

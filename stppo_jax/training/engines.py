@@ -144,6 +144,8 @@ def exported(
   return trained, _copied(params.frozen, dtype) if with_base else {}
 
 
+# Copies, even where the cast changes nothing: the next update donates the
+# learner's weights, perhaps before the other hosts have fetched these.
 @functools.partial(jax.jit, static_argnums=1)
 def _copied(weights: functional.Params, dtype: Any) -> functional.Params:
   return jax.tree.map(jnp.copy, modules.cast(weights, dtype))
@@ -243,10 +245,9 @@ def sizes(
   the rows of a call.
 
   Returns:
-    Name to bytes of a device's part of the weights, in the dtype of the
-    computation, of those that turns go on with when newer ones have come, and
-    of the keys and values of a host; and the bytes of keys and values that are
-    copied.
+    The bytes on a device by name: the engine's weights in the dtype of the
+    computation, the older weights that turns which have begun still use, and
+    keys and values. And the bytes of keys and values that are copied.
   """
   # Shapes alone: nothing is allocated or compiled to know the sizes.
   weights = jax.eval_shape(
@@ -270,8 +271,9 @@ def sizes(
     name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
-  # With devices that only collect, they are among those of the next steps.
-  # Weights that differ in adapters share the base.
+  # Devices that only collect hold the weights of the next steps anyway, and
+  # older weights are among these. Weights that differ only in their adapters
+  # share the base, so they need hardly more memory.
   swaps = chosen.turn_swaps != 'never' and not placement.collecting
   if swaps and not config.model.lora.rank:
     held[OLDER] = min(config.rollout.steps_ahead, 2) * held[WEIGHTS]
@@ -295,12 +297,13 @@ def slot_memory(
   shape, tensor = policy.config, placement.tensor
   chosen = options(config, placement.hosts)
   shards = cache_lib.row_shards_of_host(shape, placement.mesh)
-  # The largest call extends as many rows by a chunk, on each shard of rows.
+  # The largest call appends a chunk to each of its rows, and each shard has an
+  # equal share of these rows.
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
   mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
   size = jnp.dtype(shape.dtype).itemsize
-  # Of a token: states, the MLP, and scores of the keys that are read together,
-  # also in float32.
+  # For each token: hidden states, the MLP, and attention scores of the keys
+  # that are read together, which are also held in float32.
   per_token = (4 * shape.hidden_size + 3 * mlp // tensor) * size
   keys = max(chosen.tokens_per_page, chosen.prefill_chunk)
   per_token += shape.num_heads // tensor * keys * (size + 4)

@@ -56,8 +56,8 @@ def train(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # the lock, signals and votes; nothing else is written yet
     hosts = folder.hosts  # those that learn, if others only collect
-    # `start.config` and, once it is made, `loaded.config` are the config with
-    # the start as its model.
+    # In `start.config`, and in `loaded.config` once the start has been made,
+    # the model is the start.
     start = starts.resolve(config, folder)
     parts = build_lib.build(start.config, folder)  # once, or a refusal
     folder.record()

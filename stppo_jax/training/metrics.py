@@ -60,7 +60,7 @@ class Totals(NamedTuple):
     sampled: tokens of it that the policy wrote.
     trained: rows that are trained on.
     operations: the operations of the models for the batch.
-    collect_seconds: the time that each host has collected.
+    collect_seconds: how long each host that collects has collected.
   """
 
   rows: int
@@ -82,7 +82,8 @@ def totals(
   Args:
     hosts: the hosts of the run.
     packed: this host's rows, as numpy arrays.
-    seconds: the time that each host has collected that this one speaks for.
+    seconds: how long the hosts have collected for which this one speaks: itself
+      or, if others collect, the first host for all of these.
     models: policy and value model.
   """
   lengths = packed.lengths_B.tolist()
@@ -188,8 +189,8 @@ class StepMetrics:
   def _utilization(self, counts: Counts, seconds: float) -> dict[str, float]:
     """Returns the shares of the devices' peak that the updates of a step use.
 
-    {} on devices without a known peak, and in float32, of which it is not the
-    peak.
+    The result is {} on devices whose peak is not known, and in float32, because
+    the known peak is that of bfloat16.
 
     Args:
       counts: the operations of a pass over the batch.
@@ -220,7 +221,8 @@ class StepMetrics:
       seconds: their duration.
     """
     metrics = {}
-    # The formulas take the rows of the forward pass to be full.
+    # The formulas assume full rows, so a minibatch counts as the number of full
+    # rows that would hold its tokens.
     length = self._learner.sizes.row_length
     tokens = totals.tokens / totals.rows * self._config.updates.minibatch_size
     rows = math.ceil(tokens / length)
@@ -330,6 +332,8 @@ def work(
     engine, _ = engines.sizes(config, learner.policy, placement)
     hosts = placement.hosts
     slots = components.num_slots(config, hosts)
+    # In each wave every slot writes `losses` tokens, and each token is one pass
+    # over the engine's weights.
     waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
     decoding = placement.mesh
     rows = slots * mesh_lib.num_hosts(decoding) / decoding.shape['data']

@@ -90,8 +90,9 @@ def shape(
 
   Args:
     config: the config of a run.
-    tokenizer: gives the vocabulary's size where there is no directory; without
-      it, that is the most which one that is made from the data can have.
+    tokenizer: gives the size of the vocabulary where there is no directory.
+      None: the size is the largest that a tokenizer made from the data can
+      have.
 
   Raises:
     ValueError: the model is not supported.
@@ -177,8 +178,9 @@ def end_token_ids(
     ids, source = (tokenizer.eos_id,), model.path
     if model.path and model.tokenizer_path in ('', model.path):
       ids += load.end_token_ids(model.path)
-  # A model may have more rows than its tokenizer has tokens. The engine finds
-  # the end of a turn among the tokens, and would never find such an id.
+  # The embedding of a model may have more rows than its tokenizer has tokens.
+  # The engine looks for the end of a turn among the tokens, and would never
+  # find an id beyond them.
   for token_id in ids:
     if token_id >= tokenizer.vocab_size:
       raise ValueError(
@@ -318,7 +320,7 @@ def export(
     OSError, ValueError: see `hf.export.export`.
   """
   source = hub.local_folder(config.model.path)
-  # Otherwise its files were deleted, or there were none.
+  # The files may have been deleted since the start, or there were none.
   has_source = config.model.path and (source / 'config.json').is_file()
   export_lib.export(
     directory,

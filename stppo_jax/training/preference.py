@@ -65,7 +65,8 @@ def prefer(
   options = config.preference
   with exits.as_misconfigured(str(file)):
     pairs, digest = pairs_lib.read(file)
-  # With other pairs, a resumed run would be one that no command describes.
+  # The digest is recorded with the config: a run must not be resumed with other
+  # pairs, because no command describes such a run.
   with claim.claimed(
     config, workdir, restart=restart, unit='update', batch_sha256=digest
   ) as folder:
@@ -139,7 +140,7 @@ def build_learner(
     model_roles.build, config, shape, mesh, uses_values=False
   )
   models = build(gathers_base=config.model.lora.rank > 0)
-  # It is in memory twice: divided, and gathered.
+  # The base is then in memory twice, divided over the devices and gathered.
   if not memory.leaves_room(mesh, 2 * models.gathered_bytes):
     models = build()
   return offline_learner.OfflineLearner(

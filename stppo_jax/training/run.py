@@ -106,7 +106,7 @@ class Run:
   ) -> Iterator['Run']:
     """Yields a run at its newest valid step; sets aside what was written later.
 
-    A step that was interrupted before it was evaluated and written is finished.
+    If the evaluation of this step was interrupted, it is done and written now.
     A signal ends the body without an error, after the last finished step was
     saved; see `shutdown` for errors.
 
@@ -126,7 +126,7 @@ class Run:
       shown_every: the steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
-      # Restoring is a program of all hosts: none may leave it alone.
+      # Restoring is a program of all hosts, so no host may leave it early.
       with folder.collective_section():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
@@ -197,8 +197,8 @@ class Run:
   def consuming_state(self) -> Iterator[None]:
     """Runs updates, which consume the state of the last finished step.
 
-    From here to `finish_step` there is no state to save, so a signal waits. One
-    that came before need not: several hosts meet it at their next vote.
+    From here to `finish_step` there is no state to save, so a signal waits. A
+    signal that came before ends a single host here, and several at their vote.
     """
     if self.folder.hosts.is_alone:
       with self.folder.interrupt.interruptible():
@@ -253,8 +253,8 @@ class Run:
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
     """Evaluates, writes and saves the last step.
 
-    An interruption of the evaluation leaves it unwritten, and saves it so with
-    the state: the next start finishes the step in the same way.
+    If the evaluation is interrupted, the step is saved with a note that it is
+    unwritten, and the next start evaluates and writes it here.
     """
     # `extra` is changed in place: whoever saves the step from now on, also a
     # forced exit on another thread, saves what is known of it.
@@ -287,7 +287,7 @@ class Run:
     *,
     curve: bool = False,
   ) -> None:
-    """Exports the policy, and logs where its files are unless it is a start.
+    """Exports the policy; logs where files are, unless it is another's start.
 
     Args:
       policy: the model.

@@ -152,8 +152,8 @@ class Saver:
       try:
         self._bucket.wait()
       except buckets.BucketError:
-        # The save before waits for the bucket, too, so whoever closed it would
-        # wait.
+        # The previous save waits for the bucket, too. To close the checkpoints
+        # would be to wait for that save, so this tells `close` not to.
         self.checkpointer.pending.cannot_end = True
         raise
     if self._lock is not None:
@@ -198,7 +198,7 @@ class Saver:
     line = self._lack_of_room()
     if line and not self._told_of_room:
       _log.info('warning: %s; the run ends with its next checkpoint', line)
-    # Once there is room again, a later lack of it is told anew.
+    # Once there is room again, a line is logged when it is lacking again.
     self._told_of_room = bool(line)
 
   def _lack_of_room(self) -> str:
@@ -216,7 +216,7 @@ class Saver:
 
   def _lack_of_time(self, step: int, since: float | None) -> str:
     """Returns why there is no time to save a step; '' if there is."""
-    # A save that has begun is waited for at the end of the process anyway.
+    # A save of this step that has begun is waited for at the end anyway.
     pending = self.checkpointer.pending
     has_begun = step in (self.saved, pending.step)
     if not self._grace or since is None or has_begun:

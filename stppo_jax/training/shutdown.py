@@ -103,7 +103,8 @@ def _save_last(
   # nothing can be saved.
   if isinstance(error, lock.Lost | buckets.BucketError):
     return
-  # Of several hosts, the others are not in a state in which they could save.
+  # An error of one of several hosts finds the others anywhere in a step, where
+  # they cannot save, and all must save together.
   alone = folder.hosts.is_alone
   if not alone or not last.is_unsaved or last.is_consumed:
     return

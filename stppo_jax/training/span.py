@@ -85,8 +85,8 @@ def try_host(
   Args:
     config: the config of a run.
     name: the name of the slice, see `topology.find`.
-    place: the coordinates of a chip of the host. Its number may be another one
-      in the run than in the topology.
+    place: the coordinates of a chip of the host, by which the host is found:
+      its number in the run may differ from that in the topology.
     limit: seconds that it may take.
 
   Raises:
@@ -142,7 +142,8 @@ def _compile(config, devices, host: int) -> None:
   """Compiles the programs of one layer and few slots for a host."""
   mesh = components.build_mesh(config, devices)
   shape = model_files.build_model_config(config, None, mesh)
-  # All layers are one loop: what is refused of them is refused of one.
+  # The layers are computed in one loop, so what the compiler refuses for all
+  # layers it also refuses for one.
   shape = dataclasses.replace(shape, num_layers=1, dense_layers=())
   placement = components.build_placement(config, shape, mesh, devices, host)
   assert placement is not None  # rollout.engine=local
@@ -156,8 +157,8 @@ def _compile(config, devices, host: int) -> None:
   programs = lowering.Lowering(
     model,
     placement=placement,
-    # 0 lets the engine choose numbers that fit few slots; those of the config
-    # are for all of them.
+    # With 0 the engine chooses numbers that fit these few slots; the numbers of
+    # the config fit the slots of the run.
     options=dataclasses.replace(options, slots=slots, pages=0, batch_rows=0),
     num_states=stops.num_states(environment.stop_strings),
     trained=sharding.with_layout(

@@ -154,7 +154,7 @@ def load(
       sft.imitate(
         imitated, inside, parts.tokenizer, parts.services, shown_every=50
       )
-  folder.hosts.exchange('start', True)  # it is there
+  folder.hosts.exchange('start', True)  # on all hosts, the start is there now
   if is_missing:
     folder.publish()
   original, note = config, ''
@@ -189,11 +189,12 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
       'init_from=%s: its policy after step %d', config.init_from, theirs.step
     )
   hosts.exchange('start', False)  # what a killed start has left is gone
-  # Under another range, the same head would mean other values.
+  # With another range of values, the same weights of the head would mean other
+  # values, so the value model is not copied then.
   if theirs.config.loss.value_range == config.loss.value_range:
     _copy_value(theirs, opened, workdir / _VALUE)
-  # Last: once it is there, nothing is made again. It gets its name when it is
-  # complete.
+  # The policy is exported last, because a start whose policy is there is not
+  # made again. The folder gets its name only when it is complete.
   model_files.export(
     theirs.config,
     workdir / run_record.START,
