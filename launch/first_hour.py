@@ -20,8 +20,8 @@ measured with what `plan` and the docs assume:
 - workdir: writing and reading a file of `--megabytes` (by default 64) on every
   host at the same time, and the latency of a small one.
 
-A check that fails is a line with its error, and the others go on. The exit code
-is then 70.
+If a check fails, its line has the error, the other checks go on, and the exit
+code is 70.
 """
 
 from collections.abc import Callable
@@ -193,6 +193,8 @@ def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
     return
   B, K, H = 32, shape.num_kv_heads, shape.head_dim
   N = math.ceil(subject.config.env.max_length / live_pages_tpu.PAGE_SIZE)
+  # Each row has pages of its own and is half full: the kernel should read only
+  # half of all pages, and that half is what the rate counts.
   lengths_B = jnp.full(B, N * live_pages_tpu.PAGE_SIZE // 2)
   pages = B * N
   kv = jax.jit(
@@ -291,10 +293,10 @@ def measured(subject: Subject) -> tuple[list[Line], bool]:
     try:
       for line in check(subject):
         here.append(line)
-    except Exception as error:  # the report is worth more than the other checks
+    except Exception as error:  # one broken check must not cost the report
       failed = f'{check.__name__}, host {{host}}'
       here.append(Line(failed, hosts_lib.describe(error), _NO_ERROR))
-    # It also lets the hosts begin the next check together.
+    # This exchange also lets the hosts begin the next check together.
     everywhere = subject.hosts.exchange(check.__name__, here)
     for host, found in enumerate(everywhere):
       lines += [

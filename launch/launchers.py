@@ -74,9 +74,9 @@ class Launcher:
 
   Attributes:
     template: the file of launch/templates that is rendered.
-    submit: the command that takes it: its standard input is the text, unless a
-      word is {text}, for a script that takes this process's place; () =
-      launch/slices.py gives it to its slices.
+    submit: the command that takes the rendered text on its standard input. If a
+      word is {text}, the text is that word, and the command replaces this
+      process. () = launch/slices.py gives the text to its slices.
     stop: the command that ends the run; () = Ctrl-C, or launch/slices.py.
     options: name to definition, as for `command_line.flags`.
     run_restarts: whether launch/run.sh starts a run again, and not the machines

@@ -57,6 +57,8 @@ def render(
     fields['flags'] = flags_of_run(values, overrides)
   if array is None:
     return _fill(launcher.template, fields)
+  # An array is one job whose tasks differ in their flags: the script chooses
+  # the flags of a run by the number of its task.
   runs, fields['jobs'] = array
   fields['last'] = len(runs) - 1
   cases = [shlex.join(map(_travelling, flags)) for flags in runs]
@@ -94,6 +96,9 @@ def _fields(
     }
   if name == 'tpu':
     place = values['place'].rpartition('/')[0]
+    # `patience` gives the launcher several polls to see that a run has ended,
+    # before its workers delete the slice themselves. `delay` is the first pause
+    # between two tries of the setup; each pause is twice the one before.
     return {
       'patience': cloud.PATIENCE * values['poll'],
       'delay': -(-values['poll'] // 6),

@@ -83,15 +83,17 @@ main() {
   logs=${LOGS:-$logs}
   log=$logs/$HOSTNAME${rank:+-$rank}.log
   mkdir -p "$logs" || exit 2
-  # What copies the output must live until the last line of a stopped run.
+  # `tee` ignores signals: it must copy even the last line of a stopped run.
   exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
 
   # The run has a session of its own, so that a Ctrl-C of the terminal reaches
-  # it once, from here. Some supervisors signal every process. So it is told by
-  # SIGHUP, a little later: a run that is ending ignores that, while a second
-  # SIGTERM would abandon what it saves.
+  # it only once, from here. But some supervisors send SIGTERM to every process,
+  # so the run may have got that signal already. A second SIGTERM would make it
+  # abandon what it saves. So this script waits a little and sends SIGHUP, which
+  # a run that is ending ignores.
   tell=HUP
-  # Under nohup it ignores that from the beginning: bit 0 of the mask.
+  # Under nohup the run would ignore SIGHUP from its beginning (bit 0 of the
+  # mask of ignored signals), so there it is told by SIGTERM.
   if ((0x$(awk '/^SigIgn/ { print $2 }' /proc/self/status) & 1)); then
     tell=TERM
   fi
@@ -139,9 +141,10 @@ main() {
     # shellcheck disable=SC2086
     setsid "$python" -u -m ${COMMAND:-stppo_jax train} "$@" ${url:+"$url"} &
     child=$!
-    # It came before there was a child to tell.
+    # The signal came before there was a child to tell.
     if [ -n "$stopped" ]; then kill -s "$tell" "$child" 2>/dev/null; fi
-    # A signal ends `wait` early; 127 means that it had ended before.
+    # A signal to this script ends `wait` early, so it waits again; 127 means
+    # that the child had ended before.
     signalled=yes
     while [ -n "$signalled" ]; do
       signalled=''
@@ -150,7 +153,7 @@ main() {
       if ((result != 127)); then code=$result; fi
     done
     child=''
-    # 129, 143: SIGHUP or SIGTERM came before it could listen.
+    # 129 and 143: SIGHUP or SIGTERM came before the run could handle signals.
     if [ -n "$stopped" ] && ((code == 75 || code == 129 || code == 143)); then
       code=$stopped
     fi

@@ -144,7 +144,8 @@ class Slices:
       cloud.say(str(error))
       code = error.exit_code
     finally:
-      for number in signals:  # what is paid for is deleted first
+      # No further signal may end this program before the slice is deleted.
+      for number in signals:
         signal.signal(number, signal.SIG_IGN)
       is_left = not is_kept and not self._leave('ended')
     return code or exits.TRY_AGAIN if is_left else code
@@ -214,15 +215,15 @@ class Slices:
       CloudError: something could not be asked.
     """
     records = self._records()
-    if records and not records[-1]['ended']:  # of another one of these
+    if records and not records[-1]['ended']:  # another launcher requested it
       self._adopt()
       return
     paid = self.budget.paid(records)
     self.budget.check(paid, asks=True)
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     # The record is written before the request. If this program dies between the
-    # two, the next one looks for a slice that is not there; the other way round
-    # it would not know of a slice that is.
+    # two, the next program looks for a slice that does not exist. In the other
+    # order, it would not know of a slice that exists and is paid for.
     number, asked = len(records) + 1, time.time()
     live = {'number': number, 'job': self._job, 'source': self._source.name}
     live |= {'asked': asked, 'active': 0.0, 'ended': 0.0, 'reason': ''}
@@ -283,15 +284,16 @@ class Slices:
           f'the setup of {host} failed; its log: gcloud storage cat '
           f'{folder}/setup-{host}'
         )
-    # A code other than 0 and 75 would be that of each new start, too, and ends
-    # the run at once. With these two, the other workers are waited for.
+    # After a code other than 0 and 75 every new start would end in the same
+    # way, so the run ends at once. After 0 and 75 the other workers are waited
+    # for.
     codes = [int(x[1]) for x in words.values() if x[0] == 'ended']
     if worst := max((x for x in codes if x not in (0, 75)), default=0):
       return worst
     if len(codes) >= self._slice.machines:
       if any(codes):
         return exits.TRY_AGAIN
-      # The last worker may be about to say so, and is deleted now.
+      # The last worker also writes this marker, but it may be deleted before.
       cloud.write(self._marker, f'{self._job}\n'.encode())
       return 0
     is_new = not live['active'] and now - live['asked'] < _NEW
@@ -346,7 +348,7 @@ class Slices:
     deleted = False
     try:
       with contextlib.suppress(cloud.CloudError):
-        if reason == 'stopped':  # who follows it must not request another
+        if reason == 'stopped':  # another launcher must not request the next
           self._record(live)
       cloud.delete(self._values, name, self._poll)
       deleted = True

@@ -1,8 +1,8 @@
 """The source of a run: an archive of the code and of what its config needs.
 
 A worker unpacks it and runs it there. It has the files as they are on this
-machine, committed or not: the package, the config file, and of the current
-folder the modules that it has imported and the files that it names. Its name
+machine, committed or not: the package, the config file, and those files of the
+current folder that the config has imported or names. The name of the archive
 has the hash of its content, so that equal sources have one name.
 """
 
@@ -81,7 +81,8 @@ def pack(
     names.append(text)
   if errors:
     raise exits.Misconfigured('\n'.join(errors))
-  # Of a clone, what stands beside the package is no module of a config.
+  # Modules in other folders of the clone were imported by this program, not by
+  # a config.
   own = *_FOLDERS, 'benchmarks', 'tests'
   known = [sys.prefix, sys.base_prefix, *(f'{_ROOT}/{x}/' for x in own)]
   modules = [getattr(x, '__file__', None) for x in [*sys.modules.values()]]

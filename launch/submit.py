@@ -161,7 +161,7 @@ def _check(
     if '://' in workdir:
       workdir = flags.workdir = workdir.rstrip('/')
     errors += _workdir_problems(name, workdir, values.get('mount', ''))
-  # By default it is the folder here, wherever that may be.
+  # The default is the present folder, which is not refused even in /tmp.
   if name == 'slurm' and flags['root'].present and _is_own(values['root']):
     errors.append(f'--root={values["root"]}{_CANNOT_SHARE}')
   overrides = {f'config.{key}': x for key, x in given.overrides.items()}
@@ -172,7 +172,7 @@ def _check(
     for key, value in pairs
     if _SECRET.search(f'{key}={value}' if key[:6] != 'secret' else str(value))
   ]
-  # The options have rules of their own.
+  # Only these are checked here; the other options have rules of their own.
   errors += [
     f'--{key}={streams.one_line(str(value))}: must be one line'
     for key, value in pairs
@@ -237,9 +237,11 @@ def unchecked(
   """Returns the checks of a config that a launcher does not make here."""
   ignored = configuration.OF_THIS_MACHINE if name != 'local' else ()
   return [
-    # A machine that is paid for must not be the one that finds no passages.
+    # Missing passages must be found here, before a machine is paid for. A run
+    # with a retriever of its own does not read them.
     *(x for x in ignored if has_retriever or x is not configuration.PASSAGES),
-    # They take seconds; a real submission makes them.
+    # A dry run leaves out checks that take seconds; a real submission makes
+    # them.
     *(configuration.SLOW if is_dry else ()),
   ]
 

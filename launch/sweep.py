@@ -154,7 +154,9 @@ def carry_out(
   if launcher == 'tpu' and not (flags.dry_run or flags.status):
     submit.require('gcloud')
   if in_bucket and not flags.dry_run:
-    buckets.Bucket(out).entries()  # or each run would wait for the network
+    # If the bucket cannot be reached, this fails once. Otherwise every run
+    # would wait for the network.
+    buckets.Bucket(out).entries()
   runs = {name: [*own, f'--workdir={out}/{name}'] for name, own in runs.items()}
   if flags.status:
     print('\n'.join(_table(out, runs)))
@@ -187,14 +189,15 @@ def carry_out(
       print(shlex.join([os.path.relpath(_SCRIPT), *own]))
     return 0
   if launcher == 'tpu' and not flags.dry_run:
-    # Who follows them must not begin others in place of those that end.
+    # Programs that follow the runs read this: after a stop they must not begin
+    # other runs in place of those that end.
     cloud.write(budget.stopped(out), b'stopped' if flags.stop else b'')
   if launcher == 'jobset' or flags.dry_run or flags.stop:
     worst = 0
     for own in left.values():
       worst = max(worst, submit.main([launcher, *own, *extra]))
       if worst == exits.USAGE:
-        break  # the others are given the same options
+        break  # the other runs have the same options, and would be refused too
     return worst
   if launcher == 'tpu':
     exit_code = _follow(out, left, flags.jobs, extra)
