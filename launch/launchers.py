@@ -25,6 +25,7 @@ class _Text(absl_flags.ArgumentParser):
     self.syntactic_help = allowed
 
   def parse(self, argument: str) -> str:
+    # `command_line` writes the error with the rule, the flag and its value.
     if not self._matches(argument):
       raise ValueError(self.syntactic_help)
     return argument
@@ -44,6 +45,8 @@ def _text(
   return functools.partial(absl_flags.DEFINE, parser, default=default)
 
 
+# A line break or another control character would end a line of a script or of a
+# manifest, and what follows would be read as something else.
 _line = functools.partial(_text, '[^\x00-\x1f\x7f]+')
 _path = functools.partial(
   _text, '/[^\x00-\x1f\x7f]*', 'an absolute path in one line'
@@ -206,7 +209,7 @@ LAUNCHERS = {
   ),
 }
 SWITCHES = {'dry_run': False, 'stop': False}
-# What the numbers of options count.
+# What the numbers of options count, because their rules name no unit.
 _COUNTED = {
   'wait': 'hours until a slice must be there',
   'max_hours': 'hours of all slices together',

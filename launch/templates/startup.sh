@@ -23,9 +23,10 @@ release() {
     sleep {{poll}}
   done
 }
-# A slice that does nothing is paid for. The machine that has submitted the run
-# deletes it; if that is gone, this does, whatever has ended the script. Until
-# then the last word is told again and again.
+# A slice is paid for even if it does nothing. When this script has ended, for
+# whatever reason, the machine that submitted the run deletes the slice. If that
+# machine is gone, this trap does it after a while. Until then the last state is
+# reported again and again.
 trap 'sleep {{patience}}; kill "$beat" 2>/dev/null; release' EXIT
 # The VM is stopped: the next boot or the next slice goes on.
 trap 'trap - EXIT; kill "$beat" "$limit" 2>/dev/null; exit 75' TERM
@@ -87,8 +88,8 @@ code=0
 put "$home/logs/$HOSTNAME.log" log
 say ended "$code"
 if ((code == 0)); then
-  # The last worker that has ended well says in the folder of the run that it is
-  # done, and this is said nowhere else.
+  # The worker that ends last writes into the folder of the run that all have
+  # ended well: the launcher may be gone, and no other file says this.
   for ((try = 0; try < 20; try++)); do
     if tell && states=$(gcloud storage cat "$place/state-*"); then
       if (($(grep -c ' ended 0$' <<<"$states") < {{machines}})); then break; fi

@@ -27,7 +27,7 @@ def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
   file.seek(0)
   try:
     archive = np.load(file, allow_pickle=False)
-  except Exception as error:  # Numpy raises any, for what is damaged.
+  except Exception as error:  # numpy raises many kinds for a damaged file
     raise ValueError('not a sound npz file: cut off or damaged') from error
   present = [name for name in names if name in archive.files]
   files = {name for array in present for name in (array, f'{array}.npy')}
@@ -55,7 +55,7 @@ def _member(archive, name: str) -> np.ndarray:
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:
     array = archive[name]
-  except Exception as error:  # Numpy raises any, for what is damaged.
+  except Exception as error:  # numpy raises many kinds for a damaged file
     raise ValueError(problem) from error
   if not isinstance(array, np.ndarray):  # numpy returns other members as bytes
     raise ValueError(problem)

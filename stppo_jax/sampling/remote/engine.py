@@ -1,7 +1,7 @@
 """An engine whose turns are written by a server, vLLM or SGLang.
 
 It has the methods of `engine.Engine`. Each turn is one request with the ids of
-the whole dialogue, of which the server's prefix cache has the earlier part. The
+the whole dialogue; the server finds the earlier part in its prefix cache. The
 reply has ids and log-probabilities. The run's own automaton decides where a
 turn ends: tokens that a server wrote after the end are cut off.
 
@@ -206,8 +206,8 @@ class RemoteEngine:
     """
     self._check_between_turns(row)
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
-    # Ahead of rows that have not begun, while the server's prefix cache still
-    # has this dialogue.
+    # This row goes ahead of rows that have not begun, while the server's prefix
+    # cache still has its dialogue.
     self._waiting.appendleft(row)
 
   def close(self, row: int) -> None:

@@ -114,9 +114,10 @@ class ServedModel:
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
     """Waits for the server, and has it load weights unless it holds them.
 
-    The label is compared before, because another engine that shares the server
-    may have replaced the weights, or a restart may have lost them. It is
-    compared after, because another run may replace the weights at any time.
+    The server's label is asked before loading, because another engine that
+    shares the server may have replaced the weights, or a restart may have lost
+    them. It is asked again after loading, because another run may replace the
+    weights at any time.
 
     Args:
       folder: a folder that `export.export` wrote, which the server can read.

@@ -24,7 +24,7 @@ PYTHON=/srv/stppo_jax/.venv/bin/python env RESTARTS=0 SECRETS=/srv/lab/secrets s
     --num_processes="$SLURM_NTASKS" --process_id="$SLURM_PROCID"' \
   run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' &
 step=$!
-# scancel --batch signals this script; its step is told by the same signal.
+# scancel --batch signals only this script, which passes the signal to its step.
 trap 'kill -TERM "$step" 2>/dev/null' TERM
 while wait "$step"; code=$?; ((code > 128)) && kill -0 "$step" 2>/dev/null
 do :; done
