@@ -44,7 +44,7 @@ def reap(values: Mapping[str, Any]) -> int:
     if not name.startswith(PREFIX):  # of somebody else in the same zone
       continue
     # The launcher may be gone, so its record and the reports of the workers
-    # decide. A slice that is still asked for has neither, and is kept.
+    # decide. A slice that is still asked for has no report yet, and is kept.
     try:
       workers = reports(read(f'{where}/state-*')) if where else {}
       record = json.loads(read(f'{where}/record') or '{}') if where else {}
@@ -144,8 +144,8 @@ def tpu_command(values: Mapping[str, Any], *words: str) -> list[str]:
 def run(words: list[str], data: bytes = b'') -> subprocess.CompletedProcess:
   """Runs a command in a session of its own.
 
-  So a signal that a terminal sends to this program does not reach the command:
-  Ctrl-C must not end the request or the deletion of a slice halfway.
+  So a signal of the terminal, such as Ctrl-C, does not reach the command. It
+  reaches this program alone, which decides what the signal ends.
   """
   return subprocess.run(
     words, input=data, capture_output=True, check=False, start_new_session=True

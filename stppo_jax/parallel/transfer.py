@@ -268,7 +268,7 @@ def whole(messages: Sequence[Message]) -> Tree:
     for (names, dtype, shape, bounds), piece in zip(
       places, pieces, strict=True
     ):
-      if piece.shape == tuple(shape):  # the whole array, which need no copy
+      if piece.shape == tuple(shape):  # the whole array, which needs no copy
         found[tuple(names)] = piece
         continue
       if tuple(names) not in found:

@@ -278,8 +278,9 @@ class SlotDriver:
     table_AN = self._table(active, list(appends.values()))
     for place, append in zip(active.places, appends.values()):
       token_ids = append.token_ids[first : first + C]
-      # The turn begins after the last chunk. Until then the budget is -1, so
-      # that no call of `decode` generates in the slot.
+      # The turn begins after the last chunk. Until then a budget of -1 leaves
+      # the slot in the state of a turn that has ended, in which `decode` does
+      # not generate.
       last = first + C >= len(append.token_ids)
       batch.tokens_AC[place, : len(token_ids)] = token_ids
       batch.counts_A[place] = len(token_ids)

@@ -288,8 +288,8 @@ def held_memory(
   if ahead:  # the policies of the last `ahead` steps, and the newest one
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
-  # A copy of the weights is held until one of the hosts that collect fetches
-  # it; only then it goes to the host's memory.
+  # A device holds a copy of the weights until the first host that collects
+  # fetches it, which moves the copy to the memory of this host.
   if config.mesh.collectors:
     size = jnp.dtype(config.model.dtype).itemsize
     sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4

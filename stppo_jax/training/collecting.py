@@ -160,7 +160,7 @@ def build(
   def evaluate(params: model_roles.Params):
     engines.publish(engine, learner, params, 0)
     measured = evaluator.measure()
-    steps.statistics()  # dropped for the reason that `Collecting.evaluate` has
+    steps.statistics()  # drops what was counted, as `Collecting.evaluate` does
     return measured
 
   follow = functools.partial(
