@@ -9,10 +9,10 @@ that learn, `Collectors` takes the place of the prefetcher. Weights go one way:
     {"step": 7}                  step 7 is trained on next
     {"evaluate": 7}              evaluate that policy
 
-and dialogues the other, once a step is complete. No step is collected before
-the weights of `steps_ahead` steps before it are there, which bounds the steps
-that wait. Questions go to the hosts that learn as they would if these also
-collected, so the batches do not depend on who collects them.
+and dialogues go the other way, once a step is complete. A step is collected
+only when the policy of `steps_ahead` steps earlier has arrived, so only few
+steps can be collected and wait. Dialogues are divided over the hosts that learn
+as if these also collected, so the batches do not depend on who collects them.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Collect = Callable[[int], tuple[list[types.Trajectory], dict[str, float]]]
 
 
 class CollectorFailed(exits.RunEnded):
-  """Says that a host could not collect; those that learn can save.
+  """Raised if a host could not collect; the hosts that learn can still save.
 
   Args:
     line: what has failed.
@@ -127,7 +127,7 @@ class Collectors(prefetch.Policies):
       seconds.append(value['seconds'])
     self._first_groups = first
     metrics = {}
-    if self._hosts.is_first:  # whose counts are those of all
+    if self._hosts.is_first:  # it reports the counts of all hosts
       metrics = gathering.joined(counts)
       metrics['hosts/steps_waiting'] = float(sum(waiting))
     return prefetch.Collected(
@@ -145,9 +145,10 @@ class Collectors(prefetch.Policies):
     )
 
   def evaluate(self, params: prefetch.Params) -> Measured:
-    """Has the newest policy evaluated; see `Evaluator.measure`.
+    """Lets the hosts that collect evaluate the newest policy.
 
-    The first host gets the trajectories of all of them.
+    See `Evaluator.measure`. Only the first host that learns receives the
+    trajectories.
     """
     self._offer(self._done, params)
     self._server.append({'evaluate': self._done})
@@ -167,7 +168,7 @@ class Collectors(prefetch.Policies):
     self._server.close()
 
   def _offer(self, version: int, params: prefetch.Params) -> None:
-    """Lets the others read a policy, whenever they come to it."""
+    """Offers a policy, which each host that collects reads when it needs it."""
     if version in self._offered:
       return
     trained, frozen = self._exported(params, not self._offered)
@@ -220,7 +221,8 @@ class Delivery:
     began = time.monotonic()
     collected = self._steps.collect_groups(step)
     seconds = time.monotonic() - began
-    # Groups are those of the whole step by their numbers.
+    # Groups are numbered over the whole step, and each host that learns gets
+    # those with the numbers of its share.
     num_groups, mine = self._steps.num_groups, self._hosts.share
     first = mine(num_groups).start
     for n in range(self._learners):
@@ -238,7 +240,7 @@ class Delivery:
     return [], {}
 
   def send_evaluation(self, version: int, measured: Measured) -> None:
-    """Sends the result of an evaluation; the first host gets trajectories."""
+    """Sends metrics to all hosts that learn, trajectories to the first only."""
     metrics, trajectories = measured
     for n in range(self._learners):
       value, arrays = deliveries.packed([[] if n else trajectories])

@@ -228,7 +228,7 @@ class StepCollector:
       refilled += new_refilled
       uniform = [group for group in new_groups if _lacks_variance(group)]
       varied = [group for group in new_groups if not _lacks_variance(group)]
-      # A round has as many groups as the step: enough for every place.
+      # A round has as many groups as a whole step, so every place gets one.
       for place, group in zip(places, [*varied, *reversed(uniform)]):
         groups[place] = group
       replaced += min(len(varied), len(places))
@@ -256,8 +256,8 @@ class StepCollector:
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
-    # By the place among the rows of all hosts, so that no trajectory depends on
-    # how many hosts there are.
+    # Keys follow from a row's place among the rows of all hosts, so that no
+    # trajectory depends on the number of hosts.
     row_keys = keys.row_keys(
       self._key(step, resample_round), share.start * size, len(questions) * size
     )

@@ -133,7 +133,7 @@ class CompiledPrograms:
     return jax.device_put(trees, self._by_slot)
 
   def get(self, tree):
-    """Returns arrays that `decode` has made, the part of this host."""
+    """Returns this host's part of arrays that `decode` has made."""
     if self.num_hosts > 1:
       return distributed.to_local_rows(tree)
     return jax.device_get(tree)
@@ -144,8 +144,9 @@ def _takes_any_number(
 ) -> bool:
   """Returns whether a program handles any number of pages.
 
-  On a CPU a branch is cheap and compiling is slow, and a kernel reads as many
-  as there are. Elsewhere each number has its own program.
+  It does on a CPU, where a branch is cheap and compiling is slow, and with a
+  kernel, which reads only the pages that there are. Elsewhere each number has
+  its own program.
   """
   cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)
@@ -160,7 +161,7 @@ def joined(
 
 
 class Functions(NamedTuple):
-  """Holds the jitted functions of an engine, and what copies its weights."""
+  """Holds an engine's jitted functions and the publisher of its weights."""
 
   publisher: publish_lib.Publisher
   empty: Callable[..., Any]

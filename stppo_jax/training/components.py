@@ -89,7 +89,9 @@ def build(
     model_files.check(config, tokenizer)
     if hosts.learns:
       mesh = build_mesh(config)
-    else:  # its learner, which never has weights, says what is decoded
+    else:
+      # This host only collects. Its learner never holds weights and only says
+      # what is decoded, so a mesh of one device will do.
       mesh = mesh_lib.make_mesh(
         data=1, fsdp=1, tensor=1, devices=jax.local_devices()[:1]
       )
@@ -130,7 +132,7 @@ def build_services(
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:
-        # A function that fails is better known now than after a first
+        # A function that fails is reported now, and not after a first
         # collection.
         question = questions.train(0, 1, resample_round=0)[0]
         reward_function.try_once(name, environment, question)
@@ -142,7 +144,8 @@ def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
 
   Args:
     config: the config of a run.
-    devices: the devices of the run, of which some may only collect; None: all.
+    devices: the devices of the run, some of which may only collect; None: all
+      devices.
 
   Raises:
     ValueError: the axes do not fit the devices.
@@ -213,8 +216,8 @@ def build_learner(
 ) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
   """Returns a run's learner and the devices that decode.
 
-  The learner gathers a frozen base once, if it fits beside what is held while
-  it learns.
+  The learner gathers a frozen base once, if the gathered base fits in memory
+  beside everything else that learning holds.
 
   Args:
     config, shape, mesh, devices: see `build_placement`.
@@ -228,7 +231,8 @@ def build_learner(
   placement = build_placement(config, shape, mesh, devices, hosts=hosts)
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
-    # Learners hold shapes and no arrays, so the other way costs nothing to try.
+    # Learners hold shapes and no arrays, so a second one, which gathers the
+    # base, can be built at no cost to see whether it fits.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -282,7 +286,8 @@ def _connected(
       # Text has some four characters a token; more is cut off anyway.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
-    # On the loop that made the connections; no other may close them.
+    # The connections are closed on the loop that made them, because no other
+    # loop may do that.
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
     yield retriever
