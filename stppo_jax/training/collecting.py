@@ -100,12 +100,12 @@ def build(
   swaps_turns = config.rollout.turn_swaps != 'never'
   if swaps_turns and not is_safe:
     raise exits.Misconfigured(
-      f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never on '
-      f'{learner.mesh.size} devices that learn and collect in turn; with '
-      'mesh.collect_fraction some collect beside the others'
+      f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never where '
+      f'the same {learner.mesh.size} devices learn and collect; with '
+      'mesh.collect_fraction, some devices only collect'
     )
   if config.rollout.steps_ahead and is_safe:
-    # On a thread, which ends when its loop is stopped.
+    # Steps are collected on a thread, which ends when this loop is stopped.
     loop = prefetch.StoppableLoop(services.loop)
     collecting = dataclasses.replace(services, loop=loop)
   engine = engines.build(
@@ -145,7 +145,7 @@ def build(
   made = functools.partial(Collecting, config, learner)
   if not hosts.collectors:
     return made(engine, steps, build_it(steps.collect), evaluator)
-  # What is saved at a signal is said by those that save it.
+  # At a signal, the hosts that save say what is saved, and this one does not.
   folder.interrupt.outlook = 'ending; the hosts that learn save the run'
   folder.interrupt.is_told = True
   addresses = hosts.whole.exchange('addresses', None)
@@ -160,7 +160,7 @@ def build(
   def evaluate(params: model_roles.Params):
     engines.publish(engine, learner, params, 0)
     measured = evaluator.measure()
-    steps.statistics()  # see `Parts.evaluate`
+    steps.statistics()  # see `Collecting.evaluate`
     return measured
 
   follow = functools.partial(
@@ -225,7 +225,7 @@ def _build_prefetcher(
   """
   loop, learner, placement = services.loop, found.learner, apart(found)
   copy_policy = learner.copy_policy
-  if placement and placement.collectors:  # it is sent what nobody updates
+  if placement and placement.collectors:  # what it is sent is never donated
     copy_policy = lambda params: params
   build_it = functools.partial(
     prefetch.Prefetcher,
