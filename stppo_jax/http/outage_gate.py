@@ -9,8 +9,8 @@ import contextlib
 import logging
 import time
 
-# The number of latest requests whose failures close the gate. It is small, so
-# that even a query that is sent alone closes the gate before its usual four
+# How many of the latest requests decide whether the gate closes. They are few,
+# so that even a query that is sent alone closes the gate before its usual four
 # retries are used up.
 _WINDOW = 6
 _LEAST = 3  # the gate does not close for fewer failures

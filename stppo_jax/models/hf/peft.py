@@ -278,7 +278,7 @@ def _open(
     _check(folder / CONFIG, content)
   except (re.error, AttributeError, OverflowError, RecursionError) as error:
     raise ValueError(f'{folder / CONFIG}: patterns: {error}') from error
-  # They are named, because by default no weights are downloaded.
+  # The file of weights is named, because by default none is downloaded.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
     # From the Hub such a file is not downloaded, so nobody knows if it exists.
@@ -311,8 +311,8 @@ def _refuse_shared(name: str, where: str = '') -> None:
   # Each part has an A of its own, but a file has one A for the whole tensor.
   if name.endswith(families.SHARED):
     raise ValueError(
-      f'{where}{name} is one tensor for several layers of this package, which '
-      'cannot share an adapter; use merged weights, which export writes '
+      f'{where}{name} is one tensor for several layers of this package, so its '
+      'adapters are not supported; use merged weights, which export writes '
       'without --adapters'
     )
 

@@ -286,7 +286,7 @@ def _answer(
   if not all(_is_logprob(logprob) for logprob in logprobs):
     raise BadReply('a log-probability is not a number of at most 0')
   if len(ids) > request.max_tokens:
-    raise BadReply(f'{len(ids)} tokens, more than {request.max_tokens}')
+    raise BadReply(f'{len(ids)} tokens, but max_tokens={request.max_tokens}')
   return Answer(ids, logprobs, _label(meta))
 
 

@@ -106,7 +106,7 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the folders of runs in a folder, or it alone if it has none."""
+  """Returns the folders of runs in a folder, or the folder if it has none."""
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
