@@ -22,7 +22,8 @@ from stppo_jax import exits
 from stppo_jax import interruption
 from stppo_jax import streams
 
-# Other modules are imported late: signals are handled from the beginning.
+# Other modules are imported late. Their imports take seconds, and a signal must
+# be handled during these, too.
 
 # These keep compiled programs in their workdir.
 _TRAINING = ('train', 'sft', 'prefer')
@@ -129,7 +130,7 @@ def _failed(error: Exception) -> int:
   lost = streams.silence_lost()
   exit_code = getattr(error, 'exit_code', None)
   if exit_code is not None:
-    # It may quote a file of others.
+    # The message may quote a file with characters that control a terminal.
     print(streams.escape(str(error)), file=sys.stderr)
     return exit_code
   if isinstance(error, BrokenPipeError) and lost:

@@ -12,9 +12,10 @@ python -m stppo_jax prompt --config=FILE.py[:ALGORITHM]
                                 action
 
 Prints the prompt as text, and each token of the dialogue on a line: its
-position, its id, what it is, and its text. What it is: special and added tokens
-of the tokenizer, a part of a tag, and the stop or end token with which a turn
-ends. In place of a retriever, an example answers. No weights are read.
+position, its id, a remark, and its text. The remark marks special and added
+tokens of the tokenizer, parts of tags, and the stop or end token with which a
+turn ends. No retriever is asked: every search finds the same example passage.
+No weights are read.
 """
 
 from collections.abc import Sequence

@@ -233,14 +233,15 @@ def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
 
 
 def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
-  """Yields the rows of a JSON file, or of a file with a value on every line.
+  """Yields the rows of a file whose name ends in .json.
 
-  The rows are the elements of a list, of the list `Data` of an object
-  (TriviaQA), or the values of an object whose keys are their ids (PubMedQA).
+  The file may hold a list of rows, an object with such a list under `Data`
+  (TriviaQA), or an object that maps ids to rows (PubMedQA). It may also be a
+  JSON Lines file, with a row on every line.
   """
   with _text(stream) as opened:
     text = opened.read()
-  # A value that is spread over several lines has none complete on the first.
+  # If one value is spread over several lines, the first line alone is no JSON.
   first, _, more = text.partition('\n')
   if more.strip() and _is_json(first):
     yield from _lines(file, io.BytesIO(text.encode()))
@@ -295,7 +296,8 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
           raise ValueError(f'{place}: expected {names} columns')
         yield place, reader.line_num, row
     except csv.Error as error:
-      # The number of `reader` itself is that of its last row without an error.
+      # The line number of `reader` itself is that of the last row that it could
+      # read, so the reader inside it is asked.
       number = reader.reader.line_num
       raise ValueError(f'{file}:{number}: {error}') from error
 
@@ -347,8 +349,8 @@ def numbered_lines(text: TextIO, name: object) -> Iterator[tuple[int, str]]:
     ValueError: if a line is too long; the message names the file and the line.
   """
   number = 0
-  # With a limit: a file without line breaks would else be read as one line, and
-  # could fill the memory.
+  # The length is limited, because a file without line breaks would be read as
+  # one line, and could fill the memory.
   while line := text.readline(MAX_LINE_LENGTH + 1):
     number += 1
     if len(line) > MAX_LINE_LENGTH:

@@ -70,7 +70,7 @@ class Calculator:
     return await answer
 
   async def _work(self, calls: asyncio.Queue) -> None:
-    """Answers calls with one process at a time, until it is cancelled."""
+    """Answers calls one after the other in a process, until cancelled."""
     process = None
     try:
       while True:

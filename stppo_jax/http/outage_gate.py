@@ -9,8 +9,9 @@ import contextlib
 import logging
 import time
 
-# The number of last requests that decide. It is small, so that a query that is
-# sent alone closes the gate before its usual four retries are used up.
+# How many of the latest requests decide whether the gate closes. They are few,
+# so that even a query that is sent alone closes the gate before its usual four
+# retries are used up.
 _WINDOW = 6
 _LEAST = 3  # the gate does not close for fewer failures
 _log = logging.getLogger(__name__)

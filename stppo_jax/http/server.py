@@ -35,7 +35,7 @@ from stppo_jax.http import middleware
 
 LOOPBACK = '127.0.0.1'
 
-# The most connections that wait in the system until they are accepted.
+# The most connections that wait in the operating system to be accepted.
 _BACKLOG = 1024
 _KEEPALIVE = 75.0  # seconds that an idle connection is kept open
 _CONNECTIONS = web.AppKey('connections', connections_lib.Connections)
@@ -185,7 +185,7 @@ async def serving(
       make_protocol, sock=bound, backlog=connections_lib.ACCEPTED_AT_ONCE
     )
     # The loop accepts few connections at once, so that there are never many
-    # more than allowed. This makes the queue longer in which others wait.
+    # more than allowed. The others wait in a queue, which is made longer here.
     bound.listen(_BACKLOG)
     try:
       yield url_of(bound, host)

@@ -138,7 +138,8 @@ def plan(
     for shard, shard_rows in enumerate(part):
       own = lengths[members_sm[shard]], losses[members_sm[shard]]
       places = np.concatenate([[], *shard_rows]).astype(np.int32)
-      # Row by row, so that the starts increase, as `forward` needs it.
+      # Sequences are placed row by row, so that their starts increase, as
+      # `forward` needs it.
       starts = [
         number * sizes.row_length + np.cumsum(own[0][row]) - own[0][row]
         for number, row in enumerate(shard_rows)
@@ -147,8 +148,8 @@ def plan(
       starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
       sums = [int(own[1][row].sum()) for row in shard_rows]
       num_losses = max(num_losses, *sums, 1)
-  # The head computes logits at so many positions of every row. Half a row and a
-  # whole one are the choices, because each is a program of its own.
+  # The head computes logits at so many positions of every row. Only half a row
+  # and a whole row are possible, because each number is a program of its own.
   share = max(-(-sizes.row_length // _LOSS_SHARES), _FEW_LOSSES)
   packing = batch_lib.Packing(
     places_nsb,

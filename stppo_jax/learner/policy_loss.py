@@ -65,7 +65,7 @@ class Context(NamedTuple):
 
   Attributes:
     inputs: see `Inputs`.
-    minibatch: all rows, of which the load of experts is read.
+    minibatch: all rows, from which the load of experts is read.
     count: the policy loss's denominator, see `aggregation`.
     value_count: the value loss's denominator: trained values, at least 1.
     statistics: see `losses.minibatch_statistics`; None where the microbatch is
@@ -217,8 +217,9 @@ def context_of(
     inputs: see `Inputs`.
     spec: models and static sizes.
   """
-  # One microbatch is the minibatch: its loss forms the statistics from the pass
-  # that it needs anyway (`losses.policy_loss` with statistics None).
+  # A single microbatch is the whole minibatch, so its loss can compute the
+  # statistics from its own forward pass (`losses.policy_loss` with statistics
+  # None).
   outputs = None
   statistics = inputs.algorithm.uses_minibatch_statistics
   packing = microbatches.packing

@@ -75,8 +75,9 @@ def filled(
   adapters = {}
   if lora is not None:
     params, adapters = lora_lib.split(params)
-  # Before anything is filled in: jax clamps indices beyond the end of an array,
-  # so a program with an embedding that is too short would run, and be wrong.
+  # Shapes are checked before anything is filled in. jax clamps indices beyond
+  # the end of an array, so a program with an embedding that is too short would
+  # run and return wrong results.
   graph, abstract = _abstract(config, head, mesh)
   chex.assert_trees_all_equal_shapes(params, nnx.to_pure_dict(abstract))
   state = jax.tree.map(lambda x: x, abstract)  # a copy, which is filled below

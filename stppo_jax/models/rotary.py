@@ -91,8 +91,9 @@ def _yarn(
 ) -> Array:
   """Returns slow frequencies divided by the factor, and fast ones as they are.
 
-  Between the last fast pair and the first slow one, the weight of the frequency
-  as it is falls linearly with the number of the pair.
+  Between the last fast pair and the first slow one, a frequency is a weighted
+  mean of the two: the weight of the unchanged one falls linearly with the
+  number of the pair.
   """
   half, original = len(plain), scaling.original_max_position_embeddings
 

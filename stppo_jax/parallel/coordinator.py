@@ -57,8 +57,8 @@ FIRST_WAIT, NEXT_WAIT = 5.0, 60.0
 PAUSE = 0.5  # seconds between two looks at who is late
 ASK_EVERY = 5.0  # seconds between two questions whether a process is alive
 RETRY = 0.1  # seconds between two attempts to connect
-# Linux asks a silent peer after 5 seconds, and gives it up 15 seconds later: a
-# machine without power ends its connections in no other way.
+# Linux probes a silent connection after 5 seconds, and gives it up 15 seconds
+# later. Nothing else ends the connections of a machine that has lost its power.
 _KEEPALIVE = {'TCP_KEEPIDLE': 5, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 3}
 
 Message = dict[str, Any]
@@ -116,10 +116,10 @@ class Coordinator:
   def __post_init__(self):
     self._members: dict[int, _Member] = {}
     self._left: set[int] = set()  # said goodbye, or are gone
-    # The exchanges that have begun: since when, whose, and the parts so far.
+    # Each exchange that has begun: since when, among whom, the parts so far.
     self._given: dict[str, tuple[float, Sequence[int], dict[int, Any]]] = {}
-    self._asked: dict[int, float] = {}  # since when processes owe an answer
-    self._said: dict[str, float] = {}  # when a wait is said again
+    self._asked: dict[int, float] = {}  # process -> when it was asked
+    self._said: dict[str, float] = {}  # line -> when it is said again
     self._clock = AwakeClock()
     self._failed = self._stopped = False
     self._all_left = asyncio.Event()
@@ -262,7 +262,7 @@ class Coordinator:
       clock.tick()
       if clock.now - asked > ASK_EVERY:
         asked = clock.now
-        # The processes that were not asked for a sign of life yet.
+        # A process that still owes an answer is not asked again.
         silent = self._members.keys() - self._left - self._asked.keys()
         for process in silent:
           self._asked[process] = asked

@@ -1,10 +1,10 @@
-"""Takes rows of arrays that are sharded over devices, and puts rows there.
+"""Reads and replaces rows of arrays that are sharded over devices.
 
 n devices hold b rows each. `select` exchanges rows: each device gets m of the
-selected ones. The other functions take or put, for an index [n, m], m rows
-within the part of each device, and nothing is sent. A number that is too large
-stands for any row (`take_clipped`), for zeros (`take_filled` and
-`take_with_inverse`), or for no row (`put`).
+selected ones. The other functions read or replace, for an index [n, m], m rows
+within the part of each device, and nothing is sent. For a number of a row that
+is too large, `take_clipped` returns any row, `take_filled` and
+`take_with_inverse` return zeros, and `put` does nothing.
 """
 
 from typing import Any
@@ -73,8 +73,8 @@ def take_clipped(x: Array, index: Array) -> Array:
   Args:
     x: [n b, ...].
     index: int32 [A], numbers of rows; or int32 [n, m], for each device numbers
-      of rows within its part: then no row moves to another device. A number
-      that is too large stands for any row.
+      of rows within its own part, so that no row moves to another device. For a
+      number that is too large, any row is returned.
   """
   if index.ndim == 1:
     return x.at[index].get(mode='clip')
@@ -86,11 +86,11 @@ def take_clipped(x: Array, index: Array) -> Array:
 def put(
   x: Array, index: Array, new: Array, mesh: jax.sharding.Mesh | None
 ) -> Array:
-  """Returns an array with other rows in some places; nothing is sent.
+  """Returns an array with some rows replaced; devices exchange nothing.
 
   Args:
-    x, index: see `take_clipped`; a number that is too large stands for no row.
-    new: the rows, in the order of the index.
+    x, index: see `take_clipped`; a number that is too large is ignored.
+    new: the new rows, in the order of the index.
     mesh: the mesh that rows are laid out on, over the axes data and fsdp.
   """
 
@@ -124,7 +124,7 @@ def take_filled(x: Array, index: Array) -> Array:
 
 
 # JAX does not know that `inverse` undoes `index`: its derivative of x[index]
-# would add numbers up where they came from, one after the other.
+# would be a scatter-add, which adds one row after the other.
 @jax.custom_vjp
 def take_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
   """Returns `take_filled(x, index)`, whose gradient also takes rows.

@@ -6,11 +6,11 @@
            /evaluation-000012.jsonl    those of the evaluation after it
     workdir/tensorboard/               the same metrics again
 
-Of several hosts the first writes metrics, and each the dialogues that it has
-collected. All files but TensorBoard's are complete; it has a copy, and so do
-trackers (`records/trackers.py`). Metrics must never stop a run: an error
-of any of these is counted in `writer/sink_errors`, and the first of each is
-logged.
+With several hosts, the first one writes the metrics, and each one writes the
+dialogues that it has collected. TensorBoard and the trackers of
+`records/trackers.py` only get copies: everything is in the other files. Metrics
+must never stop a run: an error of any of these is counted in
+`writer/sink_errors`, and the first one of each is logged.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ _DIALOGUES = re.compile(
 
 
 class Writer:
-  """Writes the dialogues of a host, and on the first host all else."""
+  """Writes a host's dialogues, and on the first host everything else, too."""
 
   def __init__(
     self,
@@ -63,10 +63,10 @@ class Writer:
       display: the progress display; None on other hosts than the first.
       tensorboard: whether to write for TensorBoard too.
       host: the number of the host.
-      keep_files: the number of this host's files of dialogues that are kept of
-        each kind, the newest; 0: all.
-      keep_lines: the least number of the newest steps whose metrics are kept;
-        of more than twice as many none are. 0: all are kept.
+      keep_files: how many of this host's newest files of dialogues are kept, of
+        each kind; 0: all.
+      keep_lines: the metrics of at least so many of the newest steps are kept,
+        and of at most twice as many; 0: of all steps.
       hparams: the values of the config by key, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
     """
@@ -155,12 +155,12 @@ class Writer:
     return True
 
   def write(self, step: int, metrics: Mapping[str, float]) -> str:
-    """Appends the metrics of a step and shows it; returns the line.
+    """Appends the metrics of a step and shows them; returns the line.
 
     The first host does it; others return ''.
 
     Args:
-      step: the number of steps that are done with this one.
+      step: the number of steps that are done, this one included.
       metrics: numbers by name; one that is not finite is written as null, and
         as text in `writer/non_finite`.
     """
@@ -205,7 +205,7 @@ class Writer:
       print(f'host {self._host}: {text}', flush=True)
 
   def close(self) -> None:
-    """Ends display and trackers; everything is in its files already."""
+    """Ends the display and the trackers; the files are complete already."""
     if self._display is not None:
       self._display.close()
     for tracker in self._trackers:

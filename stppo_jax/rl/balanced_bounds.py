@@ -122,7 +122,8 @@ def balance(
     return (positive < positive_share * magnitude) & can_move
 
   def take_step(steps):
-    # One bound at a time, and `high` first.
+    # The method moves one bound at a time: `low` only once `high` has reached
+    # its limit.
     widens = (steps.high < most.high).astype(jnp.int32)
     return _Interval(steps.low + 1 - widens, steps.high + widens)
 

@@ -148,9 +148,10 @@ class Collectors(prefetch.Policies):
     )
 
   def evaluate(self, params: prefetch.Params) -> Measured:
-    """Has the newest policy evaluated; see `Evaluator.measure`.
+    """Lets the hosts that collect evaluate the newest policy.
 
-    The first host gets the trajectories of all of them.
+    See `Evaluator.measure`. Only the first host that learns receives the
+    trajectories.
     """
     self._offer(self._done, params)
     self._server.append({'evaluate': self._done})
@@ -170,7 +171,7 @@ class Collectors(prefetch.Policies):
     self._server.close()
 
   def _offer(self, version: int, params: prefetch.Params) -> None:
-    """Lets the others read a policy, whenever they come to it."""
+    """Offers a policy, which each host that collects reads when it needs it."""
     if version in self._offered:
       return
     # Frozen weights never change, so they are sent once, before the first
@@ -245,7 +246,7 @@ class Delivery:
     return [], {}
 
   def send_evaluation(self, version: int, measured: Measured) -> None:
-    """Sends the result of an evaluation; the first host gets trajectories."""
+    """Sends metrics to all hosts that learn, trajectories to the first only."""
     metrics, trajectories = measured
     for n in range(self._learners):
       value, arrays = deliveries.packed([[] if n else trajectories])

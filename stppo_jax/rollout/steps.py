@@ -229,7 +229,7 @@ class StepCollector:
       refilled += new_refilled
       uniform = [group for group in new_groups if _lacks_variance(group)]
       varied = [group for group in new_groups if not _lacks_variance(group)]
-      # A round has as many groups as the step: enough for every place.
+      # A round has as many groups as a whole step, so every place gets one.
       for place, group in zip(places, [*varied, *reversed(uniform)]):
         groups[place] = group
       replaced += min(len(varied), len(places))

@@ -133,7 +133,7 @@ class CompiledPrograms:
     return jax.device_put(trees, self._by_slot)
 
   def get(self, tree):
-    """Returns arrays that `decode` has made, the part of this host."""
+    """Returns this host's part of arrays that `decode` has made."""
     if self.num_hosts > 1:
       return distributed.to_local_rows(tree)
     return jax.device_get(tree)
@@ -161,7 +161,7 @@ def joined(
 
 
 class Functions(NamedTuple):
-  """Holds the jitted functions of an engine, and what copies its weights."""
+  """Holds an engine's jitted functions and the publisher of its weights."""
 
   publisher: publish_lib.Publisher
   empty: Callable[..., Any]

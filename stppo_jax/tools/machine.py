@@ -98,14 +98,14 @@ def examine(
       yield Finding(
         NOTE,
         f'lock: {held[0]} writes to {path}; no other run can begin there '
-        'before its end',
+        'until it ends',
       )
     if not problems:
       yield folder('workdir', path, needed=on_disk)
 
 
 def declared() -> tuple[str, list[str]]:
-  """Returns the versions of Python and of packages that this one supports.
+  """Returns the versions of Python and of packages that stppo_jax supports.
 
   In a clone they are read from its files, which are newer than what was
   installed from them.

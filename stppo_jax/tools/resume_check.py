@@ -1,4 +1,4 @@
-"""Checks that a run which is cut in two ends as the same run, bit for bit.
+"""Checks that a run that was stopped and resumed ends with the same bits.
 
     WORKDIR/whole    the run in one piece
            /cut      the run that ends after some steps, and is resumed
@@ -37,7 +37,7 @@ def verify(
   """Makes a run in one piece and in two, and compares their ends.
 
   Args:
-    flags: flags of the command `train`, the last of equal ones counts.
+    flags: flags of the command `train`; of repeated ones the last counts.
     workdir: the folder of both runs.
     after: the steps after which the second run is cut.
     num_steps: the length of the runs.
@@ -48,7 +48,7 @@ def verify(
     not come to its end.
 
   Raises:
-    Misconfigured: nothing can be verified so.
+    Misconfigured: the flags allow no comparison.
   """
   errors = []
   if not 0 < after < num_steps:

@@ -54,7 +54,7 @@ def curve(
   best = int(np.argmax(means))
   # Half of a best mean that is negative would be above it.
   is_low = (means[best] > 0) & (means < _COLLAPSED * means[best])
-  # A run that recovers has not collapsed, so low means count from the end only.
+  # A run that recovers has not collapsed, so only low means at the end count.
   stayed = 0
   while stayed < len(means) - 1 - best and is_low[-1 - stayed]:
     stayed += 1

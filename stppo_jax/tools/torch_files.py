@@ -50,16 +50,16 @@ def convert(place: str, out: pathlib.Path) -> int:
   with export.replace_dir(out, ours=lambda name: False) as partial:
     for name in pickled:
       try:
-        # It unpickles tensors, and refuses whatever else a file may run.
+        # With `weights_only`, it unpickles tensors and refuses all other code.
         tensors = torch.load(
           folder / name, map_location='cpu', weights_only=True
         )
         # Copies, because tensors that share their memory cannot be saved.
         tensors = {key: x.clone().contiguous() for key, x in tensors.items()}
-      except Exception as error:  # a damaged file gives any kind of them
+      except Exception as error:  # a damaged file can raise any of them
         reason = str(error).partition('\n')[0]
         raise exits.Misconfigured(
-          f'{place}: {name} holds something else than weights ({reason})'
+          f'{place}: {name} holds something other than weights ({reason})'
         ) from error
       path = partial / _renamed(name)
       safetensors.torch.save_file(tensors, path, {'format': 'pt'})

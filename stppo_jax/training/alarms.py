@@ -2,9 +2,9 @@
 
 A rule reads numbers that are measured anyway and compares one of them with a
 threshold, the key of the same name in the section `alarms` of a config. The
-metric `alarm/{name}` is 1 in a step whose alarm rings and 0 in others. It is
-absent where the number is: a run without a value model has no explained
-variance.
+metric `alarm/{name}` is 1 in a step in which the alarm rings, and 0 in other
+steps. A step without the number has no such metric either: without a value
+model, for example, a run has no explained variance.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def _metric(name: str) -> Callable[[Metrics], float | None]:
 def _share(
   part: str, whole: str, *, fewest: int = 1
 ) -> Callable[[Metrics], float | None]:
-  """Returns the share of a count in another of at least `fewest`."""
+  """Returns a function for part / whole; None if whole is below `fewest`."""
 
   def number(metrics: Metrics) -> float | None:
     count, total = metrics.get(part), metrics.get(whole)
@@ -270,5 +270,5 @@ class Alarms:
         f'the run ends at step {step}: alarm {due[0]} has rung in '
         f'{self._stop_after} steps in a row, and alarms.stop names it; '
         f'{ALARMS[due[0]].advice} Then the same command goes on. With '
-        "--config.alarms.stop='()' it goes on whatever alarms ring"
+        "--config.alarms.stop='()' no alarm ends the run"
       )

@@ -94,7 +94,7 @@ class Folder:
     return voting.collective_section(self.hosts, self.interruptible)
 
   def check_prompts(self) -> None:
-    """Refuses to resume a run whose prompts no tokenizer began.
+    """Refuses to resume with a bos_token a run that began without one.
 
     Raises:
       OtherRun: see `run_record.check_prompts`.
@@ -266,16 +266,16 @@ def claimed(
     if address:
       path = stack.enter_context(_standing_for(address))
       lines.renamed = str(path), address
-    # First of all: hosts that differ would soon do different things, and each
-    # would wait in a vote that the others never reach.
+    # This comes first: hosts with different configs would soon do different
+    # things, and each would wait in a vote that the others never reach.
     agreement.check(hosts, config)
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
     interrupt.grace = config.preemption.grace
-    # A signal of one host ends the run on all: it is told to the others, and
-    # theirs is requested here.
+    # A signal to one host ends the run on all hosts. This host tells the others
+    # of its signal, and reacts to one of theirs as if it had received it.
     interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
-    # Once its handlers are gone, a request would kill the process.
+    # Once the signal handlers are gone, a request would kill the process.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     stack.enter_context(compilation.announced())
     lock = folder = None

@@ -132,7 +132,7 @@ def build_services(
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:
-        # A function that fails is better known now than after a first
+        # A function that fails is reported now, and not after a first
         # collection.
         question = questions.train(0, 1, resample_round=0)[0]
         reward_function.try_once(name, environment, question)
@@ -144,7 +144,8 @@ def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
 
   Args:
     config: the config of a run.
-    devices: the devices of the run, of which some may only collect; None: all.
+    devices: the devices of the run, some of which may only collect; None: all
+      devices.
 
   Raises:
     ValueError: the axes do not fit the devices.
@@ -215,8 +216,8 @@ def build_learner(
 ) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
   """Returns a run's learner and the devices that decode.
 
-  The learner gathers a frozen base once, if it fits beside what is held while
-  it learns.
+  The learner gathers a frozen base once, if the gathered base fits in memory
+  beside everything else that learning holds.
 
   Args:
     config, shape, mesh, devices: see `build_placement`.

@@ -183,5 +183,5 @@ def _check_sizes(config, pairs, shape, mesh, file) -> None:
   if low < 0 or high >= shape.vocab_size:
     raise ValueError(
       f'{file}: tokens_BL has the id {low if low < 0 else high}, which is not '
-      f'in the vocabulary of {shape.vocab_size}'
+      f'in the vocabulary of {shape.vocab_size} ids'
     )

@@ -132,7 +132,7 @@ def _try(connection, config, name: str, place: tuple[int, ...]) -> None:
   except topology.Rejected as rejected:
     problem = str(rejected)
   except (ValueError, OSError):
-    pass  # the start refuses such a config
+    pass  # the checks of the run refuse such a config
   except Exception as bug:
     error = hosts_lib.describe(bug)
   connection.send((problem, error))

@@ -156,7 +156,7 @@ class BucketFolder:
         if time.monotonic() > deadline:
           raise
         if not is_told:
-          _log.info(f'{error}; tried again for {seconds:.0f} s')
+          _log.info(f'{error}; trying again for up to {seconds:.0f} s')
           is_told = True
         time.sleep(_PAUSE)
 
@@ -222,15 +222,16 @@ class BucketFolder:
     data = (self._folder / name).read_bytes()
     there = self._grown.get(name, bucket_files.Grown())
     number, start, old = there.number, there.size, ()
-    # Not appended to but rewritten: all of it becomes parts of the next number.
+    # The file was rewritten, not appended to, so all of it is uploaded again,
+    # as parts with the next number.
     if len(data) < start or zlib.crc32(data[:start]) != there.checksum:
       number, start, old = number + 1, 0, there.parts
     part = f'{name}/{number:06d}-{start:012d}'
     if len(data) > start or old:
       self.bucket.write(part, data[start:])
     parts = part, *there.parts
-    # After the new part is there: a kill in between leaves parts of both
-    # numbers, of which the greater counts.
+    # Old parts are removed only when the new part is there: a kill in between
+    # leaves parts of both numbers, of which the greater counts.
     for part in old:
       self.bucket.remove(part)
     self._grown[name] = bucket_files.Grown(

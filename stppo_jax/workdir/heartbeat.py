@@ -4,8 +4,8 @@
 
 A thread replaces the file when something has changed, at most once a second,
 and otherwise every few seconds. A file whose time is old therefore belongs to a
-process that has ended or is out of reach. The last one names the exit code.
-Whoever reads it needs nothing of this package but the names of its fields.
+process that has ended or is out of reach. The last write adds the exit code.
+Readers need nothing of this package but the names of the fields.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ class Heartbeat:
       folder: the run's folder.
       hosts: the names of the machines of all hosts.
       claim: the lock of the folder, if it has one. Once another process has
-        taken it over, the file is that of the other one.
+        taken the lock over, this one no longer writes the file.
     """
     self._folder, self._claim = folder, claim
     self.beat.began = self.beat.phase_since = time.time()

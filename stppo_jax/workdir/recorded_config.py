@@ -54,7 +54,7 @@ def read(folder: pathlib.Path) -> Any:
     raise ValueError('config.json is not the record of a run')
   # Only `prefer` records the checksum of a batch.
   if 'batch_sha256' in content:
-    raise ValueError("a run of prefer: its policy is in the folder's policy/")
+    raise ValueError('a run of prefer, whose policy is in its folder policy/')
   return _completed(config_dict.ConfigDict(content))
 
 

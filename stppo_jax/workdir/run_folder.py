@@ -135,7 +135,7 @@ def file_problems(
   kind: str,
   reads: Mapping[str, pathlib.Path],
 ) -> list[str]:
-  """Returns the reasons why a command must not write a file there.
+  """Returns the reasons why a command must not write to a file.
 
   Args:
     file: the file that a flag names.

@@ -19,12 +19,13 @@ import threading
 import time
 
 _log = logging.getLogger(__name__)
-# How many times the usual duration of a phase is far too long. What is shorter
-# than some seconds is often late because the machine is busy.
+# A phase takes far too long if it takes so many times its usual duration, and
+# also at least so many seconds: a phase of a few seconds is often many times
+# slower only because the machine is busy.
 _FACTOR = 10.0
 _LEAST = 60.0  # seconds
-# Seconds that are far too long for a phase that has not ended before: it may
-# compile, and how long it takes is not known.
+# The same limit, in seconds, for a phase that has never ended before: it may
+# compile, and its usual duration is not known.
 _FIRST = 1800.0
 _REMEMBERED = 20  # durations of a phase, whose median is the usual one
 _EVERY = 1.0  # seconds between two looks
@@ -35,7 +36,7 @@ class Watchdog:
 
   Args:
     clock: returns seconds.
-    least: seconds that are too long for no phase.
+    least: the seconds that every phase may take.
     every: seconds between two looks.
   """
 
@@ -75,7 +76,7 @@ class Watchdog:
       thread.join()
 
   def enter_phase(self, phase: str) -> None:
-    """Says what the run does from now on; '' = nothing that has a name."""
+    """Says what the run does from now on; '' = no phase."""
     with self._lock:
       now = self._clock()
       if self._phase:

@@ -87,7 +87,7 @@ def test_converted_weights_are_the_same(tmp_path, capsys, hub):
 
   torch.save({'x': Code()}, folder / 'pytorch_model.bin')
   assert _convert(folder, tmp_path / 'code') == 2
-  assert 'holds something else than weights' in capsys.readouterr().err
+  assert 'holds something other than weights' in capsys.readouterr().err
   assert not (tmp_path / 'ran').exists()
 
 
@@ -114,7 +114,7 @@ def test_several_files_keep_their_index(tmp_path, capsys):
   whole = (folder / name).read_bytes()
   (folder / name).write_bytes(whole[:-100])
   assert _convert(folder, tmp_path / 'out') == 2
-  assert f'{name} holds something else' in capsys.readouterr().err
+  assert f'{name} holds something other' in capsys.readouterr().err
   assert [x.name for x in tmp_path.iterdir()] == ['model']
   (folder / name).write_bytes(whole)
   assert _convert(folder, tmp_path / 'out') == 0

@@ -44,7 +44,7 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """Pairs a tensor of a file, from a row on, with its place in a leaf."""
+  """Says which rows of a file's tensor a part of a leaf is read from."""
 
   entry: families.Entry
   tensor: safetensors_file.Tensor
@@ -259,9 +259,9 @@ def _problems(
 def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   """Returns a leaf on its devices, written slice by slice.
 
-  Slices are taken along the leading axes that are not sharded: each of them
-  then has a part of every device's shard, and writing it moves nothing between
-  devices.
+  The leaf is cut into slices along the leading axes that are not sharded. So
+  each slice has a part of every device's shard, and writing it moves nothing
+  between devices.
   """
   local = sharding.shard_shape(leaf.shape)
   # The last entry is for a leaf that no axis cuts.

@@ -100,8 +100,8 @@ def options(directory: str | pathlib.Path) -> dict[str, Any]:
   """Returns the options of adapters, those of `lora.Lora`, by their names.
 
   Raises:
-    ValueError: the directory has no adapters, or such as compute otherwise; one
-      line.
+    ValueError: the directory has no adapters, or some that compute something
+      else; one line.
   """
   content, found = _open(directory)
   rslora = bool(content.get('use_rslora'))
@@ -205,15 +205,16 @@ def write(
     _refuse_shared(name)
     if layer.startswith('dense_') and '.mlp.' in name:
       raise ValueError(
-        f'{name}: PEFT takes its adapter for one of experts; take merged '
-        'weights, as export writes them without --adapters'
+        f'{name}: PEFT would take its adapter for one of experts; use merged '
+        'weights, which export writes without --adapters'
       )
     for key in 'ab':
       tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'
       tensors[tensor] = leaves[f'{layer}/lora_{key}'][index].T
   layers = sorted({x.rpartition('/')[0] for x in leaves if 'lora_' in x})
-  # Of experts, PEFT takes the rank from here, whatever its patterns say, and
-  # doubles rank and alpha of gate and up, which only keeps alpha / rank.
+  # PEFT takes the rank of experts from here, whatever the patterns say. It also
+  # doubles rank and alpha of gate and up: that keeps the scale alpha / rank,
+  # but not that of rslora.
   first = next((x for x in layers if '/moe/' in x), layers[0])
   rslora = lora.rslora and '/moe/' not in first
   ranks = {x.rpartition('/')[2]: lora.rank_of(x) for x in layers}
@@ -277,10 +278,10 @@ def _open(
     _check(folder / CONFIG, content)
   except (re.error, AttributeError, OverflowError, RecursionError) as error:
     raise ValueError(f'{folder / CONFIG}: patterns: {error}') from error
-  # The weights of adapters are small, but no `json`.
+  # The file of weights is named, because by default none is downloaded.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    # Of a model of the Hub such a file is not downloaded, so none is seen.
+    # From the Hub such a file is not downloaded, so nobody knows if it exists.
     is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
     advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
     raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
@@ -307,12 +308,12 @@ def _open(
 
 def _refuse_shared(name: str, where: str = '') -> None:
   """Raises ValueError for a tensor of which our matrices are parts."""
-  # Each part has an A of its own, but there is one for the tensor in a file.
+  # Each part has an A of its own, but a file has one A for the whole tensor.
   if name.endswith(families.SHARED):
     raise ValueError(
-      f'{where}{name} is one tensor for several layers here, so that its '
-      'adapters are neither read nor written; take merged weights, as export '
-      'writes them without --adapters'
+      f'{where}{name} is one tensor for several layers of this package, so its '
+      'adapters are not supported; use merged weights, which export writes '
+      'without --adapters'
     )
 
 
@@ -351,7 +352,7 @@ def _matrices(
   name: str,
   pair: Mapping[str, safetensors_file.Tensor],
 ) -> Iterator[_Matrices]:
-  """Yields the adapters in two tensors: several, of the experts of a layer."""
+  """Yields the adapters in two tensors; those of experts hold several."""
   a, b = pair['lora_A'], pair['lora_B']
   match = _EXPERTS.fullmatch(name)
   if match is None:

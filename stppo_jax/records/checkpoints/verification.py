@@ -1,7 +1,7 @@
 """Verifies a checkpoint: every fingerprint is computed again from its files.
 
 No model is needed: the manifest names the leaves with their shapes. Nothing is
-written or renamed, so the run may be going on.
+written or renamed, so a run in progress is not disturbed.
 """
 
 import pathlib
@@ -41,7 +41,7 @@ def problems(
   unreadable: dict[str, str] = {}
   changed: dict[str, str] = {}
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    # One by one, which takes no more memory than the largest one does.
+    # Leaves are read one by one, so memory for the largest one is enough.
     for name, kind in sorted(manifest['leaves'].items()):
       try:
         array = _read(reader, path, name, kind)

@@ -242,7 +242,7 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   # ids only with their log-probabilities, which it would have to compute anew
   # in every turn.
   if meta.get('prompt_tokens') != len(request.prompt_ids):
-    raise BadReply('the prompt was read as another number of tokens')
+    raise BadReply('the server read the prompt as another number of tokens')
   ids = fields.get('output_ids')
   entries = meta.get('output_token_logprobs')
   if not isinstance(entries, list):
@@ -250,10 +250,10 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   try:
     pairs = [(logprob, token_id) for logprob, token_id, *_ in entries]
   except (TypeError, ValueError) as error:
-    raise BadReply('malformed log-probabilities') from error
+    raise BadReply('the reply has malformed log-probabilities') from error
   logprobs = [logprob for logprob, _ in pairs]
   if [token_id for _, token_id in pairs] != ids:
-    raise BadReply('log-probabilities of other token ids')
+    raise BadReply('the log-probabilities are those of other token ids')
   return _answer(request, ids, logprobs, meta)
 
 
@@ -282,11 +282,11 @@ def _answer(
   if not isinstance(logprobs, list):
     raise BadReply('the reply has no log-probabilities')
   if len(logprobs) != len(ids):
-    raise BadReply(f'{len(logprobs)} log-probabilities, {len(ids)} tokens')
+    raise BadReply(f'{len(ids)} tokens have {len(logprobs)} log-probabilities')
   if not all(_is_logprob(logprob) for logprob in logprobs):
     raise BadReply('a log-probability is not a number of at most 0')
   if len(ids) > request.max_tokens:
-    raise BadReply(f'{len(ids)} tokens, {request.max_tokens} were asked for')
+    raise BadReply(f'{len(ids)} tokens, but max_tokens={request.max_tokens}')
   return Answer(ids, logprobs, _label(meta))
 
 

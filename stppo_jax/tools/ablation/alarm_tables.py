@@ -26,8 +26,8 @@ _COLUMNS = {
   for column, metrics in results.METRICS.items()
   if len(metrics) == 1
 }
-# The alarms whose metric a table holds, so that any threshold can be tried. For
-# the others it only says when they rang.
+# The alarms whose metric a table holds, so that any threshold can be tried. Of
+# the other alarms, a table only holds in which steps they rang.
 MEASURED = tuple(
   name
   for name, alarm in alarms_lib.ALARMS.items()
@@ -43,7 +43,7 @@ class Rings(NamedTuple):
     steps: alarm to the steps in which it rang.
     counts: alarm to the number of steps in which it could ring. An alarm that
       has no number in this run, as that of the critic in a run without one, is
-      in neither of the two.
+      in neither `steps` nor `counts`.
   """
 
   curve: success_curve.Curve
@@ -82,7 +82,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
     if run.state.state == run_state.FINISHED or rings.curve.collapsed:
       runs.append(rings)
     else:
-      print(f'{folder}: left out: it has not finished, nor collapsed')
+      print(f'{folder}: left out: it has neither finished nor collapsed')
   if runs:
     print(f'{title(runs)}\n')
     print(score_report.as_text(table(runs, list(alarms_lib.ALARMS))))
@@ -106,7 +106,7 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the folders of runs in a folder of folders, or itself."""
+  """Returns the folders of runs in a folder, or the folder if it has none."""
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
@@ -135,14 +135,14 @@ def of_table(
 
   Args:
     run: the run.
-    thresholds: thresholds for alarms of `MEASURED`. The other alarms rang when
-      the run recorded it, with the thresholds of its config.
+    thresholds: thresholds for alarms of `MEASURED`. For the other alarms, the
+      table holds whether they rang with the thresholds of the run's config.
   """
   rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
   for name, threshold in (thresholds or {}).items():
     rang[name] = _rang(run, name, threshold)
-  # Without any number, as the critic's in a run without one, an alarm could not
-  # ring: it is left out rather than counted as silent.
+  # An alarm without any number could not ring, as the critic's in a run without
+  # a critic: it is left out rather than counted as silent.
   rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
   return Rings(
     curve=run.curve,

@@ -138,7 +138,7 @@ def from_folder(
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-  """Returns values with the digits that a table keeps."""
+  """Returns values rounded to the digits that a table keeps."""
   return np.array([float(_text(x) or 'nan') for x in values])
 
 

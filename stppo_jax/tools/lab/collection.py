@@ -200,7 +200,7 @@ def _with_start(config, workdir):
   if workdir is None:
     if run_record.makes_start(config):
       raise exits.Misconfigured(
-        '--workdir: missing; the start of this config is made by its run'
+        '--workdir: missing; a run of this config makes its start weights'
       )
     return config
   workdir = pathlib.Path(workdir)

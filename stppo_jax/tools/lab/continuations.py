@@ -5,7 +5,7 @@ goes on from there. A critic learns it; here it is sampled. Each dialogue is cut
 before the first and before the last token of each of its turns, and is
 continued many times from there by the same engine, environment and limits. The
 place after an observation is the one before the next turn's first token. A KL
-penalty inside the rewards is left out, which a critic does learn.
+penalty inside the rewards is left out here, although a critic learns it.
 
 The continuations of a prefix are a group of the engine: the prefix is computed
 once, and they share its pages of keys and values.
@@ -132,8 +132,8 @@ class Sampled(NamedTuple):
 
   Attributes:
     row, position: the place of the first token that the prefix lacks.
-    rewards: the rewards that follow it, that token's own included, of each
-      continuation that the infrastructure did not fail.
+    rewards: for each continuation that the infrastructure did not fail, the sum
+      of the rewards from that token on.
   """
 
   row: int
@@ -151,11 +151,12 @@ def sample(
 ) -> list[Sampled]:
   """Continues every prefix of dialogues.
 
-  A turn that is cut before its last token may become as long as any other turn,
-  not only as long as the limit leaves it: the limit counts from the cut.
+  The limit of a turn's length counts from the cut: a continuation may add as
+  many tokens to the turn that was cut as a whole turn may have.
 
   Args:
-    collector: samples groups of `count`, with what `continuing` returns.
+    collector: samples groups of `count` trajectories; it is built with the
+      environment and the tokenizer that `continuing` returns.
     trajectories: the dialogues.
     count: the number of continuations of each prefix.
     seed, step: what the keys are derived from.

@@ -37,8 +37,8 @@ _Options = tuple[str, Any, Mapping[str, str]]
 def score(flags: Any, options: _Options) -> None:
   """Prints the metrics of an algorithm and writes its loss and gradient."""
   name, coefficient = flags.algorithm, flags.entropy_coefficient
-  # All of the computation is inside: outside of it, jit would round float64
-  # arrays to float32 without a word.
+  # All of the computation is inside this context: outside of it, jit would
+  # silently round float64 arrays to float32.
   with jax.enable_x64(flags.float64):
     algorithm = _build(algorithm_lib.build_algorithm, options)
     loaded = _load(flags, {name: algorithm}, entropy_coefficient=coefficient)

@@ -89,8 +89,8 @@ def sweep_meshes(
 def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   """Returns changes with which a run fits; None if none are found.
 
-  Changes are tried one after the other, those first that cost least, and those
-  are dropped that are not needed.
+  Changes are tried one after the other, the cheapest first. Those that turn out
+  not to be needed are dropped.
 
   Args:
     config: the config of a run that does not fit, by the estimate or by the
@@ -138,11 +138,11 @@ def advice(
     flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
     if compiler is None:
       needs = memory_lib.gib(tried.plan.total)
-      return f'by the estimate it fits, in {needs}, with {flags}'
+      return f'by the estimate, it fits in {needs} with {flags}'
     compiled = compiler(changed(config, tried.changes))
     if compiled.fits:
       return (
-        f'it fits, compiled in {memory_lib.gib(compiled.total)}, with {flags}'
+        f'compiled, it fits in {memory_lib.gib(compiled.total)} with {flags}'
       )
     # At least a tenth less, or the second try might find the same changes
     # again.
