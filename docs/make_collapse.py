@@ -25,6 +25,7 @@ from studies import dead_critic
 from studies import forecast
 from studies import gpu
 from studies import narrow_bounds
+from studies import real_text
 from studies import steps_ahead
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -43,6 +44,7 @@ _OWN = {
   'narrow_bounds': narrow_bounds,
   'steps_ahead': steps_ahead,
   'gpu': gpu,
+  'real_text': real_text,
 }
 # Those of them with comparisons of their own, each with a heading.
 _COMPARISONS = {
@@ -58,6 +60,7 @@ _COMPARISONS = {
     'Old policies and the newest': steps_ahead.COMPARISONS,
     'The two that were added afterwards': steps_ahead.ADDED,
   },
+  'real_text': {'The comparisons that were planned': real_text.COMPARISONS},
 }
 # What the alarms and forecasts are not judged by, because it has no stress and
 # so no collapse.

@@ -25,8 +25,8 @@ and turn PPO train for 5 steps with the seeds 100 and 101, which are in no
 study, at each rate of `_RATES`. A level gets the rate whose mean KL divergence
 (`actor/ppo_kl`, the table that `python -m studies.dead_critic PILOT.csv`
 prints) is nearest to 0.1 nats in its logarithm. The pilot found .041, .149 and
-.644 for token ratios, and .123, .267 and .340 for those of turns, so token ratios
-get 5e-4 and turn ratios 2.5e-4.
+.644 for token ratios, and .123, .267 and .340 for those of turns. So token
+ratios get 5e-4 and turn ratios 2.5e-4.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps:
 
