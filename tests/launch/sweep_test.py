@@ -95,19 +95,11 @@ def _starts(tmp_path):
   return path.read_text().splitlines() if path.exists() else []
 
 
-def _wait(holds, seconds=60):
-  for _ in range(100 * seconds):
-    if holds():
-      return
-    time.sleep(0.01)
-  raise AssertionError('it does not happen')
-
-
 @pytest.mark.slow
 def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
   flags = [f'--config={config}', f'--out={tmp_path}/out']
   first = start('--jobs=2')
-  _wait(lambda: len(_starts(tmp_path)) == 2)
+  runs.wait(lambda: len(_starts(tmp_path)) == 2)
   # A second one would start the same runs.
   assert sweep.main(flags) == 75
   assert 'locked by process' in capsys.readouterr().err
@@ -140,13 +132,13 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
 @pytest.mark.slow
 def test_a_killed_sweep_and_a_killed_run_are_no_obstacle(tmp_path, start):
   process = start()
-  _wait(lambda: len(_starts(tmp_path)) == 1)
+  runs.wait(lambda: len(_starts(tmp_path)) == 1)
   process.kill()
   process.wait(timeout=60)
   process.stdout.close()
   (tmp_path / 'out' / 'go').touch()  # what was started ends by itself
   state = tmp_path / 'out' / _NAMES[0]
-  _wait(lambda: (state / 'heartbeat.json').exists())
+  runs.wait(lambda: (state / 'heartbeat.json').exists())
   process = start('--jobs=4')
   out, _ = process.communicate(timeout=60)
   assert process.returncode == 0, out
