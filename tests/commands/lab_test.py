@@ -33,7 +33,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     'compare': ['--algorithms=st_ppo'],  # whose program is there already
     'levels': ['--algorithms=st_ppo'],
   }
-  kinds = ['collect', 'score', 'advantages', 'compare', 'compare', 'levels']
+  kinds = ['collect', 'score', 'advantages', *3 * ['compare'], 'levels']
   assert [words[4] for words in lines] == kinds
   for words in lines:
     assert words[:4] == ['python', '-m', 'stppo_jax', 'lab']
