@@ -3,8 +3,6 @@
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -15,6 +13,7 @@ from stppo_jax.models import functional
 from stppo_jax.tools.plan import plan
 from stppo_jax.training import engines
 from stppo_jax.training import model_files
+from tests import processes
 from tests.models import tiny
 from tests.sampling import tiny_engine
 from tests.training import runs
@@ -241,7 +240,7 @@ _PARAMETERS = {'qwen2_5_7b': 7.616, 'qwen3_30b_a3b': 30.532}
 
 def _published(name, *flags):
   command = [
-    *(sys.executable, '-m', 'stppo_jax', 'plan', '--config=configs/base.py'),
+    *('-m', 'stppo_jax', 'plan', '--config=configs/base.py'),
     f'--config.model.path={_PUBLISHED / name}',
     '--config.model.dtype=bfloat16',
     *('--config.mesh.data=1', '--config.mesh.fsdp=16'),
@@ -249,7 +248,7 @@ def _published(name, *flags):
     '--config.updates.microbatch_size=64',
     *flags,
   ]
-  done = subprocess.run(command, cwd=runs.REPO, capture_output=True, text=True)
+  done = processes.python(*command)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
