@@ -178,6 +178,13 @@ def refused(capsys):
 
 
 @pytest.fixture
+def double_precision():
+  """Computes in float64 during the test."""
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
 def said():
   """Returns the lines that the package logs during the test."""
   lines = []
