@@ -8,14 +8,13 @@ names, and a program in the changed copy uses what was added.
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from tests import additions
 from tests import additions_to_rl
+from tests import processes
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -62,14 +61,8 @@ def _changed(root: pathlib.Path) -> set[str]:
 
 def _run(program: str, root: pathlib.Path) -> str:
   """Returns the output of a Python program in the copy."""
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    cwd=root,
-    env=dict(os.environ, PYTHONPATH=str(root), JAX_NUM_CPU_DEVICES='1'),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  environment = dict(PYTHONPATH=str(root), JAX_NUM_CPU_DEVICES='1')
+  done = processes.python('-c', program, cwd=root, env=os.environ | environment)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 

@@ -167,14 +167,21 @@ def refused(capsys):
   """Returns a function that gives the one line that refuses a command."""
   from stppo_jax import __main__
 
-  def refused(*command):
+  def refused(*command, main=__main__.main):
     capsys.readouterr()
-    assert __main__.main([*map(str, command)]) == 2
+    assert main([*map(str, command)]) == 2
     out, err = capsys.readouterr()
     assert out == '' and err.count('\n') == 1, err
     return err
 
   return refused
+
+
+@pytest.fixture
+def double_precision():
+  """Computes in float64 during the test."""
+  with jax.enable_x64(True):
+    yield
 
 
 @pytest.fixture

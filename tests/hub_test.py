@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from stppo_jax.models.hf import load
 from stppo_jax.models.hf import peft
 from stppo_jax.training import model_files
 from stppo_jax.workdir import named_files
+from tests import processes
 from tests.storage import hub as stand_in
 from tests.training import runs
 
@@ -225,20 +224,15 @@ def test_what_the_cache_has_is_used_offline(hub, commit, monkeypatch):
 
 @pytest.mark.slow
 def test_the_environment_names_server_and_cache(hub, commit, tmp_path):
-  done = subprocess.run(
-    [
-      *(sys.executable, '-m', 'stppo_jax', 'config', '--config=quickstart'),
-      f'--config.model.path={_NAME}',
-    ],
-    env=os.environ
-    | {
-      'HF_ENDPOINT': hub.address,
-      'HF_HOME': str(tmp_path / 'home'),
-      'HF_HUB_OFFLINE': '0',
-    },
-    cwd=runs.REPO,
-    capture_output=True,
-    text=True,
+  environment = {
+    'HF_ENDPOINT': hub.address,
+    'HF_HOME': str(tmp_path / 'home'),
+    'HF_HUB_OFFLINE': '0',
+  }
+  done = processes.python(
+    *('-m', 'stppo_jax', 'config', '--config=quickstart'),
+    f'--config.model.path={_NAME}',
+    env=os.environ | environment,
   )
   assert done.returncode == 0, done.stderr
   assert f'{_NAME}@{commit}' in done.stdout

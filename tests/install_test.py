@@ -7,13 +7,13 @@ that pyproject.toml lists. (Building would download setuptools.)
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tomllib
 
 import pytest
 
 import stppo_jax
+from tests import processes
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _PROJECT = tomllib.loads((_ROOT / 'pyproject.toml').read_text('utf-8'))
@@ -73,14 +73,8 @@ def _stppo(site, *arguments, cwd):
     f'import sys\nfrom {module} import {function}\nsys.exit({function}())\n',
     encoding='utf-8',
   )
-  done = subprocess.run(
-    [sys.executable, str(script), *arguments],
-    cwd=cwd,
-    env=os.environ | {'PYTHONPATH': str(site)},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  environment = os.environ | {'PYTHONPATH': str(site)}
+  done = processes.python(script, *arguments, cwd=cwd, env=environment)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -121,14 +115,8 @@ def test_a_dry_run_needs_no_clone_no_tool_and_no_file_of_the_workers(
     "  assert 'jax' not in sys.modules\n"
     '  sys.exit(error.code)\n'
   )
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    cwd=tmp_path,
-    env={'PYTHONPATH': str(site), 'PATH': ''},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  environment = {'PYTHONPATH': str(site), 'PATH': ''}
+  done = processes.python('-c', code, cwd=tmp_path, env=environment)
   assert done.returncode == 0, done.stderr
   assert str(_ROOT) not in done.stdout.replace(sys.executable, '')
   if launcher != 'local':

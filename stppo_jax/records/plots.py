@@ -24,6 +24,7 @@ _KL = {
 _WINDOW = 5  # steps
 # The palette of Okabe and Ito, which colour-blind people can distinguish.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+DASHES = ('-', '--', ':', '-.')
 _GREY = '#666666'
 STYLE: dict[Any, Any] = {
   'font.family': 'sans-serif',
@@ -90,11 +91,35 @@ def learning_curve(
   Raises:
     ValueError: the metrics have no line.
   """
-  page = draw(metrics_path, title=title)
+  save(draw(metrics_path, title=title), png_path)
+
+
+def save(page: figure.Figure, path: str | pathlib.Path, **options: Any) -> None:
+  """Writes a page as PNG; a file that is there is replaced.
+
+  Args:
+    page: the page.
+    path: the file.
+    **options: see `Figure.savefig`.
+  """
   picture = io.BytesIO()
   with matplotlib.rc_context(STYLE):
-    page.savefig(picture, format='png')
-  atomic_files.replace(pathlib.Path(png_path), picture.getvalue())
+    page.savefig(picture, format='png', **options)
+  atomic_files.replace(pathlib.Path(path), picture.getvalue())
+
+
+def line(number: int) -> dict[str, Any]:
+  """Returns colour and dashes of a line; those of 24 lines are different."""
+  turns, colour = divmod(number, len(COLOURS))
+  return {'color': COLOURS[colour], 'linestyle': DASHES[turns % len(DASHES)]}
+
+
+def mark_steps(axes: Any) -> None:
+  """Marks whole steps on the horizontal axis."""
+  axes.set_xlabel('step')
+  axes.xaxis.set_major_locator(
+    ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+  )
 
 
 def draw(metrics_path: str | pathlib.Path, *, title: str = '') -> figure.Figure:
@@ -122,10 +147,7 @@ def draw(metrics_path: str | pathlib.Path, *, title: str = '') -> figure.Figure:
     _draw_score(score, metrics)
     _draw_clip(clip, metrics)
     _draw_kl(kl, metrics)
-    kl.set_xlabel('step')
-    kl.xaxis.set_major_locator(
-      ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10])
-    )
+    mark_steps(kl)
     for axes in (score, clip, kl):
       if axes.get_legend_handles_labels()[0]:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))

@@ -16,11 +16,6 @@ from stppo_jax import types
 from stppo_jax.data import passages as passages_lib
 from stppo_jax.retrieval import replies
 
-Passages = Sequence[types.Passage]
-# The passages of each query. None stands for a query without an answer, which
-# only dialects with several queries per request have.
-Lists = Sequence[Passages | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
@@ -93,7 +88,9 @@ class Dialect:
       pass
     return None
 
-  def write(self, lists: Lists, scores: bool) -> Any:
+  def write(
+    self, lists: Sequence[Sequence[types.Passage]], scores: bool
+  ) -> Any:
     """Returns the JSON values of a reply.
 
     Args:
@@ -101,8 +98,7 @@ class Dialect:
       scores: whether scores are wanted.
     """
     written: Any = [
-      None if ps is None else [self.write_passage(p, scores) for p in ps]
-      for ps in lists
+      [self.write_passage(p, scores) for p in passages] for passages in lists
     ]
     if self.one_list:
       (written,) = written

@@ -7,11 +7,10 @@
     GET  /health                     {"status": "ok"}
 
 There is one list per query, in order; without scores its entries are the bare
-documents. If answers are recorded ones, a query that was not recorded has null
-in place of its list. A request with other fields belongs to another of
-`DIALECTS` and is answered in that dialect. The path before /retrieve is a
-question's `corpus`. An unknown corpus is answered with 404, a wrong field with
-422; further errors are in `http/server.py`.
+documents. A request with other fields belongs to another of `DIALECTS` and is
+answered in that dialect. The path before /retrieve is a question's `corpus`. An
+unknown corpus is answered with 404, a wrong field with 422; further errors are
+in `http/server.py`.
 """
 
 import asyncio

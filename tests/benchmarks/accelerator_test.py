@@ -132,14 +132,6 @@ def test_a_table_needs_all_figures_of_one_accelerator(stub, tmp_path, capsys):
   assert stub.page.read_text() == _PAGE
 
 
-def test_pieces_of_two_devices_are_not_mixed(stub, capsys):
-  only = [*_WORDS, '--only']
-  assert accelerator.main([*only, 'limits']) == 0
-  stub.device = 'another'
-  _refused([*only, 'step'], 'has one device, not a device and another', capsys)
-  assert stub.run == ['limits', 'step-0.5B']
-
-
 @pytest.mark.parametrize(('returned', 'code'), [(None, 75), (1, 70)])
 def test_the_exit_code_says_whether_to_go_on(
   returned, code, monkeypatch, tmp_path

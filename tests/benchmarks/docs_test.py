@@ -59,12 +59,3 @@ def test_each_has_help_and_the_flag_of_the_page(name, capsys):
     main(['--help'])
   output = capsys.readouterr().out
   assert output.startswith(f'usage: python -m {name}') and '--cores' in output
-
-
-def test_a_benchmark_prints_the_machine_and_the_sizes(capsys):
-  retrieval = importlib.import_module('benchmarks.retrieval')
-  flags = ['--passages=300', '--repeats=2', '--only', 'search']
-  retrieval.main(flags)
-  output = capsys.readouterr().out
-  assert 'over 300 passages' in output and 'jax ' in output
-  assert output.rstrip().splitlines()[-1].startswith(('undist', 'NOT A RESULT'))

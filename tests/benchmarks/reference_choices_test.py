@@ -1,5 +1,7 @@
 """The table of the authors' choices, on a batch that is made up."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -29,20 +31,16 @@ def test_each_choice_has_a_line_and_ours_changes_nothing(
   assert float(table['advantage.whiten = all'][0]) < 1
 
 
-def _error(capsys, path):
-  assert reference_choices.main([f'--batch={path}']) == 2
-  out, error = capsys.readouterr()
-  assert out == '' and error.count('\n') == 1
-  return error
-
-
-def test_a_file_that_does_not_fit_is_named_in_one_line(tmp_path, capsys):
+def test_a_file_that_does_not_fit_is_named_in_one_line(tmp_path, refused):
   path = tmp_path / 'F.npz'
-  assert _error(capsys, path) == f'--batch={path}: No such file or directory\n'
+  error = functools.partial(
+    refused, f'--batch={path}', main=reference_choices.main
+  )
+  assert error() == f'--batch={path}: No such file or directory\n'
   path.write_text('text')
-  assert _error(capsys, path).startswith(f'--batch={path}: ')
+  assert error().startswith(f'--batch={path}: ')
   arrays, *_ = batch_arrays.arrays(poison=0.0)
   del arrays['ref_logprobs_BL'], arrays['old_values_BL']
   np.savez(path, **arrays)
   line = f'--batch={path}: lacks old_values_BL, which the table reads\n'
-  assert _error(capsys, path) == line
+  assert error() == line

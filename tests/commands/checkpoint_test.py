@@ -4,8 +4,6 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -14,7 +12,7 @@ from stppo_jax import __main__
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.workdir import run_folder
-from tests.training import runs
+from tests import processes
 
 # As in tests/records/checkpoints/checkpoint_test.py.
 pytestmark = pytest.mark.filterwarnings(
@@ -95,12 +93,8 @@ def test_the_list_shows_a_damaged_manifest_and_loads_no_jax(run):
     'assert not {"jax", "orbax"} & set(sys.modules)\n'
     'sys.exit(code)'
   )
-  done = subprocess.run(
-    [sys.executable, '-c', program, 'checkpoint', 'list', f'--workdir={run}'],
-    capture_output=True,
-    text=True,
-    cwd=runs.REPO,
-  )
+  words = 'checkpoint', 'list', f'--workdir={run}'
+  done = processes.python('-c', program, *words)
   assert done.returncode == 0, done.stderr
   _, two, four, _ = done.stdout.splitlines()
   assert two.endswith('0.2500  best')

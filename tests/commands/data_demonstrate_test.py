@@ -22,6 +22,10 @@ _HOPS = {
   'gold_pids': ['p1', 'p2', 'p3'],
 }
 _PLAIN = {'question': 'Who wrote Emma?', 'answers': ['Jane Austen', 'Austen']}
+_COMMAND = (
+  *('data', 'demonstrate', '--config=own', '--config.data.root=.'),
+  *('--config.data.evaluation=', '--config.evaluate.every=0'),
+)
 
 
 @pytest.fixture
@@ -40,22 +44,12 @@ def _demonstrated(capsys, questions, rows, **keys):
   """Returns the demonstrations that the command prints."""
   _write('train.jsonl', questions)
   keys = {
-    'data.root': '.',
-    'evaluate.every': 0,
     'sft.batch_size': 2,
     'sft.clean_steps': 0,
     'sft.quote_words': 0,
   } | keys
-  code = __main__.main(
-    [
-      'data',
-      'demonstrate',
-      '--config=own',
-      '--config.data.evaluation=',
-      f'--rows={rows}',
-      *(f'--config.{key}={value}' for key, value in keys.items()),
-    ]
-  )
+  flags = [f'--config.{key}={value}' for key, value in keys.items()]
+  code = __main__.main([*_COMMAND, f'--rows={rows}', *flags])
   out, err = capsys.readouterr()
   assert (code, err) == (0, '')
   return [json.loads(line) for line in out.splitlines()]
@@ -169,23 +163,15 @@ def test_a_file_of_demonstrations_is_imitated(folder, capsys):
     ('3', 'mine.jsonl:1: expected an object'),
   ],
 )
-def test_a_wrong_file_is_named(folder, capsys, text, message):
+def test_a_wrong_file_is_named(folder, refused, text, message):
   if text is not None:
     (folder / 'mine.jsonl').write_text(text)
-  err = _refused(capsys, '--config.sft.demonstrations=mine.jsonl')
-  assert err.startswith(message)
-
-
-def _refused(capsys, *flags):
-  """Returns the line that `data demonstrate` prints of a wrong input."""
   _write('train.jsonl', [_PLAIN])
-  command = ['data', 'demonstrate', '--config=own', '--config.data.root=.']
-  command += ['--config.data.evaluation=', '--config.evaluate.every=0']
-  assert __main__.main([*command, *flags]) == 2
-  out, err = capsys.readouterr()
-  assert err.count('\n') == 1 and not out
-  return err
+  flag = '--config.sft.demonstrations=mine.jsonl'
+  assert refused(*_COMMAND, flag).startswith(message)
 
 
-def test_nothing_can_be_quoted_without_gold_passages(folder, capsys):
-  assert 'sft.quote_words=40: no question has gold_pids' in _refused(capsys)
+def test_nothing_can_be_quoted_without_gold_passages(folder, refused):
+  _write('train.jsonl', [_PLAIN])
+  line = 'sft.quote_words=40: no question has gold_pids'
+  assert line in refused(*_COMMAND)

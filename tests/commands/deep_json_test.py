@@ -25,13 +25,6 @@ def run(tmp_path):
   return folder
 
 
-def _refused(capsys, *arguments):
-  """Returns the one line with which a command ends with exit code 2."""
-  assert __main__.main([str(word) for word in arguments]) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  return line
-
-
 @pytest.mark.parametrize(
   'command',
   [
@@ -48,21 +41,23 @@ def test_the_config_of_a_run(run, tmp_path, capsys, command):
     word.replace('RUN', str(run)).replace('OUT', str(tmp_path))
     for word in command
   ]
-  assert 'config.json' in _refused(capsys, *words)
+  assert __main__.main(words) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert 'config.json' in line
 
 
-def test_records_that_status_passes_over(run, capsys):
+def test_records_that_status_passes_over(run, refused):
   for name in ('config.json', 'heartbeat.json', 'metrics.jsonl', 'lock'):
     (run / name).write_text(_DEEP + '\n')
   assert __main__.main(['status', str(run)]) == 0
   (run / 'run.json').write_text(_DEEP)
-  assert 'no run.json' in _refused(capsys, 'status', run)
+  assert 'no run.json' in refused('status', run)
 
 
 @pytest.mark.parametrize(
   'name', ['config.json', 'generation_config.json', 'model.safetensors']
 )
-def test_the_files_of_a_model(tmp_path, capsys, name):
+def test_the_files_of_a_model(tmp_path, refused, name):
   model = tmp_path / 'model'
   shutil.copytree(_MODEL, model)
   data = _DEEP.encode()
@@ -70,8 +65,7 @@ def test_the_files_of_a_model(tmp_path, capsys, name):
     data = len(data).to_bytes(8, 'little') + data
   (model / name).write_bytes(data)
   flags = runs.flags(model__path=model)
-  line = _refused(capsys, 'train', *flags, f'--workdir={tmp_path}/run')
-  assert name in line
+  assert name in refused('train', *flags, f'--workdir={tmp_path}/run')
 
 
 def test_a_list_in_a_row_of_a_data_set():

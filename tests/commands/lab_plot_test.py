@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stppo_jax.tools.lab import pictures
+from stppo_jax.records import plots
 from tests.commands import lab_calls
 
 _ALGORITHMS = '--algorithms=token_ppo,turn_ppo'
@@ -12,10 +12,13 @@ _ALGORITHMS = '--algorithms=token_ppo,turn_ppo'
 @pytest.fixture
 def page(monkeypatch):
   """Returns the pages that were saved."""
-  saved, save = [], pictures.save
-  monkeypatch.setattr(
-    pictures, 'save', lambda page, path: (saved.append(page), save(page, path))
-  )
+  saved, save = [], plots.save
+
+  def save_and_keep(page, path, **options):
+    saved.append(page)
+    save(page, path, **options)
+
+  monkeypatch.setattr(plots, 'save', save_and_keep)
   return saved
 
 

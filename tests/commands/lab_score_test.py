@@ -2,17 +2,15 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests import processes
 from tests.commands import lab_calls
 from tests.rl import batches
 from tests.rl import loss_twin
 from tests.tools.lab import batch_arrays
-from tests.training import runs
 
 
 def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
@@ -131,12 +129,7 @@ def test_score_runs_on_cpu_in_any_environment(tmp_path):
   environment = {'JAX_PLATFORMS': 'tpu', 'PATH': ''}
   arrays, *_ = batch_arrays.arrays()
   np.savez(tmp_path / 'F.npz', **arrays)
-  done = subprocess.run(
-    [
-      sys.executable, '-m', 'stppo_jax', 'lab', 'score',
-      f'--batch={tmp_path}/F.npz', '--algorithm', 'token_ppo',
-    ],
-    env=environment, cwd=runs.REPO, capture_output=True, text=True,
-  )  # fmt: skip
+  words = 'lab', 'score', f'--batch={tmp_path}/F.npz', '--algorithm=token_ppo'
+  done = processes.python('-m', 'stppo_jax', *words, env=environment)
   assert (done.returncode, done.stderr) == (0, '')
   assert math.isfinite(json.loads(done.stdout)['loss'])

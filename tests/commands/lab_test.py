@@ -4,14 +4,13 @@ import json
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from stppo_jax import __main__
 from stppo_jax.commands.flags import lab_flags
 from stppo_jax.tools.lab import saved_batch
+from tests import processes
 from tests.commands import lab_calls
 from tests.training import runs
 
@@ -33,7 +32,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     'compare': ['--algorithms=st_ppo'],  # whose program is there already
     'levels': ['--algorithms=st_ppo'],
   }
-  kinds = ['collect', 'score', 'advantages', 'compare', 'compare', 'levels']
+  kinds = ['collect', 'score', 'advantages', *3 * ['compare'], 'levels']
   assert [words[4] for words in lines] == kinds
   for words in lines:
     assert words[:4] == ['python', '-m', 'stppo_jax', 'lab']
@@ -68,9 +67,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   assert __main__.main(values[3:]) == 0
   assert 'ceiling' in capsys.readouterr().out
   (example,) = re.findall(r'```python\n(.*?)```', _PAGE, re.DOTALL)
-  done = subprocess.run(
-    [sys.executable, '-c', example], capture_output=True, text=True
-  )
+  done = processes.python('-c', example, cwd='.')
   assert done.stderr == '' and done.stdout.startswith('turn 1: ')
   table = re.findall(r'^\| `(\w+_BL?|kl_\w+)` \| ', _PAGE, re.MULTILINE)
   assert sorted(table) == sorted(saved_batch.ARRAY_KINDS)

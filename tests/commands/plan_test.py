@@ -3,8 +3,6 @@
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -15,6 +13,7 @@ from stppo_jax.models import functional
 from stppo_jax.tools.plan import plan
 from stppo_jax.training import engines
 from stppo_jax.training import model_files
+from tests import processes
 from tests.models import tiny
 from tests.sampling import tiny_engine
 from tests.training import runs
@@ -27,9 +26,8 @@ _LINE = re.compile(r'^ *([\d.]+) GiB  (.*)$', re.MULTILINE)
 _LAYER = 16 * 16 + 16 * 8 * 2 + 16 * 16 + 16 + 8 * 2 + 3 * 16 * 24 + 2 * 16
 
 
-def _plan(capsys, *flags, algorithm='st_ppo'):
-  flags = [*runs.flags(algorithm), '--devices=8', *flags]
-  code = __main__.main(['plan', *flags])
+def _plan(capsys, *flags, algorithm='st_ppo', where='--devices=8'):
+  code = __main__.main(['plan', *runs.flags(algorithm), where, *flags])
   out, err = capsys.readouterr()
   return code, out, err
 
@@ -242,7 +240,7 @@ _PARAMETERS = {'qwen2_5_7b': 7.616, 'qwen3_30b_a3b': 30.532}
 
 def _published(name, *flags):
   command = [
-    *(sys.executable, '-m', 'stppo_jax', 'plan', '--config=configs/base.py'),
+    *('-m', 'stppo_jax', 'plan', '--config=configs/base.py'),
     f'--config.model.path={_PUBLISHED / name}',
     '--config.model.dtype=bfloat16',
     *('--config.mesh.data=1', '--config.mesh.fsdp=16'),
@@ -250,7 +248,7 @@ def _published(name, *flags):
     '--config.updates.microbatch_size=64',
     *flags,
   ]
-  done = subprocess.run(command, cwd=runs.REPO, capture_output=True, text=True)
+  done = processes.python(*command)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
@@ -307,19 +305,10 @@ def test_the_update_of_7b_compiles_for_64_devices():
   assert operations > 8 * parameters * 256 * 4096 / 64 / 1e12
 
 
-def _planned_for(capsys, name, *flags):
-  code = __main__.main(
-    [*('plan', *runs.flags(), f'--topology={name}', '--compile=False'), *flags]
-  )
-  out, err = capsys.readouterr()
-  return code, out, err
-
-
 @pytest.mark.parametrize('name', ['v5e:2x4', 'gpu:h100:8', 'cpu:8'])
 def test_a_plan_without_a_compiler_has_seconds_and_costs(capsys, name):
-  code, out, err = _planned_for(
-    capsys, name, '--json', '--price=2.5', '--config.mesh.fsdp=2'
-  )
+  flags = '--compile=False', '--json', '--price=2.5', '--config.mesh.fsdp=2'
+  code, out, err = _plan(capsys, *flags, where=f'--topology={name}')
   assert (code, err) == (0, '')
   found = json.loads(out)
   assert found['mesh'] == {'data': 4, 'fsdp': 2, 'expert': 1, 'tensor': 1}
@@ -341,11 +330,9 @@ def test_a_plan_without_a_compiler_has_seconds_and_costs(capsys, name):
 
 
 def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
-  code, out, _ = _planned_for(
-    capsys,
-    *('gpu:a100:8', '--hbm_gib=1e-6'),
-    '--config.env.rewards.information_gain=1.0',
-  )
+  flags = '--compile=False', '--hbm_gib=1e-6'
+  gains = '--config.env.rewards.information_gain=1.0'
+  code, out, _ = _plan(capsys, *flags, gains, where='--topology=gpu:a100:8')
   assert code == 2 and out.endswith(
     '\ndoes not fit in 1e-06 GiB\nno config was found that fits; use more '
     'devices\n'

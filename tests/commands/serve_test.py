@@ -125,9 +125,7 @@ def test_one_dialect_is_served(tmp_path, capsys):
   assert texts == ['"Paris"\nIn France.']
 
 
-def test_a_taken_port_is_one_line_and_2(tmp_path, capsys):
+def test_a_taken_port_is_one_line_and_2(tmp_path, refused):
   with server.embedded([types.Passage('1', 'a', 'b')]) as embedded:
     port = embedded.url.rpartition(':')[2]
-    flags = [f'--corpus={_corpus(tmp_path)}', f'--port={port}']
-    assert __main__.main(['serve', *flags]) == 2
-  assert capsys.readouterr().err.count('\n') == 1
+    refused('serve', f'--corpus={_corpus(tmp_path)}', f'--port={port}')

@@ -14,7 +14,7 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.tools import run_state
-from tests.training import runs
+from tests import processes
 
 _GONE = 4_000_000  # above the largest process id of Linux
 _HERE = socket.gethostname()
@@ -254,12 +254,7 @@ def test_fifty_runs_take_less_than_a_second_and_no_jax(tmp_path):
   )
   folders = [str(tmp_path / str(number)) for number in range(50)]
   before = os.times()
-  done = subprocess.run(
-    [sys.executable, '-c', program, 'status', *folders],
-    capture_output=True,
-    text=True,
-    cwd=runs.REPO,
-  )
+  done = processes.python('-c', program, 'status', *folders)
   after = os.times()
   assert done.returncode == 0, done.stderr
   assert done.stdout.count('399/10') == done.stdout.count('val/em 0.250') == 50

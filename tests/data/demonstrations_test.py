@@ -10,7 +10,6 @@ from stppo_jax.data import demonstrations as demonstrations_lib
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import prompts
-from stppo_jax.envs import search
 from stppo_jax.retrieval import fakes
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -45,14 +44,8 @@ def _collect(demonstrations, step, count):
   (world,) = {question.corpus for question, _ in batch}
   passages = demonstrations.questions.world_passages(int(world.split('/')[1]))
   index = bm25.Bm25Index(passages)
-  weights = dict.fromkeys(search.REWARD_NAMES, 0.0)
-  environment = search.SearchEnvironment(
-    retriever=fakes.FakeRetriever(lambda query: index.search([query], 2)[0]),
-    max_turns=4,
-    prompt_template='',
-    rewards=weights | {'exact_match': 1.0, 'format': 2.0},
-    reward_scope='response',
-  )
+  retriever = fakes.FakeRetriever(lambda query: index.search([query], 2)[0])
+  environment = dialogues.search_environment(retriever, max_turns=4, format=2.0)
   return dialogues.collect_scripts(
     [turns for _, turns in batch],
     environment,

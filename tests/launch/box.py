@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 from tests.training import runs
 
@@ -195,16 +194,3 @@ class Box:
       assert process.stdout is not None
       process.stdout.close()
     self.gcloud.kill('')
-
-
-def wait(holds, seconds: float = 600) -> None:
-  """Waits until something holds.
-
-  Raises:
-    AssertionError: it does not happen.
-  """
-  until = time.monotonic() + seconds
-  while not holds():
-    if time.monotonic() > until:
-      raise AssertionError('it does not happen')
-    time.sleep(0.002)

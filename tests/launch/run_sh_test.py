@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -156,7 +155,7 @@ def test_a_signal_is_passed_on_once_and_ends_it(
 
 def test_under_nohup_a_signal_is_passed_on_too(fake, tmp_path):
   process = fake(['nohup', _SCRIPT, f'--workdir={tmp_path}/run'], 'wait')
-  _wait((tmp_path / 'pid').exists)
+  runs.wait((tmp_path / 'pid').exists)
   process.terminate()
   process.communicate(timeout=60)
   assert process.returncode == 75
@@ -168,7 +167,7 @@ def test_a_run_that_was_told_before_it_listened_is_stopped_too(
   fake, tmp_path, command
 ):
   process = fake([*command, _SCRIPT, f'--workdir={tmp_path}/run'], 'deaf')
-  _wait((tmp_path / 'calls').exists)
+  runs.wait((tmp_path / 'calls').exists)
   process.terminate()
   process.communicate(timeout=60)
   assert process.returncode == 75
@@ -225,7 +224,7 @@ def test_a_retriever_runs_beside_the_run(fake, tmp_path):
   code, _, (call,) = _run(fake, tmp_path, '0', **_RETRIEVER)
   assert code == 0
   assert re.fullmatch(r'http://127\.0\.0\.1:\d{4,5}', _url(call))
-  _wait((tmp_path / 'ended').exists)
+  runs.wait((tmp_path / 'ended').exists)
 
 
 def test_a_retriever_that_cannot_start_ends_it(fake, tmp_path):
@@ -260,7 +259,7 @@ def test_runs_that_start_together_have_retrievers_of_their_own(fake, tmp_path):
     for number in '01'
   ]
   calls = [tmp_path / f'calls{number}' for number in '01']
-  _wait(lambda: all(path.exists() for path in calls))
+  runs.wait(lambda: all(path.exists() for path in calls))
   urls = {_url(path.read_text()) for path in calls}
   assert len(urls) == 2 and all(urls)
   for process in processes:
@@ -338,14 +337,6 @@ def test_slurm_starts_a_job_again_and_numbers_its_processes(
     )
 
 
-def _wait(holds, seconds=600):
-  for _ in range(seconds * 10):
-    if holds():
-      return
-    time.sleep(0.1)
-  raise AssertionError('it does not happen')
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('launcher', ['local', 'slurm'])
 def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
@@ -381,12 +372,12 @@ def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
     return json.loads((run / 'heartbeat.json').read_text())['pid']
 
   process = start()
-  _wait((run / 'checkpoints' / '1').exists)
+  runs.wait((run / 'checkpoints' / '1').exists)
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=600) == 75
   before = pid()
   process = start()
-  _wait(lambda: pid() != before)
+  runs.wait(lambda: pid() != before)
   os.kill(pid(), signal.SIGKILL)
   assert process.wait(timeout=600) == 137
   assert start().wait(timeout=600) == 0

@@ -102,7 +102,7 @@ def test_a_slice_that_cannot_be_had_or_set_up_is_not_paid_for(
 def test_the_log_of_a_setup_is_there_while_it_goes_on(box):
   box.rules(setup='600')
   process = box.submit('--on_interrupt=delete')
-  box_lib.wait(lambda: any(box.bucket.glob('runs/one.launch/0001/setup-*')))
+  runs.wait(lambda: any(box.bucket.glob('runs/one.launch/0001/setup-*')))
   assert ' setup\n' in _state(box)
   process.send_signal(signal.SIGTERM)
   assert _end(process)[0] == 75 and box.slices() == []
@@ -113,16 +113,16 @@ def test_the_budget_holds_over_all_starts(box):
   box.rules(seconds='600')
   flags = ['--max_slices=2', '--on_interrupt=keep']
   process = box.submit(*flags)
-  box_lib.wait(lambda: 'running' in _state(box))
+  runs.wait(lambda: 'running' in _state(box))
   process.send_signal(signal.SIGINT)
   code, out = _end(process)
   (first,) = box.slices()
   assert code == 130 and f'{first} is kept' in out
   box.preempt(first)
   process = box.submit(*flags)
-  box_lib.wait(lambda: len(box.slices()) == 1 and box.slices() != [first])
+  runs.wait(lambda: len(box.slices()) == 1 and box.slices() != [first])
   (second,) = box.slices()
-  box_lib.wait(lambda: 'running' in _state(box, 2))
+  runs.wait(lambda: 'running' in _state(box, 2))
   box.preempt(second)
   code, out = _end(process)
   assert code == 75 and '--max_slices=2 is spent' in out
@@ -138,7 +138,7 @@ def test_the_budget_holds_over_all_starts(box):
 def test_two_submissions_of_one_folder_share_a_slice_or_are_refused(box):
   box.rules(seconds='20')
   first, second = box.submit(), box.submit()
-  box_lib.wait(lambda: 'running' in _state(box))
+  runs.wait(lambda: 'running' in _state(box))
   other = box.submit('--config.seed=3')
   code, out = _end(other)
   assert code == 75 and 'runs another command there' in out
@@ -155,7 +155,7 @@ def test_at_a_terminal_it_is_asked_whether_to_keep_the_slice(box, answer, left):
   box.rules(seconds='600')
   ours, theirs = pty.openpty()
   process = box.submit(stdin=theirs)
-  box_lib.wait(lambda: 'running' in _state(box))
+  runs.wait(lambda: 'running' in _state(box))
   os.write(ours, f'{answer}\n'.encode())
   process.send_signal(signal.SIGINT)
   code, out = _end(process)
@@ -170,10 +170,10 @@ def test_workers_delete_a_slice_that_nobody_follows(box):
   """And the network fails now and then."""
   box.rules(seconds='5')
   process = box.submit()
-  box_lib.wait(lambda: 'running' in _state(box))
+  runs.wait(lambda: 'running' in _state(box))
   process.kill()
   box.rules(seconds='5', network=3)
-  box_lib.wait(lambda: box.slices() == [])
+  runs.wait(lambda: box.slices() == [])
   assert (box.bucket / 'runs' / 'one' / 'launched').exists()
   code, out = _end(box.submit())
   assert code == 0 and 'ended with exit code 0' in out
@@ -184,9 +184,9 @@ def test_the_budget_holds_though_nobody_follows(box):
   box.rules(seconds='600')
   # Nine seconds of eight chips.
   process = box.submit('--price=1000', '--max_cost=20')
-  box_lib.wait(lambda: 'running' in _state(box))
+  runs.wait(lambda: 'running' in _state(box))
   process.kill()
-  box_lib.wait(lambda: box.slices() == [])
+  runs.wait(lambda: box.slices() == [])
   assert not (box.bucket / 'runs' / 'one' / 'launched').exists()
 
 
@@ -242,7 +242,7 @@ def test_a_whole_life_is_bit_for_bit_an_undisturbed_run(
   process = box.submit('--watch', *flags, workdir=bucket_hosts.ADDRESS)
 
   def wait(holds):
-    box_lib.wait(lambda: process.poll() is not None or holds())
+    runs.wait(lambda: process.poll() is not None or holds())
     assert process.poll() is None
 
   try:

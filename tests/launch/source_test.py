@@ -12,6 +12,7 @@ import yaml
 
 from launch import source as source_lib
 from launch import submit
+from tests import processes
 from tests.launch import schemas
 from tests.training import runs
 
@@ -84,13 +85,9 @@ def test_the_config_of_a_user_runs_from_what_has_travelled(here, tmp_path):
   names = {str(x.relative_to(folder)) for x in folder.glob('*')}
   assert {'mine.py', 'helpers.py', 'rewards.py', 'prompts'} < names
   assert 'diary.py' not in names and 'tests' not in names
-  done = subprocess.run(
-    [sys.executable, '-m', 'stppo_jax', 'config', *container['args'][:1]],
-    cwd=folder,
-    env={x: y for x, y in os.environ.items() if x != 'PYTHONPATH'},
-    capture_output=True,
-    text=True,
-  )
+  environment = {x: y for x, y in os.environ.items() if x != 'PYTHONPATH'}
+  words = '-m', 'stppo_jax', 'config', *container['args'][:1]
+  done = processes.python(*words, cwd=folder, env=environment)
   assert done.returncode == 0, done.stderr
   assert 'num_steps = 7' in done.stdout
   # It is found in the image, through the link.

@@ -81,10 +81,11 @@ def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
     ('startup.sh', 'gcloud'),
   ],
 )
-def test_a_tool_that_is_not_installed_is_named(name, tool, monkeypatch, capsys):
+def test_a_tool_that_is_not_installed_is_named(
+  name, tool, monkeypatch, refused
+):
   monkeypatch.setenv('PATH', '')
-  assert submit.main(rendered.COMMANDS[name]) == 2
-  (line,) = capsys.readouterr().err.splitlines()
+  line = refused(*rendered.COMMANDS[name], main=submit.main)
   assert line.startswith(f'{tool}: not installed') and '--dry_run' in line
 
 
@@ -187,11 +188,9 @@ def test_the_service_finds_the_retriever():
     (['local', *_RUN, '--stop'], 'local: has no --stop; end it with Ctrl-C'),
   ],
 )
-def test_what_cannot_work_is_refused(command, expected, capsys, monkeypatch):
+def test_what_cannot_work_is_refused(command, expected, refused, monkeypatch):
   monkeypatch.setenv('PATH', '')
-  assert submit.main(command) == 2
-  out, err = capsys.readouterr()
-  assert expected in err and err.count('\n') == 1 and out == ''
+  assert expected in refused(*command, main=submit.main)
 
 
 def test_the_readme_has_the_options_and_defaults():

@@ -301,13 +301,7 @@ def _compiled(rows, num_microbatches):
     lambda x: np.concatenate([x] * (rows // updates.B)), updates.batch(models)
   )
   annotate = jax.jit(
-    functools.partial(
-      annotate_lib.annotate,
-      models=models,
-      temperature=1.0,
-      num_turns=updates.NUM_TURNS,
-      routing_replay='trainer',
-    ),
+    updates.annotate(models, routing_replay='trainer'),
     compiler_options=compilations.QUICK,
   )
   algorithm = batches.algorithm('st_ppo', kl__where='reward')
@@ -344,13 +338,7 @@ def test_memory_is_that_of_one_microbatch():
 def test_weights_are_cast_outside_the_loop_over_microbatches():
   models = updates.transformers(dtype='bfloat16')
   state = updates.train_state(models)
-  annotate = functools.partial(
-    annotate_lib.annotate,
-    models=models,
-    temperature=1.0,
-    num_turns=updates.NUM_TURNS,
-  )
-  program = jax.make_jaxpr(annotate)(
+  program = jax.make_jaxpr(updates.annotate(models))(
     state,
     updates.batch(models),
     batches.algorithm('st_ppo'),

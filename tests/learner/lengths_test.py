@@ -8,7 +8,6 @@ import functools
 import jax
 import pytest
 
-from stppo_jax.learner import annotate
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
@@ -71,12 +70,7 @@ def test_annotating_passes_the_lengths(lengths):
   state, batch = updates.train_state(models), updates.batch(models)
   lengths.clear()
   jax.eval_shape(
-    functools.partial(
-      annotate.annotate,
-      models=models,
-      temperature=1.0,
-      num_turns=updates.NUM_TURNS,
-    ),
+    updates.annotate(models),
     state,
     batch,
     batches.algorithm('st_ppo'),

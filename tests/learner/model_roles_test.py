@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import lora
@@ -188,14 +187,7 @@ def test_adapters_get_the_gradient_of_the_merged_weights(cut):
 
 @functools.cache
 def _jitted(models):
-  return jax.jit(
-    functools.partial(
-      annotate_lib.annotate,
-      models=models,
-      temperature=1.0,
-      num_turns=updates.NUM_TURNS,
-    )
-  )
+  return jax.jit(updates.annotate(models))
 
 
 def _annotate(models, state, reference):

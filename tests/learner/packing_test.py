@@ -256,12 +256,8 @@ def test_annotating_packed_rows_gives_the_same_batch(experts):
   batch = _batch(updates.sums())
   state = updates.train_state(models)
   annotated = jax.jit(
-    functools.partial(
-      annotate.annotate,
-      models=models,
-      temperature=1.0,
-      num_turns=updates.NUM_TURNS,
-      routing_replay='trainer' if experts else 'nowhere',
+    updates.annotate(
+      models, routing_replay='trainer' if experts else 'nowhere'
     ),
     compiler_options=compilations.QUICK,
   )

@@ -13,20 +13,20 @@ import jax
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
 from tests import compilations
 from tests.learner import abstract_batch
+from tests.models import tiny
 from tests.training import runs
 
 # Weights are large beside everything else, as in models that need sharding. The
 # vocabulary is far larger than any other axis, so that logits are recognised.
 _V, _D, _NUM_LAYERS, _LENGTH, _NUM_LOSSES, _CHUNK = 2048, 32, 2, 64, 48, 24
 _ROWS_PER_DEVICE = 2
-_SHAPE = model_config.ModelConfig(
+_SHAPE = tiny.model(
   vocab_size=_V,
   hidden_size=_D,
   intermediate_size=192,
@@ -34,12 +34,7 @@ _SHAPE = model_config.ModelConfig(
   num_heads=4,
   num_kv_heads=2,
   head_dim=16,
-  rope_theta=1e4,
-  rms_norm_eps=1e-6,
-  qkv_bias=True,
-  tie_embeddings=False,
-  attention='xla',
-)
+).config
 _FSDP, _ALL_AXES, _ALONE = (1, 8, 1), (2, 2, 2), (1, 1, 1)
 # Each takes a compilation. What a vocabulary that `tensor` shards sends is
 # tested every time in models/vocabulary_mesh_test.py.

@@ -220,6 +220,12 @@ def test_a_failed_row_changes_nothing():
   _assert_differ(with_it, updates.update(algorithm, whole, models), models)
 
 
+def _assert_unchanged(result, models):
+  jax.tree.map(
+    np.testing.assert_array_equal, result.state, updates.train_state(models)
+  )
+
+
 @pytest.mark.parametrize('value', [np.nan, np.inf])
 @pytest.mark.parametrize('name', ['advantages_BL', 'returns_BL'])
 def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
@@ -235,9 +241,7 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
     algorithm, batch.replace(**{name: poisoned_BL}), models
   )
   assert poisoned.metrics['update/skipped'] == 1
-  jax.tree.map(
-    np.testing.assert_array_equal, poisoned.state, updates.train_state(models)
-  )
+  _assert_unchanged(poisoned, models)
 
 
 @pytest.mark.parametrize('num_microbatches', [1, 2])
@@ -256,9 +260,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(num_microbatches):
   assert np.isfinite(result.metrics['critic/grad_norm'])
   assert np.isinf(result.metrics['critic/vf_loss'])
   assert result.metrics['update/skipped'] == 1
-  jax.tree.map(
-    np.testing.assert_array_equal, result.state, updates.train_state(models)
-  )
+  _assert_unchanged(result, models)
 
 
 @pytest.mark.parametrize('model', ['policy_step', 'value_step'])
@@ -275,9 +277,7 @@ def test_new_weights_that_are_not_finite_change_nothing(model):
   assert np.isfinite(result.metrics['actor/grad_norm'])
   assert np.isfinite(result.metrics['critic/grad_norm'])
   assert result.metrics['update/skipped'] == 1
-  jax.tree.map(
-    np.testing.assert_array_equal, result.state, updates.train_state(models)
-  )
+  _assert_unchanged(result, models)
 
 
 def test_a_policy_that_does_not_learn_keeps_its_bits():

@@ -9,7 +9,6 @@ import functools
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
 from stppo_jax.models import roofline
 from stppo_jax.parallel import mesh as mesh_lib
@@ -19,6 +18,7 @@ from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
 from stppo_jax.training import metrics
 from tests.learner import abstract_batch
+from tests.models import tiny
 from tests.parallel import tpu_compiler
 from tests.training import runs
 
@@ -26,19 +26,14 @@ pytestmark = tpu_compiler.MARKS
 
 _ROWS, _LENGTH, _LOSSES = 8, 512, 256
 _EXPERTS, _VISITED, _FSDP, _TENSOR = 16, 2, 2, 2
-_SHAPE = model_config.ModelConfig(
+_SHAPE = tiny.model(
   vocab_size=1024,
   hidden_size=256,
   intermediate_size=512,
-  num_layers=2,
-  num_heads=2,
   num_kv_heads=2,
   head_dim=128,
-  rope_theta=1e4,
-  rms_norm_eps=1e-6,
   qkv_bias=False,
   qk_norm=True,
-  tie_embeddings=False,
   num_experts=_EXPERTS,
   num_experts_per_tok=_VISITED,
   moe_intermediate_size=512,
@@ -46,7 +41,7 @@ _SHAPE = model_config.ModelConfig(
   remat='full',
   attention='splash',
   moe='grouped',
-)
+).config
 
 
 @functools.cache

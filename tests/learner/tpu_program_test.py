@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
@@ -22,6 +21,7 @@ from stppo_jax.tools.plan import hlo
 from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering
 from tests.learner import abstract_batch
+from tests.models import tiny
 from tests.parallel import tpu_compiler
 from tests.training import runs
 
@@ -31,22 +31,17 @@ _V, _D, _LENGTH, _NUM_MICROBATCHES = 8192, 512, 512, 4
 _DATA, _FSDP = 2, 8
 # An output matrix of its own: with one, the compiler used to fail in the motion
 # of a sum over devices out of the loop over microbatches.
-_SHAPE = model_config.ModelConfig(
+_SHAPE = tiny.model(
   vocab_size=_V,
   hidden_size=_D,
   intermediate_size=4096,
-  num_layers=2,
   num_heads=4,
   num_kv_heads=2,
   head_dim=128,
-  rope_theta=1e4,
-  rms_norm_eps=1e-6,
-  qkv_bias=True,
-  tie_embeddings=False,
   dtype='bfloat16',
   remat='full',
   attention='splash',
-)
+).config
 
 
 class _Compiled(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import packing as packing_lib
@@ -332,6 +333,22 @@ def gradients(result: Result, models: Models) -> tuple[Any, Any]:
   )
   old, new = weights(train_state(models)), weights(result.state)
   return jax.tree.map(np.subtract, old, new)
+
+
+def annotate(models: Models, **options):
+  """Returns the annotation of batches by these models, not compiled yet.
+
+  Args:
+    models: policy and value model.
+    **options: see `annotate.annotate`.
+  """
+  return functools.partial(
+    annotate_lib.annotate,
+    models=models,
+    temperature=1.0,
+    num_turns=NUM_TURNS,
+    **options,
+  )
 
 
 def rows(batch: batch_lib.TokenBatch, chosen) -> batch_lib.TokenBatch:

@@ -1,25 +1,16 @@
 """The formulas count what a model of published size computes."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
-from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
+from stppo_jax.models.hf import load
 
 # The shape of Qwen2.5-1.5B.
-_SHAPE = model_config.ModelConfig(
-  vocab_size=151_936,
-  hidden_size=1536,
-  intermediate_size=8960,
-  num_layers=28,
-  num_heads=12,
-  num_kv_heads=2,
-  head_dim=128,
-  rope_theta=1e6,
-  rms_norm_eps=1e-6,
-  qkv_bias=True,
-  tie_embeddings=True,
+_SHAPE = load.read_config(
+  pathlib.Path(__file__).parent / 'published' / 'qwen2_5_1_5b'
 )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
+from stppo_jax.envs import search
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import scripted
@@ -56,6 +57,18 @@ class TableEnvironment(protocol.Environment):
   def rewards(self, question, prompt, texts, status):
     self.ends.append((question.id, prompt, list(texts), status))
     return self._rewards, {'em': 1.0}
+
+
+def search_environment(retriever, *, max_turns=2, **rewards):
+  """Returns an environment that pays for right answers and what is named."""
+  weights = dict.fromkeys(search.REWARD_NAMES, 0.0) | {'exact_match': 1.0}
+  return search.SearchEnvironment(
+    retriever=retriever,
+    max_turns=max_turns,
+    prompt_template='',
+    rewards=weights | rewards,
+    reward_scope='response',
+  )
 
 
 def observe(body, action='search', reward=0.0):

@@ -185,7 +185,7 @@ def test_dialogues_are_those_of_a_slow_reader(name, tagged, tmp_path):
     tokenizer = loaded.with_prompts(options)
     streams = [_streams(rng, tokenizer, others) for _ in range(_ROWS)]
     retriever = fakes.FakeRetriever(_passages)
-    environment = _environment(retriever)
+    environment = dialogues.search_environment(retriever)
     questions = [dialogues.question(_words(rng, 9)) for _ in range(_ROWS)]
     rows = _collected(streams, automaton, environment, questions, tokenizer)
     batch = pack.pack(rows, length_bucket=1)
@@ -199,16 +199,6 @@ def test_dialogues_are_those_of_a_slow_reader(name, tagged, tmp_path):
       assert turns[:length].tolist() == mask and not turns[length:].any()
       assert (batch.loss_mask_BL[number] == (turns > 0)).all()
     assert sorted(query for _, query in retriever.calls) == sorted(asked)
-
-
-def _environment(retriever):
-  return search.SearchEnvironment(
-    retriever=retriever,
-    max_turns=_MAX_TURNS,
-    prompt_template='',
-    rewards=dict.fromkeys(search.REWARD_NAMES, 1.0),
-    reward_scope='response',
-  )
 
 
 def _collected(streams, automaton, environment, questions, tokenizer):
@@ -264,7 +254,7 @@ def _read(reader, prompt, streams, row, asked):
 def test_thoughts_stay_where_a_template_would_remove_them(tmp_path):
   families.save('Qwen3', tmp_path, added=families.TAGS)
   tokenizer = tokenizer_lib.Tokenizer.load(tmp_path)
-  environment = _environment(fakes.FakeRetriever(_passages))
+  environment = dialogues.search_environment(fakes.FakeRetriever(_passages))
   turns = [
     '<think> a lake </think><search> it </search>',
     '<answer> x </answer>',

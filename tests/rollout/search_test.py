@@ -10,7 +10,6 @@ from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import actions
 from stppo_jax.envs import prompts
-from stppo_jax.envs import search
 from stppo_jax.retrieval import fakes
 from stppo_jax.rollout import pack
 from tests.rollout import dialogues
@@ -24,14 +23,7 @@ _MAX_TURN_TOKENS = 80
 
 
 def _environment(passages):
-  weights = dict.fromkeys(search.REWARD_NAMES, 0.0)
-  return search.SearchEnvironment(
-    retriever=fakes.FakeRetriever(passages),
-    max_turns=2,
-    prompt_template='',
-    rewards=weights | {'exact_match': 1.0},
-    reward_scope='response',
-  )
+  return dialogues.search_environment(fakes.FakeRetriever(passages))
 
 
 def _collect(scripts, passages, tokenizer=None, **options):

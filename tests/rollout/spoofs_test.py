@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
-from stppo_jax.envs import search
 from stppo_jax.envs import tool
 from stppo_jax.envs import tools
 from stppo_jax.retrieval import fakes
@@ -70,15 +69,8 @@ class _Echo:
 
 
 def _search(text):
-  weights = dict.fromkeys(search.REWARD_NAMES, 0.0) | {'exact_match': 1.0}
-  passage = types.Passage('1', text, text)
-  environment = search.SearchEnvironment(
-    retriever=fakes.FakeRetriever({'one': [passage]}),
-    max_turns=2,
-    prompt_template='',
-    rewards=weights,
-    reward_scope='response',
-  )
+  retriever = fakes.FakeRetriever({'one': [types.Passage('1', text, text)]})
+  environment = dialogues.search_environment(retriever)
   return environment, '<think>a</think><search>one</search>'
 
 

@@ -27,21 +27,16 @@ from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.golden import make_dialogues as golden
+from tests.rollout import dialogues
 
 _SCRIPTS = golden.scripts()
 
 
-class _Numbers:
+class _Numbers(dialogues.Letters):
   """A tokenizer whose text is the ids in decimal."""
 
   def encode_text(self, text, *, tags=()):
     return np.array([int(word) for word in text.split()], np.int32)
-
-  def encode_prompt(self, text, *, tools=()):
-    return self.encode_text(text)
-
-  def neutralise(self, text):
-    return text
 
   def decode(self, ids):
     return ' '.join(map(str, ids))
@@ -218,8 +213,8 @@ def test_the_stored_dialogues_are_those_of_this_transformers():
   pytest.importorskip('torch', exc_type=ImportError)
   (name, _), limit = golden.MODELS, golden.LIMITS[0]
   model = golden.load_model(name)
-  dialogues = [golden.dialogue(model, script, limit) for script in _SCRIPTS]
-  assert _lists(dialogues) == _lists(golden.read(name, limit))
+  made = [golden.dialogue(model, script, limit) for script in _SCRIPTS]
+  assert _lists(made) == _lists(golden.read(name, limit))
 
 
 _LAYERS = {

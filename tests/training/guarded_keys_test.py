@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from stppo_jax.workdir import run_folder
+from tests import processes
 from tests.training import runs
 
 
@@ -71,15 +70,13 @@ def test_a_run_goes_on_in_another_clone(run, tmp_path):
   clone = tmp_path / 'clone'
   for name in ('stppo_jax', 'configs', 'assets'):
     shutil.copytree(runs.REPO / name, clone / name, symlinks=True)
-  words = [sys.executable, '-m', 'stppo_jax', 'train', f'--workdir={run}']
+  words = ['-m', 'stppo_jax', 'train', f'--workdir={run}']
   words += [f'--config={clone}/configs/quickstart.py']
   words += runs.flags(num_steps=runs.STEPS)[1:]
 
   def start():
     environment = os.environ | {'PYTHONPATH': str(clone)}
-    return subprocess.run(
-      words, cwd=clone, env=environment, capture_output=True, text=True
-    )
+    return processes.python(*words, cwd=clone, env=environment)
 
   assert start().returncode == 0
   # An earlier version has recorded where the first clone is.

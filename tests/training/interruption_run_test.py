@@ -5,8 +5,6 @@ import json
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from stppo_jax import __main__
 from stppo_jax.retrieval import server
 from stppo_jax.tools import run_state
 from stppo_jax.training import components
+from tests import processes
 from tests.training import faults
 from tests.training import runs
 
@@ -45,14 +44,8 @@ with faults.at(config, act):
 def _stuck(workdir, moment, **changes):
   """Returns the ended process of a run that is stuck when a signal comes."""
   flags = runs.flags(**changes, preemption__grace=6.0)
-  command = [sys.executable, '-c', _ENDLESS, json.dumps(moment), *flags]
-  return subprocess.run(
-    [*command, f'--workdir={workdir}'],
-    capture_output=True,
-    text=True,
-    cwd=runs.REPO,
-    timeout=300,
-  )
+  words = '-c', _ENDLESS, json.dumps(moment), *flags, f'--workdir={workdir}'
+  return processes.python(*words)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.models import moe
 from stppo_jax.rl import algorithm as algorithm_lib
 from tests.learner import updates
@@ -49,15 +48,7 @@ def _expert_ids():
 @functools.cache
 def _annotate(models, routing_replay):
   """Returns the compiled annotation, which several tests call."""
-  return jax.jit(
-    functools.partial(
-      annotate_lib.annotate,
-      models=models,
-      temperature=1.0,
-      num_turns=updates.NUM_TURNS,
-      routing_replay=routing_replay,
-    )
-  )
+  return jax.jit(updates.annotate(models, routing_replay=routing_replay))
 
 
 @functools.cache

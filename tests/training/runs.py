@@ -6,6 +6,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 from ml_collections import config_dict
@@ -138,6 +139,19 @@ def start(
     }
     | environment,
   )
+
+
+def wait(holds, seconds: float = 600) -> None:
+  """Waits until something holds.
+
+  Raises:
+    AssertionError: it does not happen.
+  """
+  until = time.monotonic() + seconds
+  while not holds():
+    if time.monotonic() > until:
+      raise AssertionError('it does not happen')
+    time.sleep(0.002)
 
 
 def free_address() -> str:

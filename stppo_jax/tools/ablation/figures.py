@@ -31,7 +31,6 @@ _INSIDE = {
 }
 # Where an axis begins: a critic can be wrong by any factor.
 _LEAST = {'explained_variance': -1.0}
-_STYLES = ('-', '--', ':', '-.')
 _SAVED: Mapping[str, dict[str, Any]] = {
   'png': {'format': 'png', 'dpi': 110},
   'svg': {'format': 'svg', 'metadata': {'Date': None}},
@@ -174,24 +173,17 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
   Returns:
     The thick line.
   """
-  colour = plots.COLOURS[number % len(plots.COLOURS)]
-  line = _STYLES[number // len(plots.COLOURS) % len(_STYLES)]
+  style = plots.line(number)
   smooth = [
     plots.trailing_mean(values, success_curve.WINDOW) for values in curves
   ]
   for values in smooth:
-    axes.plot(
-      np.arange(1, len(values) + 1),
-      values,
-      line,
-      color=colour,
-      alpha=0.3,
-      linewidth=0.6,
-    )
+    places = np.arange(1, len(values) + 1)
+    axes.plot(places, values, alpha=0.3, linewidth=0.6, **style)
   length = max(map(len, smooth))
   table = np.full((len(smooth), length), math.nan)
   for row, values in zip(table, smooth):
     row[: len(values)] = values
   means = [statistics.over_numbers(np.mean, column) for column in table.T]
-  (thick,) = axes.plot(np.arange(1, length + 1), means, line, color=colour)
+  (thick,) = axes.plot(np.arange(1, length + 1), means, **style)
   return thick

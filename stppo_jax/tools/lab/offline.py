@@ -191,10 +191,11 @@ def _draw(flags: Any, page: str, *contents: Any) -> None:
   """
   if flags.plot:
     # Imported late, because it loads the library that draws.
+    from stppo_jax.records import plots
     from stppo_jax.tools.lab import pictures
 
     with exits.naming(f'--plot={flags.plot}'):
-      pictures.save(getattr(pictures, page)(*contents), flags.plot)
+      plots.save(getattr(pictures, page)(*contents), flags.plot, dpi=110)
 
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:

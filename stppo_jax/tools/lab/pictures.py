@@ -1,10 +1,7 @@
 """Draws what algorithms do to the tokens of a saved batch."""
 
 from collections.abc import Mapping
-import io
 import math
-import pathlib
-from typing import Any
 
 import matplotlib
 from matplotlib import figure
@@ -16,9 +13,7 @@ from stppo_jax.tools.lab import levels as levels_lib
 from stppo_jax.tools.lab import saved_batch
 from stppo_jax.tools.lab import token_changes
 from stppo_jax.tools.lab import values as values_lib
-from stppo_jax.workdir import atomic_files
 
-_STYLES = ('-', '--', ':', '-.')
 _SHOWN = {'cut': 'Cut', 'weakened': 'Weakened', 'amplified': 'Amplified'}
 _NUM_BINS = 60
 # The share of the segments that a histogram leaves out on each side.
@@ -52,7 +47,7 @@ def comparison_page(
             label=label,
             # Lines that cover each other are all seen.
             linewidth=1.2 + 2.4 * (1 - (i + 1) / len(labels)),
-            **_line(i),
+            **plots.line(i),
           )
         places = range(len(groups.labels))
         axes.set_xticks(places, [''] * len(places))
@@ -64,14 +59,6 @@ def comparison_page(
     top.legend(*panels[0][0].get_legend_handles_labels(), loc='outside right')
     _draw_cosines(bottom.subplots(), compared.cosines)
   return page
-
-
-def _line(number: int) -> dict[str, Any]:
-  turns, colour = divmod(number, len(plots.COLOURS))
-  return {
-    'color': plots.COLOURS[colour],
-    'linestyle': _STYLES[turns % len(_STYLES)],
-  }
 
 
 def _draw_cosines(axes, cosines: Mapping[str, Mapping[str, float]]) -> None:
@@ -123,7 +110,7 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
         outside = bounds.below + bounds.above
         text = f'{", ".join(labels)}: {outside:.1%} of the tokens outside'
         for bound in filter(math.isfinite, _log_bounds(bounds)):
-          axes.axvline(bound, label=text, linewidth=1.2, **_line(i))
+          axes.axvline(bound, label=text, linewidth=1.2, **plots.line(i))
           text = '_'  # one line of the legend for both
       if alike:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
@@ -177,17 +164,11 @@ def values_page(
     axes = panels[-1]
     drawn = {'(perfect)': correlated.most, **correlated.estimators}
     for i, (name, by_turn) in enumerate(drawn.items()):
-      axes.plot(correlated.turns, by_turn, marker='.', label=name, **_line(i))
+      axes.plot(
+        correlated.turns, by_turn, marker='.', label=name, **plots.line(i)
+      )
     axes.set_xticks(correlated.turns)
     axes.set_xlabel('turn')
     axes.set_title('Correlation of advantages with sampled ones')
     axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
   return page
-
-
-def save(page: figure.Figure, path: str | pathlib.Path) -> None:
-  """Writes a page as PNG; a file that is there is replaced."""
-  picture = io.BytesIO()
-  with matplotlib.rc_context(plots.STYLE):
-    page.savefig(picture, format='png', dpi=110)
-  atomic_files.replace(pathlib.Path(path), picture.getvalue())

@@ -2,19 +2,14 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import io
 import pathlib
 from typing import Any
 
 import matplotlib
 from matplotlib import figure
-from matplotlib import ticker
 
 from stppo_jax.records import plots
 from stppo_jax.tools.report import comparison
-from stppo_jax.workdir import atomic_files
-
-_DASHES = ('-', '--', ':', '-.')
 
 
 def draw(
@@ -51,17 +46,12 @@ def draw(
         axes.plot(
           steps,
           means,
-          _DASHES[dash % len(_DASHES)],
+          plots.DASHES[dash % len(plots.DASHES)],
           # Matplotlib would read what is between two dollars as mathematics.
           label=', '.join(words).replace('$', r'\$'),
           **style,
         )
-    axes.set_xlabel('step')
-    axes.xaxis.set_major_locator(
-      ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10])
-    )
+    plots.mark_steps(axes)
     if axes.get_legend_handles_labels()[0]:
       axes.legend(fontsize=7)
-    content = io.BytesIO()
-    page.savefig(content, format='png')
-    atomic_files.replace(path, content.getvalue())
+  plots.save(page, path)

@@ -4,7 +4,6 @@ import math
 import os
 import pathlib
 import resource
-import subprocess
 import sys
 import textwrap
 
@@ -14,6 +13,7 @@ import pytest
 from stppo_jax import exits
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
+from tests import processes
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 _BASE = f'--config={_REPO}/configs/base.py'
@@ -238,15 +238,7 @@ def _run(*argv):
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   # A platform that does not exist: touching a device would be an error.
   environ = os.environ | {'JAX_PLATFORMS': 'none_such'}
-  done = subprocess.run(
-    [sys.executable, '-m', 'stppo_jax', *argv],
-    capture_output=True,
-    text=True,
-    cwd=_REPO,
-    env=environ,
-    timeout=60,
-    check=False,
-  )
+  done = processes.python('-m', 'stppo_jax', *argv, env=environ)
   # Not the time on the wall: other tests share the machine.
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   seconds = (after.ru_utime + after.ru_stime) - (
@@ -335,11 +327,5 @@ def test_exit_codes_of_what_a_command_raises(tmp_path):
     ('b', 70, 'Traceback'),
     ('c', 130, 'interrupted\n'),
   ):
-    done = subprocess.run(
-      [sys.executable, '-c', program, name],
-      capture_output=True,
-      text=True,
-      cwd=_REPO,
-      check=False,
-    )
+    done = processes.python('-c', program, name)
     assert done.returncode == code and done.stderr.startswith(expected)

@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import ml_dtypes
@@ -19,6 +17,7 @@ from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
+from tests import processes
 from tests.models import tiny
 
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -240,14 +239,9 @@ def test_little_memory_is_needed_beside_the_parameters(tmp_path, num_devices):
   _large(tmp_path / 'small', 2, 64)
   size = _large(tmp_path / 'large', 5, 1024)
   assert size > 150e6
-  done = subprocess.run(
-    [sys.executable, '-c', _MEASURE, tmp_path / 'small', tmp_path / 'large'],
-    cwd=_ROOT,
-    env=os.environ | {'JAX_NUM_CPU_DEVICES': str(num_devices)},
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  environment = os.environ | {'JAX_NUM_CPU_DEVICES': str(num_devices)}
+  words = '-c', _MEASURE, tmp_path / 'small', tmp_path / 'large'
+  done = processes.python(*words, env=environment)
   assert done.returncode == 0, done.stderr
   excess, kept = map(float, done.stdout.split())
   assert excess <= 0.3

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import os
-import subprocess
 import sys
 import types
 
 import pytest
 
 from stppo_jax.records.checkpoints import orbax_errors
+from tests import processes
 
 _SAVES_TOO_MUCH = """
 import resource
@@ -87,12 +87,7 @@ def test_only_what_tensorstore_tells_a_lost_loop_is_hidden(monkeypatch):
 
 @pytest.mark.slow
 def test_a_save_that_fails_is_one_line(tmp_path):
-  done = subprocess.run(
-    [sys.executable, '-c', _SAVES_TOO_MUCH, str(tmp_path)],
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = processes.python('-c', _SAVES_TOO_MUCH, tmp_path)
   line, *others = done.stderr.splitlines()
   folder = tmp_path / 'checkpoints'
   start, reason = line.split(': ', 1)
@@ -106,12 +101,7 @@ def test_a_save_that_fails_is_one_line(tmp_path):
 
 def _run(program, *arguments):
   """Runs a program and returns its output and the lines of its errors."""
-  done = subprocess.run(
-    [sys.executable, '-c', program, *map(str, arguments)],
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = processes.python('-c', program, *arguments)
   assert done.returncode == 0, done.stderr
   return done.stdout, done.stderr.splitlines()
 

@@ -19,6 +19,7 @@ from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import engine as engine_lib
 from tests.models import tiny
+from tests.rollout import dialogues
 from tests.sampling import tiny_engine
 from tests.sampling.remote import model_server
 
@@ -36,7 +37,7 @@ TURN = 9
 PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
 
 
-class Tokens:
+class Tokens(dialogues.Letters):
   """A tokenizer whose greedy encoding differs from the ids it decoded."""
 
   def encode_text(self, text, *, tags=()):
@@ -46,12 +47,6 @@ class Tokens:
       ids.append(max(fits, key=lambda n: len(TOKENS[n])))
       text = text[len(TOKENS[ids[-1]]) :]
     return np.array(ids, np.int32)
-
-  def encode_prompt(self, text, *, tools=()):
-    return self.encode_text(text)
-
-  def neutralise(self, text):
-    return text
 
   def decode(self, ids):
     return b''.join(TOKENS[n] for n in ids if n < len(TOKENS)).decode()

@@ -2,13 +2,13 @@
 
 import gc
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 import pytest
 
 from stppo_jax.sampling.remote import weights_folder
+from tests import processes
 
 _KILLED = """
 import os
@@ -24,13 +24,8 @@ os.kill(os.getpid(), 9)
 
 def _killed(folder):
   """Returns the folder that a killed process has left."""
-  done = subprocess.run(
-    [sys.executable, '-c', _KILLED],
-    env={'TMPDIR': str(folder), 'PYTHONPATH': ':'.join(sys.path)},
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  environment = {'TMPDIR': str(folder), 'PYTHONPATH': ':'.join(sys.path)}
+  done = processes.python('-c', _KILLED, env=environment)
   assert done.returncode == -9, done.stderr
   return pathlib.Path(done.stdout.strip())
 

@@ -13,10 +13,7 @@ from tests.tools.lab import batch_arrays
 _NAMES = ('token_ppo', 's_ppo', 'turn_ppo')
 
 
-@pytest.fixture(autouse=True)
-def _double_precision():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures('double_precision')
 
 
 def _rollouts(arrays):

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,11 +11,7 @@ from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
 from tests.tools.lab import batch_arrays
 
-
-@pytest.fixture(autouse=True)
-def _double_precision():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures('double_precision')
 
 
 def _estimate(arrays, name, **options):

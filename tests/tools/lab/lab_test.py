@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,10 +19,7 @@ _TAU = 'correction__clipping_bias__tau'
 _NORM = 'correction__clipping_bias__norm'
 
 
-@pytest.fixture(autouse=True)
-def _double_precision():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures('double_precision')
 
 
 def _select(arrays, algorithm, coefficient=_ENTROPY):

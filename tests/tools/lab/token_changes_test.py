@@ -1,6 +1,5 @@
 """Algorithms are told apart by the tokens that they cut, keep or amplify."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -8,11 +7,7 @@ from stppo_jax.tools.lab import token_changes
 from tests.rl import batches
 from tests.tools.lab import batch_arrays
 
-
-@pytest.fixture(autouse=True)
-def _double_precision():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures('double_precision')
 
 
 def _row(log_ratio, advantages, turns):

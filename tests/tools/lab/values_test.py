@@ -15,6 +15,7 @@ from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.tools.lab import continuations
 from stppo_jax.tools.lab import values
+from tests.rollout import dialogues
 
 _TURNS = 3
 _COUNT = 128  # continuations of a prefix
@@ -93,19 +94,12 @@ def _tokens(text):
   return ['ab'.index(letter) for letter in text]
 
 
-class _Tokenizer:
+class _Tokenizer(dialogues.Letters):
   """One token for each letter."""
-
-  def encode_prompt(self, text, *, tools=()):
-    del tools
-    return self.encode_text(text)
 
   def encode_text(self, text, *, tags=()):
     del tags
     return np.array(['abop'.index(letter) for letter in text], np.int32)
-
-  def neutralise(self, text):
-    return text
 
   def decode(self, ids):
     return ''.join('abop'[n] for n in ids)
