@@ -26,8 +26,7 @@ docs/benchmarks.md, if all pieces have been measured on an accelerator.
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import datetime
 import hashlib
 import json

@@ -1,8 +1,7 @@
 """The pieces of `accelerator` that measure the engine, and a whole step."""
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any

@@ -25,8 +25,7 @@ fewer faults have struck than were asked for. The folder is kept in that case.
 
 import argparse
 import collections
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import pathlib
 import random
 import shutil

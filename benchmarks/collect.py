@@ -40,9 +40,7 @@ dialogue. The two modes also differ in their batches of 16 rows of similar
 length and in chunks that end early, see above.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import pathlib
 import tempfile
 from typing import Any

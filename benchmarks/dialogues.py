@@ -14,8 +14,7 @@ log-probability depends on the whole dialogue. Parity is asserted on both.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import jax

@@ -1,8 +1,7 @@
 """The run that `benchmarks.chaos` strikes, and its retrieval server."""
 
 import collections
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import errno
 import math
 import os

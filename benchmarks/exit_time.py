@@ -18,8 +18,7 @@ an idle machine would take.
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import pathlib
 import signal

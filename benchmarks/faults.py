@@ -5,10 +5,7 @@ may have none: a signal may come when a process has just ended, an outage when
 there is no request, and damage to a byte that is never read.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib

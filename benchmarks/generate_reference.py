@@ -9,8 +9,7 @@ is greedy.
 """
 
 import asyncio
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import os
 import pathlib

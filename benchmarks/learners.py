@@ -6,8 +6,7 @@ ratios and values are clipped, others are not.
 
 import dataclasses
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np

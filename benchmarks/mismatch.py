@@ -12,8 +12,7 @@ The models are the trained model of the quickstart, and one with random weights.
 With flags of a config, it is the quickstart with these flags instead.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import pathlib
 import sys
 

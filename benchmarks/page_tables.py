@@ -1,8 +1,7 @@
 """Writes the tables of docs/sharding.md, whose lines a benchmark makes."""
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import pathlib
 import subprocess
 import sys

@@ -13,8 +13,7 @@ in the order of the batch.
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import copy
 import functools
 import sys

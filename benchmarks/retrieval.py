@@ -23,8 +23,7 @@ answered, and no thread or socket may be left over.
 """
 
 import asyncio
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import json
 import os

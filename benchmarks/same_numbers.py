@@ -22,9 +22,7 @@ A line is printed for each comparison; the exit code is 1 if anything differs,
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import json
 import os
 import pathlib
@@ -32,8 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import numpy as safetensors

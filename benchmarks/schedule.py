@@ -31,8 +31,7 @@ bound by its memory, and appends at half of its peak. Nothing is timed.
 from collections.abc import Sequence
 import dataclasses
 import heapq
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np

@@ -11,8 +11,7 @@ trajectory; `transformers` makes the mask from them.
 """
 
 import tempfile
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch

@@ -18,8 +18,7 @@ packs dialogues into rows, as every run does. Torch pads them, or packs them in
 the same way.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch

@@ -4,8 +4,7 @@ Each function yields the errors, one line each. It takes a key and its value, or
 the values of the keys that `configs/relations.py` names.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import importlib.util
 import pathlib
 

@@ -5,8 +5,7 @@ errors, one line each. `configs/schema.py` calls the function if the values of
 all its keys keep their own rules.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from stppo_jax.configs import external
 from stppo_jax.models.hf import families

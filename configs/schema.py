@@ -6,14 +6,10 @@ is in `configs/base.py`. Rules that concern several keys are in
 `configs/relations.py`. Nothing here touches a device.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import json
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import settings
 from stppo_jax.configs import alarms

@@ -9,8 +9,7 @@ without a table is our version of its method, with no source to compare with.
 import ast
 from collections.abc import Mapping
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from docs import descriptions
 from stppo_jax import settings

@@ -24,17 +24,14 @@ If a check fails, its line has the error, the other checks go on, and the exit
 code is 70.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import json
 import math
 import sys
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 import jax

@@ -1,8 +1,7 @@
 """The texts that launchers submit, rendered from launch/templates."""
 
 import base64
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import pathlib

@@ -25,8 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launch import accelerators
 from launch import budget

@@ -6,8 +6,7 @@ current folder that the config has imported or names. The name of the archive
 has the hash of its content, so that equal sources have one name.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import gzip
 import hashlib
 import io

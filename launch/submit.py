@@ -17,8 +17,7 @@ The exit code is 2 for wrong flags and for a tool that is not installed, that of
 the run for local and tpu, and otherwise that of the tool.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
 import os
 import pathlib

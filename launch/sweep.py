@@ -29,9 +29,7 @@ otherwise the largest one of the runs. With the others it is that of the
 submission.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import os
 import pathlib

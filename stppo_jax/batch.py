@@ -5,8 +5,7 @@ token visits, Q pairs. Index l of every [B, L] array speaks about token l.
 """
 
 import dataclasses
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np

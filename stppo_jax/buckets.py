@@ -7,8 +7,7 @@ bucket first, and what a run writes there is uploaded
 gcsfs for gs://, s3fs for s3://.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import datetime
 import email.utils
@@ -22,8 +21,7 @@ import pathlib
 import re
 import tempfile
 import threading
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import exits
 from stppo_jax import streams

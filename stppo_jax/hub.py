@@ -6,8 +6,7 @@ Branches move, so a run records the commit: see `pinned`. An existing path of
 this machine is never taken for a name, nor is one that begins with a folder.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 import logging

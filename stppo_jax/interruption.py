@@ -19,8 +19,7 @@ to the others, which then abandon what they can as well (`request`).
 This module imports little, so that signals are handled from the beginning.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import math
 import os

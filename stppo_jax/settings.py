@@ -1,10 +1,8 @@
 """Nested settings: their dotted keys, rules for values, hints for names."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import difflib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):

@@ -4,9 +4,7 @@ Text of others can hold commands to the terminal. A stream is lost when nobody
 reads it any more, as after `train | head`.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import io
 import logging

@@ -60,8 +60,7 @@ collection, or 7 core-minutes a run in place of one; and values at every token,
 which GAE reads, take more.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import pathlib
 import sys
 

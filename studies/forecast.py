@@ -12,9 +12,7 @@ steps of the same study, those after a collapse left out; chance is 0.5.
 This was written after the runs, whose outcomes had been seen.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import pathlib
 import sys
 

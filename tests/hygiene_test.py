@@ -5,8 +5,7 @@ Read from the syntax tree, so that a docstring may speak of what it avoids.
 
 import ast
 import collections
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import importlib.util
 import itertools
 import pathlib

@@ -5,9 +5,7 @@ sets, it names the files that a person has to fetch, and the page to fetch them
 from.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 

@@ -6,13 +6,10 @@ imitates it gets good and bad habits, so that reinforcement learning has
 something to choose from.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import os
-from typing import Any
-from typing import NamedTuple
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 

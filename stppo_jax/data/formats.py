@@ -6,8 +6,7 @@ takes. Rows with paragraphs get one more field, `context`: a list of (title,
 text, whether the paragraph leads to the answer).
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 

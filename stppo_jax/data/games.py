@@ -1,7 +1,6 @@
 """Questions whose id is the number of a game that an environment generates."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Protocol
 

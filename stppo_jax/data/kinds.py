@@ -1,10 +1,7 @@
 """The table of question kinds: what each value of `data.name` stands for."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from stppo_jax.data import arithmetic
 from stppo_jax.data import demonstrations

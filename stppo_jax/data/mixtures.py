@@ -15,8 +15,7 @@ FIELD is a key of FIELDS, OP is one of = != < <= > >=, V is the value to compare
 with.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import operator
 import re

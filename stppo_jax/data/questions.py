@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -1,8 +1,6 @@
 """Reads the original files of a data set into questions and passages."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json

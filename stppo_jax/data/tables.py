@@ -4,10 +4,7 @@ A file may be compressed by gzip, or lie in a zip or tar archive, from which it
 is read without being extracted.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import csv
 import dataclasses
@@ -18,11 +15,7 @@ import json
 import os
 import pathlib
 import tarfile
-from typing import Any
-from typing import IO
-from typing import Protocol
-from typing import TextIO
-from typing import TypeVar
+from typing import Any, IO, Protocol, TextIO, TypeVar
 import zipfile
 import zlib
 

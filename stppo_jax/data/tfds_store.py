@@ -7,9 +7,7 @@ The builder needs no TensorFlow, and any program reads what it has built with
 so only this module imports it: import this module inside a function.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import hashlib
 import io
@@ -18,8 +16,7 @@ import logging
 import os
 import pathlib
 import tempfile
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow_datasets as tfds

@@ -11,14 +11,11 @@ the package `gymnasium` fit, but the package is not needed.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import importlib
 import threading
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from stppo_jax import text as text_lib
 from stppo_jax import types

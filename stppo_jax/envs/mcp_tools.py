@@ -6,8 +6,7 @@ package `mcp`, which the extra `mcp` of this package installs.
 """
 
 import asyncio
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import json
 import logging

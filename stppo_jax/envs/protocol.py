@@ -7,12 +7,9 @@ report, is a class attribute. So an environment is one class in one file and one
 line of `environments.ENVIRONMENTS`.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any
-from typing import Protocol
-from typing import Self
+from typing import Any, Protocol, Self
 
 from stppo_jax import types
 from stppo_jax.retrieval import protocol as retrieval

@@ -8,9 +8,7 @@ observations. `scores` has the scores of the environment, such as 'em'. The
 function returns a finite number.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import importlib
 import inspect
 import math

@@ -4,10 +4,7 @@ All scores lie in [0, 1].
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import re
 
 from stppo_jax import text as text_lib

@@ -1,10 +1,8 @@
 """Question answering with a search engine."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import copy
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from stppo_jax import text as text_lib
 from stppo_jax import types

@@ -8,15 +8,11 @@ The games need the package `textworld`, which the extra `textworld` of this
 package installs.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import pathlib
 import re
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from stppo_jax import text as text_lib
 from stppo_jax import types

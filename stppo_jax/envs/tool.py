@@ -1,8 +1,7 @@
 """The protocol of a tool that the policy can call."""
 
 from collections.abc import Mapping
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class ToolError(Exception):

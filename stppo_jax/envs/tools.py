@@ -1,12 +1,10 @@
 """Question answering with a calculator and with tools of MCP servers."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import re
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from stppo_jax import text as text_lib
 from stppo_jax import types

@@ -16,8 +16,7 @@ import math
 import os
 import random
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import yarl

@@ -2,9 +2,7 @@
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 import contextlib
 import logging
 import time

@@ -16,10 +16,7 @@ the headers of a request are bounded in `connections.py`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent import futures
 import contextlib
 import ipaddress

@@ -7,8 +7,7 @@ pipe from the parent, and they end when the pipe does.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import socket
 import sys
 

@@ -8,10 +8,8 @@ collected batch, because whitening is over all of it. The models compute one
 microbatch of packed rows at a time, as in an update.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -13,9 +13,7 @@ moves between devices.
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,7 @@
 """The models that a run trains, and their weights."""
 
 import dataclasses
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 

@@ -5,12 +5,10 @@ decay. AdamW holds two moments of each weight, which are twice the memory of the
 weights. `OPTIMIZERS` has others that hold less.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

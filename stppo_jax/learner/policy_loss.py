@@ -8,8 +8,7 @@ B rows of a microbatch or of a minibatch, L tokens, X experts.
 """
 
 from collections.abc import Callable
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

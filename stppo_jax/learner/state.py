@@ -6,8 +6,7 @@ is also the reference policy, unless `model.reference_path` names another.
 """
 
 import dataclasses
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -11,11 +11,9 @@ Adam. What else a kind of training needs is chosen where programs are built, as
 a `Method`.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

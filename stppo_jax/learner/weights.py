@@ -1,8 +1,7 @@
 """Loads the weights of a run's models onto its devices."""
 
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 

@@ -10,8 +10,7 @@ kernel of the platform. They support causal masks only, with or without a
 window, so reading from a cache always uses `attend_to_slices`.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax

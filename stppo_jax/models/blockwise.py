@@ -30,8 +30,7 @@ pair, which is faster while the logits of a tile of queries, [C, L], are few.
 With a window, both programs leave out keys that no query of a tile sees.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 

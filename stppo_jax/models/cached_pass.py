@@ -5,12 +5,9 @@ keys and of values, R query heads that share one of them, H head size, J
 positions of a page or of the recent tokens. See `cache` for pages.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

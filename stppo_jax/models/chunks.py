@@ -16,8 +16,7 @@ different vocabulary entries; they exchange sums over the entries, a number per
 token, and never logits.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import NamedTuple

@@ -11,10 +11,7 @@ vocabulary.
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
-from typing import NamedTuple
-from typing import TypedDict
-from typing import Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 

@@ -16,8 +16,7 @@ the same bits as its base.
 Layers are stacked on the leading axis of every leaf.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 import re

@@ -11,8 +11,7 @@ Experts have no capacity limit, so no token is dropped. On TPU, a kernel
 computes products of sorted rows and matrices (`ragged_dot`).
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any

@@ -11,8 +11,7 @@ and 'dynamic' has another theta. 'yarn' and 'longrope' also make queries and
 keys longer.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import math
 
 import jax

@@ -8,8 +8,7 @@ Sequences are right-padded. Under a causal mask a token never sees what follows
 it, so padding needs no mask: it changes only its own states.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import functools
 from typing import Any
 

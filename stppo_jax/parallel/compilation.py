@@ -6,9 +6,7 @@ the one that a run executes. Compiling is timed, and announced if it takes long;
 compiled programs are kept in a folder.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
 import logging

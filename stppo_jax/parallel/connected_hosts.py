@@ -2,8 +2,7 @@
 
 import asyncio
 import atexit
-from collections.abc import Coroutine
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 import concurrent.futures
 import contextlib
 import json

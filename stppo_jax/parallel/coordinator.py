@@ -31,16 +31,13 @@ open when process 0 is gone.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Container
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 import contextlib
 import dataclasses
 import json
 import socket
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import exits
 

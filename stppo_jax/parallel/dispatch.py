@@ -21,8 +21,7 @@ room for some more than an equal load.
 from collections.abc import Callable
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

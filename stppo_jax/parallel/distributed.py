@@ -1,8 +1,7 @@
 """Starts the processes of a run together, and makes global arrays of rows."""
 
 import collections
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import socket

@@ -14,8 +14,7 @@ group as if it were all hosts of the run: the mesh has the devices of the group,
 and the group votes. Only signals and failures concern all hosts together.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stppo_jax import exits

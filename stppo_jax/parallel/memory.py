@@ -4,8 +4,7 @@ from collections.abc import Mapping
 import math
 import resource
 import sys
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 

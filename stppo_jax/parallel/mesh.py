@@ -1,7 +1,6 @@
 """Makes the mesh of a run, and checks that it divides a model."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
 import re
 

@@ -16,8 +16,7 @@ devices.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools

@@ -16,15 +16,13 @@ the layouts of the mesh. `virtual` needs no compiler: its devices have a place
 in a mesh and nothing else, so layouts can be computed but nothing compiled.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import os
 import re
 import types
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 

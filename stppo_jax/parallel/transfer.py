@@ -16,8 +16,7 @@ one message, and begins with a word that only the hosts of the run know:
 If a host is lost, its connections just end here; the coordinator names it.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import concurrent.futures
 import contextlib
 import hmac
@@ -26,8 +25,7 @@ import json
 import secrets
 import socket
 import threading
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np

@@ -8,8 +8,7 @@ program whether all of them will come to it, and all save the same step.
 The host that is interrupted or fails asks the others to abandon the section.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 from typing import Any
 

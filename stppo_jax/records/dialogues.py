@@ -4,11 +4,9 @@ Text of models and passages can contain anything, even commands to the terminal:
 every control character and every invisible one is shown as its escape.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import io
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import rich.console
 import rich.text

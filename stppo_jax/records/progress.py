@@ -6,8 +6,7 @@ turns 2.375  2,345 tokens/s  eta 0:12:30   (one line)
 The bar also shows the phase of the step that is in progress.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import datetime
 import errno
 import logging

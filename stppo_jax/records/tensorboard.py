@@ -6,8 +6,7 @@ waits for ever. Here the error is raised in the call that writes. The format is
 TFRecord frames of `Event` messages.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import pathlib
 import struct

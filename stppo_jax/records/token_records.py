@@ -7,8 +7,7 @@ token, rounded to four digits, and what the whole turn shares.
 import codecs
 from collections.abc import Sequence
 import functools
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -5,8 +5,7 @@ never return. So a thread makes them, from a queue of bounded length, and a run
 waits for neither. What a tracker has lost is in metrics.jsonl all the same.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import logging

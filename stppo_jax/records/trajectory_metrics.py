@@ -1,11 +1,9 @@
 """Computes the metrics of a collection, and records of its trajectories."""
 
 import collections
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -8,8 +8,7 @@ of its rows. With them a run with `rollout.turn_swaps` is a function of its
 config: everything else that depends on time changes no bit.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import logging
 import pathlib

@@ -13,9 +13,7 @@ must never stop a run: an error of any of these is counted in
 `writer/sink_errors`, and the first one of each is logged.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import logging
 import math

@@ -6,9 +6,7 @@ differ from all of those below. The types of a reply's fields are checked here;
 `replies.clean` bounds their values.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 

@@ -1,9 +1,6 @@
 """A retriever without a network, for tests and tutorials."""
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stppo_jax import types
 from stppo_jax.retrieval import protocol

@@ -14,13 +14,11 @@ in `http/server.py`.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import functools
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import types
 from stppo_jax.http import server as http_server

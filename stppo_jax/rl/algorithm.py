@@ -6,8 +6,7 @@ does not recompile, and their names are static. The functions behind the names
 are looked up in tables; no code branches on the name of an algorithm.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stppo_jax.rl import advantages

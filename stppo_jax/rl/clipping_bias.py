@@ -30,8 +30,7 @@ No gradient flows through rho, s or |c|.
 """
 
 from collections.abc import Callable
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -32,8 +32,7 @@ log-ratios have a mean; the geometric mean stays near 1.
 The weights are detached. `diagnostics.mismatch` measures k before any of this.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp

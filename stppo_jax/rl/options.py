@@ -18,16 +18,12 @@ all problems of a mapping of options at once, and `build` turns the mapping into
 the dataclass.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import math
 import numbers
 import typing
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 

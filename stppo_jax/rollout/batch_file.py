@@ -1,7 +1,6 @@
 """Reads and writes npz files of arrays, such as the batch of a step."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import os
 import pathlib
 from typing import BinaryIO

@@ -8,13 +8,11 @@ No row waits for another: the environment answers on the event loop's thread
 while the engine decodes other rows, and a row goes on once it is answered.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import logging
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -16,8 +16,7 @@ gets the dialogues of those questions that it would ask itself if it collected
 too, so the batches do not depend on who collects them.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import time
 from typing import Any
 

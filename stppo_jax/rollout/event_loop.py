@@ -2,14 +2,12 @@
 
 import asyncio
 import collections
-from collections.abc import Coroutine
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 import concurrent.futures
 import contextlib
 import itertools
 import threading
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 

@@ -5,8 +5,7 @@ a metric does not depend on the number of hosts. The others send it what metrics
 read: the trajectories, with the length of an array of tokens in its place.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np

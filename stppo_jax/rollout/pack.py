@@ -6,11 +6,9 @@ Each of several hosts packs its own trajectories. The hosts agree on L and M,
 and number groups and states as if one of them had packed all rows.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import hashlib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -26,16 +26,13 @@ of its own, on which environment and clients run. They share only futures and
 weights, and no weights that an update may donate.
 """
 
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 import concurrent.futures
 import dataclasses
 import functools
 import threading
 import time
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 from stppo_jax import types
 from stppo_jax.rollout import event_loop

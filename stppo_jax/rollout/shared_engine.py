@@ -15,17 +15,13 @@ its dialogues whose turns have ended.
 """
 
 import collections
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
 import threading
 import time
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 

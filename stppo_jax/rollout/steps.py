@@ -17,9 +17,7 @@ engine spans all of them; `complete_metrics` later describes what all of them
 have collected.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 from typing import NamedTuple

@@ -8,13 +8,11 @@ happens: the model reads the tokens that it wrote.
 L tokens of a prompt.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import datetime
 import functools
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -22,8 +22,7 @@ of a row then depend on nothing but the versions of its turns.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import concurrent.futures
 
 import jax

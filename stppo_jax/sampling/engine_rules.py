@@ -3,9 +3,7 @@
 Configs are checked with these functions, so this module does not import jax.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # Why hosts cannot decode together (rollout.span=slice): for some keys of a

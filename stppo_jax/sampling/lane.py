@@ -8,9 +8,7 @@ the small operations of one program into pieces.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import math

@@ -8,8 +8,7 @@ for it takes part with no slot. Its shapes are those of the host that needs the
 largest.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import time
 from typing import Any

@@ -6,9 +6,7 @@ wrote is never decoded and encoded again: text is for environments and readers.
 L tokens of a text.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import copy
 import json
 import pathlib

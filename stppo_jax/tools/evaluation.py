@@ -10,9 +10,7 @@ The dialogues of a few hundred questions are written at a time. The same command
 continues after the last of them.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import functools
 import json

@@ -6,10 +6,7 @@ name and is gone when it is closed.
 """
 
 import asyncio
-from collections.abc import Generator
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 import glob
 import importlib.metadata
 import math
@@ -18,8 +15,7 @@ import pathlib
 import platform
 import shutil
 import tomllib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from packaging import requirements as requirements_lib

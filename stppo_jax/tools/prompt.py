@@ -3,8 +3,7 @@
 The collector of training makes them, with given turns in place of an engine.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import re
 

@@ -1,12 +1,9 @@
 """Scores saved dialogues again, and compares with the scores that they have."""
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import json
 import pathlib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import streams
 from stppo_jax import types

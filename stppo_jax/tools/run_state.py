@@ -4,9 +4,7 @@ Only small files are read, and the end of metrics.jsonl, so that the states of
 many runs take no time.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import datetime

@@ -4,8 +4,7 @@ A record is a line of `dialogues.jsonl`, see
 `tools/evaluation.py`.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Any

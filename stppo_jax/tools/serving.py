@@ -1,8 +1,7 @@
 """Serves a corpus, or a synthetic encyclopedia, over HTTP."""
 
 import asyncio
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import functools
 import os
 import signal

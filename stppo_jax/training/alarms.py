@@ -7,12 +7,10 @@ steps. A step without the number has no such metric either: without a value
 model, for example, a run has no explained variance.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import logging
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import exits
 from stppo_jax.parallel import hosts as hosts_lib

@@ -4,9 +4,7 @@ A config that does not fit its files or devices is refused here. No weight is
 read.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools

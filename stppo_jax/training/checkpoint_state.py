@@ -8,8 +8,7 @@ meaning beside them.
 
 import dataclasses
 import pathlib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 

@@ -1,8 +1,6 @@
 """Checks that refuse a run, or end it, before anything is lost."""
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math

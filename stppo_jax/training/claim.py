@@ -8,16 +8,14 @@ The folder of another run is refused at once. Before `record`, nothing is
 written there but the lock, and the heartbeat of a run that has begun.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
 import logging
 import pathlib
 import tempfile
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stppo_jax import buckets
 from stppo_jax import exits

@@ -9,9 +9,7 @@ Below `training`, only the builders of `learner` and `rollout` read configs; all
 other rooms take numbers.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math

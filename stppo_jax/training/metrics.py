@@ -4,8 +4,7 @@ They say what the updates did, how long each phase took, and how busy the
 devices were.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import re

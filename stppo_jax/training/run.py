@@ -14,10 +14,7 @@ A step's metrics and dialogues are written before its checkpoint. A run that is
 killed in between writes them again, and none is ever missing.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import logging

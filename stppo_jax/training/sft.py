@@ -4,8 +4,7 @@ It is a run of its own: that of the command `sft`, or the start of a run of
 `train`, in WORKDIR/start.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import logging
 import pathlib
 

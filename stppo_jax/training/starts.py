@@ -16,8 +16,7 @@ import dataclasses
 import logging
 import pathlib
 import shutil
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import exits
 from stppo_jax.learner import state as state_lib

@@ -12,10 +12,7 @@ rewritten as a whole: only the parts of the greatest number count.
 """
 
 import atexit
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import functools
 import os

@@ -6,8 +6,7 @@ out of reach. A checkpoint is committed after everything that was written before
 it was uploaded, and only by the holder of the lease.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import logging
 import math

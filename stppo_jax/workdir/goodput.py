@@ -6,8 +6,7 @@ and steps that were lost and made again. What has to outlive a start is in the
 heartbeat and in metrics.jsonl.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import json
 import pathlib
 import time

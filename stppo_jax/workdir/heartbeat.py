@@ -8,9 +8,7 @@ process that has ended or is out of reach. The last write adds the exit code.
 Readers need nothing of this package but the names of the fields.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import json

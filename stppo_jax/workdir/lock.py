@@ -13,8 +13,7 @@ every few seconds, and another host takes the lock over when that has not
 happened for minutes. A holder that was only frozen finds out by `Claim.check`.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import dataclasses
 import fcntl

@@ -10,8 +10,7 @@ wrote it before. So it never replaces the files of a model, of a data set, or of
 another program.
 """
 
-from collections.abc import Container
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 import contextlib
 import dataclasses
 import itertools

@@ -10,10 +10,7 @@ A trace covers whole steps. Its spans `step` and the phases of a step are those
 of the timer, so they have the names of `timing_s/*`.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import logging
 import pathlib

@@ -13,8 +13,7 @@ key that differs. `configs/schema.py` says of each key whether it may. A file
 that a key names is guarded as its key is.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import logging

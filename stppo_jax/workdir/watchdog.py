@@ -7,8 +7,7 @@ waits: for a retriever, a file system, a lock, or another host.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import datetime
 import faulthandler

@@ -4,8 +4,7 @@ Its vocabulary has a stop string that comes up by chance every few tokens, an
 end of sequence, and two padding ids that no tokenizer knows.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import functools

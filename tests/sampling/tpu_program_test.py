@@ -7,8 +7,7 @@ it. The model is Qwen2.5-1.5B with few layers, on a host with four chips.
 import dataclasses
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import pytest

@@ -9,8 +9,7 @@ https://cloud.google.com/storage/docs/json_api/v1
 
 import asyncio
 import base64
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import datetime

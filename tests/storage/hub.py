@@ -6,8 +6,7 @@ commits. Everything is kept in memory.
 """
 
 import base64
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import hashlib

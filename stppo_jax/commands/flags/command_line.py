@@ -10,14 +10,11 @@ absl defines the flags and parses their values. It would stop at the first
 error, so the words are taken apart here, and each error becomes a line.
 """
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 import difflib
 import functools
 import sys
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 

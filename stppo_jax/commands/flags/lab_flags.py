@@ -9,13 +9,11 @@ brackets is part of a value:
   st_ppo,st_ppo:correction.clipping_bias.tau=5:ratio.gradient=token
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import copy
 import pathlib
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 from ml_collections import config_dict

@@ -1,7 +1,6 @@
 """Reads and writes the shape of a model as a Hugging Face `config.json`."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stppo_jax.models import config as model_config

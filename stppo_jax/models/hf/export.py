@@ -4,10 +4,7 @@ The host holds one slice of one leaf at a time beside what is on the devices.
 The directory gets its name when it is complete, see `replace_dir`.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import fnmatch
 import functools

@@ -10,16 +10,14 @@ sharding: each host reads only what its own devices hold, converts one slice to
 float32, copies it to the devices and frees it, before it reads the next.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import itertools
 import logging
 import math
 import mmap
 import pathlib
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import traverse_util
 import jax

@@ -15,16 +15,13 @@ read that too, and write the experts one by one, which PEFT reads in all its
 versions.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 import json
 import math
 import pathlib
 import re
 import sys
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -11,14 +11,11 @@ memory at once, which may be larger than the memory of a host, so files are
 written here, chunk by chunk.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
 import math
 import pathlib
-from typing import Any
-from typing import BinaryIO
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np

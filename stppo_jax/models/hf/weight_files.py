@@ -8,8 +8,7 @@ If both exist, the single file is read, as `transformers` does. The index's
 metadata (total_size) is ignored, since writers disagree about it.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
 import pathlib
 

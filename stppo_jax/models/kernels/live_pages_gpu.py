@@ -12,8 +12,7 @@ units of a GPU need tiles of at least 16, and the compiler powers of two.
 """
 
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -5,8 +5,7 @@ reading the whole state, and a run that waited for them would lose more time
 with them than with all the rest of a save.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import json

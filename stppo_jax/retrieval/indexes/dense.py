@@ -8,9 +8,7 @@ P passages of the corpus, D width. Arrays over queries, over the passages that
 are found, or over tiles have no suffix; their shapes are in the docstrings.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import os

@@ -7,8 +7,7 @@ and tokenizer.json or vocab.txt.
 B texts, L tokens, D width, N heads, H head size, V vocabulary.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import os

@@ -5,10 +5,8 @@ overload, with pauses that grow and are never shorter than a Retry-After. Every
 other failure is final.
 """
 
-from collections.abc import Awaitable
-from collections.abc import Callable
-from typing import Any
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from stppo_jax import exits
 from stppo_jax.http import address

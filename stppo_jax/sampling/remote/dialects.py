@@ -7,9 +7,7 @@ on the server. vLLM implements the OpenAI completions API with
 differences.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import sys

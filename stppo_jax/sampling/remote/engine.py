@@ -13,16 +13,13 @@ was restarted gets the weights again.
 """
 
 import collections
-from collections.abc import Coroutine
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 import concurrent.futures
 import dataclasses
 import logging
 import queue
 import shutil
-from typing import Any
-from typing import Protocol
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 import uuid
 
 import jax

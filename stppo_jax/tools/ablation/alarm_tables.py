@@ -1,8 +1,6 @@
 """Counts how often alarms ring before a collapse, and in healthy runs."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import pathlib
 from typing import NamedTuple
 

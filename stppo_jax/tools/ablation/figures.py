@@ -1,7 +1,6 @@
 """Draws success over steps, and what happened in the updates of a study."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
 import pathlib
 from typing import Any

@@ -1,8 +1,6 @@
 """Runs commands side by side on this machine, each on cores of its own."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,6 @@
 """Plans which runs of a study are made, with which settings and folders."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json

@@ -8,10 +8,7 @@ no such number, or one that is not finite. A file whose name ends with `.gz` is
 compressed.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import csv
 import dataclasses

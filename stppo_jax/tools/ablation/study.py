@@ -6,8 +6,7 @@ each seed. Arms are in groups, and are compared with the other arms of their
 group. A start is a policy of `sft`, which all seeds share.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import re

@@ -1,8 +1,6 @@
 """Makes the tables of a study: the success of its arms, and how they differ."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any
 

@@ -13,12 +13,10 @@ once, and they share its pages of keys and values.
 B trajectories, L tokens.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import logging
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

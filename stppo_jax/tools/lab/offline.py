@@ -6,8 +6,7 @@ that have set its keys. It raises `Misconfigured` for files and options that do
 not fit.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import json
 import math
 import sys

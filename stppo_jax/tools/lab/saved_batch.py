@@ -15,12 +15,9 @@ others. Entries off the loss mask have no meaning and may be anything. Arrays of
 other names are ignored.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import pathlib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -7,8 +7,7 @@ tokens share changes no direction: multipliers are divided by the median of
 those that are above 0.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import itertools
 from typing import NamedTuple

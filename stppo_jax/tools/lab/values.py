@@ -21,12 +21,10 @@ correlation of 1, at the root of the share of the variance that is not noise.
 B trajectories, L tokens.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -1,7 +1,6 @@
 """Estimates a run on devices that need not be there, and prints it."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import json
 from typing import Any

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import dataclasses
 import math
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

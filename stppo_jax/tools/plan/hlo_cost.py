@@ -9,8 +9,7 @@ is used. Of an array of which an instruction reads or overwrites a part, the
 part counts.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math

@@ -14,8 +14,7 @@ the engine is counted in both; programs of a device still run one by one.
 Batches are not counted without a compiled program.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Any

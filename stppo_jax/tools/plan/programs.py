@@ -1,14 +1,11 @@
 """Compiles the programs of a run for the devices of a plan."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import functools
 import os
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.envs import environments

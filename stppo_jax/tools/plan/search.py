@@ -1,12 +1,9 @@
 """Tries other settings of a plan: changes that make it fit, and all meshes."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax import exits
 from stppo_jax.parallel import memory as memory_lib

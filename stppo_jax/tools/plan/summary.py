@@ -1,7 +1,6 @@
 """Turns a plan into plain data for JSON, and into lines to print."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stppo_jax.models import roofline

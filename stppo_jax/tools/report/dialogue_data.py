@@ -7,13 +7,11 @@ thousands of dialogues opens at once and unpacks those that are looked at.
 """
 
 import base64
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import math
 import pathlib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import zlib
 
 from stppo_jax.envs import protocol

@@ -1,7 +1,6 @@
 """Draws the figures of a report as PNG."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import pathlib
 from typing import Any
 

@@ -6,8 +6,7 @@ from running, and lets nothing be loaded.
 """
 
 import base64
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import importlib.resources
 import json

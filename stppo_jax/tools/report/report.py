@@ -1,7 +1,6 @@
 """Writes a report about runs: a page, or Markdown with pictures."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import pathlib
 

@@ -4,8 +4,7 @@ A run may still be going, may have been killed in the middle of a line, or may
 have numbers that are not finite. What cannot be read is left out and said.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import json

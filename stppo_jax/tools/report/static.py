@@ -1,7 +1,6 @@
 """Writes tables, and curves as SVG, for browsers without JavaScript."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import html
 from typing import Any
 

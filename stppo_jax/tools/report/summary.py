@@ -4,12 +4,9 @@ A step's evaluation score is the mean of its `val/` metrics. "Last" numbers of
 training are means over the last ten steps, because single steps are noisy.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import statistics
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stppo_jax.records import headline
 from stppo_jax.tools.report import comparison

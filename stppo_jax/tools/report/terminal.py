@@ -1,7 +1,6 @@
 """Shows the dialogues of a step in a terminal: a list, and single ones."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import pathlib
 import sys
 from typing import Any
