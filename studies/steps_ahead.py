@@ -13,6 +13,12 @@ policy before the step's updates (`updates.old_policy=current`) and the
 correction `tis` weighs each token. After 24 steps of the first seed they were
 no better than those with the old denominator, so they were given up.
 
+In two further arms, which were planned when those runs were known, each turn
+takes the newest weights (`rollout.turn_swaps`): `1 ahead, swaps` and `2 ahead,
+swaps`. Which weights a turn gets depends on how long things take, so these runs
+cannot be repeated bit for bit. Hypothesis: without the lag they are as good as
+runs with no steps ahead, because their turns are of newer policies.
+
     python -m studies.steps_ahead docs/collapse/steps_ahead.csv.gz
 
 compares the curves without the lag: the mean success of all steps but the first
@@ -51,6 +57,10 @@ def studies():
     }
     for steps in (0, *_STEPS)
   }
+  for steps in _STEPS:
+    arms[f'{steps} ahead, swaps'] = arms[f'{steps} ahead'] | {
+      'rollout.turn_swaps': 'keep',
+    }
   return {
     'steps_ahead': {
       'title': 'Steps that are collected ahead, in the quickstart',
