@@ -41,6 +41,10 @@ suffice, those seeds that all arms have are reported, and nothing is claimed
 from fewer than eight. The analysis is that of studies/dead_critic.py, with
 Holm's correction for the four comparisons. After the runs of seed 0, which took
 longer than thought, the arms of hypotheses 1 and 4 were put first.
+
+Added when five seeds of these had been seen: token ratios at the rate of turn
+ratios. In studies/dead_critic.py a difference at matched rates was one of the
+rates and not of what was compared.
 """
 
 import pathlib
@@ -66,6 +70,11 @@ COMPARISONS = {
   '2 ST - turn': ['st_ppo', 'turn_ppo'],
   '3 S - token': ['s_ppo', 'token_ppo'],
   '4 turn: .01 - .2': ['turn 0.01', 'turn_ppo'],
+}
+# It was added when some of the others had been seen.
+ADDED = {
+  'same rate: turn - token': ['turn_ppo', 'token, rate of turns'],
+  'same rate: turn .01 - token': ['turn 0.01', 'token, rate of turns'],
 }
 
 
@@ -108,6 +117,10 @@ def studies():
     'algorithm': 'turn_ppo',
     'algorithm.bounds.clip_low': 0.01,
     'algorithm.bounds.clip_high': 0.01,
+  }
+  arms['token, rate of turns'] = {
+    **arms['turn_ppo'],
+    'algorithm': 'token_ppo',
   }
   return {
     'real_text': {
