@@ -57,7 +57,10 @@ _COMPARISONS = {
     'The comparisons that were planned': narrow_bounds.COMPARISONS
   },
   'steps_ahead': {'Old policies and the newest': steps_ahead.COMPARISONS},
-  'real_text': {'The comparisons that were planned': real_text.COMPARISONS},
+  'real_text': {
+    'The comparisons that were planned': real_text.COMPARISONS,
+    'Those that were added later': real_text.ADDED,
+  },
 }
 # What the alarms and forecasts are not judged by: a study without stress, whose
 # runs do not collapse, and one that goes on.

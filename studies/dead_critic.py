@@ -183,19 +183,26 @@ def analysis(
   runs: Sequence[results.Run],
   comparisons: Mapping[str, Sequence[str]] = COMPARISONS,
 ) -> list[list[str]]:
-  """Returns the table of the comparisons, of the seeds that all arms have."""
+  """Returns the table of the comparisons.
+
+  Each has the seeds that all its arms have. One without such a seed is left
+  out, and yet counts among those for which p-values are corrected.
+  """
   areas: dict[str, dict[int, float]] = {}
   for run in runs:
     areas.setdefault(' '.join(run.key).strip(), {})[run.seed] = run.curve.area
-  needed = {arm for arms in comparisons.values() for arm in arms}
-  seeds = sorted(set.intersection(*(set(areas[arm]) for arm in needed)))
-  found = []
-  for arms in comparisons.values():
+  found = {}
+  for name, arms in comparisons.items():
+    seeds = sorted(set.intersection(*(set(areas.get(x, {})) for x in arms)))
+    if not seeds:
+      continue
     columns = [[areas[arm][seed] for seed in seeds] for arm in arms]
     added, taken = (
       [sum(x) for x in zip(*columns[side::2])] for side in range(2)
     )
-    found.append(statistics.difference(added, taken))
+    found[name] = statistics.difference(added, taken)
+  missing = [1.0] * (len(comparisons) - len(found))
+  corrected = holm([x.p for x in found.values()] + missing)
   head = [
     'difference of the area',
     'seeds',
@@ -215,7 +222,7 @@ def analysis(
       f'{x.p:.3f}',
       f'{p:.3f}',
     ]
-    for name, x, p in zip(comparisons, found, holm([x.p for x in found]))
+    for (name, x), p in zip(found.items(), corrected)
   ]
 
 

@@ -27,5 +27,5 @@ def python(
     env=env,
     capture_output=True,
     text=True,
-    timeout=1200,
+    timeout=600,
   )
