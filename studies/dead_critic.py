@@ -103,6 +103,12 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.updates.core_rows = 4
   config.policy_optimizer.warmup_updates = 40
   config.value_optimizer.learning_rate = 3e-4
+  only_curves(config)
+  return config
+
+
+def only_curves(config: base.Config) -> None:
+  """Drops all that the studies do not read, and lets no run end early."""
   config.evaluate.every = 0  # the success of the sampled dialogues is enough
   config.checkpoint.every = 8
   config.checkpoint.keep = 1
@@ -113,7 +119,6 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   # A run that collapses is what is looked for: it must not end early.
   config.alarms.stop = ()
   config.updates.max_skipped = 0
-  return config
 
 
 def studies():

@@ -15,14 +15,14 @@ exit code is 0. Most of a run's time is compilation, so set
 
     export JAX_COMPILATION_CACHE_DIR=FOLDER
     export XLA_PYTHON_CLIENT_MEM_FRACTION=.12
-    export XLA_FLAGS="--xla_gpu_autotune_level=0
-        --xla_gpu_enable_triton_gemm=false"
+    export XLA_FLAGS=--xla_gpu_autotune_level=0
+    export XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_triton_gemm=false"
 
-as one value: the flags keep XLA from timing variants of each kernel, and a
-program of an update compiles in 6 to 10 seconds in place of 25. With them and
-eight runs at once, an H100 took 3 minutes for the start, 2 for the pilot and 6
-for the study; with .10 of its memory one run had too little, and went on from
-its checkpoint with more.
+These flags keep XLA from timing variants of each kernel, and a program of an
+update compiles in 6 to 10 seconds in place of 25. With them, an H100 took 3
+minutes for the start, 2 for the pilot and 6 for the eight commands that
+`--dry_run` prints, which a script started at once. It gave each .10 of the
+memory, which was too little for one run; that went on with more.
 
 The rate of the policy is chosen before the runs, as in studies/dead_critic.py:
 token PPO trains for 5 steps after the warm-up with seed 100 and each rate of

@@ -20,6 +20,9 @@ def python(
     *words: the arguments, such as `-m` and a module, or `-c` and a program.
     cwd: the current folder, by default the repository.
     env: the environment, by default that of this process.
+
+  Raises:
+    subprocess.TimeoutExpired: after 600 seconds; the process is killed.
   """
   return subprocess.run(
     [sys.executable, *map(str, words)],

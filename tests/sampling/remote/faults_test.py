@@ -40,7 +40,11 @@ _FAULTS = {
   'null': (_written([_EOS], [None]), 1, 'at most 0'),
   'positive': (_written([_EOS], [0.5]), 1, 'at most 0'),
   'foreign': (_written([99] * _TURN, [-1.0] * _TURN), 1, 'id 99'),
-  'too long': (_written([0] * 10, [-1.0] * 10), 1, 'but max_tokens=9'),
+  'too long': (
+    _written([0] * 10, [-1.0] * 10),
+    1,
+    '10 tokens, but max_tokens=9',
+  ),
 }
 
 

@@ -214,6 +214,23 @@ def test_arms_without_a_group_are_compared_by_their_names():
   assert [row[2] for row in rows[1:3]] == ['-0.125', '+0.125']
 
 
+def test_a_comparison_has_its_own_seeds_and_missing_ones_count():
+  columns = {name: np.zeros(4) for name in results.COLUMNS}
+  runs = [
+    results.Run('', arm, seed, '', columns | {'success': np.full(4, x)})
+    for arm, x, seeds in (('a', 0.5, 8), ('b', 0.4, 8), ('c', 0.3, 2))
+    for seed in range(seeds)
+  ]
+  compared = {'1': ['a', 'b'], '2': ['a', 'c'], '3': ['d', 'a']}
+  rows = dead_critic.analysis(runs, compared)[1:]
+  assert [row[:3] for row in rows] == [
+    ['1', '8', '+0.100'],
+    ['2', '2', '+0.200'],
+  ]
+  # Holm: 3 x 2/2^8 for the first, as if the third had been made.
+  assert rows[0][-1] == '0.023'
+
+
 def test_the_last_comparison_is_what_the_critic_takes_from_the_turn_ratio():
   areas = {'trained turn_ppo': 0.5, 'trained token_ppo': 0.4}
   areas |= {'dead turn_ppo': 0.9, 'dead token_ppo': 0.2}
