@@ -1,5 +1,7 @@
 """A small version of each part of the benchmark of retrieval."""
 
+import re
+
 from benchmarks import retrieval
 
 
