@@ -79,7 +79,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   return config
 
 
-def _long_turns(words):
+def long_turns(words):
   """Returns changes with which a <think> begins with so many filler words."""
   return {
     'data.synthetic_wiki.think_words': words,
@@ -129,7 +129,7 @@ def studies():
         '10 tokens': {name: {} for name in _LEVELS},
         **{
           f'{words + 10} tokens': {
-            name: {**_long_turns(words), 'start': f'{words} words'}
+            name: {**long_turns(words), 'start': f'{words} words'}
             for name in _LEVELS
           }
           for words in _THINK_WORDS
@@ -139,7 +139,7 @@ def studies():
       # much longer to learn to search within so many words.
       'starts': {
         f'{words} words': {
-          **_long_turns(words),
+          **long_turns(words),
           'model.path': quickstart.get_config().model.path,
           'sft.num_steps': 300,
           'sft.clean_one_hop_steps': 0,

@@ -1,0 +1,128 @@
+"""Turns of some 10, 30 and 100 tokens, under a stress matched by KL.
+
+    python -m stppo_jax ablate --config=studies/long_turns.py:pilot \
+        --workdir=runs/long_pilot --seeds=100,
+    python -m studies.long_turns runs/long_pilot/pilot.csv
+    python -m stppo_jax ablate --config=studies/long_turns.py:long_turns \
+        --workdir=runs/long_turns
+    python -m studies.long_turns runs/long_turns/long_turns.csv
+
+In study 2 of docs/collapse.md all runs with turns of 60 tokens collapse, at one
+learning rate for all lengths. Is it the length, or how far the policy moves?
+The task and its updates are those of studies/collapse.py, and a run has 24
+steps. What follows was written before the runs.
+
+Stress: the KL divergence of the first five steps is matched in two ways.
+
+- `per token`: the mean over tokens (`actor/ppo_kl`) is nearest to 0.1 nats, as
+  with turns of 10 tokens at the rate of studies/collapse.py. A turn of 100
+  tokens then moves ten times as far.
+- `per turn`: that mean times the tokens of a turn is nearest to 1 nat, so that
+  turns of all lengths move equally far: 0.033 and 0.01 nats per token.
+
+With turns of 10 tokens both are the same, and studies/collapse.py has found .11
+nats for token ratios and .12 for those of turns at 4e-4. For the other lengths,
+token and turn PPO train for five steps with seed 100, which is in no study, at
+each of `_RATES`. Each level gets the rate whose KL is nearest in its logarithm.
+
+Hypotheses:
+
+1. Per turn, fewer than half of the runs with turns of 100 tokens collapse, and
+   per token more than half do: what destroys runs is how far a turn moves.
+2. Per turn, the area of turn ratios minus that of token ratios is above 0 at
+   each length.
+
+Stopping rule: the seeds 0 to 3 of all arms, and no more. Four seeds cannot have
+a p below .125, so that nothing is claimed from them.
+"""
+
+import pathlib
+import sys
+
+from stppo_jax.configs import base
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import results
+from studies import collapse
+from studies import dead_critic
+
+_RATE = 'policy_optimizer.learning_rate'
+_RATES = (1.6e-4, 2.5e-4, 4e-4, 6.3e-4, 1e-3)
+_LEVELS = ('token_ppo', 'turn_ppo')
+# Tokens of a turn -> the filler words of its <think>.
+_WORDS = {30: 20, 100: 90}
+# Group -> level -> the rate that the pilot gives it.
+MATCHED = {
+  '10 tokens': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
+}
+COMPARISONS = {
+  f'{group}: turn - token': [f'{group} turn_ppo', f'{group} token_ppo']
+  for group in MATCHED
+}
+
+
+def get_config(algorithm: str = 'turn_ppo') -> base.Config:
+  config = collapse.get_config(algorithm)
+  config.num_steps = 24
+  dead_critic.only_curves(config)
+  return config
+
+
+def studies():
+  """Returns the studies by name; docs/your_own_study.md has their form."""
+  lengths = {
+    '10 tokens': {},
+    **{
+      f'{tokens} tokens': {
+        **collapse.long_turns(words),
+        'start': f'{words} words',
+      }
+      for tokens, words in _WORDS.items()
+    },
+  }
+  starts = {
+    f'{words} words': {
+      **collapse.long_turns(words),
+      'sft.num_steps': 300,
+      'sft.clean_one_hop_steps': 0,
+      'sft.clean_steps': 0,
+    }
+    for words in _WORDS.values()
+  }
+  return {
+    'long_turns': {
+      'title': 'Turns of some 10, 30 and 100 tokens, matched by KL',
+      'seeds': 4,
+      'arms': {
+        group: {
+          level: {**lengths[group.split(',')[0]], _RATE: rate}
+          for level, rate in rates.items()
+        }
+        for group, rates in MATCHED.items()
+      },
+      'starts': starts,
+    },
+    'pilot': {
+      'title': 'How far each rate moves the policy',
+      'seeds': 1,
+      'arms': {
+        f'{tokens} tokens': {
+          f'{level} {rate:g}': {
+            'algorithm': level,
+            **lengths[f'{tokens} tokens'],
+            _RATE: rate,
+            'num_steps': 5,
+          }
+          for level in _LEVELS
+          for rate in _RATES
+        }
+        for tokens in _WORDS
+      },
+      'starts': starts,
+    },
+  }
+
+
+if __name__ == '__main__':
+  found = results.read(pathlib.Path(sys.argv[1]))
+  print(score_report.as_markdown(dead_critic.stress(found)))
+  print(score_report.as_markdown(dead_critic.analysis(found, COMPARISONS)))

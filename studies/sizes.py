@@ -1,0 +1,135 @@
+"""Token and turn ratios with 170 thousand, 2 million and 10 million weights.
+
+    python -m stppo_jax ablate --config=studies/sizes.py:pilot \
+        --workdir=runs/sizes_pilot --seeds=100,
+    python -m studies.sizes runs/sizes_pilot/pilot.csv
+    python -m stppo_jax ablate --config=studies/sizes.py:sizes \
+        --workdir=runs/sizes
+    python -m studies.sizes runs/sizes/sizes.csv
+
+The task and its updates are those of studies/collapse.py: 32 on a collection of
+32 dialogues. A run has 24 steps. The small model begins with the quickstart's
+start, and the others with starts of their own, from random weights and by the
+same demonstrations. All compute in float32, so sizes differ in nothing else
+than weights and rates. The larger ones need a GPU; with several runs on it, set
+the variables of studies/gpu.py. What follows was written before the runs.
+
+Stress: each level of each size gets the rate whose KL divergence of the first
+five steps (the mean of `actor/ppo_kl`) is nearest to 0.1 nats in its logarithm.
+For the two larger sizes, token and turn PPO train for five steps with seed 100,
+which is in no study, at each of `_RATES`. For the smallest, studies/collapse.py
+found .11 nats for token ratios and .12 for those of turns at 4e-4.
+
+Hypotheses, for each of the two larger sizes, as differences of the area, the
+mean success of the 24 steps, all of them above 0:
+
+1. Turn ratios with bounds of .2, minus token ratios with .2.
+2. Turn ratios with bounds of .01, minus token ratios with .2. Both ratios of
+   turns have the same rate.
+
+Stopping rule: the seeds 0 to 7, as far as 14 minutes of one GPU reach, in whole
+seeds of all arms of both sizes. The analysis is that of studies/dead_critic.py,
+with Holm's correction for the four comparisons. Nothing is claimed from fewer
+than eight seeds; the smallest size is description.
+"""
+
+import pathlib
+import sys
+
+from stppo_jax.configs import base
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import results
+from studies import collapse
+from studies import dead_critic
+
+_RATE = 'policy_optimizer.learning_rate'
+_LEVELS = ('token_ppo', 'turn_ppo')
+_NARROW = {
+  'algorithm.bounds.clip_low': 0.01,
+  'algorithm.bounds.clip_high': 0.01,
+}
+
+
+def _size(width, inner, layers, start_rate):
+  """Returns changes for a model whose heads have 32 channels, and its start."""
+  return {
+    'model.hidden_size': width,
+    'model.intermediate_size': inner,
+    'model.num_layers': layers,
+    'model.num_heads': width // 32,
+    'model.num_kv_heads': width // 32,
+    'model.scan_unroll': layers,
+    'sft.optimizer.learning_rate': start_rate,
+    'sft.optimizer.warmup_updates': 100,
+  }
+
+
+_SIZES = {'2M': _size(192, 512, 4, 1e-3), '10M': _size(320, 896, 8, 5e-4)}
+_RATES = {
+  '2M': (1e-4, 1.6e-4, 2.5e-4, 4e-4),
+  '10M': (6.3e-5, 1e-4, 1.6e-4, 2.5e-4),
+}
+# Size -> level -> the rate that the pilot gives it.
+MATCHED = {
+  '170K': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
+}
+COMPARISONS = {
+  f'{size}: {name} - token': [f'{size} {arm}', f'{size} token_ppo']
+  for size in _SIZES
+  for name, arm in {'turn': 'turn_ppo', 'turn .01': 'turn 0.01'}.items()
+}
+
+
+def get_config(algorithm: str = 'turn_ppo') -> base.Config:
+  config = collapse.get_config(algorithm)
+  config.num_steps = 24
+  dead_critic.only_curves(config)
+  return config
+
+
+def _arms(size, rates):
+  """Returns the three arms of a size."""
+  start = {**_SIZES[size], 'start': size} if size in _SIZES else {}
+  arms = {level: {**start, _RATE: rate} for level, rate in rates.items()}
+  narrow = {**arms['turn_ppo'], 'algorithm': 'turn_ppo', **_NARROW}
+  return {**arms, 'turn 0.01': narrow}
+
+
+def studies():
+  """Returns the studies by name; docs/your_own_study.md has their form."""
+  starts = {
+    size: {**changes, 'model.path': ''} for size, changes in _SIZES.items()
+  }
+  return {
+    'sizes': {
+      'title': 'Token and turn ratios with up to ten million weights',
+      'seeds': 8,
+      'arms': {size: _arms(size, rates) for size, rates in MATCHED.items()},
+      'starts': starts,
+    },
+    'pilot': {
+      'title': 'How far each rate moves the policy',
+      'seeds': 1,
+      'arms': {
+        size: {
+          f'{level} {rate:g}': {
+            'algorithm': level,
+            **changes,
+            'start': size,
+            _RATE: rate,
+            'num_steps': 5,
+          }
+          for level in _LEVELS
+          for rate in _RATES[size]
+        }
+        for size, changes in _SIZES.items()
+      },
+      'starts': starts,
+    },
+  }
+
+
+if __name__ == '__main__':
+  found = results.read(pathlib.Path(sys.argv[1]))
+  print(score_report.as_markdown(dead_critic.stress(found)))
+  print(score_report.as_markdown(dead_critic.analysis(found, COMPARISONS)))
