@@ -18,7 +18,11 @@ Stress: each level of each size gets the rate whose KL divergence of the first
 five steps (the mean of `actor/ppo_kl`) is nearest to 0.1 nats in its logarithm.
 For the two larger sizes, token and turn PPO train for five steps with seed 100,
 which is in no study, at each of `_RATES`. For the smallest, studies/collapse.py
-found .11 nats for token ratios and .12 for those of turns at 4e-4.
+found .11 nats for token ratios and .12 for those of turns at 4e-4. The pilot
+found .053, .105, .361 and .548 for token ratios of 2 million weights, and .124,
+.088, .230 and .406 for those of turns; with 10 million .067, .165, .294 and
+more, and .100, .254, .291 and .184. (At .184 the policy had collapsed by then.)
+So at each size both levels have one rate.
 
 Hypotheses, for each of the two larger sizes, as differences of the area, the
 mean success of the 24 steps, all of them above 0:
@@ -72,6 +76,8 @@ _RATES = {
 # Size -> level -> the rate that the pilot gives it.
 MATCHED = {
   '170K': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
+  '2M': {'token_ppo': 1.6e-4, 'turn_ppo': 1.6e-4},
+  '10M': {'token_ppo': 6.3e-5, 'turn_ppo': 6.3e-5},
 }
 COMPARISONS = {
   f'{size}: {name} - token': [f'{size} {arm}', f'{size} token_ppo']
