@@ -14,7 +14,14 @@ _TIMEOUT = 600  # seconds, on a machine that is busy with other things
 
 
 def start(
-  workdir, count=2, *, algorithm='st_ppo', faults=None, own=None, **changes
+  workdir,
+  count=2,
+  *,
+  algorithm='st_ppo',
+  faults=None,
+  own=None,
+  devices=None,
+  **changes,
 ):
   """Starts the processes of a run.
 
@@ -24,6 +31,7 @@ def start(
     algorithm: an entry of the table of algorithms.
     faults: host to the arguments of `one_host`.
     own: host to changes of its config.
+    devices: host to its number of devices, if it has not two.
     **changes: see `runs.flags`.
   """
   address, processes = runs.free_address(), []
@@ -35,7 +43,8 @@ def start(
     flags = ['train', *runs.flags(algorithm, **mine), f'--workdir={workdir}']
     flags += [f'--coordinator={address}', f'--num_processes={count}']
     flags += [f'--process_id={index}']
-    processes.append(runs.start(*fault, *flags, module=module, **DEVICES))
+    number = {'JAX_NUM_CPU_DEVICES': str((devices or {}).get(index, 2))}
+    processes.append(runs.start(*fault, *flags, module=module, **number))
   return processes
 
 
