@@ -203,7 +203,8 @@ class Interruption:
   def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
     """Handles a request, on the main thread."""
     del number, frame
-    # A request to one that has ended meanwhile may reach the one around it.
+    # The request may have been one to an inner `Interruption` that has ended
+    # meanwhile.
     if self._requested and self._interruptible:
       raise Interrupted
 

@@ -39,7 +39,7 @@ from stppo_jax.tools.ablation import alarm_tables
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints what the alarms are worth; returns the exit code."""
+  """Prints which alarms rang in runs, and when; returns the exit code."""
   numbers = dict.fromkeys(
     alarms_lib.THRESHOLDS, command_line.number(lower_bound=0.0)
   )

@@ -294,7 +294,7 @@ def demonstrate(
       return [*turns, answer()]
     partial = error == 'partial_query'
     queries = [entity.name]
-    if partial:  # half a name finds nothing
+    if partial:  # a search for half a name finds nothing
       queries = [synthetic_wiki.first_piece(entity.name)]
       if repair_rate and rng.random() < repair_rate:
         queries.append(entity.name)

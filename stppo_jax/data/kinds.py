@@ -119,8 +119,8 @@ def demonstrations_of(
     for name in question.gold_passages
   ):
     raise ValueError(
-      f'sft.quote_words={sft.quote_words}: no question has gold_pids of '
-      'passages in data.corpus, whose words would be quoted; add them, or set '
+      f'sft.quote_words={sft.quote_words}: no question has gold_pids that are '
+      'in data.corpus, so there is no passage to quote; add gold_pids, or set '
       'sft.quote_words=0'
     )
   return demonstrations.PassageDemonstrations(

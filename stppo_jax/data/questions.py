@@ -168,7 +168,7 @@ class StoredQuestions(Questions):
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`; at most 4,096, whose check takes a second or two."""
+    """See `Questions`; at most 4,096, so that a check takes 1 or 2 seconds."""
     del count
     total = len(self._train)
     # Spread over all questions, because data sets lie one after the other.

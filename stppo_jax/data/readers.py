@@ -138,7 +138,9 @@ def parse_question(fields: Any) -> types.Question:
       if options[key] not in answers:
         answers += (options[key],)
     elif not set(answers) & (set(options) | set(options.values())):
-      raise ValueError('"answers": none is an option, and no "answer_key"')
+      raise ValueError(
+        '"answers": none of them is an option, and "answer_key" is missing'
+      )
   return types.Question(
     id=_identity(fields),
     text=_string(fields, 'question'),

@@ -134,11 +134,11 @@ class Client:
     self._keeper: asyncio.Task | None = None
 
   async def get(self, path: str, *, timeout: float | None = None) -> bytes:
-    """Returns the body of a 200, after one attempt; raises `Failure`."""
+    """Sends a GET once; returns the body of a 200, or raises `Failure`."""
     return await self._request('GET', path, None, timeout or self.timeout)
 
   async def post(self, path: str, body: Any) -> bytes:
-    """Posts JSON values and returns the body of a 200, after one attempt.
+    """Sends a POST of JSON once, and returns the body of a 200.
 
     Raises:
       Failure: if there was no reply, or a reply with another status.

@@ -111,7 +111,7 @@ def _adafactor(**adam: float) -> Optimizer:
 
   For each matrix it holds the mean squares of rows and columns.
   """
-  del adam  # its own constants are those of the paper
+  del adam  # Adafactor has the constants of its paper
   return optax.chain(
     optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
   )

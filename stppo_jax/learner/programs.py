@@ -45,11 +45,11 @@ class Updating(NamedTuple):
 
 
 def keeping_frozen(update: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns an update of whole states; it donates all but frozen weights.
+  """Returns a function that updates whole states, with their frozen weights.
 
   Args:
-    update: maps (state without frozen weights, those weights, ...) to the new
-      state without them, and outputs.
+    update: maps (state without frozen weights, frozen weights, ...) to (new
+      state without frozen weights, outputs), and donates only the first.
   """
 
   def updated(state: state_lib.TrainState, *inputs):

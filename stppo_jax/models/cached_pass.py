@@ -143,7 +143,7 @@ def reads_live(config: model_config.ModelConfig, page_size: int) -> bool:
 
 
 def _kernel(config: model_config.ModelConfig, page_size: int) -> Any:
-  """Returns the module of the kernel for caches like this; None: none.
+  """Returns the module of the kernel for such caches; None if there is none.
 
   `config.attention` says which platform the model runs on.
   """

@@ -53,13 +53,16 @@ class Options(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-  """Forms logits of the entries of this device, and reduces over all entries.
+  """Computes logits of this device's entries of the vocabulary.
+
+  Its reductions are over all entries, on all devices.
 
   Attributes:
     matrices: one or several output matrices [W, D], in the dtype of the hidden
       states.
     temperature: divides the logits.
-    axis: axis of the mesh along which entries are sharded; None: all are here.
+    axis: the mesh axis over which the vocabulary is sharded; None: this device
+      has all entries.
   """
 
   matrices: Sequence[Array]

@@ -89,7 +89,7 @@ class DecoderLayer(nnx.Module):
     counted_BSL: Array | None = None,
     places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
-    """Returns the new residual stream, and the routing; None without experts.
+    """Returns the new residual stream and the routing (None without experts).
 
     Args:
       x_BLD: the residual stream.

@@ -1,4 +1,4 @@
-"""Makes the mesh of a run, and checks that it divides a model."""
+"""Makes the mesh of a run, and checks that it divides the sizes of a model."""
 
 from collections.abc import Mapping, Sequence
 import math

@@ -19,7 +19,7 @@ from stppo_jax import interruption
 from stppo_jax.parallel import coordinator
 from stppo_jax.parallel import hosts as hosts_lib
 
-# Seconds that the others have to abandon a section.
+# How many seconds the other hosts get until they must abandon a section.
 PATIENCE = 20.0
 
 

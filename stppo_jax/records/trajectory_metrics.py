@@ -1,4 +1,4 @@
-"""Computes the metrics of a collection, and records of its trajectories."""
+"""Computes the metrics of a collection, and the records of its trajectories."""
 
 import collections
 from collections.abc import Mapping, Sequence

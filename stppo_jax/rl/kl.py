@@ -113,8 +113,8 @@ def adaptive_coefficient(
     target: the wanted divergence, nats per trajectory.
     horizon: the time constant of the controller, in trajectories.
   """
-  # NaN passes through min and max in an order that Python does not promise, so
-  # the result is checked and not the input.
+  # NaN passes through max and min here, because it is their first argument. So
+  # one check of the result finds both a NaN and an overflow.
   error = min(max(kl / target - 1, -0.2), 0.2)
   new = coefficient * (1 + error * num_trajectories / horizon)
   return new if math.isfinite(new) else coefficient

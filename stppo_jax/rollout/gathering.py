@@ -68,7 +68,8 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
   plain['expert_ids'] = None
   for turn, fields in zip(trajectory.turns, plain['turns'], strict=True):
     if turn.truncated_logprobs is not None:
-      # Only this difference of the log-probabilities is in a metric.
+      # Metrics read only the difference between the two. `_values` makes zeros
+      # of the other one.
       change = turn.truncated_logprobs - turn.sampler_logprobs
       fields['truncated_logprobs'] = change.tolist()
   return plain

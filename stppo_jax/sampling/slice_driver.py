@@ -20,7 +20,7 @@ from stppo_jax.sampling import slot_driver
 # is done has no rows.
 _WAITS, _DONE = 'waits', 'done'
 _ORDER = ('extend', 'copy', 'decode', _WAITS, _DONE)
-# Seconds until hosts that all wait ask each other again.
+# If all hosts wait, the seconds until they tell each other their calls again.
 _PAUSE = 0.005
 
 # Yields the values of all hosts, see `voting.agreed`.

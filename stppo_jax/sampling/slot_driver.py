@@ -78,8 +78,8 @@ class SlotDriver:
     """Appends tokens to slots, in which turns with these weights begin."""
     # In every run a wave begins with the same prompts in the same call, however
     # long things take. So this call may leave out empty slots and still give
-    # the same bits. With other hosts it may not: they share its shapes, and may
-    # be anywhere in their waves.
+    # the same bits. With several hosts it may not: a call has the same shapes
+    # on all of them, and the others may be at any point of their waves.
     is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):

@@ -44,7 +44,8 @@ def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
     OSError: the file cannot be read.
     ValueError: a line is no dialogue of a search; names file and line.
   """
-  # What is not UTF-8 is no JSON either, and is named with its line.
+  # Without this handler a byte that is not UTF-8 would end the reading with an
+  # error that names no line.
   with open(path, encoding='utf-8', errors='surrogateescape') as file:
     for number, line in tables.numbered_lines(file, path):
       if not line.strip():

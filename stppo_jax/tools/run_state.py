@@ -123,11 +123,12 @@ def read(folder: str | pathlib.Path) -> RunState:
 
 
 def read_from(path: pathlib.Path, folder: str) -> RunState:
-  """Returns the state of a run whose files are here.
+  """Returns the state of a run whose files are on this machine.
 
   Args:
     path: the folder with the files.
-    folder: what the state names: this folder, or an address in a bucket.
+    folder: the name of the run's folder in the state and in errors: `path`, or
+      the address in a bucket from which the files were downloaded.
 
   Raises:
     NoRun: the folder is missing, or not that of a run.

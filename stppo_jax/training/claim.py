@@ -118,7 +118,9 @@ class Folder:
         self._begin_watch()
 
   def record(self) -> None:
-    """Makes the folder that of the run: records its config, begins to watch it.
+    """Makes the folder the run's own, and begins to watch the run.
+
+    The config is recorded there.
 
     Raises:
       OtherRun: the folder has another run.
@@ -335,7 +337,8 @@ def _standing_for(address: str) -> Iterator[pathlib.Path]:
 
 def tell_before_first(unit: str) -> None:
   """Logs that a run was interrupted when it had done nothing yet."""
-  # Whatever a start has written is complete, or the next one makes it again.
+  # Nothing is saved here: each file that this start has written is complete, or
+  # the next start makes it again.
   _log.info(
     'interrupted before the first %s; the same command starts again', unit
   )

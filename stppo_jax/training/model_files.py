@@ -144,14 +144,14 @@ def build_model_config(
   replay = config.updates.routing_replay
   if replay != 'nowhere' and not sizes.num_experts:
     raise ValueError(
-      f'updates.routing_replay={replay}: must be nowhere, the model in '
-      f'{model.path} has no experts'
+      f'updates.routing_replay={replay}: must be nowhere, because the '
+      f'model in {model.path} has no experts'
     )
   expert = mesh.shape['expert']
   if expert > 1 and not sizes.num_experts:
     raise ValueError(
-      f'mesh.expert={expert}: must be 1, the model in {model.path} has no '
-      'experts'
+      f'mesh.expert={expert}: must be 1, because the model in {model.path} '
+      'has no experts'
     )
   return dataclasses.replace(
     sizes,

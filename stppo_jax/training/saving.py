@@ -118,10 +118,10 @@ class Saver:
     return max(self._restored, self.checkpointer.pending.saved)
 
   def restore(self, unit: str) -> 'LastStep':
-    """Returns the newest valid step; number 0 if none was saved.
+    """Returns the newest valid step, or the start if no step was saved.
 
     Args:
-      unit: the name of what the run counts.
+      unit: what the run counts, 'step' or 'update'.
 
     Raises:
       Exceptions of `Checkpointer.restore_latest`.

@@ -65,13 +65,14 @@ class Beat:
 
 
 class Heartbeat:
-  """Writes the heartbeat of a run in the body of `written`, and only there.
+  """Writes the heartbeat of a run while the body of `written` runs.
 
-  Errors of the file are ignored: a run must not end because nobody can watch
-  it.
+  If the file cannot be written, the error is ignored: a run must not end
+  because nobody can watch it.
 
   Args:
-    exit_code: returns the exit code of a body that ends without an error.
+    exit_code: a function that returns the exit code of the process, if the body
+      of `written` ends without an error.
 
   Attributes:
     beat: the content of the file.

@@ -219,8 +219,9 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
   """Returns who holds the lock of a folder, without taking it.
 
   Returns:
-    None if nobody does, or nobody who is named; otherwise the holder, and
-    whether that process runs. This is None for a process of another host.
+    None if there is no lock, or if its file names nobody. Otherwise the holder,
+    and whether that process runs; the latter is None for a process of another
+    host.
   """
   try:
     with open(folder / NAME, encoding='utf-8') as file:
@@ -372,7 +373,7 @@ def _started(pid: int) -> str | None:
     os.kill(pid, 0)
   except ProcessLookupError:
     return None
-  except PermissionError:  # it is another user's
+  except PermissionError:  # the process is another user's
     pass
   try:
     text = pathlib.Path('/proc', str(pid), 'stat').read_text(encoding='utf-8')

@@ -28,8 +28,8 @@ _NUM_PIECES, _PIECE = 64, 1 << 20
 # The folders of packaged files, each with its name in the records of runs. With
 # these a run can be resumed in another clone.
 _CONFIGS = pathlib.Path(schema.__file__).resolve().parent
-# As JSON writes a path, without the quotes: paths are replaced in the text of a
-# record.
+# The paths are written as in JSON, but without quotes, because they are
+# replaced in the JSON text of a record.
 _PACKAGED = {
   'asset:prompts/': json.dumps(f'{_CONFIGS / "prompts"}/')[1:-1],
   'asset:': json.dumps(f'{_CONFIGS.parent / "assets"}/')[1:-1],

@@ -108,7 +108,8 @@ def _completed(recorded: Any) -> Any:
   # A key may have had values of another type, which the schema checks later.
   with config.ignore_type():
     config.update_from_flattened_dict(values)
-    # Its sections have the options of the choices that they name.
+    # Replaced as a whole: which options a section has depends on the choice
+    # that it names.
     config.algorithm = recorded.algorithm
     for kind, choices in defaults.DEFAULTS.items():
       section = config.algorithm[kind]

@@ -81,10 +81,11 @@ def problems(
     folder: the folder that a flag names; it may not exist yet.
     flag: the flag, such as '--workdir'.
     command: the command that would write there.
-    reads: directories that must stay as they are, by the name of what is read
-      there.
-    may_lie_inside: whether the folder may lie in one of them.
-    expected: names that a folder may hold which the command has not written.
+    reads: directories that the command reads and must not change, keyed by the
+      flag or config key that names them.
+    may_lie_inside: whether the folder may lie in one of these directories.
+    expected: names of files that the folder may hold although the command has
+      not written them.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
   # As a path, gs://bucket/run would be a folder named `gs:` here.

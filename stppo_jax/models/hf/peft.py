@@ -4,15 +4,16 @@
     adapter_model.safetensors    lora_A [rank, in] and lora_B [out, rank] of
                                  each matrix that has an adapter
 
-In files each matrix may have a rank and a scale of its own. Our layers are
-stacked, so the adapters of a stack have one rank, that of the largest, and one
-scale. Where a rank is smaller, A and B are filled with zeros: these have
-gradients of zero, and stay zero. Where a scale differs, B takes the difference.
+In such files each matrix may have a rank and a scale of its own. Our layers are
+stacked, so all adapters of a stack have one scale, and the largest of their
+ranks. A and B of a smaller rank are padded with zeros, whose gradients are
+zero, so that they stay zero. Where the scale in a file is another one, B is
+multiplied by the quotient of the two scales.
 
-PEFT on `transformers` 5 keeps the experts of a layer in one parameter, and so
-their adapters in one tensor, in which A is shared by gate_proj and up_proj. We
-read that too, and write the experts one by one, which PEFT reads in all its
-versions.
+PEFT on `transformers` 5 keeps the experts of a layer in one parameter. Their
+adapters are then one tensor too, in which gate_proj and up_proj share A. We
+read this form as well. We write the experts one by one, which all versions of
+PEFT read.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
-# Keys that are read at once, and queries of a program at most. Both were
-# measured on an H100 with heads of 64 and of 128.
+# The most keys that are read at once, and the most queries of a program. Both
+# were measured on an H100 with heads of 64 and of 128.
 _KEYS, _QUERIES = 64, 64
 _LEAST = 16  # keys, queries or parts of a head in a product
 # The logit of an invisible key. It is finite, so that a query which sees

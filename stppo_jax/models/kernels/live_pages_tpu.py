@@ -249,7 +249,7 @@ def _kernel(
   query = first_1[0] + query % num_queries
 
   begins = page == 0
-  if window is not None:  # the first pages may be in no entry
+  if window is not None:  # page 0 may be before the window, and in no entry
     begins = rows_E[jnp.maximum(entry - 1, 0)] != rows_E[entry]
     begins |= entry == 0
 

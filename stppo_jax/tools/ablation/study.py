@@ -117,7 +117,7 @@ def parse(name: str, content: Any) -> Study:
       raise ValueError(f'{start}unknown key {key!r}{choices}')
   seeds, starts = content.get('seeds'), content.get('starts', {})
   groups: Any = content.get('arms')
-  # Not `isinstance`, to which True is a number, and would mean one seed.
+  # `isinstance` would accept True, which would then mean one seed.
   if type(seeds) is not int or seeds < 1:
     raise ValueError(
       f'{start}seeds={seeds!r}: must be a whole number, 1 or more'

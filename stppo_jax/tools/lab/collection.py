@@ -200,7 +200,8 @@ def _with_start(config, workdir):
   if workdir is None:
     if run_record.makes_start(config):
       raise exits.Misconfigured(
-        '--workdir: missing; a run of this config makes its start weights'
+        '--workdir: missing; give the folder of a run of this config, which '
+        'makes the weights that it starts from'
       )
     return config
   workdir = pathlib.Path(workdir)

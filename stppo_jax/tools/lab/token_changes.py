@@ -79,7 +79,7 @@ def multipliers(
     saved_batch.NotFinite: a result is too large for the precision.
   """
 
-  # A KL term would hide that a token is cut.
+  # The gradient of a KL term would hide that the objective cuts a token.
   kl = dataclasses.replace(algorithm.kl, where='nowhere')
   algorithm = dataclasses.replace(algorithm, kl=kl)
 

@@ -178,8 +178,8 @@ def correlations(
     if known_B.sum() > 2:
       earned_B = np.where(own_BL, arrays['rewards_BL'], 0.0).sum(axis=1)
       truth_B = earned_B + after.mean_B - before.mean_B
-      # Both values are sampled on their own, so the variances of their errors
-      # add up.
+      # The two values are sampled independently, so the variances of their
+      # errors add up.
       noise = np.mean((before.noise_B + after.noise_B)[known_B])
       variance = np.var(truth_B[known_B], ddof=1)
       found.turns.append(turn)

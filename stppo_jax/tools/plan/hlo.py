@@ -99,7 +99,7 @@ class Instruction:
 
   @property
   def number(self) -> int | None:
-    """Returns the value of a whole constant, or the number of a parameter."""
+    """Returns the value of an integer constant, or a parameter's index."""
     text = self.rest.partition(')')[0]
     return int(text) if text.isdigit() else None
 

@@ -99,7 +99,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Returns its success in a few numbers."""
+    """Returns the success of the run in a few numbers."""
     rewards = self.column(REWARD)
     return success_curve.curve(np.array(list(rewards.values())), list(rewards))
 

@@ -167,7 +167,11 @@ def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):
   config, begun = runs.config(sft__before_training=True), tmp_path / 'begun'
   run_record.record_config(config.to_dict(), begun)
   for workdir, expected in (
-    (None, '--workdir: missing; a run of this config makes its start weights'),
+    (
+      None,
+      '--workdir: missing; give the folder of a run of this config, which '
+      'makes the weights that it starts from',
+    ),
     (tmp_path / 'absent', f'--workdir={tmp_path}/absent: no such folder'),
     (tmp_path, f'no run in {tmp_path}: train has made none'),
     (begun, f'{begun}/start: missing, the run has not begun'),
