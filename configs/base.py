@@ -83,8 +83,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'evaluation': '',
         # A file of passages in that folder; '' = an external server has them.
         'corpus': '',
-        # The vocabulary entries of the BPE tokenizer that is trained on the
-        # passages of jsonl and tfds if the model has no tokenizer.
+        # With jsonl and tfds, if the model has no tokenizer, a BPE tokenizer is
+        # trained on the passages. This is the size of its vocabulary.
         'tokenizer_vocab_size': 4096,
         'synthetic_wiki': {
           # Seed of the encyclopedia. It does not depend on the run's seed, so

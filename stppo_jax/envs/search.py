@@ -78,7 +78,7 @@ class SearchEnvironment(protocol.Environment):
     cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
   ) -> Self:
     """See `protocol.Environment`."""
-    assert retriever is not None  # as `needs_retriever` says
+    assert retriever is not None  # `needs_retriever` is True
     return cls(
       retriever=retriever,
       max_turns=options['max_turns'],

@@ -1,9 +1,9 @@
 """Counts the floating-point operations that a model needs.
 
-Causal attention counts half of the square of the length, in a layer with a
-window only what the windows hold, and logits count at loss positions only. Only
-the functions named `recomputed_*` count what a backward pass repeats. An
-addition and a multiplication are two operations.
+Causal attention counts half of the square of the length. In a layer with a
+window, it counts only the keys in the window of each query. Logits count at
+loss positions only. Only the functions named `recomputed_*` count what a
+backward pass repeats. An addition and a multiplication are two operations.
 """
 
 from collections.abc import Iterable

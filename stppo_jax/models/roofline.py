@@ -139,7 +139,7 @@ class Work:
   @property
   def decode_bytes(self) -> float:
     """The bytes of its memory that a device reads in a call of decode."""
-    # While a row grows, it is on average half as long as in the end.
+    # While a row grows, it is on average half as long as at its end.
     seen = self.length / 2
     if self.shape.attention != 'xla':  # no page before a window is read
       seen = flops.seen_keys(self.shape, self.length) / self.shape.num_layers
@@ -158,7 +158,7 @@ class Work:
 
   @property
   def shards(self) -> int:
-    """The devices that weights are cut over along their width."""
+    """The number of shards of the weights along their width."""
     return math.prod(self.axes[axis] for axis in mesh_lib.WEIGHT_AXES)
 
 

@@ -83,7 +83,8 @@ def _place(
     return detect()
   if missing := [flag for flag, is_given in given.items() if not is_given]:
     raise ValueError(
-      f'{" and ".join(missing)}: missing; give {", ".join(given)} or none'
+      f'{" and ".join(missing)}: missing; give all of '
+      f'{", ".join(given)}, or none of them'
     )
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -78,8 +78,9 @@ def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
   if fraction and len(by_host) > 1 and _ONLY_WHOLE_HOSTS.search(kind):
     raise ValueError(
       f'mesh.collect_fraction={fraction}: must be 0 on {len(by_host)} hosts of '
-      f'{kind}, whose compiler fails where part of the chips of several hosts '
-      'learn; v4 and v5p can be divided, and so can a single host of v5e or v6e'
+      f'{kind}, because their compiler fails if only some chips of several '
+      'hosts learn; it may be above 0 on hosts of v4 or v5p, and on a single '
+      'host of v5e or v6e'
     )
   learning, collecting = [], []
   for host in by_host.values():

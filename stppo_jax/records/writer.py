@@ -133,15 +133,15 @@ class Writer:
   def complete(self, step: int, line: str) -> bool:
     """Writes the line of a step again if the file has lost it.
 
-    Call it after `rewind`. A line may be lost although the checkpoint of its
-    step is not: the machine has failed, or the disk was full.
+    Call it after `rewind`. If the machine fails or the disk is full, the
+    checkpoint of a step may be kept although its line is lost.
 
     Args:
       step: the step of the newest checkpoint.
-      line: what `write` has returned for it.
+      line: the line that `write` returned for this step.
 
     Returns:
-      Whether it was written.
+      Whether the line was written.
     """
     if (
       self._host

@@ -65,7 +65,8 @@ def _clean(passage: types.Passage, max_chars: int) -> types.Passage:
 
 
 def _number(digits: str) -> int | float:
-  # int() refuses some thousand digits, and a float cannot hold 400.
+  # int() refuses several thousand digits, and an int of 400 digits cannot be
+  # converted to a float.
   return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
 
 

@@ -210,7 +210,7 @@ def _old_logprobs(context: LossContext) -> Array:
 
 @options_lib.dataclass
 class EntropyScaled(Fixed):
-  """Options of `entropy_scaled`; least, most: the range of f."""
+  """Options of `entropy_scaled`; its factor f is in [least, most]."""
 
   least: float = options_lib.number()
   most: float = options_lib.number()

@@ -144,15 +144,16 @@ def turn_index(
   epsilon: Array | float,
   num_turns: int,
 ) -> Array:
-  """Returns advantages that compare turns of one number: A2TGPO.
+  """Returns advantages that compare turns of equal index k: A2TGPO.
 
     A_k = z(outcome) + turn_weight D_k / sqrt(n_k)   before the row's last turn
     A_k = z(outcome)                                 in the row's last turn
     D_k = z(r_k) + gamma D_{k+1}
 
-  n_k is how many z are summed. z is that of `group_normalized`: of outcomes
-  over the group, of r_k over the turns k that are not the last of their row.
-  Like `turn_group`, it is biased where the policy chooses when to stop.
+  n_k is the number of z that D_k sums. z is that of `group_normalized`: of
+  outcomes over the group, of r_k over the turns k that are not the last of
+  their row. Like `turn_group`, it is biased where the policy chooses when to
+  stop.
 
   Source: arXiv 2605.06200, whose turn reward is an information gain. The
   authors' code has gamma 1 and turn_weight 0.3; it numbers only turns whose

@@ -129,7 +129,7 @@ class Collectors(prefetch.Policies):
       seconds.append(value['seconds'])
     self._first_groups = first
     metrics = {}
-    if self._hosts.is_first:  # the counts of the first host are those of all
+    if self._hosts.is_first:  # it reports the counts of all hosts
       metrics = gathering.joined(counts)
       metrics['hosts/steps_waiting'] = float(sum(waiting))
     return prefetch.Collected(
@@ -315,7 +315,8 @@ def follow(
         if not getattr(error, 'saves', False):
           raise
         delivery.send_failure(step, error)
-        while client.read():  # the hosts that learn save, and end the run
+        # The hosts that learn save the last step and then end the run.
+        while client.read():
           pass
         raise
 

@@ -65,8 +65,8 @@ class EventLoop:
 
       self._loop.call_soon_threadsafe(start)
     except BaseException:
-      # After an interrupt nobody waits for the coroutines. The loop takes none
-      # of those that are closed here.
+      # After an interrupt nobody waits for the coroutines. Those that are
+      # closed here have left the queue, so the loop does not start them.
       with contextlib.suppress(IndexError):
         while True:
           waiting.popleft().close()

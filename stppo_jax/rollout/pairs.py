@@ -91,7 +91,9 @@ def pairs(
   totals_B = np.where(mask_BL, rewards_BL, 0.0).sum(axis=1, dtype=np.float64)
   if not np.isfinite(totals_B).all():
     row = int(np.flatnonzero(~np.isfinite(totals_B))[0])
-    raise ValueError(f'rewards_BL: row {row} sums to {totals_B[row]}')
+    raise ValueError(
+      f'rewards_BL: row {row} sums to {totals_B[row]}; must be finite'
+    )
   chosen = []
   for group in np.unique(group_ids_B):
     rows = np.flatnonzero((group_ids_B == group) & mask_BL.any(axis=1))

@@ -14,7 +14,7 @@ class ProgramOptions(NamedTuple):
     page_size: tokens of a page of the cache.
     num_pages: pages of a lane.
     sampling: temperature and truncation.
-    decode_chunk: most tokens of a row that one call decodes.
+    decode_chunk: the largest number of tokens of a row that one call decodes.
   """
 
   page_size: int
@@ -41,7 +41,7 @@ class EngineOptions:
     pages: pages of all slots; 0: as many as full slots need. With fewer, rows
       wait for pages of others.
     prefill_chunk: tokens of a prompt or an observation that one call appends.
-    decode_chunk: most tokens of a row that one call decodes.
+    decode_chunk: the largest number of tokens of a row that one call decodes.
     early_exit: a chunk ends once this share of its turns has ended; without
       effect if `deterministic`.
     lookahead: chunks that are started before the result of the last is read.

@@ -111,7 +111,8 @@ class Lane:
     self._calls = []
     concurrent.futures.wait(left)
     try:
-      for future in left:  # in the order of the calls, so the cause is first
+      # They are in the order of the calls, so the first error is the cause.
+      for future in left:
         future.result()
     except BaseException:
       self._driver.reset()

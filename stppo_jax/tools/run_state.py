@@ -238,8 +238,9 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 
   They are the last ones up to the newest evaluation, and enough for the pace.
   """
-  # Evaluations may be rare. So a line without one is parsed only for the pace,
-  # and lines with one only up to the newest.
+  # The newest lines are parsed for the pace. If none of them has an evaluation,
+  # the newest line that has one is parsed too. Evaluations may be rare, so the
+  # lines in between are not parsed.
   has_evaluation, count = False, 0
   for line in reversed(text.splitlines()):
     is_evaluation = b'"val/' in line

@@ -100,9 +100,9 @@ def build(
   swaps_turns = config.rollout.turn_swaps != 'never'
   if swaps_turns and not is_safe:
     raise exits.Misconfigured(
-      f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never where '
-      f'the same {learner.mesh.size} devices learn and collect; with '
-      'mesh.collect_fraction, some devices only collect'
+      f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never, '
+      f'because the same {learner.mesh.size} devices learn and collect; set '
+      'mesh.collect_fraction to let some devices only collect'
     )
   if config.rollout.steps_ahead and is_safe:
     # Steps are then collected on a thread, which ends when its loop is stopped.

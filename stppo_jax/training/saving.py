@@ -63,7 +63,7 @@ class Extra:
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Returns the part that a checkpoint records; older ones lack fields."""
+    """Reads what `record` wrote; older checkpoints lack some fields."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),

@@ -59,10 +59,10 @@ class Loaded(NamedTuple):
   """The weights before the first step.
 
   Attributes:
-    config: the config of the run, with its start as the model.
+    config: the config of the run; its section `model` names the start.
     state: the state.
     reference: weights of the frozen reference; None if the state has them.
-    number: 2, 3 or 4, see the module's docstring.
+    number: 2, 3 or 4: the number in the list of the module's docstring.
     name: what they are, for the line that is printed.
   """
 

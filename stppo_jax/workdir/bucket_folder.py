@@ -184,7 +184,9 @@ class BucketFolder:
           self.push()
         except OSError as error:
           if not problem:
-            _log.info(f'{error}; the run goes on, and its files wait here')
+            _log.info(
+              f'{error}; the run goes on, and its files wait on this machine'
+            )
           problem = str(error)
         else:
           if problem:

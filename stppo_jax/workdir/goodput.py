@@ -25,7 +25,8 @@ class Goodput:
     beat: the heartbeat of the run, which knows its first start and what was
       lost by others.
     productive: seconds of the steps that were kept until this start.
-    origin: the number of the place that this start has its weights from.
+    origin: 1 to 4, where this start has its weights from, see
+      `training.starts`.
     clock: returns seconds since any moment.
     now: returns seconds since 1970.
   """

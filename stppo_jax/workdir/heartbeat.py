@@ -158,7 +158,7 @@ class Heartbeat:
     self._changed.set()
 
   def resume(self, step: int, done: int) -> None:
-    """Says after how many steps the run goes on; later ones are lost.
+    """Says how many steps are kept; those done after them are lost.
 
     Args:
       step: the number of steps that are kept.

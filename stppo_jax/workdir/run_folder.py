@@ -41,7 +41,7 @@ METRICS = 'metrics.jsonl'  # a line for each step
 MANIFEST = 'manifest/metadata'  # the file of a checkpoint that describes it
 # Sections of the config that every record of a run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
-# The first bytes of every file of a kind.
+# The bytes that every file of a kind begins with.
 _BEGINNINGS = {'npz': b'PK', 'png': b'\x89PNG'}
 _ADVICE = 'give a folder that is new or empty'
 

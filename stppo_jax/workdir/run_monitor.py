@@ -92,12 +92,12 @@ class Watch:
     return self._watchdog.watching(folder / 'stacks' / f'host{host}')
 
   def resume(self, step: int, num_steps: int, origin: int) -> None:
-    """Says after how many steps the run goes on.
+    """Says how many steps are done when the run starts or resumes.
 
     Args:
       step: the number of steps that are kept.
-      num_steps: the length of the run.
-      origin: the number of the place that its weights come from.
+      num_steps: the number of steps of the whole run.
+      origin: 1 to 4, where its weights come from, see `training.starts`.
     """
     self.count(step, num_steps)
     if self._folder is None:

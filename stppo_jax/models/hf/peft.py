@@ -275,7 +275,9 @@ def _open(
   try:
     _check(folder / CONFIG, content)
   except (re.error, AttributeError, OverflowError, RecursionError) as error:
-    raise ValueError(f'{folder / CONFIG}: patterns: {error}') from error
+    raise ValueError(
+      f'{folder / CONFIG}: rank_pattern or alpha_pattern: {error}'
+    ) from error
   # The file of weights is named, because by default none is downloaded.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
@@ -289,8 +291,8 @@ def _open(
     match = _TENSOR.fullmatch(name)
     if match is None:
       raise ValueError(
-        f'{folder / WEIGHTS}: {name} is no A or B of a matrix, which is all '
-        'that is supported'
+        f'{folder / WEIGHTS}: {name} is not supported; supported: lora_A and '
+        'lora_B of linear layers'
       )
     pairs.setdefault(match[1], {})[match[2]] = tensor
   for name, pair in pairs.items():

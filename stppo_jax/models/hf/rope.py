@@ -140,7 +140,8 @@ def write(
   if scaling := config.rope_scaling:
     fields = ('rope_type', *model_config.ROPE_FIELDS[scaling.rope_type])
     hf['rope_scaling'] = {name: getattr(scaling, name) for name in fields}
-    # Where both are given, `transformers` reads the one outside.
+    # If this field is both inside and outside of `rope_scaling`,
+    # `transformers` reads the one outside.
     if 'original_max_position_embeddings' in fields:
       original = scaling.original_max_position_embeddings
       hf['original_max_position_embeddings'] = original

@@ -87,6 +87,6 @@ def is_unreachable(error: Exception) -> bool:
     error: raised by fsspec, by a package of it, or by TensorStore.
   """
   package = type(error).__module__.partition('.')[0]
-  if isinstance(error, OSError):  # such as that of a missing permission
+  if isinstance(error, OSError):  # a missing permission raises one, too
     return not isinstance(error, FileNotFoundError)
   return package in _PACKAGES or any(x in str(error) for x in _PASSING)

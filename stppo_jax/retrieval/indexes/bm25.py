@@ -122,7 +122,9 @@ class Bm25Index:
     sizes = [np.shape(saved.scores[name]) for name in ('data', 'indices')]
     ends = np.ravel(saved.scores['indptr'])[-1:].tolist()
     if sizes != [tuple(ends)] * 2:
-      raise ValueError(f'{folder}: damaged BM25 index: its files do not fit')
+      raise ValueError(
+        f'{folder}: damaged BM25 index: the sizes of its files do not match'
+      )
     if saved.scores['num_docs'] != len(passages):
       raise ValueError(
         f'{folder}: an index of {saved.scores["num_docs"]} passages, but there '

@@ -72,8 +72,8 @@ class Run:
     arm: the name of its arm.
     seed: its seed.
     settings: the digest of its arm's config.
-    columns: column to its numbers, one for each step from 0, the evaluation
-      before training; nan where there is none.
+    columns: the numbers of each column by its name, one for each step. Step 0
+      is the evaluation before training. A step without a number has nan.
   """
 
   group: str

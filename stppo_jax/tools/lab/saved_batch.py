@@ -175,8 +175,9 @@ def select(
     for name, reader in readers.items()
     if name not in arrays
   )
-  # Each check relies on those before it: an array of another shape cannot be
-  # compared with the mask. So each raises errors of its own.
+  # Each check relies on those before it: for example, an array of a wrong shape
+  # cannot be compared with the mask. So each check raises its own errors before
+  # the next one begins.
   chosen = {name: x for name, x in arrays.items() if name in readers}
   _raise_if(_shape_errors(chosen))
   _raise_if(

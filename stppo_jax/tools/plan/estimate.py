@@ -111,7 +111,8 @@ def _choose_devices(topology: topology_lib.Topology, *, compiles: bool) -> None:
     return
   jax.config.update('jax_platforms', 'cpu')  # no device is used
   if topology.platform == 'tpu' and compiles:
-    # A program for chips that are not there can be kept, but not read again.
+    # The cache can store a program for chips that this machine does not have,
+    # but cannot load it.
     jax.config.update('jax_enable_compilation_cache', False)
 
 

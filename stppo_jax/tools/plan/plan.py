@@ -51,7 +51,8 @@ class Plan:
     collectors: the number of hosts that only collect, which have as many
       devices as the others.
     held: what the run holds, beside what programs need.
-    estimated: name to bytes of the temporaries of an update, by formula.
+    estimated: the temporaries of an update by name; a formula gives their
+      bytes.
     programs: the programs that were compiled, by name.
     work: the sizes of a step.
     phases: the phases of a step by name, see `roofline.phases`.

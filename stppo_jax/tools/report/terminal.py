@@ -48,7 +48,7 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
     files.setdefault(found, []).append(path)
   if not files:
     raise exits.Misconfigured(
-      f'{folder}: no dialogue is written (writer.{kind})'
+      f'{folder}: has no dialogues; writer.{kind} says how many a run writes'
     )
   step = max(files) if flags.step is None else flags.step
   if step not in files:

@@ -25,6 +25,7 @@ _LORA = lora.Lora(
   rank_pattern=('o_proj$=5',),
   alpha_pattern=('down_proj$=4.5',),
 )
+_PATTERNS = 'rank_pattern or alpha_pattern: '
 _OF_EXPERTS = lora.Lora(rank=2, alpha=3.0, targets='moe/|q_proj')
 
 
@@ -153,10 +154,10 @@ def test_matrices_of_a_layer_may_have_ranks_and_alphas_of_their_own(tmp_path):
       r'target_parameters=\[1\]: must be a string or a l',
     ),
     ({'target_parameters': 3}, 'target_parameters=3: must be a string or a l'),
-    ({'rank_pattern': {'(?i)q': 1}}, 'patterns: global flags not at the sta'),
-    ({'rank_pattern': {f'a{{{2**40}}}': 1}}, 'patterns: the repetition numb'),
-    ({'rank_pattern': {'(': 1}}, 'patterns: missing '),
-    ({'alpha_pattern': [1]}, 'patterns: '),
+    ({'rank_pattern': {'(?i)q': 1}}, f'{_PATTERNS}global flags not at the sta'),
+    ({'rank_pattern': {f'a{{{2**40}}}': 1}}, f'{_PATTERNS}the repetition numb'),
+    ({'rank_pattern': {'(': 1}}, f'{_PATTERNS}missing '),
+    ({'alpha_pattern': [1]}, _PATTERNS),
   ],
 )
 def test_what_would_compute_otherwise_is_refused_by_name(
@@ -176,8 +177,8 @@ def test_what_would_compute_otherwise_is_refused_by_name(
   'name, line',
   [
     ('model.layers.0.mlp.qkv_proj.lora_A', 'has lora_A alone'),
-    ('model.embed_tokens.lora_embedding_A', 'is no A or B of a matrix'),
-    ('model.layers.0.self_attn.q_proj.lora_magnitude_vector', 'is no A or B'),
+    ('model.embed_tokens.lora_embedding_A', 'is not supported; supp'),
+    ('model.layers.0.self_attn.q_proj.lora_magnitude_vector', 'is not supp'),
   ],
 )
 def test_other_tensors_are_refused_by_name(name, line, tmp_path):
