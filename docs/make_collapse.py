@@ -26,6 +26,7 @@ from studies import forecast
 from studies import gpu
 from studies import narrow_bounds
 from studies import real_text
+from studies import sizes
 from studies import steps_ahead
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -45,6 +46,7 @@ _OWN = {
   'steps_ahead': steps_ahead,
   'gpu': gpu,
   'real_text': real_text,
+  'sizes': sizes,
 }
 # Those of them with comparisons of their own, each with a heading.
 _COMPARISONS = {
@@ -61,10 +63,11 @@ _COMPARISONS = {
     'The comparisons that were planned': real_text.COMPARISONS,
     'Those that were added later': real_text.ADDED,
   },
+  'sizes': {'The comparisons that were planned': sizes.COMPARISONS},
 }
 # What the alarms and forecasts are not judged by: a study without stress, whose
-# runs do not collapse, and one that goes on.
-_APART = ('steps_ahead', 'real_text')
+# runs do not collapse, and those that go on.
+_APART = ('steps_ahead', 'real_text', 'sizes')
 _COLOURS = 32  # of a picture
 
 

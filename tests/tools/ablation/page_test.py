@@ -16,6 +16,7 @@ from studies import bounds
 from studies import dead_critic
 from studies import forecast
 from studies import narrow_bounds
+from studies import sizes
 from studies import steps_ahead
 
 _STUDIES = make_collapse.studies()
@@ -134,6 +135,11 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
     ('real_text', [''], 'turn 0.01', 'turn_ppo'),
     ('real_text', [''], 'turn_ppo', 'token, rate of turns'),
     ('real_text', [''], 'turn 0.01', 'token, rate of turns'),
+    *(
+      ('sizes', [size], arm, 'token_ppo')
+      for size in ('170K', '2M')
+      for arm in ('turn_ppo', 'turn 0.01')
+    ),
     ('steps_ahead', [''], '1 ahead', '0 ahead'),
     ('steps_ahead', [''], '2 ahead', '0 ahead'),
   ],
@@ -143,7 +149,7 @@ def test_the_page_of_what_is_known_has_the_differences(
 ):
   runs = results.read(make_collapse.TABLES / f'{name}.csv.gz')
   areas = {(*run.key, run.seed): run.curve.area for run in runs}
-  seeds = sorted({run.seed for run in runs})
+  seeds = sorted({run.seed for run in runs if run.group in groups})
   both = [
     [np.mean([areas[group, x, seed] for group in groups]) for seed in seeds]
     for x in (arm, other)
@@ -159,6 +165,36 @@ def test_the_planned_comparisons_of_narrow_bounds_hold_but_for_the_third():
   rows = dead_critic.analysis(runs, narrow_bounds.COMPARISONS)[1:]
   assert [row[-1] for row in rows] == ['0.047', '0.047', '0.078', '0.031']
   assert '(Holm: p = .047, .047, .031)' in _KNOWN
+
+
+def test_what_the_page_says_of_2_million_weights():
+  runs = results.read(make_collapse.TABLES / 'sizes.csv.gz')
+  rows = dead_critic.analysis(runs, sizes.COMPARISONS)[1:]
+  # Holm's correction counts the two comparisons without runs.
+  assert [row[1:2] + row[-2:] for row in rows] == [
+    ['8', '0.016', '0.047'],
+    ['8', '0.008', '0.031'],
+  ]
+  assert '(Holm: p = .047, .031)' in _KNOWN
+  runs = [run for run in runs if run.group == '2M']
+  collapsed = [run.arm for run in runs if run.curve.collapsed]
+  assert collapsed == ['token_ppo'] * 5
+  cut, kl, areas = (
+    {
+      arm: [float(of(run)) for run in runs if run.arm == arm]
+      for arm in ('token_ppo', 'turn_ppo', 'turn 0.01')
+    }
+    for of in (
+      lambda run: run.per_step('cut')[:5].mean(),
+      lambda run: run.per_step('kl_old')[:5].mean(),
+      lambda run: run.curve.area,
+    )
+  )
+  shown = [f'{np.mean(x):.0%}' for x in cut.values()]
+  assert shown == ['6%', '14%', '53%']
+  assert [f'{np.mean(x):.2f}' for x in kl.values()] == ['0.13', '0.12', '0.08']
+  extremes = [f'{f(areas[x]):.2f}' for x in areas for f in (min, max)]
+  assert extremes[:2] + extremes[4:] == ['0.21', '0.56', '0.62', '0.68']
 
 
 def test_what_the_page_says_of_39_million_weights():
