@@ -66,7 +66,7 @@ _COMPARISONS = {
   'sizes': {'The comparisons that were planned': sizes.COMPARISONS},
 }
 # What the alarms and forecasts are not judged by: a study without stress, whose
-# runs do not collapse, and those that go on.
+# runs do not collapse, and those that are not complete.
 _APART = ('steps_ahead', 'real_text', 'sizes')
 _COLOURS = 32  # of a picture
 

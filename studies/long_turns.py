@@ -10,15 +10,16 @@
 In study 2 of docs/collapse.md all runs with turns of 60 tokens collapse, at one
 learning rate for all lengths. Is it the length, or how far the policy moves?
 The task and its updates are those of studies/collapse.py, and a run has 24
-steps. What follows was written before the runs.
+steps. The starts go on from that of the quickstart, as in study 2. What follows
+was written before the runs.
 
 Stress: the KL divergence of the first five steps is matched in two ways.
 
 - `per token`: the mean over tokens (`actor/ppo_kl`) is nearest to 0.1 nats, as
   with turns of 10 tokens at the rate of studies/collapse.py. A turn of 100
   tokens then moves ten times as far.
-- `per turn`: that mean times the tokens of a turn is nearest to 1 nat, so that
-  turns of all lengths move equally far: 0.033 and 0.01 nats per token.
+- `per turn`: that mean times the tokens of a turn is the same for all lengths,
+  some 1 nat, so that turns move equally far: 0.033 and 0.01 nats per token.
 
 With turns of 10 tokens both are the same, and studies/collapse.py has found .11
 nats for token ratios and .12 for those of turns at 4e-4. For the other lengths,
@@ -40,6 +41,7 @@ import pathlib
 import sys
 
 from stppo_jax.configs import base
+from stppo_jax.configs import quickstart
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import results
 from studies import collapse
@@ -82,6 +84,7 @@ def studies():
   starts = {
     f'{words} words': {
       **collapse.long_turns(words),
+      'model.path': quickstart.get_config().model.path,
       'sft.num_steps': 300,
       'sft.clean_one_hop_steps': 0,
       'sft.clean_steps': 0,

@@ -10,19 +10,22 @@
 The task and its updates are those of studies/collapse.py: 32 on a collection of
 32 dialogues. A run has 24 steps. The small model begins with the quickstart's
 start, and the others with starts of their own, from random weights and by the
-same demonstrations. All compute in float32, so sizes differ in nothing else
-than weights and rates. The larger ones need a GPU; with several runs on it, set
-the variables of studies/gpu.py. What follows was written before the runs.
+same demonstrations. All compute in float32. Sizes also differ in their starts,
+in depth, and in the machine, so they are not compared with one another. The
+largest needs a GPU; with several runs on it, set the variables of
+studies/gpu.py. What follows was written before the runs of the study, the
+pilot's figures after the pilot, and the last paragraph after the runs.
 
 Stress: each level of each size gets the rate whose KL divergence of the first
 five steps (the mean of `actor/ppo_kl`) is nearest to 0.1 nats in its logarithm.
 For the two larger sizes, token and turn PPO train for five steps with seed 100,
 which is in no study, at each of `_RATES`. For the smallest, studies/collapse.py
-found .11 nats for token ratios and .12 for those of turns at 4e-4. The pilot
+found .11 nats for token ratios and .12 for those of turns at 4e-4, with the
+three seeds of its study of lengths. One seed for each rate is noisy: the pilot
 found .053, .105, .361 and .548 for token ratios of 2 million weights, and .124,
 .088, .230 and .406 for those of turns; with 10 million .067, .165, .294 and
 more, and .100, .254, .291 and .184. (At .184 the policy had collapsed by then.)
-So at each size both levels have one rate.
+So both levels have the same rate at each size.
 
 Hypotheses, for each of the two larger sizes, as differences of the area, the
 mean success of the 24 steps, all of them above 0:
@@ -39,7 +42,8 @@ than eight seeds; the smallest size is description.
 What came otherwise: an H100 spent 5 minutes on the two starts, 6 on the pilot,
 whose programs were compiled for each rate, and 2.5 on twelve runs at once, the
 seeds 0 to 3 with 2 million weights. When these had been seen, the seeds 4 to 7
-of this size were made on CPUs, where one takes 8 minutes of a core. Runs with
+of this size were made on CPUs, where a run takes 8 minutes of a core, and after
+them the 24 runs of the smallest size, there as well. Runs with
 10 million weights have not been made; p-values are corrected for four
 comparisons all the same. The commands that `--dry_run` prints were started by a
 script, and `ablate` gathered the table from their folders.

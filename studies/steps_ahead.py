@@ -14,12 +14,13 @@ correction `tis` weighs each token. After 24 steps of the first seed they were
 no better than those with the old denominator, so they were given up.
 
 Two further arms were planned when those runs were known, in which each turn
-takes the newest weights (`rollout.turn_swaps=keep`). They could not show what
-this does: here a step is collected sooner than the step before it is trained
-on, so newer weights hardly ever come in the middle of a dialogue. In eight runs
-with a core each, four of either arm, there was no such turn, and in three on a
-busy machine there were some in 1 to 16 of 60 steps. So these arms were given
-up, too.
+takes the newest weights (`rollout.turn_swaps=keep`). The hypothesis was that,
+without the lag, they are as good as runs with no steps ahead. It was not
+tested: to collect a step takes less time than to train on the step before, so
+newer weights hardly ever come in the middle of a dialogue. In eight runs with a
+core each, four of either arm, there was no such turn, and in three on a busy
+machine there were some in 1 to 16 of 60 steps. So these arms were given up, and
+their runs are not in the table.
 
     python -m studies.steps_ahead docs/collapse/steps_ahead.csv.gz
 

@@ -158,6 +158,6 @@ def _divide(gradient, outputs, inputs):
 
 @functools.lru_cache
 def tdpo(name: str) -> step_lib.Method:
-  """Returns how to train with a loss of `preferences.PREFERENCES`."""
+  """Returns the training method of a loss of `preferences.PREFERENCES`."""
   loss = functools.partial(tdpo_loss, name=name)
   return step_lib.Method(_cast_reference, loss, finish=_divide)

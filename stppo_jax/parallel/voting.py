@@ -19,7 +19,8 @@ from stppo_jax import interruption
 from stppo_jax.parallel import coordinator
 from stppo_jax.parallel import hosts as hosts_lib
 
-# How many seconds the other hosts get until they must abandon a section.
+# How many seconds a host that was interrupted or has failed waits for the votes
+# of the others.
 PATIENCE = 20.0
 
 

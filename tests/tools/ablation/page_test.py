@@ -140,6 +140,7 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
       for size in ('170K', '2M')
       for arm in ('turn_ppo', 'turn 0.01')
     ),
+    ('sizes', ['2M'], 'turn 0.01', 'turn_ppo'),
     ('steps_ahead', [''], '1 ahead', '0 ahead'),
     ('steps_ahead', [''], '2 ahead', '0 ahead'),
   ],
@@ -195,6 +196,15 @@ def test_what_the_page_says_of_2_million_weights():
   assert [f'{np.mean(x):.2f}' for x in kl.values()] == ['0.13', '0.12', '0.08']
   extremes = [f'{f(areas[x]):.2f}' for x in areas for f in (min, max)]
   assert extremes[:2] + extremes[4:] == ['0.21', '0.56', '0.62', '0.68']
+
+
+def test_token_ratios_moved_further_on_real_questions():
+  runs = results.read(make_collapse.TABLES / 'real_text.csv.gz')
+  token, turn = (
+    np.mean([r.per_step('kl_old')[:5].mean() for r in runs if r.arm == arm])
+    for arm in ('token_ppo', 'turn_ppo')
+  )
+  assert f'KL {token:.2f} and {turn:.2f}' in _KNOWN
 
 
 def test_what_the_page_says_of_39_million_weights():
