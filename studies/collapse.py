@@ -88,6 +88,24 @@ def long_turns(words):
   }
 
 
+def long_starts(words):
+  """Returns starts for turns with these numbers of filler words, by name.
+
+  They go on from the quickstart's start. From random weights, it takes much
+  longer to learn to search within so many words.
+  """
+  return {
+    f'{count} words': {
+      **long_turns(count),
+      'model.path': quickstart.get_config().model.path,
+      'sft.num_steps': 300,
+      'sft.clean_one_hop_steps': 0,
+      'sft.clean_steps': 0,
+    }
+    for count in words
+  }
+
+
 def _corrections(algorithm, scope):
   """Returns an arm for each threshold of a scope."""
   arms = {
@@ -135,18 +153,7 @@ def studies():
           for words in _THINK_WORDS
         },
       },
-      # They go on from the quickstart's start. From random weights, it takes
-      # much longer to learn to search within so many words.
-      'starts': {
-        f'{words} words': {
-          **long_turns(words),
-          'model.path': quickstart.get_config().model.path,
-          'sft.num_steps': 300,
-          'sft.clean_one_hop_steps': 0,
-          'sft.clean_steps': 0,
-        }
-        for words in _THINK_WORDS
-      },
+      'starts': long_starts(_THINK_WORDS),
     },
     'correction': {
       'title': 'Definition, threshold and scope of the correction',

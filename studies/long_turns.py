@@ -41,7 +41,6 @@ import pathlib
 import sys
 
 from stppo_jax.configs import base
-from stppo_jax.configs import quickstart
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import results
 from studies import collapse
@@ -53,12 +52,12 @@ _LEVELS = ('token_ppo', 'turn_ppo')
 # Tokens of a turn -> the filler words of its <think>.
 _WORDS = {30: 20, 100: 90}
 # Group -> level -> the rate that the pilot gives it.
-MATCHED = {
+_MATCHED = {
   '10 tokens': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
 }
 COMPARISONS = {
   f'{group}: turn - token': [f'{group} turn_ppo', f'{group} token_ppo']
-  for group in MATCHED
+  for group in _MATCHED
 }
 
 
@@ -81,16 +80,7 @@ def studies():
       for tokens, words in _WORDS.items()
     },
   }
-  starts = {
-    f'{words} words': {
-      **collapse.long_turns(words),
-      'model.path': quickstart.get_config().model.path,
-      'sft.num_steps': 300,
-      'sft.clean_one_hop_steps': 0,
-      'sft.clean_steps': 0,
-    }
-    for words in _WORDS.values()
-  }
+  starts = collapse.long_starts(_WORDS.values())
   return {
     'long_turns': {
       'title': 'Turns of some 10, 30 and 100 tokens, matched by KL',
@@ -100,7 +90,7 @@ def studies():
           level: {**lengths[group.split(',')[0]], _RATE: rate}
           for level, rate in rates.items()
         }
-        for group, rates in MATCHED.items()
+        for group, rates in _MATCHED.items()
       },
       'starts': starts,
     },

@@ -191,11 +191,19 @@ def test_what_the_page_says_of_2_million_weights():
       lambda run: run.curve.area,
     )
   )
-  shown = [f'{np.mean(x):.0%}' for x in cut.values()]
-  assert shown == ['6%', '14%', '53%']
-  assert [f'{np.mean(x):.2f}' for x in kl.values()] == ['0.13', '0.12', '0.08']
-  extremes = [f'{f(areas[x]):.2f}' for x in areas for f in (min, max)]
-  assert extremes[:2] + extremes[4:] == ['0.21', '0.56', '0.62', '0.68']
+  token, turn, narrow = (100 * np.mean(x) for x in cut.values())
+  assert (
+    f'{narrow:.0f} % of the tokens in the first five steps, where bounds of .2 '
+    f'cut {turn:.0f} % and those of token ratios {token:.0f} %'
+  ) in _WORDS
+  token, turn, narrow = (f'{np.mean(x):.2f}' for x in kl.values())
+  assert f'KL {narrow} in place of {turn} and {token}' in _WORDS
+  assert f'KL {narrow}, and {turn} with .2 and {token} with token' in _KNOWN
+  (low, high), _, (least, most) = ((min(x), max(x)) for x in areas.values())
+  assert (
+    f'areas are between {least:.2f} and {most:.2f}, and those of token ratios '
+    f'between {low:.2f} and {high:.2f}'
+  ) in _WORDS
 
 
 def test_token_ratios_moved_further_on_real_questions():
