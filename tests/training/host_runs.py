@@ -9,7 +9,8 @@ import time
 
 from tests.training import runs
 
-DEVICES = {'JAX_NUM_CPU_DEVICES': '2'}
+_DEVICES = 'JAX_NUM_CPU_DEVICES'
+DEVICES = {_DEVICES: '2'}
 _TIMEOUT = 600  # seconds, on a machine that is busy with other things
 
 
@@ -31,7 +32,7 @@ def start(
     algorithm: an entry of the table of algorithms.
     faults: host to the arguments of `one_host`.
     own: host to changes of its config.
-    devices: host to its number of devices, if it has not two.
+    devices: host to its number of devices; the others have two.
     **changes: see `runs.flags`.
   """
   address, processes = runs.free_address(), []
@@ -43,8 +44,10 @@ def start(
     flags = ['train', *runs.flags(algorithm, **mine), f'--workdir={workdir}']
     flags += [f'--coordinator={address}', f'--num_processes={count}']
     flags += [f'--process_id={index}']
-    number = {'JAX_NUM_CPU_DEVICES': str((devices or {}).get(index, 2))}
-    processes.append(runs.start(*fault, *flags, module=module, **number))
+    environment = dict(DEVICES)
+    if index in (devices or {}):
+      environment[_DEVICES] = str(devices[index])
+    processes.append(runs.start(*fault, *flags, module=module, **environment))
   return processes
 
 
