@@ -115,7 +115,8 @@ def _study(studies: Any, name: str) -> study_lib.Study:
 def _seeds(text: str, errors: list[str]) -> list[int]:
   """Returns the seeds that --seeds names; adds what is wrong to `errors`."""
   words = text.rstrip(',').split(',')
-  if not all(word.isdecimal() for word in words) or text == '0':
+  is_none = text.isdecimal() and not int(text)
+  if is_none or not all(word.isdecimal() for word in words):
     errors.append(
       f'--seeds={text}: must be how many, such as 3, or which, such as 0,1,2'
     )
