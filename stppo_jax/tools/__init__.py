@@ -1,1 +1,1 @@
-"""Programs that look at what runs do or have done; the core imports none."""
+"""Programs that examine runs, data and machines; the core imports none."""

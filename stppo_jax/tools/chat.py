@@ -1,4 +1,4 @@
-"""Answers questions that a person asks, by searching as in training."""
+"""Answers the questions of a person with a policy that can search."""
 
 from collections.abc import Iterator
 import logging
@@ -20,16 +20,17 @@ _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 
 
 def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
-  """Answers the lines of a stream, greedily, until it ends.
+  """Answers each line of a stream as a question, until the stream ends.
 
-  Prints of each question what was searched, found and answered. Changes nothing
-  in the folder of a run, so that the run may be going on.
+  The policy decodes greedily and searches as in training. The searches, the
+  passages found and the answer of each question are printed. Nothing in the
+  folder of a run is changed, so the run may still be training.
 
   Args:
     config: the config recorded in the run, or a default one for a Hugging Face
       directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
-    questions: where questions are read, one on each line.
+    questions: the stream of questions, one on each line.
 
   Returns:
     The exit code 0.
@@ -39,8 +40,8 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   """
   config, run = evaluation.of_checkpoint(config, checkpoint)
   config = config.copy_and_resolve_references()
-  # Nothing is learned here, so all devices may collect. Questions come one at a
-  # time, but each device decodes one row; only one of these rows is used.
+  # Nothing is trained here, so all devices collect. Each device has one slot,
+  # although questions come one at a time and fill only one of these slots.
   config.mesh.collect_fraction = 0.0
   config.rollout.slots = jax.local_device_count()
   config.rollout.lanes = 1
@@ -51,7 +52,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     after = f', step {step}' if run else ''
     _log.info(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
     _log.info(f'for example: {streams.escape(example.text)}')
-    # Greedy decoding reads no random numbers.
+    # Greedy decoding draws no random numbers, so all questions share a key.
     keys = keys_lib.row_keys(jax.random.key(config.seed), 0, 1)
     for number, text in enumerate(_lines(questions)):
       question = types.Question(
@@ -72,7 +73,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields the lines of a stream that are not empty; asks for them first."""
+  """Yields the lines that are not empty; prints a prompt on a terminal."""
   while True:
     if stream.isatty():
       print('? ', end='', flush=True)

@@ -1,6 +1,7 @@
 """Lists the checkpoints of a run, verifies them all, or exports the policy.
 
-jax is imported where it is needed: a wrong flag is answered before.
+Functions import jax when they need it, so that a wrong flag is refused without
+waiting for this import.
 """
 
 from collections.abc import Callable
@@ -29,10 +30,11 @@ def show(workdir: pathlib.Path, place: str) -> int:
 
   Args:
     workdir: the folder of the run.
-    place: its name for messages: the folder, or its address in a bucket.
+    place: the name of this folder in messages: its path, or its address in a
+      bucket.
 
   Raises:
-    Misconfigured: it is not the folder of a run.
+    Misconfigured: `workdir` is not the folder of a run.
   """
   _check(workdir, place)
   found = saved_steps.find(workdir)
@@ -44,7 +46,7 @@ def show(workdir: pathlib.Path, place: str) -> int:
 
 
 def _check(workdir: pathlib.Path, place: str) -> None:
-  """Raises `Misconfigured` for a folder that is not that of a run."""
+  """Raises `Misconfigured` if a folder is not the folder of a run."""
   if not workdir.is_dir():
     raise exits.Misconfigured(f'{place}: no such folder')
   if run_folder.command_of(workdir) not in _COMMANDS:
@@ -63,11 +65,15 @@ def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
 
 
 def verify(workdir: pathlib.Path, place: str) -> int:
-  """Reads all checkpoints of a run and says which are sound; see `show`."""
+  """Reads all checkpoints of a run and prints which of them are intact.
+
+  Returns the exit code, which is 3 if a checkpoint is damaged. The arguments are
+  those of `show`.
+  """
   _check(workdir, place)
   import jax
 
-  # The devices may belong to the run, which may be going on.
+  # The run may still be training on the accelerators, so only CPU is used here.
   jax.config.update('jax_platforms', 'cpu')
   from stppo_jax.records.checkpoints import verification
   from stppo_jax.workdir import run_record
@@ -75,7 +81,7 @@ def verify(workdir: pathlib.Path, place: str) -> int:
   run_record.check_checkpoints(workdir)
   found = saved_steps.find(workdir)
   run, exit_code = run_folder.read(workdir), 0
-  # Not those that were set aside, which are known to be damaged.
+  # Checkpoints that were set aside are left out: they are known to be damaged.
   checked = [saved for saved in found if saved.path.name.isdecimal()]
   for saved in checked:
     problems = verification.problems(saved.path, saved.step, run)
@@ -104,28 +110,29 @@ def export(
 ) -> int:
   """Writes the policy of a checkpoint and prints its step.
 
-  Of the checkpoint only the policy's weights are read, sharded over as many
-  devices as divide them, whatever the mesh of the run was. Of the model's
-  directory the shape and the tokenizer are read and, under adapters, the
-  weights. Nothing in `workdir` is changed, so that the run may be going on.
+  Only the policy's weights are read from the checkpoint. They are sharded over
+  the largest number of devices that divides the model width, whatever the mesh
+  of the run was. The model's directory gives the shape and the tokenizer and,
+  if adapters were trained, the base weights. Nothing in `workdir` is changed,
+  so the run may still be training.
 
   Args:
     config: the config of the run.
     workdir: the run's folder.
-    out: the directory to write; see `workdir.run_folder` for those that
-      commands refuse.
-    step: the checkpoint that is wanted; None: the newest valid one.
+    out: the directory to write; `workdir.run_folder` says which directories
+      commands refuse to write.
+    step: the step of the checkpoint; None for the newest valid checkpoint.
     dtype: the dtype of the weights in the files.
-    adapters: whether to write the adapters alone, as PEFT does.
-    also: function of the policy, a `checkpoint_state.Policy`, that adds files
-      to the directory.
+    adapters: whether to write the adapters alone, in the format of PEFT.
+    also: a function that takes the policy, a `checkpoint_state.Policy`, and
+      adds files to the directory.
 
   Returns:
     The exit code.
 
   Raises:
-    Misconfigured: there is no such checkpoint, or PEFT has no place for the
-      adapters.
+    Misconfigured: there is no such checkpoint, or the format of PEFT cannot
+      hold the adapters.
     ExportFailed: the files cannot be written, for example to a full disk.
     Exceptions with an `exit_code`, see `loop.train`.
   """
@@ -133,7 +140,7 @@ def export(
   from stppo_jax.training import model_files
 
   out = pathlib.Path(out)
-  # Asked first: reading the policy of a large model takes minutes.
+  # Checked first, because reading the policy of a large model takes minutes.
   if problem := atomic_files.refusal(out.resolve().parent):
     raise exits.Misconfigured(f'--out={out}: {problem}')
   policy = checkpoint_state.read_policy(config, workdir, step=step)

@@ -20,14 +20,15 @@ from stppo_jax.envs import environments
 def build(
   root: pathlib.Path, name: str, *, from_files: str, mirror: str, force: bool
 ) -> None:
-  """Builds a data set and prints what it holds; see `building.build`.
+  """Builds a data set and prints the sizes and checksums of its splits.
 
   Args:
     root: the folder of the data sets.
     name: the name of the data set.
-    from_files: the files to read; '' to fetch them.
-    mirror: the address from which they are fetched; '' for that of the authors.
-    force: whether to build it again if it is there.
+    from_files: the original files, see `building.build`; '' to fetch them.
+    mirror: the address from which the original files are fetched; '' for the
+      addresses of their authors.
+    force: whether to build the data set again if it exists.
   """
   if name in layout.names(root) and not force:
     raise ValueError(f'{name}: built already in {root}; --force builds it anew')
@@ -41,7 +42,7 @@ def build(
 
 
 def show_all(root: pathlib.Path | None) -> None:
-  """Prints the data sets that can be built, and those in a folder, if any."""
+  """Prints the data sets that can be built, and the built ones in a folder."""
   there = layout.names(root) if root else []
   for name in dict.fromkeys([*catalogue.PUBLISHED, *there]):
     if name in catalogue.PUBLISHED:
@@ -64,10 +65,10 @@ def show_all(root: pathlib.Path | None) -> None:
 def show(
   root: pathlib.Path | None, name: str, *, start: int, count: int
 ) -> None:
-  """Prints questions as a person reads them.
+  """Prints questions of a data set as text for a person.
 
   Args:
-    root: the folder of the data sets; None if it was not given.
+    root: the folder of the data sets; None if the user gave none.
     name: NAME or NAME:SPLIT of a data set, or a file of questions.
     start: the number of the first question.
     count: the largest number of questions that are printed.
@@ -87,10 +88,10 @@ def demonstrate(config: Any, *, count: int) -> None:
 
   Args:
     config: the config of the run.
-    count: how many are printed.
+    count: the number of demonstrations that are printed.
 
   Raises:
-    ValueError: the questions have no demonstrations; one line.
+    ValueError: the questions have no demonstrations; the message is one line.
   """
   questions = kinds.KINDS[config.data.name].load(config.data, seed=config.seed)
   kind = environments.find(config.env.name)
@@ -100,8 +101,8 @@ def demonstrate(config: Any, *, count: int) -> None:
   teacher = kinds.demonstrations_of(config, questions, environment)
   size = config.sft.batch_size
   for number in range(count):
-    # In batches of the size that `sft` uses: the errors of a noisy demonstrator
-    # are drawn batch by batch, so another size would show other turns.
+    # The batches have the size that `sft` uses. A noisy demonstrator draws its
+    # errors batch by batch, so another size would show other turns.
     step, row = divmod(number, size)
     if not row:
       batch = teacher.batch(step, size)
@@ -112,13 +113,13 @@ def demonstrate(config: Any, *, count: int) -> None:
 def _questions(
   root: pathlib.Path | None, name: str
 ) -> Sequence[types.Question]:
-  """Returns the questions of a file, or of a split that was built."""
+  """Returns the questions of a file, or of a data set that was built."""
   if pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz'):
     return readers.read_questions(name)
   if root is None:
     raise ValueError(
-      f'{name}: no file of questions ({", ".join(tables.SUFFIXES)}), and to be '
-      'a data set it needs --root, the folder of the data sets'
+      f'{name}: no file of questions ({", ".join(tables.SUFFIXES)}); the name '
+      'of a data set needs --root, the folder of the data sets'
     )
   (element,) = mixtures.parse(name)
   from stppo_jax.data import tfds_store

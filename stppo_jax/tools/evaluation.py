@@ -1,13 +1,13 @@
 """Evaluates a run, or any Hugging Face directory, on sets of questions.
 
-    OUT/evaluation.json    what is evaluated: checkpoint, samples, settings
-       /dialogues.jsonl    a record of each dialogue, written as they end
-       /answers.jsonl      the answer and the scores of each
+    OUT/evaluation.json    the checkpoint, the samples and the settings
+       /dialogues.jsonl    a record of each dialogue, appended in batches
+       /answers.jsonl      the answer and the scores of each dialogue
        /results.json       the statistics of each data set
-       /results.md         the same as a table
+       /results.md         the same statistics as a table
 
-The dialogues of a few hundred questions are written at a time. The same command
-continues after the last of them.
+If the command is interrupted, the same command continues after the last batch
+of dialogues that was written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# Dialogues that are collected between two writes, for each slot of the engine.
+# The dialogues per slot of the engine that are collected between two writes.
 _BATCHES = 4
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _ANSWER_FIELDS = (
@@ -58,11 +58,12 @@ _ANSWER_FIELDS = (
 
 
 class _Folder:
-  """The folder of an evaluation.
+  """Reads and writes the folder of an evaluation.
 
   Args:
     path: the folder.
-    identity: what is evaluated, as JSON has it.
+    identity: the content of evaluation.json: the checkpoint, its weights, and
+      the settings that the dialogues depend on.
   """
 
   def __init__(self, path: pathlib.Path, identity: Mapping[str, Any]):
@@ -73,8 +74,9 @@ class _Folder:
     """Locks the folder.
 
     Raises:
-      Misconfigured: it has dialogues of another evaluation; nothing changes.
-      Locked: another process writes there.
+      Misconfigured: the folder has dialogues of another evaluation, and it
+        stays unchanged.
+      Locked: another process writes to the folder.
     """
     with lock.held(self._path):
       self._check()
@@ -98,18 +100,19 @@ class _Folder:
       for key, value in self._identity.items()
       if key != 'weights' and there.get(key) != value
     ]
-    # The fingerprints of weights would fill the screen.
+    # The message leaves out the fingerprints of the weights, because they would
+    # fill the screen.
     if not other and there.get('weights') != self._identity['weights']:
       other = [f'{start}of other weights; give another folder']
     if other:
       raise exits.Misconfigured('\n'.join(other))
 
   def records(self) -> list[dict[str, Any]]:
-    """Returns the written records; an incomplete last one is removed."""
+    """Returns the written records, after removing an incomplete last line."""
     path = self._path / 'dialogues.jsonl'
     if not path.is_file():
       return []
-    # A process that was killed while it appended has left a part of a line.
+    # A process that was killed while it appended may have left part of a line.
     content = path.read_bytes()
     whole = content[: content.rfind(b'\n') + 1]
     if whole != content:
@@ -117,13 +120,13 @@ class _Folder:
     return [json.loads(line) for line in whole.decode().splitlines()]
 
   def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-    """Appends records to the dialogues."""
+    """Appends records to dialogues.jsonl."""
     lines = [json.dumps(record) + '\n' for record in records]
     path = self._path / 'dialogues.jsonl'
     atomic_files.append(path, ''.join(lines).encode())
 
   def write(self, name: str, text: str) -> None:
-    """Writes a file, in place of an earlier one."""
+    """Writes a file of the folder, and replaces an earlier version."""
     atomic_files.replace(self._path / name, text.encode())
 
 
@@ -132,18 +135,18 @@ def evaluate(
 ) -> int:
   """Evaluates a checkpoint on the evaluation questions of a config.
 
-  Changes nothing in the folder of a run, so that the run may be alive.
+  Nothing in the folder of a run is changed, so the run may still be training.
 
   Args:
     config: the config recorded in the run, or a default one for a Hugging Face
       directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
-    samples: the number of dialogues that are sampled for each question; 0 for
-      a single one, decoded greedily.
-    out: the folder of the results; None to print them only.
+    samples: the number of dialogues that are sampled for each question; 0 to
+      decode one dialogue of each question greedily.
+    out: the folder of the results; None to print the results only.
 
   Returns:
-    The exit code: 0, or 75 if the infrastructure failed some dialogues.
+    The exit code: 75 if the infrastructure failed some dialogues, otherwise 0.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
@@ -167,13 +170,13 @@ def evaluate(
     identity = {
       'checkpoint': address or str(checkpoint.resolve()),
       'step': done,
-      # A step does not tell which weights they are: a run may have been made
+      # The step alone does not identify the weights: a run may have been made
       # again in the same folder, and a directory can be overwritten.
       'weights': fingerprint.fingerprints(jax.tree.leaves(params)),
       'samples': samples,
       **_read_settings(config),
     }
-    # Without --out, the same code writes to a folder that is deleted.
+    # Without --out, the same code writes to a temporary folder.
     folder = _Folder(out or pathlib.Path(temporary), identity)
     with folder.held():
       records = _collect_all(
@@ -195,7 +198,11 @@ def evaluate(
 def of_checkpoint(
   config, checkpoint: pathlib.Path
 ) -> tuple[Any, pathlib.Path | None]:
-  """Returns the config with its start, and the folder of the run, if any.
+  """Returns the config of a checkpoint, and the folder of its run.
+
+  If the run makes the weights that it starts from, the config names them as its
+  model. For a Hugging Face directory, the config is unchanged and the folder is
+  None.
 
   Args:
     config: the config recorded in a run, or a default one for a Hugging Face
@@ -203,7 +210,8 @@ def of_checkpoint(
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
 
   Raises:
-    Misconfigured, CheckpointsMissing: the run has nothing to read.
+    Misconfigured: the run has not made the weights that it starts from.
+    CheckpointsMissing: the run has saved checkpoints, but none is there.
   """
   if run_folder.command_of(checkpoint) != 'train':
     return config, None
@@ -215,10 +223,12 @@ def of_checkpoint(
 def opened(
   config, run: pathlib.Path | None, components: components_lib.Components
 ) -> Iterator[tuple[steps.Services, int, functional.Params]]:
-  """Starts what dialogues need, and reads the weights of a policy.
+  """Starts the services that dialogues need, and reads a policy's weights.
 
   Yields:
-    The services, the steps done and the weights: the newest, or the start.
+    The services, the number of training steps that are done, and the weights.
+    The weights are those of the newest checkpoint or, if there is none, those
+    of the model that the config names.
   """
   with (
     streams.logged(streams.show_beside),
@@ -236,7 +246,7 @@ def build_collector(
   components: components_lib.Components,
   params: functional.Params,
 ) -> collect.Collector:
-  """Returns a collector that samples with the weights of a policy."""
+  """Returns a collector of dialogues that samples with the given weights."""
   tokenizer, policy = components.tokenizer, components.learner.policy
   engine = engines.build(
     components.config, services, tokenizer, policy, components.placement
@@ -248,7 +258,7 @@ def build_collector(
 def _load_weights(
   config, run: pathlib.Path | None, learner: learner_lib.Learner
 ) -> tuple[int, functional.Params]:
-  """Returns the steps done and the weights: the newest, or the start."""
+  """Returns the number of steps that are done, and weights; see `opened`."""
   load = functools.partial(
     weights_lib.load_merged, config, config.model.path, learner.models.policy
   )
@@ -270,9 +280,12 @@ def _collect_all(
   samples: int,
   folder: _Folder,
 ) -> list[dict[str, Any]]:
-  """Returns a record of each dialogue, without infrastructure failures."""
-  # A dialogue belongs to the question and the number of its sample, not to its
-  # turn in the queue, so that a command that was interrupted can go on.
+  """Returns a record of each dialogue that the infrastructure did not fail.
+
+  Dialogues that have no record in the folder yet are collected and appended.
+  """
+  # A dialogue is identified by its question and the number of its sample. So a
+  # command that was interrupted finds the dialogues that are still missing.
   rows = [
     (question, sample)
     for question in questions
@@ -288,12 +301,13 @@ def _collect_all(
   if not left:
     return records
   collector = build_collector(config, services, components, params)
-  # A row has its key whatever was collected before.
+  # The key of a row depends on its number alone, so an interruption does not
+  # change it.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
-  # Several waves of slots between two writes: at the end of each, slots stay
-  # idle until the longest dialogue has ended.
+  # Each slot gets several dialogues between two writes: at the end of each
+  # batch, slots stay idle until the longest dialogue of the batch has ended.
   size = _BATCHES * components_lib.num_slots(components.config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]
@@ -323,7 +337,7 @@ def record_of(
   trajectory: types.Trajectory,
   sample: int,
 ) -> dict[str, Any]:
-  """Returns a trajectory as plain data, with what the statistics read."""
+  """Returns a trajectory as plain data, with all fields for the statistics."""
   question = trajectory.question
   texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
   find_answer = rewards.SCOPES[config.env.reward_scope]
@@ -344,7 +358,7 @@ def _report(
   main_score: str,
   folder: _Folder,
 ) -> None:
-  """Prints and writes the statistics of all records."""
+  """Prints the statistics of all records, and writes the result files."""
   by_set: dict[str, list[Mapping[str, Any]]] = {}
   for record in records:
     by_set.setdefault(record['data_set'], []).append(record)
@@ -368,11 +382,12 @@ def _report(
 
 
 def _read_settings(config) -> dict[str, Any]:
-  """Returns the config keys on which the dialogues depend, as JSON has them."""
+  """Returns the config values that dialogues depend on, in types of JSON."""
   values = {
     key: value
     for key, value in settings.flatten(config).items()
     if key in schema.KEYS and schema.KEYS[key].asked
   }
-  # As they come back from a file: JSON has lists for tuples.
+  # JSON turns tuples into lists. After this round trip, the values equal those
+  # that are read from evaluation.json.
   return json.loads(json.dumps(values))

@@ -1,8 +1,8 @@
 """Examines the machine, and the files and services that a run would use.
 
-Each check makes findings: a grade and one line, which says what is there or
-what to do. Nothing is changed; a file that is written to try a folder has no
-name and is gone when it is closed.
+Each check yields findings. A finding is a grade and one line, which says what
+was found or what to do. Nothing is changed on the machine: a file that is
+written to test a folder has no name and is gone when it is closed.
 """
 
 import asyncio
@@ -35,12 +35,13 @@ from stppo_jax.workdir import run_folder
 
 OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 
-_LEAST_MEMORY = memory_lib.GIB  # without a config, which says more
+# The free bytes of memory and of disk that every run needs.
+_LEAST_MEMORY = memory_lib.GIB
 _LEAST_DISK = memory_lib.GIB
-# Packages that are named with their versions; others are named only if they are
-# missing or of a wrong version.
+# Packages whose versions are always printed. Other packages are printed only if
+# they are missing or have a wrong version.
 _SHOWN = ('jax', 'flax', 'orbax-checkpoint', 'transformers')
-# The files of NVIDIA GPUs, and of TPUs of older and newer generations.
+# The device files of NVIDIA GPUs, of older TPUs and of newer TPUs.
 _ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
 
 
@@ -57,9 +58,9 @@ def examine(
   """Yields the findings of all checks.
 
   Args:
-    config: the config of a run; None for checks of the machine only.
+    config: the config of a run; None to check the machine only.
     workdir: the folder of the run; '' if it is not known.
-    folders: the folders that the config names, by their keys.
+    folders: the folders that the config names, by their config keys.
   """
   yield from versions(*declared())
   found = devices()
@@ -71,7 +72,8 @@ def examine(
       state = state_size(built.learner)
       if mesh_lib.platform(built.learner.mesh) == 'cpu':
         on_host = state
-      # The newest checkpoints, the best one, and one that is being written.
+      # The disk holds the `keep` newest checkpoints, the best checkpoint, and
+      # one that is being written.
       on_disk = (config.checkpoint.keep + 2) * state
       yield from retriever(config, built)
   yield memory(available_memory(), on_host)
@@ -86,7 +88,8 @@ def examine(
     )
     for problem in problems:
       yield Finding(WRONG, f'workdir: {problem.removeprefix("--workdir=")}')
-    # A bucket has neither a lock file nor a disk that fills up.
+    # The last checks are about the lock file and the disk, and a bucket has
+    # neither.
     if buckets.is_address(workdir):
       return
     held = lock.holder(path)
@@ -103,8 +106,8 @@ def examine(
 def declared() -> tuple[str, list[str]]:
   """Returns the versions of Python and of packages that stppo_jax supports.
 
-  In a clone they are read from its files, which are newer than what was
-  installed from them.
+  In a clone of the repository, the versions are read from its files, which may
+  be newer than the metadata of the installed package.
   """
   root = pathlib.Path(__file__).resolve().parents[2]
   project, required = root / 'pyproject.toml', root / 'requirements.in'
@@ -118,15 +121,16 @@ def declared() -> tuple[str, list[str]]:
 
 
 def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
-  """Compares the versions of Python and of packages with what is supported.
+  """Compares the versions of Python and of packages with the supported ones.
 
   Args:
-    python: a range of versions, such as '>=3.11'.
-    requirements: packages with their ranges, such as 'jax>=0.10,<0.13'; those
-      of extras, which a run may do without, are left out.
+    python: the supported versions of Python, such as '>=3.11'.
+    requirements: packages with their supported versions, such as
+      'jax>=0.10,<0.13'. Packages of extras are not checked, because a run may
+      do without them.
   """
   version = platform.python_version()
-  # Without `prereleases`, a range contains no pre-release, however new it is.
+  # Without `prereleases`, no range would contain a pre-release of Python.
   if specifiers.SpecifierSet(python).contains(version, prereleases=True):
     yield Finding(OK, f'python: {version}')
   else:
@@ -159,7 +163,7 @@ def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
 
 
 def devices() -> Finding:
-  """Says which devices jax uses, and whether it has missed an accelerator."""
+  """Finds the devices that jax uses, and accelerators that it does not use."""
   try:
     found = jax.devices()
   except RuntimeError as error:
@@ -189,7 +193,7 @@ def memory(available: int | None, needed: int = 0) -> Finding:
 
   Args:
     available: the result of `available_memory`.
-    needed: bytes; 0 = not known.
+    needed: the bytes that the run needs; 0 if they are not known.
   """
   if available is None:
     return Finding(NOTE, 'memory: this system does not say how much is free')
@@ -201,36 +205,37 @@ def memory(available: int | None, needed: int = 0) -> Finding:
 
 
 def available_memory() -> int | None:
-  """Returns the bytes that programs can still get; None if it is not known.
+  """Returns the free bytes of the host's memory; None if they are not known.
 
-  In a container it may be less than what the machine has.
+  In a container, the limit of the container counts too.
   """
   free = []
   try:
     with open('/proc/meminfo', encoding='utf-8') as file:
       fields = dict(line.split(':', 1) for line in file)
     free.append(int(fields['MemAvailable'].split()[0]) * 1024)
-    # In a container that uses more, the kernel kills a process without a word.
+    # If a container exceeds its limit, the kernel kills a process in it without
+    # a message.
     group = pathlib.Path('/sys/fs/cgroup')
     most = (group / 'memory.max').read_text('utf-8')
     used = (group / 'memory.current').read_text('utf-8')
     free.append(int(most) - int(used))
   except (OSError, ValueError, KeyError):
-    pass  # no limit, or another system
+    pass  # there is no limit, or this is not Linux
   return min(free, default=None)
 
 
 def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
-  """Checks that a folder can be written, or made, and has free space.
+  """Checks that a folder can be written or made, and that its disk has room.
 
   Args:
-    name: what the folder is, such as 'workdir'.
+    name: the name of the folder in the finding, such as 'workdir'.
     path: the folder, which may not exist yet.
-    needed: bytes; 0 = not known.
+    needed: the bytes that the run needs there; 0 if they are not known.
   """
   if problem := atomic_files.refusal(path):
     return Finding(WRONG, f'{name}: {problem}: choose another folder')
-  # A folder that is still to be made will be on the disk of the nearest folder
+  # A folder that does not exist yet will be on the disk of its nearest parent
   # that exists.
   existing = path.absolute()
   while not existing.exists():
@@ -244,12 +249,16 @@ def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
 
 
 def setup(config) -> Generator[Finding, None, components.Components | None]:
-  """Builds what `train` builds before it starts, from data, model and devices.
+  """Builds the components of a run, as `train` does before its first step.
+
+  Yields:
+    The findings on the config, the data, the tokenizer and the model.
 
   Returns:
-    What was built; None if something is wrong.
+    The components; None if they cannot be built.
   """
-  # The call that `train` makes, so that what it would refuse is refused here.
+  # `train` makes the same call, so a config that `train` would refuse is
+  # refused here too.
   try:
     built = components.build(config)
   except exits.Misconfigured as error:
@@ -273,7 +282,7 @@ def setup(config) -> Generator[Finding, None, components.Components | None]:
 
 
 def state_size(learner: learner_lib.Learner) -> int:
-  """Returns the bytes of the training state, by its shapes."""
+  """Returns the bytes of the training state, computed from its shapes."""
   state = learner.abstract_state(learner.abstract_start()[0])
   return sum(
     math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -282,7 +291,7 @@ def state_size(learner: learner_lib.Learner) -> int:
 
 
 def retriever(config, built: components.Components) -> Iterator[Finding]:
-  """Asks the retriever of a config the first question of the run."""
+  """Examines the retriever of a config with the first question of the run."""
   options = config.retrieval
   if not environments.find(config.env.name).needs_retriever:
     yield Finding(OK, f'retriever: env.name={config.env.name} needs none')

@@ -1,6 +1,7 @@
 """Shows the tokens of a dialogue, as the model reads and writes them.
 
-The collector of training makes them, with given turns in place of an engine.
+The dialogue is made by the collector of training. In place of an engine, which
+would sample the turns of the policy, it gets turns that the user wrote.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +32,10 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
 
   Args:
     config: the config of a run; no weights are read.
-    question: the text of the question; '' = the first of the training data.
-    turns: what the policy writes; () = an action with each stop string.
+    question: the text of the question; '' for the first question of the
+      training data.
+    turns: the texts of the policy's turns; () for one example action for each
+      stop string.
 
   Raises:
     Misconfigured: the config does not fit its files.
@@ -52,8 +55,8 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
     )
     if question:
       asked = dataclasses.replace(asked, text=question)
-    # A stop string is a closing tag. Without its slash it is the opening one,
-    # so that the example is an action of the environment.
+    # A stop string is a closing tag, which becomes the opening tag without its
+    # slash. Words between these two tags are an action of the environment.
     turns = turns or [
       f'{x.replace("/", "", 1)} words {x}' for x in stop_strings
     ]
@@ -74,8 +77,8 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
   yield streams.escape(tokenizer.decode(row.prompt_ids))
   yield from _notes(row.prompt_ids, tokenizer, environment)
   parts = [('prompt: {} tokens', row.prompt_ids, '')]
-  # A dialogue may ask for more turns than were given. Those are empty, and are
-  # not shown.
+  # A dialogue may have more turns than were given. These further turns are
+  # empty, and are not shown.
   for number, (turn, whole) in enumerate(zip(row.turns, script), start=1):
     ids, observed = turn.token_ids, turn.observation_ids
     end = 'end' if whole[-1] in ends else 'stop'
@@ -99,7 +102,10 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
 def _cut(
   ids: np.ndarray, automaton: stops.StopAutomaton, eos_id: int
 ) -> np.ndarray:
-  """Returns the tokens of a turn up to its end, as the engine cuts it."""
+  """Returns the tokens of a turn up to its stop, as the engine cuts it.
+
+  If nothing stops the turn, the token `eos_id` is appended.
+  """
   state = automaton.START
   for count, token_id in enumerate(ids, start=1):
     state = automaton.next_state_ZV[state, token_id]
@@ -113,7 +119,7 @@ def _notes(
   tokenizer: tokenizer_lib.Tokenizer,
   environment: protocol.Environment,
 ) -> Iterator[str]:
-  """Yields what is easily overlooked in a prompt."""
+  """Yields notes about details of a prompt that are easily overlooked."""
   if tokenizer.prompts.folds_system:
     yield "note: prompt.system begins the user's message"
   encode = tokenizer.encode_prompt
@@ -139,9 +145,9 @@ def _tokens(
   Args:
     tokenizer: the policy's tokenizer.
     tags: the tags whose tokens are marked.
-    ids: the tokens.
-    position: the position of the first one.
-    last: what the last one is.
+    ids: the ids of the tokens.
+    position: the position of the first token in the dialogue.
+    last: a word that marks the last token, such as 'stop'; '' for no mark.
   """
   pieces = [tokenizer.token_bytes()[i] for i in ids]
   pattern = re.compile('|'.join(map(re.escape, tags)).encode() or b'(?!)')

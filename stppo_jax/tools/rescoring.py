@@ -1,4 +1,4 @@
-"""Scores saved dialogues again, and compares with the scores that they have."""
+"""Scores saved dialogues again, and compares the new and the saved scores."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import json
@@ -14,14 +14,15 @@ _FIELDS = ('id', 'golden_answers', 'prompt', 'turns', 'scores', 'status')
 
 
 class Rescored(NamedTuple):
-  """A dialogue, with its saved exact match and that of another scorer.
+  """A dialogue, with its saved exact match and a newly computed one.
 
   Attributes:
-    where: the file and the line.
-    record: the dialogue.
-    answer: the answer that the scorer finds; None if it finds none.
-    score: its exact match or, for a question with options, its accuracy.
-    saved: the one that the dialogue was saved with.
+    where: the file and the line number of the dialogue.
+    record: the saved record of the dialogue.
+    answer: the answer that the new scorer finds; None if it finds none.
+    score: the exact match of this answer or, for a question with options, its
+      accuracy.
+    saved: the exact match, or the accuracy, that was saved with the dialogue.
   """
 
   where: str
@@ -32,20 +33,21 @@ class Rescored(NamedTuple):
 
 
 def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
-  """Yields the dialogues of a file, scored again.
+  """Yields each dialogue of a file with its saved and its new score.
 
   Dialogues that failed because of the infrastructure are left out.
 
   Args:
-    path: a file of `trajectory_metrics.record` lines.
-    scope: a key of `rewards.SCOPES`.
+    path: a file with a result of `trajectory_metrics.record` in each line.
+    scope: the scorer that finds the answer, a key of `rewards.SCOPES`.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: a line is no dialogue of a search; names file and line.
+    ValueError: a line is not the record of a search dialogue; the message
+      names the file and the line.
   """
-  # Without this handler a byte that is not UTF-8 would end the reading with an
-  # error that names no line.
+  # Without `surrogateescape`, a byte that is not UTF-8 would end the reading
+  # with an error that names no line.
   with open(path, encoding='utf-8', errors='surrogateescape') as file:
     for number, line in tables.numbered_lines(file, path):
       if not line.strip():
@@ -76,7 +78,7 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
     kind='choice' if options else 'open',
     options=options,
   )
-  # A dialogue without an answer is wrong, as it was when it was saved.
+  # A dialogue without an answer scores 0, as it did when it was saved.
   score = 0.0
   if answer is not None:
     score = rewards.answer_scores(question, answer)[rewards.EXACT_MATCH]
@@ -85,11 +87,11 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
 
 
 def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
-  """Prints the two mean scores, and dialogues in which they differ.
+  """Prints the saved and the new mean score, and dialogues that differ in them.
 
   Args:
-    rescored: at least one dialogue.
-    scope: the scorer, a key of `rewards.SCOPES`.
+    rescored: the dialogues, at least one.
+    scope: the scorer of the new scores, a key of `rewards.SCOPES`.
     most: the largest number of dialogues that are printed.
   """
   count = len(rescored)
@@ -99,7 +101,7 @@ def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
   print(f'saved      em {sum(e.saved for e in rescored) / count:.4f}')
   print(f'{scope:10} em {sum(e.score for e in rescored) / count:.4f}')
   print(
-    f'{len(differing):,} differ: {gained:,} are right only to {scope}, '
+    f'{len(differing):,} differ: {gained:,} are right only by {scope}, '
     f'{len(differing) - gained:,} only as saved'
   )
   for entry in differing[:most]:
@@ -107,6 +109,6 @@ def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
     answer = 'none' if entry.answer is None else repr(entry.answer)
     line = (
       f'{entry.where}: {entry.record["id"]}: saved {entry.saved:g}, {scope} '
-      f'{entry.score:g}; it finds the answer {answer}; golden: {golden}'
+      f'{entry.score:g}; the answer found is {answer}; golden: {golden}'
     )
     print(streams.escape(line))

@@ -1,10 +1,11 @@
-"""Checks that a run that was stopped and resumed ends with the same bits.
+"""Checks that stopping and resuming a run does not change its final bits.
 
-    WORKDIR/whole    the run in one piece
-           /cut      the run that ends after some steps, and is resumed
+    WORKDIR/whole    a run in one piece
+           /cut      the same run, which is stopped after some steps and resumed
 
-Each piece is a process of its own, as it would be after a preemption. Then the
-fingerprints of all arrays of the last checkpoints are compared.
+Each piece of a run is a process of its own, as it would be after a preemption.
+Then the fingerprints of all arrays in the last checkpoints of both runs are
+compared.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ COMMAND = 'train --verify_resume'
 
 
 class NothingToCompare(Exception):
-  """A checkpoint is missing or damaged."""
+  """The error of a checkpoint that is missing or damaged."""
 
   exit_code = exits.DAMAGED
 
@@ -34,21 +35,21 @@ def verify(
   num_steps: int,
   is_alone: bool,
 ) -> int:
-  """Makes a run in one piece and in two, and compares their ends.
+  """Makes a run in one piece and in two, and compares the final checkpoints.
 
   Args:
-    flags: flags of the command `train`; of repeated ones the last counts.
-    workdir: the folder of both runs.
-    after: the steps after which the second run is cut.
-    num_steps: the length of the runs.
+    flags: flags of the command `train`; if one is repeated, the last counts.
+    workdir: the folder that gets the folders of both runs.
+    after: the number of steps after which the second run is stopped.
+    num_steps: the number of steps of both runs.
     is_alone: whether the flags ask for one machine, and for no restart.
 
   Returns:
-    The exit code: 0 they are equal, 3 they differ, or that of a run that has
-    not come to its end.
+    The exit code: 0 if the checkpoints are equal and 3 if they differ. If a run
+    does not come to its end, its exit code is returned.
 
   Raises:
-    Misconfigured: the flags allow no comparison.
+    Misconfigured: `after` is out of range, or `is_alone` is false.
   """
   errors = []
   if not 0 < after < num_steps:
@@ -64,11 +65,11 @@ def verify(
     raise exits.Misconfigured('\n'.join(errors))
   workdir.mkdir(parents=True, exist_ok=True)
   run_folder.mark(workdir, COMMAND)
-  # Otherwise each piece would verify itself, and so on.
+  # With --verify_resume, each piece would start two further runs.
   flags = _without_verifying(flags)
   whole, cut = workdir / 'whole', workdir / 'cut'
-  # The second run is cut by its length and not by a signal, so that the cut is
-  # always after the same step.
+  # The second run is stopped by its length and not by a signal, so that it
+  # always stops after the same step.
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
     print(f'--- {folder}: to step {steps}', flush=True)
     length = f'--config.num_steps={steps}'
@@ -86,7 +87,7 @@ def verify(
 
 
 def _without_verifying(flags: Sequence[str]) -> list[str]:
-  """Returns the flags without `--verify_resume`, whose value may follow it."""
+  """Returns the flags without `--verify_resume` and its value."""
   left, words = [], iter(flags)
   for word in words:
     name, equals, _ = word.lstrip('-').partition('=')
@@ -103,7 +104,7 @@ def differences(
   """Compares the checkpoints of a step of two runs by their fingerprints.
 
   Returns:
-    A line for each array, or value of the host, that differs; and the number of
+    A line for each array and each host value that differs, and the number of
     arrays.
 
   Raises:
@@ -114,8 +115,8 @@ def differences(
   for name in sorted(ours['leaves'].keys() | theirs['leaves'].keys()):
     if ours['leaves'].get(name) != theirs['leaves'].get(name):
       lines.append(f'step {step}: {name} differs')
-  # `line` holds the metrics of the step, with its times, which no two runs
-  # share.
+  # `line` holds the metrics of the step. It is left out, because it has times,
+  # which differ between any two runs.
   for name in sorted(ours['host'].keys() & theirs['host'].keys() - {'line'}):
     if ours['host'][name] != theirs['host'][name]:
       lines.append(
@@ -134,7 +135,10 @@ def _manifest(folder: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def _train(flags: Sequence[str]) -> int:
-  """Runs `train` as a process; ends it if this one is interrupted."""
+  """Runs `train` as a process, and returns its exit code.
+
+  If this process is interrupted, the process of `train` is ended too.
+  """
   command = [sys.executable, '-m', 'stppo_jax', 'train', *flags]
   process = subprocess.Popen(command)
   try:

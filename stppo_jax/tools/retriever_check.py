@@ -14,18 +14,18 @@ from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 
 _NUM_TIMED = 8  # requests whose time is measured
-_SLOW = 1.0  # seconds
+_SLOW = 1.0  # seconds per query; above them the server counts as slow
 
-# The grade 'ok' or 'note', and a line.
+# The result of a step: the grade 'ok' or 'note', and one line.
 Said = tuple[str, str]
 
 
 class Unusable(Exception):
-  """The server cannot be used; the message says why and what to do.
+  """The error of an unusable server; the message says why and what to do.
 
   Attributes:
-    exit_code: 2 if something must be changed first, 75 if the server cannot be
-      reached now.
+    exit_code: 2 if the user must change something first; 75 if the server does
+      not answer now, so that a later try may succeed.
   """
 
   def __init__(self, line: str, exit_code: int = exits.USAGE):
@@ -35,14 +35,15 @@ class Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-  """The server to examine, and a query whose answer is known.
+  """The server to examine, and the query that it is asked.
 
   Attributes:
-    url: the address of the server, as in retrieval.url.
-    dialect: the dialect of the run, a key of DIALECTS; '' if it is not known.
-    corpus: the corpus of a question, such as worlds/0.
-    query: a query whose answer is known.
-    expect: a text that its passages must contain.
+    url: the address of the server, as in the config key retrieval.url.
+    dialect: the dialect that the run uses, a key of `dialects.DIALECTS`; '' for
+      the first one in which the server answers.
+    corpus: the corpus in which the server searches, such as worlds/0.
+    query: the query that is sent to the server.
+    expect: a text that a passage of the answer must contain; '' for any answer.
     timeout: seconds to wait for a reply.
   """
 
@@ -55,16 +56,17 @@ class Examination:
 
 
 async def examine(asked: Examination, say: Callable[[str, str], None]) -> None:
-  """Examines a server step by step, until one fails.
+  """Examines a server step by step, and stops at the first failed step.
 
   Args:
-    asked: the server, and what it is asked.
+    asked: the server, and the query that it is asked.
     say: called with the grade and the line of each step.
 
   Raises:
     Unusable: if a run cannot use the server.
   """
   # Users copy the address of an endpoint, which ends in the path of a dialect.
+  # Requests add this path again, so it is removed.
   url = asked.url
   for path in dict.fromkeys(d.path for d in dialects.DIALECTS.values()):
     try:
@@ -118,9 +120,9 @@ async def _examine_address(client: http_client.Client) -> Said:
 async def _examine_dialects(
   client: http_client.Client, asked: Examination
 ) -> tuple[list[str], str]:
-  """Returns the dialects that are answered, and the one to use."""
+  """Returns the dialects in which the server answers, and the one to use."""
   failures = await attempts.spoken(client, asked.query, corpus=asked.corpus)
-  # A server may answer in several dialects; ours answers in all of them.
+  # A server may answer in several dialects; `stppo_jax serve` answers in all.
   spoken = [name for name, failure in failures.items() if failure is None]
   chosen = asked.dialect or (spoken[0] if spoken else '')
   if not spoken:
@@ -128,7 +130,7 @@ async def _examine_dialects(
       if failure is not None and failure.status in (401, 403):
         raise _refused(failure)
     reasons = '; '.join(f'{name}: {why}' for name, why in failures.items())
-    raise Unusable(f'dialect: no known one is answered. {reasons}')
+    raise Unusable(f'dialect: no known dialect is answered. {reasons}')
   if chosen not in spoken:
     raise Unusable(
       f'dialect: not {chosen} ({failures[chosen]}), but {" or ".join(spoken)}: '
@@ -143,7 +145,7 @@ async def _examine_times(
   seconds = []
   for n in range(_NUM_TIMED):
     begin = time.monotonic()
-    # Each query is a new one, because a server may cache its answers.
+    # Each query is different, because a server may cache its answers.
     await _ask(client, name, f'{asked.query} {n}', asked)
     seconds.append(time.monotonic() - begin)
   median, longest = np.median(seconds), max(seconds)
@@ -179,7 +181,7 @@ async def _examine_answer(
 async def _ask(
   client: http_client.Client, name: str, query: str, asked: Examination
 ):
-  """Returns the passages of a query, after one attempt."""
+  """Returns the passages that the server finds in one attempt."""
   try:
     (passages,) = await attempts.ask(
       client, dialects.DIALECTS[name], [query], corpus=asked.corpus, topk=3

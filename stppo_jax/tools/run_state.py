@@ -1,7 +1,7 @@
-"""Reads from the folder of a run how it is doing, wherever it runs.
+"""Reads the state of a run from the files in its folder.
 
-Only small files are read, and the end of metrics.jsonl, so that the states of
-many runs take no time.
+The run may be on another machine. Only small files and the end of metrics.jsonl
+are read, so that it is fast to read the states of many runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,23 +27,26 @@ from stppo_jax.workdir import run_folder
 
 FINISHED, RUNNING, INTERRUPTED = 'finished', 'running', 'interrupted'
 FAILED, DEAD = 'failed', 'dead'
-# The same command resumes a run that has ended with one of these.
+# The exit codes of a run that the same command resumes.
 _RESUMABLE = (exits.TRY_AGAIN, exits.INTERRUPTED)
-# Seconds without a heartbeat until a run on another machine counts as dead.
-# The clocks of machines differ, and shared file systems show changes late.
+# Seconds without a heartbeat after which a run on another machine counts as
+# dead. They leave room for clocks that differ between machines, and for shared
+# file systems that show changes late.
 _SILENCE = 120.0
-# The bytes at the end of metrics.jsonl in which lines are looked for.
+# The number of bytes at the end of metrics.jsonl that are read.
 _TAIL = 1 << 20
-_PACE = 20  # steps whose median duration is the pace
-# The errors of reading a line or a file that is damaged, or not ours.
+_PACE = 20  # the number of last steps whose median duration is the pace
+# The errors that a line or a file raises if it is damaged, or was written by
+# another program.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
-# The config of a run in a folder of runs, or of studies.
+# Matches the path of a run's config inside a folder of runs or of studies, and
+# captures the path of the run.
 _CONFIG = re.compile(r'([^/]+(?:/[^/]+)?)/config\.json')
 
 
 class NoRun(exits.Misconfigured):
-  """A folder is not that of a run; the message is one line."""
+  """The error of a folder that holds no run; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +55,25 @@ class RunState:
 
   Attributes:
     folder: the run's folder.
-    command: the command that writes there.
-    state: finished; running; interrupted (it was stopped, or a server was out
-      of reach: the same command resumes); failed (an error ended it); or dead
-      (the process is gone and could say nothing).
+    command: the command that writes the folder.
+    state: finished; running; interrupted (the run was stopped, or a server was
+      out of reach, and the same command resumes the run); failed (an error
+      ended the run); or dead (the process is gone and left no exit code).
     step: the number of steps that are done.
     num_steps: the length of the run; None if it is not known.
-    phase: what it does; '' if it is not known.
-    seconds_per_step: the median of the last steps; None before the first one.
-    eta: the seconds that remain at that pace; None unless it runs.
-    metrics: the reward (or the loss) of the last step and the last evaluation,
-      by name.
+    phase: the phase that a running run is in, such as update; '' if it is not
+      known.
+    seconds_per_step: the median duration of the last steps; None before the
+      first step is done.
+    eta: the seconds that remain at this pace; None if the run is not running,
+      or before the first step is done.
+    metrics: the reward or the loss of the last step, and the score of the last
+      evaluation, by name.
     checkpoint: the step of the newest checkpoint; None if there is none.
-    hosts: the names of the machines of its hosts; [] if they are not known.
-    note: why it has ended, or where it runs; '' if there is nothing to say.
-    alarms: what went wrong in the last step, one line each.
+    hosts: the machine name of each host; [] if they are not known.
+    note: one line about why the run has ended, or about the process that holds
+      its lock; '' if there is nothing to add to `state`.
+    alarms: a line for each problem of the last step.
   """
 
   folder: str
@@ -85,24 +92,26 @@ class RunState:
 
 
 def runs_in(folders: Sequence[str]) -> list[str]:
-  """Returns folders, with those of its runs in place of a folder of runs.
+  """Returns the folders of all runs that the given folders are or contain.
 
-  Runs lie directly in it, or in its folders, as those of several studies do.
+  A folder may be that of a run. Otherwise its runs lie directly in it or one
+  level deeper, as in a folder of several studies. A folder without runs is
+  returned as it is, so that `read` can say what is wrong with it.
   """
   return [run for folder in folders for run in _runs_in(folder)]
 
 
 def _runs_in(folder: str) -> list[str]:
-  """Returns the runs of a folder of runs; otherwise the folder."""
+  """Returns the runs inside a folder, or the folder itself; see `runs_in`."""
   path, names = pathlib.Path(folder), set()
   if buckets.is_address(folder):
-    with contextlib.suppress(buckets.BucketError):  # of which `read` tells
+    with contextlib.suppress(buckets.BucketError):  # `read` reports it
       names = {*buckets.Bucket(folder).entries()}
   elif not run_folder.command_of(path):
     found = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
     names = {x.relative_to(path).as_posix() for x in found}
   inner = {match[1] for match in map(_CONFIG.fullmatch, names) if match}
-  # The folder `policy` in a run has a config.json, too, but is no run.
+  # The folder `policy` inside a run also has a config.json, but is no run.
   inner = {x for x in inner if x.partition('/')[0] not in inner - {x}}
   if run_folder.IDENTITY in names or not inner:
     return [folder]
@@ -110,10 +119,10 @@ def _runs_in(folder: str) -> list[str]:
 
 
 def read(folder: str | pathlib.Path) -> RunState:
-  """Returns the state of the run of a folder.
+  """Returns the state of the run in a folder, which may be in a bucket.
 
   Raises:
-    NoRun: the folder is missing, or not that of a run.
+    NoRun: the folder is missing or holds no run, or its bucket cannot be read.
   """
   try:
     with bucket_files.downloaded(str(folder)) as path:
@@ -131,7 +140,7 @@ def read_from(path: pathlib.Path, folder: str) -> RunState:
       the address in a bucket from which the files were downloaded.
 
   Raises:
-    NoRun: the folder is missing, or not that of a run.
+    NoRun: the folder is missing or holds no run.
   """
   if path.is_file():
     raise NoRun(f'{folder}: not the folder of a run: it is a file')
@@ -144,7 +153,7 @@ def read_from(path: pathlib.Path, folder: str) -> RunState:
   lines = _last_lines(path / 'metrics.jsonl')
   steps = [line for line in lines if line['step'] > 0]
   beat = heartbeat.read(path)
-  # The heartbeat says 0 until the run has found out its length.
+  # The length in the heartbeat is 0 until the run has found out its length.
   num_steps = (beat.num_steps if beat else 0) or _num_steps(path, command)
   step = max([line['step'] for line in lines[:1]] + [beat.step if beat else 0])
   state, note = _state(
@@ -179,17 +188,18 @@ def _state(
   is_complete: bool,
   has_lock: bool,
 ) -> tuple[str, str]:
-  """Returns the state of a run and the reason for it.
+  """Returns `state` and `note` of the `RunState` of a run.
 
   Args:
     folder: the run's folder.
-    beat: its last heartbeat; earlier versions wrote none.
-    is_complete: whether all of its steps are done.
-    has_lock: whether a process that writes there would have its lock there; in
-      a bucket, only the heartbeat tells.
+    beat: the run's last heartbeat; None if there is none, as in runs of earlier
+      versions.
+    is_complete: whether all steps of the run are done.
+    has_lock: whether a running process would hold its lock in this folder. This
+      is false for a bucket, where the heartbeat is the only sign of life.
   """
-  # Whoever looks may be on another machine, where process numbers mean nothing;
-  # then only the time of the last heartbeat tells.
+  # The run may be on another machine, whose processes cannot be looked up here.
+  # Then only the time of the last heartbeat shows whether the run is alive.
   silence = time.time() - beat.time if beat else 0.0
   held = lock.holder(folder)
   if held is not None:
@@ -223,10 +233,10 @@ def _state(
 
 
 def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the last lines of a file of metrics, the newest first."""
+  """Returns the last lines of a metrics file as records, the newest first."""
   try:
     with open(path, 'rb') as file:
-      # The first line that is read may be cut off by this; `_parsed` skips it.
+      # The reading may begin inside a line; `_parsed` skips such a line.
       file.seek(max(path.stat().st_size - _TAIL, 0))
       return list(_parsed(file.read()))
   except OSError:
@@ -234,13 +244,13 @@ def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
-  """Yields the lines that the state of a run needs, the newest first.
+  """Yields the records that the state of a run needs, the newest first.
 
-  They are the last ones up to the newest evaluation, and enough for the pace.
+  These are the newest lines, as many as the pace needs. If none of them has an
+  evaluation, the newest line with an evaluation is added.
   """
-  # The newest lines are parsed for the pace. If none of them has an evaluation,
-  # the newest line that has one is parsed too. Evaluations may be rare, so the
-  # lines in between are not parsed.
+  # Evaluations may be rare, so the lines between the newest lines and the one
+  # with an evaluation are not parsed.
   has_evaluation, count = False, 0
   for line in reversed(text.splitlines()):
     is_evaluation = b'"val/' in line
@@ -248,9 +258,9 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
       continue
     try:
       record = json.loads(line)
-      # This raises unless the step is a number.
+      # This raises an error if the step is missing or no number.
       record['step'] += 0
-    except _UNREADABLE:  # cut off, at one of the ends
+    except _UNREADABLE:  # the line is cut off at an end
       continue
     has_evaluation |= is_evaluation
     count += 1
@@ -258,7 +268,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
-  """Returns the newest reward or loss, and the newest evaluation."""
+  """Returns the newest reward or loss and the newest evaluation, by name."""
   shown: dict[str, float] = {}
   for select in (headline.training, headline.evaluation):
     for line in lines:
@@ -270,10 +280,12 @@ def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
-  """Returns the median seconds of the last steps, see `headline.seconds`.
+  """Returns the median duration of the last steps in seconds.
+
+  The result is None if no step has a duration, see `headline.seconds`.
 
   Args:
-    steps: lines of metrics, the newest first.
+    steps: the metrics of each step, the newest step first.
   """
   found = [headline.seconds(line) for line in steps[:_PACE]]
   seconds = [x for x in found if x is not None]
@@ -281,7 +293,7 @@ def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _alarms(line: Mapping[str, Any]) -> list[str]:
-  """Returns what went wrong in a step, by its line of metrics."""
+  """Returns a line for each problem that the metrics of a step show."""
   found = []
   if skipped := line.get('update/skipped'):
     found.append(f'{skipped:.0%} of the updates were skipped')
@@ -292,7 +304,7 @@ def _alarms(line: Mapping[str, Any]) -> list[str]:
 
 
 def _num_steps(folder: pathlib.Path, command: str) -> int:
-  """Returns the length of a run by its config; 0 if it does not say."""
+  """Returns the number of steps in the config of a run; 0 if it has none."""
   try:
     config = json.loads((folder / 'config.json').read_text('utf-8'))
     section = {'train': config, 'sft': config['sft']}.get(command, {})
@@ -310,7 +322,7 @@ _TITLES = 'run state step phase s/step eta scores saved hosts'.split()
 
 
 def table(states: Sequence[RunState]) -> list[str]:
-  """Returns the lines of a table of runs, and those of notes and alarms."""
+  """Returns the lines of a table of runs, then their notes and alarms."""
   rows = [
     _TITLES,
     *([streams.one_line(x) for x in _row(state)] for state in states),

@@ -1,7 +1,6 @@
 """Computes the statistics of evaluated dialogues, and makes their tables.
 
-A record is a line of `dialogues.jsonl`, see
-`tools/evaluation.py`.
+A record is a line of `dialogues.jsonl`, see `tools/evaluation.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ Record = Mapping[str, Any]
 _OF_ANSWERS = (rewards.EXACT_MATCH, rewards.SUBSTRING_MATCH)
 _RESAMPLES = 1000
 _INTERVAL = (2.5, 97.5)  # percentiles
-_Z = 1.959964  # standard deviations of a normal distribution
+_Z = 1.959964  # half of the 95 % interval, in standard deviations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +28,19 @@ class SetReport:
   Attributes:
     name: the data set.
     questions: the number of questions.
-    samples: the number of dialogues of each.
-    main_score: the name of the score that decides.
-    scores: the mean of each score.
+    samples: the number of dialogues of each question.
+    main_score: the name of the main score of the environment.
+    scores: the mean of each score, by its name.
     intervals: the 95 % interval of each mean, see `interval`.
-    pass_at: k to the probability that one of k dialogues has the main score 1.
-    means: other means: searches, turns, answered, and where gold passages are
-      known `recall`, the share of them that the searches of a dialogue found,
-      and `all_gold`, the share of dialogues that found all.
-    baseline: the share of questions that the most frequent golden answer is
-      right for; None where answers are not compared.
+    pass_at: for each k, the probability that at least one of k dialogues of a
+      question has a main score of 1.
+    means: other means by name: the searches and the turns of a dialogue, and
+      `answered`, the share of dialogues with an answer. Where gold passages are
+      known, there are also `recall`, the share of the gold passages that the
+      searches of a dialogue found, and `all_gold`, the share of dialogues whose
+      searches found all gold passages.
+    baseline: the share of questions that the best constant answer gets right,
+      see `majority`; None if the main score does not compare answers.
   """
 
   name: str
@@ -55,18 +57,19 @@ class SetReport:
 def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   """Returns the statistics of the records of a data set.
 
-  Questions of which a sample is missing, because it failed, are left out.
+  A question is left out if one of its dialogues failed and has no record.
 
   Args:
     name: the data set.
-    records: at least one.
-    main_score: the score that decides.
+    records: the records of its dialogues, at least one.
+    main_score: the name of the main score of the environment.
   """
   by_question: dict[str, list[Record]] = {}
   for record in records:
     by_question.setdefault(record['id'], []).append(record)
   samples = max(map(len, by_question.values()))
-  # pass@k and the means over samples assume as many samples of each question.
+  # pass@k and the means over samples assume the same number of samples for each
+  # question.
   groups = [group for group in by_question.values() if len(group) == samples]
   records = [record for group in groups for record in group]
   # Each array is [questions, samples].
@@ -101,10 +104,10 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-  """Returns the 95 % interval of the mean over questions.
+  """Returns the 95 % confidence interval of the mean of values.
 
-  It is Wilson's where each value is 0 or 1: the bootstrap would say that a
-  share of 0 or 1 is certain.
+  If each value is 0 or 1, this is the Wilson interval, because the bootstrap
+  would give a mean of 0 or 1 an interval of width 0.
   """
   if np.isin(values, (0, 1)).all():
     return wilson(int(values.sum()), len(values))
@@ -112,7 +115,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
-  """Returns the 95 % Wilson interval of a share."""
+  """Returns the 95 % Wilson interval of the share `count / total`."""
   share, middle = count / total, (count + _Z**2 / 2) / (total + _Z**2)
   spread = _Z * math.sqrt(share * (1 - share) * total + _Z**2 / 4)
   half = spread / (total + _Z**2)
@@ -120,8 +123,8 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: np.ndarray) -> tuple[float, float]:
-  """Returns the 95 % percentile interval of the mean over questions."""
-  # A fixed seed: the same dialogues always print the same interval.
+  """Returns the 95 % bootstrap percentile interval of the mean of values."""
+  # The seed is fixed, so that the same values always give the same interval.
   rng = np.random.default_rng(0)
   count = len(values)
   means = [
@@ -132,9 +135,10 @@ def bootstrap(values: np.ndarray) -> tuple[float, float]:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-  """Returns the probability that one of k of the samples is right.
+  """Returns the probability that at least one of k drawn samples is right.
 
-  It is 1 - C(samples - right, k) / C(samples, k). (arXiv 2107.03374)
+  With `right` right ones among `samples` samples, the probability is
+  1 - C(samples - right, k) / C(samples, k). (arXiv 2107.03374)
   """
   return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
@@ -142,8 +146,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def majority(groups: Sequence[Sequence[Record]]) -> float:
   """Returns the share of questions that the best constant answer gets right.
 
-  The constant is a golden answer of some question or, for questions with
-  options, a letter.
+  The constant answer is a golden answer of some question or, for questions with
+  options, the letter of an option.
   """
   counts: dict[str, int] = {}
   for group in groups:
@@ -153,7 +157,7 @@ def majority(groups: Sequence[Sequence[Record]]) -> float:
 
 
 def _golden(record: Record) -> set[str]:
-  """Returns the normalised answers that are right, letters included."""
+  """Returns the normalised right answers of a question, letters included."""
   golden, options = record['golden_answers'], record['options']
   if not options:
     return {text_lib.normalise(answer) for answer in golden}
@@ -170,7 +174,7 @@ def _found(record: Record) -> float:
 
 
 def _powers(samples: int) -> list[int]:
-  """Returns 1, 2, 4, ... and the number of samples."""
+  """Returns the powers of 2 below the number of samples, and that number."""
   powers = [2**n for n in range(samples.bit_length()) if 2**n < samples]
   return [*powers, samples]
 
@@ -180,15 +184,15 @@ def _mean(values) -> float:
 
 
 def as_json(reports: Sequence[SetReport]) -> dict[str, Any]:
-  """Returns the statistics as plain data, by data set."""
+  """Returns the statistics as plain data, by the name of the data set."""
   return {entry.name: dataclasses.asdict(entry) for entry in reports}
 
 
 def rows(reports: Sequence[SetReport]) -> list[list[str]]:
-  """Returns a table as text: a row of names, and one for each data set."""
+  """Returns a table of texts: a row of titles and a row for each data set."""
   names = list(dict.fromkeys(key for entry in reports for key in entry.means))
-  # Data sets differ in the number of samples where the infrastructure failed
-  # some.
+  # Data sets may differ in their number of samples, because failed dialogues
+  # have no record.
   ks = sorted({k for entry in reports for k in entry.pass_at if k > 1})
   main = reports[0].main_score
   scores = [key for key in reports[0].scores if key != main]

@@ -21,14 +21,14 @@ from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import index_folder
 
-# The least value of each flag that describes synthetic worlds.
+# The flags that describe synthetic worlds, with the least value of each.
 WORLD_OPTIONS = {'entities_per_type': 1, 'name_pieces': 1, 'distractors': 0}
 _SOURCES = ('index', 'corpus', 'synthetic_seed')
-_SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
+_SHUTDOWN_TIMEOUT = 10.0  # seconds that open requests get at the end
 
 
 def problems(options: absl_flags.FlagValues) -> Iterator[str]:
-  """Yields a line for each rule between the flags of `serve` that is broken."""
+  """Yields a line for each conflict between the flags of `serve`."""
   given = [x for x in _SOURCES if getattr(options, x) not in (None, '')]
   if not given:
     yield f'one of --{", --".join(_SOURCES)} is required'
@@ -47,19 +47,20 @@ def problems(options: absl_flags.FlagValues) -> Iterator[str]:
 
 
 def serve(options: absl_flags.FlagValues, argv: Sequence[str]) -> int:
-  """Serves until SIGINT or SIGTERM.
+  """Serves searches until SIGINT or SIGTERM.
 
   Args:
-    options: the flags of `serve`, without `problems`; those of a worker have
-      the descriptor of a bound `socket`.
-    argv: these flags as given, with which workers are started.
+    options: the flags of `serve`, for which `problems` yields nothing. In a
+      worker process, `socket` is the file descriptor of a bound socket.
+    argv: the same flags as they were typed; worker processes are started with
+      them.
 
   Returns:
     The exit code.
 
   Raises:
-    ValueError, OSError: a file cannot be read, or the address not be used.
-    WorkerFailed: a worker could not start.
+    ValueError, OSError: a file cannot be read, or the address cannot be used.
+    WorkerFailed: a worker process could not start.
   """
   http_server.check_exposure(
     options.host, _token(), token_variable=address.TOKEN_VARIABLE
@@ -84,7 +85,7 @@ def _app(options: absl_flags.FlagValues):
     world_passages = functools.partial(
       synthetic_wiki.make_passages, options.synthetic_seed, **sizes
     )
-    world_passages(0)  # Raises ValueError for options that make no world.
+    world_passages(0)  # Raises ValueError if these flags make no world.
   return server.make_app(
     index,
     world_passages=world_passages,
@@ -94,10 +95,11 @@ def _app(options: absl_flags.FlagValues):
 
 
 def _open_index(options: absl_flags.FlagValues) -> backends.Index:
-  """Opens the folder of an index, downloaded if it is in a bucket.
+  """Opens the index of `--index`, after a download if it is in a bucket.
 
   Raises:
-    ValueError: a part is missing, damaged, or of another corpus; one line.
+    ValueError: a file of the index is missing or damaged, or is of another
+      corpus; the message is one line.
     BucketError: the bucket cannot be read.
   """
   index, faiss = options.index.rstrip('/'), options.faiss
@@ -124,11 +126,11 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
     loop, parent = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def parent_ended() -> None:
-      loop.remove_reader(parent)  # or it would be called again and again
+      loop.remove_reader(parent)  # a closed pipe stays readable
       stopping.set()
 
-    # The parent writes nothing, so the pipe can be read only once the parent
-    # has ended: a worker must not outlive it.
+    # A worker must not outlive its parent. The parent writes nothing, so the
+    # pipe becomes readable only when the parent has ended.
     loop.add_reader(parent, parent_ended)
   async with http_server.serving(
     app,
@@ -145,14 +147,15 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
 async def _supervise(
   argv: Sequence[str], options: absl_flags.FlagValues
 ) -> int:
-  """Serves in several processes."""
-  _open_index(options)  # Raises ValueError once, and not in every worker.
+  """Serves in several worker processes."""
+  _open_index(options)  # Raises an error once, and not in every worker.
   program = [sys.executable, '-m', 'stppo_jax', 'serve', *argv]
-  # A worker that replaces another one needs no bucket.
+  # Workers get the downloaded folder, so that a worker which replaces another
+  # one does not need the bucket.
   program += [f'--index={buckets.local_folder(options.index.rstrip("/"))}']
-  # All workers accept from one socket, which is bound before any of them
-  # starts: the kernel spreads the connections, and a worker that ends loses
-  # none that waits.
+  # All workers accept connections from one socket, which is bound before any
+  # worker starts. The kernel spreads the connections over the workers, and when
+  # a worker ends, no waiting connection is lost.
   bound = http_server.listen(options.host, options.port)
   with bound:
     url = http_server.url_of(bound, options.host)

@@ -1,7 +1,8 @@
 """Describes the success of a run in a few numbers, and finds a collapse.
 
 Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
-so best, final and collapse are read off its means of five steps.
+so the best value, the final value and a collapse are read off its running mean
+over five steps. If a run has fewer steps, the mean is over all of them.
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,14 @@ class Curve(NamedTuple):
   """The success of a run in a few numbers.
 
   Attributes:
-    area: its mean over all steps, the area under the curve per step.
-    best: the largest mean of five steps.
-    final: the mean of the last five steps.
-    collapsed: whether, from some step to the end and for at least five steps,
-      the mean of five steps stays below half of its best.
-    collapsed_at: the last step of the first of those means; nan if it did not
-      collapse.
+    area: the mean success over all steps, which is the area under the curve
+      per step.
+    best: the largest running mean.
+    final: the last running mean.
+    collapsed: whether the last five running means, or more, are all below half
+      of `best`.
+    collapsed_at: the last step of the window of the first of these low means;
+      nan if the run did not collapse.
   """
 
   area: float
@@ -37,12 +39,12 @@ class Curve(NamedTuple):
 def curve(
   success: np.ndarray, steps: Sequence[int] | np.ndarray | None = None
 ) -> Curve:
-  """Returns a curve of success in a few numbers.
+  """Returns the `Curve` that describes the success of each step.
 
   Args:
-    success: the success of each step. Steps that are nan are left out; without
-      another one, all numbers of the result are nan.
-    steps: the numbers of the steps; None: 1, 2, and so on.
+    success: the success of each step. Steps whose success is nan are left out.
+      If no step is left, all numbers of the result are nan.
+    steps: the number of each step; None for 1, 2, 3 and so on.
   """
   numbers = np.arange(1, len(success) + 1) if steps is None else steps
   found = ~np.isnan(success)
@@ -52,7 +54,8 @@ def curve(
   window = min(WINDOW, len(success))
   means = np.convolve(success, np.full(window, 1 / window), mode='valid')
   best = int(np.argmax(means))
-  # Half of a best mean that is negative would be above it.
+  # If the best mean is negative, half of it is larger than every mean. Then no
+  # mean counts as low.
   is_low = (means[best] > 0) & (means < _COLLAPSED * means[best])
   # A run that recovers has not collapsed, so only low means at the end count.
   stayed = 0

@@ -1,4 +1,4 @@
-"""Converts weights that PyTorch has written to safetensors."""
+"""Converts the weights in files of PyTorch to files of safetensors."""
 
 from collections.abc import Mapping
 import fnmatch
@@ -22,14 +22,15 @@ def convert(place: str, out: pathlib.Path) -> int:
     out: a folder that is new or empty.
 
   Raises:
-    Misconfigured: there are no such weights, a file holds something else,
-      PyTorch is missing, or the folder is not empty; the folder is then as it
-      was.
+    Misconfigured: there are no weights in files of PyTorch, a file holds other
+      data than weights, PyTorch is missing, or `out` is not empty. In each case
+      `out` stays as it was.
   """
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise exits.Misconfigured(f'--out={out}: must be a new or an empty folder')
   if not hub.is_name(place):
-    # Nobody should install PyTorch to learn that there is nothing to convert.
+    # Checked before PyTorch is imported: nobody should install it to learn that
+    # there is nothing to convert.
     _pickled(place, hub.local_folder(place))
   try:
     import safetensors.torch
@@ -50,13 +51,14 @@ def convert(place: str, out: pathlib.Path) -> int:
   with export.replace_dir(out, ours=lambda name: False) as partial:
     for name in pickled:
       try:
-        # With `weights_only`, it unpickles tensors and refuses all other code.
+        # With `weights_only`, torch unpickles tensors and runs no other code
+        # from the file.
         tensors = torch.load(
           folder / name, map_location='cpu', weights_only=True
         )
-        # Copies, because tensors that share their memory cannot be saved.
+        # Cloned, because safetensors cannot save tensors that share memory.
         tensors = {key: x.clone().contiguous() for key, x in tensors.items()}
-      except Exception as error:  # a damaged file can raise any of them
+      except Exception as error:  # a damaged file can raise any
         reason = str(error).partition('\n')[0]
         raise exits.Misconfigured(
           f'{place}: {name} holds something other than weights ({reason})'
@@ -75,10 +77,10 @@ def convert(place: str, out: pathlib.Path) -> int:
 
 
 def _pickled(place: str, folder: pathlib.Path) -> list[str]:
-  """Returns the names of the files to convert.
+  """Returns the names of the files of PyTorch to convert, sorted.
 
   Raises:
-    Misconfigured: there are none.
+    Misconfigured: the folder has no such file.
   """
   names = (x.name for pattern in _PICKLED for x in folder.glob(pattern))
   if found := sorted(names):
@@ -91,5 +93,5 @@ def _pickled(place: str, folder: pathlib.Path) -> list[str]:
 
 
 def _renamed(name: str) -> str:
-  """Returns the name of a file in the other format."""
+  """Returns the safetensors name of a file of PyTorch."""
   return name.replace('pytorch_', '').replace('.bin', '.safetensors')

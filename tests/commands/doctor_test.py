@@ -74,7 +74,7 @@ def test_the_dialect_that_is_not_spoken(capsys):
   [
     (['--query=xyzzy'], "nothing is found for 'xyzzy'. Does the server have"),
     (['--expect=Rome'], "'Rome' is in none of the 1 passages for"),
-    (['--corpus=worlds/1'], 'dialect: no known one is answered. search_r1: st'),
+    (['--corpus=worlds/1'], 'dialect: no known dialect is answered. search_r1'),
   ],
 )
 def test_answers_that_are_not_as_expected(capsys, flags, message):
@@ -126,9 +126,9 @@ def _answering(respond):
   [
     ((302, {'Location': 'http://elsewhere'}), 'address: .* redirects'),
     ((403, {}), 'token: the server refuses'),
-    ((500, {}), 'dialect: no known one is answered'),
-    ((404, {}), 'dialect: no known one is answered'),
-    ((200, {}), 'dialect: no known one is answered'),
+    ((500, {}), 'dialect: no known dialect is answered'),
+    ((404, {}), 'dialect: no known dialect is answered'),
+    ((200, {}), 'dialect: no known dialect is answered'),
   ],
 )
 def test_another_server(capsys, response, message):
