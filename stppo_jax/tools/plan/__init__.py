@@ -1,1 +1,1 @@
-"""Estimates memory and time of a run on devices that need not be there."""
+"""Estimates the memory and time of a run on devices that need not exist."""

@@ -1,4 +1,4 @@
-"""Estimates a run on devices that need not be there, and prints it."""
+"""Estimates a run on devices that need not exist, and prints the estimate."""
 
 from collections.abc import Mapping, Sequence
 import functools
@@ -14,7 +14,8 @@ from stppo_jax.tools.plan import programs as programs_lib
 from stppo_jax.tools.plan import search
 from stppo_jax.tools.plan import summary as summary_lib
 
-# The programs that are compiled for a platform, the slowest to compile first.
+# By platform, the programs that are compiled if the user names none. The
+# slowest program to compile comes first.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
   'tpu': tuple(reversed([*programs_lib.PROGRAMS])),
   'gpu': (),
@@ -35,28 +36,31 @@ def show(
   sweeps: bool,
   compile_best: int,
 ) -> int:
-  """Prints the plan of a run, or those of all meshes.
+  """Prints the plan of a run, or the plans of all meshes.
 
-  Call it before jax is asked for devices: it chooses them.
+  This function chooses the devices that jax uses, so it must be called before
+  any other code asks jax for devices.
 
   Args:
     config: the config of the run.
-    topology_name: the devices, see `parallel/topology.py`.
-    programs: the programs to compile; none: those that are compiled for the
-      platform; None: none of them.
-    gib: the memory of a device; 0: that of the topology's.
-    length: tokens of a row.
-    loss_fraction: the largest share of them that is trained on.
-    price: the price of a chip for an hour.
+    topology_name: the name of the devices, see `parallel/topology.py`.
+    programs: the names of the programs to compile. If it is empty, the programs
+      that `_PROGRAMS` has for the platform are compiled. If it is None, nothing
+      is compiled.
+    gib: the GiB of a device's memory; 0 for the memory that the topology has.
+    length: the number of tokens of a row.
+    loss_fraction: the largest share of a row's tokens that is trained on.
+    price: the price of a chip for an hour; 0 if it is unknown.
     as_json: whether to print JSON.
-    sweeps: whether to print all meshes.
-    compile_best: with `sweeps`, how many are compiled, the best first; -1: all.
+    sweeps: whether to print the plans of all meshes.
+    compile_best: with `sweeps`, the number of meshes whose programs are
+      compiled, the best meshes first; -1 for all meshes.
 
   Returns:
-    The exit code, 2 if nothing fits.
+    The exit code: 2 if no plan fits in memory, otherwise 0.
 
   Raises:
-    Misconfigured: there is no such topology, or the run does not fit it.
+    Misconfigured: there is no such topology, or the config does not fit it.
   """
   with exits.as_misconfigured():
     topology = _topology(topology_name)
@@ -84,7 +88,8 @@ def show(
   summary = summary_lib.summary(plan, price=price)
   if not plan.fits:
     compiler = functools.partial(planner, programs=names) if names else None
-    # Candidates are found by formulas, and only a candidate is compiled.
+    # Changes of the config are searched by formulas, and only the changes that
+    # are found are compiled.
     summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )
@@ -101,18 +106,18 @@ def _topology(name: str) -> topology_lib.Topology:
 
 
 def _choose_devices(topology: topology_lib.Topology, *, compiles: bool) -> None:
-  """Makes jax use CPU devices, as many as a program needs to be compiled."""
+  """Makes jax use CPU devices, as many as compiling for CPU needs."""
   if topology.platform == 'cpu' and compiles:
-    # jax makes its config's attributes at run time.
+    # jax makes its config's attributes at run time, so pyright misses them.
     devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if devices != topology.num_devices:
       jax.config.update('jax_platforms', 'cpu')
       jax.config.update('jax_num_cpu_devices', topology.num_devices)
     return
-  jax.config.update('jax_platforms', 'cpu')  # no device is used
+  jax.config.update('jax_platforms', 'cpu')  # no accelerator is needed
   if topology.platform == 'tpu' and compiles:
-    # The cache can store a program for chips that this machine does not have,
-    # but cannot load it.
+    # The compilation cache can store programs for chips that this machine does
+    # not have, but it cannot load such programs.
     jax.config.update('jax_enable_compilation_cache', False)
 
 
@@ -123,13 +128,13 @@ def _sweep(
   programs: Sequence[str],
   compile_best: int,
 ) -> list[search.MeshCandidate]:
-  """Returns the plans of all meshes, the best of them compiled."""
+  """Returns the plans of all meshes, with compiled programs in the best."""
   found = search.sweep_meshes(config, topology, planner)
   if not programs:
     return found
   last = len(found) if compile_best < 0 else compile_best
-  # Compiling takes minutes, so it is kept for the meshes that are best by the
-  # formulas.
+  # Compiling takes minutes, so it is done only for the meshes that are best by
+  # the formulas.
   for n, tried in enumerate(found[:last]):
     if tried.plan is not None:
       changed = search.changed(config, tried.changes)

@@ -1,7 +1,7 @@
-"""Reads the HLO text of a compiled program into records.
+"""Parses the HLO text of a compiled program into records.
 
-The text may be that of the compiler for CPU, GPU or TPU, for one device. No
-other module knows how such a text is written.
+The text is the program of one device, written by the compiler for CPU, GPU or
+TPU. Only this module depends on the syntax of such a text.
 """
 
 from collections import defaultdict
@@ -13,22 +13,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# An instruction: `ROOT %name = f32[8,4]{1,0} opcode(...`, or a tuple of shapes.
+# An instruction, such as `ROOT %name = f32[8,4]{1,0} opcode(...`. A tuple of
+# shapes may stand in place of the shape.
 _INSTRUCTION = re.compile(
   r'^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>.+?) '
   r'(?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$'
 )
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%?(?P<name>[\w.-]+) .*\{$')
 _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
-# In a layout, this marks a faster memory than that of arguments and results.
+# In the layout of an array, this marks a memory that is faster than the memory
+# of arguments and results.
 _FAST = re.compile(r'S\([1-9]')
 _CALLED = re.compile(
   r'\b(condition|body|calls|to_apply|true_computation|false_computation'
   r'|branch_computations)=(?:%?([\w.-]+)|\{([^}]*)\})'
 )
-# The compiler for TPU estimates how long a kernel computes; it does not count
-# waits for other devices, nor kernels that it did not make itself. Of some that
-# it cannot estimate it writes the largest integer.
+# The compiler for TPU writes this number, the largest integer, for some kernels
+# whose cycles it cannot estimate. Its estimates leave out waits for other
+# devices, and kernels that the compiler did not make itself have none.
 _NO_ESTIMATE = 2**63 - 1
 
 
@@ -36,9 +38,10 @@ class Array(NamedTuple):
   """An array on a device.
 
   Attributes:
-    kind: the element type.
+    kind: the element type, such as f32.
     dims: the dimensions.
-    is_fast: whether it is in a faster memory than arguments and results are.
+    is_fast: whether the array is in a faster memory than the one of arguments
+      and results.
   """
 
   kind: str
@@ -47,7 +50,7 @@ class Array(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Returns its bytes."""
+    """Returns the bytes of the array."""
     digits = re.search(r'\d+', self.kind)
     bits = int(digits[0]) if digits else 8 * (self.kind == 'pred')
     return math.prod(self.dims) * bits // 8
@@ -58,16 +61,16 @@ class Instruction:
   """An instruction of a program.
 
   Attributes:
-    name: its name, which no other one of its computation has.
+    name: the name, which is unique within the computation.
     opcode: the operation's name in HLO.
-    arrays: its results on each device.
-    rest: the text from the arguments on.
-    times: how often it runs. One in the body of a loop runs as often as the
-      loop iterates, or can iterate if it may end early; a loop without a known
-      trip count counts once.
-    kernel: the name of the fused computation that it is in; '' if it is in
-      none.
-    operands: the arrays of each of its arguments; () of one that is not known.
+    arrays: the arrays of the result on each device.
+    rest: the rest of the line, from the arguments on.
+    times: how often the instruction runs. In the body of a loop, this is the
+      number of iterations, or the largest possible number if the loop may end
+      early. A loop whose trip count is unknown counts as one iteration.
+    kernel: the name of the fused computation that has the instruction; '' if
+      none has it.
+    operands: the arrays of each argument; () for an argument that is not known.
   """
 
   name: str
@@ -80,17 +83,17 @@ class Instruction:
 
   @property
   def size(self) -> int:
-    """Returns the bytes of its results."""
+    """Returns the bytes of the result."""
     return sum(array.size for array in self.arrays)
 
   @property
   def arguments(self) -> list[str]:
-    """Returns the names of the instructions that it reads."""
+    """Returns the names of the instructions whose results it reads."""
     return re.findall(r'%([\w.-]+)', self.rest.partition(')')[0])
 
   @property
   def called(self) -> list[tuple[str, str]]:
-    """Returns how it calls other computations, and their names."""
+    """Returns the computations that it calls: kinds of the calls, and names."""
     return [
       (kind, name.strip().removeprefix('%'))
       for kind, one, several in _CALLED.findall(self.rest)
@@ -111,13 +114,13 @@ class Instruction:
 
   @property
   def labels(self) -> list[str]:
-    """Returns the letters of the axes of a convolution's factors and result."""
+    """Returns the axis letters of a convolution's two factors and result."""
     return re.split('_|->', self._found(r'dim_labels=([\w>-]+)'))
 
   def window(self, axis: int) -> dict[str, int]:
-    """Returns how a convolution's window moves along an axis.
+    """Returns the stride, padding and dilations of a convolution on an axis.
 
-    Of the padding only that at the beginning counts.
+    The padding is the one at the beginning of the axis.
     """
     moves = re.findall(
       r'(stride|pad|lhs_dilate|rhs_dilate)=([-\dx_]+)',
@@ -134,30 +137,30 @@ class Instruction:
 
   @property
   def cost(self) -> int:
-    """Returns the operations that a custom kernel says it makes; 0: unknown."""
+    """Returns the operations that a custom kernel declares; 0 if unknown."""
     return int(self._found(r'"cost_estimate":\{"flops":"(\d+)"') or 0)
 
   @property
   def said_bytes(self) -> int:
-    """The bytes that such a kernel reads and writes; 0: unknown."""
+    """The bytes of reads and writes that a kernel declares; 0 if unknown."""
     return int(self._found(r'"bytes_accessed":"(\d+)"') or 0)
 
   @property
   def cycles(self) -> int:
-    """The cycles that the compiler for TPU expects; 0: unknown."""
+    """The cycles that the compiler for TPU estimates; 0 if unknown."""
     cycles = int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
     return 0 if cycles == _NO_ESTIMATE else cycles
 
   @property
   def channel(self) -> str:
-    """Returns the number of the channel of a collective."""
+    """Returns the number of the channel of a collective; '' if it has none."""
     return self._found(r'\bchannel_id=(\d+)')
 
   @property
   def group(self) -> tuple[int, ...]:
-    """Returns the devices in the first one's group; () if all are in one."""
-    # XLA writes groups in three ways: as a list of all devices that is cut into
-    # groups of a size, as the groups themselves, or as axes of a mesh.
+    """Returns the first group of devices; () if one group has all devices."""
+    # XLA writes groups in three ways: as a list of all devices with the size of
+    # a group, as a list of groups, or as axes of a mesh.
     match = re.search(
       r'replica_groups=\[\d+,(\d+)\]<=(\S+?)(?:, |$)', self.rest
     )
@@ -177,7 +180,7 @@ class Instruction:
     if match[2]:
       devices = _numbers(match[2])
     # The devices of a group differ along some axes, or along a part of an axis:
-    # `(2)4` is the middle of the axis cut into 2 x 4 x the rest.
+    # `(2)4` is the middle part of an axis that is split into 2 x 4 x the rest.
     devices = devices.reshape(tuple(sizes.values()))
     chosen: list[Any] = [0] * len(sizes)
     for axis, before, size in re.findall(
@@ -191,7 +194,7 @@ class Instruction:
     return tuple(int(n) for n in np.ravel(devices[tuple(chosen)]))
 
   def _found(self, pattern: str) -> str:
-    """Returns the text of the group of a pattern; '' if it does not match."""
+    """Returns the text that a pattern's group matches; '' for no match."""
     match = re.search(pattern, self.rest)
     return match[1] if match else ''
 
@@ -200,8 +203,9 @@ class Program(NamedTuple):
   """A compiled program for one device.
 
   Attributes:
-    computations: the instructions of each computation by its name, callees
-      before callers; the last instruction is the result.
+    computations: the instructions of each computation, by its name. A called
+      computation comes before its callers. The last instruction of a
+      computation is its result.
     num_devices: the number of devices that it runs on.
   """
 
@@ -215,7 +219,7 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program:
-  """Returns the program of a text."""
+  """Returns the program that an HLO text describes."""
   partitions = re.search(r'num_partitions=(\d+)', text)
   computations, name, lines = {}, None, []
   for line in text.splitlines():
@@ -233,11 +237,11 @@ def read(text: str) -> Program:
 
 
 def _complete(computations: dict[str, list[Instruction]]) -> None:
-  """Sets the counts, kernels and operands, which other lines decide."""
+  """Sets `times`, `kernel` and `operands`, which depend on other lines."""
   times, kernels = defaultdict(int), set()
   times[next(reversed(computations))] = 1  # the entry computation is last
   # Callees stand before their callers, so in reverse order a caller's count is
-  # complete before it is added to those of its callees.
+  # complete before it is added to the counts of its callees.
   for name, lines in reversed(computations.items()):
     arrays = {line.name: line.arrays for line in lines}
     for line in lines:
@@ -254,11 +258,11 @@ def _complete(computations: dict[str, list[Instruction]]) -> None:
 def _trips(
   loop: Instruction, computations: Mapping[str, list[Instruction]]
 ) -> int:
-  """Returns how often a loop iterates; 1 if unknown."""
+  """Returns the number of iterations of a loop; 1 if it is unknown."""
   if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
     return int(known[1])
-  # The compiler for TPU does not tell. Loops of JAX count from 0 up to a
-  # constant, with which their condition compares.
+  # The compiler for TPU does not write the trip count. A loop of JAX counts
+  # from 0 up to a constant, which is found in the comparison of its condition.
   condition = computations.get(dict(loop.called)['condition'], [])
   numbers = {x.name: x.number for x in condition if x.opcode == 'constant'}
   limits = [
@@ -269,7 +273,7 @@ def _trips(
 
 
 def _arrays(shape: str) -> tuple[Array, ...]:
-  """Returns the arrays of an HLO shape."""
+  """Returns the arrays that the text of an HLO shape describes."""
   return tuple(
     Array(
       kind,
@@ -281,7 +285,10 @@ def _arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _numbers(text) -> np.ndarray:
-  """Returns the numbers that `[2,4]T(1,0)` stands for, in their order."""
+  """Returns the device numbers that a text such as `[2,4]T(1,0)` stands for.
+
+  This example is the numbers 0 to 7 as a 2 x 4 array, transposed and flattened.
+  """
   sizes, _, order = text.partition('T')
   shape = [int(n) for n in re.findall(r'\d+', sizes)]
   numbers = np.arange(math.prod(shape)).reshape(shape)

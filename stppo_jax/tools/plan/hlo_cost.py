@@ -1,11 +1,11 @@
-"""Counts what a compiled program does on each device.
+"""Counts the operations, bytes and collectives of a compiled program.
 
-An instruction counts as often as it runs. Bytes and operations are those of one
-device. Of the bytes that a program moves to and from the memory of its device,
-only what kernels take and return counts, because they keep what they compute
-inside them. The compiler for TPU also moves arrays into a faster memory ahead
-of their use, and marks them; such an array counts when it is moved, not when it
-is used. Of an array of which an instruction reads or overwrites a part, the
+All counts are for one device, and an instruction counts as often as it runs.
+The bytes that a program moves to and from the device memory are the arguments
+and results of its kernels, because a kernel keeps its intermediate results
+inside. The compiler for TPU also moves arrays into a faster memory before they
+are used, and marks them. Such an array counts when it is moved, and not when it
+is used. If an instruction reads or overwrites a part of an array, only this
 part counts.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 
 from stppo_jax.tools.plan import hlo
 
-# For each kind of collective, the bytes that one of n devices in a ring sends.
-# `size` is the larger of the bytes of its operands and of its results.
+# By kind of collective, the bytes that each of n devices in a ring sends.
+# `size` is the bytes of the operands or of the results, whichever is larger.
 _SENT = {
   'all-gather': lambda size, n: size * (n - 1) / n,
   'reduce-scatter': lambda size, n: size * (n - 1) / n,
@@ -29,11 +29,11 @@ _SENT = {
   'collective-permute': lambda size, n: size,
   'collective-broadcast': lambda size, n: size,
 }
-# How the compiler for TPU names a kernel that is a reduce-scatter; inside, the
-# text has an all-reduce, of whose result a part is kept.
+# The compiler for TPU gives this name to a kernel that is a reduce-scatter. In
+# the text, the kernel has an all-reduce and keeps a part of its result.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
-# Instructions that move nothing, or whose bytes count where they begin or in
-# the computations that they call.
+# Instructions that move nothing, or whose bytes count at the instruction that
+# begins them or in the computations that they call.
 _FREE = frozenset(
   {
     *('parameter', 'constant', 'bitcast', 'get-tuple-element', 'tuple'),
@@ -41,7 +41,8 @@ _FREE = frozenset(
     *('after-all', 'optimization-barrier', 'partition-id', 'replica-id'),
   }
 )
-# The compiler for TPU puts pieces side by side that were moved one by one.
+# The compiler for TPU calls this to join pieces that were moved one by one.
+# Their bytes have been counted at these moves.
 _JOINED = 'ConcatBitcast'
 _READS_PART = frozenset({'slice', 'dynamic-slice', 'gather', 'slice-start'})
 _WRITES_PART = 'dynamic-update-slice'
@@ -53,8 +54,8 @@ class Collective:
 
   Attributes:
     kind: 'all-gather', 'all-reduce', ...
-    arrays: its results.
-    size: bytes of its operands or of its results, whichever is larger.
+    arrays: the arrays of its result.
+    size: the bytes of its operands or of its results, whichever is larger.
     group: the numbers of the devices in the group of the first device, in the
       order of the mesh.
     times: how often it runs.
@@ -75,7 +76,7 @@ class Collective:
     """Returns the axes of a mesh along which the devices of a group differ.
 
     Args:
-      mesh: the sizes of the axes, in their order.
+      mesh: the size of each mesh axis, in the order of the axes.
     """
     places = np.unravel_index(self.group, tuple(mesh.values()))
     return tuple(
@@ -84,7 +85,7 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """Bytes that a device sends in a ring, over all times that it runs."""
+    """The bytes that a device sends in a ring, in all runs together."""
     return self.times * _SENT[self.kind](self.size, self.devices)
 
 
@@ -97,14 +98,15 @@ def collectives(program: hlo.Program) -> list[Collective]:
       continue
     scatters = line.kernel.startswith(_REDUCE_SCATTER_KERNEL)
     if line.kernel and line.channel and not scatters:
-      # A collective that runs beside others is in the kernel that begins it,
-      # in those that it runs beside, and in the one that ends it. A kernel
-      # that is a reduce-scatter is one, though others may have its channel.
+      # An asynchronous collective is in the kernel that begins it, in kernels
+      # that run at the same time, and in the kernel that ends it. It is counted
+      # once, by its channel. A kernel that is a reduce-scatter always counts,
+      # even if another collective has the same channel.
       if (kind, line.channel) in begun:
         continue
       begun.add((kind, line.channel))
     # The result of an asynchronous start, except all-reduce-start, is a tuple
-    # (operand, result): its largest array counts, not the sum.
+    # (operand, result). So its largest array counts, and not the sum.
     is_pair = line.opcode.endswith('-start') and kind != 'all-reduce'
     size = max(
       (max if is_pair else sum)(array.size for array in line.arrays),
@@ -120,14 +122,15 @@ def collectives(program: hlo.Program) -> list[Collective]:
 def operations(program: hlo.Program) -> int:
   """Returns the multiplications and additions of all matrix products.
 
-  Of kernels that the compiler did not make, it is what they say that they
-  compute. Products of rows and experts say it; attention does not.
+  A kernel that the compiler did not make counts with the operations that it
+  declares. The kernels for products of rows and experts declare them. Attention
+  kernels do not, and count as 0.
   """
   return sum(line.times * _operations(line) for line in program.instructions)
 
 
 def _operations(line: hlo.Instruction) -> int:
-  """Returns the multiplications and additions of an instruction."""
+  """Returns the multiplications and additions in one run of an instruction."""
   if line.opcode == 'dot':
     (left,), *_ = line.operands
     inner = math.prod(left.dims[axis] for axis in line.contracted)
@@ -158,11 +161,12 @@ def _met(
   lhs_dilate: int = 1,
   rhs_dilate: int = 1,
 ) -> int:
-  """Returns how often a moving window meets an entry of its argument.
+  """Returns how often a convolution's window meets an element, along one axis.
 
-  The compiler for TPU writes the batch of a product as an axis with holes, so
-  wide that each place of the window meets one entry; padding and holes are not
-  computed.
+  All positions of the window count. Padding and the holes of a dilation are not
+  computed, so they do not count. The compiler for TPU writes the batch axis of
+  a matrix product as an axis with holes, which are so wide that the window
+  meets one element at each position.
   """
   at = np.add.outer(np.arange(results) * stride, np.arange(window) * rhs_dilate)
   entry, hole = np.divmod(at - pad, lhs_dilate)
@@ -172,9 +176,9 @@ def _met(
 def estimated_cycles(program: hlo.Program) -> int:
   """Returns the cycles that the compiler for TPU expects the kernels to take.
 
-  It is a number to compare programs by, not a time: the compiler estimates the
-  kernels that it makes itself, and no wait for another device. 0 in a program
-  for another platform.
+  The number is good for comparing programs and is not a time: the compiler
+  estimates only the kernels that it makes itself, and no wait for another
+  device. It is 0 for a program of another platform.
   """
   return sum(
     line.times * line.cycles for line in program.instructions if not line.kernel
@@ -191,7 +195,7 @@ def accessed(program: hlo.Program) -> int:
 
 
 def _moved(line: hlo.Instruction, program: hlo.Program) -> int:
-  """Returns the bytes that an instruction reads and writes."""
+  """Returns the bytes that an instruction reads and writes in one run."""
   opcode = line.opcode
   if opcode in _FREE or opcode.endswith('-done') or line.target == _JOINED:
     return 0
@@ -199,12 +203,12 @@ def _moved(line: hlo.Instruction, program: hlo.Program) -> int:
     return line.said_bytes
   operands = [sum(map(_in_memory, arrays)) for arrays in line.operands]
   results = list(map(_in_memory, line.arrays))
-  if opcode == 'copy-start':  # (destination, source, context)
+  if opcode == 'copy-start':  # result: (destination, source, context)
     return operands[0] + results[0]
-  if opcode == 'slice-start':  # ((source), destination, context)
+  if opcode == 'slice-start':  # result: ((source), destination, context)
     return results[1] + (line.arrays[1].size if operands[0] else 0)
   if opcode.endswith('-start') and opcode != 'all-reduce-start':
-    # A collective: (operands, as many results, contexts).
+    # The result of a collective's start: (operands, as many results, contexts).
     return sum(operands) + sum(results[len(operands) : 2 * len(operands)])
   if opcode in _READS_PART:
     return min(operands[0], line.size) + sum(results)
@@ -222,7 +226,7 @@ def _moved(line: hlo.Instruction, program: hlo.Program) -> int:
 
 
 def _in_memory(array: hlo.Array) -> int:
-  """Returns the bytes of an array in the memory that counts."""
+  """Returns the bytes of an array; 0 if it is in the faster memory."""
   return 0 if array.is_fast else array.size
 
 
@@ -237,7 +241,7 @@ def _kernel(
 def _read_inside(
   kernel: Sequence[hlo.Instruction], number: int, program: hlo.Program
 ) -> int:
-  """Returns the bytes that a kernel reads of an argument, at most."""
+  """Returns the largest number of bytes that a kernel reads of an argument."""
   (argument,) = (
     x for x in kernel if x.opcode == 'parameter' and x.number == number
   )
@@ -255,8 +259,8 @@ def _read_inside(
         total += _read_inside(_kernel(line, program), place, program)
       elif line.opcode != _WRITES_PART or place:
         return argument.size
-  # The rest of an array that is overwritten in part stays where it is, but what
-  # is handed on as it is has been read.
+  # If the kernel overwrites a part of the argument, the rest of it is not read.
+  # But if the kernel returns the argument itself, all of it is read.
   return argument.size if kernel[-1].name in names else total
 
 

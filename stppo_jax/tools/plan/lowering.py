@@ -1,4 +1,4 @@
-"""Lowers the programs of a learner from shapes; no array is made."""
+"""Lowers the programs of a learner from shapes, without making arrays."""
 
 from typing import Any
 
@@ -34,7 +34,8 @@ def lower_update(
 
   Args:
     learner: the learner.
-    packed: a batch of at least as many rows as a minibatch has.
+    packed: the shapes of a packed batch, with at least as many rows as a
+      minibatch.
   """
   state, reference = learner.abstract_start()
   batch, _ = jax.eval_shape(
@@ -51,7 +52,8 @@ def lower_update(
     _full_rows(
       learner, packed, learner.config.updates.minibatch_size, learner.sizes
     ),
-    # Of a step after the value warm-up, in which both models learn.
+    # The hyperparameters of a step after the value warm-up, in which both
+    # models learn.
     learner.hyperparameters(learner.warmup.end),
   )
 
@@ -62,9 +64,10 @@ def _full_rows(
   count: int,
   sizes: packing_lib.Sizes,
 ) -> packing_lib.Packed:
-  """Returns the packing of trajectories without padding.
+  """Returns the packing of `count` trajectories of the full length.
 
-  Each fills a row, unless `updates.row_length` makes rows longer.
+  A trajectory fills a row. If `updates.row_length` is larger than a trajectory,
+  a row may hold several trajectories.
   """
   assert packed.loss_positions_BM is not None
   length = packed.tokens_BL.shape[1]
@@ -80,6 +83,6 @@ def _full_rows(
 def _laid_out(
   learner: learner_lib.Learner, batch: batch_lib.TokenBatch
 ) -> batch_lib.TokenBatch:
-  """Returns the shapes of a batch with its layout attached."""
+  """Returns the shapes of a batch with the sharding of its rows attached."""
   rows = sharding.batch_sharding(learner.mesh)
   return sharding.with_layout(batch, jax.tree.map(lambda _: rows, batch))

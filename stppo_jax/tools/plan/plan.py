@@ -1,17 +1,17 @@
 """Plans the memory, the communication and the time of a run on other devices.
 
-Models are shapes and devices are virtual. With `programs`, those that a run
-would use are compiled (`tools/plan/programs.py`): for a TPU slice that is not
-there (`parallel/topology.py`), or for CPUs. The sizes of parameters and
-optimiser states, and the collectives, are the same on any device; temporaries
-that the CPU compiler plans differ on accelerators. Without `programs`,
-temporaries are estimated by a formula.
+Models are shapes without arrays, and devices are virtual. A plan may compile
+the programs of a run (`tools/plan/programs.py`), for a TPU slice that need not
+exist (`parallel/topology.py`) or for CPUs. Parameters, optimizer states and
+collectives are the same on all platforms, but the temporaries of a program
+depend on the compiler. If no program is compiled, a formula estimates the
+temporaries.
 
-Collecting and learning follow each other, and the larger of the two counts: the
-engine has its weights, keys and values only while it collects, and temporaries
-exist only while programs run. With `rollout.steps_ahead` the two overlap, and
-the engine is counted in both; programs of a device still run one by one.
-Batches are not counted without a compiled program.
+A device collects and learns in turn, and the phase that needs more memory
+counts: the engine holds its weights and KV cache only while it collects, and
+temporaries exist only while a program runs. With `rollout.steps_ahead` the two
+phases overlap, and the engine is counted in both, but the programs of a device
+still run one by one. Batches are counted only if programs are compiled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,22 +41,21 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The plan of a run's programs; sizes are bytes on one device.
+  """The planned memory and time of a run; sizes are bytes on one device.
 
   Attributes:
     topology: the devices.
-    axes: the sizes of the mesh axes.
-    slots: the trajectories that each host decodes at a time; 0 with
+    axes: the size of each mesh axis.
+    slots: the number of trajectories that each host decodes at a time; 0 with
       rollout.engine=remote.
-    collectors: the number of hosts that only collect, which have as many
-      devices as the others.
-    held: what the run holds, beside what programs need.
-    estimated: the temporaries of an update by name; a formula gives their
-      bytes.
-    programs: the programs that were compiled, by name.
+    collectors: the number of hosts that only collect. Each has as many devices
+      as a host that learns.
+    held: the bytes that the run holds, without the temporaries of programs.
+    estimated: the bytes of an update's temporaries by name, by a formula.
+    programs: the costs of the compiled programs, by name.
     work: the sizes of a step.
     phases: the phases of a step by name, see `roofline.phases`.
-    num_steps: the steps of the run.
+    num_steps: the number of steps of the run.
     asks_for_gains: whether turns are rewarded for information gains.
     limit: the bytes of a device's memory.
   """
@@ -76,16 +75,17 @@ class Plan:
 
   @property
   def num_chips(self) -> int:
-    """The number of chips, also of hosts that only collect beside others."""
+    """The number of chips, with those of hosts that only collect."""
     beside = self.collectors * self.topology.per_host
     return self.topology.num_chips + beside // self.topology.limits.per_chip
 
   @property
   def temporaries(self) -> dict[str, int]:
-    """Returns the bytes that programs need beside `sizes`, by their names.
+    """Returns the bytes that each program needs beside the bytes in `held`.
 
-    Of compiled programs these are temporaries, a batch, and what the compiler
-    pads; without them, the temporaries of an update are estimated.
+    For a compiled program, these are its temporaries, its batch and the padding
+    of the compiler. If no program is compiled, there is only the estimate for
+    an update.
     """
     if self.programs:
       return {
@@ -101,8 +101,9 @@ class Plan:
   @property
   def total(self) -> int:
     """Returns the bytes at the peak, on the device that holds most."""
-    # Programs run one after the other, so only the largest of them counts, each
-    # with what the run holds at that time. Only decode copies pages.
+    # Programs run one after the other. So the peak is the largest sum of a
+    # program's temporaries and the bytes that the run holds at that time. Only
+    # decode copies pages of the KV cache.
     peaks = [self.held.decodes]
     for name, needed in self.temporaries.items():
       base = self.held.learns
@@ -114,7 +115,7 @@ class Plan:
 
   @property
   def problems(self) -> list[str]:
-    """Returns a line for each program that does not fit by itself."""
+    """Returns a line for each program that does not fit on a device alone."""
     return [
       f'{name}: {cost.problem}'
       for name, cost in self.programs.items()
@@ -123,19 +124,19 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Returns whether all of it fits in the memory of a device."""
+    """Returns whether the run fits in the memory of a device."""
     return self.total <= self.limit and not self.problems
 
   @property
   def seconds(self) -> tuple[float, float]:
-    """Returns the seconds of a step: at the limits of devices, and expected."""
+    """Returns the seconds of a step: the lower bound, and the expectation."""
     sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
       side[1] += phase.expected
-    # Devices that only collect work at the same time as those that learn;
-    # without them the same devices do one after the other.
+    # Devices that only collect work at the same time as the devices that learn.
+    # Without such devices, the same devices collect and learn in turn.
     joined = max if self.work.collectors else lambda *both: sum(both)
     bound, expected = zip(*sides.values())
     return joined(*bound), joined(*expected)
@@ -150,20 +151,21 @@ def make(
   topology: topology_lib.Topology | None = None,
   gib: float = 0.0,
 ) -> Plan:
-  """Returns the plan of a configuration on all devices.
+  """Returns the plan of a run on some devices.
 
   Args:
-    config: the config of a run; of its model, `config.json` suffices.
+    config: the config of the run. Of the files of its model, only `config.json`
+      is needed.
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
-    programs: the keys of `programs.PROGRAMS` to compile; those of the
-      engine are left out where there is none on these devices.
-    topology: the devices; None: those of this process.
-    gib: GiB of a device's memory; 0: that of the topology.
+    programs: the keys of `programs.PROGRAMS` to compile. Programs of the engine
+      are left out if the engine is not on these devices.
+    topology: the devices; None for the devices of this process.
+    gib: the GiB of a device's memory; 0 for the memory that the topology has.
 
   Raises:
-    Misconfigured: there is no such slice, the mesh does not divide the model
-      or the rows, or a program does not compile.
+    Misconfigured: there is no such TPU slice, the mesh does not divide the
+      model or the rows, or a program does not compile.
   """
   with exits.as_misconfigured():
     if topology is None:
@@ -176,8 +178,9 @@ def make(
     else:
       devices = None
     mesh = components.build_mesh(config, devices)
-    # Only a model that is made anew takes the size of its vocabulary from a
-    # tokenizer; a directory says it in config.json.
+    # A new model takes the size of its vocabulary from the tokenizer. For a
+    # model in a directory, config.json has this size and no tokenizer is
+    # needed.
     tokenizer = None
     is_known = config.model.tokenizer_path or (
       kinds.KINDS[config.data.name].vocabulary is not None
@@ -193,9 +196,9 @@ def make(
   config = checks.sized(config, learner, placement, limit)
   held = checks.held_memory(config, learner, placement)
   if placement is not None and 'decode' in programs:
-    held = held._replace(copied=0)  # the program has the copy
+    held = held._replace(copied=0)  # the cost of decode has the copy
   axes = dict(mesh.shape)
-  assert packed.loss_positions_BM is not None  # `packed_shapes` has them
+  assert packed.loss_positions_BM is not None  # `packed_shapes` sets them
   work = metrics.work(
     config,
     learner,
@@ -234,9 +237,11 @@ def packed_shapes(
 ) -> batch_lib.TokenBatch:
   """Returns the shapes of a batch that `pack` would make.
 
+  B trajectories, L tokens, M positions of the loss mask.
+
   Args:
     config: the config of a run.
-    shape: the shape of its models.
+    shape: the shape of the run's models.
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
   """
@@ -272,13 +277,14 @@ def estimated_temporaries(
 ) -> dict[str, int]:
   """Returns the bytes of an update's temporaries on one device, by formula.
 
-  With the state they are within 5 % of the peak that the compiler for TPU
-  plans for dense models.
+  For dense models, the training state and these temporaries together are within
+  5 % of the peak that the compiler for TPU plans.
 
   Args:
     work: the sizes of a step.
-    held: the memory of one device.
-    head_chunk: tokens whose logits are held at once; 0: all.
+    held: the bytes that one device holds.
+    head_chunk: the number of tokens whose logits are in memory at the same
+      time; 0 for all tokens.
   """
   trained, shape, tensor = held.gradients, work.shape, work.axes['tensor']
   size, rows = work.itemsize, work.rows_per_device
@@ -286,8 +292,9 @@ def estimated_temporaries(
   queries = shape.num_heads * shape.head_dim
   keys = 2 * shape.num_kv_heads * shape.head_dim
   mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
-  # The numbers that are kept of a token in a layer: its input; with `dots` also
-  # the results of matrix products; with `none` all of them.
+  # By `remat`, how many numbers a layer keeps of a token for the backward pass:
+  # with `full` its input, with `dots` also the results of matrix products, and
+  # with `none` all results.
   width = shape.hidden_size
   kept: dict[str, float] = {'full': width}
   kept['dots'] = width + (2 * queries + keys + width + 3 * mlp) / tensor
@@ -295,9 +302,10 @@ def estimated_temporaries(
   kept['none'] = kept['dots'] + 4 * width + (queries + keys + 2 * mlp) / tensor
   if shape.attention == 'xla' and shape.remat in ('all_dots', 'none'):
     kept[shape.remat] += shape.num_heads * work.length / tensor
-  # The gradients of a layer, and its weights, of which the next are gathered
-  # while it is computed. Attention has queries, keys, values and results, and
-  # their gradients; norms of queries and keys are in float32.
+  # The bytes of one layer in the backward pass: its activations and their
+  # gradients, and weights twice, because the weights of the next layer are
+  # gathered meanwhile. Attention has queries, keys, values and results, and
+  # their gradients. The norms of queries and keys are in float32.
   layer = tokens * (6 * width + 6 * mlp / tensor) * size
   layer += tokens * 2 * (2 * queries + keys) / tensor * size
   if shape.qk_norm:
@@ -305,23 +313,26 @@ def estimated_temporaries(
   layer += 2 * sum(flops.layer_weights(shape)) * size / tensor
   losses = rows * work.losses
   chunk = min(head_chunk, losses) if head_chunk else losses
-  # Logits, whose gradient takes their place, in float32; the gathered matrix
-  # and its gradient.
+  # The logits in float32, whose gradient takes their place, and the gathered
+  # output matrix with its gradient.
   vocabulary = shape.vocab_size / tensor
   logits = 4 * chunk * vocabulary + vocabulary * width * (size + 4)
-  # The logits are gone before the backward pass comes to a layer.
+  # The logits are freed before the backward pass comes to a layer, so only the
+  # larger of the two counts.
   largest = max(
     ('a layer', layer),
     ('logits and the output matrix', logits),
     key=lambda part: part[1],
   )
-  # The compiler computes both models forward before it goes back.
+  # The forward passes of both models come before any backward pass, so both
+  # keep their results.
   models = 2 if work.values == 'own' else 1
   estimated = {
     'gradients': trained,
     'the gathered base': held.gathered,
     f'weights in {shape.dtype}': trained * size // 4 if size < 4 else 0,
-    # The kernel's gradients of all layers are in the dtype of the computation.
+    # The kernel for experts makes the gradients of all layers in the dtype of
+    # the computation.
     f'gradients of experts in {shape.dtype}': (
       trained * size // 4 if shape.num_experts and size < 4 else 0
     ),

@@ -20,7 +20,8 @@ from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering as learner_lowering
 from stppo_jax.training import engines
 
-# The compiler for TPU takes up to 3 GB for each program.
+# The programs that are compiled at the same time. The compiler for TPU takes up
+# to 3 GB of memory for each of them.
 _MOST_AT_ONCE = 4
 
 
@@ -30,9 +31,9 @@ class Subject:
 
   Attributes:
     config: the config of a run.
-    learner: its learner.
+    learner: the learner of the run.
     placement: the devices that decode; None with rollout.engine=remote.
-    packed: shapes of a packed batch.
+    packed: the shapes of a packed batch of a step.
   """
 
   config: Any
@@ -42,7 +43,7 @@ class Subject:
 
   @functools.cached_property
   def engine(self) -> lowering.Lowering:
-    """Returns the programs of the engine of a host."""
+    """Returns an object that lowers the programs of the engine of a host."""
     assert self.placement is not None
     state, _ = self.learner.abstract_start()
     environment = environments.find(self.config.env.name)
@@ -61,19 +62,21 @@ class Cost(NamedTuple):
 
   Attributes:
     arguments: the bytes of its arguments, as the compiler lays them out.
-    results: the bytes of its results that take the place of no argument.
-    counted: the names by which a plan counts arguments too.
-    in_place: the bytes of arguments that its results take the place of.
-    peak: the bytes that it needs at most at a time, its arguments included, by
-      the compiler.
+    results: the bytes of its results, without results that are written over a
+      donated argument.
+    counted: the names under which a plan already counts some of its arguments.
+    in_place: the bytes of donated arguments that its results are written over.
+    peak: the largest number of bytes that it needs at a time, with its
+      arguments, by the compiler.
     accessed: the bytes that it reads from the device's memory and writes to it,
-      see `program`; 0 if not known, as for other platforms than TPU.
-    axes: the sizes of the axes of the mesh that it runs on.
-    collectives: its collectives.
+      see `hlo_cost.accessed`; 0 on other platforms than TPU.
+    axes: the size of each axis of the mesh that it runs on.
+    collectives: its collective operations.
     operations: the multiplications and additions of its matrix products.
     seconds: the time that the compiler for TPU estimates for its kernels, which
       is good for comparing programs; 0 on other platforms.
-    problem: why it does not fit; '' if it does. The other numbers are then 0.
+    problem: the reason why it does not fit in memory, and then all numbers are
+      0; '' if it fits.
   """
 
   arguments: int = 0
@@ -89,17 +92,18 @@ class Cost(NamedTuple):
   problem: str = ''
 
   def beside(self, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes that it needs beside what a plan counts by name.
+    """Returns the bytes at its peak without the arrays that a plan counts.
 
     Args:
-      sizes: the bytes of weights, moments and the engine, see `memory.Held`.
+      sizes: the bytes of the arrays that a plan counts, such as weights and
+        moments, by name; see `memory.Held`.
     """
     counted = sum(size for name, size in sizes.items() if name in self.counted)
     return max(self.peak - counted, 0)
 
   @property
   def sent(self) -> list[dict[str, Any]]:
-    """Returns the bytes that a device sends, by kind and axes of the mesh."""
+    """Returns the bytes that a device sends, by collective and mesh axes."""
     found: dict[tuple[str, str], list[float]] = {}
     for collective in self.collectives:
       axes = ' x '.join(collective.axes(self.axes))
@@ -114,9 +118,9 @@ class Cost(NamedTuple):
     ]
 
 
-# The programs that a plan may compile, by name, and how they are lowered, the
-# fastest to compile first. Of each it is the largest that a run compiles.
-# Publishing is several programs.
+# By name, the functions that lower the programs a plan may compile. The program
+# that is the fastest to compile comes first. If a run compiles a program in
+# several sizes, the largest is lowered. 'publish' is a list of programs.
 PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
   'extend': lambda subject: subject.engine.extend(),
   'decode': lambda subject: subject.engine.decode(),
@@ -128,19 +132,22 @@ PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
     subject.learner, subject.packed
   ),
 }
-# By program, the arguments that a plan counts by name. What a program does not
-# read, such as the moments in annotate, is no argument of the compiled program.
+# By program, the names under which a plan counts its arguments. An array that a
+# program does not read, such as the optimizer's moments in annotate, is not an
+# argument of the compiled program.
 _WEIGHTS = frozenset({'policy parameters', 'value parameters', 'frozen base'})
 _ENGINE = frozenset({engines.WEIGHTS, engines.CACHE})
 _COUNTED: Mapping[str, frozenset[str]] = {
   'extend': _ENGINE,
   'decode': _ENGINE,
-  # Its results take the place of the old weights, where there are any.
+  # The results of publish take the place of the engine's old weights, if there
+  # are any.
   'publish': frozenset({'policy parameters', engines.WEIGHTS}),
   'annotate': _WEIGHTS | {'reference'},
   'update': _WEIGHTS | {'policy optimizer', 'value optimizer'},
 }
-# Those that run on the devices of one host, and those of the engine.
+# The programs that run on the devices of one host, and the programs of the
+# engine.
 _OF_A_HOST = frozenset({'extend', 'decode'})
 _OF_THE_ENGINE = _OF_A_HOST | {'publish'}
 
@@ -151,22 +158,22 @@ def compile_all(
   """Returns the costs of programs by name, after compiling them in parallel.
 
   Args:
-    names: keys of `PROGRAMS`; those of the engine are left out where it is not
-      on these devices.
-    subject: the run.
-    clock: cycles of a device per second.
+    names: keys of `PROGRAMS`. Programs of the engine are left out if the engine
+      is not on these devices.
+    subject: the sizes and devices of the run.
+    clock: the cycles of a device per second.
 
   Raises:
-    Rejected: one does not compile; one line.
+    Rejected: a program does not compile; the message is one line.
   """
   if subject.placement is None:
     names = [name for name in names if name not in _OF_THE_ENGINE]
-  elif subject.placement.collectors:  # hosts send weights, and no program does
+  elif subject.placement.collectors:  # hosts send the weights themselves
     names = [name for name in names if name != 'publish']
   workers = min(os.cpu_count() or 1, _MOST_AT_ONCE)
   with concurrent.futures.ThreadPoolExecutor(workers) as threads:
-    # Lowering is work of Python; a program is compiled while the next one is
-    # lowered.
+    # This thread lowers one program after the other in Python, while the other
+    # threads compile the programs that are already lowered.
     compiling = {
       name: threads.submit(_cost, name, PROGRAMS[name](subject), subject, clock)
       for name in names
@@ -175,7 +182,7 @@ def compile_all(
 
 
 def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
-  """Returns the cost of a lowered program, or of several; see `compile_all`."""
+  """Returns the cost of a lowered program, or of a list; see `compile_all`."""
   if isinstance(lowered, list):
     return _in_turn(
       [(_cost(name, one, subject, clock), times) for one, times in lowered]
@@ -193,7 +200,8 @@ def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
     assert subject.placement is not None
     mesh = subject.placement.mesh
   on_tpu = mesh_lib.platform(mesh) == 'tpu'
-  # The compiler for CPU gives no peak that temporaries are part of.
+  # The peak that the compiler for CPU gives lacks the temporaries, so it is
+  # added up here.
   at_once = memory.argument_size_in_bytes + memory.temp_size_in_bytes
   at_once += memory.output_size_in_bytes - memory.alias_size_in_bytes
   return Cost(
@@ -214,8 +222,8 @@ def _in_turn(costs: Sequence[tuple[Cost, int]]) -> Cost:
   """Returns the cost of programs that run one after the other.
 
   Args:
-    costs: the cost of each, and how often it runs. All results stay, and no
-      argument of one is an argument of another.
+    costs: the cost of each program, and how often it runs. All results stay in
+      memory, and no two programs share an argument.
   """
   if problems := [cost.problem for cost, _ in costs if cost.problem]:
     return Cost(problem=problems[0])

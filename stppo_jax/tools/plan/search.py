@@ -1,4 +1,4 @@
-"""Tries other settings of a plan: changes that make it fit, and all meshes."""
+"""Searches for config changes with which a run fits, and for the best mesh."""
 
 from collections.abc import Callable, Iterator, Mapping
 import functools
@@ -11,18 +11,19 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.tools.plan import plan as plan_lib
 
-# Returns the plan of a config; `programs` are compiled.
+# A function that returns the plan of a config. Its option `programs` names the
+# programs to compile.
 Planner = Callable[..., plan_lib.Plan]
 Changes = Mapping[str, Any]
 
 
 class MeshCandidate(NamedTuple):
-  """A plan with other settings.
+  """Changed settings of a run, and the plan of the run with them.
 
   Attributes:
-    changes: the config keys that differ, and their values.
-    plan: the plan; None if the settings are refused.
-    problem: why they are refused.
+    changes: the config keys that are changed, and their new values.
+    plan: the plan with these settings; None if they are refused.
+    problem: the reason why the settings are refused; '' if they are not.
   """
 
   changes: Changes
@@ -31,7 +32,7 @@ class MeshCandidate(NamedTuple):
 
 
 def changed(config, changes: Changes) -> Any:
-  """Returns a copy of a config with other values."""
+  """Returns a copy of a config with changed values."""
   copy = config.copy_and_resolve_references()
   with copy.unlocked():
     copy.update_from_flattened_dict(dict(changes))
@@ -43,18 +44,18 @@ def sweep_meshes(
 ) -> list[MeshCandidate]:
   """Returns the plans of all meshes, the best first.
 
-  Those that fit come first, the fastest of them at the top. Each device keeps
-  its number of rows in a forward pass, so `updates.microbatch_size` changes
-  with the mesh.
+  Plans that fit in memory come before other plans, and are sorted by their
+  time. `updates.microbatch_size` changes with the mesh, so that each device
+  keeps its number of rows in a forward pass.
 
   Args:
     config: the config of a run; its mesh may have one axis of -1. The axis
       `expert` stays as it is, since few models have experts.
     topology: the devices.
-    planner: estimates a plan.
+    planner: returns the plan of a config.
 
   Raises:
-    Misconfigured: the devices do not fill whole hosts; one line.
+    Misconfigured: the devices do not fill whole hosts; the message is one line.
   """
   with exits.as_misconfigured():
     learning, _ = mesh_lib.divide(
@@ -84,16 +85,16 @@ def sweep_meshes(
 
 
 def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
-  """Returns changes with which a run fits; None if none are found.
+  """Returns changes with which a run fits; None if the search finds none.
 
-  Changes are tried one after the other, the cheapest first. Those that turn out
-  not to be needed are dropped.
+  Changes are added one after the other, first the changes that cost the least
+  time. A change that turns out not to be needed is dropped again.
 
   Args:
-    config: the config of a run that does not fit, by the estimate or by the
-      compiler, which may need more.
-    planner: estimates a plan.
-    memory: bytes of a device that may be used.
+    config: the config of a run that does not fit by the estimate, or only by
+      the compiler, whose programs may need more memory than the estimate.
+    planner: returns the plan of a config.
+    memory: the bytes of a device's memory that the run may use.
   """
   changes: Changes = {}
   best = planner(config)
@@ -106,7 +107,7 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
       break
   else:
     return None
-  # An early change may be of no use any more beside a later one.
+  # A later change may have made an earlier one unnecessary.
   for key in list(changes):
     fewer = {k: x for k, x in changes.items() if k != key}
     tried = _tried(config, fewer, planner)
@@ -122,12 +123,14 @@ def advice(
 
   Args:
     config: the config of a run that does not fit.
-    planner: estimates a plan.
-    memory: bytes of a device.
-    compiler: makes a plan with compiled programs, which then has to fit too.
+    planner: returns the plan of a config, without compiling programs.
+    memory: the bytes of a device's memory.
+    compiler: returns the plan of a config with compiled programs, which then
+      has to fit too; None to rely on the estimate.
   """
   limit = memory
-  # If the compiler needs more than the estimate, the second try asks for less.
+  # If the compiled programs need more memory than the estimate, the second try
+  # searches with a lower limit.
   for _ in range(2):
     tried = advise(config, planner, limit)
     if tried is None or tried.plan is None:
@@ -141,17 +144,17 @@ def advice(
       return (
         f'compiled, it fits in {memory_lib.gib(compiled.total)} with {flags}'
       )
-    # At least a tenth less, or the second try might find the same changes
-    # again.
+    # The limit falls by at least a tenth of the memory, or the second try might
+    # find the same changes again.
     limit -= max(compiled.total - memory, 0.1 * memory)
   return 'no config was found that fits; use more devices'
 
 
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
-  """Yields changes that save memory, those first that cost the least time."""
+  """Yields changes that save memory, first those that cost the least time."""
   updates, rollout = config.updates, config.rollout
   shards = math.prod(plan.axes[axis] for axis in mesh_lib.BATCH_AXES)
-  if rollout.engine == 'local' and rollout.slots:  # others are sized to fit
+  if rollout.engine == 'local' and rollout.slots:  # 0 slots are sized to fit
     for part in (2, 4, 8):
       if rollout.slots % part == 0:
         yield 'rollout.slots', rollout.slots // part
@@ -177,10 +180,10 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _tried(config, changes: Changes, planner: Planner) -> MeshCandidate:
-  """Returns the plan of a config with changes, or why it is refused."""
+  """Returns the plan of a config with changes, or the reason of a refusal."""
   changes = dict(changes)
   if changes.get('mesh.data') == 1 and 'mesh.fsdp' not in changes:
-    changes['mesh.fsdp'] = -1  # it takes the devices of `data`
+    changes['mesh.fsdp'] = -1  # fsdp takes the devices of data
   try:
     return MeshCandidate(changes, planner(changed(config, changes)))
   except exits.Misconfigured as error:
@@ -188,7 +191,7 @@ def _tried(config, changes: Changes, planner: Planner) -> MeshCandidate:
 
 
 def _factors(number: int) -> Iterator[tuple[int, int, int]]:
-  """Yields all triples of positive numbers with that product."""
+  """Yields all triples of positive integers whose product is `number`."""
   divisors = [n for n in range(1, number + 1) if number % n == 0]
   for a in divisors:
     for b in divisors:
@@ -197,7 +200,11 @@ def _factors(number: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _rank(tried: MeshCandidate) -> tuple:
-  """Returns the key that sorts plans: refused last, then by fit and time."""
+  """Returns the sort key of a candidate.
+
+  Plans that fit come first, sorted by time. Plans that do not fit follow,
+  sorted by memory. Refused settings come last.
+  """
   if tried.plan is None:
     return 2, 0.0
   plan = tried.plan
@@ -205,13 +212,13 @@ def _rank(tried: MeshCandidate) -> tuple:
 
 
 def advice_at_start(config, limit: int) -> str:
-  """Returns a sentence about changes with which a refused run fits.
+  """Returns a sentence about changes with which a run fits that was refused.
 
   Args:
     config: the config of the run.
-    limit: bytes of a device.
+    limit: the bytes of a device's memory.
   """
-  # At most all tokens of a row carry loss.
+  # The plan assumes the worst case, in which all tokens of a row carry loss.
   planner = functools.partial(
     plan_lib.make,
     length=config.env.max_length,

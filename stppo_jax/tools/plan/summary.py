@@ -19,13 +19,13 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
 
   Args:
     plan: the plan.
-    price: the price of a chip for an hour; 0: unknown.
+    price: the price of a chip for an hour; 0 if it is unknown.
   """
   work = plan.work
   at_least, seconds = plan.seconds
   hours = [x * plan.num_steps / 3600 for x in (at_least, seconds)]
   chip_hours = [x * plan.num_chips for x in hours]
-  # Without a price the cost is unknown, which 0 would not say.
+  # Without a price the costs are None, because 0 would mean that a run is free.
   costs = [price * x if price else None for x in chip_hours]
   return {
     'topology': plan.topology.name,
@@ -99,7 +99,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
 
 
 def row(tried: search.MeshCandidate) -> dict[str, Any]:
-  """Returns the line of a mesh in a sweep."""
+  """Returns the data of one mesh in a sweep, for JSON and for `sweep_text`."""
   found = {
     'data': tried.changes['mesh.data'],
     'fsdp': tried.changes['mesh.fsdp'],
@@ -122,7 +122,7 @@ def row(tried: search.MeshCandidate) -> dict[str, Any]:
 
 
 def sweep_text(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Returns the lines that print the meshes of a sweep."""
+  """Returns the table of the meshes of a sweep as text."""
   lines = ['  data  fsdp tensor microbatch  at least  expected        GiB']
   for row in rows:
     cells = '{data:6} {fsdp:5} {tensor:6} {microbatch:10}'.format(**row)
@@ -139,7 +139,7 @@ def sweep_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text(summary: Mapping[str, Any]) -> list[str]:
-  """Returns the lines that print a summary; sizes are of one device."""
+  """Returns the lines of a summary for printing; sizes are of one device."""
   axes = ' '.join(f'{axis}={n}' for axis, n in summary['mesh'].items())
   memory = summary['memory']
   lines = [f'{summary["topology"]}: {axes}']
@@ -180,9 +180,9 @@ def text(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _sections(memory: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-  """Returns the sizes of a device by name, below the titles of sections."""
+  """Returns sections by their titles; each has sizes of a device by name."""
   learning, collecting = dict(memory['sizes']), dict(memory['collecting'])
-  # What is there all the time, if the same devices learn and collect.
+  # The memory that is held all the time, if the same devices learn and collect.
   always = {name: x for name, x in learning.items() if name in collecting}
   for name in always:
     del learning[name], collecting[name]
@@ -207,7 +207,7 @@ def _sections(memory: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _describe_step(summary: Mapping[str, Any]) -> list[str]:
-  """Returns the lines about the time of a step, by formulas."""
+  """Returns the lines about the time of a step, which formulas estimate."""
   step = summary['step']
   lines = [
     f'A step of {step["trajectories"]} trajectories of {step["length"]} '
