@@ -133,8 +133,8 @@ async def _examine_dialects(
     raise Unusable(f'dialect: no known dialect is answered. {reasons}')
   if chosen not in spoken:
     raise Unusable(
-      f'dialect: not {chosen} ({failures[chosen]}), but {" or ".join(spoken)}: '
-      f'set retrieval.dialect={spoken[0]}'
+      f'dialect: {chosen} is not answered ({failures[chosen]}), but '
+      f'{" or ".join(spoken)} is; set retrieval.dialect={spoken[0]}'
     )
   return spoken, chosen
 

@@ -64,8 +64,10 @@ def test_the_dialect_that_is_not_spoken(capsys):
   with _serve(dialect='rllm') as embedded:
     code, lines = _examine(capsys, embedded.url, '--dialect=search_r1')
     assert code == 2
-    assert lines[-1].startswith('WRONG  dialect: not search_r1 (status 422')
-    assert lines[-1].endswith('but rllm: set retrieval.dialect=rllm')
+    assert lines[-1].startswith(
+      'WRONG  dialect: search_r1 is not answered (status 422'
+    )
+    assert lines[-1].endswith('but rllm is; set retrieval.dialect=rllm')
     assert _examine(capsys, embedded.url)[0] == 0
 
 

@@ -1,10 +1,10 @@
-"""Collects, annotates and updates once, and returns the arrays for the lab.
+"""Collects and annotates a batch, updates the models, and returns the arrays.
 
-B trajectories, L tokens. Trajectories are sampled and annotated, then some
+B trajectories, L tokens. Trajectories are sampled and annotated. Then some
 updates change the models, so that ratios differ from 1, and the updated models
 compute log-probabilities, entropies and values of the same tokens. The
-collection is the one that a step of a run from the same weights would make,
-with the same random numbers.
+trajectories are the same as in a step of a run from the same weights, because
+the random numbers are the same.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from stppo_jax.training import engines
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# Fields of a `TokenBatch` that have another name in the file.
+# The fields of a `TokenBatch` that have another name in the file.
 _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
 
 
@@ -48,11 +48,13 @@ def write(
   num_updates: int | None,
   continuations: int = 0,
 ) -> None:
-  """Writes a new saved batch and prints what is done; see `collect`.
+  """Collects a new saved batch, writes it to a file, and prints its size.
+
+  The other arguments are those of `collect`.
 
   Raises:
     Misconfigured: the file cannot be written.
-    Exceptions of `collect`.
+    Exceptions that `collect` raises.
   """
   with streams.logged(streams.show_beside), compilation.announced():
     arrays = collect(
@@ -79,24 +81,24 @@ def collect(
 ) -> dict[str, np.ndarray]:
   """Returns the arrays of a new saved batch, see `tools.lab.saved_batch`.
 
-  There are values only if the algorithm has a value model. The ids of sentences
-  and states are always there. So is the coefficient of the KL penalty, which an
-  adaptive controller changes during a run.
+  The arrays have values only if the algorithm has a value model. They always
+  have the ids of sentences and states, and the coefficient of the KL penalty,
+  which an adaptive controller changes during a run.
 
   Args:
     config: the config of a run.
-    workdir: the folder of a run, whose newest checkpoint samples (the folder is
-      not changed); None = the start of the config.
-    num_updates: the number of optimiser steps after annotating; None = as many
-      as a step of the run makes.
-    continuations: how often each prefix of a trajectory is continued to sample
-      its value, see `lab.continuations`; 0 = there are no sampled values.
+    workdir: the folder of a run, whose newest checkpoint is the policy. The
+      folder is not changed. None for the weights that the config starts from.
+    num_updates: the number of optimizer steps after annotating; None for as
+      many as a step of the run makes.
+    continuations: the number of continuations of each prefix of a trajectory,
+      which sample its value, see `lab.continuations`; 0 for no sampled values.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  # Checked before anything is built: reading data and tokenizer takes a while,
-  # and a wrong flag should be refused without that wait.
+  # This is checked before anything is built: reading data and tokenizer takes a
+  # while, and a wrong flag should be refused without this wait.
   if continuations:
     slots = components_lib.num_slots(config, 1) // config.rollout.lanes
     is_local = config.rollout.engine == 'local'
@@ -130,9 +132,9 @@ def collect(
       f'collecting {number} trajectories with the policy after step {step}'
     )
     trajectories, _ = step_collector.collect(step)
-    # The engine still has the weights that sampled the dialogues, and the
-    # services are still open, so that values are those of that policy with that
-    # retriever.
+    # Values are sampled here, while the engine has the weights that sampled the
+    # dialogues and the services are open. So they are values of the same policy
+    # with the same retriever.
     sampled = _sampled_values(
       config, services, tokenizer, engine, trajectories, step, continuations
     )
@@ -156,10 +158,10 @@ def collect(
   chosen = learner.minibatches(num_rows, step, num_updates=num_updates)
   for number, rows in enumerate(chosen, 1):
     _log.info(f'update {number}')
-    # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A
-    # call of `learner.update` with the whole batch and these rows would do the
-    # same update by another compiled program, whose rounding differs: saved
-    # files would not have the same bits any more.
+    # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. If
+    # `learner.update` got the whole batch and these rows, it would do the same
+    # update by another compiled program with other rounding. Then files would
+    # not have the same bits as files of earlier versions.
     minibatch = jax.tree.map(lambda x: x[rows], batch)
     for order in learner.minibatches(len(rows), step):
       state, _ = learner.update(state, minibatch, order, step)
@@ -175,7 +177,7 @@ def collect(
 def _sampled_values(
   config, services, tokenizer, engine, trajectories, step, count: int
 ) -> list[continuations_lib.Sampled]:
-  """Returns the sampled values of trajectories; none if `count` is 0."""
+  """Returns the sampled values of trajectories; [] if `count` is 0."""
   if not count:
     return []
   environment, tokenizer = continuations_lib.continuing(
@@ -195,7 +197,8 @@ def _with_start(config, workdir):
   """Returns the config with the path of the weights that it starts from.
 
   Raises:
-    Misconfigured: there are no such weights yet, or no such workdir.
+    Misconfigured: the run has not made these weights yet, or `workdir` is not
+      the folder of a run.
   """
   if workdir is None:
     if run_record.makes_start(config):
@@ -211,10 +214,10 @@ def _with_start(config, workdir):
 
 
 def _one_epoch(config):
-  """Returns the config for a learner that gets one minibatch at a time.
+  """Returns the config of a learner that gets one minibatch at a time.
 
-  `minibatches` makes `num_epochs` passes over what it gets, and here it gets
-  one minibatch after the other.
+  `learner.minibatches` makes `num_epochs` passes over the rows that it gets.
+  Here it gets the rows of a single minibatch, over which one pass is made.
   """
   config = config.copy_and_resolve_references()
   config.updates.num_epochs = 1
@@ -224,7 +227,10 @@ def _one_epoch(config):
 def _newest(
   learner: learner_lib.Learner, state: state_lib.TrainState, workdir
 ) -> tuple[int, state_lib.TrainState]:
-  """Returns (steps done, state) of the newest checkpoint, or of the start."""
+  """Returns the steps done and the state of the newest checkpoint, if any.
+
+  Without a checkpoint, these are 0 and the given state.
+  """
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
   ) as checkpoints:
@@ -232,10 +238,10 @@ def _newest(
   if restored is None:
     return 0, state
   step, state, host = restored
-  # An adaptive controller has moved it since the start of the run, and the
-  # penalty of this collection is the one that the run would charge now.
+  # An adaptive controller has changed the coefficient since the start of the
+  # run. The penalty of this collection is the one that the run would use now.
   learner.kl_coefficient = host['kl_coefficient']
-  # Policies that wait for later steps of that run are of no use here.
+  # The run may keep policies for its later steps, which are not needed here.
   return step, dataclasses.replace(state, published=())
 
 
@@ -251,7 +257,7 @@ def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
 def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
-  """Returns the token outputs of a state's models on a batch."""
+  """Returns the outputs of a state's models for all tokens of a batch."""
   tokens_BL, expert_ids = distributed.from_local_rows(
     (batch.tokens_BL, batch.expert_ids), sharding.batch_sharding(learner.mesh)
   )

@@ -2,7 +2,7 @@
 
 B trajectories, L tokens. The agreement of two algorithms is the cosine between
 their gradients with respect to logprobs_BL. A policy token counts as silenced
-if its gradient is exactly 0 although its advantage is not.
+if its gradient is exactly 0 although its advantage is not 0.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ from stppo_jax.tools.lab import saved_batch
 SILENCED = 'silenced'
 
 
-# Label -> an algorithm, and the arrays that it is computed on: the result of
-# `saved_batch.select`, with its `lab.required_arrays`. All are of one batch and
-# may have other advantages. An algorithm may have several labels, with other
-# settings under each.
+# By label, an algorithm and the arrays on which it is computed: the result of
+# `saved_batch.select`, with the algorithm's `lab.required_arrays`. All arrays
+# are of one batch, but each algorithm may have its own advantages. The same
+# algorithm may appear under several labels, with different settings.
 Compared = Mapping[str, tuple[algorithm_lib.Algorithm, saved_batch.Arrays]]
 
 
 class Comparison(NamedTuple):
-  """The result of a comparison; all keys are labels of algorithms.
+  """The result of a comparison, by the labels of the algorithms.
 
   Attributes:
-    metrics: label to the metrics of `lab.loss_and_gradient`, and `silenced`.
-    cosines: label to label to the cosine of their gradients; 0 where a
-      gradient is 0 everywhere.
-    levels: label to the level of the algorithm's ratio.
+    metrics: by label, the metrics of `lab.loss_and_gradient`, and `silenced`.
+    cosines: by two labels, the cosine of the gradients of both algorithms; 0 if
+      a gradient is 0 everywhere.
+    levels: by label, the level of the algorithm's ratio.
   """
 
   metrics: dict[str, dict[str, float]]
@@ -41,11 +41,11 @@ class Comparison(NamedTuple):
 
 
 def compare(compared: Compared) -> Comparison:
-  """Scores every algorithm, without an entropy bonus.
+  """Computes every algorithm without an entropy bonus, and compares them.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision; the message
-      begins with the label.
+      begins with the label of its algorithm.
   """
   metrics, directions = {}, {}
   for label, (algorithm, arrays) in compared.items():
@@ -78,16 +78,17 @@ def _direction(x: np.ndarray) -> np.ndarray:
   largest = np.abs(x).max(initial=0.0)
   if not largest:
     return x
-  x = x / largest  # otherwise the squares of small entries underflow
+  x = x / largest  # otherwise the squares of small numbers underflow
   return x / np.linalg.norm(x)
 
 
 def table(comparison: Comparison, *, own_advantages: bool) -> str:
-  """Returns two tables as text: metrics per algorithm, and the cosines.
+  """Returns a table of metrics and a table of cosines as text.
 
   Args:
     comparison: the result of `compare`.
-    own_advantages: whether each algorithm had those of its own estimator.
+    own_advantages: whether each algorithm had the advantages of its own
+      estimator.
   """
   advantages = (
     'Each algorithm has the\nadvantages of its own estimator.'

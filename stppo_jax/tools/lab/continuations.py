@@ -1,14 +1,15 @@
-"""Samples the value of a dialogue's tokens: what the policy still earns there.
+"""Samples the values of prefixes of dialogues by continuing each many times.
 
-The value of a prefix is the mean of the rewards that follow it when the policy
-goes on from there. A critic learns it; here it is sampled. Each dialogue is cut
-before the first and before the last token of each of its turns, and is
-continued many times from there by the same engine, environment and limits. The
-place after an observation is the one before the next turn's first token. A KL
-penalty inside the rewards is left out here, although a critic learns it.
+The value of a prefix is the mean of the rewards that follow when the policy
+continues the dialogue after the prefix. A critic learns these values, and this
+module samples them. Each dialogue is cut before the first and before the last
+token of each of its turns, and each prefix is continued many times with the
+same engine, environment and limits. A cut before the first token of a turn is
+also the cut after the observation before this turn. A KL penalty inside the
+rewards is left out of the sampled values, although a critic learns it.
 
-The continuations of a prefix are a group of the engine: the prefix is computed
-once, and they share its pages of keys and values.
+The continuations of a prefix are a group of the engine: the prefix is prefilled
+once, and the continuations share its pages of the KV cache.
 
 B trajectories, L tokens.
 """
@@ -36,10 +37,11 @@ class Prefix:
   """The beginning of a dialogue.
 
   Attributes:
-    row, position: the place of the first token that it lacks.
-    trajectory: the dialogue.
-    turn: the number of the turn that goes on, from 0.
-    written: the tokens of that turn that it has.
+    row, position: the row of the dialogue in the batch, and the position of the
+      first token that the prefix lacks.
+    trajectory: the whole dialogue.
+    turn: the number of the turn that is cut, from 0.
+    written: the number of tokens of this turn that the prefix has.
   """
 
   row: int
@@ -59,7 +61,7 @@ class Prefix:
 
 
 def prefixes(trajectories: Collected) -> list[Prefix]:
-  """Returns the prefixes of all dialogues but those that have failed."""
+  """Returns the prefixes of all dialogues that have not failed."""
   return [
     prefix
     for row, trajectory in enumerate(trajectories)
@@ -72,24 +74,25 @@ def _of_one(row: int, trajectory: types.Trajectory) -> Iterator[Prefix]:
   position = len(trajectory.prompt_ids)
   for number, turn in enumerate(trajectory.turns):
     length = len(turn.token_ids)
-    # A set, because the first token of a turn of one token is its last one,
-    # too.
+    # A set, because in a turn of one token, the first token is also the last.
     for written in sorted({0, length - 1}) if length else ():
       yield Prefix(row, position + written, trajectory, number, written)
     position += length + len(turn.observation_ids)
 
 
 def check(config: Any, count: int, *, slots: int) -> None:
-  """Checks that values can be sampled.
+  """Checks that values can be sampled with a config.
 
   Args:
     config: the config of the dialogues.
     count: the number of continuations of a prefix.
-    slots: the slots of a lane of the local engine; 0 for a remote engine.
+    slots: the number of slots of a lane of the local engine; 0 for a remote
+      engine.
 
   Raises:
-    Misconfigured: the rewards of the config do not add up to the values of its
-      critic, or there are too few continuations; one line each.
+    Misconfigured: the number of continuations is too small or does not divide
+      the slots, or the config has discounts or rewards with which values cannot
+      be sampled. The message has a line for each problem.
   """
   advantage, env = config.algorithm.advantage, config.env
   problems = []
@@ -126,12 +129,13 @@ def check(config: Any, count: int, *, slots: int) -> None:
 
 
 class Sampled(NamedTuple):
-  """Holds what the continuations of a prefix have earned.
+  """The rewards of the continuations of a prefix.
 
   Attributes:
-    row, position: the place of the first token that the prefix lacks.
+    row, position: the row and position of the first token that the prefix
+      lacks.
     rewards: for each continuation that the infrastructure did not fail, the sum
-      of the rewards from that token on.
+      of its rewards after the prefix.
   """
 
   row: int
@@ -147,17 +151,17 @@ def sample(
   seed: int,
   step: int,
 ) -> list[Sampled]:
-  """Continues every prefix of dialogues.
+  """Continues every prefix of the dialogues, and returns the sampled rewards.
 
-  The limit of a turn's length counts from the cut: a continuation may add as
-  many tokens to the turn that was cut as a whole turn may have.
+  The limit on the length of a turn counts from the cut: a continuation may add
+  as many tokens to the turn that is cut as a whole turn may have.
 
   Args:
-    collector: samples groups of `count` trajectories; it is built with the
+    collector: a collector of groups of `count` trajectories, built with the
       environment and the tokenizer that `continuing` returns.
     trajectories: the dialogues.
     count: the number of continuations of each prefix.
-    seed, step: what the keys are derived from.
+    seed, step: the numbers from which the random keys are derived.
 
   Raises:
     ValueError: `count` does not divide the slots of a lane of the engine.
@@ -190,15 +194,16 @@ def as_arrays(
     shape: B and L of the batch.
 
   Returns:
-    oracle_values_BL, the mean of the rewards that follow; oracle_variances_BL,
-    their unbiased variance; and oracle_counts_BL, their number. All are 0
-    where nothing was sampled, or fewer than two continuations succeeded.
+    oracle_values_BL, the mean of the sampled rewards of a prefix;
+    oracle_variances_BL, their unbiased variance; and oracle_counts_BL, their
+    number. All three are 0 at tokens where nothing was sampled, or where fewer
+    than two continuations succeeded.
   """
   values_BL, variances_BL = np.zeros((2, *shape), np.float32)
   counts_BL = np.zeros(shape, np.int32)
   for row, position, rewards in sampled:
-    # A single continuation has no variance, so nobody could tell how far off
-    # its value is; the count of 0 marks the place as not sampled.
+    # A single continuation has no variance, so the error of its value is not
+    # known. The count of 0 marks this token as not sampled.
     if len(rewards) > 1:
       values_BL[row, position] = np.mean(rewards)
       variances_BL[row, position] = np.var(rewards, ddof=1)
@@ -217,13 +222,13 @@ def _rewards(trajectory: types.Trajectory) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut(types.Question):
-  """The question of a dialogue that goes on from a prefix."""
+  """The question of a dialogue that continues a prefix."""
 
   prefix: Prefix
 
 
 class _Prompt(str):
-  """The prompt of a dialogue, with the tokens of a prefix of it."""
+  """The prompt of a dialogue, with the token ids of the prefix to continue."""
 
   token_ids: np.ndarray
 
@@ -231,17 +236,18 @@ class _Prompt(str):
 def continuing(
   environment: protocol.Environment, tokenizer: collect.Tokenizer
 ) -> tuple[Any, Any]:
-  """Returns environment and tokenizer of a collector that continues prefixes.
+  """Returns the environment and the tokenizer that continue prefixes.
 
-  To the collector, a prefix is the prompt of a dialogue. The state of an
-  episode is that of its prefix: before its first new turn, it answers the
-  recorded ones again. So an environment must answer equal texts alike.
+  A collector that has them takes a prefix for the prompt of a dialogue. Before
+  the first new turn, an episode steps through the recorded turns of the prefix
+  again, so that it reaches the state at the end of the prefix. This needs an
+  environment that always answers the same text in the same way.
   """
   return _Environment(environment, tokenizer), _Tokenizer(tokenizer)
 
 
 class _Tokenizer:
-  """A tokenizer that has the tokens of prompts already."""
+  """A tokenizer that returns the recorded tokens of a prefix."""
 
   def __init__(self, tokenizer: collect.Tokenizer):
     self.encode_text, self.decode = tokenizer.encode_text, tokenizer.decode
@@ -249,12 +255,12 @@ class _Tokenizer:
     self._encode_prompt = tokenizer.encode_prompt
 
   def encode_prompt(self, text: str, *, tools: Any = ()) -> np.ndarray:
-    """Returns the tokens of a prefix, or those of any other text."""
-    # The ids that were sampled, and not the text once more: a tokenizer may cut
-    # the same text into other tokens than the policy chose.
+    """Returns the tokens of a prefix, or encodes any other text."""
+    # The recorded ids are returned. If the text were encoded again, it might be
+    # cut into other tokens than the policy chose.
     if isinstance(text, _Prompt):
       return text.token_ids
-    # The question of an episode that could not be opened.
+    # A plain text is the question of an episode that could not be opened.
     return self._encode_prompt(text, tools=tools)
 
 
@@ -268,13 +274,13 @@ class _Environment:
     self.tags, self.tools = environment.tags, environment.tools
 
   def prompt(self, question: _Cut) -> _Prompt:
-    """Returns the prompt of the dialogue, with the tokens of the prefix."""
+    """Returns the prompt of the dialogue, with the token ids of the prefix."""
     prompt = _Prompt(self._environment.prompt(question))
     prompt.token_ids = question.prefix.token_ids
     return prompt
 
   def episode(self, question: _Cut) -> '_Episode':
-    """Returns an episode that goes on from the prefix of a question."""
+    """Returns an episode that continues the prefix of a question."""
     prefix = question.prefix
     recorded = prefix.trajectory.turns
     return _Episode(
@@ -286,13 +292,13 @@ class _Environment:
 
 
 class _Episode:
-  """An episode that begins with turns which it has answered before.
+  """An episode that continues a prefix of recorded turns.
 
   Args:
-    episode: the episode at its beginning.
-    question: its question.
-    texts: the recorded turns.
-    begun: the recorded part of the turn that goes on.
+    episode: the episode of the environment, at its beginning.
+    question: the question of the recorded dialogue.
+    texts: the texts of the recorded turns before the cut turn.
+    begun: the recorded text of the cut turn, up to the cut.
   """
 
   def __init__(
@@ -308,11 +314,12 @@ class _Episode:
   async def step(
     self, question: _Cut, turn_index: int, text: str
   ) -> protocol.Step:
-    """Answers a turn of the continuation."""
-    del question  # it has another type than the environment knows
+    """Answers a turn of the continuation, after the recorded turns."""
+    del question  # the environment does not know the type `_Cut`
     if turn_index == 0:
-      # The answers are known. The steps are made for the state that they leave
-      # in the episode, such as the place of a player or what was found.
+      # The answers to the recorded turns are known. These steps are made for
+      # the state that they leave in the episode, such as the position of a
+      # player.
       for number, recorded in enumerate(self._texts):
         step = await self._episode.step(self._question, number, recorded)
         if step.status is not None:
@@ -322,7 +329,7 @@ class _Episode:
             step, observation=None, status=_FAILED, cause=cause
           )
       # An action may begin before the cut and end after it, so the environment
-      # has to see the turn as a whole.
+      # gets the whole text of the turn.
       text = self._begun + text
     number = len(self._texts) + turn_index
     return await self._episode.step(self._question, number, text)
@@ -334,7 +341,7 @@ class _Episode:
     texts: Sequence[str],
     status: types.TrajectoryStatus,
   ) -> tuple[dict[str, float], dict[str, float]]:
-    """Rewards the whole dialogue, its recorded turns included."""
+    """Returns the rewards of the whole dialogue, with its recorded turns."""
     del question
     whole = [*self._texts, self._begun + ''.join(texts[:1]), *texts[1:]]
     return self._episode.rewards(self._question, prompt, whole, status)

@@ -1,8 +1,8 @@
 """Computes the advantages of an estimator on a saved batch.
 
 B trajectories, L tokens. Nothing is random and nothing is trained. The rewards
-are read from the file; `penalized` subtracts the KL penalty in the same way as
-a run with `kl.where` = 'reward'.
+are those of the file. `penalized` subtracts a KL penalty from them, as a run
+with `kl.where` = 'reward' does.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
 from stppo_jax.tools.lab import saved_batch
 
-# The arrays of which `penalized` computes the KL penalty.
+# The arrays from which `penalized` computes the KL penalty.
 PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
 
 
@@ -30,7 +30,7 @@ def build_estimator(options: Mapping) -> Any:
   """Returns the estimator that options describe, see `rl.advantages`.
 
   Raises:
-    ValueError: every option that is wrong, one line each.
+    ValueError: an option is wrong; the message has a line for each.
   """
   lines = options_lib.check(advantages_lib.ADVANTAGES, options, 'advantage')
   if lines:
@@ -55,13 +55,13 @@ def required_arrays(estimator: Any) -> frozenset[str]:
 
 
 def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
-  """Checks the rules of an estimator, beyond those of `saved_batch.select`.
+  """Checks the rules of an estimator that `saved_batch.select` does not check.
 
   Raises:
-    ValueError: one line each for turn ids that decrease within a row (its turns
-      would have no beginning), for groups of one row where the estimator
-      compares the rows of a group, and for values of observation tokens that it
-      reads and that are not finite.
+    ValueError: turn ids decrease within a row, so that turns have no clear
+      beginning; all groups have a single row, although the estimator compares
+      the rows of a group; or the estimator reads values of observation tokens
+      that are not finite. The message has a line for each problem.
   """
   lines = []
   ids_B = arrays.get('group_ids_B', ())
@@ -70,8 +70,8 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
       f'group_ids_B: some rows must share an id, because {estimator.name} '
       'compares the rows of a group; with groups of one all advantages are 0'
     )
-  # Ids are 0 between two turns, so a token cannot be compared with the one
-  # before it; the highest id so far can.
+  # Ids are 0 between two turns. So the id of a token is compared with the
+  # highest id so far, and not with the id of the token before it.
   ids_BL = arrays['turn_ids_BL']  # 0 off the loss mask
   highest_BL = np.maximum.accumulate(ids_BL, axis=1)
   wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)
@@ -89,11 +89,15 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
 
 
 def check_penalty(estimator: Any, kl: str) -> None:
-  """Checks that an estimator of the KL goes with an estimator of advantages.
+  """Checks that a KL penalty can be used with an estimator of advantages.
+
+  Args:
+    estimator: the result of `build_estimator`.
+    kl: the name of an estimator of the KL, a key of `kl.KL_ESTIMATORS`.
 
   Raises:
-    ValueError: there is no such estimator of the KL, or the penalty would
-      count as a reward of the turns.
+    ValueError: there is no such estimator of the KL, or the estimator of
+      advantages would count the penalty as a reward of the turns.
   """
   if kl not in kl_lib.KL_ESTIMATORS:
     raise ValueError(f'must be one of {", ".join(kl_lib.KL_ESTIMATORS)}')
@@ -106,7 +110,7 @@ def check_penalty(estimator: Any, kl: str) -> None:
 def penalized(
   arrays: saved_batch.Arrays, *, estimator: str, coefficient: float
 ) -> saved_batch.Arrays:
-  """Returns the arrays with the KL penalty subtracted from the rewards.
+  """Returns the arrays with a KL penalty subtracted from the rewards.
 
     rewards_BL - coefficient * KL(old policy, reference)      (see `rl.kl`)
 
@@ -131,15 +135,16 @@ def penalized(
 def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
   """Returns the advantages and returns of a saved batch.
 
-  The metrics are {advantages,returns}/{mean,std,min,max} over the loss mask;
-  std is the root of the unbiased variance. A metric is not finite where it is
-  too large for the precision. The arrays are advantages_BL, returns_BL and
+  The metrics are {advantages,returns}/{mean,std,min,max} over the loss mask,
+  where std is the root of the unbiased variance. A metric that is too large for
+  the precision is not finite. The arrays are advantages_BL, returns_BL and
   value_mask_BL.
 
   Args:
     estimator: the result of `build_estimator`.
-    arrays: the result of `saved_batch.select`, with the `required_arrays`, and
-      checked; their rewards are used as they are (see `penalized`).
+    arrays: the result of `saved_batch.select`, with the `required_arrays`, for
+      which `check` raises no error. No KL penalty is subtracted here, see
+      `penalized`.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.

@@ -1,14 +1,15 @@
 """Computes the loss and the gradient of an algorithm on a saved batch.
 
-B trajectories, L tokens. The whole file is one minibatch and one microbatch,
-and the parameters are the log-probabilities themselves: the gradient is
-d loss / d logprobs_BL, what backpropagation would pass on to a model's weights.
-With a clipping bias of norm 'gradient' it is divided by the norm of the bias as
-an update does it (see `rl.clipping_bias`), where the norm is taken over the
-log-probabilities instead of the weights.
+B trajectories, L tokens. The whole batch is one minibatch and one microbatch.
+The log-probabilities take the place of parameters, so the gradient is
+d loss / d logprobs_BL, which backpropagation would pass on to a model's
+weights. If the algorithm corrects the clipping bias with norm 'gradient', the
+gradient is divided by the norm of the bias as in an update (see
+`rl.clipping_bias`). This norm is taken over the log-probabilities instead of
+the weights.
 
-Nothing is random and nothing is trained. An algorithm takes one compilation and
-then milliseconds.
+Nothing is random and nothing is trained. An algorithm needs one compilation and
+then takes milliseconds.
 """
 
 import functools
@@ -33,7 +34,7 @@ _ALWAYS_REQUIRED = (
   'old_logprobs_BL',
   'advantages_BL',
 )
-# With these there are more metrics; the loss is the same without them.
+# The arrays that only add metrics, and do not change the loss.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 _TURN_Z = 'turn_z_BL'
 _MAY_BE_INFINITE = ('low_BL', 'high_BL')
@@ -42,9 +43,9 @@ _MAY_BE_INFINITE = ('low_BL', 'high_BL')
 def required_arrays(
   algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
 ) -> frozenset[str]:
-  """Returns the arrays, by name, that `loss_and_gradient` reads."""
+  """Returns the names of the arrays that `loss_and_gradient` reads."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
-  if _TURN_Z in names:  # formed from the rewards here, as when annotating
+  if _TURN_Z in names:  # computed from the rewards, as in annotate
     names = names - {_TURN_Z} | {'rewards_BL', 'group_ids_B'}
   if entropy_coefficient:
     names |= {'entropy_BL'}
@@ -57,29 +58,32 @@ def loss_and_gradient(
   *,
   entropy_coefficient: float,
 ) -> saved_batch.Result:
-  """Returns loss, gradient and metrics of an algorithm.
+  """Returns the loss, the gradient and the metrics of an algorithm.
 
-  The metrics are the loss and all diagnostics; one that the algorithm does not
-  use is not finite where it is too large for the precision. The arrays are
-  loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level), weights_BL (the
-  corrections' multipliers) and clipped_BL (tokens whose gradient the objective
-  cut); off the loss mask the last four are 0, 1, 1 and False. low_BL and
-  high_BL are the bounds in force, which may be infinite.
+  The metrics are the loss and all diagnostics. A metric that the algorithm does
+  not use may be too large for the precision, and is then not finite.
+
+  The arrays are loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level),
+  weights_BL (the multipliers of the corrections), clipped_BL (the tokens whose
+  gradient the objective cut), and low_BL and high_BL (the bounds in force,
+  which may be infinite). Off the loss mask, dloss_dlogprobs_BL is 0, ratio_BL
+  and weights_BL are 1, and clipped_BL is False.
 
   Args:
     algorithm: the algorithm.
-    arrays: the result of `saved_batch.select`, with the `required_arrays`; a
-      batch without any loss position gives zeros.
+    arrays: the result of `saved_batch.select`, with the `required_arrays`. If
+      the loss mask is false everywhere, the loss and the gradient are 0.
     entropy_coefficient: the coefficient of the entropy bonus. It changes the
       loss but not the gradient, because the entropy does not depend on
       `logprobs_BL` here.
 
   Raises:
-    saved_batch.NotFinite: the loss, its gradient or a number that a correction
+    saved_batch.NotFinite: the loss, its gradient or a metric that a correction
       uses is too large for the precision.
   """
-  # The loss takes an entropy even if its coefficient is 0. What the zeros lead
-  # to is removed from the metrics below.
+  # The loss takes an entropy even if its coefficient is 0. Without an array of
+  # entropies it gets zeros, and the metric that follows from them is removed
+  # below.
   zeros_BL = np.zeros_like(arrays['logprobs_BL'])
   results, diagnostics, metrics = jax.device_get(
     _differentiate(
@@ -96,13 +100,14 @@ def loss_and_gradient(
   with np.errstate(over='ignore', invalid='ignore'):
     metrics |= diagnostics_lib.summarize(diagnostics)
   if 'entropy_BL' not in arrays:
-    del metrics['actor/entropy']  # it is unknown, not 0
-  metrics = {'loss': float(results['loss'])} | metrics  # printed in this order
+    del metrics['actor/entropy']  # the entropy is unknown, not 0
+  metrics = {'loss': float(results['loss'])} | metrics  # printed first
   saved_batch.check_finite(
     {name: x for name, x in results.items() if name not in _MAY_BE_INFINITE}
     | {
       name: np.asarray(metrics[name], zeros_BL.dtype)
-      # What a correction uses must be finite, unlike what only describes it.
+      # A metric that a correction uses must be finite. Other metrics only
+      # describe the batch, and may be infinite.
       for correction in algorithm.correction.names
       for name in corrections.CORRECTIONS[correction].metrics
     }
@@ -136,10 +141,11 @@ def _differentiate(
     terms, loss = loss_terms(logprobs_BL)
     return terms.policy + terms.other, loss
 
-  # The metric exists for every algorithm: 0 where nothing is divided by it.
+  # The metric exists for every algorithm. It is 0 if the gradient is not
+  # divided by a norm.
   bias_norm = jnp.zeros(())
-  # The division needs the gradient of the bias by itself, so the terms are
-  # differentiated one by one; all other algorithms need one backward pass.
+  # The division needs a separate gradient of the bias, so the terms of the loss
+  # are differentiated one by one. All other algorithms need one backward pass.
   if algorithm.divides_by_bias_norm:
     gradients, loss = clipping_bias_lib.term_gradients(loss_terms, logprobs_BL)
     gradient_BL, bias_norm = clipping_bias_lib.divide_by_bias_norm(
@@ -167,7 +173,8 @@ def _differentiate(
     'ratio_BL': loss.ratio_BL,
     'weights_BL': loss.weights_BL,
     'clipped_BL': loss.cut_BL,
-    # Bounds are one number or one for each token; a file has one shape.
+    # Bounds are a single number or one for each token. In a file they always
+    # have one for each token.
     'low_BL': jnp.broadcast_to(loss.low, logprobs_BL.shape),
     'high_BL': jnp.broadcast_to(loss.high, logprobs_BL.shape),
   }
@@ -175,7 +182,8 @@ def _differentiate(
 
 
 def _norm(x: jax.Array) -> jax.Array:
-  """Returns |x|_2 of an array."""
+  """Returns the Euclidean norm of an array."""
   largest = jnp.max(jnp.abs(x))
-  # Without the division, squares would overflow where the norm does not.
+  # Without the division, the squares could overflow although the norm is
+  # finite.
   return largest * jnp.sqrt(jnp.sum(jnp.square(masking.divide(x, largest))))

@@ -1,7 +1,8 @@
 """Measures the ratios of a saved batch at every level, and their bounds.
 
-B trajectories, L tokens. The log-ratio of a segment is the mean over its
-tokens, as in `rl.ratios`.
+B trajectories, L tokens. At each level, such as turn or sequence, tokens form
+segments. The log-ratio of a segment is the mean of the log-ratios of its
+tokens, see `rl.ratios`.
 """
 
 import math
@@ -18,8 +19,8 @@ from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
 
 _QUANTILES = (0.01, 0.5, 0.99)
-# Objectives that read no bounds, and objectives that apply them to the ratio of
-# each token, whatever the level of the algorithm is.
+# Objectives that read no bounds, and objectives that apply the bounds to the
+# ratio of each token, whatever the level of the algorithm is.
 WITHOUT_BOUNDS = frozenset(
   {'soft_gate', 'quadratic', 'unclipped', 'gamma_weighted', 'kl_cov'}
 )
@@ -30,10 +31,11 @@ class Bounds(NamedTuple):
   """The bounds of an algorithm, on a saved batch.
 
   Attributes:
-    level: the level of the ratios that they are for.
-    low, high: their medians over the policy tokens; nan without bounds.
-    below, above: the shares of these tokens with a ratio outside them; nan
-      without bounds.
+    level: the level of the ratios to which the bounds apply.
+    low, high: the medians of the lower and the upper bound over the policy
+      tokens; nan if the algorithm has no bounds.
+    below, above: the shares of the policy tokens whose ratio is below the lower
+      and above the upper bound; nan if the algorithm has no bounds.
   """
 
   level: str
@@ -44,11 +46,11 @@ class Bounds(NamedTuple):
 
 
 class Levels(NamedTuple):
-  """The ratios of a saved batch.
+  """The ratios of a saved batch, and the bounds of algorithms on them.
 
   Attributes:
     log_ratios: by level, the log-ratio of each segment.
-    bounds: by label, the bounds of an algorithm.
+    bounds: by label of an algorithm, its bounds.
   """
 
   log_ratios: dict[str, np.ndarray]
@@ -56,7 +58,9 @@ class Levels(NamedTuple):
 
 
 def measure(compared: comparison.Compared) -> Levels:
-  """Returns the ratios at all levels whose ids the batch has, and the bounds.
+  """Returns the ratios at all levels, and the bounds of each algorithm.
+
+  The level 'sentence' is left out if the batch has no sentence ids.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
@@ -69,8 +73,8 @@ def measure(compared: comparison.Compared) -> Levels:
       bounds[label] = Bounds(algorithm.ratio.level, nan, nan, nan, nan)
       continue
     level = algorithm.ratio.level
-    # Some rules set other bounds for each token or turn, so bounds are read off
-    # a computed loss and not off the options.
+    # Some rules set different bounds for each token or turn, so the bounds are
+    # taken from a computed loss and not from the options.
     found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
     low, high, ratio = (
       found.arrays[name][mask_BL] for name in ('low_BL', 'high_BL', 'ratio_BL')
@@ -111,8 +115,9 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
       reduce='mean',
       num_turns=num_turns,
     )
-    # Ids repeat from row to row. With the row in it, a number is that of one
-    # segment, whose first token stands for all, since they have one ratio.
+    # Segment ids repeat from row to row, so the row is made a part of the
+    # number of a segment. All tokens of a segment have one ratio, so the ratio
+    # of its first token is taken.
     numbers = np.arange(len(mask_BL))[:, None] * (mask_BL.shape[1] + 1) + ids_BL
     _, firsts = np.unique(np.asarray(numbers)[mask_BL], return_index=True)
     found[level] = np.asarray(ratio_BL)[mask_BL][firsts]
@@ -120,7 +125,7 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
 
 
 def table(levels: Levels) -> str:
-  """Returns two tables as text: the levels, and the bounds."""
+  """Returns a table of the levels and a table of the bounds as text."""
   head = ('level', 'segments', 'spread', *(f'p{q:.0%}' for q in _QUANTILES))
   lines: list[tuple[str, ...]] = [tuple(x.rstrip('%') for x in head)]
   for level, x in levels.log_ratios.items():

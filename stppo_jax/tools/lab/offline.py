@@ -1,9 +1,9 @@
 """Computes algorithms and estimators on a saved batch, on CPU, and prints them.
 
-Every function takes the flags of its command of `lab`, and options: the flag
-that names an algorithm or an estimator, a section of a config, and the flags
-that have set its keys. It raises `Misconfigured` for files and options that do
-not fit.
+Every public function is a command of `lab`. It takes the flags of the command,
+and options. The options of an algorithm or an estimator are the flag that names
+it, a section of a config, and the flags that have set keys of this section. A
+function raises `Misconfigured` for files and options that do not fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,8 @@ from stppo_jax.tools.lab import token_changes
 from stppo_jax.tools.lab import values as values_lib
 
 _NOT_FINITE = (saved_batch.NotFinite,)
-# The value of --advantages with which algorithms have their own.
+# The value of --advantages that gives each algorithm the advantages of its own
+# estimator.
 OWN = 'own'
 _Options = tuple[str, Any, Mapping[str, str]]
 
@@ -36,8 +37,8 @@ _Options = tuple[str, Any, Mapping[str, str]]
 def score(flags: Any, options: _Options) -> None:
   """Prints the metrics of an algorithm and writes its loss and gradient."""
   name, coefficient = flags.algorithm, flags.entropy_coefficient
-  # All of the computation is inside this context: outside of it, jit would
-  # silently round float64 arrays to float32.
+  # The whole computation is inside this context. Outside, jit would silently
+  # round float64 arrays to float32.
   with jax.enable_x64(flags.float64):
     algorithm = _build(algorithm_lib.build_algorithm, options)
     loaded = _load(flags, {name: algorithm}, entropy_coefficient=coefficient)
@@ -84,7 +85,7 @@ def _own_advantages(
   algorithm: algorithm_lib.Algorithm,
   loaded: saved_batch.Arrays,
 ) -> np.ndarray:
-  """Returns the advantages of an algorithm's estimator for a file."""
+  """Returns the advantages that an algorithm's estimator gives for a file."""
   estimator: Any = algorithm.advantage
   required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'
@@ -106,7 +107,7 @@ def _own_advantages(
 
 
 def compare(flags: Any, options: Mapping[str, _Options]) -> None:
-  """Prints several algorithms, by their labels, beside each other."""
+  """Prints a comparison of several algorithms, which are given by label."""
   with jax.enable_x64(flags.float64):
     compared = _read(flags, options)
     with exits.naming('--algorithms', _NOT_FINITE):
@@ -118,7 +119,8 @@ def compare(flags: Any, options: Mapping[str, _Options]) -> None:
       label: _finite(flags, metrics, f'{label}: ')
       for label, metrics in result.metrics.items()
     }
-    # The key was 'rows' before algorithms were called so; scripts read it.
+    # The key 'rows' is older than the word algorithm here. It stays, because
+    # scripts read it.
     print(_json({'rows': metrics, 'cosines': result.cosines}))
   else:
     own = flags.advantages == OWN
@@ -136,7 +138,7 @@ def levels(flags: Any, options: Mapping[str, _Options]) -> None:
 
 
 def values(flags: Any, options: None) -> None:
-  """Prints a critic and all estimators against sampled values."""
+  """Prints how a critic and all estimators agree with sampled values."""
   del options
   with jax.enable_x64(flags.float64), exits.naming(f'--batch={flags.batch}'):
     loaded = saved_batch.load(flags.batch)
@@ -155,7 +157,7 @@ def values(flags: Any, options: None) -> None:
 
 
 def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  """Returns the advantages of each estimator whose arrays a file has."""
+  """Returns the advantages by each estimator whose arrays a file has."""
   advantages, missing = {}, []
   for name in defaults.DEFAULTS['advantage']:
     estimator = estimates.build_estimator(defaults.choice('advantage', name))
@@ -165,8 +167,8 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
       arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
       estimates.check(estimator, arrays)
       found = estimates.estimate(estimator, arrays)
-    # A file without values or without groups is enough for some estimators
-    # only, and those are worth showing.
+    # A file without values or without groups is enough for some estimators, so
+    # an error of one estimator does not end the command.
     except ValueError:
       missing.append(name)
     else:
@@ -181,15 +183,15 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
 
 
 def _draw(flags: Any, page: str, *contents: Any) -> None:
-  """Saves a picture for `--plot`, if that is set.
+  """Saves a picture if the flag `--plot` is set.
 
   Args:
     flags: the flags of the command.
-    page: the name of the function of `pictures` that draws it.
-    *contents: what it draws.
+    page: the name of the function of `pictures` that draws the picture.
+    *contents: the arguments of this function.
   """
   if flags.plot:
-    # Imported late, because it loads the library that draws.
+    # Imported late, because this loads matplotlib.
     from stppo_jax.records import plots
     from stppo_jax.tools.lab import pictures
 
@@ -198,14 +200,14 @@ def _draw(flags: Any, page: str, *contents: Any) -> None:
 
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:
-  """Returns what `make` makes of options; an error names their flag."""
+  """Returns the result of `make` for options; errors name the wrong flags."""
   subject, values, typed = options
   try:
     return make(values)
   except ValueError as error:
     lines = []
     for line in str(error).splitlines():
-      # The line begins with the key in its section, such as algorithm.kl.where.
+      # A line begins with the section and its key, such as algorithm.kl.where.
       key, _, problem = line.partition(': ')
       flag = typed.get(key.partition('=')[0].partition('.')[2])
       lines.append(f'{flag}: {problem}' if flag else f'{subject}: {line}')
@@ -234,12 +236,12 @@ def _load(
 ) -> comparison.Compared:
   """Returns algorithms with the checked arrays that they are computed on.
 
-  Optional arrays only add metrics; one that is not valid is left out, with a
-  warning.
+  Optional arrays only add metrics. An optional array that is not valid is left
+  out, and a warning is printed.
 
   Args:
     flags: the flags of the command.
-    algorithms: label to algorithm.
+    algorithms: the algorithms by label.
     entropy_coefficient: see `lab.required_arrays`.
   """
   # A missing array is reported for the first algorithm that reads it.
@@ -252,7 +254,8 @@ def _load(
   }
   dtype, path = _dtype(flags), flags.advantages
   if path:
-    # Where another file has the advantages, the batch need not have any.
+    # The advantages come from another file or from estimators, so the batch
+    # does not need them.
     readers.pop('advantages_BL', None)
   with exits.naming(f'--batch={flags.batch}'):
     loaded = saved_batch.load(flags.batch)
@@ -263,8 +266,8 @@ def _load(
         path, arrays['loss_mask_BL'], dtype=dtype
       )
   names = [name for name in lab.OPTIONAL_ARRAYS if name not in arrays]
-  # Checked apart from the required arrays: a fault here costs a few metrics and
-  # must not refuse the whole command.
+  # Optional arrays are checked apart from the required ones, because an error
+  # in them must only cost some metrics and not end the command.
   optional, problems = saved_batch.select_optional(loaded, names, dtype=dtype)
   for problem in problems:
     print(f'--batch={flags.batch}: {problem}; left out', file=sys.stderr)
@@ -281,7 +284,7 @@ def _load(
 
 
 def _finish(flags: Any, found: saved_batch.Result) -> None:
-  """Writes the arrays, if wanted, and prints the metrics."""
+  """Writes the arrays if the flag --out is set, and prints the metrics."""
   metrics = _finite(flags, found.metrics)
   if flags.out:
     with exits.naming(f'--out={flags.out}'):
@@ -292,7 +295,7 @@ def _finish(flags: Any, found: saved_batch.Result) -> None:
 def _finite(
   flags: Any, metrics: Mapping[str, float], subject: str = ''
 ) -> dict[str, float]:
-  """Returns the finite metrics, since JSON has no nan; warns of the others."""
+  """Returns the finite metrics, as JSON has no nan; warns of other metrics."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
     dtype = _dtype(flags).__name__

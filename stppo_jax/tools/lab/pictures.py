@@ -1,4 +1,4 @@
-"""Draws what algorithms do to the tokens of a saved batch."""
+"""Draws the effects of algorithms on the tokens of a saved batch."""
 
 from collections.abc import Mapping
 import math
@@ -16,7 +16,7 @@ from stppo_jax.tools.lab import values as values_lib
 
 _SHOWN = {'cut': 'Cut', 'weakened': 'Weakened', 'amplified': 'Amplified'}
 _NUM_BINS = 60
-# The share of the segments that a histogram leaves out on each side.
+# The share of the segments that may lie beyond each end of a histogram's axis.
 _TAIL = 0.01
 
 
@@ -27,13 +27,13 @@ def comparison_page(
 
   Args:
     compared: the comparison of some algorithms.
-    changes: the changes of tokens by the same algorithms.
+    changes: the changes that the same algorithms make to tokens.
   """
   labels = list(compared.cosines)
   with matplotlib.rc_context(plots.STYLE):
     size = 1.2 + 0.42 * len(labels)
-    # Not by pyplot, which would choose a backend that may want a display, and
-    # would keep every figure in memory until it is closed.
+    # The figure is not made by pyplot, which would choose a backend that may
+    # need a display, and would keep every figure in memory until it is closed.
     page = figure.Figure(figsize=(9.5, 5.2 + size), layout='constrained')
     halves = page.subfigures(2, 1, squeeze=False, height_ratios=(5.2, size))
     top, bottom = halves[:, 0]
@@ -45,7 +45,7 @@ def comparison_page(
             getattr(by_label[label], change),
             marker='.',
             label=label,
-            # Lines that cover each other are all seen.
+            # Later lines are thinner, so that they do not hide earlier ones.
             linewidth=1.2 + 2.4 * (1 - (i + 1) / len(labels)),
             **plots.line(i),
           )
@@ -85,8 +85,8 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
     for bound in _log_bounds(x)
     if np.isfinite(bound)
   ]
-  # All levels share one axis, because the question is how far the ratios of
-  # each level spread.
+  # All levels share one axis, so that the spreads of their ratios can be
+  # compared.
   ends = [*np.concatenate(tails), *finite]
   edges = np.linspace(min(ends) * 1.05, max(ends) * 1.05, _NUM_BINS)
   with matplotlib.rc_context(plots.STYLE):
@@ -95,13 +95,14 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
     )
     panels = np.atleast_1d(page.subplots(len(shown), 1, sharex=True))
     for axes, (level, x) in zip(panels, shown.items(), strict=True):
-      # Shares and not counts: a batch has hundreds of tokens for each sequence.
+      # Shares are drawn and not counts, because a batch has hundreds of tokens
+      # for each sequence.
       weights = np.full(len(x), 1 / len(x))
       axes.hist(x, edges, weights=weights, color='#BBBBBB')
       axes.set_title(f'{level}: {len(x)} segments, spread {x.std():.2g}')
       axes.set_ylabel('share')
-      # Algorithms with equal bounds share a line; drawn one over the other,
-      # only the last of them would be seen.
+      # Algorithms with equal bounds share a line. If their lines were drawn one
+      # over the other, only the last line would be seen.
       alike: dict[levels_lib.Bounds, list[str]] = {}
       for label, bounds in levels.bounds.items():
         if bounds.level == level and not np.isnan(bounds.low):
@@ -111,7 +112,7 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
         text = f'{", ".join(labels)}: {outside:.1%} of the tokens outside'
         for bound in filter(math.isfinite, _log_bounds(bounds)):
           axes.axvline(bound, label=text, linewidth=1.2, **plots.line(i))
-          text = '_'  # one line of the legend for both
+          text = '_'  # both bounds share an entry of the legend
       if alike:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
     panels[-1].set_xlabel('log-ratio, mean over the segment')
@@ -126,11 +127,11 @@ def _log_bounds(bounds: levels_lib.Bounds) -> tuple[float, float]:
 def values_page(
   arrays: saved_batch.Arrays, correlated: values_lib.Correlations
 ) -> figure.Figure:
-  """Draws a critic over sampled values, and how well advantages agree.
+  """Draws sampled values over the critic's, and correlations of advantages.
 
   Args:
-    arrays: the arrays of `values.values`.
-    correlated: the correlations of estimators.
+    arrays: the arrays that `values.values` takes.
+    correlated: the result of `values.correlations`.
   """
   turn_ids_BL = arrays['turn_ids_BL']
   sampled_BL = arrays['oracle_counts_BL'] > 1

@@ -1,18 +1,18 @@
-"""Reads saved batches, and checks the entries of their arrays.
+"""Reads saved batches, and checks the values in their arrays.
 
-B trajectories, L tokens. The arrays of a file have the names,
-axes and meanings of `batch.TokenBatch`, except for these:
+B trajectories, L tokens. The arrays of a file have the names, axes and meanings
+of the fields of `batch.TokenBatch`, except for these arrays:
 
-  logprobs_BL     log pi_theta, the policy after some updates
+  logprobs_BL     log pi_theta, where pi_theta is the policy after some updates
   entropy_BL      entropy of pi_theta at each token, nats
   values_BL       V after the updates
   old_values_BL   V before the first update (`values_BL` of a `TokenBatch`)
   kl_coefficient  a number: the KL penalty's coefficient at the collection
-  oracle_*_BL     sampled values, see `continuations.sample`
+  oracle_*_BL     sampled values, see `continuations.as_arrays`
 
-Any program may write such a file: a command needs the arrays it reads and no
-others. Entries off the loss mask have no meaning and may be anything. Arrays of
-other names are ignored.
+Any program may write such a file, which needs only the arrays that a command
+reads. Array elements off the loss mask have no meaning and may be anything.
+Arrays with other names are ignored.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,15 +28,15 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class NotFinite(ValueError):
-  """A result that is too large for the precision of the computation."""
+  """The error of a result that is too large for the precision."""
 
 
 class Result(NamedTuple):
-  """The numbers and arrays that are computed on a saved batch.
+  """The metrics and arrays that a command computes on a saved batch.
 
   Attributes:
-    metrics: numbers by name.
-    arrays: arrays by name.
+    metrics: the metrics by name.
+    arrays: the arrays by name.
   """
 
   metrics: dict[str, float]
@@ -44,10 +44,10 @@ class Result(NamedTuple):
 
 
 class ArrayKind(NamedTuple):
-  """A rule for the entries of an array.
+  """A rule for the elements of an array.
 
   Attributes:
-    description: the allowed entries, for error messages.
+    description: the allowed elements, for error messages.
     dtype_kinds: the allowed values of numpy's `dtype.kind`.
   """
 
@@ -59,7 +59,8 @@ _IDS = ArrayKind('integers', 'iu')
 _MASK = ArrayKind('booleans, or 0 and 1', 'biu')
 _REALS = ArrayKind('real numbers', 'fiu')
 
-# The suffix of a name gives the axes; a name without one is a single number.
+# The arrays that a file may have. The suffix of a name gives the axes, and an
+# array without a suffix is a single number.
 ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'tokens_BL': _IDS,
   'lengths_B': _IDS,
@@ -84,11 +85,11 @@ ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'oracle_counts_BL': _IDS,
   'kl_coefficient': _REALS,
 }
-# Rounding to bfloat16 can lift a log-probability this much above 0.
+# Rounding to bfloat16 can raise a log-probability this much above 0.
 _ROUNDING = 1e-3
-# Ids that count from 1 within a row, so that no id exceeds L.
+# The arrays of ids that count from 1 within a row, so that no id exceeds L.
 _IDS_FROM_1 = ('turn_ids_BL', 'sentence_ids_BL')
-# Arrays that have no field in a `TokenBatch`.
+# The arrays that have no field in a `TokenBatch`.
 _NOT_IN_TOKEN_BATCH = (
   'logprobs_BL',
   'entropy_BL',
@@ -101,27 +102,28 @@ _NOT_IN_TOKEN_BATCH = (
 
 
 def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns the arrays of a file that `ARRAY_KINDS` lists.
+  """Returns those arrays of a file that `ARRAY_KINDS` lists.
 
-  Where a file has `values_BL` alone, these are the `old_values_BL` too.
+  If the file has `values_BL` but no `old_values_BL`, the result has `values_BL`
+  under both names.
 
   Raises:
     OSError: there is no such file.
-    ValueError: it is not an npz file, has none of these arrays, or has a loss
-      mask that is empty.
+    ValueError: the file is not an npz file, has none of these arrays, or has a
+      loss mask that is false everywhere.
   """
   with open(path, 'rb') as file:
     arrays = batch_file.read(file, ARRAY_KINDS)
   if not arrays:
     names = ', '.join(ARRAY_KINDS)
     raise ValueError(f'has no array of these names: {names}')
-  # With an empty mask all losses and gradients are 0, which looks like a
-  # result.
+  # If the mask is false everywhere, all losses and gradients are 0, which would
+  # look like a result.
   mask_BL = arrays.get('loss_mask_BL')
   if mask_BL is not None and mask_BL.size and not np.count_nonzero(mask_BL):
     raise ValueError('loss_mask_BL: 0 everywhere, so there is nothing to learn')
-  # The one name of values that all commands read. A file of another program may
-  # have the shorter name.
+  # All commands read `old_values_BL`. A file of another program may have the
+  # shorter name.
   if 'values_BL' in arrays:
     arrays.setdefault('old_values_BL', arrays['values_BL'])
   return arrays
@@ -133,17 +135,17 @@ def load_advantages(
   *,
   dtype: type[np.floating],
 ) -> np.ndarray:
-  """Returns advantages_BL of a file such as `lab advantages` writes.
+  """Returns advantages_BL of a file that `lab advantages` may have written.
 
   Args:
     path: the path of the file.
-    loss_mask_BL: the loss mask of the saved batch that the advantages are for.
+    loss_mask_BL: the loss mask of the saved batch to which they belong.
     dtype: the dtype of the computation.
 
   Raises:
     OSError: there is no such file.
-    ValueError: it has no advantages, or advantages that do not fit the batch:
-      of another shape, or not finite on the loss mask.
+    ValueError: the file has no advantages, or they have another shape than the
+      batch or are not finite on its loss mask.
   """
   arrays = {**load(path), 'loss_mask_BL': loss_mask_BL}
   readers = {
@@ -157,27 +159,28 @@ def select(
 ) -> dict[str, np.ndarray]:
   """Returns the arrays that a computation reads, checked and converted.
 
-  Masks become bool, ids int32, real numbers `dtype`. Group and state ids are
-  renumbered, so that a file may use any integers. Ids off the loss mask are 0.
+  Masks become bool, ids int32, and real numbers `dtype`. Group and state ids
+  are renumbered, so that a file may use any integers for them. Turn, sentence
+  and state ids off the loss mask become 0.
 
   Args:
-    arrays: the contents of a batch file, see `load`.
-    readers: name of each required array to the name of its reader (for error
-      messages); 'loss_mask_BL' is one of them.
+    arrays: the arrays of a batch file, see `load`.
+    readers: by name of each required array, the name of its reader, which error
+      messages say. One of these arrays is 'loss_mask_BL'.
     dtype: the dtype of the computation.
 
   Raises:
-    ValueError: a line for each of these arrays that is missing, has the wrong
-      shape or kind, or is wrong on the loss mask.
+    ValueError: a required array is missing, has the wrong shape or kind, or has
+      wrong values on the loss mask. The message has a line for each array.
   """
   _raise_if(
     f'lacks {name}, which {reader} reads'
     for name, reader in readers.items()
     if name not in arrays
   )
-  # Each check relies on those before it: for example, an array of a wrong shape
-  # cannot be compared with the mask. So each check raises its own errors before
-  # the next one begins.
+  # Each check relies on earlier checks: for example, an array of a wrong shape
+  # cannot be compared with the mask. So each check raises its errors before the
+  # next check begins.
   chosen = {name: x for name, x in arrays.items() if name in readers}
   _raise_if(_shape_errors(chosen))
   _raise_if(
@@ -201,18 +204,18 @@ def select(
         converted[name] = array.astype(dtype)
       problems += not_finite(name, converted[name], mask_BL)
       if name.endswith('logprobs_BL'):
-        # Rounding may leave a little above 0; `inf` is reported above.
+        # Values up to _ROUNDING above 0 are allowed; `inf` is reported above.
         x_BL = converted[name]
         above = mask_BL & (x_BL > _ROUNDING) & np.isfinite(x_BL)
         problems += [locate(f'{name}: above 0', above)] if above.any() else []
     elif name in _IDS_FROM_1:
       problems += _out_of_range(name, array, mask_BL)
-      # Tokens off the mask may have any ids in a file. 0 keeps them out of all
-      # segments, and no large one overflows int32.
+      # Tokens off the mask may have any ids in a file. An id of 0 keeps them
+      # out of all segments, and prevents that a large id overflows int32.
       converted[name] = np.where(mask_BL, array, 0).astype(np.int32)
     elif name == 'group_ids_B':
       converted[name] = _renumbered(array)
-    # 0 is kept for tokens off the mask, so that states count from 1.
+    # An id of 0 is for tokens off the mask, so the ids of states begin at 1.
     elif name == 'state_ids_BL':
       converted[name] = np.where(mask_BL, _renumbered(array) + 1, 0)
     else:
@@ -224,16 +227,15 @@ def select(
 def select_optional(
   arrays: Arrays, names: Iterable[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Returns the valid ones of some optional arrays, and errors of the others.
+  """Returns the valid arrays among some optional ones, and the errors.
 
   Args:
-    arrays: the contents of a batch file, see `load`, with a valid
-      loss_mask_BL.
+    arrays: the arrays of a batch file, see `load`, with a valid loss_mask_BL.
     names: the names of the arrays, which may be missing.
     dtype: the dtype of the computation.
 
   Returns:
-    The arrays as `select` converts them, and a line for each invalid one.
+    The valid arrays as `select` converts them, and lines about invalid arrays.
   """
   valid, problems = {}, []
   for name in (name for name in names if name in arrays):
@@ -266,12 +268,12 @@ def _num_axes(name: str) -> int:
 
 
 def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
-  """Returns a line about entries on the mask that are not finite, if any.
+  """Returns a line about elements on the mask that are not finite, if any.
 
   Args:
     name: the name of the array.
-    x_BL: the array; or a single number, which needs no mask.
-    mask_BL: true where entries must be finite.
+    x_BL: the array, or a single number, for which the mask is not used.
+    mask_BL: true where elements must be finite.
   """
   problem = f'{name}: not finite in {x_BL.dtype}'
   if not x_BL.ndim:
@@ -293,13 +295,13 @@ def _out_of_range(
 
 
 def locate(problem: str, wrong: np.ndarray) -> str:
-  """Returns a line that says how many entries are wrong, and the first one."""
+  """Returns a line that says how many elements are wrong, and the first."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
   return f'{problem}; {int(wrong.sum())} entries, the first at {first}'
 
 
 def _renumbered(ids: np.ndarray) -> np.ndarray:
-  """Returns int32 ids 0, 1, ... that are equal where the given ids are."""
+  """Returns ids 0, 1, ... in int32 that are equal where the given ids are."""
   _, numbers = np.unique(ids, return_inverse=True)
   return numbers.reshape(ids.shape).astype(np.int32)
 
@@ -311,10 +313,10 @@ def _raise_if(problems: Iterable[str]) -> None:
 
 
 def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
-  """Returns the selected arrays as a batch.
+  """Returns the arrays that `select` has returned as a `TokenBatch`.
 
-  Required fields that were not selected are 0, optional ones None.
-  `values_BL` of the batch is `old_values_BL`.
+  Required fields without an array are 0 or None, and optional fields are None.
+  The field `values_BL` of the batch is the array `old_values_BL`.
   """
   mask_BL = arrays['loss_mask_BL']
   zeros_BL = np.zeros(mask_BL.shape, np.int32)
@@ -339,10 +341,10 @@ def num_turns(arrays: Arrays) -> int:
 
 
 def check_finite(arrays: Arrays) -> None:
-  """Checks results that were computed from finite numbers.
+  """Checks that results which were computed from finite numbers are finite.
 
   Raises:
-    NotFinite: names the results that are not finite.
+    NotFinite: a result is not finite; the message names all such results.
   """
   names = [name for name, x in arrays.items() if not np.isfinite(x).all()]
   if names:

@@ -1,10 +1,10 @@
-"""Tells which tokens of a saved batch an algorithm cuts, keeps or amplifies.
+"""Measures which tokens of a saved batch an algorithm cuts or amplifies.
 
-B trajectories, L tokens. The multiplier of a token is its gradient over the
-gradient that the same algorithm has where the policy is still the old one, all
-ratios being 1; a KL term of the loss is left out of both. A factor that all
-tokens share changes no direction: multipliers are divided by the median of
-those that are above 0.
+B trajectories, L tokens. The multiplier of a token is its gradient divided by
+the gradient of the same algorithm at the old policy, where all ratios are 1. A
+KL term of the loss is left out of both gradients. A factor that all tokens
+share does not change the direction of the gradient, so all multipliers are
+divided by the median of the positive multipliers.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,20 +19,20 @@ from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import saved_batch
 
-# A multiplier this far from 1 counts as a change.
+# A multiplier that differs from 1 by more than this counts as a change.
 _TOLERANCE = 0.1
-_MOST_TURNS = 8  # later turns are one group
-_NUM_LENGTHS = 8  # groups of turns by their length, with about as many tokens
+_MOST_TURNS = 8  # the last group has this turn and all later ones
+_NUM_LENGTHS = 8  # groups of turns of similar length
 # The edges between the groups of log-ratios.
 _LOG_RATIOS = (-0.5, -0.2, -0.05, -0.01, 0.01, 0.05, 0.2, 0.5)
 
 
 class Groups(NamedTuple):
-  """Policy tokens in groups that have an order.
+  """Ordered groups of policy tokens.
 
   Attributes:
-    labels: one for each group.
-    ids_BL: the group of each token, from 0 on; -1 off the loss mask.
+    labels: a label for each group.
+    ids_BL: the number of each token's group, from 0; -1 off the loss mask.
   """
 
   labels: list[str]
@@ -40,12 +40,13 @@ class Groups(NamedTuple):
 
 
 class Shares(NamedTuple):
-  """The shares of the tokens of each group that an algorithm changes.
+  """The shares of tokens that an algorithm changes, one for each group.
 
   Attributes:
-    cut: the multiplier is 0, or against the advantage.
-    weakened: it is less than .9.
-    amplified: it is more than 1.1.
+    cut: the shares of tokens whose multiplier is 0 or negative, so that their
+      gradient is 0 or against the advantage.
+    weakened: the shares of tokens with a multiplier above 0 and below 0.9.
+    amplified: the shares of tokens with a multiplier above 1.1.
   """
 
   cut: np.ndarray
@@ -53,12 +54,13 @@ class Shares(NamedTuple):
   amplified: np.ndarray
 
 
-# Name of a grouping -> its groups, and label of an algorithm -> shares.
+# By name of a grouping, its groups, and by label of an algorithm, the shares of
+# these groups.
 Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
 
 
 def measure(compared: comparison.Compared) -> Changes:
-  """Returns the changes of tokens."""
+  """Returns the changes of tokens by each algorithm, for each grouping."""
   found = {label: multipliers(*x) for label, x in compared.items()}
   _, arrays = next(iter(compared.values()))
   return {
@@ -72,14 +74,15 @@ def multipliers(
 ) -> np.ndarray:
   """Returns the multiplier of each token, [B, L] float64.
 
-  It is nan off the loss mask, and where a token has no gradient even at the old
-  policy, as without an advantage.
+  The multiplier is nan off the loss mask, and for a token that has no gradient
+  even at the old policy, such as a token whose advantage is 0.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.
   """
 
-  # The gradient of a KL term would hide that the objective cuts a token.
+  # The gradient of a KL term would make the gradient of a cut token differ from
+  # 0.
   kl = dataclasses.replace(algorithm.kl, where='nowhere')
   algorithm = dataclasses.replace(algorithm, kl=kl)
 
@@ -89,9 +92,9 @@ def multipliers(
     )
     return found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
 
-  # At the old policy the gradient is that of the advantages, weighed as the
-  # algorithm weighs its tokens. The quotient leaves what the ratio alone has
-  # done.
+  # At the old policy, the gradient of a token depends on its advantage and on
+  # the algorithm's weight of the token. The quotient removes both, so that only
+  # the effect of the ratio is left.
   new_BL = gradient(arrays['logprobs_BL'])
   old_BL = gradient(arrays['old_logprobs_BL'])
   known_BL = arrays['loss_mask_BL'].astype(bool) & (old_BL != 0)
@@ -103,7 +106,7 @@ def multipliers(
 
 
 def shares(multipliers_BL: np.ndarray, groups: Groups) -> Shares:
-  """Returns the shares of each group; nan for a group without a multiplier."""
+  """Returns the shares in each group; nan if a group has no multiplier."""
 
   def share(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     found = []
@@ -121,14 +124,15 @@ def shares(multipliers_BL: np.ndarray, groups: Groups) -> Shares:
 
 
 def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
-  """Returns the tokens by turn, by length of the turn, and by log-ratio."""
+  """Returns groups of tokens by turn, length of the turn, and log-ratio."""
   mask_BL = arrays['loss_mask_BL'].astype(bool)
   turns_BL = np.where(mask_BL, arrays['turn_ids_BL'], 0)
   most = min(int(turns_BL.max()), _MOST_TURNS)
   names = [str(turn) for turn in range(1, most + 1)]
   if turns_BL.max() > most:
     names[-1] += '+'
-  # A number for each turn of the batch, since turns are counted in each row.
+  # Turns are counted within each row, so each turn of the batch gets a number
+  # of its own.
   rows_B = np.arange(len(turns_BL))
   numbers_BL = rows_B[:, None] * (turns_BL.max() + 1) + turns_BL
   lengths_BL = np.bincount(numbers_BL.ravel())[numbers_BL]
@@ -147,11 +151,14 @@ def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
 
 
 def _by_length(lengths_BL: np.ndarray, mask_BL: np.ndarray) -> Groups:
-  """Returns groups of about as many tokens each, named by their medians."""
+  """Returns groups of tokens by length, with about equal numbers of tokens.
+
+  The label of a group is the median length of its tokens' turns.
+  """
   lengths = lengths_BL[mask_BL]
   inner = np.linspace(0, 1, _NUM_LENGTHS + 1)[1:-1]
   edges = np.unique(np.quantile(lengths, inner, method='higher'))
-  # Many lengths may be equal; then some groups have no token.
+  # If many lengths are equal, some groups have no token and are removed.
   numbers = np.searchsorted(edges, lengths, side='right')
   _, numbers = np.unique(numbers, return_inverse=True)
   ids_BL = np.full(mask_BL.shape, -1)

@@ -1,22 +1,23 @@
 """Measures a critic and advantage estimators against sampled values.
 
 A saved batch has sampled values at some tokens, see `continuations`. At such a
-token, let m be the mean of what n continuations earn and s² their variance. The
-value V itself is not known: m misses it by a variance of s²/n. Every figure
-here that is a square has that noise subtracted, so that it estimates what an
-infinite number of continuations would give.
+token, let m be the mean and s² the variance of the rewards of n continuations.
+The value V itself is not known: m estimates V with a noise of variance s²/n.
+This noise is subtracted from Var V and from mean (critic - V)², so that both
+estimate the figures for an infinite number of continuations.
 
-  ceiling    Var V / (Var V + mean s²): the share of the variance of what
-             dialogues earn that the best critic explains; the rest is luck
+  ceiling    Var V / (Var V + mean s²): the share of the variance of rewards
+             that a perfect critic explains; the rest is luck
   explained  1 - (mean (critic - V)² + mean s²) / (Var V + mean s²)
   bias       mean (critic - V)
   error      the root of mean (critic - V)²
   slope      Cov(critic, V) / Var critic, which is 1 for a calibrated critic
 
-The advantage of a turn is what it earns, plus the value after it, minus the
-value before it. Estimators are judged by the correlation of their mean
-advantage over the turn with that. Noise keeps even perfect advantages below a
-correlation of 1, at the root of the share of the variance that is not noise.
+The sampled advantage of a turn is the sum of the rewards on its tokens, plus
+the value after the turn, minus the value before it. An estimator is judged by
+the correlation between this advantage and the mean of its own advantages over
+the turn. Because of the noise, even perfect advantages have a correlation below
+1: the root of the share of the variance that is not noise.
 
 B trajectories, L tokens.
 """
@@ -31,7 +32,7 @@ import numpy as np
 from stppo_jax import streams
 from stppo_jax.tools.lab import saved_batch
 
-# The arrays that are read, beside those of the estimators.
+# The arrays that this module reads, without the arrays of the estimators.
 ARRAYS = (
   'loss_mask_BL',
   'turn_ids_BL',
@@ -45,7 +46,7 @@ _REMEDY = 'collect with --continuations=N'
 
 
 class Critic(NamedTuple):
-  """How a critic compares with the sampled values; see above."""
+  """The figures of a critic, which the module docstring defines."""
 
   explained: float
   bias: float
@@ -54,15 +55,16 @@ class Critic(NamedTuple):
 
 
 class OfTurn(NamedTuple):
-  """The sampled values of a turn; see above.
+  """The figures of the sampled values of a turn.
 
   Attributes:
-    prefixes: the number of tokens that have a sampled value.
-    mean: the mean of their values.
-    spread: the standard deviation of their values.
-    luck: the standard deviation of what dialogues earn around their value.
+    prefixes: the number of tokens of the turn that have a sampled value.
+    mean: the mean of these values.
+    spread: the standard deviation of these values.
+    luck: the standard deviation of the rewards of continuations around the
+      value of their prefix.
     ceiling: the explained variance of a perfect critic.
-    critic: the critic; None if the batch has no values.
+    critic: the figures of the critic; None if the batch has no critic's values.
   """
 
   prefixes: int
@@ -74,13 +76,14 @@ class OfTurn(NamedTuple):
 
 
 class Correlations(NamedTuple):
-  """The agreement of advantages with sampled ones, by the number of a turn.
+  """The correlations of advantages with sampled advantages, turn by turn.
 
   Attributes:
     turns: the numbers of the turns that have sampled advantages.
-    most: the correlation that perfect advantages would have.
-    estimators: name of an estimator to its correlations; nan where one of both
-      does not vary.
+    most: for each of these turns, the correlation that perfect advantages would
+      have.
+    estimators: by name of an estimator, its correlation for each of these
+      turns; nan where its advantages or the sampled advantages do not vary.
   """
 
   turns: list[int]
@@ -89,16 +92,19 @@ class Correlations(NamedTuple):
 
 
 def check(arrays: saved_batch.Arrays) -> None:
-  """Raises ValueError if a file has no sampled values."""
+  """Raises ValueError if the arrays of a file have no sampled values."""
   if 'oracle_counts_BL' not in arrays:
     raise ValueError(f'lacks oracle_counts_BL, the sampled values; {_REMEDY}')
 
 
 def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:
-  """Returns the figures of each turn, and those of `ALL_TURNS`.
+  """Returns the figures of all turns together, and of each turn.
+
+  The keys are `ALL_TURNS` and the numbers of the turns. A turn with fewer than
+  two sampled values has no entry.
 
   Args:
-    arrays: the result of `saved_batch.select` with `ARRAYS`, and
+    arrays: the result of `saved_batch.select` with `ARRAYS`, and with
       old_values_BL if there is a critic.
 
   Raises:
@@ -117,7 +123,7 @@ def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:
 
 
 def _of_places(arrays: saved_batch.Arrays, places_BL: np.ndarray) -> OfTurn:
-  """Returns the figures of some tokens."""
+  """Returns the figures of the tokens where `places_BL` is true."""
 
   def at_places(name: str) -> np.ndarray:
     return arrays[name][places_BL].astype(np.float64)
@@ -125,15 +131,15 @@ def _of_places(arrays: saved_batch.Arrays, places_BL: np.ndarray) -> OfTurn:
   means, variances = map(at_places, ('oracle_values_BL', 'oracle_variances_BL'))
   noise = np.mean(variances / at_places('oracle_counts_BL'))
   luck = np.mean(variances)
-  # Sampled means vary by the noise of sampling, too. With few prefixes the
-  # noise can be larger than what is measured, and a variance is not negative.
+  # The variance of the sampled means contains the noise. With few prefixes the
+  # noise can be larger than this variance, but no variance is negative.
   spread = max(np.var(means, ddof=1) - noise, 0.0)
   total = spread + luck
   critic = None
   if 'old_values_BL' in arrays:
     guesses = at_places('old_values_BL')
     error = max(np.mean((guesses - means) ** 2) - noise, 0.0)
-    # A critic that says the same everywhere, as a new one may, has no slope.
+    # A critic with one value everywhere, such as a new critic, has no slope.
     varies = np.ptp(guesses) > 0
     critic = Critic(
       explained=_quotient(total - error - luck, total),
@@ -158,11 +164,11 @@ def _quotient(above: Any, below: Any) -> float:
 def correlations(
   arrays: saved_batch.Arrays, estimated: Mapping[str, np.ndarray]
 ) -> Correlations:
-  """Returns the agreement of advantages with sampled ones, turn by turn.
+  """Returns the correlations of advantages with sampled ones, turn by turn.
 
   Args:
     arrays: the result of `saved_batch.select` with `ARRAYS`.
-    estimated: name of an estimator to advantages_BL.
+    estimated: by name of an estimator, its advantages_BL.
   """
   ids_BL, last = arrays['turn_ids_BL'], int(arrays['turn_ids_BL'].max())
   found = Correlations([], [], {name: [] for name in estimated})
@@ -170,11 +176,10 @@ def correlations(
   for turn in range(1, last + 1):
     after = _firsts(arrays, turn + 1)
     own_BL = ids_BL == turn
-    # A dialogue that ends with this turn earns nothing after it.
+    # If a dialogue ends with this turn, the value after the turn is 0.
     ends_B = ~(ids_BL > turn).any(axis=1)
     known_B = before.known_B & (after.known_B | ends_B)
-    # Two points lie on a line, so their correlation is 1 or -1 whatever they
-    # are.
+    # Any two points lie on a line, so a correlation of two points says nothing.
     if known_B.sum() > 2:
       earned_B = np.where(own_BL, arrays['rewards_BL'], 0.0).sum(axis=1)
       truth_B = earned_B + after.mean_B - before.mean_B
@@ -195,7 +200,7 @@ def correlations(
 
 
 class _Firsts(NamedTuple):
-  """The sampled values before a turn; 0 where they are not known."""
+  """The sampled value before a turn of each row; 0 where it is not known."""
 
   known_B: np.ndarray
   mean_B: np.ndarray
@@ -203,10 +208,10 @@ class _Firsts(NamedTuple):
 
 
 def _firsts(arrays: saved_batch.Arrays, turn: int) -> _Firsts:
-  """Returns the sampled values at the first tokens of a turn."""
+  """Returns the sampled values of all rows at the first token of a turn."""
   own_BL = arrays['turn_ids_BL'] == turn
   places = np.arange(len(own_BL)), own_BL.argmax(axis=1)
-  # In a row without this turn, `argmax` is 0, the place of another token.
+  # In a row without this turn, `argmax` is 0, the position of another token.
   count_B = np.where(own_BL.any(axis=1), arrays['oracle_counts_BL'][places], 0)
   known_B = count_B > 1
   mean_B, variance_B = (
@@ -223,7 +228,7 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def table(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
-  """Returns both results as text."""
+  """Returns the figures and the correlations as two tables of text."""
   names = ('turn', 'prefixes', 'value', 'spread', 'luck', 'ceiling')
   critics = ('explained', 'bias', 'error', 'slope')
   has_critic = all(x.critic for x in by_turn.values())
@@ -252,7 +257,7 @@ def table(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
 
 
 def as_json(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
-  """Returns both results as JSON, where null is a number that is not known."""
+  """Returns figures and correlations as JSON; null is an unknown number."""
 
   def plain(x):
     if hasattr(x, '_asdict'):
