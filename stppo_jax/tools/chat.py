@@ -27,8 +27,8 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   folder of a run is changed, so the run may still be training.
 
   Args:
-    config: the config recorded in the run, or a default one for a Hugging Face
-      directory.
+    config: the config that the run recorded; a default config for a Hugging
+      Face directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
     questions: the stream of questions, one on each line.
 
@@ -73,7 +73,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields the lines that are not empty; prints a prompt on a terminal."""
+  """Yields the lines that are not empty; on a terminal, asks for each line."""
   while True:
     if stream.isatty():
       print('? ', end='', flush=True)

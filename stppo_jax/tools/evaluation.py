@@ -49,7 +49,7 @@ from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# The dialogues per slot of the engine that are collected between two writes.
+# The number of dialogues for each slot of the engine between two writes.
 _BATCHES = 4
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _ANSWER_FIELDS = (
@@ -71,7 +71,7 @@ class _Folder:
 
   @contextlib.contextmanager
   def held(self) -> Iterator[None]:
-    """Locks the folder.
+    """Locks the folder, and checks that it is the folder of this evaluation.
 
     Raises:
       Misconfigured: the folder has dialogues of another evaluation, and it
@@ -138,8 +138,8 @@ def evaluate(
   Nothing in the folder of a run is changed, so the run may still be training.
 
   Args:
-    config: the config recorded in the run, or a default one for a Hugging Face
-      directory.
+    config: the config that the run recorded; a default config for a Hugging
+      Face directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
     samples: the number of dialogues that are sampled for each question; 0 to
       decode one dialogue of each question greedily.
@@ -205,8 +205,8 @@ def of_checkpoint(
   None.
 
   Args:
-    config: the config recorded in a run, or a default one for a Hugging Face
-      directory.
+    config: the config that the run recorded; a default config for a Hugging
+      Face directory.
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
 
   Raises:
@@ -301,8 +301,8 @@ def _collect_all(
   if not left:
     return records
   collector = build_collector(config, services, components, params)
-  # The key of a row depends on its number alone, so an interruption does not
-  # change it.
+  # The random key of a row depends on the number of the row alone, so that an
+  # interruption does not change it.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
@@ -337,7 +337,7 @@ def record_of(
   trajectory: types.Trajectory,
   sample: int,
 ) -> dict[str, Any]:
-  """Returns a trajectory as plain data, with all fields for the statistics."""
+  """Returns a trajectory as plain data with the fields of the statistics."""
   question = trajectory.question
   texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
   find_answer = rewards.SCOPES[config.env.reward_scope]

@@ -189,7 +189,7 @@ def devices() -> Finding:
 
 
 def memory(available: int | None, needed: int = 0) -> Finding:
-  """Compares the free memory of the host with the need of a run.
+  """Compares the free memory of the host with the memory that a run needs.
 
   Args:
     available: the result of `available_memory`.

@@ -87,7 +87,7 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
 
 
 def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
-  """Prints the saved and the new mean score, and dialogues that differ in them.
+  """Prints both mean scores, and the dialogues whose two scores differ.
 
   Args:
     rescored: the dialogues, at least one.

@@ -38,7 +38,7 @@ def verify(
   """Makes a run in one piece and in two, and compares the final checkpoints.
 
   Args:
-    flags: flags of the command `train`; if one is repeated, the last counts.
+    flags: flags of the command `train`; of a repeated flag, the last counts.
     workdir: the folder that gets the folders of both runs.
     after: the number of steps after which the second run is stopped.
     num_steps: the number of steps of both runs.

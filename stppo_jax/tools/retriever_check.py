@@ -14,7 +14,7 @@ from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 
 _NUM_TIMED = 8  # requests whose time is measured
-_SLOW = 1.0  # seconds per query; above them the server counts as slow
+_SLOW = 1.0  # seconds per query; a slower server gets a note
 
 # The result of a step: the grade 'ok' or 'note', and one line.
 Said = tuple[str, str]

@@ -30,8 +30,8 @@ FAILED, DEAD = 'failed', 'dead'
 # The exit codes of a run that the same command resumes.
 _RESUMABLE = (exits.TRY_AGAIN, exits.INTERRUPTED)
 # Seconds without a heartbeat after which a run on another machine counts as
-# dead. They leave room for clocks that differ between machines, and for shared
-# file systems that show changes late.
+# dead. The time is long, because the clocks of machines differ and shared file
+# systems show changes late.
 _SILENCE = 120.0
 # The number of bytes at the end of metrics.jsonl that are read.
 _TAIL = 1 << 20
@@ -94,9 +94,9 @@ class RunState:
 def runs_in(folders: Sequence[str]) -> list[str]:
   """Returns the folders of all runs that the given folders are or contain.
 
-  A folder may be that of a run. Otherwise its runs lie directly in it or one
-  level deeper, as in a folder of several studies. A folder without runs is
-  returned as it is, so that `read` can say what is wrong with it.
+  A given folder may be the folder of a run. Otherwise its runs lie directly in
+  it or one level deeper, as in a folder of several studies. A folder without
+  runs is returned as it is, so that `read` can say what is wrong with it.
   """
   return [run for folder in folders for run in _runs_in(folder)]
 

@@ -98,8 +98,8 @@ def _open_index(options: absl_flags.FlagValues) -> backends.Index:
   """Opens the index of `--index`, after a download if it is in a bucket.
 
   Raises:
-    ValueError: a file of the index is missing or damaged, or is of another
-      corpus; the message is one line.
+    ValueError: a file of the index is missing or damaged, or the index is not
+      of the corpus of `--corpus`; the message is one line.
     BucketError: the bucket cannot be read.
   """
   index, faiss = options.index.rstrip('/'), options.faiss

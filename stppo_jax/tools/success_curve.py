@@ -23,8 +23,8 @@ class Curve(NamedTuple):
       per step.
     best: the largest running mean.
     final: the last running mean.
-    collapsed: whether the last five running means, or more, are all below half
-      of `best`.
+    collapsed: whether at least the last five running means are below half of
+      `best`.
     collapsed_at: the last step of the window of the first of these low means;
       nan if the run did not collapse.
   """

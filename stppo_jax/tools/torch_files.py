@@ -18,13 +18,13 @@ def convert(place: str, out: pathlib.Path) -> int:
   """Writes the weights of a model as safetensors; returns the exit code.
 
   Args:
-    place: a Hugging Face directory, or the name of a model of the Hub.
+    place: a Hugging Face directory, or the name of a model on its Hub.
     out: a folder that is new or empty.
 
   Raises:
     Misconfigured: there are no weights in files of PyTorch, a file holds other
-      data than weights, PyTorch is missing, or `out` is not empty. In each case
-      `out` stays as it was.
+      data than weights, PyTorch is not installed, or `out` is not empty. In
+      each case `out` stays as it was.
   """
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise exits.Misconfigured(f'--out={out}: must be a new or an empty folder')
@@ -41,7 +41,7 @@ def convert(place: str, out: pathlib.Path) -> int:
     ) from error
   folder = hub.local_folder(place, (*hub.SMALL, *_PICKLED))
   pickled = _pickled(place, folder)
-  # Imported late, because it imports jax.
+  # Imported late, because it imports jax, which earlier errors do not need.
   from stppo_jax.models.hf import export
 
   files: Mapping[str, str] = {}

@@ -1,10 +1,10 @@
 """Collects and annotates a batch, updates the models, and returns the arrays.
 
-B trajectories, L tokens. Trajectories are sampled and annotated. Then some
-updates change the models, so that ratios differ from 1, and the updated models
-compute log-probabilities, entropies and values of the same tokens. The
-trajectories are the same as in a step of a run from the same weights, because
-the random numbers are the same.
+B trajectories, L tokens. Trajectories are sampled, and annotated with
+log-probabilities, values and advantages. Then some updates change the models,
+so that ratios differ from 1, and the updated models compute log-probabilities,
+entropies and values of the same tokens. The trajectories are the same as in a
+step of a run from the same weights, because the random numbers are the same.
 """
 
 import contextlib

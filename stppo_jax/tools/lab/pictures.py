@@ -127,7 +127,7 @@ def _log_bounds(bounds: levels_lib.Bounds) -> tuple[float, float]:
 def values_page(
   arrays: saved_batch.Arrays, correlated: values_lib.Correlations
 ) -> figure.Figure:
-  """Draws sampled values over the critic's, and correlations of advantages.
+  """Draws sampled values over a critic's values, and the correlations.
 
   Args:
     arrays: the arrays that `values.values` takes.

@@ -88,8 +88,7 @@ def show(
   summary = summary_lib.summary(plan, price=price)
   if not plan.fits:
     compiler = functools.partial(planner, programs=names) if names else None
-    # Changes of the config are searched by formulas, and only the changes that
-    # are found are compiled.
+    # Formulas find the changes to advise, and only these changes are compiled.
     summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )
@@ -128,7 +127,7 @@ def _sweep(
   programs: Sequence[str],
   compile_best: int,
 ) -> list[search.MeshCandidate]:
-  """Returns the plans of all meshes, with compiled programs in the best."""
+  """Returns the plans of all meshes, and compiles programs for the best."""
   found = search.sweep_meshes(config, topology, planner)
   if not programs:
     return found

@@ -30,7 +30,7 @@ _CALLED = re.compile(
 )
 # The compiler for TPU writes this number, the largest integer, for some kernels
 # whose cycles it cannot estimate. Its estimates leave out waits for other
-# devices, and kernels that the compiler did not make itself have none.
+# devices, and kernels that the compiler did not make itself have no estimate.
 _NO_ESTIMATE = 2**63 - 1
 
 
@@ -68,8 +68,8 @@ class Instruction:
     times: how often the instruction runs. In the body of a loop, this is the
       number of iterations, or the largest possible number if the loop may end
       early. A loop whose trip count is unknown counts as one iteration.
-    kernel: the name of the fused computation that has the instruction; '' if
-      none has it.
+    kernel: the name of the fused computation that has the instruction; '' if no
+      fused computation has it.
     operands: the arrays of each argument; () for an argument that is not known.
   """
 
@@ -88,12 +88,12 @@ class Instruction:
 
   @property
   def arguments(self) -> list[str]:
-    """Returns the names of the instructions whose results it reads."""
+    """Returns the names of the instructions that produce the arguments."""
     return re.findall(r'%([\w.-]+)', self.rest.partition(')')[0])
 
   @property
   def called(self) -> list[tuple[str, str]]:
-    """Returns the computations that it calls: kinds of the calls, and names."""
+    """Returns the kind of call and the name of each computation called."""
     return [
       (kind, name.strip().removeprefix('%'))
       for kind, one, several in _CALLED.findall(self.rest)

@@ -32,8 +32,8 @@ _SENT = {
 # The compiler for TPU gives this name to a kernel that is a reduce-scatter. In
 # the text, the kernel has an all-reduce and keeps a part of its result.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
-# Instructions that move nothing, or whose bytes count at the instruction that
-# begins them or in the computations that they call.
+# Instructions that move nothing, and instructions whose bytes are counted where
+# an asynchronous operation begins or in the computations that they call.
 _FREE = frozenset(
   {
     *('parameter', 'constant', 'bitcast', 'get-tuple-element', 'tuple'),
@@ -41,8 +41,8 @@ _FREE = frozenset(
     *('after-all', 'optimization-barrier', 'partition-id', 'replica-id'),
   }
 )
-# The compiler for TPU calls this to join pieces that were moved one by one.
-# Their bytes have been counted at these moves.
+# The target of a custom call with which the compiler for TPU joins pieces of an
+# array that were moved one by one. Their bytes are counted at these moves.
 _JOINED = 'ConcatBitcast'
 _READS_PART = frozenset({'slice', 'dynamic-slice', 'gather', 'slice-start'})
 _WRITES_PART = 'dynamic-update-slice'
@@ -53,7 +53,7 @@ class Collective:
   """A collective operation: communication between devices.
 
   Attributes:
-    kind: 'all-gather', 'all-reduce', ...
+    kind: the name of the operation, such as 'all-gather'.
     arrays: the arrays of its result.
     size: the bytes of its operands or of its results, whichever is larger.
     group: the numbers of the devices in the group of the first device, in the
@@ -85,7 +85,7 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """The bytes that a device sends in a ring, in all runs together."""
+    """The bytes that a device sends in a ring, in all runs of the operation."""
     return self.times * _SENT[self.kind](self.size, self.devices)
 
 
@@ -265,7 +265,7 @@ def _read_inside(
 
 
 def _written(results: Sequence[int], kernel: Sequence[hlo.Instruction]) -> int:
-  """Returns the bytes that a kernel writes of its results."""
+  """Returns the number of bytes that a kernel writes to its results."""
   by_name = {line.name: line for line in kernel}
   root = kernel[-1]
   roots = [root]

@@ -14,7 +14,7 @@ from stppo_jax.parallel import sharding
 def lower_annotate(
   learner: learner_lib.Learner, packed: batch_lib.TokenBatch
 ) -> Any:
-  """Lowers `annotate` for the shapes of a packed batch."""
+  """Lowers the program `annotate` for the shapes of a packed batch."""
   state, reference = learner.abstract_start()
   return learner.programs.annotate.lower(
     state,
@@ -30,7 +30,7 @@ def lower_annotate(
 def lower_update(
   learner: learner_lib.Learner, packed: batch_lib.TokenBatch
 ) -> Any:
-  """Lowers `update` for the shapes of a packed batch.
+  """Lowers the program `update` for the shapes of a packed batch.
 
   Args:
     learner: the learner.

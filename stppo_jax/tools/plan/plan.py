@@ -51,7 +51,8 @@ class Plan:
     collectors: the number of hosts that only collect. Each has as many devices
       as a host that learns.
     held: the bytes that the run holds, without the temporaries of programs.
-    estimated: the bytes of an update's temporaries by name, by a formula.
+    estimated: by name, the bytes of an update's temporaries that a formula
+      estimates.
     programs: the costs of the compiled programs, by name.
     work: the sizes of a step.
     phases: the phases of a step by name, see `roofline.phases`.
@@ -115,7 +116,7 @@ class Plan:
 
   @property
   def problems(self) -> list[str]:
-    """Returns a line for each program that does not fit on a device alone."""
+    """Returns a line for each program that exceeds the memory by itself."""
     return [
       f'{name}: {cost.problem}'
       for name, cost in self.programs.items()
@@ -129,7 +130,7 @@ class Plan:
 
   @property
   def seconds(self) -> tuple[float, float]:
-    """Returns the seconds of a step: the lower bound, and the expectation."""
+    """Returns the lower bound and the expected number of seconds of a step."""
     sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
@@ -292,9 +293,9 @@ def estimated_temporaries(
   queries = shape.num_heads * shape.head_dim
   keys = 2 * shape.num_kv_heads * shape.head_dim
   mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
-  # By `remat`, how many numbers a layer keeps of a token for the backward pass:
-  # with `full` its input, with `dots` also the results of matrix products, and
-  # with `none` all results.
+  # By value of `remat`, how many numbers of a token a layer keeps for the
+  # backward pass: with `full` its input, with `dots` also the results of matrix
+  # products, and with `none` all results.
   width = shape.hidden_size
   kept: dict[str, float] = {'full': width}
   kept['dots'] = width + (2 * queries + keys + width + 3 * mlp) / tensor

@@ -61,22 +61,22 @@ class Cost(NamedTuple):
   """The memory, traffic and work of a compiled program on one device.
 
   Attributes:
-    arguments: the bytes of its arguments, as the compiler lays them out.
-    results: the bytes of its results, without results that are written over a
+    arguments: the bytes of the arguments, as the compiler lays them out.
+    results: the bytes of the results, without results that are written over a
       donated argument.
-    counted: the names under which a plan already counts some of its arguments.
-    in_place: the bytes of donated arguments that its results are written over.
-    peak: the largest number of bytes that it needs at a time, with its
+    counted: the names under which a plan already counts some of the arguments.
+    in_place: the bytes of donated arguments that results are written over.
+    peak: the largest number of bytes that the program needs at a time, with its
       arguments, by the compiler.
-    accessed: the bytes that it reads from the device's memory and writes to it,
+    accessed: the bytes that are read from the device's memory or written to it,
       see `hlo_cost.accessed`; 0 on other platforms than TPU.
-    axes: the size of each axis of the mesh that it runs on.
-    collectives: its collective operations.
-    operations: the multiplications and additions of its matrix products.
-    seconds: the time that the compiler for TPU estimates for its kernels, which
+    axes: the size of each axis of the mesh on which the program runs.
+    collectives: the collective operations.
+    operations: the multiplications and additions of the matrix products.
+    seconds: the time that the compiler for TPU estimates for the kernels, which
       is good for comparing programs; 0 on other platforms.
-    problem: the reason why it does not fit in memory, and then all numbers are
-      0; '' if it fits.
+    problem: the reason why the program does not fit in memory, and then all
+      numbers are 0; '' if the program fits.
   """
 
   arguments: int = 0
@@ -92,7 +92,7 @@ class Cost(NamedTuple):
   problem: str = ''
 
   def beside(self, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes at its peak without the arrays that a plan counts.
+    """Returns the bytes at the peak without the arrays that a plan counts.
 
     Args:
       sizes: the bytes of the arrays that a plan counts, such as weights and

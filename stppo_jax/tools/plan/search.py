@@ -91,8 +91,8 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   time. A change that turns out not to be needed is dropped again.
 
   Args:
-    config: the config of a run that does not fit by the estimate, or only by
-      the compiler, whose programs may need more memory than the estimate.
+    config: the config of a run that does not fit, either by the estimate or by
+      the compiler. Compiled programs may need more memory than the estimate.
     planner: returns the plan of a config.
     memory: the bytes of a device's memory that the run may use.
   """
@@ -212,7 +212,7 @@ def _rank(tried: MeshCandidate) -> tuple:
 
 
 def advice_at_start(config, limit: int) -> str:
-  """Returns a sentence about changes with which a run fits that was refused.
+  """Returns a sentence about changes with which a refused run would fit.
 
   Args:
     config: the config of the run.

@@ -180,7 +180,7 @@ def text(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _sections(memory: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-  """Returns sections by their titles; each has sizes of a device by name."""
+  """Returns sections by title; each has bytes of a device's memory by name."""
   learning, collecting = dict(memory['sizes']), dict(memory['collecting'])
   # The memory that is held all the time, if the same devices learn and collect.
   always = {name: x for name, x in learning.items() if name in collecting}
