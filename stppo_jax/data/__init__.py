@@ -1,1 +1,1 @@
-"""Questions, passages and demonstrations of synthetic worlds and of files."""
+"""Makes and reads questions, passages and demonstrations."""

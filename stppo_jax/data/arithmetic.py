@@ -18,8 +18,9 @@ _CALL = (
   '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}'
   '</tool_call>'
 )
-# The last part of a random seed is its purpose, so that no two streams are the
-# same. The order of the evaluation questions does not depend on the run.
+# Every random seed ends in a number for its purpose, so that no two purposes
+# draw the same random numbers. `_EVALUATION` is the whole seed of the order of
+# the evaluation questions, so that this order is the same in all runs.
 _TRAINING, _DEMONSTRATIONS = 1, 2
 _EVALUATION = (0, 3)
 
@@ -31,7 +32,8 @@ _ERRORS = ('no_call', 'other_expression')
 class ArithmeticQuestions(questions_lib.Questions):
   """Questions with two numbers and one operation; no result is negative.
 
-  A hash of the expression decides whether it is for training or for evaluation.
+  A hash of the expression decides whether its question is for training or for
+  evaluation.
 
   Attributes:
     seed: the seed of the run.
@@ -45,29 +47,29 @@ class ArithmeticQuestions(questions_lib.Questions):
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """See `questions.Questions`."""
-    # All rounds of a step are cut from one permutation, so no two share a
-    # question.
+    # All resampling rounds of a step are slices of one permutation, so no two
+    # rounds share a question.
     expressions = self._draw(
       (self.seed, step, _TRAINING), (resample_round + 1) * count
     )
     return [_question(e) for e in expressions[resample_round * count :]]
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `questions.Questions`; there is one data set."""
+    """See `questions.Questions`; all questions belong to one data set."""
     order = np.random.default_rng(_EVALUATION)
     chosen = [e for e in self._expressions() if _is_for_evaluation(e)]
     order.shuffle(chosen)
     return {_DATA_SET: [_question(e) for e in chosen[:count]]}
 
   def passages(self) -> None:
-    """Raises ValueError: there is nothing to search."""
+    """Raises ValueError, because these questions have no passages."""
     raise ValueError(
       'data.name=arithmetic: has no passages; env.name must be one that does '
       'not search, such as tools'
     )
 
   def demonstrated(self, step: int, count: int) -> list[str]:
-    """Returns the expressions of the demonstrations of a step."""
+    """Returns the expressions that the demonstrations of a step ask about."""
     return self._draw((self.seed, step, _DEMONSTRATIONS), count)
 
   def _expressions(self) -> list[str]:
@@ -81,7 +83,7 @@ class ArithmeticQuestions(questions_lib.Questions):
     ]
 
   def _draw(self, key: tuple[int, ...], count: int) -> list[str]:
-    """Returns `count` different expressions for training."""
+    """Returns `count` different training expressions, with `key` as seed."""
     chosen = [e for e in self._expressions() if not _is_for_evaluation(e)]
     if count > len(chosen):
       raise ValueError(
@@ -96,13 +98,14 @@ class ArithmeticQuestions(questions_lib.Questions):
 class CalculatorDemonstrations(demonstrations.Demonstrations):
   """Demonstrations that call the calculator and answer with its result.
 
-  The demonstrator may err in every turn. In the first turn it guesses without
-  a call, or calls with another number. In the second turn it answers with the
-  first number of the question instead of the result.
+  The demonstrator may err in both turns. An error in the first turn is to guess
+  the answer without a call, or to replace the second number of the question. An
+  error in the second turn is to answer with the first number of the question
+  instead of the result.
 
   Attributes:
     questions: the questions of the run.
-    noise: the errors of the demonstrator.
+    noise: the probability of an error in each step.
   """
 
   questions: ArithmeticQuestions
@@ -119,14 +122,15 @@ class CalculatorDemonstrations(demonstrations.Demonstrations):
   def _turns(
     self, expression: str, rng: np.random.Generator, rate: float
   ) -> list[str]:
-    """Returns the turns of a demonstration."""
+    """Returns the turns of the demonstrator about an expression."""
     first, sign, _ = expression.split()
     if rng.random() < rate:
       error = _ERRORS[rng.integers(len(_ERRORS))]
       if error == 'no_call':
         guess = rng.integers(self.questions.max_number**2 + 1)
         return [f'<answer>{guess}</answer>']
-      other = rng.integers(int(first) + 1)  # the result is not negative
+      # At most the first number, so that a difference is not negative.
+      other = rng.integers(int(first) + 1)
       expression = f'{first} {sign} {other}'
     answer = first if rng.random() < rate else _result(expression)
     return [_CALL % expression, f'<answer>{answer}</answer>']
@@ -158,6 +162,6 @@ def _result(expression: str) -> str:
 
 
 def _is_for_evaluation(expression: str) -> bool:
-  # Not `hash`, which differs from process to process: the split must be the
+  # Python's `hash` of a string differs between processes. The split must be the
   # same in every run, or evaluation questions would be trained on.
   return zlib.crc32(expression.encode()) % _EVALUATION_SHARE == 0

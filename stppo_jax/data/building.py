@@ -12,9 +12,10 @@ from stppo_jax.data import layout
 from stppo_jax.data import raw_files
 from stppo_jax.data import tables
 
-# The name is part of a path and of a mixture, so it has no slash and no space.
+# The name of a data set is part of a path and of the text of a mixture, so it
+# has no slash and no space.
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)
-_TIMEOUT = 30.0  # seconds in which a server must send something
+_TIMEOUT = 30.0  # the seconds that a server may take to send more data
 
 
 def build(
@@ -28,11 +29,12 @@ def build(
 
   Args:
     root: the folder of the data sets.
-    name: a key of `catalogue.PUBLISHED`, or any name for files of questions.
+    name: a key of `catalogue.PUBLISHED`, or a name of your own for a data set
+      that is built from files of questions.
     from_files: a folder or an archive with the original files, or SPLIT:FILE
       pairs with commas between them; '' to fetch the original files.
-    mirror: the address of a folder that has the originals under their names;
-      '' for the addresses of their authors.
+    mirror: the address of a web folder from which the original files are
+      fetched; '' to fetch each file from the address that its authors give.
 
   Raises:
     OSError, ValueError: if a file is missing, malformed or cannot be fetched;
@@ -51,10 +53,10 @@ def build(
     files = _given(name, from_files)
   else:
     files = _fetched(root, name, mirror)
-  # All is read before anything is written: a malformed file leaves an earlier
-  # data set of this name as it was.
+  # All files are read before anything is written, so that a malformed file
+  # leaves an earlier data set of this name unchanged.
   splits, passages = raw_files.read(name, files)
-  # This import takes a second, so it comes after what may be refused.
+  # This import takes a second, so it comes after all checks of the input.
   from stppo_jax.data import tfds_store
 
   summary = tfds_store.build(root, name, splits)
@@ -63,7 +65,7 @@ def build(
 
 
 def _given(name: str, from_files: str) -> raw_files.Files:
-  """Returns the files of each split that the user has given."""
+  """Returns, for each split, the files that `from_files` names."""
   pairs = [pair.partition(':') for pair in from_files.split(',')]
   if all(split in catalogue.SPLITS and file for split, _, file in pairs):
     files: dict[str, list[tables.TableFile]] = {}
@@ -83,7 +85,7 @@ def _given(name: str, from_files: str) -> raw_files.Files:
 
 
 def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
-  """Returns the files of each split, fetched unless they are there."""
+  """Fetches files that are not on disk; returns the files of each split."""
   if name not in catalogue.PUBLISHED:
     choices = ', '.join(catalogue.PUBLISHED)
     raise ValueError(
@@ -99,7 +101,7 @@ def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
         f'{name}: its files cannot be fetched by a program; '
         f'{raw_files.needed(name)}'
       )
-    # A file gets its name when it is complete, so what is there is whole.
+    # `_download` gives a file this name only when the file is complete.
     if (folder / file).is_file():
       continue
     try:
@@ -112,10 +114,10 @@ def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
 
 
 def _download(url: str, path: pathlib.Path) -> None:
-  """Fetches a file, which gets its name when it is complete.
+  """Fetches a file, which gets its name only when it is complete.
 
   Raises:
-    OSError, HTTPException: if it cannot be fetched.
+    OSError, HTTPException: if the file cannot be fetched.
   """
   logging.getLogger(__name__).info('fetching %s', url)
   partial = path.with_name(f'{path.name}.partial')
@@ -123,7 +125,8 @@ def _download(url: str, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, 'wb') as file:
       shutil.copyfileobj(reply, file)
-  # A read of some bytes raises nothing where the connection ends early.
+  # `copyfileobj` raises no error if the connection ends early, so the number of
+  # bytes is compared.
   size, expected = partial.stat().st_size, reply.headers['Content-Length']
   if expected is not None and size != int(expected):
     raise OSError(f'{size} bytes of {expected}')

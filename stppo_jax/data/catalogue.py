@@ -1,8 +1,7 @@
 """The table of published data sets: where their files come from.
 
-It has the addresses of the files that a program can fetch. For the other data
-sets, it names the files that a person has to fetch, and the page to fetch them
-from.
+The table has the address of each file that a program can fetch. For all other
+files it has the name, and the web page from which a person has to fetch them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,8 @@ from typing import Any
 from stppo_jax.data import formats
 
 SPLITS = ('train', 'validation', 'test')
-# In place of a split: a JSON file whose keys are the ids of the test questions,
-# which the other files mix with the training questions.
+# Stands in the place of a split for a JSON file whose keys are the ids of the
+# test questions. The other files mix test questions and training questions.
 TEST_IDS = 'test_ids'
 
 
@@ -22,10 +21,12 @@ class Original:
   """A file of a published data set.
 
   Attributes:
-    split: the split that it holds: one of SPLITS, or TEST_IDS.
-    pattern: the end of its path, as the authors name it; see `tables.find`.
-    url: the address of the file, or of the archive that holds it; '' where
-      a program cannot fetch it.
+    split: the split that the file holds, one of SPLITS; TEST_IDS for a file of
+      ids.
+    pattern: the end of the file's path, as the authors name it; see
+      `tables.find`.
+    url: the address of the file, or of the archive that holds the file; '' if
+      no program can fetch it.
     download: the name of the file or archive at `url`.
   """
 
@@ -40,12 +41,13 @@ class Published:
   """A published data set.
 
   Attributes:
-    title: its name.
-    home: the page on which a person finds it.
-    licence: the licence of its authors.
-    read: converts a row of its files to our fields, see `formats`.
-    originals: its files.
-    columns: see `tables.TableFile`.
+    title: the full name of the data set.
+    home: the web page on which a person finds the data set.
+    licence: the licence under which the authors publish the data set.
+    read: the function that converts a row of the files to our fields, see
+      `formats`.
+    originals: the files that the authors publish.
+    columns: the names of the columns, if the files have no header line.
   """
 
   title: str
@@ -57,7 +59,7 @@ class Published:
 
 
 def _at(base: str, **names: str) -> tuple[Original, ...]:
-  """Returns one file for each split, all of them below one address."""
+  """Returns one file for each split, with `base` as the start of its URL."""
   return tuple(
     Original(split, name, f'{base}/{name}', name)
     for split, name in names.items()
@@ -65,7 +67,7 @@ def _at(base: str, **names: str) -> tuple[Original, ...]:
 
 
 def _inside(url: str, download: str, **names: str) -> tuple[Original, ...]:
-  """Returns one file for each split, all of them in one archive."""
+  """Returns one file for each split, all inside the archive at `url`."""
   return tuple(
     Original(split, name, url, download) for split, name in names.items()
   )
@@ -143,7 +145,7 @@ PUBLISHED: Mapping[str, Published] = {
     'Apache-2.0',
     formats.hotpotqa,
     _inside(
-      # Without dl=1, Dropbox sends a page about the file.
+      # Without dl=1, Dropbox sends a web page about the file, not the file.
       'https://www.dropbox.com/s/ms2m13252h6xubs/data_ids_april7.zip?dl=1',
       'data_ids_april7.zip',
       train='train.json',
@@ -156,7 +158,7 @@ PUBLISHED: Mapping[str, Published] = {
     'CC BY 4.0',
     formats.musique,
     (
-      # Without an address, because no program can fetch the authors' archive.
+      # These have no URL, because no program can fetch the authors' archive.
       Original('train', 'musique_ans_v1.0_train.jsonl'),
       Original('validation', 'musique_ans_v1.0_dev.jsonl'),
     ),

@@ -2,8 +2,8 @@
 
 The demonstrator may err in every turn: it answers without searching, searches
 for half a name, or takes a wrong fact from the previous passage. A policy that
-imitates it gets good and bad habits, so that reinforcement learning has
-something to choose from.
+imitates the demonstrator learns good and bad habits, so that reinforcement
+learning finds good and bad trajectories to compare.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,17 @@ from stppo_jax.data import tables
 
 Demonstration = tuple[types.Question, list[str]]
 
-# The errors of a turn that searches. The last one is impossible in the first
+# The errors of a turn that searches. The last error is impossible in the first
 # turn, because no passage has been read yet.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
-_EXCERPT_WORDS = (5, 20)  # the words of an excerpt, about those of a question
-_RANDOM_FILLER = 1 / 8  # the share of filler words that are random
+# The least and the largest number of words of an excerpt. They are about the
+# numbers of words of a question, which the excerpt replaces.
+_EXCERPT_WORDS = (5, 20)
+_RANDOM_FILLER = 1 / 8  # the share of filler words that are drawn at random
 
 
 class Demonstrations(Protocol):
-  """Questions, each with the turns that the policy should imitate."""
+  """Gives questions, each with the turns that the policy should imitate."""
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """Returns the `count` demonstrations of a step, the same in every call."""
@@ -40,10 +42,10 @@ class Demonstrations(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-  """The errors of a demonstrator.
+  """Says how often a demonstrator errs, and in which steps.
 
   Attributes:
-    seed: the seed of the errors.
+    seed: the seed of the random errors.
     error_rate: the probability of an error at each decision.
     clean_steps: the number of steps at the start that have no errors.
   """
@@ -53,7 +55,7 @@ class Noise:
   clean_steps: int = 0
 
   def of_step(self, step: int) -> tuple[np.random.Generator, float]:
-    """Returns the random numbers and the probability of an error."""
+    """Returns the random generator and the error probability of a step."""
     rate = 0.0 if step < self.clean_steps else self.error_rate
     return np.random.default_rng((self.seed, step)), rate
 
@@ -63,10 +65,11 @@ class SyntheticDemonstrations:
   """Demonstrations in synthetic worlds that no training step uses.
 
   Attributes:
-    questions: the questions of the run, whose encyclopedia is used.
-    noise: the errors of the demonstrator.
-    one_hop_steps: the number of steps at the start that have one hop, so that
-      the policy learns to copy first.
+    questions: the questions of the run. The demonstrations are about worlds of
+      the same encyclopedia.
+    noise: the probability of an error in each step.
+    one_hop_steps: the number of steps at the start whose questions have one
+      hop, so that the policy learns to copy first.
     think_words, error_turns, repair_rate: see `demonstrate`.
   """
 
@@ -105,25 +108,28 @@ class SyntheticDemonstrations:
 class PassageDemonstrations:
   """Demonstrations that search for the titles of gold passages, then answer.
 
-  A title of which no word has been read before cannot be guessed, so it is no
-  query. A question without such titles is its own query. At each decision the
-  demonstrator may err: it searches for the first word of the title only, does
-  not search, or misreads. It then gives the answer of another question.
+  A title becomes a query only if one of its words occurs in the question or in
+  an earlier gold passage, because no other title could be guessed. If there is
+  no such title, the question itself is the query. At each decision the
+  demonstrator may err: it does not search, searches for the first word of the
+  query only, or misreads the passage. After an error it gives the answer of
+  another question.
 
   A small model that was made from these passages alone learns to copy long
-  before it learns to read. With `quote_words`, it can imitate a demonstrator
-  that copies: it searches for the question, and its answer quotes the beginning
-  of the gold passage, without misreading. While it makes no errors, every
-  second question is replaced by words of its gold passage: a few hundred
-  questions would be learned by heart, and no other one could be copied.
+  before it learns to read. With `quote_words`, the demonstrator therefore
+  copies: its query is the question, and its answer quotes the beginning of the
+  gold passage. It never misreads. In the steps without errors, about half of
+  the questions are replaced by an excerpt of their gold passage. Otherwise the
+  model would learn a few hundred questions by heart, and could copy no other
+  question.
 
   Attributes:
     questions: the questions of the run.
-    passages: the passages by id; empty if a server has them.
-    noise: the errors of the demonstrator.
+    passages: the passages by id; empty if only a server has the passages.
+    noise: the probability of an error in each step.
     max_searches: the largest number of searches in a dialogue.
-    quote_words: the largest number of words of an answer that quotes; it has
-      any number up to it. 0 = the answer is a golden answer.
+    quote_words: the largest number of words that an answer quotes; each answer
+      draws its number from 1 to this. If 0, the answer is a golden answer.
   """
 
   questions: questions_lib.Questions
@@ -136,8 +142,8 @@ class PassageDemonstrations:
     """See `Demonstrations`."""
     rng, rate = self.noise.of_step(step)
     questions = self.questions.train(step, count)
-    # A guess is the answer of the next question of the batch: it has the form
-    # of an answer and is almost always wrong.
+    # The demonstrator guesses the golden answer of the next question of the
+    # batch, which has the form of an answer and is almost always wrong.
     guesses = [*questions[1:], *questions[:1]]
     if self.quote_words and not rate:
       questions = [self._excerpt(question, rng) for question in questions]
@@ -153,7 +159,7 @@ class PassageDemonstrations:
     rng: np.random.Generator,
     rate: float,
   ) -> list[str]:
-    """Returns the turns of one dialogue."""
+    """Returns the turns of a dialogue; an error leads to `guess`'s answer."""
     turns, answer = [], self._answer(question, rng)
     for query in self._queries(question)[: self.max_searches]:
       error = _draw(rng, rate, _SEARCH_ERRORS[:2])
@@ -179,7 +185,7 @@ class PassageDemonstrations:
   def _excerpt(
     self, question: types.Question, rng: np.random.Generator
   ) -> types.Question:
-    """Returns a question; in every second case words of its gold passage."""
+    """Returns the question, or at even odds an excerpt of its gold passage."""
     gold = self._gold(question)
     if not gold or rng.random() < 0.5:
       return question
@@ -190,7 +196,7 @@ class PassageDemonstrations:
     return dataclasses.replace(question, text=excerpt or question.text)
 
   def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
-    """Returns a golden answer, or a quotation of a gold passage."""
+    """Returns a golden answer, or the beginning of a gold passage."""
     gold = self._gold(question)
     if not (self.quote_words and gold):
       return question.golden_answers[0]
@@ -198,7 +204,7 @@ class PassageDemonstrations:
     return ' '.join(gold[0].text.split()[:count])
 
   def _queries(self, question: types.Question) -> list[str]:
-    """Returns the titles that can be searched for, or the question."""
+    """Returns the titles with a word that was read, or else the question."""
     queries, read = [], text.normalise(question.text).split()
     for passage in [] if self.quote_words else self._gold(question):
       if not set(text.normalise(passage.title).split()).isdisjoint(read):
@@ -207,7 +213,7 @@ class PassageDemonstrations:
     return list(dict.fromkeys(queries)) or [question.text]
 
   def _gold(self, question: types.Question) -> list[types.Passage]:
-    """Returns the gold passages that are known."""
+    """Returns the gold passages of a question that are in `passages`."""
     found = map(self.passages.get, question.gold_passages)
     return [passage for passage in found if passage]
 
@@ -219,9 +225,9 @@ class StoredDemonstrations:
     """Reads the file.
 
     Args:
-      path: JSON lines or another format of questions; `turns` is a list of
-        texts, each with its closing tag.
-      seed: the seed of the order.
+      path: a file in JSON Lines or another format that `tables.read` reads; its
+        field `turns` is a list of texts, each with its closing tag.
+      seed: the seed of the order of the demonstrations.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -232,7 +238,7 @@ class StoredDemonstrations:
     self._rows = tables.read(path, _stored, noun='demonstrations')
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
-    """See `Demonstrations`; an epoch has every row of the file once."""
+    """See `Demonstrations`; an epoch uses every row of the file once."""
     chosen = mixtures.epochs(
       (self._seed,), len(self._rows), step * count, count
     )
@@ -273,13 +279,13 @@ def demonstrate(
   Args:
     world: the world of the question.
     chain: the question and the relations that lead to its answer.
-    rng: the source of errors and filler words.
+    rng: the random generator of errors and filler words.
     error_rate: the probability of an error in each turn.
     think_words: the number of filler words at the start of each <think>.
-    error_turns: the number of turns, from the first on, that may have an error;
-      0 = all.
-    repair_rate: the probability of asking again with the whole name after half
-      of it has found nothing.
+    error_turns: the number of turns at the start that may have an error; 0 if
+      all turns may have one.
+    repair_rate: the probability of a second search, for the whole name, after a
+      search for half of the name has found nothing.
   """
   last = error_turns or len(chain.relations) + 1
   rate = lambda turn: error_rate if turn < last else 0.0
@@ -340,8 +346,8 @@ def _answer(name: str, rng: np.random.Generator, think_words: int) -> str:
 def _filler(rng: np.random.Generator, count: int) -> str:
   """Returns `count` filler words.
 
-  Most words follow the one before in a fixed order and some are random, because
-  most tokens of a text are easy to predict, too.
+  Most words follow the previous word in a fixed order, and some are drawn at
+  random, because in real text, too, most tokens are easy to predict.
   """
   words = synthetic_wiki.FILLER_WORDS
   place, filler = 0, ''

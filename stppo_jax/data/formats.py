@@ -1,9 +1,10 @@
 """Turns the rows of published data sets into rows of our schema.
 
-Each function takes a row as the authors publish it, or as its copy on the
-Hugging Face hub has it, and returns the fields that `readers.parse_question`
-takes. Rows with paragraphs get one more field, `context`: a list of (title,
-text, whether the paragraph leads to the answer).
+Each function takes a row as the authors publish it, or as a copy of the data
+set on the Hugging Face hub has it, and returns the fields that
+`readers.parse_question` takes. If a row has paragraphs, the field `context` is
+added. It is a list of triples: the title, the text, and whether the paragraph
+leads to the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 
 Fields = dict[str, Any]
 
-# A field of every row: the name of its file, on which some formats depend.
+# The key under which every row has the name of its file, which the functions
+# for some data sets need.
 FILE = 'name of the file'
 
 
@@ -24,8 +26,8 @@ def nq_open(row: Any) -> Fields:
 def qed(row: Any) -> Fields:
   """Converts a row of QED: a Natural Question and a paragraph of Wikipedia.
 
-  Where an answer has several parts, they stand in one text. The annotators of
-  QED found some paragraphs that do not answer their question.
+  The parts of an answer are joined into one text. A paragraph is not gold if
+  the annotators of QED found that it does not answer the question.
   """
   parts = _get(row, 'original_nq_answers')
   kind = _get(_get(row, 'annotation'), 'explanation_type')
@@ -39,7 +41,7 @@ def qed(row: Any) -> Fields:
 
 
 def triviaqa(row: Any) -> Fields:
-  """Converts a row of TriviaQA; its evidence is left out."""
+  """Converts a row of TriviaQA, without its evidence documents."""
   answer = _get(row, 'Answer')
   return {
     'id': _get(row, 'QuestionId'),
@@ -124,7 +126,7 @@ def medmcqa(row: Any) -> Fields:
 
 
 def pubmedqa(row: Any) -> Fields:
-  """Converts a row of PubMedQA: yes, no or maybe, with the abstract's parts."""
+  """Converts a row of PubMedQA: a yes/no/maybe question with its abstract."""
   answer = _get(row, 'final_decision')
   options = {'A': 'yes', 'B': 'no', 'C': 'maybe'}
   letters = {text: letter for letter, text in options.items()}
@@ -175,12 +177,12 @@ def _get(row: Any, name: str) -> Any:
 
 
 def _once(values: Sequence[Any]) -> list[Any]:
-  """Returns the values in order, without repetitions and empty ones."""
+  """Returns the values in order, without repeated and without empty values."""
   return list(dict.fromkeys(filter(None, values)))
 
 
 def _parsed(value: Any) -> Any:
-  """Returns a value, decoded if it is a string of JSON."""
+  """Returns the decoded JSON of a string; returns other values unchanged."""
   try:
     return json.loads(value) if isinstance(value, str) else value
   except RecursionError as error:
@@ -188,7 +190,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-  """Returns pairs, given as a list or, as on the hub, in two columns."""
+  """Returns pairs from a list of pairs, or from two columns as on the hub."""
   value = _parsed(value)
   if isinstance(value, Mapping):
     return list(zip(_get(value, first), _get(value, second)))

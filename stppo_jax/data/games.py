@@ -11,8 +11,8 @@ from stppo_jax.data import demonstrations
 from stppo_jax.data import questions as questions_lib
 
 _DATA_SET = 'games'
-_FOR_EVALUATION = 10_000  # the numbers below are for evaluation
-_ALL = 2**29  # the number of games for training where the config sets no limit
+_FOR_EVALUATION = 10_000  # games with smaller numbers are for evaluation
+_ALL = 2**29  # the number of games for training if the config sets no limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GameQuestions(questions_lib.Questions):
 
   Attributes:
     seed: the seed of the run.
-    count: the number of games for training; 0 for new ones in every step.
+    count: the number of games for training; 0 for new games in every step.
   """
 
   seed: int
@@ -39,8 +39,8 @@ class GameQuestions(questions_lib.Questions):
       raise ValueError(
         f'data.games.count={self.count}: a step needs {needed} different games'
       )
-    # Different games in all rounds of a step, although nothing is remembered:
-    # the rounds are parts of one permutation, or consecutive numbers.
+    # All resampling rounds of a step get different games without a saved state:
+    # they are slices of one permutation, or of one range of numbers.
     rng = np.random.default_rng((self.seed, step))
     if self.count:
       drawn = rng.permutation(self.count)[needed - count : needed]
@@ -50,12 +50,12 @@ class GameQuestions(questions_lib.Questions):
     return [_question(_FOR_EVALUATION + int(number)) for number in drawn]
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `questions.Questions`; there is one data set."""
+    """See `questions.Questions`; all questions belong to one data set."""
     numbers = range(min(count, _FOR_EVALUATION))
     return {_DATA_SET: [_question(number) for number in numbers]}
 
   def passages(self) -> None:
-    """Raises ValueError: there is nothing to search."""
+    """Raises ValueError, because these questions have no passages."""
     raise ValueError(
       'data.name=games: has no passages; env.name must be one that plays '
       'games, such as textworld'
@@ -74,23 +74,24 @@ class Player(Protocol):
 
     Args:
       question: the question of the game.
-      choose: takes a command that leads to the solution, and all commands that
-        are possible; returns the command to play.
+      choose: the function that chooses each command. It takes the next command
+        of a solution and all possible commands, and returns the command to
+        play.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class GameDemonstrations(demonstrations.Demonstrations):
-  """Demonstrations of the games that are trained on.
+  """Demonstrations of the games that the policy is trained on.
 
-  The demonstrator may err in every turn: it then plays a random command.
+  The demonstrator may err in every turn. An error is to play a random command.
 
   Attributes:
     questions: the questions of the run, with a limited number of games, because
       a new game takes a tenth of a second to make.
     player: the environment of the run.
-    noise: the errors of the demonstrator.
+    noise: the probability of an error in each step.
   """
 
   questions: GameQuestions

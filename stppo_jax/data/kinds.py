@@ -14,11 +14,11 @@ class Kind(NamedTuple):
   """A kind of questions.
 
   Attributes:
-    load: returns the questions, from the section `data` of a config and the
-      seed of the run.
-    vocabulary: returns the strings that such questions and their passages
-      consist of, from the section; None if their passages have to be read for
-      that.
+    load: the function that takes the section `data` of a config and the seed of
+      the run, and returns the questions.
+    vocabulary: the function that takes the section `data` and returns the
+      strings of which the questions and their passages consist; None if these
+      strings have to be read from the passages.
   """
 
   load: Callable[..., questions_lib.Questions]
@@ -56,11 +56,13 @@ KINDS: Mapping[str, Kind] = {
   'arithmetic': Kind(
     _arithmetic, lambda data: arithmetic.vocabulary(data.arithmetic.max_number)
   ),
-  # The environment has all words of its games.
+  # The words of a game come from its environment, so the questions add none.
   'games': Kind(_games, lambda data: []),
 }
 
-_SAMPLE = 256  # questions of which one must have a gold passage to quote
+# The number of training questions that are searched for a gold passage to
+# quote. At least one of these questions must have one.
+_SAMPLE = 256
 
 
 def demonstrations_of(
@@ -69,9 +71,10 @@ def demonstrations_of(
   """Returns the demonstrations that the supervised start imitates.
 
   Args:
-    config: the config of a run; its sections `sft` and `data` are read.
-    questions: its questions.
-    environment: its environment, which may play games.
+    config: the config of the run.
+    questions: the questions of the run.
+    environment: the environment of the run; a `games.Player` if it can
+      demonstrate its games.
 
   Raises:
     ValueError: if the environment or the questions have no demonstrations; the
@@ -109,8 +112,8 @@ def demonstrations_of(
     )
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
-  # Only a file of passages can be read here; without one, another server has
-  # them, and nothing can be quoted.
+  # Passages can be read here only from the file data.corpus. Without this file,
+  # another server has the passages, and nothing can be quoted.
   found = (questions.passages() or ()) if config.data.corpus else ()
   passages = {passage.id: passage for passage in found}
   if sft.quote_words and not any(

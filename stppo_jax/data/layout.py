@@ -1,8 +1,8 @@
-"""The folders of the data sets that `data/tfds_store.py` writes.
+"""The paths of the data sets that `data/tfds_store.py` writes.
 
-ROOT/search_questions/NAME/VERSION    a data set
-    /NAME.corpus.jsonl                the paragraphs of its questions, if any
-    /downloads                        files from the web
+ROOT/search_questions/NAME/VERSION    the data set NAME
+ROOT/NAME.corpus.jsonl                the paragraphs of its questions, if any
+ROOT/downloads/NAME                   its original files from the web
 """
 
 import pathlib
@@ -13,12 +13,12 @@ DOWNLOADS = 'downloads'
 
 
 def folder(root: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns the folder of a data set, which may not exist."""
+  """Returns the folder of a data set; the folder need not exist."""
   return root / BUILDER / name / VERSION
 
 
 def corpus(root: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns the file of the paragraphs that came with the questions."""
+  """Returns the path of the file of the paragraphs of a data set."""
   return root / f'{name}.corpus.jsonl'
 
 
@@ -29,7 +29,7 @@ def names(root: pathlib.Path) -> list[str]:
 
 
 def check_built(root: pathlib.Path, name: str) -> None:
-  """Raises ValueError, in one line, unless a data set was built."""
+  """Raises ValueError, with one line, if a data set has not been built."""
   if name not in names(root):
     there = ', '.join(names(root)) or 'none'
     raise ValueError(

@@ -4,15 +4,15 @@ A mixture is written as one line, with a comma between its elements:
 
     nq:train weight=2, hotpotqa:train weight=1 limit=5000 hops>=2
 
-An element starts with the name of a data set or of a file. Its split, if there
-are several, follows after a colon. Then come any of these options:
+An element starts with the name of a data set or of a file. The name of a split
+may follow after a colon. Then come any of these options:
 
-    weight=W     its share among the questions of a step, relative to the others
-    limit=N      a sample of N of its questions, the same in every run
-    FIELD OP V   a filter, without spaces: only questions for which it holds
+    weight=W     the element's share of the questions, relative to other weights
+    limit=N      keeps a sample of N questions, the same sample in every run
+    FIELD OP V   a filter, written without spaces, that questions must pass
 
-FIELD is a key of FIELDS, OP is one of = != < <= > >=, V is the value to compare
-with.
+FIELD is a key of FIELDS, OP is one of = != < <= > >=, and V is the value that
+the field is compared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ import numpy as np
 
 from stppo_jax import types
 
-# Every cycle of this many questions is divided in proportion to the weights,
-# rounded to whole questions.
+# The order of a mixture with weights consists of cycles of this many questions.
+# The weights divide every cycle, rounded to whole questions.
 _CYCLE = 1000
 
 FIELDS: dict[str, Callable[[types.Question], int | str]] = {
@@ -71,15 +71,16 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-  """A data set of a mixture.
+  """A data set of a mixture, and which of its questions are used.
 
   Attributes:
     name: the name of a data set, or of a file.
-    split: its split; '' where none is named.
-    weight: its share, relative to the other elements; None for a share in
-      proportion to the number of its questions.
-    limit: the number of questions that are used; None for all.
-    filters: conditions that all its questions fulfil.
+    split: the split of the data set; '' if the mixture names none.
+    weight: the share of the questions of this element, relative to the weights
+      of the other elements; None for a share in proportion to the number of
+      questions.
+    limit: the largest number of questions that are used; None for no limit.
+    filters: the conditions that every used question fulfils.
   """
 
   name: str
@@ -94,7 +95,7 @@ class Element:
     """Returns the questions that pass the filters, at most `limit` of them.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if no question passes the filters.
     """
     if not self.filters and self.limit is None:
       return questions
@@ -103,7 +104,7 @@ class Element:
       passes = [all(f(q) for f in self.filters) for q in questions]
       indices = indices[passes]
     if self.limit is not None:
-      # Not the seed of the run: runs that are compared share the sample.
+      # A constant seed, so that runs with different seeds share the sample.
       order = np.random.default_rng(0).permutation(len(indices))
       indices = np.sort(indices[order[: self.limit]])
     if not len(indices):
@@ -167,15 +168,15 @@ def _count(word: str, value: str, *, least: int = 0) -> int:
 
 
 class Mixture:
-  """Questions of several data sets, one after the other, and their order.
+  """The questions of several data sets as one sequence, and their order.
 
   Without weights, every epoch is a permutation of all questions. With weights,
-  each data set has epochs of its own, and every cycle of 1,000 places is
-  divided among them by their weights.
+  each data set has epochs of its own, and the weights decide how many of every
+  1,000 questions come from each data set.
 
   Args:
     elements: the questions of each element.
-    weights: the weight of each element; None for no weights.
+    weights: the weight of each element; None for an order without weights.
   """
 
   def __init__(
@@ -199,8 +200,8 @@ class Mixture:
     """Returns `count` indices of an endless order of the questions.
 
     Args:
-      seeds: the seeds of the order.
-      start: the place of the first index in the order.
+      seeds: the integers that together seed the order.
+      start: the position in the order from which indices are returned.
       count: the number of indices.
     """
     if self._quotas is None:
@@ -213,13 +214,14 @@ class Mixture:
     return indices
 
   def _cycle(self, seeds: Sequence[int], cycle: int) -> list[int]:
-    """Returns the indices of a cycle of places."""
+    """Returns the question indices of one cycle of the order."""
     assert self._quotas is not None
-    # numpy fills up short seeds with zeros. The 1 at the end keeps these seeds
-    # apart from those of the elements' epochs.
+    # numpy pads short seeds with zeros. The 1 at the end keeps this seed
+    # different from the seeds of the epochs of the elements.
     rng = np.random.default_rng((*seeds, cycle, len(self._sizes), 1))
-    # Places are divided exactly and then shuffled. If each place drew its data
-    # set by itself, a small one could be missing from many steps.
+    # Each data set gets its exact number of turns in the cycle, and the turns
+    # are shuffled. If each turn drew a data set at random, a data set with a
+    # small weight could be missing from many steps.
     turns = rng.permutation(
       np.repeat(np.arange(len(self._sizes)), self._quotas)
     )
@@ -233,9 +235,16 @@ class Mixture:
 def epochs(
   seeds: Sequence[int], size: int, start: int, count: int
 ) -> list[int]:
-  """Returns `count` indices of an order whose every epoch is a permutation."""
-  # A place decides its epoch and its index there. So no state has to be saved:
-  # a resumed run computes the same order from any place on.
+  """Returns `count` indices of an order in which each epoch is a permutation.
+
+  Args:
+    seeds: the integers that together seed the order.
+    size: the number of indices, which is the length of an epoch.
+    start: the position in the order from which indices are returned.
+    count: the number of returned indices.
+  """
+  # A position alone decides its epoch and its index within the epoch. So no
+  # state has to be saved, and a resumed run continues the same order.
   chosen, order = [], None
   for place in range(start, start + count):
     epoch, index = divmod(place, size)
@@ -246,17 +255,19 @@ def epochs(
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-  """Returns the number of places of each element in a cycle, at least one.
+  """Returns the number of questions of each element in a cycle, at least one.
 
   Raises:
-    ValueError: if a weight is too small for one place.
+    ValueError: if a weight is too small for one question of a cycle.
   """
   shares = np.asarray(weights) / np.sum(weights) * _CYCLE
   if shares.min() < 1:
     raise ValueError(
-      f'a weight is less than 1/{_CYCLE} of their sum; leave the data set out'
+      f'a weight is less than 1/{_CYCLE} of the sum of all weights; leave the '
+      'data set out'
     )
-  # The places that are left over by rounding down go to the largest remainders.
+  # Rounding down leaves some questions of the cycle without an element. They go
+  # to the elements with the largest remainders.
   quotas = np.floor(shares).astype(int)
   most = np.argsort(quotas - shares, kind='stable')
   quotas[most[: _CYCLE - quotas.sum()]] += 1

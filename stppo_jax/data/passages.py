@@ -1,8 +1,8 @@
 """Reads passages from files and from the replies of servers.
 
-A passage has one of two shapes: `{"id", "contents"}`, where contents is the
-quoted title, a newline and the body (Search-R1), or
-`{"pid" | "id", "title", "text"}`.
+A document is a JSON object that holds a passage in one of two forms. In the
+form `{"id", "contents"}` of Search-R1, the contents are the quoted title, a
+newline and the body. The other form is `{"pid" | "id", "title", "text"}`.
 """
 
 from collections.abc import Mapping
@@ -25,30 +25,30 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
 
 
 def _parse(document: Any, number: int) -> types.Passage:
-  """Returns the passage of a line of a file."""
+  """Returns the passage on a line of a file."""
   del number
   passage = passage_of(document)
   _check_unicode(passage)
-  # A server may leave ids out, but in a corpus the index and the gold passages
-  # of questions refer to them.
+  # A server may leave out the ids of passages. In a corpus every passage needs
+  # an id, because the index and the gold passages of questions refer to ids.
   if not passage.id:
     raise ValueError('no "id" or "pid"')
   return passage
 
 
 def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
-  """Returns the passage of a document of either shape.
+  """Returns the passage of a document in either form.
 
-  The id is '' where the document has none, because some servers send none.
+  The id is '' if the document has no id, because some servers send no ids.
 
   Raises:
-    ValueError: if the document has neither shape, or a value has a wrong type.
+    ValueError: if the document has neither form, or a value has a wrong type.
   """
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')
   name = 'pid' if 'pid' in document else 'id'
   identity = document.get(name, '')
-  # A bool is an instance of int.
+  # The first test is needed because a bool is an instance of int.
   if isinstance(identity, bool) or not isinstance(identity, str | int):
     raise ValueError(f'"{name}": expected a string, got {_short(identity)}')
   if 'contents' in document:
@@ -61,14 +61,14 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
 
 
 def document_of(passage: types.Passage) -> dict[str, str]:
-  """Returns a passage in the shape `{"id", "contents"}`."""
+  """Returns the document of a passage in the form `{"id", "contents"}`."""
   # The title is all of the first line, so it must not contain a line break.
   title = ' '.join(passage.title.splitlines())
   return {'id': passage.id, 'contents': f'"{title}"\n{passage.text}'}
 
 
 def _split_contents(contents: str) -> tuple[str, str]:
-  """Returns title and body; contents of a single line have no title."""
+  """Returns title and body; the title is '' if there is only one line."""
   title, newline, text = contents.partition('\n')
   if not newline:
     return '', contents
@@ -86,7 +86,7 @@ def _string(document: Mapping[str, Any], name: str) -> str:
 
 
 def _check_unicode(passage: types.Passage) -> None:
-  """Raises ValueError for half a surrogate pair, which JSON can escape."""
+  """Raises ValueError for a lone surrogate, which JSON escapes can produce."""
   for value in (passage.id, passage.title, passage.text):
     try:
       value.encode()

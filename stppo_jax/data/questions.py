@@ -1,7 +1,7 @@
 """The questions of each step, as a function of the seed and the step.
 
-Because of this, a resumed run has the same questions although nothing about
-them is saved.
+A resumed run therefore has the same questions, although no checkpoint holds
+anything about questions.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
 
-# The training worlds of two runs with adjacent seeds have indices this far
-# apart, so that no two runs share a world.
+# The training worlds of runs whose seeds differ by 1 have indices that differ
+# by this number, so that no two runs share a world.
 _WORLDS_PER_RUN = 1_000_000
-# The most training questions of files that are checked before a run.
+# The largest number of training questions of files that are checked before a
+# run.
 _CHECKED = 4096
 
 
@@ -32,22 +33,22 @@ class Questions(Protocol):
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
 
-    A generator returns `count` questions. Files ignore `count` and return a
-    sample of all their questions.
+    If the questions are generated, `count` questions are returned. If they come
+    from files, `count` is ignored, and a sample of all questions is returned.
     """
     return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
-    """Returns `count` different questions, the same in every call.
+    """Returns `count` different training questions, the same in every call.
 
     Args:
       step: the number of the step.
       count: the number of questions.
-      resample_round: 0 for the questions that the step starts with, n for those
-        of the n-th round of replacements. No two rounds of a step share a
-        question.
+      resample_round: 0 for the questions that the step starts with, n for the
+        questions of the n-th round of replacements. No two rounds of a step
+        share a question.
 
     Raises:
       ValueError: if there are too few questions.
@@ -55,34 +56,35 @@ class Questions(Protocol):
     ...
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """Returns at most `count` questions by data set, always the same ones."""
+    """Returns up to `count` questions per data set, the same in every run."""
     ...
 
   def passages(self) -> Sequence[types.Passage] | None:
-    """Returns the corpus of all questions; None if each world has its own."""
+    """Returns the passages of all questions; None if each world has its own."""
     ...
 
   def world_passages(self, world: int) -> Sequence[types.Passage]:
     """Returns the passages of a world.
 
     Raises:
-      LookupError: if there is no such world, or the questions have none.
+      LookupError: if there is no such world, or these questions have no worlds.
     """
-    raise LookupError(f'no world {world}: these questions have none')
+    raise LookupError(f'no world {world}: these questions have no worlds')
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticQuestions(Questions):
-  """Questions on a new synthetic world in every step.
+  """Questions about a new synthetic world in every step.
 
   World 0 is for evaluation. The encyclopedia does not depend on the seed of the
-  run: runs of different seeds train on different worlds and are evaluated on
-  the same questions.
+  run: runs of different seeds train on different worlds of the encyclopedia and
+  are evaluated on the same questions.
 
   Attributes:
     seed: the seed of the run.
     world_seed: the seed of the encyclopedia.
-    hops: the numbers of hops, which the questions take in turn.
+    hops: the numbers of hops of the questions. The questions of a step take
+      these numbers in turn.
     world_options: the options of `synthetic_wiki.make_world`.
   """
 
@@ -95,8 +97,8 @@ class SyntheticQuestions(Questions):
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """See `Questions`; all rounds of a step are about the same world."""
-    # A round is the next part of one list of chains, so no two share a
-    # question.
+    # The rounds of a step are consecutive slices of one list of chains, so no
+    # two rounds share a question.
     world = self._world(_index(self.seed + 1, step))
     chains = world.chains((resample_round + 1) * count, hops=self.hops)
     return [chain.question for chain in chains[resample_round * count :]]
@@ -104,12 +106,12 @@ class SyntheticQuestions(Questions):
   def demonstration_chains(
     self, step: int, count: int, *, hops: tuple[int, ...]
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
-    """Returns a world that no training step uses, and solved questions."""
+    """Returns a world that no training step uses, and chains in that world."""
     world = self._world(_index(0, step))
     return world, world.chains(count, hops=hops)
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `Questions`; every number of hops is a data set."""
+    """See `Questions`; the questions of each number of hops are a data set."""
     world = self._world(0)
     result = {}
     for hops in self.hops:
@@ -119,7 +121,7 @@ class SyntheticQuestions(Questions):
     return result
 
   def passages(self) -> None:
-    """See `Questions`; every passage belongs to a world."""
+    """Returns None, because every passage belongs to a world."""
     return None
 
   def world_passages(self, world: int) -> list[types.Passage]:
@@ -143,15 +145,15 @@ class StoredQuestions(Questions):
   """Questions and passages from files, or from data sets that were built.
 
   A step takes the next `count` questions of the mixture's order. The questions
-  of its resampling rounds are a random sample of all others. They still come up
-  at their own places in the order.
+  of its resampling rounds are a random sample of all other questions. These
+  questions still come up at their own positions in the order.
 
   Args:
-    seed: the seed of the order.
+    seed: the seed of the order of the training questions.
     train: the training questions.
     evaluation: the evaluation questions; empty for no evaluation.
-    corpus: the file of passages, read when they are asked for; None if another
-      server has them.
+    corpus: the file of passages, which is read by the first call of `passages`;
+      None if another server has the passages.
   """
 
   def __init__(
@@ -168,10 +170,11 @@ class StoredQuestions(Questions):
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`; at most 4,096, so that a check takes 1 or 2 seconds."""
+    """See `Questions`; at most 4,096, which are checked in 1 or 2 seconds."""
     del count
     total = len(self._train)
-    # Spread over all questions, because data sets lie one after the other.
+    # The indices are evenly spaced, because the questions of a data set lie
+    # together and every data set should be checked.
     kept = np.linspace(0, total - 1, min(total, _CHECKED), dtype=int)
     return [self._train[int(index)] for index in kept]
 
@@ -192,12 +195,12 @@ class StoredQuestions(Questions):
     return [self._train[index] for index in chosen]
 
   def _others(self, step: int, of_step: set[int], count: int) -> list[int]:
-    """Returns `count` different indices that are not in `of_step`."""
+    """Returns `count` different question indices that are not in `of_step`."""
     total, found = len(self._train), dict.fromkeys(())
     start = total
-    # An order of the step's own. With weights a question may come up twice
-    # before another one does, so orders are drawn until there are enough
-    # different ones.
+    # Each step has an order of its own for this. With weights, a question may
+    # come up twice before another question comes up once, so more of the order
+    # is drawn until there are enough different questions.
     while len(found) < count:
       order = self._train.order((self._seed, step), start, total)
       found |= dict.fromkeys(i for i in order if i not in of_step)
@@ -205,9 +208,9 @@ class StoredQuestions(Questions):
     return list(found)[:count]
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `Questions`; they are a fixed sample of each data set."""
-    # Not the seed of the run: scores of runs can be compared only on the same
-    # questions.
+    """See `Questions`; returns a fixed random sample of each data set."""
+    # A constant seed, not the seed of the run, because scores of runs can be
+    # compared only on the same questions.
     order = np.random.default_rng(0).permutation(len(self._evaluation))
     result = {}
     for index in order:
@@ -236,10 +239,11 @@ def load(data: Any, *, seed: int) -> StoredQuestions:
   """Returns the questions that the section `data` of a config names.
 
   Args:
-    data: the section: `name` (jsonl for files, tfds for data sets that were
-      built), `root` (a folder, or an address such as gs://bucket/data), the
-      mixtures `train` and `evaluation`, of which the second may be '', and
-      `corpus` (a file of passages below root; '' if a server has them).
+    data: the section. Its key `name` is jsonl for files, or tfds for data sets
+      that were built. `root` is a folder, or an address such as
+      gs://bucket/data. `train` and `evaluation` are mixtures; `evaluation` may
+      be ''. `corpus` is a file of passages below `root`; '' if a server has the
+      passages.
     seed: the seed of the run.
 
   Raises:
@@ -271,14 +275,14 @@ def _parts(
   Args:
     kind: jsonl for files, tfds for data sets that were built.
     root: the folder of the files or of the data sets.
-    mixture: see `data/mixtures.py`.
-    splits: where an element names no split, the first of these that exists is
-      taken.
+    mixture: the text of the mixture, see `data/mixtures.py`.
+    splits: the splits of which the first that exists is taken, if an element
+      names no split.
   """
   result = []
   for element in mixtures.parse(mixture):
     if kind == 'tfds':
-      # This import takes a second, which only built data sets should cost.
+      # Imported here, because the import takes a second and files need none.
       from stppo_jax.data import tfds_store
 
       wanted = [element.split] if element.split else splits

@@ -18,7 +18,7 @@ Passages = dict[str, types.Passage]  # by id
 
 
 def needed(name: str) -> str:
-  """Returns a message on the files of a published data set and their home."""
+  """Returns a message that names the files of a data set and their source."""
   entry = catalogue.PUBLISHED[name]
   names = dict.fromkeys(original.pattern for original in entry.originals)
   return (
@@ -33,18 +33,20 @@ def in_place(name: str, place: pathlib.Path) -> Files:
 
   Args:
     name: a key of `catalogue.PUBLISHED`.
-    place: the folder or the archive that holds them; splits without a file in
-      it are left out.
+    place: the folder or the archive that holds the files. A split without a
+      file in this place is left out.
 
   Raises:
-    ValueError: if no file is there; the message names those that are needed.
+    ValueError: if there is no file of questions, or if the file of test ids is
+      missing; the message names all files that are needed.
   """
   found: dict[str, list[tables.TableFile]] = {}
   originals = catalogue.PUBLISHED[name].originals
   for original in originals:
     for file in tables.find(place, original.pattern):
       found.setdefault(original.split, []).append(file)
-  # A split may be absent, but not what divides the questions into splits.
+  # A split may be absent. The file of test ids may not, because it divides the
+  # questions into splits.
   needed_splits = {original.split for original in originals}
   undivided = catalogue.TEST_IDS in needed_splits - found.keys()
   if undivided or not found.keys() - {catalogue.TEST_IDS}:
@@ -55,7 +57,7 @@ def in_place(name: str, place: pathlib.Path) -> Files:
 def read(
   name: str, files: Files
 ) -> tuple[dict[str, list[types.Question]], Passages]:
-  """Returns the questions of each split, and the paragraphs beside them.
+  """Returns the questions of each split, and the passages that came with them.
 
   Args:
     name: the name of the data set.
@@ -87,8 +89,8 @@ def _read_split(
   questions = []
   for file in files:
     for question in _read_file(name, split, file, passages):
-      # `tables.read` refuses an id that occurs twice in one file; a split may
-      # have several files.
+      # `tables.read` refuses an id that occurs twice in one file, but a split
+      # may have several files.
       key = question.data_set, question.id
       first = file_of_id.setdefault(key, file)
       if first is not file:
@@ -112,13 +114,13 @@ def _read_file(
       fields = entry.read({**row, formats.FILE: path.name})
     else:
       raise ValueError('expected an object')
-    # The number is that of the row in its file. Where a split has several
-    # files, a prefix keeps their ids apart.
+    # `number` counts the rows of one file. If a split has several files, a
+    # prefix keeps the ids of their rows apart.
     identity = f'{fields.pop("id_prefix", "")}{split}_{number}'
     fields = {'id': identity, 'dataset': name, **fields}
     gold = [*fields.get('gold_pids', ())]
     for title, text, is_gold in fields.pop('context', ()):
-      # Named by its content, because questions share paragraphs.
+      # The id is a hash of the content, because questions share paragraphs.
       digest = hashlib.sha256(f'{title}\n{text}'.encode()).hexdigest()[:16]
       passage = types.Passage(f'{name}-{digest}', title, text)
       passages.setdefault(passage.id, passage)
@@ -134,7 +136,7 @@ def _read_file(
 
 
 def write_corpus(path: pathlib.Path, passages: Iterable[types.Passage]) -> None:
-  """Writes a file of passages at once, or removes it if there is no passage."""
+  """Replaces a file of passages; removes the file if there is no passage."""
   lines = [
     json.dumps(
       {'pid': p.id, 'title': p.title, 'text': p.text}, ensure_ascii=False
@@ -142,7 +144,7 @@ def write_corpus(path: pathlib.Path, passages: Iterable[types.Passage]) -> None:
     for p in passages
   ]
   if not lines:
-    path.unlink(missing_ok=True)  # that of an earlier build
+    path.unlink(missing_ok=True)  # the file of an earlier build
     return
   partial = path.with_name(f'{path.name}.partial')
   partial.write_text('\n'.join([*lines, '']), encoding='utf-8')

@@ -20,7 +20,7 @@ from stppo_jax import types
 from stppo_jax.data import tables
 
 _KINDS = {'open': 'open', 'mcq': 'choice'}
-# The names of Search-R1 and FlashRAG for our fields.
+# The name of our field -> the name of this field in Search-R1 and FlashRAG.
 _OTHER_NAMES = {'answers': 'golden_answers', 'dataset': 'data_source'}
 # verl puts this before the name of a data set of Search-R1.
 _PREFIX = 'searchR1_'
@@ -60,7 +60,7 @@ def read_questions(
 
 
 def is_question(fields: Any) -> bool:
-  """Returns whether a row has our fields, or those of Search-R1 or verl."""
+  """Returns whether a row has our fields, or fields of Search-R1 or verl."""
   return isinstance(fields, Mapping) and not fields.keys().isdisjoint(
     ('answers', 'golden_answers', 'reward_model')
   )
@@ -82,7 +82,7 @@ def with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     others = _verl_fields(fields) | others
   if isinstance(others.get('dataset'), str):
     others['dataset'] = others['dataset'].removeprefix(_PREFIX)
-  # Our own name counts where a row has both.
+  # If a row has a field under both names, our own name counts.
   return others | fields
 
 
@@ -102,7 +102,7 @@ def _verl_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
   if isinstance(more.get('question'), str):
     result['question'] = more['question']
   elif isinstance(fields.get('prompt'), list) and fields['prompt']:
-    # The prompt has instructions in front of the question.
+    # In the prompt, instructions stand before the question.
     message = fields['prompt'][-1]
     content = message.get('content') if isinstance(message, Mapping) else None
     if isinstance(content, str):
@@ -111,11 +111,12 @@ def _verl_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_question(fields: Any) -> types.Question:
-  """Returns the question of one object whose fields have our names.
+  """Returns the question of an object whose fields have our names.
 
-  A question without a kind is a choice if it has options, otherwise open.
-  The golden answers of a choice question are texts of options: the text of
-  `answer_key` is added if it is not among `answers`.
+  Without the field `kind`, a question with options is a choice question, and
+  any other question is open. For a choice question, the text of the option
+  `answer_key` is added to the golden answers if it is not among them. Without
+  `answer_key`, at least one answer must be the letter or the text of an option.
 
   Raises:
     ValueError: if a key is missing or has a bad value.
@@ -179,7 +180,7 @@ def _string(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _identity(fields: Mapping[str, Any]) -> str:
-  """Returns the id, which may be a number."""
+  """Returns the id as a string; the field may be an integer."""
   value = fields.get('id')
   if isinstance(value, int) and not isinstance(value, bool):
     return str(value)
@@ -205,8 +206,8 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
     raise ValueError('no "options"')
   options = fields['options']
   if isinstance(options, Mapping):
-    # In a parquet file, every row has the keys of all rows; those that are not
-    # its own are null.
+    # In a parquet file, every row has the option letters of all rows. The value
+    # is null if the row itself has no option of that letter.
     options = {key: x for key, x in options.items() if x is not None}
   if (
     not isinstance(options, Mapping)

@@ -2,9 +2,9 @@
 
 A world has entities of five types. Their names are composed of sub-word pieces,
 so an answer has to be copied from a passage. Facts are drawn anew for every
-world, so they cannot be memorised. Names of evaluation worlds (those with an
-index below NUM_EVALUATION_WORLDS) never occur in a training world: a hash of
-the name decides which kind of world may use it.
+world, so they cannot be memorised. The worlds with an index below
+NUM_EVALUATION_WORLDS are for evaluation. Their names never occur in a training
+world: a hash of a name decides which of the two kinds of worlds may use it.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ RELATIONS = {
   },
 }
 
-# 'path' is the chain of relations, such as "mayor of the birthplace".
+# 'who' is Who or What; 'path' is the chain of relations, such as "mayor of the
+# birthplace"; 'name' is the name of the first entity.
 _TEMPLATES = (
   '{who} is the {path} of {name}?',
   'Name the {path} of {name}.',
@@ -46,14 +47,14 @@ _VOWELS = 'aeiou'
 _NUM_PIECES = 64  # the number of openings, and also of endings
 _EVALUATION_SHARE = 4  # one name in four belongs to the evaluation worlds
 
-# The data set of a question -> the facts that lead to its answer.
+# The number of facts that lead to the answer -> the data set of the question.
 _HOP_NAMES = {1: 'one_hop', 2: 'two_hop', 3: 'three_hop'}
 
 
 def _pieces() -> tuple[list[str], list[str]]:
   """Returns all openings ('Bam') and endings ('kol') of names.
 
-  They are the same in every world of every seed.
+  The pieces are the same in every world of every seed.
   """
   syllables = [
     a + v + b for a in _CONSONANTS for v in _VOWELS for b in _CONSONANTS
@@ -72,9 +73,10 @@ class Entity:
   """An entity with its type and its facts.
 
   Attributes:
-    name: unique in its world.
+    name: the name of the entity, which is unique in its world.
     type: a key of RELATIONS.
-    facts: relation to the name of the entity that it points to.
+    facts: a dict from each relation to the name of the entity that the relation
+      points to.
   """
 
   name: str
@@ -83,14 +85,14 @@ class Entity:
 
   @property
   def text(self) -> str:
-    """The passage: a sentence on the type, then one on each fact."""
+    """The passage: a sentence about the type, then one about each fact."""
     facts = ''.join(f'. Its {r} is {name}' for r, name in self.facts.items())
     return f'{self.name} is a {self.type}{facts}.'
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-  """A question with its solution: the relations to follow from `start`."""
+  """A question, and the relations that lead from `start` to its answer."""
 
   question: types.Question
   start: str
@@ -117,7 +119,7 @@ class World:
     ]
 
   def chains(self, count: int, *, hops: Sequence[int]) -> list[Chain]:
-    """Returns `count` different questions; the numbers of hops take turns.
+    """Returns `count` different questions, which cycle through `hops`.
 
     Raises:
       ValueError: if too few such questions are found.
@@ -125,7 +127,8 @@ class World:
     rng = np.random.default_rng((0, self.index, 1))
     names = list(self.entities)
     seen, chains = set(), []
-    # Draws repeat: a hundred for each question show that a world has no more.
+    # Random draws repeat questions. After 100 draws for each question, the
+    # world is taken to have no more different questions.
     for _ in range(100 * count):
       if len(chains) == count:
         return chains
@@ -167,7 +170,7 @@ def make_world(
   name_pieces: int,
   distractors: int,
 ) -> World:
-  """Returns a world, the same one on every host and in every run.
+  """Returns a world; equal arguments give the same world on every host.
 
   Args:
     seed: the seed of the encyclopedia.
@@ -177,7 +180,7 @@ def make_world(
     distractors: the number of extra entities that no fact points to.
 
   Raises:
-    ValueError: if the pieces cannot form that many names.
+    ValueError: if the pieces cannot form enough different names.
   """
   rng = np.random.default_rng((seed, index))
   evaluation = index < NUM_EVALUATION_WORLDS
@@ -199,7 +202,7 @@ def make_world(
 
 
 def make_passages(seed: int, world: int, **options: int) -> list[types.Passage]:
-  """Returns the passages of a world; the options are those of `make_world`."""
+  """Returns the passages of a world; `make_world` describes the arguments."""
   return make_world(seed, world, **options).passages()
 
 
@@ -209,12 +212,13 @@ def first_piece(name: str) -> str:
 
 
 def is_evaluation_name(name: str) -> bool:
-  """Returns whether a name belongs to evaluation worlds."""
+  """Returns whether a name is reserved for evaluation worlds."""
   return zlib.crc32(name.encode()) % _EVALUATION_SHARE == 0
 
 
 def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
-  # A dict, because the order of a set of strings varies between processes.
+  # A dict, because it keeps its order. The order of a set of strings varies
+  # between processes.
   names = {}
   for _ in range(200 * count):
     if len(names) == count:
@@ -233,8 +237,8 @@ def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
 def vocabulary() -> list[str]:
   """Returns the strings that get a token of their own.
 
-  The order decides the token ids, so changing it breaks models that are trained
-  already.
+  The order of the strings decides their token ids. A model that is trained
+  already would break if the order changed.
   """
   relations = sorted({r for table in RELATIONS.values() for r in table})
   words = ['?', '.', '. Its', ' is a', ' is', ' the', ' of', ' of the']

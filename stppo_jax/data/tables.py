@@ -38,7 +38,8 @@ class TableFile:
 
   Attributes:
     path: the file, or the archive that holds it.
-    member: its name in the archive; '' if it is not in an archive.
+    member: the name of the file in the archive; '' if `path` is the file
+      itself.
     columns: the names of the columns of a CSV file that has no header line.
   """
 
@@ -62,9 +63,10 @@ def find(place: pathlib.Path, pattern: str) -> list[TableFile]:
   The archives of a folder are searched only if no file of the folder matches.
 
   Args:
-    place: a folder, an archive, or a single file, which may have any name.
+    place: a folder, an archive, or a single file. A single file is returned
+      whatever its name.
     pattern: the end of the path, with `*` for any characters, such as
-      `test/anatomy_*.csv`. The same name with `.gz` is found too.
+      `test/anatomy_*.csv`. A file with `.gz` after this end is found too.
   """
   if place.is_dir():
     files = sorted(path for path in place.rglob('*') if path.is_file())
@@ -115,7 +117,7 @@ def _archive_errors(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(file: TableFile) -> Iterator[IO[bytes]]:
-  """Opens a file for reading bytes, decompressed."""
+  """Opens a file, and yields a stream of its decompressed bytes."""
   with contextlib.ExitStack() as stack:
     name = file.member or file.path.name
     if not file.member:
@@ -143,12 +145,13 @@ def read(
   """Returns the record of each row, in order.
 
   Args:
-    file: the file; the suffix of its name is one of SUFFIXES, or it has a JSON
-      value on every line.
-    parse: makes a record of the value and the number of a row; raises
-      ValueError if it cannot.
+    file: the file. A suffix that is one of SUFFIXES decides the format. A file
+      with any other suffix must have a JSON value on every line.
+    parse: the function that makes a record from the value and the number of a
+      row; raises ValueError for a bad row.
     noun: the word for the records in error messages.
-    space: returns the name space in which the id of a record must be unique.
+    space: the function that returns the namespace of a record. No two records
+      of a namespace may have the same id.
 
   Raises:
     FileNotFoundError: if there is no such file.
@@ -193,7 +196,8 @@ def keys(file: TableFile) -> set[str]:
 def _rows(file: TableFile) -> Iterator[tuple[str, int, Any]]:
   """Yields the place, the number and the value of each row.
 
-  The place is `FILE:7` for a line, as editors read it, else `FILE: row 7`.
+  The place is a text for error messages: `FILE:7`, which editors understand, if
+  a row is a line of the file, otherwise `FILE: row 7`.
 
   Raises:
     ValueError: if the file cannot be read; the message is one line that names
@@ -217,7 +221,7 @@ def _file_errors(file: TableFile) -> Iterator[None]:
 
 
 def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
-  """Yields the JSON value of each line; empty lines are skipped."""
+  """Yields the rows of a JSON Lines file; empty lines are skipped."""
   with _text(stream) as text:
     for number, line in numbered_lines(text, file):
       if line.strip():
@@ -234,7 +238,8 @@ def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """
   with _text(stream) as opened:
     text = opened.read()
-  # If one value is spread over several lines, the first line alone is no JSON.
+  # In a JSON Lines file the first line alone is valid JSON. If one value is
+  # spread over several lines, the first line alone is not.
   first, _, more = text.partition('\n')
   if more.strip() and _is_json(first):
     yield from _lines(file, io.BytesIO(text.encode()))
@@ -268,36 +273,37 @@ def _loads(text: str, where: str) -> Any:
 
 
 def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
-  """Yields each line of a CSV or TSV file as a dict of strings."""
-  # Spreadsheets begin a file with a byte order mark.
+  """Yields the rows of a CSV or TSV file; each value is a dict of strings."""
+  # Spreadsheet programs begin a file with a byte order mark, which this
+  # encoding skips.
   with _text(stream, encoding='utf-8-sig', newline='') as text:
     reader = csv.DictReader(
       (line for _, line in numbered_lines(text, file)),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
-      # Otherwise a quote that is never closed would make one cell of the rest
-      # of the file, without an error.
+      # If not strict, the reader would turn all text after a quote that is
+      # never closed into one cell, without an error.
       strict=True,
     )
     try:
       for row in reader:
         place = f'{file}:{reader.line_num}'
-        # The reader puts surplus values under the key None, and None where
-        # values are missing.
+        # The reader puts surplus values under the key None, and gives missing
+        # values the value None.
         if None in row or None in row.values():
           names = len(reader.fieldnames or ())
           raise ValueError(f'{place}: expected {names} columns')
         yield place, reader.line_num, row
     except csv.Error as error:
-      # The line number of `reader` itself is that of the last row that it could
-      # read, so the reader inside it is asked.
+      # `reader` itself only knows the line of the last row without an error.
+      # The inner reader knows the line of the error.
       number = reader.reader.line_num
       raise ValueError(f'{file}:{number}: {error}') from error
 
 
 def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields the rows of a parquet file."""
-  # Imported here, because most runs read no such file.
+  # Imported here, because most runs read no parquet file.
   import pyarrow
   from pyarrow import parquet
 
@@ -326,8 +332,8 @@ _READERS = {
 }
 
 
-# Characters. A dialogue of 100,000 tokens with all that is recorded of each
-# token takes half of it.
+# The largest number of characters of a line. A recorded dialogue of 100,000
+# tokens, with all details of each token, takes half of this number.
 MAX_LINE_LENGTH = 32 << 20
 
 
@@ -336,14 +342,14 @@ def numbered_lines(text: TextIO, name: object) -> Iterator[tuple[int, str]]:
 
   Args:
     text: the open file.
-    name: its name in the error message.
+    name: the name of the file in the error message.
 
   Raises:
     ValueError: if a line is too long; the message names the file and the line.
   """
   number = 0
-  # The length is limited, because a file without line breaks would be read as
-  # one line, and could fill the memory.
+  # The length of a line is limited, because a file without line breaks would be
+  # read as one line, which could fill the memory.
   while line := text.readline(MAX_LINE_LENGTH + 1):
     number += 1
     if len(line) > MAX_LINE_LENGTH:

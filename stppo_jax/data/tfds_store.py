@@ -2,9 +2,10 @@
 
     ROOT/search_questions/NAME/VERSION    array_record files and their metadata
 
-The builder needs no TensorFlow, and any program reads what it has built with
+The builder needs no TensorFlow. Any program can read a built data set with
 `tfds.builder_from_directory`. Importing `tensorflow_datasets` takes a second,
-so only this module imports it: import this module inside a function.
+so only this module imports it, and other modules should import this module
+inside a function.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ _CHECKSUMS = 'sha256'
 
 
 class SearchQuestions(tfds.core.GeneratorBasedBuilder):
-  """The builder of all data sets; each of them is one configuration of it.
+  """The builder of all data sets; each data set is one of its configurations.
 
   Args:
     data_set: the name of the data set.
@@ -40,8 +41,8 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
 
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
-  # With a path, the library would look for files beside this one, and import a
-  # package for it that it does not require.
+  # If this were a path, the library would look for more files beside this
+  # module. For that it would import a package that it does not require.
   code_path = None  # type: ignore[assignment]
 
   def __init__(
@@ -68,8 +69,8 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
           'kind': text,
           'question': text,
           'answers': tfds.features.Sequence(text),
-          # Pairs, because the fields of a feature are fixed, and the letters of
-          # options differ from question to question.
+          # Pairs of letter and text, not a dict with the letters as keys: the
+          # keys of a feature are fixed, but letters differ between questions.
           'options': tfds.features.Sequence({'letter': text, 'text': text}),
           'gold_pids': tfds.features.Sequence(text),
           'hops': np.int32,
@@ -85,7 +86,7 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
     )
 
   def _split_generators(self, dl_manager) -> dict[str, Iterator]:
-    del dl_manager  # the files were fetched and read before
+    del dl_manager  # unused, because the files have been read already
     return {k: self._generate_examples(v) for k, v in self._questions.items()}
 
   def _generate_examples(self, questions) -> Iterator[tuple[int, dict]]:
@@ -118,11 +119,11 @@ class BuiltQuestions(Sequence[types.Question]):
 
 
 class Summary(NamedTuple):
-  """A data set that was built.
+  """The sizes and the checksums of a data set that was built.
 
   Attributes:
     sizes: the number of questions of each split.
-    checksums: the checksum of each split, see `checksum`.
+    checksums: the checksum of the questions of each split, see `checksum`.
   """
 
   sizes: Mapping[str, int]
@@ -134,9 +135,9 @@ def build(
   name: str,
   splits: Mapping[str, Sequence[types.Question]],
 ) -> Summary:
-  """Writes a data set, which replaces an earlier one of the same name.
+  """Writes a data set, which replaces an earlier data set of the same name.
 
-  The earlier one stays as it is until the new one is complete.
+  The earlier data set stays unchanged until the new data set is complete.
 
   Args:
     root: the folder of the data sets.
@@ -145,19 +146,21 @@ def build(
   """
   target = layout.folder(root, name)
   target.parent.mkdir(parents=True, exist_ok=True)
-  # In the root, because a folder can be renamed only within a file system.
+  # The temporary folder lies in `root`, because a folder can be renamed only
+  # within a file system.
   with tempfile.TemporaryDirectory(prefix='.partial-', dir=root) as partial:
     with _quietly():
       builder = SearchQuestions(name, splits, data_dir=partial)
       builder.download_and_prepare(
         file_format='array_record',
-        # The library would first look for a data set of this name in a bucket
-        # of its authors.
+        # By default, the library would first look for a data set of this name
+        # in a bucket of its authors.
         download_config=tfds.download.DownloadConfig(try_download_gcs=False),
       )
-    # A rename does not replace a folder that holds files. The earlier folder is
-    # moved to where it is deleted at the end. If it were deleted first, a
-    # process that is killed here would leave none.
+    # A rename cannot replace a folder that holds files, so the earlier folder
+    # is first moved into the temporary folder, which is deleted at the end. To
+    # delete the earlier folder here would take longer, and a process that is
+    # killed meanwhile would leave no data set in its place.
     if target.exists():
       target.rename(pathlib.Path(partial, 'replaced'))
     os.rename(builder.data_dir, target)
@@ -220,7 +223,7 @@ def _builder(root: pathlib.Path, name: str) -> Any:
 
 
 def _question(row: Mapping[str, Any]) -> types.Question:
-  """Returns the question of a row, whose texts the library reads as bytes."""
+  """Returns the question of a row; the library reads strings as bytes."""
   texts = lambda values: [value.decode() for value in values]
   options = row['options']
   return readers.parse_question(

@@ -1,5 +1,5 @@
 """Environments: prompts, actions, observations, rewards and scores.
 
-An environment speaks text and never sees token ids. These modules are pure
-Python and do not import jax.
+An environment reads and writes text and never sees token ids. The modules of
+this package are pure Python and do not import jax.
 """

@@ -1,8 +1,8 @@
 """A tool that evaluates Python arithmetic in processes of its own.
 
-The processes are kept, because starting one takes longer than most
-calculations. A process that hangs or crashes is killed. Its call fails by the
-policy's fault, and the next call gets a new process.
+The processes are reused, because the start of a process takes longer than most
+calculations. A process that hangs or crashes is killed. Its call fails as a
+mistake of the policy (`tool.ToolError`), and the next call gets a new process.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 from stppo_jax.envs import tool
 
 _PROGRAM = pathlib.Path(__file__).with_name('calculator_program.py')
-_PROCESSES = 2  # the number of calculations at the same time
+_PROCESSES = 2  # the number of expressions that are evaluated at the same time
 _MAX_EXPRESSION_CHARS = 1000
 
 
@@ -59,7 +59,7 @@ class Calculator:
       raise tool.ToolError(
         f'the expression has more than {_MAX_EXPRESSION_CHARS} characters'
       )
-    # Tasks need a running loop, which there is only once a call is made.
+    # Tasks need a running event loop, so the first call creates the tasks.
     if self._calls is None:
       self._calls = asyncio.Queue()
       self._workers = [
@@ -70,7 +70,7 @@ class Calculator:
     return await answer
 
   async def _work(self, calls: asyncio.Queue) -> None:
-    """Answers calls one after the other in a process, until cancelled."""
+    """Answers the queued calls, one at a time, until the task is cancelled."""
     process = None
     try:
       while True:
@@ -81,8 +81,8 @@ class Calculator:
             _ask(process, expression), self._timeout
           )
         except Exception as error:
-          # A process that was given up may still answer, and its line would be
-          # taken for the answer to the next call.
+          # After a timeout the process may still reply, and this late reply
+          # would be taken for the reply to the next call. So it is ended.
           process = await _end(process)
           result = self._failure(error)
         if answer.done():
@@ -95,7 +95,7 @@ class Calculator:
       await _end(process)
 
   def _failure(self, error: Exception) -> Exception:
-    """Returns the exception for a caller whose process ended with an error."""
+    """Returns the exception that the caller gets if a call fails."""
     if isinstance(error, TimeoutError):
       return tool.ToolError(f'no result after {self._timeout:g} seconds')
     if isinstance(error, EOFError | ConnectionError):
@@ -106,7 +106,7 @@ class Calculator:
 async def _start() -> asyncio.subprocess.Process:
   return await asyncio.create_subprocess_exec(
     # Without site packages the process starts at once. Without environment
-    # variables it holds nothing that an expression should not see.
+    # variables the process holds nothing that an expression should not see.
     *(sys.executable, '-I', '-S', str(_PROGRAM)),
     stdin=asyncio.subprocess.PIPE,
     stdout=asyncio.subprocess.PIPE,
@@ -118,7 +118,7 @@ async def _start() -> asyncio.subprocess.Process:
 async def _ask(
   process: asyncio.subprocess.Process, expression: str
 ) -> str | tool.ToolError:
-  """Returns the value of an expression, or the error that it leads to."""
+  """Returns the value of an expression, or the error of its evaluation."""
   assert process.stdin is not None and process.stdout is not None
   process.stdin.write(json.dumps(expression).encode() + b'\n')
   await process.stdin.drain()

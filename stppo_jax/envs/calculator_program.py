@@ -1,13 +1,14 @@
 """Evaluates Python arithmetic in a process of its own, one expression per line.
 
-`calculator.py` runs this file. It imports nothing of the package, so that it
-starts in a few milliseconds. Every line that it reads is a JSON string, and
-every line that it writes is a JSON object with a "value" or an "error".
+`calculator.py` runs this file. The program imports nothing of the package, so
+that it starts in a few milliseconds. Every line that it reads is a JSON string,
+and every line that it writes is a JSON object with a "value" or an "error".
 
 An expression is parsed to a tree of numbers, operators and the functions below.
-They are looked up in tables, so an expression cannot reach any other name,
-attribute or function of Python. `calculator.py` ends a process that takes too
-long, and a limit of the process stops an expression that takes too much memory.
+The operators and functions are looked up in tables, so an expression cannot
+reach any other name, attribute or function of Python. `calculator.py` ends a
+process that takes too long. A memory limit of the process stops an expression
+that takes too much memory.
 """
 
 import ast
@@ -61,7 +62,7 @@ def evaluate(expression: str) -> Any:
 
   Raises:
     ValueError: if the expression is not arithmetic.
-    Exception: whatever else Python raises for it, such as ZeroDivisionError.
+    Exception: if the evaluation fails, such as with ZeroDivisionError.
   """
   return _value(ast.parse(expression.strip(), mode='eval').body)
 
@@ -95,9 +96,11 @@ def _reply(line: str) -> dict[str, str]:
 
 def main() -> None:
   """Answers lines until the input ends."""
-  with contextlib.suppress(ValueError, OSError):  # the limits may be lower
+  # The limits of this process may be lower already and cannot be raised then.
+  with contextlib.suppress(ValueError, OSError):
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    # A crash must not leave a core file, one for each bad expression.
+    # Otherwise each expression that crashes the process would leave a core
+    # file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for line in sys.stdin:
     print(json.dumps(_reply(line)), flush=True)

@@ -19,10 +19,10 @@ ENVIRONMENTS: dict[str, type[protocol.Environment]] = {
 
 
 def find(name: str) -> type[protocol.Environment]:
-  """Returns the environment of that name.
+  """Returns the class of the environment of a name.
 
   Raises:
-    ValueError: if there is none; the message lists the choices.
+    ValueError: if no environment has this name; the message lists the choices.
   """
   if name not in ENVIRONMENTS:
     choices = ', '.join(sorted(ENVIRONMENTS))

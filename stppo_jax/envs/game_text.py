@@ -1,4 +1,4 @@
-"""Reads and writes the turns of text games, which are commands."""
+"""Reads and writes the turns of text games, each of which has a command."""
 
 from stppo_jax.envs import actions
 from stppo_jax.envs import protocol
@@ -15,7 +15,7 @@ RULES = (
 
 
 def parse(text: str) -> str | None:
-  """Returns the command of a turn with single spaces; None if it has none."""
+  """Returns a turn's command with single spaces; None if it has no command."""
   action = actions.parse_action(text, ('action',))
   if action.kind == protocol.INVALID or not action.content:
     return None
@@ -24,8 +24,8 @@ def parse(text: str) -> str | None:
 
 def write(command: str) -> str:
   """Returns a turn that gives a command."""
-  # The space is part of the first word: the words of games get tokens with a
-  # space in front, see `text_games`.
+  # The space belongs to the first word, because the tokens of the words of
+  # games begin with a space, see `text_games`.
   return f'<action> {command}</action>'
 
 

@@ -7,7 +7,7 @@ A function of the user, named in the config as `module:function`, makes an
 environment. The environment has the methods `reset(seed=...)`, which returns a
 text and a dict, and `step(text)`, which returns a text, a reward, whether the
 episode has terminated, whether it was truncated, and a dict. Environments of
-the package `gymnasium` fit, but the package is not needed.
+the package `gymnasium` can be used, but the package is not needed.
 """
 
 import asyncio
@@ -35,20 +35,21 @@ You act in an environment of text. {game_text.RULES}
 
 
 class GymnasiumEnvironment(protocol.Environment):
-  """Acts at most `max_turns` + 1 times in an environment of the user.
+  """Lets the policy act up to `max_turns` + 1 times in a user's environment.
 
-  A question's id is the seed of its episode. The score `return` is the sum of
-  the environment's rewards, each of which is the reward of its turn.
+  A question's id is the seed of its episode. The reward of a turn is the reward
+  that the user's environment gives for the command of the turn. The score
+  `return` is the sum of these rewards.
 
   Args:
-    make: makes an environment.
+    make: the user's function that makes an environment.
     max_turns: the number of actions that get an observation.
     prompt_template: a file in which `{question}` is replaced by the first
       observation; '' for the built-in prompt.
     timeout: the seconds that a call of `make`, `reset` or `step` may take.
 
   Raises:
-    ValueError: if the file cannot be used.
+    ValueError: if the file of the prompt cannot be used.
   """
 
   stop_strings = game_text.STOP_STRINGS
@@ -78,19 +79,19 @@ class GymnasiumEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags and the vocabulary."""
+    """Returns the tags, the vocabulary and the correction."""
     return [*game_text.TAGS, *vocabulary, game_text.CORRECTION]
 
   def episode(self, question: types.Question) -> '_Episode':
-    """Returns the environment of one trajectory."""
+    """Returns the episode of one trajectory, in an environment of its own."""
     made, _ = self._begin(question)
     return _Episode(made, self._max_turns, self._timeout)
 
   def prompt(self, question: types.Question) -> str:
     """Returns the prompt with the first observation."""
-    # The trajectories of a group share a prompt, but each acts in an
-    # environment of its own, which `episode` begins. This one only shows how
-    # they begin.
+    # The trajectories of a group share a prompt, but each trajectory acts in an
+    # environment of its own, which `episode` makes. The environment made here
+    # only gives the first observation, which is the same for all of them.
     made, text = self._begin(question)
     _close(made)
     text = text_lib.neutralise_tags(text)
@@ -100,7 +101,8 @@ class GymnasiumEnvironment(protocol.Environment):
     """Returns a new environment and its first observation.
 
     Raises:
-      TimeoutError: if it does not start in time; the message is one line.
+      TimeoutError: if the environment does not start in time; the message is
+        one line.
     """
 
     def begin() -> tuple[Any, str]:
@@ -120,7 +122,7 @@ class GymnasiumEnvironment(protocol.Environment):
 
 
 class _Episode(protocol.Episode):
-  """The environment of one trajectory."""
+  """The episode of one trajectory, in an environment of its own."""
 
   def __init__(self, made: Any, max_turns: int, timeout: float):
     self._made = made
@@ -150,25 +152,25 @@ class _Episode(protocol.Episode):
     return protocol.Step(kind, news, None, reward)
 
   def rewards(self, question, prompt, texts, status):
-    """See `protocol.Episode`; each turn has its reward already."""
+    """See `protocol.Episode`; no outcome reward, as each turn has a reward."""
     del question, prompt, texts
     failed = status is Status.INFRA_ERROR
     return {}, {'return': 0.0 if failed else self._return}
 
   def close(self) -> None:
-    """Closes the environment, once a step that still runs has ended."""
+    """Closes the environment, after a step that may still run has ended."""
     if self._last is None:
       _close(self._made)
     else:
       self._last.add_done_callback(lambda _: _close(self._made))
 
   async def _act(self, command: str) -> tuple:
-    """Returns what the environment's `step` returns.
+    """Calls `step` of the environment and returns the result.
 
     Raises:
       TimeoutError: if the step takes too long; the message is one line.
     """
-    # A thread runs the step, so that a slow one does not block the event loop.
+    # A thread runs the step, so that a slow step does not block the event loop.
     self._last = _start(lambda: self._made.step(command))
     try:
       return await asyncio.wait_for(
@@ -199,10 +201,10 @@ def load(name: str) -> Any:
 
 
 def _start(call: Callable[[], Any]) -> futures.Future:
-  """Starts a call on a thread of its own.
+  """Starts a call on a thread of its own, and returns its future.
 
-  Calls that never return would use up the threads of a pool, and the process
-  would wait for these threads at its end.
+  There is no pool of threads: calls that never return would use up its threads,
+  and the process would wait for these threads at its end.
   """
   future: futures.Future = futures.Future()
   future.set_running_or_notify_cancel()  # cannot be cancelled any more
@@ -229,6 +231,6 @@ def _close_late(begun: futures.Future) -> None:
 
 
 def _close(made: Any) -> None:
-  """Closes an environment if it has a method for that."""
+  """Closes an environment if it has the method `close`."""
   if hasattr(made, 'close'):
     made.close()

@@ -1,8 +1,9 @@
 """Tools of servers that speak the Model Context Protocol (MCP).
 
-A server is given as a command, which is spoken to over its standard input and
-output, or as an address, which is spoken to over HTTP. The tools need the
-package `mcp`, which the extra `mcp` of this package installs.
+A server is given as a command or as an address. A command is started, and its
+standard input and output are the connection. An address is reached over HTTP.
+The tools need the package `mcp`, which the extra `mcp` of this package
+installs.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerUnreachable(Exception):
-  """Raised if no MCP server answers at an address; one may answer later."""
+  """Raised if no MCP server answers at an address; a later try may succeed."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -41,12 +42,14 @@ class McpTool:
   async def call(self, arguments: Mapping[str, Any]) -> str:
     """See `tool.Tool`.
 
-    Arguments that the server refuses and errors that the tool reports are the
-    policy's fault. A server that is gone, or does not answer within the
-    timeout, is a fault of the infrastructure, and the next call connects again.
+    Arguments that the server refuses and errors that the tool reports are
+    mistakes of the policy. A server that is gone, or does not answer within the
+    timeout, is a failure of the infrastructure, and the next call connects
+    again.
     """
     try:
-      # Arguments that cannot be sent would break the connection of all calls.
+      # Arguments that cannot be sent would break the connection, which all
+      # calls share.
       json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
       raise tool.ToolError(f'the arguments cannot be sent: {error}') from error
@@ -56,11 +59,11 @@ class McpTool:
 
 
 def connect(address: str, *, timeout: float) -> list[McpTool]:
-  """Returns the tools of a server, which is asked for them once per process.
+  """Returns the tools of a server; a process asks for their list only once.
 
   Args:
     address: http://... or https://..., or a command such as 'python server.py'.
-    timeout: seconds that an answer may take.
+    timeout: the seconds that an answer of the server may take.
 
   Raises:
     ValueError: if the package `mcp` is missing, or the command fails; the
@@ -73,7 +76,7 @@ def connect(address: str, *, timeout: float) -> list[McpTool]:
 
 @functools.cache
 def _descriptions(address: str, timeout: float) -> Sequence[Mapping[str, Any]]:
-  """Returns the descriptions of the tools of a server."""
+  """Asks a server for its tools; returns the descriptions of the tools."""
 
   async def ask():
     async with _client(address, timeout) as client:
@@ -102,11 +105,11 @@ def _descriptions(address: str, timeout: float) -> Sequence[Mapping[str, Any]]:
 
 
 class _Server:
-  """The connection to a server, made by the first call and after a failure.
+  """The connection to a server, which the first call opens.
 
-  A task of its own holds the connection, because `mcp` requires that the task
-  that opened a connection closes it. The task ends when the event loop cancels
-  its tasks.
+  After a failure, the next call opens a new connection. A task of its own holds
+  the connection, because `mcp` requires that the task that opened a connection
+  closes it. The task ends when the event loop cancels its tasks.
   """
 
   def __init__(self, address: str, timeout: float):
@@ -125,8 +128,8 @@ class _Server:
       self._task = asyncio.create_task(self._connect(self._client))
     connected = self._client
     try:
-      # Shielded, because other calls wait for the same connection: a cancelled
-      # call must not cancel it for them.
+      # Shielded, because other calls wait for the same connection: if this call
+      # is cancelled, the connection must not be.
       client = await asyncio.shield(connected)
       result = await client.call_tool(name, arguments)
     except mcp.MCPError as error:
@@ -147,7 +150,7 @@ class _Server:
     return text
 
   async def _connect(self, connected: asyncio.Future) -> None:
-    """Connects, and holds the connection until it is cancelled."""
+    """Connects, and holds the connection until the task is cancelled."""
     try:
       async with _client(self._address, self._timeout) as client:
         connected.set_result(client)
@@ -159,14 +162,14 @@ class _Server:
         connected.set_exception(error)
 
   def _forget(self, connected: asyncio.Future) -> None:
-    """Closes a connection that failed, unless another call has done so."""
+    """Closes a failed connection, if no other call has closed it already."""
     if self._client is connected and self._task is not None:
       self._client = None
       self._task.cancel()
 
 
 def _client(address: str, timeout: float):
-  """Returns a client of a server, which connects when it is entered."""
+  """Returns a client of a server; the client connects when it is entered."""
   import mcp  # pyright: ignore[reportMissingImports]
   from mcp.client import stdio  # pyright: ignore[reportMissingImports]
 

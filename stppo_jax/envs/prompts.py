@@ -9,8 +9,8 @@ from stppo_jax.envs import protocol
 
 PLACEHOLDER = '{question}'
 
-# It has exactly one complete answer tag, because the reward scope 'search_r1'
-# counts those of the prompt too.
+# The prompt has exactly one complete <answer> element, because the reward scope
+# 'search_r1' also counts the <answer> elements of the prompt.
 BUILT_IN = """\
 Find the answer to the question at the end of this message.
 First reason inside <think> and </think>. When you lack a fact, write a query \
@@ -23,7 +23,7 @@ Question: {question}
 """
 
 _INFORMATION = ('\n\n<information>', '</information>\n\n')
-# Punctuation and headings of the prompt and of observations.
+# Punctuation and headings of the prompt and of observations, for `phrases`.
 _FORM = ('Question:', *(f'Doc {i}(Title:' for i in range(1, 10)), ')')
 _CORRECTION = (
   'No valid action. Write a query inside <search> and </search>, or the '
@@ -55,28 +55,29 @@ def load_template(path: str, built_in: str = BUILT_IN) -> str:
 
 
 def fill(template: str, question: types.Question) -> str:
-  """Returns the prompt of a question, with our own tags in it neutralised.
+  """Returns the prompt of a question; our own tags in it are neutralised.
 
-  The options of a choice question follow it, one per line.
+  In a choice question, the options follow the text, one per line.
   """
   text = question.text
   if question.kind == 'choice':
     options = (f'{key}. {option}' for key, option in question.options.items())
     text += '\nOptions:\n' + '\n'.join(options)
   text = text_lib.neutralise_tags(text)
-  # str.format would fail on other braces in the template, which are text.
+  # str.format would fail on other braces in the template, which are plain text.
   return template.replace(PLACEHOLDER, text)
 
 
 def information(passages: Sequence[types.Passage]) -> protocol.Observation:
-  """Returns passages as an observation, with our own tags neutralised."""
+  """Returns passages as an observation; our own tags are neutralised."""
   body = ''.join(
     f'Doc {i}(Title: {passage.title}) {passage.text}\n'
     for i, passage in enumerate(passages, start=1)
   )
   return protocol.Observation(
     prefix=_INFORMATION[0],
-    # All passages at once: a tag could be spread over a title and its text.
+    # Neutralised as one text, because a tag could be spread over a title and
+    # the text behind it.
     body=text_lib.neutralise_tags(body),
     suffix=_INFORMATION[1],
   )
@@ -84,15 +85,15 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
 
 def correction() -> protocol.Observation:
   """Returns the observation that follows a turn without a valid action."""
-  # All of this text is our own, so nothing in it has to be neutralised.
+  # The text is our own, so it has no tags that must be neutralised.
   return protocol.Observation(f'\n\n{_CORRECTION}\n\n', body='', suffix='')
 
 
 def phrases(vocabulary: Sequence[str]) -> list[str]:
-  """Returns the strings that get a token of their own in this dialogue.
+  """Returns the strings of a dialogue that get a token of their own.
 
-  The order decides the token ids, so changing it breaks models that are trained
-  already.
+  The order of the strings decides their token ids. A model that is trained
+  already would break if the order changed.
 
   Args:
     vocabulary: the strings of the questions and passages.

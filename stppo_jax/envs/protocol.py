@@ -1,10 +1,11 @@
-"""The protocol of an environment, which speaks text and never sees token ids.
+"""The protocol of an environment, which reads and writes text, not token ids.
 
-The collector samples a turn, decodes it for `step`, tokenises the observation
-apart from the turn, and appends it. `rewards` scores the trajectory at its end.
-Everything else that a run needs, such as where a turn ends and which score to
-report, is a class attribute. So an environment is one class in one file and one
-line of `environments.ENVIRONMENTS`.
+The collector samples a turn, decodes its tokens and passes the text to `step`.
+Then it tokenises the observation, separately from the turn, and appends these
+tokens to the trajectory. At the end, `rewards` scores the trajectory.
+Everything else that a run needs, such as the strings that end a turn and the
+score that is reported, is a class attribute. So an environment is one class in
+one file and one line of `environments.ENVIRONMENTS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,8 @@ from typing import Any, Protocol, Self
 from stppo_jax import types
 from stppo_jax.retrieval import protocol as retrieval
 
-# The action of a turn without a valid action, and that of a turn which answers.
-# An environment is free to choose the names of its other actions.
+# The action of a turn without a valid action, and the action of a turn that
+# answers. An environment is free to choose the names of its other actions.
 INVALID = types.INVALID
 ANSWER = 'answer'
 _LARGEST_REWARD = 3.4e38  # training stores rewards as float32
@@ -25,8 +26,8 @@ _LARGEST_REWARD = 3.4e38  # training stores rewards as float32
 class Observation:
   """The environment's answer to a turn.
 
-  Only `body` is cut where `max_observation_tokens` requires it, so a closing
-  tag in `suffix` is always there.
+  If the observation is longer than `max_observation_tokens`, only `body` is
+  cut, so a closing tag in `suffix` is never lost.
 
   Attributes:
     prefix: the environment's own words; its tags may become added tokens of the
@@ -50,14 +51,14 @@ class Step:
   """The result of one turn.
 
   Attributes:
-    action: the name of the turn's action; INVALID if it has none.
+    action: the name of the turn's action; INVALID if it has no valid action.
     observation: the text that follows the turn; None if the trajectory ends
       here.
     status: how the trajectory ended; None while it goes on.
-    reward: the weighted reward of this turn, without the outcome of the
+    reward: the weighted reward of this turn, without the outcome reward of the
       trajectory.
-    cause: one line on the failure if the status is INFRA_ERROR, else ''.
-    passages: the ids of the passages that the turn found.
+    cause: one line about the failure if the status is INFRA_ERROR, else ''.
+    passages: the ids of the passages that a search in this turn found.
   """
 
   action: str
@@ -69,7 +70,7 @@ class Step:
 
 
 class Episode(Protocol):
-  """Answers the turns of one trajectory and rewards it."""
+  """Answers the turns of one trajectory and rewards the trajectory."""
 
   async def step(
     self, question: types.Question, turn_index: int, text: str
@@ -92,7 +93,7 @@ class Episode(Protocol):
   ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the rewards and the scores of a trajectory that has ended.
 
-    It is called once for each trajectory, however it ended.
+    The method is called once for each trajectory, whatever its status.
 
     Args:
       question: the question of the trajectory.
@@ -101,36 +102,39 @@ class Episode(Protocol):
       status: how the trajectory ended.
 
     Returns:
-      Named, weighted rewards, whose sum is the outcome, and named, unweighted
-      scores for reports, `main_score` among them. The names are the same for
-      every trajectory. All are 0 after INFRA_ERROR.
+      Two dicts. The first has the weighted rewards by name; their sum is the
+      outcome reward. The second has the unweighted scores for reports by name,
+      with `main_score` among them. The names are the same for every trajectory.
+      After INFRA_ERROR all rewards and scores are 0.
     """
     ...
 
   def close(self) -> None:
     """Releases what the episode has opened, such as a game of its own.
 
-    It is called once for each trajectory. A step may still be running if the
-    trajectory was interrupted. An environment that returns itself from
-    `episode` serves further trajectories after this call.
+    The method is called once for each trajectory. If the trajectory was
+    interrupted, a step may still be running. If `episode` returns the
+    environment itself, further trajectories use the environment after this
+    call.
     """
 
 
 class Environment(Episode, Protocol):
-  """Opens dialogues with questions, answers their turns and rewards them.
+  """Opens dialogues with questions, answers turns and gives rewards.
 
   An exception in `prompt`, `step` or `rewards` ends only its own trajectory,
   with INFRA_ERROR. An exception with an `exit_code` ends the run.
 
   Attributes:
-    stop_strings: the first of them that the policy completes ends its turn.
+    stop_strings: the strings that end a turn: it ends as soon as the policy has
+      completed one of them.
     tags: strings that structure every dialogue. A tokenizer may have added
       tokens for them, and a BPE tokenizer made for this environment is trained
       on them too.
     main_score: the score that evaluations report, as
       `val/{main_score}/{data_set}`.
-    needs_retriever: whether `from_options` needs a retriever, so that passages
-      must be served before.
+    needs_retriever: whether `from_options` needs a retriever. If so, passages
+      must be served before the environment is built.
     tools: the functions that the policy can call, as its chat template expects
       them (see `tool.Tool.description`).
   """
@@ -148,9 +152,10 @@ class Environment(Episode, Protocol):
     """Builds the environment of a run.
 
     Args:
-      options: the section `env` of the config, of which an environment reads
+      options: the section `env` of the config, from which an environment reads
         its own keys.
-      retriever: finds passages; None unless `needs_retriever`.
+      retriever: the retriever that finds passages; None if `needs_retriever` is
+        False.
 
     Raises:
       ValueError: if an option has a bad value; the message is one line.
@@ -159,7 +164,7 @@ class Environment(Episode, Protocol):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the strings that get a token of their own, in order.
+    """Returns the strings that get a token of their own, in a fixed order.
 
     Args:
       vocabulary: the strings of the questions and passages.
@@ -171,7 +176,7 @@ class Environment(Episode, Protocol):
     """Returns the metrics that only this environment has.
 
     Args:
-      trajectories: at least one; none of them ended in INFRA_ERROR.
+      trajectories: at least one trajectory; none of them ended in INFRA_ERROR.
     """
     del trajectories
     return {}
@@ -179,9 +184,9 @@ class Environment(Episode, Protocol):
   def episode(self, question: types.Question) -> Episode:
     """Returns the object that answers the turns of one trajectory.
 
-    An environment with a state between turns returns a new object for each
-    trajectory, and needs no `step` and `rewards` of its own. Other environments
-    return themselves.
+    An environment that keeps a state between turns returns a new object for
+    each trajectory, and needs no `step` and no `rewards` of its own. An
+    environment without such a state returns itself.
     """
     del question
     return self
@@ -192,15 +197,15 @@ class Environment(Episode, Protocol):
 
 
 def asks(action: str) -> bool:
-  """Returns whether turns with this action ask the environment anything."""
+  """Returns whether an action is neither an answer nor invalid."""
   return action not in (ANSWER, INVALID)
 
 
 def mean_turns(trajectories: Sequence[types.Trajectory], action: str) -> float:
-  """Returns the mean number of turns of a trajectory that have this action.
+  """Returns the mean number of turns with an action in a trajectory.
 
   Args:
-    trajectories: at least one.
+    trajectories: at least one trajectory.
     action: the name of the action.
   """
   turns = [turn for trajectory in trajectories for turn in trajectory.turns]
@@ -217,6 +222,6 @@ def check_reward(name: str, reward: float) -> None:
   Raises:
     ValueError: if it is nan, or infinite in float32; the message is one line.
   """
-  # In this form nan is refused too: every comparison with it is false.
+  # The `not` refuses nan too, because every comparison with nan is false.
   if not abs(reward) <= _LARGEST_REWARD:
     raise ValueError(f'the reward {name} is {reward}, expected a finite number')

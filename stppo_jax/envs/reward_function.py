@@ -25,9 +25,9 @@ _ARGUMENTS = ('question', 'texts', 'scores')
 
 
 class RewardFunctionFailed(exits.RunEnded):
-  """Raised, in one line, if the function fails or returns no finite number.
+  """Raised if the user's function fails or returns no finite number.
 
-  The run goes on once the function is mended.
+  The message is one line. The run can be resumed after the function is mended.
   """
 
   exit_code = exits.USAGE
@@ -36,7 +36,7 @@ class RewardFunctionFailed(exits.RunEnded):
 def load(name: str) -> RewardFunction:
   """Returns the function that `module:function` names.
 
-  The returned function raises nothing but `RewardFunctionFailed`.
+  The returned function raises `RewardFunctionFailed` and no other exception.
 
   Raises:
     ValueError: if there is no such function, or it takes other arguments; the
@@ -93,7 +93,12 @@ def find(name: str) -> RewardFunction | None:
 def try_once(
   name: str, environment: protocol.Environment, question: types.Question
 ) -> None:
-  """Calls a function once with a trajectory that was cut off at its start.
+  """Calls a function once with a trajectory of one empty, cut-off turn.
+
+  Args:
+    name: the function, as `module:function`; '' for no function.
+    environment: the environment that gives the prompt and the scores.
+    question: the question of the trajectory.
 
   Raises:
     RewardFunctionFailed: if the function fails.
@@ -113,7 +118,7 @@ def try_once(
 def _line(error: Exception) -> str:
   """Returns an error with the file and the line that raised it, in one line."""
   frames = traceback.extract_tb(error.__traceback__)
-  # The last frame of an import that finds nothing is one of Python's own, which
+  # If an import finds no module, the last frame is in Python's own code, which
   # tells the user nothing.
   where = ''
   if frames and not isinstance(error, ImportError):

@@ -11,8 +11,8 @@ from stppo_jax import text as text_lib
 from stppo_jax import types
 from stppo_jax.envs import actions
 
-# The name of the score that says whether an answer is right. It is the accuracy
-# of the choice if the question has options.
+# The name of the score that says whether an answer is right. For a choice
+# question, this score is the accuracy of the choice.
 EXACT_MATCH = 'em'
 SUBSTRING_MATCH = 'substring_match'
 SCORE_NAMES: tuple[str, ...] = (
@@ -28,7 +28,8 @@ _LETTER = re.compile(r'(?:option\s+)?\(?([a-z])(?:[).:]+(?:\s+(.+))?)?', re.S)
 _NAMES = '|'.join(text_lib.TAG_NAMES)
 _ANY_TAG = re.compile(f'</?(?:{_NAMES})>')
 _TURN_FORM = '(?:<think></think>)*<{0}></{0}>'
-# Tokens that end a turn in the models we load. They are not part of the form.
+# The tokens that end a turn in the models that we load. The score `format`
+# ignores these tokens after the action of a turn.
 _END_OF_TURN = re.compile(
   r'(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end_of_text\|>|</s>)+\Z'
 )
@@ -43,13 +44,13 @@ def exact_match(answer: str, golden_answers: Collection[str]) -> float:
 
 
 def substring_match(answer: str, golden_answers: Collection[str]) -> float:
-  """Returns 1 if the normalised answer contains a normalised golden one."""
+  """Returns 1 if the normalised answer contains a normalised golden answer."""
   normal = text_lib.normalise(answer)
   return float(any(text_lib.normalise(g) in normal for g in golden_answers))
 
 
 def token_f1(answer: str, golden_answers: Collection[str]) -> float:
-  """Returns the F1 of words with the closest golden answer, as in SQuAD."""
+  """Returns the largest word F1 with any golden answer, as in SQuAD."""
   return max((_f1(answer, golden) for golden in golden_answers), default=0.0)
 
 
@@ -60,10 +61,10 @@ def choose(answer: str, options: Mapping[str, str]) -> frozenset[str]:
 
   *   the letter, alone or before the text: `B`, `(b)`, `B.`, `Option B: two`;
       a text that follows must be the text of that option;
-  *   the text, apart from case and white space;
+  *   the text of an option, apart from case and white space;
   *   the normalised text, which several options may share ("<5" and ">5").
 
-  The set is empty if none fits.
+  The set is empty if no reading fits an option.
   """
   plain = _plain(answer)
   letter = _LETTER.fullmatch(plain)
@@ -84,12 +85,12 @@ def choose(answer: str, options: Mapping[str, str]) -> frozenset[str]:
 def choice_accuracy(
   answer: str, options: Mapping[str, str], golden_answers: Collection[str]
 ) -> float:
-  """Returns 1 if the answer means golden options and no other, else 0.
+  """Returns 1 if the answer means only golden options, at least one, else 0.
 
   Args:
     answer: an option's letter, its text, or both.
-    options: letter to text.
-    golden_answers: letters or texts of options.
+    options: the text of each option by its letter.
+    golden_answers: the letters or texts of the golden options.
   """
   chosen = choose(answer, options)
   return float(
@@ -102,8 +103,9 @@ def golden_choices(
 ) -> frozenset[str]:
   """Returns the letters of the golden options.
 
-  A golden answer is first read as the text of an option and only then as a
-  letter, unlike the policy's answer: "A" may be the name of a vitamin.
+  Golden answers are first read as the texts of options, because "A" may be the
+  name of a vitamin. If no golden answer is the text of an option, they are read
+  like the policy's answer, as letters first.
   """
   texts = {_plain(golden) for golden in golden_answers}
   keys = {key for key, text in options.items() if _plain(text) in texts}
@@ -119,7 +121,8 @@ def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
     options = question.options
     em = choice_accuracy(answer, options, question.golden_answers)
     chosen = choose(answer, options)
-    # F1 compares words: the answer "C" has none in common with its option.
+    # F1 compares words, and the answer "C" has no word in common with the text
+    # of its option. So the text of the option is compared.
     if len(chosen) == 1:
       (letter,) = chosen
       answer = options[letter]
@@ -135,14 +138,14 @@ def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
 def weighted(
   weights: Mapping[str, float], scores: Mapping[str, float]
 ) -> dict[str, float]:
-  """Returns the rewards: each weight times the score of its name."""
-  # The weight in the config has the long name of the score.
+  """Returns the rewards by name: each weight times the score of its name."""
+  # In the config, the weight of this score has the long name of the score.
   measures = {'exact_match': scores[EXACT_MATCH], **scores}
   return {name: weight * measures[name] for name, weight in weights.items()}
 
 
 def golden_texts(question: types.Question) -> Collection[str]:
-  """Returns the golden answers as texts; for choices, the options' texts."""
+  """Returns the golden answers, or the texts of the golden options."""
   if question.kind != 'choice':
     return question.golden_answers
   options = question.options
@@ -153,10 +156,10 @@ def golden_texts(question: types.Question) -> Collection[str]:
 def format_reward(texts: Sequence[str]) -> float:
   """Returns 1 if every turn has the right form, else 0.
 
-  The last turn must answer and all others must search. The tags of a turn are
-  any number of <think></think> pairs and then one action; no tag may be inside
-  another or left open, and <information> is not allowed. Only an end-of-turn
-  token may follow the action. Text between the tags is free.
+  The last turn must answer and all earlier turns must search. The tags of a
+  turn are any number of <think></think> pairs and then one action. No tag may
+  be inside another or left open, and <information> is not allowed. Only
+  end-of-turn tokens may follow the action. Any text may stand between the tags.
   """
   if not texts:
     return 0.0
@@ -170,9 +173,9 @@ def count_searches(texts: Sequence[str]) -> int:
 
 
 def response_answer(prompt: str, texts: Sequence[str]) -> str | None:
-  """Returns the answer of the last turn; None if it gives none.
+  """Returns the answer of the last turn; None if it gives no answer.
 
-  Only what the policy wrote counts: the prompt is ignored.
+  Only text of the policy counts, so the prompt is ignored.
   """
   del prompt
   action = actions.parse_action(texts[-1] if texts else '')
@@ -182,17 +185,19 @@ def response_answer(prompt: str, texts: Sequence[str]) -> str | None:
 def search_r1_answer(prompt: str, texts: Sequence[str]) -> str | None:
   """Returns the answer that the scorer of Search-R1 finds, with its faults.
 
-  It reads prompt and response together and takes the last complete <answer>
-  element if there are at least two, because it expects one in the prompt. So a
-  single correct answer is not found if the prompt contains none. If the prompt
-  contains two, as that of Search-R1 does ("inside <answer> and </answer>" reads
-  as one), a policy that never answers is scored by the example of the prompt.
+  The scorer reads prompt and response as one text. It takes the last complete
+  <answer> element if there are at least two, because it expects one element in
+  the prompt. So the only answer of a policy is not found if the prompt has no
+  such element. If the prompt has two, a policy that never answers is scored by
+  the example of the prompt. The prompt of Search-R1 has two, because "inside
+  <answer> and </answer>" reads as an element.
   """
   answers = _ANSWER.findall(prompt + ''.join(texts))
   return answers[-1].strip() if len(answers) > 1 else None
 
 
-# Where the answer is sought: the choices of `env.reward_scope`.
+# The choices of `env.reward_scope`. Each function finds the answer of a
+# trajectory in its prompt and its turns.
 SCOPES: dict[str, Callable[[str, Sequence[str]], str | None]] = {
   'response': response_answer,
   'search_r1': search_r1_answer,
@@ -205,7 +210,7 @@ def _f1(answer: str, golden: str) -> float:
     text_lib.normalise(answer).split(),
     text_lib.normalise(golden).split(),
   )
-  # As in SQuAD: a text without words agrees only with another one.
+  # As in SQuAD, a text without words agrees only with a text without words.
   if not words or not golden_words:
     return float(words == golden_words)
   common = collections.Counter(words) & collections.Counter(golden_words)
@@ -219,7 +224,7 @@ def _plain(text: str) -> str:
 
 
 def _well_formed(text: str, kind: str) -> bool:
-  """Returns whether a turn has the form of one action of that kind."""
+  """Returns whether a turn has the right form, with an action of a kind."""
   text = _END_OF_TURN.sub('', text)
   return (
     text.endswith(f'</{kind}>')

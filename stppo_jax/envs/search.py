@@ -29,8 +29,8 @@ Status = types.TrajectoryStatus
 class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  Its scores are `rewards.SCORE_NAMES`. The main score is the exact match, or
-  the substring match if only that one has a weight.
+  Its scores are `rewards.SCORE_NAMES`. The main score is the exact match. It is
+  the substring match if this match has a weight and the exact match has none.
   """
 
   stop_strings = actions.STOP_STRINGS
@@ -55,14 +55,16 @@ class SearchEnvironment(protocol.Environment):
       max_turns: the number of searches per question.
       prompt_template: a file with `{question}`; '' for the built-in prompt.
       rewards: the weight of each of REWARD_NAMES. `search_penalty` is
-        subtracted per search. `turn_search` goes to a turn whose search found
-        passages, `turn_answer_found` to a turn whose passages contain a golden
-        answer, and `turn_first_found` to the first such turn of an episode.
-      reward_scope: a key of `rewards.SCOPES`: the text in which the answer is
-        sought.
+        subtracted for each search. `turn_search` goes to a turn whose search
+        found passages, `turn_answer_found` to a turn whose passages contain a
+        golden answer, and `turn_first_found` to the first turn of an episode
+        whose passages contain a golden answer.
+      reward_scope: a key of `rewards.SCOPES`, which decides in which text the
+        answer is sought.
 
     Raises:
-      ValueError: if the file cannot be used; the message is one line.
+      ValueError: if the file of the prompt cannot be used; the message is one
+        line.
     """
     self._max_turns = max_turns
     self._retriever = retriever
@@ -71,7 +73,7 @@ class SearchEnvironment(protocol.Environment):
     if rewards['substring_match'] and not rewards['exact_match']:
       self.main_score = rewards_lib.SUBSTRING_MATCH
     self._find_answer = rewards_lib.SCOPES[reward_scope]
-    self._has_found = False  # whether a golden answer was in some passage
+    self._has_found = False  # whether a passage had a golden answer so far
 
   @classmethod
   def from_options(
@@ -83,7 +85,8 @@ class SearchEnvironment(protocol.Environment):
       retriever=retriever,
       max_turns=options['max_turns'],
       prompt_template=options['prompt_template'],
-      # The collector gives the rewards for the length of a trajectory.
+      # The collector, not this class, gives the rewards for the length of a
+      # trajectory.
       rewards={name: options['rewards'][name] for name in REWARD_NAMES},
       reward_scope=options['reward_scope'],
     )
@@ -100,11 +103,11 @@ class SearchEnvironment(protocol.Environment):
     return prompts.fill(self._template, question)
 
   def episode(self, question: types.Question) -> Self:
-    """Returns itself; a copy if it must remember what it has found."""
+    """Returns this object, or a copy that remembers if an answer was found."""
     del question
     if not self._weights['turn_first_found']:
       return self
-    # A shallow copy: only the memory below is its own, not the retriever.
+    # The shallow copy shares the retriever and has a `_has_found` of its own.
     episode = copy.copy(self)
     episode._has_found = False
     return episode
@@ -114,8 +117,9 @@ class SearchEnvironment(protocol.Environment):
   ) -> protocol.Step:
     """See `protocol.Environment`.
 
-    A search or an invalid action after `max_turns` turns ends the trajectory
-    with TRUNCATED_TURNS; a failed retrieval ends it with INFRA_ERROR.
+    After `max_turns` turns, a search or an invalid action ends the trajectory
+    with TRUNCATED_TURNS. A failed retrieval ends the trajectory with
+    INFRA_ERROR.
     """
     action = actions.parse_action(text)
     if action.kind == protocol.ANSWER:
@@ -148,8 +152,9 @@ class SearchEnvironment(protocol.Environment):
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`.
 
-    The rewards are OUTCOME_NAMES; the rewards of turns are in their steps. The
-    score 'em' of a choice question is the accuracy of the choice.
+    The names of the rewards are OUTCOME_NAMES. The reward of a turn is in the
+    `protocol.Step` of the turn. The score 'em' of a choice question is the
+    accuracy of the choice.
     """
     scores = dict.fromkeys(rewards_lib.SCORE_NAMES, 0.0)
     if status is Status.INFRA_ERROR:
@@ -167,9 +172,9 @@ class SearchEnvironment(protocol.Environment):
   ) -> float:
     """Returns the reward of a search for the passages that it found.
 
-    All passages count, including those that the length limit will cut off.
-    Sources: MT-GRPO, arXiv 2505.11821; for the first turn alone, the abstract
-    of TSPO, arXiv 2601.22776.
+    All passages count, even if the length limit of the observation will cut
+    some off. The source of these rewards is MT-GRPO, arXiv 2505.11821. The
+    source of `turn_first_found` is the abstract of TSPO, arXiv 2601.22776.
     """
     if not passages:
       return 0.0

@@ -2,10 +2,10 @@
 
 A game (arXiv 1806.11532) is a small house with things in it and a quest, such
 as to unlock a chest and to put its content on a table. The rules, the house and
-the quest are TextWorld's. The descriptions are our own: short lists of what
-there is. They need no interpreter of Inform, so a game starts in milliseconds.
-The games need the package `textworld`, which the extra `textworld` of this
-package installs.
+the quest are TextWorld's. The descriptions are our own: short lists of the
+things that the player sees or has. They need no interpreter of Inform, so a
+game starts in milliseconds. The games need the package `textworld`, which the
+extra `textworld` of this package installs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,18 +23,21 @@ from stppo_jax.retrieval import protocol as retrieval
 
 Status = types.TrajectoryStatus
 
-_KEPT_GAMES = 1024  # games in memory; the trajectories of a group share one
+# The number of games that are kept in memory, because the trajectories of a
+# group share a game.
+_KEPT_GAMES = 1024
 
-# States of games in memory, each with the commands that a demonstrator can
-# choose from.
+# The number of states of games that are kept in memory, each with the commands
+# that a demonstrator can choose from.
 _KEPT_STATES = 16 * _KEPT_GAMES
 
-# For a fact about two rooms: the direction from the second room to the first,
-# and from the first to the second.
+# The name of a fact about two rooms -> the direction from the second room to
+# the first room, and the direction from the first room to the second room.
 _DIRECTIONS = {'north_of': ('north', 'south'), 'west_of': ('west', 'east')}
 _CONDITIONS = ('open', 'closed', 'locked')
 
-# These commands change nothing, and observations tell all that they would tell.
+# These commands are not offered. They change nothing in a game, and their
+# answers would tell nothing that observations do not tell.
 _IDLE = ('examine', 'inventory', 'look')
 
 BUILT_IN = f"""\
@@ -69,20 +72,20 @@ class TextWorldEnvironment(protocol.Environment):
 
     Args:
       rooms: the number of rooms.
-      objects: the least number of things in them.
+      objects: the least number of things in the rooms.
       quest_length: the number of commands that solve the game.
       list_commands: whether observations list the commands that are possible.
       max_turns: the number of commands that get an observation.
       prompt_template: a file in which `{question}` is replaced by the objective
         and the first observation; '' for the built-in prompt.
       solved: the reward of a solved game.
-      turn_progress: the reward of a turn after which fewer commands are needed,
-        and the penalty of a turn after which more are needed; 0 for sparse
-        rewards.
+      turn_progress: the reward of a turn after which fewer commands solve the
+        game than before, and the penalty of a turn after which more commands
+        are needed than before; 0 for sparse rewards.
 
     Raises:
-      ValueError: if the package `textworld` is missing or the file cannot be
-        used.
+      ValueError: if the package `textworld` is missing or the file of the
+        prompt cannot be used.
     """
     _require_textworld()
     self._template = prompts.load_template(prompt_template, BUILT_IN)
@@ -92,7 +95,7 @@ class TextWorldEnvironment(protocol.Environment):
     self._game = functools.lru_cache(_KEPT_GAMES)(
       functools.partial(_make_game, rooms, objects, quest_length)
     )
-    # Demonstrations reach the same states again and again.
+    # Cached, because demonstrations reach the same states again and again.
     self._choices = functools.lru_cache(_KEPT_STATES)(self._choices_after)
 
   @classmethod
@@ -122,13 +125,13 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns the mean number of commands that a game obeyed."""
+    """Returns the mean number of possible commands in a trajectory."""
     return {
       'env/number_of_commands': protocol.mean_turns(trajectories, 'command')
     }
 
   def episode(self, question: types.Question) -> '_Episode':
-    """Returns the environment of one trajectory, with a game of its own."""
+    """Returns the episode of one trajectory, which has a game of its own."""
     return _Episode(self, self._begin(question.id))
 
   def prompt(self, question: types.Question) -> str:
@@ -156,7 +159,7 @@ class TextWorldEnvironment(protocol.Environment):
     return [game_text.write(command) for command in played]
 
   def look(self, game: '_Game') -> str:
-    """Returns what the player sees, and the commands if they are listed."""
+    """Returns the description of a game, with its commands if listed."""
     text = ' '.join(game.sentences())
     if self._list_commands:
       text += f'\nCommands: {", ".join(sorted(game.commands()))}.'
@@ -179,7 +182,7 @@ class TextWorldEnvironment(protocol.Environment):
 
 
 class _Episode(protocol.Episode):
-  """The environment of one trajectory, which has a game of its own."""
+  """The episode of one trajectory, which has a game of its own."""
 
   def __init__(self, rules: TextWorldEnvironment, game: '_Game'):
     self._rules, self._game = rules, game
@@ -195,7 +198,8 @@ class _Episode(protocol.Episode):
       refused = text_lib.neutralise_tags(f'{command!r} is not possible.')
       kind, news = protocol.INVALID, game_text.observation(refused)
     else:
-      # The reward of a turn compares the numbers of commands to the end.
+      # The reward of a turn compares the number of commands that solve the game
+      # before the turn with this number after the turn.
       before = game.distance()
       game.play(command)
       after = game.distance()
@@ -215,7 +219,7 @@ class _Episode(protocol.Episode):
 
 
 def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:
-  """Returns TextWorld's game of a seed, the same one in every run."""
+  """Returns the TextWorld game of a seed, the same game in every run."""
   import textworld  # pyright: ignore[reportMissingImports]
   from textworld import generator  # pyright: ignore[reportMissingImports]
 
@@ -224,8 +228,8 @@ def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:
   options.nb_rooms = rooms
   options.nb_objects = objects
   options.quest_length = quest_length
-  # All seeds are given, because TextWorld draws the others from a generator of
-  # its own.
+  # All four seeds are set, because TextWorld draws a seed that is not set from
+  # a random generator of its own.
   options.seeds = {
     name: 4 * seed + n
     for n, name in enumerate(('map', 'objects', 'quest', 'grammar'))
@@ -246,7 +250,7 @@ def _require_textworld() -> None:
 
 @functools.cache
 def _words_of_games() -> list[str]:
-  """Returns the words that names and objectives of games consist of."""
+  """Returns all words that occur in names and objectives of games."""
   from textworld.generator import text_grammar  # pyright: ignore[reportMissingImports]
 
   files = text_grammar.Grammar().grammar_files
@@ -256,7 +260,7 @@ def _words_of_games() -> list[str]:
 
 @functools.cache
 def _rules_of_games() -> Any:
-  """Returns the rules that all games share; reading them takes long."""
+  """Returns the rules of all games; cached, because reading them takes long."""
   from textworld import generator  # pyright: ignore[reportMissingImports]
 
   return generator.KnowledgeBase.load()
@@ -290,7 +294,7 @@ class _Game:
     return [self._command(action) for action in self._solution or ()]
 
   def distance(self) -> int:
-    """Returns how many commands are needed to solve the game from here."""
+    """Returns the number of commands that solve the game from here."""
     return len(self._solution or ())
 
   @functools.cached_property
@@ -310,7 +314,7 @@ class _Game:
     """Plays a command, which must be possible."""
     self._progress.update(self._commands[command])
     self._solution = self._progress.winning_policy
-    # The actions that were kept are those before this command.
+    # The cached actions belong to the state before this command.
     del self._commands
 
   def _command(self, action: Any) -> str:
@@ -322,7 +326,7 @@ class _Game:
     )
 
   def sentences(self) -> Iterator[str]:
-    """Yields a sentence on each thing that the player can see or has."""
+    """Yields sentences about the room, its things, its exits and the player."""
     facts: dict[str, list[tuple[Any, ...]]] = {}
     for fact in self._progress.state.facts:
       facts.setdefault(fact.name, []).append(tuple(fact.arguments))
@@ -341,7 +345,7 @@ class _Game:
         state = condition.get(thing.name, '')
         seen.append(_with_article(f'{state} {name(thing)}'))
         for word in ('in', 'on'):
-          # What is in a closed thing cannot be seen.
+          # The content of a closed thing cannot be seen.
           for inner, outer in facts.get(word, ()):
             if outer == thing and (word == 'on' or state == 'open'):
               seen.append(

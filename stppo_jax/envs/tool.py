@@ -7,8 +7,8 @@ from typing import Any, Protocol
 class ToolError(Exception):
   """Raised if a call fails by the policy's fault; the policy reads the message.
 
-  Bad arguments are such a fault, and so are arguments at which a program hangs
-  or crashes.
+  Bad arguments are the policy's fault, and so are arguments that make a program
+  hang or crash.
   """
 
 
@@ -32,7 +32,7 @@ class Tool(Protocol):
     """Returns the answer of the tool.
 
     Raises:
-      ToolError: if the call itself is at fault.
+      ToolError: if the call fails by the policy's fault.
       ToolUnavailable: if the tool cannot be reached.
     """
     ...
@@ -41,7 +41,7 @@ class Tool(Protocol):
 def describe(
   name: str, description: str, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns the description of a tool."""
+  """Returns the description of a tool in the form of `Tool.description`."""
   function = {
     'name': name,
     'description': description,

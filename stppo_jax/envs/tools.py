@@ -35,11 +35,12 @@ _CORRECTION = (
   f'No valid action. Write <tool_call>{_CALL}</tool_call> to call a tool, or '
   'the answer inside <answer> and </answer>.'
 )
-# Longer output is cut first, because it would take long to neutralise and to
-# tokenise. An observation holds fewer tokens anyway.
+# Longer output of a tool is cut before its tags are neutralised and before it
+# is tokenised, because both would take long. An observation holds fewer tokens
+# than this number of characters anyway.
 _MAX_OUTPUT_CHARS = 65536
 
-# A chat template describes the tools to the model, too.
+# The chat template of a model may describe the tools to the model, too.
 BUILT_IN = f"""\
 Answer the question at the end of this message. You may call these tools:
 {{tools}}
@@ -80,10 +81,11 @@ class ToolsEnvironment(protocol.Environment):
       rewards: the weight of each of REWARD_NAMES.
 
     Raises:
-      ValueError: if two tools have the same name, or the file cannot be used.
+      ValueError: if two tools have the same name, or the file of the prompt
+        cannot be used.
     """
     self.tools = tuple(tool.description for tool in tools)
-    # A call names nothing but its tool, so names must differ over all servers.
+    # A call names a tool but no server, so the names of all tools must differ.
     names = [description['function']['name'] for description in self.tools]
     for name in names:
       if names.count(name) > 1:
@@ -101,7 +103,9 @@ class ToolsEnvironment(protocol.Environment):
     """See `protocol.Environment`; asks the MCP servers for their tools.
 
     Raises:
-      ValueError: if an option has a bad value, or a server does not answer.
+      ValueError: if an option has a bad value, or the command of a server
+        fails.
+      mcp_tools.ServerUnreachable: if no server answers at an address.
     """
     del retriever
     chosen = options['tools']
@@ -119,7 +123,7 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, the forms of calls and the vocabulary."""
+    """Returns the tags, the frames of calls, the vocabulary, the correction."""
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()
@@ -144,9 +148,9 @@ class ToolsEnvironment(protocol.Environment):
   ) -> protocol.Step:
     """See `protocol.Environment`.
 
-    The policy reads the error of a call that is its own fault. A tool that
-    cannot be reached ends the trajectory with INFRA_ERROR, and a turn after
-    `max_turns` calls that does not answer ends it with TRUNCATED_TURNS.
+    If a call fails by the policy's fault, the policy reads the error. If a tool
+    cannot be reached, the trajectory ends with INFRA_ERROR. If a turn after
+    `max_turns` turns does not answer, the trajectory ends with TRUNCATED_TURNS.
     """
     del question
     action, content = parse(text)
@@ -178,7 +182,8 @@ class ToolsEnvironment(protocol.Environment):
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`; the rewards are REWARD_NAMES.
 
-    The score `format` is 1 if the last turn answers and all others call a tool.
+    The score `format` is 1 if the last turn answers and every earlier turn
+    calls a tool.
     """
     del prompt
     scores = dict.fromkeys(rewards_lib.SCORE_NAMES, 0.0)
@@ -192,7 +197,7 @@ class ToolsEnvironment(protocol.Environment):
 
 
 def _response(output: str) -> protocol.Observation:
-  """Returns the output of a tool as an observation, our tags neutralised."""
+  """Returns a tool's output as an observation; our tags are neutralised."""
   return protocol.Observation(
     prefix=_RESPONSE[0],
     body=text_lib.neutralise_tags(output[:_MAX_OUTPUT_CHARS]),
@@ -208,7 +213,7 @@ def _lines(descriptions: Sequence[Mapping[str, Any]]) -> str:
     parameters = json.dumps(function['parameters'].get('properties', {}))
     purpose = ' '.join(function['description'].split())
     lines.append(f'- {function["name"]}: {purpose} Arguments: {parameters}')
-  # Servers of others write these texts, which must not spell our tags.
+  # MCP servers write these texts, which must not contain our own tags.
   return text_lib.neutralise_tags('\n'.join(lines))
 
 
@@ -224,8 +229,8 @@ def parse(text: str) -> tuple[str, Call | str]:
   """Returns the action of a turn, and the call or the answer in it.
 
   A call is the JSON object {"name", "arguments"} in a <tool_call> element, as
-  Hermes and Qwen write it, or a turn that is nothing but such an object, as
-  Llama writes it. Llama's name of the arguments, "parameters", is accepted too.
+  Hermes and Qwen write it, or a turn that holds only such an object, as Llama
+  writes it. Llama's name for the arguments, "parameters", is accepted too.
 
   Returns:
     ('tool', the call), ('answer', the text) or (`protocol.INVALID`, '').
@@ -241,10 +246,10 @@ def parse(text: str) -> tuple[str, Call | str]:
 
 
 def _call(text: str, rest: str | re.Pattern[str]) -> Call | None:
-  """Returns the call at the start of a text, if `rest` is all that follows."""
+  """Returns the call that starts a text, if the text behind it fits `rest`."""
   text = text.lstrip()
   try:
-    # Unlike `loads`, this allows for what follows, such as an end token.
+    # Unlike `loads`, this allows text after the object, such as an end token.
     fields, end = json.JSONDecoder().raw_decode(text)
   except (ValueError, RecursionError):
     return None

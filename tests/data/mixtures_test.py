@@ -129,5 +129,5 @@ def test_with_weights_every_block_is_divided_by_them():
     small[30:60]
   )
   assert mixture.order((0,), 990, 1020) == order[990:2010]
-  with pytest.raises(ValueError, match='less than 1/1000 of their sum'):
+  with pytest.raises(ValueError, match='less than 1/1000 of the sum'):
     mixtures.Mixture(parts, weights=[5000, 1, 1])
