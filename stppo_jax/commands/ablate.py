@@ -27,14 +27,15 @@ python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
 
 The runs of one seed ask the same questions and start from the same weights. All
 arms of a seed come before the next seed. At the end, tables compare the
-finished runs. DIR holds them as STUDY.md, pictures in the folder figures, and
-report.html, a page with the tables, the figures and the dialogues of the runs.
+finished runs. DIR then holds the tables in STUDY.md, the pictures in the folder
+figures, and report.html, a page with the tables, the figures and the dialogues
+of the runs.
 
-The same command goes on: finished runs are not repeated, interrupted ones are
-resumed, and those that go on although their `ablate` was killed are waited for,
-as some of the jobs. Ctrl-C and SIGTERM are passed on to the runs, which save.
-The exit code is 0 once all runs are finished, and 2 if the metrics of one of
-them cannot be read; the tables then lack that run.
+The same command continues a study. It does not repeat finished runs, and it
+resumes interrupted runs. It waits for runs that go on although their `ablate`
+was killed, and counts them as jobs. Ctrl-C and SIGTERM are passed on to the
+runs, which save their progress. The exit code is 0 once all runs are finished.
+It is 2 if the metrics of a run cannot be read; the tables then lack that run.
 """
 
 from collections.abc import Sequence
@@ -43,9 +44,9 @@ from stppo_jax.commands.flags import ablation_flags
 
 
 def main(argv: Sequence[str]) -> int:
-  """Trains what a study lacks and compares its runs; returns the exit code."""
+  """Makes the missing runs and compares all runs; returns the exit code."""
   plan, is_dry = ablation_flags.parse(argv)
-  # Imported late: a wrong flag is answered before numpy and others are loaded.
+  # Imported late, so that a wrong flag is reported before numpy is loaded.
   from stppo_jax.tools.ablation import study_runs
 
   return study_runs.make(plan, is_dry=is_dry)

@@ -5,8 +5,8 @@ python -m stppo_jax alarms RUNS... [--ALARM=THRESHOLD ...]
   RUNS  the folder of a run of train, also in a bucket, a folder of such folders
         (the workdir of a study or a sweep), or FILE.csv, the table of a study
 
-The thresholds are those of configs/alarms.py. Give others to see when the
-alarms would have rung with them:
+The default thresholds are in configs/alarms.py. Give another threshold to see
+when its alarm would have rung:
 
   --repetition          the largest share of repeated text
   --entropy             the least entropy of the policy, in nats
@@ -21,13 +21,14 @@ alarms would have rung with them:
 
 Success is averaged over five steps. A run has collapsed if, from some step to
 the end and for at least five steps, this mean stays below half of its best
-(docs/collapse.md). A finished run that has not collapsed is healthy; a run that
-has neither finished nor collapsed is left out.
+value (docs/collapse.md). A finished run that has not collapsed is healthy. A
+run that has neither finished nor collapsed is left out.
 
-The alarms are computed from the metrics that were written, so nothing is
-trained. A table has the metrics of entropy, turn_ratio, explained_variance and
-kl. For the other alarms it only says when they rang, with the thresholds of the
-run. What cannot be read is named in one line, and the exit code is then 2.
+The alarms are computed from the metrics that the runs have written, so nothing
+is trained. The table of a study has the metrics of the alarms entropy,
+turn_ratio, explained_variance and kl. For all other alarms, the table only says
+when they rang with the thresholds of the run. If something cannot be read, one
+line names it, and the exit code is 2.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
   thresholds = {k: x for k, x in thresholds.items() if x is not None}
   if any(map(alarm_tables.is_table, words)):
     errors += [
-      f'--{name}: no table of a study has its number; give the folders of runs'
+      f'--{name}: the table of a study lacks this metric; give folders of runs'
       for name in thresholds
       if name not in alarm_tables.MEASURED
     ]

@@ -3,9 +3,9 @@
 python -m stppo_jax chat --checkpoint=DIR [--config=FILE.py[:ALGORITHM]]
     [--config.KEY=VALUE ...]
 
-Reads questions from the standard input, one on each line, and prints for each
-what was searched, what was found, and the answer. Control characters of models
-and passages are shown as their escapes.
+Reads questions from the standard input, one on each line. For each question it
+prints the searches, the passages that were found, and the answer. Control
+characters in texts of the model and in passages are shown as escapes.
 
   --checkpoint=DIR              the folder of a run, whose newest checkpoint is
                                 asked, or a Hugging Face directory
@@ -24,7 +24,7 @@ from stppo_jax.commands.flags import evaluated_config
 def main(argv: Sequence[str]) -> int:
   """Answers questions until the input ends; returns the exit code."""
   checkpoint, config = evaluated_config.parse(argv)
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.tools import chat
 
   if isinstance(sys.stdin, io.TextIOWrapper):

@@ -11,18 +11,20 @@ python -m stppo_jax checkpoint convert MODEL --out=NEW
   --out=NEW      a new folder, for the converted model
 
 list prints a line for each checkpoint: its step, when it was saved, its size,
-its score if it was evaluated, and whether it is the newest or the best. It
-reads small files only.
+its score if it was evaluated, and whether it is the newest or the best. The
+command reads small files only.
 
-verify reads all of them. It computes the fingerprint of every array again, and
-compares the digest of the manifest and the id of the run. A line says that a
-checkpoint is sound, or names the file or the array that is damaged. The exit
-code is 3 if one is damaged, or if the run has saved some and all are gone.
+verify reads all files of the checkpoints. It computes the fingerprint of every
+array again, and compares the digest of the manifest and the id of the run. For
+each checkpoint, a line says that it is sound, or names the file or the array
+that is damaged. The exit code is 3 if a checkpoint is damaged, or if the run
+has saved checkpoints and all of them are gone.
 
 convert reads the weights in pytorch_model*.bin, or adapter_model.bin, of a
 Hugging Face directory or of a model of the Hub, and writes them as safetensors
-to a new folder, with the other files of the model. It reads weights alone, so
-it runs no code that a file may hold. It needs PyTorch (the extra `torch`).
+to a new folder, with the other files of the model. It reads only the weights in
+a file, and never runs code that the file may hold. It needs PyTorch (the extra
+`torch`).
 """
 
 from collections.abc import Sequence
@@ -42,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
   """Lists or verifies checkpoints, or converts; returns the exit code."""
   flags = command_line.flags(workdir='', out='')
   words, _, errors = command_line.parse(flags, argv, words=2)
-  # The folder is the second word or the value of the flag; '' stands for a word
-  # that is missing.
+  # `place` is the second word or the value of --workdir. A missing word is ''.
   action, place, *_ = *words, flags.workdir, ''
   choices = [*_ACTIONS, _CONVERT]
   if action not in choices:

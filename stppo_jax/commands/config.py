@@ -6,9 +6,9 @@ python -m stppo_jax config --config=FILE.py[:ALGORITHM]
   --config=FILE.py[:ALGORITHM]  the config, as for train
   --config.KEY=VALUE            sets the key of a line
 
-Lines that begin with # follow: the keys whose values are not those of
-configs/base.py, and numbers that the configuration leads to, such as the
-updates of a step.
+After these lines come lines that begin with #. They have the keys whose values
+differ from configs/base.py, and numbers that are computed from the
+configuration, such as the number of updates per collection.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def differences(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
-  """Returns a line for each value that is not that of the base config.
+  """Returns a line for each value that differs from the base config.
 
   Args:
     values: dotted key to value of a config.
@@ -49,12 +49,13 @@ def differences(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
 
 
 def derived(config: Any) -> list[str]:
-  """Returns lines of numbers that a configuration leads to."""
+  """Returns lines with numbers that are computed from a configuration."""
   rollout, updates = config.rollout, config.updates
   rows, minibatch = rollout.trajectories_per_step, updates.minibatch_size
   count = updates.num_epochs * (rows // minibatch)
   microbatch = updates.microbatch_size or minibatch
-  # Updates between the policy that collected and that before the last update.
+  # The number of updates between the policy that collected the trajectories and
+  # the policy before the last update on these trajectories.
   staleness = (1 + rollout.steps_ahead) * count - 1
   length = config.env.max_length
   return [

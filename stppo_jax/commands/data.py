@@ -8,12 +8,12 @@ python -m stppo_jax data show NAME[:SPLIT]|FILE [--root=DIR] [--rows=N]
 python -m stppo_jax data demonstrate --config=FILE.py [--config.KEY=VALUE ...]
     [--rows=N]
 
-build fetches the files of a published data set, or takes those that you have,
-and writes the data set to DIR, from which runs with data.name=tfds read it.
-list prints the data sets that can be built and those in DIR, show prints
-questions of a data set or of a file. demonstrate prints, as JSON lines, the
-dialogues that sft imitates; sft.demonstrations can name a file of them.
-docs/data.md has more.
+build fetches the files of a published data set, or takes the files that you
+have, and writes the data set to DIR, from which runs with data.name=tfds read
+it. list prints the data sets that can be built and the data sets in DIR. show
+prints questions of a data set or of a file. demonstrate prints, as JSON lines,
+the dialogues that sft imitates. sft.demonstrations can name a file of such
+lines. docs/data.md has more.
 
   --root=DIR          the folder of the data sets
   --from_files=FILES  the files to read: a folder or an archive with the

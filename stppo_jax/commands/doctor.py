@@ -5,16 +5,17 @@ python -m stppo_jax doctor [--config=FILE.py[:ALGORITHM]]
 python -m stppo_jax doctor retriever --url=URL [--dialect=NAME]
     [--corpus=PATH] [--query=TEXT] [--expect=TEXT] [--timeout=SECONDS]
 
-The first form prints a line for each thing that a run needs: versions, devices,
-memory and disk; with a config also its data, tokenizer, model and retriever.
-Each line begins with ok, note or WRONG; the last says what to do. The exit code
-is 2 if something is wrong, otherwise 0.
+The first form prints lines about versions, devices, memory and disk. With a
+config, it also prints lines about its data, tokenizer, model and retriever.
+Each line begins with ok, note or WRONG, and a line with WRONG says what to do.
+The exit code is 2 if something is wrong, otherwise 0.
 
   --config=FILE.py[:ALGORITHM]  the config of the run
   --config.KEY=VALUE            sets a key of the config
   --workdir=DIR                 the folder of the run, which need not exist
 
-The second form asks a server a question, and says in plain words what is wrong.
+The second form asks a server a question, and prints in plain words what is
+wrong with the server.
 
   --url=URL          the address, as in retrieval.url
   --dialect=NAME     the dialect of the run, retrieval.dialect
@@ -23,9 +24,9 @@ The second form asks a server a question, and says in plain words what is wrong.
   --expect=TEXT      a text that its passages must contain
   --timeout=SECONDS  seconds to wait for a reply, 10 by default
 
-It tries the address, every dialect, the time of an answer and the query. The
-exit code is 0 if a run can use the server, 2 if something must be changed
-first, and 75 if the server cannot be reached now.
+It tries the address, every dialect and the query, and measures the time of a
+reply. The exit code is 0 if a run can use the server, 2 if something must be
+changed first, and 75 if the server cannot be reached now.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     given.errors.append('--config: missing')
   command_line.refuse(given.errors)
   config = configuration.checked(flags, given) if flags.config else None
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.tools import machine
 
   folders = configuration.folders_read(config) if config else {}

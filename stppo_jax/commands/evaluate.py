@@ -4,9 +4,9 @@ python -m stppo_jax evaluate --checkpoint=DIR [--sets=SETS] [--samples=N]
     [--out=DIR] [--config=FILE.py[:ALGORITHM]] [--config.KEY=VALUE ...]
 
 Without --sets, a run is evaluated on the questions of its config. The scores
-are printed, and with --out written with all answers and dialogues. The same
-command continues an evaluation that was interrupted. docs/evaluation.md has
-more.
+are printed. With --out, the scores, all answers and all dialogues are written
+to a folder. The same command continues an evaluation that was interrupted.
+docs/evaluation.md has more.
 
   --checkpoint=DIR              the folder of a run, whose newest checkpoint is
                                 evaluated, or a Hugging Face directory; also in
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     samples=command_line.integer(lower_bound=1, upper_bound=10_000),
   )
   checkpoint, config = evaluated_config.parse(argv, flags=flags)
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.tools import evaluation
 
   return evaluation.evaluate(

@@ -19,7 +19,7 @@ python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
                  files would be pushed to this model of the Hugging Face Hub
   --yes          pushes them
 
-No other input of the run is needed.
+The export needs no other file of the run than its folder.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
   what = {'step': flags.step, 'dtype': flags.dtype, 'adapters': flags.adapters}
   if not name:
     return checkpoints.export(config.lock(), place, out, **what)
-  # Imported late, because it loads the library that draws.
+  # Imported late, because this import loads the library for plots.
   from stppo_jax.tools.report import model_card
 
   def card(policy: Any) -> None:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _out_problems(flags: Any, config: Any, workdir: pathlib.Path) -> list[str]:
-  """Returns a line if the export would replace what it or the run reads."""
+  """Returns a line if --out would replace a folder that is needed as input."""
   folders = configuration.folders_read(config) | {
     '--workdir': workdir,
     'the supervised start': (

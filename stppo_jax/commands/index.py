@@ -15,8 +15,9 @@ python -m stppo_jax index --backend=dense --corpus=FILE.jsonl --out=DIR
   --passage_prefix=TEXT  what it expects in front of a passage
   --dtype=NAME           the dtype of the stored vectors, float32 by default
 
-`serve --index=DIR` opens it at once, whatever its size. A folder can have both
-kinds. What it has already is not built again.
+`serve --index=DIR` opens the index at once, whatever its size. A folder can
+hold an index of bm25 and an index of dense. An index that the folder already
+holds is not built again.
 """
 
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
       passages = passages_lib.read_corpus(flags.corpus)
     line = f'{flags.out}: another process builds an index there; waiting for it'
     say = functools.partial(print, line, file=sys.stderr, flush=True)
-    # Whoever waits here finds the index of the other process, and builds
-    # nothing.
+    # A process that has waited here finds the index of the other process, and
+    # builds nothing.
     with index_folder.building(flags.out, waits=say):
       folder = index_folder.IndexFolder.create(flags.out, passages)
       if flags.backend == 'bm25':

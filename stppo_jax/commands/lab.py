@@ -18,9 +18,9 @@ python -m stppo_jax lab levels --batch=F.npz
 python -m stppo_jax lab values --batch=F.npz [--float64] [--json] [--plot=P.png]
 
 collect samples one batch of trajectories, annotates it, makes some updates and
-saves the arrays. The other commands need no model, run on CPU, and read any
-file that has the arrays they use; docs/lab.md lists them. score and advantages
-print one JSON object.
+saves the arrays. The other commands need no model and run on CPU. They read any
+file that has the arrays they use; docs/lab.md lists these arrays. score and
+advantages print one JSON object.
 
   --config=FILE.py[:ALGORITHM]  collect: the config of the run; others: the
                                 options of that file, not those of the table of
@@ -61,12 +61,13 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import lab_flags
 
-# jax and the modules that import it are imported inside the functions: a wrong
-# flag is reported at once, and the platform can still be chosen.
+# jax and the modules that import jax are imported inside the functions, so that
+# a wrong flag is reported at once, and `main` can still choose the platform.
 
 # The bounds of a number that is neither infinite nor nan.
 _FINITE = {'lower_bound': -1e30, 'upper_bound': 1e30}
-# The flags of each command beside those of all that read a saved batch.
+# The flags of each command, without the flags that all commands share that read
+# a saved batch.
 _FLAGS: dict[str, dict[str, Any]] = {
   'collect': {},
   'score': {
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _collect(argv: Sequence[str]) -> int:
-  """Collects, annotates and updates once, and saves the arrays."""
+  """Collects and annotates a batch, makes updates and saves the arrays."""
   flags = command_line.flags(
     out='',
     workdir='',

@@ -23,16 +23,16 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
   --sweep_mesh                  ranks all meshes, those that fit by their time
   --compile_best=N              with --sweep_mesh: compiles the N best; -1 = all
 
-Shards the run's models over devices that need not be there; of `model.path`
-only config.json is read, and of data nothing. Prints the bytes that one device
-holds, engines included, and an estimate of a step's time by formulas, with its
-assumptions.
-For a TPU slice, the programs of the run are compiled for TPU, which takes the
-package libtpu and no TPU; for cpu:N, the update is compiled for CPU. A run has
+The command shards the run's models over devices that need not exist. In
+`model.path` it reads only config.json, and it reads no data. It prints the
+bytes that one device holds, engines included. It also prints an estimate of the
+time of a step, which is computed by formulas, and the assumptions of these.
+For a TPU slice, the programs of the run are compiled for TPU, which needs the
+package libtpu but no TPU. For cpu:N, the update is compiled for CPU. A run has
 each program in several sizes, of which only the largest is compiled. For GPUs
 nothing is compiled. If the run does not fit in the memory, the exit code is 2,
-and a line says with which changes it would; where programs are compiled, those
-with the changes were compiled, too.
+and a line names changes of the config with which it would fit. If programs are
+compiled, the programs with these changes were compiled, too.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ from stppo_jax.configs import external
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints the plan; returns the exit code, 2 where it does not fit."""
+  """Prints the plan; returns the exit code, which is 2 if it does not fit."""
   flags = command_line.flags(
     topology='',
     devices=command_line.integer(lower_bound=1),

@@ -11,8 +11,8 @@ python -m stppo_jax prefer --config=FILE.py --batch=FILE.npz --workdir=DIR
 
 FILE.npz holds arrays named as in stppo_jax/batch.py: tokens_BL, loss_mask_BL,
 rewards_BL and group_ids_B. The best and the worst trajectory of each group are
-a pair; a group of equal rewards gives none. The policy starts from model.path,
-and the trained policy is written to DIR/policy.
+a pair. A group of equal rewards gives no pair. The policy starts from
+model.path, and the trained policy is written to DIR/policy.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
   config = configuration.parse(
     argv, flags=flags, required=('workdir', 'batch'), writer='prefer'
   )
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.training import preference
 
   return preference.prefer(

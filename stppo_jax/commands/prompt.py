@@ -12,10 +12,10 @@ python -m stppo_jax prompt --config=FILE.py[:ALGORITHM]
                                 action
 
 Prints the prompt as text, and each token of the dialogue on a line: its
-position, its id, a remark, and its text. The remark marks special and added
-tokens of the tokenizer, parts of tags, and the stop or end token with which a
-turn ends. No retriever is asked: every search finds the same example passage.
-No weights are read.
+position, its id, a remark, and its text. The remark tells special and added
+tokens of the tokenizer, tokens that are part of a tag, and the stop or end
+token with which a turn ends. No retriever is asked, and every search finds the
+same example passage. No weights are read.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
   config = configuration.parse(
     argv, flags=flags, ignored=[configuration.PASSAGES]
   )
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.tools import prompt
 
   for line in prompt.lines(config, flags.question, flags.turn):

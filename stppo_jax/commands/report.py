@@ -14,9 +14,10 @@ python -m stppo_jax report DIR... [--out=FILE] [--format=html|md]
   --picture    a PNG file that the page shows, too, such as lab compare --plot
                and lab levels --plot write; may be repeated
 
-The runs may still be going. What cannot be read (a folder that is no run, a
-line that was cut off when a run was killed) is named in one line, everything
-else is shown, and the exit code is 2. docs/report.md explains the page.
+The runs may still be in progress. Some input may be unreadable, such as a
+folder that is no run, or a line that was cut off when a run was killed. Then
+one line names this input, the page shows everything else, and the exit code is
+2. docs/report.md explains the page.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from stppo_jax.commands.flags import command_line
 from stppo_jax.tools.report import output
 from stppo_jax.tools.report import report
 
-_PNG = b'\x89PNG'  # the first bytes of every such file
+_PNG = b'\x89PNG'  # the first bytes of every PNG file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _picture_problem(name: str) -> str:
-  """Returns a line if a file is no PNG file; '' if it is one."""
+  """Returns an error line if a file is no PNG file, otherwise ''."""
   try:
     with open(name, 'rb') as file:
       beginning = file.read(len(_PNG))

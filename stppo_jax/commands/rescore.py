@@ -3,9 +3,9 @@
 python -m stppo_jax rescore --trajectories=FILE.jsonl
     --scope=response|search_r1 [--shown=N]
 
-reads the dialogues of a run (trajectories-*.jsonl) or of an evaluation
-(dialogues.jsonl) and compares their saved exact match with that of the scorer.
-docs/evaluation.md describes the two scorers.
+Reads the dialogues of a run (trajectories-*.jsonl) or of an evaluation
+(dialogues.jsonl). Compares their saved exact match with the exact match that
+the scorer gives. docs/evaluation.md describes the two scorers.
 
   --trajectories=FILE.jsonl  the dialogues
   --scope=SCOPE              where the answer is sought: response, in what the

@@ -33,8 +33,8 @@ python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N]
                          needs a bearer token in STPPO_RETRIEVAL_TOKEN
   --port=PORT            8000 by default; 0 is a free one
 
-The server prints its URL when it is ready and runs until SIGINT or SIGTERM;
-then it finishes the requests in flight.
+The server prints its URL when it is ready. At SIGINT or SIGTERM it finishes the
+requests in flight and ends.
 """
 
 from collections.abc import Sequence
@@ -68,9 +68,9 @@ def parse(argv: Sequence[str]) -> absl_flags.FlagValues:
   """Returns the flags of a command line.
 
   Raises:
-    Misconfigured: a line for every error.
+    Misconfigured: if there are errors; the message has a line for each.
   """
-  # The defaults of a run, so that both make the same worlds.
+  # The defaults are those of a run, so that server and run make equal worlds.
   config: Any = base.get_config()
   world = config.data.synthetic_wiki
   flags = command_line.flags(
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> absl_flags.FlagValues:
     host=http_server.LOOPBACK,
     port=command_line.integer(8000, lower_bound=0, upper_bound=65535),
     workers=command_line.integer(1, lower_bound=1),
-    # The descriptor of a bound socket: this process is a worker.
+    # Only for a worker process: the file descriptor of a bound socket.
     socket=command_line.integer(),
   )
   command_line.refuse(command_line.parse(flags, argv).errors)

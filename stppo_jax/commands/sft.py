@@ -9,8 +9,8 @@ python -m stppo_jax sft --config=FILE.py[:ALGORITHM] --workdir=DIR
   --restart                     moves what DIR holds into a subfolder and begins
                                 a new run
 
-Writes the policy to DIR/policy as a Hugging Face directory, which can be the
-model.path of a run.
+Writes the trained policy to DIR/policy as a Hugging Face directory, which can
+be the model.path of a run.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
   config = configuration.parse(
     argv, flags=flags, required=('workdir',), writer='sft'
   )
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.training import sft
 
   return sft.run(config, flags.workdir, restart=flags.restart)

@@ -12,9 +12,9 @@ Below the table are the errors that ended runs, and the alarms of their last
 steps: skipped updates, numbers that are not finite, and the alarms that
 docs/metrics.md lists.
 
-The command only reads files of the folders, so it works during a run and after
-it, on any machine that sees them. The exit code is 2 if a DIR is not that of a
-run; the others are shown all the same.
+The command only reads files of the folders, so it works during and after a run,
+on any machine that can read the folders. If a DIR is no folder of a run, the
+exit code is 2, and all other runs are still shown.
 
 The state of a run is one of
 
@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
     return _print(given.words, as_json=flags.json)
   while True:
     if sys.stdout.isatty() and not flags.json:
-      print('\033[2J\033[H', end='')  # an empty screen
+      print('\033[2J\033[H', end='')  # clears the screen
     _print(given.words, as_json=flags.json)
-    # Python holds back what goes to a pipe until there is much of it.
+    # Python buffers output to a pipe, so a reader would not see it yet.
     sys.stdout.flush()
     time.sleep(flags.watch)
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
       num_steps=config.num_steps,
       is_alone=not (flags.restart or flags.coordinator),
     )
-  # Imported late: a wrong flag is answered before jax is loaded.
+  # Imported late, so that a wrong flag is reported before jax is loaded.
   from stppo_jax.parallel import distributed
   from stppo_jax.parallel import mesh
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if hosts.learns:
       with exits.as_misconfigured():
         mesh.make_learning_mesh(**config.mesh)
-    # Imported later still, because it takes seconds.
+    # Imported only here, because these imports take seconds.
     from stppo_jax.tools.plan import search
     from stppo_jax.training import checks
     from stppo_jax.training import loop

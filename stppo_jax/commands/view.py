@@ -15,9 +15,9 @@ python -m stppo_jax view DIR [--evaluation] [--step=N] [--number=N] [--tokens]
   --searches    lists only dialogues with this number of searches
   --text        lists only dialogues that contain the text
 
-Control characters and invisible ones are shown as escapes. What cannot be read
-is named in one line, and the exit code is then 2. `report` makes a page with
-all dialogues.
+Control characters and invisible characters are shown as escapes. If something
+cannot be read, one line names it, and the exit code is 2. `report` makes a page
+with all dialogues.
 """
 
 from collections.abc import Sequence

@@ -82,7 +82,7 @@ class Calculator:
           )
         except Exception as error:
           # After a timeout the process may still reply, and this late reply
-          # would be taken for the reply to the next call. So it is ended.
+          # would be taken for the reply to the next call.
           process = await _end(process)
           result = self._failure(error)
         if answer.done():

@@ -1,1 +1,1 @@
-"""Parses the flags, config files and config keys that commands share."""
+"""Parses flags, config files and config keys for all commands."""

@@ -19,14 +19,15 @@ from stppo_jax.workdir import run_folder
 def parse(
   argv: Sequence[str], *, ignored: Sequence[Any] = ()
 ) -> tuple[plan_lib.Plan, bool]:
-  """Returns the plan that a command line asks for, and if it is a dry run.
+  """Returns the plan that a command line describes, and if it is a dry run.
 
   Args:
     argv: the arguments without the program's and the command's name.
-    ignored: what is not checked of configs, see `schema.check`.
+    ignored: the checks of configs that are left out, see `schema.check`.
 
   Raises:
-    Misconfigured: a line for every error of flags, study and configs.
+    Misconfigured: if the flags, the study or the configs have errors; the
+      message has a line for each error.
   """
   flags = command_line.flags(
     dry_run=False,
@@ -70,7 +71,8 @@ def parse(
       f'--config.model.path={given.overrides["model.path"]}: the runs of study '
       f'{whole.name} train from its starts; edit the study'
     )
-  # The commands of a dry run may have been run by hand.
+  # The folder may hold these runs although `ablate` has not written to it: the
+  # user may have run the commands of a dry run by hand.
   runs = [arm.run_name(seed) for arm in whole.arms for seed in plan.seeds]
   runs += [plan.start_folder(start).name for start in whole.starts]
   errors += run_folder.problems(
@@ -79,7 +81,7 @@ def parse(
   digests, broken = {}, {}  # `broken`: error line to the arms that have it
   for arm in whole.arms:
     try:
-      # Without the path of a start, which may not have been made yet.
+      # Parsed without the path of a start, which may not have been made yet.
       config = configuration.parse(plan.train_flags(arm), ignored=ignored)
     except exits.Misconfigured as error:
       label = ' '.join(part for part in arm.key if part)
@@ -88,8 +90,8 @@ def parse(
     else:
       digests[arm.key] = plan_lib.digest(plan, arm, config)
   for line, arms in broken.items():
-    # An error that all arms have is one of the flags or of the file, and is
-    # told once.
+    # An error that all arms have comes from the flags or the file, so it is
+    # reported without the names of the arms.
     of_all = len(arms) == len(whole.arms)
     errors.append(line if of_all else f'{", ".join(arms)}: {line}')
   plan = dataclasses.replace(plan, digests=digests)
@@ -101,7 +103,8 @@ def _study(studies: Any, name: str) -> study_lib.Study:
   """Returns a study of a config file, by default its first.
 
   Raises:
-    ValueError: there is none of that name, or none at all; one line.
+    ValueError: if there is no study of that name, or no study at all; the
+      message is one line.
   """
   if not isinstance(studies, dict) or not studies:
     raise ValueError('studies() must return a dict of studies')
@@ -113,12 +116,13 @@ def _study(studies: Any, name: str) -> study_lib.Study:
 
 
 def _seeds(text: str, errors: list[str]) -> list[int]:
-  """Returns the seeds that --seeds names; adds what is wrong to `errors`."""
+  """Returns the seeds of --seeds; adds a line to `errors` if it is wrong."""
   words = text.rstrip(',').split(',')
   is_none = text.isdecimal() and not int(text)
   if is_none or not all(word.isdecimal() for word in words):
     errors.append(
-      f'--seeds={text}: must be how many, such as 3, or which, such as 0,1,2'
+      f'--seeds={text}: must be the number of seeds, such as 3, or the seeds, '
+      'such as 0,1,2'
     )
     return []
   if ',' not in text:

@@ -6,8 +6,9 @@
     flags.count
 
 The help of a flag is in the docstring of its command, which `--help` prints.
-absl defines the flags and parses their values. It would stop at the first
-error, so the words are taken apart here, and each error becomes a line.
+absl defines the flags and parses their values. Its own parser of a command line
+would stop at the first error, so this module takes the words apart, and turns
+each error into a line.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -42,7 +43,8 @@ class Given(NamedTuple):
 
 
 Definition = Callable[..., Any]
-# For flags that are given by their defaults alone.
+# The type of a default -> the definition of a flag that is given by its default
+# alone.
 _DEFINITIONS: dict[type, Definition] = {
   str: absl_flags.DEFINE_string,
   type(None): absl_flags.DEFINE_string,
@@ -56,12 +58,13 @@ REPEATED = functools.partial(absl_flags.DEFINE_multi_string, default=[])
 
 
 def flags(**options: Any) -> absl_flags.FlagValues:
-  """Returns the flags of a command, without values yet.
+  """Returns the flags of a command, which have no values yet.
 
   Args:
-    **options: for each flag its default, whose type is that of the flag (a list
-      is one of texts, None a text that is missing), or what `integer`, `number`
-      or `one_of` returns.
+    **options: for each flag its default, or a definition that `integer`,
+      `number` or `one_of` returns. The type of a default is the type of the
+      flag. A list is for a list of texts, and None is for a text without a
+      default.
   """
   defined = absl_flags.FlagValues()
   for name, option in options.items():
@@ -75,14 +78,14 @@ def integer(default: int | None = None, **bounds: int) -> Definition:
   """Returns the definition of a flag for an integer.
 
   Args:
-    default: its default.
-    **bounds: lower_bound, upper_bound.
+    default: the default of the flag; None for no default.
+    **bounds: the bounds of its value, `lower_bound` and `upper_bound`.
   """
   return functools.partial(absl_flags.DEFINE_integer, default=default, **bounds)
 
 
 def number(default: float | None = None, **bounds: float) -> Definition:
-  """Returns the definition of a flag for a number, as `integer` does."""
+  """Returns the definition of a flag for a float; see `integer`."""
   return functools.partial(absl_flags.DEFINE_float, default=default, **bounds)
 
 
@@ -100,7 +103,11 @@ def refuse(errors: Sequence[str]) -> None:
 
 
 def lost(losses: Sequence[object]) -> int:
-  """Prints what a command could not read; returns its exit code."""
+  """Prints a line for each loss of a command; returns the exit code.
+
+  Args:
+    losses: the messages about inputs that the command could not read.
+  """
   for loss in losses:
     print(streams.one_line(str(loss)), file=sys.stderr)
   return exits.USAGE if losses else 0
@@ -112,10 +119,11 @@ def program(
   """Runs a program that is no command of `stppo_jax`; returns its exit code.
 
   Args:
-    body: does what the arguments say; returns the exit code, or raises an
-      error with an `exit_code`, which is printed.
-    argv: the arguments; without any, and with --help, the help is printed.
-    doc: the help.
+    body: the function that takes the arguments and returns the exit code. If it
+      raises an error with an `exit_code`, the error is printed.
+    argv: the arguments. If there are none, or if --help is among them, the help
+      is printed.
+    doc: the text of the help.
   """
   if not argv or {'-h', '--help'}.intersection(argv):
     print(doc)
@@ -136,7 +144,7 @@ def subcommand(
   """Returns the subcommand that a command line begins with.
 
   Raises:
-    Misconfigured: it begins with none of `subcommands`.
+    Misconfigured: if the first word is not among `subcommands`.
   """
   name = argv[0] if argv else ''
   if name not in subcommands:
@@ -156,35 +164,37 @@ def parse(
   missing: str = '',
   overrides: bool = False,
 ) -> Given:
-  """Sets flags to what a command line says; `--flag value` is `--flag=value`.
+  """Sets flags from a command line; returns its words, overrides and errors.
 
   Args:
     flags: the flags of the command; they get the values. A flag with a wrong
       value keeps its default.
-    argv: the arguments without the program's and the command's name. The last
-      of equal flags counts.
-    required: names of flags that must be given, and not be empty.
+    argv: the arguments without the program's and the command's name. The form
+      `--flag value` means `--flag=value`. If a flag is repeated, its last value
+      counts.
+    required: the names of the flags that must be given, and not be empty.
     words: the largest number of arguments that are no flags.
-    missing: the error if there is none of them; '' = they are optional.
-    overrides: whether `--config.KEY=VALUE` is known.
+    missing: the error if no such argument is given; '' if they are optional.
+    overrides: whether `--config.KEY=VALUE` is accepted.
   """
   choices = [f'--{name}' for name in flags]
   choices += ['--config.KEY'] if overrides else []
   choices = choices or ['--help']
-  # absl gives no values of flags that it has not parsed itself.
+  # absl refuses to read flags before they are parsed, so they are marked.
   flags.mark_as_parsed()
   rest, errors = list(argv), []
   given = Given([], {}, errors)
-  # A flag that was misspelt, or has a wrong value, is not reported as missing,
-  # too.
+  # The flags that were misspelt or have a wrong value. They are not reported
+  # again as missing.
   meant: list[str] = []
-  # absl would stop at the first wrong word. Here it parses the values of flags
-  # one by one, so that a user sees all wrong words at once.
+  # absl would stop at the first wrong word. Here absl parses each value by
+  # itself, so that the user sees all wrong words at once.
   while rest:
     word = rest.pop(0)
     name, equals, value = word.lstrip('-').partition('=')
     key = name.removeprefix('no')
-    # --noFLAG is False, unless a flag has that name. --noFLAG=1 is unknown.
+    # --noFLAG sets FLAG to False, if no flag has the name noFLAG itself. The
+    # word --noFLAG=1 is an unknown flag.
     is_off = name not in flags and key != name and not equals
     is_off &= key.startswith(_OVERRIDE) or key in flags and flags[key].boolean
     key = key if is_off else name
@@ -228,11 +238,11 @@ def parse(
 
 
 def _problem(flag: absl_flags.Flag, text: str) -> str:
-  """Gives a flag its value; returns the rule that the text breaks, or ''."""
+  """Sets a flag from a text; returns the rule that the text breaks, or ''."""
   parser = flag.parser
   try:
     flag.parse(text)
-    # nan passes all bounds, since no comparison with it is true.
+    # nan passes all bounds of absl, since no comparison with nan is true.
     is_number = flag.value == flag.value
     return '' if is_number else 'must be a number'
   except absl_flags.IllegalFlagValueError:
@@ -247,7 +257,7 @@ def rule(flag: absl_flags.Flag) -> str:
   if isinstance(flag.parser, absl_flags.EnumParser):
     return f'one of {", ".join(filter(None, flag.parser.enum_values))}'
   words = flag.parser.syntactic_help or 'true or false'
-  # absl leaves the article out where there is one bound.
+  # absl leaves out the article if the flag has only one bound.
   articles = {'number': 'a number', 'integer': 'an integer'}
   kind, _, rest = words.partition(' ')
   return f'{articles.get(kind, kind)} {rest}'.rstrip()

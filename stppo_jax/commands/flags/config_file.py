@@ -1,4 +1,4 @@
-"""Loads a config file, or says in one line what is wrong with it."""
+"""Loads a config file, or describes in one line an error in the file."""
 
 import importlib.machinery
 import importlib.util
@@ -21,7 +21,8 @@ def load(name: str) -> Any:
   """Returns the configuration that `FILE.py[:ALGORITHM]` describes.
 
   Raises:
-    Misconfigured: no such file or algorithm, or a file that fails; one line.
+    Misconfigured: if there is no such file or algorithm, or the file fails; the
+      message is one line.
   """
   file, _, argument = name.partition(':')
   with exits.naming(f'--config={name}'):
@@ -37,10 +38,10 @@ def load(name: str) -> Any:
 
 
 class _Uncached(importlib.machinery.SourceFileLoader):
-  """Reads a module's text every time.
+  """Compiles a module from its source text every time it is loaded.
 
-  Python would keep byte code beside the file, and run that in place of a text
-  of the same length that was written within the same second.
+  Python would cache byte code beside the file. If the text is replaced within a
+  second by a text of the same length, Python would run the old byte code.
   """
 
   def get_code(self, fullname: str) -> Any:
@@ -50,10 +51,11 @@ class _Uncached(importlib.machinery.SourceFileLoader):
 
 
 def call(file: str, name: str, *arguments: str) -> Any:
-  """Returns what a function of a config file returns.
+  """Calls a function of a config file and returns its result.
 
   Raises:
-    ValueError: no such file or function, or a file that fails; one line.
+    ValueError: if there is no such file or function, or the file fails; the
+      message is one line.
   """
   path = _find(file)
   if path.suffix != '.py':
@@ -77,11 +79,12 @@ def call(file: str, name: str, *arguments: str) -> Any:
 def _find(file: str) -> pathlib.Path:
   """Returns the path of a config file.
 
-  From a folder without such a file, `configs/base.py` is the one that is
-  installed with the package. `base` is short for it.
+  A path such as `configs/base.py` names a file below the current folder. If
+  there is no such file, the path names a file that is installed with the
+  package. `base` is short for `configs/base.py`.
 
   Raises:
-    ValueError: if there is no such file; the message lists those that are.
+    ValueError: if there is no such file; the message lists config files.
   """
   if re.fullmatch(r'\w+', file) and not pathlib.Path(file).exists():
     file = f'{_INSTALLED}/{file}.py'
@@ -112,8 +115,8 @@ def _describe(error: Exception, path: pathlib.Path) -> str:
     # The error may be in a module that the file imports.
     reason, file, line = error.msg, error.filename, error.lineno
   else:
-    # The last frame in the file itself: deeper ones are in libraries, and say
-    # nothing about the line that a user can change.
+    # The line is that of the last frame in the file itself. Deeper frames are
+    # in libraries, and do not show the line that a user can change.
     for frame in traceback.extract_tb(error.__traceback__):
       if frame.filename == str(path.absolute()):
         line = frame.lineno

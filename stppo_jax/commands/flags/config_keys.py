@@ -1,8 +1,8 @@
 """Explains config keys by the comments of the files that define them.
 
 The keys of `algorithm` are defined in `configs/algorithms.py` and
-`configs/defaults.py`, all others in
-`configs/base.py` and the files beside it that it calls.
+`configs/defaults.py`. All other keys are defined in `configs/base.py` and in
+the files of the same folder whose functions it calls.
 """
 
 import ast
@@ -25,10 +25,11 @@ def describe(name: str = '') -> str:
   """Returns config keys as text, each with its default and its comment.
 
   Args:
-    name: a key, a section, or the last part of one; '' = all keys.
+    name: a key, a section, or consecutive parts of a key, such as `slots` of
+      `rollout.slots`; '' for all keys.
 
   Raises:
-    Misconfigured: there is no such key.
+    Misconfigured: if there is no such key.
   """
   name = name.removeprefix('config.')
   found = list(_entries())
@@ -46,8 +47,8 @@ def describe(name: str = '') -> str:
     )
   lines = []
   for key, comment, line in found:
-    # The comment of a section is shown with each of its keys, since it explains
-    # them, too.
+    # The comment of a section is shown with each of its keys, since the comment
+    # explains the keys, too.
     around = not line and comment
     if key in chosen or (
       around and any(name.startswith(f'{key}.') for name in chosen)
@@ -62,7 +63,8 @@ def describe(name: str = '') -> str:
 def _entries() -> Iterator[tuple[str, str, str]]:
   """Yields each section and key: its name, comment, and `key = value`.
 
-  They are in the order of the files. A section has no value, but ''.
+  Sections and keys are in the order of the files. A section has '' in place of
+  `key = value`.
   """
   lines = {
     key: f'{key} = {value!r}'
@@ -77,7 +79,7 @@ def _entries() -> Iterator[tuple[str, str, str]]:
 def _of_algorithm(lines: dict[str, str]) -> Iterator[tuple[str, str, str]]:
   """Yields the sections and keys of `algorithm`.
 
-  The options of every choice are among them, not only those of the default.
+  The keys are the options of every choice, not only of the default choice.
   """
   of_choices = dict(_comments(defaults, 'DEFAULTS'))
   for name, comment in _comments(algorithms, '_TOKEN_PPO'):
@@ -104,7 +106,8 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
 
   Args:
     module: the module of the literal.
-    name: a variable that is the literal, or a function that contains it.
+    name: the name of a variable that is the literal, or of a function that
+      contains the literal.
   """
   assert module.__file__ is not None
   text = pathlib.Path(module.__file__).read_text(encoding='utf-8')
@@ -125,8 +128,8 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
     _, _, behind = lines[number].partition('  # ')
     return ' '.join(filter(None, [*found, behind]))
 
-  # A section may be the dict that a function returns, of this file or of a file
-  # beside it. Then its keys and their comments are those in that function.
+  # A section may be the result of a function of this file, or of a file in the
+  # same folder. Then its keys and comments are read from that function.
   def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
       other = getattr(module, getattr(node.func.value, 'id', ''), None)

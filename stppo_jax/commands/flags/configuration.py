@@ -7,9 +7,9 @@
     --config.a.b=VALUE            sets one key; also `--config.a.b VALUE`
     --config.a.b, --noconfig.a.b  sets a key to True, to False
 
-The flags are written as for `config_flags` of ml_collections, which is not used
-for two reasons: it stops at the first wrong flag, where all errors are reported
-here, and it does not know that setting the `name` of a section decides which
+The flags are written as for `config_flags` of ml_collections. That module is
+not used, for two reasons. It stops at the first wrong flag, but all errors
+should be reported. It does not know that the `name` of a section decides which
 options the section has. Nothing here imports jax or touches a device.
 
 A configuration is annotated as `Any`: it is a ConfigDict, whose keys are
@@ -35,19 +35,20 @@ from stppo_jax.workdir import named_files
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 
-# The commands that train but do not start from another run, and what they read
-# in place of num_steps.
+# The commands that train but do not start from another run -> the key that they
+# read in place of num_steps.
 _OFFLINE = {
   'sft': 'sft.num_steps',
   'prefer': 'preference.num_epochs, the passes over the pairs',
 }
 
-# Checks that `schema.check` may leave out: those that say nothing about another
-# machine, and those that take long.
+# Checks that `schema.check` may leave out, because their results do not hold on
+# another machine.
 OF_THIS_MACHINE = external.OF_THIS_MACHINE
-# One of the former; it may be left out only where a launcher starts a retriever
-# beside the run, or where the command asks none.
+# One of the checks in OF_THIS_MACHINE. It may be left out only if a launcher
+# starts a retriever beside the run, or if the command uses no retriever.
 PASSAGES = external.passages_are_named
+# Checks that `schema.check` may leave out, because they take long.
 SLOW = (schema.check_algorithm,)
 # The keys that name files and folders.
 _PATHS = (
@@ -72,7 +73,7 @@ def parse(
     flags: the command's own flags, which get their values.
     required: the names of flags that must be given.
     writer: see `checked`.
-    ignored: what is not checked, see `schema.check`.
+    ignored: the checks that are left out, see `schema.check`.
 
   Raises:
     Misconfigured: see `checked`.
@@ -103,20 +104,21 @@ def checked(
   writer: str = '',
   ignored: Sequence[Any] = (),
 ) -> Any:
-  """Returns the configuration of a command line that was taken apart.
+  """Returns the checked configuration of a command line that was split.
 
-  It is locked, so that setting a new key is an error.
+  The configuration is locked, so that setting a new key is an error.
 
   Args:
-    flags: the flags of the command. If `--workdir` is one of them, it must be a
-      folder, or not exist yet.
-    given: from `split`.
-    writer: the name of the command, if it writes to the workdir; a folder that
-      it must not write to is an error.
-    ignored: what is not checked, see `schema.check`.
+    flags: the flags of the command. If `--workdir` is one of them, its value
+      must be a folder, or a path that does not exist yet.
+    given: the result of `split`.
+    writer: the name of the command, if the command writes to the workdir. A
+      workdir that the command must not write to is then an error.
+    ignored: the checks that are left out, see `schema.check`.
 
   Raises:
-    Misconfigured: a line for every error of flags, keys, values and rules.
+    Misconfigured: if flags, keys, values or rules have errors; the message has
+      a line for each error.
   """
   errors = list(given.errors)
   workdir = flags.workdir if 'workdir' in flags else ''
@@ -144,7 +146,7 @@ def checked(
           f'not use it; set {_OFFLINE[writer]}'
         )
   if workdir and writer:
-    # The folders that a config names are known only if it is valid.
+    # The folders that a config names are known only if the config is valid.
     folders = {} if errors else folders_read(config)
     errors += run_folder.problems(
       workdir, flag='--workdir', command=writer, reads=folders
@@ -171,7 +173,8 @@ def folders_read(config: Any) -> dict[str, pathlib.Path]:
     config: a valid configuration.
 
   Returns:
-    The folder of each key that names one, or a file in one.
+    A dict with each key that names a folder, or a file in a folder, and the
+    path of the folder.
   """
   model, data = config.model, config.data
   folders = {

@@ -34,10 +34,12 @@ def parse(
   Args:
     argv: the arguments without the program's and the command's name.
     flags: the command's own flags, which get their values. If --sets is one of
-      them, it names the questions, and --out a folder that may be written.
+      them, it names the questions. If --out is one of them, it names a folder,
+      and an error is raised if the command must not write there.
 
   Raises:
-    Misconfigured: a line for every error of flags, keys, values and rules.
+    Misconfigured: if flags, keys, values or rules have errors; the message has
+      a line for each error.
   """
   flags = absl_flags.FlagValues() if flags is None else flags
   absl_flags.DEFINE_string('checkpoint', '', '', flag_values=flags)
@@ -56,8 +58,8 @@ def parse(
     errors += [f'--checkpoint={name}: {reason}'] if reason else []
   config: Any = None
   try:
-    # Without a checkpoint, the rest of the command line is checked all the
-    # same.
+    # Even without a valid checkpoint, the rest of the command line is checked,
+    # so that the user sees all errors at once.
     config = _read(None if reason else checkpoint, flags.config)
     errors += overrides_lib.override_all(config, given.overrides)
     errors += [f'config.{x}' for x in external.adapter_options(config)]
@@ -98,11 +100,13 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   """Returns the config of a run, or a default one for a directory of weights.
 
   Args:
-    checkpoint: the folder of either; None if there is none.
-    file: the config file that was given; '' if none was.
+    checkpoint: the folder of the run or of the weights; None if the command
+      line names no valid checkpoint.
+    file: the value of --config; '' if the flag was not given.
 
   Raises:
-    ValueError, Misconfigured: the config cannot be read; one line.
+    ValueError, Misconfigured: if the config cannot be read; the message is one
+      line.
   """
   is_run = checkpoint and run_folder.command_of(checkpoint) == 'train'
   if file:
@@ -112,28 +116,28 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
       config = recorded_config.read(checkpoint)
     except ValueError as error:
       raise ValueError(f'--checkpoint={checkpoint}: {error}') from error
-    # Nothing is sent anywhere, so this machine needs no package for it.
+    # An evaluation sends nothing to trackers, so their packages are not needed.
     config.writer.trackers = ()
   else:
     config = base.get_config()
   if checkpoint and not is_run:
     config.model.path = str(checkpoint)
-    # A directory holds whole weights; only runs have adapters and starts.
+    # A directory of weights needs no adapters and no start from another policy.
     config.model.lora.rank, config.model.lora.path = 0, ''
     config.sft.before_training, config.init_from = False, ''
   return config
 
 
 def _choose_sets(config: Any, sets: str) -> None:
-  """Replaces the evaluation questions of a config by those of a mixture.
+  """Replaces the evaluation questions of a config by the questions of --sets.
 
   Args:
     config: the config to change.
-    sets: data sets, or files of questions, as in `data.train`; '' changes
-      nothing.
+    sets: the value of --sets: data sets, or files of questions, as in
+      `data.train`; '' changes nothing.
 
   Raises:
-    ValueError: the text names no sets; one line.
+    ValueError: if the value is wrong; the message is one line.
   """
   if not sets:
     return
@@ -164,7 +168,8 @@ def _choose_sets(config: Any, sets: str) -> None:
     files = [_find('--sets', element.name, places) for element in elements]
     if data.corpus:
       files.append(_find('config.data.corpus', data.corpus, places))
-    # All that a config names lies below its root, also where links lead.
+    # All files that a config names must lie below data.root, and so must the
+    # targets of symbolic links.
     data.root = os.path.commonpath(
       [path.parent for file in files for path in (file, file.resolve())]
     )
@@ -187,10 +192,15 @@ def _is_file(name: str) -> bool:
 def _find(
   source: str, file: str, places: Sequence[pathlib.Path]
 ) -> pathlib.Path:
-  """Returns the whole path of a file in the first of the places that has it.
+  """Returns the absolute path of a file in the first folder that has the file.
+
+  Args:
+    source: the flag or the key that names the file, for the message.
+    file: the name of the file, relative to a folder.
+    places: the folders in which the file is looked for.
 
   Raises:
-    ValueError: none has it; the message begins with what names the file.
+    ValueError: if no folder has the file; the message is one line.
   """
   for place in places:
     path = pathlib.Path(os.path.abspath(place / file))

@@ -27,7 +27,7 @@ from stppo_jax.configs import algorithms as algorithms_lib
 from stppo_jax.configs import defaults
 from stppo_jax.workdir import run_folder
 
-# A comma, unless a closing bracket comes before the next opening one.
+# A comma outside brackets: the next bracket behind it is not a closing bracket.
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
 
 
@@ -35,9 +35,11 @@ class Options(NamedTuple):
   """The options of an algorithm or an estimator.
 
   Attributes:
-    subject: the flag that names the algorithm or estimator, as typed.
-    values: the options, a section of a configuration.
-    typed: key of the section to the setting that changed it, as typed.
+    subject: the flag and value that name the algorithm or estimator, as the
+      user typed them.
+    values: the options, which are a section of a configuration.
+    typed: a dict from each key that was changed to the setting that changed the
+      key, as the user typed it.
   """
 
   subject: str
@@ -49,7 +51,7 @@ def of_batch(**options: Any) -> absl_flags.FlagValues:
   """Returns the flags of a command that reads a saved batch.
 
   Args:
-    **options: its own flags, see `command_line.flags`.
+    **options: the flags of this command alone, see `command_line.flags`.
   """
   return command_line.flags(batch='', **options, float64=False)
 
@@ -62,10 +64,11 @@ def parse(
   Args:
     flags: the flags, which get their values.
     argv: the arguments without the names of the commands.
-    required: the flag that names what is computed; `--config` may name it too.
+    required: the name of a flag that must have a value; the ALGORITHM of
+      `--config` can be this value. '' for no such flag.
 
   Raises:
-    Misconfigured: a line for every error.
+    Misconfigured: if there are errors; the message has a line for each.
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
   if required and not flags[required].value:
@@ -79,9 +82,9 @@ def parse(
 def out_problems(
   flags: absl_flags.FlagValues, reads: Mapping[str, pathlib.Path]
 ) -> list[str]:
-  """Returns a line if `--out` or `--plot` must not be written.
+  """Returns a line for each of `--out` and `--plot` that must not be written.
 
-  It is called before any work.
+  Commands call this function before any work.
 
   Args:
     flags: the flags of a command.
@@ -108,14 +111,15 @@ def out_problems(
 
 
 def algorithms(text: str, *, config: str) -> dict[str, Options]:
-  """Returns label to options, for labels NAME[:KEY=VALUE]....
+  """Returns a dict from each label NAME[:KEY=VALUE]... to its options.
 
   Args:
-    text: several of them with commas between them; equal ones count once.
-    config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
+    text: the labels with commas between them; equal labels count once.
+    config: the value FILE.py[:ALGORITHM] of --config; '' for the defaults of
+      the table of algorithms.
 
   Raises:
-    Misconfigured: a line for every error.
+    Misconfigured: if there are errors; the message has a line for each.
   """
   options, errors = {}, []
   for label in dict.fromkeys(_BETWEEN.split(text)):
@@ -137,12 +141,13 @@ def algorithm(
 
   Args:
     name: a key of the table of algorithms.
-    settings: KEY=VALUE, of which the last of equal keys counts.
-    config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
-    flag: the flag that names it, for messages.
+    settings: texts KEY=VALUE. If a key is repeated, its last value counts.
+    config: the value FILE.py[:ALGORITHM] of --config; '' for the defaults of
+      the table.
+    flag: the flag that names the algorithm, for messages.
 
   Raises:
-    Misconfigured: every error, one line each.
+    Misconfigured: if there are errors; the message has a line for each.
   """
   subject = f'{flag}={name}'
   if config:
@@ -163,12 +168,13 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
   """Returns the options of an advantage estimator.
 
   Args:
-    name: the name of the estimator; '' = that of the configuration.
-    settings: KEY=VALUE, of which the last of equal keys counts.
-    config: FILE.py[:ALGORITHM] as given; '' = the estimator's defaults.
+    name: the name of the estimator; '' for the estimator of the configuration.
+    settings: texts KEY=VALUE. If a key is repeated, its last value counts.
+    config: the value FILE.py[:ALGORITHM] of --config; '' for the estimator's
+      defaults.
 
   Raises:
-    Misconfigured: every error, one line each.
+    Misconfigured: if there are errors; the message has a line for each.
   """
   table = defaults.DEFAULTS['advantage']
   subject = f'--estimator={name}' if name else f'--config={config}'
@@ -193,7 +199,7 @@ def _load(name: str) -> Any:
   """Returns a configuration that has the section `algorithm`.
 
   Raises:
-    Misconfigured: it cannot be loaded, or lacks that section.
+    Misconfigured: if the configuration cannot be loaded, or lacks the section.
   """
   config = config_file.load(name)
   try:
@@ -208,10 +214,10 @@ def _load(name: str) -> Any:
 def _apply(
   config: Any, section: str, settings: Sequence[str], flag: str
 ) -> dict[str, str]:
-  """Changes options of a section; returns what changed them, by key.
+  """Changes options of a section; returns each changed key with its setting.
 
   Raises:
-    Misconfigured: every error, one line each.
+    Misconfigured: if there are errors; the message has a line for each.
   """
   pairs = [setting.partition('=') for setting in settings]
   errors = [

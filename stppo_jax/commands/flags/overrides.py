@@ -14,8 +14,8 @@ from stppo_jax import settings
 from stppo_jax.configs import defaults
 from stppo_jax.configs import schema
 
-# Key of an option that chooses other options (such as algorithm.bounds.name) ->
-# the section of the algorithm that they are in.
+# The key of an option that chooses other options (such as
+# algorithm.bounds.name) -> the section of the algorithm with these options.
 _CHOOSING_KEYS = {f'algorithm.{kind}.name': kind for kind in defaults.DEFAULTS}
 
 
@@ -33,10 +33,10 @@ def override_all(
 
   Args:
     config: the configuration to change.
-    overrides: keys and the text of their values, see `command_line.Given`.
+    overrides: the text of each value by its key, see `command_line.Given`.
     flag: the text before the key on the command line, for the messages.
-    section: dotted name of the section that the keys are relative to; '' = the
-      whole configuration.
+    section: the dotted name of the section that the keys are relative to; ''
+      for the whole configuration.
 
   Returns:
     A line for each key that could not be set.
@@ -54,7 +54,7 @@ def override_all(
 
 
 def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
-  """Returns the flag that sets a key; a bool is a flag without a value."""
+  """Returns the flag that sets a key; a bool `text` is a flag without value."""
   if not isinstance(text, bool):
     return f'{start}{key}={text}'
   return f'{start}{key}' if text else f'--no{start.removeprefix("--")}{key}'
@@ -63,16 +63,17 @@ def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
 def _override(config: Any, key: str, text: str | bool) -> None:
   """Sets a dotted key to a value of its present type.
 
-  A key that chooses other options (such as algorithm.bounds.name) also replaces
-  them by the options of the new choice, with their defaults.
+  If a key chooses other options (such as algorithm.bounds.name), these options
+  are replaced by the options of the new choice, with their defaults.
 
   Args:
     config: the configuration to change.
     key: the dotted key.
-    text: the text of the value; a bool where the flag has no value.
+    text: the text of the value; a bool if the flag has no value.
 
   Raises:
-    ValueError: no such key, or a value of another type; one line.
+    ValueError: if there is no such key, or the value has another type; the
+      message is one line.
   """
   kind = _CHOOSING_KEYS[key] if key in _CHOOSING_KEYS else ''
   if kind and isinstance(text, str) and text in defaults.DEFAULTS[kind]:
@@ -97,7 +98,7 @@ def _override(config: Any, key: str, text: str | bool) -> None:
   if isinstance(section[leaf], config_dict.ConfigDict):
     keys = ', '.join(section[leaf].keys())
     raise ValueError(f'a section, not a value; set one of its keys: {keys}')
-  # `typed` checks the type, with a message that names what is expected.
+  # `typed` checks the type, with a message that names the expected type.
   with section.ignore_type():
     section[leaf] = typed(text, section[leaf])
 
@@ -112,12 +113,13 @@ def _unknown(name: str, section: Any, path: str) -> str:
 
 
 def typed(text: str | bool, current: Any) -> Any:
-  """Returns the value of a text, in the type of `current`.
+  """Returns the value that a text stands for, in the type of `current`.
 
   An int is accepted as a float, and a string needs no quotes.
 
   Raises:
-    ValueError: the value has another type; the message names the expected one.
+    ValueError: if the value has another type; the message names the expected
+      type.
   """
   if isinstance(current, bool):
     try:
@@ -154,8 +156,8 @@ def typed(text: str | bool, current: Any) -> Any:
 def _split_names(text: str) -> tuple[str, ...] | str:
   """Returns `tis,mis`, `(tis,mis)` or `[tis,mis]` as a tuple of names.
 
-  A name may be a dotted key. A text that is no list of names is returned as it
-  is.
+  A name may be a dotted key. A text that is no list of names is returned
+  unchanged.
   """
   if text[:1] + text[-1:] in ('()', '[]'):
     text = text[1:-1]
