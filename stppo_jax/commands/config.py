@@ -6,8 +6,8 @@ python -m stppo_jax config --config=FILE.py[:ALGORITHM]
   --config=FILE.py[:ALGORITHM]  the config, as for train
   --config.KEY=VALUE            sets the key of a line
 
-After these lines come lines that begin with #. They have the keys whose values
-differ from configs/base.py, and numbers that are computed from the
+After these lines come lines that begin with #. They name the keys whose values
+differ from configs/base.py, and the numbers that are computed from the
 configuration, such as the number of updates per collection.
 """
 

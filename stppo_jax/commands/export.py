@@ -19,7 +19,9 @@ python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
                  files would be pushed to this model of the Hugging Face Hub
   --yes          pushes them
 
-The export needs no other file of the run than its folder.
+Besides the folder of the run, the export needs the directories that the keys
+model.path and model.tokenizer_path of the run name. If the run made its
+tokenizer from its data, the export needs the data, too.
 """
 
 from collections.abc import Sequence

@@ -16,8 +16,8 @@ python -m stppo_jax index --backend=dense --corpus=FILE.jsonl --out=DIR
   --dtype=NAME           the dtype of the stored vectors, float32 by default
 
 `serve --index=DIR` opens the index at once, whatever its size. A folder can
-hold an index of bm25 and an index of dense. An index that the folder already
-holds is not built again.
+hold a bm25 index and a dense index. An index that the folder already holds is
+not built again.
 """
 
 from collections.abc import Sequence

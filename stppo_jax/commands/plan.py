@@ -25,8 +25,8 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
 
 The command shards the run's models over devices that need not exist. In
 `model.path` it reads only config.json, and it reads no data. It prints the
-bytes that one device holds, engines included. It also prints an estimate of the
-time of a step, which is computed by formulas, and the assumptions of these.
+bytes that one device holds, engines included. By formulas it also estimates the
+time of a step, and prints the assumptions of these formulas.
 For a TPU slice, the programs of the run are compiled for TPU, which needs the
 package libtpu but no TPU. For cpu:N, the update is compiled for CPU. A run has
 each program in several sizes, of which only the largest is compiled. For GPUs
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     errors.append(f'--devices={flags.devices}: not allowed with --topology')
   if flags.compile_best and not flags.sweep_mesh:
     errors.append(f'--compile_best={flags.compile_best}: needs --sweep_mesh')
-  # Imports come late: most wrong flags are answered before jax is loaded.
+  # Imports come late, so that most wrong flags are reported before jax loads.
   if flags.programs:
     from stppo_jax.tools.plan import programs
 

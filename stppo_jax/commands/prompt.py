@@ -12,7 +12,7 @@ python -m stppo_jax prompt --config=FILE.py[:ALGORITHM]
                                 action
 
 Prints the prompt as text, and each token of the dialogue on a line: its
-position, its id, a remark, and its text. The remark tells special and added
+position, its id, a remark, and its text. The remark marks special and added
 tokens of the tokenizer, tokens that are part of a tag, and the stop or end
 token with which a turn ends. No retriever is asked, and every search finds the
 same example passage. No weights are read.

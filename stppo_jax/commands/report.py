@@ -14,10 +14,10 @@ python -m stppo_jax report DIR... [--out=FILE] [--format=html|md]
   --picture    a PNG file that the page shows, too, such as lab compare --plot
                and lab levels --plot write; may be repeated
 
-The runs may still be in progress. Some input may be unreadable, such as a
-folder that is no run, or a line that was cut off when a run was killed. Then
-one line names this input, the page shows everything else, and the exit code is
-2. docs/report.md explains the page.
+The runs may still be in progress. If something cannot be read, such as a folder
+that is no run, or a line that was cut off when a run was killed, one line names
+it. The page then shows everything else, and the exit code is 2. docs/report.md
+explains the page.
 """
 
 from collections.abc import Sequence

@@ -64,8 +64,8 @@ class ArithmeticQuestions(questions_lib.Questions):
   def passages(self) -> None:
     """Raises ValueError, because these questions have no passages."""
     raise ValueError(
-      'data.name=arithmetic: has no passages; env.name must be one that does '
-      'not search, such as tools'
+      'data.name=arithmetic: has no passages; env.name must be an environment '
+      'that does not search, such as tools'
     )
 
   def demonstrated(self, step: int, count: int) -> list[str]:
@@ -87,8 +87,8 @@ class ArithmeticQuestions(questions_lib.Questions):
     chosen = [e for e in self._expressions() if not _is_for_evaluation(e)]
     if count > len(chosen):
       raise ValueError(
-        f'{count} questions: there are {len(chosen)} different ones; raise '
-        'data.arithmetic.max_number'
+        f'{count} questions are needed, but there are only {len(chosen)} '
+        'different questions; raise data.arithmetic.max_number'
       )
     order = np.random.default_rng(key).permutation(len(chosen))
     return [chosen[index] for index in order[:count]]
@@ -122,7 +122,7 @@ class CalculatorDemonstrations(demonstrations.Demonstrations):
   def _turns(
     self, expression: str, rng: np.random.Generator, rate: float
   ) -> list[str]:
-    """Returns the turns of the demonstrator about an expression."""
+    """Returns the turns that the demonstrator writes for an expression."""
     first, sign, _ = expression.split()
     if rng.random() < rate:
       error = _ERRORS[rng.integers(len(_ERRORS))]

@@ -231,7 +231,7 @@ class StoredDemonstrations:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if a row is not a question with turns; the message names the
+      ValueError: if a row is no question with turns; the message names the
         line.
     """
     self._seed = seed
@@ -332,7 +332,7 @@ def _misread(
   source: synthetic_wiki.Entity,
   right: synthetic_wiki.Entity,
 ) -> synthetic_wiki.Entity:
-  """Returns a wrong entity that the passage on `source` mentions."""
+  """Returns a wrong entity that the passage about `source` mentions."""
   others = [name for name in source.facts.values() if name != right.name]
   return world.entities[others[rng.integers(len(others))]]
 

@@ -57,8 +57,8 @@ class GameQuestions(questions_lib.Questions):
   def passages(self) -> None:
     """Raises ValueError, because these questions have no passages."""
     raise ValueError(
-      'data.name=games: has no passages; env.name must be one that plays '
-      'games, such as textworld'
+      'data.name=games: has no passages; env.name must be an environment that '
+      'plays games, such as textworld'
     )
 
 
@@ -70,7 +70,7 @@ class Player(Protocol):
     question: types.Question,
     choose: Callable[[str, Sequence[str]], str],
   ) -> list[str]:
-    """Returns the turns of a played game.
+    """Plays a game and returns the turns of the player.
 
     Args:
       question: the question of the game.

@@ -122,7 +122,7 @@ def parse(text: str) -> tuple[Element, ...]:
   weighted = [element.weight is not None for element in elements]
   if any(weighted) and not all(weighted):
     name = elements[weighted.index(False)].name
-    raise ValueError(f'{name!r} has no weight, but others have one')
+    raise ValueError(f'{name!r} has no weight, but other elements have one')
   return elements
 
 

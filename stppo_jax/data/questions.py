@@ -198,9 +198,9 @@ class StoredQuestions(Questions):
     """Returns `count` different question indices that are not in `of_step`."""
     total, found = len(self._train), dict.fromkeys(())
     start = total
-    # Each step has an order of its own for this. With weights, a question may
-    # come up twice before another question comes up once, so more of the order
-    # is drawn until there are enough different questions.
+    # The sample comes from an order that only this step has. With weights, a
+    # question may come up twice before another question comes up once, so more
+    # of the order is drawn until there are enough different questions.
     while len(found) < count:
       order = self._train.order((self._seed, step), start, total)
       found |= dict.fromkeys(i for i in order if i not in of_step)
@@ -276,13 +276,13 @@ def _parts(
     kind: jsonl for files, tfds for data sets that were built.
     root: the folder of the files or of the data sets.
     mixture: the text of the mixture, see `data/mixtures.py`.
-    splits: the splits of which the first that exists is taken, if an element
-      names no split.
+    splits: the splits that are tried in order for an element that names no
+      split.
   """
   result = []
   for element in mixtures.parse(mixture):
     if kind == 'tfds':
-      # Imported here, because the import takes a second and files need none.
+      # Imported only for built data sets, because the import takes a second.
       from stppo_jax.data import tfds_store
 
       wanted = [element.split] if element.split else splits

@@ -13,8 +13,8 @@ from stppo_jax.data import formats
 from stppo_jax.data import readers
 from stppo_jax.data import tables
 
-Files = Mapping[str, Sequence[tables.TableFile]]  # by split
-Passages = dict[str, types.Passage]  # by id
+Files = Mapping[str, Sequence[tables.TableFile]]  # the files of each split
+Passages = dict[str, types.Passage]  # the passages by their ids
 
 
 def needed(name: str) -> str:

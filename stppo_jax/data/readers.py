@@ -22,9 +22,9 @@ from stppo_jax.data import tables
 _KINDS = {'open': 'open', 'mcq': 'choice'}
 # The name of our field -> the name of this field in Search-R1 and FlashRAG.
 _OTHER_NAMES = {'answers': 'golden_answers', 'dataset': 'data_source'}
-# verl puts this before the name of a data set of Search-R1.
+# verl puts this prefix before the name of a data set of Search-R1.
 _PREFIX = 'searchR1_'
-# The prompts of Search-R1 put this before the question.
+# The prompts of Search-R1 have this word before the question.
 _BEFORE_QUESTION = 'Question:'
 
 
@@ -195,8 +195,8 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
     raise ValueError('"answers": expected a list of strings, one at least')
   if not all(map(str.strip, answers)):
     raise ValueError(
-      '"answers": expected strings that are not empty, or an empty answer '
-      'would be right'
+      '"answers": expected strings that are not empty, because no empty answer '
+      'may be right'
     )
   return tuple(answers)
 

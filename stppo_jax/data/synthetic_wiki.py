@@ -3,8 +3,9 @@
 A world has entities of five types. Their names are composed of sub-word pieces,
 so an answer has to be copied from a passage. Facts are drawn anew for every
 world, so they cannot be memorised. The worlds with an index below
-NUM_EVALUATION_WORLDS are for evaluation. Their names never occur in a training
-world: a hash of a name decides which of the two kinds of worlds may use it.
+NUM_EVALUATION_WORLDS are for evaluation. The names of their entities never
+occur in a training world: a hash of a name decides which of the two kinds of
+worlds may use the name.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ import zlib
 
 SUFFIXES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
 ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
-_BATCH = 1024  # rows of a parquet file that are read together
+_BATCH = 1024  # the number of rows of a parquet file that are read together
 
 
 class _Record(Protocol):
@@ -37,7 +37,7 @@ class TableFile:
   """A file of rows.
 
   Attributes:
-    path: the file, or the archive that holds it.
+    path: the file, or the archive that holds the file.
     member: the name of the file in the archive; '' if `path` is the file
       itself.
     columns: the names of the columns of a CSV file that has no header line.
@@ -252,7 +252,7 @@ def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
     elif all(isinstance(row, Mapping) for row in rows.values()):
       rows = [{'id': key} | row for key, row in rows.items()]
   if not isinstance(rows, list):
-    raise ValueError(f'{file}: expected a list of rows, or an object of them')
+    raise ValueError(f'{file}: expected a list of rows, or an object of rows')
   for number, row in enumerate(rows, start=1):
     yield f'{file}: row {number}', number, row
 

@@ -205,7 +205,7 @@ def checksum(questions: Sequence[types.Question]) -> str:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-  """Silences the progress bars, notices and warnings of the library."""
+  """Silences progress bars, notices and warnings of `tensorflow_datasets`."""
   tfds.disable_progress_bar()
   log = logging.getLogger('absl')
   level = log.level

@@ -81,8 +81,8 @@ class Calculator:
             _ask(process, expression), self._timeout
           )
         except Exception as error:
-          # After a timeout the process may still reply, and this late reply
-          # would be taken for the reply to the next call.
+          # The process is killed: after a timeout it may still reply, and this
+          # late reply would be taken for the reply to the next call.
           process = await _end(process)
           result = self._failure(error)
         if answer.done():

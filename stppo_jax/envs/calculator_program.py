@@ -87,7 +87,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _reply(line: str) -> dict[str, str]:
-  """Returns the reply to one line."""
+  """Returns the value or the error of the expression in a line."""
   try:
     return {'value': str(evaluate(json.loads(line)))}
   except Exception as error:
@@ -95,7 +95,7 @@ def _reply(line: str) -> dict[str, str]:
 
 
 def main() -> None:
-  """Answers lines until the input ends."""
+  """Prints a reply to each line of the standard input until it ends."""
   # The limits of this process may be lower already and cannot be raised then.
   with contextlib.suppress(ValueError, OSError):
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

@@ -114,7 +114,7 @@ class GymnasiumEnvironment(protocol.Environment):
     try:
       return begun.result(self._timeout)
     except TimeoutError:
-      # A TimeoutError that the user's code raised is passed on as it is.
+      # A TimeoutError that the user's code raised is passed on unchanged.
       if begun.done() and begun.exception():
         raise
       begun.add_done_callback(_close_late)
@@ -177,7 +177,7 @@ class _Episode(protocol.Episode):
         asyncio.wrap_future(self._last), self._timeout
       )
     except TimeoutError:
-      # A TimeoutError that the user's code raised is passed on as it is.
+      # A TimeoutError that the user's code raised is passed on unchanged.
       if self._last.done() and self._last.exception():
         raise
       raise TimeoutError(_too_long('step', self._timeout)) from None
@@ -207,7 +207,8 @@ def _start(call: Callable[[], Any]) -> futures.Future:
   and the process would wait for these threads at its end.
   """
   future: futures.Future = futures.Future()
-  future.set_running_or_notify_cancel()  # cannot be cancelled any more
+  # A future that is running cannot be cancelled, so `run` can always set it.
+  future.set_running_or_notify_cancel()
 
   def run() -> None:
     try:

@@ -85,7 +85,7 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
 
 def correction() -> protocol.Observation:
   """Returns the observation that follows a turn without a valid action."""
-  # The text is our own, so it has no tags that must be neutralised.
+  # The text is our own, so it is a prefix, whose tags are not neutralised.
   return protocol.Observation(f'\n\n{_CORRECTION}\n\n', body='', suffix='')
 
 

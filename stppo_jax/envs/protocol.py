@@ -126,8 +126,8 @@ class Environment(Episode, Protocol):
   with INFRA_ERROR. An exception with an `exit_code` ends the run.
 
   Attributes:
-    stop_strings: the strings that end a turn: it ends as soon as the policy has
-      completed one of them.
+    stop_strings: the strings that end a turn. A turn ends as soon as the policy
+      has written one of these strings.
     tags: strings that structure every dialogue. A tokenizer may have added
       tokens for them, and a BPE tokenizer made for this environment is trained
       on them too.
@@ -220,7 +220,8 @@ def check_reward(name: str, reward: float) -> None:
     reward: the reward.
 
   Raises:
-    ValueError: if it is nan, or infinite in float32; the message is one line.
+    ValueError: if the reward is nan, or infinite in float32; the message is one
+      line.
   """
   # The `not` refuses nan too, because every comparison with nan is false.
   if not abs(reward) <= _LARGEST_REWARD:

@@ -51,8 +51,8 @@ class SearchEnvironment(protocol.Environment):
     """Makes an environment.
 
     Args:
-      retriever: finds the passages.
-      max_turns: the number of searches per question.
+      retriever: the retriever that finds the passages.
+      max_turns: the largest number of searches per question.
       prompt_template: a file with `{question}`; '' for the built-in prompt.
       rewards: the weight of each of REWARD_NAMES. `search_penalty` is
         subtracted for each search. `turn_search` goes to a turn whose search
@@ -170,7 +170,7 @@ class SearchEnvironment(protocol.Environment):
   def _turn_reward(
     self, question: types.Question, passages: Sequence[types.Passage]
   ) -> float:
-    """Returns the reward of a search for the passages that it found.
+    """Returns the reward of a turn whose search has found `passages`.
 
     All passages count, even if the length limit of the observation will cut
     some off. The source of these rewards is MT-GRPO, arXiv 2505.11821. The

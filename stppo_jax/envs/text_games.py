@@ -290,16 +290,16 @@ class _Game:
     return self._progress.failed
 
   def solution(self) -> list[str]:
-    """Returns the commands that solve the game from here."""
+    """Returns commands that solve the game from here; empty if none can."""
     return [self._command(action) for action in self._solution or ()]
 
   def distance(self) -> int:
-    """Returns the number of commands that solve the game from here."""
+    """Returns the number of commands of `solution`."""
     return len(self._solution or ())
 
   @functools.cached_property
   def _commands(self) -> Mapping[str, Any]:
-    """The possible actions, by command."""
+    """The possible actions of TextWorld, each by its command."""
     return {
       self._command(action): action
       for action in self._progress.valid_actions

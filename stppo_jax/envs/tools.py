@@ -75,7 +75,7 @@ class ToolsEnvironment(protocol.Environment):
 
     Args:
       tools: the tools that the policy can call.
-      max_turns: the number of calls per question.
+      max_turns: the largest number of calls per question.
       prompt_template: a file with `{question}`, in which `{tools}` becomes a
         line for each tool; '' for the built-in prompt.
       rewards: the weight of each of REWARD_NAMES.

@@ -37,7 +37,7 @@ def test_a_mixture_is_read():
   [
     ('', 'the name of a data set is missing'),
     ('nq,', 'the name of a data set is missing'),
-    ('nq weight=1, b', "'b' has no weight, but others have one"),
+    ('nq weight=1, b', "'b' has no weight, but other elements have"),
     ('nq weight=0', 'weight=0: must be a number greater than 0'),
     ('nq weight=inf', 'weight=inf: must be a number'),
     ('nq limit=0', "'limit=0': must be a whole number, 1 or greater"),

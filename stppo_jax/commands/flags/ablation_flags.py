@@ -19,7 +19,7 @@ from stppo_jax.workdir import run_folder
 def parse(
   argv: Sequence[str], *, ignored: Sequence[Any] = ()
 ) -> tuple[plan_lib.Plan, bool]:
-  """Returns the plan that a command line describes, and if it is a dry run.
+  """Returns the plan of a command line, and whether it asks for a dry run.
 
   Args:
     argv: the arguments without the program's and the command's name.
@@ -78,7 +78,8 @@ def parse(
   errors += run_folder.problems(
     folder, flag='--workdir', command='ablate', reads={}, expected=runs
   )
-  digests, broken = {}, {}  # `broken`: error line to the arms that have it
+  # `broken` maps each error line to the labels of the arms with this error.
+  digests, broken = {}, {}
   for arm in whole.arms:
     try:
       # Parsed without the path of a start, which may not have been made yet.

@@ -28,12 +28,12 @@ _OVERRIDE = 'config.'
 
 
 class Given(NamedTuple):
-  """A command line; the values of its flags are in the `FlagValues`.
+  """The rest of a command line whose flags are in the `FlagValues`.
 
   Attributes:
     words: the arguments that are no flags.
-    overrides: key to value of `--config.KEY=VALUE`; the value is True for
-      `--config.KEY` and False for `--noconfig.KEY`.
+    overrides: a dict from the key to the value of each `--config.KEY=VALUE`.
+      The value is True for `--config.KEY` and False for `--noconfig.KEY`.
     errors: one line for each argument that is wrong or missing.
   """
 
@@ -90,7 +90,7 @@ def number(default: float | None = None, **bounds: float) -> Definition:
 
 
 def one_of(choices: Sequence[str], default: str | None = None) -> Definition:
-  """Returns the definition of a flag for one of several texts."""
+  """Returns the definition of a flag whose value is one of several texts."""
   return functools.partial(
     absl_flags.DEFINE_enum, default=default, enum_values=list(choices)
   )
@@ -103,10 +103,10 @@ def refuse(errors: Sequence[str]) -> None:
 
 
 def lost(losses: Sequence[object]) -> int:
-  """Prints a line for each loss of a command; returns the exit code.
+  """Prints a line for each input that was not read; returns the exit code.
 
   Args:
-    losses: the messages about inputs that the command could not read.
+    losses: the messages about the inputs that a command could not read.
   """
   for loss in losses:
     print(streams.one_line(str(loss)), file=sys.stderr)
@@ -253,7 +253,7 @@ def _problem(flag: absl_flags.Flag, text: str) -> str:
 
 
 def rule(flag: absl_flags.Flag) -> str:
-  """Returns the rule of a flag's values in words, to follow "must be"."""
+  """Returns the rule of a flag's values, as words that follow "must be"."""
   if isinstance(flag.parser, absl_flags.EnumParser):
     return f'one of {", ".join(filter(None, flag.parser.enum_values))}'
   words = flag.parser.syntactic_help or 'true or false'

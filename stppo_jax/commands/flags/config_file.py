@@ -115,8 +115,8 @@ def _describe(error: Exception, path: pathlib.Path) -> str:
     # The error may be in a module that the file imports.
     reason, file, line = error.msg, error.filename, error.lineno
   else:
-    # The line is that of the last frame in the file itself. Deeper frames are
-    # in libraries, and do not show the line that a user can change.
+    # The last frame in the file itself has the line that a user can change.
+    # Deeper frames are in libraries.
     for frame in traceback.extract_tb(error.__traceback__):
       if frame.filename == str(path.absolute()):
         line = frame.lineno

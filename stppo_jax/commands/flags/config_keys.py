@@ -2,7 +2,7 @@
 
 The keys of `algorithm` are defined in `configs/algorithms.py` and
 `configs/defaults.py`. All other keys are defined in `configs/base.py` and in
-the files of the same folder whose functions it calls.
+the files of the same folder whose functions `base.py` calls.
 """
 
 import ast
@@ -112,7 +112,7 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
   assert module.__file__ is not None
   text = pathlib.Path(module.__file__).read_text(encoding='utf-8')
   lines = text.splitlines()
-  # Functions and variables by their names.
+  # The functions and variables of the module by their names.
   named: dict[str, ast.AST] = {}
   for node in ast.parse(text).body:
     if isinstance(node, ast.FunctionDef):

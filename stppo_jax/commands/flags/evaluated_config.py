@@ -22,7 +22,7 @@ from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 
-# More questions than any data set has.
+# A number of questions that is larger than any data set.
 _ALL = 10**9
 
 
@@ -82,7 +82,7 @@ def parse(
 
 
 def _problem(folder: pathlib.Path) -> str:
-  """Returns why a folder is no checkpoint; '' if it is one."""
+  """Returns the reason why a folder is no checkpoint, or ''."""
   if not folder.is_dir():
     return 'no such folder'
   owner = run_folder.command_of(folder)
@@ -97,7 +97,7 @@ def _problem(folder: pathlib.Path) -> str:
 
 
 def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
-  """Returns the config of a run, or a default one for a directory of weights.
+  """Returns the config of a run, or a default config for other weights.
 
   Args:
     checkpoint: the folder of the run or of the weights; None if the command

@@ -39,7 +39,7 @@ def override_all(
       for the whole configuration.
 
   Returns:
-    A line for each key that could not be set.
+    An error line for each key that could not be set.
   """
   errors = []
   prefix = f'{section}.' if section else ''
