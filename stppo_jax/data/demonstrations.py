@@ -159,7 +159,14 @@ class PassageDemonstrations:
     rng: np.random.Generator,
     rate: float,
   ) -> list[str]:
-    """Returns the turns of a dialogue; an error leads to `guess`'s answer."""
+    """Returns the turns of one dialogue.
+
+    Args:
+      question: the question of the dialogue.
+      guess: the question whose golden answer is given after an error.
+      rng: the random generator of the errors.
+      rate: the probability of an error at each decision.
+    """
     turns, answer = [], self._answer(question, rng)
     for query in self._queries(question)[: self.max_searches]:
       error = _draw(rng, rate, _SEARCH_ERRORS[:2])
@@ -185,7 +192,10 @@ class PassageDemonstrations:
   def _excerpt(
     self, question: types.Question, rng: np.random.Generator
   ) -> types.Question:
-    """Returns the question, or at even odds an excerpt of its gold passage."""
+    """Returns the question; in half of the cases an excerpt is its text.
+
+    The excerpt consists of consecutive words of the gold passage.
+    """
     gold = self._gold(question)
     if not gold or rng.random() < 0.5:
       return question
@@ -204,7 +214,7 @@ class PassageDemonstrations:
     return ' '.join(gold[0].text.split()[:count])
 
   def _queries(self, question: types.Question) -> list[str]:
-    """Returns the titles with a word that was read, or else the question."""
+    """Returns the queries for a question: titles, or the question itself."""
     queries, read = [], text.normalise(question.text).split()
     for passage in [] if self.quote_words else self._gold(question):
       if not set(text.normalise(passage.title).split()).isdisjoint(read):

@@ -61,7 +61,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 # The number of training questions that are searched for a gold passage to
-# quote. At least one of these questions must have one.
+# quote. At least one of these questions must have such a passage.
 _SAMPLE = 256
 
 

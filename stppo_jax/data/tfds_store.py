@@ -42,7 +42,7 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
   # If this were a path, the library would look for more files beside this
-  # module. For that it would import a package that it does not require.
+  # module. For that it would import a package that is no requirement of it.
   code_path = None  # type: ignore[assignment]
 
   def __init__(

@@ -139,7 +139,7 @@ def weighted(
   weights: Mapping[str, float], scores: Mapping[str, float]
 ) -> dict[str, float]:
   """Returns the rewards by name: each weight times the score of its name."""
-  # In the config, the weight of this score has the long name of the score.
+  # The config calls the score EXACT_MATCH by its long name.
   measures = {'exact_match': scores[EXACT_MATCH], **scores}
   return {name: weight * measures[name] for name, weight in weights.items()}
 

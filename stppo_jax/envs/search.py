@@ -12,7 +12,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.retrieval import protocol as retrieval
 
-# Rewards of the whole trajectory, and rewards of single turns.
+# The names of the rewards of a whole trajectory and of single turns.
 OUTCOME_NAMES = (
   'exact_match',
   'substring_match',

@@ -290,7 +290,7 @@ class _Game:
     return self._progress.failed
 
   def solution(self) -> list[str]:
-    """Returns commands that solve the game from here; empty if none can."""
+    """Returns commands that solve the game from here; [] if there are none."""
     return [self._command(action) for action in self._solution or ()]
 
   def distance(self) -> int:

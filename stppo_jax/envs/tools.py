@@ -123,7 +123,7 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, the frames of calls, the vocabulary, the correction."""
+    """Returns tags, fixed parts of calls, the vocabulary and the correction."""
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()
@@ -246,7 +246,15 @@ def parse(text: str) -> tuple[str, Call | str]:
 
 
 def _call(text: str, rest: str | re.Pattern[str]) -> Call | None:
-  """Returns the call that starts a text, if the text behind it fits `rest`."""
+  """Returns the call at the start of a text.
+
+  Args:
+    text: the text that begins with the JSON object of a call.
+    rest: a pattern for the text after the call.
+
+  Returns:
+    The call; None if there is no call, or other text follows.
+  """
   text = text.lstrip()
   try:
     # Unlike `loads`, this allows text after the object, such as an end token.
