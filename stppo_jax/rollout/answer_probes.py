@@ -1,11 +1,11 @@
-"""Asks how likely the golden answer is after each observation of a dialogue.
+"""Measures how likely the golden answer is after each observation.
 
 B trajectories, L tokens, T turns. A probe is a dialogue up to one of its
 observations, followed by `<answer>` and the golden answer. The mean
-log-probability of the answer's tokens says how much the policy can make of what
-it has read. What an observation adds is the information gain of its turn: IGPO,
-arXiv 2510.14967. That only the first golden answer is asked for, after the tag
-and a space, is our choice.
+log-probability of the answer's tokens says how well the policy can answer from
+the tokens that it has read. The increase at an observation is the information
+gain of the turn: IGPO, arXiv 2510.14967. It is our choice to ask only for the
+first golden answer, after the tag and a space.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ def build(
   num_turns: int,
   max_length: int,
 ) -> list[types.Trajectory]:
-  """Returns T probes of each trajectory: before its turns 1, ..., T.
+  """Returns T probes of each trajectory, one before each of turns 1, ..., T.
 
-  A probe has no token where the trajectory has no such turn or failed, where
-  the answer would exceed the length, and where there is no golden answer.
+  A probe is empty if the trajectory has no such turn or failed, if the answer
+  would exceed `max_length`, or if there is no golden answer.
 
   Args:
     trajectories: dialogues of the search environment.
@@ -48,7 +48,7 @@ def build(
     read = trajectory.prompt_ids
     for turn in range(num_turns):
       exists = asks and turn < len(trajectory.turns)
-      # What the policy has read before this turn: it grows turn by turn.
+      # `read` has the tokens that the policy has read before this turn.
       if exists and turn:
         asked = trajectory.turns[turn - 1]
         read = np.concatenate([read, asked.token_ids, asked.observation_ids])
@@ -57,8 +57,8 @@ def build(
       probes.append(
         _dialogue(
           trajectory.question,
-          # An empty row, and not none: all trajectories have T probes, so that
-          # results can be put in the shape [B, T].
+          # If the probe does not exist, it is an empty row: all trajectories
+          # have T probes, so that results can have the shape [B, T].
           np.concatenate([read, opening]) if exists else read[:0],
           [answer] if exists else [],
         )
@@ -78,17 +78,18 @@ def _dialogue(question, prompt_ids, texts) -> types.Trajectory:
 def gains(
   logprobs: np.ndarray, lengths: npt.ArrayLike, num_turns: int
 ) -> np.ndarray:
-  """Returns how much likelier the answer became with each turn's observation.
+  """Returns how much each turn's observation raises the answer's probability.
 
   Args:
     logprobs: the mean log-probability of the answer in each probe.
-    lengths: the tokens of each probe; 0: it does not exist.
-    num_turns: T, the probes of a trajectory.
+    lengths: the number of tokens of each probe; 0 if the probe is empty.
+    num_turns: T, the number of probes of a trajectory.
 
   Returns:
     float [B, T - 1], p after turn k's observation minus p before the turn,
-    where p is the exponential of the mean; 0 where a probe does not exist, and
-    not finite where a log-probability is not.
+    where p is the exponential of the mean log-probability. The gain is 0 if one
+    of the two probes is empty. It is not finite if one of the two
+    log-probabilities is not finite.
   """
   p_BT = np.exp(logprobs.astype(np.float64)).reshape(-1, num_turns)
   exists_BT = (np.asarray(lengths) > 0).reshape(-1, num_turns)
@@ -99,12 +100,12 @@ def gains(
 def rewarded(
   batch: batch_lib.TokenBatch, gains_BT: np.ndarray, weight: float
 ) -> batch_lib.TokenBatch:
-  """Returns the packed batch with the gains as rewards of their turns.
+  """Returns the packed batch with the gains added to the rewards of turns.
 
   Args:
     batch: numpy arrays, see `pack.pack`.
     gains_BT: the gains of turns 1, 2, ...
-    weight: what a gain is multiplied with.
+    weight: the factor that a gain is multiplied with.
   """
   rewards_BL = np.array(batch.rewards_BL)
   for b, turn in np.argwhere(gains_BT != 0):

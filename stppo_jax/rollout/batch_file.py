@@ -9,17 +9,17 @@ import zipfile
 import numpy as np
 
 _ZIP_MAGIC = b'PK'  # the first bytes of every npz file
-# Bytes that the compressed arrays of a file may take together. A file of a few
-# MiB can otherwise fill the memory.
+# The most bytes to which the compressed arrays of a file may unpack together.
+# Without this limit, a file of a few MiB could fill the memory.
 _MAX_UNPACKED = 4 << 30
 
 
 def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
-  """Returns the arrays of an open npz file that have one of the names.
+  """Returns the arrays of an open npz file that are named in `names`.
 
   Raises:
-    ValueError: it is not an npz file, is damaged, or takes too much memory;
-      one line without the name of the file.
+    ValueError: if the file is not an npz file, is damaged, or takes too much
+      memory. The message is one line, without the name of the file.
   """
   if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
     raise ValueError('not an npz file')
@@ -30,7 +30,8 @@ def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
     raise ValueError('not a sound npz file: cut off or damaged') from error
   present = [name for name in names if name in archive.files]
   files = {name for array in present for name in (array, f'{array}.npy')}
-  # zipfile unpacks no more of a member than the size that is stated here.
+  # These sizes are a safe bound, because zipfile unpacks no more of a member
+  # than its `file_size`.
   unpacked = sum(
     member.file_size
     for member in archive.zip.infolist()
@@ -38,8 +39,8 @@ def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
   )
   if unpacked > _MAX_UNPACKED:
     raise ValueError(
-      f'its compressed arrays take {unpacked} bytes; the most is '
-      f'{_MAX_UNPACKED}, and arrays that are not compressed may be larger'
+      f'its compressed arrays take {unpacked} bytes; the limit is '
+      f'{_MAX_UNPACKED}, except for arrays that are not compressed'
     )
   return {name: _member(archive, name) for name in present}
 
@@ -48,8 +49,8 @@ def _member(archive, name: str) -> np.ndarray:
   """Returns one array of an archive.
 
   Raises:
-    ValueError: it is no array of numbers. (The message of numpy itself would
-      recommend to unpickle it, which is unsafe.)
+    ValueError: if the member is not an array of numbers. (The message of numpy
+      itself would recommend to unpickle the member, which is unsafe.)
   """
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:
@@ -62,10 +63,12 @@ def _member(archive, name: str) -> np.ndarray:
 
 
 def save(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes an npz file; an interrupted call leaves the old file, or none.
+  """Writes an npz file atomically.
+
+  If the call is interrupted, the old file remains, if there was one.
 
   Raises:
-    OSError: the file cannot be written.
+    OSError: if the file cannot be written.
   """
   path = pathlib.Path(path)
   partial = path.with_name(path.name + '.partial')

@@ -1,8 +1,8 @@
 """Collects trajectories, in which the policy and the environment take turns.
 
-Sampled tokens are stored as they were sampled, and text is decoded for the
-environment only. A `Turn` keeps the policy's tokens apart from the observation;
-the loss mask is made from that, never from the text.
+Sampled tokens are stored exactly as they were sampled. They are decoded to text
+for the environment only. A `Turn` keeps the policy's tokens apart from the
+observation, and the loss mask is made from this division, never from text.
 
 No row waits for another: the environment answers on the event loop's thread
 while the engine decodes other rows, and a row goes on once it is answered.
@@ -24,12 +24,12 @@ from stppo_jax.rollout import event_loop
 Status = types.TrajectoryStatus
 _log = logging.getLogger(__name__)
 
-# Seconds to wait for another answer of the environment once one has arrived.
+# Seconds to wait for further answers of the environment once one has arrived.
 _LINGER = 0.003
 
 
 class Tokenizer(Protocol):
-  """See `sampling.tokenizer.Tokenizer`."""
+  """Lists the methods of a tokenizer, see `sampling.tokenizer.Tokenizer`."""
 
   def encode_prompt(
     self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()
@@ -42,10 +42,10 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-  """See `sampling.engine.Engine`.
+  """Lists the methods of an engine, see `sampling.engine.Engine`.
 
-  `poll` returns None for a row whose turn failed for good, such as on a server
-  that cannot be reached.
+  `poll` returns None for a row whose turn failed for good, for example because
+  its server cannot be reached.
   """
 
   max_length: int
@@ -71,14 +71,15 @@ class Engine(Protocol):
 
 @dataclasses.dataclass
 class _Row:
-  """A trajectory that is being collected.
+  """Holds a trajectory that is being collected.
 
   Attributes:
-    question, prompt, prompt_ids: how it begins.
-    episode: answers its turns.
+    question, prompt, prompt_ids: the question, and the text and ids of its
+      prompt.
+    episode: answers the turns of this row.
     turns: the turns that the environment has answered.
-    texts: what the policy wrote, by turn.
-    status: how it ended; None while it goes on.
+    texts: the text of each turn of the policy.
+    status: the status with which the row ended; None while it goes on.
     expert_ids, cause: see `types.Trajectory`.
   """
 
@@ -94,27 +95,28 @@ class _Row:
 
   @property
   def length(self) -> int:
-    """The tokens of the prompt, the turns and the observations."""
+    """The number of tokens of the prompt, the turns and the observations."""
     return len(self.prompt_ids) + sum(
       len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns
     )
 
 
-# What the environment is answering: by future, the row's number and its turn.
+# The turns that the environment is answering, with their row numbers.
 _Pending = dict[concurrent.futures.Future, tuple[int, types.GeneratedTurn]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlong:
-  """The soft punishment of overlong trajectories (arXiv 2503.14476, Eq. 13).
+  """Computes the soft punishment of overlong trajectories.
 
-  The length of the whole trajectory counts, because in a dialogue observations
-  fill the context too. (In DAPO the answer, which is the only turn, counts.)
+  The formula is Eq. 13 of arXiv 2503.14476. The length of the whole trajectory
+  counts, because in a dialogue observations fill the context too. (In DAPO the
+  answer, which is the only turn, counts.)
 
   Attributes:
-    weight: what a trajectory of `max_length` loses.
+    weight: the reward that a trajectory of `max_length` loses.
     max_length: the longest trajectory, in tokens.
-    interval: the tokens before `max_length` in which the loss grows from 0.
+    interval: the tokens before `max_length` over which the loss grows from 0.
   """
 
   weight: float
@@ -122,11 +124,11 @@ class Overlong:
   interval: float
 
   def reward(self, row: _Row) -> float:
-    """Returns the reward of an ended row's length, which is 0 or negative."""
+    """Returns the length reward of an ended row, which is 0 or negative."""
     if row.status is Status.INFRA_ERROR:
       return 0.0
-    # A row that was cut off lacks the observation that did not fit, so it may
-    # be shorter than it would have become.
+    # A row that was cut off lacks the observation that did not fit, so it
+    # counts as a row of `max_length`.
     cut_off = row.status is Status.TRUNCATED_LENGTH
     length = self.max_length if cut_off else row.length
     excess = length - (self.max_length - self.interval)
@@ -136,20 +138,20 @@ class Overlong:
 class Collector:
   """Collects the trajectories of questions.
 
-  An error of the environment fails the trajectory in which it happened, and no
-  other. The first one is logged with its traceback.
+  An error of the environment fails only the trajectory in which it happened.
+  The first such error is logged with its traceback.
 
   Args:
     engine: generates the policy's turns. Its weights have been published.
     environment: makes prompts, observations and rewards.
     tokenizer: the policy's tokenizer.
     loop: the event loop that runs the environment's coroutines.
-    max_turn_tokens: longest turn, in tokens.
-    max_observation_tokens: longest observation, in tokens. Its body is cut,
-      never its closing tag.
-    group_size: trajectories of each question, which share a prompt.
-    overlong: what is subtracted from the reward of long trajectories.
-    reward_function: computes one more reward of a trajectory.
+    max_turn_tokens: the most tokens of a turn.
+    max_observation_tokens: the most tokens of an observation. If it is longer,
+      its body is cut, never its closing tag.
+    group_size: the number of trajectories of each question.
+    overlong: the punishment of long trajectories; None if there is none.
+    reward_function: computes one more reward of a trajectory, if given.
   """
 
   def __init__(
@@ -177,7 +179,7 @@ class Collector:
   ) -> list[types.Trajectory]:
     """Returns `group_size` adjacent trajectories per question, in order.
 
-    The trajectories of a question whose prompt leaves no room to generate end
+    If the prompt of a question leaves no room to generate, its trajectories end
     in TRUNCATED_LENGTH, without a turn.
 
     Args:
@@ -195,11 +197,11 @@ class Collector:
       self._close_episodes([row.episode for row in rows])
 
   def statistics(self) -> Mapping[str, float]:
-    """Returns what the engine has counted since the last call."""
+    """Returns the counts of the engine since the last call."""
     return self._engine.statistics()
 
   def finish(self) -> None:
-    """Lets other hosts finish what they collect, see `Engine.finish`."""
+    """Waits until all hosts have finished collecting, see `Engine.finish`."""
     self._engine.finish()
 
   def _run(self, rows: Sequence[_Row], keys, *, greedy: bool) -> None:
@@ -226,7 +228,7 @@ class Collector:
           rows[number].cause = 'the engine failed a turn'
           self._engine.close(number)
     finally:
-      # An interrupt or an error leaves requests that nobody waits for.
+      # After an interrupt or an error, nobody waits for the pending answers.
       for future in pending:
         future.cancel()
 
@@ -234,19 +236,19 @@ class Collector:
     for episode in episodes:
       try:
         episode.close()
-      except Exception as error:  # no trajectory depends on it
+      except Exception as error:  # no trajectory depends on closing
         _log.warning(
           'an episode could not be closed: %s: %s', type(error).__name__, error
         )
 
   def _answered(self, pending: _Pending) -> list[concurrent.futures.Future]:
-    """Returns the answered turns, and waits for one if the engine is idle."""
+    """Returns futures of answered turns; waits for one if no row decodes."""
     if not self._engine.busy:
       done, waiting = concurrent.futures.wait(
         pending, return_when=concurrent.futures.FIRST_COMPLETED
       )
       # Turns that were sent together are answered together. A call of the
-      # engine costs as much for the first of them as for all of them.
+      # engine for all of them costs no more than a call for the first of them.
       while waiting and done:
         done, waiting = concurrent.futures.wait(waiting, timeout=_LINGER)
     return [future for future in pending if future.done()]
@@ -254,16 +256,16 @@ class Collector:
   def _request_steps(
     self, rows: Sequence[_Row], turns: Mapping[int, types.GeneratedTurn]
   ) -> _Pending:
-    """Requests the environment's steps, which run on another thread."""
-    # All texts are decoded before the first coroutine is made: if one cannot
-    # be, no coroutine is left that nobody awaits.
+    """Requests the steps of the environment, which run on another thread."""
+    # All texts are decoded before the first coroutine is made. So an error of
+    # decoding leaves no coroutine that nobody awaits.
     for number, turn in turns.items():
       rows[number].texts.append(self._tokenizer.decode(turn.token_ids))
     steps = [self._step(rows[number]) for number in turns]
     return dict(zip(self._loop.submit(steps), turns.items(), strict=True))
 
   async def _step(self, row: _Row) -> protocol.Step:
-    """Returns the environment's step, or one that says how it failed."""
+    """Returns the environment's step, or a step that describes its failure."""
     try:
       step = await row.episode.step(row.question, len(row.turns), row.texts[-1])
       protocol.check_reward('of a turn', step.reward)
@@ -274,10 +276,10 @@ class Collector:
       )
 
   def _cause(self, error: Exception) -> str:
-    """Returns one line on an error of the environment; logs the first error.
+    """Returns an error of the environment as one line; logs the first error.
 
     Raises:
-      Exception: the error itself, if it is to end the run.
+      Exception: the error itself, if it must end the run.
     """
     if hasattr(error, 'exit_code'):
       raise error
@@ -299,7 +301,8 @@ class Collector:
     except Exception as error:
       self._close_episodes(episodes)
       episodes = [self._environment] * self._group_size
-      # A row must not be empty, and what it contains weighs nothing.
+      # A row must not be empty, so it gets the text of the question. The tokens
+      # of a failed row have no weight.
       prompt = self._neutral(question).text
       status, cause = Status.INFRA_ERROR, self._cause(error)
     ids = self._tokenizer.encode_prompt(prompt, tools=self._environment.tools)
@@ -312,7 +315,7 @@ class Collector:
     ]
 
   def _neutral(self, question: types.Question) -> types.Question:
-    """Returns a question whose words spell no added token in a prompt."""
+    """Returns the question with texts that spell no added token."""
     clean = self._tokenizer.neutralise
     options = {key: clean(text) for key, text in question.options.items()}
     return dataclasses.replace(
@@ -322,14 +325,14 @@ class Collector:
   def _append_turn(
     self, number: int, turn: types.GeneratedTurn, row: _Row, step: protocol.Step
   ) -> None:
-    """Appends an answered turn to its row, which goes on or ends with it."""
+    """Appends an answered turn to its row, then resumes or closes the row."""
     remaining = self._engine.remaining(number)
     observation_ids = np.zeros(0, np.int32)
     row.status, row.cause = step.status, step.cause
     if row.status is None:
       assert step.observation is not None
       encoded = self._encode(step.observation)
-      # The policy must be able to write at least one token after it.
+      # After the observation the policy must have room for at least one token.
       if len(encoded) < remaining:
         observation_ids = encoded
         self._engine.resume(number, observation_ids)
@@ -356,7 +359,7 @@ class Collector:
     )
 
   def _encode(self, observation: protocol.Observation) -> np.ndarray:
-    """Returns the ids of an observation, its body cut to what is allowed."""
+    """Returns the ids of an observation, with its body cut to the limit."""
     encode, tags = self._tokenizer.encode_text, self._environment.tags
     prefix = encode(observation.prefix, tags=tags)
     body = encode(observation.body)
@@ -375,7 +378,7 @@ class Collector:
         protocol.check_reward(name, reward)
     except Exception as error:
       rewards, scores = {}, {}
-      # What failed first is the cause: an episode that could not begin cannot
+      # The first failure is the cause: an episode that could not begin cannot
       # be rewarded either.
       cause = self._cause(error)
       row.status, row.cause = Status.INFRA_ERROR, row.cause or cause

@@ -1,19 +1,21 @@
 """Lets some hosts only collect while the others learn (`mesh.collectors`).
 
-A host that collects does what the collecting side of any run does, see
-`prefetch`, with weights that come over the network (`follow`). On the hosts
-that learn, `Collectors` takes the place of the prefetcher. Weights go one way:
+A host that only collects works like the collecting side of any run, see
+`prefetch`, but its weights come over the network (`follow`). On the hosts that
+learn, `Collectors` takes the place of the prefetcher. A host that learns sends
+these messages:
 
     {"base": ...}                the frozen weights under adapters, at first
     {"weights": 7, ...}          the policy after 7 steps
     {"step": 7}                  step 7 is trained on next
-    {"evaluate": 7}              evaluate that policy
+    {"evaluate": 7}              evaluate the policy after 7 steps
 
-and dialogues go the other way, once a step is complete. A step is collected
-only when the weights from `steps_ahead` steps before it have arrived, which
-bounds the number of steps that wait to be trained on. Each host that learns
-gets the dialogues of those questions that it would ask itself if it collected
-too, so the batches do not depend on who collects them.
+The hosts that collect send back the dialogues of a step once the step is
+complete. They collect a step only when the weights from `steps_ahead` steps
+before it have arrived, which bounds the number of steps that wait to be trained
+on. Each host that learns gets the dialogues of the questions that it would
+collect itself if no host only collected. So the batches do not depend on which
+hosts collect them.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +38,11 @@ Collect = Callable[[int], tuple[list[types.Trajectory], dict[str, float]]]
 
 
 class CollectorFailed(exits.RunEnded):
-  """Says that a host could not collect; the hosts that learn can still save.
+  """Raised if a host could not collect; the hosts that learn can still save.
 
   Args:
-    line: what has failed.
-    exit_code: the exit code of that host.
+    line: says what has failed.
+    exit_code: the exit code of the host that failed.
   """
 
   def __init__(self, line: str, exit_code: int):
@@ -49,17 +51,18 @@ class CollectorFailed(exits.RunEnded):
 
 
 class Collectors(prefetch.Policies):
-  """The hosts that only collect, as a host that learns sees them.
+  """Represents the hosts that only collect, on a host that learns.
 
   Args:
-    server: serves weights to them, and holds what they have collected.
+    server: serves weights to the hosts that collect, and holds the dialogues
+      that they have collected.
     copy_policy, steps_ahead, old_is_sampled, swaps_turns: see
       `prefetch.Policies`.
-    exported: returns copies of the weights that an engine needs of a policy, in
-      the dtype of the computation: the trained ones and, if its second argument
-      is true, the frozen ones.
+    exported: returns copies of the weights of a policy that an engine needs, in
+      the dtype of the computation: the trained weights and, if its second
+      argument is true, the frozen weights.
     hosts: the hosts that learn.
-    environment: measures trajectories.
+    environment: computes the metrics of trajectories.
     questions: the evaluation questions by data set.
   """
 
@@ -95,7 +98,9 @@ class Collectors(prefetch.Policies):
     self._done = version
 
   def schedule(self, version: int, state: prefetch.State) -> None:
-    """Offers the policy of a state, with which later steps are collected.
+    """Offers the policy of a training state to the hosts that collect.
+
+    They collect later steps with it.
 
     Args:
       version: the number of steps that the state has done.
@@ -111,7 +116,7 @@ class Collectors(prefetch.Policies):
     """Waits for the collection of the next step, and returns this host's part.
 
     Raises:
-      CollectorFailed: a host could not collect it.
+      CollectorFailed: if a host could not collect the step.
     """
     ahead = range(step, step + self._steps_ahead + 1)
     waiting = [all(x.done() for x in self._messages(_step(n))) for n in ahead]
@@ -119,8 +124,9 @@ class Collectors(prefetch.Policies):
     for value, arrays in self._received(_step(step)):
       if 'failed' in value:
         raise CollectorFailed(value['failed'], value['code'])
-      # The second half has the groups before some of them were replaced; a
-      # group that was not replaced is empty there, see `Delivery.collect`.
+      # The list has the final groups, followed by the groups as they were first
+      # collected. For a group that was not replaced, the second half has an
+      # empty list, see `Delivery.collect`.
       found = deliveries.unpacked(value['groups'], arrays)
       mine, begun = found[: len(found) // 2], found[len(found) // 2 :]
       groups += mine
@@ -129,7 +135,7 @@ class Collectors(prefetch.Policies):
       seconds.append(value['seconds'])
     self._first_groups = first
     metrics = {}
-    if self._hosts.is_first:  # it reports the counts of all hosts
+    if self._hosts.is_first:  # the first host reports for all hosts
       metrics = gathering.joined(counts)
       metrics['hosts/steps_waiting'] = float(sum(waiting))
     return prefetch.Collected(
@@ -163,18 +169,18 @@ class Collectors(prefetch.Policies):
     return metrics, trajectories
 
   def drain(self) -> None:
-    """Does nothing: collections in flight do not use this host."""
+    """Does nothing, because collections in flight do not use this host."""
 
   def close(self) -> None:
-    """Lets the hosts that collect end."""
+    """Tells the hosts that collect to end."""
     self._server.close()
 
   def _offer(self, version: int, params: prefetch.Params) -> None:
-    """Offers a policy, which each host that collects reads when it needs it."""
+    """Offers a policy; the hosts that collect read it when they need it."""
     if version in self._offered:
       return
-    # Frozen weights never change, so they are sent once, before the first
-    # policy, which cannot be used without them.
+    # Frozen weights never change, so they are sent only once. They go before
+    # the first policy, which cannot be used without them.
     trained, frozen = self._exported(params, not self._offered)
     if frozen:
       self._append('base', None, frozen)
@@ -186,14 +192,14 @@ class Collectors(prefetch.Policies):
     self._server.append({kind: version, 'places': places}, pieces)
 
   def _messages(self, what: str) -> list[Any]:
-    """Returns a future of the message of each host that collects."""
+    """Returns, for each host that collects, a future of its message."""
     return [
       self._server.received(f'{what} from {n}')
       for n in range(self._hosts.collectors)
     ]
 
   def _received(self, what: str) -> list[transfer.Message]:
-    """Waits for the messages of all hosts that collect, and takes them."""
+    """Waits for the messages of all hosts that collect, and returns them."""
     found = [message.result() for message in self._messages(what)]
     for n in range(self._hosts.collectors):
       self._server.forget(f'{what} from {n}')
@@ -201,10 +207,10 @@ class Collectors(prefetch.Policies):
 
 
 class Delivery:
-  """Sends what this host collects to the hosts that learn.
+  """Sends the trajectories that this host collects to the hosts that learn.
 
   Args:
-    client: reaches their servers.
+    client: reaches the servers of the hosts that learn.
     steps: collects this host's part of a step.
     hosts: the hosts that collect.
   """
@@ -221,20 +227,25 @@ class Delivery:
   def collect(
     self, step: int
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
-    """Collects a step and sends each host its groups; returns nothing."""
+    """Collects a step, and sends each host that learns its groups.
+
+    Returns:
+      No trajectories and no metrics, because this host does not learn.
+    """
     began = time.monotonic()
     collected = self._steps.collect_groups(step)
     seconds = time.monotonic() - began
-    # Groups are numbered over the whole step, and this host has a range of
-    # them. Each host that learns gets its overlap with the range it trains on.
+    # Groups are numbered over the whole step, and this host has collected a
+    # range of them. Each host that learns gets the overlap of this range with
+    # the range that it trains on.
     num_groups, mine = self._steps.num_groups, self._hosts.share
     first = mine(num_groups).start
     for n in range(self._learners):
       theirs = hosts_lib.share(num_groups, n, self._learners)
       part = slice(max(theirs.start - first, 0), max(theirs.stop - first, 0))
       groups, before = collected.groups[part], collected.first[part]
-      # A group that was not replaced is sent only once: an empty list stands
-      # in its second place.
+      # A group that was not replaced is sent only once: in the second half, an
+      # empty list stands for it.
       before = [
         [] if old is new else old
         for old, new in zip(before, groups, strict=True)
@@ -245,7 +256,7 @@ class Delivery:
     return [], {}
 
   def send_evaluation(self, version: int, measured: Measured) -> None:
-    """Sends metrics to all hosts that learn, trajectories to the first only."""
+    """Sends metrics to all hosts that learn; trajectories only to the first."""
     metrics, trajectories = measured
     for n in range(self._learners):
       value, arrays = deliveries.packed([[] if n else trajectories])
@@ -253,7 +264,7 @@ class Delivery:
       self._put(n, _evaluation(version), transfer.Message(value, arrays))
 
   def send_failure(self, step: int, error: BaseException) -> None:
-    """Says why a step cannot be collected."""
+    """Tells the hosts that learn why a step cannot be collected."""
     whole = self._hosts.whole
     line = f'{whole.describe(whole.index)}: {hosts_lib.describe(error)}'
     value = {'failed': line, 'code': getattr(error, 'exit_code', exits.BUG)}
@@ -273,15 +284,15 @@ def follow(
   joined: Callable[[Tree, Tree], prefetch.Params],
   steps_ahead: int,
 ) -> None:
-  """Collects what the hosts that learn need, until they have ended.
+  """Collects steps for the hosts that learn, until these hosts have ended.
 
   Args:
     client: reads the messages of the hosts that learn.
     prefetcher: collects steps with `Delivery.collect`.
-    delivery: tells these hosts of failures and evaluations.
+    delivery: sends failures and evaluations to the hosts that learn.
     evaluate: evaluates a policy.
-    joined: returns the policy with trained and frozen weights.
-    steps_ahead: by how many steps a policy may lag behind its step.
+    joined: returns a policy made of trained and frozen weights.
+    steps_ahead: the number of steps by which a policy may lag behind its step.
   """
   policies: dict[int, prefetch.Params] = {}
   base: Tree = {}
@@ -298,8 +309,8 @@ def follow(
         policies[value['weights']] = joined(tree, base)
     elif 'evaluate' in value:
       version = value['evaluate']
-      # Collections use the same engine, and their counts of the retriever would
-      # contain the evaluation's queries.
+      # All collections must end first. They use the same engine, and their
+      # counts of the retriever would include the queries of the evaluation.
       prefetcher.drain()
       delivery.send_evaluation(version, evaluate(policies[version]))
     else:
@@ -308,14 +319,15 @@ def follow(
         older = range(1, steps_ahead + 1)
         prefetcher.restore(step, [policies[max(0, step - n)] for n in older])
       prefetcher.schedule(step, policies[step])
-      policies = {step: policies[step]}  # the prefetcher has the others
+      policies = {step: policies[step]}  # the prefetcher keeps older ones
       try:
         prefetcher.result(step)
       except Exception as error:
         if not getattr(error, 'saves', False):
           raise
         delivery.send_failure(step, error)
-        # The hosts that learn save the last step and then end the run.
+        # The hosts that learn save the last step and then end the run. This
+        # loop waits until they have ended.
         while client.read():
           pass
         raise

@@ -9,11 +9,11 @@ from stppo_jax import types
 from stppo_jax.parallel import transfer
 
 Groups = list[list[types.Trajectory]]
-# `Put` stores an array and returns a value for JSON that stands for it; `Take`
-# returns the array for which such a value stands.
+# `Put` stores an array and returns a JSON value that stands for the array.
+# `Take` returns the array for which such a value stands.
 Put = Callable[[np.ndarray], Any]
 Take = Callable[[Any], np.ndarray]
-# The fields that hold an array, or None.
+# The fields of a turn and of a trajectory that hold an array or None.
 _OF_TURN = (
   'token_ids',
   'sampler_logprobs',
@@ -24,7 +24,7 @@ _OF_TRAJECTORY = ('prompt_ids', 'expert_ids')
 
 
 def packed(groups: Sequence[Sequence[types.Trajectory]]) -> transfer.Message:
-  """Returns a message that holds groups of trajectories completely."""
+  """Returns a message that contains groups of trajectories with all arrays."""
   arrays: list[np.ndarray] = []
 
   def put(x: np.ndarray) -> int:
@@ -36,13 +36,16 @@ def packed(groups: Sequence[Sequence[types.Trajectory]]) -> transfer.Message:
 
 
 def unpacked(value: Any, arrays: Sequence[np.ndarray]) -> Groups:
-  """Returns the groups of trajectories of a message."""
+  """Returns the groups of trajectories that a message contains."""
   take = arrays.__getitem__
   return [[from_plain(plain, take) for plain in group] for group in value]
 
 
 def to_plain(trajectory: types.Trajectory, put: Put) -> dict[str, Any]:
-  """Returns a trajectory as JSON can write it."""
+  """Returns a trajectory as a JSON value.
+
+  Each array is given to `put`, and the result of `put` replaces the array.
+  """
   turns = [
     _fields(turn, _OF_TURN, put) | {'reward': _number(turn.reward)}
     for turn in trajectory.turns
@@ -58,8 +61,8 @@ def to_plain(trajectory: types.Trajectory, put: Put) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any], take: Take) -> types.Trajectory:
-  """Returns a trajectory from the result of `to_plain`."""
-  # JSON has no tuples: those of a question have come back as lists.
+  """Returns the trajectory that `to_plain` has turned into a JSON value."""
+  # JSON has no tuples, so the tuples of a question have come back as lists.
   question: dict[str, Any] = {
     name: tuple(x) if isinstance(x, list) else x
     for name, x in plain['question'].items()
@@ -90,5 +93,5 @@ def _restored(
 
 
 def _number(x: Any) -> Any:
-  """Returns a number as JSON can write it; an integer stays one."""
+  """Returns a number of numpy as a Python number, which JSON can write."""
   return x.item() if isinstance(x, np.generic) else x

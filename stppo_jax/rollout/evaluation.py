@@ -1,4 +1,4 @@
-"""Evaluation on fixed questions that training never sees."""
+"""Evaluates a policy on fixed questions that training never sees."""
 
 import numpy as np
 
@@ -10,16 +10,18 @@ from stppo_jax.rollout import steps
 
 
 class Evaluator:
-  """Evaluates a policy on the evaluation questions, always the same ones.
+  """Evaluates policies, always on the same evaluation questions.
 
   Args:
     config: the config of a run.
-    services: questions, environment and event loop.
+    services: the questions, the environment and the event loop.
     collector: samples one trajectory of each question.
-    hosts: the hosts of the run, each of which evaluates a part.
+    hosts: the hosts of the run, each of which evaluates a part of the
+      questions.
 
   Attributes:
-    questions: the questions by data set; {} if there are none to evaluate on.
+    questions: the questions by data set; {} if there are no evaluation
+      questions.
   """
 
   def __init__(
@@ -36,8 +38,8 @@ class Evaluator:
     )
     self._collector = collector
     self._main_score = services.environment.main_score
-    # The key is always that of step 0, so that sampled evaluations at two steps
-    # differ by the policy alone.
+    # Every evaluation uses the key of step 0, so that sampled evaluations at
+    # two steps differ by the policy alone.
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
   def run(
@@ -45,9 +47,10 @@ class Evaluator:
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
     """Returns the mean main score by data set, and this host's trajectories.
 
-    The policy is the one that was published last. Trajectories that failed
-    because of the infrastructure count in no mean. If there are too many of
-    them, the evaluation is repeated when the retriever is ready.
+    The engine samples with the weights that were published last. Trajectories
+    that failed because of the infrastructure are left out of the means. If too
+    many trajectories failed, the evaluation is repeated once the retriever is
+    ready.
 
     Args:
       greedy: whether to decode greedily instead of sampling.
@@ -58,7 +61,8 @@ class Evaluator:
     questions = [q for group in self.questions.values() for q in group]
     share = self._hosts.share(len(questions))
     questions = questions[share]
-    # The key of a question is that of its place among all hosts' questions.
+    # The key of a question follows from the question's index among the
+    # questions of all hosts.
     keys = keys_lib.row_keys(self._key, share.start, len(questions))
     trajectories = []
     if questions:
@@ -68,8 +72,8 @@ class Evaluator:
         min_valid_fraction=self._min_valid_fraction,
         what='evaluation',
       )
-    # A host without questions calls this, too: an engine that spans hosts waits
-    # for all of them.
+    # A host without questions calls this too, because an engine that spans
+    # hosts waits for all hosts.
     self._collector.finish()
     scored = [
       (t.question.data_set, float(t.scores[self._main_score]))
@@ -84,7 +88,7 @@ class Evaluator:
     return means, trajectories
 
   def measure(self) -> tuple[dict[str, float], list[types.Trajectory]]:
-    """Evaluates greedily; returns metrics, and this host's trajectories."""
+    """Evaluates greedily, and returns metrics and this host's trajectories."""
     scores, trajectories = self.run()
     metrics = {
       f'val/{self._main_score}/{data_set}': score

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 
-# Seconds that cancelled coroutines have to clean up when the loop is left.
+# Seconds that cancelled coroutines have to clean up when the context is left.
 _GRACE = 5.0
 
 
 class EventLoop:
   """A context manager that runs coroutines for synchronous code.
 
-  A run has one such loop: the connections of a retriever belong to the loop
-  that made them, so that everything that uses them must run here. Coroutines
-  that still run when the context is left are cancelled.
+  A run has one such loop. The connections of a retriever belong to the loop
+  that made them, so all code that uses the connections must run on this loop.
+  Coroutines that still run when the context is left are cancelled.
   """
 
   def __init__(self):
@@ -44,16 +44,16 @@ class EventLoop:
   ) -> list[concurrent.futures.Future[Result]]:
     """Starts coroutines on the loop's thread, and returns without waiting.
 
-    All of them start in the same step of the loop, so that what they request
-    before they first wait can be sent together.
+    All coroutines start in the same step of the loop, so that the requests that
+    they make before they first wait can be sent together.
 
     Returns:
-      A future for each coroutine; cancelling it cancels the coroutine.
+      A future for each coroutine; to cancel the future cancels the coroutine.
     """
     waiting = collections.deque(coroutines)
     try:
-      # No comprehension: Python 3.12 does not reach the handler below from an
-      # interrupt inside of one.
+      # A comprehension would not do: in Python 3.12, an interrupt inside a
+      # comprehension does not reach the handler below.
       nothing = itertools.repeat((), len(coroutines))
       futures = list(itertools.starmap(concurrent.futures.Future, nothing))
 
@@ -65,7 +65,7 @@ class EventLoop:
 
       self._loop.call_soon_threadsafe(start)
     except BaseException:
-      # After an interrupt nobody waits for the coroutines. Those that are
+      # After an interrupt nobody waits for the coroutines. Coroutines that are
       # closed here have left the queue, so the loop does not start them.
       with contextlib.suppress(IndexError):
         while True:
@@ -76,10 +76,10 @@ class EventLoop:
   def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Runs a coroutine, waits for it and returns its result.
 
-    An interrupt of the waiting thread cancels the coroutine.
+    If the waiting thread is interrupted, the coroutine is cancelled.
 
     Raises:
-      BaseException: whatever the coroutine raises.
+      BaseException: the error that the coroutine raises.
     """
     (future,) = self.submit([coroutine])
     try:
@@ -90,13 +90,13 @@ class EventLoop:
 
 
 def _link(future: concurrent.futures.Future, task: asyncio.Task) -> None:
-  """Lets a future get the result of a task, and cancel it."""
+  """Gives a future the result of a task; cancelling it cancels the task."""
   loop = task.get_loop()
 
   def on_task_done(task):
     if not future.set_running_or_notify_cancel():
       if not task.cancelled():
-        # Nobody wants the result any more. Without this call asyncio would log
+        # Nobody needs the result any more. Without this call, asyncio would log
         # that the exception was never retrieved.
         task.exception()
     elif task.cancelled():

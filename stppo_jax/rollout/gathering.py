@@ -1,8 +1,9 @@
-"""Gathers the trajectories of several hosts at the first one.
+"""Gathers the trajectories of several hosts at the first host.
 
-The first host measures all trajectories as if it had collected them itself, so
-a metric does not depend on the number of hosts. The others send it what metrics
-read: the trajectories, with the length of an array of tokens in its place.
+The first host computes the metrics of all trajectories as if it had collected
+them itself, so a metric does not depend on the number of hosts. The other hosts
+send only the data that metrics read: the trajectories, in which the length of
+each array of tokens replaces the array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import deliveries
 
 Groups = list[list[types.Trajectory]]
-# Of these numbers the largest of all hosts is taken, and not the sum:
-# percentiles do not add up, and hosts wait for an outage or collect further
+# Of these counts, the joined value is the maximum over hosts and not the sum.
+# Percentiles do not add up, and hosts wait for an outage or collect further
 # rounds at the same time.
 _LARGEST = (
   'retrieval/latency',
@@ -28,20 +29,21 @@ _LARGEST = (
 def gather(
   hosts: hosts_lib.Hosts, groups: Groups, counts: Mapping[str, float]
 ) -> tuple[Groups, dict[str, float]]:
-  """Returns the groups and the counts of all hosts to the first one.
+  """Returns the groups and the counts of all hosts, on the first host.
 
   Args:
     hosts: the hosts of the run.
-    groups: trajectories of this host.
-    counts: numbers that hosts add up, by name.
+    groups: the trajectories of this host.
+    counts: the counts of this host by name, see `joined`.
 
   Returns:
-    On the first host, all groups in order, whose arrays of tokens have the
-    right lengths and no values, and the joined counts; elsewhere what was
-    given.
+    On the first host, the groups of all hosts in order, and the joined counts.
+    The arrays of tokens in these groups have the right lengths, but no values.
+    On other hosts, the arguments of the call.
   """
   plain = [[_to_plain(t) for t in group] for group in groups]
-  # As JSON: hosts exchange text, and nothing that one host sends is unpickled.
+  # The trajectories are sent as JSON, because hosts exchange text and must not
+  # unpickle data of other hosts.
   parts = hosts.gather('collection', {'groups': plain, 'counts': dict(counts)})
   if parts is None:
     return groups, dict(counts)
@@ -54,7 +56,7 @@ def gather(
 
 
 def joined(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """Returns the counts of several hosts as those of all."""
+  """Returns the counts of several hosts, joined into one value per name."""
   found = {}
   for name in dict.fromkeys(name for part in counts for name in part):
     values = [part.get(name, 0.0) for part in counts]
@@ -63,13 +65,13 @@ def joined(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
-  """Returns what metrics read of a trajectory, as JSON can write it."""
+  """Returns the data of a trajectory that metrics read, as a JSON value."""
   plain = deliveries.to_plain(trajectory, len)
   plain['expert_ids'] = None
   for turn, fields in zip(trajectory.turns, plain['turns'], strict=True):
     if turn.truncated_logprobs is not None:
-      # Metrics read only the difference between the two. `_values` makes zeros
-      # of the other one.
+      # Metrics read only the difference between the two log-probabilities. The
+      # receiver gets zeros in place of `sampler_logprobs`, see `_values`.
       change = turn.truncated_logprobs - turn.sampler_logprobs
       fields['truncated_logprobs'] = change.tolist()
   return plain
@@ -77,7 +79,7 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
 
 def _values(held: Any) -> np.ndarray:
   """Returns the array that a length or a list of values stands for."""
-  # Zeros of the right length: metrics count tokens and do not read them.
+  # Metrics count tokens and do not read them, so zeros are enough.
   if isinstance(held, int):
     return np.zeros(held, np.float32)
   return np.asarray(held, np.float32)

@@ -1,9 +1,11 @@
-"""Packs trajectories into arrays; nothing else makes a batch of them.
+"""Packs trajectories into the arrays of a batch.
 
-B trajectories, L tokens, M loss positions, E experts that a token visits.
+B trajectories, L tokens, M loss positions, E experts to which a token is
+routed.
 
 Each of several hosts packs its own trajectories. The hosts agree on L and M,
-and number groups and states as if one of them had packed all rows.
+and number groups and states in the same way as a single host that packs all
+rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +21,17 @@ from stppo_jax.parallel import hosts as hosts_lib
 # Maps the tokens of a turn to the number of each token's sentence: 1, 2, ...
 Sentences = Callable[[np.ndarray], np.ndarray]
 
-# M is a multiple of about L / 4, because each M is another program to compile.
+# M is a multiple of about L / 4, because a program is compiled for each M.
 _LOSS_BUCKETS = 4
 
 
 class _Labels(NamedTuple):
-  """Labels that tell a row's group and states from those of other rows.
+  """Holds labels that identify a row's group and states.
 
   Attributes:
-    group: data set and id of the question; ids are unique within a data set.
-    observations: for each turn, a digest of the observation that it follows.
+    group: the data set and the id of the question. Only together are they
+      unique.
+    observations: for each turn, a digest of the observation before the turn.
   """
 
   group: tuple[str, str]
@@ -36,7 +39,7 @@ class _Labels(NamedTuple):
 
 
 class _TokenArrays(NamedTuple):
-  """One entry per token: [L] for a trajectory, [B, L] for a batch.
+  """Holds one element per token: [L] for a trajectory, [B, L] for a batch.
 
   See the fields of the same names in `batch.TokenBatch`.
   """
@@ -60,26 +63,26 @@ def pack(
   step: int | None = None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> batch_lib.TokenBatch:
-  """Returns trajectories as right-padded numpy arrays.
+  """Returns a batch of trajectories as right-padded numpy arrays.
 
-  Rows keep their order. A row that ended in INFRA_ERROR keeps its tokens, but
-  its loss mask is empty and its reward is 0: it weighs nothing anywhere. A
-  turn's own reward is at the turn's last token, the outcome at the last policy
-  token of the row; where both are at the same token they are added.
+  The rows of the batch are the trajectories, in the given order. A row that
+  ended in INFRA_ERROR keeps its tokens, but its loss mask is empty and its
+  rewards are 0, so it has no weight in the update. The reward of a turn is put
+  at the turn's last token, and the outcome reward at the row's last policy
+  token. If both are at the same token, they are added.
 
   Args:
-    trajectories: at least one; each becomes a row.
+    trajectories: the trajectories of this host; at least one.
     length_bucket: a number of tokens; L is a multiple of it.
-    sentences: see `SentenceSplitter`; without it the batch has no
-      sentence ids.
+    sentences: see `SentenceSplitter`; if None, the batch has no sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
     step: the number of training steps that made the policy that learns. If it
-      is given, the batch says by how many steps the policy of each turn is
-      older.
-    hosts: the hosts whose rows make a batch.
+      is given, the batch says for each turn by how many steps the policy that
+      wrote the turn is older.
+    hosts: the hosts whose rows together make a batch.
 
   Raises:
-    ValueError: if these experts are wanted and not known.
+    ValueError: if `with_expert_ids` is set and these experts are not known.
   """
   labels = [_labels(trajectory) for trajectory in trajectories]
   sizes = [_sizes(trajectory) for trajectory in trajectories]
@@ -97,7 +100,8 @@ def pack(
   most_losses = max(part['losses'] for part in parts)
   shape = (len(rows), -(-longest // length_bucket) * length_bucket)
   stacked = _TokenArrays(*(_stacked(column, shape) for column in zip(*rows)))
-  # `Any` because the batch is annotated with the jax arrays that these become.
+  # The type is `Any`, because `TokenBatch` is annotated with jax arrays, which
+  # the numpy arrays become later.
   fields: dict[str, Any] = {
     'loss_positions_BM': loss_positions(stacked.loss_mask, most_losses),
     'lengths_B': np.array(lengths, np.int32),
@@ -111,7 +115,10 @@ def pack(
 
 
 def _stacked(column: Sequence[Any], shape: tuple[int, int]) -> Any:
-  """Returns arrays of different lengths as one, padded with 0; or None."""
+  """Returns arrays of different lengths as one array, padded with 0.
+
+  If the column consists of None, the result is None.
+  """
   if column[0] is None:
     return None
   stacked_BL = np.zeros(shape, column[0].dtype)
@@ -123,17 +130,17 @@ def _stacked(column: Sequence[Any], shape: tuple[int, int]) -> Any:
 def _expert_ids(
   trajectories: Sequence[types.Trajectory], shape: tuple[int, int]
 ) -> np.ndarray:
-  """Returns the experts that the sampler chose.
+  """Returns the experts that the sampler chose for each token.
 
   Returns:
-    int16 [B, L, layers, E]. It is -1, which leaves the choice to the router, at
-    padding and in rows that have no loss because they failed or have no turn.
+    int16 [B, L, layers, E]. At padding, and in rows without loss (rows that
+    failed or have no turn), it is -1, which leaves the choice to the router.
   """
   known = [t.expert_ids for t in trajectories if t.expert_ids is not None]
   missing = [t for t in trajectories if _trains(t) and t.expert_ids is None]
   if missing or not known:
     raise ValueError(
-      'the experts that the sampler chose are not known of '
+      'the experts that the sampler chose are not known for '
       f'{len(missing)} of {len(trajectories)} trajectories'
     )
   expert_ids = np.full((*shape, *known[0].shape[1:]), -1, np.int16)
@@ -148,20 +155,22 @@ def _trains(trajectory: types.Trajectory) -> bool:
 
 
 def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
-  """Returns int32 [B, M]: the positions of each row's loss mask, then L.
+  """Returns the positions of each row's loss mask, padded with L.
 
-  M is the least of a quarter, half, three quarters and all of L that suffices.
+  The result is int32 [B, M]. M is a quarter, a half, three quarters or all of
+  L, whichever is the smallest that suffices.
 
   Args:
     loss_mask_BL: the tokens that are trained on.
-    most: the most of them that any row has, if there are rows elsewhere.
+    most: the largest number of such tokens in a row of any host; 0 if there are
+      no other hosts.
   """
   length = loss_mask_BL.shape[1]
   counts_B = loss_mask_BL.sum(axis=1)
   bucket = -(-length // _LOSS_BUCKETS)
   most = max(most, counts_B.max())
   size = min(max(-(-most // bucket), 1) * bucket, length)
-  # A stable sort: the true positions first, in order.
+  # A stable sort puts the true positions first, and keeps their order.
   order_BL = np.argsort(~loss_mask_BL, axis=1, kind='stable')
   real_BM = np.arange(size) < counts_B[:, None]
   return np.where(real_BM, order_BL[:, :size], length).astype(np.int32)
@@ -170,8 +179,9 @@ def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
 def _labels(trajectory: types.Trajectory) -> _Labels:
   """Returns the labels of a row."""
   question = trajectory.question
-  # A digest, because hosts exchange the labels of all rows. The first turn of a
-  # dialogue follows the prompt, and has ''; no digest is ''.
+  # Digests are short, which matters because hosts exchange the labels of all
+  # rows. The first turn of a dialogue follows the prompt, and its label is '',
+  # which no digest equals.
   observations = [''] + [
     hashlib.blake2b(
       np.asarray(turn.observation_ids, np.int32).tobytes(), digest_size=16
@@ -182,7 +192,7 @@ def _labels(trajectory: types.Trajectory) -> _Labels:
 
 
 def _sizes(trajectory: types.Trajectory) -> tuple[int, int]:
-  """Returns the tokens of a row, and those of them that it is trained on."""
+  """Returns the numbers of all tokens and of loss tokens of a row."""
   policy = sum(len(turn.token_ids) for turn in trajectory.turns)
   others = sum(len(turn.observation_ids) for turn in trajectory.turns)
   length = len(trajectory.prompt_ids) + policy + others
@@ -192,10 +202,10 @@ def _sizes(trajectory: types.Trajectory) -> tuple[int, int]:
 def _number(
   parts: Sequence[Sequence[Sequence[Any]]],
 ) -> list[tuple[list[int], list[list[int]]]]:
-  """Returns, for the rows of each host, their groups and the states of turns.
+  """Returns the group numbers and the state numbers of the rows of each host.
 
-  Groups and states are numbered in the order in which they come first. A state
-  is a question and the latest observation.
+  Groups and states are numbered in the order in which they first appear. A
+  state is a question together with the latest observation.
   """
   groups, states = {}, {}
   numbered = []
@@ -204,7 +214,8 @@ def _number(
     for group, observations in part:
       group_id = groups.setdefault(tuple(group), len(groups))
       group_ids.append(group_id)
-      # From 1: 0 is for tokens that the policy did not write.
+      # States are numbered from 1, because 0 marks tokens that the policy did
+      # not write.
       state_ids.append(
         [
           states.setdefault((group_id, observation), len(states) + 1)
@@ -225,12 +236,12 @@ def _token_arrays(
 
   Args:
     trajectory: the trajectory.
-    row_state_ids: the number of the state in which each turn began.
+    row_state_ids: for each turn, the number of the state in which it began.
     sentences, step: see `pack`.
   """
-  # Every list gets an entry for the prompt, and then two for each turn: its
-  # tokens and its observation. All lists grow together, so that index l speaks
-  # about token l in each.
+  # Every list gets an array for the prompt, and then two arrays for each turn:
+  # one for its tokens and one for its observation. All lists grow together, so
+  # that index l of each joined list belongs to token l.
   tokens = [trajectory.prompt_ids]
   logprobs, turn_ids, state_ids, sentence_ids, rewards, staleness = (
     [_zeros(trajectory.prompt_ids)] for _ in range(6)
@@ -240,7 +251,7 @@ def _token_arrays(
     zeros = _zeros(turn.observation_ids)
     state_id = row_state_ids[turn_id - 1]
     turn_reward = _zeros(turn.token_ids)
-    turn_reward[-1:] = turn.reward  # an empty turn has no token to put it on
+    turn_reward[-1:] = turn.reward  # an empty turn has no token for its reward
     tokens += [turn.token_ids, turn.observation_ids]
     logprobs += [turn.sampler_logprobs, zeros]
     turn_ids += [np.full(len(turn.token_ids), turn_id), zeros]
@@ -256,7 +267,8 @@ def _token_arrays(
   turn_ids_L = _joined(turn_ids, np.int32)
   rewards_L = _joined(rewards, np.float32)
   is_policy_L = turn_ids_L > 0
-  # An empty slice where the policy wrote nothing: there is no token to reward.
+  # If the policy wrote nothing, the slice is empty, and no token gets the
+  # reward.
   if trajectory.is_valid:
     rewards_L[np.flatnonzero(is_policy_L)[-1:]] += trajectory.reward
   else:
@@ -281,20 +293,21 @@ def _joined(arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
   return np.concatenate(arrays).astype(dtype)
 
 
-# For every length of batches, annotate and update are compiled again, and once
-# more for every number of loss positions at that length (`loss_positions`).
+# The most batch lengths in a run. Annotate and update are compiled for every
+# batch length, and for every number of loss positions at that length (see
+# `loss_positions`).
 MAX_LENGTHS = 8
 
 
 def unit(bucket: int, *, max_length: int) -> int:
-  """Returns the number of tokens that every batch's length is a multiple of.
+  """Returns the number of tokens of which every batch length is a multiple.
 
-  It is the least multiple of the bucket with which there are at most
-  `MAX_LENGTHS` lengths.
+  It is the smallest multiple of the bucket that gives at most `MAX_LENGTHS`
+  batch lengths.
 
   Args:
-    bucket: tokens, `rollout.length_bucket`.
-    max_length: tokens of the longest trajectory.
+    bucket: the number of tokens of `rollout.length_bucket`.
+    max_length: the number of tokens of the longest trajectory.
   """
   return -(-max_length // (MAX_LENGTHS * bucket)) * bucket
 
@@ -303,22 +316,22 @@ _ENDS = b'.?!\n'
 
 
 class SentenceSplitter:
-  """Maps the tokens of a turn to sentences.
+  """Maps the tokens of a turn to the numbers of their sentences.
 
-  The rule is our choice. A sentence ends at `.`, `?`, `!` or a line break of
-  the decoded turn. The token that contains such a character is the last one of
-  the sentence, with whatever else is in the token. Every such character ends
-  a sentence, also those in "3.14" and "...". A token with several of them still
-  ends one sentence only.
+  The rule is our own choice. A sentence ends at `.`, `?`, `!` or a line break
+  of the decoded turn. The token that contains such a character is the last
+  token of the sentence, whatever else it contains. Every such character ends a
+  sentence, including the periods in "3.14" and "...". But a token with several
+  of them ends one sentence only.
 
   The bytes of a token are enough to find the ends. The four characters are
-  ASCII, and no byte of a longer UTF-8 character is ASCII, so this holds even
-  where a character is spread over several tokens.
+  ASCII, and no byte of a longer UTF-8 character is ASCII. So the rule also
+  works where a character is spread over several tokens.
 
   Args:
-    token_bytes: what each id contributes to the text, see
+    token_bytes: the bytes that each id adds to the text, see
       `sampling.tokenizer.Tokenizer.token_bytes`. Higher ids, which a padded
-      vocabulary has, contribute nothing.
+      vocabulary has, add no bytes.
   """
 
   def __init__(self, token_bytes: Sequence[bytes]):
@@ -326,6 +339,6 @@ class SentenceSplitter:
     self._ends_V = np.array([*ends, False])  # the last is for higher ids
 
   def __call__(self, token_ids: np.ndarray) -> np.ndarray:
-    """Returns int32 [L], the sentence of each token of a turn: 1, 2, ..."""
+    """Returns int32 [L], the sentence of each token of a turn, from 1 on."""
     closes_L = self._ends_V[np.minimum(token_ids, len(self._ends_V) - 1)]
     return (1 + np.cumsum(closes_L) - closes_L).astype(np.int32)

@@ -1,7 +1,7 @@
-"""Pairs of trajectories from a file with a collected batch.
+"""Makes pairs of trajectories from a file with a collected batch.
 
-B trajectories, Q pairs, 2 = (preferred, dispreferred), L tokens,
-M loss positions.
+B trajectories, Q pairs, L tokens, M loss positions. An axis of length 2 holds
+the preferred trajectory, then the dispreferred one.
 """
 
 import hashlib
@@ -14,7 +14,8 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.rollout import batch_file
 from stppo_jax.rollout import pack
 
-# Field of a `TokenBatch` -> (its contents, the kinds of its dtype).
+# For each needed field of a `TokenBatch`: the name of its contents in messages,
+# and the allowed kinds of its dtype.
 _NEEDED = {
   'tokens_BL': ('integers', 'iu'),
   'loss_mask_BL': ('booleans, or 0 and 1', 'biu'),
@@ -26,10 +27,14 @@ _NEEDED = {
 def packed(
   tokens_Q2L: np.ndarray, loss_mask_Q2L: np.ndarray
 ) -> batch_lib.PairBatch:
-  """Returns pairs; clears the tokens after the last loss position of a row."""
+  """Returns a batch of pairs, given their tokens and loss masks.
+
+  Tokens after the last loss position of a row are set to 0.
+  """
   length = loss_mask_Q2L.shape[2]
   positions_BM = pack.loss_positions(loss_mask_Q2L.reshape(-1, length))
-  # True up to the last loss position; later tokens do not influence the loss.
+  # The mask is true up to the last loss position of a row: later tokens do not
+  # influence the loss.
   read_Q2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_Q2L, 2), 2), 2)
   return batch_lib.PairBatch(
     np.where(read_Q2L, tokens_Q2L, 0).astype(np.int32),
@@ -40,17 +45,15 @@ def packed(
 
 
 def read(path: str | pathlib.Path) -> tuple[batch_lib.PairBatch, str]:
-  """Returns the pairs in an npz file with arrays named as in `TokenBatch`.
+  """Returns the pairs in an npz file, and the SHA-256 of the file.
 
-  It must hold tokens_BL, loss_mask_BL, rewards_BL and group_ids_B.
-
-  Returns:
-    The pairs, see `pairs`, and the SHA-256 of the file.
+  The file must hold tokens_BL, loss_mask_BL, rewards_BL and group_ids_B, as in
+  `TokenBatch`. The function `pairs` describes the pairs.
 
   Raises:
-    OSError: there is no such file.
-    ValueError: it is no npz file, lacks an array or has a wrong one, or has no
-      pair; one line.
+    OSError: if there is no such file.
+    ValueError: if the file is no npz file, lacks an array, has a wrong array,
+      or has no pair; the message is one line.
   """
   path = pathlib.Path(path)
   with open(path, 'rb') as file:
@@ -70,12 +73,13 @@ def pairs(
 ) -> batch_lib.PairBatch:
   """Returns the best and the worst trajectory of each group, by total reward.
 
-  Of equal ones, the first is taken. A group gives no pair if all its rewards
-  are equal, or if fewer than two of its rows have a loss position (rows without
-  any ended in INFRA_ERROR). Rewards at other positions do not count.
+  Of trajectories with equal totals, the first is taken. A group gives no pair
+  if the totals of its rows are all equal, or if fewer than two of its rows have
+  a loss position. (A row that ended in INFRA_ERROR has none.) Only rewards at
+  loss positions count.
 
   Raises:
-    ValueError: shapes differ, a total is not finite, or there is no pair.
+    ValueError: if shapes differ, a total is not finite, or there is no pair.
   """
   shape = tokens_BL.shape
   if len(shape) != 2:
@@ -104,15 +108,18 @@ def pairs(
         chosen.append((best, worst))
   if not chosen:
     raise ValueError(
-      'no pair: no group_ids_B has two rows of unequal total reward'
+      'no pair: no group has two rows with different total rewards'
     )
-  # Pairs of one question are adjacent here; `minibatch` permutes them.
+  # The pairs are in the order of their groups; `minibatch` permutes them.
   rows_Q2 = np.array(chosen)
   return packed(tokens_BL[rows_Q2], mask_BL[rows_Q2])
 
 
 def resized(pairs: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
-  """Returns the pairs in the shortest multiple of `bucket` that holds them."""
+  """Returns the pairs, cut or padded to the shortest length that holds them.
+
+  The length is a multiple of `bucket`.
+  """
   size = -(-int(pairs.lengths_Q2.max()) // bucket) * bucket
   padding = ((0, 0), (0, 0), (0, max(size - pairs.tokens_Q2L.shape[2], 0)))
   return packed(
@@ -124,10 +131,10 @@ def resized(pairs: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
 def minibatch(
   pairs: batch_lib.PairBatch, number: int, *, size: int, seed: int
 ) -> batch_lib.PairBatch:
-  """Returns the pairs of an update; every epoch is another permutation of all.
+  """Returns the pairs of an update; every epoch has an order of its own.
 
   The last minibatch of an epoch is filled up with pairs without tokens, which
-  weigh nothing.
+  have no weight.
 
   Args:
     pairs: all pairs.
@@ -135,8 +142,8 @@ def minibatch(
     size: the number of pairs of a minibatch.
     seed: the seed of the permutations.
   """
-  # The permutation depends on seed and epoch alone, so a resumed run makes the
-  # same updates as one that was never interrupted.
+  # The permutation depends only on the seed and the epoch, so a resumed run
+  # makes the same updates as a run that was never interrupted.
   count = len(pairs.tokens_Q2L)
   epoch, place = divmod(number, updates_per_epoch(count, size))
   order = np.random.default_rng((seed, epoch)).permutation(count)
@@ -157,7 +164,7 @@ def updates_per_epoch(count: int, size: int) -> int:
 
 
 def _arrays(file: BinaryIO) -> dict[str, np.ndarray]:
-  """Returns the arrays of a file that are needed, their dtypes checked."""
+  """Returns the needed arrays of a file, after a check of their dtypes."""
   arrays = batch_file.read(file, _NEEDED)
   missing = [name for name in _NEEDED if name not in arrays]
   if missing:

@@ -1,29 +1,32 @@
 """Collects trajectories of later steps while the learner updates on this one.
 
 With k = `steps_ahead`, step n is collected with the policy after max(0, n - k)
-steps:
+steps. For k = 1, over time:
 
-    collected   0  1     2     3            k = 1: step 1 is collected with the
-    updated        0     1     2            start, step 2 with the policy
-    policy      0  0     1     2            after step 0, ...
+    collected step            0  1     2     3
+    updated step                 0     1     2
+    steps of the policy       0  0     1     2
+      that collects
 
 The policy of a step does not depend on how long anything takes, so a run can be
-repeated. The result of a collection is a function of (config, step, policy): it
-is the same on a thread of its own as between two updates, and a collection that
-was dropped can be made again. Therefore checkpoints contain the policies that
-the next steps are collected with, and no trajectories.
+repeated. The result of a collection is a function of (config, step, policy). It
+is the same whether a thread of its own makes it, or the thread of the learner
+between two updates, and a collection that was dropped can be made again.
+Therefore checkpoints contain the policies that collect the next steps, and no
+trajectories.
 
 With turns of several policies (`turns`), a policy is published as soon as it
-exists, for all turns that begin from then on, and the next k + 1 steps are
+exists, for all turns that begin from then on. The next k + 1 steps are
 collected at the same time, in the order in which slots become free. A turn of
-step n is then of one of the policies after n - k, ..., n steps. Which one it is
+step n then has one of the policies after n - k, ..., n steps. Which one it is
 depends on how long things take.
 
-Threads: the learner's thread calls the methods of `Prefetcher`; the one worker
-thread publishes weights and collects, one step after the other (with turns of
-several policies, a thread for each step collects); the event loop has a thread
-of its own, on which environment and clients run. They share only futures and
-weights, and no weights that an update may donate.
+Threads: the thread of the learner calls the methods of `Prefetcher`. One worker
+thread publishes weights and collects, one step after the other. (With turns of
+several policies, each step has a worker thread of its own, which only
+collects.) The event loop has a thread of its own, on which the environment and
+its clients run. The threads share only futures and weights, and no weights that
+an update may donate.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -38,8 +41,8 @@ from stppo_jax import types
 from stppo_jax.rollout import event_loop
 
 Future = concurrent.futures.Future
-# The weights of a policy, and the training state that has them:
-# `model_roles.Params` and `state.TrainState` of `learner/`.
+# `Params` are the weights of a policy, and `State` is a training state that has
+# such weights: `model_roles.Params` and `state.TrainState` of `learner/`.
 Params = Any
 State = Any
 Trajectories = list[types.Trajectory]
@@ -50,18 +53,18 @@ _PAUSE = 0.001
 
 
 class Abandoned(Exception):
-  """Ends a collection whose result is not needed any more."""
+  """Raised to end a collection whose result is not needed any more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """The collection of one step.
+  """Holds the collection of one step.
 
   Attributes:
-    trajectories: trajectories to train on, groups adjacent.
-    metrics: metrics of the collection.
-    seconds: the duration of the collection, also of one made ahead, on each
-      host that the caller speaks for.
+    trajectories: the trajectories to train on, group after group.
+    metrics: the metrics of the collection.
+    seconds: the duration of the collection on each host that the caller reports
+      on. A collection during an update counts in full.
   """
 
   trajectories: Trajectories
@@ -70,13 +73,13 @@ class Collected:
 
 
 class StoppableLoop:
-  """A view of an event loop that can be stopped while others use the loop.
+  """Wraps an event loop, so that one user can be stopped and others go on.
 
-  A thread cannot be ended from outside. But a collection submits to its loop
-  after every chunk of tokens and waits for nothing else, so stopping the view
+  A thread cannot be ended from outside. But a collection submits coroutines to
+  its loop after every chunk of tokens, and waits for nothing else. So `stop`
   ends a collection on another thread: the next `submit` raises, and a wait ends
-  because its future is cancelled. The lock makes sure that no future is added
-  after `stop` has cancelled them.
+  because its future is cancelled. The lock ensures that no future is added
+  after `stop` has cancelled the futures.
   """
 
   def __init__(self, loop: event_loop.EventLoop):
@@ -89,23 +92,23 @@ class StoppableLoop:
     """Starts coroutines, see `EventLoop.submit`.
 
     Raises:
-      Abandoned: the loop was stopped.
+      Abandoned: if `stop` has been called.
     """
     with self._lock:
       if self._stopped:
         for coroutine in coroutines:
           coroutine.close()
         raise Abandoned
-      # Only what still runs is kept: a run submits millions.
+      # Only running futures are kept, because a run submits millions of them.
       futures = self._loop.submit(coroutines)
       self._waiting = {f for f in self._waiting if not f.done()} | {*futures}
     return futures
 
   def run(self, coroutine: Coroutine) -> Any:
-    """Waits for a coroutine, see `EventLoop.run`.
+    """Runs a coroutine and returns its result, see `EventLoop.run`.
 
     Raises:
-      Abandoned: the loop was stopped.
+      Abandoned: if `stop` has been called.
     """
     (future,) = self.submit([coroutine])
     return future.result()
@@ -119,7 +122,7 @@ class StoppableLoop:
 
 
 class Turns(Protocol):
-  """Turns of several policies; see `shared_engine.SharedEngine`."""
+  """Coordinates turns of several policies; see `shared_engine.SharedEngine`."""
 
   repeats: bool
 
@@ -128,14 +131,16 @@ class Turns(Protocol):
 
 
 class Policies:
-  """Keeps the policies that steps are collected with.
+  """Keeps the policies that collect steps.
 
   Args:
     copy_policy: copies the policy's weights, because the next update consumes
-      the state while collections still need them.
-    steps_ahead: by how many steps a policy may lag behind its step, k above.
-    old_is_sampled: with steps ahead, whether the denominator of ratios is the
-      policy that collected a step, and not the one before its updates.
+      the state while collections still need the weights.
+    steps_ahead: the number of steps by which a policy may lag behind its step,
+      k above.
+    old_is_sampled: with steps ahead, whether the denominator of a step's ratios
+      is the policy that collected the step, and not the policy before its
+      updates.
     swaps_turns: whether turns begin with the newest policy.
   """
 
@@ -158,13 +163,13 @@ class Policies:
       self._policies[max(0, version - behind)] = params
 
   def published(self, version: int, params: Params) -> tuple[Params, ...]:
-    """Returns the policies that a run needs to go on after `version` steps.
+    """Returns the older policies that a run needs after `version` steps.
 
     These are the policies after max(0, version - 1), ..., max(0, version - k)
-    steps; `params`, the policy after `version` steps, is needed too.
+    steps. The run also needs `params`, the policy after `version` steps.
     """
-    # In the first steps, the start takes the places of earlier policies, which
-    # do not exist. So every checkpoint has the same structure.
+    # In the first steps, the initial policy replaces earlier policies, which do
+    # not exist. So every checkpoint has the same structure.
     policies = self._policies | {version: params}
     return tuple(
       policies[max(0, version - behind)]
@@ -172,13 +177,13 @@ class Policies:
     )
 
   def policy(self, step: int) -> Params:
-    """Returns the weights that a step is collected with."""
+    """Returns the weights of the policy that collects a step."""
     return self._policies[self._version(step)]
 
   def old_policy(self, step: int) -> Params | None:
     """Returns the weights of the policy in the denominator of a step's ratios.
 
-    None: they are those of the state before the step's updates.
+    None stands for the weights of the state before the step's updates.
     """
     if self._steps_ahead and self._old_is_sampled and not self._swaps_turns:
       return self.policy(step)
@@ -187,16 +192,17 @@ class Policies:
   def older_policies(self, step: int) -> tuple[Params, ...]:
     """Returns the weights of policies that may have written turns of a step.
 
-    The first is the policy of one step before, the second that of two steps
-    before, and so on; the denominator of a turn's ratio is the one that wrote
-    the turn. If there are none, the denominator of all turns is `old_policy`.
+    The first is the policy of one step before, the second is the policy of two
+    steps before, and so on. The denominator of a turn's ratio is the policy
+    that wrote the turn. If the result is empty, the denominator of all turns is
+    `old_policy`.
     """
     if self._old_is_sampled and self._swaps_turns:
       return self.published(step, self._policies[step])
     return ()
 
   def _keep(self, version: int, state: State) -> None:
-    """Keeps the policy of a state, and releases those that no step needs."""
+    """Keeps the policy of a state, and releases policies that no step needs."""
     params = self._copy_policy(state) if self._steps_ahead else state.params
     oldest = self._version(version)
     kept = {v: p for v, p in self._policies.items() if v >= oldest}
@@ -209,24 +215,26 @@ class Policies:
 class Prefetcher(Policies):
   """Collects every step with the policy of `steps_ahead` steps before.
 
-  With a thread, it publishes the policy too. Without one, `schedule` does.
+  With a thread, the thread publishes each policy before it collects. Without a
+  thread, and with `turns`, `schedule` publishes the policies.
 
   Args:
     collect: collects a step with the published weights, see
       `StepCollector.collect`.
     publish: gives weights and their version to the engine that samples.
     copy_policy, steps_ahead, old_is_sampled: see `Policies`.
-    num_steps: the length of the run; no later step is collected.
-    loop: the event loop of `collect`; given, steps are collected on another
-      thread. None: a step is collected in the call of `result`. There must be
-      no thread if several devices both learn and collect: the collectives of
-      programs that two threads start could wait for each other.
-    send: copies weights to the devices that collect, for `publish`, in the call
-      of `schedule`: if several hosts learn, they do it together, in the order
-      of their other programs. None: `publish` copies them.
-    turns: says when things may happen if turns begin with the newest policy,
-      which needs `loop` and `send`; `collect` is then called by several
-      threads. None: a step is collected with one policy.
+    num_steps: the number of steps of the run; no later step is collected.
+    loop: the event loop of `collect`. If it is given, steps are collected on
+      another thread. If it is None, `result` collects the step. It must be None
+      if several devices both learn and collect: the collectives of programs
+      that two threads start could wait for each other.
+    send: copies weights to the devices that collect, for `publish`. It is
+      called in `schedule`, because several hosts that learn copy weights
+      together, in the order of their other programs. If it is None, `publish`
+      copies them.
+    turns: decides when policies are published and steps begin, if turns begin
+      with the newest policy. This needs `loop` and `send`, and several threads
+      then call `collect`. If it is None, a step is collected with one policy.
   """
 
   def __init__(
@@ -256,8 +264,8 @@ class Prefetcher(Policies):
     self._sent: tuple[int, Params] | None = None
     self._thread = None
     if loop is not None:
-      # One thread, so that weights are published only between two collections,
-      # or one for each step that is collected at the same time.
+      # With one thread, weights are published only between two collections.
+      # With `turns`, each step that is collected at the same time has a thread.
       self._thread = concurrent.futures.ThreadPoolExecutor(
         1 + steps_ahead if turns else 1, 'collect-ahead'
       )
@@ -265,31 +273,32 @@ class Prefetcher(Policies):
     self._broken = threading.Event()
 
   def schedule(self, version: int, state: State) -> None:
-    """Starts the collections that need the policy of a state.
+    """Starts the collections that need the policy of a training state.
 
     Args:
       version: the number of steps that the state has done; one more than in the
         last call.
-      state: the training state; without steps ahead its weights are not copied,
-        and no update may consume it before `result` has returned.
+      state: the training state. Without steps ahead its weights are not copied,
+        so no update may consume the state before `result` has returned.
     """
     self._keep(version, state)
     if self._thread is None:
-      # Here, and not in `result`: of several hosts one may be told to abandon
-      # its collection before it begins, and all of them publish together.
+      # Weights are published here and not in `result`. All hosts must publish
+      # together, but one host may be told to abandon its collection before the
+      # collection begins.
       self._publish(self.policy(version), self._version(version))
       return
     versions = []
     if self._turns:
-      # A resumed run that repeats another one publishes the older policies
-      # first, because recorded turns wait for them.
+      # A resumed run that repeats another run publishes the older policies
+      # first, because recorded turns wait for these policies.
       versions = [v for v in sorted(self._policies) if v > self._newest]
       versions = versions if self._turns.repeats else [version]
-      # This comes before the collections that start below, because none of them
-      # may begin with an older policy.
+      # The first policy is published before the collections below start,
+      # because none of them may begin with an older policy.
       self._publish_when_due(versions.pop(0), version)
-    # Steps are started up to the last one whose policy exists now, but for
-    # those that an earlier call has started.
+    # All steps whose policy exists now are started, except the steps that an
+    # earlier call has started.
     last = min(version + self._steps_ahead, self._num_steps - 1)
     for step in range(max(self._in_flight, default=version - 1) + 1, last + 1):
       self._in_flight[step] = self._thread.submit(
@@ -301,14 +310,19 @@ class Prefetcher(Policies):
       self._publish_when_due(newer, version)
 
   def _publish_when_due(self, newest: int, version: int) -> None:
-    """Publishes a policy for turns that begin; see `schedule` for `version`."""
+    """Waits until turns may begin with a policy, and publishes the policy.
+
+    Args:
+      newest: the version of the policy.
+      version: see `schedule`.
+    """
     assert self._send is not None and self._turns is not None
     last = min(newest + self._steps_ahead, self._num_steps)
     steps = range(version, last)
     may_publish = self._turns.may_publish
     self._wait_until(functools.partial(may_publish, newest, steps))
-    # Weights are sent even after an error of a collection: hosts send them in a
-    # program that needs all of them. `result` raises the error.
+    # Weights are sent even after an error of a collection, because all hosts
+    # must take part in the program that sends them. `result` raises the error.
     self._publish(self._send(self._policies[newest]), newest)
     self._newest = newest
 
@@ -318,31 +332,31 @@ class Prefetcher(Policies):
       time.sleep(_PAUSE)
 
   def result(self, step: int) -> Collected:
-    """Waits for the collection of the next step and returns it.
+    """Waits for the collection of the next step, and returns it.
 
     Raises:
-      RetrieverUnreachable, Outage: the retriever failed it for good.
+      RetrieverUnreachable, Outage: if the retriever does not recover.
     """
     if self._thread is None:
       return self._collect_step(step, self.policy(step))
     return self._in_flight.pop(step).result()
 
   def drain(self) -> None:
-    """Waits until no collection is in flight; ignores their errors."""
+    """Waits until no collection is in flight; ignores errors of collections."""
     concurrent.futures.wait(self._in_flight.values())
 
   def close(self) -> None:
-    """Drops the collections in flight; returns when the thread has ended."""
+    """Drops the collections in flight; returns when all threads have ended."""
     if self._thread is not None:
-      # First the flag, so that a collection that waits for the thread does not
-      # begin; then the loop, which ends the one that runs.
+      # The flag is set first, so that no collection begins that still waits for
+      # a thread. Then the loop is stopped, which ends the collections that run.
       self._broken.set()
       assert self._loop is not None
       self._loop.stop()
       self._thread.shutdown(cancel_futures=True)
 
   def _sent_policy(self, step: int) -> Params:
-    """Returns the weights of a step, on the devices that collect it."""
+    """Returns the weights that collect a step, on the devices that collect."""
     if self._send is None or self._turns:
       return self.policy(step)
     # The first k + 1 steps share a policy, which is sent once.

@@ -1,17 +1,18 @@
 """Lets the collections of several steps share the slots of one engine.
 
-With turns of several policies, nothing has to wait until all dialogues of a
-step have ended: those of the next step begin in the slots that become free.
-Each step is collected by a thread of its own, which sees an engine of its own.
+With turns of several policies, no step waits until all dialogues of the step
+before have ended: its dialogues begin in the slots that become free. Each step
+is collected by a thread of its own, and each thread uses the engine as if it
+had an engine of its own.
 
-The versions of the turns of each step are recorded. A run that repeats them has
-the same turns bit for bit: a turn waits for its version, and new weights wait
-until all turns of older ones have ended.
+The versions of the turns of each step are recorded. A run that repeats the
+recorded versions has the same turns bit for bit: a turn waits for its recorded
+version, and new weights wait until all turns of older versions have ended.
 
-One of these threads runs at a time, the one that has the baton. Whenever it
-polls, it hands the baton over to the thread that has waited longest. So between
-two polls of the engine every thread has its turn, in which it answers those of
-its dialogues whose turns have ended.
+Only one of these threads runs at a time, namely the thread that has the baton.
+Whenever it polls, it hands the baton over to the thread that has waited
+longest. So between two polls of the engine every thread has the baton once. It
+then answers those of its dialogues whose turns have ended.
 """
 
 import collections
@@ -29,7 +30,7 @@ from stppo_jax import types
 from stppo_jax.records import turn_versions
 from stppo_jax.rollout import collect
 
-# Seconds until threads whose rows all wait for the environment look again.
+# Seconds until a thread polls again if all rows wait for the environment.
 _PAUSE = 0.003
 
 
@@ -57,14 +58,15 @@ class Engine(collect.Engine, Protocol):
 
 @dataclasses.dataclass
 class _Share(threading.local):
-  """The collections of a thread.
+  """Holds what a thread collects; each thread sees attributes of its own.
 
   Attributes:
-    step: the step that is collected.
-    versions: by collection and row, the versions of the turns that ended.
-    due: the same as recorded by a run that is repeated. In collections beyond
-      the recorded ones, turns take the newest weights.
-    first: the engine's number of the first row of the present collection.
+    step: the step that the thread collects.
+    versions: the versions of the turns that ended, by collection, row and turn.
+    due: the recorded versions of the step in the same form, if a run is
+      repeated. In collections beyond the recorded ones, turns take the newest
+      weights.
+    first: the engine's number of the first row of the current collection.
     ended: the turns that have ended, by the engine's number of their row.
   """
 
@@ -85,34 +87,35 @@ class _Baton:
     self._tickets, self._serving = itertools.count(), 0
 
   def queue(self) -> int:
-    """Returns a ticket, without waiting."""
+    """Returns a ticket for `take`, without waiting."""
     return next(self._tickets)
 
   def take(self, ticket: int) -> None:
-    """Waits until it is the turn of a ticket."""
+    """Waits until the lock is free for a ticket."""
     with self._changed:
       self._changed.wait_for(lambda: self._serving == ticket)
 
   def hand_over(self) -> None:
-    """Lets the next thread go on, if one waits."""
+    """Gives the lock to the next ticket, even before a thread asks for it."""
     with self._changed:
       self._serving += 1
       self._changed.notify_all()
 
 
 class SharedEngine:
-  """An engine for several threads, see `collect.Engine`.
+  """Lets several threads use one engine, see `collect.Engine`.
 
   Args:
-    engine: the engine; no one else uses it while a thread collects.
-    recorded: where the versions of turns are recorded.
-    repeated: the record of a run that is repeated; None: none is.
+    engine: the engine; no other code uses it while a thread collects.
+    recorded: writes the versions of turns.
+    repeated: the record of the run that this run repeats; None if it repeats
+      none.
 
   Attributes:
     max_length: the most tokens of a row.
-    repeats: whether a run is repeated.
-    busy: true, so that a thread whose rows all wait still polls: it must hand
-      over to others.
+    repeats: whether this run repeats another one.
+    busy: always true, so that a thread polls even if all its rows wait: it must
+      hand the baton over to other threads.
   """
 
   busy = True
@@ -131,15 +134,15 @@ class SharedEngine:
     self._counts: collections.Counter[tuple[int, int]] = collections.Counter()
     self._baton = _Baton()
     self._share = _Share()
-    # For each open row, by its number: where its thread looks for turns that
-    # have ended; None: the thread has ended.
+    # For each open row, by its number, the dict in which its thread looks for
+    # turns that have ended; None if the thread has ended.
     self._ended: dict[int, dict[int, types.GeneratedTurn] | None] = {}
     self._waiting: set[int] = set()  # open rows between two turns
-    self._entered: set[int] = set()  # the steps of `collecting`
+    self._entered: set[int] = set()  # steps that have begun
 
   @contextlib.contextmanager
   def collecting(self, step: int) -> Iterator[None]:
-    """Lets the thread collect a step in the body, in turn with others."""
+    """Lets the thread collect a step in the body; threads take turns."""
     share = self._share
     share.step, share.versions, share.due = step, [], self._due(step)
     ticket = self._baton.queue()
@@ -149,8 +152,9 @@ class SharedEngine:
       yield
       self._recorded.write(step, share.versions)
     finally:
-      # After an error, rows are still open. Other threads need their slots, so
-      # they are closed here, or by `poll` once their turns have ended.
+      # After an error, some rows of this thread are still open. Other threads
+      # need their slots, so rows between two turns are closed here. The other
+      # rows are closed by `poll` once their turns have ended.
       for number, ended in list(self._ended.items()):
         if ended is share.ended:
           self._ended[number] = None
@@ -161,15 +165,16 @@ class SharedEngine:
   def begin(
     self, prompts: Sequence[np.ndarray | None], keys: Any, **options: Any
   ) -> None:
-    """Begins a collection of the thread; see `collect.Engine`.
+    """Begins a collection of the calling thread; see `collect.Engine`.
 
-    All threads begin theirs with the same options.
+    All threads begin their collections with the same options.
     """
     share, size = self._share, options['group_size']
     number = len(share.versions)
     due = share.due[number] if number < len(share.due) else None
-    # If other threads have open rows, the engine's collection goes on, and this
-    # one joins it: to begin anew would drop the rows of the others.
+    # If other threads have open rows, this collection joins the current
+    # collection of the engine. A new one would drop the rows of the other
+    # threads.
     if self._ended:
       share.first = self._engine.add(prompts, keys, due)
     else:
@@ -182,10 +187,10 @@ class SharedEngine:
         self._ended[share.first + n] = share.ended
 
   def poll(self) -> Mapping[int, types.GeneratedTurn]:
-    """Lets other threads go on, and returns turns of this one that ended."""
+    """Lets other threads go on, and returns the ended turns of this thread."""
     share = self._share
-    # This is asked before the baton is handed over, because after it other
-    # threads may be changing the engine.
+    # The engine is asked before the baton is handed over, because afterwards
+    # other threads may be changing the engine.
     is_idle = not self._engine.busy
     self._baton.hand_over()
     if is_idle:
@@ -209,18 +214,19 @@ class SharedEngine:
   def has_entered(self, step: int) -> bool:
     """Returns whether a thread collects a step, or has collected it.
 
-    The dialogues of a thread that enters later get slots later.
+    Threads get slots for their dialogues in the order in which they enter.
     """
     return step in self._entered
 
   def may_publish(self, version: int, steps: Iterable[int]) -> bool:
     """Returns whether turns may begin with new weights.
 
-    If a run is repeated, all recorded turns of older weights must have ended.
+    If this run repeats another one, all recorded turns of older versions must
+    have ended.
 
     Args:
-      version: the version of the weights.
-      steps: the steps that are collected.
+      version: the version of the new weights.
+      steps: the steps that are being collected.
     """
     for step in steps:
       turns = itertools.chain(*itertools.chain(*self._due(step)))
@@ -234,7 +240,7 @@ class SharedEngine:
     return self._engine.remaining(self._share.first + row)
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row, whose next turn begins."""
+    """Appends an observation to a row, and begins its next turn."""
     self._waiting.remove(self._share.first + row)
     self._engine.resume(self._share.first + row, token_ids)
 
@@ -243,11 +249,11 @@ class SharedEngine:
     return self._close(self._share.first + row)
 
   def statistics(self) -> Mapping[str, float]:
-    """Returns what the engine has counted since the last call."""
+    """Returns the counts of the engine since the last call."""
     return self._engine.statistics()
 
   def finish(self) -> None:
-    """Does nothing: no other host is waited for."""
+    """Does nothing, because no other host takes part."""
 
   def _due(self, step: int) -> turn_versions.Versions:
     return (self._repeated and self._repeated.read(step)) or ()

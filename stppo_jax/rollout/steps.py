@@ -2,19 +2,21 @@
 
 A trajectory that failed because of the infrastructure has no weight in the
 update. With `rollout.refill_rounds` it is collected again with the same keys,
-so that it becomes what it would have been without the failure.
+so that it becomes the trajectory that there would have been without the
+failure.
 
 A group whose rewards are all equal has advantages of 0. With
 `rollout.resample_rounds` such groups are replaced by groups of further
-questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static: every
-round collects as many groups as the step has. If too few of them have variance,
-the other places get groups without variance from the same round.
+questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static, so
+every round collects as many groups as the step has. If too few of these groups
+have rewards that differ, the remaining groups are replaced by groups of the
+same round whose rewards are equal too.
 
-Each of several hosts collects some whole groups of every step; which ones
-depends only on the number of hosts. Each host replaces its own groups, and
-collects its own failed rows again. No host waits for another here, unless one
-engine spans all of them; `complete_metrics` later describes what all of them
-have collected.
+Each of several hosts collects some whole groups of every step, which the number
+of hosts alone determines. Each host replaces its own groups, and collects its
+own failed rows again. No host waits for another here, except if one engine
+spans all hosts. Later, `complete_metrics` computes the metrics of all that the
+hosts have collected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,8 @@ from stppo_jax.rollout import pack
 
 _log = logging.getLogger(__name__)
 
-# How often questions are collected while the retriever is ready but fails.
+# How many times the same questions are collected at most, if the retriever is
+# ready but still fails.
 _MAX_COLLECTIONS = 3
 
 Groups = list[list[types.Trajectory]]
@@ -66,12 +69,12 @@ class Services:
 
 
 class Collection(NamedTuple):
-  """A step as this host has collected it.
+  """Holds the groups of a step that this host has collected.
 
   Attributes:
-    groups: its groups.
-    first: its groups before some of them were replaced.
-    counts: numbers that hosts add up, by name.
+    groups: the groups to train on.
+    first: the groups before some of them were replaced.
+    counts: counts by name, which `gathering.joined` joins over the hosts.
   """
 
   groups: Groups
@@ -80,7 +83,7 @@ class Collection(NamedTuple):
 
 
 class Outage(exits.RunEnded):
-  """The retriever is ready, yet fails too many queries of one step."""
+  """Raised if the retriever is ready, but fails too many queries of a step."""
 
 
 def collect_until_valid(
@@ -90,24 +93,26 @@ def collect_until_valid(
   min_valid_fraction: float,
   what: str,
 ) -> list[types.Trajectory]:
-  """Collects again while the infrastructure fails too much; logs failures.
+  """Collects trajectories, again and again while too many of them failed.
 
-  Before it collects again it waits until the retriever is ready.
+  Failures are logged. Before each repetition the function waits until the
+  retriever is ready.
 
   Args:
-    collect_once: returns the same trajectories in every call, but for failures.
+    collect_once: returns the same trajectories in every call, apart from
+      failures.
     services: the retriever and its event loop.
     min_valid_fraction: the least share that must not have failed, of the
       trajectories and of the turns of each action.
-    what: the name of what is collected, with which the lines begin.
+    what: the name of the collection, with which log lines begin.
 
   Raises:
-    RetrieverUnreachable, Outage: the retriever failed it for good.
-    RetrieverMisconfigured: no waiting helps.
+    RetrieverUnreachable, Outage: if the retriever does not recover.
+    RetrieverMisconfigured: if waiting cannot help.
   """
-  # The step is collected again as a whole, with the same keys. If a part of it
-  # from the outage were kept, the step would differ from that of a run without
-  # an outage.
+  # The whole step is collected again, with the same keys. If trajectories from
+  # the outage were kept, the step would differ from the same step of a run
+  # without an outage.
   failures = None
   for _ in range(_MAX_COLLECTIONS):
     trajectories = collect_once()
@@ -132,7 +137,7 @@ class StepCollector:
 
   Args:
     config: the config of the run.
-    services: questions, environment and retriever.
+    services: the questions, the environment and the retriever.
     collector: samples `rollout.group_size` trajectories of each question.
     hosts: the hosts of the run.
   """
@@ -149,24 +154,25 @@ class StepCollector:
     self._services = services
     self._collector = collector
     self._hosts = hosts
-    # The groups of each step, until `complete_metrics` is called for it. A
-    # later step may be collected before that call.
+    # The groups of each step are kept until `complete_metrics` is called for
+    # the step. A later step may be collected before that call.
     self._first_groups: dict[int, Groups] = {}
 
   def collect(
     self, step: int
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
-    """Returns the trajectories to train on, groups adjacent, and metrics.
+    """Returns the trajectories to train on, group after group, and metrics.
 
-    With several hosts they are this host's, and `complete_metrics` makes the
-    metrics those of all hosts.
+    With several hosts, the trajectories are this host's, and the metrics are
+    only its counts. `complete_metrics` then returns the metrics of all hosts.
 
-    The metrics of `trajectory_metrics` describe the groups before any of them
-    is replaced. Replacing drops easy and hopeless questions: the scores of what
-    remains are neither the policy's nor comparable with those of other runs.
+    The metrics of `trajectory_metrics` describe the groups before any group is
+    replaced. Replacement drops questions that are easy or hopeless, so the
+    scores of the final groups are not the policy's scores, and cannot be
+    compared with other runs.
 
     Raises:
-      RetrieverUnreachable, Outage: the retriever failed the step for good.
+      RetrieverUnreachable, Outage: if the retriever does not recover.
     """
     collected = self.collect_groups(step)
     trajectories = rows(collected.groups)
@@ -179,11 +185,11 @@ class StepCollector:
 
   @property
   def num_groups(self) -> int:
-    """The number of groups of a step, of all hosts."""
+    """The number of groups of a step, over all hosts."""
     return self._config.trajectories_per_step // self._config.group_size
 
   def collect_groups(self, step: int) -> Collection:
-    """Returns what `collect` measures."""
+    """Returns this host's groups of a step, and its counts."""
     groups, refilled = self._collect_round(step, 0)
     first = list(groups)  # a copy, because `groups` changes in place
     counts = self._replace_groups(groups, step, refilled=refilled)
@@ -195,10 +201,11 @@ class StepCollector:
   def complete_metrics(
     self, metrics: dict[str, float], step: int
   ) -> dict[str, float]:
-    """Returns the metrics of a step that the hosts have collected.
+    """Returns the metrics of a step over all hosts.
 
-    All hosts call it after `collect`, with the metrics that it has returned.
-    Those of the first host then describe the trajectories of all of them.
+    All hosts call it after `collect`, with the metrics that `collect` has
+    returned. On the first host, the result describes the trajectories of all
+    hosts.
     """
     if self._hosts.count == 1:
       return metrics
@@ -207,7 +214,7 @@ class StepCollector:
     return measured(self._hosts, first, metrics, step, environment)
 
   def statistics(self) -> dict[str, float]:
-    """Returns the counts of retriever and engine since the last call."""
+    """Returns the counts of the retriever and the engine since the last call."""
     retriever = self._services.retriever
     counted = {} if retriever is None else retriever.statistics()
     return {**counted, **self._collector.statistics()}
@@ -215,7 +222,7 @@ class StepCollector:
   def _replace_groups(
     self, groups: Groups, step: int, *, refilled: int
   ) -> dict[str, float]:
-    """Replaces groups without variance, in place; returns what was done.
+    """Replaces groups without variance, in place, and returns counts.
 
     `refilled` is the number of rows that were refilled before.
     """
@@ -227,7 +234,8 @@ class StepCollector:
       refilled += new_refilled
       uniform = [group for group in new_groups if _lacks_variance(group)]
       varied = [group for group in new_groups if not _lacks_variance(group)]
-      # A round has as many groups as a whole step, so every place gets one.
+      # A round has as many groups as a whole step, so there is a group for
+      # every group to be replaced.
       for place, group in zip(places, [*varied, *reversed(uniform)]):
         groups[place] = group
       replaced += min(len(varied), len(places))
@@ -243,10 +251,9 @@ class StepCollector:
   ) -> tuple[Groups, int]:
     """Returns the groups of a round, and the number of refilled rows.
 
-    Round 0 has the step's own questions.
-
-    If the infrastructure failed too many trajectories, the same questions are
-    collected again, with the same keys, once the retriever is ready.
+    Round 0 has the step's own questions. If the infrastructure failed too many
+    trajectories, the same questions are collected again, with the same keys,
+    once the retriever is ready.
     """
     config = self._config
     size = config.group_size
@@ -255,8 +262,8 @@ class StepCollector:
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
-    # A key follows from the row's place among the rows of all hosts, so that no
-    # trajectory depends on how many hosts there are.
+    # A row's key follows from its index among the rows of all hosts, so that no
+    # trajectory depends on the number of hosts.
     row_keys = keys.row_keys(
       self._key(step, resample_round), share.start * size, len(questions) * size
     )
@@ -281,10 +288,11 @@ class StepCollector:
     row_keys: jax.Array,
     step: int,
   ) -> tuple[list[types.Trajectory], int]:
-    """Returns all trajectories, and how many of them were refilled.
+    """Returns all trajectories, and the number of refilled ones.
 
-    The engine begins whole groups, so the other rows of a group are generated
-    once more, too. Their first results are kept, and the new ones dropped.
+    The engine begins whole groups, so the valid rows of a group are generated
+    again along with its failed rows. Their first results are kept, and the new
+    results are dropped.
     """
     size, num_failed = self._config.group_size, _num_failed(trajectories)
     filled = list(trajectories)
@@ -316,7 +324,7 @@ class StepCollector:
 
 
 def build_sentences(config, tokenizer) -> pack.SentenceSplitter | None:
-  """Returns a splitter of turns if the algorithm's ratio is of sentences."""
+  """Returns a sentence splitter if the ratio is per sentence, else None."""
   if config.algorithm.ratio.level != 'sentence':
     return None
   return pack.SentenceSplitter(tokenizer.token_bytes())
@@ -335,14 +343,14 @@ def measured(
 ) -> dict[str, float]:
   """Returns the metrics of a step that several hosts have collected.
 
-  On the first host they describe the trajectories of all hosts.
+  On the first host, the metrics describe the trajectories of all hosts.
 
   Args:
     hosts: the hosts, all of which call this function.
     groups: this host's groups before any of them was replaced.
-    counts: numbers that hosts add up, by name.
-    step: the step.
-    environment: measures trajectories.
+    counts: counts by name, which `gathering.joined` joins over the hosts.
+    step: the number of the step.
+    environment: computes the metrics of trajectories.
   """
   groups, joined = gathering.gather(hosts, groups, counts)
   staleness = trajectory_metrics.measure_staleness(rows(groups), step)
@@ -356,5 +364,5 @@ def _measure(groups: Groups, environment: envs.Environment) -> dict[str, float]:
 
 
 def rows(groups: Sequence[Sequence[types.Trajectory]]):
-  """Returns the trajectories of groups, groups adjacent."""
+  """Returns the trajectories of all groups, one group after the other."""
   return [trajectory for group in groups for trajectory in group]

@@ -1,9 +1,9 @@
-"""Makes the tokens of a prompt, by the chat template of a model if it has one.
+"""Makes the token ids of prompts, with a model's chat template if it has one.
 
-A template is rendered once for each dialogue, for its prompt. Whatever follows
-is appended as tokens, to the turn that the template has opened. So what a
-template does to turns that have ended, such as removing their thoughts, never
-happens: the model reads the tokens that it wrote.
+A template is rendered only once for each dialogue, for its prompt. Later tokens
+are appended to the turn that the template has opened. Many templates change
+turns that have ended, for example by removing their thoughts. Such changes
+never happen here: the model reads exactly the tokens that it wrote.
 
 L tokens of a prompt.
 """
@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Templates that ask for today's date get this one. It is the date that the
-# template of Llama 3 writes where it cannot ask. Prompts must not depend on the
-# day, or a resumed run would go on with other prompts.
+# Templates that ask for today's date get this fixed date. If prompts depended
+# on the day, a resumed run would go on with other prompts. The template of
+# Llama 3 writes the same date if it cannot ask for today's.
 _DAY = datetime.date(2024, 7, 26)
 _CLOCK = re.compile(r'strftime_now\s*\(\s*([\'"])((?:(?!\1)[^\\])*)\1\s*\)')
 _CLOCK_LEFT = re.compile(r'strftime_now\s*\(')
-# A user message that stands for any other.
+# An example of a user message, used to test what a template does.
 PROBE = 'Which word comes next?'
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 class Options(NamedTuple):
-  """The section `prompt` of a config, which `configs/base.py` explains."""
+  """Holds the section `prompt` of a config, see `configs/base.py`."""
 
   system: str = ''
   enable_thinking: str = 'auto'
@@ -38,34 +38,38 @@ class Options(NamedTuple):
 
 
 class Prompts:
-  """Makes prompts of user messages.
+  """Makes prompts from user messages.
 
   Args:
     fast: a fast tokenizer of `transformers`.
-    options: how prompts are made.
+    options: the options of the prompts.
   """
 
   def __init__(self, fast: Any, options: Options):
     self._fast, self._options = fast, options
 
   def encode(self, text: str, tools: Tools = ()) -> np.ndarray:
-    """Returns the ids of a user message, in its chat template if it has one.
+    """Returns the token ids of a prompt with one user message.
+
+    The message is rendered in the chat template if the tokenizer has one.
 
     Args:
-      text: the message.
-      tools: functions that the template describes to the model, if it can.
+      text: the user message.
+      tools: functions that the template describes to the model, if it supports
+        functions.
 
     Returns:
       int32 [L].
 
     Raises:
-      ValueError: if the chat template fails, or leaves a message out, or has no
-        place for what an option asks for; the message is one line.
+      ValueError: if the chat template fails, leaves a message out, or does not
+        support the value of an option; the message is one line.
     """
     if not self._options.tools:
       tools = ()
     rendered = self._render(self._messages(text), tools, **self._choices)
-    # A template writes the special tokens of its model itself, also the first.
+    # A template writes all special tokens of its model itself, including the
+    # first, so the tokenizer must not add any.
     ids = self._fast.encode(
       rendered, add_special_tokens=False, split_special_tokens=False
     )
@@ -73,23 +77,23 @@ class Prompts:
 
   @functools.cached_property
   def folds_system(self) -> bool:
-    """Whether the system text begins the user's message.
+    """Whether the system text is put at the start of the user's message.
 
-    It does so without a template, and with one that refuses system messages or
-    leaves them out, such as those of Gemma 2 and Mistral.
+    This is the case without a template, and with templates that refuse system
+    messages or leave them out, such as the templates of Gemma 2 and Mistral.
     """
     system = self._options.system
     if not system or not self._fast.chat_template:
       return bool(system)
     try:
       self._render(_dialogue(system, PROBE))
-    except ValueError:  # raised again below if there is another reason
+    except ValueError:  # for another reason, `encode` raises it again
       return True
     return False
 
   @functools.cached_property
   def _choices(self) -> Mapping[str, Any]:
-    """The variables of a template beside messages and tools."""
+    """The template's variables other than its messages and tools."""
     name, choice = 'enable_thinking', self._options.enable_thinking
     if choice == 'auto':
       return {}
@@ -104,9 +108,9 @@ class Prompts:
     return {name: choice == 'on'}
 
   def _messages(self, text: str) -> list[dict[str, str]]:
-    """Returns the dialogue that a prompt consists of."""
+    """Returns the messages of a prompt."""
     system = self._options.system
-    if self.folds_system:  # as the template of Gemma 3 does it
+    if self.folds_system:  # the template of Gemma 3 does the same
       return _dialogue('', f'{system}\n\n{text}')
     return _dialogue(system, text)
 
@@ -117,7 +121,8 @@ class Prompts:
     if not self._fast.chat_template:
       return messages[-1]['content']
     try:
-      # Without tools, None: some templates take an empty list for tools.
+      # Without tools the value is None: some templates treat an empty list as a
+      # list of tools.
       given = [dict(each) for each in tools] or None
       template = self._fast.get_chat_template(None, given)
       text = self._fast.apply_chat_template(
@@ -131,7 +136,7 @@ class Prompts:
     except Exception as error:  # a template is a program: it may raise anything
       reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
       raise ValueError(f'the chat template fails ({reason})') from error
-    assert isinstance(text, str)  # a list only for several dialogues
+    assert isinstance(text, str)  # it is a list only for several dialogues
     for message in messages:
       if without_space(message['content']) not in without_space(text):
         raise ValueError(
@@ -141,13 +146,13 @@ class Prompts:
 
   @property
   def begun_by_tokenizer(self) -> bool:
-    """Whether prompts begin with a bos token by the tokenizer's rules alone."""
+    """Whether only the tokenizer's own rules begin prompts with a bos token."""
     bos = self._fast.bos_token_id
     is_open = self._options.bos == 'auto' and not self._fast.chat_template
     return is_open and bos is not None and self._begun([])[:1] == [bos]
 
   def _begun(self, ids: list[int]) -> list[int]:
-    """Returns the ids with the token that begins a text, once or not at all."""
+    """Returns the ids with exactly one bos token at the start, or with none."""
     bos, choice = self._fast.bos_token_id, self._options.bos
     if bos is None:
       if choice == 'on':
@@ -163,16 +168,16 @@ class Prompts:
 
 
 def _dialogue(system: str, text: str) -> list[dict[str, str]]:
-  """Returns a user message, after a system message if there is one."""
+  """Returns a user message, after a system message if `system` is not empty."""
   messages = [{'role': 'system', 'content': system}] if system else []
   return [*messages, {'role': 'user', 'content': text}]
 
 
 def _without_clock(template: str) -> str:
-  """Returns a template that has the day in place of questions for it."""
+  """Returns the template with the fixed date in place of calls of the clock."""
   template = _CLOCK.sub(lambda call: repr(_DAY.strftime(call[2])), template)
-  # `transformers` gives templates its own function of this name, and there is
-  # no way to give them another.
+  # `transformers` passes its own function of this name to templates, and a
+  # caller cannot replace it.
   if _CLOCK_LEFT.search(template):
     raise ValueError(
       'it calls strftime_now with something else than a quoted text, so that '

@@ -1,7 +1,8 @@
-"""Compiles the programs of the local engine, and holds their weights.
+"""Compiles the programs of the local engine, and holds the policy's weights.
 
-All lanes share them, and so do engines of the same model, sizes and sampling: a
-program is traced and compiled once in a process.
+All lanes of an engine share its programs. Engines with an equal model,
+placement and options share them too, so a process traces and compiles each
+program only once.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,11 @@ from stppo_jax.sampling import stops
 
 
 class Weights(NamedTuple):
-  """The weights that a turn is written with.
+  """Holds the weights of one version of the policy.
 
   Attributes:
-    version: the number of training steps that made them.
-    params: the weights, as programs read them.
+    version: the number of training steps that made the weights.
+    params: the weights, in the layout and dtype that the programs read.
   """
 
   version: int
@@ -41,25 +42,26 @@ class Weights(NamedTuple):
 
 
 class CompiledPrograms:
-  """Holds the programs that a `SlotDriver` calls.
+  """Holds the compiled programs that a `SlotDriver` calls, and the weights.
 
   Args:
-    model: the policy; the mesh in it is replaced by that of the placement.
+    model: the policy; the mesh of the placement replaces its own mesh.
     placement: the devices that decode.
     automaton: the stop automaton over the tokenizer's ids.
     options: the engine's options.
 
   Attributes:
-    page_size: tokens of a page.
-    pages_per_row: the most pages that a row needs.
-    takes_any_number: whether one program handles any number of pages.
+    page_size: the number of tokens in a page of the KV cache.
+    pages_per_row: the most cache pages that a row needs.
+    takes_any_number: whether one compiled program handles any number of pages.
     num_hosts: the number of hosts that call these programs together.
-    shards: number of devices of each host that slots and pages are divided
-      over.
+    shards: the number of devices of each host that the host's slots and pages
+      are divided over.
     weights: the newest published weights; None before the first `publish`.
-    table_ZV: the automaton's transitions, with a column for each id.
-    empty, extend, copy, decode, expert_ids: compiled functions of `slot_state`
-      and `slot_programs`.
+    table_ZV: the transitions of the stop automaton: for each state, the next
+      state after each token id.
+    empty, extend, copy, decode, expert_ids: the compiled functions of
+      `slot_state` and `slot_programs`; `copy` is `slot_state.copy_prompts`.
   """
 
   def __init__(
@@ -98,24 +100,25 @@ class CompiledPrograms:
     *,
     base: functional.Params | None = None,
   ) -> None:
-    """Copies the policy's weights from the devices of training.
+    """Copies the policy's weights from the training devices to the engine.
 
     Args:
       params: the trained weights.
-      version: the number of training steps that made them.
-      base: the frozen weights under adapters. They are copied only if they are
-        other arrays than in the last call.
+      version: the number of training steps that made the weights.
+      base: the frozen weights, if the trained weights are adapters. They are
+        copied only if the last call got another `base`.
     """
-    # The old weights are dropped first, so that devices never hold both.
+    # The old weights are dropped first, so that the devices never hold both the
+    # old and the new weights.
     self.weights = None
     self.weights = Weights(version, self.transferred(params, base=base))
 
   def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
-    """Returns the copies that `publish` makes."""
-    # The arrays are compared by identity: a base has the same arrays for the
-    # whole run, and comparing values would read all of them.
+    """Returns a copy of the weights on the decoding devices, see `publish`."""
+    # The base is compared by identity, because a comparison of values would
+    # read all its arrays.
     if base is not self._base:
       self._base_copy = None
       self._base_copy = None if base is None else self._publisher(base)
@@ -126,13 +129,13 @@ class CompiledPrograms:
     return params
 
   def put(self, *trees):
-    """Puts arrays of this host on its devices, sharded like the state."""
+    """Returns this host's arrays on its devices, sharded as the slots are."""
     if self.num_hosts > 1:
       return distributed.from_local_rows(trees, self._by_slot)
     return jax.device_put(trees, self._by_slot)
 
   def get(self, tree):
-    """Returns this host's part of arrays that `decode` has made."""
+    """Returns this host's rows of the arrays that `decode` returned."""
     if self.num_hosts > 1:
       return distributed.to_local_rows(tree)
     return jax.device_get(tree)
@@ -141,11 +144,12 @@ class CompiledPrograms:
 def _takes_any_number(
   model: functional.Model, mesh: jax.sharding.Mesh, page_size: int
 ) -> bool:
-  """Returns whether a program handles any number of pages.
+  """Returns whether one compiled program handles any number of pages.
 
-  On a CPU the program branches for each page, because a branch is cheap there
-  and compiling is slow. A kernel reads as many pages as there are. Elsewhere
-  each number of pages has its own program.
+  On a CPU the program has a branch for each page, because branches are cheap
+  there and compiling is slow. An attention kernel reads only the pages in use,
+  whatever their number. In all other cases, each number of pages is compiled as
+  a program of its own.
   """
   cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)
@@ -154,7 +158,7 @@ def _takes_any_number(
 def joined(
   base: functional.Params, trained: functional.Params
 ) -> functional.Params:
-  """Returns frozen and trained weights, cut into layers, as one tree."""
+  """Returns one tree with the frozen and the trained weights of each layer."""
   pairs = zip(base['layers'], trained['layers'], strict=True)
   return {**base, 'layers': tuple(lora.join(*pair) for pair in pairs)}
 
@@ -170,8 +174,8 @@ class Functions(NamedTuple):
   expert_ids: Callable[..., Any]
 
 
-# Cached, so that a process that trains several algorithms decodes all of them
-# with the same programs.
+# The result is cached, so that a process that trains several algorithms decodes
+# for all of them with the same programs.
 @functools.lru_cache(maxsize=8)
 def build(
   model: functional.Model,
@@ -183,17 +187,17 @@ def build(
   """Returns the jitted functions of an engine.
 
   Args:
-    model: the policy; the mesh in it is replaced by that of the placement.
+    model: the policy; the mesh of the placement replaces its own mesh.
     placement: the devices that decode.
-    options: what the programs depend on.
+    options: the options that the programs depend on.
     stopped: the absorbing state of the stop automaton.
   """
   page_size, num_pages, sampling, num_tokens = options
   mesh = placement.mesh
   hosts = mesh_lib.num_hosts(mesh)
   model = dataclasses.replace(model, mesh=mesh)
-  # The state comes out in the layout in which it went in; with another layout,
-  # the next call would be compiled anew.
+  # A program must return the state in the layout in which it takes the state.
+  # With another layout, the next call would compile the program again.
   layout = slot_state_lib.shardings(model, mesh)
   state: dict[str, Any] = {'out_shardings': layout}
   any_number = _takes_any_number(model, mesh, page_size)
@@ -202,11 +206,11 @@ def build(
   }
   jit = functools.partial(compilation.jit, mesh=mesh, dtype=model.config.dtype)
   return Functions(
-    # The weights are cast once here, to the dtype they are computed with:
-    # every decoded token reads all of them. `jnp.copy` matters where the cast
-    # changes nothing. The learner donates its weights to the next update, and
-    # an output that aliased them would be overwritten while the engine still
-    # decodes.
+    # The weights are cast here once, to the dtype of the computation, because
+    # every decoded token reads all weights. `jnp.copy` makes a copy even if the
+    # cast changes nothing. Without it, an output could alias the weights of the
+    # learner. The learner donates its weights to the next update, which would
+    # overwrite the output while the engine still decodes with it.
     publisher=publish_lib.Publisher(
       placement,
       lambda part: jax.tree.map(
@@ -221,8 +225,8 @@ def build(
       static_argnums=0,
       **state,
     ),
-    # The state is donated: the cache is the largest array of the engine, and
-    # its new tokens must be stored in place.
+    # The state is donated, so that new tokens are stored in the cache in place:
+    # the cache is the largest array of the engine.
     extend=jit(
       functools.partial(slot_programs.extend, model=model),
       donate_argnums=1,

@@ -1,24 +1,27 @@
 """Decodes many dialogues at once, each at its own pace.
 
-R rows (dialogues) share S slots. The caller begins a collection, then polls. A
-poll appends observations, lets the policy decode a chunk of tokens, and returns
-the turns that ended. The caller resumes such a row with an observation, or
-closes it, whenever it is ready; the other rows decode meanwhile.
+R rows share S slots; a row is one dialogue. The caller begins a collection,
+then polls. A poll appends observations, lets the policy decode a chunk of
+tokens, and returns the turns that ended. For each of these turns, the caller
+resumes the row with an observation, or closes the row, whenever the caller is
+ready. The other rows decode meanwhile.
 
 With `deterministic=True` every program runs on all slots, and slots are filled
-in waves: the next rows come when the last row of a wave is closed. Shapes then
-never depend on what happens when, so that the tokens and log-probabilities of a
-row are the same bits whenever its observations arrive. Otherwise a slot is
-refilled from the queue as soon as its row is closed, and programs run on the
-active rows only, in batches of a few fixed sizes. The tokens are the same, the
-log-probabilities equal up to rounding.
+in waves: new rows are admitted when the last row of a wave is closed. The
+shapes of programs then never depend on timing, so the tokens and
+log-probabilities of a row are the same bits whenever its observations arrive.
+With `deterministic=False` a slot is refilled from the queue as soon as its row
+is closed, and programs run on the active rows only, in batches of a few fixed
+sizes. The tokens are the same, and the log-probabilities are equal up to
+rounding.
 
-Weights change between turns only. A turn that begins takes the newest ones, and
-is written with them to its end, so that it has one policy; its version is in
-the result. While turns of two versions are being written, each call decodes
-those of one version. With `turn_swaps`, which allows this, nothing waits for
-all rows to end, so slots are refilled at once even if `deterministic`. The bits
-of a row then depend on nothing but the versions of its turns.
+Weights change between turns only. A turn takes the newest weights when it
+begins and keeps them to its end, so one policy writes the whole turn. The
+result of a turn contains the version of its weights. While turns of two
+versions are being written, each call decodes the turns of one version only. The
+option `turn_swaps` allows such turns. With this option no slot waits until all
+rows have ended: slots are refilled at once, even if `deterministic`. The bits
+of a row then depend on the versions of its turns, but on no other timing.
 """
 
 import collections
@@ -51,8 +54,8 @@ class Engine:
     make_driver: makes the slot driver of each lane.
 
   Attributes:
-    slots: rows that are decoded together.
-    max_length: tokens that a row can hold.
+    slots: the number of rows that are decoded together.
+    max_length: the most tokens of a row.
   """
 
   def __init__(
@@ -73,7 +76,7 @@ class Engine:
     drivers = [
       make_driver(self._programs, options) for _ in range(options.lanes)
     ]
-    self._driver = drivers[0]  # the only one if other hosts wait for this one
+    self._driver = drivers[0]  # the only driver if the engine spans hosts
     self._lanes = [
       lane_lib.Lane(driver, options, self._turn_weights) for driver in drivers
     ]
@@ -87,41 +90,43 @@ class Engine:
     *,
     base: functional.Params | None = None,
   ) -> None:
-    """Copies the policy's weights, with which turns begin until the next call.
+    """Copies the policy's weights; turns begin with them until the next call.
 
-    It must be a copy: the learner donates its weights to the next update while
-    the engine may still decode with these.
+    The weights must be copied: the learner donates its weights to the next
+    update, and the engine may still decode then.
 
     Args:
       params: the trained weights, on the devices of training.
-      version: the number of the step that made them.
-      base: the frozen weights, if the trained ones are adapters. They are
-        copied at the first call, and whenever other arrays are given.
+      version: the number of training steps that made the weights.
+      base: the frozen weights, if the trained weights are adapters. They are
+        copied in the first call, and again whenever the caller gives another
+        `base`.
     """
     self._programs.publish(params, version, base=base)
 
   def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
-    """Returns a copy of weights for `swap_weights`; see `publish`.
+    """Returns a copy of weights for `swap_weights`, see `publish`.
 
-    The engine may decode meanwhile. Its devices then hold the weights twice.
+    The engine may decode meanwhile. Its devices then hold both the old and the
+    new weights.
     """
     return self._programs.transferred(params, base=base)
 
   def swap_weights(self, weights: functional.Params, version: int) -> None:
     """Publishes weights that `transferred` has returned.
 
-    It may be called at any time, by any thread. A turn that has begun is
-    written with its old weights to its end.
+    Any thread may call it at any time. A turn that has begun keeps its old
+    weights to its end.
     """
     self._programs.weights = compiled_programs.Weights(version, weights)
 
   def release(self) -> None:
-    """Drops weights, keys and values, and what is left of a collection.
+    """Drops the weights, the keys and values, and the rows of a collection.
 
-    The memory is free until the next `publish`, but for frozen weights under
-    adapters, which stay.
+    The memory stays free until the next `publish`, except that frozen weights
+    under adapters stay on the devices.
 
     Raises:
       Exception: the error that a lane's thread has raised, see `begin`.
@@ -141,23 +146,24 @@ class Engine:
     greedy: bool,
     due: Sequence[Sequence[int]] | None = None,
   ) -> None:
-    """Begins a collection and drops what is left of the last one.
+    """Begins a collection, and drops the rows that are left of the last one.
 
     Args:
       prompts: token ids, one array for each group of adjacent rows; None for a
         group that is left out. A prompt is computed only if no row on the
-        device has it.
+        device holds it already.
       keys: one typed key for each row; token t of a row is sampled with
         fold_in(key, t), where t is its position in the row.
-      group_size: rows that share a prompt; divides the slots of a lane.
-      max_turn_tokens: longest turn.
+      group_size: the number of rows that share a prompt; it must divide the
+        slots of a lane.
+      max_turn_tokens: the most tokens of a turn.
       greedy: whether to take the most probable token instead of sampling.
-      due: for each row the versions that its turns wait for; None: they take
-        the newest weights.
+      due: for each row, the versions of weights that its turns wait for, in
+        order. If None, turns take the newest weights.
 
     Raises:
-      ValueError: whole groups do not fill the slots of a lane, in which the
-        rows of a group are decoded together.
+      ValueError: if `group_size` does not divide the slots of a lane. A lane
+        decodes the rows of a group together.
       Exception: the error that a lane's thread has raised since the last
         collection began, even if a poll has raised it already.
     """
@@ -177,13 +183,14 @@ class Engine:
     keys: jax.Array,
     due: Sequence[Sequence[int]] | None = None,
   ) -> int:
-    """Adds rows to the collection that has begun; returns the first's number.
+    """Adds rows to the current collection, and returns the first row's number.
 
     Args:
       prompts, keys, due: see `begin`.
     """
     first = self._next
-    # The keys are kept on the host, which puts them into each batch again.
+    # The keys stay on the host, which sends them to the devices with each
+    # batch.
     key_data = np.asarray(jax.random.key_data(keys))
     self._next += len(key_data)
     for number in range(first, self._next):
@@ -201,33 +208,33 @@ class Engine:
     return self.max_length - self._rows[row].length
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row, whose next turn begins.
+    """Appends an observation to a row, and begins the row's next turn.
 
     Args:
       row: a row whose turn has ended.
-      token_ids: [L] int32, fewer than `remaining`.
+      token_ids: [L] int32, the observation; L must be less than `remaining`.
     """
     self._rows[row].lane.append_observation(self._rows[row], token_ids)
 
   def close(self, row: int) -> np.ndarray | None:
-    """Ends a row whose turn has ended; its slot becomes free.
+    """Ends a row whose turn has ended, and frees its slot.
 
     Returns:
-      The experts that each token visited, see `SlotDriver.expert_ids`; None
-      unless `return_expert_ids`.
+      The experts to which each token was routed, see `SlotDriver.expert_ids`.
+      It is None if the option `return_expert_ids` is off.
     """
     closed = self._rows.pop(row)
     return closed.lane.close(closed)
 
   def statistics(self) -> dict[str, float]:
-    """Returns no metrics: no turn can fail here."""
+    """Returns no metrics, because no turn can fail here."""
     return {}
 
   @property
   def busy(self) -> bool:
-    """Whether to poll before a row is resumed or closed.
+    """Whether the caller should poll before it resumes or closes a row.
 
-    A poll can end a turn, or other hosts wait for it.
+    If so, a poll can end a turn, or other hosts wait for this host to poll.
     """
     joins = self._driver.joins and bool(self._rows)
     if joins or any(lane.busy for lane in self._lanes):
@@ -235,18 +242,19 @@ class Engine:
     return bool(self._queue) and self._can_admit()
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
-    """Decodes for a while and returns the turns that ended, by row."""
+    """Decodes for a while, and returns the turns that ended, by row number."""
     if self._queue and self._can_admit():
       self._admit()
     ended, lanes = {}, {}
-    # Calls are started in all lanes before any result is waited for. One lane
-    # that is done is enough: its rows should not wait for the others.
+    # Calls are started in all lanes before this thread waits for any result.
+    # The wait ends with the first lane that is done, so that the rows of this
+    # lane do not wait for other lanes.
     for lane in self._lanes:
       if future := lane.schedule(queued=bool(self._queue)):
         lanes[future] = lane
     if not lanes and self._rows:
-      # All rows here wait for observations, but other hosts may need this one
-      # in their programs.
+      # All rows of this host wait for observations, but other hosts may need
+      # this host in their programs.
       self._driver.join(done=False)
     done, _ = concurrent.futures.wait(
       lanes, return_when=concurrent.futures.FIRST_COMPLETED
@@ -257,17 +265,17 @@ class Engine:
     return ended
 
   def finish(self) -> None:
-    """Lets other hosts finish what they collect, with programs of all hosts.
+    """Takes part in the programs of other hosts until all hosts are done.
 
-    All hosts call it after one or several collections of theirs.
+    All hosts call it after one or several collections of their own.
     """
     while not self._driver.join(done=True):
       pass
 
   def _can_admit(self) -> bool:
-    """Returns whether there are slots for rows of the queue."""
+    """Returns whether rows of the queue can get slots now."""
     counts = [len(lane.free) for lane in self._lanes]
-    # Refilling a slot while others decode would make shapes, and so rounding,
+    # If a slot were refilled while others decode, shapes and rounding would
     # depend on when observations arrive.
     if self._options.waves:
       return sum(counts) == self.slots
@@ -282,17 +290,18 @@ class Engine:
       if not (free := [x for x in self._lanes if x.free]):
         break
       self._queue.remove(row)
-      # The lane that has the group's prompt, or else the one with most room for
-      # the rest of the group.
+      # A lane that holds the group's prompt is preferred, then the lane with
+      # the most free slots for the rest of the group.
       lane = max(free, key=lambda x: (x.has_group(row.group), len(x.free)))
       lane.admit(row)
 
   def _turn_weights(self) -> compiled_programs.Weights:
-    """Returns the weights of turns that begin.
+    """Returns the weights of turns that begin now.
 
-    They are the newest, unless turns of two other versions are being written.
-    Then they are the newer of these two: with a third version, a chunk would
-    take three calls, each of which reads its weights.
+    These are the newest weights. But if turns of two older versions are still
+    being written, new turns take the newer of these two versions. With a third
+    version, a chunk would take three calls, each of which reads all its
+    weights.
     """
     newest = self._programs.weights
     assert newest is not None
@@ -311,7 +320,7 @@ class Engine:
     return [row for row in self._queue if row.is_due(weights)]
 
   def _start_wave(self) -> None:
-    """Fills all slots; the lanes get the groups in turn."""
+    """Fills all slots from the queue; the lanes get the groups in turn."""
     first = self._queue[0].group
     while self._queue:
       group = self._queue[0].group - first

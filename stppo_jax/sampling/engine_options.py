@@ -11,10 +11,10 @@ class ProgramOptions(NamedTuple):
   """Holds the options that compiled programs depend on.
 
   Attributes:
-    page_size: tokens of a page of the cache.
-    num_pages: pages of a lane.
+    page_size: the number of tokens in a page of the KV cache.
+    num_pages: the number of pages of a lane.
     sampling: temperature and truncation.
-    decode_chunk: the largest number of tokens of a row that one call decodes.
+    decode_chunk: the most tokens of a row that one call decodes.
   """
 
   page_size: int
@@ -25,36 +25,43 @@ class ProgramOptions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-  """Says how the local engine divides its work.
+  """Holds all options of the local engine.
 
-  Only `sampling` and `max_length` change what is generated. All the others
-  change how fast that is done. A config with sizes that do not fit each other
-  or the devices is refused before (`engine_rules`).
+  `sampling`, `max_length` and `turn_swaps` decide which tokens the engine
+  generates. The other options change its speed, and log-probabilities only by
+  rounding. `engine_rules` checks beforehand that the numbers of slots, lanes
+  and pages fit each other and the devices.
 
   Attributes:
-    slots: rows that are decoded together; a multiple of `lanes` and of the
-      devices that cut them.
-    max_length: tokens that a row can hold, its prompt included.
+    slots: the number of rows that are decoded together; a multiple of `lanes`
+      and of the number of devices that the slots are divided over.
+    max_length: the most tokens of a row, including its prompt.
     sampling: temperature and truncation.
-    page_size: tokens of a page of keys and values; 0: see
-      `engine_rules.tokens_per_page`.
-    pages: pages of all slots; 0: as many as full slots need. With fewer, rows
-      wait for pages of others.
-    prefill_chunk: tokens of a prompt or an observation that one call appends.
-    decode_chunk: the largest number of tokens of a row that one call decodes.
-    early_exit: a chunk ends once this share of its turns has ended; without
+    page_size: the number of tokens in a page of the KV cache. If 0,
+      `engine_rules.tokens_per_page` chooses it.
+    pages: the number of cache pages of all slots. If 0, all slots have enough
+      pages for rows of `max_length`. With fewer pages, a row may have to wait
+      until other rows free theirs.
+    prefill_chunk: the most tokens of a prompt or an observation that one call
+      appends to a row.
+    decode_chunk: the most tokens of a row that one call decodes.
+    early_exit: a chunk ends once this share of its turns has ended. It has no
       effect if `deterministic`.
-    lookahead: chunks that are started before the result of the last is read.
-    deterministic: whether to run every program on all slots and to refill them
-      in waves, so that the same bits come out whenever observations arrive.
-    lanes: groups of slots with a thread each; more than one needs one device.
-    batch_rows: most rows that a call decodes; 0 means all rows of a lane.
-      Without effect if `deterministic`.
-    return_expert_ids: whether `close` returns the experts that each token of
-      the row visited.
-    turn_swaps: never (weights change between collections only), keep (a turn
-      begins with the newest weights), or recompute (the same, and the keys and
-      values of earlier tokens are computed again with these weights).
+    lookahead: the number of chunks that are started ahead of the chunk whose
+      result is read next.
+    deterministic: whether every program runs on all slots, so that rows have
+      the same bits whenever observations arrive. If `turn_swaps` is never,
+      slots are then refilled in waves.
+    lanes: the number of groups of slots, each with a thread of its own; more
+      than one lane needs one device.
+    batch_rows: the most rows that one call decodes; 0 means all rows of a lane.
+      It has no effect if `deterministic`.
+    return_expert_ids: whether `close` returns the experts to which each token
+      of the row was routed.
+    turn_swaps: says when a row may change to newer weights: never (only between
+      collections), keep (at each turn, which begins with the newest weights),
+      or recompute (as keep, but the keys and values of earlier tokens are
+      computed again with the newest weights).
   """
 
   slots: int
@@ -79,17 +86,17 @@ class EngineOptions:
 
   @property
   def tokens_per_page(self) -> int:
-    """The number of tokens of a page."""
+    """The number of tokens in a page of the KV cache."""
     return engine_rules.tokens_per_page(self.page_size, self.max_length)
 
   @property
   def pages_per_row(self) -> int:
-    """N, the most pages that a row needs."""
+    """N, the most cache pages that a row needs."""
     return -(-self.max_length // self.tokens_per_page)
 
   @property
   def pages_per_lane(self) -> int:
-    """The number of pages of each lane."""
+    """The number of cache pages of each lane."""
     full = self.slots_per_lane * self.pages_per_row
     return self.pages // self.lanes or full
 
@@ -110,23 +117,23 @@ class EngineOptions:
 
   @property
   def waves(self) -> bool:
-    """Whether slots are filled together, and again when all are free."""
+    """Whether new rows are admitted only when all slots are free."""
     return self.deterministic and self.turn_swaps == 'never'
 
   @property
   def most_rows(self) -> int:
-    """The most slots in a call of `decode`; see `compacts`."""
+    """The most slots of a lane in one call of `decode`."""
     if self.compacts and self.batch_rows:
       return min(self.batch_rows, self.slots_per_lane)
     return self.slots_per_lane
 
   def largest_call(self, shards: int) -> int:
-    """Returns the number of slots that the largest call of a program gets.
+    """Returns the number of slots in the largest call of a program.
 
-    Every device gets the same number, even if most of the active slots are on
-    one of them.
+    Every device gets the same number of slots, even if most of the active slots
+    are on one device.
 
     Args:
-      shards: the number of devices that slots are divided over.
+      shards: the number of devices that the slots are divided over.
     """
     return shards * min(self.most_rows, self.slots_per_lane // shards)

@@ -1,13 +1,15 @@
 """Checks the numbers of slots, lanes and pages of the engine.
 
-Configs are checked with these functions, so this module does not import jax.
+The check of a config calls these functions and must not need jax, so this
+module does not import jax.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Why hosts cannot decode together (rollout.span=slice): for some keys of a
-# config, whether a value forbids it, and the reason.
+# Settings that keep hosts from decoding together (rollout.span=slice). For each
+# key of the config: a function that says whether a value of the key forbids it,
+# and the reason.
 DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
   'mesh.collect_fraction': (
     lambda fraction: fraction > 0,
@@ -15,11 +17,11 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
   ),
   'mesh.collectors': (
     lambda collectors: collectors > 0,
-    'to jax, a host that only collects has no other hosts',
+    'jax on a host that only collects does not know the other hosts',
   ),
   'updates.routing_replay': (
     lambda replay: replay == 'sampler',
-    'a host that decodes alone can read its experts without the others',
+    'a host could read its experts only together with the other hosts',
   ),
   'rollout.lanes': (
     lambda lanes: lanes > 1,
@@ -30,9 +32,9 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'hosts that decode together call a program with the same weights',
   ),
 }
-# What turns with newer weights need (rollout.turn_swaps). For some keys of a
-# config: whether the option and the key's value go together, the values of the
-# option that always do, and the reason.
+# Settings that rollout.turn_swaps needs. For each key of the config: a function
+# that says whether turn_swaps and the value of the key fit together, the values
+# of turn_swaps that fit every value of the key, and the reason.
 SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
   (
     'rollout.steps_ahead',
@@ -64,14 +66,14 @@ SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
 
 
 def slots_problem(slots: int, *, lanes: int, group_size: int) -> str:
-  """Returns why lanes cannot divide slots among them; '' if they can.
+  """Returns the reason why slots cannot be divided into lanes; '' if they can.
 
-  Every lane has the same number of slots, which whole groups fill.
+  Every lane must have the same number of slots, which whole groups must fill.
 
   Args:
     slots: the number of slots of all lanes.
     lanes: the number of lanes.
-    group_size: the number of slots of a group.
+    group_size: the number of slots that a group fills.
   """
   multiple = lanes * group_size
   if slots % multiple == 0:
@@ -83,11 +85,11 @@ def slots_problem(slots: int, *, lanes: int, group_size: int) -> str:
 
 
 def devices_problem(lanes: int, num_devices: int) -> str:
-  """Returns why lanes cannot run on this number of devices; '' if they can.
+  """Returns the reason why lanes cannot run on these devices; '' if they can.
 
-  The threads of two lanes could start their programs in another order on each
-  device, and collectives of the two programs would then wait for each other for
-  ever.
+  The threads of two lanes could start their programs in a different order on
+  each device. Collectives of the two programs would then wait for each other
+  for ever.
   """
   if lanes == 1 or num_devices == 1:
     return ''
@@ -98,17 +100,20 @@ def devices_problem(lanes: int, num_devices: int) -> str:
 
 
 def tokens_per_page(page_size: int, max_length: int) -> int:
-  """Returns the tokens of a page; see rollout.page_size for 0."""
+  """Returns the number of tokens in a page of the KV cache.
+
+  If `page_size` is 0, a page holds a quarter of `max_length`, but at most 128
+  tokens.
+  """
   return page_size or min(-(-max_length // 4), 128)
 
 
 def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
-  """Returns why the slots cannot have this number of pages; '' if they can.
+  """Returns the reason why slots cannot have so many pages; '' if they can.
 
   Args:
-    pages: the number of pages; 0: as many as full slots need.
-    parts: the parts of the slots that have pages of their own: devices, or
-      lanes.
+    pages: the number of pages; 0 means as many as full slots need.
+    parts: the number of devices or lanes, each of which has pages of its own.
     pages_per_row: the most pages that a row needs.
   """
   least = parts * pages_per_row

@@ -1,10 +1,10 @@
 """Schedules the rows in the slots of one lane.
 
 A lane decides which rows append a prompt or an observation, and which rows
-decode together, and keeps the chunks that are in flight. Its programs run one
-after the other. With several lanes, each calls its programs on a thread of its
-own: a CPU then runs them in parallel, which uses its cores better than cutting
-the small operations of one program into pieces.
+decode together. It keeps the chunks that are in flight. Its programs run one
+after the other. With several lanes, each lane calls its programs on a thread of
+its own. A CPU then runs the lanes in parallel, which uses its cores better than
+to split the small operations of one program.
 """
 
 import collections
@@ -24,8 +24,9 @@ from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 
-# Append once the number of rows that wait for it is this share of the number of
-# generating rows: a larger call of `extend` costs little more than a small one.
+# Waiting rows are appended to once their number reaches this share of the
+# number of generating rows, because a large call of `extend` costs little more
+# than a small one.
 _APPEND_SHARE = 0.25
 
 Row = rows_lib.Row
@@ -36,10 +37,10 @@ class _ChunkInFlight:
   """Describes a chunk that has been started.
 
   Attributes:
-    turns: the row and its turn in each slot of the chunk.
+    turns: for each slot of the chunk, the row and the number of its turn.
     earlier: the calls since the previous chunk; if one of them failed, this
-      chunk is of no use.
-    result: the future of what `SlotDriver.decode` returns.
+      chunk is useless.
+    result: the future of the result of `SlotDriver.decode`.
   """
 
   turns: Mapping[int, tuple[Row, int]]
@@ -48,12 +49,12 @@ class _ChunkInFlight:
 
 
 class Lane:
-  """Schedules the rows in some slots.
+  """Schedules the rows in the slots of one driver.
 
   Args:
-    driver: the slots, and the calls that change them.
+    driver: holds the slots, and calls the programs that change them.
     options: the engine's options.
-    turn_weights: returns the weights of turns that begin.
+    turn_weights: returns the weights of turns that begin now.
 
   Attributes:
     free: the slots without a row, in order.
@@ -82,11 +83,11 @@ class Lane:
   def begin(self, *, max_turn_tokens: int, greedy: bool) -> None:
     """Empties all slots for a new collection.
 
-    Waits for the calls of the last collection and raises the first error of
-    them, which would otherwise be lost. The next call then succeeds.
+    Waits for the calls of the last collection, and raises their first error,
+    which would otherwise be lost. The next call of `begin` then succeeds.
 
     Args:
-      max_turn_tokens: longest turn.
+      max_turn_tokens: the most tokens of a turn.
       greedy: whether to take the most probable token instead of sampling.
     """
     self._max_turn_tokens = max_turn_tokens
@@ -103,7 +104,7 @@ class Lane:
       for _ in range(shards)
     ]
     self._to_append: list[tuple[Row, np.ndarray]] = []
-    # By slot; the row whose last chunk was started longest ago comes first.
+    # Rows by slot. The row whose last chunk was started longest ago is first.
     self._generating: dict[int, Row] = {}
     left = [x for c in self._in_flight for x in (*c.earlier, c.result)]
     left += self._calls
@@ -111,7 +112,7 @@ class Lane:
     self._calls = []
     concurrent.futures.wait(left)
     try:
-      # They are in the order of the calls, so the first error is the cause.
+      # The calls are in order, so the first error is the cause of later errors.
       for future in left:
         future.result()
     except BaseException:
@@ -125,7 +126,7 @@ class Lane:
 
   @property
   def busy(self) -> bool:
-    """Whether a turn can end before a row is resumed or closed."""
+    """Whether a turn can end before the caller resumes or closes a row."""
     if any(self._fits(row, len(ids)) for row, ids in self._to_append):
       return True
     rows = self._generating.values()
@@ -136,14 +137,14 @@ class Lane:
     return any(row.group == group for row in self._rows.values())
 
   def admit(self, row: Row) -> None:
-    """Gives a free slot to a row and schedules its prompt."""
+    """Gives a free slot to a row, and schedules the append of its prompt."""
     row.lane, row.slot = self, self.free.pop(0)
     self._rows[row.slot] = row
     self._pool(row).add(row)
     self.append_observation(row, row.prompt)
 
   def append_observation(self, row: Row, token_ids: np.ndarray) -> None:
-    """Schedules tokens to be appended to a row before its next turn."""
+    """Schedules an append of tokens to a row before its next turn."""
     self._to_append.append((row, token_ids))
 
   def close(self, row: Row) -> np.ndarray | None:
@@ -151,7 +152,7 @@ class Lane:
 
     Returns:
       See `SlotDriver.expert_ids`. If the engine's options do not ask for
-      experts, it is None, and no thread is waited for.
+      experts, the result is None, and the call waits for no thread.
     """
     self.free.append(row.slot)
     self.free.sort()
@@ -168,11 +169,11 @@ class Lane:
     """Starts the calls that are due.
 
     Args:
-      queued: whether rows wait for a slot.
+      queued: whether rows in the queue wait for a slot.
 
     Returns:
       A future that is done once `collect_done` can return without waiting; None
-      if nothing is in flight.
+      if no chunk is in flight.
     """
     if self._should_append():
       self._append_scheduled()
@@ -181,14 +182,14 @@ class Lane:
     return self._in_flight[0].result if self._in_flight else None
 
   def _call(self, function: Callable, *args) -> concurrent.futures.Future:
-    """Calls a function of the driver, on the lane's thread if it has one."""
+    """Calls a driver function, on the thread of the lane if it has one."""
     if self._thread is not None:
       return self._thread.submit(function, *args)
     future = concurrent.futures.Future()
     try:
       future.set_result(function(*args))
     except Exception as error:
-      # As with a thread, `collect_done` raises the error later, and `begin`
+      # `collect_done` raises the error later, as with a thread, and `begin`
       # resets the slots.
       future.set_exception(error)
     return future
@@ -200,11 +201,12 @@ class Lane:
     return self._pools[self._shard(row)]
 
   def _room(self, row: Row, appended: int | None) -> int:
-    """Returns the tokens that a row needs pages for.
+    """Returns the number of tokens for which a row needs pages.
 
     Args:
       row: the row.
-      appended: tokens that its next call appends; None if the call decodes.
+      appended: the number of tokens that the next call appends to the row; None
+        if that call decodes.
     """
     if appended is not None:
       return row.length + appended
@@ -226,9 +228,9 @@ class Lane:
     return min(self._max_turn_tokens, self._options.max_length - row.length)
 
   def _should_append(self) -> bool:
-    """Returns whether enough rows wait to be appended to.
+    """Returns whether enough rows wait for an append.
 
-    Waiting changes when a token is computed, but no token.
+    Waiting changes only the time at which a token is computed, not the token.
     """
     share = _APPEND_SHARE if self._driver.compacts else 1
     decoding = sum(map(self._fits, self._generating.values()))
@@ -237,10 +239,10 @@ class Lane:
     return ready > 0 and ready >= enough
 
   def _append_scheduled(self) -> None:
-    """Appends scheduled tokens, if there are pages, and starts the turns.
+    """Appends the scheduled tokens for which there are pages, and starts turns.
 
-    A prompt that another row has, or that another row of this call computes, is
-    not computed again.
+    A prompt is copied instead of computed if another row holds it, or if
+    another row of this call computes it.
     """
     scheduled, self._to_append = self._to_append, []
     appends, copies = {}, {}
@@ -251,14 +253,16 @@ class Lane:
         continue
       if row.begins_anew(token_ids, weights.version, self._recomputes):
         token_ids = self._pool(row).emptied(row, token_ids)
-      # Only a row without a turn has the same tokens as another: its prompt.
+      # Only before its first turn does a row have the same tokens as another
+      # row.
       source = None if row.turn else self._source(row, weights.version)
       if source is not None:
         self._pool(row).share(row, source, len(token_ids))
       shared = len(row.pages)
       if not self._grow(row, len(token_ids)):
-        # A row that has not begun gives the shared pages back. If rows that
-        # wait held pages, there might be none for the row that must never wait.
+        # A row that has not begun gives the shared pages back. If waiting rows
+        # held pages, there might be too few for the oldest row, which never
+        # waits.
         if not row.length:
           self._pool(row).release(row)
         self._to_append.append((row, token_ids))
@@ -284,10 +288,10 @@ class Lane:
       self._calls.append(self._call(self._driver.copy, copies))
 
   def _source(self, row: Row, version: int) -> Row | None:
-    """Returns a row on the same device that has the prompt of another.
+    """Returns another row on the same device that holds a row's prompt, if any.
 
-    The first token after a prompt depends on the weights that have read it, so
-    they must be those of the turn that begins.
+    The first token after a prompt depends on the weights that have read the
+    prompt, so these must be the weights of the turn that begins.
     """
     for other in self._rows.values():
       if other.group == row.group and other.prompt_version == version:
@@ -296,25 +300,25 @@ class Lane:
     return None
 
   def _next_batch(self, queued: bool) -> Sequence[Row]:
-    """Returns the rows of the next chunk; none if it is not yet time for one.
+    """Returns the rows of the next chunk; none if no chunk is due yet.
 
     If a chunk has room for all slots, it decodes all generating rows, and
-    `lookahead` chunks are started before the last result is read.
+    `lookahead` further chunks are started before the oldest result is read.
 
     Otherwise two chunks are in flight, so that the device need not wait for the
-    host. A chunk may read as many pages of each row as its longest row needs,
-    so a batch is one row and those closest to it in length. The queue decides
-    which row that is. While rows wait for a slot, it is the row that has waited
-    longest: new rows are short, and if the shortest row went first, new ones
-    would overtake the others for ever. Once the queue is empty, it is the
+    host. A chunk reads as many pages of each row as its longest row needs, so a
+    batch is one row and the rows closest to it in length. The queue decides
+    which row is the first. While rows wait for a slot, it is the row that has
+    waited longest: new rows are short, and if the shortest row went first, new
+    rows would overtake the others for ever. Once the queue is empty, it is the
     shortest row, which has most tokens ahead of it. All rows then end at about
-    the same time. Otherwise a few would be left at the end, and the device
+    the same time. Otherwise a few rows would be left at the end, and the device
     would be idle while they wait for the retriever.
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]
-    # A call has weights of one version. A row that is in no call yet chooses
-    # it, so that the rows of another version get a call of their own.
+    # A call uses weights of one version. Rows without a chunk in flight choose
+    # the version first, so that each version gets its calls.
     first = [row for row in rows if not row.in_flight] or rows
     rows = [row for row in rows if row.weights is first[0].weights]
     if size == self._driver.slots:
@@ -326,28 +330,28 @@ class Lane:
     if len(ready) > size:
       first = ready[0] if queued else min(ready, key=lambda row: row.length)
       return rows_lib.closest_in_length(first, ready, size)
-    # Room that is left goes to rows whose last chunk is still in flight.
+    # The rest of the batch goes to rows whose last chunk is still in flight.
     ahead = [
       row for row in rows if 0 < row.in_flight <= self._options.lookahead
     ]
     return [*ready, *ahead][:size]
 
   def _start_chunk(self, rows: Sequence[Row]) -> None:
-    """Starts decoding in rows."""
+    """Starts a chunk that decodes in these rows."""
     decodes, row_turns = {}, {}
     for row in rows:
-      # Another row of this batch may have got the pages that were free for it.
+      # Another row of this batch may have taken the last free pages.
       if not self._grow(row):
         continue
-      # The row may be longer by all tokens of its chunks in flight.
+      # The chunks in flight may make the row longer by all their tokens.
       ahead = row.in_flight * self._options.decode_chunk
       length = min(row.length + ahead, self._options.max_length)
-      # The host does not wait to know the length: an upper bound only makes the
-      # program look at pages that may turn out to be empty.
+      # The host does not wait for the exact length. With an upper bound, the
+      # program may at most read pages that turn out to be empty.
       decodes[row.slot] = slot_calls.Decode(
         row.key_data, length, tuple(row.pages)
       )
-      # The number of the turn tells a late result from one of the next turn.
+      # By the turn, `collect_done` recognises a late result of an earlier turn.
       row_turns[row.slot] = row, row.turn
       row.in_flight += 1
       self._generating[row.slot] = self._generating.pop(row.slot)
@@ -371,10 +375,10 @@ class Lane:
     """Reads the oldest chunk and returns the turns that ended in it, by row."""
     oldest = self._in_flight[0]
     for future in oldest.earlier:
-      future.result()  # raises what the call raised
+      future.result()  # raises the error of a failed call
     slots, chunk = oldest.result.result()
     chunk = self._driver.read(chunk)
-    # Removed only now, because `begin` must find a chunk that failed.
+    # The chunk is removed only now, because `begin` must find a failed chunk.
     self._in_flight.popleft()
     columns = chunk.tokens_AC, chunk.logprobs_AC, chunk.truncated_logprobs_AC
     ended = {}
@@ -382,8 +386,8 @@ class Lane:
       if slot is None:
         continue
       row, turn = oldest.turns[slot]
-      # If the turn ended in an earlier chunk, after this one was started, the
-      # device has decoded nothing for it here.
+      # If the turn ended in an earlier chunk, which was still in flight when
+      # this one started, the device has decoded no token of the row here.
       if row.turn != turn or not row.generating:
         continue
       row.in_flight -= 1

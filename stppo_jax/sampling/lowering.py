@@ -1,8 +1,8 @@
-"""Lowers the engine's programs from shapes; nothing is loaded or computed.
+"""Lowers the engine's programs from the shapes of arrays, without any data.
 
-`extend` and `decode` are lowered as the largest programs that a run compiles:
-those for the most rows, which read all pages. The devices need not be there,
-see `parallel/topology.py`.
+`extend` and `decode` are lowered in the largest form that a run compiles: for
+the most rows, with all pages of each row. The devices need not be present, see
+`parallel/topology.py`.
 """
 
 from typing import Any
@@ -29,12 +29,13 @@ class Lowering:
     placement: the devices that decode.
     options: the engine's options.
     num_states: the number of states of the stop automaton.
-    trained: shapes of the policy's trained weights, with their layout.
-    base: shapes of the frozen weights, if the trained ones are adapters.
+    trained: the shapes and shardings of the policy's trained weights.
+    base: the shapes and shardings of the frozen weights, if the trained weights
+      are adapters.
 
   Attributes:
-    weights: shapes of the published weights, with their layout.
-    state: shapes of the slots of a lane, with their layout.
+    weights: the shapes and shardings of the published weights.
+    state: the shapes and shardings of the state of a lane's slots.
   """
 
   def __init__(
@@ -59,7 +60,7 @@ class Lowering:
         self._published(base), self.weights
       )
     self._slots_layout = slot_state.shardings(model, mesh)
-    # A program has the slots of all hosts that call it.
+    # A program works on the slots of all hosts that call it.
     hosts = mesh_lib.num_hosts(mesh)
     slots = hosts * options.slots_per_lane
     self.state = sharding.with_layout(
@@ -73,8 +74,9 @@ class Lowering:
       ),
       self._slots_layout,
     )
-    # The rows of the largest call, not all slots: with `batch_rows` no program
-    # ever runs on more of them, so this one needs the most memory.
+    # The number of rows in the largest call. With `batch_rows` it may be
+    # smaller than the number of slots. No program runs on more rows, so this
+    # one needs the most memory.
     self._shards = cache_lib.row_shards(model.config, mesh)
     self._rows = hosts * options.largest_call(self._shards // hosts)
     self._table_ZV = jax.ShapeDtypeStruct(
@@ -117,10 +119,10 @@ class Lowering:
     )
 
   def publish(self) -> list[tuple[Any, int]]:
-    """Lowers the copies of the trained weights, on the devices of training.
+    """Lowers the programs that copy the trained weights to the engine.
 
     Returns:
-      The programs, and how often each of them runs.
+      Pairs of a program and the number of times that it runs.
     """
     publisher = self._functions.publisher
     return [
@@ -143,7 +145,7 @@ class Lowering:
     )
 
   def _active(self) -> Any:
-    """Returns the shape of the active slots; None if all slots are."""
+    """Returns the shape of `slots_A`; None if all slots are active."""
     if self._rows == len(self.state.lengths):
       return None
     if self._shards == 1:

@@ -1,12 +1,12 @@
 """Describes the dialogues of a collection, and gives them pages of the cache.
 
-Rows that share a prompt share its full pages. A page is free again when the
-last row that has it gives it back.
+Rows that share a prompt share the full pages of the prompt. A page becomes free
+when the last row that holds it gives it back.
 
-There may be fewer pages than all rows need at their longest. Then rows wait,
-and the oldest one never does: what it may still need is kept free for it. When
-it ends, it leaves at least as much for the row that is the oldest then, so that
-every row ends.
+There may be fewer pages than all rows need at their full length. Then rows wait
+for pages, but the oldest row never waits: the pages that it may still need are
+kept free for it. When the oldest row ends, it leaves enough free pages for the
+next oldest row, so every row ends.
 """
 
 import collections
@@ -27,25 +27,26 @@ class Row:
   Attributes:
     number: the number of the row in the collection.
     prompt: [L] int32, token ids.
-    group: the group that shares the prompt.
+    group: the number of the group of rows that share the prompt.
     key_data: uint32 [2], the data of the row's key.
-    lane: the lane of its slot; None while it waits for one.
-    slot: its slot in the lane.
-    pages: its pages of keys and values, of the device that has the slot.
-    length: tokens so far, without those of chunks in flight.
-    written: the tokens so far, in pieces, without those of a turn that has not
-      ended.
-    turn: serial number of the turn; it tells a late chunk of an earlier turn
-      from one of this turn.
-    generating: whether it is the policy's turn.
-    in_flight: chunks in flight that decode this turn.
-    chunks: token ids and log-probabilities of this turn so far.
-    weights: the weights with which its turn is being written; None between
-      turns, so that a row that waits holds none.
-    version: the version of the weights of its last turn.
-    due: the versions that its turns wait for; (): they take the newest weights.
-    prompt_version: the version with which its slot begins a copy of its prompt;
-      None if it cannot.
+    lane: the lane of the row's slot; None while the row waits for a slot.
+    slot: the number of the row's slot in the lane.
+    pages: the numbers of the row's pages, on the device that has the slot.
+    length: the number of tokens so far, without the tokens of chunks in flight.
+    written: the tokens so far, in pieces, without the tokens of a turn that has
+      not ended.
+    turn: the number of turns that have begun. It distinguishes a late chunk of
+      an earlier turn from a chunk of the current turn.
+    generating: whether the policy is writing a turn of the row.
+    in_flight: the number of chunks in flight that decode the current turn.
+    chunks: for each chunk of the current turn, token ids and log-probabilities.
+    weights: the weights that write the current turn. Between turns it is None,
+      so that a row that waits keeps no old weights in memory.
+    version: the version of the weights of the row's last turn.
+    due: the versions of weights that the row's turns wait for, in order. If (),
+      turns take the newest weights.
+    prompt_version: the version of the weights that have read the prompt, if
+      other rows can begin with a copy of it; else None.
   """
 
   number: int
@@ -67,14 +68,14 @@ class Row:
   prompt_version: int | None = None
 
   def is_due(self, weights: compiled_programs.Weights) -> bool:
-    """Returns whether its next turn may begin with these weights."""
+    """Returns whether the row's next turn may begin with these weights."""
     is_free = self.turn >= len(self.due)
     return is_free or self.due[self.turn] <= weights.version
 
   def begin_turn(
     self, token_ids: np.ndarray, weights: compiled_programs.Weights
   ) -> None:
-    """Begins a turn with these weights after some more tokens."""
+    """Appends tokens to the row, and begins a turn with these weights."""
     if not self.turn:
       self.prompt_version = weights.version
     self.length += len(token_ids)
@@ -86,20 +87,21 @@ class Row:
   def begins_anew(
     self, token_ids: np.ndarray, version: int, recomputes: bool
   ) -> bool:
-    """Returns whether its tokens are computed again before its next turn.
+    """Returns whether the row's tokens are computed again before its next turn.
 
     Args:
       token_ids: the observation before the turn.
       version: the version of the turn's weights.
-      recomputes: whether keys and values of other weights are computed again.
+      recomputes: whether keys and values of older weights are computed again.
     """
-    # The weights that have read the last token predict the next one. Without an
-    # observation to read, these would be the weights of the turn before.
+    # The first token of a turn is predicted by the weights that have read the
+    # token before it. If there is no observation to read, these would be the
+    # weights of the turn before.
     is_other = self.length > 0 and self.version != version
     return is_other and (recomputes or not len(token_ids))
 
   def end_turn(self, *, stopped: bool) -> types.GeneratedTurn:
-    """Ends the turn that is being written, and returns it."""
+    """Ends the current turn, and returns it."""
     ids, logprobs, truncated_logprobs = (
       np.concatenate(x) for x in zip(*self.chunks)
     )
@@ -111,12 +113,12 @@ class Row:
 
 
 class PagePool:
-  """Gives the pages of one device of a lane to its rows.
+  """Gives the pages of one device of a lane to the rows on that device.
 
   Args:
     num_pages: the number of pages.
-    page_size: tokens of a page.
-    pages_per_row: the most pages that a row needs; no more than there are.
+    page_size: the number of tokens in a page.
+    pages_per_row: the most pages that a row needs; at most `num_pages`.
   """
 
   def __init__(self, num_pages: int, *, page_size: int, pages_per_row: int):
@@ -127,25 +129,26 @@ class PagePool:
     self._rows: list[Row] = []  # the oldest first
 
   def add(self, row: Row) -> None:
-    """Adds a row without pages, the youngest."""
+    """Adds a row without pages as the youngest row."""
     self._rows.append(row)
 
   def share(self, row: Row, other: Row, length: int) -> None:
-    """Gives a row without pages the full pages of another row's first tokens.
+    """Lets a row without pages share the full pages of another row's beginning.
 
     Args:
-      row: gets the pages.
-      other: has the pages.
-      length: tokens that the two rows have in common.
+      row: the row that gets the pages.
+      other: the row that holds the pages.
+      length: the number of tokens with which both rows begin.
     """
     row.pages = other.pages[: length // self._size]
     self._holders.update(row.pages)
 
   def grow(self, row: Row, length: int) -> bool:
-    """Gives a row the pages that so many tokens need.
+    """Gives a row the pages that it needs to hold `length` tokens.
 
     Returns:
-      Whether it has them now; if not, it has got none and must wait.
+      Whether the row has these pages now. If not, it has got no further page
+      and must wait.
     """
     if not self.fits(row, length):
       return False
@@ -155,9 +158,9 @@ class PagePool:
     return True
 
   def fits(self, row: Row, length: int) -> bool:
-    """Returns whether `grow` would give a row what it needs."""
-    # What the oldest row may still need is not given to others, even if it is
-    # free: the oldest one never waits, so all rows end.
+    """Returns whether `grow` would give the row its pages."""
+    # Pages that the oldest row may still need are not given to other rows, even
+    # if they are free. So the oldest row never waits, and all rows end.
     missing, oldest = self._missing(row, length), self._rows[0]
     kept = 0 if row is oldest else self._most - len(oldest.pages)
     return missing <= max(len(self._free) - kept, 0)
@@ -166,21 +169,21 @@ class PagePool:
     return max(-(-length // self._size) - len(row.pages), 0)
 
   def remove(self, row: Row) -> None:
-    """Takes back the pages of a row that has ended."""
+    """Removes a row that has ended, and takes back its pages."""
     self._rows.remove(row)
     self.release(row)
 
   def emptied(self, row: Row, token_ids: np.ndarray) -> np.ndarray:
-    """Empties a row; returns its tokens and the new ones, to be appended."""
+    """Empties a row, and returns its old and new tokens to append again."""
     self.release(row)
     token_ids = np.concatenate([*row.written, token_ids])
-    # No other row can copy its prompt any more: the hidden state that a copy
-    # begins with is overwritten when the tokens are appended.
+    # Other rows can no longer copy the prompt of this row: a copy would begin
+    # with its hidden state, which is overwritten when the tokens are appended.
     row.length, row.written, row.prompt_version = 0, [], None
     return token_ids
 
   def release(self, row: Row) -> None:
-    """Takes back the pages of a row, which stays."""
+    """Takes back the pages of a row, which stays in the pool."""
     pages, row.pages = row.pages, []
     for page in pages:
       self._holders[page] -= 1
@@ -192,7 +195,7 @@ class PagePool:
 def closest_in_length(
   row: Row, rows: Sequence[Row], size: int
 ) -> Sequence[Row]:
-  """Returns `size` rows, `row` among them, whose lengths differ least."""
+  """Returns `size` rows, `row` among them, whose lengths are the closest."""
   by_length = sorted(rows, key=lambda row: row.length)
   place = by_length.index(row)
   firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)

@@ -1,14 +1,16 @@
 """Samples one token for each row.
 
-S rows, V vocabulary. A sample is the argmax of the logits plus Gumbel noise,
-which is distributed as their softmax (the Gumbel-max trick). The noise of a row
-depends on nothing but its key and the token's position in the row, so that
-neither the slot, nor the batch, nor the order of events changes the token.
+S rows, V vocabulary. A sample is the argmax of the logits plus Gumbel noise.
+Its distribution is the softmax of the logits (the Gumbel-max trick). The noise
+of a row depends only on the row's key and on the token's position in the row,
+so that neither the slot, nor the batch, nor the order of events changes the
+token.
 
-Truncation leaves only some tokens to sample from: the `top_k` most probable;
-the fewest most probable ones that hold `top_p` of the mass; those at least
-`min_p` times as probable as the most probable one. The three apply in this
-order, each to the tokens that the last one left. Sources: top_p, arXiv
+Truncation limits the tokens to sample from. `top_k` keeps that many of the most
+probable tokens. `top_p` keeps the fewest most probable tokens that together
+hold this share of the probability. `min_p` keeps the tokens that are at least
+this many times as probable as the most probable token. The three apply in this
+order, each to the tokens that the previous one has kept. Sources: top_p, arXiv
 1904.09751; min_p, arXiv 2407.01082.
 """
 
@@ -23,13 +25,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """Says how tokens are sampled; static.
+  """Holds the options of sampling, which are static in compiled programs.
 
   Attributes:
-    temperature: the logits are divided by it.
-    top_k: 0 leaves all tokens.
-    top_p: 1 leaves all tokens.
-    min_p: 0 leaves all tokens.
+    temperature: the number that the logits are divided by.
+    top_k: see the module; 0 keeps all tokens.
+    top_p: see the module; 1 keeps all tokens.
+    min_p: see the module; 0 keeps all tokens.
   """
 
   temperature: float
@@ -42,10 +44,11 @@ class SampledTokens(typing.NamedTuple):
   """Holds one token for each row.
 
   Attributes:
-    tokens_S: int32.
-    logprobs_S: float32, under softmax(logits / temperature), untruncated, as
-      the trainer computes them.
-    truncated_logprobs_S: float32, under the distribution that was sampled from.
+    tokens_S: int32, the token ids.
+    logprobs_S: float32, the log-probabilities under softmax(logits /
+      temperature) without truncation, as the trainer computes them.
+    truncated_logprobs_S: float32, the log-probabilities under the truncated
+      distribution from which the tokens were sampled.
   """
 
   tokens_S: Array
@@ -69,13 +72,13 @@ def sample(
     keys_S: the typed key of each row.
     positions_S: int32, the position of the next token in its row.
     sampling: temperature and truncation.
-    greedy: whether to take the most probable token instead.
+    greedy: whether to take the most probable token instead of sampling.
     branches: whether the program branches on `greedy`, so that it makes noise
-      only if it is needed.
+      only if it samples.
   """
   scaled_SV = logits_SV / sampling.temperature
   left_SV = truncate(scaled_SV, sampling)
-  # A token that truncation leaves out has the logit -inf, which noise does not
+  # A token that truncation removes has the logit -inf, which noise does not
   # change.
   noisy = lambda: left_SV + _gumbel(keys_S, positions_S, left_SV.shape[1])
   if branches:
@@ -90,14 +93,14 @@ def sample(
 
 
 def truncate(logits_SV: Array, sampling: Sampling) -> Array:
-  """Returns the logits, -inf for the tokens that truncation leaves out.
+  """Returns the logits, with -inf for the tokens that truncation removes.
 
-  Equal logits are kept or left out together, so that a few more than top_k may
-  be left.
+  Tokens with equal logits are kept or removed together, so slightly more than
+  `top_k` tokens may be kept.
 
   Args:
     logits_SV: float32, divided by the temperature.
-    sampling: the truncation.
+    sampling: the options of truncation.
   """
   if 0 < sampling.top_k < logits_SV.shape[1]:
     largest, _ = jax.lax.top_k(logits_SV, sampling.top_k)
@@ -105,7 +108,8 @@ def truncate(logits_SV: Array, sampling: Sampling) -> Array:
   if sampling.top_p < 1:
     sorted_SV = jnp.sort(logits_SV, axis=-1, descending=True)
     mass_SV = jnp.cumsum(jax.nn.softmax(sorted_SV, axis=-1), axis=-1)
-    # The tokens before the mass is reached, and the one that reaches it.
+    # These are the tokens up to and including the one at which the mass reaches
+    # top_p.
     before_SV = jnp.pad(mass_SV[:, :-1], ((0, 0), (1, 0)))
     needed_SV = before_SV < sampling.top_p
     least_S1 = jnp.min(
@@ -119,10 +123,11 @@ def truncate(logits_SV: Array, sampling: Sampling) -> Array:
 
 
 def _first_of_largest(logits_SV: Array) -> Array:
-  """Returns the argmax; `jnp.argmax` takes several times as long on a CPU."""
+  """Returns the argmax, several times faster than `jnp.argmax` on a CPU."""
   ids_1V = jnp.arange(logits_SV.shape[1], dtype=jnp.int32)[None]
   is_largest_SV = logits_SV == jnp.max(logits_SV, axis=-1, keepdims=True)
-  # Nothing is equal to nan: then the result is the last id.
+  # A nan is equal to nothing, so if the maximum is nan, the result is the last
+  # id.
   return jnp.min(jnp.where(is_largest_SV, ids_1V, ids_1V[0, -1]), axis=-1)
 
 
@@ -137,7 +142,7 @@ def _logprobs(logits_SV, tokens_S):
 
 
 def _gumbel(keys_S: Array, positions_S: Array, vocab_size: int) -> Array:
-  """Returns noise [S, V] that depends on each row's key and position alone."""
+  """Returns Gumbel noise [S, V], which depends only on keys and positions."""
 
   def row(key, position):
     key = jax.random.fold_in(key, position)

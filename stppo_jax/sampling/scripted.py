@@ -1,4 +1,4 @@
-"""Repeats given turns, as an engine for demonstrations and tests."""
+"""An engine that replays given turns, for demonstrations and tests."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,15 @@ from stppo_jax import types
 
 
 class ScriptedEngine:
-  """Stands in for `Engine`: row n generates scripts[n], one entry per turn.
+  """Replays scripts in place of an `Engine`: row n generates scripts[n].
 
-  A row whose script has run out generates empty turns. All log-probabilities
-  are 0.
+  Each turn of a row generates the next array of the row's script. Once the
+  script has run out, the row generates empty turns. All log-probabilities are
+  0.
 
   Args:
-    scripts: the token ids of each turn of each row.
-    max_length: tokens that a row can hold.
+    scripts: for each row, the token ids of each turn.
+    max_length: the most tokens of a row.
   """
 
   def __init__(self, scripts: Sequence[Sequence[np.ndarray]], max_length: int):
@@ -45,7 +46,7 @@ class ScriptedEngine:
 
   @property
   def busy(self) -> bool:
-    """Whether a poll returns a turn."""
+    """Whether the next poll returns a turn."""
     return bool(self._generating)
 
   def remaining(self, row: int) -> int:
@@ -53,7 +54,7 @@ class ScriptedEngine:
     return self.max_length - self._lengths[row]
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row, whose next turn begins."""
+    """Appends an observation to a row and begins the row's next turn."""
     self._lengths[row] += len(token_ids)
     self._generating.add(row)
 
@@ -62,14 +63,14 @@ class ScriptedEngine:
     del self._lengths[row]
 
   def statistics(self) -> dict[str, float]:
-    """Returns no metrics: nothing can fail."""
+    """Returns no metrics, because no turn can fail."""
     return {}
 
   def finish(self) -> None:
-    """Does nothing: no other host is waited for."""
+    """Does nothing, because no other host takes part."""
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
-    """Returns the next turn of every generating row, cut to what fits."""
+    """Returns the next turn of every generating row, cut to the row's room."""
     ended = {}
     for row in sorted(self._generating):
       script, turn = self._scripts[row], self._turns[row]

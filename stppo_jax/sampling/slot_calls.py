@@ -1,4 +1,4 @@
-"""Describes what a slot driver does, and the calls of programs for it."""
+"""Defines the requests to a slot driver, and its calls of programs."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -13,9 +13,10 @@ class Append:
 
   Attributes:
     token_ids: [L] int32.
-    length: tokens that the slot holds before; 0 for a prompt, before which the
-      slot is emptied.
-    budget: tokens that the policy may generate after them.
+    length: the number of tokens that the slot holds before. For a prompt it is
+      0, and the slot is emptied first.
+    budget: the number of tokens that the policy may generate after these
+      tokens.
     pages: the pages of the slot, with room for these tokens.
   """
 
@@ -27,14 +28,14 @@ class Append:
 
 @dataclasses.dataclass(frozen=True)
 class CopyPrompt:
-  """Describes a prompt that a slot gets from another slot of its device.
+  """Describes a prompt that a slot copies from another slot of its device.
 
   Attributes:
     source: the slot that holds the prompt; its row may have gone on since.
-    length: tokens of the prompt.
-    budget: tokens that the policy may generate after it.
-    last_page: the page that the prompt does not fill, and the page that it is
-      copied to; None if the prompt fills its pages.
+    length: the number of tokens of the prompt.
+    budget: the number of tokens that the policy may generate after the prompt.
+    last_page: the page that the prompt fills only in part, and the page to
+      which it is copied; None if the prompt fills all its pages.
   """
 
   source: int
@@ -49,7 +50,8 @@ class Decode:
 
   Attributes:
     key_data: uint32 [2], the data of the row's key.
-    length: most tokens that the slot can hold when the chunk begins.
+    length: an upper bound of the number of tokens that the slot holds when the
+      chunk begins.
     pages: the pages of the slot, with room for the chunk.
   """
 
@@ -62,8 +64,10 @@ class Call(NamedTuple):
   """Describes a call of a program.
 
   Attributes:
-    program: its name, or a state of a host that needs none, see `slice_driver`.
-    size: the slots of each device that it runs on; 0 where it runs on none.
+    program: the name of the program. A host that needs no program gives its
+      state instead, see `slice_driver`.
+    size: the number of slots of each device that the program runs on; 0 if no
+      program runs.
     num_pages: see `slot_programs`.
     enough, greedy: see `SlotDriver.decode`.
   """

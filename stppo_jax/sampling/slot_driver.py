@@ -1,8 +1,9 @@
 """Calls the compiled programs on the slots of one lane.
 
-S slots, A active slots, C tokens appended by a call. The caller gives what to
-append, and where to decode, by slot. This module turns it into arrays of a few
-fixed shapes, so that nothing is compiled once each shape has been used.
+S slots, A active slots, C tokens appended by a call, N pages of a row. The
+caller describes, slot by slot, which tokens to append and which slots decode.
+This module turns the descriptions into arrays of a few fixed shapes, so that no
+program is compiled any more once each shape has been used.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,19 +21,19 @@ from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
-# The size of a batch of active slots is that of the largest batch, halved at
-# most this many times. With more sizes, batches are fuller, but each size is
+# A batch of active slots has the largest size, or that size halved up to this
+# many times. With more sizes, batches would have less padding, but each size is
 # compiled.
 _MAX_HALVINGS = 3
 
 
 class SlotDriver:
-  """Holds the state of some slots on the devices, and changes it by calls.
+  """Holds the state of a lane's slots on the devices, and calls the programs.
 
-  Programs run on all slots, or on the active slots only
-  (`EngineOptions.compacts`), then in batches of a few fixed sizes. If slots are
-  sharded over devices, each device gathers the same number of its own slots, so
-  that no cache moves between devices.
+  Programs run on all slots, or, with `EngineOptions.compacts`, on the active
+  slots only, in batches of a few fixed sizes. If slots are sharded over
+  devices, each device gathers the same number of its own slots, so that no part
+  of the cache moves between devices.
 
   Args:
     programs: the programs to call.
@@ -41,10 +42,12 @@ class SlotDriver:
   Attributes:
     slots: S.
     compacts: whether programs run on the active slots only.
-    batch_rows: most slots in a call of `decode`.
+    batch_rows: the most slots in a call of a program.
     shards: the number of devices that slots and pages are divided over. Device
-      d has the slots from d * slots / shards on.
-    joins: whether other hosts wait for this one, which then calls `join`.
+      d has slots / shards adjacent slots, of which the first is d * slots /
+      shards.
+    joins: whether other hosts need this host in their programs, so that the
+      engine must call `join`.
     returns_expert_ids: whether `expert_ids` can be called.
   """
 
@@ -68,23 +71,24 @@ class SlotDriver:
   def reset(self) -> None:
     """Drops the state, and frees its memory.
 
-    A call that failed may have left it unusable.
+    A call that failed may have left the state unusable.
     """
     self._state = None
 
   def append(
     self, appends: Mapping[int, slot_calls.Append], params: functional.Params
   ) -> None:
-    """Appends tokens to slots, in which turns with these weights begin."""
-    # In every run a wave begins with the same prompts in the same call, however
-    # long things take. So this call may leave out empty slots and still give
-    # the same bits. With several hosts it may not: a call has the same shapes
-    # on all of them, and the others may be at any point of their waves.
+    """Appends tokens to slots, and starts turns there with these weights."""
+    # In every run, a wave begins with the same prompts in the same call,
+    # whatever the timing. So this call may leave out inactive slots and still
+    # gives the same bits. With several hosts it may not: a call has the same
+    # shapes on all hosts, and the other hosts may be at any point of their
+    # waves.
     is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
-      # A batch reads as many pages as its longest slot has begun, so slots of
-      # like lengths go together.
+      # Every slot of a batch reads as many pages as the longest one has begun,
+      # so slots of similar lengths go together.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
@@ -95,9 +99,9 @@ class SlotDriver:
         )
 
   def copy(self, copies: Mapping[int, slot_calls.CopyPrompt]) -> None:
-    """Lets slots begin with prompts of other slots, and starts their turns.
+    """Starts turns in slots that take over the prompts of other slots.
 
-    All prompts of a batch are read before any slot is overwritten.
+    A program reads all prompts of a batch before it overwrites any slot.
     """
     for batch in self._batches(list(copies)):
       batch_copies = {slot: copies[slot] for slot in batch}
@@ -117,13 +121,14 @@ class SlotDriver:
     """Starts decoding a chunk, without waiting for its result.
 
     Args:
-      decodes: by slot; at most `batch_rows`.
-      params: the weights with which the turns of these slots are written.
+      decodes: the slots that decode, at most `batch_rows`.
+      params: the weights that write the turns of these slots.
       greedy: whether to take the most probable token instead of sampling.
       enough: the chunk ends once this many turns have ended in it.
 
     Returns:
-      The slot of each entry of the chunk, None for padding; and the chunk.
+      The slot number of each row of the chunk, which is None for padding, and
+      the chunk itself.
     """
     call = slot_calls.Call(
       'decode',
@@ -135,7 +140,7 @@ class SlotDriver:
     return self._run(call, functools.partial(self._decode, decodes, params))
 
   def join(self, *, done: bool) -> bool:
-    """Takes part in a program of other hosts that does nothing for this one.
+    """Takes part in a program of other hosts, without an active slot here.
 
     Args:
       done: whether this host has nothing left to collect.
@@ -146,15 +151,15 @@ class SlotDriver:
     return done
 
   def read(self, chunk: slot_programs.Chunk) -> Any:
-    """Returns a chunk as numpy arrays, once it is there."""
+    """Waits for a chunk and returns it as numpy arrays."""
     return self._programs.get(chunk)
 
   def _run(
     self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
   ) -> Any:
-    """Returns the result of a function that calls a program.
+    """Calls a function that runs a program, and returns its result.
 
-    `SliceDriver` agrees with the other hosts on the call first.
+    `SliceDriver` first agrees with the other hosts on the call.
     """
     return function(call)
 
@@ -164,7 +169,7 @@ class SlotDriver:
     active = self._active(list(copies), call.size, always=True)
     none = cache_lib.NO_PAGE
     arrays = np.zeros((5, active.size), np.int32)
-    arrays[3:] = none  # padding must copy no page: 0 would be a real one
+    arrays[3:] = none  # padding must copy no page, and 0 is a real page
     for place, copy in zip(active.places, copies.values()):
       arrays[:, place] = (
         copy.source % (self.slots // self.shards),
@@ -220,16 +225,16 @@ class SlotDriver:
   def expert_ids(
     self, slot: int, pages: Sequence[int], length: int
   ) -> np.ndarray:
-    """Returns the experts that each token of a slot visited.
+    """Returns the experts to which each token of a slot was routed.
 
     Waits for the chunks that are in flight.
 
     Returns:
-      int16 [length, layers, E].
+      int16 [length, layers, E], with E experts per token.
     """
     assert self._state is not None
-    # A row's pages are numbered within its device. The program gets numbers of
-    # pages of all devices, which follow one another.
+    # A row's page numbers count the pages of its own device. The program needs
+    # numbers that count the pages of all devices, one device after another.
     of_device = self._state.cache[0][0].shape[0] // self.shards
     table_N = np.zeros(self._programs.pages_per_row, np.int32)
     table_N[: len(pages)] = pages
@@ -240,14 +245,14 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields the slots with tokens in a chunk of C, and the chunk's start."""
+    """Yields the slots with tokens in each chunk of C, and where it starts."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
         {
           slot: append
           for slot, append in appends.items()
-          # The first chunk begins the turn even if it has no token.
+          # The first chunk begins the turn even if there is no token to append.
           if not first or first < len(append.token_ids)
         },
         first,
@@ -260,7 +265,7 @@ class SlotDriver:
     params: functional.Params,
     call: slot_calls.Call,
   ) -> None:
-    """Appends up to C tokens to slots."""
+    """Appends the tokens of one chunk, up to C for each slot."""
     active = self._active(list(appends), call.size)
     A, C = active.size, self._prefill_chunk
     batch = slot_programs.AppendBatch(
@@ -273,9 +278,8 @@ class SlotDriver:
     table_AN = self._table(active, list(appends.values()))
     for place, append in zip(active.places, appends.values()):
       token_ids = append.token_ids[first : first + C]
-      # The turn begins after the last chunk. Until then a budget of -1 leaves
-      # the slot in the state of a turn that has ended, in which `decode` does
-      # not generate.
+      # The turn begins after the last chunk. Until then, a budget of -1 leaves
+      # the slot as its last turn left it, and `decode` generates nothing there.
       last = first + C >= len(append.token_ids)
       batch.tokens_AC[place, : len(token_ids)] = token_ids
       batch.counts_A[place] = len(token_ids)
@@ -283,8 +287,7 @@ class SlotDriver:
       batch.prompts_A[place] = not append.length and last
       batch.budgets_A[place] = append.budget if last else -1
     slots_A, batch, table_AN = self._programs.put(active.slots, batch, table_AN)
-    # The new state takes the place of the old one at once, because the call has
-    # donated the old one.
+    # The call has donated the old state, so the new state replaces it at once.
     self._state = self._programs.extend(
       params,
       self._state or self._programs.empty(self.slots),
@@ -299,7 +302,7 @@ class SlotDriver:
     active: '_Active',
     slots: Sequence[slot_calls.Append | slot_calls.Decode],
   ) -> np.ndarray:
-    """Returns the pages of each active slot [A, N]."""
+    """Returns the page numbers of each active slot, [A, N]."""
     shape = active.size, self._programs.pages_per_row
     table_AN = np.full(shape, cache_lib.NO_PAGE, np.int32)
     for place, slot in zip(active.places, slots):
@@ -311,12 +314,12 @@ class SlotDriver:
     slots: Iterable[slot_calls.Append | slot_calls.Decode],
     appended: int = 0,
   ) -> int:
-    """Returns how many pages hold all tokens that the slots have so far."""
+    """Returns how many pages hold all tokens of the longest of the slots."""
     longest = max(slot.length + appended for slot in slots)
     number = -(-longest // self._programs.page_size)
     if self._programs.takes_any_number or number < 2:
       return number
-    # A power of 2, because each number is compiled.
+    # The number is rounded up to a power of 2, because each number is compiled.
     return min(2 ** (number - 1).bit_length(), self._programs.pages_per_row)
 
   def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -324,36 +327,37 @@ class SlotDriver:
       yield slots[first : first + self.batch_rows]
 
   def _size(self, slots: Iterable[int], compacts: bool) -> int:
-    """Returns on how many slots of each device a program runs.
+    """Returns the number of slots of each device that a program runs on.
 
     Args:
       slots: the active slots.
-      compacts: whether it may leave out slots that are not active. Few sizes
-        are used, so it may run on some of them all the same.
+      compacts: whether the program may leave out inactive slots. Only a few
+        sizes are used, so the result may exceed the number of active slots.
     """
     part = self.slots // self.shards
     if not compacts:
       return part
-    # A program has one shape on all devices: the fullest of them decides.
+    # A program has the same shape on all devices, so the device with the most
+    # active slots decides.
     largest = int(np.bincount([slot // part for slot in slots]).max())
     return _fitting(largest, min(self.batch_rows, part))
 
   def _active(
     self, slots: Sequence[int], size: int, *, always: bool = False
   ) -> '_Active':
-    """Returns the active slots as a program gets them.
+    """Returns the active slots in the form that a program takes.
 
     Args:
-      slots: the slots.
-      size: on how many slots of each device the program runs.
-      always: whether it gets their numbers even if it runs on all slots.
+      slots: the active slots.
+      size: the number of slots of each device that the program runs on.
+      always: whether to list the slots even if the program runs on all slots.
     """
     shards = self.shards
     part = self.slots // shards  # slots of a device
     if size == part and not always:
       return _Active(None, slots, self.slots)
-    # Places that stay at `self.slots` stand for no slot: programs read anything
-    # there and store nothing.
+    # Elements that stay at `self.slots` are padding: programs read any slot for
+    # them, and store nothing.
     active = np.full((shards, size), self.slots, np.int32)
     counts, places = [0] * shards, []
     for slot in slots:
@@ -361,8 +365,8 @@ class SlotDriver:
       active[shard, counts[shard]] = slot % part
       places.append(shard * size + counts[shard])
       counts[shard] += 1
-    # With several devices a program takes a list for each, so that the compiler
-    # knows that no row moves between devices.
+    # With several devices a program takes one list of slots per device, so that
+    # the compiler knows that no row moves between devices.
     one = shards == self._programs.num_hosts == 1
     return _Active(active[0] if one else active, places, shards * size)
 
@@ -371,8 +375,9 @@ class _Active(NamedTuple):
   """Describes the active slots of a call.
 
   Attributes:
-    slots: `slots_A` of the programs, see `slot_programs`; None for all slots.
-    places: the place of each active slot in the program's arrays.
+    slots: the argument `slots_A` of the programs, see `slot_programs`; None for
+      all slots.
+    places: the index of each active slot in the program's arrays.
     size: A, the length of these arrays.
   """
 
@@ -382,7 +387,7 @@ class _Active(NamedTuple):
 
 
 def _fitting(count: int, largest: int) -> int:
-  """Returns the smallest size of a batch that holds so many slots."""
+  """Returns the smallest size of a batch that holds `count` slots."""
   size = largest
   for _ in range(_MAX_HALVINGS):
     if size % 2 or count > size // 2:

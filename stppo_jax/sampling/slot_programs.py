@@ -1,22 +1,25 @@
-"""Defines the two programs of the engine: append tokens, and decode tokens.
+"""Defines the two programs of the engine, which append and decode tokens.
 
-S slots, A active slots, C tokens of a chunk, D model width, V vocabulary, Z
-states of the stop automaton. `extend` appends prompts and observations,
-`decode` samples from the policy. A slot's keys and values stay through all
-turns of a dialogue, so that no token is computed twice.
+S slots, A active slots, C tokens of a chunk, D model width, N pages of a row, V
+vocabulary, Z states of the stop automaton. `extend` appends prompts and
+observations; `decode` samples tokens from the policy. The keys and values of a
+slot stay in the cache through all turns of a dialogue, so that no token is
+computed twice.
 
 Shapes are fixed, because XLA compiles a program for each shape. Rows come, go
 and end their turns at any time, which changes only masks, counts and lengths. A
-row that waits or has ended is computed along with the others and frozen by a
-mask: nothing that belongs to it is stored.
+row that waits or has ended is computed along with the others, but a mask
+freezes it, and nothing that is computed for it is stored.
 
-Every program works on all slots (`slots_A=None`), or on the slots `slots_A`,
-whose state it gathers first: int32 [A], or, if several devices hold the slots,
-[devices, A / devices], slots within the part of each device. An entry that is S
-or more pads the shape and stands for no slot. `table_AN` has the pages of each
-active slot, and `num_pages` is the number of pages that hold all tokens of the
-longest one so far. Attention reads no others, so that a short dialogue does not
-pay for `max_length`; see `models/cache`.
+If `slots_A` is None, a program works on all slots. Otherwise it works on the
+active slots, and gathers their state first. `slots_A` is int32 [A]. If several
+devices hold the slots, it is [devices, A / devices], and counts the slots of
+each device from 0. An element of S or more is padding, and stands for no slot.
+
+`table_AN` has the page numbers of each active slot. `num_pages` is the number
+of pages that hold all tokens of the longest active slot so far. Attention reads
+no further pages, so that a short dialogue does not pay for `max_length`; see
+`models/cache`.
 """
 
 import dataclasses
@@ -42,12 +45,12 @@ class AppendBatch:
   """Holds the tokens that `extend` appends to each active slot.
 
   Attributes:
-    tokens_AC: int32, the first counts_A of each slot.
-    counts_A: int32, tokens to append; 0 changes nothing.
+    tokens_AC: int32, of which the first counts_A of each slot are appended.
+    counts_A: int32, the number of tokens to append; may be 0.
     starts_A: bool, whether the slot is emptied first.
     prompts_A: bool, whether the prompt ends with these tokens.
-    budgets_A: int32, tokens that the policy may generate after these; -1 while
-      more is to be appended before its turn begins.
+    budgets_A: int32, the number of tokens that the policy may generate after
+      these tokens; -1 if more tokens are to be appended before the turn begins.
   """
 
   tokens_AC: Array | np.ndarray
@@ -63,9 +66,9 @@ class Chunk:
   """Holds the tokens that `decode` sampled.
 
   Attributes:
-    tokens_AC: int32, the first counts_A of each slot.
+    tokens_AC: int32, of which the first counts_A of each slot were decoded.
     logprobs_AC, truncated_logprobs_AC: float32, see `sampler.SampledTokens`.
-    counts_A: int32.
+    counts_A: int32, the number of tokens that each slot decoded.
     stopped_A: bool, whether a stop string or EOS ended the turn.
     ended_A: bool, whether the turn ended, by a stop or by its budget.
   """
@@ -92,19 +95,20 @@ def extend(
 
   Args:
     params: the policy's weights.
-    state: all slots; donate it.
-    appended: the tokens.
-    table_AN: see the module.
-    slots_A: see the module.
+    state: the state of all slots; the caller donates it.
+    appended: the tokens to append.
+    table_AN: the page numbers of each active slot, see the module.
+    slots_A: the active slots, see the module.
     model: the policy.
-    num_pages: see the module.
+    num_pages: the number of pages that are read, see the module.
 
   Returns:
     The state with the tokens in it.
   """
   active = slot_state.gather_slots(state, slots_A=slots_A)
   A, C = appended.tokens_AC.shape
-  # A length of 0 is enough to empty a slot: nothing beyond it is ever read.
+  # A length of 0 is enough to empty a slot, because nothing beyond the length
+  # is ever read.
   lengths_A = jnp.where(appended.starts_A, 0, active.lengths)
   hidden_ACD, recent = model.extend(
     params,
@@ -113,7 +117,7 @@ def extend(
       model.config,
       state.cache,
       table_AN,
-      # Nothing is read for slots to which nothing is appended.
+      # With length 0, no page is read for a slot that gets no tokens.
       jnp.where(appended.counts_A > 0, lengths_A, 0),
       count=num_pages,
       once=True,
@@ -167,36 +171,39 @@ def decode(
   num_pages: Array | int,
   captured: bool,
 ) -> tuple[slot_state.SlotState, Chunk]:
-  """Decodes at most `num_tokens` tokens in the slots that have a budget.
+  """Decodes at most `num_tokens` tokens in each slot that has a budget.
 
   The chunk ends early after `enough` turns have ended in it. Otherwise the rows
   that still generate would be decoded in a batch that is mostly frozen, and the
-  rows that ended would wait for them.
+  rows whose turns ended would wait for them.
 
-  On a GPU the host would have to read after each token whether the chunk goes
-  on, and which branch is next. There the chunk has `num_tokens` steps and no
-  branch, whatever the data, so that XLA can capture its kernels as CUDA graphs.
-  Rows that have ended are frozen, so the tokens are the same.
+  On a GPU, the host would have to read after each token whether the chunk goes
+  on, and which branch comes next. So with `captured` the chunk has `num_tokens`
+  steps and no branch, whatever the data, and XLA can capture its kernels as
+  CUDA graphs. Rows whose turns have ended are frozen, so the tokens are the
+  same.
 
   Args:
     params: the policy's weights.
-    state: all slots; donate it.
-    key_data_A2: uint32, the data of a key for each row.
-    runs_A: bool, the slots that decode, if they have a budget.
-    table_AN: see the module.
-    table_ZV: transitions of the stop automaton.
-    slots_A: see the module.
+    state: the state of all slots; the caller donates it.
+    key_data_A2: uint32, the data of each row's key.
+    runs_A: bool, whether the slot decodes if it has a budget.
+    table_AN: the page numbers of each active slot, see the module.
+    table_ZV: the transitions of the stop automaton.
+    slots_A: the active slots, see the module.
     greedy: whether to take the most probable token instead of sampling.
-    enough: once this many turns have ended, no slot decodes a further token.
+    enough: the chunk ends once this many turns have ended in it. It has no
+      effect if `captured`.
     model: the policy.
     stopped: the automaton's absorbing state.
     sampling: temperature and truncation.
-    num_tokens: C.
-    num_pages: see the module; an int if `captured` and no kernel reads them.
+    num_tokens: C, the most tokens that a slot decodes.
+    num_pages: the number of pages that are read, see the module. It must be an
+      int if `captured` and no kernel reads the pages.
     captured: whether the program has neither branches nor an early end.
 
   Returns:
-    The state, and the tokens of the chunk.
+    The new state, and the tokens of the chunk.
   """
   active = slot_state.gather_slots(state, slots_A=slots_A)
   keys_A = jax.random.wrap_key_data(key_data_A2)
@@ -218,9 +225,9 @@ def decode(
     active, recent, chunk, step = carry
     generating_A = generating(active)
     *columns, counts_A = chunk
-    # The position in the dialogue is folded into a row's key, not the number of
-    # the call, so that the same token is sampled whatever slot, batch and chunk
-    # the row is in.
+    # The token's position in the dialogue is folded into the row's key, and not
+    # the number of the call. So the same token is sampled whatever slot, batch
+    # and chunk the row is in.
     sampled = sampler.sample(
       heads.logits(active.hidden, output_VD),
       keys_A,
@@ -239,8 +246,8 @@ def decode(
     )
     next_A = table_ZV[active.automaton, sampled.tokens_S].astype(jnp.int32)
     one_A = generating_A.astype(jnp.int32)
-    # The mask freezes the rows that do not generate. Their tokens of this step
-    # are stored in the columns below, but not counted.
+    # The mask freezes the rows that do not generate. Tokens that are sampled
+    # for them in this step are stored in the columns below, but not counted.
     active = dataclasses.replace(
       active,
       hidden=jnp.where(generating_A[:, None], hidden_A1D[:, 0], active.hidden),
@@ -260,9 +267,9 @@ def decode(
   recent = cache_lib.nothing_recent(model.config, A, C)
   begin, generates_A = active, generating(active)
   num_begun = jnp.sum(generates_A)
-  # Read outside the loop, which needs the same pages for every token. The loop
-  # stores new keys and values in `recent` and not in the pages, because a loop
-  # that carried the pages would copy the whole cache for every token.
+  # The pages are read outside the loop, because every token needs the same
+  # pages. The loop stores new keys and values in `recent` and not in the pages:
+  # a loop that carried the pages would copy the whole cache for every token.
   cached = cached_pass.read(
     model.config,
     state.cache,
@@ -302,13 +309,13 @@ def decode(
 
 
 def _stored(cache, recent, table_AN, lengths_A, counts_A, hidden_AD, *, mesh):
-  """Returns the cache with the recent tokens of rows that have finite numbers.
+  """Returns the cache with the recent tokens of rows whose values are finite.
 
-  A page outlives its row. Attention gives invisible positions the weight 0, but
-  0 times nan is nan, so no value that is not finite may reach the cache. The
-  test of the final hidden state also orders the program: pages are overwritten
-  only after all of them have been read. Otherwise the compiler would have to
-  copy them.
+  After a row has ended, its pages are used by other rows. Attention gives
+  masked positions the weight 0, but 0 times nan is nan, so no value that is not
+  finite may reach the cache. The test of the final hidden state also orders the
+  program: pages are overwritten only after all pages have been read. Without
+  this order the compiler would have to copy the pages.
   """
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)
@@ -318,7 +325,7 @@ def _stored(cache, recent, table_AN, lengths_A, counts_A, hidden_AD, *, mesh):
 
 
 def _last(hidden_ACD, counts_A, otherwise_AD):
-  """Returns the hidden state of each slot's last new token, if it has one."""
+  """Returns the hidden state of a slot's last new token, or `otherwise_AD`."""
   last_A = jnp.maximum(counts_A - 1, 0)
   last_A1D = jnp.take_along_axis(hidden_ACD, last_A[:, None, None], axis=1)
   return jnp.where(counts_A[:, None] > 0, last_A1D[:, 0], otherwise_AD)

@@ -1,8 +1,8 @@
-"""Keeps the state of slots on the devices, and copies prompts between them.
+"""Keeps the state of slots on the devices, and copies prompts between slots.
 
-S slots, A active slots, D model width, N pages that a row can have. See
-`slot_programs` for the programs that append and decode, and for the meaning of
-`slots_A`; see `models/cache` for pages.
+S slots, A active slots, D model width, N pages that a row can have. The module
+`slot_programs` has the programs that append and decode, and explains `slots_A`.
+The module `models/cache` explains pages.
 """
 
 import dataclasses
@@ -23,17 +23,19 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-  """Holds the state of all slots, or of A active ones, on the devices.
+  """Holds the state of all S slots, or of A active slots, on the devices.
 
   Attributes:
-    cache: keys and values in pages, which the host gives to slots.
-    lengths: [S] int32, tokens of each slot in the cache.
-    hidden: [S, D], final hidden state of the last token; it predicts the next.
-    prompt_hidden: [S, D], final hidden state of the prompt's last token; a copy
-      of the prompt starts from it after the slot itself has gone on.
-    automaton: [S] int32, state of the stop automaton in the current turn.
-    budgets: [S] int32, tokens that the policy may still generate in this turn;
-      0 where it is not the policy's turn.
+    cache: the pages with keys and values; the host assigns pages to slots.
+    lengths: [S] int32, the number of tokens of each slot in the cache.
+    hidden: [S, D], the final hidden state of the last token, which predicts the
+      next token.
+    prompt_hidden: [S, D], the final hidden state of the prompt's last token. A
+      copy of the prompt starts from it, even after this slot has gone on.
+    automaton: [S] int32, the state of the stop automaton in the current turn.
+    budgets: [S] int32, the number of tokens that the policy may still generate
+      in this turn. A slot generates only while its budget is above 0 and its
+      automaton has not stopped.
   """
 
   cache: cache_lib.Cache
@@ -47,13 +49,13 @@ class SlotState:
 def empty(
   model: functional.Model, num_slots: int, num_pages: int, page_size: int
 ) -> SlotState:
-  """Returns slots without a token.
+  """Returns the state of slots without tokens.
 
   Args:
     model: the policy.
     num_slots: S.
-    num_pages: pages of all slots.
-    page_size: tokens of a page.
+    num_pages: the number of pages of all slots.
+    page_size: the number of tokens in a page.
   """
   config = model.config
   hidden = jnp.zeros((num_slots, config.hidden_size), config.dtype)
@@ -69,7 +71,7 @@ def empty(
 
 
 def shardings(model: functional.Model, mesh: jax.sharding.Mesh) -> SlotState:
-  """Returns the layout of slots on a mesh."""
+  """Returns the sharding of each array of the state on a mesh."""
   by_slot: Any = sharding.batch_sharding(mesh)
   return SlotState(
     cache_lib.shardings(model.config, mesh),
@@ -92,26 +94,27 @@ def copy_prompts(
   *,
   mesh: jax.sharding.Mesh,
 ) -> SlotState:
-  """Lets slots begin with the prompts of other slots, and starts their turns.
+  """Starts turns in slots that take over the prompts of other slots.
 
-  The full pages of the prompt are not copied: the host has listed them as pages
-  of these slots, too. The last page, which the prompt fills only in part, is
-  copied, because rows differ after the prompt. Beyond the prompt, the copy has
-  what followed it in the source, but the slot's length makes that invisible.
+  The full pages of a prompt are not copied: the host has listed these pages for
+  both slots. The last page, which the prompt fills only in part, is copied,
+  because rows differ after the prompt. The copied page also contains later
+  tokens of the source, but they lie beyond the length of the new slot and are
+  never read.
 
   Args:
-    state: all slots; donate it.
-    sources_A: slots whose first lengths_A tokens are the prompt; their rows may
-      have gone on since.
-    slots_A: slots that begin.
-    lengths_A: int32, tokens of the prompt.
-    budgets_A: int32, tokens that the policy may generate.
-    from_A, to_A: the last page of the prompt, and the page that it is copied
-      to; both `cache.NO_PAGE` where the prompt fills its pages.
+    state: the state of all slots; the caller donates it.
+    sources_A: the slots whose first lengths_A tokens are the prompt; their rows
+      may have gone on since.
+    slots_A: the slots that begin with the prompt.
+    lengths_A: int32, the number of tokens of the prompt.
+    budgets_A: int32, the number of tokens that the policy may generate.
+    from_A, to_A: the numbers of the prompt's last page and of the page to which
+      it is copied; both are `cache.NO_PAGE` if the prompt fills its pages.
     mesh: the mesh of the slots.
   """
-  # The source may have gone on, so its present state is that of its own turns.
-  # Only what it keeps of the prompt is copied.
+  # The row of the source may have gone on, and most of its state then belongs
+  # to its later turns. Only `prompt_hidden` still describes the prompt.
   sources = gather_slots(state, slots_A=sources_A)
   cache = cache_lib.copy_pages(state.cache, from_A, to_A, mesh=mesh)
   return scatter_slots(
@@ -128,11 +131,11 @@ def copy_prompts(
 
 
 def expert_ids(state: SlotState, pages_N: Array) -> Array:
-  """Returns the experts that the tokens of pages visited.
+  """Returns the experts to which the tokens of some pages were routed.
 
   Args:
-    state: all slots.
-    pages_N: int32, numbers of pages, of all devices.
+    state: the state of all slots.
+    pages_N: int32, page numbers that count the pages of all devices.
 
   Returns:
     int16 [tokens of the pages, layers, experts of a token].
@@ -145,8 +148,8 @@ def gather_slots(state: SlotState, *, slots_A: Array | None) -> SlotState:
   state = dataclasses.replace(state, cache=())
   if slots_A is None:
     return state
-  # A slot id of S or more stands for no slot: what is read there is never
-  # stored, because `scatter_slots` drops it.
+  # A slot number of S or more stands for no slot. The values that are read for
+  # it are never stored, because `scatter_slots` drops them.
   return jax.tree.map(lambda x: rows.take_clipped(x, slots_A), state)
 
 
@@ -158,7 +161,7 @@ def scatter_slots(
   mesh: jax.sharding.Mesh | None,
   **fields_A: Array,
 ) -> SlotState:
-  """Returns the state with new fields of the active slots and a new cache."""
+  """Returns the state with a new cache and new fields of the active slots."""
   if slots_A is None:
     return SlotState(cache, **fields_A)
   return SlotState(

@@ -1,12 +1,13 @@
-"""Finds where a turn ends: a byte automaton that runs on token ids.
+"""Finds where a turn ends, with a byte automaton that runs on token ids.
 
-Z states of the automaton, V vocabulary. A tokenizer can cut a stop string into
-tokens in many ways, and a stop string can end in the middle of a token, so that
-comparing token ids would miss some. The automaton of Aho and Corasick (1975,
-"Efficient string matching") reads bytes instead: its state is the longest
-suffix of the text that begins a stop string. All bytes of a token are read in
-advance, once for each state, which gives a table [Z, V] of states after a
-token. On the device, following the automaton is one gather for each token.
+Z states of the automaton, V vocabulary. A tokenizer can split a stop string
+into tokens in many ways, and a stop string can end in the middle of a token, so
+a comparison of token ids would miss some stop strings. The automaton of Aho and
+Corasick (1975, "Efficient string matching") reads bytes instead. Its state is
+the longest suffix of the text so far with which a stop string begins. The bytes
+of every token are read in advance, once from each state. This gives a table [Z,
+V] with the state after each token. On the device, following the automaton is
+one gather for each token.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class StopAutomaton:
-  """Transitions over tokens.
+  """Holds the transitions of the stop automaton over tokens.
 
   Attributes:
-    next_state_ZV: int16, the state after a token.
-    stopped: the absorbing state, entered as soon as a stop string is complete,
-      even in the middle of a token.
+    next_state_ZV: int16, for each state, the next state after each token.
+    stopped: the absorbing state, which is entered as soon as a stop string is
+      complete, even in the middle of a token.
   """
 
   next_state_ZV: np.ndarray
@@ -31,17 +32,18 @@ class StopAutomaton:
   START = 0
 
   def table(self, vocab_size: int) -> np.ndarray:
-    """Returns next_state_ZV with a column for each id of a model.
+    """Returns next_state_ZV with a column for each token id of a model.
 
-    A model may have more ids than its tokenizer. They are padding: they add
-    nothing to the text and leave the state as it is.
+    A model may have more ids than its tokenizer. The additional ids are
+    padding: they add nothing to the text and do not change the state.
 
     Args:
-      vocab_size: ids of the model, at least those of the tokenizer.
+      vocab_size: the number of ids of the model, not fewer than the tokenizer
+        has.
     """
     states, known = self.next_state_ZV.shape
-    # Ids of padding stand for no token, but they can be sampled: their logits
-    # are as finite as those of others.
+    # Padding ids stand for no token, but the policy can sample them, because
+    # their logits are finite.
     padding_Z1 = np.arange(states, dtype=np.int16)[:, None]
     padding = np.repeat(padding_Z1, vocab_size - known, axis=1)
     return np.concatenate([self.next_state_ZV, padding], axis=1)
@@ -53,13 +55,13 @@ def build(
   stop_strings: Sequence[str],
   eos_ids: Sequence[int],
 ) -> StopAutomaton:
-  """Builds the automaton for a tokenizer's vocabulary.
+  """Builds the stop automaton for a tokenizer's vocabulary.
 
   Args:
-    token_bytes: the bytes that each id adds to the text; b'' leaves the state
-      as it is.
-    stop_strings: the first one that is completed ends the turn.
-    eos_ids: the ids that end the turn too.
+    token_bytes: the bytes that each id adds to the text; b'' does not change
+      the state.
+    stop_strings: strings that end a turn as soon as one of them is complete.
+    eos_ids: token ids that end a turn too.
 
   Raises:
     ValueError: if no sequence of tokens can spell a stop string.
@@ -69,7 +71,7 @@ def build(
       raise ValueError(f'no sequence of tokens can spell {stop!r}')
   transitions = _byte_automaton([stop.encode() for stop in stop_strings])
   stopped = len(transitions) - 1
-  # The bytes of each entry of the vocabulary, padded to the longest.
+  # The bytes of each token, padded to the length of the longest token.
   width = max(len(token) for token in token_bytes)
   padded = np.zeros((len(token_bytes), width), np.int64)
   lengths_V = np.array([len(token) for token in token_bytes])
@@ -78,8 +80,8 @@ def build(
   state_ZV = np.repeat(
     np.arange(len(transitions))[:, None], len(token_bytes), 1
   )
-  # All tokens are read side by side, byte by byte, from every state; a token
-  # that has ended stays where it is.
+  # All tokens are read in parallel, byte by byte, from every state. A token
+  # that has no further byte keeps its state.
   for position in range(width):
     moved_ZV = transitions[state_ZV, padded[None, :, position]]
     state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)
@@ -88,7 +90,7 @@ def build(
 
 
 def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
-  """Returns whether tokens can spell the string, with or without other text."""
+  """Returns whether some sequence of tokens contains the string."""
   tokens = set(token_bytes)
   ends = {
     n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
@@ -103,14 +105,15 @@ def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
 
 
 def num_states(stop_strings: Sequence[str]) -> int:
-  """Returns Z, which depends on the stop strings but not on the vocabulary."""
+  """Returns Z, the number of states, which depends only on the stop strings."""
   return len(_byte_automaton([stop.encode() for stop in stop_strings]))
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
-  """Returns transitions [Z, 256]; in the last state a stop is complete."""
-  # A state is a proper prefix of a stop string. Whole ones share the last
-  # state, since nothing after them matters.
+  """Returns transitions [Z, 256] over bytes; the last state is `stopped`."""
+  # Each state but the last is a proper prefix of a stop string. All complete
+  # stop strings share the last state, because the text after them does not
+  # matter.
   prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))})
   index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is 0
   stopped = len(prefixes)
@@ -122,7 +125,7 @@ def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
       if any(text.endswith(stop) for stop in stops):
         table[state, byte] = stopped
         continue
-      while text not in index:  # the longest suffix that may still grow
+      while text not in index:  # until a stop string begins with it
         text = text[1:]
       table[state, byte] = index[text]
   return table

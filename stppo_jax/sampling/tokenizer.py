@@ -1,7 +1,8 @@
-"""Turns text into token ids, and ids into text and bytes.
+"""Turns text into token ids, and token ids into text and bytes.
 
-No other module of the package uses a tokenizer of `transformers`. What a model
-wrote is never decoded and encoded again: text is for environments and readers.
+Only this module and `chat_template` use a tokenizer of `transformers`. Token
+ids that a model generated are never decoded and encoded again: their text is
+only for environments and for people.
 
 L tokens of a text.
 """
@@ -20,15 +21,17 @@ from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
-# Imported by its full path: for a name of `transformers` itself, the type
-# checker would read the names of all models first, a third of its time.
+# The class is imported from its own module. With an import from `transformers`
+# itself, the type checker would first read the names of all models, which takes
+# a third of its time.
 import transformers.tokenization_utils_tokenizers as fast_tokenizers
 
 from stppo_jax.sampling import chat_template
 
 END_OF_TEXT = '<|endoftext|>'
 
-# One of these is inserted into the literal of an added token to break it up.
+# `neutralise` inserts one of these characters into the text of an added token,
+# so that the text no longer spells the token.
 _GAPS = ' .-_~^'
 # The code that `AutoTokenizer` runs if it trusts remote code, see
 # `Tokenizer.save`.
@@ -41,7 +44,7 @@ class TokenizerAsWritten(PreTrainedTokenizerFast):
   """Reads tokenizer.json as it is."""
 '''
 _MODULE, _CLASS = 'tokenizer_as_written', 'TokenizerAsWritten'
-_BYTE = re.compile('<0x([0-9A-F]{2})>')  # a token that is one byte
+_BYTE = re.compile('<0x([0-9A-F]{2})>')  # a token for one byte
 _DECODERS = 'ByteLevel, Fuse, Sequence of Replace, ByteFallback, Fuse, Strip'
 
 
@@ -53,9 +56,9 @@ class Tokenizer:
 
   Attributes:
     eos_id: the id of the end-of-sequence token.
-    vocab_size: the number of ids, which are 0 to vocab_size - 1.
+    vocab_size: the number of token ids, which are 0 to vocab_size - 1.
     added_literals: the texts of the added tokens, special or not.
-    prompts: makes prompts, by the options of `with_prompts`.
+    prompts: makes prompts; `with_prompts` sets its options.
   """
 
   def __init__(self, fast: fast_tokenizers.PreTrainedTokenizerFast):
@@ -72,10 +75,11 @@ class Tokenizer:
 
   @classmethod
   def load(cls, directory: str | pathlib.Path) -> 'Tokenizer':
-    """Returns the tokenizer in a directory, from `tokenizer.json` and so on.
+    """Loads the tokenizer from `tokenizer.json` and other files of a directory.
 
     Raises:
-      ValueError: if there is no such file or no end-of-sequence token.
+      ValueError: if the directory has no `tokenizer.json`, or the tokenizer has
+        no end-of-sequence token.
     """
     directory = pathlib.Path(directory)
     if not (directory / 'tokenizer.json').is_file():
@@ -89,10 +93,12 @@ class Tokenizer:
     """Writes the files that `load` and `transformers` read.
 
     For every model of type qwen2, `AutoTokenizer` ignores the class that the
-    files name, and uses the rules of Qwen2's own tokenizer, which would give
-    other ids. It uses the class of the files only if they have an `auto_map`.
-    If it is told to trust remote code, it takes the class that `auto_map`
-    names, from a file beside the others. That is why both are written here.
+    files name. It applies the rules of Qwen2's own tokenizer, which would give
+    other token ids. It uses the class that the files name only if the files
+    have an `auto_map`. If the caller of `AutoTokenizer` also trusts remote
+    code, it takes the class that `auto_map` names, from a Python file in the
+    same directory. So this method writes both the `auto_map` and the Python
+    file.
     """
     self._fast.save_pretrained(directory)
     path = pathlib.Path(directory) / 'tokenizer_config.json'
@@ -106,7 +112,7 @@ class Tokenizer:
     path.write_text(text, encoding='utf-8')
 
   def with_prompts(self, options: chat_template.Options) -> 'Tokenizer':
-    """Returns this tokenizer with other options for prompts."""
+    """Returns a copy of this tokenizer with other options for prompts."""
     other = copy.copy(self)
     other.prompts = chat_template.Prompts(self._fast, options)
     return other
@@ -114,25 +120,26 @@ class Tokenizer:
   def encode_prompt(
     self, text: str, *, tools: chat_template.Tools = ()
   ) -> np.ndarray:
-    """Returns the ids of a user message, see `chat_template.Prompts.encode`."""
+    """Returns the token ids of a prompt, see `chat_template.Prompts.encode`."""
     return self.prompts.encode(text, tools)
 
   def encode_text(self, text: str, *, tags: Sequence[str] = ()) -> np.ndarray:
-    """Returns the ids of text in a dialogue; only tags may be added tokens.
+    """Returns the token ids of a text that continues a dialogue.
 
-    A passage that could spell a special token could end a message. So literals
-    of added tokens in the text are broken up first, except in the tags, which
-    the tokenizer encodes by its own rules.
+    Text that spells a special token could end a message. So this method first
+    breaks up the text of all added tokens with `neutralise`. Only the tags keep
+    theirs: the tokenizer encodes tags by its own rules.
 
     Args:
-      text: what follows in a dialogue; no space is put in front of it.
-      tags: strings that keep their meaning; () for untrusted text.
+      text: the continuation of the dialogue; no space is put in front of it.
+      tags: strings that may contain added tokens; () for untrusted text.
 
     Returns:
       int32 [L].
 
     Raises:
-      ValueError: if there is no character to break literals up with.
+      ValueError: if `neutralise` finds no character to break up added tokens
+        with.
     """
     parts = [text]
     if tags:
@@ -142,26 +149,28 @@ class Tokenizer:
       part if n % 2 else self.neutralise(part) for n, part in enumerate(parts)
     )
     ids = self._inside.encode(text, add_special_tokens=False).ids
-    # A normaliser may have turned characters that look alike into a literal.
+    # The normaliser of the tokenizer may have turned similar characters into
+    # the text of an added token. Such tokens are removed here.
     kept = [i for i in ids if i not in self._added or self._allowed(i, tags)]
     return np.asarray(kept, np.int32)
 
   def _allowed(self, token_id: int, tags: Sequence[str]) -> bool:
-    """Returns whether an added token may be in text with these tags."""
+    """Returns whether an added token may occur in a text with these tags."""
     content = self._added[token_id].content
-    unknown = token_id == self._fast.unk_token_id  # any unknown character
+    unknown = token_id == self._fast.unk_token_id  # for unknown characters
     return unknown or any(content in tag for tag in tags)
 
   def neutralise(self, text: str) -> str:
-    """Returns the text with the literals of all added tokens broken up.
+    """Returns the text, changed so that it spells no added token.
 
-    A gap follows the first character of a literal. It is a character that no
-    literal contains, so a replacement makes no new literal. It may leave a
-    literal that overlapped with the replaced one, which the next round finds. A
-    literal of one character becomes a gap.
+    The literal of an added token is the text that spells it. A gap character is
+    inserted after the first character of each literal that is found. No literal
+    contains the gap character, so an insertion makes no new literal. A literal
+    that overlapped with a changed one may remain, and the next round finds it.
+    A literal of one character is replaced by the gap character.
 
     Raises:
-      ValueError: if there is no character to break them up with.
+      ValueError: if every possible gap character is in some literal.
     """
     literals = [literal for literal in self.added_literals if literal]
     gap = next((c for c in _GAPS if not any(c in x for x in literals)), None)
@@ -174,35 +183,37 @@ class Tokenizer:
     return text
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of ids, with special tokens.
+    """Returns the text of token ids, including the text of special tokens.
 
-    The text is decoded from the bytes of the ids, so it has a stop string if
-    and only if the bytes do. Bytes that are not UTF-8 become replacement
-    characters. Ids above the vocabulary, which a padded embedding has, add
-    nothing.
+    The text is decoded from the bytes of the tokens, so it contains a stop
+    string if and only if the bytes do. Bytes that are not UTF-8 become
+    replacement characters. Ids beyond the vocabulary, which a padded embedding
+    has, add no text.
     """
     # The tokenizer's own decoder is not used: it may strip spaces and repair
-    # bytes at the ends of the text, while the stop automaton reads the bytes as
-    # they are.
+    # bytes at the ends of the text, but the stop automaton reads all bytes
+    # unchanged.
     pieces = self.token_bytes()
     joined = b''.join(pieces[i] for i in ids if i < len(pieces))
     return joined.decode(errors='replace')
 
   def kind(self, token_id: int) -> str:
-    """Returns 'special' or 'added' for an added token, '' for others."""
+    """Returns 'special' or 'added' for an added token, else ''."""
     if token_id not in self._added:
       return ''
     return 'special' if self._added[token_id].special else 'added'
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the bytes that each id adds to the text, by the decoder's rules.
+    """Returns the bytes that each token id adds to a text.
 
-    Rules for only the first token of a text, such as to remove its space, are
-    left out, because the text of a turn follows other text.
+    The bytes follow the rules of the tokenizer's decoder. Rules for only the
+    first token of a text, such as the removal of its leading space, are left
+    out, because the text of a turn follows other text.
 
     Raises:
-      ValueError: if the tokenizer's decoder does more than join tokens, or a
-        token is not one of a byte-level vocabulary; the message is one line.
+      ValueError: if the decoder has a step that is not supported, or a token
+        has a character that no byte-level vocabulary has; the message is one
+        line.
     """
     if self._bytes is None:
       steps = _decoder_steps(self._fast.backend_tokenizer)
@@ -217,12 +228,13 @@ class Tokenizer:
 def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
   """Returns a tokenizer with a token for each phrase and each ASCII character.
 
-  The tokenizer is a Unigram model. A character that no phrase covers costs as
-  much as ten phrases, so a text is cut into few single characters, and then
-  into few phrases. The tags of a dialogue are phrases, not added tokens.
+  The tokenizer is a Unigram model, which splits a text at the least total cost.
+  A single character costs as much as ten phrases, so a text is split into few
+  phrases and very few single characters. The tags of a dialogue are phrases,
+  not added tokens.
 
   Args:
-    phrases: see `protocol.Environment.phrases`.
+    phrases: the strings that get a token, see `protocol.Environment.phrases`.
   """
   characters = [chr(c) for c in range(32, 127)] + ['\n']
   vocab = [('<unk>', 0.0)]
@@ -240,8 +252,8 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   Decoding the ids of any text returns the same text.
 
   Args:
-    texts: what to train on.
-    vocab_size: most tokens.
+    texts: the texts to train on.
+    vocab_size: the most tokens of the vocabulary.
   """
   backend = tokenizers.Tokenizer(models.BPE())
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -267,8 +279,8 @@ def _without_prefix_space(
 ) -> tokenizers.Tokenizer:
   """Returns a tokenizer that puts no space in front of the text.
 
-  SentencePiece tokenizers put one there, which is right only at the start of a
-  text: in a dialogue, it would come before every observation.
+  SentencePiece tokenizers put a space in front of every text that they encode.
+  In a dialogue, this space would come before every observation.
   """
   text = backend.to_str()
   spec = json.loads(text)
@@ -290,10 +302,10 @@ def _without_prefix_space(
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
-  """Returns the steps that the decoder applies to each token, in order.
+  """Returns the steps by which the decoder changes each token, in order.
 
   Raises:
-    ValueError: if the decoder does more to the results than join them.
+    ValueError: if the decoder has a step that is not supported.
   """
   decoder = json.loads(backend.to_str())['decoder'] or {}
   steps, joined = [], False
@@ -302,7 +314,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
     if kind == 'Fuse':
       joined = True
     elif joined and kind == 'Strip' and not step['stop']:
-      pass  # it strips only the beginning of the whole text
+      pass  # this step strips only the beginning of the whole text
     elif not joined and (
       kind in ('ByteLevel', 'ByteFallback')
       or kind == 'Replace'
@@ -319,7 +331,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
 def _bytes_of(
   token: str, token_id: int, steps: Sequence[Mapping[str, Any]], *, added: bool
 ) -> bytes:
-  """Returns the bytes of a token after the steps of a decoder."""
+  """Returns the bytes of a token after the decoder's steps."""
   for step in steps:
     if step['type'] == 'Replace':
       token = token.replace(step['pattern']['String'], step['content'])
@@ -337,7 +349,7 @@ def _bytes_of(
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-  """Returns the byte behind each character of a byte-level BPE vocabulary."""
+  """Returns the byte that each character of a byte-level token stands for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   table = {chr(byte): byte for byte in printable}

@@ -1,1 +1,1 @@
-"""The engine whose turns an inference server writes."""
+"""Implements an engine whose turns an inference server writes."""

@@ -1,8 +1,8 @@
-"""Requests to an inference server, with retries.
+"""Sends requests to an inference server, and repeats requests that failed.
 
-A request is repeated after a failed connection, a timeout, a server error or an
-overload, with pauses that grow and are never shorter than a Retry-After. Every
-other failure is final.
+A request is repeated after a failed connection, a timeout, a server error, an
+overload or a malformed reply. The pauses between attempts grow, and are never
+shorter than the server's Retry-After. Every other failure is final.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,8 @@ from stppo_jax.sampling.remote import dialects
 
 TOKEN_VARIABLE = 'STPPO_ENGINE_TOKEN'
 
-# The statuses below 500 of a server that may accept the same request later.
+# HTTP statuses below 500 after which the server may accept the same request
+# later.
 _OVERLOADED = (408, 425, 429)
 
 Result = TypeVar('Result')
@@ -26,32 +27,36 @@ class EngineError(Exception):
 
 
 class EngineUnreachable(exits.RunEnded):
-  """Raised, in one line, if no server was ready in time; one may be later."""
+  """Raised if no server is ready, or none loads the weights, in time.
+
+  A server may be ready later. The message is one line.
+  """
 
 
 class EngineUnsuited(ValueError):
-  """Raised, in one line, if a server cannot sample for this run."""
+  """Raised if a server cannot sample for this run; the message is one line."""
 
   exit_code = exits.USAGE
 
 
 class EngineClient:
-  """Sends requests to one server and repeats those that may still succeed.
+  """Sends requests to one server, and repeats requests that may still succeed.
 
   Attributes:
-    url: the URL that all paths are appended to.
-    num_retries: the number of repeated attempts since the start.
+    url: the URL to which all paths are appended.
+    num_retries: the number of repeated attempts so far.
   """
 
   def __init__(self, url: str, *, timeout: float, retries: int):
-    """Makes a client; nothing is sent yet.
+    """Makes a client; sends no request yet.
 
-    A bearer token in the environment (STPPO_ENGINE_TOKEN) is sent along.
+    If the environment variable STPPO_ENGINE_TOKEN is set, every request carries
+    its value as a bearer token.
 
     Args:
-      url: http or https; a /v1 at its end is dropped.
-      timeout: seconds per attempt.
-      retries: the most attempts beyond the first one.
+      url: an http or https URL; a /v1 at its end is dropped.
+      timeout: the number of seconds per attempt.
+      retries: the most attempts after the first one of a request.
 
     Raises:
       ValueError: if the URL is not valid; the message is one line.
@@ -62,36 +67,38 @@ class EngineClient:
     self.num_retries = 0
     self._timeout = timeout
     self._retries = retries
-    # The engine bounds the requests in flight.
+    # The client does not limit the requests in flight, because the engine does.
     self._http = http_client.Client(
       self.url, timeout=timeout, token_variable=TOKEN_VARIABLE
     )
 
   async def get(self, path: str, read: Callable[[bytes], Result]) -> Result:
-    """Gets `path` until the reply can be read; see `post`."""
+    """Gets `path`, with retries, and returns the result of `read`."""
     return await self._retry(path, lambda: self._http.get(path), read)
 
   async def post(
     self, path: str, body: Any, read: Callable[[bytes], Result]
   ) -> Result:
-    """Posts JSON values until the reply can be read.
+    """Posts JSON values, with retries, and returns the result of `read`.
 
     Args:
       path: the path on the server.
       body: JSON values.
-      read: reads the body of a 200. After a ValueError the request is repeated,
-        after a `BadReply` it is not.
+      read: reads the body of a reply with status 200. If it raises ValueError,
+        the request is repeated; if it raises `BadReply`, the failure is final.
 
     Raises:
-      EngineError: if every attempt failed, or one failed in a final way.
+      EngineError: if every attempt failed, or if an attempt failed for a final
+        reason.
     """
     return await self._retry(path, lambda: self._http.post(path, body), read)
 
   async def wait_until_ready(self) -> None:
-    """Gets /health until the server answers with 200.
+    """Waits until the server answers /health with status 200.
 
     Raises:
-      EngineUnreachable: if the server did not within `timeout` seconds.
+      EngineUnreachable: if the server does not answer so within `timeout`
+        seconds.
     """
     try:
       await self._http.wait_until_ready('/health', grace=self._timeout)

@@ -1,10 +1,10 @@
 """Writes the requests to inference servers, and reads their replies.
 
-Token ids are sent and received: text is never turned into ids, neither here nor
-on the server. vLLM implements the OpenAI completions API with
-`return_token_ids`; SGLang has ids on its native `/generate` only. The field
-`owned_by` of /v1/models names the kind of server; `DIALECTS` holds the
-differences.
+Requests and replies contain token ids: neither this package nor the server
+turns text into ids. vLLM implements the OpenAI completions API with
+`return_token_ids`. SGLang accepts and returns ids only on its native
+`/generate`. The field `owned_by` of /v1/models names the kind of server, and
+`DIALECTS` describes how the kinds differ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,15 +29,16 @@ class BadReply(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A request for one turn.
+  """Describes a request for one turn.
 
   Attributes:
     prompt_ids: the token ids of the dialogue so far.
     max_tokens: the most tokens of the turn.
     sampling: temperature and truncation.
-    seed: the seed of the draws, in [0, 2**31).
-    stop_strings: the server ends the turn when one of them is complete.
-    stop_ids: the server ends the turn after one of these tokens, too.
+    seed: the seed of the random draws, in [0, 2**31).
+    stop_strings: strings at which the server ends the turn, as soon as one of
+      them is complete.
+    stop_ids: token ids after which the server ends the turn, too.
   """
 
   prompt_ids: Sequence[int]
@@ -50,13 +51,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """The turn that the server wrote.
+  """Describes the turn that the server wrote.
 
   Attributes:
     token_ids: at most `max_tokens` ids.
     logprobs: the log-probability of each token, see `Dialect.tempered`.
-    version: the label of the weights that wrote it; None if the server does not
-      report it.
+    version: the label of the weights that wrote the turn; None if the server
+      does not report it.
   """
 
   token_ids: list[int]
@@ -66,22 +67,24 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """The protocol of a server, as far as servers differ.
+  """Describes in which ways the protocol of one kind of server differs.
 
   Attributes:
     path: the path to which requests for turns are posted.
-    body: takes the model's name and a request, and returns its JSON values.
-    read: takes a request and its reply, and returns an `Answer`; raises
+    body: takes the model's name and a request, and returns the JSON values to
+      post.
+    read: takes a request and the reply to it, and returns an `Answer`; raises
       ValueError or `BadReply`.
     tempered: whether log-probabilities are under softmax(logits / temperature)
-      instead of softmax(logits). Both are before truncation.
+      instead of softmax(logits). In both cases they are before truncation.
     update_path: the path to which requests to load weights are posted.
     update_body: takes the folder and the label of weights, and returns the JSON
-      values of such a request.
-    flush_path: the path that is posted to after an update, to drop keys and
-      values of the old weights; '' = the update drops them.
+      values to post to `update_path`.
+    flush_path: the path that is posted to after an update, so that the server
+      drops the keys and values of the old weights; '' if the update itself
+      drops them.
     version_path: the path whose reply has `weight_version`, the label of the
-      weights that the server holds; '' = the server does not report it.
+      weights that the server holds; '' if the server does not report it.
   """
 
   path: str
@@ -95,7 +98,7 @@ class Dialect:
 
 
 def read_models(reply: bytes) -> dict[str, Mapping[str, Any]]:
-  """Returns the entries of a /v1/models reply, by model name.
+  """Returns the description of each model in a /v1/models reply, by name.
 
   Raises:
     ValueError: if the reply has no list of models.
@@ -111,7 +114,7 @@ def read_models(reply: bytes) -> dict[str, Mapping[str, Any]]:
 
 
 def read_version(reply: bytes) -> str | None:
-  """Returns the label of the weights in a reply; None if it has none.
+  """Returns the label of the weights in a reply; None if there is none.
 
   Raises:
     ValueError: if the reply is not a JSON object.
@@ -129,7 +132,7 @@ def seed_of(key_data: np.ndarray, position: int) -> int:
   """Returns the seed of a turn, in [0, 2**31).
 
   Args:
-    key_data: the row's key, as integers.
+    key_data: the integers of the row's key.
     position: the number of tokens before the turn.
   """
   # The last bit is dropped, because servers read seeds as signed integers.
@@ -152,8 +155,9 @@ def _label(fields: dict[str, Any]) -> str | None:
   return None if version is None else str(version)
 
 
-# The same in every request to vLLM and SGLang. No field is left out, because
-# the model's generation_config.json may change the defaults.
+# Fields that are the same in every request to vLLM and SGLang. They are all
+# listed, because the generation_config.json of the model may change the
+# defaults.
 _PLAIN: Mapping[str, Any] = {
   'n': 1,
   'presence_penalty': 0.0,
@@ -162,12 +166,12 @@ _PLAIN: Mapping[str, Any] = {
   'skip_special_tokens': False,
   'spaces_between_special_tokens': False,
 }
-# The same in every request to the completions API.
+# Fields that are the same in every request to the completions API.
 _COMPLETION: Mapping[str, Any] = {
   **_PLAIN,
   'include_stop_str_in_output': True,
-  # A model's files may name further end tokens. The automaton that decides
-  # where a turn ends has `stop_ids` only.
+  # The server must ignore end tokens that only the files of the model name: the
+  # automaton that decides where a turn ends knows only `stop_ids`.
   'ignore_eos': True,
   'add_special_tokens': False,
   'logprobs': 1,
@@ -176,7 +180,7 @@ _COMPLETION: Mapping[str, Any] = {
 
 
 def _completion_body(model: str, request: Request) -> dict[str, Any]:
-  """Returns vLLM's `CompletionRequest`."""
+  """Returns the JSON values of a `CompletionRequest` of vLLM."""
   return {
     'model': model,
     'prompt': list(request.prompt_ids),
@@ -196,7 +200,7 @@ def _read_completion(request: Request, reply: bytes) -> Answer:
       raise ValueError('expected exactly one choice in the reply')
   if reason not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(reason)[:40]!r}')
-  # vLLM has the prompt's ids in each choice, because one of its requests may
+  # vLLM repeats the prompt's ids in each choice, because a request to vLLM may
   # have several prompts.
   echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
   if echoed != list(request.prompt_ids):
@@ -212,7 +216,7 @@ def _read_completion(request: Request, reply: bytes) -> Answer:
 
 
 def _generate_body(model: str, request: Request) -> dict[str, Any]:
-  """Returns SGLang's `GenerateReqInput`; such a server has one model."""
+  """Returns the JSON values of a `GenerateReqInput` of SGLang."""
   del model
   return {
     'input_ids': list(request.prompt_ids),
@@ -236,9 +240,9 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   kind = reason.get('type') if isinstance(reason, dict) else reason
   if kind not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(kind)[:40]!r}')
-  # Only the number of prompt tokens is compared. The server would send their
-  # ids only with their log-probabilities, which it would have to compute anew
-  # in every turn.
+  # Only the number of prompt tokens is compared. The server sends the ids of
+  # prompt tokens only with their log-probabilities, which it would have to
+  # compute again in every turn.
   if meta.get('prompt_tokens') != len(request.prompt_ids):
     raise BadReply('the server read the prompt as another number of tokens')
   ids = fields.get('output_ids')
@@ -251,7 +255,7 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
     raise BadReply('the reply has malformed log-probabilities') from error
   logprobs = [logprob for logprob, _ in pairs]
   if [token_id for _, token_id in pairs] != ids:
-    raise BadReply('the log-probabilities are those of other token ids')
+    raise BadReply('the log-probabilities belong to other token ids')
   return _answer(request, ids, logprobs, meta)
 
 
@@ -269,7 +273,7 @@ def _sampling_fields(request: Request) -> dict[str, Any]:
 def _answer(
   request: Request, ids: Any, logprobs: Any, meta: dict[str, Any]
 ) -> Answer:
-  """Returns the answer with these ids and log-probabilities.
+  """Returns an answer after a check of its ids and log-probabilities.
 
   Raises:
     BadReply: if the ids or the log-probabilities have a wrong type, length or
@@ -291,8 +295,8 @@ def _answer(
 def _is_logprob(value: Any) -> bool:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return False
-  # Compared without a conversion to float, which raises OverflowError for the
-  # long integers that JSON allows.
+  # The value is compared without a conversion to float, which raises
+  # OverflowError for the long integers that JSON allows.
   return -sys.float_info.max <= value <= _ROUNDING
 
 
@@ -320,7 +324,7 @@ DIALECTS: Mapping[str, Dialect] = {
       'method': 'reload_weights',
       'kwargs': {'weights_path': folder},
     },
-    # Without the flag, nothing is dropped while any request is running.
+    # Without the flag, the server drops nothing while any request is running.
     flush_path='/reset_prefix_cache?reset_running_requests=true',
     version_path='',
   ),

@@ -1,15 +1,16 @@
 """An engine whose turns are written by a server, vLLM or SGLang.
 
-It has the methods of `engine.Engine`. Each turn is one request with the ids of
-the whole dialogue; the server finds the earlier part in its prefix cache. The
-reply has ids and log-probabilities. The run's own automaton decides where a
-turn ends: tokens that a server wrote after the end are cut off.
+It has the methods that `collect.Engine` lists. Each turn is one request with
+the token ids of the whole dialogue, and the server finds the earlier part of
+the dialogue in its prefix cache. The reply has token ids and log-probabilities.
+The stop automaton of this run decides where a turn ends: tokens that the server
+wrote after the end are cut off.
 
-Weights are written as safetensors to a folder in the directory of temporary
-files (TMPDIR), which the server must be able to read. `publish` only writes
-them. The server loads them at the beginning of a collection, unless it reports
-their label already. So several engines may share a server, and a server that
-was restarted gets the weights again.
+`publish` writes weights as safetensors to a folder in the directory of
+temporary files (TMPDIR), which the server must be able to read. The server
+loads the weights at the beginning of the next collection, if it does not
+already report their label. So several engines may share a server, and a server
+that was restarted gets the weights again.
 """
 
 import collections
@@ -36,7 +37,8 @@ from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
 from stppo_jax.sampling.remote import weights_folder
 
-# Seconds that a poll waits for a turn; then the caller appends observations.
+# Seconds that a poll waits for the end of a turn. Afterwards the caller can
+# append observations.
 _POLL_SECONDS = 0.01
 
 Result = TypeVar('Result')
@@ -53,19 +55,19 @@ class Loop(Protocol):
 
 @dataclasses.dataclass
 class _Row:
-  """A dialogue: its token ids, and the key from which seeds are made."""
+  """Holds the token ids of a dialogue, and the key of its seeds."""
 
   ids: list[int]
   key_data: np.ndarray
 
 
 class RemoteEngine:
-  """An engine that requests turns from a server, with seeds made from keys.
+  """Requests turns from a server, with seeds that are made from keys.
 
   Attributes:
     max_length: the most tokens of a row.
-    version: the version that was published last. Before the first `publish` the
-      server samples with its own weights.
+    version: the version of the weights that were published last. Before the
+      first `publish` it is 0, and the server samples with its own weights.
   """
 
   def __init__(
@@ -82,25 +84,25 @@ class RemoteEngine:
     sampling: sampler.Sampling,
     concurrency: int,
   ):
-    """Connects to the server, which writes a trial turn.
+    """Connects to the server, and requests a trial turn.
 
     Args:
       client: the client of the server.
       loop: runs the client's coroutines.
       model: the model's name on the server.
-      shape: the model's shape.
+      shape: the config of the model's architecture.
       automaton: finds the end of a turn in its token ids.
       stop_strings: the stop strings of the automaton.
       eos_ids: the end tokens of the automaton; at least one.
       max_length: the most tokens of a row.
       sampling: temperature and truncation.
-      concurrency: the most turns in flight.
+      concurrency: the most requests for turns in flight.
 
     Raises:
       EngineUnreachable: if the server is not ready within the client's timeout.
       EngineUnsuited: if the server does not serve this model, is of an unknown
-        kind, holds too few tokens, or does not answer with ids and
-        log-probabilities.
+        kind, cannot hold `max_length` tokens, or does not answer with token ids
+        and log-probabilities.
     """
     self.max_length = max_length
     self.version = 0
@@ -113,7 +115,8 @@ class RemoteEngine:
     self._stop_ids = tuple(eos_ids)
     self._sampling = sampling
     self._concurrency = concurrency
-    # The label of the published weights; '' = the server's own weights.
+    # The label of the published weights; '' while the server has its own
+    # weights.
     self._label = ''
     self._folder = weights_folder.WeightsFolder()
     self._in_flight: dict[int, concurrent.futures.Future] = {}
@@ -135,11 +138,11 @@ class RemoteEngine:
     """Writes the policy's weights; the next collection samples with them.
 
     Args:
-      params: the weights, in any layout.
+      params: the weights, with any sharding.
       version: the number of steps that the weights have been trained for.
     """
-    # The label is random too, because engines and runs that share a server may
-    # publish other weights under the same version.
+    # The label is partly random, because other engines and runs that share the
+    # server may publish different weights under the same version.
     label = f'{version}-{uuid.uuid4().hex[:12]}'
     export.export(self._folder.path / label, self._shape, params)
     if self._label:
@@ -155,14 +158,14 @@ class RemoteEngine:
     max_turn_tokens: int,
     greedy: bool,
   ) -> None:
-    """Begins a collection; turns of the last collection are cancelled.
+    """Begins a collection, and cancels the turns of the last one.
 
     Args:
-      prompts: token ids, one for each group of adjacent rows; None for rows
-        that stay empty.
+      prompts: token ids, one for each group of adjacent rows; None for a group
+        that is left out.
       keys: one typed key per row; the seed of a turn is a function of the key
         and of the position at which the turn begins.
-      group_size: the number of rows of a prompt.
+      group_size: the number of rows that share a prompt.
       max_turn_tokens: the most tokens of a turn.
       greedy: whether to take the most probable token instead of sampling.
 
@@ -172,8 +175,8 @@ class RemoteEngine:
     """
     self._reset()
     self._max_turn_tokens = max_turn_tokens
-    # Greedy decoding is top_k=1, because at temperature 0 servers would report
-    # log-probabilities at temperature 1.
+    # Greedy decoding uses top_k=1 and not temperature 0, because at temperature
+    # 0 servers would report log-probabilities at temperature 1.
     top_1 = {'top_k': 1, 'top_p': 1.0, 'min_p': 0.0} if greedy else {}
     self._turn_sampling = dataclasses.replace(self._sampling, **top_1)
     key_data = np.asarray(jax.random.key_data(keys))
@@ -188,7 +191,7 @@ class RemoteEngine:
 
   @property
   def busy(self) -> bool:
-    """Whether a poll can end a turn before another row is resumed."""
+    """Whether a poll can end a turn before the caller resumes another row."""
     return bool(self._in_flight or self._waiting)
 
   def remaining(self, row: int) -> int:
@@ -196,15 +199,15 @@ class RemoteEngine:
     return self.max_length - len(self._rows[row].ids)
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row and begins its next turn.
+    """Appends an observation to a row, and begins its next turn.
 
     Raises:
       ValueError: if no turn of the row has ended.
     """
     self._check_between_turns(row)
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
-    # This row goes ahead of rows that have not begun, while the server's prefix
-    # cache still has its dialogue.
+    # This row goes ahead of rows that have not begun, because the prefix cache
+    # of the server may still hold its dialogue.
     self._waiting.appendleft(row)
 
   def close(self, row: int) -> None:
@@ -217,17 +220,17 @@ class RemoteEngine:
     del self._rows[row]
 
   def poll(self) -> dict[int, types.GeneratedTurn | None]:
-    """Waits a moment and returns the turns that ended, by row.
+    """Waits a moment, and returns the turns that ended, by row.
 
-    A turn is None if its request and all retries failed.
+    If the request for a turn and all retries failed, None takes its place.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
       self._request(self._waiting.popleft())
     if not self._in_flight:
       return {}
     try:
-      # All that have ended by now are returned, so that the caller can ask the
-      # environment for their observations together.
+      # All turns that have ended by now are returned, so that the caller can
+      # request their observations together.
       done = [self._done.get(timeout=_POLL_SECONDS)]
       while not self._done.empty():
         done.append(self._done.get())
@@ -236,10 +239,10 @@ class RemoteEngine:
     return {row: self._finish(row, self._in_flight.pop(row)) for row in done}
 
   def finish(self) -> None:
-    """Does nothing: no other host is waited for."""
+    """Does nothing, because no other host takes part."""
 
   def statistics(self) -> dict[str, float]:
-    """Returns counts since the last call, and resets them.
+    """Returns the counts since the last call, and sets them to 0.
 
     `engine/ok` and `engine/failures` count turns, and `engine/retries` counts
     repeated attempts.
@@ -260,8 +263,8 @@ class RemoteEngine:
     self._in_flight = {}
     self._rows: dict[int, _Row] = {}
     self._waiting = collections.deque[int]()
-    # A new queue, because requests of the last collection that were cancelled
-    # may still put their rows into the old one.
+    # A new queue is made, because cancelled requests of the last collection may
+    # still put their rows into the old one.
     self._done = queue.SimpleQueue[int]()
 
   def _check_between_turns(self, row: int) -> None:
@@ -283,17 +286,17 @@ class RemoteEngine:
       [self._served.complete(request, self._check_turn)]
     )
     self._in_flight[row] = future
-    done = self._done  # that of this collection; the next one has another
+    done = self._done  # this collection's queue, which the next one replaces
     future.add_done_callback(lambda _: done.put(row))
 
   def _finish(
     self, row: int, future: concurrent.futures.Future
   ) -> types.GeneratedTurn | None:
-    """Appends a turn to its row, or counts its failure."""
+    """Appends a turn to its row and returns it, or counts its failure."""
     try:
       written = future.result()
     except client_lib.EngineError as error:
-      if not self._num_failures:  # The first is logged, the others are counted.
+      if not self._num_failures:  # Only the first failure is logged.
         logging.getLogger(__name__).warning('a turn failed: %s', error)
       self._num_failures += 1
       return None
@@ -304,11 +307,11 @@ class RemoteEngine:
   def _check_turn(
     self, request: dialects.Request, answer: dialects.Answer
   ) -> types.GeneratedTurn:
-    """Returns the turn in an answer.
+    """Returns the turn in an answer, cut after the first stop.
 
     Raises:
-      ValueError: if the answer ends without a stop and below `max_tokens`.
-      BadReply: if the answer is by other weights, or has ids that the model
+      ValueError: if the answer has no stop, and fewer than `max_tokens` tokens.
+      BadReply: if other weights wrote the answer, or it has ids that the model
         lacks.
     """
     if answer.version is not None and self._label not in ('', answer.version):
@@ -327,18 +330,19 @@ class RemoteEngine:
     return types.GeneratedTurn(
       token_ids=np.asarray(answer.token_ids[:count], np.int32),
       logprobs=logprobs,
-      # Servers report nothing about the truncated distribution.
+      # Servers do not report log-probabilities under the truncated
+      # distribution.
       truncated_logprobs=logprobs if sampling == full else None,
       stopped=stopped,
       version=self.version,
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Returns the number of tokens up to the stop, and whether there is one."""
+    """Returns the number of tokens up to the stop, and whether one exists."""
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):
       if not 0 <= token_id < self._transitions.shape[1]:
-        raise dialects.BadReply(f'token id {token_id} is not of the model')
+        raise dialects.BadReply(f'token id {token_id} is unknown to the model')
       state = self._transitions[state, token_id]
       if state == self._stopped:
         return n + 1, True

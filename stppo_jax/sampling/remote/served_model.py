@@ -1,4 +1,4 @@
-"""A model on an inference server: checks it, requests turns, sets weights."""
+"""Checks a model on an inference server, requests turns and sets weights."""
 
 from collections.abc import Callable
 import os
@@ -17,19 +17,20 @@ async def connect(
   max_length: int,
   trial: dialects.Request,
 ) -> 'ServedModel':
-  """Returns the model of this name, after it has written a trial turn.
+  """Returns a model on a server, after checks and a trial turn.
 
   Args:
     client: the client of the server.
     model: the model's name on the server.
     max_length: the most tokens of a row.
-    trial: the request for a turn, with the options of all later ones.
+    trial: the request for the trial turn, with the options of all later
+      requests.
 
   Raises:
     EngineUnreachable: if the server is not ready within the client's timeout.
     EngineUnsuited: if the server does not serve the model, is of an unknown
-      kind, holds too few tokens, or does not answer with token ids and
-      log-probabilities.
+      kind, cannot hold `max_length` tokens, or does not answer with token ids
+      and the required log-probabilities.
   """
   await client.wait_until_ready()
   try:
@@ -48,7 +49,8 @@ async def connect(
       + ', '.join(sorted(dialects.DIALECTS))
     )
   dialect = dialects.DIALECTS[kind]
-  # Some servers do not say how much they hold; the run then finds out.
+  # Some servers do not report how many tokens they hold. Then too long a row
+  # fails only during the run.
   capacity = models[model].get('max_model_len')
   if isinstance(capacity, int) and capacity < max_length:
     raise client_lib.EngineUnsuited(
@@ -72,12 +74,14 @@ async def connect(
 
 
 class ServedModel:
-  """A model on a server; made by `connect`.
+  """Requests turns of a model on a server, and sets the model's weights.
+
+  `connect` makes it.
 
   Args:
     client: the client of the server.
     model: the model's name on the server.
-    dialect: the server's entry of `DIALECTS`.
+    dialect: the protocol of the server, from `DIALECTS`.
   """
 
   def __init__(
@@ -95,12 +99,13 @@ class ServedModel:
     request: dialects.Request,
     check: Callable[[dialects.Request, dialects.Answer], Result],
   ) -> Result:
-    """Requests one turn and returns the result of `check` on the answer.
+    """Requests one turn, and returns the result of `check` on the answer.
 
     Args:
       request: the request for the turn.
-      check: takes the request and its answer, and returns the result. After a
-        ValueError the request is repeated, after a `BadReply` it is not.
+      check: takes the request and the answer, and returns the result. If it
+        raises ValueError, the request is repeated; if it raises `BadReply`, the
+        failure is final.
 
     Raises:
       EngineError: if the request and its retries failed.
@@ -112,16 +117,17 @@ class ServedModel:
     )
 
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
-    """Waits for the server, and has it load weights unless it holds them.
+    """Waits for the server, and makes it load weights that it does not hold.
 
-    The server's label is asked before loading, because another engine that
-    shares the server may have replaced the weights, or a restart may have lost
-    them. It is asked again after loading, because another run may replace the
-    weights at any time.
+    The server is asked for the label of its weights before it loads any,
+    because another engine that shares the server may have replaced them, or the
+    server may have lost them in a restart. It is asked again after loading,
+    because another run may replace the weights at any time.
 
     Args:
       folder: a folder that `export.export` wrote, which the server can read.
-      label: a name that no other weights have; '' = keep the server's own.
+      label: the label of these weights, which no other weights have. If '', the
+        server keeps its own weights.
 
     Raises:
       EngineUnreachable: if the server is not ready, or does not load the
@@ -146,7 +152,7 @@ class ServedModel:
       )
 
   async def weight_version(self) -> str | None:
-    """Returns the label of the server's weights; None if it is not reported.
+    """Returns the label of the server's weights; None if it reports none.
 
     Raises:
       EngineError: if the request and its retries failed.

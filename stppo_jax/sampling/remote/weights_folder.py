@@ -1,4 +1,4 @@
-"""The private folder into which an engine writes weights for its server."""
+"""Manages the private folder in which an engine writes weights for a server."""
 
 import contextlib
 import fcntl
@@ -13,14 +13,14 @@ _LOCK = 'lock'
 
 
 class WeightsFolder:
-  """Holds the weights that a server loads.
+  """Makes a temporary folder for the weights that a server loads.
 
   A process that is killed leaves its folder behind, with gigabytes of weights.
-  So the owner of a folder keeps a file in it locked, and a process that makes a
-  folder first removes those whose lock is free.
+  So the owner of a folder keeps a file in the folder locked. A process that
+  makes a new folder first removes all folders whose file is no longer locked.
 
-  The folder is removed when this object is garbage-collected, or at the exit of
-  the process.
+  The folder is removed when this object is garbage-collected, or when the
+  process exits.
 
   Attributes:
     path: the folder.
@@ -29,8 +29,8 @@ class WeightsFolder:
   def __init__(self):
     _remove_abandoned()
     self.path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-    # The file is locked before it gets its name, so no process can find it
-    # unlocked.
+    # The file is locked before it gets its final name, so no process can find
+    # the file unlocked.
     unnamed = self.path / f'{_LOCK}.new'
     descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -39,7 +39,7 @@ class WeightsFolder:
 
 
 def _remove_abandoned() -> None:
-  """Removes the folders of this user whose owners have ended."""
+  """Removes this user's folders whose owner processes have ended."""
   for path in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
     # A folder may be removed at any moment, by its owner or another process.
     with contextlib.suppress(OSError):
