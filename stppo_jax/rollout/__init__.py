@@ -1,1 +1,1 @@
-"""Collecting trajectories and packing them into arrays."""
+"""Collects trajectories and packs them into arrays."""

@@ -3,9 +3,9 @@
 B trajectories, L tokens, T turns. A probe is a dialogue up to one of its
 observations, followed by `<answer>` and the golden answer. The mean
 log-probability of the answer's tokens says how well the policy can answer from
-the tokens that it has read. The increase at an observation is the information
-gain of the turn: IGPO, arXiv 2510.14967. It is our choice to ask only for the
-first golden answer, after the tag and a space.
+the tokens that it has read. The increase of the likelihood at an observation is
+the information gain of the turn: IGPO, arXiv 2510.14967. It is our choice to
+ask only for the first golden answer, after the tag and a space.
 """
 
 from collections.abc import Sequence

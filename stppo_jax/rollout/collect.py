@@ -74,8 +74,7 @@ class _Row:
   """Holds a trajectory that is being collected.
 
   Attributes:
-    question, prompt, prompt_ids: the question, and the text and ids of its
-      prompt.
+    question, prompt, prompt_ids: the question, its prompt, the prompt's ids.
     episode: answers the turns of this row.
     turns: the turns that the environment has answered.
     texts: the text of each turn of the policy.
@@ -109,9 +108,9 @@ _Pending = dict[concurrent.futures.Future, tuple[int, types.GeneratedTurn]]
 class Overlong:
   """Computes the soft punishment of overlong trajectories.
 
-  The formula is Eq. 13 of arXiv 2503.14476. The length of the whole trajectory
-  counts, because in a dialogue observations fill the context too. (In DAPO the
-  answer, which is the only turn, counts.)
+  The formula is Eq. 13 of arXiv 2503.14476. The loss depends on the length of
+  the whole trajectory, because observations fill the context too. (In DAPO it
+  depends on the length of the answer, the only turn.)
 
   Attributes:
     weight: the reward that a trajectory of `max_length` loses.
@@ -147,8 +146,8 @@ class Collector:
     tokenizer: the policy's tokenizer.
     loop: the event loop that runs the environment's coroutines.
     max_turn_tokens: the most tokens of a turn.
-    max_observation_tokens: the most tokens of an observation. If it is longer,
-      its body is cut, never its closing tag.
+    max_observation_tokens: the most tokens of an observation. The body of a
+      longer one is cut, never its closing tag.
     group_size: the number of trajectories of each question.
     overlong: the punishment of long trajectories; None if there is none.
     reward_function: computes one more reward of a trajectory, if given.

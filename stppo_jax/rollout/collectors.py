@@ -12,10 +12,10 @@ these messages:
 
 The hosts that collect send back the dialogues of a step once the step is
 complete. They collect a step only when the weights from `steps_ahead` steps
-before it have arrived, which bounds the number of steps that wait to be trained
-on. Each host that learns gets the dialogues of the questions that it would
-collect itself if no host only collected. So the batches do not depend on which
-hosts collect them.
+before that step have arrived, which bounds the number of steps that wait to be
+trained on. Each host that learns gets the dialogues of the questions that it
+would collect itself if no host only collected. So the batches do not depend on
+the hosts that collect.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,14 +93,14 @@ class Collectors(prefetch.Policies):
     self._first_groups: deliveries.Groups = []
 
   def restore(self, version: int, published: Sequence[prefetch.Params]) -> None:
-    """See `Policies.restore`."""
+    """Restores older policies, see `Policies.restore`."""
     super().restore(version, published)
     self._done = version
 
   def schedule(self, version: int, state: prefetch.State) -> None:
     """Offers the policy of a training state to the hosts that collect.
 
-    They collect later steps with it.
+    They collect later steps with this policy.
 
     Args:
       version: the number of steps that the state has done.
@@ -147,7 +147,7 @@ class Collectors(prefetch.Policies):
   def complete_metrics(
     self, metrics: dict[str, float], step: int
   ) -> dict[str, float]:
-    """See `StepCollector.complete_metrics`."""
+    """Returns the metrics of a step over all hosts that learn."""
     return steps_lib.measured(
       self._hosts, self._first_groups, metrics, step, self._environment
     )
@@ -155,8 +155,8 @@ class Collectors(prefetch.Policies):
   def evaluate(self, params: prefetch.Params) -> Measured:
     """Lets the hosts that collect evaluate the newest policy.
 
-    See `Evaluator.measure`. Only the first host that learns receives the
-    trajectories.
+    It returns metrics and trajectories, see `Evaluator.measure`. Only the first
+    host that learns receives the trajectories.
     """
     self._offer(self._done, params)
     self._server.append({'evaluate': self._done})

@@ -93,5 +93,5 @@ def _restored(
 
 
 def _number(x: Any) -> Any:
-  """Returns a number of numpy as a Python number, which JSON can write."""
+  """Returns a numpy number as a Python number, which JSON can write."""
   return x.item() if isinstance(x, np.generic) else x

@@ -48,7 +48,7 @@ class EventLoop:
     they make before they first wait can be sent together.
 
     Returns:
-      A future for each coroutine; to cancel the future cancels the coroutine.
+      A future for each coroutine; cancelling a future cancels its coroutine.
     """
     waiting = collections.deque(coroutines)
     try:
@@ -90,7 +90,7 @@ class EventLoop:
 
 
 def _link(future: concurrent.futures.Future, task: asyncio.Task) -> None:
-  """Gives a future the result of a task; cancelling it cancels the task."""
+  """Gives a future the result of a task, and lets the future cancel it."""
   loop = task.get_loop()
 
   def on_task_done(task):

@@ -39,7 +39,7 @@ def gather(
   Returns:
     On the first host, the groups of all hosts in order, and the joined counts.
     The arrays of tokens in these groups have the right lengths, but no values.
-    On other hosts, the arguments of the call.
+    On other hosts, the given groups and counts.
   """
   plain = [[_to_plain(t) for t in group] for group in groups]
   # The trajectories are sent as JSON, because hosts exchange text and must not

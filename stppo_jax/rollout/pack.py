@@ -29,8 +29,8 @@ class _Labels(NamedTuple):
   """Holds labels that identify a row's group and states.
 
   Attributes:
-    group: the data set and the id of the question. Only together are they
-      unique.
+    group: the data set and the id of the question; ids are unique only within a
+      data set.
     observations: for each turn, a digest of the observation before the turn.
   """
 
@@ -155,7 +155,7 @@ def _trains(trajectory: types.Trajectory) -> bool:
 
 
 def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
-  """Returns the positions of each row's loss mask, padded with L.
+  """Returns the positions of each row's loss tokens, padded with L.
 
   The result is int32 [B, M]. M is a quarter, a half, three quarters or all of
   L, whichever is the smallest that suffices.
@@ -293,9 +293,9 @@ def _joined(arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
   return np.concatenate(arrays).astype(dtype)
 
 
-# The most batch lengths in a run. Annotate and update are compiled for every
-# batch length, and for every number of loss positions at that length (see
-# `loss_positions`).
+# The most batch lengths in a run. The programs that annotate and update are
+# compiled for every batch length, and for every number of loss positions at
+# that length (see `loss_positions`).
 MAX_LENGTHS = 8
 
 
@@ -339,6 +339,6 @@ class SentenceSplitter:
     self._ends_V = np.array([*ends, False])  # the last is for higher ids
 
   def __call__(self, token_ids: np.ndarray) -> np.ndarray:
-    """Returns int32 [L], the sentence of each token of a turn, from 1 on."""
+    """Returns int32 [L], the number of each token's sentence: 1, 2, ..."""
     closes_L = self._ends_V[np.minimum(token_ids, len(self._ends_V) - 1)]
     return (1 + np.cumsum(closes_L) - closes_L).astype(np.int32)

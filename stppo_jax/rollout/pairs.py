@@ -48,7 +48,7 @@ def read(path: str | pathlib.Path) -> tuple[batch_lib.PairBatch, str]:
   """Returns the pairs in an npz file, and the SHA-256 of the file.
 
   The file must hold tokens_BL, loss_mask_BL, rewards_BL and group_ids_B, as in
-  `TokenBatch`. The function `pairs` describes the pairs.
+  `TokenBatch`, from which the function `pairs` makes the pairs.
 
   Raises:
     OSError: if there is no such file.
@@ -131,7 +131,7 @@ def resized(pairs: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
 def minibatch(
   pairs: batch_lib.PairBatch, number: int, *, size: int, seed: int
 ) -> batch_lib.PairBatch:
-  """Returns the pairs of an update; every epoch has an order of its own.
+  """Returns the pairs of an update; every epoch is a new order of all pairs.
 
   The last minibatch of an epoch is filled up with pairs without tokens, which
   have no weight.

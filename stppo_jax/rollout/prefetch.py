@@ -1,25 +1,25 @@
 """Collects trajectories of later steps while the learner updates on this one.
 
 With k = `steps_ahead`, step n is collected with the policy after max(0, n - k)
-steps. For k = 1, over time:
+steps. Policy 0 is the initial policy, policy 1 is the policy after step 0, and
+so on. For k = 1, over time:
 
-    collected step            0  1     2     3
-    updated step                 0     1     2
-    steps of the policy       0  0     1     2
-      that collects
+    collected step       0  1     2     3
+    updated step            0     1     2
+    collecting policy    0  0     1     2
 
 The policy of a step does not depend on how long anything takes, so a run can be
-repeated. The result of a collection is a function of (config, step, policy). It
-is the same whether a thread of its own makes it, or the thread of the learner
-between two updates, and a collection that was dropped can be made again.
-Therefore checkpoints contain the policies that collect the next steps, and no
-trajectories.
+repeated. The result of a collection is a function of (config, step, policy).
+The result is the same whether a thread of its own collects during the updates,
+or the learner's thread collects between two updates. A collection that was
+dropped can be made again. Therefore checkpoints contain the policies that
+collect the next steps, and no trajectories.
 
 With turns of several policies (`turns`), a policy is published as soon as it
 exists, for all turns that begin from then on. The next k + 1 steps are
 collected at the same time, in the order in which slots become free. A turn of
-step n then has one of the policies after n - k, ..., n steps. Which one it is
-depends on how long things take.
+step n then has one of the policies after n - k, ..., n steps. Timing decides
+which of them it is.
 
 Threads: the thread of the learner calls the methods of `Prefetcher`. One worker
 thread publishes weights and collects, one step after the other. (With turns of
@@ -73,7 +73,7 @@ class Collected:
 
 
 class StoppableLoop:
-  """Wraps an event loop, so that one user can be stopped and others go on.
+  """Wraps an event loop, so that one of its users can be stopped.
 
   A thread cannot be ended from outside. But a collection submits coroutines to
   its loop after every chunk of tokens, and waits for nothing else. So `stop`
@@ -215,8 +215,8 @@ class Policies:
 class Prefetcher(Policies):
   """Collects every step with the policy of `steps_ahead` steps before.
 
-  With a thread, the thread publishes each policy before it collects. Without a
-  thread, and with `turns`, `schedule` publishes the policies.
+  A worker thread publishes each policy before it collects. Without a worker
+  thread, or with `turns`, `schedule` publishes the policies.
 
   Args:
     collect: collects a step with the published weights, see

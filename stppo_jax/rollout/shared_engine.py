@@ -1,9 +1,9 @@
 """Lets the collections of several steps share the slots of one engine.
 
-With turns of several policies, no step waits until all dialogues of the step
-before have ended: its dialogues begin in the slots that become free. Each step
-is collected by a thread of its own, and each thread uses the engine as if it
-had an engine of its own.
+With turns of several policies, a step need not wait until all dialogues of the
+step before have ended. Its dialogues begin in the slots that become free. Each
+step is collected by a thread of its own, and each thread uses the engine as if
+it had an engine of its own.
 
 The versions of the turns of each step are recorded. A run that repeats the
 recorded versions has the same turns bit for bit: a turn waits for its recorded
@@ -11,8 +11,8 @@ version, and new weights wait until all turns of older versions have ended.
 
 Only one of these threads runs at a time, namely the thread that has the baton.
 Whenever it polls, it hands the baton over to the thread that has waited
-longest. So between two polls of the engine every thread has the baton once. It
-then answers those of its dialogues whose turns have ended.
+longest. So between two polls of the engine every thread has the baton once. The
+thread then answers those of its dialogues whose turns have ended.
 """
 
 import collections
@@ -67,7 +67,8 @@ class _Share(threading.local):
       repeated. In collections beyond the recorded ones, turns take the newest
       weights.
     first: the engine's number of the first row of the current collection.
-    ended: the turns that have ended, by the engine's number of their row.
+    ended: the turns that have ended, until the thread takes them, by the
+      engine's number of their row.
   """
 
   step: int = 0
@@ -91,12 +92,12 @@ class _Baton:
     return next(self._tickets)
 
   def take(self, ticket: int) -> None:
-    """Waits until the lock is free for a ticket."""
+    """Waits until the lock is given to a ticket."""
     with self._changed:
       self._changed.wait_for(lambda: self._serving == ticket)
 
   def hand_over(self) -> None:
-    """Gives the lock to the next ticket, even before a thread asks for it."""
+    """Gives the lock to the next ticket."""
     with self._changed:
       self._serving += 1
       self._changed.notify_all()
@@ -142,7 +143,10 @@ class SharedEngine:
 
   @contextlib.contextmanager
   def collecting(self, step: int) -> Iterator[None]:
-    """Lets the thread collect a step in the body; threads take turns."""
+    """Lets the calling thread collect a step in the body of the context.
+
+    Threads take turns in using the engine, see the module.
+    """
     share = self._share
     share.step, share.versions, share.due = step, [], self._due(step)
     ticket = self._baton.queue()
@@ -245,7 +249,7 @@ class SharedEngine:
     self._engine.resume(self._share.first + row, token_ids)
 
   def close(self, row: int) -> np.ndarray | None:
-    """Ends a row; see `sampling.engine.Engine`."""
+    """Ends a row; see `close` of `sampling.engine.Engine`."""
     return self._close(self._share.first + row)
 
   def statistics(self) -> Mapping[str, float]:

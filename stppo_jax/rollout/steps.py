@@ -12,11 +12,11 @@ every round collects as many groups as the step has. If too few of these groups
 have rewards that differ, the remaining groups are replaced by groups of the
 same round whose rewards are equal too.
 
-Each of several hosts collects some whole groups of every step, which the number
-of hosts alone determines. Each host replaces its own groups, and collects its
-own failed rows again. No host waits for another here, except if one engine
-spans all hosts. Later, `complete_metrics` computes the metrics of all that the
-hosts have collected.
+Each of several hosts collects some whole groups of every step. The number of
+hosts alone decides which groups. Each host replaces its own groups, and
+collects its own failed rows again. No host waits for another here, except if
+one engine spans all hosts. Later, `complete_metrics` computes the metrics of
+the trajectories of all hosts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +42,8 @@ from stppo_jax.rollout import pack
 
 _log = logging.getLogger(__name__)
 
-# How many times the same questions are collected at most, if the retriever is
-# ready but still fails.
+# The same questions are collected at most this many times, if the retriever is
+# ready but still fails queries.
 _MAX_COLLECTIONS = 3
 
 Groups = list[list[types.Trajectory]]
@@ -203,9 +203,9 @@ class StepCollector:
   ) -> dict[str, float]:
     """Returns the metrics of a step over all hosts.
 
-    All hosts call it after `collect`, with the metrics that `collect` has
-    returned. On the first host, the result describes the trajectories of all
-    hosts.
+    All hosts call this method after `collect`, with the metrics that `collect`
+    has returned. On the first host, the result describes the trajectories of
+    all hosts.
     """
     if self._hosts.count == 1:
       return metrics
@@ -214,7 +214,7 @@ class StepCollector:
     return measured(self._hosts, first, metrics, step, environment)
 
   def statistics(self) -> dict[str, float]:
-    """Returns the counts of the retriever and the engine since the last call."""
+    """Returns the counts of retriever and engine since the last call."""
     retriever = self._services.retriever
     counted = {} if retriever is None else retriever.statistics()
     return {**counted, **self._collector.statistics()}

@@ -87,7 +87,7 @@ class Prompts:
       return bool(system)
     try:
       self._render(_dialogue(system, PROBE))
-    except ValueError:  # for another reason, `encode` raises it again
+    except ValueError:  # any other error comes up again in `encode`
       return True
     return False
 
@@ -146,7 +146,7 @@ class Prompts:
 
   @property
   def begun_by_tokenizer(self) -> bool:
-    """Whether only the tokenizer's own rules begin prompts with a bos token."""
+    """Whether the tokenizer, and no template or option, adds the bos token."""
     bos = self._fast.bos_token_id
     is_open = self._options.bos == 'auto' and not self._fast.chat_template
     return is_open and bos is not None and self._begun([])[:1] == [bos]
@@ -174,10 +174,10 @@ def _dialogue(system: str, text: str) -> list[dict[str, str]]:
 
 
 def _without_clock(template: str) -> str:
-  """Returns the template with the fixed date in place of calls of the clock."""
+  """Returns the template with the fixed date for each `strftime_now` call."""
   template = _CLOCK.sub(lambda call: repr(_DAY.strftime(call[2])), template)
-  # `transformers` passes its own function of this name to templates, and a
-  # caller cannot replace it.
+  # `transformers` passes its own `strftime_now` to templates, and a caller
+  # cannot replace that function.
   if _CLOCK_LEFT.search(template):
     raise ValueError(
       'it calls strftime_now with something else than a quoted text, so that '

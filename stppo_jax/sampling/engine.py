@@ -18,10 +18,11 @@ rounding.
 Weights change between turns only. A turn takes the newest weights when it
 begins and keeps them to its end, so one policy writes the whole turn. The
 result of a turn contains the version of its weights. While turns of two
-versions are being written, each call decodes the turns of one version only. The
-option `turn_swaps` allows such turns. With this option no slot waits until all
-rows have ended: slots are refilled at once, even if `deterministic`. The bits
-of a row then depend on the versions of its turns, but on no other timing.
+versions are being written, each call decodes the turns of one version only.
+Turns of two versions occur only with the option `turn_swaps`. With this option
+no slot waits until all rows have ended: slots are refilled at once, even if
+`deterministic`. The bits of a row then depend on the versions of its turns, and
+on nothing else that timing changes.
 """
 
 import collections
@@ -117,8 +118,8 @@ class Engine:
   def swap_weights(self, weights: functional.Params, version: int) -> None:
     """Publishes weights that `transferred` has returned.
 
-    Any thread may call it at any time. A turn that has begun keeps its old
-    weights to its end.
+    Any thread may call this method at any time. A turn that has begun keeps its
+    old weights to its end.
     """
     self._programs.weights = compiled_programs.Weights(version, weights)
 
@@ -221,7 +222,7 @@ class Engine:
 
     Returns:
       The experts to which each token was routed, see `SlotDriver.expert_ids`.
-      It is None if the option `return_expert_ids` is off.
+      The result is None if the option `return_expert_ids` is off.
     """
     closed = self._rows.pop(row)
     return closed.lane.close(closed)
@@ -267,7 +268,7 @@ class Engine:
   def finish(self) -> None:
     """Takes part in the programs of other hosts until all hosts are done.
 
-    All hosts call it after one or several collections of their own.
+    All hosts call this method after one or several collections of their own.
     """
     while not self._driver.join(done=True):
       pass

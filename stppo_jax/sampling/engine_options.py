@@ -28,9 +28,9 @@ class EngineOptions:
   """Holds all options of the local engine.
 
   `sampling`, `max_length` and `turn_swaps` decide which tokens the engine
-  generates. The other options change its speed, and log-probabilities only by
-  rounding. `engine_rules` checks beforehand that the numbers of slots, lanes
-  and pages fit each other and the devices.
+  generates. The other options change only the speed, and the rounding of
+  log-probabilities. `engine_rules` checks beforehand that the numbers of slots,
+  lanes and pages fit each other and the devices.
 
   Attributes:
     slots: the number of rows that are decoded together; a multiple of `lanes`
@@ -52,8 +52,8 @@ class EngineOptions:
     deterministic: whether every program runs on all slots, so that rows have
       the same bits whenever observations arrive. If `turn_swaps` is never,
       slots are then refilled in waves.
-    lanes: the number of groups of slots, each with a thread of its own; more
-      than one lane needs one device.
+    lanes: the number of groups of slots, each with a thread of its own. With
+      several lanes, the engine must have only one device.
     batch_rows: the most rows that one call decodes; 0 means all rows of a lane.
       It has no effect if `deterministic`.
     return_expert_ids: whether `close` returns the experts to which each token

@@ -109,7 +109,7 @@ def tokens_per_page(page_size: int, max_length: int) -> int:
 
 
 def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
-  """Returns the reason why slots cannot have so many pages; '' if they can.
+  """Returns the reason why a number of pages is not allowed; '' if it is.
 
   Args:
     pages: the number of pages; 0 means as many as full slots need.

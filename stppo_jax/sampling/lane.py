@@ -4,7 +4,7 @@ A lane decides which rows append a prompt or an observation, and which rows
 decode together. It keeps the chunks that are in flight. Its programs run one
 after the other. With several lanes, each lane calls its programs on a thread of
 its own. A CPU then runs the lanes in parallel, which uses its cores better than
-to split the small operations of one program.
+splitting the small operations of one program.
 """
 
 import collections
@@ -104,7 +104,7 @@ class Lane:
       for _ in range(shards)
     ]
     self._to_append: list[tuple[Row, np.ndarray]] = []
-    # Rows by slot. The row whose last chunk was started longest ago is first.
+    # Rows by slot, in the order in which their last chunks were started.
     self._generating: dict[int, Row] = {}
     left = [x for c in self._in_flight for x in (*c.earlier, c.result)]
     left += self._calls
@@ -151,8 +151,8 @@ class Lane:
     """Frees the slot of a row.
 
     Returns:
-      See `SlotDriver.expert_ids`. If the engine's options do not ask for
-      experts, the result is None, and the call waits for no thread.
+      The result of `SlotDriver.expert_ids`. If the engine's options do not ask
+      for experts, the result is None, and the call waits for no thread.
     """
     self.free.append(row.slot)
     self.free.sort()
@@ -253,8 +253,8 @@ class Lane:
         continue
       if row.begins_anew(token_ids, weights.version, self._recomputes):
         token_ids = self._pool(row).emptied(row, token_ids)
-      # Only before its first turn does a row have the same tokens as another
-      # row.
+      # Before its first turn, a row has the same tokens as the rest of its
+      # group.
       source = None if row.turn else self._source(row, weights.version)
       if source is not None:
         self._pool(row).share(row, source, len(token_ids))
@@ -308,7 +308,7 @@ class Lane:
     Otherwise two chunks are in flight, so that the device need not wait for the
     host. A chunk reads as many pages of each row as its longest row needs, so a
     batch is one row and the rows closest to it in length. The queue decides
-    which row is the first. While rows wait for a slot, it is the row that has
+    which row comes first. While rows wait for a slot, it is the row that has
     waited longest: new rows are short, and if the shortest row went first, new
     rows would overtake the others for ever. Once the queue is empty, it is the
     shortest row, which has most tokens ahead of it. All rows then end at about

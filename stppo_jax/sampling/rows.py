@@ -46,7 +46,7 @@ class Row:
     due: the versions of weights that the row's turns wait for, in order. If (),
       turns take the newest weights.
     prompt_version: the version of the weights that have read the prompt, if
-      other rows can begin with a copy of it; else None.
+      other rows can begin with a copy of the prompt; else None.
   """
 
   number: int
@@ -138,7 +138,7 @@ class PagePool:
     Args:
       row: the row that gets the pages.
       other: the row that holds the pages.
-      length: the number of tokens with which both rows begin.
+      length: the number of first tokens that both rows have in common.
     """
     row.pages = other.pages[: length // self._size]
     self._holders.update(row.pages)
@@ -195,7 +195,7 @@ class PagePool:
 def closest_in_length(
   row: Row, rows: Sequence[Row], size: int
 ) -> Sequence[Row]:
-  """Returns `size` rows, `row` among them, whose lengths are the closest."""
+  """Returns `size` rows, `row` among them, whose lengths differ the least."""
   by_length = sorted(rows, key=lambda row: row.length)
   place = by_length.index(row)
   firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)

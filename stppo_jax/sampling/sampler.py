@@ -6,12 +6,13 @@ of a row depends only on the row's key and on the token's position in the row,
 so that neither the slot, nor the batch, nor the order of events changes the
 token.
 
-Truncation limits the tokens to sample from. `top_k` keeps that many of the most
-probable tokens. `top_p` keeps the fewest most probable tokens that together
-hold this share of the probability. `min_p` keeps the tokens that are at least
-this many times as probable as the most probable token. The three apply in this
-order, each to the tokens that the previous one has kept. Sources: top_p, arXiv
-1904.09751; min_p, arXiv 2407.01082.
+Truncation limits the tokens to sample from. `top_k` is the number of most
+probable tokens that are kept. `top_p` is the probability that the kept tokens
+must hold together, where as few tokens as possible are kept, the most probable
+ones. `min_p` is the least probability of a kept token, divided by the largest
+probability. The three rules apply in this order, each to the tokens that the
+previous rule has kept. Sources: top_p, arXiv 1904.09751; min_p, arXiv
+2407.01082.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ devices of all hosts, so all hosts must call the same programs in the same
 order. Before each call, every host tells the others which program it needs. All
 hosts then call the needed program that comes first in `_ORDER`. A host that
 needs another program takes part without an active slot. The shapes of the call
-are the largest that any host needs.
+are the largest that any host needs for this program.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ _ORDER = ('extend', 'copy', 'decode', _WAITS, _DONE)
 # If all hosts wait, they exchange their calls again after this many seconds.
 _PAUSE = 0.005
 
-# Takes this host's value and yields the values of all hosts, see
-# `voting.agreed`.
+# A context manager that takes this host's value and yields the values of all
+# hosts, see `voting.agreed`.
 Agreed = Callable[[Any], contextlib.AbstractContextManager[list[Any]]]
 
 
@@ -43,7 +43,7 @@ class SliceDriver(slot_driver.SlotDriver):
     self._agreed = agreed
 
   def join(self, *, done: bool) -> bool:
-    """See `SlotDriver.join`."""
+    """Takes part in a program of other hosts, see `SlotDriver.join`."""
     mine = slot_calls.Call(_DONE if done else _WAITS)
     with self._agreed(mine) as calls:
       call = _merged(calls)
@@ -68,8 +68,9 @@ class SliceDriver(slot_driver.SlotDriver):
 
   def _num_pages(self, slots, appended=0) -> int:
     # If programs run on all slots, their results must not depend on timing.
-    # Another host may need more pages, at any time, and would thereby select
-    # another program. So the program for the most pages is always called.
+    # Another host may need more pages at any time, and would then select
+    # another program for all hosts. So the program for the most pages is always
+    # called.
     if self.compacts or self._programs.takes_any_number:
       return super()._num_pages(slots, appended)
     return self._programs.pages_per_row

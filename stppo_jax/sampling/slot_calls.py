@@ -13,8 +13,8 @@ class Append:
 
   Attributes:
     token_ids: [L] int32.
-    length: the number of tokens that the slot holds before. For a prompt it is
-      0, and the slot is emptied first.
+    length: the number of tokens that the slot holds before the append. For a
+      prompt it is 0, and the slot is emptied first.
     budget: the number of tokens that the policy may generate after these
       tokens.
     pages: the pages of the slot, with room for these tokens.
@@ -68,7 +68,7 @@ class Call(NamedTuple):
       state instead, see `slice_driver`.
     size: the number of slots of each device that the program runs on; 0 if no
       program runs.
-    num_pages: see `slot_programs`.
+    num_pages: the number of pages that are read, see `slot_programs`.
     enough, greedy: see `SlotDriver.decode`.
   """
 

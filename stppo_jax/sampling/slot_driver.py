@@ -21,9 +21,9 @@ from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
-# A batch of active slots has the largest size, or that size halved up to this
-# many times. With more sizes, batches would have less padding, but each size is
-# compiled.
+# Batches of active slots have the largest size, its half, its quarter and so
+# on, with at most this many halvings. With more sizes, batches would have less
+# padding, but each size is compiled.
 _MAX_HALVINGS = 3
 
 
@@ -40,7 +40,7 @@ class SlotDriver:
     options: the engine's options.
 
   Attributes:
-    slots: S.
+    slots: the number of slots, S.
     compacts: whether programs run on the active slots only.
     batch_rows: the most slots in a call of a program.
     shards: the number of devices that slots and pages are divided over. Device
@@ -78,7 +78,7 @@ class SlotDriver:
   def append(
     self, appends: Mapping[int, slot_calls.Append], params: functional.Params
   ) -> None:
-    """Appends tokens to slots, and starts turns there with these weights."""
+    """Appends tokens to slots, and starts turns there with `params`."""
     # In every run, a wave begins with the same prompts in the same call,
     # whatever the timing. So this call may leave out inactive slots and still
     # gives the same bits. With several hosts it may not: a call has the same
@@ -121,7 +121,7 @@ class SlotDriver:
     """Starts decoding a chunk, without waiting for its result.
 
     Args:
-      decodes: the slots that decode, at most `batch_rows`.
+      decodes: the slots that decode, by number; at most `batch_rows`.
       params: the weights that write the turns of these slots.
       greedy: whether to take the most probable token instead of sampling.
       enough: the chunk ends once this many turns have ended in it.
@@ -245,7 +245,7 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields the slots with tokens in each chunk of C, and where it starts."""
+    """Yields, per chunk of C tokens, the slots with tokens and its start."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
@@ -314,7 +314,7 @@ class SlotDriver:
     slots: Iterable[slot_calls.Append | slot_calls.Decode],
     appended: int = 0,
   ) -> int:
-    """Returns how many pages hold all tokens of the longest of the slots."""
+    """Returns the number of pages that the tokens of the longest slot need."""
     longest = max(slot.length + appended for slot in slots)
     number = -(-longest // self._programs.page_size)
     if self._programs.takes_any_number or number < 2:

@@ -177,11 +177,11 @@ def decode(
   that still generate would be decoded in a batch that is mostly frozen, and the
   rows whose turns ended would wait for them.
 
-  On a GPU, the host would have to read after each token whether the chunk goes
-  on, and which branch comes next. So with `captured` the chunk has `num_tokens`
-  steps and no branch, whatever the data, and XLA can capture its kernels as
-  CUDA graphs. Rows whose turns have ended are frozen, so the tokens are the
-  same.
+  On a GPU, the host would have to read a result after each token, to find out
+  whether the chunk goes on and which branch comes next. So with `captured` the
+  chunk has `num_tokens` steps and no branch, whatever the data, and XLA can
+  capture its kernels as CUDA graphs. Rows whose turns have ended are frozen, so
+  the tokens are the same.
 
   Args:
     params: the policy's weights.

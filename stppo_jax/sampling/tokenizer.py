@@ -93,12 +93,11 @@ class Tokenizer:
     """Writes the files that `load` and `transformers` read.
 
     For every model of type qwen2, `AutoTokenizer` ignores the class that the
-    files name. It applies the rules of Qwen2's own tokenizer, which would give
-    other token ids. It uses the class that the files name only if the files
-    have an `auto_map`. If the caller of `AutoTokenizer` also trusts remote
-    code, it takes the class that `auto_map` names, from a Python file in the
-    same directory. So this method writes both the `auto_map` and the Python
-    file.
+    files name, and applies the rules of Qwen2's own tokenizer, which would give
+    other token ids. Only if the files have an `auto_map` does `AutoTokenizer`
+    use the class that the files name. If its caller also trusts remote code, it
+    loads the class that `auto_map` names from a Python file in the same
+    directory. So this method writes both the `auto_map` and the Python file.
     """
     self._fast.save_pretrained(directory)
     path = pathlib.Path(directory) / 'tokenizer_config.json'
@@ -127,8 +126,8 @@ class Tokenizer:
     """Returns the token ids of a text that continues a dialogue.
 
     Text that spells a special token could end a message. So this method first
-    breaks up the text of all added tokens with `neutralise`. Only the tags keep
-    theirs: the tokenizer encodes tags by its own rules.
+    breaks up the text of all added tokens with `neutralise`. Added tokens in
+    the tags are kept: the tokenizer encodes the tags by its own rules.
 
     Args:
       text: the continuation of the dialogue; no space is put in front of it.

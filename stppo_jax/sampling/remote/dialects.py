@@ -67,7 +67,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """Describes in which ways the protocol of one kind of server differs.
+  """Describes the parts of the protocol that depend on the kind of server.
 
   Attributes:
     path: the path to which requests for turns are posted.

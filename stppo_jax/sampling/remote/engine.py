@@ -222,7 +222,8 @@ class RemoteEngine:
   def poll(self) -> dict[int, types.GeneratedTurn | None]:
     """Waits a moment, and returns the turns that ended, by row.
 
-    If the request for a turn and all retries failed, None takes its place.
+    If the request for a turn and all retries failed, None takes the place of
+    the turn.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
       self._request(self._waiting.popleft())
@@ -292,7 +293,7 @@ class RemoteEngine:
   def _finish(
     self, row: int, future: concurrent.futures.Future
   ) -> types.GeneratedTurn | None:
-    """Appends a turn to its row and returns it, or counts its failure."""
+    """Appends a turn to its row and returns the turn, or counts a failure."""
     try:
       written = future.result()
     except client_lib.EngineError as error:

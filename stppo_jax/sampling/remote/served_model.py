@@ -49,8 +49,8 @@ async def connect(
       + ', '.join(sorted(dialects.DIALECTS))
     )
   dialect = dialects.DIALECTS[kind]
-  # Some servers do not report how many tokens they hold. Then too long a row
-  # fails only during the run.
+  # Some servers do not report how many tokens they hold. Then a row that is too
+  # long fails only during the run.
   capacity = models[model].get('max_model_len')
   if isinstance(capacity, int) and capacity < max_length:
     raise client_lib.EngineUnsuited(
