@@ -1,10 +1,11 @@
 """The alarms of a run: rules over the metrics of one step.
 
-A rule reads numbers that are measured anyway and compares one of them with a
-threshold, the key of the same name in the section `alarms` of a config. The
-metric `alarm/{name}` is 1 in a step in which the alarm rings, and 0 in other
-steps. A step without the number has no such metric either: without a value
-model, for example, a run has no explained variance.
+A rule computes one number from the metrics that a step has anyway, and compares
+the number with a threshold. The threshold is the key with the alarm's name in
+the section `alarms` of a config. The metric `alarm/{name}` is 1 in a step in
+which the alarm rings, and 0 in other steps. A step whose metrics do not give
+the number has no metric `alarm/{name}`: a run without a value model, for
+example, has no explained variance.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 _log = logging.getLogger(__name__)
 
 PREFIX = 'alarm/'
-# Fewer searches than this may find nothing by chance.
+# With fewer searches in a step, all of them may find nothing by chance.
 _FEWEST_SEARCHES = 10
 Metrics = Mapping[str, Any]
 
@@ -27,10 +28,12 @@ class Alarm(NamedTuple):
   """A rule over the metrics of a step.
 
   Attributes:
-    number: returns what is compared with the threshold; None if it is absent.
-    meaning: what that number is, with the names of its metrics.
-    is_floor: whether the alarm rings below the threshold; otherwise above it.
-    advice: what to do about it, in one sentence.
+    number: returns the number that is compared with the threshold, or None if
+      the metrics do not give one.
+    meaning: a phrase that says what the number is and names its metric.
+    is_floor: whether the alarm rings for a number below the threshold. If
+      False, the alarm rings for a number above the threshold.
+    advice: a sentence that tells the user what to do when the alarm rings.
   """
 
   number: Callable[[Metrics], float | None]
@@ -46,7 +49,11 @@ def _metric(name: str) -> Callable[[Metrics], float | None]:
 def _share(
   part: str, whole: str, *, fewest: int = 1
 ) -> Callable[[Metrics], float | None]:
-  """Returns a function for part / whole; None if whole is below `fewest`."""
+  """Returns a function that divides the metric `part` by the metric `whole`.
+
+  The function returns None if a metric is missing, or if `whole` is below
+  `fewest`.
+  """
 
   def number(metrics: Metrics) -> float | None:
     count, total = metrics.get(part), metrics.get(whole)
@@ -143,7 +150,7 @@ ALARMS: Mapping[str, Alarm] = {
 
 
 def check(metrics: Metrics, thresholds: Mapping[str, float]) -> dict[str, bool]:
-  """Returns whether each alarm rings, without those that have no number.
+  """Returns, for each alarm that has a number in this step, whether it rings.
 
   Args:
     metrics: the metrics of a step by name.
@@ -152,8 +159,8 @@ def check(metrics: Metrics, thresholds: Mapping[str, float]) -> dict[str, bool]:
   rings = {}
   for name, alarm in ALARMS.items():
     number = alarm.number(metrics)
-    # A comparison with nan is false, which would look like a step without
-    # alarm.
+    # Every comparison with nan is false, so a nan would look like a step in
+    # which the alarm does not ring.
     if number is not None and not math.isnan(number):
       limit = thresholds[name]
       rings[name] = number < limit if alarm.is_floor else number > limit
@@ -161,14 +168,14 @@ def check(metrics: Metrics, thresholds: Mapping[str, float]) -> dict[str, bool]:
 
 
 def describe(name: str, metrics: Metrics) -> str:
-  """Returns the line of an alarm that rings in a step."""
+  """Returns a line about an alarm that rings: its number and its advice."""
   alarm = ALARMS[name]
   number = alarm.number(metrics)
   least = metrics.get('critic/score/min')
   is_constant = least is not None and least == metrics.get('critic/score/max')
   if name == 'explained_variance' and is_constant:
-    # Returns of constant rewards hardly vary, so their explained variance says
-    # nothing.
+    # If all rewards are equal, the returns that the value model predicts hardly
+    # vary, so their explained variance says nothing about the value model.
     return (
       f'{name}: all rewards of the step are equal, so the value model has '
       'nothing to learn; use questions that the policy answers now and then, '
@@ -183,7 +190,7 @@ def describe(name: str, metrics: Metrics) -> str:
 
 
 def recorded(metrics: Metrics) -> list[str]:
-  """Returns the lines of the alarms that rang in a step that was written."""
+  """Returns a line for each alarm that rang, from the recorded metrics."""
   return [
     f'alarm {describe(name, metrics)}'
     for name in ALARMS
@@ -191,13 +198,14 @@ def recorded(metrics: Metrics) -> list[str]:
   ]
 
 
-# An alarm has ended after so many silent steps. If one were enough, a number
-# near its threshold would begin and end an alarm at every step.
+# An alarm is over after this number of steps in which it did not ring. If one
+# such step were enough, a number near its threshold could begin and end the
+# alarm again and again.
 _SILENT_STEPS = 5
 
 
 class Alarmed(exits.RunEnded):
-  """An alarm rang for so long that the run ends."""
+  """An alarm has rung for so many steps in a row that the run ends."""
 
   exit_code = exits.ENDED
 
@@ -207,7 +215,7 @@ class Alarms:
 
   Args:
     config: the config of the run.
-    hosts: the hosts of the run; the first one has the metrics of all.
+    hosts: the hosts of the run; the first host has the metrics of all hosts.
   """
 
   def __init__(self, config, hosts: hosts_lib.Hosts):
@@ -216,17 +224,23 @@ class Alarms:
     self._stop_after: int = options.pop('stop_after')
     self._thresholds: dict[str, float] = options
     self._hosts = hosts
-    # Alarm that rings -> the number of steps in a row in which it has rung.
+    # For each alarm that rang in the last step: the number of steps in a row in
+    # which it has rung.
     self._rung: dict[str, int] = {}
-    # Alarm that was shown -> the number of steps since it rang last.
+    # For each alarm that was shown and is not over: the number of steps since
+    # it last rang.
     self._told: dict[str, int] = {}
     self._lines: list[str] = []
 
   def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics `alarm/{name}` of a step, from its other metrics."""
+    """Returns the metrics `alarm/{name}` of a step.
+
+    Args:
+      metrics: the other metrics of the step.
+    """
     rings = check(metrics, self._thresholds)
-    # An alarm that is silent in this step is dropped, so that it counts from
-    # one when it rings again: only steps in a row can end a run.
+    # An alarm that does not ring in this step is dropped from the counts, so
+    # its count begins at 1 when it rings again: only steps in a row end a run.
     before, self._rung = self._rung, {}
     self._lines = []
     for name, is_ringing in rings.items():
@@ -243,13 +257,16 @@ class Alarms:
     return {PREFIX + name: float(ring) for name, ring in rings.items()}
 
   def check(self, step: int) -> None:
-    """Shows which alarms have begun or ended; call it after the step is saved.
+    """Logs the alarms that have begun or ended, and ends the run if due.
+
+    Call this after the step was given to the saver, because this may raise.
 
     Args:
       step: the number of steps that are done.
 
     Raises:
-      Alarmed: on all hosts, if one of `alarms.stop` rang for too long.
+      Alarmed: on all hosts, if an alarm that `alarms.stop` names has rung in
+        `alarms.stop_after` steps in a row.
     """
     if self._hosts.is_first:
       for line in self._lines:
@@ -261,7 +278,7 @@ class Alarms:
       for name, count in self._rung.items()
       if name in self._stop and count >= self._stop_after
     ]
-    # The first host has the metrics of all, and decides for them.
+    # The first host has the metrics of all hosts, so its list counts for all.
     due, *_ = self._hosts.exchange('alarms', due)
     if due:
       raise Alarmed(

@@ -1,7 +1,7 @@
-"""Builds what the training loop works with, once, before anything is written.
+"""Builds the objects that the training loop works with.
 
-A config that does not fit its files or devices is refused here. No weight is
-read.
+They are built once, before the run is recorded in its folder, and no weight is
+read. A config that does not fit its files or devices is refused here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,17 +36,18 @@ from stppo_jax.workdir import agreement
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """The objects that the loop works with.
+  """The objects that the training loop works with.
 
   Attributes:
-    config: the config of the run, with a number of slots that fits.
+    config: the config of the run, with a number of slots that fits in memory.
     tokenizer: the policy's tokenizer.
-    learner: annotates and updates.
+    learner: annotates batches and updates the models.
     placement: the devices that decode; None with rollout.engine=remote.
     services: questions, environment, retriever and event loop.
-    collecting: what collects and evaluates.
+    collecting: collects the trajectories of steps, and evaluates policies.
     pack: makes the batch of a step; see `pack_step`.
-    notes: lines about what the config leads to; the first host alone has any.
+    notes: lines for the user about the effects of the config; only the first
+      host has lines.
   """
 
   config: Any
@@ -60,12 +61,13 @@ class Parts:
 
 
 def build(config, folder: claim.Folder) -> Parts:
-  """Builds what the loop works with.
+  """Builds the objects that the training loop works with.
 
   Args:
-    config: the config of the run, with a model that has the shape and the
-      tokenizer of its start.
-    folder: the run's folder, with which everything is closed.
+    config: the config of the run; its section `model` has the shape and the
+      tokenizer of the weights that the run starts from.
+    folder: the run's folder. Services and threads are closed when the folder
+      is left.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
@@ -93,8 +95,9 @@ def build(config, folder: claim.Folder) -> Parts:
       side = collecting.build_collectors(config, found, services, folder)
     else:
       side = collecting.build(config, found, services, folder)
-    # Entered after the services, and so closed before them: its thread must
-    # have ended when their loop and their connections are closed.
+    # The prefetcher is entered after the services, so it is closed before them:
+    # its thread must have ended when the services close their event loop and
+    # their connections.
     folder.enter(contextlib.closing(side.prefetcher))
     pack = functools.partial(
       pack_step,
@@ -127,19 +130,24 @@ def pack_step(
   sentences: pack_lib.Sentences | None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> tuple[batch_lib.TokenBatch, dict[str, float]]:
-  """Returns the batch of a step, see `pack.pack`, and its metrics.
+  """Packs the trajectories of a step into a batch; returns it with metrics.
 
-  Rewards that need the policy are added. T turns.
+  With `env.rewards.information_gain`, the rewards of turns get the information
+  gains, which the policy computes. In array names, B stands for trajectories
+  and T for turns.
 
   Args:
     trajectories: this host's trajectories.
-    state: the state whose policy is asked for information gains.
+    state: the state whose policy computes the information gains.
     step: the training step.
     config: the config of the run.
     tokenizer: the policy's tokenizer.
     learner: computes log-probabilities.
     sentences: see `pack.pack`.
     hosts: the hosts whose rows make a batch; all of them call this function.
+
+  Returns:
+    The batch, see `pack.pack`, and metrics of the information gains.
 
   Raises:
     HostsDiffer: the arrays of the hosts have different shapes.
@@ -153,8 +161,8 @@ def pack_step(
     step=None if config.rollout.turn_swaps == 'never' else step,
     hosts=hosts,
   )
-  # This is checked before the first program of the step: with arrays of
-  # different shapes, hosts would wait for each other in it for ever.
+  # Checked before the first compiled program of the step: hosts whose arrays
+  # have different shapes would wait for each other in that program for ever.
   agreement.check_program(hosts, 'annotate and update', step, packed)
   weight = config.env.rewards.information_gain
   if not weight:
@@ -168,7 +176,8 @@ def pack_step(
   )
   not_finite = 0
   asks = any(probe.turns for probe in probes)
-  # A host without a probe takes part in the program of the others.
+  # If any host has a probe, all hosts run the program that computes the gains,
+  # because the program needs every host.
   if any(hosts.exchange('probes', asks)):
     asked = pack_lib.pack(probes, length_bucket=bucket, hosts=hosts)
     agreement.check_program(hosts, 'information gain', step, asked)
@@ -185,7 +194,7 @@ def pack_step(
 def _notes(
   config, found: components_lib.Components, hosts: hosts_lib.Hosts
 ) -> Iterator[str]:
-  """Yields lines about what devices do, and options that do less than hoped."""
+  """Yields lines about unusable data, devices, slots and end tokens."""
   yield from (f'note: {line}' for line in found.notes)
   ahead, learning = config.rollout.steps_ahead, found.learner.mesh.size
   num_hosts = hosts.count
@@ -194,7 +203,7 @@ def _notes(
       f'note: mesh.collectors={hosts.collectors}: {num_hosts} of '
       f'{hosts.whole.count} hosts learn'
     )
-    num_hosts = hosts.collectors  # those that decode
+    num_hosts = hosts.collectors  # the slots below are on hosts that decode
   elif placement := collecting.apart(found):
     others = len(placement.collecting)
     yield (

@@ -1,9 +1,9 @@
 """Converts between the state of a learner and its checkpoint.
 
 The frozen weights under adapters are not saved: they are large, never change,
-and are read from the model's files at every start. Their fingerprints are
-saved, so that no run is resumed with other frozen weights: adapters have no
-meaning beside them.
+and are read from the model's files at every start. Only their fingerprints are
+saved. A run is not resumed if the fingerprints differ, because adapters mean
+nothing on top of other frozen weights than those they were trained with.
 """
 
 import dataclasses
@@ -32,17 +32,20 @@ Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
 
 
 class OtherBase(RuntimeError):
-  """The frozen weights differ from those that adapters were trained beside."""
+  """The frozen weights are not the weights that adapters were trained with."""
 
   exit_code = exits.USAGE
 
 
 class TrainCheckpoints:
-  """Saves a training state with published policies and the KL coefficient.
+  """Converts between a training state and its checkpoint.
+
+  The checkpoint also has the KL coefficient, the warm-up of the value model,
+  and the policies that the next steps are collected with.
 
   Args:
-    learner: the learner, whose present KL coefficient is saved.
-    collector: the collector, whose policies for the next steps are saved.
+    learner: the learner, which has the KL coefficient and the warm-up.
+    collector: the collector, which has the policies for the next steps.
   """
 
   def __init__(
@@ -53,12 +56,15 @@ class TrainCheckpoints:
   def content(
     self, step: int, state: state_lib.TrainState
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Returns what is saved after `step` steps: arrays, and a JSON record.
+    """Returns the content of a checkpoint after `step` steps.
 
-    The arrays are the state without frozen weights, with published policies.
+    Returns:
+      The arrays, which are the state with the published policies and without
+      frozen weights, and a JSON record.
     """
     # With `rollout.steps_ahead`, the next steps are collected with older
-    # policies. A resumed run must collect with them again.
+    # policies than the one in `state`. A resumed run must collect these steps
+    # with the same policies.
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)
@@ -73,9 +79,9 @@ class TrainCheckpoints:
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Returns the newest valid step; None if nothing was saved.
+    """Restores the newest valid checkpoint; returns None if there is none.
 
-    The learner and the collector go on from it, too.
+    The learner and the collector also get their saved values back.
     """
     restored = newest(checkpointer, self._learner, start)
     if restored is None:
@@ -89,7 +95,8 @@ class TrainCheckpoints:
       ],
     )
     self._learner.kl_coefficient = host['kl_coefficient']
-    # Runs of 0.2 have no such entry; their warm-up never ends early.
+    # Checkpoints of version 0.2 have no `value_warmup`; the warm-up of these
+    # runs never ends early.
     self._learner.warmup = dataclasses.replace(
       self._learner.warmup, **host.get('value_warmup', {})
     )
@@ -97,19 +104,22 @@ class TrainCheckpoints:
 
 
 class PolicyCheckpoints:
-  """Saves weights and optimiser of a policy that learns without collecting."""
+  """Converts between a policy that learns without rollouts and its checkpoint.
+
+  The checkpoint has the trained weights and the state of the optimiser.
+  """
 
   def content(
     self, step: int, state: state_lib.TrainState
   ) -> tuple[state_lib.ModelState, dict[str, Any]]:
-    """Returns the policy with its optimiser, and a JSON record."""
+    """Returns the policy with its optimiser state, and a JSON record."""
     del step
     return state.policy, _base_record(state.frozen)
 
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Returns the newest valid step; None if nothing was saved."""
+    """Returns the newest valid checkpoint; None if nothing was saved."""
     restored = checkpointer.restore_latest(start.policy)
     if restored is None:
       return None
@@ -127,19 +137,19 @@ def newest(
   learner: learner_lib.Learner,
   start: state_lib.TrainState,
 ) -> Restored | None:
-  """Returns the newest valid step, or None if none was saved.
+  """Returns the newest valid checkpoint of a run; None if there is none.
 
   Args:
     checkpointer: the checkpoints of a run.
     learner: the learner of the run.
-    start: the state before the first step; its frozen weights become those of
-      the restored state.
+    start: the state before the first step; the restored state takes its frozen
+      weights, which are not saved.
 
   Returns:
-    (steps done, state, JSON record).
+    (number of steps done, state, JSON record).
 
   Raises:
-    OtherBase: the run has other frozen weights.
+    OtherBase: the checkpoint was trained with other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
   restored = checkpointer.restore_latest(learner.abstract_state(start))
@@ -156,24 +166,25 @@ def policy_params(
   *,
   step: int | None,
 ) -> tuple[int, functional.Params, functional.Params] | None:
-  """Reads the weights of a policy, and no other leaf, from a checkpoint.
+  """Reads only the weights of the policy from a checkpoint.
 
   Args:
     checkpointer: the checkpoints of a run, read-only.
     learner: the learner of the run.
-    step: the step that is wanted; None: the newest valid one.
+    step: the step to read; None stands for the newest valid step.
 
   Returns:
-    (steps done, weights for `learner.policy`, the weights that were trained),
-    or None if none was saved.
+    (number of steps done, weights of `learner.policy` with adapters merged, the
+    trained weights alone), or None if no checkpoint was saved.
 
   Raises:
-    Misconfigured: the weights under adapters cannot be read.
-    OtherBase: the run has other frozen weights.
+    Misconfigured: the frozen weights under adapters cannot be read.
+    OtherBase: the checkpoint was trained with other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
   config, frozen = learner.config, {}
-  # A checkpoint has the adapters alone; their base is in the model's files.
+  # The checkpoint of a run with adapters lacks the frozen weights under them,
+  # which are read from the model's files.
   if config.model.lora.rank:
     with exits.as_misconfigured():
       frozen = weights.load_frozen(config, config.model.path, learner.policy)
@@ -193,12 +204,14 @@ class Policy(NamedTuple):
   """A policy that was read from a checkpoint.
 
   Attributes:
-    config: the config of its run, with its start, if it made one, as the model.
+    config: the config of its run. If the run made the weights that it started
+      from, `model.path` is the directory of these weights.
     tokenizer: the tokenizer of the run.
     learner: the learner of the run.
-    step: the number of steps that were done.
-    params: weights of `learner.policy`, adapters merged.
-    trained: the weights that were trained: adapters and heads, or all.
+    step: the number of steps that the policy was trained for.
+    params: the weights of `learner.policy`, with adapters merged.
+    trained: the weights that were trained: either adapters and heads, or all
+      weights.
   """
 
   config: Any
@@ -216,11 +229,12 @@ def read_policy(
   step: int | None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Policy:
-  """Reads the policy of a checkpoint; all hosts of the mesh call it.
+  """Reads the policy of a checkpoint; all hosts of the mesh call this.
 
   Args:
     config, workdir, step: see `tools.checkpoints.export`.
-    mesh: gets the weights; None: one of as many devices as divide them.
+    mesh: the devices that hold the weights; None stands for the mesh of
+      `mesh_for_width`.
 
   Raises:
     Misconfigured: there is no such checkpoint.
@@ -228,7 +242,8 @@ def read_policy(
   """
   with exits.as_misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
-    # Questions are loaded only if the tokenizer is made from them.
+    # Without a tokenizer directory, the tokenizer is made from the questions.
+    # They are loaded only for that.
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else components.build_questions(config)
     tokenizer = model_files.build_tokenizer(config, questions)
@@ -244,26 +259,27 @@ def read_policy(
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
   restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
-  assert restored is not None  # the step is there, and would raise if damaged
+  # The step exists, and `policy_params` raises if its checkpoint is damaged.
+  assert restored is not None
   return Policy(config, tokenizer, learner, *restored)
 
 
 def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
-  """Returns a mesh of the most devices that divide the model width."""
+  """Returns the largest mesh whose number of devices divides `hidden_size`."""
   devices = jax.devices()
   most = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
   return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
 
 
 def _base_record(frozen: functional.Params) -> dict[str, Any]:
-  """Returns the record that identifies frozen weights; {} without them."""
+  """Returns a record with the fingerprints of frozen weights; {} if none."""
   return {_BASE: _fingerprints(frozen)} if frozen else {}
 
 
 def _check_base(
   step: int, host: dict[str, Any], frozen: functional.Params
 ) -> None:
-  """Raises `OtherBase` unless `frozen` is what the step was trained with."""
+  """Raises `OtherBase` if the step was trained with other frozen weights."""
   if frozen and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
       f'the weights under the adapters are not those that step {step} was '

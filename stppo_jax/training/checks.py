@@ -1,4 +1,4 @@
-"""Checks that refuse a run, or end it, before anything is lost."""
+"""Checks that refuse a run, or end one before its work is lost."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
@@ -28,22 +28,23 @@ def check_data(
   questions: questions_lib.Questions,
   tokenizer: tokenizer_lib.Tokenizer,
 ) -> list[str]:
-  """Returns lines about questions that a run cannot use as they are.
+  """Returns lines about questions that a run cannot fully use.
 
-  A question whose prompt fills the context has no turn, so nothing is learned
-  from it, and its score is 0. A gold passage that the corpus lacks is never
-  found.
+  If a prompt fills the context, its dialogue has no turn: the policy learns
+  nothing from the question, and the score is 0. If the corpus lacks a gold
+  passage, no search can find it.
 
   Raises:
-    ValueError: there are too few questions, no prompt of a data set leaves room
-      for an answer, or an option of the environment has a bad value; one line.
+    ValueError: there are too few questions, every prompt of a data set fills
+      the context, or an option of the environment has a bad value. The message
+      is one line.
   """
   kind = environments.find(config.env.name)
-  # A retriever that finds nothing is enough here: only prompts are made.
+  # Only prompts are made here, so a retriever that finds nothing is enough.
   environment = kind.from_options(config.env.to_dict(), fakes.FakeRetriever({}))
   rollout = config.rollout
   count = rollout.trajectories_per_step // rollout.group_size
-  # Raises where there are too few, as the first step would.
+  # Raises now if there are too few questions, instead of at the first step.
   questions.train(0, count, resample_round=rollout.resample_rounds)
   evaluated = questions.evaluation(config.evaluate.num_questions)
   groups = {'data.train': questions.training_sample(count)}
@@ -66,7 +67,10 @@ def _lacking(
   groups: Mapping[str, Sequence[types.Question]],
   questions: questions_lib.Questions,
 ) -> Iterator[str]:
-  """Yields a line for each group with gold passages that the corpus lacks."""
+  """Yields a line for each group whose gold passages the corpus lacks.
+
+  A group is a data set of `questions`, keyed by its name in `groups`.
+  """
   if not any(q.gold_passages for group in groups.values() for q in group):
     return
   known = {passage.id for passage in questions.passages() or ()}
@@ -86,13 +90,14 @@ def _too_long(
   tokenizer: tokenizer_lib.Tokenizer,
   max_length: int,
 ) -> int:
-  """Returns the number of questions whose prompts leave no room."""
+  """Returns the number of questions whose prompts fill the context."""
   if not questions:
     return 0
   blank = dataclasses.replace(questions[0], text='', options={})
   template = environment.prompt(blank)
-  # A token takes at least one byte. So most prompts need not be tokenised,
-  # which would take minutes for large files.
+  # A token has at least one byte, so a prompt with few bytes surely fits. Most
+  # prompts are therefore not tokenised, which would take minutes for large
+  # files.
   encode = functools.partial(tokenizer.encode_prompt, tools=environment.tools)
   spare = max_length - len(encode(template))
   longest = len(template.encode()) + spare
@@ -105,40 +110,43 @@ def _too_long(
 
 _MEAN = 'mismatch/logprob_abs_diff_mean'
 _TAIL = 'mismatch/logprob_abs_diff_p99'
-# The largest mean difference, nats, that is rounding, by the type of the
-# computations: for float32 ten times the rounding that was measured, or more;
-# for bfloat16 twice that of a model of 28 layers. See docs/models.md.
+# The largest mean difference of log-probabilities, in nats, that still counts
+# as rounding, by the dtype of the computation. The limit for float32 is at
+# least ten times the rounding that was measured. The limit for bfloat16 is
+# twice the rounding of a model with 28 layers. See docs/models.md.
 _LIMITS = {'float32': 2e-5, 'bfloat16': 0.05}
-_TAIL_PER_MEAN = 10  # the limit of the percentile, in limits of the mean
+# The limit of the 99th percentile, as a multiple of the limit of the mean.
+_TAIL_PER_MEAN = 10
 
 
 class Disagreement(Exception):
-  """The engine samples from another policy than the one that is trained."""
+  """The engine samples from a different policy than the trainer updates."""
 
   exit_code = exits.USAGE
 
 
 def check_mismatch(config, metrics: Mapping[str, float]) -> None:
-  """Checks that engine and trainer compute the same policy.
+  """Checks that engine and trainer compute the same log-probabilities.
 
-  Ratios divide by the trainer's log-probabilities of tokens that the engine
-  sampled. If the two use other weights, masks or positions, training goes on
-  and goes wrong. On the first step of a run they must agree but for rounding;
-  later steps may be collected with older weights. A mean and a percentile are
-  compared, because neither grows with the number of tokens as the largest
-  difference does.
+  The engine samples tokens, and the denominator of a token's ratio is the
+  probability that the trainer computes for it. If engine and trainer use
+  different weights, masks or positions, training goes wrong without an error.
+  So on the first step of a run the two must agree up to rounding. Later steps
+  are not checked, because they may be collected with older weights. The check
+  compares a mean and a percentile with limits: unlike the largest difference,
+  neither grows with the number of tokens.
 
-  `rollout.mismatch_limit` is the largest difference of log-probabilities, mean
-  over the tokens, that counts as rounding, in nats; -1: that of `model.dtype`;
-  0: no limit.
+  `rollout.mismatch_limit` is the largest mean difference over the tokens, in
+  nats, that counts as rounding. With -1 the limit follows from `model.dtype`;
+  with 0 there is no limit.
 
   Args:
     config: the config of the run.
     metrics: the metrics of the step.
 
   Raises:
-    Disagreement: the mean is larger, or the 99th percentile is larger than 10
-      times the limit, or one of them is nan.
+    Disagreement: the mean is above the limit, the 99th percentile is above 10
+      times the limit, or one of the two is nan.
   """
   limit, dtype = config.rollout.mismatch_limit, config.model.dtype
   source = f'rollout.mismatch_limit={limit:g}'
@@ -164,7 +172,7 @@ class DoesNotFit(exits.Misconfigured):
 
   Attributes:
     config: the config of the run.
-    limit: the bytes that programs may use of a device.
+    limit: the bytes of a device's memory that programs may use.
   """
 
   def __init__(self, line: str, config: Any, limit: int):
@@ -180,20 +188,21 @@ def check_memory(
   *,
   learns: bool = True,
 ) -> None:
-  """Checks that the models, their training and the engine fit.
+  """Checks that models, optimisers and engine fit in a device's memory.
 
-  Programs need more than what is counted here, so what is refused would have
-  failed later, after everything was loaded.
+  Only arrays that stay in memory are counted, and compiled programs need more.
+  So a run that this check refuses would have failed anyway, but only after
+  everything was loaded.
 
   Args:
-    config: the config of a run that fits its files and devices otherwise.
-    learner: its learner.
+    config: the config of a run, which has passed all other checks.
+    learner: the learner of the run.
     placement: the devices that decode; None with rollout.engine=remote.
-    limit: the bytes of a device; None: they are not known.
+    limit: the bytes of memory of a device; None if they are not known.
     learns: whether this host learns.
 
   Raises:
-    DoesNotFit: one line with what is largest.
+    DoesNotFit: one line that names the largest arrays.
   """
   if limit is None:
     return
@@ -214,8 +223,8 @@ def check_memory(
     )
 
 
-# The share of a device's memory that slots may fill. The rest is for the code
-# of programs, and for what lies between arrays.
+# The share of a device's memory that may be full when slots are added. The rest
+# is for the code of programs, and for gaps between arrays.
 _FILLED = 0.9
 
 
@@ -225,17 +234,18 @@ def sized(
   placement: publish_lib.Placement | None,
   limit: float | None,
 ) -> Any:
-  """Returns the config with as many slots as fit, if it leaves that open.
+  """Chooses `rollout.slots` if the config leaves it open; returns the config.
 
-  The trajectories that a host collects in a step are divided into as few waves
-  of equal size as memory permits, and a wave fills the slots. If not even the
-  fewest slots fit, the fewest are chosen all the same.
+  The trajectories that a host collects in a step are divided into waves of
+  equal size, and each wave fills the slots. The number of waves is the smallest
+  for which the slots fit in memory. If even the smallest number of slots does
+  not fit, that number is chosen all the same.
 
   Args:
     config: the config of a run that fits its files and devices.
-    learner: its learner.
+    learner: the learner of the run.
     placement: the devices that decode; None with rollout.engine=remote.
-    limit: the bytes of a device; None: they are not known.
+    limit: the bytes of memory of a device; None if they are not known.
   """
   rollout = config.rollout
   if placement is None or limit is None or rollout.slots:
@@ -249,9 +259,11 @@ def sized(
   held = held_memory(config, learner, placement)
   beside = sum(held.collecting.values()) - held.collecting[engines.CACHE]
   if rollout.steps_ahead and not placement.collecting:
-    beside += held.gradients + held.gathered  # slots stay during updates
+    # Steps are collected ahead on the devices that learn, so the slots stay in
+    # memory during updates.
+    beside += held.gradients + held.gathered
   changed = config.copy_and_resolve_references()
-  # Waves of equal size: slots of a smaller last one would be idle in it.
+  # All waves have equal size: in a smaller last wave, some slots would be idle.
   for waves in range(1, wanted + 1):
     with changed.unlocked():
       changed.rollout.slots = -(-wanted // (waves * unit)) * unit
@@ -266,10 +278,10 @@ def held_memory(
   learner: learner_lib.Learner,
   placement: publish_lib.Placement | None,
 ) -> memory_lib.Held:
-  """Returns the bytes that a run holds on one device, by name.
+  """Returns the bytes that each kind of array of a run needs on one device.
 
-  These are weights, moments, gradients, the reference, the engine, and the
-  policies that later steps are collected with.
+  The kinds are weights, optimiser moments, gradients, the reference, the
+  engine, and the policies that later steps are collected with.
   """
   state, reference = learner.abstract_start()
   size_of = memory_lib.bytes_per_device
@@ -286,8 +298,8 @@ def held_memory(
   if ahead:  # the policies of the last `ahead` steps, and the newest one
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
-  # A device holds a copy of the weights until the first host that collects
-  # fetches it, which moves the copy to the memory of this host.
+  # For the hosts that collect, a device holds a copy of the weights. The copy
+  # moves to the memory of the device's host when it is first fetched.
   if config.mesh.collectors:
     size = jnp.dtype(config.model.dtype).itemsize
     sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4
@@ -300,8 +312,8 @@ def held_memory(
       sizes |= {name: size for name, size in engine.items() if name in kept}
     else:
       collecting = engine
-      # Policies that differ in their adapters share the base, so the later ones
-      # are not counted.
+      # Policies that differ only in their adapters share the base, so only one
+      # policy is counted.
       if not config.model.lora.rank:
         weights = ahead * engine[engines.WEIGHTS]
         collecting = engine | {'weights of the next steps': weights}
@@ -318,22 +330,23 @@ _SHOWN = ('actor/grad_norm', 'critic/grad_norm', 'actor/lr')
 
 
 class Diverged(exits.RunEnded):
-  """Too many updates in a row were skipped."""
+  """The run ends because too many updates in a row were skipped."""
 
   exit_code = exits.ENDED
 
 
 class SkippedUpdates:
-  """Ends a run whose updates are skipped one after the other.
+  """Ends a run in which too many updates in a row are skipped.
 
   An update is skipped if its loss, its gradient or its new weights are not
-  finite, or if the norm of its gradient is above `skip_grad_norm`. One that is
-  skipped now and then loses a minibatch; many in a row mean that the run learns
-  nothing any more. Skipped updates change nothing, so the state that the run
-  saves as it ends is sound.
+  finite, or if the norm of its gradient is above `skip_grad_norm`. A single
+  skipped update only loses a minibatch. Many skipped updates in a row mean that
+  the run learns nothing any more. Skipped updates change no weights, so the
+  state that the run saves as it ends is sound.
 
   Args:
-    limit: the count that ends the run; 0: none does.
+    limit: the number of skipped updates in a row that ends the run; with 0, no
+      number does.
   """
 
   def __init__(self, limit: int):
@@ -343,17 +356,17 @@ class SkippedUpdates:
   def check(
     self, step: int, updates: Sequence[Mapping[str, jax.Array]]
   ) -> None:
-    """Counts the updates of a step by their metrics, the earliest first.
+    """Counts the skipped updates of a step, and ends the run at the limit.
 
     Args:
       step: the number of steps that are done.
-      updates: the metrics of the updates of the last one.
+      updates: the metrics of the step's updates, in order.
 
     Raises:
-      Diverged: so many in a row were skipped; the message says in which update
-        of which step, and which of its metrics are not finite.
+      Diverged: `limit` updates in a row were skipped. The message names the
+        step, the last of these updates and its metrics that are not finite.
     """
-    # One transfer for all updates, once the devices are done with them.
+    # The metrics of all updates are fetched in one transfer.
     for number, metrics in enumerate(jax.device_get(updates), start=1):
       self._count = self._count + 1 if metrics['update/skipped'] else 0
       if self._limit and self._count >= self._limit:

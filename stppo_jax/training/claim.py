@@ -1,11 +1,11 @@
-"""Claims the folder of a run, and handles signals that precede its steps.
+"""Claims the folder of a run, and handles signals before its first step.
 
     with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
       ...                          # everything that can be refused is refused
       folder.record()              # from here on the folder is that of this run
 
-The folder of another run is refused at once. Before `record`, nothing is
-written there but the lock, and the heartbeat of a run that has begun.
+The folder of another run is refused at once. Before `record`, only the lock is
+written to the folder, and also the heartbeat if the run is being resumed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,21 +41,23 @@ class Folder:
   """The folder of a run that this process holds, with its lock and signals.
 
   Attributes:
-    path: the folder, or the folder of this machine that stands for it.
-    config: what defines the run in it.
-    hosts: the hosts of the run that do what this one does; the first of them
-      writes what all share.
+    path: the folder. For a run in a bucket, it is a folder of this machine that
+      stands for the folder in the bucket.
+    config: the values that define the run, as a nested mapping.
+    hosts: the hosts with the same task as this host, to learn or to collect.
     interrupt: notices signals.
-    lock: the lock, or the lease; None if another host holds it.
+    lock: the lock, or the lease of a folder in a bucket; None if another host
+      of the run holds it.
     stack: the contexts that are left together with the folder.
-    lines: prints what is logged.
-    restart: whether what the folder held is to be moved aside.
-    bucket: the folder in a bucket that `path` stands for; None if there is
-      none.
+    lines: prints the lines that the package logs.
+    restart: whether the run begins anew: the files that the folder holds are
+      then moved aside.
+    bucket: the folder in a bucket that `path` stands for; None if the run is
+      not in a bucket.
     watch: tells observers what the run does.
-    outer: the folder in which it lies, see `inside`.
-    exit_code: the exit code of the process: 0, or that of the signal that has
-      ended the body.
+    outer: for a folder that `inside` yields, the folder around it.
+    exit_code: the exit code of the process: 0, or the exit code of the signal
+      that has ended the body.
   """
 
   path: pathlib.Path
@@ -74,25 +76,27 @@ class Folder:
     self.watch = run_monitor.Watch(lambda: self.exit_code)
 
   def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
-    """Enters a context that is left with the folder."""
+    """Enters a context, which is left when the folder is left."""
     return self.stack.enter_context(context)
 
   def interruptible(
     self, *, patience: float | None = voting.PATIENCE
   ) -> contextlib.AbstractContextManager[None]:
-    """Runs a body that a signal may cut short; hosts vote, see `voting`."""
+    """Runs a body that a signal may cut short; see `voting.voted`."""
     return voting.voted(self.hosts, self.interrupt, patience=patience)
 
   def agreed(self, value: Any) -> contextlib.AbstractContextManager[list[Any]]:
-    """Yields the values of all hosts; see `voting.agreed`."""
+    """Yields the values that all hosts pass here; see `voting.agreed`."""
     return voting.agreed(self.hosts, self.interrupt, value)
 
   def collective_section(self) -> contextlib.AbstractContextManager[None]:
-    """Runs a body in which hosts wait for each other; see `voting`."""
+    """Runs a body whose compiled programs need all hosts; see `voting`."""
     return voting.collective_section(self.hosts, self.interruptible)
 
   def check_prompts(self) -> None:
-    """Refuses to resume with a bos_token a run that began without one.
+    """Refuses to resume a run whose prompts began without a bos_token.
+
+    The caller calls this if prompts would now begin with a bos_token.
 
     Raises:
       OtherRun: see `run_record.check_prompts`.
@@ -101,7 +105,7 @@ class Folder:
       run_record.check_prompts(self.path)
 
   def check(self) -> None:
-    """Refuses the folder of another run before anything is asked of a server.
+    """Refuses the folder of another run before the run waits for any server.
 
     Raises:
       OtherRun, CheckpointsMissing: see `record`.
@@ -111,24 +115,24 @@ class Folder:
         return
       run_record.check_checkpoints(self.path)
       run_record.check_config(self.config, self.path)
-      # Observers should see early that the run is being resumed. With a bucket,
-      # `record` begins to watch, within the uploads: the last heartbeat must be
-      # written before the last upload.
+      # Observers should see early that the run is being resumed. For a run in a
+      # bucket, `record` begins the watch instead, inside the context that
+      # uploads files: so the last heartbeat is written before the last upload.
       if run_folder.read(self.path) and self.bucket is None:
         self._begin_watch()
 
   def record(self) -> None:
-    """Makes the folder the run's own, and begins to watch the run.
+    """Records the run's config in the folder, and begins to watch the run.
 
-    The config is recorded there.
+    From then on the folder belongs to this run.
 
     Raises:
-      OtherRun: the folder has another run.
+      OtherRun: the folder belongs to another run.
       CheckpointsMissing: the run's checkpoints are gone.
       BucketError: the bucket is out of reach.
     """
-    # This must precede the first compilation, so that the next start finds the
-    # compiled programs there.
+    # This must come before the first compilation, so that all compiled programs
+    # are kept in the folder, where the next start finds them.
     compilation.keep(self.path / run_folder.COMPILED)
     with self.interruptible(), exits.as_misconfigured(str(self.path)):
       number = self.hosts.whole.index
@@ -139,7 +143,7 @@ class Folder:
           _log.info('%s: what it held is now in %s', self.path, aside)
         run_record.check_checkpoints(self.path)
         run_record.record_config(self.config, self.path)
-      # Not earlier: until here the folder may be that of another run.
+      # Uploads begin only here: before, the folder may belong to another run.
       if self.bucket is not None and self.outer is None:
         self.enter(self.bucket.pushed(self.interrupt.seconds_left))
       if self.hosts.is_first and not self.watch.has_begun:
@@ -147,7 +151,7 @@ class Folder:
     self.publish()
 
   def publish(self) -> None:
-    """Lets all hosts see what the first one has written; they all call it."""
+    """Shares the first host's files with all hosts; every host calls this."""
     self.settle()
     if self.bucket is not None and self.hosts.count > 1:
       with self.interruptible():
@@ -155,13 +159,13 @@ class Folder:
           self.bucket.with_retries(self.bucket.pull)
 
   def settle(self) -> None:
-    """Uploads what the hosts have written; none goes on before all have."""
+    """Uploads the new files of all hosts; returns when every host is done."""
     if self.bucket is not None:
       with self.interruptible():
         self.flush()
 
   def flush(self) -> None:
-    """Uploads what this host has written, if the run is in a bucket."""
+    """Uploads the new files of this host, if the run is in a bucket."""
     if self.bucket is not None:
       self.bucket.with_retries(self.bucket.push)
 
@@ -169,7 +173,7 @@ class Folder:
     """Checks, before a commit, that no other process has taken the folder.
 
     Raises:
-      Lost: another process has.
+      Lost: another process has taken the folder.
     """
     if self.lock is not None and self.bucket is not None:
       self.bucket.with_retries(self.lock.touch)
@@ -182,15 +186,15 @@ class Folder:
 
   @contextlib.contextmanager
   def inside(self, name: str, config, **also) -> Iterator['Folder']:
-    """Yields a folder in this one, for a run that is a part of this run.
+    """Yields a folder inside this folder, for a run that is part of this run.
 
     Args:
-      name: the name of the folder.
-      config: the config of that run.
-      **also: what else defines it, such as its command.
+      name: the name of the inner folder.
+      config: the config of the inner run.
+      **also: further values that define the inner run, such as its command.
     """
-    # The inner run sets both for itself; they are restored, because one signal
-    # must end both runs.
+    # The inner run sets both attributes for itself. They are restored after it,
+    # because a signal must then end the outer run.
     force_exit, outlook = self.interrupt.force_exit, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(
@@ -202,8 +206,8 @@ class Folder:
         outer=self,
       )
     self.interrupt.force_exit, self.interrupt.outlook = force_exit, outlook
-    # At a signal the inner run has saved itself; the signal ends the run around
-    # it, too.
+    # If a signal came, the inner run has saved itself and ended. This raises
+    # for the same signal, which ends the outer run too.
     with self.interruptible():
       pass
 
@@ -229,10 +233,10 @@ def claimed(
   unit: str = 'step',
   **also,
 ) -> Iterator[Folder]:
-  """Yields the locked folder of a run; refuses one that holds another run.
+  """Yields the locked folder of a run; refuses a folder of another run.
 
-  A signal ends the body without an error; `Folder.exit_code` is then that of
-  the signal.
+  A signal ends the body without an error. `Folder.exit_code` is then the exit
+  code of the signal.
 
   Args:
     config: the config of the run.
@@ -240,14 +244,15 @@ def claimed(
       a bucket.
     restart: see `Folder`.
     hosts: the hosts of the run, all of which call this function.
-    unit: the name of what the run counts, for the lines that are printed.
-    **also: what else defines the run, such as its command.
+    unit: the noun for an iteration of the run in printed lines: 'step' or
+      'update'.
+    **also: further values that define the run, such as its command.
 
   Raises:
-    Misconfigured: the hosts differ, the folder cannot be written, or a run in a
-      bucket is to begin anew.
+    Misconfigured: the hosts differ, the folder cannot be written, or `restart`
+      is given for a run in a bucket.
     OtherRun, CheckpointsMissing: see `Folder.record`.
-    Locked: another process writes there.
+    Locked: another process writes to the folder.
     BucketError: the bucket is out of reach.
     Interrupted: a signal came before the body.
   """
@@ -266,21 +271,25 @@ def claimed(
     if address:
       path = stack.enter_context(_standing_for(address))
       lines.renamed = str(path), address
-    # This comes first: hosts with different configs would soon do different
-    # things, and each would wait in a vote that the others never reach.
+    # This check comes first: hosts with different configs would soon call
+    # different programs, and each would wait in a vote that the other hosts
+    # never reach.
     agreement.check(hosts, config)
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
     interrupt.grace = config.preemption.grace
-    # A signal to one host ends the run on all hosts. This host tells the others
-    # of its signal, and reacts to one of theirs as if it had received it.
+    # A signal to one host ends the run on all hosts. This host tells the other
+    # hosts of its signal, and reacts to a signal of another host like to its
+    # own.
     interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
-    # Once the signal handlers are gone, a request would kill the process.
+    # `request` sends this process a signal. Once the handlers are gone, that
+    # signal would kill the process, so it must not be called any more.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     stack.enter_context(compilation.announced())
     lock = folder = None
     try:
-      # The first host locks, and the others learn by the vote if it could not.
+      # Only the first host locks the folder. If it fails, the vote at the end
+      # of the body tells the other hosts.
       with voting.voted(hosts, interrupt):
         if address:
           retry = config.checkpoint.retry
@@ -300,8 +309,8 @@ def claimed(
         path, config, group, interrupt, lock, stack, lines, restart, bucket
       )
       held.check()
-      # From here on a signal ends the run by its exit code; before, it is
-      # raised to the caller.
+      # From here on, a signal ends the body without an error and sets the exit
+      # code. Before, `Interrupted` is raised to the caller.
       folder = held
       interrupt.force_exit = functools.partial(_force_exit, folder, unit)
       yield folder
@@ -318,7 +327,10 @@ def claimed(
 
 @contextlib.contextmanager
 def _standing_for(address: str) -> Iterator[pathlib.Path]:
-  """Yields a temporary folder; errors name the address in its place."""
+  """Yields a temporary folder that stands for an address.
+
+  The messages of errors in the body name the address in place of the folder.
+  """
   with tempfile.TemporaryDirectory(
     prefix='stppo_jax-run-', ignore_cleanup_errors=True
   ) as temporary:
@@ -327,7 +339,7 @@ def _standing_for(address: str) -> Iterator[pathlib.Path]:
     try:
       yield folder
     except Exception as error:
-      # The temporary folder is gone when somebody reads the message.
+      # When a user reads the message, the temporary folder no longer exists.
       error.args = tuple(
         x.replace(str(folder), address) if isinstance(x, str) else x
         for x in error.args
@@ -336,9 +348,9 @@ def _standing_for(address: str) -> Iterator[pathlib.Path]:
 
 
 def tell_before_first(unit: str) -> None:
-  """Logs that a run was interrupted when it had done nothing yet."""
-  # Nothing is saved here: each file that this start has written is complete, or
-  # the next start makes it again.
+  """Logs that a run was interrupted before its first step or update."""
+  # There is nothing to save: each file that this start has written is complete,
+  # or the next start writes it again.
   _log.info(
     'interrupted before the first %s; the same command starts again', unit
   )
@@ -349,7 +361,7 @@ def _force_exit(
 ) -> bool:
   """Ends a process that has nothing to save; see `Interruption.force_exit`."""
   del answered
-  if not folder.hosts.is_alone:  # they end by a vote, or not at all
+  if not folder.hosts.is_alone:  # several hosts end only by a vote
     return False
   tell_before_first(unit)
   folder.release(exit_code)

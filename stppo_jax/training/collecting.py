@@ -1,4 +1,7 @@
-"""Builds what collects on this host, or what stands for hosts that collect."""
+"""Builds the collecting side of a run on this host.
+
+If other hosts collect, it builds objects that stand for these hosts.
+"""
 
 from collections.abc import Callable
 import contextlib
@@ -29,12 +32,13 @@ from stppo_jax.training import engines
 
 @dataclasses.dataclass(frozen=True)
 class Collecting:
-  """Collects and evaluates, or stands for the hosts that do.
+  """Collects and evaluates, or stands for the hosts that collect and evaluate.
 
   Attributes:
     config: the config of the run.
     learner: the learner of the policy.
-    engine: samples, for collections and evaluations; None if others do.
+    engine: samples turns, for collections and evaluations; None if other hosts
+      sample.
     step_collector: collects one step, and completes its metrics.
     prefetcher: schedules the collections of steps and returns their results.
     evaluator: evaluates a published policy.
@@ -57,7 +61,8 @@ class Collecting:
 
     Args:
       state: the state whose policy is evaluated.
-      folder: the run's folder, where a signal may cut it short.
+      folder: the run's folder, through which a signal may cut the evaluation
+        short.
     """
     if isinstance(self.evaluator, collectors.Collectors):
       with folder.interruptible():
@@ -65,18 +70,18 @@ class Collecting:
     assert isinstance(self.step_collector, steps_lib.StepCollector)
     assert self.engine is not None
     with folder.interruptible():
-      # Wait for the collections in flight: they use the same engine, and their
-      # counts of the retriever would contain the evaluation's queries.
+      # Wait until no collection is running: collections use the same engine,
+      # and the evaluation's queries would be added to their counts of searches.
       self.prefetcher.drain()
     with folder.collective_section():
       engines.publish(self.engine, self.learner, state.params, 0)
     with folder.interruptible():
       measured = self.evaluator.measure()
-      # Steps use the same retriever: drop what the evaluation has counted.
+      # Steps use the same retriever, so drop the evaluation's counts here.
       self.step_collector.statistics()
       self.release()
       return measured
-    raise AssertionError  # a section that is cut short raises
+    raise AssertionError  # not reached: an interrupted section raises
 
   def release(self) -> None:
     """Frees the memory of the engine until the next policy is published."""
@@ -90,12 +95,17 @@ def build(
   services: steps_lib.Services,
   folder: claim.Folder,
 ) -> Collecting:
-  """Builds what collects on the devices of this host."""
+  """Builds the objects that collect and evaluate on this host's devices.
+
+  Raises:
+    Misconfigured: `rollout.turn_swaps` is on, but the same devices learn and
+      collect.
+  """
   tokenizer, learner, hosts = found.tokenizer, found.learner, folder.hosts
   collecting = services
-  # If several devices both learn and collect, programs of two threads can
-  # deadlock: two devices may get them in different orders, and the collectives
-  # of each then wait for the other's.
+  # If several devices both learn and collect, the programs of two threads can
+  # deadlock: one device may get program A first and another device program B.
+  # The collectives of A and B then wait for each other.
   is_safe = learner.mesh.size == 1 or apart(found)
   swaps_turns = config.rollout.turn_swaps != 'never'
   if swaps_turns and not is_safe:
@@ -105,7 +115,8 @@ def build(
       'mesh.collect_fraction to let some devices only collect'
     )
   if config.rollout.steps_ahead and is_safe:
-    # Steps are then collected on a thread, which ends when its loop is stopped.
+    # Steps are then collected on another thread. Stopping its view of the event
+    # loop is the way to end that thread.
     loop = prefetch.StoppableLoop(services.loop)
     collecting = dataclasses.replace(services, loop=loop)
   engine = engines.build(
@@ -119,14 +130,15 @@ def build(
   collector = functools.partial(
     engines.build_collector, config, tokenizer=tokenizer
   )
-  # The main thread evaluates, so it uses the loop itself: the view of it, with
-  # which the other thread collects, may be stopped.
+  # The main thread evaluates with `services`, which has the event loop itself.
+  # The collecting thread has only a view of the loop, which may be stopped.
   evaluator = evaluation.Evaluator(
     config, services, collector(services, engine=engine), hosts
   )
   shared = None
   if swaps_turns:
-    assert isinstance(engine, local_engine.Engine)  # by configs/relations.py
+    # configs/relations.py refuses turn swaps with a remote engine.
+    assert isinstance(engine, local_engine.Engine)
     shared = shared_engine.SharedEngine(
       engine,
       turn_versions.TurnVersions(folder.path, hosts.index),
@@ -145,7 +157,8 @@ def build(
   made = functools.partial(Collecting, config, learner)
   if not hosts.collectors:
     return made(engine, steps, build_it(steps.collect), evaluator)
-  # The hosts that learn save the run, and say what was saved at a signal.
+  # From here on, this host only collects. At a signal, the hosts that learn
+  # save the run and print what was saved, so this host prints nothing.
   folder.interrupt.outlook = 'ending; the hosts that learn save the run'
   folder.interrupt.is_told = True
   addresses = hosts.whole.exchange('addresses', None)
@@ -160,7 +173,7 @@ def build(
   def evaluate(params: model_roles.Params):
     engines.publish(engine, learner, params, 0)
     measured = evaluator.measure()
-    steps.statistics()  # drops what was counted, as `Collecting.evaluate` does
+    steps.statistics()  # drops the evaluation's counts, see `evaluate` above
     return measured
 
   follow = functools.partial(
@@ -183,7 +196,7 @@ def build_collectors(
   services: steps_lib.Services,
   folder: claim.Folder,
 ) -> Collecting:
-  """Builds what stands for the hosts that only collect."""
+  """Builds, on a host that learns, the stand-in for the hosts that collect."""
   hosts, learner = folder.hosts, found.learner
   server = transfer.Server(hosts.whole.reached_at, hosts.collectors)
   hosts.whole.exchange('addresses', server.address)
@@ -205,7 +218,7 @@ def build_collectors(
 def apart(
   found: components_lib.Components,
 ) -> publish_lib.Placement | None:
-  """Returns the placement if the devices that collect do not learn."""
+  """Returns the placement if separate devices collect; otherwise None."""
   placement = found.placement
   return placement if placement and placement.collecting else None
 
@@ -219,14 +232,15 @@ def _build_prefetcher(
   *,
   shared: shared_engine.SharedEngine | None,
 ) -> prefetch.Prefetcher:
-  """Builds the prefetcher, with threads of its own if its loop can be stopped.
+  """Builds the prefetcher of a host that collects.
 
-  If `shared` is given, several threads share the engine.
+  If the services have a `StoppableLoop`, steps are collected on other threads.
+  If `shared` is given, several of these threads share the engine.
   """
   loop, learner, placement = services.loop, found.learner, apart(found)
   copy_policy = learner.copy_policy
-  # The weights that a host gets over the network are its own: no update
-  # consumes them, so they need not be copied.
+  # A host that only collects gets its weights over the network. No update
+  # donates these weights, so they need no copy.
   if placement and placement.collectors:
     copy_policy = lambda params: params
   build_it = functools.partial(
@@ -239,13 +253,15 @@ def _build_prefetcher(
     turns=shared,
   )
   if placement or shared:
-    assert isinstance(engine, local_engine.Engine)  # it has a placement
+    # Only a local engine has a placement or is shared.
+    assert isinstance(engine, local_engine.Engine)
 
     def collect(step: int):
       with contextlib.ExitStack() as stack:
         if placement:
-          # Small programs without devices of their own must not wait in the
-          # queue of a device that learns.
+          # Small programs that name no device run on the default device. It
+          # must be one that collects: on a device that learns they would wait
+          # behind the updates.
           stack.enter_context(jax.default_device(placement.collecting[0]))
         if shared:
           stack.enter_context(shared.collecting(step))

@@ -1,12 +1,12 @@
 """Builds the components and services of a run from its config.
 
-`Components` need no weights and no server. They are built before anything is
-written and before any server is waited for, so that every error in a config,
-its files or the devices is reported at once. `Services` run beside the policy:
-an event loop and the client of a retriever that answers.
+`Components` need no weights and no server. They are built before the run is
+recorded and before the run waits for a server, so that every error in a config,
+its files or the devices is reported at once. `Services` are the environment, an
+event loop, and the client of a retriever that answers.
 
-Below `training`, only the builders of `learner` and `rollout` read configs; all
-other rooms take numbers.
+Among the packages below `training`, only the builders of `learner` and
+`rollout` read configs; all other packages take numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,10 +49,11 @@ class Components:
   """The components of a config that fits its files and the devices.
 
   Attributes:
-    config: the config, with a number of slots that fits (`checks.sized`).
+    config: the config, with a number of slots that fits in memory, see
+      `checks.sized`.
     questions: the data set.
     tokenizer: the policy's tokenizer.
-    learner: models and compiled programs; no weight is read yet.
+    learner: the models and their programs; no weight is read yet.
     placement: the devices that decode; None with rollout.engine=remote.
     notes: lines about questions that cannot be used as they are.
   """
@@ -71,11 +72,11 @@ def build(
   imitates: bool = False,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Components:
-  """Builds and checks everything that needs no weights and no retriever.
+  """Builds and checks the components, without weights and without a retriever.
 
   Args:
     config: the config of a run.
-    imitates: whether it is a run of `sft`.
+    imitates: whether it is a run of the command `sft`.
     hosts: the hosts of the run; some may only collect.
 
   Raises:
@@ -88,8 +89,8 @@ def build(
     if hosts.learns:
       mesh = build_mesh(config)
     else:
-      # This host only collects. Its learner never gets weights; it only says
-      # which model is decoded, so one device is enough.
+      # This host only collects. Its learner never gets weights and only
+      # describes the model that is decoded, so a mesh of one device is enough.
       mesh = mesh_lib.make_mesh(
         data=1, fsdp=1, tensor=1, devices=jax.local_devices()[:1]
       )
@@ -114,10 +115,10 @@ def build_services(
   """Builds the environment of a run, and its retriever if it needs one.
 
   Raises:
-    Misconfigured: if passages cannot be read, or an option of the environment
-      has a bad value.
-    RetrieverUnreachable: if no server answers within retrieval.ready_timeout.
-    RewardFunctionFailed: if the user's reward function fails.
+    Misconfigured: passages cannot be read, or an option of the environment has
+      a bad value.
+    RetrieverUnreachable: no server answers within retrieval.ready_timeout.
+    RewardFunctionFailed: the user's reward function fails.
   """
   with contextlib.ExitStack() as stack:
     with exits.as_misconfigured():
@@ -130,8 +131,8 @@ def build_services(
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:
-        # A function that fails is reported now, and not after a first
-        # collection.
+        # Tried once here, so that a function that fails is reported now, and
+        # not after the first collection.
         question = questions.train(0, 1, resample_round=0)[0]
         reward_function.try_once(name, environment, question)
     yield steps.Services(questions, environment, retriever, loop)
@@ -142,8 +143,8 @@ def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
 
   Args:
     config: the config of a run.
-    devices: the devices of the run, some of which may only collect; None: all
-      devices.
+    devices: the devices of the run, some of which may only collect; None stands
+      for all devices of jax.
 
   Raises:
     ValueError: the axes do not fit the devices.
@@ -160,19 +161,22 @@ def build_placement(
   host: int | None = None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> publish_lib.Placement | None:
-  """Returns the devices that decode; None with rollout.engine=remote.
+  """Returns the placement of the engine: the devices that decode.
 
-  It is also None for a host that learns while others only collect.
+  The result is None with rollout.engine=remote, and on a host that learns while
+  other hosts only collect.
 
   Args:
     config: the config of a run.
-    shape: the policy's shape.
+    shape: the config of the policy's model.
     mesh: the mesh of training.
-    devices: see `build_mesh`.
-    host: the number of the host; None: that of this process, or the last one of
-      `devices`.
+    devices: see `build_mesh`. A plan compiles for devices that are not there,
+      and passes them here.
+    host: the number of the host that decodes. None stands for this process, or,
+      if `devices` is given, for the last of their hosts.
     hosts: see `build`. In a plan with hosts that only collect, all `devices`
-      learn, and those of the last host also stand for one of these hosts.
+      learn, and the devices of the last host also stand for the devices of a
+      host that collects.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
@@ -186,9 +190,9 @@ def build_placement(
   if not collectors:
     fraction = config.mesh.collect_fraction
     _, collecting = mesh_lib.divide(collecting, fraction)
-  # For a plan, programs are compiled for the last host: libtpu 0.0.42 fails
-  # with an internal error for the first of several hosts of a v5e or v6e slice,
-  # and not for the others.
+  # For a plan, programs are compiled for the last host: on a v5e or v6e slice
+  # of several hosts, libtpu 0.0.42 fails with an internal error for the first
+  # host, but not for the other hosts.
   if host is None:
     host = devices[-1].process_index if devices else jax.process_index()
   here = tuple(d for d in collecting if d.process_index == host)
@@ -212,10 +216,11 @@ def build_learner(
   imitates: bool = False,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
-  """Returns a run's learner and the devices that decode.
+  """Returns a run's learner, and the placement of the engine.
 
-  The learner gathers a frozen base once, if the gathered base fits in memory
-  beside everything else that learning holds.
+  With adapters, each program of the learner all-gathers the frozen base once if
+  the gathered base fits in memory beside all other arrays of an update.
+  Otherwise each pass gathers the base layer by layer.
 
   Args:
     config, shape, mesh, devices: see `build_placement`.
@@ -229,8 +234,8 @@ def build_learner(
   placement = build_placement(config, shape, mesh, devices, hosts=hosts)
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
-    # Learners hold shapes and no arrays, so it costs nothing to build a second
-    # one that gathers the base, and to measure it.
+    # A learner holds only the shapes of arrays, so a second learner costs
+    # nothing. It gathers the base, and the memory that it needs is computed.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -239,7 +244,7 @@ def build_learner(
 
 
 def length_unit(config) -> int:
-  """Returns the number of tokens that every batch's length is a multiple of."""
+  """Returns the unit of batch lengths: each is a multiple of it, in tokens."""
   return pack.unit(
     config.rollout.length_bucket, max_length=config.env.max_length
   )
@@ -250,7 +255,8 @@ def row_length(config) -> int:
   return config.updates.row_length or config.env.max_length
 
 
-# Characters of a passage that are kept for each token of an observation.
+# For each token that an observation may have, this many characters of a passage
+# are kept.
 _CHARS_PER_TOKEN = 32
 
 
@@ -258,7 +264,7 @@ _CHARS_PER_TOKEN = 32
 def _connected(
   config, questions: questions_lib.Questions, loop: event_loop.EventLoop
 ) -> Iterator[client.HttpRetriever]:
-  """Connects to the retriever; without a URL, to an embedded server.
+  """Yields a client of the retriever, or of an embedded server without a URL.
 
   Raises:
     ValueError, OSError: passages cannot be read.
@@ -281,10 +287,11 @@ def _connected(
       ready_timeout=c.ready_timeout,
       max_failure_rate=c.max_failure_rate,
       max_queries_per_request=c.max_queries_per_request,
-      # Text has some four characters a token; more is cut off anyway.
+      # A token has about four characters, so longer passages would be cut off
+      # later anyway.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
-    # Connections are closed on the loop that made them; no other loop may.
+    # Only the event loop that opened the connections may close them.
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
     yield retriever
@@ -298,18 +305,19 @@ def check_sizes(
   *,
   imitates: bool = False,
 ) -> None:
-  """Checks that devices divide every size, and that lanes may be used.
+  """Checks that batch sizes, slots, pages and lanes fit hosts and devices.
 
   Args:
     config: the config of a run.
-    shape: the policy's shape.
+    shape: the config of the policy's model.
     mesh: the mesh of training.
-    placement: the devices that decode, if the engine is local.
-    imitates: whether the run is one of `sft`; the supervised start of a run of
-      `train` is checked, too.
+    placement: the devices that decode; None if this host does not decode.
+    imitates: whether it is a run of the command `sft`. If a run of `train`
+      begins with a supervised start, `sft.batch_size` is checked anyway.
 
   Raises:
-    ValueError: a size that they do not divide; one line for each.
+    ValueError: a value does not fit; the message has a line for each such
+      value.
   """
   rollout, updates = config.rollout, config.updates
   trained = {
@@ -361,11 +369,14 @@ def check_sizes(
 def indivisible(
   sizes: Mapping[str, int], mesh: jax.sharding.Mesh
 ) -> dict[str, str]:
-  """Returns a line for each number of rows that the devices do not divide.
+  """Returns a line for each batch size that is no multiple of the batch shards.
 
   Args:
-    sizes: numbers of rows by their keys.
+    sizes: batch sizes in rows, by their config keys.
     mesh: the mesh of training.
+
+  Returns:
+    The lines, by config key.
   """
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   return {
@@ -377,6 +388,6 @@ def indivisible(
 
 
 def num_slots(config, hosts: int) -> int:
-  """Returns the number of trajectories that each host decodes at once."""
+  """Returns the number of slots of each host, one for each live trajectory."""
   rollout = config.rollout
   return rollout.slots or rollout.trajectories_per_step // hosts

@@ -1,7 +1,7 @@
 """Builds the engine of a process, and the collectors that sample with it.
 
-Collecting and evaluating share one engine, because each engine holds a copy of
-the weights, and the keys and values of its slots.
+Collections and evaluations share one engine, because each engine holds a copy
+of the weights, and a cache for the keys and values of its slots.
 """
 
 import functools
@@ -49,15 +49,17 @@ def build(
   placement: publish_lib.Placement | None,
   agreed: slice_driver.Agreed | None = None,
 ) -> Engine:
-  """Returns the engine of a run, to which no weights are published yet.
+  """Returns the engine of a run, before any weights are published to it.
 
   Args:
     config: the config of the run.
-    services: the environment, whose stop strings end a turn, and the loop.
+    services: the environment, whose stop strings end a turn, and the event
+      loop.
     tokenizer: the policy's tokenizer.
     policy: the policy without a value head.
-    placement: see `components.build_placement`.
-    agreed: yields the values of all hosts, see `claim.Folder`; needed if the
+    placement: see `components.build_placement`; None builds a client of a
+      remote engine.
+    agreed: exchanges values between hosts, see `claim.Folder`; needed if the
       placement spans the slice.
 
   Raises:
@@ -69,7 +71,7 @@ def build(
     stop_strings=services.environment.stop_strings,
     eos_ids=eos_ids,
   )
-  if placement is None:  # a server writes the turns
+  if placement is None:  # rollout.engine=remote: a server samples the turns
     served = config.rollout.remote
     client = client_lib.EngineClient(
       served.url, timeout=served.timeout, retries=served.retries
@@ -105,7 +107,7 @@ def publish(
   params: model_roles.Params,
   version: int,
 ) -> None:
-  """Gives a policy to an engine.
+  """Gives a policy's weights to an engine, which samples with them from now on.
 
   Args:
     engine: the engine.
@@ -114,16 +116,20 @@ def publish(
     version: the number of steps that the policy was trained for.
   """
   if isinstance(engine, engine_lib.Engine):
-    # The base stays where it is, and only the adapters are sent.
+    # Under adapters, the frozen base of the engine stays as it is, and only the
+    # adapters are copied again.
     trained = decoded_weights(params.trained.policy)
     engine.publish(trained, version, base=params.frozen or None)
   else:
-    # A server reads files of a whole model, and knows nothing of adapters.
+    # A server reads the files of a whole model, so adapters are merged.
     engine.publish(learner.merged_params(params), version)
 
 
 def decoded_weights(trained: functional.Params) -> functional.Params:
-  """Returns the trained weights without the value head, unused in decoding."""
+  """Returns the trained weights without the value head.
+
+  Decoding does not use the value head.
+  """
   return {name: x for name, x in trained.items() if name != 'scalar_head'}
 
 
@@ -134,18 +140,19 @@ def exported(
 
   Args:
     params: the weights.
-    with_base: whether the frozen ones are wanted, too.
-    dtype: the type of the computation.
+    with_base: whether to copy the frozen weights too.
+    dtype: the dtype of the computation, which the copies have.
 
   Returns:
-    The trained and the frozen weights, laid out as they are.
+    The trained weights without the value head, and the frozen weights, {} if
+    `with_base` is False. The copies have the sharding of the originals.
   """
   trained = _copied(decoded_weights(params.trained.policy), dtype)
   return trained, _copied(params.frozen, dtype) if with_base else {}
 
 
-# Copies, even where the cast changes nothing: the next update donates the
-# learner's weights, perhaps before the other hosts have fetched these.
+# Copies even if the cast changes nothing: the next update donates the learner's
+# weights, perhaps before the other hosts have fetched the copies.
 @functools.partial(jax.jit, static_argnums=1)
 def _copied(weights: functional.Params, dtype: Any) -> functional.Params:
   return jax.tree.map(jnp.copy, modules.cast(weights, dtype))
@@ -154,7 +161,7 @@ def _copied(weights: functional.Params, dtype: Any) -> functional.Params:
 def transferred(
   engine: engine_lib.Engine, params: model_roles.Params
 ) -> functional.Params:
-  """Returns a copy of a policy's weights on the devices of an engine."""
+  """Copies a policy's weights to an engine's devices and returns the copy."""
   trained = decoded_weights(params.trained.policy)
   return engine.transferred(trained, base=params.frozen or None)
 
@@ -167,7 +174,7 @@ def build_collector(
   *,
   group_size: int = 1,
 ) -> collect.Collector:
-  """Returns a collector of groups that samples with an engine."""
+  """Returns a collector that samples groups of trajectories with an engine."""
   env, overlong = config.env, None
   if env.rewards.overlong:
     overlong = collect.Overlong(
@@ -199,16 +206,17 @@ def _sampling(config) -> sampler.Sampling:
 
 
 def release(engine: Engine, config) -> None:
-  """Drops what a local engine does not keep while the policy is trained."""
+  """Frees the arrays that a local engine does not need during updates."""
   if isinstance(engine, engine_lib.Engine) and not config.rollout.steps_ahead:
     engine.release()
 
 
 def kept(config) -> frozenset[str]:
-  """Returns which of its `sizes` an engine keeps while the policy is trained.
+  """Returns the names of the arrays that an engine keeps during updates.
 
-  It is everything if steps are collected meanwhile. Otherwise the engine drops
-  its keys and values, and its weights but for a frozen base.
+  The names are those of the dict that `sizes` returns. If steps are collected
+  during updates, the engine keeps all arrays. Otherwise it drops the cache and
+  its weights, but keeps a frozen base under adapters.
   """
   if config.rollout.steps_ahead:
     return frozenset({WEIGHTS, CACHE, OLDER})
@@ -239,17 +247,18 @@ def options(config, hosts: int) -> engine_options.EngineOptions:
 def sizes(
   config, policy: functional.Model, placement: publish_lib.Placement
 ) -> tuple[dict[str, int], int]:
-  """Returns what the engine holds on a device, and what decoding copies.
+  """Returns the bytes that a local engine needs on each device.
 
-  Unless a kernel reads the pages in place, decoding reads a copy of those of
-  the rows of a call.
+  If a kernel reads the pages of the KV cache in place, decoding copies nothing.
+  Otherwise each call of decode first copies the pages of its rows.
 
   Returns:
-    The bytes on a device by name: the engine's weights in the dtype of the
-    computation, the older weights that turns which have begun still use, and
-    keys and values. And the bytes of keys and values that are copied.
+    The bytes of the engine's arrays by name, and the bytes of keys and values
+    that a call of decode copies. The arrays are the weights in the dtype of the
+    computation, the KV cache, and perhaps older weights, which turns that began
+    with them still use.
   """
-  # Shapes alone: nothing is allocated or compiled to know the sizes.
+  # Only shapes are evaluated: nothing is allocated or compiled.
   weights = jax.eval_shape(
     functools.partial(modules.cast, dtype=policy.config.dtype),
     policy.abstract_params,
@@ -271,9 +280,9 @@ def sizes(
     name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
-  # Devices that only collect hold the weights of the next steps anyway, and
-  # older weights are among these. Weights that differ only in their adapters
-  # share the base, so they need hardly more memory.
+  # On devices that only collect, the caller counts the weights of the next
+  # steps, and the older weights are among them. Weights that differ only in
+  # their adapters share the base, so they need hardly more memory.
   swaps = chosen.turn_swaps != 'never' and not placement.collecting
   if swaps and not config.model.lora.rank:
     held[OLDER] = min(config.rollout.steps_ahead, 2) * held[WEIGHTS]
@@ -288,10 +297,12 @@ def sizes(
 def slot_memory(
   config, policy: functional.Model, placement: publish_lib.Placement
 ) -> int:
-  """Returns the bytes of slots on a device, with the temporaries of `extend`.
+  """Returns the bytes on a device that grow with the number of slots.
 
-  The latter are what the compiler for TPU plans for few slots, and up to twice
-  as much for many.
+  These are the KV cache, the pages that decode copies, and an estimate of the
+  temporary arrays of the program `extend`. The estimate equals the plan of the
+  compiler for TPU if there are few slots, and is up to twice the plan if there
+  are many.
   """
   held, copied = sizes(config, policy, placement)
   shape, tensor = policy.config, placement.tensor
@@ -302,8 +313,9 @@ def slot_memory(
   tokens = chosen.largest_call(shards) // shards * chosen.prefill_chunk
   mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
   size = jnp.dtype(shape.dtype).itemsize
-  # For each token: hidden states, the MLP, and attention scores of the keys
-  # that are read together, which are also held in float32.
+  # Each token needs hidden states, the activations of the MLP, and attention
+  # scores for all keys that are read together. The scores are also held in
+  # float32, which is the 4 bytes below.
   per_token = (4 * shape.hidden_size + 3 * mlp // tensor) * size
   keys = max(chosen.tokens_per_page, chosen.prefill_chunk)
   per_token += shape.num_heads // tensor * keys * (size + 4)

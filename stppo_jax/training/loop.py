@@ -1,8 +1,8 @@
 """Training with reinforcement learning: collect, annotate, update.
 
-Everything that a step does is a function of (config, seed, step, state), so
-that the same command resumes from the last checkpoint as if nothing had
-happened.
+The result of a step is a function of (config, seed, step, state). So the same
+command resumes from the last checkpoint, and the run goes on as if it had not
+been interrupted.
 """
 
 import logging
@@ -32,7 +32,7 @@ def train(
   restart: bool = False,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> int:
-  """Trains, or resumes, the run of a config in `workdir`.
+  """Trains the run of a config in `workdir`, or resumes it there.
 
   Args:
     config: the config of the run.
@@ -41,30 +41,32 @@ def train(
     hosts: the hosts of the run; all of them call this function.
 
   Returns:
-    The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
+    The exit code: 0 if the run is done, 130 if it was interrupted and saved, 75
+    if it was preempted and saved.
 
   Raises:
-    Exceptions with an `exit_code`: a config that does not fit its files,
-    devices or workdir, or an engine that samples from another policy than the
-    one that is trained (2), corrupt or missing checkpoints (3), a retriever
-    out of reach, a locked workdir, or a checkpoint that cannot be saved (75),
-    too many updates in a row that were skipped, or an alarm that ends the run
-    (76). After the failure of one host, `HostFailed` with its exit code on the
-    others.
+    Exceptions with an `exit_code`:
+      2: the config does not fit its files, devices or workdir, or engine and
+        trainer do not compute the same policy.
+      3: checkpoints are corrupt or missing.
+      75: the retriever is out of reach, the workdir is locked, or a checkpoint
+        cannot be saved.
+      76: too many updates in a row were skipped, or an alarm ends the run.
+    HostFailed: another host has failed; it has the exit code of that host.
   """
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
-  ) as folder:  # the lock, signals and votes; nothing else is written yet
-    hosts = folder.hosts  # those that learn, if others only collect
-    # In `start.config`, and in `loaded.config` once the start has been made,
-    # the model is the start.
+  ) as folder:  # holds the lock, signals and votes; the run is not recorded yet
+    hosts = folder.hosts  # if some hosts only collect, those with this task
+    # If the run makes its start, `start.config` has the start's model shape,
+    # and `loaded.config` has the start's directory as `model.path`.
     start = starts.resolve(config, folder)
-    parts = build_lib.build(start.config, folder)  # once, or a refusal
+    parts = build_lib.build(start.config, folder)  # or refuses the config
     folder.record()
     for note in parts.notes:
       _log.info(note)
     collecting = parts.collecting
-    if collecting.follow is not None:  # this host does nothing else
+    if collecting.follow is not None:  # this host only collects
       with folder.interruptible():
         collecting.follow()
       return folder.exit_code
@@ -91,9 +93,10 @@ def train(
       skips = checks.SkippedUpdates(config.updates.max_skipped)
       state = run.state
       for step in run.steps():
-        # A signal may end the wait: a collection can be made again.
+        # A signal may end this wait: the next start collects the step again.
         with run.phase('wait'):
-          # Publishes the policy that the step is collected with.
+          # Publishes the policy for the step, or starts collections ahead.
+          # It must not be interrupted, because all hosts publish together.
           prefetcher.schedule(step, state)
           with folder.interruptible():
             collected = prefetcher.result(step)
@@ -138,7 +141,7 @@ def train(
               state, batch, rows, step, values_alone=True
             )
             of_values.append(update)
-          # Devices may still compute, and that time belongs to the updates.
+          # Wait for the devices, so that their time counts as this phase.
           jax.block_until_ready((updates, of_values))
         with run.phase('token_details'):
           details = learner.token_details(state, batch, hosts)

@@ -1,7 +1,7 @@
-"""The metrics of a training step as a whole.
+"""The metrics of a training step that concern all its phases.
 
-They say what the updates did, how long each phase took, and how busy the
-devices were.
+They describe the updates, the duration of each phase, and how much of the
+devices' peak was used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,17 +31,19 @@ from stppo_jax.training import claim
 from stppo_jax.training import components
 from stppo_jax.training import engines
 
-# The weights of experts, by their names.
+# Matches the path of a weight of an expert.
 _OF_EXPERTS = re.compile(r'moe/\w+_proj/')
 
 
 class Counts(NamedTuple):
-  """Operations of a batch, counted by `models.flops`.
+  """The numbers of operations for a batch, as `models.flops` counts them.
 
   Attributes:
-    policy: operations of a forward pass of the policy.
-    value: operations of a forward pass of a value model.
-    policy_again, value_again: what their backward passes compute again.
+    policy: the operations of a forward pass of the policy.
+    value: the operations of a forward pass of the value model.
+    policy_again, value_again: the operations of the forward pass of policy and
+      value model that the backward pass does again, because it needs results
+      that were not kept.
   """
 
   policy: float
@@ -51,15 +53,16 @@ class Counts(NamedTuple):
 
 
 class Totals(NamedTuple):
-  """Numbers of a step that every host needs.
+  """Numbers about the whole batch of a step, the same on all hosts.
 
   Attributes:
-    rows: rows of the batch.
-    tokens: tokens of the batch.
-    sampled: tokens of it that the policy wrote.
-    trained: rows that are trained on.
+    rows: the number of rows of the batch.
+    tokens: the number of tokens of the batch.
+    sampled: the number of tokens of the batch that the policy wrote.
+    trained: the number of rows with a token in the loss.
     operations: the operations of the models for the batch.
-    collect_seconds: how long each host that collects has collected.
+    collect_seconds: for each host that collects, the duration of its
+      collection.
   """
 
   rows: int
@@ -76,13 +79,14 @@ def totals(
   seconds: Sequence[float],
   models: model_roles.Models,
 ) -> Totals:
-  """Returns the numbers of a step.
+  """Adds up the numbers of a step over all hosts, and returns the totals.
 
   Args:
-    hosts: the hosts of the run.
+    hosts: the hosts that learn; all of them call this function.
     packed: this host's rows, as numpy arrays.
-    seconds: how long the hosts have collected for which this one speaks: itself
-      or, if others collect, the first host for all of these.
+    seconds: durations of collections. If this host collects, its own duration.
+      If other hosts collect, the first host passes the durations of all hosts
+      that collect, and the other hosts pass none.
     models: policy and value model.
   """
   lengths = packed.lengths_B.tolist()
@@ -96,7 +100,8 @@ def totals(
     *_of_both(flops.recomputed_operations, models, lengths, num_losses),
     seconds,
   )
-  # All numbers in one exchange, because each is a round trip between the hosts.
+  # One exchange for all numbers, because each exchange is a round trip between
+  # the hosts.
   *counts, collected = zip(*hosts.exchange('totals', mine))
   rows, tokens, sampled, trained, *done = map(sum, counts)
   return Totals(
@@ -114,9 +119,10 @@ class StepMetrics:
 
   Args:
     config: the config of the run.
-    learner: annotates and updates.
-    placement: the devices that decode; None with a remote engine.
-    folder: the run's folder; what is compiled while it is held is measured.
+    learner: annotates batches and updates the models.
+    placement: the devices that decode; None if this host does not decode.
+    folder: the run's folder. The time of compilations is measured until the
+      folder is left.
   """
 
   def __init__(
@@ -127,13 +133,14 @@ class StepMetrics:
     folder: claim.Folder,
   ):
     self._config, self._learner = config, learner
-    # `_bytes_per_second` replaces these lengths by those of each step.
+    # `_bytes_per_second` replaces these lengths by the lengths of each step.
     longest = config.env.max_length
     self._work = work(
       config, learner, placement, length=longest, losses=longest
     )
     self._slots = components.num_slots(config, folder.hosts.count)
-    # The number of the first host that collects.
+    # The number of the first host that collects. If some hosts only collect,
+    # they are numbered after the hosts that learn.
     self._first = folder.hosts.count if folder.hosts.collectors else 0
     self._compile_seconds = folder.enter(compilation.measured())
 
@@ -147,16 +154,17 @@ class StepMetrics:
     """Returns the metrics of a step by name.
 
     Args:
-      updates: what its updates returned.
-      totals: the numbers of its batch.
-      seconds: the duration of its phases, by `timing_s/{phase}`: the wait for
-        the collection, annotate, update and token_details.
-      save_seconds: the duration of the save after the last step, whose own line
-        was written before the save.
+      updates: the outputs of the step's updates.
+      totals: the numbers of the step's batch.
+      seconds: the durations of the step's phases, by `timing_s/{phase}`: wait
+        (for the collection), annotate, update and token_details.
+      save_seconds: the duration of the save of the step before. It is reported
+        here because the metrics of that step were written before its save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
     total, updating = sum(seconds.values()), seconds['timing_s/update']
-    # Longer than the wait for the collection if that was made ahead.
+    # If the step was collected ahead, its collection took longer than the wait
+    # for the result.
     collecting = max(totals.collect_seconds)
     metrics = step_lib.summarize(updates)
     metrics |= {
@@ -171,7 +179,7 @@ class StepMetrics:
     }
     if self._first:
       metrics['hosts/learners_idle'] = seconds['timing_s/wait'] / total
-    # Each host collects on its own: the slowest one makes the others wait.
+    # Each host collects on its own, and all hosts wait for the slowest one.
     if len(collected := totals.collect_seconds) > 1:
       metrics |= {
         'hosts/collect_s_min': min(collected),
@@ -186,14 +194,14 @@ class StepMetrics:
     return metrics
 
   def _utilization(self, counts: Counts, seconds: float) -> dict[str, float]:
-    """Returns the shares of the devices' peak that the updates of a step use.
+    """Returns the shares of the devices' peak rate that updates achieve.
 
-    The result is {} on devices whose peak is not known, and in float32, because
-    the known peak is that of bfloat16.
+    The result is {} if the peak rate of the devices is not known. It is also {}
+    in float32, because the known peak rates are for bfloat16.
 
     Args:
-      counts: the operations of a pass over the batch.
-      seconds: the duration of an epoch.
+      counts: the operations for the batch.
+      seconds: the duration of one epoch of updates over the batch.
     """
     learner = self._learner
     peak = topology.peak_operations(learner.mesh)
@@ -212,12 +220,15 @@ class StepMetrics:
   def _bytes_per_second(
     self, totals: Totals, num_updates: int, seconds: float
   ) -> dict[str, float]:
-    """Returns what a device sends and reads, by the formulas of `roofline`.
+    """Returns the rates at which a device sends and reads, in GB per second.
+
+    The formulas of `roofline` give the bytes that updates send and that decode
+    reads; these bytes are divided by measured durations.
 
     Args:
       totals: the numbers of the step's batch.
-      num_updates: the number of its updates.
-      seconds: their duration.
+      num_updates: the number of updates of the step.
+      seconds: the duration of these updates.
     """
     metrics = {}
     # The formulas assume full rows, so a minibatch counts as the number of full
@@ -234,7 +245,8 @@ class StepMetrics:
     )
     if sent := roofline.update_sent(updating):
       metrics['perf/update_gb_sent_per_second'] = sent / seconds / 1e9
-    # Every call writes a token into each slot, if all slots are in use.
+    # The number of decode steps below assumes that all slots are in use, so
+    # that each step writes a token into every slot.
     slots = self._slots * len(totals.collect_seconds)
     read = roofline.decode_read(
       dataclasses.replace(
@@ -243,14 +255,17 @@ class StepMetrics:
         decode_steps=totals.sampled / slots,
       )
     )
-    if read:  # there is none with a remote engine
+    if read:  # 0 with a remote engine, whose reads are not known
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics
 
 
 def _of_both(operations, models, lengths, losses) -> tuple[float, float]:
-  """Returns the operations of the policy, and of the value model."""
+  """Returns the operations of the policy, and those of the value model.
+
+  Without a value model of its own, the caller must not use the second number.
+  """
   policy, values = operations(models.policy.config, lengths, losses)
   if models.value is not None:
     _, values = operations(models.value.config, lengths, losses)
