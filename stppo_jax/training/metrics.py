@@ -280,22 +280,24 @@ def shares(
   trains_adapters: bool,
   extra_pass: bool,
 ) -> dict[str, float]:
-  """Returns `perf/mfu` and `perf/hfu` of an epoch.
+  """Returns `perf/mfu` and `perf/hfu` of an epoch of updates.
 
-  The first counts what the formulas need, the second also what is computed
-  again because it was not kept.
+  `perf/mfu` counts the operations that the gradient needs. `perf/hfu` also
+  counts operations that are done again because their results were not kept.
 
   Args:
-    counts: the operations of the batch.
-    peak_operations: operations that the devices do at their peak in the time of
-      an epoch.
+    counts: the operations for the batch.
+    peak_operations: the number of operations that the devices could do at their
+      peak rate in the time of the epoch.
     has_value_model: whether the value model has a backbone of its own.
-    trains_adapters: whether the weights of the backbone are frozen.
-    extra_pass: whether one more forward pass of the policy collects statistics
-      of the minibatch.
+    trains_adapters: whether only adapters are trained, and the weights of the
+      backbone are frozen.
+    extra_pass: whether the updates need one more forward pass of the policy,
+      for statistics of the minibatch.
   """
-  # A backward pass has a product for the gradient of the input and one for that
-  # of the weights, which frozen weights do not need.
+  # For each product of the forward pass, the backward pass has two: one for the
+  # gradient of the input, and one for the gradient of the weights. Frozen
+  # weights do not need the second one.
   passes = 2 if trains_adapters else 3
   needed = passes * (counts.policy + counts.value * has_value_model)
   again = counts.policy_again + counts.value_again * has_value_model
@@ -314,14 +316,14 @@ def work(
   length: int,
   losses: int,
 ) -> roofline.Work:
-  """Returns the sizes of a step.
+  """Returns the sizes of a step, from which `roofline` computes bytes.
 
   Args:
     config: the config of the run.
-    learner: its learner.
-    placement: the devices that decode; None with a remote engine.
-    length: the tokens of a row.
-    losses: the tokens of a row that are trained on.
+    learner: the learner of the run.
+    placement: the devices that decode; None if this host does not decode.
+    length: the number of tokens of a row.
+    losses: the number of tokens of a row that are trained on.
   """
   rollout, updates = config.rollout, config.updates
   shape = learner.policy.config
@@ -346,8 +348,8 @@ def work(
     engine, _ = engines.sizes(config, learner.policy, placement)
     hosts = placement.hosts
     slots = components.num_slots(config, hosts)
-    # In each wave every slot writes `losses` tokens, and each token is one pass
-    # over the engine's weights.
+    # The trajectories of a step are decoded in waves. In each wave every slot
+    # writes `losses` tokens, and each decode step reads all weights once.
     waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
     decoding = placement.mesh
     rows = slots * mesh_lib.num_hosts(decoding) / decoding.shape['data']

@@ -24,18 +24,19 @@ from stppo_jax.sampling import chat_template
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.workdir import run_folder
 
-_WORD = ' word '  # what a tokenizer must carry unharmed between tags
+_WORD = ' word '  # a text between tags, which must survive encoding
 
 
 def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
   """Returns the tokenizer of a directory.
 
   Raises:
-    ValueError: it cannot be read; one line that names the directory.
+    ValueError: the tokenizer cannot be read; the message is one line that names
+      the directory.
   """
   try:
     return tokenizer_lib.Tokenizer.load(hub.local_folder(home))
-  except Exception as error:  # a damaged file gives any kind of them
+  except Exception as error:  # a damaged file may raise any exception
     if str(home) in str(error):
       raise
     reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
@@ -47,11 +48,16 @@ def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
 def build_tokenizer(
   config, questions: questions_lib.Questions | None
 ) -> tokenizer_lib.Tokenizer:
-  """Returns the tokenizer of the model, or one made from the data.
+  """Returns the tokenizer of a run, which formats prompts as the config says.
 
-  For questions that are made here it has a token for each phrase; for files,
-  byte-level BPE is trained on their passages. It makes prompts as the section
-  `prompt` of the config says.
+  The tokenizer is read from the directory that `model.tokenizer_path` or
+  `model.path` names. Without a directory it is made from the data. A kind of
+  data with a fixed vocabulary gets a token for each phrase; for files of
+  questions, byte-level BPE is trained on their passages.
+
+  Args:
+    config: the config of a run; its section `prompt` has the prompt's format.
+    questions: the data set; may be None if there is a directory.
   """
   tokenizer = _tokenizer(config, questions)
   return tokenizer.with_prompts(chat_template.Options(**config.prompt))
@@ -60,7 +66,7 @@ def build_tokenizer(
 def _tokenizer(
   config, questions: questions_lib.Questions | None
 ) -> tokenizer_lib.Tokenizer:
-  """Returns the tokenizer of `build_tokenizer`, without its prompts."""
+  """Returns the tokenizer of a run, without the options of `prompt`."""
   path = config.model.tokenizer_path or config.model.path
   if path:
     return load_tokenizer(path)
@@ -71,12 +77,12 @@ def _tokenizer(
     return tokenizer_lib.phrase_tokenizer(phrases)
   assert questions is not None, 'there is no directory with a tokenizer'
   passages = questions.passages()
-  assert passages is not None  # files have a corpus
+  assert passages is not None  # data from files always has a corpus
   texts = [
     f'Doc 1(Title: {passage.title}) {passage.text}\n' for passage in passages
   ]
-  # The tags are in every dialogue but in no passage. They are repeated, so that
-  # BPE merges each of them into few tokens.
+  # The tags occur in every dialogue but in no passage. They are added to the
+  # texts many times, so that BPE merges each tag into few tokens.
   texts += list(environment.tags) * len(texts)
   return tokenizer_lib.train_byte_level_bpe(
     texts, config.data.tokenizer_vocab_size
@@ -86,12 +92,15 @@ def _tokenizer(
 def shape(
   config, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> model_config.ModelConfig:
-  """Returns the shape of a run's models, from their directory or the config.
+  """Returns the config of a run's models, with the sizes of their layers.
+
+  The sizes are read from the directory `model.path`, or from the run's config
+  if there is no directory.
 
   Args:
     config: the config of a run.
-    tokenizer: gives the size of the vocabulary where there is no directory.
-      None: the size is the largest that a tokenizer made from the data can
+    tokenizer: gives the size of the vocabulary if there is no directory. With
+      None, the size is the largest that a tokenizer made from the data can
       have.
 
   Raises:
@@ -122,16 +131,19 @@ def build_model_config(
   tokenizer: tokenizer_lib.Tokenizer | None,
   mesh: jax.sharding.Mesh,
 ) -> model_config.ModelConfig:
-  """Returns the models' shape, from the model's directory or the config.
+  """Returns the config of a run's models, for the devices of a mesh.
+
+  It adds to the result of `shape` the implementations of attention and experts,
+  which depend on the devices, and the dtype of the KV cache.
 
   Args:
     config: the config of a run.
     tokenizer: see `shape`.
-    mesh: the devices that compute, whose platform chooses the implementations.
+    mesh: the devices that compute.
 
   Raises:
-    ValueError: an unsupported model, a `model.attention` that does not run on
-      these devices, or a replay of experts by a model without experts.
+    ValueError: the model is not supported, `model.attention` does not run on
+      these devices, or the config uses experts that the model does not have.
   """
   model, sizes = config.model, shape(config, tokenizer)
   platform = mesh_lib.platform(mesh)
@@ -166,11 +178,12 @@ def end_token_ids(
 ) -> tuple[int, ...]:
   """Returns the ids of the tokens that end a turn.
 
-  They are those of `model.eos_token_ids`, or else the tokenizer's and those
-  that the model's directory lists for the same tokenizer.
+  If `model.eos_token_ids` is set, its ids are returned. Otherwise the result is
+  the end token of the tokenizer and, if the tokenizer comes from the model's
+  directory, the end tokens that this directory lists.
 
   Raises:
-    ValueError: one of them is not an id of the tokenizer; one line.
+    ValueError: an id is not in the tokenizer's vocabulary; one line.
   """
   model = config.model
   ids, source = tuple(model.eos_token_ids), 'model.eos_token_ids'
@@ -179,8 +192,8 @@ def end_token_ids(
     if model.path and model.tokenizer_path in ('', model.path):
       ids += load.end_token_ids(model.path)
   # The embedding of a model may have more rows than its tokenizer has tokens.
-  # The engine looks for the end of a turn among the tokens, and would never
-  # find an id beyond them.
+  # The engine looks for the end of a turn among the tokenizer's tokens, so it
+  # would never find a larger id.
   for token_id in ids:
     if token_id >= tokenizer.vocab_size:
       raise ValueError(
@@ -193,10 +206,11 @@ def end_token_ids(
 def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
   """Checks that the models' files are complete and fit each other and the run.
 
-  Reads no weights and touches no device.
+  The check reads no weights and uses no device.
 
   Raises:
-    ValueError: they are not, or do not; one line that names the file.
+    ValueError: a file is incomplete or does not fit; the message is one line
+      that names the file.
   """
   model, policy = config.model, shape(config, tokenizer)
   if model.path:
@@ -220,7 +234,7 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 
 
 def _check_length(config, path: str, sizes: model_config.ModelConfig) -> None:
-  """Raises ValueError if dialogues may be longer than a model has seen."""
+  """Raises ValueError if dialogues may be longer than the model's context."""
   longest = sizes.max_position_embeddings
   allowed = config.model.allow_beyond_max_position_embeddings
   if config.env.max_length > longest and not allowed:
@@ -232,11 +246,11 @@ def _check_length(config, path: str, sizes: model_config.ModelConfig) -> None:
 
 
 def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
-  """Checks that the tokenizer can carry the dialogues of a run.
+  """Checks that the tokenizer can encode and decode the dialogues of a run.
 
   Raises:
-    ValueError: an end token, a prompt or a tag does not fit it; one line that
-      names the directory.
+    ValueError: an end token, the prompt or a tag does not fit the tokenizer;
+      the message is one line that names the directory.
   """
   model = config.model
   end_token_ids(config, tokenizer)
@@ -248,7 +262,10 @@ def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 
 
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
-  """Raises ValueError if the reference's shape is not the policy's."""
+  """Raises ValueError if the reference has other layer sizes than the policy.
+
+  It also raises if the reference's files are incomplete.
+  """
   model, path = config.model, config.model.reference_path
   options = weights_lib.compute_options(config)
   longest = config.env.max_length
@@ -268,17 +285,18 @@ def _check_reference(config, policy: model_config.ModelConfig) -> None:
 def check_dialogue(
   tokenizer: tokenizer_lib.Tokenizer, tags: Sequence[str]
 ) -> None:
-  """Raises ValueError if tags or words do not survive encoding and decoding.
+  """Checks that prompt, tags and words survive encoding and decoding.
 
-  The environment reads decoded text, so a tag that comes back in another form
-  would make every turn invalid. White space beside a tag may differ.
+  The environment reads decoded text. If decoding gave a tag back in another
+  form, every turn would be invalid. White space beside a tag may change.
 
   Args:
     tokenizer: the policy's tokenizer.
     tags: the tags of the environment.
 
   Raises:
-    ValueError: the prompt, a tag or a word does not come back; one line.
+    ValueError: decoding does not give the prompt, a tag or a word back; the
+      message is one line.
   """
   squeeze, asked = chat_template.without_space, chat_template.PROBE
   prompt = tokenizer.decode(tokenizer.encode_prompt(asked))
@@ -310,17 +328,18 @@ def export(
   dtype: str,
   writes: bool = True,
 ) -> None:
-  """Writes a policy of a run as a directory that `transformers` loads.
+  """Writes a policy of a run as a directory that `transformers` can load.
 
-  Files that came with the model are copied as they are. If they were deleted
-  after the start of the run, they are written from the model's shape and the
-  tokenizer in memory. All hosts call it, and one of them writes.
+  The model's config and tokenizer files are copied from the directory that the
+  run started from. If there is no such directory any more, they are written
+  from the values in memory. All hosts call this function, and one host writes.
 
   Raises:
     OSError, ValueError: see `hf.export.export`.
   """
   source = hub.local_folder(config.model.path)
-  # The files may have been deleted since the start, or there were none.
+  # The directory may have been deleted since the start, or the run began from
+  # random weights and had none.
   has_source = config.model.path and (source / 'config.json').is_file()
   export_lib.export(
     directory,
@@ -342,7 +361,7 @@ def export_adapters(
   *,
   dtype: str,
 ) -> None:
-  """Writes the adapters of a policy as a directory that `peft` loads.
+  """Writes the adapters of a policy as a directory that `peft` can load.
 
   Raises:
     ValueError: see `peft.write`; an earlier export is unchanged.
@@ -363,7 +382,7 @@ def export_adapters(
 def _save_rest(
   config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
 ) -> None:
-  """Adds the tokenizer to an export, and the mark that it is one."""
+  """Adds the tokenizer to an export, and the file that marks the export."""
   home = hub.local_folder(config.model.tokenizer_path or config.model.path)
   if home.name and (home / 'tokenizer.json').is_file():
     export_lib.copy_tokenizer(home, folder)

@@ -1,8 +1,8 @@
-"""Learning from pairs of trajectories that were collected before.
+"""Trains a policy on pairs of trajectories that were collected before.
 
-There is no environment and no sampling. Everything that an update does is a
-function of (config, file, number, state), so that the same command resumes from
-the last checkpoint as if nothing had happened.
+There is no environment and no sampling. The result of an update is a function
+of (config, file, number of the update, state). So the same command resumes from
+the last checkpoint, and the run goes on as if it had not been interrupted.
 """
 
 import functools
@@ -26,8 +26,8 @@ from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 
 _log = logging.getLogger(__name__)
-# Keys that `prefer` does not use, with the values that a config may have: the
-# value that describes what `prefer` does, and the default.
+# Config keys that `prefer` does not use, each with the values that it accepts:
+# the value that describes what `prefer` does anyway, and the default.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),
@@ -42,31 +42,34 @@ def prefer(
   *,
   restart: bool = False,
 ) -> int:
-  """Trains, or resumes, on the pairs of a file; exports to `workdir/policy`.
+  """Trains a policy on the pairs of a file, or resumes; exports the policy.
 
-  The policy starts from model.path, or from random weights without one; the
-  reference is model.reference_path, or that start.
+  The policy starts from `model.path`, or from random weights if that is empty.
+  The reference is `model.reference_path`, or the start of the policy if that is
+  empty. The policy is exported to `workdir/policy`.
 
   Args:
-    config: the config of the run; its section `preference` above all.
+    config: the config of the run; most options are in its section `preference`.
     file: an npz file, see `pairs.read`.
     workdir: the run's folder.
-    restart: whether to begin anew and move aside what the folder holds.
+    restart: whether to begin anew and move the files of the folder aside.
 
   Returns:
-    The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
+    The exit code: 0 if the run is done, 130 if it was interrupted and saved, 75
+    if it was preempted and saved.
 
   Raises:
-    Exceptions with an `exit_code`: a config that does not fit the file, the
-    devices or the workdir (2), corrupt or missing checkpoints (3), a locked
-    workdir or a checkpoint that cannot be saved (75), too many updates in a row
-    that were skipped (76).
+    Exceptions with an `exit_code`:
+      2: the config does not fit the file, the devices or the workdir.
+      3: checkpoints are corrupt or missing.
+      75: the workdir is locked, or a checkpoint cannot be saved.
+      76: too many updates in a row were skipped.
   """
   options = config.preference
   with exits.as_misconfigured(str(file)):
     pairs, digest = pairs_lib.read(file)
-  # The digest is recorded with the config: a run must not be resumed with other
-  # pairs, because no command describes such a run.
+  # The digest of the file is recorded with the config, so that a run is not
+  # resumed with other pairs: no command would describe such a run.
   with claim.claimed(
     config, workdir, restart=restart, unit='update', batch_sha256=digest
   ) as folder:
@@ -78,14 +81,14 @@ def prefer(
       mesh = components.build_mesh(config)
       shape = model_files.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
-      # A pair stands in one row.
+      # Both trajectories of a pair lie in one row.
       longest = int(pairs.lengths_Q2.sum(axis=1).max())
       learner = build_learner(config, shape, mesh, row_length=longest)
       pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)
       num_pairs = len(pairs.tokens_Q2L)
       per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
     folder.record()
-    # Weights are read last: what a config can be refused for is known by now.
+    # Weights are read last, when all checks of the config have passed.
     with folder.interruptible(), exits.as_misconfigured():
       start = learner.start()
       inputs = offline_losses.PairInputs(
@@ -127,20 +130,22 @@ def build_learner(
   *,
   row_length: int,
 ) -> offline_learner.OfflineLearner:
-  """Returns the learner of a config, see `config.preference`.
+  """Returns the learner of a run of `prefer`.
 
   Args:
     config: the config of the run.
-    shape: the shape of the policy.
+    shape: the config of the policy's model.
     mesh: the mesh of training.
-    row_length: tokens of the longest pair; a row has at least so many.
+    row_length: the number of tokens of the longest pair. Rows have at least
+      this number of tokens.
   """
   options = config.preference
   build = functools.partial(
     model_roles.build, config, shape, mesh, uses_values=False
   )
   models = build(gathers_base=config.model.lora.rank > 0)
-  # The base is then in memory twice, divided over the devices and gathered.
+  # A gathered base needs memory beside its shards, so room for twice the
+  # gathered bytes is enough for both.
   if not memory.leaves_room(mesh, 2 * models.gathered_bytes):
     models = build()
   return offline_learner.OfflineLearner(
@@ -169,7 +174,7 @@ def _check_unused_keys(config) -> None:
 
 
 def _check_sizes(config, pairs, shape, mesh, file) -> None:
-  """Raises ValueError if file, model and devices do not fit together."""
+  """Raises ValueError if batch sizes, file, model and devices do not fit."""
   if jax.process_count() != 1:
     raise ValueError(
       f'{jax.process_count()} processes: a run of several processes is not '

@@ -4,14 +4,14 @@
       run.evaluate_start()
       for step in run.steps():
         with run.phase('wait'), folder.interruptible():
-          ...                              # may be dropped and done again
+          ...                              # a signal may end this body
         with run.phase('update'), run.consuming_state():
-          state, metrics = ...             # is finished once it has begun
+          state, metrics = ...             # no signal ends this body
         run.finish_step(step + 1, state, metrics)
       run.finish(policy, params)
 
 A step's metrics and dialogues are written before its checkpoint. A run that is
-killed in between writes them again, and none is ever missing.
+killed in between repeats the step and writes them again, so none are missing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ from stppo_jax.training import shutdown
 from stppo_jax.workdir import run_folder
 
 State = state_lib.TrainState
-# Returns the metrics of a state, and the trajectories behind them.
+# Evaluates a state; returns metrics, and the trajectories that were sampled.
 Evaluate = Callable[
   [State, claim.Folder], tuple[dict[str, float], list[types.Trajectory]]
 ]
@@ -50,17 +50,17 @@ _log = logging.getLogger(__name__)
 
 
 class Run:
-  """A run whose state is loaded, from its first step here to its end.
+  """The steps of a run in this process, from the loaded state to the end.
 
   Attributes:
-    folder: its folder.
-    first_step: the number of steps that were done when it was resumed.
-    num_steps: its length.
+    folder: the run's folder.
+    first_step: the number of steps that earlier starts of the run have done.
+    num_steps: the number of steps of the whole run.
     last: the last finished step.
-    seconds: the duration of the phases of the present step, by
+    seconds: the durations of the phases of the present step, by
       `timing_s/{phase}`.
-    save_seconds: how long the last step has waited for its save; 0 if it had
-      none.
+    save_seconds: for how many seconds the save of the last step held up the
+      loop; 0 if that step was not saved.
   """
 
   def __init__(
@@ -101,35 +101,35 @@ class Run:
     prints_samples: bool = False,
     shown_every: int = 1,
   ) -> Iterator['Run']:
-    """Yields a run at its newest valid step; sets aside what was written later.
+    """Yields a run at its newest valid checkpoint, or at its start.
 
-    If the evaluation of this step was interrupted, it is done and written now.
-    A signal ends the body without an error, after the last finished step was
-    saved; see `shutdown` for errors.
+    Files of later steps are moved aside. If the evaluation of the restored step
+    was interrupted, the step is evaluated and written now. After a signal, the
+    last step is saved and no error is raised; for errors, see `shutdown`.
 
     Args:
-      config: the config of the run, with the model that it starts from.
-      folder: its folder, which was recorded.
+      config: the config of the run; its section `model` names the start.
+      folder: the run's folder, in which the run has been recorded.
       start: the state before the first step.
       checkpoints: converts between states and checkpoints.
       tokenizer: decodes dialogues, and is exported with the policy.
-      num_steps: the length of the run.
-      origin: number and name of the place that the start comes from, see
-        `starts`; None: it is model.path, or random numbers.
-      unit: the name of what the run counts, for the lines that are printed.
-      evaluate: evaluates a state; None: nothing is evaluated.
-      prints_samples: whether dialogues of a step are printed with each
-        checkpoint; those of an evaluation always are.
-      shown_every: the steps between two lines of progress.
+      num_steps: the number of steps of the whole run.
+      origin: number and name of the source of the start's weights, see
+        `starts`; None stands for the result of `origin_of`.
+      unit: the noun for an iteration in printed lines: 'step' or 'update'.
+      evaluate: evaluates a state; None turns evaluations off.
+      prints_samples: whether some dialogues of a step are printed when it is
+        saved. Evaluations print dialogues in any case.
+      shown_every: the number of steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
-      # Restoring is a program of all hosts, so no host may leave it early.
+      # Restoring runs programs that need all hosts, so no host may leave early.
       with folder.collective_section():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)
         writer = _build_writer(config, folder, num_steps, shown_every)
         stack.callback(writer.close)
-        # Through the writer, lines are printed above the progress bar.
+        # The writer prints the lines of the log above the progress bar.
         outside, folder.lines.show = folder.lines.show, writer.show
         stack.callback(setattr, folder.lines, 'show', outside)
         folder.watch.on_phase = writer.enter_phase
@@ -138,12 +138,13 @@ class Run:
         if last.done:
           number, name = 1, f'{last} of this run'
         _log.info('start: %s', name)
-        # A finished run only exports, for which it needs no checkpoint.
+        # A finished run only exports its policy, so it needs no more room.
         if last.done < num_steps:
           saver.check_room()
         folder.watch.resume(last.done, num_steps, number)
         saving.rewind(writer, last)
-      # The first host has moved files of all hosts aside, which they now write.
+      # The first host has moved files of all hosts aside. If the run is in a
+      # bucket, this must be done there before hosts write such files again.
       folder.settle()
       run = cls(
         config,
@@ -156,7 +157,7 @@ class Run:
         prints_samples=prints_samples,
       )
       with shutdown.handled(last, folder):
-        if last.done:  # there is nothing to save before
+        if last.done:  # before the first step there is nothing to save
           folder.interrupt.outlook = f'saving {last}'
         if last.extra.unwritten is not None:
           run._finish_unwritten(*last.extra.unwritten)
@@ -168,12 +169,12 @@ class Run:
     return self.last.state
 
   def evaluate_start(self) -> None:
-    """Evaluates the start, unless a step is done or nothing is evaluated."""
+    """Evaluates the start of a new run, if evaluations are on."""
     if self.last.done == 0 and self._evaluate is not None:
       self._writer.write(0, self._evaluated(self._evaluate))
 
   def steps(self) -> Iterator[int]:
-    """Yields the numbers of the steps that are left, from 0."""
+    """Yields the numbers of the remaining steps; a run begins with step 0."""
     for step in range(self.first_step, self.num_steps):
       self.seconds = {}
       self.folder.watch.begin_step(step + 1)
@@ -181,7 +182,7 @@ class Run:
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """Tells observers what the body does, and measures how long it takes."""
+    """Tells observers that a phase begins and ends; measures its duration."""
     began = time.monotonic()
     self.folder.watch.begin_phase(name)
     try:
@@ -192,10 +193,11 @@ class Run:
 
   @contextlib.contextmanager
   def consuming_state(self) -> Iterator[None]:
-    """Runs updates, which consume the state of the last finished step.
+    """Runs updates, which donate the state of the last finished step.
 
-    From here to `finish_step` there is no state to save, so a signal waits. A
-    signal that came before ends a single host here, and several at their vote.
+    From here to `finish_step` there is no state to save, so a signal is only
+    noted. If a signal came before, a single host ends here, and several hosts
+    end at their next vote.
     """
     if self.folder.hosts.is_alone:
       with self.folder.interrupt.interruptible():
@@ -204,7 +206,7 @@ class Run:
     self.folder.interrupt.outlook = (
       f'finishing and saving {last.unit} {last.done + 1}'
       if last.is_unsaved or not self.folder.hosts.is_alone
-      # Nothing is lost if the update is not waited for, see `shutdown`.
+      # The last step is saved, so the process may end without the update.
       else f'ending now, or after {last.unit} {last.done + 1} if that is done '
       'within a second'
     )
@@ -220,30 +222,30 @@ class Run:
     *,
     details: batch_lib.TokenDetails | None = None,
   ) -> None:
-    """Evaluates, writes and saves an updated step, where each is due.
+    """Writes a step that is done, and evaluates and saves it if that is due.
 
     Args:
-      done: the number of steps that are done with this one.
-      state: the state after it.
+      done: the number of steps that are done, this step included.
+      state: the state after the step.
       metrics: scalars by name.
-      trajectories: the trajectories that were collected.
-      details: the numbers of the tokens of the first of them.
+      trajectories: the trajectories that were collected for the step.
+      details: numbers for each token of the first of these trajectories.
     """
     options = self._config.writer
     kept = trajectories[: max(options.trajectories, options.samples)]
     metrics = {name: float(value) for name, value in metrics.items()}
     records = trajectory_metrics.records(kept, self._tokenizer, details)
     if not self.folder.hosts.is_first:
-      # A checkpoint keeps unwritten dialogues of the first host only.
+      # Written now: a checkpoint keeps unwritten dialogues of the first host.
       self._writer.write_trajectories(done, records)
       records = []
-    # Before anything is evaluated or written: a signal or an error from here on
-    # saves this step, and the next start does what is left of it.
+    # This comes before evaluating and writing: after a signal or an error from
+    # here on, this step is saved, and the next start evaluates and writes it.
     self.last.finish(done, state, saving.Extra(unwritten=(metrics, records)))
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
     self.save_seconds = 0.0
-    # If a save has failed, this raises, and the end of the run saves this step.
+    # If a save has failed, this raises. The end of the run saves this step.
     self._saver.check()
     self._finish_unwritten(metrics, records)
 
@@ -251,10 +253,10 @@ class Run:
     """Evaluates, writes and saves the last step.
 
     If the evaluation is interrupted, the step is saved with a note that it is
-    unwritten, and the next start evaluates and writes it here.
+    unwritten, and the next start calls this method for it again.
     """
-    # `extra` is changed in place: whoever saves the step from now on, also a
-    # forced exit on another thread, saves what is known of it.
+    # `extra` is changed in place, so that any save of the step, also a save
+    # before a forced exit on another thread, has the newest values.
     last, extra = self.last, self.last.extra
     due = self._due(self._config.evaluate.every)
     if self._evaluate is not None and due:
@@ -270,8 +272,8 @@ class Run:
     if self._due(self._config.checkpoint.every):
       if self._prints_samples:
         self._print_records(str(last), records)
-      # The save is last: a run that is killed before it writes the same lines
-      # again, and none is ever missing.
+      # The save comes last: a run that is killed before the save repeats the
+      # step and writes the same lines again, so no line is ever missing.
       with self.phase('checkpoint'):
         self._saver.save(last.done, last.state, extra, waits=False)
       self.save_seconds = self.seconds['timing_s/checkpoint']
@@ -284,11 +286,11 @@ class Run:
     *,
     curve: bool = False,
   ) -> None:
-    """Exports the policy; logs where files are, unless it is another's start.
+    """Exports the policy, and logs the paths of the run's files.
 
     Args:
-      policy: the model.
-      params: its weights, adapters merged.
+      policy: the policy's model.
+      params: the policy's weights, with adapters merged.
       curve: whether to draw the learning curve.
     """
     self._saver.checkpointer.wait()
@@ -306,7 +308,7 @@ class Run:
       )
     lines = [f'done. metrics: {folder.path / run_folder.METRICS}']
     if curve and folder.hosts.is_first:
-      # Imported late, because it loads the library that draws.
+      # Imported late, because it loads the plotting library.
       from stppo_jax.records import plots
 
       drawn = folder.path / 'learning_curve.png'
@@ -321,11 +323,11 @@ class Run:
       path = folder.path / 'checkpoints' / str(best)
       lines.append(f'best evaluation: after {last.unit} {best}, kept in {path}')
     lines.append(f'policy (Hugging Face format): {folder.path / "policy"}')
-    if folder.outer is None:
+    if folder.outer is None:  # a run inside another run logs no paths
       _log.info('\n'.join(lines))
 
   def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
-    """Returns the metrics of an evaluation; shows a few of its dialogues."""
+    """Evaluates the last step; prints and writes some of the dialogues."""
     with self.phase('evaluate'):
       metrics, trajectories = evaluate(self.state, self.folder)
       records = lambda count: trajectory_metrics.records(
@@ -340,7 +342,7 @@ class Run:
     return metrics
 
   def _print_records(self, title: str, records: Sequence[dict]) -> None:
-    """Prints some records of trajectories under a title."""
+    """Prints some of the given records of trajectories under a title."""
     records = dialogues.spread(records, self._printed)
     if records:
       self._writer.show(f'{title} ({dialogues.LEGEND})')
@@ -359,7 +361,7 @@ class Run:
 
 
 def origin_of(config) -> tuple[int, str]:
-  """Returns number and name of the origin of a model's weights."""
+  """Returns number and name of the source of weights, see `starts`."""
   path = config.model.path
   return (3, f'model.path={path}') if path else (4, 'random numbers')
 

@@ -1,7 +1,7 @@
-"""Saves the states of a run, and says when there is no room for the next one.
+"""Saves the states of a run, and warns if the disk has no room for the next.
 
-A save is written by threads while the loop goes on. If it fails, the step after
-it says so, and the checkpoints before it are intact.
+Threads write a checkpoint while the loop goes on. If that fails, the next step
+that finishes raises the error, and earlier checkpoints are intact.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class NoRoom(RuntimeError):
 
 
 class NoTime(Exception):
-  """A save was not begun, since the process may be killed before its end."""
+  """A save was not begun, because the process may be killed too early."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -44,9 +44,10 @@ class Extra:
   """The part of a checkpoint that is not the state.
 
   Attributes:
-    unwritten: metrics and dialogues of a step that still has to be evaluated.
-    score: the score of the step; None if it was not evaluated.
-    line: the line of the step in the file of metrics; '' before it is written.
+    unwritten: the metrics and dialogues of a step whose evaluation or writing
+      was interrupted; None once the step is written.
+    score: the evaluation score of the step; None if it was not evaluated.
+    line: the line of the step in metrics.jsonl; '' before it is written.
   """
 
   unwritten: tuple[dict, list] | None = None
@@ -54,16 +55,17 @@ class Extra:
   line: str = ''
 
   def record(self) -> dict[str, Any]:
-    """Returns the part as JSON can write it."""
+    """Returns this part of the checkpoint as a dict that JSON can write."""
     record = {'score': self.score, 'line': self.line or None}
     if self.unwritten is not None:
-      # As text, because a metric may be nan, which a manifest must not contain.
+      # Kept as text, because a metric may be nan, which a manifest must not
+      # contain.
       record['unwritten'] = json.dumps(self.unwritten)
     return {name: x for name, x in record.items() if x is not None}
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Reads what `record` wrote; older checkpoints lack some fields."""
+    """Returns the part that `record` wrote; older records lack some fields."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),
@@ -77,13 +79,13 @@ class Saver:
 
   Args:
     config: the config of the run.
-    folder: its folder, of whose hosts all call the methods that save or
+    folder: the run's folder. All of its hosts call the methods that save and
       restore.
     checkpoints: converts between states and checkpoints.
     start: the state before the first step.
 
   Attributes:
-    checkpointer: has the checkpoints.
+    checkpointer: reads and writes the checkpoints.
   """
 
   def __init__(
@@ -107,7 +109,7 @@ class Saver:
     )
     self._checkpoints, self._start = checkpoints, start
     arrays = start.with_frozen({})  # frozen weights are not saved
-    # The bytes of a checkpoint.
+    # The size of a checkpoint in bytes.
     self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._told_of_room = False
     self._restored = 0
@@ -118,10 +120,10 @@ class Saver:
     return max(self._restored, self.checkpointer.pending.saved)
 
   def restore(self, unit: str) -> 'LastStep':
-    """Returns the newest valid step, or the start if no step was saved.
+    """Restores the newest valid checkpoint; without one, returns the start.
 
     Args:
-      unit: what the run counts, 'step' or 'update'.
+      unit: the noun for an iteration in printed lines: 'step' or 'update'.
 
     Raises:
       Exceptions of `Checkpointer.restore_latest`.
@@ -132,28 +134,30 @@ class Saver:
     self._restored, state, record = restored
     extra = Extra.of_record(record)
     if extra.unwritten is not None and not self._hosts.is_first:
-      extra.unwritten = extra.unwritten[0], []  # dialogues of the first host
+      # The dialogues in the checkpoint are the first host's, which writes them.
+      extra.unwritten = extra.unwritten[0], []
     return LastStep(self, unit, self._restored, state, extra)
 
   def check(self) -> None:
-    """Checks that what was saved is there, and that the folder is ours.
+    """Checks that no save has failed, and that this process holds the folder.
 
     Raises:
-      SaveFailed: the last save has failed; one that goes on is not waited for.
-      Lost: another process writes to the folder.
+      SaveFailed: the last save has failed. If that save is still being written,
+        this does not wait for its end.
+      Lost: another process has taken the folder.
     """
     self.checkpointer.check()
     if self._lock is not None:
       self._lock.check()
 
   def save(self, step: int, state: State, extra: Extra, *, waits: bool) -> None:
-    """Saves a step unless it is saved already; see `Checkpointer.save`."""
+    """Saves a step if it is not saved yet; see `Checkpointer.save`."""
     if self._bucket is not None:
       try:
         self._bucket.wait()
       except buckets.BucketError:
-        # The previous save waits for the bucket, too. To close the checkpoints
-        # would be to wait for that save, so this tells `close` not to.
+        # The previous save waits for the bucket too, and closing the
+        # checkpointer would wait for that save. This tells `close` not to wait.
         self.checkpointer.pending.cannot_end = True
         raise
     if self._lock is not None:
@@ -161,25 +165,28 @@ class Saver:
     try:
       self.checkpointer.wait()
     except pending_save.SaveFailed as error:
-      if self._hosts.count > 1:  # the others wait for this one
+      if self._hosts.count > 1:  # the other hosts still wait for this host
         raise
-      # A newer step replaces it, if it can be saved.
+      # Not raised: the step that is saved now replaces the failed one.
       _log.warning('%s', error)
     arrays, record = self._checkpoints.content(step, state)
     self.checkpointer.save(step, arrays, record | extra.record(), waits=waits)
 
   def save_in_time(self, last: 'LastStep', since: float | None) -> None:
-    """Saves the last step at the end of a run, and waits, if there is time.
+    """Saves the last step at the end of a run, if there is time for that.
+
+    The call returns when the step is on disk.
 
     Args:
       last: the last finished step.
-      since: the time of the signal that ends the run; None: there was none.
+      since: the time of the signal that ends the run; None without a signal.
 
     Raises:
-      NoTime: the step was not saved, on any host.
+      NoTime: there is too little time, so no host has saved the step.
     """
     line = self._lack_of_time(last.done, since)
-    # All hosts save, or none: one alone would wait for the others' parts.
+    # Either all hosts save or none: a host that saves alone would wait for the
+    # parts of the other hosts.
     lines = self._hosts.exchange('time to save', line)
     if any(lines):
       raise NoTime(next(filter(None, lines)))
@@ -198,12 +205,13 @@ class Saver:
     line = self._lack_of_room()
     if line and not self._told_of_room:
       _log.info('warning: %s; the run ends with its next checkpoint', line)
-    # Once there is room again, a line is logged when it is lacking again.
+    # If there is room again and it is lacking later, the line is logged again.
     self._told_of_room = bool(line)
 
   def _lack_of_room(self) -> str:
-    """Returns what the disk lacks for a checkpoint; '' if nothing."""
-    # A bucket does not fill up, and the disk here gets no arrays.
+    """Returns a line if the disk has no room for a checkpoint; otherwise ''."""
+    # A bucket does not fill up, and the arrays of a run in a bucket are not
+    # written to the disk of this machine.
     if self._bucket is not None:
       return ''
     free = shutil.disk_usage(self._workdir).free
@@ -215,8 +223,8 @@ class Saver:
     )
 
   def _lack_of_time(self, step: int, since: float | None) -> str:
-    """Returns why there is no time to save a step; '' if there is."""
-    # A save of this step that has begun is waited for at the end anyway.
+    """Returns a line if there is no time to save a step; otherwise ''."""
+    # If a save of this step has begun, the end of the run waits for it anyway.
     pending = self.checkpointer.pending
     has_begun = step in (self.saved, pending.step)
     if not self._grace or since is None or has_begun:
@@ -233,17 +241,18 @@ class Saver:
 
 @dataclasses.dataclass
 class LastStep:
-  """The last finished step of a run, which its end must not lose.
+  """The last finished step of a run, which the end of the run must not lose.
 
-  As text it is its name, such as 'step 3'.
+  `str` returns the step's name, such as 'step 3'.
 
   Attributes:
-    saver: saves it.
-    unit: the name of what the run counts.
+    saver: saves the step.
+    unit: the noun for an iteration in printed lines: 'step' or 'update'.
     done: the number of steps that are done.
-    state: the state after it.
-    extra: the part of a checkpoint that is not the state.
-    is_consumed: whether an update may have consumed the state.
+    state: the state after the step.
+    extra: the part of the step's checkpoint that is not the state.
+    is_consumed: whether an update may have donated the state, so that it can
+      not be saved.
   """
 
   saver: Saver
@@ -257,26 +266,26 @@ class LastStep:
     return f'{self.unit} {self.done}'
 
   def finish(self, done: int, state: State, extra: Extra) -> None:
-    """Makes another step the last one."""
+    """Replaces the last finished step by a newer one."""
     self.done, self.state, self.extra = done, state, extra
     self.is_consumed = False
 
   @property
   def is_unsaved(self) -> bool:
-    """Whether it is not on disk yet."""
+    """Whether the step is not on disk yet."""
     return self.done > self.saver.saved
 
 
 def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
-  """Moves aside what a run wrote after its newest checkpoint.
+  """Moves aside metrics and dialogues of steps after the newest checkpoint.
 
   Args:
-    writer: writes the files.
+    writer: writes the files of metrics and dialogues.
     last: the step that was restored.
   """
-  # The line of the step is kept, except where this start writes it: the line of
-  # step 0, and the line of a step whose evaluation was interrupted before it
-  # was written.
+  # The restored step's line in metrics.jsonl is kept, unless this start writes
+  # the line: for step 0, and for a step whose evaluation was interrupted before
+  # its line was written.
   step, extra = last.done, last.extra
   written = step > 0 and extra.unwritten is None
   aside = writer.rewind(step - (not written), saved=step)

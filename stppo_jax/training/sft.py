@@ -1,7 +1,7 @@
 """The supervised start: a policy imitates noisy demonstrations.
 
-It is a run of its own: that of the command `sft`, or the start of a run of
-`train`, in WORKDIR/start.
+The start is a run of its own, either of the command `sft` or inside a run of
+`train`, whose start lies in WORKDIR/start.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,17 +38,19 @@ _log = logging.getLogger(__name__)
 
 
 def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
-  """Trains, or resumes, on demonstrations; exports to `workdir/policy`.
+  """Trains a policy on demonstrations, or resumes; exports the policy.
 
-  Logs, at the end, the main score on evaluation questions, sampled and greedy.
+  The policy is exported to `workdir/policy`. At the end, the main scores on
+  evaluation questions are logged, for sampled and for greedy decoding.
 
   Args:
-    config: the config of the run; its section `sft` above all.
+    config: the config of the run; most options are in its section `sft`.
     workdir: the run's folder.
-    restart: whether to begin anew and move aside what the folder holds.
+    restart: whether to begin anew and move the files of the folder aside.
 
   Returns:
-    The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
+    The exit code: 0 if the run is done, 130 if it was interrupted and saved, 75
+    if it was preempted and saved.
   """
   with claim.claimed(config, workdir, restart=restart, command='sft') as folder:
     with folder.interruptible():
@@ -70,8 +72,9 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         services,
         engines.build_collector(config, services, found.tokenizer, engine),
       )
-      # The sampled score is the one that a run of `train` begins with; the
-      # greedy one compares with its evaluations.
+      # If a run of `train` starts from this policy, the sampled score can be
+      # compared with the scores of its first steps, and the greedy score with
+      # its evaluations.
       for greedy in (False, True):
         with folder.interruptible():
           scores, _ = evaluator.run(greedy=greedy)
@@ -92,17 +95,18 @@ def imitate(
   at_end: Callable[[functional.Model, functional.Params], None] | None = None,
   shown_every: int = 1,
 ) -> None:
-  """Trains, or resumes, on demonstrations in a folder, and exports the policy.
+  """Trains a policy on demonstrations, or resumes; exports the policy.
 
-  A step is a function of (config, step, state).
+  The result of a step is a function of (config, step, state).
 
   Args:
     config: the config of the run.
-    folder: its folder, which was recorded.
+    folder: the run's folder, in which the run has been recorded.
     tokenizer: the tokenizer of the policy.
-    services: questions and environment, which answers the demonstrated turns.
-    at_end: called with the trained policy.
-    shown_every: the steps between two lines of progress.
+    services: the questions, and the environment, which answers the demonstrated
+      turns.
+    at_end: called with the trained policy and its weights; may be None.
+    shown_every: the number of steps between two lines of progress.
 
   Raises:
     Misconfigured: the config does not fit its files, or has no demonstrations.
@@ -141,9 +145,11 @@ def imitate(
         with folder.interruptible():
           dialogues = teacher.batch(step, options.batch_size)
           batch = _packed(config, services, tokenizer, dialogues, hosts)
-          # Hosts with other shapes would wait in the update for ever.
+          # If the hosts' arrays differed in shape, the hosts would wait for
+          # each other in the update for ever.
           agreement.check_program(hosts, 'supervised update', step, batch)
-        # The rate is constant in the first half, and falls to 0 in the second.
+        # The learning rate is constant in the first half of the run, and falls
+        # linearly to 0 in the second half.
         left = 1 - step / options.num_steps
         rate = learner.numbers.learning_rate * min(1.0, 2 * left)
         with training.consuming_state():
@@ -168,11 +174,11 @@ def _packed(
 ) -> batch_lib.TokenBatch:
   """Returns this host's part of the demonstrations of a step as a batch.
 
-  The real environment answers them.
+  The environment of the run answers the demonstrated turns.
 
-  A turn longer than env.max_turn_tokens, which would be cut, must not be
-  imitated: a dialogue with such a turn is replaced by another dialogue of the
-  batch.
+  A turn with more than env.max_turn_tokens tokens would be cut off, and the
+  policy must not imitate that. So a dialogue with such a turn is replaced by
+  another dialogue of the batch.
 
   Raises:
     Misconfigured: every dialogue has such a turn.
@@ -188,7 +194,8 @@ def _packed(
     raise exits.Misconfigured(
       f'env.max_turn_tokens={room}: no demonstrated turn fits'
     )
-  # Replaced before hosts divide the batch: all of them choose the same.
+  # Dialogues are replaced before the hosts divide the batch among them, so that
+  # all hosts choose the same dialogues.
   chosen = [fitting[n % len(fitting)] for n in range(len(encoded))]
   chosen = chosen[hosts.share(len(chosen))]
   collector = collect.Collector(
@@ -201,7 +208,7 @@ def _packed(
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
   )
-  # The environment searches for real, so its server may fail here as in a run.
+  # The environment sends real queries, so its retriever may fail here too.
   trajectories = steps.collect_until_valid(
     lambda: collector.collect([question for question, _ in chosen], keys=None),
     services,

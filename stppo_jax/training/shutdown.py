@@ -1,8 +1,8 @@
-"""Ends a run so that its last finished step is not lost, whatever has happened.
+"""Saves the last finished step when a signal or an error ends a run.
 
-A step can be saved until an update consumes its state. So a run that ends while
-it collects, evaluates or writes saves the step before; one that ends in an
-update goes on from its newest checkpoint.
+The state of a step can be saved until an update donates it. So a run that ends
+while it collects, evaluates or writes saves the last finished step. If a run
+ends within an update, the next start goes on from the newest checkpoint.
 """
 
 from collections.abc import Iterator
@@ -29,16 +29,16 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
-  """Saves the last step of a run whose body a signal or an error has ended.
+  """Saves the last finished step when a signal or an error ends the body.
 
-  A signal ends the body without an error.
+  After a signal, no error is raised.
 
   Args:
     last: the last finished step.
     folder: the run's folder.
 
   Raises:
-    Stopped: in place of an OSError.
+    Stopped: in place of an OSError that has no exit code.
   """
   interrupt = folder.interrupt
   interrupt.force_exit = functools.partial(_force_exit, last, folder)
@@ -52,8 +52,8 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
   except Exception as error:
     interrupt.force_exit = interruption.no_force_exit
     _save_last(last, folder, error)
-    # Such an error says by itself how the run ends: by its exit code, or
-    # because nobody reads the output any more.
+    # These errors are raised as they are: one with an exit code says by itself
+    # how the run ends, and a broken pipe means that nobody reads the output.
     is_known = hasattr(error, 'exit_code') or isinstance(error, BrokenPipeError)
     if is_known or not isinstance(error, OSError):
       raise
@@ -67,10 +67,10 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
 
 
 def _save_interrupted(last: saving.LastStep, folder: claim.Folder) -> None:
-  """Saves a step after a signal, and says what the next start does."""
+  """Saves the last step after a signal, and logs what the next start does."""
   try:
-    # Before the first step there is nothing to lose, and the first save
-    # compiles a program.
+    # Before the first step there is nothing to lose, and saving would take
+    # longer, because the first save compiles a program.
     if last.done:
       last.saver.save_in_time(last, folder.interrupt.signalled)
   except saving.NoTime as error:
@@ -89,29 +89,30 @@ def _tell_saved(last: saving.LastStep) -> None:
 def _save_last(
   last: saving.LastStep, folder: claim.Folder, error: Exception
 ) -> None:
-  """Saves a step after an error, if there is something to save."""
+  """Saves the last step after an error, if that is possible and needed."""
   saves = getattr(error, 'saves', None)
   if saves is not None:
-    # The others save too, unless a host was lost in the middle of a step.
+    # Another host has failed. If `saves` is true, all hosts are at a point at
+    # which they can save the step together.
     if saves:
       try:
         last.saver.save_in_time(last, folder.interrupt.signalled)
       except saving.NoTime as second:
         _log.info('%s is %s', last, second)
     return
-  # Another process holds the folder, or the bucket was waited for in vain:
+  # Another process has taken the folder, or the bucket stayed out of reach, so
   # nothing can be saved.
   if isinstance(error, lock.Lost | buckets.BucketError):
     return
-  # An error of one of several hosts finds the others anywhere in a step, where
-  # they cannot save, and all must save together.
+  # Several hosts can only save together. When one of them has an error, the
+  # others may be at any point of a step, so none of them saves.
   alone = folder.hosts.is_alone
   if not alone or not last.is_unsaved or last.is_consumed:
     return
   try:
     last.saver.save_in_time(last, folder.interrupt.signalled)
   except Exception as second:
-    # Only logged: the error that ended the run is the one to raise.
+    # Only logged, because the error that ended the run is raised.
     _log.info('%s could not be saved and is lost: %s', last, second)
   else:
     _log.info('%s is saved', last)
@@ -124,19 +125,20 @@ def _force_exit(
   *,
   answered: bool,
 ) -> bool:
-  """Prepares the end of a process whose main thread does not react.
+  """Saves the last step if the main thread does not react to a signal.
 
-  It may be compiling, which nothing can interrupt. This is another thread.
+  The main thread may be compiling, for example, which nothing can interrupt.
+  Another thread calls this function.
 
   Args:
     last: the last finished step.
     folder: the run's folder.
     exit_code: the exit code of the signal.
-    answered: whether the main thread knows of the signal: then it goes on to an
-      end, and its state may be consumed meanwhile.
+    answered: whether the main thread knows of the signal. If it does, it is
+      ending the run, and may donate the state meanwhile.
 
   Returns:
-    Whether the process may end now.
+    Whether the process may end now. The folder is then released.
   """
   interrupt = folder.interrupt
   if not folder.hosts.is_alone:

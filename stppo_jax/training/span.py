@@ -1,8 +1,9 @@
-"""Chooses whether each host decodes by itself, or all of a slice together.
+"""Chooses whether each host decodes alone, or all hosts of a slice together.
 
-The compiler for TPU refuses programs for one host of some slices, or ends the
-process. So each host first compiles small programs of its own, for chips as
-they are in the slice, in a process of its own.
+For some TPU slices, the compiler refuses programs for a single host, or ends
+the process that compiles them. So each host first compiles small trial programs
+for itself. It does so in a child process, which knows the chips of the slice by
+description and does not use them.
 """
 
 from collections.abc import Callable
@@ -32,12 +33,16 @@ from stppo_jax.training import model_files
 
 _log = logging.getLogger(__name__)
 
-# Seconds that a host may try; usually it takes a minute.
+# Seconds that a trial may take; usually it takes one minute.
 _LIMIT = 900.0
 
 
 def try_here(config) -> str:
-  """Returns why programs for this host do not compile; '' if they may."""
+  """Returns why programs for this host alone do not compile; '' if they do.
+
+  The result is also '' if no trial is needed: on other devices than TPUs, and
+  for configs with which the hosts must decode alone.
+  """
   devices = jax.devices()
   decodes_alone = config.rollout.engine != 'local' or any(
     forbids(operator.attrgetter(key)(config))
@@ -57,12 +62,14 @@ def resolved(
   *,
   try_it: Callable[[Any], str] = try_here,
 ) -> Any:
-  """Returns the config with a span in place of `auto`, the same on all hosts.
+  """Returns the config with `host` or `slice` in place of rollout.span=auto.
+
+  All hosts get the same value: `slice` if the trial of any host has failed.
 
   Args:
     config: the config of a run.
     hosts: the hosts of the run, all of which call this function.
-    try_it: returns why programs for this host do not compile, see `try_here`.
+    try_it: runs the trial of this host, see `try_here`.
   """
   if config.rollout.span != 'auto' or hosts.count == 1:
     return config
@@ -80,35 +87,39 @@ def resolved(
 def try_host(
   config, name: str, place: tuple[int, ...], *, limit: float = _LIMIT
 ) -> str:
-  """Returns why programs for a host of a slice do not compile; '' if they may.
+  """Returns why programs for one host of a slice do not compile.
+
+  The result is '' if they compile. It is also '' if the config is bad, because
+  the checks of the run refuse such a config later.
 
   Args:
     config: the config of a run.
     name: the name of the slice, see `topology.find`.
-    place: the coordinates of a chip of the host, by which the host is found:
-      its number in the run may differ from that in the topology.
-    limit: seconds that it may take.
+    place: the coordinates of a chip of the host. They identify the host, whose
+      number in the run may differ from its number in the topology.
+    limit: the seconds that the trial may take.
 
   Raises:
-    RuntimeError: nobody knows whether they compile; one line.
+    RuntimeError: the trial itself has failed, so the answer is not known; the
+      message is one line.
   """
-  # Spawned: a fork would share the devices that this process holds.
+  # Spawned, because a fork would share the devices that this process holds.
   context = multiprocessing.get_context('spawn')
   ours, theirs = context.Pipe()
   child = context.Process(
     target=_try, args=(theirs, config, name, place), daemon=True
   )
   child.start()
-  theirs.close()  # so that the end of the child is the end of the pipe
+  theirs.close()  # only the child holds this end, so its end closes the pipe
   try:
-    # Decoding by the whole slice works where this does not, so a compiler that
-    # takes too long counts as one that refuses.
+    # A compiler that takes too long counts as a compiler that refuses: the
+    # hosts can decode together instead.
     if not ours.poll(limit):
       return f'the compiler does not end within {limit:.0f} s'
     problem, error = ours.recv()
   except EOFError:
     child.join()
-    if (child.exitcode or 0) < 0:  # by a signal
+    if (child.exitcode or 0) < 0:  # a signal has ended the child
       return 'the compiler ends its process'
     problem, error = '', f'exit code {child.exitcode}'
   finally:
@@ -120,9 +131,14 @@ def try_host(
 
 
 def _try(connection, config, name: str, place: tuple[int, ...]) -> None:
-  """Sends why programs do not compile, and an error that is a bug."""
+  """Runs the trial in the child process, and sends its result.
+
+  The result is a pair: the reason why the programs do not compile, and the line
+  of an unexpected error. Each is '' if there is none.
+  """
   jax.config.update('jax_platforms', 'cpu')
-  # The compiler says much before it ends the process.
+  # Standard error is dropped, because the compiler prints much to it before it
+  # ends the process.
   os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
   problem = error = ''
   try:
@@ -139,11 +155,11 @@ def _try(connection, config, name: str, place: tuple[int, ...]) -> None:
 
 
 def _compile(config, devices, host: int) -> None:
-  """Compiles the programs of one layer and few slots for a host."""
+  """Compiles the engine's programs for a host, with one layer and few slots."""
   mesh = components.build_mesh(config, devices)
   shape = model_files.build_model_config(config, None, mesh)
-  # The layers are computed in one loop, so what the compiler refuses for all
-  # layers it also refuses for one.
+  # All layers are computed in one loop. So if the compiler refuses a program of
+  # all layers, it also refuses the program of one layer.
   shape = dataclasses.replace(shape, num_layers=1, dense_layers=())
   placement = components.build_placement(config, shape, mesh, devices, host)
   assert placement is not None  # rollout.engine=local
@@ -157,8 +173,8 @@ def _compile(config, devices, host: int) -> None:
   programs = lowering.Lowering(
     model,
     placement=placement,
-    # With 0 the engine chooses numbers that fit these few slots; the numbers of
-    # the config fit the slots of the run.
+    # The config's `pages` and `batch_rows` fit the slots of the run. With 0 the
+    # engine chooses values that fit the few slots of this trial.
     options=dataclasses.replace(options, slots=slots, pages=0, batch_rows=0),
     num_states=stops.num_states(environment.stop_strings),
     trained=sharding.with_layout(

@@ -5,11 +5,11 @@
     3  a Hugging Face directory: `model.path`, or the supervised start
     4  random numbers
 
-A start that has to be made lies in WORKDIR/start. The supervised start is a run
-of its own there, which resumes like any other. Of another run, the newest
-policy is copied, with its tokenizer, and its value model becomes a checkpoint
-in WORKDIR/start_value. From then on the other run may go on, move or be
-deleted.
+If the run has to make its start, the start lies in WORKDIR/start. A supervised
+start is a run of its own in that folder, which resumes like any run. With
+`init_from`, the newest policy of the other run is copied to that folder with
+its tokenizer, and the other run's value model becomes a checkpoint in
+WORKDIR/start_value. From then on the other run may go on, move or be deleted.
 """
 
 import dataclasses
@@ -36,18 +36,19 @@ from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_record
 
 _VALUE = 'start_value'
-# Keys of `model` that say how it is computed, not what it is.
+# Keys of `model` that choose implementations and do not change the model.
 _CHOICES = ('attention', 'moe', 'cache')
 _log = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
-  """The start of a run, which may have to be made yet.
+  """Where the weights of a run come from; the start may not be made yet.
 
   Attributes:
-    config: the config of the run, with the model that it will start from.
-    is_missing: whether it has to be made.
-    source: the config of the run to copy from; None if there is none.
+    config: the config of the run; its section `model` describes the model that
+      the run will start from.
+    is_missing: whether the run still has to make its start.
+    source: the config of the run to copy from; None without such a run.
   """
 
   config: Any
@@ -59,11 +60,13 @@ class Loaded(NamedTuple):
   """The weights before the first step.
 
   Attributes:
-    config: the config of the run; its section `model` names the start.
-    state: the state.
-    reference: weights of the frozen reference; None if the state has them.
-    number: 2, 3 or 4: the number in the list of the module's docstring.
-    name: what they are, for the line that is printed.
+    config: the config of the run; if the run made its start, `model.path` is
+      the directory of the start.
+    state: the training state with these weights.
+    reference: the weights of the frozen reference; None if the state has them.
+    number: the number of the source of the weights in the list at the top of
+      this module: 2, 3 or 4.
+    name: a phrase that names the source, for the line that is printed.
   """
 
   config: Any
@@ -74,19 +77,19 @@ class Loaded(NamedTuple):
 
 
 def resolve(config, folder: claim.Folder) -> Start:
-  """Returns what a run starts from; no weight is read, and nothing is made.
+  """Finds the source of a run's weights, without reading or writing weights.
 
-  If it is another run, the model is described as the copy of that run's policy
-  will be. So a config that does not fit it is refused before anything is
-  written.
+  With `init_from`, the section `model` of the result describes the model of the
+  other run. So a config that does not fit that model is refused before files
+  are written.
 
   Args:
     config: the config of a run.
-    folder: its folder.
+    folder: the run's folder.
 
   Raises:
-    Misconfigured: `init_from` is no run that has begun, or its policy cannot be
-      exported; a line for each reason.
+    Misconfigured: `init_from` names no run that has begun, or the policy of
+      that run cannot be exported; the message has a line for each reason.
   """
   if not run_record.makes_start(config):
     return Start(config, False, None)
@@ -124,36 +127,38 @@ def _source(init_from: str) -> Any:
 def load(
   start: Start, config, parts: build_lib.Parts, folder: claim.Folder
 ) -> Loaded:
-  """Makes the start, unless that was done before, and loads it.
+  """Makes the run's start if it is missing, and loads its weights.
 
   Args:
-    start: from `resolve`.
+    start: the result of `resolve`.
     config: the config of the run.
-    parts: from `build`, of the start's config.
+    parts: the objects that were built with `start.config`.
     folder: the run's folder, whose hosts all call this function.
 
   Raises:
     Misconfigured: the other run has no checkpoint, or weights do not fit.
-    Exceptions of `checkpoint_state.read_policy`, and OSError.
+    OSError: the start cannot be read or written.
+    Exceptions of `checkpoint_state.read_policy`.
   """
-  # What the first host sees counts, because it writes the start: on a network
-  # file system others may see it later.
+  # The first host decides whether the start is missing, because it writes the
+  # start: on a network file system, other hosts may see the files later.
   is_missing = start.is_missing and run_record.made_start(folder.path) is None
   is_missing, *_ = folder.hosts.exchange('start', is_missing)
   if is_missing and config.init_from:
     with folder.collective_section():
       _copy(config, start.source, folder)
   elif is_missing:
-    # A run of its own: a signal finishes and saves its step.
+    # The supervised start is a run of its own: at a signal, its last step is
+    # saved.
     imitated = config.copy_and_resolve_references()
-    # A tracker should not show the start as an experiment of its own.
+    # Trackers should not show the start as a separate experiment.
     imitated.writer.update(trackers=(), tensorboard=False)
     with folder.inside('start', imitated, command='sft') as inside:
       inside.record()
       sft.imitate(
         imitated, inside, parts.tokenizer, parts.services, shown_every=50
       )
-  folder.hosts.exchange('start', True)  # on all hosts, the start is there now
+  folder.hosts.exchange('start', True)  # waits until the start is complete
   if is_missing:
     folder.publish()
   original, note = config, ''
@@ -168,7 +173,12 @@ def load(
 
 
 def _origin(config, path: str) -> tuple[int, str]:
-  """Returns the number and the name of a start whose weights are in `path`."""
+  """Returns `number` and `name` of `Loaded` for a start in the folder `path`.
+
+  Args:
+    config: the config of the run, as the user gave it.
+    path: the directory of the weights; '' for random numbers.
+  """
   if config.init_from:
     return 2, f'init_from={config.init_from}, kept in {path}'
   if run_record.makes_start(config):
@@ -177,23 +187,31 @@ def _origin(config, path: str) -> tuple[int, str]:
 
 
 def _copy(config, source: Any, folder: claim.Folder) -> None:
-  """Copies policy and value model of another run; all hosts call it."""
+  """Copies the policy and the value model of another run; all hosts call this.
+
+  Args:
+    config: the config of this run.
+    source: the config of the other run.
+    folder: the folder of this run.
+  """
   hosts, workdir = folder.hosts, folder.path
   mesh = components.build_mesh(config)
   opened = bucket_files.opened(config.init_from)
   theirs = checkpoint_state.read_policy(source, opened, step=None, mesh=mesh)
   if hosts.is_first:
-    shutil.rmtree(workdir / _VALUE, ignore_errors=True)  # of a killed start
+    # A start that was killed may have left an incomplete value model.
+    shutil.rmtree(workdir / _VALUE, ignore_errors=True)
     _log.info(
       'init_from=%s: its policy after step %d', config.init_from, theirs.step
     )
-  hosts.exchange('start', False)  # what a killed start has left is gone
-  # With another range of values, the same weights of the head would mean other
-  # values, so the value model is not copied then.
+  hosts.exchange('start', False)  # waits until the first host has removed it
+  # The range of values scales the output of the value head. If the runs have
+  # different ranges, the same weights would mean other values, so the value
+  # model is not copied.
   if theirs.config.loss.value_range == config.loss.value_range:
     _copy_value(theirs, opened, workdir / _VALUE)
-  # The policy is exported last, because a start whose policy is there is not
-  # made again. The folder gets its name only when it is complete.
+  # The policy is exported last, because a start counts as made when its policy
+  # exists. The folder of the policy gets its name only when it is complete.
   model_files.export(
     theirs.config,
     workdir / run_record.START,
@@ -208,9 +226,11 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
 def _copy_value(
   theirs: checkpoint_state.Policy, source: pathlib.Path, target: pathlib.Path
 ) -> None:
-  """Copies the value model of a run if it is separate and has no adapters.
+  """Copies the value model of a run as a checkpoint in the folder `target`.
 
-  Adapters have no meaning beside other frozen weights.
+  Nothing is copied if the run has no separate value model. Nothing is copied
+  either if the models have adapters, because adapters mean nothing on top of
+  other frozen weights.
   """
   value = theirs.learner.abstract_start()[0].value
   if value is None or theirs.config.model.lora.rank:
@@ -220,11 +240,12 @@ def _copy_value(
     restored = reads.restore_latest(
       value.params, subtree='value.params', step=theirs.step
     )
-  except checkpoint.OtherState:  # one of another size, see model.value_path
+  except checkpoint.OtherState:
+    # With `model.value_path`, the value model may have other sizes.
     return
   finally:
     reads.close()
-  assert restored is not None  # the policy was in it
+  assert restored is not None  # the policy was read from the same checkpoint
   writes = checkpoint.Checkpointer(target)
   writes.save(0, restored[1], {})
   writes.close()
@@ -233,16 +254,17 @@ def _copy_value(
 def _with_value(
   state: state_lib.TrainState, workdir: pathlib.Path
 ) -> tuple[state_lib.TrainState, str]:
-  """Returns the state with the value model that was copied, if it fits.
+  """Returns the state with the copied value model, if there is one that fits.
 
   Args:
     state: the state, whose value model starts from the policy.
     workdir: the run's folder.
 
   Returns:
-    The state, and the end of a line if there is no value model that fits.
+    The state, and a note for the line about the start: it is '' if the copied
+    value model is used.
   """
-  assert state.value is not None  # there is one to replace
+  assert state.value is not None  # the caller has checked this
   folder, restored = workdir / _VALUE, None
   if folder.is_dir():
     reads = checkpoint.Checkpointer(folder, read_only=True)
