@@ -1,1 +1,1 @@
-"""The folder of a run: whose it is, who holds it, and whether it is alive."""
+"""The folder of a run: its record, its lock, and its signs of life."""

@@ -1,9 +1,10 @@
-"""Checks, at the start, that the hosts of a run agree.
+"""Checks that the hosts of a run agree on config, files, code and programs.
 
-Hosts that differ in a key of the config, in a file or in the code would not
-fail: they would train on something that no config describes, or wait for each
-other in different programs. So everything that a step depends on is compared
-before the first program, and each difference is named with its hosts.
+If hosts differed in a key of the config, in a file or in the code, there would
+be no error. They would train a mixture that no config describes, or wait for
+each other in different programs. So the hosts compare everything that a step
+depends on before the first program. The message about a difference names the
+hosts.
 """
 
 import hashlib
@@ -23,16 +24,17 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.workdir import named_files
 from stppo_jax.workdir import run_folder
 
-# Every host asks its own retriever.
+# Keys that may differ between hosts: every host may use its own retriever.
 _OWN_KEYS = ('retrieval.url',)
 _PACKAGE = pathlib.Path(__file__).parents[1]
-# Seconds that a file system may take to show a new file to other machines.
+# Seconds within which a shared file system must show a new file to other
+# machines, and seconds between two looks.
 _PROBE_PATIENCE = 10.0
 _PROBE_PAUSE = 0.1
 
 
 class HostsDiffer(Exception):
-  """Hosts have come to different programs, or have arrays of other shapes."""
+  """Hosts are about to run different programs, or have unequal array shapes."""
 
   exit_code = exits.BUG
 
@@ -41,7 +43,8 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
   """Checks that all hosts have the same config, files, code and devices.
 
   Raises:
-    Misconfigured: on all hosts; a line for each difference.
+    Misconfigured: the hosts differ. All hosts raise this; the message has a
+      line for each difference.
   """
   if hosts.count == 1:
     return
@@ -51,7 +54,7 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
     if key not in _OWN_KEYS
   }
   mine = _facts(config) | values
-  if hosts.collectors:  # they may have other devices than those that learn
+  if hosts.collectors:  # hosts that only collect may have other devices
     del mine['the devices']
   if lines := differences(hosts, hosts.exchange('facts', mine)):
     raise exits.Misconfigured('\n'.join(lines))
@@ -60,18 +63,20 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
 def check_program(
   hosts: hosts_lib.Hosts, program: str, step: int, arrays: Any
 ) -> None:
-  """Checks that all hosts have come to one program, with the same shapes.
+  """Checks that all hosts are about to run one program with the same shapes.
 
-  Otherwise they would wait for each other in it.
+  Without this check, hosts that differ would wait for each other in the program
+  for ever.
 
   Args:
     hosts: the hosts of the run.
     program: the name of the program.
-    step: the step that it is a part of.
+    step: the step to which the program belongs.
     arrays: this host's part of the arrays whose shapes may differ.
 
   Raises:
-    HostsDiffer: on all hosts; a line for each difference.
+    HostsDiffer: the hosts differ. All hosts raise this; the message has a line
+      for each difference.
   """
   if hosts.count == 1:
     return
@@ -86,7 +91,12 @@ def check_program(
 def differences(
   hosts: hosts_lib.Hosts, facts: list[dict[str, str]]
 ) -> list[str]:
-  """Returns a line for each fact in which hosts differ: who has what."""
+  """Returns a line for each fact that differs, with the value of each host.
+
+  Args:
+    hosts: the hosts of the run.
+    facts: the facts of each host, by their names.
+  """
   lines = []
   for name in dict.fromkeys(name for fact in facts for name in fact):
     holders: dict[str, list[str]] = {}
@@ -100,10 +110,11 @@ def differences(
 
 
 def check_folder(hosts: hosts_lib.Hosts, workdir: pathlib.Path) -> None:
-  """Checks that all hosts see the files that the first one writes.
+  """Checks that all hosts see the files that the first host writes.
 
   Raises:
-    Misconfigured: on all hosts, if the folder is not on a shared file system.
+    Misconfigured: the folder is not on a shared file system; all hosts raise
+      this.
   """
   if hosts.count == 1:
     return
@@ -126,11 +137,11 @@ def check_folder(hosts: hosts_lib.Hosts, workdir: pathlib.Path) -> None:
 
 
 def _appears(path: pathlib.Path) -> bool:
-  """Returns whether a file can be seen, at once or a little later."""
+  """Returns whether a file appears within `_PROBE_PATIENCE` seconds."""
   deadline = time.monotonic() + _PROBE_PATIENCE
   while time.monotonic() < deadline:
-    # By the list of the folder: a network file system may remember for a while
-    # that a name did not exist, and answer for it from its cache.
+    # This lists the folder instead of asking for the file: a network file
+    # system may answer from its cache that the file does not exist.
     if path.parent.is_dir() and path.name in os.listdir(path.parent):
       return True
     time.sleep(_PROBE_PAUSE)
@@ -138,7 +149,7 @@ def _appears(path: pathlib.Path) -> bool:
 
 
 def _facts(config) -> dict[str, str]:
-  """Returns what must be the same on all hosts, by name."""
+  """Returns the facts that must be equal on all hosts, by name, as text."""
   devices = jax.local_devices()
   code = hashlib.sha256()
   for path in sorted(_PACKAGE.rglob('*.py')):
@@ -171,8 +182,8 @@ def _source(name: str) -> str:
   importlib.invalidate_caches()  # the file may be newer than this process
   try:
     found = importlib.util.find_spec(module)
-  # A package is imported to find a module in it, and may raise anything. The
-  # error is reported where the function is loaded.
+  # `find_spec` imports the package of the module, which may raise any error.
+  # The error is reported later, when the function is loaded.
   except Exception:
     found = None
   if found is None or found.origin is None:

@@ -6,13 +6,13 @@ import tempfile
 
 
 def replace(path: pathlib.Path, data: bytes) -> None:
-  """Writes a file, in place of an earlier one.
+  """Writes a file, or replaces an earlier file as a whole.
 
-  The data are written to a file beside it, which is then renamed. So a process
-  that is killed here leaves the old file or the new one.
+  The data are written to another file in the same folder, which is then
+  renamed. So a process that is killed here leaves the old file or the new one.
 
   Raises:
-    OSError: the old file is as it was.
+    OSError: writing failed; the old file is unchanged.
   """
   new = path.with_name(f'{path.name}.new')
   try:
@@ -20,15 +20,16 @@ def replace(path: pathlib.Path, data: bytes) -> None:
     os.replace(new, path)
   except OSError as error:
     new.unlink(missing_ok=True)
-    # An error of writing names no file, and the user did not name this one.
+    # An error of `write_bytes` may name no file, or the `.new` file, which the
+    # user does not know.
     raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
-  """Appends all of the data or, if that fails, none of it.
+  """Appends data to a file as a whole, or not at all.
 
   Raises:
-    OSError: nothing was written; the file is as it was.
+    OSError: writing failed; the file is unchanged.
   """
   with open(path, 'ab', buffering=0) as file:
     start = file.tell()
@@ -36,19 +37,20 @@ def append(path: pathlib.Path, data: bytes) -> None:
       while data:
         data = data[file.write(data) :]
     except OSError:
-      # Half a line would be glued to the next one.
+      # If half a line stayed, the next line would be appended to it.
       file.truncate(start)
       raise
 
 
 def refusal(folder: pathlib.Path) -> str:
-  """Returns why files cannot be made in a folder; '' if they can.
+  """Returns why files cannot be written in a folder; '' if they can.
 
-  Permissions would not tell: the superuser has all of them, and cannot write to
-  /proc nevertheless.
+  A file is written to find out. Permissions would not tell: the superuser has
+  all permissions, but cannot write to /proc.
 
   Args:
-    folder: the folder, which may not exist yet.
+    folder: the folder. If it does not exist yet, the file is written to the
+      nearest folder above that exists.
   """
   existing = folder.absolute()
   while not existing.exists():

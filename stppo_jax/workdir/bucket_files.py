@@ -1,14 +1,16 @@
 """The files of a run in a bucket, and how they are downloaded.
 
-    gs://BUCKET/RUN/checkpoints/40/...    the arrays, which Orbax writes there
-                   /metrics.jsonl/000000-000000000000    lines of metrics.jsonl,
-                   /metrics.jsonl/000000-000000004711    those that came later
-                   /lease                 who writes there, see `workdir.lease`
+    gs://BUCKET/RUN/checkpoints/40/...    a checkpoint, written by Orbax itself
+                   /metrics.jsonl/000000-000000000000    first lines of the file
+                   /metrics.jsonl/000000-000000004711    later lines of the file
+                   /lease                 the holder, see `workdir.lease`
                    /...                   every other file, as an object
 
-Objects do not grow. So a file that lines are appended to is kept in parts. The
-name of one says at which byte of the file it begins, and how often the file was
-rewritten as a whole: only the parts of the greatest number count.
+Nothing can be appended to an object. So a file to which a run appends lines is
+kept in parts, each of which is an object. The first number in the name of a
+part says how often the file was rewritten as a whole before, and only the parts
+with the greatest such number count. The second number is the byte of the file
+at which the part begins.
 """
 
 import atexit
@@ -25,22 +27,23 @@ import zlib
 from stppo_jax import buckets
 from stppo_jax.workdir import run_folder
 
-# Files that lines are appended to.
+# Matches the names of files to which a run appends lines.
 GROWS = re.compile(r'(?:[^/]+/)?(?:metrics|config_changes)\.jsonl')
 DIALOGUES = re.compile(r'(?:trajectories|evaluation)-(\d+)[^/]*')
 _PART = re.compile(rf'({GROWS.pattern})/(\d+)-(\d+)')
 _CHECKPOINT = re.compile(r'((?:[^/]+/)?checkpoints/[^/]+)/.+')
-_COMMITTED = 'commit_success.txt'  # Orbax writes it when all else is there
+# Orbax writes this file last, when the rest of a checkpoint is complete.
+_COMMITTED = 'commit_success.txt'
 
 
 class Grown(NamedTuple):
-  """The bytes that a bucket has of a file that lines are appended to.
+  """The content that a bucket has of a file to which a run appends lines.
 
   Attributes:
-    number: how often the file was rewritten.
-    size: the bytes that are there.
+    number: how often the file was rewritten as a whole.
+    size: the number of bytes of the file that are in the bucket.
     checksum: the checksum of these bytes.
-    parts: the names of all parts.
+    parts: the names of all parts, including outdated ones.
   """
 
   number: int = 0
@@ -57,26 +60,28 @@ def downloaded(
   arrays: bool = False,
   start: bool = False,
 ) -> Iterator[pathlib.Path]:
-  """Yields the folder of a run, downloaded from its bucket if it is in one.
+  """Yields the folder of a run; downloads it first if the run is in a bucket.
 
   The downloaded files are deleted when the body ends.
 
   Args:
-    place: the folder, or its address.
-    dialogues: whether to download the dialogues too.
-    arrays: whether to download the arrays of checkpoints; if not, their files
-      have the right size and no content.
-    start: whether to download the policy that the run has made to start from.
+    place: the folder of the run, or its address in a bucket.
+    dialogues: whether to download the dialogues.
+    arrays: whether to download the arrays of checkpoints. If False, the files
+      of the arrays are made with the right size and without content.
+    start: whether to download the policy in start/policy, if the run has made
+      its start.
 
   Raises:
-    BucketError: the bucket cannot be read, or holds nothing there.
+    BucketError: the bucket cannot be read, or has no objects at this address.
   """
   if not buckets.is_address(place):
     yield pathlib.Path(place)
     return
   bucket = buckets.Bucket(place)
   entries = bucket.entries()
-  # A bucket has no folders: an address that was misspelt is just empty.
+  # A bucket has no folders, so reading a misspelt address is no error: it only
+  # finds no objects.
   if not entries:
     raise buckets.BucketError(
       f'{place}: nothing is stored at this address; check its spelling, or '
@@ -102,14 +107,14 @@ def downloaded(
 
 @functools.cache
 def opened(place: str) -> pathlib.Path:
-  """Returns the folder of a run or a model, downloaded if it is in a bucket.
+  """Returns the folder of a run or a model; downloads it from a bucket first.
 
-  Of a run, everything is there but dialogues and the arrays of checkpoints, and
-  `run_folder.address` tells where these are. It is deleted when the process
-  ends.
+  The downloaded folder of a run lacks dialogues and the arrays of checkpoints;
+  `run_folder.address` returns the address from which these can be read. The
+  downloaded folder of a run is deleted when the process ends.
 
   Raises:
-    BucketError: the bucket cannot be read, or holds nothing there.
+    BucketError: the bucket cannot be read, or has no objects at this address.
   """
   is_run = buckets.is_address(place) and buckets.Bucket(place).read(
     run_folder.IDENTITY
@@ -122,7 +127,11 @@ def opened(place: str) -> pathlib.Path:
 
 
 def committed(names: Iterable[str]) -> list[int]:
-  """Returns the steps of the committed checkpoints of a run's objects."""
+  """Returns the steps whose checkpoints are committed.
+
+  Args:
+    names: the names of the objects of a run.
+  """
   folders = (name.split('/') for name in names)
   return [
     int(x[1])
@@ -137,19 +146,20 @@ def download(
   entries: Mapping[str, buckets.Entry],
   is_needed: Callable[[str], bool],
 ) -> dict[str, Grown]:
-  """Downloads files of a run; those that lines are appended to are joined.
+  """Downloads the needed files of a run, and joins files that are in parts.
 
-  The other files of committed checkpoints are made here too, with their size
-  and without content: their names tell which steps there are.
+  Files of committed checkpoints that are not needed are made with the right
+  size and without content, so that the list of checkpoints is complete.
 
   Args:
     bucket: the bucket.
-    folder: gets the files.
-    entries: its objects.
-    is_needed: returns whether the file of a name is needed.
+    folder: the folder of this machine that gets the files.
+    entries: the objects of the bucket by name.
+    is_needed: returns whether the file with a given name is needed.
 
   Returns:
-    What the bucket has of each growing file.
+    For each downloaded file that is in parts: the content that the bucket has
+    of the file.
   """
   parts: dict[str, list[re.Match[str]]] = {}
   wanted, empty = [], []
@@ -163,7 +173,8 @@ def download(
     elif is_needed(name):
       wanted.append(name)
   bucket.download(wanted, folder)
-  # Sparse files: sizes and times of a checkpoint are known without its arrays.
+  # These sparse files have the sizes and times of the objects, so commands can
+  # show them without downloading the arrays.
   for name in empty:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,9 +192,9 @@ def _join(
   path: pathlib.Path,
   parts: list[re.Match[str]],
 ) -> Grown:
-  """Joins the parts of a file that lines are appended to, and writes it."""
-  # A rewritten file begins with a part at byte 0. Its other parts may arrive
-  # earlier.
+  """Joins the parts of a file in the bucket, and writes the file at a path."""
+  # The parts of a rewritten file count only once its part at byte 0 is there:
+  # its other parts may arrive earlier.
   begun = (int(part[2]) for part in parts if not int(part[3]))
   number = max(begun, default=0)
   data = b''

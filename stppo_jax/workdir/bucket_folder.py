@@ -1,9 +1,10 @@
-"""The folder of a run in a bucket, and what a host has of it on its disk.
+"""The folder of a run in a bucket, and its copy on the disk of a host.
 
-A run works on a folder of its machine, which begins with what the bucket has.
-A thread uploads what is new every few seconds, and waits while the bucket is
-out of reach. A checkpoint is committed after everything that was written before
-it was uploaded, and only by the holder of the lease.
+A run works on a folder of its machine, into which the files of the bucket are
+downloaded at the start. A thread uploads new files every few seconds; while the
+bucket is out of reach, the files wait. A checkpoint is committed only by the
+holder of the lease, and only after the upload of all files that were written
+before the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,20 +25,21 @@ from stppo_jax.workdir import lease
 from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
-_EVERY = 5.0  # seconds between two rounds
-_PAUSE = 1.0  # seconds between two tries of what must succeed
-_TO_END = 2.0  # seconds that a process needs after the last round
-_AFTER_ERROR = 10.0  # seconds for the last round if an error ends the run
-# The files of earlier starts that a start needs, beside checkpoints.
+_EVERY = 5.0  # seconds between two uploads by the thread
+_PAUSE = 1.0  # seconds between two calls of `with_retries`
+_TO_END = 2.0  # seconds that a process needs to end after the last upload
+_AFTER_ERROR = 10.0  # seconds for the last upload if an error ends the run
+# Matches the files of earlier starts that a start needs, beside checkpoints.
 _NEEDED = re.compile(r'[^/]+\.jsonl?|start/(policy/)?[^/]+|compiled/.+')
-# Files of a folder that are of use on this machine alone.
+# The beginnings of the names of files that are never uploaded, because they are
+# of use on this machine alone.
 _OWN = (run_folder.ADDRESS, lock.NAME, run_folder.PROBE)
 _UNFINISHED = ('.new', '.part', '.partial')
 _log = logging.getLogger(__name__)
 
 
 class OtherFiles(ValueError):
-  """An address holds files that belong to no run; one line."""
+  """The address has files that belong to no run; the message is one line."""
 
   exit_code = exits.USAGE
 
@@ -46,33 +48,33 @@ class BucketFolder:
   """A folder in a bucket, and the folder of this machine that stands for it.
 
   Args:
-    address: such as gs://bucket/run.
+    address: the address of the folder in the bucket, such as gs://bucket/run.
     folder: the folder of this machine, which is empty.
-    retry: seconds for which the bucket may be out of reach where the run
-      cannot go on without it.
+    retry: the seconds for which a call is repeated while the bucket is out of
+      reach, if the run cannot go on without the call.
 
   Attributes:
-    address: the address.
-    bucket: the objects below it.
+    address: the address of the folder in the bucket.
+    bucket: the objects at this address.
   """
 
   def __init__(self, address: str, folder: pathlib.Path, *, retry: float):
     self.address, self.bucket = address, buckets.Bucket(address)
     self._folder, self._retry = folder, retry
     (folder / run_folder.ADDRESS).write_text(address)
-    # Size and time, on this machine, of each file that the bucket has.
+    # Size and time of each file of this machine whose content is in the bucket.
     self._known: dict[str, tuple[int, int]] = {}
     self._grown: dict[str, bucket_files.Grown] = {}
     self._pushing = threading.Lock()
 
   def pull(self) -> None:
-    """Downloads what a start needs.
+    """Downloads the files that a start of the run needs.
 
-    Dialogues are downloaded if they were written after an older checkpoint.
-    Other dialogues have empty files.
+    If there are two checkpoints or more, dialogues are downloaded only for
+    steps after the second newest. For older dialogues, empty files are made.
 
     Raises:
-      OtherFiles: the address holds files that belong to no run.
+      OtherFiles: the address has files that belong to no run.
       BucketError: the bucket cannot be read.
     """
     entries = self.bucket.entries()
@@ -87,7 +89,7 @@ class BucketFolder:
         f'{min(others)}; name another address'
       )
     # If the newest checkpoint is damaged, the run goes on from an older one and
-    # moves later dialogues aside. So those are needed, not only their names.
+    # moves later dialogues aside, so the content of these files is needed.
     steps = sorted(bucket_files.committed(entries))
     oldest = steps[-2] if len(steps) > 1 else 0
 
@@ -102,17 +104,20 @@ class BucketFolder:
       )
       for name in entries:
         if bucket_files.DIALOGUES.fullmatch(name):
-          # An empty file of that name, from which the writer knows what to
-          # remove or to move aside.
+          # `touch` makes an empty file if the dialogues were not downloaded.
+          # The writer needs its name to remove old dialogues.
           (self._folder / name).touch()
         elif name.startswith(run_folder.ASIDE):
           (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
-      # Taken after the download, so that nothing which came from the bucket
-      # counts as new here and is uploaded again.
+      # This comes after the download, so that the files from the bucket do not
+      # count as new and are not uploaded again.
       self._known = self._files()
 
   def push(self) -> None:
-    """Uploads what is new here, and removes there what was removed here.
+    """Makes the bucket equal to the folder of this machine.
+
+    New and changed files are uploaded. Objects whose files were removed from
+    the folder are removed too.
 
     Raises:
       BucketError: the bucket cannot be written.
@@ -121,8 +126,8 @@ class BucketFolder:
       files = self._files()
       new = {n for n, x in files.items() if self._known.get(n) != x}
       grown = set(filter(bucket_files.GROWS.fullmatch, new))
-      # A folder without its config is not taken for a model. With the config
-      # written last, a model is complete or not there.
+      # A folder without config.json does not count as a model. This file is
+      # uploaded last, so that a model in the bucket is complete or absent.
       last = {name for name in new if name.endswith('/config.json')}
       self.bucket.upload(new - grown - last, self._folder)
       self.bucket.upload(last, self._folder)
@@ -136,14 +141,15 @@ class BucketFolder:
   def with_retries(
     self, call: Callable[[], object], seconds: float = math.inf
   ) -> None:
-    """Calls a function again until it meets no error of the bucket.
+    """Calls a function again and again until the bucket causes no error.
 
     Args:
       call: the function.
-      seconds: the most that it may be tried, if that is less than `retry`.
+      seconds: for how many seconds the function is called again, but for no
+        longer than the `retry` of the folder.
 
     Raises:
-      BucketError: the bucket was out of reach for so long.
+      BucketError: the bucket was out of reach for all of this time.
     """
     seconds = min(seconds, self._retry)
     deadline, is_told = time.monotonic() + seconds, False
@@ -160,20 +166,20 @@ class BucketFolder:
         time.sleep(_PAUSE)
 
   def wait(self) -> None:
-    """Waits until the bucket is in reach; raises as `with_retries` does."""
+    """Waits until the bucket is in reach; raises like `with_retries`."""
     self.with_retries(lambda: self.bucket.written(lease.NAME))
 
   @contextlib.contextmanager
   def pushed(
     self, seconds_left: Callable[[], float] = lambda: math.inf
   ) -> Iterator[None]:
-    """Uploads what is new every few seconds during the body, and after it.
+    """Uploads new files every few seconds during the body, and after the body.
 
     Args:
       seconds_left: returns the seconds until the process is killed.
 
     Raises:
-      BucketError: after a body without an error, the rest is not uploaded.
+      BucketError: the body had no error, but the last upload has failed.
     """
     ended, problem = threading.Event(), ''
 
@@ -205,10 +211,10 @@ class BucketFolder:
     self.with_retries(self.push, seconds_left() - _TO_END)
 
   def finish(self, seconds: float) -> None:
-    """Uploads what is new, unless that takes too long.
+    """Tries to upload new files; gives up silently if that takes too long.
 
     Args:
-      seconds: until the process is killed.
+      seconds: the seconds until the process is killed.
     """
     thread = threading.Thread(target=self._try_push, daemon=True)
     thread.start()
@@ -219,20 +225,21 @@ class BucketFolder:
       self.push()
 
   def _append(self, name: str) -> None:
-    """Writes what is new in a file that lines are appended to."""
+    """Uploads the new end of a file to which the run appends, as a part."""
     data = (self._folder / name).read_bytes()
     there = self._grown.get(name, bucket_files.Grown())
     number, start, old = there.number, there.size, ()
-    # The file was rewritten, not appended to, so all of it is uploaded again,
-    # as parts with the next number.
+    # If the bucket's bytes are not the beginning of the file, the file was
+    # rewritten. Then all of it is uploaded again, as a part with the next
+    # number.
     if len(data) < start or zlib.crc32(data[:start]) != there.checksum:
       number, start, old = number + 1, 0, there.parts
     part = f'{name}/{number:06d}-{start:012d}'
     if len(data) > start or old:
       self.bucket.write(part, data[start:])
     parts = part, *there.parts
-    # Old parts are removed only when the new part is there: a kill in between
-    # leaves parts of both numbers, of which the greater counts.
+    # Old parts are removed only after the new part is written. A kill in
+    # between leaves parts with both numbers, and the greater number counts.
     for part in old:
       self.bucket.remove(part)
     self._grown[name] = bucket_files.Grown(
@@ -243,7 +250,7 @@ class BucketFolder:
     )
 
   def _files(self) -> dict[str, tuple[int, int]]:
-    """Returns size and time of each file here that belongs in the bucket."""
+    """Returns size and time of each file of this machine that is uploaded."""
     found = {}
     for parent, folders, names in os.walk(self._folder):
       below = pathlib.Path(parent).relative_to(self._folder)
@@ -255,7 +262,7 @@ class BucketFolder:
       for name in names:
         if name.startswith(_OWN) or name.endswith(_UNFINISHED):
           continue
-        with contextlib.suppress(OSError):  # it was removed meanwhile
+        with contextlib.suppress(OSError):  # the file may be removed meanwhile
           status = os.stat(os.path.join(parent, name))
           found[str(below / name)] = status.st_size, status.st_mtime_ns
     return found

@@ -1,9 +1,9 @@
 """Accounts for the time of a run, over all of its starts.
 
-Goodput is the share of the wall time since a run's first start in which it made
-steps that were kept. The rest is starting, saving, waiting to be started again,
-and steps that were lost and made again. What has to outlive a start is in the
-heartbeat and in metrics.jsonl.
+Goodput is the share of the wall time since a run's first start that was spent
+on steps which were kept. The rest of the time is spent on starting, on saving,
+on waiting for the next start, and on steps that were lost and repeated. The
+values that a later start needs are in the heartbeat and in metrics.jsonl.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ import time
 
 from stppo_jax.workdir import heartbeat
 
-# Metrics of a line: the seconds of all phases of a step, and those of the save
-# before it.
+# Two metrics of a line: the seconds of all phases of the step, and the seconds
+# of the save after the step before.
 _STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
 
 
@@ -22,12 +22,12 @@ class Goodput:
   """Accounts for the seconds of a run, line by line of its metrics.
 
   Args:
-    beat: the heartbeat of the run, which knows its first start and what was
-      lost by others.
-    productive: seconds of the steps that were kept until this start.
-    origin: 1 to 4, where this start has its weights from, see
-      `training.starts`.
-    clock: returns seconds since any moment.
+    beat: the heartbeat of the run, which has the time of the first start, and
+      counts restarts and lost steps.
+    productive: the total duration, in seconds, of the steps that earlier starts
+      have done and that were kept.
+    origin: the source of this start's weights, 1 to 4, see `training.starts`.
+    clock: returns seconds since an arbitrary moment.
     now: returns seconds since 1970.
   """
 
@@ -45,7 +45,7 @@ class Goodput:
     self._since = clock()
 
   def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a line that is written now.
+    """Returns the time metrics of a line of metrics.jsonl that is written now.
 
     Args:
       metrics: the other metrics of the line.
@@ -54,7 +54,7 @@ class Goodput:
     total, self._since = now - self._since, now
     step = metrics.get(_STEP, 0.0)
     self._productive += step
-    # A clock that was set back must not make more than 100%.
+    # If the clock was set back, the fraction would otherwise be above 1.
     wall = max(self._now() - self._beat.began, self._productive)
     return {
       'timing_s/total': total,
@@ -68,16 +68,16 @@ class Goodput:
 
 
 def read(path: pathlib.Path, step: int) -> tuple[float, int]:
-  """Reads a file of metrics, which may be missing or end within a line.
+  """Reads the time of kept steps, and the last step, from metrics.jsonl.
 
   Args:
-    path: the file.
+    path: the file, which may be missing or end within a line.
     step: the last step that is kept.
 
   Returns:
-    The duration of all steps that are kept, with those whose lines
-    `writer.keep_lines` has removed, and the last step that was written, kept or
-    not.
+    The total duration of all steps that are kept, in seconds, and the last step
+    that has a line, kept or not. The duration includes steps whose lines
+    `writer.keep_lines` has removed.
   """
   seconds, last = 0.0, 0
   try:
@@ -89,7 +89,7 @@ def read(path: pathlib.Path, step: int) -> tuple[float, int]:
       record = json.loads(line)
       last = max(last, record['step'])
       if 0 < record['step'] <= step:
-        # The newest line has the total, also of lines that are not kept.
+        # Each line has the total up to its step, so the newest line counts.
         seconds = record['goodput/fraction'] * record['goodput/wall_s']
     except (ValueError, KeyError, TypeError, RecursionError):
       continue

@@ -2,10 +2,10 @@
 
     WORKDIR/heartbeat.json    {"phase": "update", "step": 12, "time": ..., ...}
 
-A thread replaces the file when something has changed, at most once a second,
-and otherwise every few seconds. A file whose time is old therefore belongs to a
-process that has ended or is out of reach. The last write adds the exit code.
-Readers need nothing of this package but the names of the fields.
+A thread replaces the file every few seconds, and sooner when a field has
+changed, but at most once a second. If the time in the file is old, the process
+has ended or is out of reach. The last write adds the exit code. Other programs
+that read the file need only the names of its fields.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,29 +24,32 @@ from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
 
 NAME = 'heartbeat.json'
-_EVERY = 5.0  # seconds between two writings in which nothing changes
-_SHORTEST = 1.0  # seconds between two writings in which something does
+_EVERY = 5.0  # seconds between two writes if no field changes
+_SHORTEST = 1.0  # the least seconds between two writes
 
 
 @dataclasses.dataclass
 class Beat:
-  """The content of the file; times are in seconds since 1970.
+  """The content of heartbeat.json; times are in seconds since 1970.
 
   Attributes:
     host: the name of the machine that writes the file.
-    pid: the number of the process that writes it.
+    pid: the id of the process that writes the file.
     hosts: the names of the machines of all hosts of the run.
-    phase: what the run does: start, wait (for the collection), annotate,
-      update, step (of sft and prefer), evaluate, checkpoint, export, or end.
+    phase: the present phase of the run, such as start, wait (for the
+      collection), annotate, update, step (of sft and prefer), evaluate,
+      checkpoint, export, or end.
     phase_since: the time at which the phase began.
     step: the number of steps that are done.
-    num_steps: the length of the run; 0 while it is not known.
-    time: the time of this writing.
-    exit_code: the exit code of the process; None while it runs.
-    error: the first line of the error that has ended it; '' for none.
+    num_steps: the number of steps of the whole run; 0 while it is not known.
+    time: the time at which the file was written.
+    exit_code: the exit code of the process; None while the process runs.
+    error: the first line of the error that has ended the process; '' if there
+      was no error.
     began: the time at which the first start of the run began.
     restarts: how often the run was started again.
-    lost_steps: the number of steps that were done, and lost by a restart.
+    lost_steps: the number of steps that were done but not saved before a
+      restart.
   """
 
   host: str = ''
@@ -71,8 +74,8 @@ class Heartbeat:
   because nobody can watch it.
 
   Args:
-    exit_code: a function that returns the exit code of the process, if the body
-      of `written` ends without an error.
+    exit_code: returns the exit code of the process; called if the body of
+      `written` ends without an error.
 
   Attributes:
     beat: the content of the file.
@@ -83,7 +86,7 @@ class Heartbeat:
     self.beat = Beat()
     self._folder: pathlib.Path | None = None
     self._claim: lock.Claim | None = None
-    self._done = 0  # steps that the start before has done
+    self._done = 0  # the number of steps that the last start has done
     self._writing = threading.Lock()
     self._changed = threading.Event()
     self._ended = threading.Event()
@@ -95,13 +98,13 @@ class Heartbeat:
     hosts: Sequence[str],
     claim: lock.Claim | None = None,
   ) -> Iterator[None]:
-    """Writes the file during the body, and once more at its end.
+    """Writes the file during the body, and once more at the end of the body.
 
     Args:
       folder: the run's folder.
       hosts: the names of the machines of all hosts.
-      claim: the lock of the folder, if it has one. Once another process has
-        taken the lock over, this one no longer writes the file.
+      claim: the lock of the folder; None without a lock. Once another process
+        has taken the lock over, this process no longer writes the file.
     """
     self._folder, self._claim = folder, claim
     self.beat.began = self.beat.phase_since = time.time()
@@ -110,8 +113,8 @@ class Heartbeat:
       self.beat.began = before.began or self.beat.began
       self.beat.restarts = before.restarts + 1
       self.beat.lost_steps = before.lost_steps
-      # Kept until `resume`: if this process is killed before, the next one must
-      # still know of these steps.
+      # The old number of steps stays in the file until `resume`: if this
+      # process is killed before, the next start still needs the number.
       self.beat.step = self._done = before.step
     self.beat.host, self.beat.pid = socket.gethostname(), os.getpid()
     self.beat.hosts = list(hosts)
@@ -129,16 +132,17 @@ class Heartbeat:
       self.beat.error = text.partition('\n')[0]
       raise
     finally:
-      # First the thread ends: it could write an older state over the last one.
+      # The thread must end before the last write, which it could overwrite.
       self._ended.set()
       self._changed.set()
       thread.join()
       self.end(self.beat.exit_code)
 
   def end(self, exit_code: int | None) -> None:
-    """Writes the file a last time, also before the body of `written` ends.
+    """Writes the file for the last time, with the exit code.
 
-    Nothing is written before `written` is entered.
+    A process that ends inside the body of `written` calls this itself. Nothing
+    is written if `written` was not entered.
     """
     self._ended.set()
     self.beat.exit_code = exit_code
@@ -146,33 +150,33 @@ class Heartbeat:
     self._write()
 
   def enter_phase(self, phase: str) -> None:
-    """Says what the run does from now on; '' changes nothing."""
+    """Sets the phase that begins now; '' changes nothing."""
     if not phase:
       return
     self.beat.phase, self.beat.phase_since = phase, time.time()
     self._changed.set()
 
   def count(self, step: int, num_steps: int) -> None:
-    """Says how many steps are done, and how many the run has."""
+    """Sets the number of steps that are done, and the length of the run."""
     self.beat.step, self.beat.num_steps = step, num_steps
     self._changed.set()
 
   def resume(self, step: int, done: int) -> None:
-    """Says how many steps are kept; those done after them are lost.
+    """Counts the steps that a restart has lost.
 
     Args:
-      step: the number of steps that are kept.
-      done: the number of steps that the start before has left records of.
+      step: the number of steps that are kept, which are in the checkpoint.
+      done: the last step that has a line in metrics.jsonl.
     """
     self.beat.lost_steps += max(self._done - step, done - step, 0)
     self._done = step
-    # Written at once: a later start drops these records, and could not count
-    # them.
+    # Written at once: this start removes the metrics of lost steps, so a later
+    # start could not count these steps again.
     self._write()
 
   def _keep_writing(self) -> None:
-    # The first wait bounds how often the file is written, the second one how
-    # old it gets while nothing changes.
+    # The first wait limits how often the file is written. The second wait ends
+    # when a field changes, or when the file gets old.
     while not self._ended.wait(_SHORTEST):
       self._changed.wait(_EVERY)
       self._changed.clear()
@@ -180,8 +184,8 @@ class Heartbeat:
         self._write()
 
   def _write(self) -> None:
-    """Replaces the file, so that readers find the old one or the new one."""
-    if self._folder is None:  # of several hosts, the first one writes
+    """Replaces the file as a whole, so that no reader finds half a file."""
+    if self._folder is None:  # only the first host enters `written`
       return
     self.beat.time = time.time()
     text = json.dumps(dataclasses.asdict(self.beat)) + '\n'
@@ -192,10 +196,10 @@ class Heartbeat:
 
 
 def read(folder: pathlib.Path) -> Beat | None:
-  """Returns the last heartbeat of a run; None if there is none to be read."""
+  """Returns the last heartbeat of a run; None if it cannot be read."""
   try:
     fields = json.loads((folder / NAME).read_text('utf-8'))
-    # A newer version may write fields that this one does not know.
+    # A newer version of this program may write further fields.
     known = {field.name for field in dataclasses.fields(Beat)}
     beat = Beat(**{name: x for name, x in fields.items() if name in known})
   except (OSError, ValueError, AttributeError, RecursionError):
@@ -204,7 +208,10 @@ def read(folder: pathlib.Path) -> Beat | None:
 
 
 def _is_sound(beat: Beat) -> bool:
-  """Returns whether the fields have their types: others may write the file."""
+  """Returns whether all fields have the right types.
+
+  Another program, or a user, may have written the file.
+  """
   numbers = (beat.pid, beat.step, beat.num_steps, beat.restarts)
   numbers += (beat.lost_steps, beat.time, beat.phase_since, beat.began)
   texts = (beat.host, beat.phase, beat.error)

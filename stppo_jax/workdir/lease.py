@@ -1,12 +1,13 @@
-"""The lease of a folder in a bucket: one process at a time writes there.
+"""The lease of a folder in a bucket: only its holder writes to the folder.
 
     gs://BUCKET/RUN/lease    JSON: the process that holds it, and for how long
 
-A bucket has no locks. But an object can be written on the condition that it
-still has the generation that was read: of several writers, one succeeds. The
-holder writes the lease again and again. Once it was not written for as long as
-it says, by the clock of the bucket, another process takes it over. A holder
-that was only frozen finds out by `Lease.touch`, before it commits anything.
+A bucket has no locks. But an object can be written on the condition that its
+generation has not changed since it was read, so that only one of several
+writers succeeds. The holder renews the lease by writing it again and again. If
+a lease was not written for the time that it states, by the clock of the bucket,
+another process takes it over. A holder that was only frozen learns this from
+`Lease.touch`, before it commits a checkpoint.
 """
 
 from collections.abc import Iterator
@@ -24,19 +25,20 @@ from stppo_jax.workdir import lock
 NAME = 'lease'
 SECONDS = 60.0
 _log = logging.getLogger(__name__)
-# How often a lease is renewed in its time, and looked at by who waits for it.
+# During the time for which a lease holds, its holder renews it `_RENEWALS`
+# times, and a process that waits for it reads it `_LOOKS` times.
 _RENEWALS = 4
 _LOOKS = 20
-_TO_RELEASE = 5.0  # seconds that the end of a process waits for the bucket
+_TO_RELEASE = 5.0  # seconds that a process waits to remove its lease
 
 
 class Lease(lock.Claim):
   """The lease of a folder in a bucket, which a thread renews.
 
   Args:
-    bucket: the folder.
-    data: the content of the lease, which no other holder writes.
-    generation: the generation of the lease.
+    bucket: the folder in the bucket.
+    data: the content of the lease, which is unique to this holder.
+    generation: the generation of the object that this process has written.
   """
 
   def __init__(self, bucket: buckets.Bucket, data: bytes, generation: int):
@@ -46,12 +48,12 @@ class Lease(lock.Claim):
     self._lost: lock.Lost | None = None
 
   def check(self) -> None:
-    """Raises `Lost` if `touch` has; asks nobody, and so needs no bucket."""
+    """Raises `Lost` if `touch` has raised it; sends no request."""
     if self._lost is not None:
       raise self._lost
 
   def touch(self) -> None:
-    """Writes the lease again, before it runs out.
+    """Renews the lease.
 
     Raises:
       Lost: another process has taken the lease over.
@@ -60,13 +62,14 @@ class Lease(lock.Claim):
     with self._renewing:
       written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is None:
-        # The answer to an earlier writing may have been lost.
+        # The generation is not the expected one. Either another process has
+        # the lease, or the answer to an earlier write of this process was lost.
         found, content = self._bucket.written(NAME), self._bucket.read(NAME)
         if found is not None and content != self._data:
           holder, _ = _read(content)
           self._lost = lock.taken_over(self._bucket.address, holder)
           raise self._lost
-        # The lease is still ours, or was removed by hand.
+        # The lease has this process's content, or a user has removed it.
         self._generation = 0 if found is None else found.generation
         written = self._bucket.write_if(NAME, self._data, self._generation)
       if written is not None:
@@ -75,7 +78,7 @@ class Lease(lock.Claim):
   def release(self) -> None:
     """Removes the lease, unless another process has taken it over."""
     self.end()
-    # On a thread: a bucket out of reach must not hold up the end of a process.
+    # On a thread, so that a bucket out of reach does not hold up the process.
     thread = threading.Thread(target=self._remove, daemon=True)
     thread.start()
     thread.join(_TO_RELEASE)
@@ -89,13 +92,14 @@ class Lease(lock.Claim):
 def held(
   bucket: buckets.Bucket, *, seconds: float = SECONDS
 ) -> Iterator[Lease]:
-  """Holds the lease of a folder in a bucket.
+  """Holds the lease of a folder in a bucket during the body.
 
-  If its holder has ended, this waits until the lease has run out. A holder on
-  this host is seen to have ended, and its lease is taken at once.
+  If the lease has another holder, this waits until the lease runs out or is
+  renewed. If that holder was a process of this host and has ended, its lease is
+  taken over at once.
 
   Args:
-    bucket: the folder.
+    bucket: the folder in the bucket.
     seconds: how long the lease holds if it is not renewed.
 
   Raises:
@@ -121,19 +125,19 @@ def held(
 
 
 def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
-  """Writes the lease of this process; returns its generation."""
-  known = 0  # the generation that is waited for
+  """Writes the lease of this process; returns the generation of the object."""
+  known = 0  # the generation of the lease that this process waits for
   while True:
-    written = bucket.write_if(NAME, data, 0)  # if there is no lease
+    written = bucket.write_if(NAME, data, 0)  # succeeds if there is no lease
     if written is not None:
       return written
     found, content = bucket.written(NAME), bucket.read(NAME)
     if found is None:
       continue
-    if content == data:  # the answer was lost
+    if content == data:  # the write has succeeded, but its answer was lost
       return found.generation
     holder, seconds = _read(content)
-    # The holder lives if the lease was written again while this process waited.
+    # The lease was renewed while this process waited, so its holder lives.
     if known not in (0, found.generation):
       raise lock.Locked(
         f'{bucket.address}: {holder} writes there and has renewed its lease; '
@@ -148,7 +152,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
         )
         return written
     elif not known:
-      # The bucket tells the time in whole seconds.
+      # One second more, because the bucket gives times in whole seconds.
       _log.info(
         f'{bucket.address}: the lease of {holder} runs out in {left + 1:.0f} s '
         'unless it is renewed; waiting'
@@ -158,7 +162,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
 
 
 def _read(content: bytes) -> tuple[lock.Holder | None, float]:
-  """Returns the holder that a lease names, if any, and how long it holds."""
+  """Returns the holder that a lease names, or None, and the lease's seconds."""
   try:
     record = json.loads(content)
     return lock.Holder(**record['holder']), float(record['seconds'])

@@ -1,16 +1,16 @@
-"""The lock of a folder: one process at a time writes there.
+"""The lock of a folder: only its holder writes to the folder.
 
     FOLDER/lock    JSON: the host and the process that hold it, and since when
 
-The file is made exclusively, which network file systems can do too. The lock of
-a process that has ended is taken over. On the host of that process this can be
-seen at once. A process may also look ended because it runs in another container
-of the host. So its holder keeps the file locked with `flock` too, where the
-file system has such locks.
+The file is made exclusively, which works on network file systems too. If the
+holder has ended, another process takes the lock over. Processes of the holder's
+host see at once that the holder has ended. But a holder in another container of
+the host would look ended too. So the holder also locks the file with `flock`,
+if the file system has such locks.
 
-No other host can see that a process has ended. So a holder touches the file
-every few seconds, and another host takes the lock over when that has not
-happened for minutes. A holder that was only frozen finds out by `Claim.check`.
+Other hosts cannot see that the holder has ended. So the holder touches the file
+every few seconds, and another host takes the lock over if the file was not
+touched for minutes. A holder that was frozen learns this from `Claim.check`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,11 +32,11 @@ from stppo_jax import exits
 NAME = 'lock'
 _log = logging.getLogger(__name__)
 _BOOT_ID = pathlib.Path('/proc/sys/kernel/random/boot_id')
-# Seconds between two touches of the file, and the number of missing touches
-# after which another host takes the lock over.
+# Seconds between two touches of the file by the holder. After `_MISSING` times
+# as long without a touch, another host takes the lock over.
 _EVERY = 10.0
 _MISSING = 30
-# Attempts to open a lock that other processes make and remove.
+# The number of attempts to open a lock that other processes make and remove.
 _ATTEMPTS = 10
 
 
@@ -47,7 +47,7 @@ class Locked(RuntimeError):
 
 
 class Lost(RuntimeError):
-  """Another process has taken the lock over: this one must not write."""
+  """Another process has taken the lock over: this process must not write."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -57,14 +57,15 @@ class Holder:
   """The process that holds a lock.
 
   Attributes:
-    host: the name of its host.
-    pid: its number on that host.
-    started: the time of its start, in the kernel's count; '' if unknown. It
-      tells the process from a later one of the same number.
-    since: the time at which it took the lock.
-    touches: true; earlier versions wait for ever for a lock without it.
-    boot: the kernel's number of the host's start, which differs between hosts
-      of the same name; '' if unknown.
+    host: the name of the process's host.
+    pid: the process's id on that host.
+    started: the time at which the process started, in the kernel's units; ''
+      if unknown. A later process with the same id has another time.
+    since: the time at which the process took the lock.
+    touches: always True; earlier versions of this program wait for ever for a
+      lock whose file lacks this field.
+    boot: the kernel's id of the last boot of the host, which differs between
+      hosts with the same name; '' if unknown.
   """
 
   host: str
@@ -76,9 +77,10 @@ class Holder:
 
   @property
   def is_here(self) -> bool:
-    """Whether this host can see if the process runs.
+    """Whether the process belongs to this host, which can see if it runs.
 
-    A pod that is started again elsewhere may have the name of the one before.
+    Names are not enough: if a pod is started again on another machine, its host
+    may have the same name as before.
     """
     is_named = self.host == socket.gethostname()
     return is_named and self.boot in ('', _boot())
@@ -90,7 +92,7 @@ class Holder:
 
   @classmethod
   def of_this_process(cls) -> 'Holder':
-    """Returns a holder that stands for this process, from now on."""
+    """Returns a holder that describes this process and the present time."""
     since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
     pid, host = os.getpid(), socket.gethostname()
     started = _started(pid) or ''
@@ -101,22 +103,22 @@ class Holder:
 
 
 class Claim:
-  """The right of this process to write to a folder, until another takes it."""
+  """The right of this process to write to a folder, which it may lose."""
 
   def __init__(self):
     self._ended = threading.Event()
 
   def check(self) -> None:
-    """Raises `Lost` if another process has taken over."""
+    """Raises `Lost` if another process has taken the right over."""
 
   def touch(self) -> None:
-    """Shows others that this process lives; raises `Lost` as `check` does."""
+    """Shows other processes that this process lives; raises `Lost` if lost."""
 
   def keep_touching(self, every: float) -> None:
-    """Shows life every so many seconds; a thread runs this.
+    """Calls `touch` every `every` seconds; a thread runs this.
 
-    It ends with `end`, or once another process has taken over, which the main
-    thread finds out by `check`.
+    The call returns after `end`, or once another process has taken the right
+    over. The main thread learns of that from `check`.
     """
     while not self._ended.wait(every):
       try:
@@ -131,7 +133,7 @@ class Claim:
     self._ended.set()
 
   def release(self) -> None:
-    """Gives the folder up; for a process that ends inside `held`."""
+    """Gives the right up; a process that ends inside `held` calls this."""
 
 
 class FileClaim(Claim):
@@ -146,7 +148,7 @@ class FileClaim(Claim):
     try:
       with open(self._path, encoding='utf-8') as file:
         found = _read(file)
-    except OSError:  # removed by hand
+    except OSError:  # a user has removed the file
       return
     if found != self._holder:
       raise taken_over(self._path.parent, found)
@@ -164,7 +166,7 @@ class FileClaim(Claim):
 
 
 def taken_over(folder: object, holder: Holder | None) -> Lost:
-  """Returns the error that another process has taken a folder over."""
+  """Returns the error which says that another process has taken over."""
   return Lost(
     f'{folder}: {holder or "another process"} has taken over, because this '
     'process showed no life; this process writes no more'
@@ -173,7 +175,7 @@ def taken_over(folder: object, holder: Holder | None) -> Lost:
 
 @contextlib.contextmanager
 def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
-  """Holds the lock of a folder; makes the folder if it is missing.
+  """Holds the lock of a folder during the body; makes a missing folder.
 
   Args:
     folder: the folder to lock.
@@ -184,7 +186,7 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
     Misconfigured: the folder cannot be made or written.
   """
   with contextlib.ExitStack() as stack:
-    # A start that is refused leaves nothing, not even the folders it has made.
+    # If the start is refused, the folders that it has made are removed again.
     made = [x for x in (folder, *folder.parents) if not x.exists()]
     stack.callback(_remove_empty, made)
     path = folder / NAME
@@ -201,7 +203,8 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
       yield claim
     finally:
       claim.end()
-      # Somebody may have removed the file, and another process made its own.
+      # A user may have removed the file, and another process may have made a
+      # new file, which must stay.
       with contextlib.suppress(OSError, Lost):
         claim.check()
         if _is_at(file, path):
@@ -209,18 +212,18 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
 
 
 def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
-  """Removes folders, the innermost first, as far as they are empty."""
+  """Removes empty folders in the given order, up to the first that is not."""
   with contextlib.suppress(OSError):
     for folder in folders:
       folder.rmdir()
 
 
 def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
-  """Returns who holds the lock of a folder, without taking it.
+  """Returns the holder of a folder's lock, without taking the lock.
 
   Returns:
-    None if there is no lock, or if its file names nobody. Otherwise the holder,
-    and whether that process runs; the latter is None for a process of another
+    None if there is no lock, or if its file names no process. Otherwise the
+    holder, and whether its process runs, which is None for a process of another
     host.
   """
   try:
@@ -235,18 +238,18 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
 
 
 def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
-  """Acquires the lock; returns its open file and its holder, this process."""
+  """Takes the lock; returns its open file, and this process as its holder."""
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
-      # Only one process can make the file, also on network file systems.
+      # Mode x lets only one process make the file, on network file systems too.
       file = open(path, 'x+', encoding='utf-8')
       try:
         _flock(file)
         return file, _write(file)
       except BaseException:
-        # A lock that names nobody would keep others out for minutes.
+        # A lock without a holder would keep other processes out for minutes.
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it tries to write once more
+        with contextlib.suppress(OSError):  # `close` writes the buffer again
           file.close()
         raise
     with (
@@ -255,8 +258,8 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
     ):
       file = stack.enter_context(open(path, 'r+', encoding='utf-8'))
       is_free = _flock(file)
-      # Its holder may have removed the file between `open` and here. Then the
-      # next attempt makes a new one.
+      # The holder may have removed the file after this process opened it. Then
+      # the next attempt makes a new file.
       if _is_at(file, path):
         holder = _read(file)
         _check(path, holder, is_free, every)
@@ -265,7 +268,7 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
           f'{path.parent}: took over the lock of an ended run: '
           + str(holder or 'its file names nobody')
         )
-        stack.pop_all()  # it stays open
+        stack.pop_all()  # the file stays open
         return file, mine
   raise Locked(f'{path}: other processes are taking this lock; try again')
 
@@ -273,16 +276,21 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
 def _check(
   path: pathlib.Path, holder: Holder | None, is_free: bool, every: float
 ) -> None:
-  """Raises `Locked` unless the holder has ended, or is silent for long.
+  """Checks that the lock may be taken over.
 
-  If the network was gone, a holder that lives is silent too. So the file is
-  looked at a second time, when its holder must have touched it.
+  It may be taken over if its holder has ended, or if its holder did not touch
+  the file for minutes. A holder that lives cannot touch the file while its
+  network is down. So this waits long enough for another touch, and then looks
+  at the file a second time.
 
   Args:
     path: the lock.
-    holder: who holds it; None if it names nobody.
-    is_free: whether no process of this host has locked the file.
+    holder: the process that the lock names; None if it names no process.
+    is_free: whether no process of this host has locked the file with `flock`.
     every: seconds between two touches of the file.
+
+  Raises:
+    Locked: the lock may not be taken over.
   """
   folder, who = path.parent, holder or 'an unknown process'
   has_ended = holder is not None and holder.has_ended
@@ -309,7 +317,7 @@ def _check(
 
 
 def _now(folder: pathlib.Path) -> float:
-  """Returns the time by the clock that dates the files of a folder."""
+  """Returns the time by the clock of a folder's file system."""
   with tempfile.TemporaryFile(dir=folder) as file:
     file.write(b'x')
     file.flush()
@@ -317,38 +325,42 @@ def _now(folder: pathlib.Path) -> float:
 
 
 def _flock(file: TextIO) -> bool:
-  """Locks the file; returns False if another process has locked it."""
+  """Locks the file with `flock`; returns False if another process has it.
+
+  The result is True on a file system without such locks.
+  """
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
     return False
-  except OSError:  # a file system without such locks
+  except OSError:  # the file system has no such locks
     return True
   return True
 
 
 def _is_at(file: TextIO, path: pathlib.Path) -> bool:
-  """Returns whether an open file is the one at a path."""
+  """Returns whether an open file is the file that a path names now."""
   return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
 
 
 def _write(file: TextIO) -> Holder:
-  """Writes this process as the holder, and returns it.
+  """Writes this process into the file as the holder, and returns the holder.
 
-  Two hosts may take over at one moment, so it is not read back: both would read
-  the one that wrote last, and neither would find out.
+  If two hosts take the lock over at once, the later write stays in the file. So
+  this returns the holder that it wrote, and does not read the file: the host
+  whose holder was overwritten then learns of its loss from `Claim.check`.
   """
   holder = Holder.of_this_process()
   file.seek(0)
   file.truncate()
   file.write(json.dumps(dataclasses.asdict(holder)) + '\n')
   file.flush()
-  os.fsync(file.fileno())  # other hosts see it
+  os.fsync(file.fileno())  # so that other hosts see the holder
   return holder
 
 
 def _boot() -> str:
-  """Returns the kernel's number of this host's start; '' without one."""
+  """Returns the kernel's id of this host's last boot; '' if it has none."""
   try:
     return _BOOT_ID.read_text('ascii').strip()
   except OSError:
@@ -356,7 +368,7 @@ def _boot() -> str:
 
 
 def _read(file: TextIO) -> Holder | None:
-  """Returns the holder; None if the file does not name one."""
+  """Returns the holder that a lock file names; None if it names none."""
   try:
     holder = Holder(**json.loads(file.read()))
   except (ValueError, TypeError, RecursionError):
@@ -367,19 +379,19 @@ def _read(file: TextIO) -> Holder | None:
 def _started(pid: int) -> str | None:
   """Returns when a process of this host started; None if it has ended.
 
-  The time is '' on systems without /proc.
+  The time is text in the kernel's units; it is '' on systems without /proc.
   """
   try:
     os.kill(pid, 0)
   except ProcessLookupError:
     return None
-  except PermissionError:  # the process is another user's
+  except PermissionError:  # the process runs, and belongs to another user
     pass
   try:
     text = pathlib.Path('/proc', str(pid), 'stat').read_text(encoding='utf-8')
   except OSError:
     return ''
-  # The fields are those of proc(5), from the third one: the second is the name
-  # of the program in brackets, which may contain anything.
+  # `state` is the third field of proc(5). The text is cut after the second
+  # field, the name of the program in brackets, which may contain any character.
   state, *fields = text.rpartition(')')[2].split()
   return None if state == 'Z' else fields[18]

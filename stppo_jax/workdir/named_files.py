@@ -13,7 +13,7 @@ from stppo_jax.configs import schema
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 
-# The keys that name a model, or a part of one.
+# The config keys that name a model, or files of a model.
 MODELS = (
   'model.path',
   'model.reference_path',
@@ -21,15 +21,17 @@ MODELS = (
   'model.tokenizer_path',
   'model.lora.path',
 )
-# Of larger files, such as weights and corpora, some pieces count, which are
-# spread over the file: reading all of it at each start would take too long.
+# For larger files, such as weights and corpora, a checksum covers only some
+# pieces, which are spread over the file: reading the whole file at each start
+# would take too long.
 _MAX_BYTES = 1 << 28
 _NUM_PIECES, _PIECE = 64, 1 << 20
-# The folders of packaged files, each with its name in the records of runs. With
-# these a run can be resumed in another clone.
+# `_PACKAGED` has the folders of the files that come with this package, by the
+# names that stand for them in the records of runs. With these names, a run can
+# be resumed in another clone.
 _CONFIGS = pathlib.Path(schema.__file__).resolve().parent
-# The paths are written as in JSON, but without quotes, because they are
-# replaced in the JSON text of a record.
+# The paths are escaped as in JSON, but without quotes, because they are
+# replaced within the JSON text of a record.
 _PACKAGED = {
   'asset:prompts/': json.dumps(f'{_CONFIGS / "prompts"}/')[1:-1],
   'asset:': json.dumps(f'{_CONFIGS.parent / "assets"}/')[1:-1],
@@ -37,17 +39,19 @@ _PACKAGED = {
 
 
 def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
-  """Yields the files and folders that a config names, each with its key.
+  """Yields the files and folders that a config names, each with its config key.
 
-  Behind the key of a mixture stand a colon and the name of the data set.
+  For a key that names several data sets, a colon and the name of the data set
+  follow the key.
 
   Args:
     config: the config, or its record, which is a nested mapping.
   """
   places = settings.flatten({'model': config['model']})
   for key in MODELS:
-    place = places.get(key)  # earlier runs lack some
-    # In the name of a model of the Hub is its commit, which is a checksum.
+    place = places.get(key)  # the records of earlier versions lack some keys
+    # The name of a model of the Hub contains its commit, so the model needs no
+    # checksum.
     if place and not hub.is_name(place):
       yield key, buckets.local_folder(place)
   data = config['data']
@@ -57,21 +61,25 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
       for element in mixtures.parse(data[key]) if data[key] else ():
         path = root / element.name
         if data['name'] == 'tfds':
-          # It has the checksums of the questions.
+          # This file has the checksums of the files of questions.
           path = layout.folder(root, element.name) / 'metadata.json'
         yield f'data.{key}: {element.name}', path
     if data['corpus']:
       yield 'data.corpus', root / data['corpus']
-  if config['sft'].get('demonstrations'):  # no key of earlier runs
+  if config['sft'].get('demonstrations'):  # earlier versions lack this key
     yield 'sft.demonstrations', pathlib.Path(config['sft']['demonstrations'])
   if config['env']['prompt_template']:
     yield 'env.prompt_template', pathlib.Path(config['env']['prompt_template'])
 
 
 def recorded(text: str) -> str:
-  """Returns the JSON of a config, or of checksums, that names packaged files.
+  """Returns JSON for a record: names replace the paths of packaged files.
 
-  A path begins a string, or follows the key and the = in the name of a file.
+  A path is replaced at the beginning of a string, and after an `=`, as in
+  `data.train=PATH`.
+
+  Args:
+    text: the JSON of a config or of checksums.
   """
   for name, folder in _PACKAGED.items():
     for before in '"=':
@@ -80,17 +88,20 @@ def recorded(text: str) -> str:
 
 
 def here(text: str) -> str:
-  """Returns the JSON of a recorded config with the paths of packaged files."""
+  """Returns the JSON of a record: paths replace the names of packaged files."""
   for name, folder in _PACKAGED.items():
     text = text.replace(f'"{name}', f'"{folder}')
   return text
 
 
 def checksum(path: pathlib.Path) -> str:
-  """Returns the checksum of a file, or of the files of a folder; '' if none.
+  """Returns the checksum of a file, or of the files in a folder.
 
-  Hidden files of a folder do not count, and of a file above 256 MiB only its
-  size and 64 pieces.
+  Hidden files and folders in a folder do not count. For a file above 256 MiB,
+  only the size and 64 pieces count.
+
+  Args:
+    path: the file or the folder; if it does not exist, the result is ''.
   """
   if not path.exists():
     return ''

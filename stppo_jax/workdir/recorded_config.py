@@ -1,4 +1,4 @@
-"""Reads the config that a run was started with from its folder."""
+"""Reads the config that a run has recorded in its folder."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ from stppo_jax.configs import schema
 from stppo_jax.workdir import named_files
 from stppo_jax.workdir import run_folder
 
-# The beginnings of the config keys that an export reads.
+# The beginnings of the config keys that an export uses.
 _USED_KEYS = (
   'algorithm',
   'env.max_turns',
@@ -32,13 +32,13 @@ _USED_KEYS = (
 
 
 def read(folder: pathlib.Path) -> Any:
-  """Returns the config that a run was started with.
+  """Returns the config that a run of `train` has recorded in its folder.
 
-  Keys that are younger than the run have their defaults. Former names of keys
-  are replaced, and keys that do not exist any more are left out.
+  Keys that the recording version did not have get their defaults. Former names
+  of keys are replaced, and keys that do not exist any more are left out.
 
   Raises:
-    ValueError: the folder is not that of a run of `train`.
+    ValueError: the folder does not belong to a run of `train`.
   """
   path = folder / 'config.json'
   if not path.is_file():
@@ -59,14 +59,16 @@ def read(folder: pathlib.Path) -> Any:
 
 
 def pin(config: Any, workdir: str = '') -> None:
-  """Puts the commits of models of the Hub into a config.
+  """Adds the commits to the names of models of the Hub in a config.
 
-  A run that has begun keeps its own, also if the branches have moved since. A
-  model that cannot be had keeps its name: the check of the config says why.
+  A run that has begun keeps the commits that it recorded, even if the branches
+  have moved since. If the Hub has no such model, the name is not changed, and
+  the check of the config reports the error later.
 
   Args:
-    config: the config; it is changed.
-    workdir: the folder of the run, or its address; '': there is none.
+    config: the config, which this function changes.
+    workdir: the folder of the run, or its address in a bucket; '' if there is
+      no folder.
 
   Raises:
     BucketError: the Hub, or the bucket of the run, is out of reach.
@@ -97,7 +99,7 @@ def pin(config: Any, workdir: str = '') -> None:
 
 
 def _completed(recorded: Any) -> Any:
-  """Returns the recorded config with today's keys."""
+  """Returns a recorded config with the keys that this version has."""
   config = base.get_config()
   known = settings.flatten(config)
   values = {
@@ -105,11 +107,12 @@ def _completed(recorded: Any) -> Any:
     for key, value in schema.present(settings.flatten(recorded)).items()
     if key in known and not key.startswith('algorithm.')
   }
-  # A key may have had values of another type, which the schema checks later.
+  # In an earlier version, a key may have had values of another type. The schema
+  # checks the values later.
   with config.ignore_type():
     config.update_from_flattened_dict(values)
-    # Replaced as a whole: which options a section has depends on the choice
-    # that it names.
+    # This section is replaced as a whole, because the `name` in each of its
+    # parts decides which options the part has.
     config.algorithm = recorded.algorithm
     for kind, choices in defaults.DEFAULTS.items():
       section = config.algorithm[kind]
@@ -121,7 +124,7 @@ def _completed(recorded: Any) -> Any:
 
 
 def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
-  """Returns a section with tuples in place of lists, which JSON has."""
+  """Returns a section of JSON with its lists replaced by tuples."""
   return {
     key: tuple(value) if isinstance(value, list) else value
     for key, value in section.items()
@@ -129,15 +132,18 @@ def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_export(config: Any, model: str | None = None) -> list[str]:
-  """Returns a line for each reason why a recorded config cannot be exported.
+  """Prepares a recorded config for an export of the run's policy.
 
   Keys that an export does not use are set to values that need no file and no
-  device, so that the check of the whole config passes without them.
+  device, so that they cause no errors when the config is checked.
 
   Args:
-    config: from `read`; it is changed.
-    model: where the directory that was the run's model.path is now; None: where
-      it was.
+    config: the result of `read`, which this function changes.
+    model: the present place of the directory that was the run's `model.path`;
+      None if the directory was not moved.
+
+  Returns:
+    A line for each reason why the policy cannot be exported.
   """
   with config.model.ignore_type():
     if model is not None:
@@ -154,6 +160,7 @@ def prepare_export(config: Any, model: str | None = None) -> list[str]:
     or config.sft.before_training
     or config.init_from
   ):
-    # The run made its tokenizer from the data; an export makes it again.
+    # The run made its tokenizer from the data, and an export makes it again. So
+    # the keys of the data must be right too.
     errors = [line for line in problems if line.startswith('data.')]
   return [f'config.{line}' for line in errors]

@@ -1,13 +1,13 @@
-"""The folders that commands write to: which are refused, and who wrote them.
+"""Identifies the command that wrote a folder, and refuses unsuitable folders.
 
-    WORKDIR/run.json      the command that writes there, and the run's id
+    WORKDIR/run.json      the command that writes the folder, and the run's id
            /aside-1/      files that a later start has moved away
            /compiled/     compiled programs, which every start may use
     EXPORT/export.json    says that the folder is an exported policy
 
-A command writes to a folder only if it is new or empty, or if the same command
-wrote it before. So it never replaces the files of a model, of a data set, or of
-another program.
+A command writes to a folder only if the folder is new or empty, or if the same
+command wrote the folder before. So a command never replaces the files of a
+model, of a data set, or of another program.
 """
 
 from collections.abc import Container, Mapping
@@ -26,37 +26,41 @@ from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
 
 EXPORT = 'export'
-# The version of the files of a run. Files that a reader of today would
-# misunderstand get a higher number, which run.json then has.
+# The version of the file formats of a run. If a later version changes a format
+# so that this version would misread it, run.json has a higher number.
 SCHEMA = 1
-_RUNS = ('train', 'sft', 'prefer')  # commands that can write to a bucket
+_RUNS = ('train', 'sft', 'prefer')  # the commands that can write to a bucket
 IDENTITY, _EXPORTED = 'run.json', 'export.json'
 MARKS = IDENTITY, _EXPORTED
 ASIDE = 'aside-'
-PROBE = 'probe-'  # a file that all hosts of a run must see
-# Names the bucket, in a folder of this machine that stands for a folder there.
+# The beginning of the name of a test file: `agreement` checks with it that all
+# hosts see the same folder.
+PROBE = 'probe-'
+# If a folder of this machine stands for a folder in a bucket, this file in it
+# contains the address of the folder in the bucket.
 ADDRESS = '.address'
 COMPILED = 'compiled'
 METRICS = 'metrics.jsonl'  # a line for each step
-MANIFEST = 'manifest/metadata'  # the file of a checkpoint that describes it
-# Sections of the config that every record of a run has.
+# The file in a checkpoint that describes the checkpoint's content.
+MANIFEST = 'manifest/metadata'
+# Sections of the config that the record of every run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
-# The bytes that every file of a kind begins with.
+# The first bytes of every file of a kind.
 _BEGINNINGS = {'npz': b'PK', 'png': b'\x89PNG'}
 _ADVICE = 'give a folder that is new or empty'
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The identity of the run of a folder.
+  """The identity of the run that a folder belongs to.
 
   Attributes:
-    command: the command that writes there.
+    command: the command that writes the folder.
     run_id: an id that no other run has.
     config_digest: the digest of the config keys that define the run.
-    has_older_checkpoints: whether checkpoints without an id are the run's own,
-      since a version that wrote no ids began it.
-    has_saved: whether it has saved a checkpoint.
+    has_older_checkpoints: whether the run may have checkpoints without a run
+      id, because an earlier version, which wrote no ids, began the run.
+    has_saved: whether the run has saved a checkpoint.
   """
 
   command: str
@@ -75,20 +79,21 @@ def problems(
   may_lie_inside: bool = False,
   expected: Container[str] = (),
 ) -> list[str]:
-  """Returns the reasons, one line each, why a command must not write there.
+  """Returns a line for each reason why a command must not write to a folder.
 
   Args:
     folder: the folder that a flag names; it may not exist yet.
     flag: the flag, such as '--workdir'.
-    command: the command that would write there.
+    command: the command that would write to the folder.
     reads: directories that the command reads and must not change, keyed by the
       flag or config key that names them.
     may_lie_inside: whether the folder may lie in one of these directories.
-    expected: names of files that the folder may hold although the command has
-      not written them.
+    expected: names of files that may be in the folder even if the command did
+      not write the folder before.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
-  # As a path, gs://bucket/run would be a folder named `gs:` here.
+  # Read as a path, gs://bucket/run would be a folder named `gs:` on this
+  # machine.
   if path.parts and path.parts[0].endswith(':'):
     return _address_problems(str(folder), start, command)
   try:
@@ -103,7 +108,7 @@ def problems(
         return [f'{start}{relation} {directory}, {end}']
     owner = command_of(path)
     others = [name for name in _others(path) if name not in expected]
-  except OSError as error:  # no permission, or no possible name
+  except OSError as error:  # no permission, or an impossible name
     return [f'{start}{error.strerror}']
   if owner and owner != command:
     return [f'{start}was written by {owner}, not by {command}; {_ADVICE}']
@@ -116,7 +121,13 @@ def problems(
 
 
 def _address_problems(place: str, start: str, command: str) -> list[str]:
-  """Returns the reasons why a command must not write to an address."""
+  """Returns the lines of `problems` for an address.
+
+  Args:
+    place: the address.
+    start: the beginning of each line.
+    command: the command that would write to the address.
+  """
   if command not in _RUNS:
     return [f'{start}an address, not a folder; name a folder of this machine']
   if not re.fullmatch(r'gs://[^/?@]+(/[^/?@]+)+/?', place):
@@ -135,13 +146,13 @@ def file_problems(
   kind: str,
   reads: Mapping[str, pathlib.Path],
 ) -> list[str]:
-  """Returns the reasons why a command must not write to a file.
+  """Returns a line for each reason why a command must not write to a file.
 
   Args:
     file: the file that a flag names.
     flag: the flag, such as '--out'.
-    kind: npz or png.
-    reads: directories that must stay as they are, as in `problems`.
+    kind: the kind of the file, npz or png.
+    reads: directories that the command must not change, as in `problems`.
   """
   path, start = pathlib.Path(file), f'{flag}={file}: '
   if path.is_dir():
@@ -160,10 +171,11 @@ def file_problems(
 
 
 def _others(folder: pathlib.Path) -> list[str]:
-  """Returns all names in a folder except those that a killed start may leave.
+  """Returns the names in a folder, without leftovers of a killed start.
 
-  A start that was killed early leaves its lock, a probe, an incomplete
-  run.json, compiled programs, and what it moved aside.
+  A start that was killed early may leave its lock, a test file, an incomplete
+  run.json, the file with an address, compiled programs, and folders of files
+  that it moved aside.
   """
   names = os.listdir(folder) if folder.is_dir() else []
   return sorted(
@@ -175,7 +187,10 @@ def _others(folder: pathlib.Path) -> list[str]:
 
 
 def address(folder: pathlib.Path) -> str:
-  """Returns the address that a folder stands for; '' for other folders."""
+  """Returns the address in a bucket that a folder stands for; '' if none.
+
+  The folder may lie inside the folder that has the file `ADDRESS`.
+  """
   for parent in (folder, *folder.parents):
     with contextlib.suppress(OSError):
       place = (parent / ADDRESS).read_text()
@@ -185,7 +200,12 @@ def address(folder: pathlib.Path) -> str:
 
 
 def _relation(path: pathlib.Path, other: pathlib.Path) -> str:
-  """Returns 'is', 'holds' or 'lies in'; '' for separate folders."""
+  """Returns how a path relates to another path.
+
+  Returns:
+    'is', 'holds' or 'lies in', as the verb between the two paths; '' if neither
+    contains the other.
+  """
   path, other = path.resolve(), other.resolve()
   if path == other:
     return 'is'
@@ -195,9 +215,9 @@ def _relation(path: pathlib.Path, other: pathlib.Path) -> str:
 
 
 def command_of(folder: pathlib.Path) -> str:
-  """Returns the command that wrote a folder; '' if none of ours did.
+  """Returns the command of this program that wrote a folder; '' if none did.
 
-  The runs of earlier versions are known by their config.
+  A run of an earlier version has no run.json and is known by its config.json.
   """
   run = read(folder)
   if run is not None:
@@ -211,14 +231,14 @@ def command_of(folder: pathlib.Path) -> str:
 
 
 def command_of_record(config: Mapping[str, Any]) -> str:
-  """Returns the command that recorded a config."""
+  """Returns the command that recorded a config: train, sft or prefer."""
   if 'command' in config:
     return config['command']
   return 'prefer' if 'batch_sha256' in config else 'train'
 
 
 def read(folder: pathlib.Path) -> Run | None:
-  """Returns the identity of the run of a folder; None if there is none."""
+  """Returns the identity of a folder's run; None without a valid run.json."""
   try:
     return Run(**_json(folder / IDENTITY))
   except TypeError:
@@ -226,20 +246,20 @@ def read(folder: pathlib.Path) -> Run | None:
 
 
 def schema(folder: pathlib.Path) -> int:
-  """Returns the version of a run's files, see `SCHEMA`."""
+  """Returns the version of the file formats of a run, see `SCHEMA`."""
   number = _json(folder / IDENTITY).get('schema', SCHEMA)
-  # -1 is no version that anything reads.
+  # -1 stands for an unknown version, which no code reads.
   return number if isinstance(number, int) else -1
 
 
 def write(folder: pathlib.Path, run: Run) -> None:
-  """Records the identity of the run of a folder."""
+  """Records the identity of a folder's run in run.json."""
   text = json.dumps(dataclasses.asdict(run), indent=2) + '\n'
   atomic_files.replace(folder / IDENTITY, text.encode())
 
 
 def mark(folder: pathlib.Path, command: str, digest: str = '') -> None:
-  """Records which command writes a folder, unless a record is there."""
+  """Records the command that writes a folder, if there is no record yet."""
   if read(folder) is None:
     write(folder, Run(command, uuid.uuid4().hex, digest))
 
@@ -266,20 +286,24 @@ def make_aside(folder: pathlib.Path) -> pathlib.Path:
 
 
 def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
-  """Moves all that a run has left aside; returns where, None for nothing."""
+  """Moves all files of a run into a new folder aside-N in the same folder.
+
+  Returns:
+    The new folder; None if there were no files to move.
+  """
   names = _others(folder)
   if not names:
     return None
   aside = make_aside(folder)
-  # The identity is last: without it, a folder that a killed start has left half
-  # empty would not be known as the run's.
+  # run.json is moved last. If a start is killed in between, the folder is still
+  # known as the folder of a run.
   for name in sorted(names, key=lambda name: name == IDENTITY):
     (folder / name).rename(aside / name)
   return aside
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the object in a file; {} if it cannot be read."""
+  """Returns the JSON object in a file; {} if it cannot be read."""
   try:
     return parse(path.read_bytes())
   except OSError:
@@ -287,7 +311,7 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-  """Returns the object that JSON describes; {} if it is something else."""
+  """Returns the object that JSON text describes; {} if it is no object."""
   try:
     content = json.loads(data)
   except (ValueError, RecursionError):

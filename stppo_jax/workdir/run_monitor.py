@@ -1,13 +1,13 @@
-"""Lets a run be watched from outside: its heartbeat, stacks and profile.
+"""Lets users watch a run from outside: its heartbeat, stacks and profile.
 
     WORKDIR/heartbeat.json           see `workdir.heartbeat`
            /stacks/host0             see `workdir.watchdog`
            /profile/plugins/...      traces, for XProf and TensorBoard
            /profile/memory-000012.prof   memory after step 12, for pprof
-           /profile.request          asks for a trace of the next step
+           /profile.request          requests a trace of the next step
 
-A trace covers whole steps. Its spans `step` and the phases of a step are those
-of the timer, so they have the names of `timing_s/*`.
+A trace covers whole steps. It has a span for each step and for each phase of a
+step. The spans have the names of the metrics `timing_s/*`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,15 +29,17 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-  """Keeps the heartbeat of a run, its watchdog and the account of its time.
+  """Writes a run's heartbeat, watches its phases and accounts for its time.
 
-  It also traces the steps that are asked for.
+  It also records traces of requested steps.
 
   Args:
-    exit_code: returns the exit code of a run that ends without an error.
+    exit_code: returns the exit code of the process; called if the run ends
+      without an error.
 
   Attributes:
-    on_phase: called with the name of each phase that begins, or ''.
+    on_phase: called with the name of each phase that begins, and with '' when a
+      phase ends.
   """
 
   def __init__(self, exit_code: Callable[[], int]):
@@ -47,8 +49,9 @@ class Watch:
     self._goodput: goodput.Goodput | None = None
     self._folder: pathlib.Path | None = None
     self._steps = range(0)
-    self._traced: int | None = None  # the last step that is traced now
-    # The spans of a step and of its phase, if they are traced.
+    # The last step of the trace that is being recorded.
+    self._traced: int | None = None
+    # The open spans of the present step and phase, during a trace.
     self._step, self._phase = contextlib.ExitStack(), contextlib.ExitStack()
 
   @contextlib.contextmanager
@@ -59,14 +62,14 @@ class Watch:
     steps: Sequence[int],
     claim: lock.Claim | None = None,
   ) -> Iterator[None]:
-    """Writes the heartbeat in the body, and ends a trace with it.
+    """Writes the heartbeat during the body; an open trace ends with the body.
 
     Args:
       folder: the run's folder.
       hosts: the names of the machines of all hosts.
-      steps: the first step to trace, and the first one after it that is not
-        traced; steps are counted from 1.
-      claim: the lock of the folder, if it has one.
+      steps: the range of steps to trace, as (first, last + 1), counted from 1;
+        empty for no trace.
+      claim: the lock of the folder; None without a lock.
     """
     self._folder, self._steps = folder, range(*steps)
     with self._heartbeat.written(folder, hosts, claim):
@@ -83,7 +86,7 @@ class Watch:
   def phases_watched(
     self, folder: pathlib.Path, host: int
   ) -> contextlib.AbstractContextManager[None]:
-    """Watches in the body how long phases take; every host does.
+    """Watches the durations of phases during the body; every host calls this.
 
     Args:
       folder: the run's folder.
@@ -92,12 +95,12 @@ class Watch:
     return self._watchdog.watching(folder / 'stacks' / f'host{host}')
 
   def resume(self, step: int, num_steps: int, origin: int) -> None:
-    """Says how many steps are done when the run starts or resumes.
+    """Begins to account for steps and time when a run starts or resumes.
 
     Args:
-      step: the number of steps that are kept.
+      step: the number of steps that are done and kept.
       num_steps: the number of steps of the whole run.
-      origin: 1 to 4, where its weights come from, see `training.starts`.
+      origin: the source of the run's weights, 1 to 4, see `training.starts`.
     """
     self.count(step, num_steps)
     if self._folder is None:
@@ -110,11 +113,15 @@ class Watch:
     )
 
   def account(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of the time until this line; {} on other hosts."""
+    """Returns the time metrics of a step; {} on hosts after the first.
+
+    Args:
+      metrics: the other metrics of the step.
+    """
     return {} if self._goodput is None else self._goodput.measure(metrics)
 
   def count(self, step: int, num_steps: int) -> None:
-    """Says how many steps are done, and how many the run has."""
+    """Sets the number of steps that are done, and the length of the run."""
     self._heartbeat.count(step, num_steps)
 
   def end(self, exit_code: int) -> None:
@@ -122,15 +129,15 @@ class Watch:
     self._heartbeat.end(exit_code)
 
   def begin_step(self, step: int) -> None:
-    """Begins or ends a trace where that is due.
+    """Begins or ends a trace if that is due, and begins the span of a step.
 
     Args:
-      step: the number of the step that begins, from 1.
+      step: the number of the step that begins, counted from 1.
     """
-    if self._folder is None:  # of several hosts, the first is traced
+    if self._folder is None:  # only the first host is traced
       return
-    # Ended here and not after its last step, so that the save of that step is
-    # in the trace.
+    # A trace ends when the next step begins, and not earlier, so that it
+    # includes the save of its last step.
     if self._traced is not None and step > self._traced:
       self._end_trace()
     request = self._folder / REQUEST
@@ -139,21 +146,22 @@ class Watch:
     elif self._traced is None and request.exists():
       try:
         request.unlink(missing_ok=True)
-      except OSError as error:  # else every step would be traced
+      except OSError as error:
+        # No trace then: the request would stay, and every step would be traced.
         _log.warning('cannot remove the request for a trace: %s', error)
       else:
         self._begin_trace(step)
     if self._traced is not None:
-      self._close_spans()  # those of the step before
+      self._close_spans()  # the spans of the step before
       span = jax.profiler.StepTraceAnnotation('step', step_num=step)
       self._step.enter_context(span)
 
   def begin_phase(self, phase: str) -> None:
-    """Says what the run does from here on; '' = nothing that has a name."""
+    """Tells all observers that a phase begins; '' stands for no phase."""
     self._heartbeat.enter_phase(phase)
     self._watchdog.enter_phase(phase)
     self.on_phase(phase)
-    # The span of the phase before ends here. A phase without a name has none.
+    # The span of the phase before ends here. '' opens no span.
     self._phase.close()
     if self._traced is not None and phase:
       self._phase.enter_context(jax.profiler.TraceAnnotation(phase))
@@ -161,25 +169,27 @@ class Watch:
   def _begin_trace(self, last: int) -> None:
     assert self._folder is not None
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of a function would be in it
+    # Otherwise the trace would contain every call of a Python function.
+    options.python_tracer_level = 0
     try:
       jax.profiler.start_trace(
         self._folder / _PROFILE, profiler_options=options
       )
     except (OSError, RuntimeError) as error:
-      # A profile is not worth a run.
+      # An error of the profiler must not end the run.
       _log.warning('cannot trace, the run goes on: %s', error)
     else:
       self._traced = last
 
   def _end_trace(self) -> None:
-    """Writes the trace, and the memory that is in use."""
+    """Ends the trace; writes it with a profile of the memory in use."""
     if self._traced is None:
       return
     assert self._folder is not None
     self._close_spans()
     folder, last = self._folder / _PROFILE, self._traced
-    self._traced = None  # first, so that an error does not end it twice
+    # Set first, so that after an error the trace is not ended a second time.
+    self._traced = None
     try:
       jax.profiler.stop_trace()
       jax.profiler.save_device_memory_profile(

@@ -3,14 +3,14 @@
     WORKDIR/config.json    the config that the run was started with
            /run.json       the run's id, see `workdir.run_folder`
            /files.json     checksums of the files that the config names
-           /start/policy   the policy that it starts from, if the run makes it:
-                           see `training/starts.py`
-           /config_changes.jsonl    what later starts were allowed to change
+           /start/policy   the policy that the run starts from, if it makes its
+                           start, see `training/starts.py`
+           /config_changes.jsonl    the changes of the config by later starts
 
-A run is a function of its config. A run that is resumed with another config
-is a mixture that no config describes, so it is refused, with a line for each
-key that differs. `configs/schema.py` says of each key whether it may. A file
-that a key names is guarded as its key is.
+A run is a function of its config. If it were resumed with another config, no
+config would describe the mixture. So such a start is refused, with a line for
+each key that differs. `configs/schema.py` says which keys may change. If a key
+must not change, the file that it names must not change either.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,11 @@ from stppo_jax.workdir import run_folder
 
 _log = logging.getLogger(__name__)
 
-# Entries of a record that are no keys of the config, and never change.
+# Keys of a recorded config that are not in the config's schema. They must never
+# change.
 _IDENTITY = ('command', 'batch_sha256')
-# A run has begun when it has left one of these. Before that, a config that was
-# wrong (its weights did not fit, say) may be corrected.
+# A run has begun when its folder has one of these files. Before that, the user
+# may correct the config, for example if its weights did not fit.
 _PRODUCTS = (
   *('start/policy', 'start/metrics.jsonl', 'start/*.safetensors'),
   *('metrics.jsonl', 'checkpoints/*'),
@@ -45,23 +46,24 @@ _FILES = 'files.json'
 _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
 
-_Changes = dict[str, tuple[Any, Any]]  # both values, by what differs
+# Keys or files that differ, with the new value and the recorded value.
+_Changes = dict[str, tuple[Any, Any]]
 
 
 class OtherRun(Exception):
-  """The folder belongs to the run of another config; one line per key."""
+  """The folder belongs to a run of another config; one line per difference."""
 
   exit_code = exits.USAGE
 
 
 class CheckpointsMissing(Exception):
-  """A run has written metrics, but the checkpoints behind them are gone."""
+  """The run has begun, but its checkpoints are missing."""
 
   exit_code = exits.DAMAGED
 
 
 def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
-  """Checks that a folder has no run of another config; changes nothing.
+  """Checks that a folder has no run of another config, without writing.
 
   Args:
     config: the nested config, see `record_config`.
@@ -76,10 +78,13 @@ def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
 
 
 def check_prompts(workdir: pathlib.Path) -> None:
-  """Refuses a run of a version whose tokenizers began no prompt.
+  """Refuses a run that began before prompts could begin with a bos_token.
+
+  The caller calls this if prompts would now begin with a bos_token.
 
   Raises:
-    OtherRun: a run has begun here whose record has no options of prompts.
+    OtherRun: a run has begun in the folder, and its recorded config has no
+      section `prompt`.
   """
   path = workdir / 'config.json'
   if path.is_file() and _has_begun(workdir) and 'prompt' not in _read(path):
@@ -96,20 +101,22 @@ def record_config(
 ) -> None:
   """Records the config, its files and the id of a run that starts or resumes.
 
-  Makes the folder. Keys that may change between two starts are rewritten.
+  The folder is made if it is missing. If keys have changed that may change, the
+  new values are recorded.
 
   Args:
-    config: the nested config, without references; its values must be those that
-      Python's JSON can write, which infinity is.
+    config: the nested config, without references. Python's JSON must be able to
+      write its values; infinity is allowed.
     workdir: the run's folder.
 
   Raises:
-    OtherRun: a run of another config has begun here; nothing is changed.
+    OtherRun: a run of another config has begun in the folder; nothing is
+      changed.
   """
   workdir = pathlib.Path(workdir)
   path = workdir / 'config.json'
   text = json.dumps(config, indent=2, sort_keys=True) + '\n'
-  # Parsed again, because JSON turns tuples into lists.
+  # Parsed again, because JSON turns tuples into lists, as in the record.
   config = json.loads(text)
   has_begun, checksums = _has_begun(workdir), _checksums(config)
   changes, changed, known = {}, {}, {}
@@ -117,7 +124,7 @@ def record_config(
     changes, changed, known = _compare(config, checksums, workdir)
     _note_changes(changes | changed, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
-  # A run that has begun keeps its id, by which its checkpoints know it.
+  # A run that has begun keeps its id, because its checkpoints have the same id.
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
     run_id, digest = uuid.uuid4().hex, _digest(config)
@@ -126,8 +133,8 @@ def record_config(
     )
     run_folder.write(workdir, run)
   if checksums:
-    # `_has_moved` compares all files of a key. One that it named before would
-    # make every later start look like that of another run.
+    # Outdated files of a key are dropped: `_has_moved` compares all files of a
+    # key, so with an outdated file, later starts would be refused.
     keys = set(map(_key, checksums))
     known = {name: x for name, x in known.items() if _key(name) not in keys}
     content = json.dumps(known | checksums, indent=2) + '\n'
@@ -140,7 +147,7 @@ def record_config(
 
 
 def check_run(workdir: pathlib.Path) -> None:
-  """Raises `Misconfigured` unless the folder is that of a run of `train`."""
+  """Raises `Misconfigured` if the folder is not the folder of a `train` run."""
   if not workdir.is_dir():
     raise exits.Misconfigured(f'--workdir={workdir}: no such folder')
   if run_folder.command_of(workdir) != 'train':
@@ -148,11 +155,12 @@ def check_run(workdir: pathlib.Path) -> None:
 
 
 def check_checkpoints(workdir: pathlib.Path) -> None:
-  """Checks that the checkpoints of a run are there.
+  """Checks that the checkpoints of a run exist.
 
   Raises:
-    CheckpointsMissing: there is none, although the run has saved some; or they
-      have no folder, which is made before the first metrics are written.
+    CheckpointsMissing: the folder of checkpoints is empty, although the run has
+      saved a checkpoint, or is missing, although the run has written metrics.
+      The folder is made before the first metrics are written.
   """
   folder, run = workdir / 'checkpoints', run_folder.read(workdir)
   if folder.is_dir():
@@ -179,8 +187,8 @@ def imitates(config) -> bool:
 
 
 def made_start(workdir: pathlib.Path) -> pathlib.Path | None:
-  """Returns the directory of the start that a run has made; None before."""
-  # Up to version 0.2 the start had no folder of its own around it.
+  """Returns the directory of the start that a run has made, or None."""
+  # Up to version 0.2, the policy was in `start` itself.
   for path in (workdir / START, workdir / 'start'):
     if (path / 'config.json').is_file() and any(path.glob('*.safetensors')):
       return path
@@ -188,10 +196,12 @@ def made_start(workdir: pathlib.Path) -> pathlib.Path | None:
 
 
 def with_start(config, workdir: pathlib.Path):
-  """Returns the config with the start that the run made, if any, as its model.
+  """Returns the config with the directory of a made start as `model.path`.
+
+  If the run does not make its start, the config is returned unchanged.
 
   Raises:
-    Misconfigured: the start has not been made yet.
+    Misconfigured: the run makes its start, and has not made it yet.
   """
   if not makes_start(config):
     return config
@@ -203,12 +213,13 @@ def with_start(config, workdir: pathlib.Path):
   config = config.copy_and_resolve_references()
   config.model.path = str(start)
   if config.init_from:
-    config.model.tokenizer_path = ''  # the start has that of the other run
+    # The start's directory has the tokenizer of the other run.
+    config.model.tokenizer_path = ''
   return config
 
 
 def _has_begun(workdir: pathlib.Path) -> bool:
-  """Returns whether a run has left more than its record in a folder."""
+  """Returns whether the run of a folder has begun, see `_PRODUCTS`."""
   return any(any(workdir.glob(product)) for product in _PRODUCTS)
 
 
@@ -217,26 +228,26 @@ def _compare(
   checksums: Mapping[str, str],
   workdir: pathlib.Path,
 ) -> tuple[_Changes, _Changes, dict[str, str]]:
-  """Compares a config and its files with those of the run of a folder.
+  """Compares a config and its files with the record of a run.
 
   Args:
-    config: the config, as it is recorded.
-    checksums: the checksums of its files.
+    config: the new config, in the form in which it is recorded.
+    checksums: the checksums of the files that the new config names.
     workdir: the folder of a run that has begun.
 
   Returns:
-    The keys that differ and the files that have changed, with both values, and
-    the checksums that were recorded. All are empty if there is no record.
+    The keys that differ, the files that have changed, and the recorded
+    checksums. All three are empty if there is no record.
 
   Raises:
-    OtherRun: some of them must not differ.
+    OtherRun: a key or a file has changed that must not change.
   """
   path = workdir / 'config.json'
   if not path.is_file():
     return {}, {}, {}
   allowed = config['resume']['allow_change']
   changes = _differences(config, _read(path))
-  # A run that an earlier version has begun has no checksums.
+  # Earlier versions recorded no checksums.
   files = workdir / _FILES
   known = _named(_read(files)) if files.is_file() else {}
   lines = [
@@ -266,11 +277,11 @@ def _has_moved(
 ) -> bool:
   """Returns whether a key names the same files at another place.
 
-  `data.root` does if all files below it are the same.
+  For `data.root`, all files below this folder must be the same.
 
   Args:
-    key: the key, whose values differ.
-    ours, theirs: the checksums of files, see `_checksums`.
+    key: a key whose new value differs from the recorded value.
+    ours, theirs: the new and the recorded checksums of files, see `_checksums`.
   """
   keys = _DATA if key == 'data.root' else (key,)
   contents = [
@@ -288,10 +299,11 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-  """Returns the digest of the keys that no later start may change.
+  """Returns the digest of the config keys that later starts must not change.
 
-  A later key with the value that earlier runs had counts as absent: so the
-  digest of a run is the same in versions without that key.
+  If a key is newer than some runs and has the value with which these runs were
+  trained, the key does not count. So versions with and without the key compute
+  the same digest.
   """
   earlier = schema.earlier().items()
   values = {
@@ -306,8 +318,8 @@ def _digest(config: Mapping[str, Any]) -> str:
 def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
   """Returns the checksums of the files that a config names, by `key=path`.
 
-  The path is in the name, so that another path is a difference of the key
-  alone.
+  A file at another path has another name here. So if only the path has changed,
+  the key differs, but no file counts as changed.
   """
   found = {
     f'{name.partition(":")[0]}={path}': named_files.checksum(path)
@@ -317,12 +329,12 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums with names of packaged files that any clone knows."""
+  """Returns checksums with names in place of the paths of packaged files."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 
 def _key(name: str) -> str:
-  """Returns the config key of the name of a file in `_checksums`."""
+  """Returns the config key in a name `key=path`, see `_checksums`."""
   return name.partition('=')[0]
 
 
@@ -336,17 +348,22 @@ def _is_fixed(key: str) -> bool:
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-  """Returns whether a key, or a section that it is in, is among the names."""
+  """Returns whether the names contain a key, or a section with the key."""
   return f'{key}.'.startswith(tuple(f'{name}.' for name in names))
 
 
 def _differences(config, recorded) -> _Changes:
-  """Returns the guarded keys that differ, with both values."""
+  """Returns the keys that differ, without keys that may always change.
+
+  Args:
+    config: the new config.
+    recorded: the recorded config.
+  """
   earlier = schema.earlier()
   ours = earlier | settings.flatten(config)
   theirs = earlier | schema.present(settings.flatten(recorded))
-  # A key may be missing on one side. No value can stand for that: None may be
-  # the value of a key.
+  # A key may be missing on one side. None cannot stand for a missing key,
+  # because None may be the value of a key.
   return {
     key: (ours.get(key, _ABSENT), theirs.get(key, _ABSENT))
     for key in sorted(ours.keys() | theirs.keys())
@@ -356,7 +373,7 @@ def _differences(config, recorded) -> _Changes:
 
 
 def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
-  """Returns the line about a key that must not have changed."""
+  """Returns the line which says that a key must not change, and what to do."""
   ours, theirs = ("''" if x == '' else x for x in (ours, theirs))
   advice = '' if _is_fixed(key) else f', or allow it: {_ALLOW}={key}'
   return (
@@ -366,7 +383,7 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
 
 
 def _note_changes(changes: _Changes, workdir: pathlib.Path) -> None:
-  """Records each change, with the newest checkpoint before it."""
+  """Records each change, with the step of the newest checkpoint before it."""
   newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}

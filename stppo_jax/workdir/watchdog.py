@@ -1,9 +1,10 @@
-"""Writes down what all threads do when a phase of a run takes far too long.
+"""Writes the stacks of all threads when a phase of a run takes far too long.
 
     WORKDIR/stacks/host0        the stacks of the first host
 
-A run that hangs looks like one that works. The stacks say in which call it
-waits: for a retriever, a file system, a lock, or another host.
+From outside, a run that hangs looks like a run that works. The stacks show the
+call in which the run waits: for a retriever, a file system, a lock, or another
+host.
 """
 
 import collections
@@ -18,25 +19,26 @@ import threading
 import time
 
 _log = logging.getLogger(__name__)
-# A phase takes far too long if it takes so many times its usual duration, and
-# also at least so many seconds: a phase of a few seconds is often many times
-# slower only because the machine is busy.
+# A phase takes far too long if it takes more than `_FACTOR` times its usual
+# duration, and more than `_LEAST` seconds. The second limit is there because a
+# short phase is often many times slower only because the machine is busy.
 _FACTOR = 10.0
 _LEAST = 60.0  # seconds
-# The same limit, in seconds, for a phase that has never ended before: it may
-# compile, and its usual duration is not known.
+# The limit, in seconds, for a phase that has never ended before. Its usual
+# duration is not known, and it may compile programs.
 _FIRST = 1800.0
-_REMEMBERED = 20  # durations of a phase, whose median is the usual one
-_EVERY = 1.0  # seconds between two looks
+# The usual duration of a phase is the median of this number of last durations.
+_REMEMBERED = 20
+_EVERY = 1.0  # seconds between two checks of the present phase
 
 
 class Watchdog:
   """Watches how long the phases of a run take.
 
   Args:
-    clock: returns seconds.
-    least: the seconds that every phase may take.
-    every: seconds between two looks.
+    clock: returns seconds since an arbitrary moment.
+    least: the number of seconds that every phase may take.
+    every: the seconds between two checks of the present phase.
   """
 
   def __init__(
@@ -49,16 +51,16 @@ class Watchdog:
     self._clock, self._least, self._every = clock, least, every
     self._durations: dict[str, collections.deque[float]] = {}
     self._phase, self._since = '', clock()
-    self._has_told = False
+    self._has_told = False  # whether the stacks of this phase were written
     # Guards the phase, which the thread of `watching` reads.
     self._lock = threading.Lock()
 
   @contextlib.contextmanager
   def watching(self, path: pathlib.Path) -> Iterator[None]:
-    """Looks at the duration of phases during the body.
+    """Checks the duration of the present phase regularly during the body.
 
     Args:
-      path: the file that stacks are appended to.
+      path: the file to which the stacks are appended.
     """
     ended = threading.Event()
 
@@ -75,7 +77,7 @@ class Watchdog:
       thread.join()
 
   def enter_phase(self, phase: str) -> None:
-    """Says what the run does from now on; '' = no phase."""
+    """Ends the present phase and begins another; '' stands for no phase."""
     with self._lock:
       now = self._clock()
       if self._phase:
@@ -86,7 +88,11 @@ class Watchdog:
       self._phase, self._since, self._has_told = phase, now, False
 
   def look(self, path: pathlib.Path) -> None:
-    """Writes the stacks, once, if the present phase takes far too long."""
+    """Writes the stacks if the present phase takes too long; once per phase.
+
+    Args:
+      path: the file to which the stacks are appended.
+    """
     with self._lock:
       phase, seconds = self._phase, self._clock() - self._since
       if self._has_told or not phase:
