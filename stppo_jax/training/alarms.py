@@ -1,4 +1,4 @@
-"""The alarms of a run: rules over the metrics of one step.
+"""The alarms of a run: rules that watch the metrics of each step.
 
 A rule computes one number from the metrics that a step has anyway, and compares
 the number with a threshold. The threshold is the key with the alarm's name in
@@ -19,7 +19,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 _log = logging.getLogger(__name__)
 
 PREFIX = 'alarm/'
-# With fewer searches in a step, all of them may find nothing by chance.
+# With fewer searches in a step, most of them may find nothing by chance.
 _FEWEST_SEARCHES = 10
 Metrics = Mapping[str, Any]
 
@@ -90,9 +90,9 @@ ALARMS: Mapping[str, Alarm] = {
     _metric('ratio/turn/max'),
     'the largest ratio of a turn (ratio/turn/max)',
     False,
-    'the updates of a step go too far from the policy that collected: lower '
-    'policy_optimizer.learning_rate or updates.num_epochs, or set '
-    'updates.kl_stop.',
+    'the updates of a step move the policy too far from the policy that '
+    'collected the step: lower policy_optimizer.learning_rate or '
+    'updates.num_epochs, or set updates.kl_stop.',
   ),
   'zero_variance': Alarm(
     _metric('rollout/zero_variance_groups'),
@@ -130,7 +130,8 @@ ALARMS: Mapping[str, Alarm] = {
     'the number of searches per trajectory (env/number_of_valid_search)',
     True,
     'the policy answers from memory: see whether a search pays (turn rewards, '
-    'env.rewards.search_penalty), and whether its start could search.',
+    'env.rewards.search_penalty), and whether the policy could search when '
+    'training began.',
   ),
   'kl': Alarm(
     _metric('critic/kl'),

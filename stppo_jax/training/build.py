@@ -132,9 +132,9 @@ def pack_step(
 ) -> tuple[batch_lib.TokenBatch, dict[str, float]]:
   """Packs the trajectories of a step into a batch; returns it with metrics.
 
-  With `env.rewards.information_gain`, the rewards of turns get the information
-  gains, which the policy computes. In array names, B stands for trajectories
-  and T for turns.
+  With `env.rewards.information_gain`, the policy computes information gains,
+  which are added to the rewards of turns. In array names, B stands for
+  trajectories and T for turns.
 
   Args:
     trajectories: this host's trajectories.
@@ -214,7 +214,7 @@ def _notes(
     yield (
       f'note: rollout.steps_ahead={ahead}: the next step is collected between '
       'updates, which saves no time; with mesh.collect_fraction some devices '
-      'collect beside them'
+      'collect while the others update'
     )
   slots = config.rollout.slots
   if 0 < slots < config.rollout.trajectories_per_step // num_hosts:

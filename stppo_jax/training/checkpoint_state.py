@@ -2,8 +2,8 @@
 
 The frozen weights under adapters are not saved: they are large, never change,
 and are read from the model's files at every start. Only their fingerprints are
-saved. A run is not resumed if the fingerprints differ, because adapters mean
-nothing on top of other frozen weights than those they were trained with.
+saved. A run is not resumed if the fingerprints differ, because adapters only
+work together with the frozen weights that they were trained with.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ class PolicyCheckpoints:
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
-    """Returns the newest valid checkpoint; None if nothing was saved."""
+    """Restores the newest valid checkpoint; returns None if there is none."""
     restored = checkpointer.restore_latest(start.policy)
     if restored is None:
       return None
@@ -137,7 +137,7 @@ def newest(
   learner: learner_lib.Learner,
   start: state_lib.TrainState,
 ) -> Restored | None:
-  """Returns the newest valid checkpoint of a run; None if there is none.
+  """Reads the newest valid checkpoint of a run; returns None if none exists.
 
   Args:
     checkpointer: the checkpoints of a run.

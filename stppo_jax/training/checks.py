@@ -1,4 +1,4 @@
-"""Checks that refuse a run, or end one before its work is lost."""
+"""Checks that refuse a run at its start, or end a run that goes wrong."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
@@ -69,7 +69,7 @@ def _lacking(
 ) -> Iterator[str]:
   """Yields a line for each group whose gold passages the corpus lacks.
 
-  A group is a data set of `questions`, keyed by its name in `groups`.
+  `groups` has the questions that a run uses, by the names of their data sets.
   """
   if not any(q.gold_passages for group in groups.values() for q in group):
     return
@@ -202,7 +202,8 @@ def check_memory(
     learns: whether this host learns.
 
   Raises:
-    DoesNotFit: one line that names the largest arrays.
+    DoesNotFit: the run needs more memory; the message is one line that names
+      the largest arrays.
   """
   if limit is None:
     return
@@ -345,8 +346,8 @@ class SkippedUpdates:
   state that the run saves as it ends is sound.
 
   Args:
-    limit: the number of skipped updates in a row that ends the run; with 0, no
-      number does.
+    limit: the number of skipped updates in a row that ends the run; 0 stands
+      for no limit.
   """
 
   def __init__(self, limit: int):

@@ -1,8 +1,8 @@
 """Claims the folder of a run, and handles signals before its first step.
 
     with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
-      ...                          # everything that can be refused is refused
-      folder.record()              # from here on the folder is that of this run
+      ...                          # checks that may refuse the run
+      folder.record()              # from here on the folder belongs to the run
 
 The folder of another run is refused at once. Before `record`, only the lock is
 written to the folder, and also the heartbeat if the run is being resumed.
@@ -44,17 +44,18 @@ class Folder:
     path: the folder. For a run in a bucket, it is a folder of this machine that
       stands for the folder in the bucket.
     config: the values that define the run, as a nested mapping.
-    hosts: the hosts with the same task as this host, to learn or to collect.
+    hosts: the hosts with the same task as this host: they learn, or they only
+      collect for hosts that learn.
     interrupt: notices signals.
-    lock: the lock, or the lease of a folder in a bucket; None if another host
-      of the run holds it.
+    lock: the lock of the folder, or its lease if the run is in a bucket; None
+      if another host of the run holds the lock.
     stack: the contexts that are left together with the folder.
     lines: prints the lines that the package logs.
-    restart: whether the run begins anew: the files that the folder holds are
-      then moved aside.
+    restart: whether the run begins anew. If so, the earlier files of the folder
+      are moved aside.
     bucket: the folder in a bucket that `path` stands for; None if the run is
       not in a bucket.
-    watch: tells observers what the run does.
+    watch: writes the heartbeat and watches phases, see `run_monitor.Watch`.
     outer: for a folder that `inside` yields, the folder around it.
     exit_code: the exit code of the process: 0, or the exit code of the signal
       that has ended the body.
@@ -140,7 +141,7 @@ class Folder:
       if self.hosts.is_first:
         aside = run_folder.move_all_aside(self.path) if self.restart else None
         if aside is not None:
-          _log.info('%s: what it held is now in %s', self.path, aside)
+          _log.info('%s: its earlier files are now in %s', self.path, aside)
         run_record.check_checkpoints(self.path)
         run_record.record_config(self.config, self.path)
       # Uploads begin only here: before, the folder may belong to another run.
@@ -259,8 +260,8 @@ def claimed(
   address = str(workdir).rstrip('/') if buckets.is_address(workdir) else ''
   if address and restart:
     raise exits.Misconfigured(
-      f'--restart: nothing is moved aside in a bucket; give another address '
-      f'than --workdir={address}'
+      f'--restart: files in a bucket cannot be moved aside; give another '
+      f'address than --workdir={address}'
     )
   show = streams.show
   if not hosts.is_first:
@@ -279,8 +280,8 @@ def claimed(
     interrupt.outlook = f'ending before the first {unit}'
     interrupt.grace = config.preemption.grace
     # A signal to one host ends the run on all hosts. This host tells the other
-    # hosts of its signal, and reacts to a signal of another host like to its
-    # own.
+    # hosts of its signal, and reacts to a signal to another host as if it had
+    # got the signal itself.
     interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
     # `request` sends this process a signal. Once the handlers are gone, that
     # signal would kill the process, so it must not be called any more.

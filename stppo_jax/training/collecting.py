@@ -1,6 +1,6 @@
 """Builds the collecting side of a run on this host.
 
-If other hosts collect, it builds objects that stand for these hosts.
+If other hosts collect, this module builds objects that stand for these hosts.
 """
 
 from collections.abc import Callable
@@ -115,8 +115,8 @@ def build(
       'mesh.collect_fraction to let some devices only collect'
     )
   if config.rollout.steps_ahead and is_safe:
-    # Steps are then collected on another thread. Stopping its view of the event
-    # loop is the way to end that thread.
+    # Steps are then collected on another thread. The thread ends when its view
+    # of the event loop is stopped.
     loop = prefetch.StoppableLoop(services.loop)
     collecting = dataclasses.replace(services, loop=loop)
   engine = engines.build(
@@ -173,7 +173,7 @@ def build(
   def evaluate(params: model_roles.Params):
     engines.publish(engine, learner, params, 0)
     measured = evaluator.measure()
-    steps.statistics()  # drops the evaluation's counts, see `evaluate` above
+    steps.statistics()  # drops the counts of searches of the evaluation
     return measured
 
   follow = functools.partial(

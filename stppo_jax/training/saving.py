@@ -291,8 +291,8 @@ def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
   aside = writer.rewind(step - (not written), saved=step)
   if aside is not None:
     _log.info(
-      'resumed after %s, the newest that was saved; metrics and dialogues of '
-      'later ones are in %s',
+      'resumed after %s, which was saved last; later metrics and dialogues are '
+      'now in %s',
       last,
       aside,
     )

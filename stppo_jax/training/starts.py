@@ -229,8 +229,8 @@ def _copy_value(
   """Copies the value model of a run as a checkpoint in the folder `target`.
 
   Nothing is copied if the run has no separate value model. Nothing is copied
-  either if the models have adapters, because adapters mean nothing on top of
-  other frozen weights.
+  either if the models have adapters, because adapters only work together with
+  the frozen weights that they were trained with.
   """
   value = theirs.learner.abstract_start()[0].value
   if value is None or theirs.config.model.lora.rank:

@@ -113,7 +113,7 @@ class Watchdog:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
         file.write('\n')
-      where = f'what each thread does is in {path}'
+      where = f'the stacks of all threads are in {path}'
     except OSError as error:
       where = f'the stacks cannot be written: {error}'
     _log.warning('%s; %s', told, where)
