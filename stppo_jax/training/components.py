@@ -76,7 +76,7 @@ def build(
 
   Args:
     config: the config of a run.
-    imitates: whether it is a run of the command `sft`.
+    imitates: whether the run belongs to the command `sft`.
     hosts: the hosts of the run; some may only collect.
 
   Raises:
@@ -170,10 +170,10 @@ def build_placement(
     config: the config of a run.
     shape: the config of the policy's model.
     mesh: the mesh of training.
-    devices: see `build_mesh`. A plan compiles for devices that are not there,
-      and passes them here.
-    host: the number of the host that decodes. None stands for this process, or,
-      if `devices` is given, for the last of their hosts.
+    devices: see `build_mesh`. A plan passes the devices for which it compiles
+      programs; this machine need not have them.
+    host: the number of the host that decodes. None stands for this process, or
+      for the host of the last device if `devices` is given.
     hosts: see `build`. In a plan with hosts that only collect, all `devices`
       learn, and the devices of the last host also stand for the devices of a
       host that collects.
@@ -312,7 +312,7 @@ def check_sizes(
     shape: the config of the policy's model.
     mesh: the mesh of training.
     placement: the devices that decode; None if this host does not decode.
-    imitates: whether it is a run of the command `sft`. If a run of `train`
+    imitates: whether the run belongs to the command `sft`. If a run of `train`
       begins with a supervised start, `sft.batch_size` is checked anyway.
 
   Raises:
@@ -369,7 +369,7 @@ def check_sizes(
 def indivisible(
   sizes: Mapping[str, int], mesh: jax.sharding.Mesh
 ) -> dict[str, str]:
-  """Returns a line for each batch size that is no multiple of the batch shards.
+  """Returns a line for each batch size that the mesh cannot divide equally.
 
   Args:
     sizes: batch sizes in rows, by their config keys.

@@ -116,8 +116,8 @@ def publish(
     version: the number of steps that the policy was trained for.
   """
   if isinstance(engine, engine_lib.Engine):
-    # Under adapters, the frozen base of the engine stays as it is, and only the
-    # adapters are copied again.
+    # With adapters, the engine copies the frozen base once, and later only the
+    # adapters.
     trained = decoded_weights(params.trained.policy)
     engine.publish(trained, version, base=params.frozen or None)
   else:

@@ -57,7 +57,8 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # holds the lock, signals and votes; the run is not recorded yet
-    hosts = folder.hosts  # if some hosts only collect, those with this task
+    # If some hosts only collect: the hosts with the same task as this host.
+    hosts = folder.hosts
     # If the run makes its start, `start.config` has the start's model shape,
     # and `loaded.config` has the start's directory as `model.path`.
     start = starts.resolve(config, folder)

@@ -1,7 +1,7 @@
-"""The metrics of a training step that concern all its phases.
+"""The metrics of a training step: its updates, durations and hardware use.
 
-They describe the updates, the duration of each phase, and how much of the
-devices' peak was used.
+`totals` adds up numbers of all hosts. From these, `StepMetrics` computes the
+metrics of a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -255,7 +255,7 @@ class StepMetrics:
         decode_steps=totals.sampled / slots,
       )
     )
-    if read:  # 0 with a remote engine, whose reads are not known
+    if read:  # 0 if this host does not decode
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics

@@ -1,4 +1,4 @@
-"""The tokenizer, the shape and the files of a run's models."""
+"""The tokenizer, the layer sizes and the files of a run's models."""
 
 from collections.abc import Sequence
 import dataclasses

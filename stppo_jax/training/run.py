@@ -54,7 +54,7 @@ class Run:
 
   Attributes:
     folder: the run's folder.
-    first_step: the number of steps that earlier starts of the run have done.
+    first_step: the number of steps that were done when the state was loaded.
     num_steps: the number of steps of the whole run.
     last: the last finished step.
     seconds: the durations of the phases of the present step, by
@@ -144,7 +144,7 @@ class Run:
         folder.watch.resume(last.done, num_steps, number)
         saving.rewind(writer, last)
       # The first host has moved files of all hosts aside. If the run is in a
-      # bucket, this must be done there before hosts write such files again.
+      # bucket, this is uploaded before the hosts write such files again.
       folder.settle()
       run = cls(
         config,

@@ -1,7 +1,7 @@
 """Saves the states of a run, and warns if the disk has no room for the next.
 
-Threads write a checkpoint while the loop goes on. If that fails, the next step
-that finishes raises the error, and earlier checkpoints are intact.
+Threads write a checkpoint while the loop goes on. If writing fails, the next
+finished step raises the error, and earlier checkpoints are intact.
 """
 
 import dataclasses
@@ -251,8 +251,8 @@ class LastStep:
     done: the number of steps that are done.
     state: the state after the step.
     extra: the part of the step's checkpoint that is not the state.
-    is_consumed: whether an update may have donated the state, so that it can
-      not be saved.
+    is_consumed: whether an update may have donated the state. If so, the state
+      cannot be saved.
   """
 
   saver: Saver

@@ -1,7 +1,7 @@
 """The supervised start: a policy imitates noisy demonstrations.
 
-The start is a run of its own, either of the command `sft` or inside a run of
-`train`, whose start lies in WORKDIR/start.
+A supervised start is a run of its own: either a run of the command `sft`, or a
+run inside a run of `train`, in the folder WORKDIR/start.
 """
 
 from collections.abc import Callable, Sequence

@@ -110,7 +110,7 @@ def try_host(
     target=_try, args=(theirs, config, name, place), daemon=True
   )
   child.start()
-  theirs.close()  # only the child holds this end, so its end closes the pipe
+  theirs.close()  # now the pipe closes when the child ends
   try:
     # A compiler that takes too long counts as a compiler that refuses: the
     # hosts can decode together instead.

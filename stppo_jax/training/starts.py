@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
-  """Where the weights of a run come from; the start may not be made yet.
+  """The source of a run's weights; the run may still have to make its start.
 
   Attributes:
     config: the config of the run; its section `model` describes the model that

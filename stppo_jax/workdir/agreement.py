@@ -1,10 +1,10 @@
 """Checks that the hosts of a run agree on config, files, code and programs.
 
-If hosts differed in a key of the config, in a file or in the code, there would
-be no error. They would train a mixture that no config describes, or wait for
-each other in different programs. So the hosts compare everything that a step
-depends on before the first program. The message about a difference names the
-hosts.
+If hosts differed in a key of the config, in a file or in the code, no error
+would be raised: the hosts would train a mixture that no config describes, or
+wait for each other in different programs. So before the first program, the
+hosts compare everything that a step depends on. The message about a difference
+names the hosts.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from stppo_jax.workdir import run_folder
 _OWN_KEYS = ('retrieval.url',)
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Seconds within which a shared file system must show a new file to other
-# machines, and seconds between two looks.
+# machines, and seconds between two looks for the file.
 _PROBE_PATIENCE = 10.0
 _PROBE_PAUSE = 0.1
 
@@ -130,9 +130,9 @@ def check_folder(hosts: hosts_lib.Hosts, workdir: pathlib.Path) -> None:
   blind = [hosts.describe(n) for n, sees in enumerate(seen) if not sees]
   if blind:
     raise exits.Misconfigured(
-      f'--workdir={workdir}: {", ".join(blind)} cannot see what '
-      f'{hosts.describe(0)} writes there; it must be on a file system that all '
-      'hosts share'
+      f'--workdir={workdir}: {", ".join(blind)} cannot see the files that '
+      f'{hosts.describe(0)} writes there; the folder must be on a file system '
+      'that all hosts share'
     )
 
 

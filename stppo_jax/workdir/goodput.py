@@ -13,8 +13,8 @@ import time
 
 from stppo_jax.workdir import heartbeat
 
-# Two metrics of a line: the seconds of all phases of the step, and the seconds
-# of the save after the step before.
+# Two metrics of a step's line: the seconds of all phases of the step, and the
+# seconds of the previous step's save.
 _STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
 
 

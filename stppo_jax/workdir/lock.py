@@ -5,8 +5,8 @@
 The file is made exclusively, which works on network file systems too. If the
 holder has ended, another process takes the lock over. Processes of the holder's
 host see at once that the holder has ended. But a holder in another container of
-the host would look ended too. So the holder also locks the file with `flock`,
-if the file system has such locks.
+the host looks ended to them too. So the holder also locks the file with
+`flock`, if the file system has such locks.
 
 Other hosts cannot see that the holder has ended. So the holder touches the file
 every few seconds, and another host takes the lock over if the file was not
@@ -112,7 +112,7 @@ class Claim:
     """Raises `Lost` if another process has taken the right over."""
 
   def touch(self) -> None:
-    """Shows other processes that this process lives; raises `Lost` if lost."""
+    """Shows other processes that this one lives; raises `Lost` like `check`."""
 
   def keep_touching(self, every: float) -> None:
     """Calls `touch` every `every` seconds; a thread runs this.
@@ -166,7 +166,7 @@ class FileClaim(Claim):
 
 
 def taken_over(folder: object, holder: Holder | None) -> Lost:
-  """Returns the error which says that another process has taken over."""
+  """Returns the error for a folder that another process has taken over."""
   return Lost(
     f'{folder}: {holder or "another process"} has taken over, because this '
     'process showed no life; this process writes no more'
@@ -212,7 +212,7 @@ def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
 
 
 def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
-  """Removes empty folders in the given order, up to the first that is not."""
+  """Removes folders in the given order, until one of them is not empty."""
   with contextlib.suppress(OSError):
     for folder in folders:
       folder.rmdir()

@@ -68,7 +68,7 @@ class Watch:
       folder: the run's folder.
       hosts: the names of the machines of all hosts.
       steps: the range of steps to trace, as (first, last + 1), counted from 1;
-        empty for no trace.
+        (0, 0) for no trace.
       claim: the lock of the folder; None without a lock.
     """
     self._folder, self._steps = folder, range(*steps)

@@ -9,8 +9,9 @@
 
 A run is a function of its config. If it were resumed with another config, no
 config would describe the mixture. So such a start is refused, with a line for
-each key that differs. `configs/schema.py` says which keys may change. If a key
-must not change, the file that it names must not change either.
+each key that differs. `configs/schema.py` says which keys may change always,
+and which only if `resume.allow_change` names them. For files that the config
+names, the second rule holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
     workdir: the run's folder.
 
   Raises:
-    OtherRun: a run of another config has begun here.
+    OtherRun: a run of another config has begun in the folder.
   """
   config = json.loads(json.dumps(config))
   if _has_begun(workdir):
@@ -143,7 +144,7 @@ def record_config(
   for key, (ours, theirs) in changes.items():
     _log.info(f'note: {key}={ours} from now on; it was {theirs}')
   for name in changed:
-    _log.info(f'note: {name}: has changed, and is used as it is from now on')
+    _log.info(f'note: {name}: has changed; its new content is used from now on')
 
 
 def check_run(workdir: pathlib.Path) -> None:
