@@ -1,1 +1,1 @@
-"""The training loops, what starts and ends a run, and evaluation."""
+"""The training loops, and the modules that start, save and end a run."""

@@ -260,7 +260,7 @@ class Alarms:
   def check(self, step: int) -> None:
     """Logs the alarms that have begun or ended, and ends the run if due.
 
-    Call this after the step was given to the saver, because this may raise.
+    Call this after the step was given to the saver, because it may raise.
 
     Args:
       step: the number of steps that are done.

@@ -1,7 +1,7 @@
 """Builds the objects that the training loop works with.
 
-They are built once, before the run is recorded in its folder, and no weight is
-read. A config that does not fit its files or devices is refused here.
+The objects are built once, before the run is recorded in its folder, and no
+weight is read. A config that does not fit its files or devices is refused here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -204,8 +204,8 @@ class Policy(NamedTuple):
   """A policy that was read from a checkpoint.
 
   Attributes:
-    config: the config of its run. If the run made the weights that it started
-      from, `model.path` is the directory of these weights.
+    config: the config of the policy's run. If the run made the weights that it
+      started from, `model.path` is the directory of these weights.
     tokenizer: the tokenizer of the run.
     learner: the learner of the run.
     step: the number of steps that the policy was trained for.

@@ -198,7 +198,7 @@ def check_memory(
     config: the config of a run, which has passed all other checks.
     learner: the learner of the run.
     placement: the devices that decode; None with rollout.engine=remote.
-    limit: the bytes of memory of a device; None if they are not known.
+    limit: the bytes of memory of a device; None if devices do not report them.
     learns: whether this host learns.
 
   Raises:
@@ -246,7 +246,7 @@ def sized(
     config: the config of a run that fits its files and devices.
     learner: the learner of the run.
     placement: the devices that decode; None with rollout.engine=remote.
-    limit: the bytes of memory of a device; None if they are not known.
+    limit: the bytes of memory of a device; None if devices do not report them.
   """
   rollout = config.rollout
   if placement is None or limit is None or rollout.slots:
@@ -299,8 +299,8 @@ def held_memory(
   if ahead:  # the policies of the last `ahead` steps, and the newest one
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
-  # For the hosts that collect, a device holds a copy of the weights. The copy
-  # moves to the memory of the device's host when it is first fetched.
+  # For the hosts that collect, a device holds a copy of the weights. When the
+  # copy is first fetched, it moves to the memory of the device's host.
   if config.mesh.collectors:
     size = jnp.dtype(config.model.dtype).itemsize
     sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4

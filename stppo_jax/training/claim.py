@@ -97,7 +97,7 @@ class Folder:
   def check_prompts(self) -> None:
     """Refuses to resume a run whose prompts began without a bos_token.
 
-    The caller calls this if prompts would now begin with a bos_token.
+    Callers call this only if prompts would now begin with a bos_token.
 
     Raises:
       OtherRun: see `run_record.check_prompts`.
@@ -207,8 +207,8 @@ class Folder:
         outer=self,
       )
     self.interrupt.force_exit, self.interrupt.outlook = force_exit, outlook
-    # If a signal came, the inner run has saved itself and ended. This raises
-    # for the same signal, which ends the outer run too.
+    # If a signal came, the inner run has saved itself and ended. This empty
+    # body raises `Interrupted` for the same signal, which ends the outer run.
     with self.interruptible():
       pass
 
@@ -284,13 +284,13 @@ def claimed(
     # got the signal itself.
     interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
     # `request` sends this process a signal. Once the handlers are gone, that
-    # signal would kill the process, so it must not be called any more.
+    # signal would kill the process, so `request` must not be called any more.
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     stack.enter_context(compilation.announced())
     lock = folder = None
     try:
-      # Only the first host locks the folder. If it fails, the vote at the end
-      # of the body tells the other hosts.
+      # Only the first host locks the folder. If locking fails, the vote at the
+      # end of the body tells the other hosts.
       with voting.voted(hosts, interrupt):
         if address:
           retry = config.checkpoint.retry

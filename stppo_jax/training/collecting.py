@@ -71,7 +71,7 @@ class Collecting:
     assert self.engine is not None
     with folder.interruptible():
       # Wait until no collection is running: collections use the same engine,
-      # and the evaluation's queries would be added to their counts of searches.
+      # and their counts of searches would include the evaluation's queries.
       self.prefetcher.drain()
     with folder.collective_section():
       engines.publish(self.engine, self.learner, state.params, 0)
@@ -98,8 +98,8 @@ def build(
   """Builds the objects that collect and evaluate on this host's devices.
 
   Raises:
-    Misconfigured: `rollout.turn_swaps` is on, but the same devices learn and
-      collect.
+    Misconfigured: `rollout.turn_swaps` is on, and several devices both learn
+      and collect.
   """
   tokenizer, learner, hosts = found.tokenizer, found.learner, folder.hosts
   collecting = services

@@ -55,7 +55,7 @@ class Components:
     tokenizer: the policy's tokenizer.
     learner: the models and their programs; no weight is read yet.
     placement: the devices that decode; None with rollout.engine=remote.
-    notes: lines about questions that cannot be used as they are.
+    notes: lines about questions that the run cannot fully use.
   """
 
   config: Any
@@ -234,8 +234,8 @@ def build_learner(
   placement = build_placement(config, shape, mesh, devices, hosts=hosts)
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
-    # A learner holds only the shapes of arrays, so a second learner costs
-    # nothing. It gathers the base, and the memory that it needs is computed.
+    # A learner holds only the shapes of arrays, so a second learner that
+    # gathers the base costs nothing. It is used if its arrays fit in memory.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -244,7 +244,7 @@ def build_learner(
 
 
 def length_unit(config) -> int:
-  """Returns the unit of batch lengths: each is a multiple of it, in tokens."""
+  """Returns the number of tokens that divides the length of every batch."""
   return pack.unit(
     config.rollout.length_bucket, max_length=config.env.max_length
   )
@@ -287,8 +287,8 @@ def _connected(
       ready_timeout=c.ready_timeout,
       max_failure_rate=c.max_failure_rate,
       max_queries_per_request=c.max_queries_per_request,
-      # A token has about four characters, so longer passages would be cut off
-      # later anyway.
+      # A token has about four characters, so an observation has no room for
+      # more characters than this.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
     # Only the event loop that opened the connections may close them.

@@ -215,8 +215,8 @@ def kept(config) -> frozenset[str]:
   """Returns the names of the arrays that an engine keeps during updates.
 
   The names are those of the dict that `sizes` returns. If steps are collected
-  during updates, the engine keeps all arrays. Otherwise it drops the cache and
-  its weights, but keeps a frozen base under adapters.
+  during updates, the engine keeps all arrays. Otherwise the engine drops its
+  cache and its weights, but keeps a frozen base under adapters.
   """
   if config.rollout.steps_ahead:
     return frozenset({WEIGHTS, CACHE, OLDER})

@@ -37,7 +37,7 @@ def train(
   Args:
     config: the config of the run.
     workdir: the run's folder.
-    restart: whether to begin anew and move aside what the folder holds.
+    restart: whether to begin anew and move the files of the folder aside.
     hosts: the hosts of the run; all of them call this function.
 
   Returns:
@@ -52,7 +52,7 @@ def train(
       75: the retriever is out of reach, the workdir is locked, or a checkpoint
         cannot be saved.
       76: too many updates in a row were skipped, or an alarm ends the run.
-    HostFailed: another host has failed; it has the exit code of that host.
+    HostFailed: another host has failed; the error has that host's exit code.
   """
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts

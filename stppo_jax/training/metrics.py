@@ -133,7 +133,7 @@ class StepMetrics:
     folder: claim.Folder,
   ):
     self._config, self._learner = config, learner
-    # `_bytes_per_second` replaces these lengths by the lengths of each step.
+    # For each step, `_bytes_per_second` replaces these lengths by the step's.
     longest = config.env.max_length
     self._work = work(
       config, learner, placement, length=longest, losses=longest

@@ -51,9 +51,9 @@ def build_tokenizer(
   """Returns the tokenizer of a run, which formats prompts as the config says.
 
   The tokenizer is read from the directory that `model.tokenizer_path` or
-  `model.path` names. Without a directory it is made from the data. A kind of
-  data with a fixed vocabulary gets a token for each phrase; for files of
-  questions, byte-level BPE is trained on their passages.
+  `model.path` names. Without a directory, the tokenizer is made from the data.
+  If the kind of data has a fixed vocabulary, the tokenizer has a token for each
+  phrase. For files of questions, byte-level BPE is trained on their passages.
 
   Args:
     config: the config of a run; its section `prompt` has the prompt's format.
@@ -262,9 +262,9 @@ def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 
 
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
-  """Raises ValueError if the reference has other layer sizes than the policy.
+  """Raises ValueError if the reference's model config does not fit the policy.
 
-  It also raises if the reference's files are incomplete.
+  It also raises if files of the reference are incomplete.
   """
   model, path = config.model, config.model.reference_path
   options = weights_lib.compute_options(config)

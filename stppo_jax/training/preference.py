@@ -27,7 +27,7 @@ from stppo_jax.training import run as run_lib
 
 _log = logging.getLogger(__name__)
 # Config keys that `prefer` does not use, each with the values that it accepts:
-# the value that describes what `prefer` does anyway, and the default.
+# the value that agrees with what `prefer` does, and the default value.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),

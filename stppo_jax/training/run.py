@@ -144,7 +144,7 @@ class Run:
         folder.watch.resume(last.done, num_steps, number)
         saving.rewind(writer, last)
       # The first host has moved files of all hosts aside. If the run is in a
-      # bucket, this is uploaded before the hosts write such files again.
+      # bucket, the move is uploaded before the hosts write such files again.
       folder.settle()
       run = cls(
         config,
@@ -236,7 +236,7 @@ class Run:
     metrics = {name: float(value) for name, value in metrics.items()}
     records = trajectory_metrics.records(kept, self._tokenizer, details)
     if not self.folder.hosts.is_first:
-      # Written now: a checkpoint keeps unwritten dialogues of the first host.
+      # Written now: a checkpoint keeps only the first host's dialogues.
       self._writer.write_trajectories(done, records)
       records = []
     # This comes before evaluating and writing: after a signal or an error from

@@ -34,7 +34,7 @@ class NoRoom(RuntimeError):
 
 
 class NoTime(Exception):
-  """A save was not begun, because the process may be killed too early."""
+  """A save was not begun: the process may be killed before the save ends."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -142,8 +142,8 @@ class Saver:
     """Checks that no save has failed, and that this process holds the folder.
 
     Raises:
-      SaveFailed: the last save has failed. If that save is still being written,
-        this does not wait for its end.
+      SaveFailed: the last save has failed. If threads still write that save,
+        this method does not wait for the end.
       Lost: another process has taken the folder.
     """
     self.checkpointer.check()
@@ -205,7 +205,7 @@ class Saver:
     line = self._lack_of_room()
     if line and not self._told_of_room:
       _log.info('warning: %s; the run ends with its next checkpoint', line)
-    # If there is room again and it is lacking later, the line is logged again.
+    # If the disk has room in between, a later lack of room is logged again.
     self._told_of_room = bool(line)
 
   def _lack_of_room(self) -> str:

@@ -52,8 +52,8 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
   except Exception as error:
     interrupt.force_exit = interruption.no_force_exit
     _save_last(last, folder, error)
-    # These errors are raised as they are: one with an exit code says by itself
-    # how the run ends, and a broken pipe means that nobody reads the output.
+    # Some errors are raised unchanged: an exit code says by itself how the run
+    # ends, and a broken pipe means that nobody reads the output any more.
     is_known = hasattr(error, 'exit_code') or isinstance(error, BrokenPipeError)
     if is_known or not isinstance(error, OSError):
       raise
@@ -92,8 +92,8 @@ def _save_last(
   """Saves the last step after an error, if that is possible and needed."""
   saves = getattr(error, 'saves', None)
   if saves is not None:
-    # Another host has failed. If `saves` is true, all hosts are at a point at
-    # which they can save the step together.
+    # If `saves` is true, all hosts come to this point and save the step
+    # together. `saves` is false if a host was lost in the middle of a step.
     if saves:
       try:
         last.saver.save_in_time(last, folder.interrupt.signalled)

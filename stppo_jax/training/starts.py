@@ -204,7 +204,7 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
     _log.info(
       'init_from=%s: its policy after step %d', config.init_from, theirs.step
     )
-  hosts.exchange('start', False)  # waits until the first host has removed it
+  hosts.exchange('start', False)  # waits until the old value model is removed
   # The range of values scales the output of the value head. If the runs have
   # different ranges, the same weights would mean other values, so the value
   # model is not copied.

@@ -193,8 +193,8 @@ def _join(
   parts: list[re.Match[str]],
 ) -> Grown:
   """Joins the parts of a file in the bucket, and writes the file at a path."""
-  # The parts of a rewritten file count only once its part at byte 0 is there:
-  # its other parts may arrive earlier.
+  # The parts of a rewritten file count only once its part at byte 0 is in the
+  # bucket: other parts of the file may arrive earlier.
   begun = (int(part[2]) for part in parts if not int(part[3]))
   number = max(begun, default=0)
   data = b''

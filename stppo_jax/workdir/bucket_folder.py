@@ -32,7 +32,7 @@ _AFTER_ERROR = 10.0  # seconds for the last upload if an error ends the run
 # Matches the files of earlier starts that a start needs, beside checkpoints.
 _NEEDED = re.compile(r'[^/]+\.jsonl?|start/(policy/)?[^/]+|compiled/.+')
 # The beginnings of the names of files that are never uploaded, because they are
-# of use on this machine alone.
+# for this machine only.
 _OWN = (run_folder.ADDRESS, lock.NAME, run_folder.PROBE)
 _UNFINISHED = ('.new', '.part', '.partial')
 _log = logging.getLogger(__name__)
@@ -70,8 +70,9 @@ class BucketFolder:
   def pull(self) -> None:
     """Downloads the files that a start of the run needs.
 
-    If there are two checkpoints or more, dialogues are downloaded only for
-    steps after the second newest. For older dialogues, empty files are made.
+    If there are several checkpoints, dialogues are downloaded only for steps
+    after the second newest checkpoint. For older dialogues, empty files are
+    made.
 
     Raises:
       OtherFiles: the address has files that belong to no run.
@@ -105,7 +106,7 @@ class BucketFolder:
       for name in entries:
         if bucket_files.DIALOGUES.fullmatch(name):
           # `touch` makes an empty file if the dialogues were not downloaded.
-          # The writer needs its name to remove old dialogues.
+          # The writer uses the file's name when it removes old dialogues.
           (self._folder / name).touch()
         elif name.startswith(run_folder.ASIDE):
           (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)

@@ -89,7 +89,7 @@ def read(path: pathlib.Path, step: int) -> tuple[float, int]:
       record = json.loads(line)
       last = max(last, record['step'])
       if 0 < record['step'] <= step:
-        # Each line has the total up to its step, so the newest line counts.
+        # A line has the total time up to its step, so the newest line counts.
         seconds = record['goodput/fraction'] * record['goodput/wall_s']
     except (ValueError, KeyError, TypeError, RecursionError):
       continue

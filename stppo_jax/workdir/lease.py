@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 # times, and a process that waits for it reads it `_LOOKS` times.
 _RENEWALS = 4
 _LOOKS = 20
-_TO_RELEASE = 5.0  # seconds that a process waits to remove its lease
+# Seconds that a process waits at its end until its lease is removed.
+_TO_RELEASE = 5.0
 
 
 class Lease(lock.Claim):
@@ -94,9 +95,9 @@ def held(
 ) -> Iterator[Lease]:
   """Holds the lease of a folder in a bucket during the body.
 
-  If the lease has another holder, this waits until the lease runs out or is
-  renewed. If that holder was a process of this host and has ended, its lease is
-  taken over at once.
+  If the lease has another holder, this function waits until the lease runs out
+  or is renewed. If that holder was a process of this host and has ended, the
+  lease is taken over at once.
 
   Args:
     bucket: the folder in the bucket.

@@ -278,10 +278,10 @@ def _check(
 ) -> None:
   """Checks that the lock may be taken over.
 
-  It may be taken over if its holder has ended, or if its holder did not touch
-  the file for minutes. A holder that lives cannot touch the file while its
-  network is down. So this waits long enough for another touch, and then looks
-  at the file a second time.
+  A lock may be taken over if its holder has ended, or if its holder did not
+  touch the file for minutes. A holder that lives cannot touch the file while
+  its network is down. So this function waits long enough for another touch, and
+  then looks at the file a second time.
 
   Args:
     path: the lock.
@@ -347,8 +347,8 @@ def _write(file: TextIO) -> Holder:
   """Writes this process into the file as the holder, and returns the holder.
 
   If two hosts take the lock over at once, the later write stays in the file. So
-  this returns the holder that it wrote, and does not read the file: the host
-  whose holder was overwritten then learns of its loss from `Claim.check`.
+  the result is the holder that this host wrote, and the file is not read: the
+  host whose holder was overwritten learns of its loss from `Claim.check`.
   """
   holder = Holder.of_this_process()
   file.seek(0)

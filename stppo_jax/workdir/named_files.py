@@ -26,9 +26,9 @@ MODELS = (
 # would take too long.
 _MAX_BYTES = 1 << 28
 _NUM_PIECES, _PIECE = 64, 1 << 20
-# `_PACKAGED` has the folders of the files that come with this package, by the
-# names that stand for them in the records of runs. With these names, a run can
-# be resumed in another clone.
+# The records of runs have names in place of the folders of packaged files, so
+# that a run can be resumed in another clone. `_PACKAGED` has these folders by
+# their names.
 _CONFIGS = pathlib.Path(schema.__file__).resolve().parent
 # The paths are escaped as in JSON, but without quotes, because they are
 # replaced within the JSON text of a record.

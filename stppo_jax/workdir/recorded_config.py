@@ -34,8 +34,9 @@ _USED_KEYS = (
 def read(folder: pathlib.Path) -> Any:
   """Returns the config that a run of `train` has recorded in its folder.
 
-  Keys that the recording version did not have get their defaults. Former names
-  of keys are replaced, and keys that do not exist any more are left out.
+  Keys that did not exist when the config was recorded get their defaults.
+  Former names of keys are replaced, and keys that do not exist any more are
+  left out.
 
   Raises:
     ValueError: the folder does not belong to a run of `train`.
@@ -111,8 +112,8 @@ def _completed(recorded: Any) -> Any:
   # checks the values later.
   with config.ignore_type():
     config.update_from_flattened_dict(values)
-    # This section is replaced as a whole, because the `name` in each of its
-    # parts decides which options the part has.
+    # The section `algorithm` is replaced as a whole, because the `name` in each
+    # of its parts decides which options the part has.
     config.algorithm = recorded.algorithm
     for kind, choices in defaults.DEFAULTS.items():
       section = config.algorithm[kind]

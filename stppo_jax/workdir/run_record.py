@@ -81,7 +81,7 @@ def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
 def check_prompts(workdir: pathlib.Path) -> None:
   """Refuses a run that began before prompts could begin with a bos_token.
 
-  The caller calls this if prompts would now begin with a bos_token.
+  Callers call this only if prompts would now begin with a bos_token.
 
   Raises:
     OtherRun: a run has begun in the folder, and its recorded config has no
