@@ -1,9 +1,10 @@
 """Shards activations on the mesh.
 
-The shardings of parameters and rows alone leave the compiler a choice, and it
-may choose to move activations where moving a layer's weights is cheaper. So the
-model constrains its activations: rows are sharded over `data`, `fsdp` and
-`expert`, heads and the MLP's hidden width over `tensor`.
+If only parameters and batches had shardings, the compiler might move
+activations between devices where moving a layer's weights is cheaper. So the
+model constrains its activations: the rows of a batch are sharded over `data`,
+`fsdp` and `expert`, and attention heads and the MLP's hidden width over
+`tensor`.
 """
 
 from collections.abc import Iterable
@@ -24,15 +25,16 @@ TENSOR = mesh_lib.AXES[-1]
 
 
 def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
-  """Returns x with its sharding constrained; its gradient is sharded alike.
+  """Returns x with a sharding constraint, which its gradient has too.
 
-  A dimension that its mesh axes do not divide is replicated: for example a
-  single row, or key and value heads that several devices share.
+  A dimension is replicated if its mesh axes do not divide its size: for example
+  a single row, or key and value heads that several devices share.
 
   Args:
     x: an activation.
-    mesh: the result of `make_mesh`; None: x is returned as it is.
-    *axes: mesh axes of the leading dimensions; the others are replicated.
+    mesh: the result of `make_mesh`; None: x is returned unchanged.
+    *axes: the mesh axes of x's leading dimensions, one argument for each
+      dimension; the remaining dimensions are replicated.
   """
   if mesh is None or mesh.size == 1:
     return x
@@ -43,9 +45,10 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
 def fitting(
   axes: Iterable[Axes], shape: tuple[int, ...], mesh: jax.sharding.Mesh
 ) -> P:
-  """Returns mesh axes of dimensions without those that do not divide them.
+  """Returns a partition spec without axes that do not divide their dimension.
 
-  Where a dimension has several axes, `expert` is left out if it has one device.
+  If a dimension has several axes and `expert` has only one device, `expert` is
+  left out of them.
   """
 
   def one(axes: Axes, size: int) -> Axes:
@@ -63,22 +66,22 @@ def fitting(
 def spread_heads(
   x_BLKH: Array, num_heads: int, mesh: jax.sharding.Mesh | None
 ) -> Array:
-  """Returns keys or values in which every device has heads of its own.
+  """Returns keys or values with their heads sharded over the axis `tensor`.
 
-  Where several devices of the axis `tensor` share a head, each gets a copy of
-  it. Without copies the heads would be replicated, and every device would
+  If several devices of `tensor` share a head, each device gets a copy of the
+  head. Without copies, the heads would be replicated, and every device would
   compute the attention of all query heads. The gradients of the copies are
   summed between the devices once, after attention.
 
   Args:
-    x_BLKH: keys or values.
-    num_heads: N, query heads.
+    x_BLKH: keys or values of B rows, L tokens and K heads of size H.
+    num_heads: the number of query heads.
     mesh: the result of `make_mesh`; None: one device.
   """
   if mesh is None or mesh.size == 1:
     return x_BLKH
   heads = math.lcm(x_BLKH.shape[2], extent(mesh, TENSOR))
-  # Every copy must serve as many query heads as any other.
+  # Every copy of a head must serve the same number of query heads.
   if num_heads % heads == 0:
     x_BLKH = jnp.repeat(x_BLKH, heads // x_BLKH.shape[2], axis=2)
   return constrain(x_BLKH, mesh, ROWS, None, TENSOR)
@@ -90,5 +93,5 @@ def extent(mesh: jax.sharding.Mesh, axes: Axes) -> int:
 
 
 def names(axes: Axes) -> tuple[str, ...]:
-  """Returns the names of one or several axes."""
+  """Returns one axis, several axes or None as a tuple of names of axes."""
   return (axes,) if isinstance(axes, str) else axes or ()

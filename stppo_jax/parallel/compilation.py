@@ -1,9 +1,10 @@
-"""Compiles the programs of models with the options of each platform.
+"""Compiles the programs of models with compiler options for each platform.
 
-The options belong to the programs and not to the environment: two machines
-compile the same, and a program that is compiled ahead of time (`topology`) is
-the one that a run executes. Compiling is timed, and announced if it takes long;
-compiled programs are kept in a folder.
+The options are arguments of the programs and do not come from the environment.
+So two machines compile the same program, and a program that is compiled ahead
+of time (`topology`) is the program that a run executes. The module also
+measures the time of compilations, logs long ones, and keeps compiled programs
+in a folder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,20 +22,21 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
   'tpu': {
-    # From this many MiB on, a product with a sharded matrix is computed in
-    # windows, one for each device, so that a window is multiplied while the
-    # next one is sent. With 16 devices and more the windows are narrow: 96
-    # columns of a width of 1536 fill a third of the matrix unit. By the
-    # compiler's estimate, an update of 1.5B on 16 chips takes half the time
-    # without windows, and the compiler still gathers each matrix while the
-    # product before it is computed.
+    # The compiler computes a product with a sharded matrix of at least this
+    # many MiB in windows, one for each device: it multiplies a window while the
+    # next window is sent. The number here is so large that it never does. With
+    # 16 or more devices, windows are narrow: a width of 1536 gives windows of
+    # 96 columns, which fill a third of the matrix unit. By the compiler's
+    # estimate, an update of a 1.5B model on 16 chips takes half the time
+    # without windows, and the compiler still gathers each matrix during the
+    # product before it.
     'xla_jf_spmd_threshold_for_windowed_einsum_mib': 1_000_000,
   },
 }
 
 
 def options(mesh: jax.sharding.Mesh | None) -> dict[str, Any] | None:
-  """Returns `compiler_options` of `jax.jit` for programs on a mesh."""
+  """Returns the argument `compiler_options` of `jax.jit` for a mesh."""
   return dict(OPTIONS.get(mesh_lib.platform(mesh), {})) or None
 
 
@@ -47,14 +49,15 @@ def jit(
 ) -> Any:
   """Returns `jax.jit` of a function that computes with a model.
 
-  Unless told otherwise, GPUs and TPUs round the factors of float32 products to
-  TF32 and bfloat16. Then a model in float32 is as inexact as in bfloat16, and
-  the engine, whose programs round elsewhere, does not agree with the trainer.
+  By default, GPUs round the factors of float32 products to TF32, and TPUs round
+  them to bfloat16. A float32 model would then be as inexact as a bfloat16
+  model, and the engine would disagree with the trainer, because its programs
+  round at other points. So products of float32 models have full precision.
 
   Args:
-    function: the function; all products in it are exact to float32 if dtype is.
+    function: the function to compile.
     mesh: the devices of the program; None = the default device.
-    dtype: the name of the type of the model's computations.
+    dtype: the name of the dtype of the model's computations.
     **arguments: further arguments of `jax.jit`.
   """
   if dtype == 'float32':
@@ -66,32 +69,34 @@ def jit(
   return jax.jit(function, compiler_options=options(mesh), **arguments)
 
 
-# Each is recorded at its end. A program is compiled once it has been lowered.
+# jax records these events at the end of lowering and at the end of compiling.
+# Each program is lowered first and compiled next.
 _LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 _COMPILED = '/jax/core/compile/backend_compile_duration'
-_LONG = 10.0  # seconds
+_LONG = 10.0  # seconds after which a compilation is logged
 _log = logging.getLogger(__name__)
 
 
 def keep(folder: pathlib.Path) -> None:
   """Keeps compiled programs in a folder, where later processes find them.
 
-  The environment may name another folder (JAX_COMPILATION_CACHE_DIR).
+  If the environment variable JAX_COMPILATION_CACHE_DIR names another folder,
+  jax uses that folder instead.
   """
-  # jax makes its config's attributes at run time.
+  # jax makes its config's attributes at run time, so pyright cannot find them.
   if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update('jax_compilation_cache_dir', str(folder))
-  # The shortest ones too: a run has hundreds of them.
+  # Programs that compile fast are kept too, because a run has hundreds of them.
   if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 @contextlib.contextmanager
 def measured() -> Iterator[Callable[[], float]]:
-  """Yields a function that returns the seconds compiled since its last call.
+  """Yields a function that returns the compile seconds since its last call.
 
-  Reading a program from the cache on disk counts as compiling it. Threads
-  compile side by side, so the seconds may be more than have passed.
+  Reading a program from the cache on disk counts as compiling it. The seconds
+  of all threads are added up, so the sum may exceed the elapsed time.
   """
   seconds = []
 
@@ -121,15 +126,15 @@ def announced(*, long: float = _LONG) -> Iterator[None]:
     long: seconds after which the name of a program is logged. Shorter
       compilations are not mentioned.
   """
-  waiting: dict[int, threading.Timer] = {}  # thread to the line it will cause
+  waiting: dict[int, threading.Timer] = {}  # thread -> timer that logs a line
 
   def listen(event: str, duration_secs: float, **kwargs) -> None:
     if event not in (_LOWERED, _COMPILED):
       return
     name = str(kwargs.get('fun_name', 'a program'))
     name = name.removeprefix('jit(').removesuffix(')').lstrip('_')
-    # Programs are compiled by several threads, but by each one after the other:
-    # a thread has at most one line that waits to be said.
+    # Several threads compile, but each thread compiles one program at a time,
+    # so a thread has at most one timer.
     thread = threading.get_ident()
     if thread in waiting:
       waiting.pop(thread).cancel()
@@ -151,6 +156,6 @@ def announced(*, long: float = _LONG) -> Iterator[None]:
 
 
 def _log_line(line: str) -> None:
-  """Logs a line, unless nobody reads the console any more."""
+  """Logs a line, and ignores the error if the console has been closed."""
   with contextlib.suppress(OSError):
     _log.info(line)

@@ -1,4 +1,4 @@
-"""Connects a process with the others of its run; see `coordinator`."""
+"""Connects a process with the other processes of its run; see `coordinator`."""
 
 import asyncio
 import atexit
@@ -15,31 +15,31 @@ from stppo_jax import streams
 from stppo_jax.parallel import coordinator as coordinator_lib
 from stppo_jax.parallel import hosts as hosts_lib
 
-# Seconds that a failed run has to end by itself, on every host.
+# Seconds that every process of a failed run has to end by itself.
 _GRACE = 10.0
-# Seconds to learn which host has failed, after an error that may follow from
-# the failure of another host.
+# After an error that another host may have caused, seconds to wait for the
+# message that names that host.
 _DIAGNOSIS = 5.0
 
 
 class ConnectedHosts(hosts_lib.Hosts):
-  """Connects one of several hosts with the others.
+  """Connects this host with the other hosts of its run.
 
   Args:
     address: host name and port of the coordinator.
     index, count: see `Hosts`; host 0 runs the coordinator.
-    jax_port: on host 0, the port for jax's own coordinator.
-    start_timeout: seconds to wait for the other hosts.
+    jax_port: the port of jax's own coordinator on host 0.
+    start_timeout: seconds to wait at the start until all hosts are connected.
     patience: seconds to wait for a host that is late or does not answer.
-    grace: seconds that this process has to end by itself in a run that has
+    grace: seconds that this process has to end by itself after the run has
       failed.
-    collectors: the number of hosts that only collect, the last ones.
+    collectors: the number of hosts that only collect; they are the last hosts.
 
   Attributes:
-    jax_address: where jax's client finds jax's coordinator.
+    jax_address: host name and port by which jax reaches jax's coordinator.
 
   Raises:
-    HostFailed: the hosts have not met.
+    HostFailed: the hosts could not all connect.
   """
 
   def __init__(
@@ -90,11 +90,13 @@ class ConnectedHosts(hosts_lib.Hosts):
     else:
       self._relay = coordinator_lib.Relay(host, int(port))
       self.jax_address = f'127.0.0.1:{self._call(self._relay.start())}'
-    # Expected before the connection is made: the answer may come at once.
+    # The future exists before the connection, because the coordinator may
+    # answer at once.
     met = self._expect('met')
     self._call(self._connect(host, int(port), start_timeout))
     self.names = met.result()
-    # Host 0 is reached as its coordinator was.
+    # Other hosts reach host 0 by the name of the coordinator, and any other
+    # host by the local address of its connection to the coordinator.
     self.reached_at = host
     if index:
       self.reached_at = self._writer.get_extra_info('sockname')[0]
@@ -104,7 +106,7 @@ class ConnectedHosts(hosts_lib.Hosts):
     """See `Hosts.group`."""
     if not self.collectors:
       return self
-    first = self.count - self.collectors  # the first one that only collects
+    first = self.count - self.collectors  # the first host that only collects
     members = range(first) if self.learns else range(first, self.count)
     return hosts_lib.Group(self, members, learns=self.learns)
 
@@ -116,13 +118,13 @@ class ConnectedHosts(hosts_lib.Hosts):
     timeout: float | None = None,
     among: Sequence[int] = (),
   ) -> list[Any]:
-    """See `Hosts.exchange`; `among` are the hosts, if they are not all."""
+    """See `Hosts.exchange`; `among`: the hosts that take part, () for all."""
     return self._give(what, value, 'all', among).result(timeout)
 
   def gather(
     self, what: str, value: Any, *, among: Sequence[int] = ()
   ) -> list[Any] | None:
-    """See `Hosts.gather`, and `exchange`."""
+    """See `Hosts.gather`; `among`: the hosts that take part, () for all."""
     return self._give(what, value, 'first', among).result()
 
   def stop(self) -> None:
@@ -130,34 +132,38 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._send({'stop': True})
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`; waits, because news come a little later."""
+    """See `Hosts.diagnose`; waits, as the message of a failure may be late."""
     self._failed.wait(_DIAGNOSIS)
     return self._failure or error
 
   def fail(self, line: str, exit_code: int) -> None:
-    """Tells the others, and waits until they know; this process must end."""
-    # Two threads may fail at once, the second one often because of the first,
-    # so only the first failure is told.
+    """Tells the other hosts of a failure, after which this process must end.
+
+    It returns when the message is sent. On host 0, it also waits until the
+    other hosts have left.
+    """
+    # Two threads may fail at once. The second failure often follows from the
+    # first, so only the first failure is sent.
     with self._lock:
       first, self._ending = not self._ending, True
     if first and self._failure is None:
       self._send({'failed': line, 'code': exit_code})
-    # At its usual end, jax would wait for hosts that do not come.
+    # At the usual end of a process, jax would wait for hosts that never come.
     atexit.register(interruption.end_process, exit_code)
     self._send({'bye': True})
     self._call(self._close())
 
   def leave(self) -> None:
-    """Leaves the run; every host does so, once it is done."""
-    # Nobody closes a connection before all are done, so that a connection which
-    # ends earlier is always a host that was lost.
+    """Leaves the run; every host calls this when it is done."""
+    # No host closes its connection before all hosts are done. So a connection
+    # that ends earlier always means a lost host.
     self.exchange('the end', None)
     self._ending = True
     if self._server is None:
       self._relay.passes_end = True
 
   def close(self) -> None:
-    """Ends the connection after `leave`."""
+    """Closes the connection to the coordinator, after `leave`."""
     self._send({'bye': True})
     self._call(self._close())
     self._call(self._stop())
@@ -166,7 +172,7 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._loop.close()
 
   async def _connect(self, host: str, port: int, timeout: float) -> None:
-    """Connects to the coordinator, says who this is, and begins to listen."""
+    """Connects to the coordinator, names this host, and begins to listen."""
     loop = asyncio.get_running_loop()
     began, said = loop.time(), loop.time() + coordinator_lib.FIRST_WAIT
     who = f'process {self.index} of {self.count}'
@@ -193,14 +199,14 @@ class ConnectedHosts(hosts_lib.Hosts):
     hello = {'process': self.index, 'count': self.count, 'name': name}
     coordinator_lib.send(writer, hello)
     self._clock = coordinator_lib.AwakeClock()
-    self._heard = self._clock.now  # the last message of the coordinator
+    self._heard = self._clock.now  # time of the coordinator's last message
     self._listener = loop.create_task(self._receive_all(reader))
     if self._server is None:
       self._watching = loop.create_task(self._watch())
 
   async def _receive_all(self, reader) -> None:
-    """Handles the coordinator's messages until it is gone."""
-    # A ValueError: the line is too long, or it is not JSON.
+    """Handles the coordinator's messages until the connection ends."""
+    # ValueError: the line is too long or is not JSON.
     with contextlib.suppress(OSError, ValueError):
       while line := await reader.readline():
         self._receive(json.loads(line))
@@ -209,7 +215,7 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
-    """Names a coordinator that asks nothing any more, and gives it up."""
+    """Reports a silent coordinator, and ends the run at the time limit."""
     said = coordinator_lib.FIRST_WAIT
     while self._failure is None and not self._ending:
       await asyncio.sleep(coordinator_lib.PAUSE)
@@ -242,8 +248,8 @@ class ConnectedHosts(hosts_lib.Hosts):
       if self._waiting or self.index == 0:
         streams.say(f'waiting {message["waiting"]}')
     elif 'stop' in message:
-      # All hosts get the coordinator's messages in the same order. So either
-      # all of them have the values before a program, or none has.
+      # All hosts get the coordinator's messages in the same order. So before a
+      # program, either all hosts have the values of the exchange, or no host.
       self._stopped = True
       self._end_exchanges(interruption.Interrupted(), coordinator_lib.PROGRAM)
       self.on_stop()
@@ -251,7 +257,10 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(message['failed'], message['code']))
 
   def _end_exchanges(self, error: BaseException, what: str = '') -> None:
-    """Ends all waits for other hosts, or only those in exchanges of a name."""
+    """Raises an error in the waits for exchanges whose key begins with `what`.
+
+    The key begins with the name of the exchange; '' ends all waits.
+    """
     with self._lock:
       keys = [key for key in self._waiting if key.startswith(what)]
       futures = [self._waiting.pop(key) for key in keys]
@@ -259,7 +268,7 @@ class ConnectedHosts(hosts_lib.Hosts):
       future.set_exception(error)
 
   def _end(self, failure: hosts_lib.HostFailed) -> None:
-    """Ends all waits for other hosts now, and this process a little later."""
+    """Ends all waits for other hosts now, and this process after `grace`."""
     with self._lock:
       if self._failure is not None:
         return
@@ -267,11 +276,12 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._failed.set()
     self._end_exchanges(failure)
     self.on_stop()
-    # The main thread may wait in a program for a host that never comes.
+    # The main thread may be waiting in a compiled program for a lost host, and
+    # then cannot end the process itself.
     self._loop.call_later(self._grace, self._abort, failure)
 
   def _abort(self, failure: hosts_lib.HostFailed) -> None:
-    if not self._ending:  # by itself
+    if not self._ending:  # the process does not end by itself
       streams.say(str(failure))
       interruption.end_process(failure.exit_code)
 
@@ -279,9 +289,9 @@ class ConnectedHosts(hosts_lib.Hosts):
     self, what: str, value: Any, to: str, among: Sequence[int]
   ) -> concurrent.futures.Future:
     if among:
-      what += f' of those that {"learn" if self.learns else "collect"}'
-    # All hosts make the exchanges of a name in the same order, so equal numbers
-    # are the same exchange.
+      what += f' of the hosts that {"learn" if self.learns else "collect"}'
+    # All hosts make the exchanges of one name in the same order, so equal
+    # numbers mean the same exchange.
     number = self._rounds[what] = self._rounds.get(what, -1) + 1
     key = f'{what}/{number}'
     future = self._expect(key)
@@ -289,10 +299,10 @@ class ConnectedHosts(hosts_lib.Hosts):
     return future
 
   def _expect(self, key: str) -> concurrent.futures.Future:
-    """Returns the future of an exchange, which a failure ends too."""
+    """Returns the future of an exchange; a failure of the run ends it too."""
     future = concurrent.futures.Future()
-    # Under the lock, a failure comes either before this, and is found here, or
-    # after it, and finds the future. No wait can be missed.
+    # The lock makes sure that no wait is missed: a failure comes either before
+    # this block, which then sees it, or afterwards, and then ends the future.
     with self._lock:
       abandoned = self._stopped and key.startswith(coordinator_lib.PROGRAM)
       if self._failure is None and not abandoned:
@@ -302,7 +312,7 @@ class ConnectedHosts(hosts_lib.Hosts):
     return future
 
   async def _close(self) -> None:
-    """Sends what is left; host 0 waits until the others have left."""
+    """Sends pending messages; host 0 also waits until all hosts have left."""
     with contextlib.suppress(OSError):
       await self._writer.drain()
     self._writer.close()
@@ -310,9 +320,10 @@ class ConnectedHosts(hosts_lib.Hosts):
       await self._server.close(_GRACE)
 
   async def _stop(self) -> None:
-    """Ends what is left on the loop, which an end by a failure must not do.
+    """Closes the relay, and cancels the tasks that are left on the loop.
 
-    jax would abort the process that loses its relay.
+    It must not be called after a failure: jax aborts a process whose relay is
+    closed.
     """
     if self._server is None:
       self._relay.close()

@@ -1,33 +1,35 @@
-"""Lets the processes of a run meet, agree, and hear of lost ones.
+"""Lets the processes of a run connect, agree, and hear of lost processes.
 
-It is a server in process 0, at the address that all processes know. Every
-process, process 0 too, keeps a connection to it as long as it lives:
+The coordinator is a server in process 0, at an address that all processes know.
+Every process, including process 0, keeps a connection to it and sends:
 
-    {"process": 1, "count": 4, "name": "worker-1"}    I am here
+    {"process": 1, "count": 4, "name": "worker-1"}    I am process 1 of 4
     {"give": "vote/3", "value": ..., "to": "all",
-     "among": []}                                     my part of an exchange
-    {"stop": true}                                    abandon what can be
+     "among": []}                                     my value of an exchange
+    {"stop": true}                                    abandon what you can
     {"failed": "host 1 ...", "code": 70}              the run cannot go on
     {"answer": true}                                  I am alive
     {"bye": true}                                     I am done
 
-    {"waiting": "for host 2, host 3 ..."}             who is missing
-    {"done": "met", "values": ["worker-0", ...]}      all are here
-    {"done": "vote/3", "values": [...]}               all parts of an exchange
+The coordinator sends:
+
+    {"waiting": "for host 2, host 3 ..."}             these hosts are late
+    {"done": "met", "values": ["worker-0", ...]}      all are connected
+    {"done": "vote/3", "values": [...]}               all values of an exchange
     {"ask": true}                                     are you alive?
-    {"stop": true}, {"failed": "...", "code": 75}     for everybody
+    {"stop": true}, {"failed": "...", "code": 75}     passed on to everybody
 
-A message is a line of JSON. A process that is killed loses its connection, so
-the others hear of it at once, and by name. One that is stopped, or whose
-machine hangs, keeps it, but answers nothing any more.
+A message is a line of JSON. The connection of a killed process ends, so the
+coordinator names that process to the others at once. A process that is stopped,
+or whose machine hangs, keeps its connection but does not answer any more.
 
-jax has a coordinator too, which XLA needs. Its store of keys and its barriers
-would do for the exchanges, but not for their failures: a wait cannot be ended
-from outside, so neither a signal nor a failure of another host would be heard
-before its time-out; and a client that loses the coordinator aborts the process,
-with a stack trace and without a name, also with `jax_enable_recoverability`. So
-jax's clients reach jax's coordinator through the same port, by relays that stay
-open when process 0 is gone.
+jax has its own coordinator, which XLA needs. Its key-value store and barriers
+could serve the exchanges, but not their failures. A wait cannot be ended from
+outside, so a host would hear of a signal or a failure of another host only at
+the time-out. A client that loses jax's coordinator aborts its process with a
+stack trace that names no host, even with `jax_enable_recoverability`. So jax's
+clients reach jax's coordinator through relays on the port of this coordinator,
+which stay open when process 0 is gone.
 """
 
 import asyncio
@@ -41,20 +43,21 @@ from typing import Any, NamedTuple
 
 from stppo_jax import exits
 
-# The name of exchanges before a program that no host may call without the
-# others. A stop abandons these exchanges, and no others.
+# The name of the exchanges before a program that either all hosts or no host
+# may call. A stop abandons only exchanges of this name.
 PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
-# How the task of a connection ends; asyncio would log a cancelled one.
+# Errors that end the task of a connection. asyncio would log a cancelled task.
 _ENDS = (OSError, asyncio.CancelledError)
 _LIMIT = 1 << 28  # bytes of a message
-_CHUNK = 1 << 16
-# Seconds until a process that waits says for whom, and between two such lines.
+_CHUNK = 1 << 16  # bytes of one read of a relay
+# Seconds until a waiting process prints which hosts it waits for, and seconds
+# until it repeats that line.
 FIRST_WAIT, NEXT_WAIT = 5.0, 60.0
-PAUSE = 0.5  # seconds between two looks at who is late
+PAUSE = 0.5  # seconds between two checks for late processes
 ASK_EVERY = 5.0  # seconds between two questions whether a process is alive
 RETRY = 0.1  # seconds between two attempts to connect
-# Linux probes a silent connection after 5 seconds, and gives it up 15 seconds
+# Linux probes a silent connection after 5 seconds, and ends it 15 seconds
 # later. Nothing else ends the connections of a machine that has lost its power.
 _KEEPALIVE = {'TCP_KEEPIDLE': 5, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 3}
 
@@ -64,14 +67,14 @@ Message = dict[str, Any]
 class AwakeClock:
   """Counts the seconds in which this process was awake.
 
-  A process that was stopped for hours must not take these hours for a silence
-  of the others.
+  A process that was itself stopped for hours must not conclude that the others
+  were silent for hours.
 
   Args:
-    clock: returns seconds.
+    clock: a function that returns the time in seconds.
 
   Attributes:
-    now: the seconds so far, up to the last `tick`.
+    now: the awake seconds until the last `tick`.
   """
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -79,13 +82,17 @@ class AwakeClock:
     self._clock, self._last = clock, clock()
 
   def tick(self) -> None:
-    """Adds the time since the last call, which is due every `PAUSE` seconds."""
+    """Adds the time since the last call, but at most 4 times `PAUSE`.
+
+    A longer gap means that the process was stopped, since a call is due every
+    `PAUSE` seconds.
+    """
     last, self._last = self._last, self._clock()
     self.now += min(self._last - last, 4 * PAUSE)
 
 
 class _Member(NamedTuple):
-  """Describes a process that is connected."""
+  """Describes a connected process."""
 
   name: str
   writer: asyncio.StreamWriter
@@ -96,12 +103,12 @@ class Coordinator:
   """Serves all processes from process 0, on one event loop.
 
   Attributes:
-    address: where the processes find it, for the lines that they print.
+    address: the host name and port of the coordinator, for messages.
     count: the number of processes.
     jax_port: the port of jax's coordinator on this machine.
-    start_timeout: seconds to wait until all processes have come.
-    patience: seconds that a process may come later than others to an exchange,
-      and that it may take to answer.
+    start_timeout: seconds to wait until all processes are connected.
+    patience: seconds that a process may come later than the first one to an
+      exchange, and seconds that it may take to answer.
   """
 
   address: str
@@ -112,17 +119,18 @@ class Coordinator:
 
   def __post_init__(self):
     self._members: dict[int, _Member] = {}
-    self._left: set[int] = set()  # said goodbye, or are gone
-    # Each exchange that has begun: since when, among whom, the parts so far.
+    self._left: set[int] = set()  # processes that sent `bye` or are gone
+    # Key of each unfinished exchange -> when it began, the processes that take
+    # part in it, and the values so far.
     self._given: dict[str, tuple[float, Sequence[int], dict[int, Any]]] = {}
     self._asked: dict[int, float] = {}  # process -> when it was asked
-    self._said: dict[str, float] = {}  # line -> when it is said again
+    self._said: dict[str, float] = {}  # line -> waited seconds to repeat it at
     self._clock = AwakeClock()
     self._failed = self._stopped = False
     self._all_left = asyncio.Event()
 
   async def start(self, host: str, port: int) -> None:
-    """Listens at the first address of a name that is possible.
+    """Listens at the first of a host name's addresses that can be bound.
 
     Raises:
       OSError: the name is not known, or the port is in use.
@@ -141,7 +149,7 @@ class Coordinator:
     self._watching = asyncio.create_task(self._watch())
 
   async def close(self, seconds: float) -> None:
-    """Waits until all processes have left, but not for ever, and ends."""
+    """Waits until all processes have left, at most `seconds`, and ends."""
     with contextlib.suppress(TimeoutError):
       await asyncio.wait_for(self._all_left.wait(), seconds)
     self._server.close()
@@ -150,7 +158,8 @@ class Coordinator:
   async def _serve(self, reader, writer) -> None:
     keep_alive(writer)
     with contextlib.closing(writer):
-      # A peer that sends anything else does not belong to the run.
+      # A peer that sends no valid message does not belong to the run, so its
+      # errors are ignored.
       with contextlib.suppress(*_ENDS, ValueError, KeyError, TypeError):
         first = await reader.readline()
         if first == JAX:
@@ -159,14 +168,14 @@ class Coordinator:
           await self._join(json.loads(first), reader, writer)
 
   async def _relay(self, reader, writer) -> None:
-    """Connects a client of jax with jax's coordinator, once that listens."""
+    """Waits for jax's coordinator, and connects a client of jax with it."""
     while True:
       try:
         inner = await asyncio.open_connection('127.0.0.1', self.jax_port)
         break
       except ConnectionRefusedError:
         await asyncio.sleep(RETRY)
-    # When one direction ends, `pump` ends the other.
+    # When one direction ends, `pump` ends the other direction.
     with contextlib.closing(inner[1]):
       await asyncio.gather(pump(reader, inner[1]), pump(inner[0], writer))
 
@@ -177,13 +186,13 @@ class Coordinator:
     if count != self.count:
       refusal = f'{self.count} processes are expected, not {count}'
     elif process in self._left:
-      # The host was started again before the others have ended.
+      # This host was started again before the other hosts have ended.
       refusal = f'the run that host {process} has left is about to end'
       code = exits.TRY_AGAIN
     elif not 0 <= process < count or process in self._members:
       taken = self._members.get(process)
-      by = f'by {taken.name} already' if taken else 'by no process'
-      refusal = f'--process_id={process} is taken {by}'
+      by = f'taken by {taken.name} already' if taken else 'out of range'
+      refusal = f'--process_id={process} is {by}'
     if refusal:
       send(writer, {'failed': f'{self.address}: {refusal}', 'code': code})
       return
@@ -191,16 +200,16 @@ class Coordinator:
     if len(self._members) == self.count:
       names = [self._members[n].name for n in range(self.count)]
       self._broadcast({'done': 'met', 'values': names})
-    # A line that is not a message ends the connection, and the others hear that
-    # the process is gone: it could not be trusted to answer any more.
+    # A line that is no message ends the connection, and the others hear that
+    # the process is gone, because it cannot be trusted to answer any more.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       while line := await reader.readline():
         self._receive(process, json.loads(line))
     self._leave(process)
 
   def _receive(self, process: int, message: Message) -> None:
-    """Handles a message of a process, which is a sign of life as well."""
-    # Any message will do: a host that exchanges is alive, and need not answer.
+    """Handles a message of a process."""
+    # Any message shows that the process is alive, and so counts as an answer.
     self._asked.pop(process, None)
     if 'give' in message:
       self._give(process, message)
@@ -213,7 +222,7 @@ class Coordinator:
       self._note_left(process)
 
   def _give(self, process: int, message: Message) -> None:
-    """Adds the part of a process to an exchange, which ends with the last."""
+    """Adds a process's value to an exchange; the last value completes it."""
     key, among = message['give'], message['among'] or range(self.count)
     *_, parts = self._given.setdefault(key, (self._clock.now, among, {}))
     parts[process] = message['value']
@@ -241,7 +250,7 @@ class Coordinator:
       self._all_left.set()
 
   def _fail(self, line: str, code: int) -> None:
-    """Tells everybody the first failure; others may follow from it."""
+    """Sends the first failure to all processes; it may cause later ones."""
     if not self._failed:
       self._failed = True
       self._broadcast({'failed': line, 'code': code})
@@ -251,7 +260,7 @@ class Coordinator:
       send(member.writer, message)
 
   async def _watch(self) -> None:
-    """Says which hosts are waited for, and gives up those that are too late."""
+    """Tells all processes who is late, and fails the run at the time limits."""
     clock = self._clock
     started = asked = clock.now
     while not self._failed:
@@ -275,7 +284,7 @@ class Coordinator:
         waits.append((started, self.start_timeout, line, missing))
       for key, (since, among, parts) in self._given.items():
         if self._stopped and key.startswith(PROGRAM):
-          continue  # nobody waits for it any more
+          continue  # the stop has abandoned this exchange
         line = f'to come to the others ({key.rpartition("/")[0]})'
         missing = self._missing(among, parts)
         waits.append((since, self.patience, line, missing))
@@ -294,21 +303,21 @@ class Coordinator:
         self._said.clear()
 
   def _missing(self, of: Sequence[int], present: Container[int]) -> str:
-    """Returns the processes that are not present; '' if all are."""
+    """Returns the processes in `of` but not in `present`, as text."""
     return ', '.join(self.describe(n) for n in of if n not in present)
 
   def describe(self, process: int) -> str:
-    """Returns a process with the name of its machine, if it is known."""
+    """Returns a process's number and, once it is known, its machine's name."""
     member = self._members.get(process)
     return f'host {process}' + (f' ({member.name})' if member else '')
 
 
 class Relay:
-  """Leads from a port of this machine to jax's coordinator in process 0.
+  """Forwards a port of this machine to jax's coordinator in process 0.
 
   Attributes:
-    passes_end: whether the end of process 0 ends the connections too. As long
-      as it does not, jax waits where it would abort the process.
+    passes_end: whether the end of process 0 also ends the connections of this
+      machine. jax would abort the process then; if they stay open, jax waits.
   """
 
   def __init__(self, host: str, port: int):
@@ -316,7 +325,7 @@ class Relay:
     self.passes_end = False
 
   async def start(self) -> int:
-    """Listens, and returns the port."""
+    """Listens on a free port, and returns the port."""
     self._server = await asyncio.start_server(self._serve, '127.0.0.1', 0)
     return self._server.sockets[0].getsockname()[1]
 
@@ -334,13 +343,13 @@ class Relay:
           pump(reader, outer[1]),
           pump(outer[0], writer, ends=lambda: self.passes_end),
         )
-      # Process 0 is gone. What jax still sends to it is dropped.
+      # Process 0 is gone. The bytes that jax still sends to it are dropped.
       while await reader.read(_CHUNK):
         pass
 
 
 async def pump(reader, writer, *, ends=lambda: True) -> None:
-  """Copies bytes until one side ends, and then ends the other if `ends()`."""
+  """Copies bytes until a side ends, and then closes the writer if `ends()`."""
   with contextlib.suppress(OSError):
     while data := await reader.read(_CHUNK):
       writer.write(data)
@@ -357,13 +366,13 @@ async def connect(host: str, port: int):
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
-  """Sends a message; without an error if the other side is gone."""
+  """Sends a message; does nothing if the connection is closing."""
   if not writer.is_closing():
     writer.write(json.dumps(message).encode() + b'\n')
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-  """Lets the system notice that the machine of the other side is gone."""
+  """Makes the system end a connection whose other machine is gone."""
   connection = writer.get_extra_info('socket')
   connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -374,11 +383,12 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def addresses(host: str) -> Sequence[str]:
-  """Returns the addresses to listen at, the best first.
+  """Returns the addresses of a host name that a server tries to bind, in order.
 
-  A loopback name is bound to loopback, so that no other machine can connect. A
-  name may lead to a gateway that passes connections on, so the second choice is
-  every address of this machine.
+  A loopback name gives only its loopback address, so that no other machine can
+  connect. Another name may belong to a gateway that passes connections on and
+  whose address cannot be bound, so the second choice is '': all addresses of
+  this machine.
   """
   resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   first = str(resolved[0][4][0])

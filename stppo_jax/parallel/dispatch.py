@@ -1,21 +1,26 @@
-"""Computes tokens' visits on the devices that hold the visited experts.
+"""Computes a mixture of experts with different experts on different devices.
 
-n tokens of a device, N of all devices along `expert`, D width, E visits of a
-token, x experts of a device, R rows of a block.
+A token is routed to E experts; each of them is one *visit* of the token. Shape
+letters: n tokens of a device, N tokens of all devices along the mesh axis
+`expert`, D width, E visits of a token, U = N E visits, x experts of a device,
+R visits of a block.
 
-A device gathers the tokens of all devices along `expert`, computes the visits
-to its own experts, and the sums of a token's visits are scattered back:
+Each device all-gathers the tokens along `expert` and computes the visits to its
+own experts. A reduce-scatter then sums the visits of each token and returns the
+sum to the token's device:
 
     [n, D]  -- all-gather -->  [N, D]  -- own visits -->  [N, D]
             -- reduce-scatter -->  [n, D]
 
-What is sent depends neither on the loads of experts nor on a capacity. With
-fewer devices than visits of a token it is not more than an exchange of visits
-would send: nearly every device has an expert of a token.
+The amount of data sent depends neither on the loads of experts nor on a
+capacity. If there are fewer devices than visits of a token, an exchange of
+single visits would not send less, because nearly every device holds an expert
+that the token visits.
 
-How many visits are a device's own is data. They are computed in blocks of R,
-and the number of blocks is data too. So no visit is dropped, and a block has
-room for some more than an equal load.
+The number of visits to a device's own experts is known only at run time. The
+device computes its visits in blocks of R, in a loop with as many blocks as it
+needs, so that no visit is dropped. R is somewhat larger than the number of
+visits that a device gets under equal loads.
 """
 
 from collections.abc import Callable
@@ -29,29 +34,30 @@ import numpy as np
 
 Array = jax.Array
 Tree = Any
-# (rows [R, D], the expert of each of them or x, weights of experts) -> [R, D].
+# (rows [R, D], the expert of each row or x for none, matrices) -> [R, D].
 Rows = Callable[[Array, Array, Tree], Array]
-# (rows, matrices, rows of each matrix) -> products, see `moe.ragged_dot`.
+# (rows, matrices, number of rows of each matrix) -> products of each row with
+# its matrix, see `moe.ragged_dot`.
 Product = Callable[..., Any]
 
-# Rows of a block for each visit of a device if loads are equal.
+# R divided by the number of visits that a device gets under equal loads.
 _ROOM = 1.5
-# Tokens whose visits one product with a matrix adds up.
+# The number of tokens whose visits one matrix product adds up, see `_added`.
 _TILE = 256
 _LANES = 128
-# Added to a token's number and searched for among the sorted tokens of visits,
-# they give the place of its first visit, and the place behind its last one.
+# Added to a token t, these give t and t + 1. Their positions among the sorted
+# tokens of visits are the first visit of t and the end of its visits.
 _ENDS = np.arange(2)[:, None]
 
 
 class _Visits(NamedTuple):
-  """The visits to a device's own experts, in the order of tokens.
+  """The visits to a device's own experts, sorted by token and padded.
 
   Attributes:
-    tokens: the token of each visit; N behind the last visit.
-    slots: which of its E visits it is.
-    experts: the expert; x behind the last visit.
-    number: how many there are.
+    tokens: the index of each visit's token; N for padding.
+    slots: the number of each visit among the E visits of its token.
+    experts: the index of each visit's expert on this device; x for padding.
+    number: the number of visits without padding.
   """
 
   tokens: Array
@@ -61,10 +67,12 @@ class _Visits(NamedTuple):
 
 
 class _Sums(NamedTuple):
-  """How the rows of tokens are added up.
+  """Describes how `_added` sums the visits of each token.
 
   Attributes:
-    tokens, rows, visits: N, R and E.
+    tokens: N, the number of tokens.
+    rows: R, the number of visits of a block.
+    visits: E, the number of visits of a token.
     product: see `exchanged`.
   """
 
@@ -85,19 +93,18 @@ def exchanged(
 ) -> Array:
   """Returns the weighted sum of each token's visits, [B, L, D].
 
-  It runs on every device, in a `shard_map` over all axes.
+  Every device calls it, inside a `shard_map` over all mesh axes.
 
   Args:
-    compute: the experts of a device.
-    x_BLD: the tokens of this device, n in all.
-    ids_BLE: the experts that each token visits.
+    compute: computes visits with the experts of a device.
+    x_BLD: the tokens of this device, in B rows of L; n = B L.
+    ids_BLE: the experts that each token visits, numbered over all devices.
     weights_BLE: the weight of each visit.
-    *experts: the matrices of this device's experts [x, ...], those of adapters
-      behind each.
-    axis: the axis along which devices have different experts.
-    product: multiplies sorted rows with matrices. Where its gradient by the
-      matrices is a kernel, sums over visits are computed with this gradient;
-      None: they are computed by gathers.
+    *experts: for each projection, the matrices [x, ...] of this device's
+      experts and, if there are adapters, the adapters' matrices.
+    axis: the mesh axis along which devices hold different experts.
+    product: a product whose gradient with respect to the matrices is a kernel,
+      by which visits are summed; None: gathers sum them.
   """
 
   def gather(a_BL):
@@ -120,12 +127,13 @@ def exchanged(
 
 
 def _own(ids_NE: Array, held: int, rows: int) -> _Visits:
-  """Returns the visits to experts 0..held - 1, filled up to whole blocks."""
+  """Returns the visits to experts 0 to held - 1, padded to whole blocks."""
   N, E = ids_NE.shape
   ids_U = ids_NE.reshape(-1)
   own_U = (ids_U >= 0) & (ids_U < held)
   numbers_U = jnp.where(own_U, jnp.arange(N * E), N * E)
-  # Sorted because gathers and scatters of single numbers are slow on TPUs.
+  # A sort moves the visits to this device's experts to the front. Gathers or
+  # scatters of single numbers would be slow on TPUs.
   numbers, experts = jax.lax.sort(
     (numbers_U, jnp.where(own_U, ids_U, held)), num_keys=1
   )
@@ -141,8 +149,9 @@ def _in_blocks(
 ) -> Array:
   """Returns the sum of `block(n, inputs, visits)` over n < count.
 
-  JAX does not differentiate a loop whose number of rounds is data. Nothing of a
-  block is kept for the backward pass, which computes it again.
+  JAX cannot differentiate a loop whose number of iterations is known only at
+  run time, so the gradient is defined here. The forward pass keeps no results
+  of a block, and the backward pass computes each block again.
   """
   add = lambda n, y_ND: y_ND + block(n, inputs, visits)
   return jax.lax.fori_loop(0, count, add, jnp.zeros_like(inputs[0]))
@@ -172,30 +181,30 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 def _block(
   compute: Rows, sums: _Sums, n: Array, inputs: Tree, visits: _Visits
 ) -> Array:
-  """Returns what the n-th block of visits adds to each token, [N, D]."""
+  """Returns the sum over each token's visits in the n-th block, [N, D]."""
   x_ND, weights_NE, experts = inputs
   tokens_R, slots_R, experts_R = (
     jax.lax.dynamic_slice_in_dim(a, n * sums.rows, sums.rows)
     for a in visits[:3]
   )
-  # A kernel needs rows that fill whole lanes.
+  # The kernel that computes sums needs a row width that fills whole lanes.
   weights_NE = jnp.pad(weights_NE, ((0, 0), (0, -weights_NE.shape[1] % _LANES)))
   lanes_1E = jnp.arange(weights_NE.shape[1])[None]
   weights_RE: Any = _taken(sums, weights_NE, tokens_R)
   weights_RE = jnp.where(slots_R[:, None] == lanes_1E, weights_RE, 0)
   y_RD = compute(_taken(sums, x_ND, tokens_R), experts_R, experts)
-  # Products do not write the rows that belong to no expert.
+  # Products leave rows of no expert unwritten, so these are set to 0.
   y_RD = jnp.where(tokens_R[:, None] < sums.tokens, y_RD, 0)
   return _added(
     sums, y_RD * jnp.sum(weights_RE, axis=1, keepdims=True), tokens_R
   )
 
 
-# Each of the two is the gradient of the other. JAX would derive a scatter-add,
-# which is slow and, on a GPU, adds in any order.
+# `_taken` and `_added` are the gradients of each other. JAX would derive a
+# scatter-add from `_taken`, which is slow and, on a GPU, adds in any order.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _taken(sums: _Sums, x_ND: Array, tokens_R: Array) -> Array:
-  """Returns x[tokens]; 0 for token N."""
+  """Returns x[tokens]; zeros for token N, which is padding."""
   del sums  # only the gradient needs it
   return x_ND.at[tokens_R].get(
     mode='fill', fill_value=0, indices_are_sorted=True
@@ -204,7 +213,7 @@ def _taken(sums: _Sums, x_ND: Array, tokens_R: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _added(sums: _Sums, y_RD: Array, tokens_R: Array) -> Array:
-  """Returns the sum of the rows of each token, [N, D]; tokens are sorted."""
+  """Returns the sum of each token's rows in y, [N, D]; tokens are sorted."""
   N, product = sums.tokens, sums.product
   if product is None:
     first_N, end_N = jnp.searchsorted(tokens_R, jnp.arange(N)[None] + _ENDS)
@@ -213,9 +222,9 @@ def _added(sums: _Sums, y_RD: Array, tokens_R: Array) -> Array:
       place_N = jnp.where(first_N + n < end_N, first_N + n, sums.rows)
       total_ND += y_RD.at[place_N].get(mode='fill', fill_value=0)
     return total_ND.astype(y_RD.dtype)
-  # A product with a matrix of zeros and ones adds up the rows of each token of
-  # a tile. It is computed as the gradient by the matrix of `product`, which has
-  # a kernel for it.
+  # For each tile of tokens, a product with a matrix of zeros and ones adds up
+  # the rows of each token. The gradient of `product` with respect to its
+  # matrices is such a product, and has a kernel.
   tiles = -(-N // _TILE)
   tile_R = jnp.where(tokens_R < N, tokens_R // _TILE, tiles)
   ones_RT = jax.nn.one_hot(tokens_R % _TILE, _TILE, dtype=y_RD.dtype)
@@ -237,10 +246,10 @@ _added.defvjp(
 
 # JAX does not know that `order` is a permutation: its derivative of x[order]
 # would be a scatter-add, which is slow and, on a GPU, adds in any order. With
-# the inverse permutation at hand the gradient is another gather.
+# the inverse permutation, the gradient is another gather.
 @jax.custom_vjp
 def permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
-  """Returns x[order]; its gradient is g[inverse]."""
+  """Returns x[order]; its gradient takes g to g[inverse]."""
   del inverse_U  # only the gradient needs it
   return x_UD[order_U]
 

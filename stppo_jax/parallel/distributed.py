@@ -21,7 +21,8 @@ Tree = Any
 START_TIMEOUT = 300.0  # seconds until all processes must have come
 _PATIENCE = 3600.0  # seconds that a host may be later than the others
 # The coordinator of this package notices lost hosts, and names them. If jax's
-# coordinator noticed one first, it would end all others without naming it.
+# coordinator noticed a lost host first, it would end all others without naming
+# that host. So jax's time-out is one day.
 _JAX_HEARTBEAT = 24 * 3600
 _JAX_SHUTDOWN = 10  # seconds
 
@@ -34,7 +35,8 @@ class Place:
     coordinator: host name and port of process 0.
     process_id: the number of this process.
     num_processes: the number of processes.
-    local_device_ids: the devices of this process; None: all of the machine.
+    local_device_ids: the devices of this process; None: all devices of the
+      machine.
   """
 
   coordinator: str
@@ -55,11 +57,11 @@ def place(
     collectors: the number of processes that only collect.
 
   Returns:
-    None for a process without others.
+    The place, or None if this is the only process of the run.
 
   Raises:
-    ValueError: flags are missing or wrong, or none of the processes would
-      learn; one line.
+    ValueError: flags are missing or wrong, or no process would learn; the
+      message is one line.
   """
   found = _place(coordinator, num_processes, process_id)
   count = 1 if found is None else found.num_processes
@@ -105,13 +107,14 @@ def _place(
 
 
 def detect() -> Place | None:
-  """Returns the place that a cluster has given to this process.
+  """Returns the place that a cluster has given to this process, or None.
 
-  Clusters are TPU slices (VMs and GKE), Slurm, Open MPI and Kubernetes jobs, as
-  jax detects them. None outside of them, and for the only process of a job.
+  jax detects the cluster: a TPU slice (VMs and GKE) or a job of Slurm, Open MPI
+  or Kubernetes. The result is None outside of a cluster, and for the only
+  process of a job.
   """
   with warnings.catch_warnings():
-    # In any pod of Kubernetes jax warns that it lacks a package.
+    # In every pod of Kubernetes, jax warns that a package is missing.
     warnings.simplefilter('ignore')
     coordinator, count, process_id, devices = (
       clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -131,21 +134,22 @@ def joined(
   start_timeout: float = START_TIMEOUT,
   collectors: int = 0,
 ) -> Iterator[hosts_lib.Hosts]:
-  """Yields the hosts of a run, once all have come; they also end together.
+  """Yields the hosts of a run once all are connected, and ends them together.
 
-  Call it before jax is asked for devices. To jax, each host that only collects
-  is a run of its own, and the hosts that learn are another one: no program
-  needs devices of both, and so neither side waits for the other in one.
+  Enter it before jax is asked for devices. For jax, the hosts that learn form
+  one run, and each host that only collects is a separate run. So no program has
+  devices of both kinds of hosts, and neither kind waits for the other inside a
+  program.
 
   Args:
-    here: the place of this process; None: it is the only one.
-    start_timeout: seconds to wait for the others.
-    collectors: the number of hosts that only collect, the last ones.
+    here: the place of this process; None: it is the only process.
+    start_timeout: seconds to wait until all hosts are connected.
+    collectors: the number of hosts that only collect; they are the last hosts.
 
   Raises:
-    HostFailed: a host has not come, or has failed.
-    Misconfigured: hosts have other numbers of collectors, or jax sees the
-      devices of hosts that do something else.
+    HostFailed: a host did not connect in time, or has failed.
+    Misconfigured: the hosts were given different numbers of collectors, or jax
+      does not see exactly the hosts of this host's run.
   """
   if here is None:
     yield hosts_lib.ALONE
@@ -171,7 +175,7 @@ def joined(
         'config.mesh.collectors: must be the same on all hosts, which have '
         + ', '.join(map(str, given))
       )
-    # This package handles signals: a handler of jax would replace Python's.
+    # This package handles signals. jax's service would replace its handlers.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
       address,
@@ -190,16 +194,16 @@ def joined(
         'is a slice of its own'
       )
     yield hosts
-    # First all hosts say that they are done. Then jax's clients leave its
-    # coordinator, and the connections that they used end last.
+    # First all hosts say that they are done. Then jax's clients leave jax's
+    # coordinator. The connections that they used are closed last.
     hosts.leave()
     jax.distributed.shutdown()
     hosts.close()
   except BaseException as error:
     cause = error
     if isinstance(error, jax.errors.JaxRuntimeError):
-      # If another host was lost, collectives fail here. The cause is then why
-      # that host was lost.
+      # If another host was lost, a collective of this host fails with this
+      # error. The cause is then the failure of the other host.
       cause = hosts.diagnose(error)
     line = str(cause)
     if not isinstance(cause, hosts_lib.HostFailed):
@@ -213,24 +217,25 @@ def joined(
 
 
 def by_host(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-  """Returns a mesh over all devices with the devices of a host side by side.
+  """Returns a mesh of the same devices, with each host's devices adjacent.
 
-  A host then holds whole rows of a batch, those that it has collected. The
-  devices of one process are left in their order.
+  A host then holds whole rows of a batch: the rows that it has collected. With
+  a single process, the mesh is returned unchanged.
 
   Raises:
-    ValueError: the hosts have unequal numbers of devices, or `tensor` cuts rows
-      over several hosts; one line.
+    ValueError: the hosts have different numbers of devices, or `tensor` would
+      divide a row between hosts; the message is one line.
   """
   if jax.process_count() == 1:
     return mesh
-  # jax's own order on a TPU follows the torus, in which hosts may alternate.
+  # On a TPU, jax orders devices along the torus, where the devices of several
+  # hosts may alternate.
   devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
   counts = collections.Counter(device.process_index for device in devices)
   if len(set(counts.values())) > 1:
     listed = ', '.join(f'{n} on host {i}' for i, n in counts.items())
     raise ValueError(
-      f'every host must have as many devices; there are {listed}'
+      f'every host must have the same number of devices; there are {listed}'
     )
   tensor, local = mesh.shape['tensor'], counts[0]
   if local % tensor:
@@ -248,9 +253,9 @@ def from_local_rows(tree: Tree, sharding: jax.sharding.NamedSharding) -> Tree:
   """Returns global arrays made of the rows that each process holds.
 
   Args:
-    tree: numpy arrays with this process's rows. In the global arrays the rows
-      of the processes follow one another.
-    sharding: sharding of the global arrays.
+    tree: a pytree of numpy arrays with this process's rows. The global arrays
+      hold the rows of all processes in the order of the processes.
+    sharding: the sharding of the global arrays.
   """
   return jax.tree.map(
     lambda x: jax.make_array_from_process_local_data(sharding, x), tree
@@ -264,7 +269,7 @@ def to_local_rows(tree: Tree) -> Tree:
   """
 
   def local(array: jax.Array) -> np.ndarray:
-    # Devices that are replicas of each other hold the same rows.
+    # Replicas on several devices hold the same rows, which are taken once.
     parts = {
       shard.index[0].start or 0: shard.data
       for shard in array.addressable_shards

@@ -1,17 +1,19 @@
-"""Shows a process the other processes of its run, on one machine or many.
+"""Represents the processes of a run, on one machine or on several machines.
 
-A *host* is one process with its devices. Python on the hosts agrees through the
-coordinator (see `coordinator`), outside compiled programs, so that an error or
-a signal of one host is heard while another is busy on its devices.
+A *host* is one process with its devices. The Python code of the hosts agrees
+through the coordinator (see `coordinator`), outside of compiled programs. So a
+host hears of an error or a signal on another host even while its own devices
+are busy.
 
-No host goes on without the others: a host that fails is named on all of them,
-and all end. A process whose main thread waits for the lost host in a compiled
-program is ended by another thread.
+No host goes on without the others: if a host fails, every host prints the name
+of that host and ends. If the main thread of a process waits for the lost host
+in a compiled program, another thread ends the process.
 
-With `mesh.collectors` the last hosts of a run only collect, and the others
-learn. The hosts that do the same are a `Group`. A host that learns treats its
-group as if it were all hosts of the run: the mesh has the devices of the group,
-and the group votes. Only signals and failures concern all hosts together.
+With `mesh.collectors`, the last hosts of a run only collect trajectories, and
+the other hosts learn. The hosts that learn form one `Group`, and the hosts that
+only collect form another. A host that learns treats its group as if it were the
+whole run: the mesh has the devices of the group, and only the group votes.
+Signals and failures concern all hosts of the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +23,11 @@ from stppo_jax import exits
 
 
 class HostFailed(Exception):
-  """Says that another host has failed; the line names it and the cause.
+  """Says that another host has failed; the message gives host and cause.
 
   Attributes:
     exit_code: the exit code of the failed host; 75 if it was killed.
-    saves: whether all hosts are in a state in which they can save the run.
+    saves: whether the hosts can still save the last finished step.
   """
 
   def __init__(
@@ -41,17 +43,18 @@ class HostFailed(Exception):
 
 
 class Hosts:
-  """Stands for the only host of a run, which agrees with itself.
+  """The hosts of a run, seen by one of them; this class has only one host.
 
   Attributes:
     index: the number of this host.
     count: the number of hosts.
-    names: the names of their machines.
-    on_stop: called on another thread if all hosts are to abandon what they can.
+    names: the name of each host's machine.
+    on_stop: called on another thread when a stop or a failure asks this host to
+      abandon what it can.
     collectors: the number of hosts that only collect.
-    learns: whether this host is none of them.
-    whole: the hosts of the run, all of them.
-    reached_at: the name or address at which other hosts reach this one.
+    learns: whether this host learns; False if it only collects.
+    whole: all hosts of the run, of which this object may be a `Group`.
+    reached_at: the name or address at which other hosts reach this host.
   """
 
   collectors = 0
@@ -67,12 +70,12 @@ class Hosts:
 
   @property
   def group(self) -> 'Hosts':
-    """The hosts that do what this one does."""
+    """The hosts that learn or the hosts that only collect, as this one does."""
     return self
 
   @property
   def is_alone(self) -> bool:
-    """Whether there is no other host, in any group, to agree with."""
+    """Whether the run has only this host."""
     return self.whole.count == 1
 
   @property
@@ -83,39 +86,39 @@ class Hosts:
   def exchange(
     self, what: str, value: Any, *, timeout: float | None = None
   ) -> list[Any]:
-    """Returns the values of all hosts, in order; waits for the last of them.
+    """Waits for a value from every host, and returns the values in order.
 
     Args:
       what: the name of the value, the same on all hosts.
-      value: a value that JSON can write.
-      timeout: seconds to wait; None: as long as hosts are waited for at all.
+      value: this host's value, which JSON can write.
+      timeout: seconds to wait; None: until the coordinator gives up late hosts.
 
     Raises:
-      HostFailed: another host has failed, or does not come.
-      TimeoutError: another host does not come within `timeout`.
-      Interrupted: all hosts abandon what they can, before a
-        `coordinator.PROGRAM`.
+      HostFailed: another host has failed, or is too late.
+      TimeoutError: another host did not come within `timeout`.
+      Interrupted: `what` is `coordinator.PROGRAM`, and a stop has asked all
+        hosts to abandon what they can.
     """
     del what, timeout
     return [value]
 
   def gather(self, what: str, value: Any) -> list[Any] | None:
-    """Returns the values of all hosts to the first one, to others None."""
+    """Returns the values of all hosts on the first host, and None elsewhere."""
     return self.exchange(what, value)
 
   def share(self, size: int) -> slice:
-    """Returns this host's part of a number of items; parts differ by one."""
+    """Returns this host's slice of `size` items; slices differ by at most 1."""
     return share(size, self.index, self.count)
 
   def describe(self, index: int) -> str:
-    """Returns the number of a host with the name of its machine."""
+    """Returns the number of a host and the name of its machine, as text."""
     return f'host {index} ({self.names[index]})'
 
   def stop(self) -> None:
     """Asks all hosts to abandon what they can and come to their next vote."""
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """Returns the failure of another host if it has caused an error."""
+    """Returns `error`, or the failure of another host if that was the cause."""
     return error
 
 
@@ -141,13 +144,13 @@ class Group(Hosts):
 
   @property
   def is_first(self) -> bool:
-    """See `Hosts.is_first`; no host that only collects is the first one."""
+    """See `Hosts.is_first`; False on every host that only collects."""
     return self.whole.is_first
 
   def exchange(
     self, what: str, value: Any, *, timeout: float | None = None
   ) -> list[Any]:
-    """See `Hosts.exchange`; the others do not take part in it."""
+    """See `Hosts.exchange`; only the hosts of this group take part."""
     return self.whole.exchange(
       what, value, timeout=timeout, among=self._members
     )
@@ -161,7 +164,7 @@ class Group(Hosts):
     return self.whole.describe(self._members[index])
 
   def stop(self) -> None:
-    """See `Hosts.stop`; every host of the run is asked."""
+    """See `Hosts.stop`; it asks all hosts of the run, not only this group."""
     self.whole.stop()
 
   def diagnose(self, error: BaseException) -> BaseException:
@@ -170,10 +173,10 @@ class Group(Hosts):
 
 
 def describe(error: BaseException) -> str:
-  """Returns an error as one line."""
+  """Returns the type and the message of an error as one line."""
   return ' '.join(f'{type(error).__name__}: {error}'.split())
 
 
 def share(size: int, index: int, count: int) -> slice:
-  """Returns the part of host `index` of `count`; see `Hosts.share`."""
+  """Returns the slice of `size` items for host `index` of `count` hosts."""
   return slice(index * size // count, (index + 1) * size // count)

@@ -1,4 +1,4 @@
-"""Tells what devices and the host hold in memory, and moves arrays there."""
+"""Measures the memory of devices and host, and moves arrays between them."""
 
 from collections.abc import Mapping
 import math
@@ -15,7 +15,7 @@ Tree = Any
 GIB = 1 << 30
 
 _HOST, _DEVICE = 'pinned_host', 'device'
-# The share of a device's memory that weights may fill to save communication.
+# `leaves_room` lets a run fill at most this share of a device's memory.
 _FILLED = 1 / 2
 
 
@@ -31,12 +31,12 @@ def check_host(mesh: jax.sharding.Mesh) -> None:
 
 
 def on_host(tree: Tree) -> Tree:
-  """Returns the arrays in host memory with the same shardings."""
+  """Returns the arrays moved to host memory, with the same shardings."""
   return _moved(tree, _HOST)
 
 
 def on_devices(tree: Tree) -> Tree:
-  """Returns the arrays in device memory; those already there are kept."""
+  """Returns the arrays moved to device memory, with the same shardings."""
   return _moved(tree, _DEVICE)
 
 
@@ -49,9 +49,9 @@ def _moved(tree, kind):
 def max_memory() -> dict[str, float]:
   """Returns the largest memory used since the start of the process, in GiB.
 
-  `perf/max_memory_host_gb` is the resident memory of this process, and
-  `perf/max_memory_allocated_gb` that of arrays and programs on the fullest of
-  its devices; the latter is absent where the devices do not report it (CPU).
+  `perf/max_memory_host_gb` is the resident memory of this process.
+  `perf/max_memory_allocated_gb` is the memory of arrays and programs on the
+  fullest of its devices; it is absent if the devices do not report it (CPU).
   """
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   # macOS counts bytes here, and other systems KiB.
@@ -63,16 +63,17 @@ def max_memory() -> dict[str, float]:
 
 
 class Held(NamedTuple):
-  """Counts the bytes that a run holds on a device, beside what programs need.
+  """Counts the bytes of a run's arrays on a device, without activations.
 
   Attributes:
-    sizes: name to bytes of everything on a device that learns, while it does.
-    collecting: name to bytes of everything on a device that collects, while it
-      does; {} if none does.
-    gradients: bytes of the gradients of an update.
-    copied: bytes of keys and values that decode copies on a device that
-      collects; 0 if a kernel reads them in place.
-    gathered: bytes of a frozen base that an update has gathered.
+    sizes: the bytes of each group of arrays on a device that learns, by name,
+      while the device learns.
+    collecting: the bytes of each group of arrays on a device that collects, by
+      name, while the device collects; {} if no device of this host collects.
+    gradients: the bytes of the gradients of an update.
+    copied: the bytes of keys and values that decode copies on a device that
+      collects; 0 if a kernel reads the pages of the KV cache in place.
+    gathered: the bytes of the frozen base, gathered for updates.
   """
 
   sizes: Mapping[str, int]
@@ -83,22 +84,22 @@ class Held(NamedTuple):
 
   @property
   def learns(self) -> int:
-    """The bytes on a device that learns, without gradients."""
+    """The bytes of `sizes`, on a device that learns."""
     return sum(self.sizes.values())
 
   @property
   def decodes(self) -> int:
-    """The bytes on a device that collects."""
+    """The bytes on a device that collects, with the copies of decode."""
     return sum(self.collecting.values()) + self.copied
 
   @property
   def total(self) -> int:
-    """The bytes on the device that holds most."""
+    """The largest number of bytes on a device: it learns, or it collects."""
     return max(self.learns + self.gradients + self.gathered, self.decodes)
 
 
 def bytes_per_device(tree: Tree) -> int:
-  """Returns the bytes on one device of a tree of shapes with layouts."""
+  """Returns the bytes that a tree of sharded arrays takes on one device."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(tree)
@@ -106,21 +107,21 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def device_limit() -> int | None:
-  """Returns the bytes that programs may use of the smallest local device.
+  """Returns the bytes of memory that the smallest local device offers.
 
-  None if the devices do not report it; CPUs do not.
+  The result is None if the devices do not report it, as on CPUs.
   """
   return min(_reported('bytes_limit'), default=None)
 
 
 def leaves_room(mesh: jax.sharding.Mesh, size: int) -> bool:
-  """Returns whether a device has enough room left beside what it holds.
+  """Returns whether `size` bytes leave enough memory of a device free.
 
-  This is true where the size of the memory is not known, as for CPUs.
+  The result is True if the size of the memory is not known, as on CPUs.
 
   Args:
-    mesh: the mesh of the devices, which need not be there.
-    size: the bytes that a device holds, but for activations.
+    mesh: the mesh of the devices, which may be devices of `topology`.
+    size: the bytes that a device holds, without activations.
   """
   limits = topology.limits_of(mesh.devices.flat[0])
   limit = limits.memory * GIB if limits else device_limit()
@@ -128,12 +129,12 @@ def leaves_room(mesh: jax.sharding.Mesh, size: int) -> bool:
 
 
 def _reported(name: str) -> list[int]:
-  """Returns a statistic of the local devices that report it."""
+  """Returns a memory statistic of each local device that reports it."""
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   return [x[name] for x in stats if x.get(name)]
 
 
 def gib(size: float) -> str:
-  """Returns bytes in GiB, as text."""
+  """Returns a number of bytes as text in GiB."""
   number = size / GIB
   return f'{number:.1f} GiB' if number >= 1 else f'{number:.2g} GiB'

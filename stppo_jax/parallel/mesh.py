@@ -9,13 +9,13 @@ import numpy as np
 
 AXES = ('data', 'fsdp', 'expert', 'tensor')
 BATCH_AXES = ('data', 'fsdp', 'expert')
-# Devices along `expert` hold different experts of a mixture. All other weights
-# are cut over them as they are over `fsdp`.
+# Devices along `expert` hold different experts of a mixture of experts. All
+# other weights are sharded over `expert` as they are over `fsdp`.
 WEIGHT_AXES = ('fsdp', 'expert')
 
-# On these kinds of devices, or topologies, the compiler (libtpu 0.0.42) ends
-# the process when it compiles a collective (an exchange between devices) among
-# some, but not all, chips of several hosts.
+# If the kind of a device or the name of a topology matches, the compiler
+# (libtpu 0.0.42) ends the process when it compiles a collective among some, but
+# not all, chips of several hosts.
 _ONLY_WHOLE_HOSTS = re.compile(r'v[56](e\b| lite\b)')
 
 
@@ -27,15 +27,15 @@ def make_mesh(
   expert: int = 1,
   devices: Sequence | None = None,
 ) -> jax.sharding.Mesh:
-  """Returns a mesh over all devices.
+  """Returns a mesh with the axes `AXES`.
 
   Args:
-    data, fsdp, tensor, expert: devices along each axis; one of them may be -1,
-      which means all devices that remain.
-    devices: the devices to use; None: all.
+    data, fsdp, tensor, expert: the number of devices along each axis; one of
+      the four may be -1, which means all devices that remain.
+    devices: the devices of the mesh; None: all devices of jax.
 
   Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+    ValueError: the product of the four is not the number of devices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = [data, fsdp, expert, tensor]
@@ -51,25 +51,24 @@ def make_mesh(
   return jax.sharding.Mesh(
     np.asarray(devices).reshape(sizes),
     AXES,
-    # The compiler derives all shardings but those that `activations`
-    # constrains.
+    # Auto: the compiler derives every sharding that no code constrains.
     axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
 
 
 def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
-  """Returns the devices that learn, and those that collect beside them.
+  """Returns the devices that learn, and the devices that only collect.
 
   The last devices of each host collect.
 
   Args:
-    devices: devices of all hosts.
-    fraction: the share of each host's devices that collects, which is rounded
-      to whole devices; 0: all devices learn, and none only collects.
+    devices: the devices of all hosts.
+    fraction: the share of each host's devices that only collects, rounded to
+      whole devices; 0: all devices learn.
 
   Raises:
-    ValueError: no device of a host is left for one of the two, or no program
-      for the devices that learn can be compiled; one line.
+    ValueError: on a host, no device would learn or none would collect, or the
+      compiler would fail for the devices that learn; the message is one line.
   """
   by_host: dict[int, list] = {}
   for device in devices:
@@ -107,19 +106,19 @@ def make_learning_mesh(
   collectors: int = 0,
   devices: Sequence | None = None,
 ) -> jax.sharding.Mesh:
-  """Returns the mesh of training, over the devices that do not only collect.
+  """Returns the mesh of training, over the devices that learn.
 
   Args:
-    data, fsdp, expert, tensor: devices along each axis, see `make_mesh`.
+    data, fsdp, expert, tensor: see `make_mesh`.
     collect_fraction: the share of each host's devices that only collects.
-    collectors: the number of hosts that only collect, whose devices are not
-      among these.
-    devices: the devices of the run; None: all.
+    collectors: the number of hosts that only collect; it has no effect, since
+      the devices of these hosts are not in `devices`.
+    devices: the devices of the hosts that learn; None: all devices of jax.
 
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  del collectors  # jax does not see their devices
+  del collectors  # jax does not see the devices of these hosts
   learning, collecting = divide(devices or jax.devices(), collect_fraction)
   try:
     return make_mesh(
@@ -129,16 +128,16 @@ def make_learning_mesh(
     if not collecting:
       raise
     raise ValueError(
-      f'{error}; the other {len(collecting)} collect: '
+      f'{error}; the other {len(collecting)} devices collect: '
       f'mesh.collect_fraction={collect_fraction}'
     ) from error
 
 
 def platform(mesh: jax.sharding.Mesh | None) -> str:
-  """Returns the platform that a mesh is of: 'cpu', 'gpu' or 'tpu'.
+  """Returns the platform of a mesh's devices: 'cpu', 'gpu' or 'tpu'.
 
-  Programs depend on the mesh, never on the devices of this process: a
-  program may be compiled for devices that are elsewhere (`topology`).
+  Code that builds programs asks the mesh and not this process for the platform,
+  because a program may be compiled for devices of another machine (`topology`).
 
   Args:
     mesh: the result of `make_mesh`; None: one CPU.
@@ -158,26 +157,28 @@ def check_divides(
   num_kv_heads: int,
   whose: str = '',
 ) -> None:
-  """Raises ValueError unless the mesh divides what it shards.
+  """Raises ValueError if an axis does not divide a dimension that it shards.
 
-  Where there are fewer heads of keys and values than devices along `tensor`,
-  devices share them: of 4 heads on 8 devices, two devices each compute the same
-  head.
+  If there are fewer key and value heads than devices along `tensor`, devices
+  share heads: with 4 heads on 8 devices, two devices compute each head.
 
   Args:
     mesh: the result of `make_mesh`.
-    sharded: for each mesh axis, the sizes that it must divide, by name.
-    num_kv_heads: number of key and value heads; the size of `tensor` must
-      divide it or be a multiple of it.
-    whose: what the error says of the sizes, such as ' of the value model'.
+    sharded: for each mesh axis, the names and sizes of the dimensions that the
+      axis must divide.
+    num_kv_heads: the number of key and value heads; the size of `tensor` must
+      divide this number or be a multiple of it.
+    whose: the model that the message names behind the dimensions, such as
+      ' of the value model'.
 
   Raises:
-    ValueError: one line with the sizes that an axis does not divide and the
-      numbers of devices that would fit.
+    ValueError: one line with the dimensions that an axis does not divide, and
+      the numbers of devices that would fit.
   """
   for axis, sizes in sharded.items():
     heads = num_kv_heads if axis == 'tensor' else 0
-    # The width is cut along both of `WEIGHT_AXES`.
+    # The width is sharded over both `WEIGHT_AXES`, so the product of the two
+    # must divide it.
     times = mesh.shape['expert'] if axis == 'fsdp' else 1
     if wrong := _undivided(sizes, heads, times * mesh.shape[axis]):
       fitting = [
@@ -196,7 +197,7 @@ def check_divides(
 def _undivided(
   sizes: Mapping[str, int], num_kv_heads: int, devices: int
 ) -> list[str]:
-  """Returns the sizes that so many devices do not divide, as text."""
+  """Returns as text the sizes that the number of devices does not divide."""
   wrong = [f'{name}={size}' for name, size in sizes.items() if size % devices]
   if num_kv_heads % devices and devices % num_kv_heads:
     wrong.append(f'num_kv_heads={num_kv_heads}')

@@ -1,18 +1,20 @@
-"""Copies weights from the layout of training to that of decoding.
+"""Copies weights from the layout of training to the layout of decoding.
 
-Training cuts a policy over the devices of all hosts. Every host decodes rows of
-its own, so each holds all weights, cut over some of its devices along `tensor`;
-the other devices of the host hold the same and decode other rows. One program
-on all devices copies the weights from one layout to the other. Its results are
-global arrays of which every host has all pieces; each host then makes arrays of
-its own devices out of its pieces, which copies nothing. `device_put` would not
-do: it may return the arrays of training themselves, which the next update
-deletes.
+For training, a policy is sharded over the devices of all hosts. For decoding,
+every host needs all weights, because it decodes its own rows (dialogues). The
+weights are sharded over a group of the host's devices along `tensor`; further
+groups of the host hold the same weights and decode other rows.
+
+One program on all devices copies the weights from one layout to the other. Its
+results are global arrays, and every host holds all pieces of each. The host
+then makes arrays of its own devices from these pieces, without a copy.
+`device_put` cannot replace the program: it may return the arrays of training
+themselves, which the next update deletes.
 
 If some devices of each host only collect, the program gathers the copy on the
-others, and each host then moves it to those that collect. A host that only
-collects is sent the weights instead, see `transfer`, and puts them on its
-devices.
+devices that learn, and each host then moves the copy to its devices that
+collect. A host that only collects receives the weights over the network, see
+`transfer`, and puts them on its devices.
 """
 
 import collections
@@ -33,8 +35,8 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
 Tree = Any
-# Each axis of training is split in two factors, so that one mesh can express
-# the layouts of both. Decoding cuts rows along `_ROWS`, and weights along
+# Each axis of the training mesh is split into two factors, so that one mesh can
+# express both layouts. Decoding shards rows over `_ROWS` and weights over
 # `_COLUMNS`.
 _ROWS = ('data_rows', 'fsdp_rows', 'expert_rows', 'tensor_rows')
 _COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns', 'expert_columns')
@@ -42,8 +44,8 @@ _SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
   *('expert_rows', 'expert_columns', 'tensor_columns', 'tensor_rows'),
 )
-# Publishing begins in the layout of training. This says, for each axis of
-# training, along which factors weights are cut there.
+# For each axis of the training mesh, the factors over which weights are sharded
+# when publishing begins, see `Placement.stages`.
 _BEGIN = {
   'fsdp': ('fsdp_rows', 'fsdp_columns'),
   'expert': ('expert_rows', 'expert_columns'),
@@ -57,17 +59,17 @@ class Placement:
 
   Attributes:
     training: the mesh of training.
-    tensor: the number of devices that the weights of a host are cut over.
-    collecting: the devices of this host that decode, if they are not those that
-      train.
-    host: the number of this host; None: that of this process.
-    spans_slice: whether all hosts decode with the same programs, each its own
-      rows. Then `mesh` has the devices of all hosts.
-    collectors: the number of hosts that only collect, of which this is one; 0
-      if all learn.
+    tensor: the number of devices over which a copy of the weights is sharded.
+    collecting: the devices of this host that decode and do not learn; () if the
+      devices that learn also decode.
+    host: the number of this host; None: the number of this process.
+    spans_slice: whether all hosts run the same decoding programs, each with its
+      own rows. Then `mesh` has the devices of all hosts.
+    collectors: the number of hosts that only collect, if this host is one of
+      them; 0 if it learns.
 
   Raises:
-    ValueError: weights cannot be cut over so many devices of each host.
+    ValueError: the weights cannot be sharded over `tensor` devices of a host.
   """
 
   training: jax.sharding.Mesh
@@ -89,8 +91,8 @@ class Placement:
           f'must divide the {count} devices of this host{which}: each host '
           'decodes its own rows, with a complete copy of the weights'
         )
-    # A host that only collects is sent whole matrices, which can be cut into
-    # any number of parts: the rules below are about the layout of training.
+    # The rules below concern the layout of training. A host that only collects
+    # receives whole matrices, which it can divide into any number of parts.
     if self.collectors:
       return
     trained = self.training.shape
@@ -116,7 +118,7 @@ class Placement:
 
   @functools.cached_property
   def mesh(self) -> jax.sharding.Mesh:
-    """The mesh of decoding, with the axes of training; `fsdp` has 1 device."""
+    """The decoding mesh, with the axes of training; `fsdp` has size 1."""
     devices = list(self.collecting)
     if not devices:
       groups = [
@@ -124,7 +126,7 @@ class Placement:
         for group in self._groups
         if self.spans_slice or self._is_here(group[0])
       ]
-      # The rows of a host lie side by side.
+      # Sorted so that the rows of a host are adjacent.
       groups.sort(key=lambda group: group[0].process_index)
       devices = list(np.concatenate(groups))
     return mesh_lib.make_mesh(
@@ -139,8 +141,8 @@ class Placement:
   def _split_sizes(self) -> dict[str, int]:
     """The size of each of `_SPLIT_AXES`."""
     data, fsdp, expert, tensor = self.training.devices.shape
-    # Devices along `tensor` keep what they have as far as possible. Further
-    # ones are taken from the axes whose devices are closest.
+    # Devices along `tensor` keep their shards as far as possible. If decoding
+    # needs more shards, the axes with the closest devices provide them.
     columns = math.gcd(tensor, self.tensor)
     more = self.tensor // columns if columns == tensor else 1
     by_expert = math.gcd(more, expert)
@@ -159,9 +161,10 @@ class Placement:
 
   @functools.cached_property
   def _everywhere(self) -> jax.sharding.Mesh:
-    """The mesh of training with each axis split in two.
+    """The mesh of training with each axis split into two factors.
 
-    A program can only mix meshes that have their devices in the same order.
+    Its devices have the same order as in the mesh of training, because a
+    program can only mix meshes with the same order of devices.
     """
     return jax.sharding.Mesh(
       self.training.devices.reshape(
@@ -173,7 +176,7 @@ class Placement:
 
   @functools.cached_property
   def _groups(self) -> np.ndarray:
-    """Devices [groups, tensor]: each group holds all weights."""
+    """Devices [groups, tensor]; each group holds one copy of the weights."""
     order = [_SPLIT_AXES.index(name) for name in (*_ROWS, *_COLUMNS)]
     devices = self._everywhere.devices.transpose(order)
     return devices.reshape(-1, self.tensor)
@@ -181,17 +184,17 @@ class Placement:
   def stages(
     self, trained: NamedSharding, decoded: NamedSharding
   ) -> list[NamedSharding]:
-    """Returns the layouts that weights go through, on the devices of all hosts.
+    """Returns the three layouts that an array goes through, on all hosts.
 
-    In the first, every device has those parts of its training piece that it or
-    its neighbours along `fsdp` or `expert` need. In the second, they have
-    exchanged these parts. The third is the layout of decoding: each has
-    gathered its part. Without the first two, the compiler would gather whole
-    matrices.
+    In the first layout, every device has the parts of its training shard that
+    it or its neighbours along `fsdp` or `expert` need for decoding. In the
+    second layout, the neighbours have exchanged these parts. The third is the
+    layout of decoding, in which every device has gathered its whole shard.
+    Without the first two layouts, the compiler would gather whole matrices.
 
     Args:
-      trained: the layout on the mesh of training.
-      decoded: the layout on `mesh`, of as many axes.
+      trained: the layout of the array on the mesh of training.
+      decoded: the layout of the array on `mesh`; its spec has the same length.
     """
     last = [_COLUMNS if axis == 'tensor' else None for axis in decoded.spec]
     cut = [activations.names(axes) for axes in trained.spec]
@@ -217,16 +220,17 @@ class Placement:
 class Publisher:
   """Copies weights of a model to the devices that decode with them.
 
-  Embedding, norm and head are copied first, then one layer after the other, by
-  separate programs. A single program would gather many layers before it puts
-  the first into its results, and so hold most of the weights twice.
+  One program copies the embedding, the norm and the head. Another one then
+  copies the layers, one per call. A single program for all layers would gather
+  many layers before it stores its first result, and so hold most of the weights
+  twice.
 
   Args:
-    placement: the devices.
-    cast: a function of weights that returns copies in the dtype of the
+    placement: the devices that decode.
+    cast: a function that takes weights and returns copies in the dtype of the
       computation.
-    places: for each layer the name of its stack in the weights, and its number
-      there.
+    places: for each layer, the name of its stack in the weights and its index
+      in the stack.
   """
 
   def __init__(
@@ -243,19 +247,22 @@ class Publisher:
     self._programs: dict[Any, tuple[Any, Tree]] = {}
 
   def program(self, part: Tree) -> tuple[Any, Tree]:
-    """Returns the jitted copy of a part of the weights, and its layout here.
+    """Returns the jitted program that copies a part, and the copy's layout.
+
+    The program takes the part and the index of the layer to copy; for weights
+    outside of stacks, the index has no effect.
 
     Args:
       part: either a stack of layers, or all weights outside of stacks; shapes
-        suffice. The copy has a second argument, which says which layer of a
-        stack it copies.
+        suffice.
     """
-    # There are few structures of weights (with or without adapters, a layer or
-    # the rest), and so few programs.
+    # There is one program for each structure of a part. There are few
+    # structures: with or without adapters, a stack or the other weights.
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)
-      # A host that is sent the weights needs their shapes alone.
+      # A host that receives the weights uses only the shapes of the program's
+      # results, which need no layout.
       sent = self._placement.collectors > 0
       copy = jax.jit(
         self._copy, out_shardings=None if sent else self._stages(part)[-1]
@@ -264,7 +271,7 @@ class Publisher:
     return self._programs[key]
 
   def parts(self, params: Tree) -> list[tuple[Tree, int]]:
-    """Returns the parts of weights, see `program`, and the layers of each.
+    """Returns the parts of weights (see `program`) with the layers of each.
 
     Args:
       params: the weights with stacked layers, or their shapes.
@@ -280,11 +287,14 @@ class Publisher:
   def by_part(
     self, params: Tree, function: Callable[[Tree, int], Tree]
   ) -> Tree:
-    """Returns the results of a function of each part, with a tree for a layer.
+    """Returns a function's results for all parts, as one tree of weights.
+
+    The results of layers are in the tuple 'layers', one tree for each layer.
 
     Args:
       params: the weights with stacked layers, or their shapes.
-      function: gets a part, and the number of the layer.
+      function: takes a part and the index of a layer in it; it is called for
+        every layer of every stack.
     """
     made: dict[str, Any] = {}
     layers: dict[tuple[str, int], Tree] = {}
@@ -295,7 +305,7 @@ class Publisher:
           layers |= {(name, n): x for name, x in result.items()}
       else:
         made |= results[0]
-    # A stack without adapters has no layers among the trained weights.
+    # If only adapters are trained, `params` lacks every stack without adapters.
     made['layers'] = tuple(layers.get(place, {}) for place in self._places)
     return made
 
@@ -324,12 +334,13 @@ class Publisher:
     return jax.tree.map(lambda x: x[layer] if is_stack else x, part)
 
   def _copy(self, part: Tree, layer: jax.Array) -> Tree:
-    # The layer is an argument, not a constant: one program copies every layer.
+    # The index of the layer is an argument, so that one program copies every
+    # layer.
     copied = self._cast(self._of_layer(part, layer))
     if self._placement.training.size == 1 or self._placement.collectors:
       return copied
-    # The first stage is in the layout of training after the cast, so that
-    # devices send the smaller dtype.
+    # The first stage needs no exchange and comes after the cast, so devices
+    # exchange the smaller dtype.
     for layout in self._stages(part):
       copied = jax.lax.with_sharding_constraint(copied, layout)
     return copied
@@ -345,7 +356,7 @@ class Publisher:
 
   def _layout(self, part: Tree, mesh: jax.sharding.Mesh) -> Tree:
     layout = sharding.param_shardings(part, mesh)
-    # What is copied of a stack is one layer, without the axis of layers.
+    # The copy of a stack is one layer, so its layout lacks the axis of layers.
     if self._is_stack(part):
       layout = jax.tree.map(
         lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), layout
@@ -354,10 +365,10 @@ class Publisher:
 
 
 def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
-  """Returns copies of the pieces of a layout on its devices.
+  """Returns the pieces of x that a layout needs, copied to its devices.
 
-  Each is copied from one device of this host that holds the same piece; if
-  several do, they take turns.
+  Each piece is copied from a device of this host that holds it. If several
+  devices hold it, they take turns as the source.
   """
   held: dict[tuple, list[jax.Array]] = {}
   for piece in x.addressable_shards:
@@ -371,5 +382,5 @@ def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple:
-  """Returns begin and end of a piece in each dimension, as a hashable tuple."""
+  """Returns a piece's begin and end in each dimension, as a hashable tuple."""
   return tuple(s.indices(size)[:2] for s, size in zip(index, shape))

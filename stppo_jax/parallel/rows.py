@@ -1,10 +1,10 @@
 """Reads and replaces rows of arrays that are sharded over devices.
 
-n devices hold b rows each. `select` exchanges rows: each device gets m of the
-selected ones. The other functions read or replace, for an index [n, m], m rows
-within the part of each device, and nothing is sent. For a number of a row that
-is too large, `take_clipped` returns any row, `take_filled` and
-`take_with_inverse` return zeros, and `put` does nothing.
+n devices hold b rows each. `select` sends rows between devices: each device
+gets m of the selected rows. The other functions take an index [n, m], and read
+or replace m rows within each device's own part, so that no row is sent. If the
+index of a row is too large, `take_clipped` returns an arbitrary row,
+`take_filled` and `take_with_inverse` return zeros, and `put` does nothing.
 """
 
 from typing import Any
@@ -21,18 +21,20 @@ Tree = Any
 
 
 def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
-  """Returns some rows of a batch, laid out like the batch.
+  """Returns some rows of a batch, with the sharding of the batch.
 
-  For x[rows], every device would get the whole batch and keep a few of its
+  With x[rows], every device would get the whole batch and keep a few of its
   rows. Here every device gets one row in each of m rounds. In a round, every
-  device sends one of its rows to each of the others: the row with the local
-  index that the receiver asks for. The receiver keeps only what the owner of
-  its row has sent. So a device holds n rows at a time besides its own.
+  device sends one of its rows to each other device: the row at the local index
+  of the row that the receiver needs. The receiver keeps only the row that the
+  owner of the needed row has sent. So in addition to its own rows, a device
+  holds only n rows at a time.
 
   Args:
-    batch: arrays [n b, ...], sharded over the axes data and fsdp.
-    rows: int32 [n m], indices of rows.
-    mesh: the mesh that the batch is laid out on; None: one device.
+    batch: arrays [n b, ...], with rows sharded over `mesh_lib.BATCH_AXES`.
+    rows: int32 [n m], indices of rows in the batch; the first m are for the
+      first device, and so on.
+    mesh: the mesh of the batch; None: one device.
   """
   axes = mesh_lib.BATCH_AXES
   num_devices = 1 if mesh is None else activations.extent(mesh, axes)
@@ -43,7 +45,7 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
     size = len(jax.tree.leaves(batch)[0])  # b
 
     def one_row(_, rows_n):
-      """Returns the next row of this device; rows_n: the next of all."""
+      """Returns this device's next row; rows_n: each device's next index."""
       owner = rows_n[jax.lax.axis_index(axes)] // size
 
       def exchange(x):
@@ -52,9 +54,9 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
 
       return None, jax.tree.map(exchange, batch)
 
-    # All devices of a CPU run the collectives of a program in the same order,
-    # but not collectives in a loop relative to those outside: devices would
-    # wait for each other for ever. Without a loop there is one order.
+    # On a CPU, devices may run a collective in a loop and a collective outside
+    # of it in different orders, and would then wait for each other for ever.
+    # All devices run the collectives outside of loops in the same order.
     unroll = mesh_lib.platform(mesh) == 'cpu'
     return jax.lax.scan(one_row, None, rows_nm.T, unroll=unroll)[1]
 
@@ -68,13 +70,13 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
 
 
 def take_clipped(x: Array, index: Array) -> Array:
-  """Returns rows of an array.
+  """Returns rows of an array by their indices.
 
   Args:
-    x: [n b, ...].
-    index: int32 [A], numbers of rows; or int32 [n, m], for each device numbers
-      of rows within its own part, so that no row moves to another device. For a
-      number that is too large, any row is returned.
+    x: the array [n b, ...].
+    index: int32 [A], indices of rows of x; or int32 [n, m], for each device
+      indices of rows within its own part, so that no row moves to another
+      device. An index that is too large gives an arbitrary row.
   """
   if index.ndim == 1:
     return x.at[index].get(mode='clip')
@@ -89,9 +91,10 @@ def put(
   """Returns an array with some rows replaced; devices exchange nothing.
 
   Args:
-    x, index: see `take_clipped`; a number that is too large is ignored.
+    x, index: see `take_clipped`; an index that is too large is ignored.
     new: the new rows, in the order of the index.
-    mesh: the mesh that rows are laid out on, over the axes data and fsdp.
+    mesh: the mesh over whose `mesh_lib.BATCH_AXES` rows are sharded; None: one
+      device.
   """
 
   def local(x, index, new):
@@ -104,8 +107,8 @@ def put(
     return x.at[index].set(new, mode='drop')
   if mesh is None or mesh.size == 1:
     return local(x, index, new)
-  # The compiler would exchange rows between devices, and on some meshes it does
-  # not drop numbers that are too large.
+  # Without `shard_map`, the compiler would exchange rows between devices, and
+  # on some meshes it would not drop indices that are too large.
   rows = P(mesh_lib.BATCH_AXES)
   return jax.shard_map(
     local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
@@ -113,11 +116,11 @@ def put(
 
 
 def take_filled(x: Array, index: Array) -> Array:
-  """Returns for each device x[index]; 0 for a number that is too large.
+  """Returns x[index] for each device; zeros for an index that is too large.
 
   Args:
-    x: [n, b, ...].
-    index: int32 [n, m].
+    x: the array [n, b, ...], which has the rows of each device.
+    index: int32 [n, m], indices of rows within each device's part.
   """
   take = lambda x, index: x.at[index].get(mode='fill', fill_value=0)
   return jax.vmap(take)(x, index)
@@ -127,13 +130,14 @@ def take_filled(x: Array, index: Array) -> Array:
 # would be a scatter-add, which adds one row after the other.
 @jax.custom_vjp
 def take_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
-  """Returns `take_filled(x, index)`, whose gradient also takes rows.
+  """Returns `take_filled(x, index)`; its gradient takes rows by `inverse`.
 
   Args:
-    x: [n, b, ...].
-    index: int32 [n, m]. It takes no row of a device twice.
-    inverse: int32 [n, b], for each row the place i with index[i] = row; too
-      large for a row that is not taken. Otherwise the gradient is wrong.
+    x: see `take_filled`.
+    index: see `take_filled`; no row of a device may occur twice.
+    inverse: int32 [n, b], for each row of a device the position i with
+      index[i] = row, and m or more for a row that does not occur in the index.
+      If `inverse` differs from this, the gradient is wrong.
   """
   del inverse  # only the gradient needs it
   return take_filled(x, index)

@@ -1,4 +1,4 @@
-"""Shards parameters and batches on the mesh, by ordered rules."""
+"""Shards batches by rows, and parameters by ordered rules for their names."""
 
 import re
 from typing import Any
@@ -13,18 +13,20 @@ from stppo_jax.parallel import mesh as mesh_lib
 Tree = Any
 
 _WIDTH = mesh_lib.WEIGHT_AXES
-# The first rule whose pattern is found in 'layers/q_proj/kernel' applies.
-# Leaves of the stacked layers have a leading layer axis, which is not sharded.
+# The first rule applies whose pattern is found in the name of a leaf, such as
+# 'layers/q_proj/kernel'. Leaves of the stacked layers have a leading axis of
+# layers, which is not sharded.
 RULES: tuple[tuple[str, P], ...] = (
   (r'(embedding|lm_head)$', P('tensor', _WIDTH)),
   (r'moe/router/kernel$', P(None, _WIDTH)),
-  # Along `expert`, devices have different experts, see `dispatch`; along the
-  # other axes they have slices of these.
+  # Along `expert`, devices have different experts, see `dispatch`. Along the
+  # other axes, they have slices of the same experts.
   (r'moe/(gate|up)_proj/kernel$', P(None, 'expert', 'fsdp', 'tensor')),
   (r'moe/down_proj/kernel$', P(None, 'expert', 'tensor', 'fsdp')),
   (r'(q|k|v|gate|up)_proj/kernel$', P(None, _WIDTH, 'tensor')),
   (r'(o|down)_proj/kernel$', P(None, 'tensor', _WIDTH)),
-  # An adapter is sharded along the side that it shares with its kernel.
+  # Each matrix of an adapter is sharded along the dimension that its kernel has
+  # too, and not along the rank.
   (r'moe/(gate|up)_proj/lora_a$', P(None, 'expert', 'fsdp')),
   (r'moe/(gate|up)_proj/lora_b$', P(None, 'expert', None, 'tensor')),
   (r'moe/down_proj/lora_a$', P(None, 'expert', 'tensor')),
@@ -36,29 +38,29 @@ RULES: tuple[tuple[str, P], ...] = (
   (r'(q|k|v|gate|up)_proj/bias$', P(None, 'tensor')),
   (r'(norm/scale|(o|down)_proj/bias)$', P()),
   (r'scalar_head$', P(_WIDTH)),
-  (r'ns_coeffs$', P()),  # constants in the state of Muon
+  (r'ns_coeffs$', P()),  # constants in the state of the optimiser Muon
 )
 
 
 def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
   """Returns a NamedSharding per leaf, by the first rule that matches its name.
 
-  A dimension that its axis does not divide is replicated. This concerns small
-  arrays only: a model refuses a mesh that does not divide its large ones
-  (`mesh.check_divides`).
+  A dimension is replicated if its mesh axes do not divide its size. This
+  happens to small arrays only, because a model refuses a mesh that does not
+  divide the dimensions of its large arrays (`mesh.check_divides`).
 
   Args:
-    params: arrays or shapes; also trees that contain parameter trees, such as
-      optimiser states, whose scalars (counters) are replicated.
+    params: a tree of parameters, or a tree that contains such trees, such as an
+      optimiser state; leaves are arrays or shapes. Scalars are replicated.
     mesh: the result of `make_mesh`.
 
   Raises:
-    ValueError: no rule matches a name.
+    ValueError: no rule matches the name of a leaf.
   """
 
   def one(path, leaf):
-    # A pattern may match anywhere in a name, so that states of the optimiser,
-    # in which the parameters' names follow those of its own fields, match too.
+    # A pattern may match anywhere in a name, because in an optimiser state the
+    # name of a parameter follows the name of the optimiser's field.
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     if leaf.ndim == 0:
       return NamedSharding(mesh, P())
@@ -71,10 +73,12 @@ def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
-  """Returns parameters or gradients, in a program, sharded by the rules.
+  """Returns parameters or gradients with a sharding constraint by the rules.
+
+  It is called inside a program.
 
   Raises:
-    ValueError: no rule matches a name.
+    ValueError: no rule matches the name of a leaf.
   """
   if mesh is None or mesh.size == 1:
     return params
@@ -82,7 +86,14 @@ def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
 
 
 def gathered(layout: Tree) -> Tree:
-  """Returns a layout of parameters with the whole width on each device."""
+  """Returns shardings of parameters without the sharding over `fsdp`.
+
+  Every device then has the whole width of these parameters. A dimension that
+  is sharded over several axes including `fsdp` is replicated.
+
+  Args:
+    layout: the tree of shardings of the parameters.
+  """
   whole = lambda axes: None if 'fsdp' in activations.names(axes) else axes
   return jax.tree.map(
     lambda x: NamedSharding(x.mesh, P(*map(whole, x.spec))), layout
@@ -90,7 +101,7 @@ def gathered(layout: Tree) -> Tree:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns the sharding of rows over all axes that cut batches."""
+  """Returns the sharding of a batch, with rows over all of `BATCH_AXES`."""
   return NamedSharding(mesh, P(mesh_lib.BATCH_AXES))
 
 
@@ -100,7 +111,12 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def with_layout(shapes: Tree, layouts: Tree) -> Tree:
-  """Returns shapes with shardings attached."""
+  """Returns a tree of shapes that have shardings.
+
+  Args:
+    shapes: a tree of arrays or shapes.
+    layouts: the shardings, as a tree of the same structure.
+  """
   return jax.tree.map(
     lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
     shapes,

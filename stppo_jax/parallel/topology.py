@@ -1,8 +1,8 @@
-"""Describes devices that need not be there, and compiles programs for them.
+"""Describes devices that this machine may lack, and compiles for them.
 
-    v5e:4x4       a TPU slice: a generation and its chips along each axis
-    gpu:h100:8    GPUs, eight in a host
-    cpu:8         virtual devices of a CPU
+    v5e:4x4       a TPU slice: a generation, and the chips along each axis
+    gpu:h100:8    a number of GPUs, up to eight of them in a host
+    cpu:8         a number of virtual devices of a CPU
 
 The compiler for TPU is in the package `libtpu`, which needs no TPU:
 
@@ -11,9 +11,10 @@ The compiler for TPU is in the package `libtpu`, which needs no TPU:
     ...                                   # build and lower programs on the mesh
     compiled = topology.compiled(lowered)
 
-The devices can neither hold arrays nor run programs. Arguments are shapes with
-the layouts of the mesh. `virtual` needs no compiler: its devices have a place
-in a mesh and nothing else, so layouts can be computed but nothing compiled.
+The devices can neither hold arrays nor run programs, so programs are lowered
+with shapes that have shardings on the mesh. `virtual` needs no compiler: its
+devices can form a mesh, which suffices to compute shardings, but no program can
+be compiled for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +37,12 @@ class Limits(NamedTuple):
     memory: GiB that programs can use; for a TPU, the most that its compiler
       accepts.
     operations: bfloat16 multiplications and additions per second.
-    bandwidth: bytes per second to and from its memory.
-    links: bytes per second that it sends to devices of its host; on a TPU,
-      through both links of one axis of the torus.
-    network: bytes per second that it sends to another host.
+    bandwidth: bytes per second to and from the memory of the device.
+    links: bytes per second that the device sends to devices of its host; on a
+      TPU, through both links of one axis of the torus.
+    network: bytes per second that the device sends to another host.
     clock: cycles per second, for `hlo_cost.estimated_cycles`.
-    per_chip: devices of one chip.
+    per_chip: the number of devices of one chip.
   """
 
   memory: float
@@ -53,12 +54,14 @@ class Limits(NamedTuple):
   per_chip: int = 1
 
 
-# Operations and bandwidth of TPUs: the page of each version at
-# cloud.google.com/tpu/docs. Links of v4 to v6e: the table of "How to Scale Your
-# Model" (jax-ml.github.io/scaling-book/tpus), by Google's engineers, which has
-# 45 or 90 GB/s for a link in one direction. The pages of Google imply 50 or 100
-# for v5e (400 GB/s through four ports in both directions), v6e (800) and v5p
-# (1200 through six); that of v4 has none. The clocks are unverified.
+# Source of operations and bandwidth: the page of each TPU version at
+# cloud.google.com/tpu/docs. Source of the links of v4 to v6e: the table of "How
+# to Scale Your Model" (jax-ml.github.io/scaling-book/tpus), by Google's
+# engineers, which gives 45 or 90 GB/s for a link in one direction. The pages of
+# Google imply 50 or 100 GB/s: they give the sum over both directions and all
+# ports of a chip, 400 GB/s for v5e (four ports), 800 for v6e (four ports) and
+# 1200 for v5p (six ports). The page of v4 gives no number. The clocks are
+# unverified.
 TPUS: Mapping[str, Limits] = {
   'v4': Limits(30.75, 275e12, 1.2e12, 90e9, 90e9, 1.05e9),
   'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9, 1.5e9),
@@ -68,26 +71,28 @@ TPUS: Mapping[str, Limits] = {
   # from Google's page: 1200 GB/s through six ports in both directions.
   'tpu7x': Limits(94.75, 1153e12, 3.69e12, 100e9, 100e9, 1.9e9, 2),
 }
-# The data sheets of NVIDIA for A100, H100 and H200 (SXM), without sparse
-# matrices; links have half of what they give for both directions. Unverified:
-# the network, an adapter of 200 Gb/s (A100) or 400 Gb/s for each GPU as in
-# NVIDIA's DGX, and the usable memory of A100.
+# Source: NVIDIA's data sheets for A100, H100 and H200 (SXM). Operations are the
+# numbers for dense matrices; links are half of the numbers for both directions.
+# Two numbers are unverified: the network, for which each GPU has an adapter of
+# 200 Gb/s (A100) or 400 Gb/s as in NVIDIA's DGX, and the usable memory of A100.
 GPUS: Mapping[str, Limits] = {
   'a100': Limits(79.3, 312e12, 2.04e12, 300e9, 25e9),
   'h100': Limits(79.2, 989e12, 3.35e12, 450e9, 50e9),
   'h200': Limits(139.8, 989e12, 4.8e12, 450e9, 50e9),
 }
-# The rates are a guess, good for comparing plans with each other.
+# The rates are guesses, which suffice to compare plans with each other.
 CPU = Limits(80.0, 50e9, 10e9, 5e9, 1e9)
 
 _NUMBER = re.compile(r'0*[1-9]\d*')
 _CHIPS = re.compile(rf'{_NUMBER.pattern}(x{_NUMBER.pattern}){{1,2}}')
 _GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
-# The slices of eight chips that one host holds; larger ones have hosts of four.
+# Slices whose eight chips are all in one host. Larger slices have four chips in
+# a host.
 _ONE_HOST = ('v5e:2x4', 'v6e:2x4')
-# A machine with TPUs has variables that begin like this and name its hosts and
-# chips. They are removed, and those below are set: otherwise libtpu looks for
-# the machine's TPU, and for another process that uses it.
+# On a machine with TPUs, environment variables with these prefixes describe its
+# hosts and chips. `devices` removes them and sets the variables of
+# `_ENVIRONMENT`. Otherwise libtpu would look for the machine's TPU, and for
+# another process that uses it.
 _OF_A_MACHINE = 'TPU_', 'CLOUD_TPU_', 'MEGASCALE_'
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
@@ -99,11 +104,11 @@ _SIZE = re.compile(r'\b(\d[\d.]*[KMGT])')
 
 
 class DoesNotFit(ValueError):
-  """Says that a program needs more memory than a device has; one line."""
+  """Says in one line that a program needs more memory than a device has."""
 
 
 class Rejected(ValueError):
-  """Says that the compiler cannot compile a program; one line."""
+  """Says in one line that the compiler cannot compile a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +131,13 @@ class Topology:
 
   @property
   def num_chips(self) -> int:
-    """The number of chips, which is what is paid for."""
+    """The number of chips, by which providers charge."""
     return self.num_devices // self.limits.per_chip
 
 
 @dataclasses.dataclass(frozen=True)
 class VirtualDevice:
-  """Stands for a device in a mesh, and can do nothing else."""
+  """Stands for a device in a mesh; it holds no arrays and runs no programs."""
 
   id: int
   process_index: int
@@ -141,20 +146,20 @@ class VirtualDevice:
 
   @property
   def client(self) -> Any:
-    """The runtime, by which a mesh finds the devices of the first host."""
+    """The runtime of host 0, by which a mesh finds its local devices."""
     return types.SimpleNamespace(process_index=lambda: 0)
 
   def addressable_memories(self) -> list[Any]:
-    """Returns memories that only have a kind."""
+    """Returns objects that stand for memories and only have a kind."""
     kinds = 'device', 'pinned_host'
     return [types.SimpleNamespace(kind=kind) for kind in kinds]
 
 
 def find(name: str) -> Topology:
-  """Returns the topology of a name.
+  """Returns the topology that a name, such as 'v5e:4x4', describes.
 
   Raises:
-    ValueError: there is none; the line lists the choices.
+    ValueError: the name describes no topology; the message lists valid names.
   """
   kind, _, size = name.rpartition(':')
   gpu = kind.removeprefix('gpu:')
@@ -177,11 +182,11 @@ def find(name: str) -> Topology:
 
 
 def virtual(topology: Topology) -> list[Any]:
-  """Returns devices with a place in a mesh; nothing can be compiled for them.
+  """Returns devices that can form a mesh, but for which nothing compiles.
 
   Raises:
-    ValueError: the last host would have fewer devices than the others; one
-      line.
+    ValueError: the last host would have fewer devices than the others; the
+      message is one line.
   """
   if topology.num_devices % topology.per_host:
     raise ValueError(
@@ -195,26 +200,27 @@ def virtual(topology: Topology) -> list[Any]:
 
 
 def devices(topology: Topology) -> list[Any]:
-  """Returns the devices of a TPU slice, to compile for.
+  """Returns devices of a TPU slice, for which programs can be compiled.
 
-  Those of a host stand side by side, as in a run.
+  The devices of each host are adjacent, as in a run.
 
   Raises:
-    ValueError: there is no such slice, or libtpu is not installed; one line.
+    ValueError: there is no such slice, or libtpu is not installed; the message
+      is one line.
   """
-  # Imported here because nothing else needs it.
+  # Imported here because no other function needs the module.
   from jax.experimental import topologies
 
   name = topology.name
   options: dict[str, Any] = {}
-  if name.endswith(':1x1'):  # otherwise a host has four chips or more
+  if name.endswith(':1x1'):  # the default is a host with four chips or more
     options['chips_per_host_bounds'] = (1, 1, 1)
   if name in _ONE_HOST:
     options['chips_per_host_bounds'] = (2, 4, 1)
-  if name.startswith('v4:'):  # otherwise a chip is two devices
+  if name.startswith('v4:'):  # the default is two devices per chip
     options['chip_config_name'] = 'megacore'
   for key in [key for key in os.environ if key.startswith(_OF_A_MACHINE)]:
-    if key != 'TPU_LIBRARY_PATH':  # where libtpu is
+    if key != 'TPU_LIBRARY_PATH':  # this one names the file of libtpu
       del os.environ[key]
   os.environ.update(_ENVIRONMENT)
   try:
@@ -232,16 +238,17 @@ def devices(topology: Topology) -> list[Any]:
 
 
 def compiled(lowered: Any) -> Any:
-  """Compiles a lowered program.
+  """Returns a lowered program compiled.
 
   Raises:
-    DoesNotFit: it needs more memory than a chip has.
+    DoesNotFit: the program needs more memory than a device has.
     Rejected: the compiler fails.
   """
   try:
     return lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    # The first two sizes of the message are what is needed and what there is.
+    # The first two sizes in the message are the memory that the program needs
+    # and the memory that the device has.
     sizes = _SIZE.findall(str(error))
     if str(error).startswith('RESOURCE_EXHAUSTED') and len(sizes) > 1:
       needed, there = sizes[:2]
@@ -251,7 +258,7 @@ def compiled(lowered: Any) -> Any:
     raise Rejected(f'the compiler rejects it: {first}') from error
 
 
-# The limits of the kinds of devices, by the names that jax gives them.
+# The limits of each kind of device, by the name that jax gives the kind.
 _KINDS = {
   'TPU v4': TPUS['v4'],
   'TPU v5 lite': TPUS['v5e'],
@@ -269,27 +276,28 @@ _KINDS = {
 
 
 def limits_of(device: Any) -> Limits | None:
-  """Returns the limits of a device; None if they are not known, as of a CPU."""
+  """Returns the limits of a device; None if unknown, as for a real CPU."""
   if isinstance(device, VirtualDevice):
     return find(device.device_kind).limits
   return _KINDS.get(device.device_kind)
 
 
 def slice_of(chips: Sequence[Any]) -> str:
-  """Returns the name of the TPU slice that chips fill; '' if not known."""
+  """Returns the name of the TPU slice that chips form; '' if not known."""
   limits = limits_of(chips[0])
   kinds = [kind for kind, known in TPUS.items() if known is limits]
   axes = list(zip(*(chip.coords for chip in chips)))
   sizes = [max(axis) - min(axis) + 1 for axis in axes]
-  # Slices of v5e and v6e have two axes.
+  # Slices of v5e and v6e have two axes, so a third axis of size 1 is left out.
   names = [str(size) for n, size in enumerate(sizes) if n < 2 or size > 1]
   return f'{kinds[0]}:{"x".join(names)}' if kinds else ''
 
 
 def peak_operations(mesh: jax.sharding.Mesh) -> float | None:
-  """Returns the bfloat16 operations per second of all devices of a mesh.
+  """Returns the peak bfloat16 operations per second of a mesh's devices.
 
-  None if the limits of one of them are not known, as of a CPU.
+  The result is the sum over the devices; None if the limits of a device are not
+  known, as for a real CPU.
   """
   limits = [limits_of(device) for device in mesh.devices.flat]
   if None in limits:

@@ -1,19 +1,24 @@
-"""Passes arrays between hosts over TCP, outside of compiled programs.
+"""Sends arrays between hosts over TCP, outside of compiled programs.
 
-A host that learns is a `Server`. It keeps a log of messages, such as weights,
-which every host that collects reads in order, and a box of messages that those
-put there, such as dialogues. A program of all devices would be faster, but each
-side would have to interrupt its work for it at the same moment. Here nobody
-waits for a reader: weights travel while both sides compute.
+A host that learns has a `Server`, and a host that only collects has a `Client`.
+The server keeps a log of messages, such as weights, which every client reads in
+order. It also keeps a box into which clients put messages, such as dialogues. A
+program on the devices of both hosts would be faster, but both would have to
+interrupt their work for it at the same time. Here no host waits for a reader:
+weights are sent while both hosts compute.
 
-A message is a value that JSON can write, in a line with the types and shapes of
-arrays, and then the bytes of these. Nothing is unpickled. A connection is for
-one message, and begins with a word that only the hosts of the run know:
+A message is a line of JSON with a value and the dtypes and shapes of arrays,
+followed by the bytes of the arrays. Nothing is unpickled. A connection carries
+one message. The first line of a connection contains a secret word that only the
+hosts of the run know:
 
-    {"word": ..., "read": 7}            send me message 7 once it is there
-    {"word": ..., "put": "3 from 1"}    a message for the box follows
+    {"word": ..., "read": 7}            send me message 7 of the log when it
+                                        exists
+    {"word": ..., "put": "3 from 1"}    a message for the box follows, with the
+                                        key "3 from 1"
 
-If a host is lost, its connections just end here; the coordinator names it.
+If a host is lost, its connections end here without a message; the coordinator
+reports the lost host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +38,15 @@ import numpy as np
 from stppo_jax.parallel import coordinator
 
 Tree = Any
-_LINE = 1 << 26  # bytes of the line of a message, at most
+_LINE = 1 << 26  # the most bytes of a message's line of JSON
 
 
 class Message(NamedTuple):
-  """A message.
+  """A message: a value and arrays.
 
   Attributes:
     value: a value that JSON can write.
-    arrays: arrays of this host.
+    arrays: numpy arrays, or arrays on devices of this host.
   """
 
   value: Any
@@ -49,12 +54,12 @@ class Message(NamedTuple):
 
 
 class Address(NamedTuple):
-  """Says where a server is found.
+  """Says how a client reaches a server.
 
   Attributes:
     host: the name or address of the host.
     port: the port.
-    word: the word that a connection begins with.
+    word: the secret word in the first line of a connection.
   """
 
   host: str
@@ -66,11 +71,11 @@ class Server:
   """Serves the log and the box of one host.
 
   Args:
-    host: the name or address at which others reach it.
+    host: the name or address at which other hosts reach this host.
     readers: the number of hosts that read each message of the log.
 
   Attributes:
-    address: where it is found.
+    address: the address of this server, for clients.
   """
 
   def __init__(self, host: str, readers: int):
@@ -86,9 +91,9 @@ class Server:
     self._readers = readers
     self._changed, self._copying = threading.Condition(), threading.Lock()
     self._is_closed = False
-    # A message that every reader has read is dropped.
+    # A message that every reader has read is replaced with None.
     self._log: list[Message | None] = []
-    self._reads: list[int] = []
+    self._reads: list[int] = []  # for each message, how many hosts have read it
     self._box: dict[str, concurrent.futures.Future[Message]] = {}
     self._connections: set[socket.socket] = set()
     threading.Thread(target=self._accept, daemon=True).start()
@@ -97,8 +102,8 @@ class Server:
     """Adds a message to the log.
 
     Args:
-      value, arrays: see `Message`; arrays of devices are copied to the host
-        when the first host reads them.
+      value, arrays: see `Message`; arrays on devices are copied to the memory
+        of this host when the first client reads the message.
     """
     with self._changed:
       self._log.append(Message(value, arrays))
@@ -106,17 +111,17 @@ class Server:
       self._changed.notify_all()
 
   def received(self, key: str) -> 'concurrent.futures.Future[Message]':
-    """Returns a future of the message that is put into the box with a key."""
+    """Returns the future of the message that is put into the box with a key."""
     with self._changed:
       return self._box.setdefault(key, concurrent.futures.Future())
 
   def forget(self, key: str) -> None:
-    """Drops a message of the box."""
+    """Removes the message with a key from the box."""
     with self._changed:
       self._box.pop(key, None)
 
   def close(self) -> None:
-    """Ends all connections: to their hosts it is the end of the log."""
+    """Ends all connections, which clients take for the end of the log."""
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
@@ -125,7 +130,7 @@ class Server:
     self._socket.close()
 
   def _accept(self) -> None:
-    with contextlib.suppress(OSError):  # it was closed
+    with contextlib.suppress(OSError):  # the server was closed
       while True:
         connection, _ = self._socket.accept()
         self._connections.add(connection)
@@ -134,7 +139,8 @@ class Server:
         ).start()
 
   def _serve(self, connection: socket.socket) -> None:
-    # A peer that sends anything else does not belong to the run.
+    # A peer that sends something else does not belong to the run, so its errors
+    # are ignored.
     with (
       connection,
       connection.makefile('rb') as reader,
@@ -149,15 +155,16 @@ class Server:
     self._connections.discard(connection)
 
   def _send_logged(self, number: int, connection: socket.socket) -> None:
-    """Sends a message of the log once it is there; nothing if it never is."""
+    """Sends a message of the log when it exists; nothing after `close`."""
     with self._changed:
       self._changed.wait_for(lambda: self._is_closed or len(self._log) > number)
       message = None if self._is_closed else self._log[number]
     if message is None:
       return
-    # The first reader copies the arrays to the host, for all readers; then the
-    # devices need not hold them any more. `_changed` stays free meanwhile, so
-    # that the thread that appends the next message does not wait.
+    # For the first reader, the arrays are copied to the memory of this host.
+    # Later readers get the same copy, and the devices can free the arrays.
+    # `_changed` is not held during the copy, so that the thread which appends
+    # the next message does not wait.
     with self._copying:
       message = self._log[number] or message
       arrays = [np.asarray(x) for x in message.arrays]
@@ -170,10 +177,13 @@ class Server:
 
 
 class Client:
-  """Reads the logs of several servers, which have the same messages.
+  """Reads the logs of several servers, message by message.
+
+  The messages with the same number belong together, such as the pieces of the
+  same weights.
 
   Args:
-    addresses: where the servers are found.
+    addresses: the addresses of the servers.
   """
 
   def __init__(self, addresses: Sequence[Address]):
@@ -183,7 +193,7 @@ class Client:
     self._reading: set[socket.socket] = set()
 
   def read(self) -> list[Message] | None:
-    """Returns the next message of each log; None where the logs have ended."""
+    """Returns the next message of each log; None if a log has ended."""
     number, self._next = self._next, self._next + 1
     read = [
       self._threads.submit(self._read, address, number)
@@ -195,14 +205,14 @@ class Client:
       return None
 
   def put(self, server: int, key: str, message: Message) -> None:
-    """Puts a message into the box of a server, if that is still there."""
+    """Puts a message into a server's box, unless the server is gone."""
     with contextlib.suppress(OSError):
       connection = self._connect(self._addresses[server], {'put': key})
       with connection:
         _send(connection, message)
 
   def close(self) -> None:
-    """Ends a `read` that another thread may be waiting in."""
+    """Ends a `read` in which another thread may be waiting."""
     for connection in list(self._reading):
       _end(connection)
     self._threads.shutdown(cancel_futures=True)
@@ -232,15 +242,16 @@ class Client:
 def held(tree: Tree) -> tuple[list[Any], list[jax.Array]]:
   """Returns the pieces of arrays that this host has to send.
 
-  If several devices, perhaps of several hosts, hold the same piece, only one of
-  them sends it.
+  If several devices, perhaps of several hosts, hold the same piece, it is sent
+  from only one of them.
 
   Args:
     tree: nested dicts of global arrays.
 
   Returns:
-    For each piece the path, type and shape of its array, and where it begins
-    and ends in each dimension; and the pieces.
+    Two lists. The first has, for each piece, the path, dtype and shape of its
+    array, and the piece's begin and end in each dimension. The second has the
+    pieces.
   """
   places, pieces = [], []
   for path, x in jax.tree.leaves_with_path(tree):
@@ -256,10 +267,11 @@ def held(tree: Tree) -> tuple[list[Any], list[jax.Array]]:
 
 
 def whole(messages: Sequence[Message]) -> Tree:
-  """Returns the arrays whose pieces several hosts have sent, as numpy arrays.
+  """Returns numpy arrays that are assembled from the pieces of several hosts.
 
   Args:
-    messages: a message of each host, with the results of `held`.
+    messages: one message from each host; its value and its arrays are the two
+      results of `held`.
   """
   found: dict[tuple, np.ndarray] = {}
   for places, pieces in messages:
@@ -305,6 +317,6 @@ def _receive(stream: io.BufferedReader) -> Message:
 
 
 def _end(connection: socket.socket) -> None:
-  """Ends a connection that another thread may be waiting for."""
+  """Ends a connection on which another thread may be waiting."""
   with contextlib.suppress(OSError):
     connection.shutdown(socket.SHUT_RDWR)

@@ -1,11 +1,12 @@
-"""Runs sections that all hosts end together.
+"""Runs sections of Python code that all hosts end together.
 
-A section has no program in it that waits for another host: it prepares,
-collects or evaluates. At its end the hosts vote: each tells whether it is done,
-was interrupted, or has failed. So every host knows before the next compiled
-program whether all of them will come to it, and all save the same step.
+A section prepares, collects or evaluates. It has no compiled program that waits
+for another host (`collective_section` is the exception). At its end the hosts
+vote: each host tells whether it is done, was interrupted, or has failed. So
+every host knows before the next compiled program whether all hosts will call
+it, and all hosts save the same step.
 
-The host that is interrupted or fails asks the others to abandon the section.
+A host that is interrupted or fails asks the other hosts to abandon the section.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +20,8 @@ from stppo_jax import interruption
 from stppo_jax.parallel import coordinator
 from stppo_jax.parallel import hosts as hosts_lib
 
-# How many seconds a host that was interrupted or has failed waits for the votes
-# of the others.
+# Seconds for which a host that was interrupted or has failed waits for the
+# votes of the other hosts.
 PATIENCE = 20.0
 
 
@@ -35,13 +36,13 @@ def voted(
 
   Args:
     hosts: the hosts of the run.
-    interrupt: notices the signals of this one.
-    patience: how many seconds a host that was interrupted or has failed waits
-      for the others to vote; None: as long as it waits for hosts elsewhere.
+    interrupt: notices the signals of this host.
+    patience: seconds for which a host that was interrupted or has failed waits
+      for the votes of the others; None: as long as for other exchanges.
 
   Raises:
-    Interrupted: on all hosts, after a signal of any.
-    HostFailed: on the others, after an error of one.
+    Interrupted: raised on all hosts if one of them got a signal.
+    HostFailed: raised on all other hosts if one host had an error.
   """
   if hosts.is_alone:
     with interrupt.interruptible():
@@ -59,7 +60,7 @@ def voted(
       raise error from caught
   except (Exception, interruption.Interrupted) as caught:
     error = caught
-  # A host that has failed votes like the others: they would wait for it, and
+  # A host that has failed votes too, because the others wait for its vote, and
   # only the votes tell them why they were stopped.
   vote = _vote(error, interrupt)
   if vote:
@@ -73,15 +74,16 @@ def voted(
       f'their work within {patience:.0f} s',
       vote.get('code', interrupt.exit_code or exits.TRY_AGAIN),
     ) from error
-  # Its own error has a stack trace, so it goes before those of others.
+  # If several hosts have failed, this host raises its own error, because only
+  # that error has a stack trace here.
   if error is not None and 'failed' in vote:
     raise error
   for index, other in enumerate(votes):
     if 'failed' in other:
       line = f'{hosts.describe(index)} failed: {other["failed"]}'
       raise hosts_lib.HostFailed(line, other['code'], saves=other['saves'])
-  # The host that got the signal knows the exit code; those that were only asked
-  # to stop have none.
+  # A host that got a signal knows its exit code. A host that was only asked to
+  # stop has voted with the exit code None.
   codes = [other['interrupted'] for other in votes if other]
   if codes:
     interrupt.exit_code = next(
@@ -95,23 +97,23 @@ def collective_section(
   hosts: hosts_lib.Hosts,
   interruptible: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-  """Runs a section whose programs need all hosts.
+  """Runs a section whose compiled programs need all hosts.
 
-  If one of several hosts left the section at a signal, the others would wait
-  for it in vain. So all of them finish the section, and then leave together if
-  one got a signal. A host without others leaves at once.
+  If one host left the section at a signal, the other hosts would wait for it
+  for ever. So all hosts finish the section, and then end together if one of
+  them got a signal. The only host of a run ends at once.
 
   Args:
     hosts: the hosts of the run.
-    interruptible: returns a section that ends with a vote, see `voted`. This
-      one may have such sections as parts.
+    interruptible: a function that returns a section with a vote at its end, see
+      `voted`. The body of the collective section may contain such sections.
   """
   if hosts.is_alone:
     with interruptible():
       yield
     return
   yield
-  # The first host that comes here waits as long as the others still compute.
+  # The first host that votes waits while the others still compute.
   with interruptible(patience=None):
     pass
 
@@ -120,19 +122,19 @@ def collective_section(
 def agreed(
   hosts: hosts_lib.Hosts, interrupt: interruption.Interruption, value: Any
 ) -> Iterator[list[Any]]:
-  """Yields the values of all hosts, which decide what they call in the body.
+  """Yields the values of all hosts, by which the body decides what to call.
 
-  A program that one host called and another did not would keep the devices busy
-  for ever. So a signal does not end the body, and ends the exchange on all
-  hosts or on none.
+  If one host called a program and another host did not, the program would keep
+  the devices busy for ever. So a signal does not end the body, and it ends the
+  exchange of values either on all hosts or on no host.
 
   Args:
     hosts: the hosts of the run.
-    interrupt: notices the signals of this one.
+    interrupt: notices the signals of this host.
     value: the value of this host.
 
   Raises:
-    Interrupted: before the body or after it.
+    Interrupted: raised before the body or after it, if there was a signal.
   """
   with interrupt.postponed():
     yield hosts.exchange(coordinator.PROGRAM, value)
@@ -142,9 +144,10 @@ def _vote(
   error: BaseException | None,
   interrupt: interruption.Interruption,
 ) -> dict[str, Any]:
-  """Returns the vote of this host; {} if it has done its section.
+  """Returns the vote of this host; {} if it has finished its section.
 
-  A host that abandoned it because of another one has no exit code of its own.
+  If this host abandoned its section because another host asked it to, its vote
+  has the exit code None.
   """
   if error is None:
     return {}
