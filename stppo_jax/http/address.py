@@ -1,13 +1,14 @@
-"""URLs of servers, checked without touching the network."""
+"""Checks and shortens URLs of servers, without access to the network."""
 
 from urllib import parse
 
 
 def check_url(url: str, *, token_variable: str) -> str | None:
-  """Returns the problem of a server's URL in one line; None if it is valid.
+  """Returns one line on what is wrong with a server's URL; None if valid.
 
   Args:
-    url: http or https, without user, password, query and fragment.
+    url: the URL; a valid one begins with http:// or https:// and has no user,
+      password, query or fragment.
     token_variable: the environment variable that the message recommends in
       place of a password in the URL.
   """
@@ -35,7 +36,8 @@ def check_url(url: str, *, token_variable: str) -> str | None:
 def base_url(url: str, *, suffix: str, token_variable: str) -> str:
   """Returns a URL without trailing slashes and without `suffix` at its end.
 
-  Users often copy the URL of an endpoint, whose path every request adds again.
+  Users often copy the URL of an endpoint. The path of the endpoint is removed
+  here, because every request adds it again.
 
   Raises:
     ValueError: if the URL is not valid; the message is one line.

@@ -1,9 +1,9 @@
 """The HTTP client for retrieval and inference servers.
 
 A request that fails raises `Failure`, which names the cause. Whether another
-attempt can help differs between servers, so the caller decides, and calls
-`back_off` between attempts. Redirects are not followed, the environment's
-proxies are not used, and the size of a reply is bounded.
+attempt can help differs between servers, so the caller decides about retries
+and calls `back_off` between attempts. Redirects are not followed, the
+environment's proxies are not used, and the size of a reply is bounded.
 """
 
 import asyncio
@@ -26,11 +26,13 @@ from stppo_jax.http import outage_gate
 MAX_REPLY_BYTES = 64 << 20  # a larger reply is a failure
 
 _EXCERPT = 200  # characters of an error reply that a message quotes
-_OPEN = contextlib.nullcontext()  # in place of a gate
-# Not the module's own generator, whose state belongs to the user's code.
+_OPEN = contextlib.nullcontext()  # takes the place of a gate if there is none
+# A separate generator, because the state of the module `random` belongs to the
+# user's code.
 _JITTER = random.Random()
-# The tasks that hold sessions open. The loop refers to its tasks only weakly,
-# so one whose client is dropped would end without closing its session.
+# The tasks that hold sessions open. The event loop has only weak references to
+# its tasks, so without this set the task of a dropped client would end without
+# closing its session.
 _keepers: set[asyncio.Task] = set()
 
 
@@ -38,11 +40,11 @@ class Pauses(NamedTuple):
   """How long a client waits, in seconds.
 
   Attributes:
-    first: pause before the first retry; doubled for each further one.
-    longest: the bound of the doubling.
-    longest_retry_after: the longest Retry-After that is obeyed: a server with a
-      wrong clock must not stop the run.
-    health: pause between two health checks of a server that is not ready.
+    first: the pause before the first retry; doubled for each further retry.
+    longest: the longest pause that doubling can reach.
+    longest_retry_after: the longest pause that a Retry-After header can cause,
+      so that a server with a wrong clock does not stop the run.
+    health: the pause between two health checks of a server that is not ready.
   """
 
   first: float = 0.25
@@ -61,7 +63,7 @@ class Cause(enum.Enum):
   TIMEOUT = 'timeout'
   STATUS = 'status'  # any status but 200
   TOO_LARGE = 'too large'
-  MALFORMED = 'malformed'  # the caller could not read the reply of a 200
+  MALFORMED = 'malformed'  # status 200, but the caller could not read the reply
 
 
 class Failure(Exception):
@@ -69,8 +71,9 @@ class Failure(Exception):
 
   Attributes:
     cause: why the request failed.
-    status: the status of the reply if it is the cause, else 0.
-    retry_after: the seconds of the reply's Retry-After header; 0 without one.
+    status: the status of the reply if the cause is STATUS, else 0.
+    retry_after: the seconds of the reply's Retry-After header; 0 if it has
+      none.
   """
 
   def __init__(
@@ -94,8 +97,8 @@ class NotReady(Exception):
 class Client:
   """Sends requests to one server, from one event loop.
 
-  Connections are closed by `close`, or when the loop cancels its tasks at its
-  end (`asyncio.run` and `event_loop.EventLoop` do).
+  `close` closes the connections. They are also closed if the event loop cancels
+  its tasks at its end, as `asyncio.run` and `event_loop.EventLoop` do.
 
   Attributes:
     url: the URL that all paths are appended to.
@@ -118,9 +121,9 @@ class Client:
       timeout: seconds per request.
       token_variable: the environment variable that holds the bearer token; it
         is read now.
-      max_concurrent: the most posts in flight; further ones wait. None = no
+      max_concurrent: the most POSTs in flight; further POSTs wait. None = no
         bound.
-      gate: makes posts wait while the server fails; None = they never wait.
+      gate: makes POSTs wait while the server fails; None = no gate.
     """
     self.url = url
     self.timeout = timeout
@@ -134,11 +137,11 @@ class Client:
     self._keeper: asyncio.Task | None = None
 
   async def get(self, path: str, *, timeout: float | None = None) -> bytes:
-    """Sends a GET once; returns the body of a 200, or raises `Failure`."""
+    """Sends a GET once; returns the body of a 200 reply or raises `Failure`."""
     return await self._request('GET', path, None, timeout or self.timeout)
 
   async def post(self, path: str, body: Any) -> bytes:
-    """Sends a POST of JSON once, and returns the body of a 200.
+    """Sends a POST of JSON once, and returns the body of a 200 reply.
 
     Raises:
       Failure: if there was no reply, or a reply with another status.
@@ -157,11 +160,11 @@ class Client:
     ready_statuses: Collection[int] = (200,),
     final_statuses: Collection[int] = (),
   ) -> None:
-    """Gets `path` until the server answers with one of the statuses.
+    """Sends GETs for `path` until the server is ready.
 
     Args:
       path: the path of the health check.
-      grace: seconds until this gives up.
+      grace: seconds after which the wait ends with `NotReady`.
       ready_statuses: the statuses of a server that is ready.
       final_statuses: the statuses of a server that will never be ready.
 
@@ -190,15 +193,15 @@ class Client:
     """Waits before the next attempt, at least as long as Retry-After says.
 
     The pause doubles with each attempt and is multiplied by a random factor
-    from 0.5 to 1.5, so that the clients do not all return at the same time.
+    from 0.5 to 1.5, so that several clients do not all retry at the same time.
 
     Args:
       attempt: the number of the attempt that failed, from 0.
       failure: the error of that attempt.
     """
     pauses = PAUSES
-    # The exponent is bounded because 2.0**1024 overflows. The pause has reached
-    # its bound long before.
+    # The exponent is bounded because 2.0**1024 overflows. The pause reaches
+    # `longest` at much smaller exponents.
     pause = min(pauses.first * 2.0 ** min(attempt, 64), pauses.longest)
     pause *= _JITTER.uniform(0.5, 1.5)
     retry_after = min(failure.retry_after, pauses.longest_retry_after)
@@ -220,14 +223,14 @@ class Client:
       self._session = aiohttp.ClientSession(
         headers=headers,
         auto_decompress=False,  # A small reply must not grow large in memory.
-        # `slots` bounds the requests instead of aiohttp's pool, because waiting
-        # for one of its connections would count towards the timeout.
+        # `_slots` bounds the requests. If aiohttp's pool did, the wait for a
+        # connection would count towards the timeout.
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,  # no proxy from the environment
       )
-      # Nobody needs to call `close` where the loop cancels its tasks at its
-      # end: the task then closes the session.
+      # If the loop cancels its tasks at its end, this task closes the session,
+      # and nobody needs to call `close`.
       self._keeper = asyncio.create_task(_keep_open(self._session))
       _keepers.add(self._keeper)
       self._keeper.add_done_callback(_keepers.discard)
@@ -271,8 +274,8 @@ class Client:
     self, response: aiohttp.ClientResponse
   ) -> Failure:
     excerpt = b''
-    # The text only helps the reader of the message: an error while it is read
-    # must not hide the status.
+    # The excerpt only helps the reader of the message. So an error while it is
+    # read must not hide the status.
     with contextlib.suppress(aiohttp.ClientError, OSError):
       excerpt = await response.content.read(4 * _EXCERPT)
     text = excerpt.decode('utf-8', 'replace')
@@ -288,11 +291,11 @@ class Client:
 
 
 def retry_after_seconds(value: str | None) -> float:
-  """Returns the seconds to wait by a Retry-After header (RFC 9110).
+  """Returns the seconds that a Retry-After header (RFC 9110) asks to wait.
 
   Args:
-    value: seconds or a date; 0 is returned if the header is absent, unreadable
-      or in the past.
+    value: the header, which holds seconds or a date. The result is 0 if the
+      header is absent or unreadable, or the date is in the past.
   """
   if value is None:
     return 0.0
@@ -315,6 +318,6 @@ def one_line(text: str) -> str:
 
 
 async def _keep_open(session: aiohttp.ClientSession) -> None:
-  """Waits until it is cancelled, and closes the session."""
+  """Keeps a session open until the task is cancelled, and then closes it."""
   async with session:
     await asyncio.Event().wait()

@@ -1,10 +1,11 @@
-"""The connections of a server: how many there are, and how long they may wait.
+"""Limits the number of a server's connections, and the time for headers.
 
-A connection that sends nothing, or a byte at a time, costs a client nothing and
-the server a file descriptor. So a request must have its headers in time, and at
-the limit a new connection takes the place of the one that has been idle for
-longest. A connection is idle while none of its requests is being answered:
-clients that wait, or are slow to send a body, cannot keep others out.
+A client can hold a connection at no cost by sending nothing, or a byte at a
+time, but the connection costs the server a file descriptor. So the headers of a
+request must come in time. At the limit of connections, a new connection takes
+the place of the connection that has been idle for longest. A connection is idle
+while none of its requests is being answered. So clients that send nothing, or
+are slow to send a body, cannot keep other clients out.
 """
 
 import asyncio
@@ -12,15 +13,15 @@ from collections.abc import Callable
 import resource
 from typing import Any
 
-# The connections that one pass of the event loop accepts.
+# The most connections that one pass of the event loop accepts.
 ACCEPTED_AT_ONCE = 32
 
 
 def bounded_by_descriptors(max_connections: int) -> int:
-  """Returns the limit, or half of the process's descriptors if they are fewer.
+  """Returns the limit of connections, at most half of the file descriptors.
 
-  The other half is for files, and for connections that are accepted before the
-  idle ones are closed.
+  The other half of the process's file descriptors is for files, and for new
+  connections that are accepted before idle connections are closed.
   """
   soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   if soft == resource.RLIM_INFINITY:
@@ -33,7 +34,7 @@ class Connection(asyncio.Protocol):
 
   Attributes:
     transport: the transport, once connected.
-    is_busy: whether a request that was read is being answered.
+    is_busy: whether the server is answering a request that it has read.
   """
 
   transport: Any  # an asyncio.Transport; asyncio declares a wider type
@@ -59,7 +60,7 @@ class Connection(asyncio.Protocol):
 
   def data_received(self, data: bytes) -> None:
     if not self._has_request and self._timer is None:
-      self._wait()  # a kept connection has begun another request
+      self._wait()  # a connection that was kept open begins another request
     self._protocol.data_received(data)
 
   def eof_received(self) -> bool | None:
@@ -99,10 +100,11 @@ class Connections:
     """Makes an empty table.
 
     Args:
-      max_connections: the most connections; the descriptors of the process
-        bound them too.
+      max_connections: the most connections; half of the process's file
+        descriptors is another limit.
       header_timeout: seconds that a client may take to send the headers of a
-        request, once it has connected or has sent the first byte of it.
+        request, from the time when it connects or, for a later request of the
+        connection, sends the first byte.
     """
     self.header_timeout = header_timeout
     self._max_connections = bounded_by_descriptors(max_connections)
@@ -112,7 +114,7 @@ class Connections:
   def guard(
     self, make_protocol: Callable[[], asyncio.Protocol]
   ) -> Callable[[], asyncio.Protocol]:
-    """Returns a factory of protocols whose connections are in this table."""
+    """Returns a factory of protocols that adds connections to this table."""
     return lambda: Connection(self, make_protocol())
 
   def find(self, transport: asyncio.BaseTransport | None) -> Connection | None:
@@ -120,14 +122,14 @@ class Connections:
     return self._open.get(transport) if transport else None
 
   def add(self, connection: Connection) -> bool:
-    """Adds a connection; returns False if all others are busy."""
+    """Adds a connection; returns False if the table is full of busy ones."""
     if len(self._open) >= self._max_connections:
       idle = (c for c in self._open.values() if not c.is_busy)
       oldest = next(idle, None)
       if oldest is None:
         return False
       self.remove(oldest)
-      # Not `close`, which first waits until a client has read what was sent.
+      # `close` would first wait until the client has read the data sent to it.
       oldest.transport.abort()
     self._open[connection.transport] = connection
     return True

@@ -1,4 +1,4 @@
-"""The steps that every request takes on its way to a handler of the server."""
+"""The middlewares that every request passes on its way to a handler."""
 
 import asyncio
 import dataclasses
@@ -15,14 +15,16 @@ class Limits:
   """The limits of what clients may request.
 
   Attributes:
-    max_body_bytes: the largest body of a request; a larger one gets a 413.
-    max_concurrent: the most posts that are answered at the same time; further
-      ones get a 429. A post whose body has not come yet does not count.
+    max_body_bytes: the most bytes in the body of a request; a larger body gets
+      a 413.
+    max_concurrent: the most POSTs that are answered at the same time; further
+      POSTs get a 429. A POST counts only after its body has come.
     retry_after: seconds that a 429 names in Retry-After.
     body_timeout: seconds that a client may take to send a body.
     header_timeout: seconds that a client may take to send headers.
-    max_connections: the most connections, which half of the file descriptors of
-      the process bound too. One more closes the oldest idle connection.
+    max_connections: the most connections; half of the process's file
+      descriptors is another limit. At the limit, a new connection closes the
+      connection that has been idle for longest.
   """
 
   max_body_bytes: int = 1 << 20
@@ -34,7 +36,7 @@ class Limits:
 
 
 class Refusal(Exception):
-  """An error that is answered with its status and one line."""
+  """An error that the server answers with its status and one line."""
 
   def __init__(self, status: int, detail: str):
     super().__init__(detail)
@@ -42,10 +44,10 @@ class Refusal(Exception):
 
 
 def answered(connections: connections_lib.Connections):
-  """Returns the outer middleware, which answers whatever happens.
+  """Returns the outermost middleware, which also answers failed requests.
 
-  It turns what a handler raises into a status and one line, and tells the
-  connection when it has a request.
+  It turns an error of a handler into a status and one line, and tells the
+  connection when a request begins and ends.
   """
 
   @web.middleware
@@ -76,8 +78,8 @@ def answered(connections: connections_lib.Connections):
 
 
 def authorize(token: str):
-  """Returns a middleware that refuses requests without the token."""
-  # Compared as bytes: compare_digest refuses text beyond ASCII.
+  """Returns a middleware that refuses requests without the token, if any."""
+  # Compared as bytes, because compare_digest refuses text beyond ASCII.
   expected = f'Bearer {token}'.encode()
 
   @web.middleware
@@ -95,10 +97,10 @@ def authorize(token: str):
 
 
 def bound(limits: Limits, connections: connections_lib.Connections):
-  """Returns a middleware that reads bodies, and refuses posts beyond the limit.
+  """Returns a middleware that reads bodies and refuses POSTs beyond the limit.
 
-  Only posts whose body is there count, so that slow clients take nothing from
-  the others. Gets are quick and not counted.
+  A POST counts only after its body has come, so that slow clients do not use up
+  the limit. GETs are quick and do not count.
   """
   in_flight = 0
 
@@ -107,16 +109,16 @@ def bound(limits: Limits, connections: connections_lib.Connections):
     nonlocal in_flight
     if request.method != 'POST':
       return await handler(request)
-    # Most bodies come with their headers and need no timer, which would take
-    # longer than reading them.
+    # Most bodies come together with their headers. They are read without a
+    # timer, because a timer would take longer than reading them.
     here = request.content.is_eof()
     try:
       async with asyncio.timeout(None if here else limits.body_timeout):
-        await request.read()  # `request` keeps it for the handler.
+        await request.read()  # `request` keeps the body for the handler.
     except TimeoutError:
       raise Refusal(408, 'the body came too slowly') from None
     except (ConnectionError, web.RequestPayloadError):
-      # The client has gone, or sends no HTTP.
+      # The client has gone, or does not send HTTP.
       raise Refusal(400, 'the body is not complete') from None
     if in_flight >= limits.max_concurrent:
       raise web.HTTPTooManyRequests(

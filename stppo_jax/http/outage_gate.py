@@ -7,28 +7,28 @@ import contextlib
 import logging
 import time
 
-# How many of the latest requests decide whether the gate closes. They are few,
-# so that even a query that is sent alone closes the gate before its usual four
-# retries are used up.
+# The number of latest requests that decide whether the gate closes. It is
+# small, so that even a query that is sent alone closes the gate before it has
+# used up its usual four retries.
 _WINDOW = 6
-_LEAST = 3  # the gate does not close for fewer failures
+_LEAST = 3  # the fewest failed requests that can close the gate
 _log = logging.getLogger(__name__)
 
 
 class OutageGate:
   """A gate that closes when too many of the last requests have failed.
 
-  While it is closed, no request is sent. One task asks the server whether it is
-  ready, and all requests go on when it is. Without the gate, each request would
-  use up its few retries within seconds.
+  While the gate is closed, requests wait. One task waits until the server is
+  ready, and then all requests go on. Without the gate, each request would use
+  up its few retries within seconds of an outage.
 
   Args:
     max_failure_rate: the share of the last six requests that may fail; at
       least three must have failed for the gate to close.
     signals_outage: returns whether an error of a request means that the server
       is away; requests with other errors count as answered.
-    until_ready: returns when the server is ready; raises an error when the wait
-      has to end.
+    until_ready: waits until the server is ready; raises an error if it will
+      never be ready, or not in time.
     server: the name of the server in log lines.
 
   Attributes:
@@ -54,15 +54,17 @@ class OutageGate:
     self.reset_statistics()
 
   def reset_statistics(self) -> None:
-    """Counts from 0 again."""
+    """Sets the statistics to 0."""
     self.times_closed, self.seconds_closed = 0, 0.0
 
   @contextlib.asynccontextmanager
   async def request(self) -> AsyncIterator[None]:
-    """Waits while the gate is closed, and counts the request in the body.
+    """Waits while the gate is closed; runs the body, which sends a request.
+
+    Whether the body raises an error decides how the request is counted.
 
     Raises:
-      Exception: the error of `until_ready`, for each request that waits.
+      Exception: the error of `until_ready`, in each request that waits.
     """
     if self._is_closed:
       if self._prober is None:
@@ -78,7 +80,7 @@ class OutageGate:
     self._count(succeeded=True)
 
   async def close(self) -> None:
-    """Ends the task that asks the server."""
+    """Cancels the task that waits until the server is ready."""
     if self._prober is not None:
       self._prober.cancel()
       await asyncio.wait([self._prober])
@@ -90,14 +92,14 @@ class OutageGate:
       await self._until_ready()
       _log.warning('%s is ready again', self._server)
       self._is_closed = False
-      # The failures before the outage must not close the gate again.
+      # The failures that closed the gate must not close it again.
       self._succeeded.clear()
     finally:
       self.seconds_closed += time.monotonic() - began
       self._prober = None
 
   def _count(self, *, succeeded: bool) -> None:
-    """Closes the gate if too many of the last requests have failed."""
+    """Counts a request, and closes the gate if too many have failed."""
     if self._is_closed:  # the request was sent before the gate closed
       return
     self._succeeded.append(succeeded)

@@ -1,18 +1,18 @@
-"""The HTTP server under the retrieval server.
+"""The HTTP server on which the retrieval server is built.
 
 A handler takes the JSON object of a request and returns the JSON object of the
-reply; it raises `Refusal` to answer with another status. Every error is one
-line, `{"detail": "..."}`, and no reply carries a traceback:
+reply. It raises `Refusal` to answer with a status other than 200. Every error
+is one line, `{"detail": "..."}`, and no reply contains a traceback:
 
     401  no valid bearer token (with `token`; /health needs none)
     408  the body came too slowly
     413  the body is too large
     422  the body is not a JSON object
     429  too many requests in flight, with Retry-After
-    500  a bug in a handler, whose cause is in the server's log only
+    500  a bug in a handler; the traceback is in the server's log only
 
-GET /health answers {"status": "ok"}. The number of connections and the time for
-the headers of a request are bounded in `connections.py`.
+GET /health answers {"status": "ok"}. `connections.py` limits the number of
+connections, and the time for the headers of a request.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _CONNECTIONS = web.AppKey('connections', connections_lib.Connections)
 Fields = dict[str, Any]
 
 
-# Callers of the server need these two names of `middleware`.
+# Callers of the server need these two classes of `middleware`.
 Limits = middleware.Limits
 Refusal = middleware.Refusal
 
@@ -52,14 +52,15 @@ def application(
   close: Callable[[], None],
   token: str = '',
 ) -> web.Application:
-  """Returns a server as an aiohttp application, with /health.
+  """Returns a server with POST handlers and GET /health, for aiohttp.
 
   Args:
-    post: the handler of each path; it takes the JSON object of the body, and by
-      keyword the parts of the path that stand in braces.
+    post: the handler of each path. It takes the JSON object of the body, and as
+      keyword arguments the variables that the path has in braces.
     limits: the limits of what clients may request.
-    close: called when the server ends.
-    token: the bearer token that every request but /health needs; '' = none.
+    close: a function that is called when the server ends.
+    token: the bearer token that requests need, except for /health; '' = no
+      token is needed.
   """
 
   async def on_cleanup(app: web.Application) -> None:
@@ -86,17 +87,17 @@ def application(
 
 
 def require(is_fine: bool, line: str) -> None:
-  """Refuses a request with a 422 and a line, unless it is fine."""
+  """Refuses a request with status 422 and a line if `is_fine` is False."""
   if not is_fine:
     raise Refusal(422, line)
 
 
 def check_exposure(host: str, token: str, *, token_variable: str) -> None:
-  """Refuses to serve other machines without a token.
+  """Raises ValueError if other machines could send requests without a token.
 
   Args:
     host: the address to bind.
-    token: the bearer token that requests need; '' = none.
+    token: the bearer token that requests need; '' = no token is needed.
     token_variable: the environment variable that the message recommends.
 
   Raises:
@@ -122,7 +123,7 @@ def listen(host: str, port: int) -> socket.socket:
   found = socket.getaddrinfo(
     host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
   )
-  # `localhost` may have an address of each family.
+  # `localhost` may have an IPv4 and an IPv6 address; IPv4 is preferred.
   found.sort(key=lambda entry: entry[0] != socket.AF_INET)
   family, kind, protocol, _, name = found[0]
   bound = socket.socket(family, kind, protocol)
@@ -150,16 +151,16 @@ async def serving(
   bound: socket.socket | None = None,
   shutdown_timeout: float = 1.0,
 ) -> AsyncIterator[str]:
-  """Serves in the running loop; yields the URL.
+  """Serves an application in the running event loop, and yields its URL.
 
-  At the end, requests in flight are finished.
+  At the end, the server waits for the requests in flight.
 
   Args:
     app: the application to serve.
     host: the address to bind; see `check_exposure`.
-    port: the port to bind; 0 = any free one.
+    port: the port to bind; 0 = any free port.
     bound: a socket that is bound to host and port already; it is closed at the
-      end.
+      end. None = a new socket.
     shutdown_timeout: seconds that requests in flight may take at the end.
 
   Raises:
@@ -182,7 +183,8 @@ async def serving(
       make_protocol, sock=bound, backlog=connections_lib.ACCEPTED_AT_ONCE
     )
     # The loop accepts few connections at once, so that there are never many
-    # more than allowed. The others wait in a queue, which is made longer here.
+    # more connections than allowed. Further connections wait in the queue of
+    # the operating system, which is made longer here.
     bound.listen(_BACKLOG)
     try:
       yield url_of(bound, host)
@@ -195,16 +197,16 @@ async def serving(
 
 
 class EmbeddedServer:
-  """A server on a thread and an event loop of its own, on a loopback port.
+  """A server on a loopback port, with its own thread and event loop.
 
       with EmbeddedServer(make_app) as server:
         client = Client(server.url, ...)
 
   Args:
-    make_app: makes the application; called on that thread.
+    make_app: makes the application; called on the server's thread.
 
   Attributes:
-    url: the server's URL, once entered.
+    url: the server's URL; '' before the context is entered.
   """
 
   def __init__(self, make_app: Callable[[], web.Application]):
@@ -231,10 +233,11 @@ class EmbeddedServer:
     self._thread.join()
 
   async def _serve(self, started: futures.Future) -> None:
-    """Serves until it is stopped; sets `started` to the URL or an error.
+    """Serves until `stop` is called; sets `started` to the URL and `stop`.
 
-    `__enter__` waits for `started` on another thread: an error at the start is
-    raised there, and `stop` reaches this loop by `call_soon_threadsafe`.
+    If the start fails, `started` gets the error, and `__enter__`, which waits
+    for `started` on another thread, raises it there. That thread also calls
+    `stop`, which therefore uses `call_soon_threadsafe`.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -263,7 +266,7 @@ def _answer(handler: Callable[..., Awaitable[Fields]]):
 
 
 def _json_object(body: bytes) -> Fields:
-  """Returns the fields of a body, or refuses it."""
+  """Returns the JSON object in a body; raises `Refusal` if there is none."""
   try:
     fields = json.loads(body)
   except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""Worker processes that answer at one address.
+"""Runs several worker processes that serve the same address.
 
-The parent binds the address, and each worker accepts connections from it as
-soon as it has time for one. A worker that ends is replaced after a pause.
-Workers end with their parent, even if it is killed: their standard input is a
-pipe from the parent, and they end when the pipe does.
+The parent process binds the address, and each worker accepts a connection when
+it has time for one. A worker that ends is replaced after a pause. Workers end
+with their parent, even if the parent is killed: the standard input of a worker
+is a pipe from the parent, and the worker ends when the pipe is closed.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _PAUSE = 1.0
 
 
 class WorkerFailed(Exception):
-  """Raised if a worker ended before it was ready; it has printed the reason."""
+  """Raised if a worker ended before it was ready, and printed the reason."""
 
   def __init__(self, exit_code: int):
     super().__init__(f'a worker ended with exit code {exit_code}')
@@ -59,7 +59,7 @@ async def supervise(
       stop = asyncio.ensure_future(stopping.wait())
       try:
         assert worker.stdout is not None
-        # If its output ends without a line, the worker has ended.
+        # If there is no line, the worker has ended before it was ready.
         if not await worker.stdout.readline():
           raise WorkerFailed(await ended)
         if not first.done():
@@ -91,7 +91,7 @@ async def supervise(
 async def _end(
   worker: asyncio.subprocess.Process, ended: asyncio.Future
 ) -> None:
-  """Ends a worker that may have ended already."""
+  """Ends a worker if it still runs, and waits for its end."""
   assert worker.stdin is not None
   worker.stdin.close()
   try:

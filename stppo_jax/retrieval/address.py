@@ -6,12 +6,12 @@ from stppo_jax.http import address
 
 TOKEN_VARIABLE = 'STPPO_RETRIEVAL_TOKEN'
 
-_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # no dot in front, so never '..'
+_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # has no leading dot: '..' is refused
 _CORPUS = re.compile(f'{_SEGMENT}(/{_SEGMENT})*')
 
 
 def check_url(url: str) -> str | None:
-  """Returns the problem of a URL in one line; None if it is valid.
+  """Returns one line on what is wrong with a retriever's URL; None if valid.
 
   The check uses no network. The URL may end with the path of the endpoint.
   """
@@ -19,6 +19,6 @@ def check_url(url: str) -> str | None:
 
 
 def check_corpus(corpus: str) -> None:
-  """Raises ValueError unless a question's corpus is '' or a plain path."""
+  """Raises ValueError if a corpus is neither '' nor a plain relative path."""
   if corpus and not _CORPUS.fullmatch(corpus):
     raise ValueError(f'corpus {corpus!r} is not a plain relative path')

@@ -1,4 +1,4 @@
-"""One attempt at a request: asks, and tells what its failure means."""
+"""Sends one request to a retrieval server, and classifies its failures."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,13 +9,15 @@ from stppo_jax.retrieval import replies
 
 Cause = http_client.Cause
 
-# A retry does not help against these statuses: the address or the token is
+# After these statuses a retry cannot help, because the address or the token is
 # wrong.
 PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
-# Statuses of a server that is away, or overloaded; no query is to blame.
+# Statuses of a server that is away, and of a server that is away or overloaded.
+# No query causes them.
 _AWAY = frozenset({502, 503, 504})
 _OVERLOADED = _AWAY | {408, 429}
-# Statuses by which a server may refuse the requests of another dialect.
+# Statuses with which a server may refuse requests in a dialect that it does not
+# speak.
 _MISMATCH = frozenset({400, 404, 405, 415, 422, 500, 501})
 
 
@@ -27,10 +29,13 @@ async def ask(
   corpus: str,
   topk: int,
 ) -> replies.Answers:
-  """Returns the passages of each query, None where they are malformed.
+  """Sends queries in one request, and returns the passages of each query.
+
+  A query gets None if its list of passages is malformed.
 
   Raises:
-    http_client.Failure: if there was no reply in this dialect.
+    http_client.Failure: if the request failed, or the reply is not in this
+      dialect.
   """
   reply = await client.post(
     dialect.path_of(corpus), dialect.body(queries, topk)
@@ -44,7 +49,7 @@ async def ask(
 async def spoken(
   client: http_client.Client, query: str, *, corpus: str
 ) -> dict[str, http_client.Failure | None]:
-  """Asks in every dialect; returns by name its failure, None if answered."""
+  """Asks in every dialect; returns each dialect's failure, None if answered."""
 
   async def failure_in(dialect: dialects.Dialect):
     try:
@@ -63,14 +68,14 @@ def malformed() -> http_client.Failure:
 
 
 def may_be_mismatch(failure: http_client.Failure) -> bool:
-  """Returns whether a server of another dialect may fail like this."""
+  """Returns whether the cause may be a server that speaks another dialect."""
   if failure.cause is Cause.STATUS:
     return failure.status in _MISMATCH
   return failure.cause is Cause.MALFORMED
 
 
 def may_be_query_error(failure: http_client.Failure) -> bool:
-  """Returns whether a single query may have made its whole request fail."""
+  """Returns whether one of its queries may have made the request fail."""
   if failure.cause is Cause.STATUS:
     return failure.status not in _OVERLOADED
   return failure.cause is not Cause.CONNECTION

@@ -1,8 +1,8 @@
-"""A retriever over HTTP, which repeats queries that fail.
+"""A retriever over HTTP, which sends failed queries again.
 
-Queries that wait at the same time share a request. Only the queries that fail
-are sent again, and only those that keep failing raise `RetrievalError`, so that
-a fault never harms other trajectories.
+Queries that wait at the same time share a request. Only queries that fail are
+sent again, and only queries that keep failing raise `RetrievalError`. So the
+fault of one query never harms the trajectories of other queries.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from stppo_jax.retrieval import replies
 
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
-_CACHED_BYTES = 64 << 20  # the memory of the answers that are kept
-# A request that may have failed because of one of its queries is divided into
-# this many smaller ones.
+_CACHED_BYTES = 64 << 20  # the memory of cached answers
+# If one of its queries may have made a request fail, the request is divided
+# into this many smaller requests.
 _SPLIT = 4
 
-# A server without a health endpoint is ready when it answers at all: the server
-# of Search-R1 listens only after its index is loaded.
+# A server without a health endpoint is ready when it answers at all, because
+# the server of Search-R1 listens only after its index is loaded.
 _READY = (200, 404, 405)
 _HEALTH_PATH = '/health'
 
-_Futures = dict[str, asyncio.Future]  # by query
+_Futures = dict[str, asyncio.Future]  # query -> future of its passages
 
 
 class HttpRetriever:
   """A `protocol.Retriever` that sends queries to a server.
 
-  It works in one event loop. Connections are closed at the end of that loop, or
-  by `close`.
+  It works in one event loop. Connections are closed by `close`, or at the end
+  of that loop.
   """
 
   def __init__(
@@ -58,7 +58,8 @@ class HttpRetriever:
   ):
     """Makes a retriever; nothing is sent yet.
 
-    A bearer token in the environment (STPPO_RETRIEVAL_TOKEN) is sent along.
+    If the environment variable STPPO_RETRIEVAL_TOKEN is set, requests carry its
+    value as a bearer token.
 
     Args:
       url: the http or https URL, without the path of a corpus; see
@@ -66,11 +67,11 @@ class HttpRetriever:
       dialect: the protocol of the server.
       topk: the number of passages per query.
       timeout: seconds per request.
-      retries: the most attempts per query beyond the first one.
+      retries: the most attempts per query after the first attempt.
       ready_timeout: the seconds after which `wait_until_ready` gives up.
       max_failure_rate: the share of the last requests that may fail. If more
-        fail, all requests wait until the server is ready, unless
-        `ready_timeout` is 0.
+        requests fail, all requests wait until the server is ready. They never
+        wait if `ready_timeout` is 0.
       max_queries_per_request: the most queries in one request.
       max_passage_chars: the most characters that are kept of a passage's text.
 
@@ -100,11 +101,12 @@ class HttpRetriever:
     self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
     self._cache = replies.AnswerCache(_CACHED_BYTES)
-    # Whether a server of this address has ever answered a query.
+    # Whether the server has ever answered a query.
     self._was_answered = False
-    # By corpus: the queries that wait for the next flush.
+    # Corpus -> the queries that wait for the next flush.
     self._queued: dict[str, _Futures] = {}
-    # By corpus and query: all queries without an answer, queued or sent.
+    # (corpus, query) -> future of every query without an answer, queued or
+    # sent.
     self._in_flight: dict[tuple[str, str], asyncio.Future] = {}
     self._tasks: set[asyncio.Task] = set()
     self._reset_statistics()
@@ -128,8 +130,8 @@ class HttpRetriever:
     if passages is None:
       if key not in self._in_flight:
         self._enqueue(key)
-      # Shielded, because other callers may wait for the same future: the
-      # cancellation of this one must not cancel it for them.
+      # Shielded, because other callers may wait for the same future, which must
+      # not be cancelled together with this caller.
       passages = await asyncio.shield(self._in_flight[key])
     self._counts['answers'] += 1
     self._counts['empty'] += not passages
@@ -141,8 +143,8 @@ class HttpRetriever:
     Raises:
       protocol.RetrieverUnreachable: if the server does not answer within
         `ready_timeout` seconds.
-      protocol.RetrieverMisconfigured: if the server refuses this run, or
-        redirects it.
+      protocol.RetrieverMisconfigured: if the server refuses or redirects the
+        request.
     """
     try:
       await self._client.wait_until_ready(
@@ -159,14 +161,14 @@ class HttpRetriever:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    `retrieval/ok` and `retrieval/failures` count queries that were sent, so not
+    `retrieval/ok` and `retrieval/failures` count queries that were sent, but no
     answers from the cache. `retrieval/failures/{cause}` counts the failures of
-    each cause, and `retrieval/retries` the repeated attempts.
+    each cause, and `retrieval/retries` counts queries that were sent again.
     `retrieval/latency_*` are percentiles of the seconds from query to answer,
-    retries included; 0 if there was no answer. `retrieval/answers` counts all
-    answers, and `retrieval/empty` those without a passage. `retrieval/outages`
-    counts the times that all requests had to wait until the server was ready,
-    and `retrieval/outage_s` the seconds that this took.
+    including retries; 0 if there was no answer. `retrieval/answers` counts all
+    answers, and `retrieval/empty` counts answers without a passage.
+    `retrieval/outages` counts how often all requests had to wait until the
+    server was ready, and `retrieval/outage_s` adds up the seconds of waiting.
     """
     p50, p99 = np.percentile(self._latencies or [0.0], [50, 99])
     values = {
@@ -194,18 +196,18 @@ class HttpRetriever:
     self._gate.reset_statistics()
 
   def _enqueue(self, key: tuple[str, str]) -> None:
-    """Adds a query to the next flush, and schedules one."""
+    """Adds a query to the next flush, which the first query schedules."""
     corpus, query = key
     loop = asyncio.get_running_loop()
     future = loop.create_future()
     started = time.monotonic()
 
     def done(future: asyncio.Future) -> None:
-      # Failures are not kept: the next call with this query sends it again.
+      # Failures are not cached: the next call with this query sends it again.
       del self._in_flight[key]
       error = future.exception()
       if isinstance(error, protocol.RetrieverUnreachable):
-        return  # It was not sent.
+        return  # An outage is not counted as a failure of this query.
       if error is not None:
         self._counts['failures'] += 1
         self._counts[f'failures/{getattr(error, "cause", "other")}'] += 1
@@ -223,19 +225,19 @@ class HttpRetriever:
     self._queued.setdefault(corpus, {})[query] = future
 
   def _flush(self) -> None:
-    """Sends the queued queries, at most `max_queries_per_request` together."""
+    """Sends the queued queries in requests of bounded size."""
     queued, self._queued = self._queued, {}
     for corpus, futures in queued.items():
       for chunk in _chunks(futures, self._max_queries):
-        # The loop holds its tasks by weak references only.
+        # Kept in `_tasks`, because the loop has only weak references to tasks.
         task = asyncio.create_task(self._fetch(corpus, chunk))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
   async def _fetch(self, corpus: str, futures: _Futures) -> None:
     """Requests passages and completes every future, whatever happens."""
-    # If `close` cancels this task, in a lasting outage, and after a bug of this
-    # client, callers must see an error instead of waiting for ever.
+    # Callers must see an error instead of waiting for ever if `close` cancels
+    # this task, if an outage lasts too long, and after a bug of this client.
     error: Exception = protocol.RetrievalError('retriever closed')
     try:
       await self._request(corpus, futures, 0)
@@ -249,7 +251,7 @@ class HttpRetriever:
   async def _request(
     self, corpus: str, futures: _Futures, attempt: int
   ) -> None:
-    """Requests passages; calls itself for the queries that failed."""
+    """Requests passages; calls itself again with the queries that failed."""
     try:
       answers = replies.clean(
         await attempts.ask(
@@ -264,7 +266,8 @@ class HttpRetriever:
       )
       self._was_answered |= any(answer is not None for answer in answers)
       failure = attempts.malformed()
-      may_be_query_error = False  # The other lists of the reply are fine.
+      # A malformed list does not affect the lists of the other queries.
+      may_be_query_error = False
     except http_client.Failure as error:
       answers, failure = [None] * len(futures), error
       may_be_query_error = attempts.may_be_query_error(failure)
@@ -284,9 +287,9 @@ class HttpRetriever:
       return
     self._counts['retries'] += len(failed)
     await self._client.back_off(attempt, failure)
-    # One query that breaks the server must not fail the other queries of its
-    # request. So the requests shrink, and in the last attempt every query has a
-    # request of its own.
+    # A query that makes the server fail must not fail the other queries of its
+    # request. So each attempt divides the queries among smaller requests, and
+    # the last attempt has one request for each query.
     size = len(failed)
     if may_be_query_error:
       last = attempt + 1 == self._retries
@@ -303,8 +306,8 @@ class HttpRetriever:
   ) -> Exception:
     """Returns the exception of a query whose last attempt has failed.
 
-    It names the dialects that the server speaks, if the chosen one is not among
-    them and may be the reason.
+    If the failure may be due to the chosen dialect, and the server speaks only
+    other dialects, the message names the dialects that it speaks.
     """
     if not self._was_answered and attempts.may_be_mismatch(failure):
       problems = await attempts.spoken(self._client, query, corpus=corpus)

@@ -1,9 +1,10 @@
 """The protocols of retrieval servers: their requests and their replies.
 
-`DIALECTS` has an entry for each protocol, which the client and the server use.
-A new protocol needs an entry, and two functions if the passages in its replies
-differ from all of those below. The types of a reply's fields are checked here;
-`replies.clean` bounds their values.
+`DIALECTS` has a `Dialect` for each protocol; both the client and the server use
+it. A new protocol needs a new `Dialect`. If the passages in its replies have a
+new form, it also needs a function that reads a passage and one that writes a
+passage. This module checks the types of a reply's fields; `replies.clean`
+bounds their values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +18,27 @@ from stppo_jax.retrieval import replies
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """The protocol of a server, as far as servers differ.
+  """Describes a protocol by the features in which servers differ.
 
-  A reply has a list of passages for each query, or one list if a request has a
-  single query.
+  A reply has a list of passages for each query, or a single list if a request
+  has a single query.
 
   Attributes:
     path: the path to which queries are posted, below the URL and the corpus.
     queries: the field of a request that holds its queries.
-    topk: the field that holds the number of passages per query.
-    passages: the field of a reply that holds the lists; '' = the reply itself.
+    topk: the field of a request that holds the number of passages per query.
+    passages: the field of a reply that holds the lists of passages; '' = the
+      reply itself is the list.
     read_passage: takes the JSON values of a passage in a reply, and returns the
       passage; raises ValueError if it cannot be used.
     write_passage: takes a passage and whether scores are wanted, and returns
       the JSON values of the passage in a reply.
-    one_query: whether a request has a single query as a string, and no list.
-    one_list: whether a reply has a single list of passages.
-    scores: the field that says whether scores are wanted; '' = no such field.
+    one_query: whether a request has a single query, as a string and not as a
+      list.
+    one_list: whether a reply has a single list of passages, and not a list for
+      each query.
+    scores: the field of a request that says whether scores are wanted; '' = no
+      such field.
   """
 
   path: str
@@ -61,7 +66,7 @@ class Dialect:
     return {self.queries: asked, self.topk: topk, **scores}
 
   def read(self, reply: bytes, num_queries: int) -> replies.Answers:
-    """Returns the passages in a reply.
+    """Returns the passages of each query in a reply; None if malformed.
 
     Raises:
       ValueError: if nothing in the reply can be used; the message is one line.
@@ -74,7 +79,7 @@ class Dialect:
       raise ValueError(f'the reply {place}')
     lists = [values] if self.one_list else values
     if len(lists) != num_queries:
-      # Nothing says which list belongs to which query.
+      # It is unknown which list belongs to which query.
       raise ValueError(f'{len(lists)} lists for {num_queries} queries')
     return [self._read_list(entry) for entry in lists]
 
@@ -181,7 +186,7 @@ DIALECTS: Mapping[str, Dialect] = {
   'skyrl': dataclasses.replace(_SEARCH_R1, queries='query', one_query=True),
   # rLLM, RAGEN.
   'rllm': _RLLM,
-  # ZeroSearch: the requests of rLLM, other replies.
+  # ZeroSearch: the same requests as rLLM, but other replies.
   'zerosearch': dataclasses.replace(
     _RLLM, passages='', read_passage=_read_text, write_passage=_write_text
   ),

@@ -12,7 +12,7 @@ class FakeRetriever:
   """A retriever that answers from a table or a function.
 
   Attributes:
-    calls: (corpus, query) of every call, in order, failed ones included.
+    calls: (corpus, query) of every call in order, including failed calls.
   """
 
   def __init__(
@@ -24,8 +24,8 @@ class FakeRetriever:
     """Makes a retriever.
 
     Args:
-      passages: the passages of each query (other queries find none), or a
-        function that returns the passages of a query.
+      passages: the passages of each query, or a function that returns the
+        passages of a query. A query that is not in the table finds no passages.
       fail_on: queries that raise RetrievalError.
     """
     self._passages = passages

@@ -9,8 +9,8 @@ from stppo_jax import types
 class RetrievalError(Exception):
   """Raised if a query and all its retries fail because of the infrastructure.
 
-  The policy is never the cause: the trajectory ends with INFRA_ERROR and has no
-  weight in training. The message is one line.
+  The policy is never the cause, so its trajectory ends with INFRA_ERROR and has
+  no weight in training. The message is one line.
 
   Attributes:
     cause: a short name of the cause, for metrics: 'timeout', 'status_500', ...
@@ -25,15 +25,15 @@ class RetrieverUnreachable(exits.RunEnded):
   """Raised if no retriever was ready within `ready_timeout` seconds.
 
   It is not a RetrievalError, so that no environment treats it as the failure of
-  one query: the command ends with exit code 75 and can be repeated.
+  one query. The command ends with exit code 75 and can be repeated.
   """
 
 
 class RetrieverMisconfigured(exits.RunEnded):
   """Raised if a server will never answer: the address or the token is wrong.
 
-  Waiting does not help, so this is neither the failure of one query nor an
-  outage: the command ends with exit code 2.
+  Waiting does not help, so this error is treated neither as the failure of one
+  query nor as an outage. The command ends with exit code 2.
   """
 
   exit_code = exits.USAGE
@@ -49,7 +49,7 @@ class Retriever(Protocol):
 
     Args:
       query: the query that the policy wrote, neither empty nor too long.
-      corpus: `Question.corpus`; '' is the server's own corpus.
+      corpus: the corpus to search, `Question.corpus`; '' is the server's own.
 
     Raises:
       RetrievalError: if the infrastructure failed the query, after all retries.
@@ -59,16 +59,16 @@ class Retriever(Protocol):
 
 
 class Server(Retriever, Protocol):
-  """A retriever that may be out of reach, and counts what it is asked."""
+  """A retriever that may be out of reach, and counts its queries."""
 
   async def wait_until_ready(self) -> None:
-    """Waits for the server.
+    """Waits until the server is ready.
 
     Raises:
-      RetrieverUnreachable: if none answers in time; one may do so later.
-      RetrieverMisconfigured: if it refuses this run.
+      RetrieverUnreachable: if no server answers in time; it may answer later.
+      RetrieverMisconfigured: if the server refuses this run.
     """
 
   def statistics(self) -> dict[str, float]:
-    """Returns metrics of the time since the last call."""
+    """Returns metrics of the queries since the last call."""
     ...

@@ -1,7 +1,8 @@
-"""Parses and cleans the replies of servers, and keeps answers.
+"""Parses and cleans the replies of servers, and caches answers.
 
-Whatever a server sends, a cleaned passage can be cached, tokenised and written:
-its texts are valid Unicode of bounded length, and its score is finite.
+Whatever a server sends, a cleaned passage can be cached, tokenised and written
+to files: its texts are valid Unicode of bounded length, and its score is
+finite.
 """
 
 import collections
@@ -14,12 +15,12 @@ from typing import Any
 from stppo_jax import text as text_lib
 from stppo_jax import types
 
-# The passages of each query; None where a query's list is malformed.
+# The passages of each query; None for a query whose list is malformed.
 Answers = Sequence[list[types.Passage] | None]
 
-_LONGEST_INTEGER = 300  # digits; a longer one is read as a float
+_LONGEST_INTEGER = 300  # digits; a longer integer is read as a float
 _EXCERPT = 80  # characters of a reply that a message quotes
-# The bytes of an answer that is kept, without its strings, roughly.
+# Roughly the bytes of a cached answer without its strings.
 _ENTRY_BYTES = 512
 
 _Key = tuple[str, str]  # corpus, query
@@ -44,8 +45,8 @@ def clean(answers: Answers, *, topk: int, max_chars: int) -> Answers:
 
   Args:
     answers: the passages of each query.
-    topk: the number of passages that are kept of each query.
-    max_chars: the number of characters that are kept of each text.
+    topk: the most passages that are kept for each query.
+    max_chars: the most characters that are kept of each text.
   """
   return [
     None if answer is None else [_clean(p, max_chars) for p in answer[:topk]]
@@ -66,12 +67,12 @@ def _clean(passage: types.Passage, max_chars: int) -> types.Passage:
 
 def _number(digits: str) -> int | float:
   # int() refuses several thousand digits, and an int of 400 digits cannot be
-  # converted to a float.
+  # converted to a float, as a score must be.
   return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
 
 
 class AnswerCache:
-  """Keeps answers, and drops the least recently used ones when it is full."""
+  """Caches answers, and drops the least recently used ones when it is full."""
 
   def __init__(self, max_bytes: int):
     self._max_bytes = max_bytes
@@ -81,14 +82,14 @@ class AnswerCache:
     )
 
   def find(self, key: _Key) -> _Passages | None:
-    """Returns an answer, and marks it as used; None if there is none."""
+    """Returns a cached answer and marks it as used; None if not cached."""
     if key in self._answers:
       self._answers.move_to_end(key)
       return self._answers[key]
     return None
 
   def keep(self, key: _Key, passages: _Passages) -> None:
-    """Adds or replaces an answer, and drops the least recently used ones."""
+    """Adds or replaces an answer; drops others if the cache is too large."""
     if key in self._answers:
       self._bytes -= _size(key, self._answers.pop(key))
     self._answers[key] = passages

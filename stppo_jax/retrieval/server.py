@@ -1,4 +1,4 @@
-"""The retrieval server: every dialect over one index.
+"""The retrieval server, which answers in every dialect from one index.
 
     POST /retrieve
          {"queries": ["..."], "topk": 3, "return_scores": true}
@@ -6,11 +6,12 @@
     POST /worlds/{world}/retrieve    the same over the passages of one world
     GET  /health                     {"status": "ok"}
 
-There is one list per query, in order; without scores its entries are the bare
-documents. A request with other fields belongs to another of `DIALECTS` and is
-answered in that dialect. The path before /retrieve is a question's `corpus`. An
-unknown corpus is answered with 404, a wrong field with 422; further errors are
-in `http/server.py`.
+The result has one list per query, in the order of the queries. Without scores,
+a list holds the bare documents. The example is in the dialect of Search-R1; a
+request with the fields of another dialect in `DIALECTS` is answered in that
+dialect. The path before /retrieve is a question's `corpus`, such as worlds/0,
+the passages of synthetic world 0. An unknown corpus is answered with 404, and a
+wrong field with 422. `http/server.py` lists the other errors.
 """
 
 import asyncio
@@ -30,13 +31,14 @@ WorldPassages = Callable[[int], Sequence[types.Passage]]
 _Lists = list[list[types.Passage]]
 _Search = Callable[[Sequence[str], int], _Lists]
 
-# Eighteen digits fit an int64; int() takes quadratic time for long texts.
+# At most eighteen digits, which fit an int64, because int() takes quadratic
+# time for long texts.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 _DEFAULT_TOPK = 3  # as in Search-R1's server
 _MAX_TOPK = 100
-_MAX_QUERIES = 512  # queries of a request, and of all that are searched at once
-_MAX_QUERY_CHARS = 4096  # environments send fewer
-_MAX_WORLDS = 64  # worlds whose indexes are kept: the most recently used ones
+_MAX_QUERIES = 512  # the most queries of a request, and of one search
+_MAX_QUERY_CHARS = 4096  # environments send fewer characters
+_MAX_WORLDS = 64  # the most recently used worlds, whose indexes are kept
 
 
 def make_app(
@@ -46,15 +48,17 @@ def make_app(
   token: str = '',
   dialect: str = '',
 ):
-  """Returns the server as an application to be started.
+  """Returns the retrieval server as an aiohttp application.
 
   Args:
-    index: the index that is served at /retrieve; None = no such index.
-    world_passages: returns the passages of a world, served under /worlds;
-      raises LookupError if there is no such world. None = no worlds.
-    token: the bearer token that every request but /health needs; '' = none.
-    dialect: the only dialect that is spoken; '' = the first of `DIALECTS` that
-      has the fields of the request.
+    index: the index that is served at /retrieve; None = /retrieve answers 404.
+    world_passages: a function that returns the passages of a world, which are
+      served under /worlds; it raises LookupError if there is no such world.
+      None = no worlds.
+    token: the bearer token that requests need, except for /health; '' = no
+      token is needed.
+    dialect: the only dialect that the server speaks; '' = it speaks all
+      dialects, and chooses one by the fields of each request.
   """
   spoken = (
     [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
@@ -77,7 +81,7 @@ def embedded(
 
   Args:
     passages: the passages of the index; None = no index.
-    **options: see `make_app`.
+    **options: further arguments of `make_app`.
   """
   index = lambda: None if passages is None else bm25.Bm25Index(passages)
   return http_server.EmbeddedServer(lambda: make_app(index(), **options))
@@ -93,11 +97,11 @@ class _Waiting(NamedTuple):
 
 
 class _Searches:
-  """Searches on a thread; requests that come meanwhile share the next call.
+  """Searches on one thread; requests that come meanwhile share the next search.
 
   The thread keeps the event loop free to answer /health during a search. More
-  threads would not help: searching holds the interpreter's lock, or uses all
-  cores anyway. With one thread, the indexes need no lock.
+  threads would not help, because a search holds the interpreter's lock, or uses
+  all cores anyway. With one thread, the indexes need no lock.
   """
 
   def __init__(self):
@@ -120,21 +124,21 @@ class _Searches:
     return await waiting.future
 
   async def _run(self) -> None:
-    """Searches until nobody waits; the corpora take turns."""
+    """Searches until no request waits; the corpora take turns."""
     try:
       while self._waiting:
-        # Requests that come from here on wait for the next call; dicts keep
-        # their order, so the corpus that has waited longest is next.
+        # Requests that come from here on wait for the next search. Dicts keep
+        # their order, so the first corpus is the one that has waited longest.
         batch = self._waiting.pop(next(iter(self._waiting)))
         try:
           lists = await self._search(batch)
         except Exception as error:
           for waiting in batch:
-            if not waiting.future.done():  # its client may have gone
+            if not waiting.future.done():  # the client may have gone
               waiting.future.set_exception(error)
           continue
         for waiting in batch:
-          # The shared search was made with the largest topk of them.
+          # The shared search used the largest topk of the batch.
           size = len(waiting.queries)
           found, lists = lists[:size], lists[size:]
           if not waiting.future.done():
@@ -143,7 +147,7 @@ class _Searches:
       self._task = None
 
   async def _search(self, batch: Sequence[_Waiting]) -> _Lists:
-    """Returns the passages of all queries of requests to one corpus."""
+    """Returns the passages of all queries in a batch of requests."""
     loop = asyncio.get_running_loop()
     queries = [query for waiting in batch for query in waiting.queries]
     topk = max(waiting.topk for waiting in batch)
@@ -186,7 +190,7 @@ class _Service:
     return retrieve
 
   def _search_of(self, corpus: str) -> _Search:
-    """Returns the search function of a corpus, to run on the thread."""
+    """Returns the search function of a corpus, for the thread of searches."""
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search
@@ -197,7 +201,11 @@ class _Service:
   def _parse(
     self, fields: dict[str, Any], dialect: dialects.Dialect
   ) -> tuple[list[str], int, bool]:
-    """Returns queries, topk and whether scores are wanted, or refuses them."""
+    """Returns queries, topk and whether scores are wanted.
+
+    Raises:
+      http_server.Refusal: if a field of the request is wrong.
+    """
     require, name = http_server.require, dialect.queries
     queries = [fields[name]] if dialect.one_query else fields[name]
     expected = 'a string' if dialect.one_query else 'a list of strings'
@@ -214,7 +222,7 @@ class _Service:
     topk = fields.get(dialect.topk)
     topk = _DEFAULT_TOPK if topk is None else topk
     require(
-      # To `isinstance`, true would be the integer 1.
+      # Not `isinstance`, for which true would be an integer, too.
       type(topk) is int and 1 <= topk <= _MAX_TOPK,
       f'{dialect.topk}: expected an integer from 1 to {_MAX_TOPK}',
     )
@@ -242,8 +250,8 @@ def _dialect_of(
   fields: dict[str, Any], spoken: Sequence[dialects.Dialect]
 ) -> dialects.Dialect:
   """Returns the dialect that the fields of a request belong to."""
-  # Several dialects share a path. A request is in the first of them that knows
-  # all of its fields.
+  # Several dialects share a path. A request is in the first dialect that has
+  # all fields of the request.
   candidates = [d for d in spoken if d.queries in fields]
   names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
   http_server.require(bool(candidates), f'{names}: missing')

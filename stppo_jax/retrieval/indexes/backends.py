@@ -1,4 +1,4 @@
-"""The kinds of search that a server offers over the folder of an index."""
+"""The kinds of search that a server offers over a folder of passages."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -17,7 +17,7 @@ BACKENDS = ('bm25', 'dense', 'faiss', 'hybrid')
 
 
 class Index(Protocol):
-  """Searches passages in this process, as the server does."""
+  """Searches passages in this process, which may be a server."""
 
   def __len__(self) -> int:
     """Returns the number of passages."""
@@ -32,11 +32,11 @@ class Index(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DenseOptions:
-  """The options of a dense part.
+  """The options of a folder's dense part, which has vectors of passages.
 
   Attributes:
     query_prefix, passage_prefix: the texts that the encoder expects in front of
-      queries and passages, 'query: ' and 'passage: ' for E5.
+      queries and passages; for E5, they are 'query: ' and 'passage: '.
     dtype: the dtype of the stored vectors, float32 or bfloat16.
   """
 
@@ -46,7 +46,7 @@ class DenseOptions:
 
 
 def add_bm25(folder: index_folder.IndexFolder, *, k1: float, b: float) -> bool:
-  """Adds a part for BM25 to a folder; returns whether it was not there yet."""
+  """Adds a BM25 part to a folder; returns False if the folder had it."""
   return folder.add_part(
     'bm25',
     {'k1': k1, 'b': b},
@@ -59,11 +59,11 @@ def add_dense(
   encoder_directory: str | os.PathLike[str],
   options: DenseOptions,
 ) -> bool:
-  """Adds the vectors of all passages; returns whether they were not there yet.
+  """Adds the vectors of all passages; returns False if the folder had them.
 
   Raises:
-    ValueError: if the directory holds no encoder, or the folder has the vectors
-      of another encoder; the message is one line.
+    ValueError: if the directory holds no encoder, or the folder has vectors
+      with another encoder or other options; the message is one line.
   """
   from stppo_jax.retrieval.indexes import dense
   from stppo_jax.retrieval.indexes import encoder
@@ -91,19 +91,20 @@ def open_index(
   faiss_file: str = '',
   query_prefix: str = '',
 ) -> Index:
-  """Opens an index of a folder.
+  """Returns an index over the passages of a folder.
 
   Args:
     folder: the folder.
     backend: one of `BACKENDS`; hybrid joins BM25 with FAISS if `faiss_file` is
       given, else with the dense part.
-    encoder_directory: the encoder of the vectors, for all but BM25.
+    encoder_directory: the directory of the encoder; only BM25 needs none.
     faiss_file: an index of FAISS over the folder's passages, in their order.
     query_prefix: the text that the encoder expects in front of queries; only
-      FAISS needs it, because a dense part stores its own.
+      FAISS needs it, because a dense part stores its own prefix.
 
   Raises:
-    ValueError: if a part is missing or does not fit; the message is one line.
+    ValueError: if a part is missing, or does not fit the passages or the
+      encoder; the message is one line.
   """
   if backend == 'bm25':
     folder.part('bm25')
@@ -143,8 +144,8 @@ def _open_dense(
 
   fields = folder.part('dense')
   model = encoder.TextEncoder(encoder_directory)
-  # Products of vectors of two encoders mean nothing. No error would say so: the
-  # search would find arbitrary passages.
+  # Products between vectors of two encoders mean nothing: without this check,
+  # the search would find arbitrary passages.
   if fields.pop('encoder', None) != model.sha256:
     raise ValueError(
       f'{folder.path / "dense"}: made by another encoder than '
@@ -168,18 +169,18 @@ def _open_dense(
   )
 
 
-# The larger the offset, the less the first ranks differ. Source: Cormack et al.
-# 2009, "Reciprocal Rank Fusion outperforms Condorcet and individual rank
-# learning methods".
+# The larger the offset, the less the scores of the first ranks differ. Source:
+# Cormack et al. 2009, "Reciprocal Rank Fusion outperforms Condorcet and
+# individual rank learning methods".
 _RANK_OFFSET = 60
-_DEPTH = 100  # passages that each index contributes
+_DEPTH = 100  # the fewest passages for which each index is asked
 
 
 class HybridIndex:
-  """Ranks by the sum over indexes of 1 / (60 + rank), ranks from 1."""
+  """Ranks passages by the sum over indexes of 1 / (60 + rank), rank from 1."""
 
   def __init__(self, indexes: Sequence[Index]):
-    """Joins indexes; their passages must be the same."""
+    """Joins indexes, which must have the same passages."""
     self._indexes = tuple(indexes)
 
   def __len__(self) -> int:
@@ -189,8 +190,9 @@ class HybridIndex:
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
     """Returns the best passages; ties are in the order of the indexes."""
-    # Deeper than what is asked for: a passage that is far down in both rankings
-    # may have a larger sum than the first of one of them.
+    # Each index is asked for more passages than `topk`, because a passage far
+    # down in both rankings may have a larger sum than the first passage of one
+    # ranking.
     depth = max(topk, _DEPTH)
     rankings = [index.search(queries, depth) for index in self._indexes]
     return [_fuse(lists)[:topk] for lists in zip(*rankings)]

@@ -1,6 +1,6 @@
 """BM25 over passages, with rankings that do not vary between runs.
 
-P passages.
+P is the number of passages.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from stppo_jax import types
 def _import_bm25s():
   """Imports bm25s while jax cannot be imported.
 
-  With jax, bm25s would start jax's backend at import: that occupies the
-  accelerator, and `jax.distributed.initialize` refuses to run after it. Without
-  jax it uses numpy, which suffices here.
+  If bm25s finds jax, it starts jax's backend at import. The backend occupies
+  the accelerator, and `jax.distributed.initialize` refuses to run afterwards.
+  Without jax, bm25s uses numpy, which suffices here.
   """
   modules: dict[str, Any] = sys.modules
   absent = object()
@@ -44,9 +44,9 @@ _WORD = re.compile(r'\w+')
 
 
 def words_of(text: str) -> list[str]:
-  """Returns the lower-cased runs of letters, digits and underscores of a text.
+  """Returns the words of a text in lower case, including stop words.
 
-  No word is left out as a stop word.
+  A word is a sequence of letters, digits and underscores.
   """
   return _WORD.findall(text.lower())
 
@@ -54,14 +54,15 @@ def words_of(text: str) -> list[str]:
 class Bm25Index:
   """An index over the title and text of passages.
 
-  A passage's score is the sum over the distinct words w of the query of
+  As in Lucene, the score of a passage is a sum over the distinct words w of the
+  query:
 
-      idf(w) tf / (tf + k1 (1 - b + b length / mean length))
+      score = sum_w idf(w) tf / (tf + k1 (1 - b + b length / mean length))
       idf(w) = log(1 + (P - df + 1/2) / (df + 1/2))
 
-  as in Lucene. tf is the count of w in the passage, df the number of passages
-  with w, and length the number of words of the passage. Source: Kamphuis et al.
-  2020, "Which BM25 do you mean?".
+  tf is the count of w in the passage, df the number of passages with w, and
+  length the number of words of the passage. Source: Kamphuis et al. 2020,
+  "Which BM25 do you mean?".
   """
 
   def __init__(
@@ -72,8 +73,8 @@ class Bm25Index:
     b: float = 0.4,
   ):
     self._passages: Sequence[types.Passage] = tuple(passages)
-    # Word ids in order of appearance: bm25s would number the words in the order
-    # of a set, which differs from process to process.
+    # Words are numbered in the order in which they appear. bm25s would number
+    # them in the order of a set, which differs from process to process.
     vocabulary: dict[str, int] = {}
     word_ids = [
       [
@@ -83,7 +84,8 @@ class Bm25Index:
       for passage in self._passages
     ]
     self._index = None
-    # Without any word, the mean length would be 0 and the scores nan.
+    # If no passage has a word, there is no index: the mean length would be 0,
+    # and scores would be nan.
     if vocabulary:
       self._index = _bm25s.BM25(k1=k1, b=b, method='lucene', backend='numpy')
       self._index.index(
@@ -91,7 +93,7 @@ class Bm25Index:
       )
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes the index, without the passages, for `load`.
+    """Writes the index to a folder without the passages, for `load`.
 
     Raises:
       ValueError: if no passage has a word.
@@ -108,8 +110,8 @@ class Bm25Index:
 
     Args:
       folder: the folder that `save` wrote to.
-      passages: the passages that the index was built from; they are read when
-        they are found.
+      passages: the passages from which the index was built; a passage is read
+        only when a search finds it.
 
     Raises:
       ValueError: if the files are damaged, or made from another number of
@@ -117,7 +119,7 @@ class Bm25Index:
     """
     try:
       saved = _bm25s.BM25.load(folder, mmap=True, show_progress=False)
-    except Exception as error:  # bm25s raises many kinds for damaged files
+    except Exception as error:  # damaged files lead to many kinds of errors
       raise ValueError(f'{folder}: damaged BM25 index: {error}') from error
     sizes = [np.shape(saved.scores[name]) for name in ('data', 'indices')]
     ends = np.ravel(saved.scores['indptr'])[-1:].tolist()
@@ -130,7 +132,7 @@ class Bm25Index:
         f'{folder}: an index of {saved.scores["num_docs"]} passages, but there '
         f'are {len(passages)}'
       )
-    # Indexing a memmap is slow; a view of the same pages is not.
+    # Indexing a memmap is slow; indexing a plain view of its memory is not.
     for name in ('data', 'indices', 'indptr'):
       saved.scores[name] = np.asarray(saved.scores[name])
     index = cls.__new__(cls)
@@ -150,9 +152,9 @@ class Bm25Index:
       topk: the most passages per query; may exceed P.
 
     Returns:
-      A list per query, best first, ties in the order of the corpus. It has only
-      passages that share a word with the query, so it may be shorter than
-      `topk`, and is empty if no word of the query is in the corpus.
+      A list of passages for each query, best first, ties in the order of the
+      corpus. A list has only passages that share a word with the query, so it
+      may be shorter than `topk`, or empty.
     """
     return [self._search(query, topk) for query in queries]
 

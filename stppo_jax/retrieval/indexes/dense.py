@@ -1,11 +1,12 @@
 """Exact dense search: finds the passages with the largest inner products.
 
 The vectors of the corpus are divided among the devices. Each device goes over
-its vectors in tiles and keeps the best passages so far, so no array ever has a
-product for every passage.
+its vectors in tiles and keeps the best passages so far, so no array ever holds
+the products of all passages.
 
-P passages of the corpus, D width. Arrays over queries, over the passages that
-are found, or over tiles have no suffix; their shapes are in the docstrings.
+Shape letters: P passages of the corpus, D width of a vector. Arrays with axes
+of queries, found passages or tiles have no suffix; docstrings give their
+shapes. A *row* is the index of a passage and its vector in the corpus.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,23 +30,24 @@ DTYPES = {
   'float32': np.dtype(np.float32),
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
 }
-# Numpy's file format has no bfloat16, so its bits are stored as integers.
+# Numpy's file format has no bfloat16, so it is stored as integers with the same
+# bits.
 _STORED: Mapping[str, np.dtype[Any]] = {
   **DTYPES,
   'bfloat16': np.dtype(np.uint16),
 }
 _VECTORS = 'vectors.npy'
-_TILE = 4096  # rows of a tile
-_ENCODED_AT_ONCE = 2048  # passages whose vectors are in memory before a write
+_TILE = 4096  # vectors of a tile
+_ENCODED_AT_ONCE = 2048  # passages that are encoded before a write
 
 
 class VectorIndex:
-  """Searches passages with the vectors of queries.
+  """Finds passages whose vectors have large products with a query's vector.
 
   Args:
-    passages: the P passages; they are read when they are found.
-    encode: returns the vectors of texts, [texts, D].
-    query_prefix: written in front of every query, as the encoder expects it.
+    passages: the P passages; a passage is read only when a search finds it.
+    encode: a function that returns the vectors of texts, [texts, D].
+    query_prefix: the text that the encoder expects in front of every query.
   """
 
   def __init__(
@@ -61,7 +63,10 @@ class VectorIndex:
   def search(
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
-    """Returns the passages with the largest products, ties in corpus order."""
+    """Returns each query's passages with the largest products, best first.
+
+    A query has at most `topk` passages, in the order of `nearest`.
+    """
     if not queries:
       return []
     vectors = self._encode([self._query_prefix + q for q in queries])
@@ -77,19 +82,22 @@ class VectorIndex:
   def nearest(
     self, query_vectors: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the largest products, float32, and the rows that have them.
+    """Returns the largest inner products in float32, and their rows.
 
-    Both are [queries, min(topk, P)].
+    Both arrays are [queries, min(topk, P)].
 
     Args:
       query_vectors: the vectors of the queries, [queries, D].
-      topk: the most rows per query.
+      topk: the most products per query.
     """
     raise NotImplementedError
 
 
 class DenseIndex(VectorIndex):
-  """Searches vectors of passages exactly, on the devices of this process."""
+  """Searches vectors of passages exactly, on the devices of this process.
+
+  Passages with equal products are in the order of the corpus.
+  """
 
   def __init__(
     self,
@@ -106,8 +114,8 @@ class DenseIndex(VectorIndex):
     Args:
       vectors_PD: a vector for each passage, float32 or bfloat16.
       passages, encode, query_prefix: see `VectorIndex`.
-      devices: the devices to use; None = all of this process.
-      tile: the number of rows whose products are computed at once.
+      devices: the devices to use; None = all devices of this process.
+      tile: the number of vectors whose products are computed at once.
 
     Raises:
       ValueError: if the numbers of vectors and of passages differ.
@@ -130,7 +138,8 @@ class DenseIndex(VectorIndex):
   ) -> tuple[np.ndarray, np.ndarray]:
     """See `VectorIndex`."""
     num_queries, topk = len(query_vectors), min(topk, len(self))
-    # Sizes are rounded up to powers of two, so that few programs are compiled.
+    # The number of queries and `topk` are rounded up to powers of two, so that
+    # few programs are compiled.
     height = 1 << (num_queries - 1).bit_length()
     padded = np.zeros((height, query_vectors.shape[1]), np.float32)
     padded[:num_queries] = query_vectors
@@ -157,10 +166,10 @@ def write_vectors(
   Args:
     folder: an existing folder.
     passages: the passages.
-    encode: returns the vectors of texts.
+    encode: a function that returns the vectors of texts.
     size: the width D of the vectors.
-    dtype: a key of `DTYPES`.
-    passage_prefix: written in front of every passage.
+    dtype: the dtype of the stored vectors, a key of `DTYPES`.
+    passage_prefix: the text that the encoder expects in front of every passage.
   """
   stored = _STORED[dtype]
   vectors_PD = np.lib.format.open_memmap(
@@ -180,11 +189,11 @@ def write_vectors(
 def read_vectors(
   folder: str | os.PathLike[str], dtype: str, *, size: int
 ) -> np.ndarray:
-  """Returns [P, D], the vectors that `write_vectors` wrote, memory-mapped.
+  """Returns the vectors [P, D] that `write_vectors` wrote, memory-mapped.
 
   Args:
     folder: the folder.
-    dtype: a key of `DTYPES`.
+    dtype: the dtype of the stored vectors, a key of `DTYPES`.
     size: the width D that the vectors must have.
 
   Raises:
@@ -207,9 +216,9 @@ def read_vectors(
 
 
 def _tiles(vectors_PD: np.ndarray, mesh: jax.sharding.Mesh, tile: int) -> Array:
-  """Returns [tiles, rows of a tile, D], divided among the devices.
+  """Returns the vectors as [tiles, tile, D], sharded over the tiles.
 
-  Missing rows of the last tiles are 0. Each device reads its own rows only.
+  The last tiles are padded with zeros. Each device reads only its own vectors.
   """
   num_rows, size = vectors_PD.shape
   per_device = -(-num_rows // mesh.size)
@@ -237,7 +246,7 @@ def _search(
   num_rows: int,
   topk: int,
 ) -> tuple[Array, Array]:
-  """Returns the largest products and their rows, [queries, topk] each.
+  """Returns the largest inner products and their rows, [queries, topk] each.
 
   If there are fewer rows than `topk`, the last products are -inf.
   """
@@ -254,13 +263,13 @@ def _search(
         query_vectors.astype(tile_vectors.dtype),
         tile_vectors,
         preferred_element_type=jnp.float32,
-        # Accelerators would round float32 vectors at the default precision.
+        # By default, accelerators would round float32 vectors.
         precision=jax.lax.Precision.HIGHEST,
       )
       rows = (first + number * tile + jnp.arange(tile))[None]
       products = jnp.where(rows < num_rows, products, -jnp.inf)
-      # `top_k` takes the first of equal products, so the best so far, which are
-      # from earlier rows, stand in front.
+      # Of equal products, `top_k` takes the first. The best products so far are
+      # from earlier rows, so they come first, which keeps ties in corpus order.
       return _best(
         jnp.concatenate([best[0], products], axis=1),
         jnp.concatenate(
@@ -269,8 +278,8 @@ def _search(
         topk,
       ), None
 
-    # The carry of the scan differs between devices, so its first value, which
-    # does not, has to be declared as varying.
+    # The carry of the scan differs between devices. Its initial value is equal
+    # on all devices, so it has to be declared as varying.
     none = jax.lax.pcast(
       (
         jnp.full((num_queries, topk), -jnp.inf),
@@ -283,8 +292,8 @@ def _search(
     (scores, rows), _ = jax.lax.scan(step, none, (numbers, tiles))
     return scores, rows
 
-  # The best of each device stand side by side in the order of the devices, so
-  # the last `top_k` keeps ties in the order of the rows, too.
+  # The results of the devices are concatenated in the order of the devices, so
+  # the last `top_k` keeps ties in corpus order, too.
   scores, rows = jax.shard_map(
     on_device,
     mesh=mesh,

@@ -1,10 +1,10 @@
-"""The encoder of dense search: BERT with mean pooling, vectors normalised.
+"""The encoder of dense search: BERT with mean pooling and normalised vectors.
 
-It reads Hugging Face directories of sentence encoders with the architecture of
-BERT (arXiv 1810.04805), such as E5 and MiniLM: config.json, model.safetensors,
-and tokenizer.json or vocab.txt.
+It is read from a Hugging Face directory of a sentence encoder with the
+architecture of BERT (arXiv 1810.04805), such as E5 and MiniLM. The directory
+has config.json, model.safetensors, and tokenizer.json or vocab.txt.
 
-B texts, L tokens, D width, N heads, H head size, V vocabulary.
+Shape letters: B texts, L tokens, D width, N heads, H head size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ from stppo_jax.models.hf import weight_files
 Array = jax.Array
 
 _MAX_LENGTH = 512  # tokens; BERT is trained with no more positions
-_LENGTH_BUCKET = 32  # tokens; lengths are padded to a multiple of it
+_LENGTH_BUCKET = 32  # tokens; texts are padded to a multiple of this length
 _BATCH = 64  # texts per call
-_NORM_EPS = 1e-12  # the least norm by which a mean state is divided
+_NORM_EPS = 1e-12  # a mean state with a smaller norm is divided by this number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EncoderConfig:
 
 
 class EncoderLayer(nnx.Module):
-  """Attention and an MLP, each with a residual connection, then a norm."""
+  """Attention and an MLP, each followed by a residual connection and a norm."""
 
   def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
     size, wide = config.hidden_size, config.intermediate_size
@@ -72,7 +72,7 @@ class EncoderLayer(nnx.Module):
     x_BLD = self.attention_norm(
       x_BLD + self.output(attended_BLNH.reshape(x_BLD.shape))
     )
-    # BERT has the exact function; jax's default approximates it by tanh.
+    # BERT uses the exact GELU; jax's default approximates it by tanh.
     hidden = jax.nn.gelu(self.up(x_BLD), approximate=False)
     return self.norm(x_BLD + self.down(hidden))
 
@@ -91,7 +91,7 @@ class Encoder(nnx.Module):
     )
 
   def __call__(self, token_ids_BL: Array, mask_BL: Array) -> Array:
-    """Returns the normalised mean of the states of the tokens, [B, D].
+    """Returns the normalised mean of the tokens' hidden states, [B, D].
 
     Args:
       token_ids_BL: token ids, right-padded.
@@ -116,7 +116,8 @@ class TextEncoder:
 
   Attributes:
     size: the width D of the vectors.
-    sha256: the checksum of the weights, by which an index names its encoder.
+    sha256: the checksum of the weights, which an index stores to identify its
+      encoder.
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
@@ -139,12 +140,13 @@ class TextEncoder:
     )
 
   def encode(self, texts: Sequence[str]) -> np.ndarray:
-    """Returns [B, D] float32, the vectors of texts."""
-    # The tokenizer fails on half a surrogate pair, which JSON can carry.
+    """Returns the vectors of texts, [B, D] in float32."""
+    # `whole` replaces halves of surrogate pairs. JSON can contain them, and the
+    # tokenizer fails on them.
     encodings = self._tokenizer.encode_batch([text_lib.whole(t) for t in texts])
     ids = [encoding.ids for encoding in encodings]
     vectors_BD = np.empty((len(ids), self.size), np.float32)
-    # Texts of similar length share a batch, so that little is padded.
+    # Texts of similar length share a batch, so that there is little padding.
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for begin in range(0, len(order), _BATCH):
       rows = order[begin : begin + _BATCH]
@@ -177,8 +179,8 @@ def read_config(directory: pathlib.Path) -> EncoderConfig:
       raise ValueError(
         f'{path}: {name}={fields[name]!r}: only {expected!r} is supported'
       )
-  # Without this file of sentence-transformers, nothing says how states are
-  # pooled; the mean is that of E5 and MiniLM.
+  # This file of sentence-transformers says how hidden states are pooled. If it
+  # is missing, the mean is assumed, which E5 and MiniLM use.
   pooling = directory / '1_Pooling' / 'config.json'
   if pooling.is_file():
     modes = weight_files.read_json(pooling)
@@ -211,9 +213,9 @@ def read_encoder(directory: pathlib.Path, config: EncoderConfig) -> Encoder:
       line.
   """
   tensors = weight_files.read_headers(directory)
-  # Some files have the encoder inside a larger model.
+  # In some files, the encoder is a part of a larger model.
   prefix = 'bert.' if any(name.startswith('bert.') for name in tensors) else ''
-  # Shapes only: random weights would be made to be replaced at once.
+  # Only shapes are made, because the weights are read from the file.
   graph, state = nnx.split(
     nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0)))
   )
@@ -258,7 +260,7 @@ _LAYER_NAMES: Mapping[str, str] = {
 
 
 def _name(path: tuple) -> tuple[str, bool]:
-  """Returns the name of a leaf's tensor and whether it is transposed there."""
+  """Returns a leaf's tensor name in the file, and whether to transpose it."""
   *place, leaf = path
   suffix = 'bias' if leaf == 'bias' else 'weight'
   if place[0] == 'layers':
@@ -304,5 +306,5 @@ def _is_lower_case(directory: pathlib.Path) -> bool:
   if not path.is_file():
     return True
   fields = weight_files.read_json(path)
-  # The default of BERT's own tokenizer.
+  # True is the default of BERT's own tokenizer.
   return bool(fields.get('do_lower_case', True))

@@ -1,4 +1,4 @@
-"""Search in an index that FAISS has written, such as a published one.
+"""Searches an index that FAISS has written, such as a published index.
 
 FAISS is optional; `pip install '.[faiss]'` in the clone installs it.
 """
@@ -15,7 +15,7 @@ from stppo_jax.retrieval.indexes import dense
 
 
 class FaissIndex(dense.VectorIndex):
-  """Searches a file of FAISS with the vectors of queries."""
+  """Searches the index in a file of FAISS by the vectors of queries."""
 
   def __init__(
     self,
@@ -26,21 +26,21 @@ class FaissIndex(dense.VectorIndex):
     size: int,
     query_prefix: str = '',
   ):
-    """Opens the file; its vectors are memory-mapped where the kind allows.
+    """Opens the file, and memory-maps its vectors if its kind allows that.
 
     Args:
       path: the file that FAISS wrote.
       passages: the passages, in the order of the index.
       encode, query_prefix: see `dense.VectorIndex`.
-      size: the width of the vectors of the encoder.
+      size: the width of the encoder's vectors.
 
     Raises:
-      ValueError: if FAISS is not installed, the file is not readable, or its
-        vectors have another number or width; the message is one line.
+      ValueError: if FAISS is not installed, the file is not readable, or the
+        number or the width of its vectors is wrong; the message is one line.
     """
     super().__init__(passages, encode, query_prefix)
     try:
-      # FAISS makes its names at import, so types cannot be checked.
+      # FAISS defines its names at import, so types cannot be checked.
       faiss: Any = importlib.import_module('faiss')
     except ImportError as error:
       raise ValueError(
@@ -63,13 +63,13 @@ class FaissIndex(dense.VectorIndex):
         f'{path}: vectors of {self._index.d} numbers, but the encoder makes '
         f'vectors of {size}: the index of another encoder'
       )
-    # Scores are better the larger they are, so distances change their sign.
+    # A larger score must be better, so distances are negated.
     self._sign = -1.0 if self._index.metric_type == faiss.METRIC_L2 else 1.0
 
   def nearest(
     self, query_vectors: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    """See `dense.VectorIndex`; the rows may be fewer than asked for."""
+    """See `dense.VectorIndex`; FAISS pads missing results with row -1."""
     products, rows = self._index.search(
       np.ascontiguousarray(query_vectors, np.float32), min(topk, len(self))
     )

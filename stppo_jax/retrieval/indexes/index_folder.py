@@ -2,14 +2,13 @@
 
     index.json        {"version", "passages", "sha256"}, written last
     passages.jsonl    {"id", "title", "text"} on each line
-    offsets.npy       [N + 1], the bytes where lines begin and the last one ends
-    bm25/ dense/      parts, each with a part.json that names its passages
+    offsets.npy       [N + 1], the byte offsets of the lines and of the end
+    bm25/ dense/      parts, each with a part.json
 
-The checksum is that of passages.jsonl. A part is only used with the passages
-that it was made from. Files are memory-mapped: a large index opens at once, and
-the processes of one machine share its memory.
-
-N passages.
+N is the number of passages, and sha256 the checksum of passages.jsonl. A
+part.json has this checksum too, so that a part is only used with the passages
+from which it was made. Files are memory-mapped: a large index opens at once,
+and the processes of one machine share its memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ class StoredPassages(Sequence[types.Passage]):
   """The passages of a folder, each read from its line when it is needed."""
 
   def __init__(self, folder: pathlib.Path, num_passages: int):
-    """Maps the files.
+    """Memory-maps the files of the passages.
 
     Raises:
       ValueError: if a file is missing or damaged; the message is one line.
@@ -48,14 +47,14 @@ class StoredPassages(Sequence[types.Passage]):
       mapped = np.load(folder / _OFFSETS, mmap_mode='r', allow_pickle=False)
       with open(folder / _PASSAGES, 'rb') as file:
         self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # An empty file cannot be mapped, which is a ValueError.
+    # An empty file cannot be mapped: `mmap` raises ValueError.
     except (OSError, ValueError, EOFError) as error:
       raise ValueError(f'{folder}: damaged: {error}') from error
     self._offsets = np.asarray(mapped)  # Indexing a memmap is slow.
     if self._offsets.dtype != np.int64 or self._offsets.ndim != 1:
       raise ValueError(f'{folder}: damaged: {_OFFSETS} holds no offsets')
-    # Only the length is compared: the checksum would read a large file at every
-    # start.
+    # Only the length is compared, because a checksum would have to read a large
+    # file at every start.
     sizes = num_passages + 1, [len(self._bytes)]
     if (len(self._offsets), self._offsets[-1:].tolist()) != sizes:
       raise ValueError(f'{folder}: damaged: {_PASSAGES} has another length')
@@ -72,7 +71,7 @@ class StoredPassages(Sequence[types.Passage]):
     return types.Passage(**json.loads(line))
 
   def sha256(self) -> str:
-    """Returns the checksum of the file as it is now."""
+    """Returns the checksum of passages.jsonl as the file is now."""
     return hashlib.sha256(self._bytes).hexdigest()
 
 
@@ -120,8 +119,8 @@ class IndexFolder:
     path = pathlib.Path(path)
     if (path / _MANIFEST).exists():
       folder = cls(path)
-      # The same command may be repeated, for another part or after an
-      # interruption; another corpus must not take the place of this one.
+      # A command may be repeated, for another part or after an interruption.
+      # But the folder must not be used for another corpus.
       folder.check_corpus(passages)
       return folder
     ours = {_PASSAGES, _OFFSETS}  # an interrupted start may have left these
@@ -140,12 +139,12 @@ class IndexFolder:
       'passages': len(passages),
       'sha256': digest.hexdigest(),
     }
-    # Last: without it, the folder of an interrupted start is no index.
+    # Written last: after an interruption, the folder is no index without it.
     _write_manifest(path / _MANIFEST, manifest)
     return cls(path)
 
   def check_corpus(self, passages: Iterable[types.Passage]) -> None:
-    """Raises ValueError unless the folder was made from these passages."""
+    """Raises ValueError if the folder was made from other passages."""
     digest = hashlib.sha256()
     for line in _lines(passages):
       digest.update(line)
@@ -162,12 +161,12 @@ class IndexFolder:
     options: Mapping[str, Any],
     write: Callable[[pathlib.Path], None],
   ) -> bool:
-    """Writes a part, unless the folder has it with the same options.
+    """Writes a part if the folder does not have the part yet.
 
     Args:
       name: the name of the part.
       options: JSON values that describe how the part is made.
-      write: writes the files of the part into an empty folder.
+      write: a function that writes the part's files into an empty folder.
 
     Returns:
       Whether the part was written.
@@ -188,7 +187,8 @@ class IndexFolder:
     if unfinished.exists():
       shutil.rmtree(unfinished)
     unfinished.mkdir()
-    # A part gets its name when it is complete, so a killed build leaves none.
+    # The folder of a part gets the part's name when the part is complete, so a
+    # killed build leaves no part.
     write(unfinished)
     _write_manifest(unfinished / _PART_MANIFEST, manifest)
     unfinished.rename(path)
@@ -222,13 +222,13 @@ class IndexFolder:
 def building(
   path: str | os.PathLike[str], *, waits: Callable[[], None]
 ) -> Iterator[None]:
-  """Makes a folder, in which one process at a time runs the body.
+  """Makes a folder, and runs the body while no other process builds in it.
 
-  Two would replace files of each other that are mapped.
+  Two processes would replace each other's files while these are mapped.
 
   Args:
     path: the folder.
-    waits: called if another process has to end first.
+    waits: a function that is called if this process has to wait for another.
   """
   pathlib.Path(path).mkdir(parents=True, exist_ok=True)
   folder = os.open(path, os.O_RDONLY)
