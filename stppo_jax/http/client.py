@@ -147,8 +147,8 @@ class Client:
       Failure: if there was no reply, or a reply with another status.
       Exception: see `OutageGate.request`.
     """
-    # The timeout starts only when a slot is free: in a burst of requests, the
-    # last ones would otherwise time out before they are sent.
+    # The timeout starts only when a slot is free. Otherwise the last requests
+    # of a burst would time out before they are sent.
     async with self._slots, self._gate.request() if self._gate else _OPEN:
       return await self._request('POST', path, body, self.timeout)
 

@@ -78,7 +78,7 @@ def answered(connections: connections_lib.Connections):
 
 
 def authorize(token: str):
-  """Returns a middleware that refuses requests without the token, if any."""
+  """Returns a middleware that refuses requests without the token; '' = none."""
   # Compared as bytes, because compare_digest refuses text beyond ASCII.
   expected = f'Bearer {token}'.encode()
 

@@ -27,8 +27,8 @@ TENSOR = mesh_lib.AXES[-1]
 def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
   """Returns x with a sharding constraint, which its gradient has too.
 
-  A dimension is replicated if its mesh axes do not divide its size: for example
-  a single row, or key and value heads that several devices share.
+  A dimension is replicated if its mesh axes do not divide its size, as in a
+  batch of one row, or with fewer key and value heads than devices.
 
   Args:
     x: an activation.
@@ -45,10 +45,16 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
 def fitting(
   axes: Iterable[Axes], shape: tuple[int, ...], mesh: jax.sharding.Mesh
 ) -> P:
-  """Returns a partition spec without axes that do not divide their dimension.
+  """Returns a partition spec whose mesh axes divide each dimension.
 
-  If a dimension has several axes and `expert` has only one device, `expert` is
-  left out of them.
+  An entry of `axes` becomes None if its mesh axes do not divide the size of its
+  dimension. `expert` is left out of an entry with several axes if only one
+  device is along `expert`.
+
+  Args:
+    axes: the wanted mesh axes of the leading dimensions.
+    shape: the shape of the array.
+    mesh: the result of `make_mesh`.
   """
 
   def one(axes: Axes, size: int) -> Axes:
@@ -93,5 +99,5 @@ def extent(mesh: jax.sharding.Mesh, axes: Axes) -> int:
 
 
 def names(axes: Axes) -> tuple[str, ...]:
-  """Returns one axis, several axes or None as a tuple of names of axes."""
+  """Returns the names of axes as a tuple; `axes` may be one name or None."""
   return (axes,) if isinstance(axes, str) else axes or ()

@@ -24,9 +24,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
   'tpu': {
     # The compiler computes a product with a sharded matrix of at least this
     # many MiB in windows, one for each device: it multiplies a window while the
-    # next window is sent. The number here is so large that it never does. With
-    # 16 or more devices, windows are narrow: a width of 1536 gives windows of
-    # 96 columns, which fill a third of the matrix unit. By the compiler's
+    # next window is sent. This number is so large that there are no windows.
+    # With 16 or more devices, windows are narrow: a width of 1536 gives windows
+    # of 96 columns, which fill a third of the matrix unit. By the compiler's
     # estimate, an update of a 1.5B model on 16 chips takes half the time
     # without windows, and the compiler still gathers each matrix during the
     # product before it.

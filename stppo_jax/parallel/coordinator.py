@@ -6,12 +6,13 @@ Every process, including process 0, keeps a connection to it and sends:
     {"process": 1, "count": 4, "name": "worker-1"}    I am process 1 of 4
     {"give": "vote/3", "value": ..., "to": "all",
      "among": []}                                     my value of an exchange
-    {"stop": true}                                    abandon what you can
+    {"stop": true}                                    abandon repeatable work
     {"failed": "host 1 ...", "code": 70}              the run cannot go on
     {"answer": true}                                  I am alive
     {"bye": true}                                     I am done
 
-The coordinator sends:
+`to` is 'all' or 'first': the processes that get the values. `among` has the
+numbers of the processes that take part; [] for all. The coordinator sends:
 
     {"waiting": "for host 2, host 3 ..."}             these hosts are late
     {"done": "met", "values": ["worker-0", ...]}      all are connected
@@ -24,9 +25,9 @@ coordinator names that process to the others at once. A process that is stopped,
 or whose machine hangs, keeps its connection but does not answer any more.
 
 jax has its own coordinator, which XLA needs. Its key-value store and barriers
-could serve the exchanges, but not their failures. A wait cannot be ended from
-outside, so a host would hear of a signal or a failure of another host only at
-the time-out. A client that loses jax's coordinator aborts its process with a
+could carry the exchanges, but do not handle failures. A wait cannot be ended
+from outside, so a host would hear of a signal or a failure of another host only
+at the time-out. A client that loses jax's coordinator aborts its process with a
 stack trace that names no host, even with `jax_enable_recoverability`. So jax's
 clients reach jax's coordinator through relays on the port of this coordinator,
 which stay open when process 0 is gone.

@@ -104,7 +104,7 @@ def exchanged(
       experts and, if there are adapters, the adapters' matrices.
     axis: the mesh axis along which devices hold different experts.
     product: a product whose gradient with respect to the matrices is a kernel,
-      by which visits are summed; None: gathers sum them.
+      by which visits are summed; None: visits are summed with gathers.
   """
 
   def gather(a_BL):
@@ -249,7 +249,7 @@ _added.defvjp(
 # the inverse permutation, the gradient is another gather.
 @jax.custom_vjp
 def permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
-  """Returns x[order]; its gradient takes g to g[inverse]."""
+  """Returns x[order]; a gradient g of the result becomes g[inverse]."""
   del inverse_U  # only the gradient needs it
   return x_UD[order_U]
 

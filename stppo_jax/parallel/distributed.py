@@ -18,11 +18,11 @@ from stppo_jax.parallel import hosts as hosts_lib
 
 Tree = Any
 
-START_TIMEOUT = 300.0  # seconds until all processes must have come
+START_TIMEOUT = 300.0  # seconds until all processes must be connected
 _PATIENCE = 3600.0  # seconds that a host may be later than the others
 # The coordinator of this package notices lost hosts, and names them. If jax's
-# coordinator noticed a lost host first, it would end all others without naming
-# that host. So jax's time-out is one day.
+# coordinator noticed a lost host first, it would end all other processes
+# without naming that host. So jax's time-out is one day.
 _JAX_HEARTBEAT = 24 * 3600
 _JAX_SHUTDOWN = 10  # seconds
 
@@ -48,7 +48,7 @@ class Place:
 def place(
   coordinator: str, num_processes: int, process_id: int, *, collectors: int = 0
 ) -> Place | None:
-  """Returns the place of this process by its flags, or else by its cluster.
+  """Returns the place of this process from its flags, or from its cluster.
 
   Args:
     coordinator: host name and port of process 0; '' if no flag was given.

@@ -49,8 +49,8 @@ class Hosts:
     index: the number of this host.
     count: the number of hosts.
     names: the name of each host's machine.
-    on_stop: called on another thread when a stop or a failure asks this host to
-      abandon what it can.
+    on_stop: called on another thread if this host is to abandon work that can
+      be repeated, after a stop or a failure.
     collectors: the number of hosts that only collect.
     learns: whether this host learns; False if it only collects.
     whole: all hosts of the run, of which this object may be a `Group`.
@@ -90,14 +90,14 @@ class Hosts:
 
     Args:
       what: the name of the value, the same on all hosts.
-      value: this host's value, which JSON can write.
+      value: this host's value, which must be serialisable as JSON.
       timeout: seconds to wait; None: until the coordinator gives up late hosts.
 
     Raises:
       HostFailed: another host has failed, or is too late.
       TimeoutError: another host did not come within `timeout`.
-      Interrupted: `what` is `coordinator.PROGRAM`, and a stop has asked all
-        hosts to abandon what they can.
+      Interrupted: `what` is `coordinator.PROGRAM`, and a host has called
+        `stop`.
     """
     del what, timeout
     return [value]
@@ -115,7 +115,7 @@ class Hosts:
     return f'host {index} ({self.names[index]})'
 
   def stop(self) -> None:
-    """Asks all hosts to abandon what they can and come to their next vote."""
+    """Asks all hosts to abandon work that can be repeated, and to vote next."""
 
   def diagnose(self, error: BaseException) -> BaseException:
     """Returns `error`, or the failure of another host if that was the cause."""
@@ -126,7 +126,7 @@ ALONE = Hosts()
 
 
 class Group(Hosts):
-  """Stands for the hosts of a run that learn, or for those that only collect.
+  """Stands for the hosts that learn, or for the hosts that only collect.
 
   Args:
     whole: the hosts of the run.

@@ -73,7 +73,8 @@ class Held(NamedTuple):
     gradients: the bytes of the gradients of an update.
     copied: the bytes of keys and values that decode copies on a device that
       collects; 0 if a kernel reads the pages of the KV cache in place.
-    gathered: the bytes of the frozen base, gathered for updates.
+    gathered: the bytes of the frozen base after it is gathered for updates; 0
+      if it is not gathered.
   """
 
   sizes: Mapping[str, int]
@@ -84,7 +85,7 @@ class Held(NamedTuple):
 
   @property
   def learns(self) -> int:
-    """The bytes of `sizes`, on a device that learns."""
+    """The sum of `sizes`: bytes on a device that learns, without gradients."""
     return sum(self.sizes.values())
 
   @property
@@ -94,7 +95,7 @@ class Held(NamedTuple):
 
   @property
   def total(self) -> int:
-    """The largest number of bytes on a device: it learns, or it collects."""
+    """The largest number of bytes on a device, while it learns or collects."""
     return max(self.learns + self.gradients + self.gathered, self.decodes)
 
 

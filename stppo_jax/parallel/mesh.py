@@ -13,9 +13,9 @@ BATCH_AXES = ('data', 'fsdp', 'expert')
 # other weights are sharded over `expert` as they are over `fsdp`.
 WEIGHT_AXES = ('fsdp', 'expert')
 
-# If the kind of a device or the name of a topology matches, the compiler
-# (libtpu 0.0.42) ends the process when it compiles a collective among some, but
-# not all, chips of several hosts.
+# If the kind of a device or the name of a topology matches this pattern, the
+# compiler (libtpu 0.0.42) ends the process when it compiles a collective among
+# some, but not all, chips of several hosts.
 _ONLY_WHOLE_HOSTS = re.compile(r'v[56](e\b| lite\b)')
 
 
@@ -168,7 +168,7 @@ def check_divides(
       axis must divide.
     num_kv_heads: the number of key and value heads; the size of `tensor` must
       divide this number or be a multiple of it.
-    whose: the model that the message names behind the dimensions, such as
+    whose: a text that the message has after the dimensions, such as
       ' of the value model'.
 
   Raises:

@@ -220,9 +220,9 @@ class Placement:
 class Publisher:
   """Copies weights of a model to the devices that decode with them.
 
-  One program copies the embedding, the norm and the head. Another one then
-  copies the layers, one per call. A single program for all layers would gather
-  many layers before it stores its first result, and so hold most of the weights
+  One program copies the embedding, the norm and the head. Another program then
+  copies one layer per call. A single program for all layers would gather many
+  layers before it stores its first result, and so hold most of the weights
   twice.
 
   Args:

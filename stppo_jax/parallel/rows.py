@@ -56,7 +56,8 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
 
     # On a CPU, devices may run a collective in a loop and a collective outside
     # of it in different orders, and would then wait for each other for ever.
-    # All devices run the collectives outside of loops in the same order.
+    # All devices run collectives outside of loops in the same order, so the
+    # loop is unrolled.
     unroll = mesh_lib.platform(mesh) == 'cpu'
     return jax.lax.scan(one_row, None, rows_nm.T, unroll=unroll)[1]
 

@@ -238,7 +238,7 @@ def devices(topology: Topology) -> list[Any]:
 
 
 def compiled(lowered: Any) -> Any:
-  """Returns a lowered program compiled.
+  """Compiles a lowered program, and returns the compiled program.
 
   Raises:
     DoesNotFit: the program needs more memory than a device has.

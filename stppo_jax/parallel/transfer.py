@@ -139,8 +139,8 @@ class Server:
         ).start()
 
   def _serve(self, connection: socket.socket) -> None:
-    # A peer that sends something else does not belong to the run, so its errors
-    # are ignored.
+    # A peer whose first line is not valid does not belong to the run, so its
+    # errors are ignored.
     with (
       connection,
       connection.makefile('rb') as reader,

@@ -38,7 +38,7 @@ _DEFAULT_TOPK = 3  # as in Search-R1's server
 _MAX_TOPK = 100
 _MAX_QUERIES = 512  # the most queries of a request, and of one search
 _MAX_QUERY_CHARS = 4096  # environments send fewer characters
-_MAX_WORLDS = 64  # the most recently used worlds, whose indexes are kept
+_MAX_WORLDS = 64  # indexes are kept for so many most recently used worlds
 
 
 def make_app(

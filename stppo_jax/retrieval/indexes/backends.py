@@ -11,7 +11,7 @@ from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import index_folder
 
 # Modules that need jax or FAISS are imported inside the functions that use
-# them, so that the other kinds of search do not need them.
+# them, so that the other kinds of search need neither jax nor FAISS.
 
 BACKENDS = ('bm25', 'dense', 'faiss', 'hybrid')
 
@@ -189,7 +189,10 @@ class HybridIndex:
   def search(
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
-    """Returns the best passages; ties are in the order of the indexes."""
+    """Returns the best passages of each query, best first.
+
+    Among passages with equal sums, passages of the first index come first.
+    """
     # Each index is asked for more passages than `topk`, because a passage far
     # down in both rankings may have a larger sum than the first passage of one
     # ranking.

@@ -80,7 +80,7 @@ class IndexFolder:
 
   Attributes:
     path: the folder.
-    passages: its passages.
+    passages: the passages of the folder.
     sha256: the checksum of the passages.
   """
 
@@ -88,7 +88,7 @@ class IndexFolder:
     """Opens a folder that `create` made.
 
     Raises:
-      ValueError: if the folder holds no index, or a damaged one; the message is
+      ValueError: if the folder holds no index, or is damaged; the message is
         one line.
     """
     self.path = pathlib.Path(path)
@@ -108,7 +108,7 @@ class IndexFolder:
   def create(
     cls, path: str | os.PathLike[str], passages: Sequence[types.Passage]
   ) -> 'IndexFolder':
-    """Writes passages to a folder, or opens the folder that has them already.
+    """Writes passages to a folder; opens the folder if it has them already.
 
     Raises:
       ValueError: if the folder holds other passages or other files, or there is
