@@ -52,7 +52,7 @@ def application(
   close: Callable[[], None],
   token: str = '',
 ) -> web.Application:
-  """Returns a server with POST handlers and GET /health, for aiohttp.
+  """Returns an aiohttp application with POST handlers and GET /health.
 
   Args:
     post: the handler of each path. It takes the JSON object of the body, and as
@@ -176,7 +176,7 @@ async def serving(
     await runner.setup()
     bound = bound or listen(host, port)
     make_protocol = runner.server
-    assert make_protocol is not None  # `setup` has made it
+    assert make_protocol is not None  # `setup` has set `runner.server`
     if _CONNECTIONS in app:
       make_protocol = app[_CONNECTIONS].guard(make_protocol)
     server = await asyncio.get_running_loop().create_server(

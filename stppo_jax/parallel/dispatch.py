@@ -1,4 +1,4 @@
-"""Computes a mixture of experts with different experts on different devices.
+"""Computes a mixture of experts whose experts are on different devices.
 
 A token is routed to E experts; each of them is one *visit* of the token. Shape
 letters: n tokens of a device, N tokens of all devices along the mesh axis
