@@ -1,1 +1,1 @@
-"""Computes policy and value model, and reads and writes their files."""
+"""Computes policies and value models, and reads and writes their files."""

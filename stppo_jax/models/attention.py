@@ -1,13 +1,15 @@
-"""Computes attention, the mean of values weighted by how keys fit a query.
+"""Computes attention: for each query, a weighted mean of the values.
 
-B rows, L queries, J keys, N query heads, K heads of keys and of values,
-R = N / K query heads that share one of them, H head size. Sharing is that of
-grouped-query attention (Ainslie et al., 2023, arXiv 2305.13245).
+Shape letters: B rows of a batch, L queries of a row, J keys, N query heads, K
+key and value heads, R = N / K query heads that share one key and value head, H
+size of a head. Heads are shared as in grouped-query attention (Ainslie et al.,
+2023, arXiv 2305.13245).
 
-`attention` is the definition: it takes any mask and runs everywhere. Whole
-sequences use `causal_attention`, which computes in tiles (`blockwise`) or by a
-kernel of the platform. They support causal masks only, with or without a
-window, so reading from a cache always uses `attend_to_slices`.
+`attention` computes the definition: it takes any mask and runs on every
+platform. Whole sequences use `causal_attention`, which computes long sequences
+in tiles (`blockwise`) or by a fused kernel (`fused_attention`). Tiles and fused
+kernels support causal masks only, with or without a window. A KV cache is read
+by `attend_to_slices`, or by a kernel of the package `kernels`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +25,12 @@ from stppo_jax.parallel import mesh as mesh_lib
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
 
-# Finite, so that a query which sees nothing gets finite numbers, not nan.
+# The logit of a hidden key. It is finite, so that a query which sees no key
+# gets finite numbers and not nan.
 _MASKED = -1e30
-# Tokens of a tile. On a CPU tiles are small, so that the logits of a pair of
-# tiles stay in its cache; elsewhere each tile must be worth starting a kernel.
+# Tokens of a tile, on a CPU and on other platforms. On a CPU, tiles are small
+# so that the logits of one tile of queries and one tile of keys stay in the
+# processor's cache. Elsewhere, tiles are large so that fewer kernels start.
 _CPU_TILE, _TILE = 80, 512
 
 
@@ -35,30 +39,31 @@ def attention(
 ) -> Array:
   """Returns softmax(q k / √H) v, [B, L, N, H].
 
-  Logits are float32. Keys are broadcast over the query heads that share them,
-  never repeated.
+  The logits are float32. Query heads that share a key and value head read the
+  same array: its keys and values are not copied for each query head.
 
   Args:
     q_BLNH: queries.
     k_BKJH, v_BKJH: keys and values.
-    visible_BLJ: bool, the keys that each query sees; its B may be 1.
+    visible_BLJ: bool, true where a query sees a key; the axis B may have size
+      1.
   """
   q_BKRLH = split_heads(q_BLNH, k_BKJH.shape[1])
   weights, total, _ = _weights(q_BKRLH, k_BKJH, visible_BLJ)
-  # Normalised after the product with v: H divisions a query instead of J.
+  # Dividing after the product with v takes H divisions per query and not J.
   mixed = _mix(weights, v_BKJH)
   return join_heads(mixed / total.astype(mixed.dtype))
 
 
 class Segments(NamedTuple):
-  """Tells which tokens of a row belong to which of several sequences.
+  """Tells which token belongs to which sequence if a row holds several.
 
   Attributes:
-    ids_BL: int32, the sequence 1..count that a token belongs to; 0 at padding.
-      A number stands for one sequence in all rows of a device.
-    positions_BL: int32, the position of a token in its sequence.
-    count: the most sequences of a device; static.
-    size: the most tokens of a sequence; static.
+    ids_BL: int32, the number 1..count of each token's sequence; 0 at padding.
+      Sequences on the same device have different numbers, in all of its rows.
+    positions_BL: int32, the position of each token in its sequence.
+    count: the largest number of sequences on a device; static.
+    size: the largest number of tokens in a sequence; static.
   """
 
   ids_BL: Array
@@ -71,10 +76,11 @@ class KeySlice(NamedTuple):
   """Holds some of the keys and values that queries attend to.
 
   Attributes:
-    k_BKJH, v_BKJH: keys and values; each slice has its own J.
-    visible_BLJ: bool, the keys that each query sees; its B and L may be 1.
-    scales: (k_scale_BKJ1, v_scale_BKJ1), the factors of keys and values of type
-      int8; None: keys and values are used as they are.
+    k_BKJH, v_BKJH: keys and values; J may differ between slices.
+    visible_BLJ: bool, true where a query sees a key; the axes B and L may have
+      size 1.
+    scales: (k_scale_BKJ1, v_scale_BKJ1), the factors that restore keys and
+      values from int8; None: keys and values are not quantised.
   """
 
   k_BKJH: Array
@@ -84,20 +90,22 @@ class KeySlice(NamedTuple):
 
 
 class Page(NamedTuple):
-  """Describes a slice that is read only if it is needed.
+  """Describes a slice of keys and values that is read only if it is needed.
 
   Attributes:
-    needed: scalar bool. It may be false if no query sees any key of this page
-      and of those after it; then none of them is read.
-    read: returns the slice.
+    needed: scalar bool. It may be false only if no query sees any key of this
+      page or of the pages after it. If it is false, none of these pages is
+      read.
+    read: function without arguments that returns the slice.
   """
 
   needed: Array | bool
   read: Callable[[], KeySlice]
 
 
-# The sums of values weighted by exp(logit - largest) [B, K, R, L, H], the sums
-# of these weights, and the largest logits [B, K, R, L, 1].
+# Partial results of attention over some of the keys: the sums of the values
+# weighted by exp(logit - largest) [B, K, R, L, H], the sums of these weights
+# [B, K, R, L, 1], and the largest logits [B, K, R, L, 1].
 _Sums = tuple[Array, Array, Array]
 
 
@@ -108,20 +116,20 @@ def attend_to_slices(
   *,
   num_kv_heads: int,
 ) -> Array:
-  """Returns attention to own keys and to pages as if they were one array.
+  """Returns attention [B, L, N, H] to the own keys and all pages together.
 
-  Each slice is reduced by itself to (weighted values, sum of weights, largest
-  logit), and added to those before it, after both have been rescaled to the
-  larger of their largest logits. A slice of which a query sees nothing has the
-  largest logit _MASKED, so its scale is exp(_MASKED - largest) = 0 exactly, and
-  that of the others is exp(0) = 1. Therefore no bit of the result depends on
-  whether such a slice is read: programs that read different numbers of cached
-  pages agree to the last bit.
+  Each slice is first reduced alone to its partial results, see `_Sums`. These
+  are added to the partial results of the slices before it, after both have been
+  rescaled to the larger of the two largest logits. If a query sees no key of a
+  slice, the largest logit of the slice is _MASKED. The scale of the slice is
+  then exp(_MASKED - largest) = 0 exactly, and the scale of the other slices is
+  exp(0) = 1. Therefore reading such a slice changes no bit of the result, and
+  programs that read different numbers of cached pages agree to the last bit.
 
   Args:
     q_BLNH: queries.
-    own: keys and values, of which each query sees at least one.
-    pages: keys and values that may be left out.
+    own: keys and values; each query sees at least one of these keys.
+    pages: keys and values that are read only if they are needed.
     num_kv_heads: K.
   """
   q_BKRLH = split_heads(q_BLNH, num_kv_heads)
@@ -150,7 +158,7 @@ def attend_to_slices(
     )
 
   def with_needed(sums, pages):
-    # The pages are halved again and again, so that one branch skips many pages,
+    # The pages are halved recursively, so that one branch can skip many pages
     # and few branches are nested.
     if half := len(pages) // 2:
       return with_pages(with_needed(sums, pages[:half]), pages[half:])
@@ -163,7 +171,7 @@ def attend_to_slices(
 
 
 def _added(one: _Sums, other: _Sums) -> _Sums:
-  """Returns the sums over two disjoint sets of keys; float32."""
+  """Returns the partial results of two disjoint sets of keys combined."""
   largest = jnp.maximum(one[2], other[2])
   scales = [jnp.exp(x[2] - largest) for x in (one, other)]
   mixed, total = (one[n] * scales[0] + other[n] * scales[1] for n in (0, 1))
@@ -173,8 +181,8 @@ def _added(one: _Sums, other: _Sums) -> _Sums:
 def split_heads(q_BLNH: Array, K: int) -> Array:
   """Returns q / √H as [B, K, R, L, H], the layout of every product below."""
   B, L, N, H = q_BLNH.shape
-  # On a TPU, an array whose second last axis is as short as R would be padded
-  # to whole tiles. Therefore no array has R there.
+  # A TPU pads the second last axis of an array to whole tiles, which would be
+  # mostly padding for an axis as short as R. So R is never the second last.
   q_BNLH = (q_BLNH * H**-0.5).swapaxes(1, 2)
   return q_BNLH.reshape(B, K, N // K, L, H)
 
@@ -186,10 +194,14 @@ def _weights(
   *,
   k_scale_BKJ1: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Returns exp(logits - largest) [B, K, R, L, J], their sum, and largest."""
+  """Returns weights exp(logits - largest) [B, K, R, L, J], and two reductions.
+
+  The reductions are the sum of each query's weights and its largest logit.
+  """
   if k_scale_BKJ1 is not None:
     k_BKJH = k_BKJH.astype(q_BKRLH.dtype)
-  # In the equations here and in `_mix`, n is R and L as one axis.
+  # In the equations here and in `_mix`, the letter n stands for the axes R and
+  # L merged into one.
   logits = _matmul(
     'bknh,bkjh->bknj', q_BKRLH, k_BKJH, preferred_element_type=jnp.float32
   )
@@ -203,7 +215,7 @@ def _weights(
 
 
 def _per_key(x_BKJ1: Array) -> Array:
-  """Returns scales in the layout of logits and weights, [B, K, 1, 1, J]."""
+  """Returns scales [B, K, 1, 1, J], which broadcast to logits and weights."""
   return x_BKJ1[:, :, None, None, :, 0]
 
 
@@ -213,14 +225,14 @@ def _mix(weights: Array, v_BKJH: Array) -> Array:
 
 
 def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
-  """Returns x [B, K, R, L, ...] times y, with R and L of x as one axis."""
+  """Returns x [B, K, R, L, ...] times y, computed with R and L merged."""
   B, K, R, L, _ = x.shape
   flat = jnp.einsum(equation, x.reshape(B, K, R * L, -1), y, **options)
   return flat.reshape(B, K, R, L, -1)
 
 
 def join_heads(mixed: Array) -> Array:
-  """Returns [B, K, R, L, H] as [B, L, N, H]."""
+  """Returns an array [B, K, R, L, H] rearranged to [B, L, N, H]."""
   B, K, R, L, H = mixed.shape
   return mixed.reshape(B, K * R, L, H).swapaxes(1, 2)
 
@@ -234,20 +246,21 @@ def causal_attention(
   segments: Segments | None = None,
   window: int = 0,
 ) -> Attend:
-  """Returns a function for causal attention within sequences.
+  """Returns a function that computes causal attention within sequences.
 
-  Call it once, outside a scan over layers, so that masks are made once for all
+  Callers use it outside a scan over layers, so that masks are made once for all
   layers.
 
   Args:
     name: a key of `IMPLEMENTATIONS`.
-    size: L, tokens of a row with its padding.
-    lengths_B: int32, tokens of each row without padding; None: all.
+    size: L, the number of tokens of a row with its padding.
+    lengths_B: int32, the number of tokens of each row without padding; None:
+      rows have no padding.
     mesh: mesh that activations are laid out on; None: one device.
-    segments: the sequences in each row. Tokens see those of their own sequence
-      only. None: every row is one right-padded sequence.
-    window: the number of tokens that a query sees at most, its own and those
-      before it; 0: all of them.
+    segments: the sequences in each row. A token sees only tokens of its own
+      sequence. None: every row is one right-padded sequence.
+    window: the largest number of tokens that a query sees, its own token and
+      the tokens before it; 0: no limit.
 
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
@@ -266,14 +279,15 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
   """Returns the key of `IMPLEMENTATIONS` that a config selects.
 
   Args:
-    name: one of these keys, or 'auto' for the fastest that runs here.
+    name: a key of `IMPLEMENTATIONS`, or 'auto' for the fastest implementation
+      that supports the other arguments.
     dtype: name of the activations' dtype.
     head_dim: H.
     platform: 'cpu', 'gpu' or 'tpu'.
 
   Raises:
-    ValueError: the implementation does not run here; the message lists those
-      that do.
+    ValueError: the named implementation does not support the other arguments;
+      the message lists the implementations that do.
   """
   runs = {
     'cudnn': platform == 'gpu'
@@ -303,10 +317,11 @@ def _xla(
   segments: Segments | None = None,
   window: int = 0,
 ) -> Attend:
-  """Returns attention that runs everywhere: by the definition, or in tiles.
+  """Returns a causal attention function that runs on every platform.
 
-  Padding follows all text, so the causal mask hides it already and the lengths
-  are not needed.
+  Short rows use the definition, longer rows are computed in tiles. Padding
+  follows all text, so the causal mask hides it already and `lengths_B` is not
+  needed.
   """
   del lengths_B
   tile = _CPU_TILE if mesh_lib.platform(mesh) == 'cpu' else _TILE

@@ -1,33 +1,39 @@
 """Computes causal attention in tiles: memory grows linearly with the length.
 
-B rows, L tokens (with padding to whole tiles), N query heads, K heads of keys
-and of values, R = N / K, H head size; J keys; tiles of C tokens.
+Shape letters: B rows, L tokens of a row with its padding, N query heads, K key
+and value heads, R = N / K query heads of one key and value head, H size of a
+head, J keys, C tokens of a tile.
 
-A tile of queries goes through one tile of keys after the other, up to its own.
-The weights of the keys so far are relative to the largest logit so far,
+Each tile of queries visits the tiles of keys one after another, up to the tile
+at its own position. With x_j the logit of key j, the sums over the keys visited
+so far are kept relative to the largest logit so far,
 
     o = Σ_j exp(x_j - m) v_j,   t = Σ_j exp(x_j - m),   m = max_j x_j
 
-and o and t are scaled by exp(m - m') when the largest logit rises to m'. This
-is FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
+When the largest logit rises from m to m', o and t are scaled by exp(m - m').
+The result is o / t after the last tile. This is FlashAttention (Dao et al.,
+2022, https://arxiv.org/abs/2205.14135).
 
-Automatic differentiation would keep the weights of every pair of tiles between
-the passes: [L, L] again. So the backward pass is written by hand. It keeps the
-inputs, the result and one number per query, log Σ_j exp(x_j) = m + log t, from
-which the weights of a pair are computed again as exp(x - log Σ), already
-normalised. With g the gradient of the result and w the weights,
+Automatic differentiation would save the weights of every pair of tiles for the
+backward pass, which are [L, L] numbers again. So the backward pass is written
+by hand. It saves the inputs, the result, and for each query the number
+log_total = log Σ_j exp(x_j) = m + log t. It then computes the weights of a pair
+of tiles again, already normalised, as exp(x - log_total). With w the normalised
+weights, o the result and g its gradient,
 
     dL/dv_j = Σ_l w_lj g_l
     dL/dx_lj = w_lj (g_l . v_j - g_l . o_l)
 
-where g_l . o_l = Σ_j w_lj g_l . v_j is computed without other tiles. Pairs are
-visited in the order of the forward pass, so a sum is the same in every run.
+where g_l . o_l = Σ_j w_lj g_l . v_j needs no sum over the tiles of keys. The
+pairs of tiles are visited in the order of the forward pass, so each sum rounds
+the same way in every run.
 
-For at most `_FEW` tiles there is a second, unrolled program: each tile of
+Rows of at most `_FEW` tiles use a second, unrolled program. There, each tile of
 queries takes all its keys in one product, and no sums are carried from pair to
-pair, which is faster while the logits of a tile of queries, [C, L], are few.
+pair. This is faster while the logits of a tile of queries, [C, L], are few.
 
-With a window, both programs leave out keys that no query of a tile sees.
+With a window, a tile of queries skips earlier keys that none of its queries
+sees: whole tiles of keys in the loop, single keys in the unrolled program.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +48,7 @@ from stppo_jax.parallel import activations
 
 Array = jax.Array
 
-_MASKED = -1e30  # finite: the difference of two is 0, not nan
+_MASKED = -1e30  # a hidden key's logit; finite, because inf - inf is nan
 _TOKENS = -2  # the axis that is cut into tiles
 _FEW = 4  # the most tiles for which the loop is unrolled
 
@@ -54,22 +60,25 @@ def attend(
   segment_ids_BL: Array | None = None,
   window: int = 0,
 ) -> Callable[[Array, Array, Array], Array]:
-  """Returns `attend` of `attention.causal_attention`, computed in tiles.
+  """Returns a causal attention function that computes in tiles.
+
+  `attention.causal_attention` describes the arguments and the result of the
+  function.
 
   Args:
-    size: tokens of a row with its padding.
-    tile: the most tokens of a tile.
+    size: the number of tokens of a row with its padding.
+    tile: the largest number of tokens in a tile.
     mesh: mesh that activations are laid out on; None: one device.
-    segment_ids_BL: int32, the sequence that a token belongs to, of several in a
-      row; 0 at padding. None: every row is one sequence.
-    window: the number of tokens that a query sees at most; 0: all.
+    segment_ids_BL: int32, the number of each token's sequence if rows hold
+      several; 0 at padding. None: every row is one sequence.
+    window: the largest number of tokens that a query sees; 0: no limit.
   """
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles have the least padding
   padded = num_tiles * tile
   mix: Any = _mix_in_loop  # custom_vjp hides the type of its result
   if num_tiles <= _FEW:
-    padded, mix = size, _mix_unrolled  # the last tile may be shorter
+    padded, mix = size, _mix_unrolled  # it allows a shorter last tile
   ids_BL = segment_ids_BL
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
@@ -86,8 +95,8 @@ def attend(
       for x in (q_BLNH * H**-0.5, k, v)
     )
     q_BKRLH = q.reshape(B, padded, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    # The causal mask hides padded keys from all queries but padded ones, and
-    # the results of those are cut off again.
+    # Padding comes last, so the causal mask hides padded keys from all queries
+    # of real tokens. The results of padded queries are cut off below.
     k_BKLH, v_BKLH = k.swapaxes(1, 2), v.swapaxes(1, 2)
     mixed = mix(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
@@ -113,8 +122,8 @@ def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window):
     queries, keys = pair
     mixed, total, largest = (_cut(x, queries, tile) for x in carry)
     logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile, window)
-    # Sums over earlier keys are relative to the old largest logit, so they are
-    # rescaled to the new one before terms are added to them.
+    # The sums over earlier keys are relative to the old largest logit, so they
+    # are rescaled to the new largest logit before new terms are added.
     raised = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
     weights, rescale = jnp.exp(logits - raised), jnp.exp(largest - raised)
     v = _cut(v_BKLH, keys, tile)
@@ -139,16 +148,16 @@ def _backward(tile, window, residuals, gradient_BKRLH):
   q_BKRLH, k_BKLH, v_BKLH, ids_BL, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
 
-  # One pass makes all three gradients, because the weights of a pair, which are
-  # the costly part, serve all of them. A tile of queries or keys is in many
-  # pairs, so each gradient is added to what is there.
+  # One loop over the pairs computes all three gradients, because all three need
+  # the weights of a pair, which are costly to compute. A tile of queries or of
+  # keys occurs in many pairs, so each pair adds to the gradients of its tiles.
   def add_pair(carry, pair):
     queries, keys = pair
     q, gradient, log_sum, centre = (
       _cut(x, queries, tile) for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
     )
     k, v = (_cut(x, keys, tile) for x in (k_BKLH, v_BKLH))
-    # Already normalised: log_sum includes the keys of all tiles.
+    # The weights are normalised already: log_sum covers the keys of all tiles.
     logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile, window)
     weights = jnp.exp(logits - log_sum)
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
@@ -163,8 +172,8 @@ def _backward(tile, window, residuals, gradient_BKRLH):
       for x, (number, y), axis in zip(carry, terms, axes, strict=True)
     ), None
 
-  # Gradients of keys and values are summed as [B, K, H, L], the layout of
-  # `_sum_over_queries`.
+  # The gradients of keys and values are summed in the layout [B, K, H, L],
+  # which `_sum_over_queries` returns.
   inputs = (q_BKRLH, k_BKLH.swapaxes(2, 3), v_BKLH.swapaxes(2, 3))
   axes = (_TOKENS, -1, -1)
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
@@ -187,7 +196,7 @@ def _mix_unrolled(
 ) -> Array:
   """Returns causal softmax(q k) v by an unrolled loop over tiles of queries.
 
-  The last tile may be shorter.
+  The last tile may be shorter than the others.
   """
   return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window)[0]
 
@@ -195,7 +204,8 @@ def _mix_unrolled(
 def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window):
   mixed, log_total = [], []
   for start, begin, end in _bounds(q_BKRLH, tile, window):
-    # No later keys: the causal mask hides them, and they would cost products.
+    # Later keys are left out: the causal mask hides them, and their products
+    # would cost time.
     k, v = k_BKLH[:, :, start:end], v_BKLH[:, :, start:end]
     ids = _some_ids(ids_BL, slice(begin, end), slice(start, end))
     q = q_BKRLH[..., begin:end, :]
@@ -228,7 +238,8 @@ def _backward_unrolled(tile, window, residuals, gradient_BKRLH):
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
     d_q.append(_sum('bkrlj,bkjh->bkrlh', d_logits, k))
-    # Other keys are hidden from this tile of queries: their gradient is 0.
+    # Keys outside start:end are hidden from this tile of queries, so the tile
+    # gives them a gradient of 0.
     hidden = ((0, 0), (0, 0), (0, 0), (start, q_BKRLH.shape[_TOKENS] - end))
     d_k += jnp.pad(_sum_over_queries(d_logits, q), hidden)
     d_v += jnp.pad(_sum_over_queries(weights, gradient), hidden)
@@ -243,7 +254,10 @@ _mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)
 def _bounds(
   q_BKRLH: Array, tile: int, window: int
 ) -> list[tuple[int, int, int]]:
-  """Returns of each tile its first key, its first query and its end."""
+  """Returns (first key, first query, end) of each tile of queries.
+
+  The keys and the queries of a tile end at the same position.
+  """
   L = q_BKRLH.shape[_TOKENS]
   return [
     (max(begin + 1 - window, 0) if window else 0, begin, min(begin + tile, L))
@@ -252,44 +266,47 @@ def _bounds(
 
 
 def _mean(gradient: Array, mixed: Array) -> Array:
-  """Returns g . o of each query [B, K, R, L, 1].
+  """Returns the product g . o of each query [B, K, R, L, 1].
 
-  It is the weighted mean of the weights' gradients, which the derivative of
-  softmax subtracts from each of them.
+  The product is the weighted mean of the gradients of a query's attention
+  weights. The derivative of softmax subtracts this mean from each gradient.
   """
   return _sum('bkrlh,bkrlh->bkrl', gradient, mixed)[..., None]
 
 
 def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
-  """Returns Σ over queries and their heads of pairs x q, [B, K, H, J].
+  """Returns pairs x q, summed over queries and query heads [B, K, H, J].
 
-  With H before J, only q has to be transposed, which is the smaller operand.
+  In the result H comes before J, because then only q has to be transposed,
+  which is the smaller operand.
   """
   pairs_BKRLJ = pairs_BKRLJ.astype(q_BKRLH.dtype)
   # einsum sums over its letters in alphabetical order, and the order decides
-  # how sums round. With g for R, query heads come before tokens, as in memory.
+  # how sums round. The letter g stands for R, so that the sum runs over query
+  # heads before tokens, which is their order in memory.
   return _sum('bkglh,bkglj->bkhj', q_BKRLH, pairs_BKRLJ)
 
 
 def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
-  """Returns the gradients in the dtypes of the inputs."""
+  """Returns the gradients, each cast to the dtype of its input."""
   return tuple(x.astype(y.dtype) for x, y in zip(gradients, inputs))
 
 
 def _pairs(q_BKRLH: Array, tile: int, window: int) -> tuple[Array, Array]:
-  """Returns for each pair the number of its tile of queries, and of keys.
+  """Returns the tile indices of the queries and of the keys of all pairs.
 
-  A tile of queries is paired with the tiles of keys up to its own, from the
-  first one that its first query sees.
+  A tile of queries is paired with a range of tiles of keys. The range starts at
+  the first tile in which its first query sees a key, and ends at the tile of
+  the same position.
   """
   pairs = np.tril_indices(q_BKRLH.shape[_TOKENS] // tile)
   queries, keys = (x.astype(np.int32) for x in pairs)
   if window:
     seen = queries * tile + 1 - window < (keys + 1) * tile
     queries, keys = queries[seen], keys[seen]
-  # The barrier makes the numbers seem to depend on the queries. If they were
-  # constants, the compiler would compute the masks of all pairs ahead of a loop
-  # that computes layers again, and hold them in memory.
+  # The barrier makes the tile indices seem to depend on the queries. If they
+  # were constants, the compiler would compute the masks of all pairs before the
+  # loop in which the backward pass recomputes layers, and hold them in memory.
   return jax.lax.optimization_barrier((queries, keys, q_BKRLH))[:2]
 
 
@@ -301,7 +318,7 @@ def _pair_logits(
   tile: int,
   window: int,
 ) -> Array:
-  """Returns the logits of a pair of tiles [B, K, R, C, C], float32."""
+  """Returns the float32 logits of a pair of tiles [B, K, R, C, C]."""
   queries, keys = pair
   q, k = _cut(q_BKRLH, queries, tile), _cut(k_BKLH, keys, tile)
   ids = None
@@ -311,7 +328,7 @@ def _pair_logits(
 
 
 def _some_ids(ids_BL: Array | None, queries: slice, keys: slice):
-  """Returns the segments of some queries and keys, as `_logits` takes them."""
+  """Returns the segment ids of a slice of queries and of a slice of keys."""
   return None if ids_BL is None else (ids_BL[:, queries], ids_BL[:, keys])
 
 
@@ -322,11 +339,11 @@ def _logits(
   offset: Array | int,
   window: int,
 ) -> Array:
-  """Returns float32 logits [B, K, R, L, J].
+  """Returns float32 logits [B, K, R, L, J], _MASKED for hidden keys.
 
-  Query l sees the keys up to l + offset, the last `window` of them if it is not
-  0, and of its own segment if segments are given; the logits of others are
-  _MASKED.
+  Query l sees the keys up to l + offset. If `window` is not 0, it sees only the
+  last `window` of these keys. If `ids` are given, it sees only the keys of its
+  own segment.
   """
   logits = _sum('bkrlh,bkjh->bkrlj', q_BKRLH, k_BKJH)
   queries_L, keys_J = (
@@ -342,19 +359,19 @@ def _logits(
 
 
 def _sum(equation: str, x: Array, y: Array) -> Array:
-  """Returns an einsum of products in y's dtype, summed in float32."""
+  """Returns an einsum with operands in y's dtype and sums in float32."""
   return jnp.einsum(
     equation, x.astype(y.dtype), y, preferred_element_type=jnp.float32
   )
 
 
 def _cut(x: Array, number: Array, tile: int, axis: int = _TOKENS) -> Array:
-  """Returns the numbered tile of x along an axis."""
+  """Returns tile `number` of x along an axis."""
   return jax.lax.dynamic_slice_in_dim(x, number * tile, tile, axis=axis)
 
 
 def _put(
   x: Array, y: Array, number: Array, tile: int, axis: int = _TOKENS
 ) -> Array:
-  """Returns x with y in the place of the numbered tile."""
+  """Returns x with its tile `number` replaced by y."""
   return jax.lax.dynamic_update_slice_in_dim(x, y, number * tile, axis=axis)

@@ -1,39 +1,40 @@
-"""Keeps keys and values in pages.
+"""Keeps a KV cache in pages.
 
-B rows, C tokens read at once, D width, P pages, N pages that a row can have, K
-heads of keys and of values, H head size, J positions of a page or of the recent
-tokens, E experts that a token visits.
+Shape letters: B rows, C new tokens of a row in one call, P pages, N pages that
+a row can have, K key and value heads, H size of a head, J positions of a page
+or of the recent tokens, E experts that a token visits.
 
-A page holds the keys and values of J adjacent tokens of a row. The host gives
-pages to rows as they grow, and keeps the numbers of each row's pages in a table
-[B, N], in which P or more stands for no page. Rows with a prefix in common can
-share pages. On a mesh, each device has its own pages and rows, and a number
-counts the pages of one device.
+A page holds the keys and values of J adjacent tokens of a row. The host assigns
+pages to rows as the rows grow. It keeps the page numbers of each row in a table
+[B, N], in which a number of P or more stands for no page. Rows with a common
+prefix can share pages. On a mesh, each device has pages for its own rows only,
+and page numbers and P count the pages of one device.
 
-A program reads only the first pages of each row, up to the last one that the
-longest row has begun, so the cost of a token grows with the present length of
-the rows, not with the greatest possible length. The number of pages read
-changes no bit of the result, see `attention.attend_to_slices`. A kernel for
-TPU or GPU reads no page that its row has not begun, see `kernels`.
+A program reads only the first pages of each row, as many as the longest row has
+begun. So the cost of a token grows with the current length of the rows, not
+with the largest possible length. The number of pages that are read changes no
+bit of the result, see `attention.attend_to_slices`. The kernels for TPU and GPU
+read no page that its row has not begun, see the package `kernels`.
 
-New tokens are kept beside the pages, in `Recent`, until `store` moves them
-there. A loop that decodes tokens only ever appends to `Recent`, which is small;
-the pages are an input of the loop, not part of what it carries from token to
-token, so they are neither copied nor written in it. `store` runs once per chunk
-of tokens, after the loop, and updates the donated pages in place, on every
-device for itself.
+New keys and values are first kept beside the pages, in `Recent`, until `store`
+moves them into pages. A loop that decodes tokens writes only to `Recent`, which
+is small. The pages are an input of the loop and not a part of its carry, so the
+loop neither copies nor writes them. `store` runs once per chunk of tokens,
+after the loop. It updates the donated pages in place, and on a mesh each device
+updates its own pages.
 
-On a mesh, heads of keys and values are sharded along `tensor`. If the devices
-along `tensor` do not divide the number of heads, rows are sharded along
-`tensor` too, instead of heads. Then no two devices hold the same head of a row,
+On a mesh, key and value heads are sharded along `tensor`. If the size of
+`tensor` does not divide the number of heads, rows are sharded along `tensor`
+too, instead of heads. Then no two devices hold the same head of the same row,
 and only the queries and the results of attention move between devices.
 
-Keys and values may be stored in 8 bits. The H numbers of a token and head then
-become integers of -127..127 with one scale, the largest magnitude divided by
-127. Recent tokens are not rounded.
+Keys and values may be stored as int8. The H numbers of one token and head then
+become integers from -127 to 127 and share one scale, which is their largest
+magnitude divided by 127. Keys and values in `Recent` are not quantised.
 
-For a mixture of experts, the cache also holds the experts that each token
-visited, so that training can route it to the same ones (routing replay).
+For a mixture of experts, the cache also holds the ids of the experts that each
+token visited, so that training can route the token to the same experts
+(routing replay).
 """
 
 from collections.abc import Callable
@@ -49,14 +50,15 @@ from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
-# Keys and values of pages [P, K, J, H], or of as many positions of rows
-# [B, K, J, H]; if they are int8, also their scales [..., J, 1]; with experts,
-# also their ids [..., 1, J, E].
+# The arrays of one layer. The first two are keys and values, either of pages
+# [P, K, J, H] or of the recent tokens of rows [B, K, J, H]. If these are int8,
+# their two scales [..., J, 1] follow. If the layer has experts, the ids of the
+# visited experts [..., 1, J, E] come last.
 Block = tuple[Array, ...]
-Cache = tuple[Block, ...]  # for each layer, all pages
-NO_PAGE = 2**30  # larger than any number of pages
-Recent = tuple[Block, ...]  # for each layer, of rows; never in 8 bits
-# Scales are made from this magnitude at least, so no number is divided by zero.
+Cache = tuple[Block, ...]  # for each layer, the block of all pages
+NO_PAGE = 2**30  # larger than the number of any page
+Recent = tuple[Block, ...]  # for each layer, recent tokens; never int8
+# The smallest magnitude that a scale is made from, so that no scale is zero.
 _LEAST = 1e-12
 
 
@@ -66,8 +68,8 @@ def empty(
   """Returns a cache of zeros.
 
   Args:
-    config: the model's shape.
-    num_pages: P, of all devices.
+    config: the model's config.
+    num_pages: the number of pages of all devices together.
     page_size: J.
   """
   cache = nothing_recent(config, num_pages, page_size)
@@ -75,7 +77,7 @@ def empty(
 
 
 def shardings(config: model_config.ModelConfig, mesh: jax.sharding.Mesh) -> Any:
-  """Returns the layout of a cache on a mesh."""
+  """Returns the sharding of each array of a cache on a mesh."""
   rows, heads = axes(config.num_kv_heads, mesh)
   specs = [P(rows, heads)] * (4 if config.cache == 'int8' else 2) + [P(rows)]
   page = tuple(NamedSharding(mesh, spec) for spec in specs)
@@ -85,21 +87,21 @@ def shardings(config: model_config.ModelConfig, mesh: jax.sharding.Mesh) -> Any:
 def row_shards(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh
 ) -> int:
-  """Returns the number of devices that the rows of a cache are cut over."""
+  """Returns the number of shards that the rows of a cache are cut into."""
   return activations.extent(mesh, axes(config.num_kv_heads, mesh)[0])
 
 
 def row_shards_of_host(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh
 ) -> int:
-  """Returns how many of the `row_shards` of a mesh each of its hosts has."""
+  """Returns the number of `row_shards` that one host of a mesh holds."""
   return row_shards(config, mesh) // mesh_lib.num_hosts(mesh)
 
 
 def axes(
   num_kv_heads: int, mesh: jax.sharding.Mesh
 ) -> tuple[activations.Axes, activations.Axes]:
-  """Returns the mesh axes of rows and of heads."""
+  """Returns the mesh axes along which rows and heads are sharded."""
   rows, tensor = activations.ROWS, activations.TENSOR
   if num_kv_heads % activations.extent(mesh, tensor):
     return (*rows, tensor), None
@@ -117,7 +119,7 @@ def nothing_recent(
 
 
 def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
-  """Returns one of two blocks for each layer."""
+  """Returns `with_experts` for each layer with experts, and else `plain`."""
   return tuple(
     with_experts if config.stacks[name][0].num_experts else plain
     for name, _ in config.places
@@ -125,7 +127,7 @@ def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
 
 
 def _in_8_bits(block: Block) -> Block:
-  """Returns a block with keys and values as integers, and their scales."""
+  """Returns a block with keys and values as int8, followed by their scales."""
 
   def scale(x_BKJH):
     largest = jnp.max(jnp.abs(x_BKJH), axis=-1, keepdims=True)
@@ -141,9 +143,10 @@ def _in_8_bits(block: Block) -> Block:
 
 
 def expert_ids(cache: Cache, pages_N: Array) -> Array:
-  """Returns the experts that the tokens of pages visited [N J, layers, E].
+  """Returns the ids of experts that cached tokens visited [N J, layers, E].
 
-  Layers without experts are left out: they have an even number of arrays.
+  The tokens are those in the pages `pages_N`. Layers without experts are left
+  out. They are recognised by the even number of arrays in their block.
   """
   visits = [page[-1][pages_N, 0] for page in cache if len(page) % 2]
   return jnp.stack([x.reshape(-1, x.shape[-1]) for x in visits], axis=1)
@@ -158,20 +161,23 @@ def store(
   *,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-  """Returns the cache with the recent tokens appended; donate the old one.
+  """Returns the cache with the recent tokens written into its pages.
 
-  Rows are written one after the other, each with a contiguous write to each
-  page. A scatter of all rows does the same in one operation, but the compiler
-  for TPUs changes the layout of the whole cache before and after it. On a GPU
-  the loop would start thousands of kernels, a quarter of the time of decoding,
-  so there it is a scatter.
+  Callers donate the old cache, so that its pages are updated in place.
+
+  A loop writes the rows one after another, with one contiguous write to each
+  page. A scatter would write all rows in one operation, but the compiler for
+  TPU would change the layout of the whole cache before and after the scatter.
+  On a GPU, the loop would start thousands of kernels and take a quarter of the
+  time of decoding, so a GPU uses the scatter.
 
   Args:
     cache: all pages.
-    recent: keys and values of the tokens that follow the cached ones.
-    table_BN: int32, the pages of each row. What belongs to no page is dropped.
-    lengths_B: tokens of each row that the cache holds.
-    counts_B: the number of recent tokens of each row that are stored.
+    recent: keys and values of the tokens that follow the cached tokens.
+    table_BN: int32, the page numbers of each row. Tokens beyond the pages of
+      their row are dropped.
+    lengths_B: the number of tokens of each row that the cache holds already.
+    counts_B: the number of recent tokens of each row to store.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   if cache[0][0].dtype == jnp.int8:
@@ -188,12 +194,20 @@ def _on_devices(
   caches: tuple[Cache, ...],
   arrays: tuple[Array, ...],
 ) -> Cache:
-  """Returns the cache that each device updates with arrays of its own rows."""
+  """Returns the cache after each device has updated its own shard.
+
+  Args:
+    update: function of (*caches, *arrays) that returns the new cache. Each
+      device calls it with its own shards.
+    mesh: mesh that the caches are laid out on; None: one device.
+    caches: the cache to update, and further trees of the same structure.
+    arrays: arrays with a leading axis over rows.
+  """
   if mesh is None or mesh.size == 1:
     return update(*caches, *arrays)
   cache = caches[0]
   rows, heads = axes(cache[0][0].shape[1], mesh)
-  # The ids of experts have one head.
+  # The ids of experts have an axis of one head, which cannot be sharded.
   layers = jax.tree.map(
     lambda x: P(rows, heads if x.shape[1] > 1 else None), cache
   )
@@ -213,29 +227,30 @@ def _store(
   lengths_B: Array,
   counts_B: Array,
 ) -> Cache:
-  """Returns the part of a cache on one device, with the recent tokens.
+  """Returns a device's shard of a cache with recent tokens, by a loop.
 
-  Of each page that a row's new tokens lie in, a window of W positions is
-  rewritten: all that C new tokens can touch. The windows of all rows are made
-  in one product with rows of the identity matrix. A loop that cut them out one
-  by one would spend its time on starting small kernels.
+  The C new tokens of a row lie in at most T adjacent pages. In each of these
+  pages, the loop rewrites a window of W adjacent positions, which is as many as
+  C tokens can touch in a page. The new contents of all windows are computed
+  before the loop, by one product with one-hot rows. A loop that also cut out
+  the contents of each window would spend its time on starting small kernels.
   """
   num_pages, _, size, _ = cache[0][0].shape
   B, N = table_BN.shape
   C = recent[0][0].shape[2]
   W = min(C, size)
-  touched = (C + size - 2) // size + 1  # most pages that C tokens lie in
-  # A row that touches fewer pages than that has further windows, which are
-  # rewritten with what is there: `is_new` is false in all of them.
+  touched = (C + size - 2) // size + 1  # T, the most pages of C tokens
+  # If the tokens of a row lie in fewer than T pages, its remaining windows keep
+  # their old contents, because `is_new_BTW` is false in them.
   numbers_BT = lengths_B[:, None] // size + jnp.arange(touched)[None]
-  begins_BT = numbers_BT * size - lengths_B[:, None]  # in new tokens
+  begins_BT = numbers_BT * size - lengths_B[:, None]  # as new tokens' indices
   pages_BT = jnp.take_along_axis(
     table_BN, jnp.minimum(numbers_BT, N - 1), axis=1
   )
   exists_BT = (numbers_BT < N) & (pages_BT < num_pages)
   pages_BT = jnp.minimum(pages_BT, num_pages - 1)
   firsts_BT = jnp.clip(-begins_BT, 0, size - W)
-  # The new token at each position of a window.
+  # The index of the new token at each position of a window.
   tokens_BTW = (begins_BT + firsts_BT)[..., None] + jnp.arange(W)[None, None]
   is_new_BTW = (tokens_BTW >= 0) & (tokens_BTW < counts_B[:, None, None])
   is_new_BTW &= exists_BT[..., None]
@@ -245,7 +260,7 @@ def _store(
       'btwc,bkch->btkwh',
       chosen_BTWC.astype(x_BKCH.dtype),
       x_BKCH,
-      precision='highest',  # exact: each sum has one term that is not 0
+      precision='highest',  # exact: a sum has at most one term other than 0
       preferred_element_type=x_BKCH.dtype,
     ),
     recent,
@@ -274,7 +289,7 @@ def _scatter(
   lengths_B: Array,
   counts_B: Array,
 ) -> Cache:
-  """Returns what `_store` returns, by a scatter for each array."""
+  """Returns the same cache as `_store`, by one scatter for each array."""
   num_pages, _, size, _ = cache[0][0].shape
   N = table_BN.shape[1]
   new_1C = jnp.arange(recent[0][0].shape[2])[None]
@@ -288,8 +303,9 @@ def _scatter(
 
   def written(old_PKJH, new_BKCH):
     K, H = old_PKJH.shape[1], old_PKJH.shape[3]
-    # One index over pages, heads and positions. With several, the compiler
-    # would copy the whole cache to bring their axes together.
+    # One flat index addresses pages, heads and positions. With an index for
+    # each axis, the compiler would copy the whole cache to make the indexed
+    # axes adjacent.
     old_XH, new_YH = old_PKJH.reshape(-1, H), new_BKCH.reshape(-1, H)
     heads_1K1 = jnp.arange(K)[None, :, None]
     index_BKC = (pages_BC[:, None] * K + heads_1K1) * size
@@ -311,14 +327,14 @@ def copy_pages(
   *,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-  """Returns the cache with copies of pages; donate the old one.
+  """Returns the cache with some pages overwritten by copies of other pages.
 
-  All pages are read before any is overwritten.
+  Callers donate the old cache. All pages are read before any is overwritten.
 
   Args:
     cache: all pages.
-    from_A: int32, the pages that are copied.
-    to_A: int32, where they are copied to; `NO_PAGE`: nowhere.
+    from_A: int32, the numbers of the A pages to copy.
+    to_A: int32, the numbers of the pages to overwrite. `NO_PAGE` drops a copy.
     mesh: mesh that the cache is laid out on; None: one device.
   """
 

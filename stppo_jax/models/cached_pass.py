@@ -1,8 +1,9 @@
-"""Computes the states of further tokens of rows whose beginning is cached.
+"""Computes the hidden states of new tokens in rows whose prefix is cached.
 
-B rows, C tokens read at once, D width, N pages that a row can have, K heads of
-keys and of values, R query heads that share one of them, H head size, J
-positions of a page or of the recent tokens. See `cache` for pages.
+Shape letters: B rows, C new tokens of a row in one call, D width of the states,
+N pages that a row can have, K key and value heads, R query heads that share one
+key and value head, H size of a head, J positions of a page or of the recent
+tokens. See `cache` for pages and recent tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +31,13 @@ class Copied(NamedTuple):
   """Attends to copies of the first pages of each row.
 
   Attributes:
-    layers: for each layer, functions that return the first, second, ... page of
-      all rows.
-    lengths_B: int32, tokens of each row that the cache holds.
-    count: how many of these pages are needed. An int leaves the others out of
-      the program. An array skips them by a branch when the program runs, which
-      saves compiling a program for each number, where a branch is cheap.
+    layers: for each layer, a tuple of functions. Function n of a layer returns
+      page n of every row.
+    lengths_B: int32, the number of cached tokens of each row.
+    count: the number of pages of each row that attention needs. If it is an
+      int, the program has no code for further pages. If it is an array, a
+      branch skips further pages when the program runs. An array saves compiling
+      a program for each number, on platforms where a branch is cheap.
   """
 
   layers: tuple[tuple[Callable[[], cache_lib.Block], ...], ...]
@@ -53,11 +55,12 @@ class Copied(NamedTuple):
     """Returns attention to the cached and the recent tokens [B, C, N, H].
 
     Args:
-      layer: the number of the layer.
-      q_BCNH: queries.
-      own: keys and values of the recent tokens [B, K, J, H].
-      first: the place of the first query's token among them.
-      window: the number of tokens that a query sees at most; 0: all.
+      layer: the index of the layer.
+      q_BCNH: queries of the new tokens.
+      own: keys and values of the recent tokens, new tokens included, each
+        [B, K, J, H].
+      first: the index of the first query's token among the recent tokens.
+      window: the largest number of tokens that a query sees; 0: no limit.
     """
     places_C = first + jnp.arange(q_BCNH.shape[1])
 
@@ -66,7 +69,7 @@ class Copied(NamedTuple):
       scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
       size = k_BKJH.shape[2]
       positions_J = n * size + jnp.arange(size)
-      # The positions of this page that each row has reached.
+      # The positions of this page that each row has filled.
       seen_BCJ = positions_J[None, None] < self.lengths_B[:, None, None]
       if window:
         queries_BC = self.lengths_B[:, None] + places_C[None]
@@ -75,7 +78,7 @@ class Copied(NamedTuple):
 
     keys, values = own
     _, K, J, _ = keys.shape
-    # Among the recent tokens, each attends to itself and those before it.
+    # A new token attends to itself and to the recent tokens before it.
     seen_1CJ = jnp.arange(J)[None, None] <= places_C[None, :, None]
     if window:
       seen_1CJ &= jnp.arange(J)[None, None] > places_C[None, :, None] - window
@@ -91,14 +94,14 @@ class Copied(NamedTuple):
 
 
 class Live(NamedTuple):
-  """Attends to pages in place, by a kernel.
+  """Attends to the pages of the cache in place, by a kernel for TPU or GPU.
 
   Attributes:
     cache: all pages.
-    works: by window, what the kernel's `plan_work` returns; on a mesh, that of
-      all devices.
+    works: for each window, the result of the kernel's `plan_work`. On a mesh,
+      its arrays hold the results of all devices.
     mesh: mesh that the cache is laid out on; None: one device.
-    kernel: the module of the kernel.
+    kernel: the module that defines the kernel.
   """
 
   cache: cache_lib.Cache
@@ -114,7 +117,7 @@ class Live(NamedTuple):
     first: Array | int,
     window: int,
   ) -> Array:
-    """Returns attention to the cached and the recent tokens; see `Copied`."""
+    """Returns attention to cached and recent tokens; see `Copied.attend`."""
     q_BKRCH = attention.split_heads(q_BCNH, own[0].shape[1])
     attend: Any = functools.partial(self.kernel.attend, window=window or None)
     if self.mesh is not None and self.mesh.size > 1:
@@ -125,27 +128,28 @@ class Live(NamedTuple):
         mesh=self.mesh,
         in_specs=(*[spec] * 5, self.kernel.work_specs(rows), P()),
         out_specs=spec,
-        check_vma=False,  # the kernel does not declare which axes vary
+        check_vma=False,  # kernels do not declare the mesh axes they vary over
       )
     pages = self.cache[layer][:2]
     mixed = attend(q_BKRCH, *pages, *own, self.works[window], jnp.int32(first))
-    # Between barriers the change of layout is an operation of its own. The
-    # compiler for TPU would else make it a part of the projection that follows,
-    # which then takes four times as long.
+    # The barriers keep the change of layout a separate operation. Without them,
+    # the compiler for TPU would fuse it into the projection that follows, which
+    # would then take four times as long.
     joined = attention.join_heads(jax.lax.optimization_barrier(mixed))
     flat = joined.reshape(*joined.shape[:2], -1)
     return jax.lax.optimization_barrier(flat).reshape(joined.shape)
 
 
 def reads_live(config: model_config.ModelConfig, page_size: int) -> bool:
-  """Returns whether a kernel reads caches like this in place."""
+  """Returns whether a kernel reads the pages of such a cache in place."""
   return _kernel(config, page_size) is not None
 
 
 def _kernel(config: model_config.ModelConfig, page_size: int) -> Any:
-  """Returns the module of the kernel for such caches; None if there is none.
+  """Returns the kernel module for such a cache, or None if no kernel fits.
 
-  `config.attention` says which platform the model runs on.
+  `config.attention` tells the platform: 'splash' runs only on TPU, and 'cudnn'
+  runs only on GPU.
   """
   kernels = {'splash': live_pages_tpu, 'cudnn': live_pages_gpu}
   kernel = kernels.get(config.attention)
@@ -164,16 +168,18 @@ def read(
   once: bool,
   mesh: jax.sharding.Mesh | None,
 ) -> Copied | Live:
-  """Returns the cached tokens of rows, as `extend` reads them.
+  """Returns the cached tokens in the form that `extend` reads.
 
   Args:
-    config: the model's shape.
+    config: the model's config.
     cache: all pages.
-    table_BN: int32, the pages of each row.
-    lengths_B: int32, tokens of each row that the cache holds.
-    count: how many pages hold all tokens of the longest row; see `Copied`.
-    once: whether the result is read by one call of `extend`, which then copies
-      pages where it needs them. For a loop of calls they are copied before it.
+    table_BN: int32, the page numbers of each row.
+    lengths_B: int32, the number of cached tokens of each row.
+    count: the number of pages that hold all tokens of the longest row; see
+      `Copied`.
+    once: whether only one call of `extend` reads the result. That call then
+      copies each page where it needs the page. Otherwise the pages are copied
+      here, before a loop of calls.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   num_pages, _, size, _ = cache[0][0].shape
@@ -211,7 +217,7 @@ def read(
     return lambda: block
 
   numbers = range(count if isinstance(count, int) else table_BN.shape[1])
-  parts = 4 if config.cache == 'int8' else 2  # without the experts' ids
+  parts = 4 if config.cache == 'int8' else 2  # arrays without experts' ids
   layers = tuple(
     tuple(copied(pages[:parts], n) for n in numbers) for pages in cache
   )
@@ -231,18 +237,18 @@ def extend(
   """Returns the states of the next tokens of each row; decoding has C = 1.
 
   Args:
-    module: the transformer, whose own layers are not used.
-    layers: the layers.
-    tokens_BC: token ids. A row with fewer new tokens may end with any ids,
-      which change nothing before them.
-    cached: the cached tokens, from `read`.
-    lengths_B: tokens of each row that the cache holds.
-    recent: keys and values of the tokens that follow the cached ones; the
-      first `first` of them are valid.
-    first: index in `recent` of the first new token; the same in all rows.
+    module: the transformer. Its own layers are not used.
+    layers: the decoder layers, each a module of its own.
+    tokens_BC: token ids. If a row has fewer than C new tokens, any ids may fill
+      its end: they do not change the states before them.
+    cached: the cached tokens, which `read` returned.
+    lengths_B: the number of cached tokens of each row.
+    recent: keys and values of the tokens that follow the cached tokens. Only
+      the first `first` of them are valid.
+    first: the index in `recent` of the first new token, the same in all rows.
 
   Returns:
-    Final hidden states [B, C, D], and the recent tokens with the new ones.
+    The final hidden states [B, C, D], and `recent` with the new tokens added.
   """
   C = tokens_BC.shape[1]
   places_C = first + jnp.arange(C)  # indices of the new tokens in `recent`
@@ -262,7 +268,8 @@ def extend(
   for n, (layer, old_block) in enumerate(zip(layers, recent, strict=True)):
     new_block = []
 
-    # Defaults bind this layer's values: a closure would see the last layer's.
+    # Default arguments bind the values of this layer, because a closure looks
+    # its variables up only when it is called.
     def append(new_BCKH, old_block=old_block, new_block=new_block):
       old = old_block[len(new_block)]
       new = new_BCKH.swapaxes(1, 2).astype(old.dtype)
@@ -275,15 +282,17 @@ def extend(
       own = append(k), append(v)
       q = activations.constrain(q, mesh, rows, None, heads)
       mixed = cached.attend(n, q, own, first, windows[n])
-      # The layout changes in two steps. With the second one alone the compiler
-      # would move the parts of every slice instead of their mean.
+      # The layout changes in two steps. With the second step alone, the
+      # compiler would move the partial results of every slice between devices,
+      # and not only the mean of all slices.
       mixed = activations.constrain(mixed, mesh, rows, None, heads)
       return activations.constrain(
         mixed, mesh, activations.ROWS, None, activations.TENSOR
       )
 
     x_BCD, routing = layer(x_BCD, rotations[windows[n]], attend)
-    # The experts' ids are stored like a third kind of values with one head.
+    # The experts' ids are stored in the same way as keys and values, as an
+    # array with one head.
     if routing is not None:
       append(routing.expert_ids[:, :, None])
     updated.append(tuple(new_block))

@@ -1,19 +1,21 @@
-"""Computes the vocabulary head in chunks of tokens, on one device or many.
+"""Applies the vocabulary head to chunks of tokens, on one device or many.
 
-B rows, M tokens of each, C tokens of a chunk on one device (of all its rows
-together), D width, V vocabulary, W vocabulary entries that one device holds.
+Shape letters: B rows, M tokens of a row, C tokens of a chunk on one device
+(counted over all its rows), D width of the states, V vocabulary entries, W
+vocabulary entries on one device.
 
-Logits [B, M, V] are the largest array of training by far, so they are never
-formed. A scan takes one chunk of tokens after the other: it forms the chunk's
-logits [C, W], reduces them to a few numbers per token, and drops them. The
-backward pass forms them again (`vocabulary`).
+The logits [B, M, V] would be by far the largest array of training, so they are
+never formed as a whole. A scan goes through the chunks of tokens. For each
+chunk it forms the logits [C, W], reduces them to a few numbers per token, and
+drops them. The backward pass forms the logits again, see `vocabulary`.
 
-Chunks are cut along M, so that devices keep their own rows. On a mesh the
-output matrix is gathered over `fsdp` once, before the scan, and its gradient,
-which is summed in float32 over the chunks, is scattered once, after it, in the
-dtype of the matrix. Within a chunk, devices along the axis `tensor` hold
-different vocabulary entries; they exchange sums over the entries, a number per
-token, and never logits.
+Chunks are cut along M, so that each device keeps its own rows. On a mesh, the
+output matrix is all-gathered over `fsdp` once, before the scan. Its gradient is
+summed over the chunks in float32, and after the scan it is reduce-scattered
+once, in the dtype of the matrix. Within a chunk, devices along the axis
+`tensor` hold different vocabulary entries. They exchange sums over the entries,
+but never logits: a few numbers per token in the forward pass, and the gradient
+of the hidden states in the backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +32,11 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 _TENSOR, _WIDTH = mesh_lib.AXES[-1], mesh_lib.WEIGHT_AXES
-# To scatter a sum, the compiler for TPU (libtpu 0.0.42) cuts it into equal
-# blocks. Where it finds none, as for the 151,936 = 128 x 1187 entries of Qwen,
-# every device gets the whole sum, which takes twice the bytes. It finds blocks
-# for multiples of this number, whatever the other factor.
+# For a reduce-scatter, the compiler for TPU (libtpu 0.0.42) cuts the sum into
+# equal blocks. If it finds no such blocks, as for the 151,936 = 128 x 1187
+# vocabulary entries of Qwen, every device gets the whole sum, which takes twice
+# the bytes. It finds blocks for every multiple of this number, so the entries
+# are padded to a multiple.
 _SCATTERED = 1024
 
 
@@ -41,9 +44,9 @@ class Options(NamedTuple):
   """Says how logits are formed; static under jit.
 
   Attributes:
-    temperature: divides the logits.
-    chunk: tokens of a device whose logits are held at once, at least one of
-      each of its rows; 0: all.
+    temperature: the number that divides the logits.
+    chunk: the number of tokens on a device whose logits are held at once, or
+      the number of the device's rows if that is larger; 0: all tokens.
     mesh: mesh that the arrays are laid out on; None: one device.
   """
 
@@ -53,14 +56,15 @@ class Options(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-  """Computes logits of this device's entries of the vocabulary.
+  """Computes the logits of the vocabulary entries that this device holds.
 
-  Its reductions are over all entries, on all devices.
+  The methods `max`, `sums` and `chosen` reduce over all vocabulary entries, on
+  all devices along `axis`.
 
   Attributes:
     matrices: one or several output matrices [W, D], in the dtype of the hidden
       states.
-    temperature: divides the logits.
+    temperature: the number that divides the logits.
     axis: the mesh axis over which the vocabulary is sharded; None: this device
       has all entries.
   """
@@ -70,23 +74,24 @@ class VocabularyShard(NamedTuple):
   axis: str | None
 
   def logits(self, hidden_CD: Array, number: int = 0) -> Array:
-    """Returns logits / temperature [C, W], float32, by the numbered matrix."""
+    """Returns float32 logits / temperature [C, W] of matrix `number`."""
     return logits(hidden_CD, self.matrices[number]) / self.temperature
 
   def max(self, x_CW: Array) -> Array:
-    """Returns the largest number of each token over all entries [C]."""
+    """Returns the maximum [C] of x over all vocabulary entries."""
     top_C = jnp.max(x_CW, axis=-1)
     return jax.lax.pmax(top_C, self.axis) if self.axis else top_C
 
   def sums(self, *arrays: Array) -> tuple[Array, ...]:
-    """Returns the sums over all entries [C] of arrays [C, W]."""
+    """Returns the sums [C] of arrays [C, W] over all vocabulary entries."""
     return self._psum(tuple(jnp.sum(x_CW, axis=-1) for x_CW in arrays))
 
   def chosen(self, x_CW: Array, tokens_C: Array) -> Array:
-    """Returns x at each token's own entry [C]."""
+    """Returns x [C] at the vocabulary entry of each chunk token."""
     places_C1 = self._places(tokens_C)[:, None]
-    # Only the device that holds the entry contributes a number that is not 0.
-    # (A select over all entries would read all logits once more.)
+    # In the sum over devices, only the device that holds the entry contributes
+    # a number other than 0. (Selecting the entry by a mask over all entries
+    # would read all logits once more.)
     x_C1 = jnp.take_along_axis(
       x_CW, places_C1, axis=1, mode='fill', fill_value=0
     )
@@ -99,17 +104,18 @@ class VocabularyShard(NamedTuple):
     hidden_CD: Array,
     tokens_C: Array,
   ) -> tuple[Array, Array]:
-    """Returns the gradients of hidden states and of this device's matrix.
+    """Returns the gradients of the hidden states and of the first matrix.
 
     Args:
-      d_logits_CW: gradient of the logits, correct except at each token's own
-        entry.
-      d_chosen_C: gradient of the logit at each token's own entry.
+      d_logits_CW: gradient of the logits. At the vocabulary entry of each token
+        itself, `d_chosen_C` replaces it.
+      d_chosen_C: gradient of the logit at the entry of each token itself.
       hidden_CD, tokens_C: hidden states and tokens of the chunk.
 
     Returns:
-      The gradient of the hidden states [C, D] in their dtype, summed over all
-      entries; that of the matrix [W, D], float32, over this chunk.
+      The gradient of the hidden states [C, D], in their dtype, summed over all
+      vocabulary entries; and the float32 gradient of this device's shard of the
+      matrix [W, D], summed over the tokens of the chunk.
     """
     dtype = hidden_CD.dtype
     scaled = lambda x: (x / self.temperature).astype(dtype)
@@ -120,15 +126,15 @@ class VocabularyShard(NamedTuple):
       .set(scaled(d_chosen_C), mode='drop', unique_indices=True)
     )
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    # A device has the gradient of its own entries only, so that of the hidden
-    # states is summed over the devices. That of the matrix is complete: no
-    # other device has these entries.
+    # A device has the gradient of the logits of its own entries only. So the
+    # gradient of the hidden states is summed over devices. The gradient of the
+    # matrix is complete, because no other device has these entries.
     d_hidden_CD = product(d_logits_CW, self.matrices[0])
     d_matrix_WD = product(d_logits_CW.T, hidden_CD)
     return self._psum(d_hidden_CD).astype(dtype), d_matrix_WD
 
   def _places(self, tokens_C: Array) -> Array:
-    """Returns the index of each token's entry here; W for entries elsewhere."""
+    """Returns each token's index among the entries here, or W if elsewhere."""
     count = self.matrices[0].shape[0]
     if self.axis:
       tokens_C = tokens_C - jax.lax.axis_index(self.axis) * count
@@ -141,7 +147,7 @@ class VocabularyShard(NamedTuple):
 
 
 def logits(hidden: Array, output_VD: Array) -> Array:
-  """Returns logits [..., V], float32, of the token after each hidden state."""
+  """Returns float32 logits [..., V] of the token after each hidden state."""
   return jnp.einsum(
     '...d,vd->...v',
     hidden,
@@ -160,13 +166,13 @@ def forward(
 
   Args:
     options: see `Options`.
-    per_token: function of (vocabulary shard, a chunk [C, ...] of each input)
-      to arrays [C].
+    per_token: function that takes a `VocabularyShard` and a chunk [C, ...] of
+      each input, and returns arrays [C].
     matrices: output matrices [V, D].
-    inputs: arrays [B, M, ...], the first of them the hidden states.
+    inputs: arrays [B, M, ...]; the first one is the hidden states.
 
   Returns:
-    The results of `per_token`, for all tokens [B, M].
+    The results of `per_token` for all tokens, as arrays [B, M].
   """
 
   def local(matrices, inputs):
@@ -189,12 +195,13 @@ def backward(
 
   Args:
     options: see `Options`.
-    pull_back: function of (vocabulary shard, a chunk of each input) to the
-      gradients of hidden states and matrix, see `VocabularyShard.pull_back`.
-    matrices, inputs: the arguments of `forward`.
+    pull_back: function that takes a `VocabularyShard` and a chunk [C, ...] of
+      each input, and returns the result of `VocabularyShard.pull_back`.
+    matrices, inputs: see `forward`.
 
   Returns:
-    [B, M, D] and [V, D], in the dtypes of hidden states and matrix.
+    The gradient of the hidden states [B, M, D] in their dtype, and the gradient
+    of the first matrix [V, D] in the dtype of that matrix.
   """
 
   def local(matrices, inputs):
@@ -217,20 +224,21 @@ def backward(
     local, (layout.rows, layout.scattered)
   )(matrices, tuple(inputs))
   # Some versions of the compiler for TPU fail when they move the sum over
-  # devices out of a loop over microbatches. The barrier prevents that.
+  # devices out of a loop over microbatches. The barrier prevents this move.
   return d_hidden_BMD, jax.lax.optimization_barrier(d_matrix_VD)
 
 
 class _Layout(NamedTuple):
   """Names the mesh axes that arrays are sharded along.
 
-  An axis that does not divide its dimension is left out.
+  A mesh axis is left out if its size does not divide the axis of the array.
 
   Attributes:
     mesh: the mesh; None: one device.
-    batch: axes along which rows are sharded.
-    tensor: the axis along which vocabulary entries are sharded, or None.
-    width: axes along which a matrix's gradient is scattered.
+    batch: mesh axes along which rows are sharded.
+    tensor: the mesh axis along which vocabulary entries are sharded, or None.
+    width: mesh axes along which the columns of a matrix's gradient are
+      scattered.
   """
 
   mesh: jax.sharding.Mesh | None
@@ -262,7 +270,7 @@ class _Layout(NamedTuple):
     return P(self.tensor, self.width)
 
   def spread(self, local, out_specs):
-    """Returns `local(matrices, inputs)` as a function that all devices run."""
+    """Returns a function that runs `local` on the shards of each device."""
     if self.mesh is None:
       return local
     return jax.shard_map(
@@ -274,10 +282,11 @@ class _Layout(NamedTuple):
     )
 
   def sum_rows(self, x_WD: Array) -> Array:
-    """Returns the sum over devices with other rows; each keeps its columns.
+    """Returns the sum of x over the devices that hold different rows.
 
-    Over `width` the sum is scattered; over the other axes every device gets all
-    of it.
+    Along the mesh axes in `width` the sum is scattered, so that each device
+    keeps only its own columns. Along the other axes every device gets the whole
+    sum.
     """
     if self.width:
       entries = len(x_WD)
@@ -293,9 +302,9 @@ class _Layout(NamedTuple):
 def _over_chunks(step, carry, inputs, chunk: int):
   """Scans `step` over chunks [C, ...] of inputs [B, M, ...].
 
-  All chunks have one size, the smallest that keeps their number. The last is
-  filled up with zeros, and their results are cut off again. A single chunk
-  needs no loop.
+  All chunks have the same size, the smallest that does not increase the number
+  of chunks. The last chunk is filled up with zeros, and the results of these
+  are cut off again. A single chunk needs no loop.
 
   Returns:
     The last carry, and the results for all tokens [B, M, ...].
@@ -303,7 +312,7 @@ def _over_chunks(step, carry, inputs, chunk: int):
   rows, size = inputs[0].shape[:2]
   count = 1
   if chunk and size:
-    # `chunk` counts tokens of all rows together, since it bounds memory.
+    # `chunk` limits memory, so it counts the tokens of all rows together.
     count = math.ceil(size / max(chunk // rows, 1))
   length = math.ceil(size / count)
 
@@ -315,13 +324,13 @@ def _over_chunks(step, carry, inputs, chunk: int):
     return jnp.moveaxis(x, 1, 0).reshape(count, rows * length, *x_BM.shape[2:])
 
   def join(x):
-    """Returns an array [chunks, C, ...] as [B, M, ...], without the filler."""
+    """Returns an array [chunks, C, ...] as [B, M, ...], without the zeros."""
     x = jnp.moveaxis(x.reshape(count, rows, length, *x.shape[2:]), 0, 1)
     return x.reshape(rows, count * length, *x.shape[3:])[:, :size]
 
   chunks = tuple(split(x) for x in inputs)
-  # Zeros are safe filler: their logits are finite, and in a backward pass the
-  # gradients of their results are zeros, too.
+  # Filling up with zeros is safe: their logits are finite, and in a backward
+  # pass the incoming gradients are filled up with zeros too.
   if count == 1:
     carry, results = step(carry, tuple(x[0] for x in chunks))
     return carry, tuple(join(x[None]) for x in results)

@@ -1,17 +1,18 @@
-"""Describes the shape of a transformer."""
+"""Describes the architecture of a transformer, called the model's shape."""
 
 from collections.abc import Mapping
 import dataclasses
 import itertools
 
-# Fields of a `ModelConfig` that are only kept for the export; fields that say
-# how to compute and not what; and the fields that only one kind of MLP has.
+# Groups of fields of a `ModelConfig`: fields that only the export reads; fields
+# that choose how a model is computed but not its function; and fields that only
+# a dense MLP or only a mixture of experts has.
 _FOR_EXPORT = ('family', 'max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
-# The fields of each kind of rope scaling.
+# The fields of `RopeScaling` that each kind of rope scaling uses.
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),
   'dynamic': ('factor',),
@@ -42,21 +43,31 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
 class RopeScaling:
   """Says how rotary angles shrink for long texts; see `models/rotary.py`.
 
+  A pair is two numbers of a head that are rotated together. Its turns are the
+  number of full rotations within the original length.
+
   Attributes:
-    rope_type: a key of `ROPE_FIELDS`, which lists the fields that it has.
-    factor: the number by which angles are divided.
-    low_freq_factor, high_freq_factor: the turns within the original length up
-      to which a pair is slow, and from which on it is fast.
-    original_max_position_embeddings: the original length.
-    attention_factor: the factor of rotated queries and keys.
-    beta_fast, beta_slow, truncate: the turns from which on a pair is fast and
-      up to which it is slow, and whether the pairs between them are counted in
-      whole numbers.
-    short_factor, long_factor: for each pair the number that divides its angle,
-      in texts up to the original length and in longer ones.
-    length: the longest text of the run, for which the scalings 'dynamic' and
-      'longrope' are computed. In `transformers` they follow the present length;
-      here they must not, because keys that are cached cannot be rotated again.
+    rope_type: a key of `ROPE_FIELDS`, which lists the fields that the type
+      uses.
+    factor: the number that divides the angles; for 'dynamic', how fast theta
+      grows with the length.
+    low_freq_factor, high_freq_factor: for 'llama3', a pair with at most
+      low_freq_factor turns is slow, and a pair with at least high_freq_factor
+      turns is fast.
+    original_max_position_embeddings: the original length, which is the longest
+      text in tokens that the model was first trained on.
+    attention_factor: the number that multiplies rotated queries and keys.
+    beta_fast, beta_slow: for 'yarn', a pair with at least beta_fast turns is
+      fast, and a pair with at most beta_slow turns is slow.
+    truncate: for 'yarn', whether the indices of the last fast pair and of the
+      first slow pair are rounded to whole numbers.
+    short_factor, long_factor: for each pair, the number that divides its angle.
+      short_factor is used for texts up to the original length, and long_factor
+      for longer texts.
+    length: the longest text of the run in tokens. 'dynamic' and 'longrope' are
+      computed for this length. `transformers` computes them for the current
+      length, which is impossible here, because cached keys cannot be rotated
+      again.
   """
 
   rope_type: str
@@ -77,58 +88,68 @@ class RopeScaling:
 class ModelConfig:
   """Describes the shape of a decoder.
 
-  The fields with defaults distinguish the families, see
-  `models/hf/families.py`. Field names follow this project's configs, whose
-  rules, and those of `models/hf/config_json.py`, make the sizes fit together.
+  The fields with defaults distinguish the model families, see
+  `models/hf/families.py`. Field names follow this project's configs. The rules
+  of these configs and of `models/hf/config_json.py` check that the sizes fit
+  together.
 
   Attributes:
-    vocab_size: V, vocabulary entries of the embedding.
+    vocab_size: V, the number of vocabulary entries.
     hidden_size: D, width of the residual stream.
-    intermediate_size: width of the gated MLP; unused if experts replace all.
-    num_layers: decoder layers.
-    num_heads: query heads; a multiple of num_kv_heads.
-    num_kv_heads: key and value heads.
-    head_dim: H, size of one head; even, for rotary positions.
+    intermediate_size: width of the gated MLP; unused if all layers have
+      experts.
+    num_layers: number of decoder layers.
+    num_heads: number of query heads; a multiple of num_kv_heads.
+    num_kv_heads: number of key and value heads.
+    head_dim: H, size of one head; even, because pairs of numbers are rotated.
     rope_theta: base of the rotary frequencies.
-    rms_norm_eps: added to the mean square.
-    qkv_bias: biases on the query, key and value projections.
-    tie_embeddings: the output head is the embedding.
-    family: the family that the model was read from, for the export; '': the
-      first one with these blocks. Models that differ in it alone are equal.
-    o_bias: a bias on the output projection of attention.
-    mlp_bias: biases on the projections of the MLP.
-    qk_norm: a norm over each head of queries and keys, before rotary positions.
-    qk_norm_whole: whether that norm is over all heads together.
+    rms_norm_eps: the number that norms add to the mean square.
+    qkv_bias: whether the query, key and value projections have biases.
+    tie_embeddings: whether the output head uses the matrix of the embedding.
+    family: the model family that the config was read from, which the export
+      writes; '': the first family with these blocks. Configs that differ only
+      in this field compare as equal.
+    o_bias: whether the output projection of attention has a bias.
+    mlp_bias: whether the projections of the MLP have biases.
+    qk_norm: whether queries and keys pass a norm before they are rotated.
+    qk_norm_whole: whether this norm is over all heads together, and not over
+      each head.
     norms: where the norms are: 'before' attention and MLP, 'after' them, or
       'both'.
     norm_offset: the number that is added to the scales of norms.
     activation: a key of `transformer.ACTIVATIONS`.
     scale_embedding: whether embedded tokens are multiplied by √D.
-    query_pre_attn_scalar: attention's logits are divided by its root; 0: H.
-    partial_rotary_factor: the share of a head that is rotated.
-    windows: for each layer the tokens that a query sees at most, its own and
-      those before it; 0: all of them. (): all, in all layers.
-    local_rope_theta: base of the rotary frequencies of layers with a window,
-      which are then not scaled; 0: they are those of the other layers.
-    num_experts: X, gated MLPs that a token is routed among; 0: one dense MLP.
-    dense_layers: the layers that have a dense MLP although others have experts.
-    num_experts_per_tok: E, how many of them a token visits.
-    moe_intermediate_size: width of one expert.
-    norm_topk_prob: whether the weights of the visited experts sum to one.
-    router_aux_loss_coef: weight of the load-balance loss, for the export.
+    query_pre_attn_scalar: the number whose square root divides the logits of
+      attention; 0: H.
+    partial_rotary_factor: the share of the numbers of a head that is rotated.
+    windows: for each layer, the largest number of tokens that a query sees, its
+      own token and the tokens before it; 0: no limit. (): no limit in any
+      layer.
+    local_rope_theta: base of the rotary frequencies in layers with a window,
+      which are then not scaled; 0: all layers have the same frequencies.
+    num_experts: X, the number of gated MLPs that a token is routed among; 0:
+      one dense MLP.
+    dense_layers: the indices of layers with a dense MLP in a model whose other
+      layers have experts.
+    num_experts_per_tok: E, the number of experts that a token visits.
+    moe_intermediate_size: width of the MLP of one expert.
+    norm_topk_prob: whether the weights of the visited experts are scaled to sum
+      to one.
+    router_aux_loss_coef: weight of the load-balance loss; only the export reads
+      it.
     rope_scaling: scaling of rotary positions; None: no scaling.
-    max_position_embeddings: longest sequence that the model was made for; for
-      the export.
+    max_position_embeddings: longest sequence that the model was made for; only
+      the export reads it.
     dtype: dtype of the activations; weights are stored in float32.
-    remat: what is saved of a layer for the backward pass; a key of
+    remat: which results of a layer are saved for the backward pass; a key of
       `transformer.POLICIES`.
-    scan_unroll: layers per iteration of the scan; more of them compile longer
-      and, in small models on a CPU, run faster.
+    scan_unroll: layers per iteration of the scan over layers. A larger number
+      compiles longer and, for small models on a CPU, runs faster.
     attention: how attention of whole sequences is computed; a key of
       `attention.IMPLEMENTATIONS`.
     moe: how experts are computed; a key of `moe.IMPLEMENTATIONS`.
-    cache: the type of cached keys and values: 'model' (that of the activations)
-      or 'int8'.
+    cache: the dtype of cached keys and values: 'model' (the dtype of the
+      activations) or 'int8'.
   """
 
   vocab_size: int
@@ -172,15 +193,15 @@ class ModelConfig:
 
   @property
   def layer_windows(self) -> tuple[int, ...]:
-    """The window of each layer; 0: none."""
+    """The window of each layer in tokens; 0: the layer has no window."""
     return self.windows or (0,) * self.num_layers
 
   @property
   def stacks(self) -> Mapping[str, tuple['ModelConfig', int]]:
-    """The stacks of equal layers by name: the shape of a layer, and how many.
+    """The stacks of equal layers: name -> (config of a layer, layer count).
 
-    A name is a key of the parameter tree. Layers without experts are a stack of
-    their own if others have experts.
+    A name is a key of the parameter tree. If only some layers have experts, the
+    layers without experts are a stack of their own.
     """
     dense = len(self.dense_layers)
     stacks = {'layers': (self, self.num_layers - dense)}
@@ -191,7 +212,7 @@ class ModelConfig:
 
   @property
   def places(self) -> tuple[tuple[str, int], ...]:
-    """For each layer the name of its stack, and its number there."""
+    """For each layer, the name of its stack and its index in the stack."""
     names = [
       'dense_layers' if layer in self.dense_layers else 'layers'
       for layer in range(self.num_layers)
@@ -202,8 +223,9 @@ class ModelConfig:
   def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
     """How often a pattern of layers repeats, and its runs of equal layers.
 
-    A run has the name of its stack and two ranges: of numbers in the pattern,
-    and of numbers in the part of the stack that a repetition has.
+    A run is adjacent layers of the pattern that are in the same stack. It is
+    (name of the stack, range of its layers in the pattern, range of its layers
+    among the layers of the stack that one repetition uses).
     """
     names, count = [name for name, _ in self.places], self.num_layers
     length = count
@@ -220,13 +242,17 @@ class ModelConfig:
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-  """Returns a shape with the other's fields that say how to compute."""
+  """Returns `config` with the fields of `other` that say how to compute."""
   fields = {name: getattr(other, name) for name in _PROGRAM}
   return dataclasses.replace(config, **fields)
 
 
 def compared(config: ModelConfig) -> tuple[str, ...]:
-  """Returns the fields that models must share to compute the same function."""
+  """Returns the names of the fields that decide which function is computed.
+
+  Models with equal values of these fields compute the same function of their
+  weights and tokens.
+  """
   others = _OF_DENSE if config.num_experts else _OF_EXPERTS
   others = () if config.dense_layers else others
   return tuple(

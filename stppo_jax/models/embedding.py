@@ -1,18 +1,20 @@
 """Looks up tokens in the embedding, on one device or many.
 
-B rows, L tokens, D width, V vocabulary; on one device b rows, d columns and W
-vocabulary entries.
+Shape letters: B rows, L tokens of a row, D width, V vocabulary entries. One
+device holds b rows of tokens, and d columns of W vocabulary entries.
 
-The table is the largest matrix of a model, and a microbatch reads few of its
-entries. So on a mesh the table stays where it is. Each device looks up the
-tokens of all devices along `fsdp` in its own columns. Then the devices exchange
-the results, so that each has all columns of its own rows:
+The embedding table is the largest matrix of a model, and a microbatch reads few
+of its entries. So on a mesh, no device gathers the table. Each device looks up
+the tokens of all devices along `fsdp` in its own columns of the table. Then the
+devices exchange the results, so that each device has all columns of its own
+rows:
 
     [b fsdp, L, d]  -- all-to-all -->  [b, L, D]
 
-The gradient goes the other way, and is added up where the columns are. The
-devices send as much as the hidden states hold, whatever the size of the
-vocabulary.
+The gradient goes the opposite way, and each device adds it up for its own
+columns. The exchange sends as many bytes as the hidden states have, whatever
+the size of the vocabulary. (If the mesh has an axis `expert`, `fsdp` stands for
+both axes here.)
 """
 
 import functools
@@ -32,13 +34,13 @@ _WIDTH = mesh_lib.WEIGHT_AXES
 def look_up(
   table_VD: Array, tokens_BL: Array, mesh: jax.sharding.Mesh | None
 ) -> Array:
-  """Returns the tokens' entries of the table [B, L, D], laid out by rows.
+  """Returns the tokens' entries of the table [B, L, D], sharded by rows.
 
-  The gradients of equal tokens are added up in float32, and the sum of a device
-  is rounded to the dtype of the table once. (JAX would add one after the other
-  in the dtype of the table. In bfloat16 the sum of a frequent token stops
-  growing after some hundred terms, since each is less than half a unit in the
-  last place of the sum.)
+  The backward pass adds up the gradients of equal tokens in float32, and each
+  device rounds its sum to the dtype of the table once. (The gradient of JAX
+  would add the terms one by one in the dtype of the table. In bfloat16, the sum
+  of a frequent token would stop growing after some hundred terms, because each
+  term is less than half a unit in the last place of the sum.)
 
   Args:
     table_VD: the embedding.
@@ -47,15 +49,15 @@ def look_up(
   """
   if _exchanges(table_VD, tokens_BL, mesh):
     return _exchanged(mesh, table_VD, tokens_BL)
-  # Sharded by vocabulary entries: each device contributes the entries that it
-  # holds, and the results are summed over the axis `tensor`.
+  # The table is sharded by vocabulary entries. Each device contributes the
+  # entries that it holds, and the results are summed over the axis `tensor`.
   table_VD = activations.constrain(table_VD, mesh, activations.TENSOR)
   x_BLD = _whole(table_VD, tokens_BL)
   return activations.constrain(x_BLD, mesh, activations.ROWS)
 
 
 def _exchanges(table_VD, tokens_BL, mesh) -> bool:
-  """Returns whether the columns of the table are on different devices."""
+  """Returns whether devices hold different columns, in shards of equal size."""
   if mesh is None or activations.extent(mesh, _WIDTH) == 1:
     return False
   entries, width = table_VD.shape
@@ -85,15 +87,16 @@ _whole.defvjp(_whole_forward, _whole_backward)
 def _exchanged(
   mesh: jax.sharding.Mesh, table_VD: Array, tokens_BL: Array
 ) -> Array:
-  """Returns the result of `_whole`, from columns that stay where they are."""
+  """Returns the result of `_whole` without gathering the table's columns."""
 
   def local(table_Wd, tokens_bL):
-    # Tokens are small and states are not, so all devices along `fsdp` get the
-    # tokens of all, and the states go only where they are needed.
+    # Token ids are small, so each device along `fsdp` gets the ids of all rows.
+    # Hidden states are large, so they go only to the device of their row.
     places_BL = _places(_all_rows(tokens_bL), len(table_Wd))
     x_BLd = table_Wd.at[places_BL].get(mode='fill', fill_value=0)
     x_bLD = jax.lax.all_to_all(x_BLd, _WIDTH, 0, 2, tiled=True)
-    # Only the device that holds the entry contributes a number that is not 0.
+    # Only the device that holds a token's entry contributes numbers other than
+    # 0.
     return jax.lax.psum(x_bLD, _TENSOR)
 
   return _spread(local, mesh, (_TABLE, _ROWS), _ROWS)(table_VD, tokens_BL)
@@ -140,26 +143,26 @@ def _spread(local, mesh, in_specs, out_specs):
 
 
 def _all_rows(tokens_bL: Array) -> Array:
-  """Returns the tokens of all rows that the devices along `fsdp` have."""
+  """Returns the token ids of the rows of all devices along `fsdp`."""
   return jax.lax.all_gather(tokens_bL, _WIDTH, axis=0, tiled=True)
 
 
 def _places(tokens_BL: Array, count: int) -> Array:
-  """Returns the index of each token here; `count` for entries elsewhere."""
+  """Returns each token's index in the table here, or `count` if elsewhere."""
   places_BL = tokens_BL - jax.lax.axis_index(_TENSOR) * count
   return jnp.where((places_BL >= 0) & (places_BL < count), places_BL, count)
 
 
 def _shape(table_VD: Array) -> Array:
-  """Returns an array of no elements that carries the table's shape and dtype.
+  """Returns an array without elements that has the table's shape and dtype.
 
-  The backward pass needs nothing else, and the table is not kept alive.
+  The backward pass needs only these two, so the table itself can be freed.
   """
   return jnp.zeros((0, *table_VD.shape), table_VD.dtype)
 
 
 def _sums(empty: Array, tokens_BL: Array, gradient_BLD: Array) -> Array:
-  """Returns the sum of the gradients of each entry, float32."""
+  """Returns the float32 sum of the gradients of each table entry."""
   sums_VD = jnp.zeros(empty.shape[1:], jnp.float32)
   return sums_VD.at[tokens_BL].add(
     gradient_BLD.astype(jnp.float32), mode='drop'

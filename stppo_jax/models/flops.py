@@ -1,9 +1,10 @@
 """Counts the floating-point operations that a model needs.
 
-Causal attention counts half of the square of the length. In a layer with a
-window, it counts only the keys in the window of each query. Logits count at
-loss positions only. Only the functions named `recomputed_*` count what a
-backward pass repeats. An addition and a multiplication are two operations.
+In causal attention, half of the square of the length counts as pairs of a query
+and a key. In a layer with a window, only the keys in the window of each query
+count. Logits count at loss positions only. Only the functions named
+`recomputed_*` count the operations that a backward pass repeats. An addition
+and a multiplication are two operations.
 """
 
 from collections.abc import Iterable
@@ -17,9 +18,9 @@ class Weights(NamedTuple):
 
   Attributes:
     attention: weights of the query, key, value and output projections.
-    expand: weights of the gate and up projections; in a mixture, those of the
-      experts that the token visits, and those of the router.
-    contract: weights of the down projections.
+    expand: weights of the gate and up projections. In a mixture of experts, the
+      weights of the visited experts and of the router.
+    contract: weights of the down projections, in a mixture of visited experts.
   """
 
   attention: int
@@ -28,7 +29,7 @@ class Weights(NamedTuple):
 
 
 def mlp_width(shape: model_config.ModelConfig) -> int:
-  """Returns the width of the MLPs that a token visits in a layer."""
+  """Returns the total width of the MLPs that a token visits in a layer."""
   if shape.num_experts:
     return shape.num_experts_per_tok * shape.moe_intermediate_size
   return shape.intermediate_size
@@ -37,7 +38,7 @@ def mlp_width(shape: model_config.ModelConfig) -> int:
 def layer_weights(shape: model_config.ModelConfig) -> Weights:
   """Returns the numbers of weights of a layer; norms are left out.
 
-  If some layers have experts and some have none, it is one that has some.
+  If only some layers have experts, the numbers are for a layer with experts.
   """
   queries = shape.num_heads * shape.head_dim
   keys = shape.num_kv_heads * shape.head_dim
@@ -63,18 +64,19 @@ def attention_operations(
 
   Args:
     shape: the shape of the model.
-    length: the number of tokens of its row, of which it attends to half on
-      average, or to fewer in a layer with a window.
+    length: the number of tokens of the token's row. On average the token
+      attends to half of them, or to fewer in a layer with a window.
   """
   keys = seen_keys(shape, length)
   return 4.0 * keys * shape.num_heads * shape.head_dim
 
 
 def seen_keys(shape: model_config.ModelConfig, length: float) -> float:
-  """Returns the keys that a token of a row sees on average, in all layers."""
+  """Returns the average number of keys that a token sees, over all layers."""
   windows, keys = shape.layer_windows, 0.0
   for window in set(windows):
-    # The first tokens of a row see all before them, the others a whole window.
+    # The first tokens of a row see all tokens before them. The later tokens see
+    # a whole window.
     fills = 0 < window < length
     seen = window - window**2 / (2 * length) if fills else length / 2
     keys += windows.count(window) * seen
@@ -85,31 +87,31 @@ def layer_operations(shape: model_config.ModelConfig, length: float) -> float:
   """Returns the forward operations of all layers for a token.
 
   Args:
-    shape: the shape of the model, of whose experts only the visited ones count.
-    length: the number of tokens of its row, see `attention_operations`.
+    shape: the shape of the model. Only the visited experts count.
+    length: the number of tokens of a row, see `attention_operations`.
   """
   return 2.0 * sum(_all_weights(shape)) + attention_operations(shape, length)
 
 
 def logit_operations(shape: model_config.ModelConfig) -> float:
-  """Returns the forward operations of the logits of a token."""
+  """Returns the forward operations of all logits of one token."""
   return 2.0 * shape.hidden_size * shape.vocab_size
 
 
 def recomputed_layer_operations(
   shape: model_config.ModelConfig, length: float
 ) -> float:
-  """Returns the operations of a token that the layers' backward pass repeats.
+  """Returns the operations per token that the layers' backward pass repeats.
 
   Args:
-    shape: the shape of the model, whose `remat` says which results are saved.
-    length: the number of tokens of its row, see `attention_operations`.
+    shape: the shape of the model. Its `remat` says which results are saved.
+    length: the number of tokens of a row, see `attention_operations`.
   """
   if shape.remat not in ('full', 'dots'):
     return 0.0
   count = attention_operations(shape, length)
   if shape.remat == 'full':
-    # The backward pass does not need the result of the last product.
+    # The backward pass does not need the result of the down projection.
     weights = _all_weights(shape)
     count += 2.0 * (weights.attention + weights.expand)
   return count
@@ -121,9 +123,9 @@ def forward_operations(
   """Returns the forward operations of a policy, and of a value model.
 
   Args:
-    shape: the shape of either.
+    shape: the shape that both models have.
     lengths: the number of tokens of each row.
-    losses: the number of tokens with a loss.
+    losses: the number of tokens with a loss, in all rows together.
   """
   layers = sum(length * layer_operations(shape, length) for length in lengths)
   return layers + logit_operations(shape) * losses, layers
@@ -132,10 +134,11 @@ def forward_operations(
 def recomputed_operations(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
-  """Returns the operations that backward passes of both models repeat.
+  """Returns the operations that the backward pass repeats, for both models.
 
-  Logits are always computed again, because they are too large to be saved. What
-  an attention kernel recomputes by itself is not counted.
+  The first number is for a policy, and the second for a value model. Logits are
+  always computed again, because they are too large to be saved. Operations that
+  an attention kernel repeats inside itself are not counted.
 
   Args:
     shape, lengths, losses: see `forward_operations`.

@@ -1,12 +1,13 @@
 """Computes with models by pure functions of their parameter trees.
 
-The network is a Flax NNX module, split once into its graph and its parameters
-(`modules`). From there on, functions take a parameter tree: a nested dict of
-arrays ({'embedding': ..., 'layers': {...}, ...}) in which leaves of the layers
-carry a leading layer axis.
+The network is a Flax NNX module, which `modules` splits once into its graph and
+its parameters. The functions here take the parameters as a tree: a nested dict
+of arrays ({'embedding': ..., 'layers': {...}, ...}). The leaves of the layers
+have a leading axis over layers.
 
-B rows, L tokens, M loss positions, C tokens read at once, D width, V
-vocabulary.
+Shape letters: B rows, L tokens of a row, M loss positions of a row, C new
+tokens of a row beyond its cached tokens, D width, V vocabulary entries, E
+experts that a token visits.
 """
 
 from collections.abc import Mapping
@@ -30,15 +31,17 @@ Params = Mapping[str, Any]
 
 
 class Rows(TypedDict, total=False):
-  """Lists the arrays that a forward pass may read beside the tokens.
+  """Lists the optional arrays that a forward pass reads beside the tokens.
 
   Attributes:
-    lengths_B: tokens of each row without padding; None: all. It saves work.
-    segments: the sequences in each row; None: each is one sequence.
-    loss_positions_BM: int32, distinct positions l of the tokens that results
-      are wanted for; entries outside 1..L - 1 are filler. None: all tokens.
+    lengths_B: the number of tokens of each row without padding, which saves the
+      work on padding; None: rows have no padding.
+    segments: the sequences in each row; None: each row is one sequence.
+    loss_positions_BM: int32, the positions l of the tokens whose results the
+      caller wants, distinct within a row. Positions outside 1..L - 1 fill up a
+      row and are ignored. None: all tokens.
     expert_ids: int [B, L, layers, E], the experts to visit in each layer that
-      has some; None leaves them to the routers. See `moe.MixtureOfExperts`.
+      has experts; None: the routers choose. See `moe.MixtureOfExperts`.
   """
 
   lengths_B: Array | None
@@ -51,10 +54,11 @@ class TokenOutputs(NamedTuple):
   """Holds the outputs of a policy's forward pass for each token.
 
   Attributes:
-    logprobs_BL, entropy_BL: float32, at the loss positions that were given; see
+    logprobs_BL, entropy_BL: float32, at the given loss positions; see
       `heads.token_logprobs_and_entropy`.
-    values_BL: float32, V before each token; None without a value head.
-    routing: which experts the tokens visited; None without experts.
+    values_BL: float32, the value of the state before each token; None without a
+      value head.
+    routing: the experts that the tokens visited; None without experts.
   """
 
   logprobs_BL: Array
@@ -73,13 +77,16 @@ class Model:
       that estimates values too).
     mesh: mesh that activations are laid out on; None leaves the layout to the
       compiler.
-    lora: options of adapters, which parameters may then contain. Parameters
-      without adapters are accepted too, as the base alone.
-    chunk: tokens of a device whose logits are held at once; 0: all.
-    value_range: the smallest and the largest value; None: there are none.
+    lora: options of the adapters that parameters may contain. Parameters
+      without adapters compute the base model. None: no adapters.
+    chunk: the number of tokens on a device whose logits are held at once; 0:
+      all tokens.
+    value_range: the smallest and the largest value that the value head can
+      return; None: no limits.
 
   Raises:
-    ValueError: the mesh does not divide the model, see `mesh.check_divides`.
+    ValueError: an axis of the mesh does not divide the sizes of the model, see
+      `mesh.check_divides`.
   """
 
   config: model_config.ModelConfig
@@ -97,7 +104,7 @@ class Model:
       tensor += ['moe_intermediate_size'] if experts else []
       if not experts or self.config.dense_layers:
         tensor.append('intermediate_size')
-      # The sizes that an axis of the mesh must divide.
+      # The sizes of the model that each axis of the mesh must divide.
       apart = ('num_experts', 'hidden_size') if experts else ()
       sharded = {'expert': apart, 'fsdp': ('hidden_size',), 'tensor': tensor}
       mesh_lib.check_divides(
@@ -120,7 +127,7 @@ class Model:
     """Returns fresh adapters; see `lora.init`.
 
     Raises:
-      ValueError: `lora` is None, or an expression of it matches none.
+      ValueError: `lora` is None, or one of its expressions matches no layer.
     """
     if self.lora is None:
       raise ValueError('the model has no adapters: lora is None')
@@ -128,18 +135,18 @@ class Model:
     return lora_lib.init(self.lora, kernels, key)
 
   def join_params(self, frozen: Params, params: Params) -> Params:
-    """Returns one tree of all weights; no array is copied.
+    """Returns frozen and trained weights as one tree; no array is copied.
 
     Args:
-      frozen: a policy's weights, or {} if all weights are trained.
-      params: the trained weights: adapters and heads, or all.
+      frozen: a policy's frozen weights, or {} if all weights are trained.
+      params: the trained weights: adapters and heads, or all weights.
     """
     if self.head == 'scalar':
       frozen = {name: x for name, x in frozen.items() if name != 'lm_head'}
     return lora_lib.join(frozen, params)
 
   def merge_adapters(self, params: Params) -> Params:
-    """Returns the weights of `plain_policy` that compute the same policy."""
+    """Returns weights with which `plain_policy` computes the same policy."""
     params = {name: x for name, x in params.items() if name != 'scalar_head'}
     return params if self.lora is None else lora_lib.merge(self.lora, params)
 
@@ -147,21 +154,21 @@ class Model:
   def plain_policy(self) -> 'Model':
     """The policy of the same shape without adapters and without a value head.
 
-    It takes merged weights, and the weights of a base model.
+    Its parameters are merged weights, or the weights of a base model.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 
   def output_VD(self, params: Params) -> Array:
     """Returns the output matrix [V, D], which maps hidden states to logits.
 
-    It is the embedding if the config ties the two.
+    The matrix is the embedding if the config ties the two.
     """
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
   def hidden(
     self, params: Params, tokens_BL: Array, **rows: Unpack[Rows]
   ) -> Array:
-    """Returns the hidden states of `hidden_and_routing`."""
+    """Returns the hidden states alone, see `hidden_and_routing`."""
     return self.hidden_and_routing(params, tokens_BL, **rows)[0]
 
   def hidden_and_routing(
@@ -169,12 +176,12 @@ class Model:
   ) -> tuple[Array, moe.Routing | None]:
     """Returns final hidden states of whole sequences, and the experts visited.
 
-    The arguments are those of `token_outputs`.
+    The arguments have the same meaning as in `token_outputs`.
 
     Returns:
-      The hidden states and the routing. The states are [B, L, D] or, if loss
-      positions are given, those that predict the tokens there, [B, M, D]. The
-      routing is None without experts.
+      The hidden states [B, L, D] and the routing. If loss positions are given,
+      only the states that predict the tokens at these positions are returned,
+      [B, M, D]. The routing is None without experts.
     """
     places_BM = rows.get('loss_positions_BM')
     if places_BM is not None:
@@ -199,19 +206,19 @@ class Model:
     values_everywhere: bool = True,
     **rows: Unpack[Rows],
   ) -> TokenOutputs:
-    """Returns all outputs of a policy for the tokens, from one pass.
+    """Returns all outputs of a policy for the tokens, from one forward pass.
 
     Args:
       params: the policy's weights.
       tokens_BL: token ids, right-padded.
-      temperature: divides the logits.
-      values_everywhere: whether values are wanted at every token, even if
+      temperature: the number that divides the logits.
+      values_everywhere: whether values are computed at every token, even if
         loss positions are given.
       **rows: see `Rows`.
     """
     loss_positions_BM = rows.get('loss_positions_BM')
     # Values at all tokens need the states of all tokens. The logits then use
-    # those of these states that they need.
+    # only the states that predict the loss positions.
     narrowed = loss_positions_BM is not None
     narrowed &= self.head != 'both' or not values_everywhere
     rows['loss_positions_BM'] = loss_positions_BM if narrowed else None
@@ -245,7 +252,7 @@ class Model:
     temperature: float,
     **rows: Unpack[Rows],
   ) -> tuple[Array, Array]:
-    """Returns logprobs_BL and entropy_BL of `token_outputs`."""
+    """Returns only logprobs_BL and entropy_BL, see `token_outputs`."""
     return self.token_outputs(
       params, tokens_BL, temperature=temperature, **rows
     )[:2]
@@ -261,8 +268,8 @@ class Model:
   ) -> tuple[Array, Array, Array]:
     """Returns log-probabilities of a policy and a reference, and their KL.
 
-    See `heads.token_divergence`. The reference gets no gradient. The other
-    arguments are those of `token_outputs`.
+    See `heads.token_divergence`. The reference gets no gradient. The remaining
+    arguments have the same meaning as in `token_outputs`.
     """
     loss_positions_BM = rows.pop('loss_positions_BM', None)
     return heads.token_divergence(
@@ -280,9 +287,10 @@ class Model:
   def values(
     self, params: Params, tokens_BL: Array, **rows: Unpack[Rows]
   ) -> Array:
-    """Returns values_BL of a value model; 0 at tokens without a wanted value.
+    """Returns values_BL of a value model; see `heads.token_values`.
 
-    The arguments are those of `token_outputs`.
+    The arguments have the same meaning as in `token_outputs`. Values outside
+    the loss positions are 0.
     """
     return heads.token_values(
       self.hidden(params, tokens_BL, **rows),
@@ -298,9 +306,9 @@ class Model:
     """Returns the states of the next tokens; see `cached_pass.extend`.
 
     Args:
-      params: weights with a tree for each layer, adapters included. Decoding
-        reads every weight for every token; of stacked layers, each would be
-        sliced, and so copied, for every token.
+      params: weights with a separate tree for each layer, adapters included.
+        Decoding reads every weight for every token. If the layers were stacked,
+        each layer would be sliced, and so copied, for every token.
       tokens_BC: the next tokens of each row.
       **cached: the keyword arguments of `cached_pass.extend`.
     """

@@ -1,16 +1,17 @@
 """Computes causal attention by fused kernels: cuDNN on GPU, splash on TPU.
 
-B rows, L tokens, N query heads, K heads of keys and of values, H head size.
-Both kernels skip padding.
+Shape letters: B rows, L tokens of a row, N query heads, K key and value heads,
+H size of a head. Both kernels skip padding.
 
-JAX's public interface to cuDNN has the lengths of rows, but no segments. So
-each sequence gets a row of its own, for attention alone. Copying queries, keys,
-values and results takes little time beside the products of a layer, and the
-kernel computes nothing for the padding.
+JAX's public interface to cuDNN takes the lengths of rows, but no segments. So
+if rows hold several sequences, each sequence is copied to a row of its own for
+the time of attention. Copying queries, keys, values and results takes little
+time compared with the products of a layer, and the kernel computes nothing for
+the padding.
 
-Splash works on tiles of at least 128 tokens and skips those that the causal
-mask leaves empty. The sequences of a row and its padding are segments, which do
-not attend to each other.
+The splash kernel works on tiles of at least 128 tokens, and skips tiles in
+which the causal mask hides all keys. It takes the sequences of a row, and the
+row's padding, as segments that do not attend to each other.
 """
 
 from collections.abc import Callable
@@ -26,10 +27,10 @@ from stppo_jax.parallel import rows
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
 
-# Tokens of a tile; the first size that divides the padded length is used. Rows
-# that are longer than the largest tile are padded to whole tiles of that size,
-# because with smaller tiles the kernel starts more often and reads keys and
-# values again.
+# Possible numbers of tokens in a tile of the splash kernel. The first one that
+# divides the padded length is used. Rows longer than the largest tile are
+# padded to a multiple of it, because with smaller tiles the kernel starts more
+# often and reads keys and values more often.
 _TILES = (512, 256, 128)
 
 
@@ -41,7 +42,10 @@ def cudnn(
   segments: Any = None,
   window: int = 0,
 ) -> Attend:
-  """Returns `attend` of `attention.causal_attention`, by the kernel.
+  """Returns a causal attention function that uses the cuDNN kernel.
+
+  `attention.causal_attention` describes the arguments and the result of the
+  function.
 
   Args:
     size, lengths_B, mesh, segments, window: see `attention.causal_attention`.
@@ -50,7 +54,7 @@ def cudnn(
     return _of_sequences(segments, mesh, window)
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   if window:
-    options['local_window_size'] = window - 1, 0  # beside the query's own token
+    options['local_window_size'] = window - 1, 0  # tokens before and after
   valid_BL11 = None
   if lengths_B is not None:
     valid_BL = jnp.arange(size)[None] < lengths_B[:, None]
@@ -61,14 +65,14 @@ def cudnn(
 
   def attend_rows(q_BLNH, k_BLKH, v_BLKH):
     inputs = (q_BLNH, k_BLKH, v_BLKH)
-    if mesh is not None:  # the kernel needs all three sharded alike
+    if mesh is not None:  # the kernel needs the three inputs sharded alike
       inputs = (
         activations.spread_heads(x, q_BLNH.shape[2], mesh) for x in inputs
       )
     if valid_BL11 is None:
       return jax.nn.dot_product_attention(*inputs, **options)
-    # At padding the kernel writes arbitrary numbers, in the gradients too. So
-    # zeros are selected there before the kernel and after it.
+    # At padding the kernel writes arbitrary numbers, into the gradients too. So
+    # padding is replaced by zeros before the kernel and after it.
     inputs = (jnp.where(valid_BL11, x, 0) for x in inputs)
     mixed_BLNH = jax.nn.dot_product_attention(*inputs, **options)
     return jnp.where(valid_BL11, mixed_BLNH, 0)
@@ -79,10 +83,10 @@ def cudnn(
 def _of_sequences(
   segments: Any, mesh: jax.sharding.Mesh | None, window: int
 ) -> Attend:
-  """Returns `attend` of sequences that share rows.
+  """Returns a causal attention function for rows with several sequences.
 
-  s devices hold rows, each b sequences of at most L tokens, and p places for
-  tokens in its rows.
+  Shape letters: s shards of the rows; in each shard at most b sequences of at
+  most L tokens, and p token positions in all its rows together.
   """
   s = 1 if mesh is None else activations.extent(mesh, activations.ROWS)
   _, _, b, L = segments
@@ -124,13 +128,17 @@ def splash(
   window: int = 0,
   interpret: bool = False,
 ) -> Attend:
-  """Returns `attend` of `attention.causal_attention`, by the kernel.
+  """Returns a causal attention function that uses the splash kernel.
+
+  `attention.causal_attention` describes the arguments and the result of the
+  function.
 
   Args:
     size, lengths_B, mesh, segments, window: see `attention.causal_attention`.
-    interpret: whether to run the kernel's program without a TPU.
+    interpret: whether to interpret the kernel, which needs no TPU.
   """
-  # Imported here because it takes a fifth of a second and only a TPU needs it.
+  # Imported here because the import takes a fifth of a second and only a TPU
+  # needs it.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   unit = _TILES[0] if size > _TILES[0] else _TILES[-1]
@@ -168,7 +176,8 @@ def splash(
     inputs = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
     if mesh is None or mesh.size == 1:
       return mix(*inputs)
-    # The compiler cannot partition a kernel: each device runs it on its shard.
+    # The compiler cannot partition a kernel, so each device runs the kernel on
+    # its own shard.
     axes = activations.ROWS, None, activations.TENSOR
     heads = activations.fitting(axes, k_BLKH.shape, mesh)
     return jax.shard_map(
@@ -176,7 +185,7 @@ def splash(
       mesh=mesh,
       in_specs=(heads, heads, heads, P(heads[0])),
       out_specs=heads,
-      check_vma=False,  # the kernel does not declare which axes vary
+      check_vma=False,  # kernels do not declare the mesh axes they vary over
     )(*inputs)
 
   return attend_rows
