@@ -13,8 +13,8 @@ rows:
 
 The gradient goes the opposite way, and each device adds it up for its own
 columns. The exchange sends as many bytes as the hidden states have, whatever
-the size of the vocabulary. (If the mesh has an axis `expert`, `fsdp` stands for
-both axes here.)
+the size of the vocabulary. (If the axis `expert` has several devices, `fsdp`
+stands for both axes here.)
 """
 
 import functools

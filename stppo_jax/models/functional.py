@@ -161,7 +161,7 @@ class Model:
   def output_VD(self, params: Params) -> Array:
     """Returns the output matrix [V, D], which maps hidden states to logits.
 
-    The matrix is the embedding if the config ties the two.
+    The matrix is the embedding if the config ties these two matrices.
     """
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 

@@ -1,8 +1,9 @@
-"""Computes what states say about the next token; no other file shifts.
+"""Computes log-probabilities, entropies and values of tokens from states.
 
-B rows, L tokens, M loss positions of a row, D width, V vocabulary. The hidden
-state at l - 1 predicts token l, and the results stand at index l. No other
-module shifts. From the logits on, everything is float32.
+Shape letters: B rows, L tokens of a row, M loss positions of a row, D width, V
+vocabulary entries. The hidden state at position l - 1 predicts token l, and the
+results for token l stand at index l. No other module shifts by this position.
+All arrays from the logits on are float32.
 """
 
 from typing import Any
@@ -29,28 +30,31 @@ def token_logprobs_and_entropy(
   mesh: jax.sharding.Mesh | None = None,
   narrowed: bool = False,
 ) -> tuple[Array, Array]:
-  """Returns log π(token l | tokens before l) and that distribution's entropy.
+  """Returns log π(token l | tokens before l) and the entropy of π.
 
-  Both are of softmax(logits / temperature), untruncated, in nats. Logits exist
-  for one chunk of tokens at a time, also in the backward pass, which computes
-  them again: [B, L, V] is never formed. Tokens outside the loss positions have
-  no influence on the result or its gradient.
+  The distribution π is softmax(logits / temperature) over the whole vocabulary,
+  without truncation. Both results are in nats. Logits exist for one chunk of
+  tokens at a time, and the backward pass computes them again, so the array
+  [B, L, V] is never formed. Tokens outside the loss positions have no influence
+  on the results or their gradients.
 
   Args:
     hidden_BLD, output_VD: final hidden states and output matrix;
       differentiable.
     tokens_BL: token ids.
-    loss_positions_BM: int32, distinct positions l of the tokens that results
-      are wanted for; entries outside 1..L - 1 are filler. None: all.
-    temperature: divides the logits.
-    chunk: tokens of a device whose logits are held at once; 0: all.
+    loss_positions_BM: int32, the positions l of the tokens whose results the
+      caller wants, distinct within a row. Positions outside 1..L - 1 are
+      filler and are ignored. None: all tokens.
+    temperature: the number that divides the logits.
+    chunk: the number of tokens on a device whose logits are held at once; 0:
+      all tokens.
     mesh: mesh that the arrays are laid out on; None: one device.
-    narrowed: whether the hidden states are already those at `state_positions`
-      alone, [B, M, D].
+    narrowed: whether `hidden_BLD` holds only the states at `state_positions`,
+      [B, M, D].
 
   Returns:
-    logprobs_BL, entropy_BL, float32; 0 at other tokens and at the first, which
-    nothing predicts.
+    logprobs_BL and entropy_BL, float32; 0 outside the loss positions and at the
+    first token, which no state predicts.
   """
   outputs: Any = vocabulary.logprobs_and_entropy(
     chunks.Options(temperature, chunk, mesh),
@@ -80,8 +84,8 @@ def token_divergence(
 
       divergence_l = KL(ref || π) = Σ_v ref_v (log ref_v - log π_v)
 
-  over the whole vocabulary, of the two distributions softmax(logits /
-  temperature) of token l; in nats.
+  in nats. The sum runs over the whole vocabulary, and ref and π are the
+  distributions softmax(logits / temperature) of token l.
 
   Args:
     hidden_BLD, output_VD: hidden states and output matrix of the policy;
@@ -117,16 +121,18 @@ def token_values(
   loss_positions_BM: Array | None = None,
   bounds: tuple[float, float] | None = None,
 ) -> Array:
-  """Returns values_BL, float32: V before token l; 0 where none is wanted.
+  """Returns float32 values_BL: the value of the state before each token.
+
+  Values are 0 outside the loss positions and at the first token.
 
   Args:
-    hidden_BLD: final hidden states; if loss positions are given, only those at
-      `state_positions`, [B, M, D].
+    hidden_BLD: final hidden states; if loss positions are given, only the
+      states at `state_positions`, [B, M, D].
     scalar_D1: the value head.
     tokens_BL: token ids.
-    loss_positions_BM: tokens that values are wanted for, see
-      `token_logprobs_and_entropy`; None: all but the first.
-    bounds: the smallest and the largest value; None: there are none.
+    loss_positions_BM: positions of the tokens whose values the caller wants,
+      see `token_logprobs_and_entropy`; None: all tokens except the first.
+    bounds: the smallest and the largest possible value; None: no limits.
   """
   if loss_positions_BM is None:
     hidden_BLD = hidden_BLD[:, :-1]
@@ -144,13 +150,14 @@ def token_values(
 def state_positions(loss_positions_BM: Array, length: int) -> Array:
   """Returns the positions l - 1 of the states that predict the tokens l.
 
-  Filler lies outside 0..L - 1, see `transformer.gather_states`.
+  For filler, the returned positions lie outside 0..L - 1, where
+  `transformer.gather_states` gives zeros.
   """
   return _distinct_positions(loss_positions_BM, length) - 1
 
 
 def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
-  """Returns the states that predict the tokens [B, M, D]; 0 for filler."""
+  """Returns the states before the loss positions [B, M, D]; 0 for filler."""
   if loss_positions_BM is None:
     return hidden_BLD[:, :-1]
   positions_BM = state_positions(loss_positions_BM, hidden_BLD.shape[1])
@@ -158,7 +165,7 @@ def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
 
 
 def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
-  """Returns the tokens at the positions [B, M]; any id for filler."""
+  """Returns the tokens at the loss positions [B, M]; any id for filler."""
   if loss_positions_BM is None:
     return tokens_BL[:, 1:]
   return jnp.take_along_axis(tokens_BL, loss_positions_BM, axis=1, mode='clip')
@@ -167,7 +174,7 @@ def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
 def _scatter(
   x_BM: Array, tokens_BL: Array, loss_positions_BM: Array | None
 ) -> Array:
-  """Returns each number at its token [B, L], and 0 elsewhere."""
+  """Returns the results x_BM at the index of their token [B, L], else 0."""
   if loss_positions_BM is None:
     return jnp.pad(x_BM, ((0, 0), (1, 0)))
   length = tokens_BL.shape[1]
@@ -180,11 +187,11 @@ def _scatter(
 
 
 def _distinct_positions(loss_positions_BM: Array, length: int) -> Array:
-  """Returns the positions, with all filler distinct and outside the row.
+  """Returns the loss positions, with distinct filler outside of the row.
 
-  `unique_indices=True` promises that no index of a row occurs twice, so two
-  fillers of a row must differ. They start at L + 1, so that the position
-  before each is outside too.
+  `unique_indices=True` promises that no index of a row occurs twice, so all
+  filler positions of a row must differ. They start at L + 1, so that the
+  position before each filler position is outside of the row too.
   """
   outside_M = length + 1 + jnp.arange(loss_positions_BM.shape[1])
   real_BM = (loss_positions_BM > 0) & (loss_positions_BM < length)

@@ -1,4 +1,4 @@
-"""Defines the layers that others are made of: matrices and a norm."""
+"""Defines the parts that larger layers are made of: matrices and norms."""
 
 from typing import Any
 
@@ -30,9 +30,9 @@ class Linear(nnx.Module):
     self.adapter_scale = scale
 
   def __call__(self, x: Array) -> Array:
-    # Computed as a product of two matrices: on a CPU the gradient of a batched
-    # product takes twice as long, and `remat` recognises products with weights
-    # by their lack of batch dimensions.
+    # x is flattened, so that this is a product of two matrices. On a CPU, the
+    # gradient of a batched product takes twice as long. And the policies of
+    # `remat` recognise products with weights by their lack of batch dimensions.
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ self.kernel[...].astype(x.dtype)
     if self.adapter_scale is not None:
@@ -51,7 +51,7 @@ class Kernel(nnx.Module):
 
 
 class Experts(Kernel):
-  """Holds one matrix of every expert [X, in, out], and its adapters."""
+  """Holds a matrix of each of X experts [X, in, out], and its adapters."""
 
   def __init__(self, *shape: int, rngs: nnx.Rngs):
     super().__init__(*shape, rngs=rngs)
@@ -63,7 +63,11 @@ class Experts(Kernel):
     self.adapter_scale = scale
 
   def matrices(self, dtype: Any) -> tuple[Array, ...]:
-    """Returns W and, with adapters, A [X, in, rank] and scale B."""
+    """Returns the matrices W [X, in, out] and, if they exist, the adapters.
+
+    The adapters are A [X, in, rank] and B [X, rank, out], with the scale
+    already multiplied into B.
+    """
     w_XKN = self.kernel[...].astype(dtype)
     if self.adapter_scale is None:
       return (w_XKN,)
@@ -72,18 +76,18 @@ class Experts(Kernel):
 
 
 class Identity(nnx.Module):
-  """Takes the place of a norm that a model does not have."""
+  """Returns its input, in place of a norm that a model does not have."""
 
   def __call__(self, x: Array) -> Array:
     return x
 
 
 class RMSNorm(nnx.Module):
-  """Computes x / rms(x) · (offset + scale), the mean square in float32."""
+  """Computes x / rms(x) · (offset + scale), with rms(x) in float32."""
 
   def __init__(self, size: int, *, eps: float, offset: float = 0.0):
-    # The dtype is given, because with a scale of a weak type the program would
-    # be compiled twice.
+    # The dtype is explicit, because a scale of a weak type would make JAX
+    # compile the program twice.
     self.scale = nnx.Param(jnp.full((size,), 1.0 - offset, jnp.float32))
     self.eps = eps
     self.offset = offset
@@ -93,7 +97,8 @@ class RMSNorm(nnx.Module):
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     normed = x32 * jax.lax.rsqrt(mean_square + self.eps)
     if self.offset:
-      # In float32: bfloat16 would round a scale near 0 that 1 is added to.
+      # The sum is in float32, because in bfloat16 an offset of 1 would round
+      # away the digits of a scale near 0.
       scale = self.offset + self.scale[...].astype(jnp.float32)
       normed = normed * scale.reshape(*[1] * (x.ndim - 1), -1)
       return normed.astype(x.dtype)

@@ -2,16 +2,17 @@
 
     y = x W + s (x A) B,    s = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
 
-with W [in, out], A [in, rank] and B [rank, out]; the matrices of experts have
-an axis of experts before these. Sources: Hu et al., 2021, arXiv 2106.09685;
-Kalajdzievski, 2023, arXiv 2312.03732.
+with W [in, out], A [in, rank] and B [rank, out]. The matrices of experts have
+an additional leading axis over experts. Sources: Hu et al., 2021, arXiv
+2106.09685; Kalajdzievski, 2023, arXiv 2312.03732.
 
-There are two trees of weights with the same nesting: the frozen base, and the
-adapters, whose leaves `lora_a` and `lora_b` have the place beside the `kernel`
-that they adapt. `join` makes one tree of both, which is the input of a model.
-`merge` makes a tree without adapters, in which they are added to the kernels. A
-is random at first and B is zero, so that a model with fresh adapters computes
-the same bits as its base.
+Weights are in two trees with the same nesting: the frozen base weights, and the
+adapters. The leaves `lora_a` and `lora_b` of an adapter are at the path where
+the base weights have the `kernel` that is adapted. `join` makes one tree of
+both, which a model takes as its parameters. `merge` makes a tree without
+adapters, in which the adapters are added to the kernels. At first A is random
+and B is zero, so that a model with fresh adapters computes the same bits as its
+base.
 
 Layers are stacked on the leading axis of every leaf.
 """
@@ -30,22 +31,24 @@ Array = jax.Array
 Params = Mapping[str, Any]
 
 A, B = 'lora_a', 'lora_b'
-EXPERTS = 'moe/'  # in the names of the matrices of experts
+EXPERTS = 'moe/'  # occurs in the names of the matrices of experts
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  """Chooses the matrices that have adapters, and the size of these.
+  """Chooses the matrices that have adapters, with their ranks and scales.
 
   Attributes:
-    rank: columns of A, rows of B.
-    alpha: see the module's docstring.
-    targets: regular expression, searched for in names like 'layers/q_proj',
-      also of the layers that are stacked in 'dense_layers'.
-    rank_pattern, alpha_pattern: ranks and alphas of some layers, such as
-      'down_proj$=8': the number behind the first expression that is found in a
-      name takes the place of `rank` or `alpha`.
-    rslora: whether the scale falls with the root of the rank only.
+    rank: the number of columns of A and of rows of B.
+    alpha: the numerator of the scale s, see the module's docstring.
+    targets: regular expression that is searched for in the names of matrices,
+      such as 'layers/q_proj'. Matrices in the stack 'dense_layers' are named
+      'layers/...' for this search too.
+    rank_pattern, alpha_pattern: other ranks and alphas for some matrices, such
+      as 'down_proj$=8'. The part before '=' is searched for in the name of a
+      matrix. The first pattern that is found replaces `rank` or `alpha` by its
+      number.
+    rslora: whether the scale is alpha / sqrt(rank) and not alpha / rank.
   """
 
   rank: int
@@ -56,11 +59,11 @@ class Lora:
   rslora: bool = False
 
   def rank_of(self, name: str) -> int:
-    """Returns the rank of the adapter of a layer, by its name."""
+    """Returns the rank of the adapter of the layer with this name."""
     return int(_matching(self.rank_pattern, name, self.rank))
 
   def scale_of(self, name: str) -> float:
-    """Returns the factor of A B, by the name of the layer."""
+    """Returns the scale s of the adapter of the layer with this name."""
     rank = self.rank_of(name)
     alpha = _matching(self.alpha_pattern, name, self.alpha)
     return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -68,15 +71,15 @@ class Lora:
   def adapts(self, name: str) -> bool:
     """Returns whether the layer of this name has an adapter.
 
-    Experts are many, so an expression must name them on purpose, as `moe/` or
-    `.*` does: `gate_proj$` is not enough.
+    A model has many experts, so an expression must match their names up to
+    'moe/' on purpose, as `moe/` and `.*` do. `gate_proj$` does not.
     """
     found = re.search(self.targets, _in_layers(name))
     return found is not None and (EXPERTS in found[0] or EXPERTS not in name)
 
 
 def _matching(patterns: Iterable[str], name: str, default: float) -> float:
-  """Returns the number of the first pattern that is found in a name."""
+  """Returns the number of the first pattern found in a name, or the default."""
   for pattern in patterns:
     expression, _, number = pattern.rpartition('=')
     if re.search(expression, _in_layers(name)):
@@ -85,7 +88,7 @@ def _matching(patterns: Iterable[str], name: str, default: float) -> float:
 
 
 def _in_layers(name: str) -> str:
-  """Returns the name by which expressions find a matrix of any stack."""
+  """Returns the name of a matrix with 'layers/' for any stack of layers."""
   return name.removeprefix('dense_')
 
 
@@ -93,7 +96,7 @@ def adapted(options: Lora, names: Iterable[str]) -> list[str]:
   """Returns the names of the linear layers that have adapters, sorted.
 
   Raises:
-    ValueError: an expression matches none: it may be misspelt.
+    ValueError: an expression matches no name, so it may be misspelt.
   """
   names = sorted(names)
   found = [name for name in names if options.adapts(name)]
@@ -108,7 +111,7 @@ def adapted(options: Lora, names: Iterable[str]) -> list[str]:
 
 
 def _matches_none(key: str, text: str, names: Iterable[str]) -> ValueError:
-  """Returns the error of an expression that is found in no name."""
+  """Returns the error to raise if an expression is found in no name."""
   choices = ', '.join(names)
   return ValueError(
     f'config.model.lora.{key}={text!r}: matches none of {choices}'
@@ -121,9 +124,9 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
   A is uniform in ±1 / sqrt(in), as in the authors' code; B is zero.
 
   Args:
-    options: rank and targets.
-    kernels: name of a linear layer -> its stacked kernel [layers, in, out] or
-      [layers, experts, in, out], or anything that has its shape.
+    options: the ranks and the targets.
+    kernels: for each name of a linear layer, its stacked kernel [layers, in,
+      out] or [layers, experts, in, out], or an object with the same `shape`.
     key: random key.
 
   Raises:
@@ -131,8 +134,8 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
   """
   adapters = {}
   for number, name in enumerate(adapted(options, kernels)):
-    # The key depends on the place among sorted names, not on the order in which
-    # a module lists its layers.
+    # The random key depends on the index of the name among the sorted names,
+    # and not on the order in which a module lists its layers.
     *outer, din, dout = kernels[name].shape
     rank = options.rank_of(name)
     bound = 1 / math.sqrt(din)
@@ -147,21 +150,22 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
 
 
 def join(one: Params, other: Params) -> Params:
-  """Returns both trees, which share no leaf, as one; no array is copied."""
+  """Returns one tree of two without a common leaf; no array is copied."""
   leaves = traverse_util.flatten_dict(one) | traverse_util.flatten_dict(other)
   return traverse_util.unflatten_dict(leaves)
 
 
 def merge(options: Lora, params: Params, name: str = '') -> Params:
-  """Returns weights without adapters that compute the same: W + s A B.
+  """Returns weights W + s A B, which compute the same without adapters.
 
-  A merged kernel has the wider dtype of base and adapters, because rounding to
-  a base in bfloat16 would lose small adapters in float32.
+  A merged kernel has the wider of the dtypes of base and adapters, because
+  rounding to a bfloat16 base would lose small float32 adapters.
 
   Args:
-    options: scale of the adapters.
-    params: the result of `join`; a tree without adapters comes back as it is.
-    name: the name of the layer that `params` are; '' for those of a model.
+    options: the scales of the adapters.
+    params: the result of `join`. A tree without adapters is returned as it is.
+    name: the name of the layer whose subtree is `params`; '' for the tree of a
+      whole model.
   """
   result = {
     key: merge(options, value, f'{name}/{key}'.lstrip('/'))

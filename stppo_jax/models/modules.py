@@ -1,7 +1,8 @@
 """Makes the Flax module of a model, and fills it with parameters.
 
-A module is made once for each shape, without arrays. A program that computes
-with it fills a copy with the arrays of a parameter tree, see `functional`.
+A module is made once for each config, without arrays. A program that computes
+with a model fills a copy of the module with the arrays of a parameter tree, see
+`functional`.
 """
 
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ from stppo_jax.models import transformer
 Array = jax.Array
 Params = Mapping[str, Any]
 
-# Routers compute in float32 whatever the rest does: rounding their logits could
-# change which experts a token visits.
+# Routers always compute in float32, because rounding their logits could change
+# the experts that a token visits.
 _FLOAT32 = re.compile(r'(^|/)router/')
 
 
@@ -40,7 +41,7 @@ def init(config: model_config.ModelConfig, head: str, key: Array) -> Params:
 
 
 def abstract_params(config: model_config.ModelConfig, head: str) -> Params:
-  """Returns the shapes and dtypes of the weights of `init`."""
+  """Returns the result of `init` with shapes and dtypes in place of arrays."""
   leaves, tree = _abstract_params(config, head)
   return jax.tree.unflatten(tree, leaves)
 
@@ -48,7 +49,7 @@ def abstract_params(config: model_config.ModelConfig, head: str) -> Params:
 def kernels(
   config: model_config.ModelConfig, head: str, mesh: jax.sharding.Mesh | None
 ) -> dict[str, Any]:
-  """Returns the shapes of the kernels that may have adapters, by layer."""
+  """Returns the kernels that may have adapters, without values, by layer."""
   graph, abstract = _abstract(config, head, mesh)
   linear = _linear_layers(nnx.merge(graph, abstract))
   return {name: layer.kernel for name, layer in linear.items()}
@@ -66,16 +67,18 @@ def filled(
 
   Args:
     config, head, mesh: see `functional.Model`.
-    params: the parameters; layers are stacked.
-    lora: options of adapters, which the parameters may contain.
+    params: the parameters, with stacked layers.
+    lora: options of the adapters that the parameters may contain; None: the
+      parameters contain no adapters.
 
   Raises:
-    AssertionError: parameters do not fit the shape; the message names them.
+    AssertionError: the shapes of some parameters do not fit the config; the
+      message names these parameters.
   """
   adapters = {}
   if lora is not None:
     params, adapters = lora_lib.split(params)
-  # Shapes are checked before anything is filled in. jax clamps indices beyond
+  # Shapes are checked before the module is filled. JAX clamps indices beyond
   # the end of an array, so a program with an embedding that is too short would
   # run and return wrong results.
   graph, abstract = _abstract(config, head, mesh)
@@ -95,15 +98,20 @@ def filled_by_layer(
   *,
   lora: lora_lib.Lora | None,
 ) -> tuple[transformer.Transformer, list[Any]]:
-  """Returns the module with abstract layers, and a module for each layer.
+  """Returns the module of the model, and a module for each of its layers.
 
   Args:
     config, head, mesh, lora: see `filled`.
-    params: the parameters, with a tree for each layer.
+    params: the parameters, with a separate tree for each layer.
+
+  Returns:
+    The module of the model, whose own layers have no arrays, and the list of
+    the filled modules of the layers.
   """
   graph, abstract = _abstract(config, head, mesh)
   state = jax.tree.map(lambda x: x, abstract)
-  # The stacked layers stay abstract: each layer is a module of its own.
+  # The stacked layers of this module stay abstract, because each layer gets a
+  # module of its own.
   whole = nnx.to_pure_dict(abstract)
   top = {**params, **{name: whole[name] for name in config.stacks}}
   nnx.replace_by_pure_dict(state, top)
@@ -127,13 +135,14 @@ def _adapt(
   *,
   inside: str = '',
 ) -> None:
-  """Puts adapters beside linear layers of a module, by their names.
+  """Adds adapters to the linear layers of a module.
 
   Args:
-    module: the module.
+    module: the module, which is changed in place.
     adapters: the adapters by the names of their layers in the module.
     lora: the options of adapters.
-    inside: the prefix that these names have in a whole model.
+    inside: the prefix that turns these names into names in a whole model, which
+      `lora` knows.
   """
   linear = _linear_layers(module)
   for name, pair in adapters.items():
@@ -153,10 +162,11 @@ def _linear_layers(
   }
 
 
-# Tracing `init` takes longer than all else that a caller does with the shapes.
+# The result is cached, because tracing `init` takes longer than all other work
+# of a caller with the shapes.
 @functools.lru_cache(maxsize=32)
 def _abstract_params(config: model_config.ModelConfig, head: str):
-  """Returns shapes and structure of the weights of `init`."""
+  """Returns the leaves of `abstract_params`, and the structure of the tree."""
   make = functools.partial(init, config, head)
   return jax.tree.flatten(jax.eval_shape(make, jax.random.key(0)))
 
@@ -169,8 +179,8 @@ def _abstract(
 ):
   """Returns graph and abstract state of the module, made without arrays.
 
-  The result is cached, because every program asks for it several times and it
-  takes long to make. So callers must fill copies of the state.
+  The result is cached, because it takes long to make and every program needs it
+  several times. So callers must fill copies of the state.
   """
   make = lambda: transformer.Transformer(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
@@ -179,10 +189,10 @@ def _abstract(
 
 
 def cast(params: Any, dtype: str) -> Any:
-  """Returns the weights in `dtype`; those of routers stay float32.
+  """Returns the weights cast to `dtype`; weights of routers stay float32.
 
-  A model casts weights where it uses them, so its results are the same with and
-  without this cast. But with it, a loop over microbatches or tokens reads the
+  A model also casts weights where it uses them, so this cast does not change
+  its results. But after this cast, a loop over microbatches or tokens reads the
   weights, and moves them between devices, in the smaller dtype.
 
   Args:
@@ -197,10 +207,10 @@ def cast(params: Any, dtype: str) -> Any:
 
 
 def cast_and_delete(params: Any, dtype: str) -> Any:
-  """Returns `cast(params, dtype)` and deletes the arrays that it was given.
+  """Returns `cast(params, dtype)` and deletes the arrays that it casts.
 
-  It is meant for weights that are not trained. They are replaced one after the
-  other, so that devices never hold all of them twice.
+  It is meant for weights that are not trained. The arrays are replaced one
+  after another, so that devices never hold all weights twice.
 
   Args:
     params: arrays on devices; the new ones have the same shardings.
@@ -211,7 +221,7 @@ def cast_and_delete(params: Any, dtype: str) -> Any:
     if _stays_float32(path) or leaf.dtype == jnp.dtype(dtype):
       return leaf
     smaller = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
-    smaller.block_until_ready()  # the old array is read until then
+    smaller.block_until_ready()  # until then, the cast reads the old array
     leaf.delete()
     return smaller
 

@@ -1,14 +1,14 @@
 """Routes each token to a few of many gated MLPs: a mixture of experts.
 
-B rows, L tokens of a row, D width, X experts, E experts that a token visits,
-U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
+Shape letters: B rows, L tokens of a row, D width, X experts, E experts that a
+token visits, U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
 
     p = softmax(x router)                             over all experts, float32
     w_e = p_e, or p_e / sum p over visited experts    as the config says
     y = sum_e w_e down_e(silu(gate_e x) * up_e x)     over visited experts
 
 Experts have no capacity limit, so no token is dropped. On TPU, a kernel
-computes products of sorted rows and matrices (`ragged_dot`).
+computes the gradient of the experts' matrices, see `ragged_dot`.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,23 +29,23 @@ from stppo_jax.parallel import dispatch
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
-# (rows, matrices, rows of each matrix) -> products, see `ragged_dot`.
+# (rows, matrices, number of rows of each matrix) -> products, see `ragged_dot`.
 Product = Callable[..., Any]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """Holds which experts tokens visited, and sums for the load-balance loss.
+  """Holds the experts that tokens visited, and sums for the load-balance loss.
 
-  It describes one layer or a whole model. For a model the ids have an axis of
+  It describes one layer or a whole model. For a model the ids have an axis over
   layers, and the sums are over the layers too.
 
   Attributes:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
       [B, L, layers, E].
-    visits_BX: float32, the number of visits to each expert by those tokens of a
-      row that count; detached. [B, S, X] if a row has several sums.
+    visits_BX: float32, the number of visits to each expert by the tokens of a
+      row that count; no gradient. [B, S, X] if there are S sums for each row.
     probs_BX: float32, the sum of p over the same tokens; differentiable.
   """
 
@@ -55,7 +55,7 @@ class Routing:
 
 
 class MixtureOfExperts(nnx.Module):
-  """Takes the place of the gated MLP with a router and experts.
+  """Routes tokens to experts, in place of the gated MLP of a layer.
 
   Args:
     config: the model's shape; its `moe` is a key of `IMPLEMENTATIONS`.
@@ -90,11 +90,11 @@ class MixtureOfExperts(nnx.Module):
 
     Args:
       x_BLD: hidden states.
-      expert_ids_BLE: experts to visit instead of those the router ranks
-        highest; its probabilities still weigh them, with gradient. A negative
-        id leaves its token to the router.
+      expert_ids_BLE: the experts to visit. The router's probabilities still
+        weigh them, with gradient. None, or a negative id at a token: the token
+        visits the experts that the router ranks highest.
       counted_BSL: bool, the tokens that count in each of the S sums of a row
-        in `Routing`; None: all count in the one sum of a row.
+        in `Routing`; None: a row has one sum, in which all tokens count.
     """
     B, L, D = x_BLD.shape
     c = self.config
@@ -114,7 +114,7 @@ class MixtureOfExperts(nnx.Module):
     return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
-    """Returns p [B, L, X], in full float32: rounding could change ranks."""
+    """Returns p [B, L, X] in full float32, as rounding could change ranks."""
     logits_BLX = jnp.einsum(
       'bld,dx->blx',
       x_BLD.astype(jnp.float32),
@@ -125,12 +125,12 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _highest(probs_BLX: Array, number: int, mesh) -> Array:
-  """Returns the experts of the highest probabilities, the highest first."""
+  """Returns the ids of the most probable experts, the most probable first."""
   top = lambda probs_BLX: jax.lax.top_k(probs_BLX, number)[1]
   if mesh is None or mesh.size == 1:
     return top(probs_BLX)
-  # Without this constraint, the compilers for CPU and GPU would give all rows
-  # to every device.
+  # Without `shard_map`, the compilers for CPU and GPU would gather all rows on
+  # every device.
   rows = activations.fitting((activations.ROWS,), probs_BLX.shape, mesh)
   return jax.shard_map(top, mesh=mesh, in_specs=rows, out_specs=rows)(
     jax.lax.stop_gradient(probs_BLX)
@@ -140,11 +140,11 @@ def _highest(probs_BLX: Array, number: int, mesh) -> Array:
 def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
   """Returns X Σ_x (visits_x / tokens) (probs_x / tokens).
 
-  It is E if all experts have the same load. This is the load-balance loss of
-  Switch Transformer (arXiv 2101.03961, equations 4 to 6) over E visits, as in
-  `transformers`. Only `probs_X` carries a gradient. The loss is linear in them:
-  for a minibatch in microbatches, pass the visits and the number of tokens of
-  the minibatch and the probabilities of one microbatch, and add up the results.
+  The loss is E if all experts have the same load. It is the load-balance loss
+  of Switch Transformer (arXiv 2101.03961, equations 4 to 6) with E visits per
+  token, as in `transformers`. Only `probs_X` carries a gradient, and the loss
+  is linear in `probs_X`. So to split a minibatch, pass `visits_X` and `tokens`
+  of the minibatch and `probs_X` of one microbatch, and add up the results.
 
   Args:
     visits_X, probs_X: see `Routing`; sums over layers and rows.
@@ -157,16 +157,16 @@ def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
 def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
   """Returns the mixture by computing every expert for every token.
 
-  The experts form one MLP of width X F, and those that a token does not visit
-  have weight 0. This is the definition that `grouped` is tested against. It is
-  also the fastest on CPU, where XLA computes grouped products in full.
+  The experts form one MLP of width X F, in which the experts that a token does
+  not visit have weight 0. Tests compare `grouped` with this definition. It is
+  also the fastest on CPU, where XLA's grouped products compute every expert.
   """
   gate, up, down = kernels
   X, D, F = gate[0].shape
   one_hot_BLEX = jax.nn.one_hot(ids_BLE, X, dtype=x_BLD.dtype)
   weights_BLX = jnp.einsum('ble,blex->blx', weights_BLE, one_hot_BLEX)
-  # Computed as products of two matrices, which on a CPU are three times as fast
-  # as products with a third axis. X is the last axis because a mesh shards F.
+  # Products of two matrices are three times as fast on a CPU as products with a
+  # third axis. F comes before X in the merged axis because a mesh shards F.
   flat = x_BLD.reshape(-1, D)
   wide = lambda kernel_XDF: kernel_XDF.transpose(1, 2, 0).reshape(D, F * X)
 
@@ -198,15 +198,15 @@ def grouped(
 ) -> Array:
   """Returns the mixture by computing visited experts only.
 
-  On a mesh every device sorts the tokens of its own rows, and computes with a
-  slice of F of all experts: no token moves to another device. Along `expert`,
-  devices have different experts, and the tokens go to them, see `dispatch`.
+  On a mesh every device sorts the tokens of its own rows by expert. It computes
+  with a slice of F of all experts, so no token moves to another device. Only
+  along the mesh axis `expert` do devices hold different experts, and tokens
+  move to the devices of their experts, see `dispatch`.
 
   Args:
     x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
-    product: the product of sorted visits and their experts' matrices, if it is
-      one of kernels; None: `ragged_dot` on a TPU, `jax.lax.ragged_dot`
-      elsewhere.
+    product: function that multiplies sorted visits with their experts' matrices
+      by kernels; None: `ragged_dot` on TPU, `jax.lax.ragged_dot` elsewhere.
   """
   if product is None and mesh_lib.platform(mesh) == 'tpu':
     product = ragged_dot
@@ -235,9 +235,9 @@ def grouped(
   elif product is None:
     summed = on_mesh(lambda *args: total(local(*args)), in_specs=specs)
     return summed(x_BLD, ids_BLE, weights_BLE, *kernels)
-  # The sum is not in the `shard_map` of the kernels. Kernels do not declare
-  # over which axes their results vary, and without that JAX would also sum
-  # gradients over `axis` that are equal on all its devices.
+  # The sum is not in the `shard_map` of the kernels. Kernels do not declare the
+  # mesh axes over which their results vary. Without this declaration, JAX would
+  # also sum gradients over `axis` that are equal on all its devices.
   parts = jax.shard_map(
     lambda *args: local(*args)[None],
     mesh=mesh,
@@ -252,8 +252,8 @@ def grouped(
 def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
   """Returns the mixture [B, L, D] on one device.
 
-  Each token is repeated for its E visits, and visits are sorted by expert, so
-  that one ragged product multiplies consecutive rows with one expert's matrix.
+  Each token is repeated for its E visits, and visits are sorted by expert. So a
+  ragged product multiplies each run of rows with the matrix of one expert.
   """
   B, L, D = x_BLD.shape
   E = ids_BLE.shape[-1]
@@ -264,14 +264,14 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns the visited experts' results; any numbers for ids of no expert."""
+  """Returns the result of each visit, arbitrary if its id is no expert's."""
   gate, up, down = kernels
   num_experts = len(gate[0])
-  # Shapes are static although loads are not: there are always U visits, and
-  # only the sizes of the groups, which are data, say where an expert's end. So
-  # nothing is dropped, and nothing is padded to a capacity.
+  # Shapes are static although the loads of experts vary: there are always U
+  # visits, and `sizes_X`, which is data, says how many of them each expert has.
+  # So no visit is dropped, and no expert's visits are padded to a capacity.
   order_U = jnp.argsort(ids_U, stable=True)
-  place_U = jnp.argsort(order_U)  # where each visit is in the sorted order
+  place_U = jnp.argsort(order_U)  # the index of each visit in sorted order
   sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
   x_UD = dispatch.permuted(x_UD, order_U, place_U)
 
@@ -296,11 +296,11 @@ def choose(name: str, *, platform: str, expert: int = 1) -> str:
   """Returns the key of `IMPLEMENTATIONS` that a config selects.
 
   Args:
-    name: one of these keys, or 'auto' for the fastest on the platform: dense on
-      a CPU, grouped elsewhere.
+    name: a key of `IMPLEMENTATIONS`, or 'auto' for the fastest one on the
+      platform: 'dense' on a CPU, 'grouped' elsewhere.
     platform: 'cpu', 'gpu' or 'tpu'.
-    expert: devices along the axis `expert`. With several, 'auto' is grouped:
-      dense would gather all experts on each of them.
+    expert: number of devices along the axis `expert`. If it is above 1, 'auto'
+      is 'grouped', because 'dense' would gather all experts on each device.
   """
   if name != 'auto':
     return name
@@ -317,7 +317,7 @@ def _routing(
   def total(x_BLX):
     if counted_BSL is None:
       return jnp.sum(x_BLX, axis=1)
-    # Selected first: padding may hold nan, which a product would let through.
+    # Other tokens are set to 0 first: padding may hold nan, and 0 nan is nan.
     counts_BL1 = jnp.any(counted_BSL, axis=1)[..., None]
     return jnp.einsum(
       'bsl,blx->bsx',
@@ -333,11 +333,11 @@ def _routing(
   )
 
 
-# Rows of a tile of the kernel. With fewer it starts more often; with more it
-# masks more rows, because a tile is computed again for every matrix in it.
+# Rows of a tile of the kernel. With fewer rows, more tiles start. With more
+# rows, more of them are masked: each matrix in a tile computes the whole tile.
 _ROWS = 256
-# Columns of a tile, by the bytes of a number: the kernel holds a tile of a
-# float32 sum and two of the result, which must fit in 16 MiB.
+# The most columns of a tile, by the bytes of a number. The kernel holds a tile
+# of float32 sums and two tiles of results, which must fit in 16 MiB.
 _COLUMNS = {2: 1024, 4: 512}
 _LANES = 128
 
@@ -346,13 +346,13 @@ _LANES = 128
 def ragged_dot(
   x_UK: Array, w_XKN: Array, sizes_X: Array, interpret: bool = False
 ) -> Array:
-  """Returns y [U, N], as `jax.lax.ragged_dot` does.
+  """Returns y [U, N] of `jax.lax.ragged_dot`, with its own gradient.
 
   Args:
-    x_UK: rows, of the dtype of the matrices: bfloat16 or float32.
+    x_UK: sorted rows, in the dtype of the matrices: bfloat16 or float32.
     w_XKN: matrices.
     sizes_X: int32, the number of rows of each matrix; their sum is U.
-    interpret: whether to run the kernel's program without a TPU.
+    interpret: whether to interpret the gradient's kernel, which needs no TPU.
   """
   del interpret  # only the gradient needs it
   return jax.lax.ragged_dot(x_UK, w_XKN, sizes_X)
@@ -374,11 +374,11 @@ ragged_dot.defvjp(_forward, _backward)
 
 
 def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
-  """Returns dw [X, K, N]."""
+  """Returns dw [X, K, N], the gradient of the matrices of `ragged_dot`."""
   # Imported here because it takes a fifth of a second and only a TPU needs it.
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  # The kernel needs whole tiles of rows. The rows that are added belong to no
+  # The kernel needs whole tiles of rows. The rows of padding belong to no
   # matrix.
   widths = (0, -x_UK.shape[0] % _ROWS), (0, 0)
   x_UK, dy_UN = jnp.pad(x_UK, widths), jnp.pad(dy_UN, widths)
@@ -388,7 +388,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the columns of a tile, if all tiles are as equal as they can be."""
+  """Returns the columns of a tile that cut `size` into nearly equal tiles."""
   if size <= most:
     return size
   tiles = -(-size // most)

@@ -1,12 +1,13 @@
-"""Estimates the seconds of a step from the limits of devices.
+"""Estimates the seconds of a training step from the limits of devices.
 
-The operations, the bytes that are read and the bytes that devices send follow
-from formulas. `bound` is the time at the limits that the makers of a device
-publish, which no program can beat. `expected` uses the shares of these limits
-that one device has reached, see `SHARES`. In both, what a phase computes, reads
-and sends overlaps, so the slowest of the three counts; the phases follow one
-another, but for devices that only collect. Waiting for the retriever,
-evaluations and checkpoints are left out.
+Formulas give the operations, the bytes that are read from memory and the bytes
+that devices send. `bound` is the time at the limits that the maker of a device
+publishes. No program can be faster. `expected` is the time at the shares of
+these limits that one device has reached, see `SHARES`. Both assume that a phase
+computes, reads and sends at the same time, so the slowest of the three counts.
+Phases follow one another, except that devices that only collect trajectories
+work beside the other devices. Waiting for the retriever, evaluations and
+checkpoints are left out.
 """
 
 from collections.abc import Mapping
@@ -19,15 +20,16 @@ from stppo_jax.models import flops
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 
-# The kind of a collective and the axis of the mesh to bytes of one device.
+# (kind of collective, mesh axis) -> bytes that one device sends.
 Traffic = Mapping[tuple[str, str], float]
 
-# The shares of the published rates that one H200 has reached with Qwen2.5-1.5B
-# in bfloat16, see docs/benchmarks.md. With full rows, annotate reached 73 % of
-# the 716 TFLOP/s of a large product, of 989 published; and an update with
-# updates.remat=full 51 %, or 73 % with the operations that it computes a second
-# time. Decoding 128 rows of 1k tokens reads 2.18 of 4.8 TB/s. Prompts with a
-# prefill_chunk of 256 are computed with 507 TFLOP/s.
+# For each phase, the share of the published rate that one H200 has reached with
+# Qwen2.5-1.5B in bfloat16, see docs/benchmarks.md. A large matrix product
+# reached 716 of the 989 published TFLOP/s. Annotating full rows reached 73 % of
+# these 716 TFLOP/s. An update with updates.remat=full reached 51 %, or 73 % if
+# the operations that it computes a second time count too. Decoding 128 rows of
+# 1k tokens read 2.18 of 4.8 TB/s. Prefill with a prefill_chunk of 256 reached
+# 507 TFLOP/s.
 SHARES: Mapping[str, float] = {
   'decode': 2.18 / 4.8,
   'extend': 507 / 989,
@@ -35,7 +37,7 @@ SHARES: Mapping[str, float] = {
   'annotate': 0.73 * 716 / 989,
   'update': 0.73 * 716 / 989,
 }
-# The phases of a step in which devices collect.
+# The phases of a step in which devices collect trajectories.
 COLLECTING = ('extend', 'decode')
 BESIDE = (
   'the devices that only collect do so while the others annotate, update and '
@@ -57,12 +59,14 @@ class Phase(NamedTuple):
   """Says what one device does in a phase of a step, and how long it takes.
 
   Attributes:
-    operations: multiplications and additions that the formulas need.
-    computed: the same with those that are computed a second time.
-    read: bytes from its memory; 0 where products take longer.
-    traffic: bytes that it sends.
+    operations: multiplications and additions, each counted once.
+    computed: multiplications and additions, with those that are computed a
+      second time.
+    read: bytes read from the device's memory; 0 in phases in which products
+      take longer than reading.
+    traffic: bytes that the device sends.
     bound: seconds at the published limits.
-    expected: seconds at the shares of them in `SHARES`.
+    expected: seconds at the shares of these limits in `SHARES`.
   """
 
   operations: float
@@ -79,30 +83,35 @@ class Work:
 
   Attributes:
     shape: the shape of policy and value model.
-    axes: the sizes of the axes of the mesh.
+    axes: the number of devices along each axis of the mesh.
     trajectories, group_size: rows of a step, and rows of one question.
-    minibatch, microbatch: rows of an update, and of a forward pass.
-    updates: updates of a step.
-    length: tokens of a row.
-    losses: tokens of a row that are trained on.
-    values: 'own', 'shared' or 'none', where the values come from.
+    minibatch, microbatch: rows of an update, and rows of a forward pass.
+    updates: number of updates of a step.
+    length: number of tokens of a row.
+    losses: number of tokens of a row that are trained on.
+    values: where values come from: 'own' for a value model, 'shared' for a
+      value head on the policy, or 'none'.
     adapters: whether only adapters are trained.
-    gathers_base: whether adapters' base is gathered once in a program.
-    statistics: whether updates with several microbatches need one more pass.
-    weights: the weights of all layers of one model, in number.
-    trained: the number of weights that are trained, without the embedding and
-      the output matrix.
-    itemsize: the bytes of a number in the computations.
-    decode_steps: calls of the model on a device to decode all its rows.
-    decode_rows: the rows of a device in such a call.
-    engine_weights: the bytes of the engine's weights on a device.
-    engine_cache: the bytes of its keys and values on a device.
-    engine_length: the tokens of a row that the keys and values have room for.
-    engine_tensor: the devices that a copy of the engine is cut over; 0 with a
-      remote engine.
-    collectors: the devices that only collect; 0: all devices do both.
-    fetches: whether these get weights over the network, while they decode.
-    experts: the weights of experts among `weights`.
+    gathers_base: whether a program all-gathers the frozen base of the adapters
+      only once.
+    statistics: whether an update with several microbatches needs one more
+      forward pass for statistics of the minibatch.
+    weights: number of weights in all layers of one model.
+    trained: number of weights that are trained, without the embedding and the
+      output matrix.
+    itemsize: bytes of a number in the computations.
+    decode_steps: calls of the model in which a device decodes all its rows.
+    decode_rows: rows of a device in such a call.
+    engine_weights: bytes of the engine's weights on a device.
+    engine_cache: bytes of the engine's KV cache on a device.
+    engine_length: tokens of a row that the KV cache has room for.
+    engine_tensor: number of devices that one copy of the engine is sharded
+      over; 0 with a remote engine.
+    collectors: number of devices that only collect; 0: all devices both collect
+      and learn.
+    fetches: whether the devices that only collect get weights over the network,
+      while they decode.
+    experts: number of weights of experts among `weights`.
   """
 
   shape: model_config.ModelConfig
@@ -133,27 +142,27 @@ class Work:
 
   @property
   def learners(self) -> int:
-    """The devices that learn."""
+    """The number of devices that learn."""
     return math.prod(self.axes.values())
 
   @property
   def decode_bytes(self) -> float:
-    """The bytes of its memory that a device reads in a call of decode."""
-    # While a row grows, it is on average half as long as at its end.
+    """The bytes that a device reads from its memory in a decode call."""
+    # While a row grows, its average length is half of its final length.
     seen = self.length / 2
-    if self.shape.attention != 'xla':  # no page before a window is read
+    if self.shape.attention != 'xla':  # kernels skip pages before a window
       seen = flops.seen_keys(self.shape, self.length) / self.shape.num_layers
     filled = min(seen / self.engine_length, 0.5)
     return self.engine_weights + filled * self.engine_cache
 
   @property
   def output(self) -> int:
-    """The weights of the output matrix."""
+    """The number of weights of the output matrix."""
     return self.shape.hidden_size * self.shape.vocab_size
 
   @property
   def rows_per_device(self) -> float:
-    """The rows of a device in a forward pass."""
+    """The number of rows of a device in a forward pass."""
     return self.microbatch / (self.axes['data'] * self.shards)
 
   @property
@@ -211,11 +220,12 @@ def decode_read(work: Work) -> float:
   return work.decode_steps * work.decode_bytes
 
 
+# Operations, computed operations and bytes read, and the traffic; see `Phase`.
 _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
 
 
 def _extend(work: Work) -> _Counts:
-  """Returns the work of appending prompts and observations to the cache."""
+  """Returns the counts of appending prompts and observations to the cache."""
   appended = work.trajectories * (work.length - work.losses)
   count = appended * flops.layer_operations(work.shape, work.length)
   return count, count, 0.0, {}
@@ -235,13 +245,13 @@ def _decode(work: Work) -> _Counts:
 
 
 def _publish(work: Work) -> _Counts:
-  """Returns what is sent to publish weights; docs/sharding.md explains it."""
+  """Returns the counts of publishing weights, see docs/sharding.md."""
   tables = 0 if work.adapters else 2 - work.shape.tie_embeddings
   trained = work.trained + tables * work.output
   parts = work.shards * work.axes['tensor']
   size, n = trained * work.itemsize, min(work.engine_tensor, parts)
   sent = size / parts * (n - 1) / n + size / n * (1 - n / parts)
-  # Each device that only collects gets its part from one that learns.
+  # Each device that only collects gets its part from a device that learns.
   copied = size / n * work.collectors / work.learners
   traffic = {('all-gather', 'fsdp'): sent, ('copy', 'tensor'): copied}
   return 0.0, 0.0, 0.0, traffic
@@ -275,7 +285,8 @@ def _update(work: Work) -> _Counts:
   computed += extra * (layers + head)
   remat = shape.remat == 'full'
   gathers = 1 if work.gathers_base else times * (2 * models + extra)
-  # With adapters, only they are trained. Experts are taken to have none.
+  # With adapters, only the adapters are trained. It is assumed that experts
+  # have no adapters.
   of_trained = work
   if work.adapters:
     of_trained = dataclasses.replace(work, weights=work.trained, experts=0)
@@ -287,8 +298,8 @@ def _update(work: Work) -> _Counts:
     ('all-gather', 'fsdp'): _scatter(work, gathers, 1),
     ('reduce-scatter', 'fsdp'): _scatter(of_trained, times * models, outputs),
     ('all-reduce', 'data'): sums,
-    # Two sums of each layer forward and two backward; the first is computed
-    # again if nothing of a layer is kept.
+    # Each layer has two sums in the forward pass and two in the backward pass.
+    # The first one is repeated if remat saves no results of a layer.
     **_activations(
       work,
       times * models,
@@ -310,12 +321,12 @@ def _update(work: Work) -> _Counts:
 
 
 def _layers(work: Work, rows: int) -> float:
-  """Returns the operations of all layers of one model, forward."""
+  """Returns the forward operations of all layers of one model."""
   return rows * work.length * flops.layer_operations(work.shape, work.length)
 
 
 def _head(work: Work, rows: int) -> float:
-  """Returns the operations of the logits at loss positions."""
+  """Returns the forward operations of the logits at loss positions."""
   return rows * work.losses * flops.logit_operations(work.shape)
 
 
@@ -324,8 +335,8 @@ def _scatter(work: Work, times: int, outputs: int) -> float:
 
   Args:
     work: the sizes of the step.
-    times: how often it does that with all layers.
-    outputs: how often with the output matrix.
+    times: how often all layers are gathered or scattered.
+    outputs: how often the output matrix is gathered or scattered.
   """
   size = work.itemsize / work.axes['tensor']
   others = times * (work.weights - work.experts) + outputs * work.output
@@ -347,15 +358,15 @@ def _activations(
   gathers: int = 1,
   scatters: int = 1,
 ) -> dict[tuple[str, str], float]:
-  """Returns the bytes of activations that passes over a microbatch send.
+  """Returns the bytes of activations that a device sends in some passes.
 
   Args:
     work: the sizes of the step.
-    passes: the number of passes.
-    sums: the sums over `tensor` in each layer.
-    look_ups: exchanges of embedded tokens in each pass.
-    gathers, scatters: how often tokens go to their experts and back in each
-      layer, backward too; see `dispatch`.
+    passes: the number of passes over a microbatch.
+    sums: the number of sums over `tensor` in each layer.
+    look_ups: the number of exchanges of embedded tokens in each pass.
+    gathers, scatters: how often tokens are sent to their experts, and results
+      back, in each layer, backward pass included; see `dispatch`.
   """
   shape, shards = work.shape, work.shards
   hidden = work.rows_per_device * work.length * shape.hidden_size

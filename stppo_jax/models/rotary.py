@@ -1,14 +1,17 @@
 """Rotates queries and keys by positions (Su et al., 2021, arXiv 2104.09864).
 
-B rows, L tokens, N heads of queries or of keys, H size of the part of a head
-that is rotated, its first numbers. Numbers i and i + H/2 of it are a pair,
-which turns by the angle position * theta^(-2i / H). For texts longer than those
-that a model was first trained on, scaling reduces the angles. 'linear' reduces
-those of all pairs alike (Chen et al., 2023). 'llama3' (Dubey et al., 2024) and
-'yarn' (Peng et al., 2023) reduce mostly those of pairs that turn slowly within
-the original length, 'longrope' (Ding et al., 2024) has a number for each pair,
-and 'dynamic' has another theta. 'yarn' and 'longrope' also make queries and
-keys longer.
+Shape letters: B rows, L tokens of a row, N heads of queries or of keys, H
+rotated numbers of a head, which are its first numbers. The numbers i and
+i + H/2 of a head are a pair, which turns by the angle position * theta^(-2i /
+H).
+
+If a text is longer than the texts that a model was first trained on, scaling
+reduces the angles. 'linear' reduces the angles of all pairs alike (Chen et al.,
+2023). 'llama3' (Dubey et al., 2024) and 'yarn' (Peng et al., 2023) reduce
+mostly the angles of pairs that turn slowly within the original length.
+'longrope' (Ding et al., 2024) divides the angle of each pair by a number of its
+own. 'dynamic' takes a larger theta. 'yarn' and 'longrope' also multiply queries
+and keys by a factor.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +48,7 @@ def rotation(
 def frequencies(
   config: model_config.ModelConfig, *, local: bool = False
 ) -> Array:
-  """Returns the angle per token of each pair in radians, [H/2] float32."""
+  """Returns the angle of each pair per position in radians, float32 [H/2]."""
   half = int(config.head_dim * config.partial_rotary_factor) // 2
   exponents = jnp.arange(half, dtype=jnp.float32) / half
   if local and config.local_rope_theta:
@@ -67,7 +70,7 @@ def _linear(
 def _dynamic(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns the frequencies of a base that grows with the longest text."""
+  """Returns the frequencies of a theta that grows with the longest text."""
   half, original = len(plain), scaling.original_max_position_embeddings
   excess = max(scaling.length, original) / original - 1
   theta *= (1 + scaling.factor * excess) ** (half / (half - 1))
@@ -88,15 +91,16 @@ def _longrope(
 def _yarn(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns slow frequencies divided by the factor, and fast ones as they are.
+  """Returns frequencies divided by the factor for slow pairs only.
 
-  Between the last fast pair and the first slow one, a frequency is a weighted
-  mean of the two: the weight of the unchanged one falls linearly with the
-  number of the pair.
+  The frequencies of fast pairs stay unchanged. Between the last fast pair and
+  the first slow pair, a frequency is a weighted mean of the unchanged and the
+  divided frequency. The weight of the unchanged frequency falls linearly with
+  the index of the pair.
   """
   half, original = len(plain), scaling.original_max_position_embeddings
 
-  def pair_of(turns):  # the number of the pair that turns so often
+  def pair_of(turns):  # the index of the pair that makes so many turns
     return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
   first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
@@ -111,11 +115,11 @@ def _yarn(
 def _llama3(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns slow frequencies divided by the factor, and fast ones as they are.
+  """Returns frequencies divided by the factor for slow pairs only.
 
   A pair is slow if it turns at most low_freq_factor times within the original
-  length, and fast if it turns at least high_freq_factor times. Frequencies in
-  between are interpolated.
+  length. It is fast if it turns at least high_freq_factor times, and then its
+  frequency stays unchanged. The frequencies of other pairs are interpolated.
   """
   del theta
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -134,9 +138,9 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 
 
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
-  """Returns the halves (a, b) of heads as (a cos - b sin, b cos + a sin).
+  """Returns heads with halves (a, b) as (a cos - b sin, b cos + a sin).
 
-  If a head has more numbers behind the two halves, these do not change.
+  If a head has more numbers than are rotated, the last ones do not change.
   """
   cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)
   width = 2 * cos.shape[-1]

@@ -1,11 +1,11 @@
-"""Defines the decoder, of which policy and value model are two uses.
+"""Defines the decoder that both the policy and the value model use.
 
-B rows, L tokens, M states that are wanted of a row, D width, N query heads, K
-heads of keys and of values, H head size, V vocabulary, X experts, E of them
-that a token visits.
+Shape letters: B rows, L tokens of a row, M states of a row that the caller
+wants, D width, N query heads, K key and value heads, H size of a head, V
+vocabulary entries, X experts, E experts that a token visits, S sequences.
 
-Sequences are right-padded. Under a causal mask a token never sees what follows
-it, so padding needs no mask: it changes only its own states.
+Sequences are right-padded. A causal mask hides from a token all tokens after
+it, so padding needs no mask of its own: it changes only the states at padding.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,18 +27,17 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 
-
-# What the gate of the MLP goes through, by the name in a config.
+# The functions that can be applied to the gate of the MLP, by name in a config.
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
   'silu': jax.nn.silu,
-  'gelu_tanh': jax.nn.gelu,  # JAX's is the approximation by tanh
+  'gelu_tanh': jax.nn.gelu,  # JAX's default is the approximation by tanh
 }
 
 
 class DecoderLayer(nnx.Module):
-  """Applies attention and a gated MLP, each with norms and in a residual.
+  """Applies attention and a gated MLP, each with norms and a residual sum.
 
-  If the config has experts, a mixture of them takes the MLP's place.
+  If the config has experts, a mixture of experts takes the place of the MLP.
   """
 
   def __init__(
@@ -97,9 +96,9 @@ class DecoderLayer(nnx.Module):
       attend: function of (q_BLNH, k_BLKH, v_BLKH) that returns mixed values
         [B, L, N, H].
       expert_ids_BLE, counted_BSL: see `moe.MixtureOfExperts`.
-      places_BM: positions of the states that are wanted, see `gather_states`.
-        Everything after attention is computed for these only, and the result
-        is [B, M, D].
+      places_BM: positions of the states that the caller wants, see
+        `gather_states`. After attention, only these states are computed, and
+        the result is [B, M, D].
     """
     c = self.config
     B, L, _ = x_BLD.shape
@@ -118,7 +117,7 @@ class DecoderLayer(nnx.Module):
     if c.qk_norm and not c.qk_norm_whole:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
-    if c.query_pre_attn_scalar:  # attention divides by √H
+    if c.query_pre_attn_scalar:  # `attend` itself divides by √H
       q_BLNH = q_BLNH * (H / c.query_pre_attn_scalar) ** 0.5
     v_BLKH = split_heads(self.v_proj(y_BLD))
     mixed = attend(q_BLNH, k_BLKH, v_BLKH).reshape(B, L, -1)
@@ -142,8 +141,8 @@ class DecoderLayer(nnx.Module):
     gated = activations.constrain(
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
     )
-    # Without the barrier the compiler for TPU makes `up` a part of `down`, and
-    # estimates a third more for the two.
+    # Without the barrier, the compiler for TPU fuses the up projection into the
+    # down projection, and its estimated cost of both rises by a third.
     if mesh_lib.platform(self.mesh) == 'tpu':
       gated = jax.lax.optimization_barrier(gated)
     return self.down_proj(gated)
@@ -158,8 +157,8 @@ class Transformer(nnx.Module):
 
   Args:
     config: the shape.
-    head: 'vocabulary' (a policy: an output matrix unless tied), 'scalar' (a
-      value model: one number per token, starting at zero) or 'both'.
+    head: 'vocabulary' (a policy, whose output matrix may be the embedding),
+      'scalar' (a value model: one number per token, 0 at first) or 'both'.
     mesh: mesh that activations are laid out on; None leaves the layout to the
       compiler.
     rngs: source of the initial weights.
@@ -209,20 +208,20 @@ class Transformer(nnx.Module):
 
     Args:
       tokens_BL: token ids, right-padded.
-      lengths_B: tokens of each row without padding. They save work: the states
-        at padding have no meaning, and nothing reads them. Padding does not
-        count in the sums of the routing.
-      segments: the sequences in each row, if it has several; the sums of the
-        routing are then those of each segment, [B, S, X].
-      expert_ids: int [B, L, layers, E], experts to visit in each layer that has
-        some, see `moe.MixtureOfExperts`; None leaves them to the routers.
-      places_BM: positions of the states that are wanted, see `gather_states`.
-        If the layers are unrolled, the last layer computes only these after
-        its attention. None: all.
+      lengths_B: the number of tokens of each row without padding. It saves work
+        on padding, whose states have no meaning and are read by nothing, and it
+        leaves padding out of the sums of the routing.
+      segments: the sequences in each row, if a row has several. The routing
+        then has separate sums for each sequence, [B, S, X].
+      expert_ids: int [B, L, layers, E], the experts to visit in each layer with
+        experts; None: the routers choose. See `moe.MixtureOfExperts`.
+      places_BM: positions of the states that the caller wants, see
+        `gather_states`; None: all. If `_last_layer_apart` is true, the last
+        layer computes only these states after its attention.
 
     Returns:
-      The hidden states, [B, L, D] or [B, M, D] at the places, and the routing,
-      with its sums taken over the layers; None without experts.
+      The hidden states, [B, L, D] or [B, M, D] at the places; and the routing
+      with its sums taken over the layers, or None without experts.
     """
     L = tokens_BL.shape[1]
     positions_BL = jnp.arange(L)[None]
@@ -244,8 +243,8 @@ class Transformer(nnx.Module):
       )
       for window in windows
     ]
-    # Where layers have different windows, each layer gets the number of its
-    # window, which chooses among the programs when the layer runs.
+    # If layers have different windows, each layer gets the index of its window,
+    # which selects its rotation and its attention when the layer runs.
     kinds = None
     if len(windows) > 1:
       kinds = jnp.array([windows.index(x) for x in self.config.layer_windows])
@@ -283,7 +282,7 @@ class Transformer(nnx.Module):
     modules = {x: nnx.split(getattr(self, x)) for x in self.config.stacks}
 
     def apply(x_BLD, inputs):
-      """Applies the layers of a pattern."""
+      """Applies the layers of one repetition of the pattern."""
       stacks, kinds, ids_by_layer = inputs
       routings = []
       for name, numbers, places in runs:
@@ -293,11 +292,11 @@ class Transformer(nnx.Module):
         run = rematerialised(
           functools.partial(layer, modules[name][0]),
           self.config.remat,
-          # The compiler unrolls a loop over one layer, which a run may be.
+          # A run may be one layer, and the compiler unrolls a loop over one.
           unrolled=unroll > 1 or len(runs) > 1,
         )
-        # What follows the attention of the last layer is wanted at a few places
-        # only. All layers before it need all tokens, as keys of the next one.
+        # After the attention of the last layer, only a few states are needed.
+        # Earlier layers compute all states, for the keys of the next layer.
         if places_BM is None or not self._last_layer_apart:
           x_BLD, routing = jax.lax.scan(run, x_BLD, inputs, unroll=unroll)
           routings += [] if routing is None else [routing]
@@ -317,8 +316,8 @@ class Transformer(nnx.Module):
     if repeats == 1:
       x_BLD, routing = apply(x_BLD, inputs)
     else:
-      # Without a loop, the compiler would gather the weights of all layers
-      # before the first microbatch.
+      # Without this loop, the compiler would all-gather the weights of all
+      # layers before the first microbatch.
       fold = lambda x: x.reshape(repeats, -1, *x.shape[1:])
       x_BLD, routing = jax.lax.scan(apply, x_BLD, jax.tree.map(fold, inputs))
       routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routing)
@@ -335,9 +334,9 @@ class Transformer(nnx.Module):
   def _last_layer_apart(self) -> bool:
     """Whether the last layer is computed outside the scan over the others.
 
-    The layers must be unrolled, since taking the last one out of a loop's stack
-    would copy its weights. There must be no experts, since the routing of all
-    tokens is an output.
+    The layers must be unrolled, because taking the last layer out of the stack
+    of a loop would copy its weights. There must be no experts, because the
+    routing of all tokens is an output of the last layer too.
     """
     config = self.config
     return (
@@ -356,7 +355,7 @@ class Transformer(nnx.Module):
 def gather_states(x_BLD: Array, places_BM: Array) -> Array:
   """Returns the states at the places [B, M, D]; 0 at places outside 0..L - 1.
 
-  The places of a row must be distinct: then the gradient is a plain write.
+  The places of a row must be distinct, so that the gradient needs no additions.
   """
   take = lambda x_LD, places_M: x_LD.at[places_M].get(
     mode='fill', fill_value=0, unique_indices=True
@@ -366,11 +365,11 @@ def gather_states(x_BLD: Array, places_BM: Array) -> Array:
 
 _policies = jax.checkpoint_policies
 
-# From the most memory to the least. 'dots' saves products without batch
-# dimensions: those with weights, which `layers.Linear` computes as products of
-# two matrices. The products of attention have batch dimensions (rows and
-# heads); its logits grow with the square of the length, so they are computed
-# again. 'all_dots' saves them too; 'full' saves nothing but a layer's input.
+# Ordered from the most memory to the least. 'dots' saves the products without
+# batch dimensions, which are the products with weights (see `layers.Linear`).
+# The products of attention have batch dimensions (rows and heads). 'dots'
+# computes them again, because the logits grow with the square of the length.
+# 'all_dots' saves them too. 'full' saves only the input of a layer.
 POLICIES: Mapping[str, Callable[..., Any]] = {
   'none': _policies.everything_saveable,
   'all_dots': _policies.dots_saveable,
@@ -382,17 +381,17 @@ POLICIES: Mapping[str, Callable[..., Any]] = {
 def rematerialised(
   layer: Callable[..., Any], name: str, *, unrolled: bool
 ) -> Callable[..., Any]:
-  """Returns a layer that computes the same and saves what the policy selects.
+  """Returns the layer with a policy for the results that it saves.
 
   Args:
     layer: function of one iteration of the scan over layers.
     name: a key of `POLICIES`: 'none' saves everything, 'all_dots' all matrix
       products (attention in tiles saves its own residuals under any policy),
       'dots' products with weights, 'full' the layer's input only.
-    unrolled: whether several layers are in one iteration. Within an iteration
-      the compiler would find that something is computed twice and keep the
-      first result in memory, which has to be prevented. Across iterations it
-      cannot find this.
+    unrolled: whether one iteration has several layers. Within an iteration, the
+      compiler would notice that a result is computed twice and would keep the
+      first one in memory, so `prevent_cse` prevents this. Across iterations, it
+      does not notice.
   """
   if name == 'none':
     return layer

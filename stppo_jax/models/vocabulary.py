@@ -1,24 +1,25 @@
 """Computes log-probabilities, entropy and divergence over the vocabulary.
 
-B rows, M tokens of each, C tokens of a chunk, D width, V vocabulary, W
-vocabulary entries of one device.
+Shape letters: B rows, M tokens of a row, C tokens of a chunk, D width, V
+vocabulary entries, W vocabulary entries on one device.
 
-The logits of a chunk of tokens are formed, used and dropped, and formed again
-in the backward pass (`chunks`). Between the passes only the hidden states and a
-few numbers per token are residuals: its log-probability, its entropy and
-log Σ_v exp(z_v), with which probabilities follow from logits without another
-reduction. With z = hidden . output / temperature, p = softmax(z) and H its
-entropy,
+The logits of a chunk of tokens are formed, used and dropped. The backward pass
+forms them again, see `chunks`. As residuals, the forward pass saves its inputs
+and a few numbers per token: the log-probability, the entropy and
+log Σ_v exp(z_v). With the last one, the backward pass computes probabilities
+from logits without another reduction. With z = hidden . output / temperature,
+p = softmax(z) and H the entropy of p,
 
     d log p_token / d z_v = [v = token] - p_v
     d H / d z_v = -p_v (log p_v + H)
     d KL(ref || p) / d z_v = p_v - ref_v
 
-The [v = token] of the first line is written into one entry per token, so that
+The term [v = token] of the first line differs from 0 at one entry per token.
+The gradient of this entry is computed apart and written into the array, so that
 no one-hot array is formed.
 
-Everything is float32 from the logits on. A product of two matrices takes the
-dtype of the hidden states and adds up in float32.
+All arrays from the logits on are float32. The operands of matrix products have
+the dtype of the hidden states, and products add up in float32.
 """
 
 import functools
@@ -56,9 +57,9 @@ def _entropy_forward(options, hidden_BMD, output_VD, tokens_BM):
   def per_token(shard, hidden_CD, tokens_C):
     z_CW = shard.logits(hidden_CD)
     max_C = shard.max(z_CW)
-    # Entropy is log Σ e^x - Σ x e^x / Σ e^x for x relative to the largest
-    # logit: two sums that devices add up, and no probability that must be
-    # stored.
+    # With x the logits relative to the largest one, the entropy is
+    # log Σ e^x - Σ x e^x / Σ e^x. It needs two sums, which devices add up, and
+    # no stored probabilities.
     below_CW = z_CW - max_C[:, None]
     e_CW = jnp.exp(below_CW)
     total_C, weighted_C = shard.sums(e_CW, e_CW * below_CW)
@@ -85,7 +86,7 @@ def _entropy_backward(options, residuals, gradients):
     normalizer_C, d_logprobs_C, d_entropy_C = others
 
     def rule(log_p):
-      """Returns the gradient of the logits at entries other than the token."""
+      """Returns the gradient of logits at entries other than the token's."""
       entropy_C1, d_logprobs_C1, d_entropy_C1 = (
         x_C[:, None] for x_C in (entropy_C, d_logprobs_C, d_entropy_C)
       )
@@ -119,7 +120,7 @@ def divergence(
 ) -> tuple[Array, Array, Array]:
   """Returns log p_token, log ref_token and KL(ref || p) per hidden state.
 
-  The reference is data: it gets no gradient.
+  The reference gets no gradient.
 
   Args:
     options: see `chunks.Options`.
@@ -185,7 +186,7 @@ def _divergence_backward(options, residuals, gradients):
     normalizer_C, ref_normalizer_C, d_logprobs_C, d_divergence_C = numbers
 
     def rule(log_p, log_ref):
-      """Returns the gradient of the logits at entries other than the token."""
+      """Returns the gradient of logits at entries other than the token's."""
       return (d_divergence_C - d_logprobs_C)[:, None] * jnp.exp(
         log_p
       ) - d_divergence_C[:, None] * jnp.exp(log_ref)

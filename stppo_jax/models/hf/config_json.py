@@ -1,4 +1,4 @@
-"""Reads and writes the shape of a model as a Hugging Face `config.json`."""
+"""Converts between `ModelConfig` and a Hugging Face `config.json`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from stppo_jax.models.hf import rope as rope_lib
 def read(
   hf: Mapping[str, Any], *, longest: int = 0, **computes: Any
 ) -> model_config.ModelConfig:
-  """Returns the shape that a `config.json` describes.
+  """Returns the `ModelConfig` that a `config.json` describes.
 
   Args:
     hf: contents of the file.
@@ -21,14 +21,14 @@ def read(
       `dtype` and `remat`.
 
   Raises:
-    ValueError: the family is not in `FAMILIES`, an option of it is not
-      implemented, or a key is missing or has a value that is not allowed; one
-      line.
+    ValueError: the model family is not in `families.FAMILIES`, the file uses an
+      option that is not implemented, or a key is missing or has a value that is
+      not allowed. The message is one line.
   """
-  # Checked first, because fields have other meanings in other families.
+  # The family is checked first, because it decides what other fields mean.
   fields_lib.check('', hf, {'model_type': fields_lib.TEXT})
   family = families.find(hf.get('model_type'))
-  # A null takes the place of a default; else it is read like a missing field.
+  # A null replaces the family's default. Then it is read like a missing field.
   hf = {**family.defaults, **hf}
   hf = {name: value for name, value in hf.items() if value is not None}
   fields_lib.check('', hf, fields_lib.FIELDS)
@@ -111,7 +111,7 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the contents of a `config.json` that `transformers` loads.
 
   Raises:
-    ValueError: the model is of no family.
+    ValueError: no model family has the blocks of this model.
   """
   kind = families.kind(config)
   family = families.FAMILIES[kind]
@@ -128,7 +128,7 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
     'rms_norm_eps': config.rms_norm_eps,
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_position_embeddings,
-    # A family's own may be an id that a small vocabulary does not have.
+    # The family's default may be an id that a small vocabulary does not have.
     'pad_token_id': None,
     'torch_dtype': 'float32',
     **rope_lib.write(config, family),
@@ -154,7 +154,11 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
 
 
 def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-  """Returns the layers without experts; raises ValueError if all are."""
+  """Returns the indices of the layers without experts.
+
+  Raises:
+    ValueError: no layer has experts.
+  """
   layers = fields_lib.needed(hf, 'num_hidden_layers')
   step, listed = hf.get('decoder_sparse_step', 1), hf.get('mlp_only_layers', ())
   dense = tuple(n for n in range(layers) if n in listed or (n + 1) % step)

@@ -1,7 +1,7 @@
 """Writes a policy as a Hugging Face directory, slice by slice.
 
-The host holds one slice of one leaf at a time beside what is on the devices.
-The directory gets its name when it is complete, see `replace_dir`.
+The weights stay on the devices, and the host holds one slice of one leaf at a
+time. The directory gets its final name when it is complete, see `replace_dir`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,18 +62,20 @@ def export(
 ) -> None:
   """Writes weights, configs and tokenizer, and replaces an earlier export.
 
-  All processes that hold shards of the weights call it, one of them with
-  `writes`: the others send it their parts, slice by slice.
+  All processes that hold shards of the weights must call this function. One
+  process calls it with `writes`, and the other processes send it their parts of
+  the weights, slice by slice.
 
   Args:
-    directory: the folder to write; files in it that no export writes stay.
-    config: shape of the policy.
-    params: its weights, in any sharding.
+    directory: the folder to write. Files in it that no export writes stay.
+    config: the policy's config.
+    params: the policy's weights, in any sharding.
     dtype: dtype of the weights in the files; a key of `DTYPES`.
     source: the directory that the policy was read from; '' if there is none.
-      Its `config.json` is kept but for the dtype, and its
+      Its `config.json` is copied with a new dtype, and its
       `generation_config.json` is copied.
-    save_tokenizer: function that writes the tokenizer's files to a folder.
+    save_tokenizer: function that writes the tokenizer's files to a folder;
+      None: no such files are written.
     max_shard_bytes: size in bytes above which weights are split into several
       files.
     writes: whether this process writes the files.
@@ -82,8 +84,8 @@ def export(
     OSError: writing failed, for example on a full disk; an earlier export is
       unchanged.
   """
-  # Each slice is a program of all processes, so they all walk through the
-  # slices in the same order, whether they write or not.
+  # All processes run a program for each slice. So all of them go through the
+  # slices in the same order, also the processes that do not write.
   if not writes:
     for _ in _values(params, _entries(config)):
       pass
@@ -119,7 +121,8 @@ def _config(
   hf = config_json.write(config)
   if source:
     hf = weight_files.read_json(pathlib.Path(source) / 'config.json')
-  # Keep the older name of the key where it is used: new versions read both.
+  # The older key `torch_dtype` is kept if the file has it, because new versions
+  # of `transformers` read both keys.
   return hf | {'torch_dtype' if 'torch_dtype' in hf else 'dtype': dtype}
 
 
@@ -155,10 +158,10 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
 
 
 def _entries(config: model_config.ModelConfig) -> list[families.Entry]:
-  """Returns the tensors in the order in which they are written.
+  """Returns the parts of all tensors in the order in which they are written.
 
-  They are ordered by leaf, so that a slice of a leaf is a consecutive range of
-  a file. The parts of a tensor follow one another.
+  Tensors are ordered by leaf, so that a slice of a leaf is a consecutive range
+  of a file. The parts of a tensor follow one another.
   """
   return [
     entry
@@ -215,7 +218,8 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
       continue
     data = shard.data
     if overlap != held:
-      # Slice on the device: JAX caches a host copy of whatever is fetched.
+      # Sliced on the device, because JAX caches a host copy of each array that
+      # it fetches.
       starts = [start - begin for (start, _), (begin, _) in zip(overlap, held)]
       sizes = [stop - start for start, stop in overlap]
       data = jax.lax.dynamic_slice(data, starts, sizes)
@@ -237,7 +241,7 @@ def _gather(leaf: jax.Array, index: Sequence[slice]) -> np.ndarray:
 
 @functools.cache
 def _slice(mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
-  """Returns a program that gives every device a slice of an array."""
+  """Returns a program that copies a slice of an array to every device."""
   return jax.jit(
     lambda x, starts, sizes: jax.lax.dynamic_slice(x, list(starts), sizes),
     static_argnums=2,
@@ -255,14 +259,15 @@ def replace_dir(
 
   Args:
     directory: the folder to replace or create.
-    ours: function of a file's name that returns whether the new folder replaces
-      such a file of the old one. All other files move into the new folder.
+    ours: function of a file's name that returns whether such a file of the old
+      folder is removed. All other files move into the new folder.
   """
   directory = pathlib.Path(directory).resolve()
   partial = directory.with_name(f'.{directory.name}.partial')
   old = directory.with_name(f'.{directory.name}.old')
-  # Between the two renames below there is no directory of that name. A writer
-  # that is killed there leaves the old one, which the next writer puts back.
+  # Between the two renames below, `directory` does not exist. If a writer is
+  # killed at this point, the old folder remains under the name `old`, and the
+  # next writer renames it back.
   if old.is_dir():
     if directory.exists():
       _clear(old, directory, ours)
@@ -288,7 +293,7 @@ def replace_dir(
 def _clear(
   old: pathlib.Path, new: pathlib.Path, ours: Callable[[str], bool]
 ) -> None:
-  """Removes the old folder after moving files that are not ours to the new."""
+  """Moves files that are not `ours` to the new folder, and removes the old."""
   for path in old.iterdir():
     if not ours(path.name) and not (new / path.name).exists():
       os.rename(path, new / path.name)

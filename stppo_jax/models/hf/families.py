@@ -1,9 +1,10 @@
 """Lists the families of models: their blocks, and the names of their tensors.
 
-A family is a row of `FAMILIES`. Our layers are stacked, so a leaf has a tensor
-for each layer; the experts are one leaf [layers, experts, in, out] with a
-tensor for each expert of each layer. Several leaves may be parts of one tensor,
-one under the other.
+A family is an entry of `FAMILIES`. Its tensors are the tensors in Hugging Face
+files. Layers are stacked in our parameter tree, so one leaf of the tree has a
+tensor for each layer. The experts are one leaf [layers, experts, in, out] with
+a tensor for each expert of each layer. In some families, several leaves are
+parts of one tensor, each part a range of its rows.
 """
 
 import collections
@@ -48,7 +49,7 @@ _TOP = {
   'norm/scale': 'model.norm.weight',
   'lm_head': 'lm_head.weight',
 }
-# The fields of a shape without which a model has no such leaf.
+# For some leaves, the field of `ModelConfig` that is true if a model has them.
 _NEEDS = {
   'q_proj/bias': 'qkv_bias',
   'k_proj/bias': 'qkv_bias',
@@ -63,17 +64,18 @@ _NEEDS = {
 
 
 class Windows(NamedTuple):
-  """Says which layers have the `sliding_window` of a file, if it has one.
+  """Says which layers use the `sliding_window` of a `config.json`.
 
-  A file that lists `layer_types` says so itself.
+  If the file lists `layer_types`, this list decides instead.
 
   Attributes:
-    switch: the field that must be true for it; '': none.
-    first: the first layer with a window where `max_window_layers` is missing.
-    every: the distance of layers without a window where
-      `sliding_window_pattern` is missing; 0: all layers have one.
-    typed: whether layers may differ. Otherwise `transformers` reads no
-      `layer_types`.
+    switch: the field that must be true if layers use windows; '': there is no
+      such field.
+    first: the first layer with a window, if `max_window_layers` is missing.
+    every: in each group of this many layers, the last layer has no window, if
+      `sliding_window_pattern` is missing; 0: all layers have a window.
+    typed: whether some layers may have a window and others none. If not,
+      `transformers` does not read `layer_types`.
   """
 
   switch: str = ''
@@ -86,20 +88,20 @@ class Family(NamedTuple):
   """Describes a family of models.
 
   Attributes:
-    class_name: the class of `transformers`.
-    blocks: fields of `ModelConfig` that all models of the family share, if they
-      are not the defaults.
+    class_name: the class of `transformers` for these models.
+    blocks: values of fields of `ModelConfig` that all models of the family
+      share and that are not the defaults.
     experts: whether experts take the place of the MLP, at least in some layers.
-    options: fields of a file, and the fields of `ModelConfig` that take their
-      values.
-    fixed: fields of a file with the only value that is supported.
-    defaults: fields of a file with their values where it lacks them.
-    windows: which layers have a window; None: files give none.
-    local_rope: the field of a file with the base of the rotary positions of
-      layers with a window, which are then never scaled; '': they are those of
-      the other layers.
-    names: the names of a layer's tensors by the paths of our leaves, if they
-      are not those of `llama`; '': the family has no such leaf. Leaves with the
+    options: for a field of a file, the fields of `ModelConfig` that take its
+      value.
+    fixed: for a field of a file, the only value that is supported.
+    defaults: for a field of a file, its value if the file lacks the field.
+    windows: the layers that have a window; None: no layers.
+    local_rope: the field of a file that gives the base of the rotary positions
+      in layers with a window. These positions are then never scaled. '': all
+      layers have the same rotary positions.
+    names: for the path of a leaf of a layer, the name of its tensor if the name
+      differs from `llama`; '': the family has no such leaf. Leaves with the
       same name are parts of one tensor.
   """
 
@@ -115,7 +117,8 @@ class Family(NamedTuple):
 
 
 _BIASES = {'attention_bias': ('qkv_bias', 'o_bias')}
-# Fields that a file of a mixture must have, and others of such a file.
+# The fields that the file of a mixture of experts must have, and all its fields
+# about experts that become fields of `ModelConfig`.
 NEEDED = ('num_experts', 'num_experts_per_tok', 'moe_intermediate_size')
 _MIXTURE = (*NEEDED, 'norm_topk_prob', 'router_aux_loss_coef')
 _LATE = Windows('use_sliding_window', first=28)
@@ -223,8 +226,8 @@ FAMILIES: Mapping[str, Family] = {
   ),
 }
 
-# Ends of the names of tensors, without '.weight', that several leaves are part
-# of in some family.
+# The ends of the names of tensors that contain several leaves in some family,
+# without '.weight'.
 SHARED = tuple(
   name.removesuffix('.weight')
   for family in FAMILIES.values()
@@ -234,7 +237,7 @@ SHARED = tuple(
 
 
 def find(model_type: str | None) -> Family:
-  """Returns a family; raises ValueError with the choices if there is none."""
+  """Returns the family of a `model_type`; raises ValueError if unknown."""
   if model_type is None or model_type not in FAMILIES:
     raise ValueError(
       f'unsupported model_type {model_type!r}; supported: '
@@ -244,10 +247,11 @@ def find(model_type: str | None) -> Family:
 
 
 def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
-  """Returns the family of a model of these blocks, a key of `FAMILIES`.
+  """Returns the family of models with these blocks, as a key of `FAMILIES`.
 
   Raises:
-    ValueError: there is none, so that the model could not be exported.
+    ValueError: no family has these blocks, so that the model could not be
+      exported.
   """
   asked = ('qkv_bias', 'qk_norm')
   choices: dict[tuple[bool, ...], str] = {}
@@ -288,13 +292,17 @@ class Entry:
   transposed: bool
 
   def shape(self, tree: Any) -> tuple[int, ...]:
-    """Returns the shape in the file, for a tree of arrays or shapes."""
+    """Returns the shape of this part in the file.
+
+    Args:
+      tree: the parameter tree, of arrays or of shapes.
+    """
     shape = leaf(tree, self.path).shape[len(self.index) :]
     return shape[::-1] if self.transposed else shape
 
 
 def tensors(config: model_config.ModelConfig) -> dict[str, list[Entry]]:
-  """Returns the parts of each tensor by its name, the upper ones first."""
+  """Returns for each tensor name the parts of the tensor, from the top row."""
   result: dict[str, list[Entry]] = {}
   for entry in entries(config):
     result.setdefault(entry.hf_name, []).append(entry)
@@ -302,13 +310,13 @@ def tensors(config: model_config.ModelConfig) -> dict[str, list[Entry]]:
 
 
 def tensor_shape(parts: Sequence[Entry], tree: Any) -> tuple[int, ...]:
-  """Returns the shape of a tensor with these parts, see `Entry.shape`."""
+  """Returns the shape of the tensor of these parts, see `Entry.shape`."""
   shapes = [part.shape(tree) for part in parts]
   return (sum(rows for rows, *_ in shapes), *shapes[0][1:])
 
 
 def entries(config: model_config.ModelConfig) -> list[Entry]:
-  """Returns every tensor of a policy of this shape."""
+  """Returns an entry for each tensor of a policy, or for each of its parts."""
   result = []
   for ours, theirs in _TOP.items():
     if ours == 'lm_head' and config.tie_embeddings:
@@ -335,7 +343,7 @@ def leaf(tree: Any, path: Sequence[str]) -> Any:
 
 
 def kind(config: model_config.ModelConfig) -> str:
-  """Returns the family of a model: that which it was read from, or `of`."""
+  """Returns the family of a model: `config.family`, or the result of `of`."""
   return config.family or of(
     qkv_bias=config.qkv_bias,
     qk_norm=config.qk_norm,

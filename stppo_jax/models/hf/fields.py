@@ -13,7 +13,7 @@ from stppo_jax.models.hf import families
 
 
 def _number(x: Any) -> bool:
-  # An integer of a file may be larger than any float.
+  # An integer in a file may be larger than the largest float.
   return type(x) in (int, float) and abs(x) <= sys.float_info.max
 
 
@@ -98,12 +98,12 @@ ROPE: Mapping[str, settings.Rule] = {
   'short_factor': _NUMBERS,
   'long_factor': _NUMBERS,
   'partial_rotary_factor': _SHARE,
-  # In files that list fields by kind of layer.
+  # These two are in files that list the fields by kind of layer.
   'full_attention': _OBJECT,
   'sliding_attention': _OBJECT,
 }
 
-# The values that are implemented, if a family has no such option.
+# The supported values of fields that a model's family does not have as options.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   'attention_bias': (False,),
   'mlp_bias': (False,),
@@ -117,10 +117,10 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def needed(hf: Mapping[str, Any], *names: str) -> Any:
-  """Returns the first value that is given under one of the names.
+  """Returns the value of the first of the names that `hf` contains.
 
   Raises:
-    ValueError: no name has a value.
+    ValueError: `hf` contains none of the names.
   """
   for name in names:
     if name in hf:
@@ -129,7 +129,7 @@ def needed(hf: Mapping[str, Any], *names: str) -> Any:
 
 
 def check_supported(fields: Mapping[str, Any], family: families.Family) -> None:
-  """Raises ValueError for an option that is not implemented; one line."""
+  """Raises ValueError with one line for an option that is not implemented."""
   options = {*family.options, family.windows.switch if family.windows else ''}
   supported = {
     name: values for name, values in _SUPPORTED.items() if name not in options
@@ -146,7 +146,7 @@ def check_supported(fields: Mapping[str, Any], family: families.Family) -> None:
 def check(
   prefix: str, fields: Mapping[str, Any], rules: Mapping[str, settings.Rule]
 ) -> None:
-  """Raises ValueError for a value that breaks its rule; one line."""
+  """Raises ValueError with one line for a value that breaks its rule."""
   for name, rule in rules.items():
     value = fields.get(name)
     if value is not None and not rule.holds(value):

@@ -4,10 +4,11 @@ Most errors are found in the headers of the files, before any weight is read:
 every tensor of the files must belong to a leaf of the model's parameters, and
 every leaf must have all its tensors.
 
-A model may be larger than the memory of a host, so no leaf is ever built there.
-Files are mapped into memory, and a leaf is placed slice by slice into its
-sharding: each host reads only what its own devices hold, converts one slice to
-float32, copies it to the devices and frees it, before it reads the next.
+A model may be larger than the memory of a host, so `load_params` does not build
+whole leaves on the host. Files are mapped into memory, and a leaf is placed
+slice by slice into its sharding. Each host reads only the weights that its own
+devices hold. It converts one slice to float32, copies it to the devices and
+frees it, before it reads the next slice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,9 @@ from stppo_jax.models.hf import families
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 
-# Tensors that some files have and no model needs: frequencies that follow from
-# the config, and the head of a model whose head is its embedding.
+# Names of tensors that files may have although the model does not need them:
+# rotary frequencies, which follow from the config, and the output head, if the
+# model uses its embedding as the head.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
 _EMBEDDING = 'model.embed_tokens.weight'
@@ -42,14 +44,14 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """Says which rows of a file's tensor a part of a leaf is read from."""
+  """Says from which tensor, and from which of its rows on, a part is read."""
 
   entry: families.Entry
   tensor: safetensors_file.Tensor
   row: int
 
   def read(self, index: _Index) -> np.ndarray:
-    """Returns a slice of the leaf, float32, and reads no more than it."""
+    """Returns a slice of the part in the file's dtype, and reads only it."""
     index = index[::-1] if self.entry.transposed else index
     rows = slice(index[0].start + self.row, index[0].stop + self.row)
     values = self.tensor.read((rows, *index[1:]))
@@ -60,7 +62,8 @@ class _Leaf(NamedTuple):
   """Describes a leaf before it is read.
 
   Attributes:
-    sources: its tensors by their index on the leaf's leading axes.
+    sources: for each index along the leaf's leading axes, the source of the
+      values at this index.
     shape: the leaf's shape.
   """
 
@@ -71,17 +74,17 @@ class _Leaf(NamedTuple):
 def read_config(
   directory: str | pathlib.Path, **computes: Any
 ) -> model_config.ModelConfig:
-  """Returns the shape that `config.json` describes.
+  """Returns the `ModelConfig` that a model's `config.json` describes.
 
   Args:
-    directory: a model in Hugging Face's format; it may be in a bucket, or the
-      name of a model of the Hub.
+    directory: a model in Hugging Face's format. It is a directory, an address
+      in a bucket, or the name of a model of the Hub.
     **computes: see `config_json.read`.
 
   Raises:
-    ValueError: there is no such file, it is not JSON, a key is missing or has a
-      value that is not allowed, or the architecture is not supported; one line
-      that names the file.
+    ValueError: the file does not exist, is not JSON, lacks a key, has a value
+      that is not allowed, or describes an architecture that is not supported.
+      The message is one line and names the file.
   """
   path = hub.local_folder(directory) / 'config.json'
   if not path.is_file():
@@ -94,13 +97,13 @@ def read_config(
 
 
 def end_token_ids(directory: str | pathlib.Path) -> tuple[int, ...]:
-  """Returns the ids of the tokens that end a text; () if none are given.
+  """Returns the ids of the tokens that end a text; () if no file gives any.
 
-  Instruct models have several of them. They are in `generation_config.json`, or
-  else in `config.json`.
+  Instruct models have several such tokens. Their ids are read from
+  `generation_config.json` or, if this file gives none, from `config.json`.
 
   Raises:
-    ValueError: a value is not a token id; one line.
+    ValueError: a value is not a token id; the message is one line.
   """
   for name in ('generation_config.json', 'config.json'):
     path = hub.local_folder(directory) / name
@@ -120,11 +123,12 @@ def end_token_ids(directory: str | pathlib.Path) -> tuple[int, ...]:
 def check_weights(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> None:
-  """Raises ValueError unless a directory has the weights of such a policy.
+  """Raises ValueError if a directory lacks valid weights for a policy.
 
-  `read_params` lists the errors. Values are not read, with one exception: where
-  the embedding is used as the head, a head in the files is compared with it,
-  and a warning is logged if the two differ.
+  `read_params` lists the errors. Values are not read and not checked, with one
+  exception: if the policy uses its embedding as the output head and the files
+  contain a head too, the two are compared, and a warning is logged if they
+  differ.
   """
   _plan(directory, config)
   if config.tie_embeddings:
@@ -163,8 +167,8 @@ def read_params(
 
   Raises:
     ValueError: there are no weights, a file is damaged, or a tensor is missing,
-      unexpected, of another shape, of an unsupported dtype, or not finite; one
-      line.
+      unexpected, of a wrong shape, of an unsupported dtype, or not finite. The
+      message is one line.
   """
   return traverse_util.unflatten_dict(
     {
@@ -181,11 +185,11 @@ def load_params(
 ) -> functional.Params:
   """Returns the weights of a policy, float32, read into their shardings.
 
-  Each host reads only what its devices hold of each leaf.
+  Each host reads only the parts of each leaf that its own devices hold.
 
   Args:
     directory: a model in Hugging Face's format.
-    config: the model's shape.
+    config: the model's config.
     shardings: tree of `jax.sharding.Sharding`, one for each leaf.
 
   Raises:
@@ -202,7 +206,11 @@ def load_params(
 def _plan(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> dict[tuple[str, ...], _Leaf]:
-  """Returns the leaves by path, with their tensors; raises as `read_params`."""
+  """Returns the leaves by path, with the sources of their values.
+
+  Raises:
+    ValueError: see `read_params`.
+  """
   tensors = weight_files.read_headers(directory)
   wanted = families.tensors(config)
   if config.tie_embeddings:
@@ -244,7 +252,7 @@ def _plan(
 def _problems(
   name: str, tensor: safetensors_file.Tensor, expected: Sequence[int]
 ) -> list[str]:
-  """Returns what is wrong with a tensor, in words."""
+  """Returns messages about a wrong shape or dtype of a tensor."""
   problems = []
   if tensor.shape != expected:
     problems.append(f'{name} has shape {tensor.shape}, expected {expected}')
@@ -258,11 +266,11 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   """Returns a leaf on its devices, written slice by slice.
 
   The leaf is cut into slices along the leading axes that are not sharded. So
-  each slice has a part of every device's shard, and writing it moves nothing
-  between devices.
+  each slice contains a part of every device's shard, and writing the slice
+  moves no data between devices.
   """
   local = sharding.shard_shape(leaf.shape)
-  # The last entry is for a leaf that no axis cuts.
+  # The last False is for a leaf of which no axis is sharded.
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   slices = list(_slices(leaf.shape, whole.index(False)))
   if len(slices) == 1:
@@ -274,16 +282,20 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   array = zeros()
   for index in slices:
     starts = [i.start for i in index]
-    # Without waiting, the host would run ahead and hold several slices.
+    # Without this wait, the host would run ahead and hold several slices.
     array = write(array, _place_slice(leaf, sharding, index), starts)
     jax.block_until_ready(array)
   return array
 
 
 def _slices(shape: tuple[int, ...], num_axes: int) -> Iterator[_Index]:
-  """Yields slices of SLICE_BYTES along the first `num_axes` axes of a leaf."""
+  """Yields slices of about SLICE_BYTES that cover a leaf, in order.
+
+  The leaf is cut along its first `num_axes` axes only.
+  """
   rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(num_axes)]
-  # The first axis whose entries are small enough, or the last axis.
+  # The first axis along which one index has at most SLICE_BYTES, or else the
+  # last axis that may be cut.
   small = (
     axis for axis, size in enumerate(rows) if size <= weight_files.SLICE_BYTES
   )
@@ -316,9 +328,9 @@ def _place_slice(
     leaf: the leaf.
     sharding: the sharding of the leaf, and of the slice.
     index: bounds of the slice on each axis.
-    owned: whether the devices must own the memory. Otherwise the CPU backend
-      uses aligned memory of numpy as it is. Such an array cannot be donated, so
-      the program that is to consume it would copy it.
+    owned: whether the devices must own the memory of the array. If not, the CPU
+      backend uses aligned memory of numpy without a copy. Such an array cannot
+      be donated, so a program that donates it would copy it.
   """
   shape = tuple(i.stop - i.start for i in index)
   holders: dict[tuple, list] = {}  # bounds -> devices
@@ -335,7 +347,7 @@ def _place_slice(
         slice(i.start + begin, i.start + end)
         for i, (begin, end) in zip(index, bounds)
       ),
-      offset=4 * owned,  # an address that the backend cannot use as it is
+      offset=4 * owned,  # an unaligned address, which the backend must copy
     )
     for device in devices:
       place = jax.sharding.SingleDeviceSharding(
@@ -347,7 +359,7 @@ def _place_slice(
 
 
 def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
-  """Returns a slice of a leaf, float32, and reads no more than the slice."""
+  """Returns a slice of a leaf as float32, and reads only this slice."""
   result = _memory(tuple(i.stop - i.start for i in index), offset)
   depth = len(next(iter(leaf.sources)))
   leading, rest = index[:depth], index[depth:]
@@ -364,10 +376,10 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
 
 
 def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-  """Returns float32 zeros that begin at `offset` bytes in pages of their own.
+  """Returns float32 zeros in memory pages of their own, `offset` bytes in.
 
-  Pages go back to the system when the array is deleted. Memory from malloc may
-  stay with the process, so the slices of a large model would add up.
+  The pages go back to the system when the array is deleted. Memory from malloc
+  may stay with the process, so the slices of a large model would add up.
   """
   size = 4 * math.prod(shape)
   private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -5,15 +5,15 @@
                                  each matrix that has an adapter
 
 In such files each matrix may have a rank and a scale of its own. Our layers are
-stacked, so all adapters of a stack have one scale, and the largest of their
-ranks. A and B of a smaller rank are padded with zeros, whose gradients are
-zero, so that they stay zero. Where the scale in a file is another one, B is
-multiplied by the quotient of the two scales.
+stacked, so the adapters of all layers of a stack share one scale and the
+largest of their ranks. A and B of a smaller rank are padded with zeros, which
+stay zero in training because their gradients are zero. If the scale in the file
+differs, B is multiplied by the ratio of the two scales.
 
 PEFT on `transformers` 5 keeps the experts of a layer in one parameter. Their
-adapters are then one tensor too, in which gate_proj and up_proj share A. We
-read this form as well. We write the experts one by one, which all versions of
-PEFT read.
+adapters are then one tensor too, in which gate_proj and up_proj share A. `read`
+accepts this form as well. `write` writes the experts one by one, which all
+versions of PEFT read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ _PREFIX = 'base_model.model.'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(lora_[AB])\.weight')
 _EXPERTS = re.compile(r'(.+\.experts)(\.base_layer)?')
 _FUSED, _DOWN = 'gate_up_proj', 'down_proj'
-# Options that change nothing that a finished adapter computes.
+# Options that do not change what a trained adapter computes.
 _HARMLESS = (
   *('r', 'lora_alpha', 'rank_pattern', 'alpha_pattern', 'use_rslora'),
   *('target_modules', 'target_parameters', 'exclude_modules'),
@@ -47,8 +47,8 @@ _HARMLESS = (
   *('peft_version', 'runtime_config', 'megatron_core', 'qalora_group_size'),
   *('eva_config', 'loftq_config', 'ensure_weight_tying'),
 )
-# The values of other options that mean what is computed here. The methods that
-# start adapters from parts of the base, such as pissa, change the base too.
+# The supported values of other options. Methods that initialise adapters from
+# the base weights, such as pissa, change the base too and are not supported.
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
   'peft_type': ('LORA',),
   'bias': ('none',),
@@ -73,13 +73,14 @@ _TEXTS = settings.Rule(
 
 
 class _Matrices(NamedTuple):
-  """The adapters of a matrix, or of that of all experts of a layer.
+  """The adapter of a matrix, or the adapters of all experts of a layer.
 
   Attributes:
-    name: its name in the model; that of all experts has '*' for the number.
-    rank: columns of A.
-    scale: the factor of A B.
-    read: returns A [..., rank, in] and B [..., out, rank].
+    name: name of the matrix in the model. For the matrices of all experts, the
+      name has '*' in place of the expert's number.
+    rank: the rank of the adapter.
+    scale: the scale of the adapter, see `lora`.
+    read: function that returns A [..., rank, in] and B [..., out, rank].
   """
 
   name: str
@@ -95,11 +96,11 @@ class _Matrices(NamedTuple):
 
 
 def options(directory: str | pathlib.Path) -> dict[str, Any]:
-  """Returns the options of adapters, those of `lora.Lora`, by their names.
+  """Returns the arguments of `lora.Lora` for the adapters of a directory.
 
   Raises:
-    ValueError: the directory has no adapters, or some that compute something
-      else; one line.
+    ValueError: the directory has no adapters, or has adapters that are not
+      supported; the message is one line.
   """
   content, found = _open(directory)
   rslora = bool(content.get('use_rslora'))
@@ -132,16 +133,16 @@ def read(
   """Returns adapters as numpy arrays, float32.
 
   Args:
-    directory: the directory, or a name of the Hub.
-    config: the shape of the model.
+    directory: the directory of the adapters, or their name on the Hub.
+    config: the model's config.
     lora: the `lora.Lora` of the adapters.
-    shapes: the tree of the adapters with the shapes of its leaves.
+    shapes: the tree of the adapters, whose leaves have the expected shapes.
 
   Raises:
-    ValueError: a tensor is of no matrix that may have adapters here, has
-      another shape, or is not finite; one line.
+    ValueError: a tensor belongs to a matrix that has no adapter here, has a
+      wrong shape, or is not finite; the message is one line.
   """
-  # Imported late, here and below: the check of a config needs no jax.
+  # Imported here and in `write` only, because checking a config needs no jax.
   from flax import traverse_util
 
   flat: dict[str, Any] = traverse_util.flatten_dict(shapes, sep='/')
@@ -180,15 +181,15 @@ def write(
 
   Args:
     folder: an empty folder.
-    config: the shape of the model.
+    config: the model's config.
     lora: the `lora.Lora` of the adapters.
     adapters: the tree of the adapters.
-    base: the place of the weights under the adapters.
+    base: directory or Hub name of the weights that the adapters adapt.
     dtype: dtype of the tensors; a key of `safetensors_file.DTYPES`.
 
   Raises:
-    ValueError: adapters belong to a part of a tensor, or PEFT would misread
-      them; one line.
+    ValueError: an adapter belongs to only a part of a tensor, or PEFT would
+      misread it; the message is one line.
   """
   from flax import traverse_util
 
@@ -210,9 +211,9 @@ def write(
       tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'
       tensors[tensor] = leaves[f'{layer}/lora_{key}'][index].T
   layers = sorted({x.rpartition('/')[0] for x in leaves if 'lora_' in x})
-  # PEFT takes the rank of experts from here, whatever the patterns say. It also
-  # doubles rank and alpha of gate and up: that keeps the scale alpha / rank,
-  # but not that of rslora.
+  # PEFT takes the rank of experts from `r`, not from the patterns. It also
+  # doubles rank and alpha of gate and up, which keeps the scale alpha / rank,
+  # but not the scale alpha / sqrt(rank) of rslora.
   first = next((x for x in layers if '/moe/' in x), layers[0])
   rslora = lora.rslora and '/moe/' not in first
   ranks = {x.rpartition('/')[2]: lora.rank_of(x) for x in layers}
@@ -248,7 +249,7 @@ def write(
 def _places(
   config: model_config.ModelConfig,
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-  """Yields each matrix by its name, with our layer and the index there."""
+  """Yields (name in files, our layer, index in the layer) of each matrix."""
   for entry in families.entries(config):
     *layer, leaf = entry.path
     name = entry.hf_name.removesuffix('.weight')
@@ -263,7 +264,7 @@ def _places(
 def _open(
   directory: str | pathlib.Path,
 ) -> tuple[dict[str, Any], list[_Matrices]]:
-  """Returns the config of adapters, and what they belong to, without values.
+  """Returns the config of adapters, and the adapters without their values.
 
   Raises:
     ValueError: see `options`.
@@ -278,10 +279,10 @@ def _open(
     raise ValueError(
       f'{folder / CONFIG}: rank_pattern or alpha_pattern: {error}'
     ) from error
-  # The file of weights is named, because by default none is downloaded.
+  # The weight file is named, because by default no weights are downloaded.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    # From the Hub such a file is not downloaded, so nobody knows if it exists.
+    # The old file is not downloaded from the Hub, so it may exist there.
     is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
     advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
     raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
@@ -307,8 +308,8 @@ def _open(
 
 
 def _refuse_shared(name: str, where: str = '') -> None:
-  """Raises ValueError for a tensor of which our matrices are parts."""
-  # Each part has an A of its own, but a file has one A for the whole tensor.
+  """Raises ValueError for a tensor that contains several of our matrices."""
+  # Each matrix has its own A, but a file has one A for the whole tensor.
   if name.endswith(families.SHARED):
     raise ValueError(
       f'{where}{name} is one tensor for several layers of this package, so its '
@@ -318,7 +319,7 @@ def _refuse_shared(name: str, where: str = '') -> None:
 
 
 def _check(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-  """Raises ValueError for an option that would compute something else."""
+  """Raises ValueError for an option that is not supported or not valid."""
   for name, value in content.items():
     allowed = _COMPUTED.get(name, ())
     if name not in _HARMLESS and value and value not in allowed:
@@ -334,7 +335,7 @@ def _check(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 def _ruled(
   content: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any, settings.Rule]]:
-  """Yields the options that are used, each with its name and its rule."""
+  """Yields (name, value, rule) of each option that this module uses."""
   for name, patterns, rule in (
     ('r', 'rank_pattern', _RANK),
     ('lora_alpha', 'alpha_pattern', _ALPHA),
@@ -352,15 +353,15 @@ def _matrices(
   name: str,
   pair: Mapping[str, safetensors_file.Tensor],
 ) -> Iterator[_Matrices]:
-  """Yields the adapters in two tensors; those of experts hold several."""
+  """Yields the adapters in a pair of tensors: several for a pair of experts."""
   a, b = pair['lora_A'], pair['lora_B']
   match = _EXPERTS.fullmatch(name)
   if match is None:
     rank, scale = _rank_and_scale(content, name)
     yield _Matrices(name, rank, scale, lambda: (a.read(), b.read()))
     return
-  # Of two parameters, the first is the inner one. If it is alone, its name
-  # tells which one it is.
+  # If both parameters of the experts have adapters, `base_layer` marks those of
+  # gate_up_proj. Otherwise `target_parameters` names the parameter.
   targets = content.get('target_parameters') or ()
   targets = (targets,) if isinstance(targets, str) else targets
   fused = any(x.endswith(_FUSED) for x in targets)
@@ -380,7 +381,7 @@ def _matrices(
 
 
 def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
-  """Returns rank and scale of the adapter of a matrix."""
+  """Returns the rank and the scale of the adapter of the named matrix."""
 
   def first(key: str, default: Any) -> Any:
     for pattern, number in (content.get(key) or {}).items():
@@ -394,5 +395,5 @@ def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _matching(pattern: str) -> str:
-  """Returns the expression by which a pattern finds names of matrices."""
+  """Returns the regular expression that finds a pattern in matrix names."""
   return rf'(.*\.)?({pattern})$'

@@ -23,7 +23,7 @@ def read(
     fields['partial_rotary_factor'] = rope['partial_rotary_factor']
   if family.local_rope:
     base = local.get('rope_theta')
-    if base is None:  # the field of the other layers, too, has a newer place
+    if base is None:  # `theta` may come from a newer place of the same field
       base = theta if family.local_rope == 'rope_theta' else None
     fields['local_rope_theta'] = float(base or hf[family.local_rope])
     kind = local.get('rope_type', 'default')
@@ -33,7 +33,7 @@ def read(
         'supported: default'
       )
   kind = rope.get('rope_type') or rope.get('type') or 'default'
-  kind = 'longrope' if kind == 'su' else kind  # its former name
+  kind = 'longrope' if kind == 'su' else kind  # 'su' is its former name
   if kind != 'default':
     if kind == 'yarn' and theta == 1:
       raise ValueError(f'rope_theta={theta}: must not be 1 with yarn')
@@ -91,7 +91,7 @@ def _scaling(
 
 
 def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
-  """Returns the factor of queries and keys where a file gives none."""
+  """Returns the factor of queries and keys for a file that gives none."""
   factor = max(fields_lib.needed(rope, 'factor'), 1.0)
   if kind == 'longrope':
     original = rope['original_max_position_embeddings']
@@ -109,10 +109,11 @@ def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
 def _rope_fields(
   hf: Mapping[str, Any], family: families.Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-  """Returns the fields of rotary positions, from either way to write them.
+  """Returns the rotary fields of layers without a window, and with one.
 
-  The second fields are those of layers with a window, if a file lists them.
-  Where a field is written in both ways, `transformers` reads `rope_scaling`.
+  Files have the fields in `rope_parameters` or in `rope_scaling`. If a field is
+  in both, `rope_scaling` counts, as in `transformers`. The second mapping is
+  empty if a file does not list fields for layers with a window.
 
   Raises:
     ValueError: one of the fields has a value that is not allowed.
@@ -135,7 +136,7 @@ def _rope_fields(
 def write(
   config: model_config.ModelConfig, family: families.Family
 ) -> dict[str, Any]:
-  """Returns the fields, in a form that old and new `transformers` read."""
+  """Returns the rotary fields in a form for old and new `transformers`."""
   hf: dict[str, Any] = {'rope_theta': config.rope_theta}
   if scaling := config.rope_scaling:
     fields = ('rope_type', *model_config.ROPE_FIELDS[scaling.rope_type])
@@ -146,7 +147,8 @@ def write(
       original = scaling.original_max_position_embeddings
       hf['original_max_position_embeddings'] = original
   if config.local_rope_theta:
-    # Old versions read the fields outside, new ones those by kind of layer.
+    # Old versions read the fields outside of `rope_parameters`, new versions
+    # the fields by kind of layer.
     hf[family.local_rope] = config.local_rope_theta
     hf['rope_parameters'] = {
       FULL: {

@@ -4,11 +4,11 @@
     n bytes   JSON: {name: {dtype, shape, data_offsets: [begin, end]}, ...}
     the rest  the tensors, row-major, little-endian, one after another
 
-The library `safetensors` reads them: it checks a file by its header and its
-size, without reading a tensor, maps it into memory, and reads no more of it
-than the slices that are asked for. Its writer needs all tensors of a file in
-memory at once, which may be larger than the memory of a host, so files are
-written here, chunk by chunk.
+The library `safetensors` reads the files. It checks a file by its header and
+its size without reading a tensor, maps the file into memory, and reads only the
+requested slices. Its writer needs all tensors of a file in memory at once,
+which may be larger than the memory of a host. So this module writes files
+itself, chunk by chunk.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ DTYPES: Mapping[str, np.dtype] = {
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F16': np.dtype(np.float16),
 }
-_ALIGNMENT = 8  # bytes; where the first tensor may begin
+_ALIGNMENT = 8  # the first tensor begins at a multiple of so many bytes
 
 
 class Tensor(NamedTuple):
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
     path: the file.
     dtype: name of the dtype in the format, such as 'BF16'.
     shape: sizes of the axes.
-    mapped: the tensor in the mapped file; indexing it reads.
+    mapped: the tensor in the memory-mapped file; indexing it reads a slice.
   """
 
   path: pathlib.Path
@@ -45,16 +45,16 @@ class Tensor(NamedTuple):
   mapped: Any
 
   def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """Returns the tensor, whose dtype is in `DTYPES`, or a slice of it."""
+    """Returns the tensor or a slice; its dtype must be in `DTYPES`."""
     return self.mapped[index]
 
 
 def read_header(path: str | pathlib.Path) -> dict[str, Tensor]:
-  """Returns the tensors of a file by name.
+  """Returns the tensors of a file by name, without reading their values.
 
   Raises:
-    ValueError: it is not a safetensors file, is cut short or is damaged; one
-      line that names the file.
+    ValueError: the file is not a safetensors file, is cut short or is damaged;
+      the message is one line and names the file.
     OSError: the file cannot be read.
   """
   path = pathlib.Path(path)
@@ -82,9 +82,8 @@ def write(
     file: a file open for writing.
     shapes: shapes of all tensors by name.
     dtype: dtype of all tensors in the file; a key of `DTYPES`.
-    chunks: the values in the order of `shapes`, each a whole tensor or
-      consecutive rows of one; they are cast to `dtype`.
-
+    chunks: the values in the order of `shapes`. Each chunk is a whole tensor or
+      consecutive rows of one tensor, and is cast to `dtype`.
   """
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
   end = 0
@@ -99,6 +98,6 @@ def write(
   text += b' ' * (-len(text) % _ALIGNMENT)
   file.write(len(text).to_bytes(8, 'little') + text)
   for chunk in chunks:
-    # As bytes, because files do not accept arrays of bfloat16.
+    # Written as bytes, because files do not accept arrays of bfloat16.
     values = np.ascontiguousarray(chunk, DTYPES[dtype])
     file.write(values.reshape(-1).view(np.uint8).data)

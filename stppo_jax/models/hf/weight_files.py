@@ -17,18 +17,18 @@ from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-SLICE_BYTES = 2**23  # size in bytes of a leaf's float32 slices on the host
+SLICE_BYTES = 2**23  # bytes of one float32 slice of a leaf on the host
 _SHOWN = 3  # the most names or problems that an error lists
 
 
 def read_headers(
   directory: str | pathlib.Path,
 ) -> dict[str, safetensors_file.Tensor]:
-  """Returns all tensors of a directory by name, without reading them.
+  """Returns all tensors of a directory by name, without reading their values.
 
   Raises:
     ValueError: there are no weights, a file is damaged, or the index does not
-      fit its files; one line.
+      fit its files; the message is one line.
   """
   place, directory = directory, hub.local_folder(directory)
   index = directory / INDEX
@@ -39,7 +39,7 @@ def read_headers(
   if (directory / SINGLE).is_file():
     return safetensors_file.read_header(directory / SINGLE)
   if not weight_map:
-    # Of a model of the Hub such a file is not downloaded, so none is seen.
+    # For a Hub model, pytorch_model.bin is not downloaded but may exist.
     advice = (
       f'; from pytorch_model.bin, python -m stppo_jax checkpoint convert '
       f'{place} --out=DIR makes them'
@@ -70,7 +70,8 @@ def read_index(index: pathlib.Path) -> Mapping[str, str]:
   """Returns the file of each tensor, checked to lie in the directory.
 
   Raises:
-    ValueError: the index is no JSON, or names no files; one line.
+    ValueError: the index is not JSON, names no files, or names a file outside
+      of its directory; the message is one line.
   """
   content = read_json(index)
   weight_map = content.get('weight_map')
@@ -87,7 +88,8 @@ def read_json(path: pathlib.Path) -> dict:
   """Returns the object in a JSON file.
 
   Raises:
-    ValueError: the file holds no object; one line.
+    ValueError: the file is not JSON or holds no object; the message is one
+      line.
   """
   try:
     content = json.loads(path.read_text(encoding='utf-8'))

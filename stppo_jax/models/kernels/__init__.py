@@ -1,1 +1,1 @@
-"""Holds kernels for one platform each, which know nothing of the models."""
+"""Holds attention kernels for one platform each, independent of the models."""

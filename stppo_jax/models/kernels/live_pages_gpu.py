@@ -1,14 +1,17 @@
-"""Attends to the live pages of a cache by a kernel for GPU.
+"""Attends to the live pages of a KV cache by a kernel for GPU.
 
-It does what `live_pages_tpu` does, in a shape that suits a GPU: a program of
-its grid handles some queries of one row and one head of keys. It goes through
-the pages that the row has begun, and through the row's own tokens, and keeps
-the sums in registers. Nothing is copied or gathered before.
+A live page is a page that its row has begun. The own tokens of a row are recent
+tokens that are in no page yet. The kernel computes the same function as
+`live_pages_tpu`, divided in a way that suits a GPU. Each program of its grid
+handles some queries of one row and one key and value head. The program goes
+through the live pages of the row, then through the row's own tokens, and keeps
+the sums in registers. No page is copied or gathered before.
 
-B rows, P pages of the cache, N pages that a row can have, K heads of keys and
-of values, R query heads that share one of them, C queries of a row, Q = R * C,
-J positions of a page, T tokens that are in no page, H head size. The matrix
-units of a GPU need tiles of at least 16, and the compiler powers of two.
+Shape letters: B rows, P pages of the cache, N pages that a row can have, K key
+and value heads, R query heads that share one key and value head, C queries of a
+row, Q = R * C, J positions of a page, T own tokens of a row, H size of a head.
+The matrix units of a GPU need tiles whose sides are at least 16, and the
+compiler needs sides that are powers of two.
 """
 
 import functools
@@ -20,20 +23,20 @@ from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
 # The most keys that are read at once, and the most queries of a program. Both
-# were measured on an H100 with heads of 64 and of 128.
+# were chosen by measurements on an H100 with heads of size 64 and of size 128.
 _KEYS, _QUERIES = 64, 64
-_LEAST = 16  # keys, queries or parts of a head in a product
-# The logit of an invisible key. It is finite, so that a query which sees
-# nothing gets finite numbers, not nan.
+_LEAST = 16  # the fewest keys, queries or numbers of a head in a product
+# The logit of an invisible key. It is finite, so that a query which sees no key
+# gets finite numbers and not nan.
 MASKED = -1e30
 
 
 class Work(NamedTuple):
-  """Says what the programs read.
+  """Holds the lengths and the pages of rows for the programs of the kernel.
 
   Attributes:
-    lengths_B: int32, the cached tokens of each row.
-    table_BN: int32, the pages of each row.
+    lengths_B: int32, the number of cached tokens of each row.
+    table_BN: int32, the page numbers of each row.
   """
 
   lengths_B: Array
@@ -41,18 +44,18 @@ class Work(NamedTuple):
 
 
 def supports(head_dim: int, page_size: int) -> bool:
-  """Returns whether the kernel handles heads and pages of these sizes."""
+  """Returns whether the kernel supports this head size and this page size."""
   power_of_two = head_dim & (head_dim - 1) == 0
   return power_of_two and head_dim >= _LEAST and page_size % _LEAST == 0
 
 
 def work_specs(rows: Any) -> Work:
-  """Returns how devices that hold rows hold lengths and pages.
+  """Returns the partition specs of the arrays of `Work` on a mesh.
 
   Args:
-    rows: the axes of the mesh that rows are cut over.
+    rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # a layout in place of an array
+  by_row: Any = P(rows)  # a partition spec in place of an array
   return Work(by_row, by_row)
 
 
@@ -62,10 +65,11 @@ def plan_work(
   """Returns the lengths and pages, in the form that the kernel reads.
 
   Args:
-    lengths_B: int32, the cached tokens of each row.
-    table_BN: int32, the pages of each row.
-    num_pages: P; a larger number in the table stands for any page.
-    window: not needed here.
+    lengths_B: int32, the number of cached tokens of each row.
+    table_BN: int32, the page numbers of each row.
+    num_pages: P. Numbers of P or more in the table stand for no page and are
+      replaced by the number of some page, of which no key is visible.
+    window: ignored; only the kernel for TPU needs it here.
   """
   del window
   table_BN = jnp.minimum(table_BN, num_pages - 1)
@@ -84,7 +88,7 @@ def attend(
   window: int | None = None,
   interpret: bool = False,
 ) -> Array:
-  """Returns attention to the cached tokens of each row and to its own ones.
+  """Returns attention to the cached tokens and the own tokens of each row.
 
   Query c of a row is at the position length + first + c. It sees the cached
   tokens and the own tokens 0..first + c.
@@ -92,13 +96,12 @@ def attend(
   Args:
     q_BKRCH: queries, divided by √H; `supports` says which H and J are possible.
     k_PKJH, v_PKJH: keys and values of the pages; all finite.
-    own_k_BKTH, own_v_BKTH: keys and values of tokens that no page holds yet;
-      all finite.
-    work: what `plan_work` returned.
+    own_k_BKTH, own_v_BKTH: keys and values of the own tokens; all finite.
+    work: the result of `plan_work`.
     first: int32, the number of own tokens before the first query.
-    window: the number of tokens that a query sees at most, its own and those
-      before it; None: all.
-    interpret: whether to run the kernel's program without a GPU.
+    window: the largest number of tokens that a query sees, its own token and
+      the tokens before it; None: no limit.
+    interpret: whether to interpret the kernel, which needs no GPU.
 
   Returns:
     The weighted means of the values [B, K, R, C, H], in the dtype of q.
@@ -150,9 +153,9 @@ def _kernel(
   own_size,
   window,
 ):
-  """Computes the result of `tile` queries of a row and a head of keys.
+  """Computes the results of `tile` queries of a row and a key and value head.
 
-  `size` keys of a page, or `own_size` own ones, are read at once.
+  It reads `size` keys of a page, or `own_size` keys of own tokens, at once.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
@@ -165,14 +168,14 @@ def _kernel(
   T = own_k_ref.shape[2]
 
   def load(ref, begin, count, most):
-    """Reads `count` vectors of this row and head; zeros from `most` on."""
+    """Reads vectors begin..begin + count - 1, and zeros from `most` on."""
     some = (begin + jnp.arange(count) < most)[:, None]
     part = ref.at[row, head, pl.ds(begin, count), :]
     return triton.load(part, mask=some, other=0.0)
 
   q = load(q_ref, start, tile, Q)
-  # The own token that is the query's.
-  # The operations of `lax`, because the compiler takes no % of integers.
+  # The index of each query's token among the own tokens. `lax.rem` and
+  # `lax.div` are used because the compiler does not support % of integers.
   query = first_ref[0] + jax.lax.rem(start + jnp.arange(tile), num_queries)
 
   def add(sums_total_top, k, v, visible):
@@ -202,15 +205,16 @@ def _kernel(
       visible &= token > query[:, None] - window
     return add(carry, k, v, visible)
 
-  # Keys of which a query sees none count as if it saw them, until the first one
-  # that it sees, at the latest itself: then the scale of all before is 0.
+  # As long as a query has met no key that it sees, invisible keys count as if
+  # it saw them. At the first key that it sees, which is its own key at the
+  # latest, the scale of all earlier sums becomes 0.
   carry = (
     jnp.zeros((tile, H), jnp.float32),
     jnp.zeros(tile, jnp.float32),
     jnp.full(tile, MASKED, jnp.float32),
   )
   begin = 0
-  if window is not None:  # what is before the window of every query
+  if window is not None:  # skips keys before the windows of all queries
     begin = jnp.maximum(length + first_ref[0] + 1 - window, 0) // size
   carry = jax.lax.fori_loop(begin, pl.cdiv(length, size), add_cached, carry)
   seen = jnp.minimum(jnp.max(query) + 1, T)

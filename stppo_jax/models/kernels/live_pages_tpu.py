@@ -1,17 +1,19 @@
-"""Attends to the live pages of a cache by a kernel for TPU.
+"""Attends to the live pages of a KV cache by a kernel for TPU.
 
-It also reads the tokens that are in no page yet: those of the queries
-themselves, and what was decoded since pages were last written.
+A live page is a page that its row has begun. The kernel also attends to the own
+tokens of a row, which are in no page yet: the tokens of the queries, and the
+tokens that were decoded since pages were last written.
 
-B rows, P pages of the cache, N pages that a row can have, K heads of keys and
-of values, R query heads that share one of them, C queries of a row, Q = R * C,
-J positions of a page, T tokens that are in no page, H head size.
+Shape letters: B rows, P pages of the cache, N pages that a row can have, K key
+and value heads, R query heads that share one key and value head, C queries of a
+row, Q = R * C, J positions of a page, T own tokens of a row, H size of a head,
+E entries of the grid, Z = `_PLACES` pages of an entry.
 
-Rows differ in length, and the kernel reads only the pages that a row has begun.
-Its grid is a list of work: an entry is a row and up to `_PLACES` adjacent pages
-of it, because a step of the grid takes some time, however little it reads. A
-place without a page of this row keeps the page that it had before, which is not
-read again.
+Rows differ in length, and the kernel reads only live pages. Its grid is a list
+of entries, each with a row and up to Z adjacent pages of the row. An entry has
+several pages because a step of the grid takes some time, however little it
+reads. If an entry has fewer than Z pages, its other places keep the pages of an
+earlier entry, which are not read again.
 """
 
 import functools
@@ -22,14 +24,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
-# J: as many positions as a vector has lanes.
+# J, which equals the number of lanes of a vector.
 PAGE_SIZE = 128
-_PLACES = 4  # pages of an entry
-# Query vectors of all heads of an entry, which limits the memory of the kernel.
+_PLACES = 4  # the most pages of an entry
+# The most query vectors of an entry, counted over all key and value heads. It
+# limits the memory of the kernel.
 _MOST_QUERIES = 1024
-_SUBLANES = 16  # a tile of 16-bit numbers has so many rows
-# The logit of an invisible key. It is finite, so that a query which sees
-# nothing gets finite numbers, not nan.
+_SUBLANES = 16  # rows of a tile of 16-bit numbers in the TPU's memory
+# The logit of an invisible key. It is finite, so that a query which sees no key
+# gets finite numbers and not nan.
 MASKED = -1e30
 
 
@@ -37,11 +40,11 @@ class Work(NamedTuple):
   """Lists the E entries of the kernel's grid, in the order of the rows.
 
   Attributes:
-    count_1: int32, the number of entries; further ones have no meaning.
+    count_1: int32, the number of valid entries; later ones have no meaning.
     rows_E: int32, the row of each entry.
-    firsts_E: int32, the number of its first page among those of the row.
-    lengths_B: int32, the cached tokens of each row.
-    pages_ZE: int32, the page of the cache in each of the Z places.
+    firsts_E: int32, the index of an entry's first page among its row's pages.
+    lengths_B: int32, the number of cached tokens of each row.
+    pages_ZE: int32, the page number in each of the Z places of an entry.
   """
 
   count_1: Array
@@ -52,17 +55,17 @@ class Work(NamedTuple):
 
 
 def supports(head_dim: int, page_size: int) -> bool:
-  """Returns whether the kernel handles heads and pages of these sizes."""
+  """Returns whether the kernel supports this head size and this page size."""
   return head_dim % PAGE_SIZE == 0 and page_size == PAGE_SIZE
 
 
 def work_specs(rows: Any) -> Work:
-  """Returns how devices that hold rows hold entries.
+  """Returns the partition specs of the arrays of `Work` on a mesh.
 
   Args:
-    rows: the axes of the mesh that rows are cut over.
+    rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # layouts in place of arrays
+  by_row: Any = P(rows)  # partition specs in place of arrays
   by_place: Any = P(None, rows)
   return Work(by_row, by_row, by_row, by_row, by_place)
 
@@ -72,14 +75,15 @@ def plan_work(
 ) -> Work:
   """Returns the entries for rows of these lengths.
 
-  A row without tokens has an entry, too, so that its results are written. Pages
-  before the window of the next token are in no entry.
+  A row without cached tokens has an entry, too, so that its results are
+  written. Pages before the window of the next token are in no entry.
 
   Args:
-    lengths_B: int32, the cached tokens of each row.
-    table_BN: int32, the pages of each row.
-    num_pages: P; a larger number in the table stands for any page.
-    window: the number of tokens that a query sees at most; 0: all.
+    lengths_B: int32, the number of cached tokens of each row.
+    table_BN: int32, the page numbers of each row.
+    num_pages: P. Numbers of P or more in the table stand for no page and are
+      replaced by the number of some page, of which no key is visible.
+    window: the largest number of tokens that a query sees; 0: no limit.
   """
   B, N = table_BN.shape
   pages_B = counted_B = jnp.maximum(-(-lengths_B // PAGE_SIZE), 1)
@@ -95,8 +99,8 @@ def plan_work(
   if window:
     firsts_E += (pages_B - counted_B)[rows_E]
   wanted_ZE = firsts_E[None] + jnp.arange(_PLACES)[:, None]
-  # The entry whose page is in a place: this one, or the last one before it that
-  # has a page there.
+  # The entry whose page is in a place: the entry itself, or else the last
+  # earlier entry that has a page of its own in this place.
   held_ZE = jnp.where(wanted_ZE < pages_B[rows_E][None], index_E[None], 0)
   held_ZE = jax.lax.cummax(held_ZE, axis=1)
   pages_ZE = table_BN[rows_E[None], jnp.minimum(wanted_ZE, N - 1)]
@@ -125,7 +129,7 @@ def attend(
   sinks_KR: Array | None = None,
   interpret: bool = False,
 ) -> Array:
-  """Returns attention to the cached tokens of each row and to its own ones.
+  """Returns attention to the cached tokens and the own tokens of each row.
 
   Query c of a row is at the position length + first + c. It sees the cached
   tokens and the own tokens 0..first + c.
@@ -133,16 +137,17 @@ def attend(
   Args:
     q_BKRCH: queries, divided by √H.
     k_PKJH, v_PKJH: keys and values of the pages; all finite, J = `PAGE_SIZE`.
-    own_k_BKTH, own_v_BKTH: keys and values of tokens that no page holds yet;
-      all finite. T is at most `PAGE_SIZE` or a multiple of it.
-    work: the entries, of `plan_work`.
+    own_k_BKTH, own_v_BKTH: keys and values of the own tokens; all finite. T is
+      at most `PAGE_SIZE` or a multiple of it.
+    work: the result of `plan_work`.
     first: int32, the number of own tokens before the first query.
-    window: the number of tokens that a query sees at most, its own and those
-      before it; None: all.
-    soft_cap: c, for logits c tanh(logit / c); None: logits as they are.
-    sinks_KR: for each query head, the logit of a key without a value, as in
-      gpt-oss (OpenAI, 2025); None: there is none.
-    interpret: whether to run the kernel's program without a TPU.
+    window: the largest number of tokens that a query sees, its own token and
+      the tokens before it; None: no limit.
+    soft_cap: the number c, if c tanh(logit / c) replaces each logit; None:
+      logits stay unchanged.
+    sinks_KR: for each query head, the logit of an additional key without a
+      value, as in gpt-oss (OpenAI, 2025); None: no such key.
+    interpret: whether to interpret the kernel, which needs no TPU.
 
   Returns:
     The weighted means of the values [B, K, R, C, H], in the dtype of q.
@@ -173,7 +178,8 @@ def attend(
     return pl.BlockSpec((1, K, PAGE_SIZE, H), index)
 
   def in_memory(x_PKJH):
-    # Otherwise the compiler may fetch all pages before the kernel begins.
+    # Without this constraint, the compiler may fetch all pages before the
+    # kernel begins.
     if interpret:
       return x_PKJH
     return pltpu.with_memory_space_constraint(x_PKJH, pltpu.HBM)
@@ -192,7 +198,7 @@ def attend(
     shape = K, padded, PAGE_SIZE
     arrays.append(jnp.broadcast_to(sinks_KQ[..., None], shape))
     specs.append(pl.BlockSpec((K, tile, PAGE_SIZE), lambda t, e, *_: (0, t, 0)))
-  keys = N * PAGE_SIZE + T  # at most, because lengths are not known here
+  keys = N * PAGE_SIZE + T  # an upper bound: lengths are not known here
   keys_bytes = K * keys * H * k_PKJH.dtype.itemsize
   mixed_BKQH = pl.pallas_call(
     functools.partial(_kernel, num_queries=C, window=window, soft_cap=soft_cap),
@@ -229,21 +235,22 @@ def _kernel(
   window,
   soft_cap,
 ):
-  """Adds an entry to the sums of its row, for a tile of queries.
+  """Adds the keys and values of an entry to the sums of a tile of queries.
 
-  The last entry of a row also adds the row's own tokens and divides the sums.
-  The numbers of a query fill a whole vector of lanes, all of them equal.
+  The last entry of a row also adds the row's own tokens, and divides the sums
+  by the sums of the weights. A number of a query, such as its largest logit, is
+  repeated over all lanes of a vector.
   """
   from jax.experimental import pallas as pl
 
-  del pages_ZE  # the specifications of the blocks have used it
+  del pages_ZE  # only the specifications of the blocks use it
   k_refs, v_refs = refs[:_PLACES], refs[_PLACES : 2 * _PLACES]
   own_k_ref, own_v_ref, *sinks_ref = refs[2 * _PLACES : -4]
   mixed_ref, sums, totals, tops = refs[-4:]
   _, K, tile, _ = q_ref.shape
   entry = pl.program_id(1)
   page, length = firsts_E[entry], lengths_B[rows_E[entry]]
-  # The place of the query's own token.
+  # The index of each query's token among the own tokens.
   start = pl.program_id(0) * tile
   query = jax.lax.broadcasted_iota(jnp.int32, (tile, PAGE_SIZE), 0) + start
   query = first_1[0] + query % num_queries
@@ -264,7 +271,7 @@ def _kernel(
       tops[...] = jnp.full_like(tops, MASKED)
 
   def add(head, slices):
-    """Adds keys and values; each slice has a mask of the keys it has."""
+    """Adds slices (keys, values, mask of visible keys) to a head's sums."""
     logits = []
     for k, _, visible in slices:
       x = _product(q_ref[0, head], k, transposed=True)
@@ -280,7 +287,7 @@ def _kernel(
     mixed = sums[head] * scale[:, :1]
     for x, (_, v, visible) in zip(logits, slices):
       weights = jnp.exp(x - top[:, : x.shape[1]])
-      if window is not None:  # a query may see nothing of the first pages
+      if window is not None:  # a query may see no key of the first pages
         weights = jnp.where(visible, weights, 0.0)
       total += jnp.sum(weights, axis=1, keepdims=True)
       mixed += _product(weights.astype(v.dtype), v)
@@ -327,5 +334,5 @@ def _product(x, y, *, transposed: bool = False):
 
 
 def _up(count: int, unit: int) -> int:
-  """Returns the smallest multiple of the unit that is not below the count."""
+  """Returns the count rounded up to a multiple of the unit."""
   return -(-count // unit) * unit
