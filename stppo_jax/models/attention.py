@@ -50,7 +50,7 @@ def attention(
   """
   q_BKRLH = split_heads(q_BLNH, k_BKJH.shape[1])
   weights, total, _ = _weights(q_BKRLH, k_BKJH, visible_BLJ)
-  # Dividing after the product with v takes H divisions per query and not J.
+  # Dividing after the product with v takes H divisions per query instead of J.
   mixed = _mix(weights, v_BKJH)
   return join_heads(mixed / total.astype(mixed.dtype))
 
@@ -60,7 +60,7 @@ class Segments(NamedTuple):
 
   Attributes:
     ids_BL: int32, the number 1..count of each token's sequence; 0 at padding.
-      Sequences on the same device have different numbers, in all of its rows.
+      All sequences on a device have different numbers, also in different rows.
     positions_BL: int32, the position of each token in its sequence.
     count: the largest number of sequences on a device; static.
     size: the largest number of tokens in a sequence; static.
@@ -225,7 +225,7 @@ def _mix(weights: Array, v_BKJH: Array) -> Array:
 
 
 def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
-  """Returns x [B, K, R, L, ...] times y, computed with R and L merged."""
+  """Returns x [B, K, R, L, ...] times y, with R and L merged into one axis."""
   B, K, R, L, _ = x.shape
   flat = jnp.einsum(equation, x.reshape(B, K, R * L, -1), y, **options)
   return flat.reshape(B, K, R, L, -1)
@@ -248,8 +248,8 @@ def causal_attention(
 ) -> Attend:
   """Returns a function that computes causal attention within sequences.
 
-  Callers use it outside a scan over layers, so that masks are made once for all
-  layers.
+  Callers call `causal_attention` outside a scan over layers, so that masks are
+  made once for all layers.
 
   Args:
     name: a key of `IMPLEMENTATIONS`.

@@ -78,7 +78,7 @@ def attend(
   padded = num_tiles * tile
   mix: Any = _mix_in_loop  # custom_vjp hides the type of its result
   if num_tiles <= _FEW:
-    padded, mix = size, _mix_unrolled  # it allows a shorter last tile
+    padded, mix = size, _mix_unrolled  # its last tile may be shorter
   ids_BL = segment_ids_BL
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
@@ -266,7 +266,7 @@ def _bounds(
 
 
 def _mean(gradient: Array, mixed: Array) -> Array:
-  """Returns the product g . o of each query [B, K, R, L, 1].
+  """Returns the product of gradient and result of each query [B, K, R, L, 1].
 
   The product is the weighted mean of the gradients of a query's attention
   weights. The derivative of softmax subtracts this mean from each gradient.
@@ -275,7 +275,7 @@ def _mean(gradient: Array, mixed: Array) -> Array:
 
 
 def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
-  """Returns pairs x q, summed over queries and query heads [B, K, H, J].
+  """Returns pairs times q, summed over queries and query heads [B, K, H, J].
 
   In the result H comes before J, because then only q has to be transposed,
   which is the smaller operand.
@@ -296,8 +296,8 @@ def _pairs(q_BKRLH: Array, tile: int, window: int) -> tuple[Array, Array]:
   """Returns the tile indices of the queries and of the keys of all pairs.
 
   A tile of queries is paired with a range of tiles of keys. The range starts at
-  the first tile in which its first query sees a key, and ends at the tile of
-  the same position.
+  the first tile in which the first query sees a key, and ends at the tile with
+  the same index as the tile of queries.
   """
   pairs = np.tril_indices(q_BKRLH.shape[_TOKENS] // tile)
   queries, keys = (x.astype(np.int32) for x in pairs)

@@ -243,7 +243,9 @@ def _store(
   # If the tokens of a row lie in fewer than T pages, its remaining windows keep
   # their old contents, because `is_new_BTW` is false in them.
   numbers_BT = lengths_B[:, None] // size + jnp.arange(touched)[None]
-  begins_BT = numbers_BT * size - lengths_B[:, None]  # as new tokens' indices
+  # The index of the new token at which each page begins; negative if the page
+  # begins with older tokens.
+  begins_BT = numbers_BT * size - lengths_B[:, None]
   pages_BT = jnp.take_along_axis(
     table_BN, jnp.minimum(numbers_BT, N - 1), axis=1
   )

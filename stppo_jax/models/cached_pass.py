@@ -141,12 +141,12 @@ class Live(NamedTuple):
 
 
 def reads_live(config: model_config.ModelConfig, page_size: int) -> bool:
-  """Returns whether a kernel reads the pages of such a cache in place."""
+  """Returns whether a kernel reads the pages of a model's cache in place."""
   return _kernel(config, page_size) is not None
 
 
 def _kernel(config: model_config.ModelConfig, page_size: int) -> Any:
-  """Returns the kernel module for such a cache, or None if no kernel fits.
+  """Returns the kernel module for a model's cache, or None if no kernel fits.
 
   `config.attention` tells the platform: 'splash' runs only on TPU, and 'cudnn'
   runs only on GPU.
@@ -239,8 +239,8 @@ def extend(
   Args:
     module: the transformer. Its own layers are not used.
     layers: the decoder layers, each a module of its own.
-    tokens_BC: token ids. If a row has fewer than C new tokens, any ids may fill
-      its end: they do not change the states before them.
+    tokens_BC: token ids. If a row has fewer than C new tokens, any ids may
+      follow them, because later ids do not change earlier states.
     cached: the cached tokens, which `read` returned.
     lengths_B: the number of cached tokens of each row.
     recent: keys and values of the tokens that follow the cached tokens. Only
@@ -283,8 +283,8 @@ def extend(
       q = activations.constrain(q, mesh, rows, None, heads)
       mixed = cached.attend(n, q, own, first, windows[n])
       # The layout changes in two steps. With the second step alone, the
-      # compiler would move the partial results of every slice between devices,
-      # and not only the mean of all slices.
+      # compiler would move the partial results of every slice between devices
+      # instead of the mean over all slices.
       mixed = activations.constrain(mixed, mesh, rows, None, heads)
       return activations.constrain(
         mixed, mesh, activations.ROWS, None, activations.TENSOR

@@ -87,7 +87,7 @@ class VocabularyShard(NamedTuple):
     return self._psum(tuple(jnp.sum(x_CW, axis=-1) for x_CW in arrays))
 
   def chosen(self, x_CW: Array, tokens_C: Array) -> Array:
-    """Returns x [C] at the vocabulary entry of each chunk token."""
+    """Returns the values [C] of x at the vocabulary entry of each token."""
     places_C1 = self._places(tokens_C)[:, None]
     # In the sum over devices, only the device that holds the entry contributes
     # a number other than 0. (Selecting the entry by a mask over all entries

@@ -223,9 +223,9 @@ class ModelConfig:
   def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
     """How often a pattern of layers repeats, and its runs of equal layers.
 
-    A run is adjacent layers of the pattern that are in the same stack. It is
-    (name of the stack, range of its layers in the pattern, range of its layers
-    among the layers of the stack that one repetition uses).
+    A run is adjacent layers of the pattern that are in the same stack. A run is
+    given as (name of the stack, range of the layers in the pattern, range of
+    the layers among the layers of the stack that one repetition uses).
     """
     names, count = [name for name, _ in self.places], self.num_layers
     length = count

@@ -1,10 +1,10 @@
 """Counts the floating-point operations that a model needs.
 
-In causal attention, half of the square of the length counts as pairs of a query
-and a key. In a layer with a window, only the keys in the window of each query
-count. Logits count at loss positions only. Only the functions named
-`recomputed_*` count the operations that a backward pass repeats. An addition
-and a multiplication are two operations.
+Causal attention over L tokens counts as L² / 2 pairs of a query and a key. In a
+layer with a window, only the keys in the window of each query count. Logits
+count at loss positions only. Only the functions named `recomputed_*` count the
+operations that a backward pass repeats. An addition and a multiplication are
+two operations.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,10 @@ class Weights(NamedTuple):
 
   Attributes:
     attention: weights of the query, key, value and output projections.
-    expand: weights of the gate and up projections. In a mixture of experts, the
-      weights of the visited experts and of the router.
-    contract: weights of the down projections, in a mixture of visited experts.
+    expand: weights of the gate and up projections. In a mixture of experts,
+      only the weights of the visited experts, and the weights of the router.
+    contract: weights of the down projections. In a mixture of experts, only the
+      weights of the visited experts.
   """
 
   attention: int
@@ -63,7 +64,7 @@ def attention_operations(
   """Returns the forward operations of attention for a token, in all layers.
 
   Args:
-    shape: the shape of the model.
+    shape: the config of the model.
     length: the number of tokens of the token's row. On average the token
       attends to half of them, or to fewer in a layer with a window.
   """
@@ -87,7 +88,7 @@ def layer_operations(shape: model_config.ModelConfig, length: float) -> float:
   """Returns the forward operations of all layers for a token.
 
   Args:
-    shape: the shape of the model. Only the visited experts count.
+    shape: the config of the model. Only the visited experts count.
     length: the number of tokens of a row, see `attention_operations`.
   """
   return 2.0 * sum(_all_weights(shape)) + attention_operations(shape, length)
@@ -104,7 +105,7 @@ def recomputed_layer_operations(
   """Returns the operations per token that the layers' backward pass repeats.
 
   Args:
-    shape: the shape of the model. Its `remat` says which results are saved.
+    shape: the config of the model. Its `remat` says which results are saved.
     length: the number of tokens of a row, see `attention_operations`.
   """
   if shape.remat not in ('full', 'dots'):
@@ -123,7 +124,7 @@ def forward_operations(
   """Returns the forward operations of a policy, and of a value model.
 
   Args:
-    shape: the shape that both models have.
+    shape: the config that both models have.
     lengths: the number of tokens of each row.
     losses: the number of tokens with a loss, in all rows together.
   """

@@ -72,7 +72,7 @@ class Model:
   """Describes a transformer without its weights, and computes with it.
 
   Attributes:
-    config: the shape.
+    config: the model's config.
     head: 'vocabulary' (a policy), 'scalar' (a value model) or 'both' (a policy
       that estimates values too).
     mesh: mesh that activations are laid out on; None leaves the layout to the

@@ -2,7 +2,7 @@
 
 Shape letters: B rows, L tokens of a row, M loss positions of a row, D width, V
 vocabulary entries. The hidden state at position l - 1 predicts token l, and the
-results for token l stand at index l. No other module shifts by this position.
+results for token l stand at index l. Only this module shifts by one position.
 All arrays from the logits on are float32.
 """
 
@@ -150,8 +150,8 @@ def token_values(
 def state_positions(loss_positions_BM: Array, length: int) -> Array:
   """Returns the positions l - 1 of the states that predict the tokens l.
 
-  For filler, the returned positions lie outside 0..L - 1, where
-  `transformer.gather_states` gives zeros.
+  Loss positions outside 1..L - 1 are filler. For filler, the results lie
+  outside 0..L - 1, where `transformer.gather_states` gives zeros.
   """
   return _distinct_positions(loss_positions_BM, length) - 1
 
@@ -174,7 +174,7 @@ def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
 def _scatter(
   x_BM: Array, tokens_BL: Array, loss_positions_BM: Array | None
 ) -> Array:
-  """Returns the results x_BM at the index of their token [B, L], else 0."""
+  """Returns an array [B, L] of x at the loss positions and 0 elsewhere."""
   if loss_positions_BM is None:
     return jnp.pad(x_BM, ((0, 0), (1, 0)))
   length = tokens_BL.shape[1]
@@ -189,9 +189,9 @@ def _scatter(
 def _distinct_positions(loss_positions_BM: Array, length: int) -> Array:
   """Returns the loss positions, with distinct filler outside of the row.
 
-  `unique_indices=True` promises that no index of a row occurs twice, so all
-  filler positions of a row must differ. They start at L + 1, so that the
-  position before each filler position is outside of the row too.
+  Loss positions outside 1..L - 1 are filler. `unique_indices=True` promises
+  that no index of a row occurs twice, so all filler of a row must differ. The
+  new filler starts at L + 1, so that filler - 1 is outside of the row too.
   """
   outside_M = length + 1 + jnp.arange(loss_positions_BM.shape[1])
   real_BM = (loss_positions_BM > 0) & (loss_positions_BM < length)

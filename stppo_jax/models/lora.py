@@ -71,8 +71,9 @@ class Lora:
   def adapts(self, name: str) -> bool:
     """Returns whether the layer of this name has an adapter.
 
-    A model has many experts, so an expression must match their names up to
-    'moe/' on purpose, as `moe/` and `.*` do. `gate_proj$` does not.
+    A model has many experts, so `targets` selects their matrices only if the
+    text that it matches contains 'moe/'. The expressions `moe/` and `.*` select
+    them, and `gate_proj$` does not.
     """
     found = re.search(self.targets, _in_layers(name))
     return found is not None and (EXPERTS in found[0] or EXPERTS not in name)
@@ -88,7 +89,7 @@ def _matching(patterns: Iterable[str], name: str, default: float) -> float:
 
 
 def _in_layers(name: str) -> str:
-  """Returns the name of a matrix with 'layers/' for any stack of layers."""
+  """Returns a matrix's name with the prefix 'dense_layers/' as 'layers/'."""
   return name.removeprefix('dense_')
 
 
@@ -150,7 +151,7 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
 
 
 def join(one: Params, other: Params) -> Params:
-  """Returns one tree of two without a common leaf; no array is copied."""
+  """Returns one tree with the leaves of both trees; no array is copied."""
   leaves = traverse_util.flatten_dict(one) | traverse_util.flatten_dict(other)
   return traverse_util.unflatten_dict(leaves)
 

@@ -32,7 +32,7 @@ def init(config: model_config.ModelConfig, head: str, key: Array) -> Params:
   """Returns random weights, float32, without adapters.
 
   Args:
-    config: the shape.
+    config: the model's config.
     head: see `functional.Model`.
     key: the random key.
   """
@@ -49,7 +49,7 @@ def abstract_params(config: model_config.ModelConfig, head: str) -> Params:
 def kernels(
   config: model_config.ModelConfig, head: str, mesh: jax.sharding.Mesh | None
 ) -> dict[str, Any]:
-  """Returns the kernels that may have adapters, without values, by layer."""
+  """Returns the abstract kernels that may have adapters, by layer name."""
   graph, abstract = _abstract(config, head, mesh)
   linear = _linear_layers(nnx.merge(graph, abstract))
   return {name: layer.kernel for name, layer in linear.items()}

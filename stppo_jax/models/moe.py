@@ -58,7 +58,7 @@ class MixtureOfExperts(nnx.Module):
   """Routes tokens to experts, in place of the gated MLP of a layer.
 
   Args:
-    config: the model's shape; its `moe` is a key of `IMPLEMENTATIONS`.
+    config: the model's config; its `moe` is a key of `IMPLEMENTATIONS`.
     mesh: mesh that activations are laid out on; None: one device.
     rngs: source of the initial weights.
   """
@@ -264,7 +264,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns the result of each visit, arbitrary if its id is no expert's."""
+  """Returns the result of each visit; arbitrary for the id of no expert."""
   gate, up, down = kernels
   num_experts = len(gate[0])
   # Shapes are static although the loads of experts vary: there are always U
@@ -317,7 +317,7 @@ def _routing(
   def total(x_BLX):
     if counted_BSL is None:
       return jnp.sum(x_BLX, axis=1)
-    # Other tokens are set to 0 first: padding may hold nan, and 0 nan is nan.
+    # Other tokens are set to 0 first: padding may hold nan, and 0 * nan is nan.
     counts_BL1 = jnp.any(counted_BSL, axis=1)[..., None]
     return jnp.einsum(
       'bsl,blx->bsx',
@@ -346,7 +346,7 @@ _LANES = 128
 def ragged_dot(
   x_UK: Array, w_XKN: Array, sizes_X: Array, interpret: bool = False
 ) -> Array:
-  """Returns y [U, N] of `jax.lax.ragged_dot`, with its own gradient.
+  """Returns `jax.lax.ragged_dot` [U, N], with a kernel for its gradient.
 
   Args:
     x_UK: sorted rows, in the dtype of the matrices: bfloat16 or float32.
@@ -388,7 +388,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the columns of a tile that cut `size` into nearly equal tiles."""
+  """Returns the columns of a tile, so that tiles are nearly equal in size."""
   if size <= most:
     return size
   tiles = -(-size // most)

@@ -40,8 +40,8 @@ SHARES: Mapping[str, float] = {
 # The phases of a step in which devices collect trajectories.
 COLLECTING = ('extend', 'decode')
 BESIDE = (
-  'the devices that only collect do so while the others annotate, update and '
-  'publish, and a step lasts as long as the slower of the two'
+  'the devices that only collect work while the other devices annotate, update '
+  'and publish, and a step lasts as long as the slower of the two groups'
 )
 ASSUMPTIONS = (
   'every row has all its tokens; the shares of published rates are those that '
@@ -60,8 +60,7 @@ class Phase(NamedTuple):
 
   Attributes:
     operations: multiplications and additions, each counted once.
-    computed: multiplications and additions, with those that are computed a
-      second time.
+    computed: multiplications and additions, including repeated ones.
     read: bytes read from the device's memory; 0 in phases in which products
       take longer than reading.
     traffic: bytes that the device sends.
@@ -82,7 +81,7 @@ class Work:
   """Holds the sizes of a step that its phases depend on.
 
   Attributes:
-    shape: the shape of policy and value model.
+    shape: the config of policy and value model.
     axes: the number of devices along each axis of the mesh.
     trajectories, group_size: rows of a step, and rows of one question.
     minibatch, microbatch: rows of an update, and rows of a forward pass.
@@ -298,8 +297,8 @@ def _update(work: Work) -> _Counts:
     ('all-gather', 'fsdp'): _scatter(work, gathers, 1),
     ('reduce-scatter', 'fsdp'): _scatter(of_trained, times * models, outputs),
     ('all-reduce', 'data'): sums,
-    # Each layer has two sums in the forward pass and two in the backward pass.
-    # The first one is repeated if remat saves no results of a layer.
+    # Each layer has two sums over `tensor` in the forward pass and two in the
+    # backward pass. If remat saves no results, the first sum is repeated.
     **_activations(
       work,
       times * models,

@@ -2,8 +2,9 @@
 
 Shape letters: B rows, L tokens of a row, N heads of queries or of keys, H
 rotated numbers of a head, which are its first numbers. The numbers i and
-i + H/2 of a head are a pair, which turns by the angle position * theta^(-2i /
-H).
+i + H/2 of a head are a pair. A pair turns by the angle
+
+    position * theta^(-2i / H)
 
 If a text is longer than the texts that a model was first trained on, scaling
 reduces the angles. 'linear' reduces the angles of all pairs alike (Chen et al.,
@@ -31,7 +32,7 @@ def rotation(
   """Returns cos and sin of the rotary angles, [B, L, 1, H/2] each.
 
   Args:
-    config: the model's shape.
+    config: the model's config.
     positions_BL: positions of the tokens.
     local: whether the layer has a window.
   """

@@ -156,7 +156,7 @@ class Transformer(nnx.Module):
   """Applies embedding, stacked decoder layers, norm, and a head.
 
   Args:
-    config: the shape.
+    config: the model's config.
     head: 'vocabulary' (a policy, whose output matrix may be the embedding),
       'scalar' (a value model: one number per token, 0 at first) or 'both'.
     mesh: mesh that activations are laid out on; None leaves the layout to the

@@ -6,7 +6,7 @@ vocabulary entries, W vocabulary entries on one device.
 The logits of a chunk of tokens are formed, used and dropped. The backward pass
 forms them again, see `chunks`. As residuals, the forward pass saves its inputs
 and a few numbers per token: the log-probability, the entropy and
-log Σ_v exp(z_v). With the last one, the backward pass computes probabilities
+log Σ_v exp(z_v). With the last number, the backward pass gets probabilities
 from logits without another reduction. With z = hidden . output / temperature,
 p = softmax(z) and H the entropy of p,
 

@@ -44,7 +44,7 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """Says from which tensor, and from which of its rows on, a part is read."""
+  """Locates the values of a part of a leaf: a tensor, and the first row."""
 
   entry: families.Entry
   tensor: safetensors_file.Tensor

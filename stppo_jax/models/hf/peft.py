@@ -139,8 +139,8 @@ def read(
     shapes: the tree of the adapters, whose leaves have the expected shapes.
 
   Raises:
-    ValueError: a tensor belongs to a matrix that has no adapter here, has a
-      wrong shape, or is not finite; the message is one line.
+    ValueError: a tensor belongs to a matrix without an adapter in this model,
+      has a wrong shape, or is not finite; the message is one line.
   """
   # Imported here and in `write` only, because checking a config needs no jax.
   from flax import traverse_util
@@ -282,7 +282,7 @@ def _open(
   # The weight file is named, because by default no weights are downloaded.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    # The old file is not downloaded from the Hub, so it may exist there.
+    # `adapter_model.bin` is not downloaded from the Hub, but may exist there.
     is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
     advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
     raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
@@ -299,7 +299,7 @@ def _open(
   for name, pair in pairs.items():
     _refuse_shared(name, f'{folder / WEIGHTS}: ')
     if len(pair) != 2:
-      raise ValueError(f'{folder / WEIGHTS}: {name} has {min(pair)} alone')
+      raise ValueError(f'{folder / WEIGHTS}: {name} has {min(pair)} only')
   return content, [
     matrices
     for name, pair in pairs.items()

@@ -23,7 +23,7 @@ def read(
     fields['partial_rotary_factor'] = rope['partial_rotary_factor']
   if family.local_rope:
     base = local.get('rope_theta')
-    if base is None:  # `theta` may come from a newer place of the same field
+    if base is None:  # `rope_theta` may be in `rope_parameters` only
       base = theta if family.local_rope == 'rope_theta' else None
     fields['local_rope_theta'] = float(base or hf[family.local_rope])
     kind = local.get('rope_type', 'default')

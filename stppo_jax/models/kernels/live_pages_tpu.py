@@ -81,8 +81,8 @@ def plan_work(
   Args:
     lengths_B: int32, the number of cached tokens of each row.
     table_BN: int32, the page numbers of each row.
-    num_pages: P. Numbers of P or more in the table stand for no page and are
-      replaced by the number of some page, of which no key is visible.
+    num_pages: P. A number of P or more in the table stands for no page. The
+      number of any page may replace it, because the row sees none of its keys.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   B, N = table_BN.shape

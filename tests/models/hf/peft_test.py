@@ -176,7 +176,7 @@ def test_what_would_compute_otherwise_is_refused_by_name(
 @pytest.mark.parametrize(
   'name, line',
   [
-    ('model.layers.0.mlp.qkv_proj.lora_A', 'has lora_A alone'),
+    ('model.layers.0.mlp.qkv_proj.lora_A', 'has lora_A only'),
     ('model.embed_tokens.lora_embedding_A', 'is not supported; supp'),
     ('model.layers.0.self_attn.q_proj.lora_magnitude_vector', 'is not supp'),
   ],
