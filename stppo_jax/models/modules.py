@@ -141,8 +141,8 @@ def _adapt(
     module: the module, which is changed in place.
     adapters: the adapters by the names of their layers in the module.
     lora: the options of adapters.
-    inside: the prefix that turns these names into names in a whole model, which
-      `lora` knows.
+    inside: the prefix that turns these names into names in a whole model, by
+      which `lora` gives the scales.
   """
   linear = _linear_layers(module)
   for name, pair in adapters.items():

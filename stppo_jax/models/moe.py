@@ -375,7 +375,7 @@ ragged_dot.defvjp(_forward, _backward)
 
 def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
   """Returns dw [X, K, N], the gradient of the matrices of `ragged_dot`."""
-  # Imported here because it takes a fifth of a second and only a TPU needs it.
+  # Imported here because this takes a fifth of a second and only TPUs need it.
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
   # The kernel needs whole tiles of rows. The rows of padding belong to no

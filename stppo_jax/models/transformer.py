@@ -292,7 +292,7 @@ class Transformer(nnx.Module):
         run = rematerialised(
           functools.partial(layer, modules[name][0]),
           self.config.remat,
-          # A run may be one layer, and the compiler unrolls a loop over one.
+          # A run may be one layer, and the compiler unrolls loops of one step.
           unrolled=unroll > 1 or len(runs) > 1,
         )
         # After the attention of the last layer, only a few states are needed.

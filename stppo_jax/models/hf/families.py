@@ -49,7 +49,7 @@ _TOP = {
   'norm/scale': 'model.norm.weight',
   'lm_head': 'lm_head.weight',
 }
-# For some leaves, the field of `ModelConfig` that is true if a model has them.
+# The field of `ModelConfig` that must be true for a model to have a leaf.
 _NEEDS = {
   'q_proj/bias': 'qkv_bias',
   'k_proj/bias': 'qkv_bias',

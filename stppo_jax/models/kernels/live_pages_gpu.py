@@ -1,7 +1,7 @@
 """Attends to the live pages of a KV cache by a kernel for GPU.
 
-A live page is a page that its row has begun. The own tokens of a row are recent
-tokens that are in no page yet. The kernel computes the same function as
+A page is live if its row has begun to fill it. The own tokens of a row are the
+recent tokens that are in no page yet. The kernel computes the same function as
 `live_pages_tpu`, divided in a way that suits a GPU. Each program of its grid
 handles some queries of one row and one key and value head. The program goes
 through the live pages of the row, then through the row's own tokens, and keeps
@@ -69,7 +69,7 @@ def plan_work(
     table_BN: int32, the page numbers of each row.
     num_pages: P. A number of P or more in the table stands for no page. The
       number of any page may replace it, because the row sees none of its keys.
-    window: ignored; only the kernel for TPU needs it here.
+    window: ignored; the plan of the kernel for TPU depends on it.
   """
   del window
   table_BN = jnp.minimum(table_BN, num_pages - 1)
@@ -106,7 +106,7 @@ def attend(
   Returns:
     The weighted means of the values [B, K, R, C, H], in the dtype of q.
   """
-  # Imported here because it takes a while and only a GPU needs it.
+  # Imported here because the import takes a while and only a GPU needs it.
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 

@@ -1,8 +1,8 @@
 """Attends to the live pages of a KV cache by a kernel for TPU.
 
-A live page is a page that its row has begun. The kernel also attends to the own
-tokens of a row, which are in no page yet: the tokens of the queries, and the
-tokens that were decoded since pages were last written.
+A page is live if its row has begun to fill it. The kernel also attends to the
+own tokens of a row, which are in no page yet: the tokens of the queries, and
+the tokens that were decoded since pages were last written.
 
 Shape letters: B rows, P pages of the cache, N pages that a row can have, K key
 and value heads, R query heads that share one key and value head, C queries of a
@@ -152,7 +152,7 @@ def attend(
   Returns:
     The weighted means of the values [B, K, R, C, H], in the dtype of q.
   """
-  # Imported here because it takes a while and only a TPU needs it.
+  # Imported here because the import takes a while and only a TPU needs it.
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import tpu as pltpu
 
