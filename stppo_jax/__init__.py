@@ -4,9 +4,9 @@ __version__ = '0.2.0'
 
 
 def console() -> None:
-  """Runs the command `stppo`, which is the same as `python -m stppo_jax`."""
+  """Runs the command `stppo`, which does the same as `python -m stppo_jax`."""
   import runpy
   import sys
 
-  sys.path.insert(0, '')  # the current folder, as `python -m` does
+  sys.path.insert(0, '')  # adds the current folder, as `python -m` does
   runpy.run_module('stppo_jax', run_name='__main__', alter_sys=True)

@@ -1,12 +1,13 @@
 """`python -m stppo_jax COMMAND FLAGS`: lists the commands and calls one.
 
-A command is a file of `stppo_jax/commands` with `main(argv) -> exit code`; the
-first line of its docstring describes it in the list, the whole docstring is its
-help. Exit codes: 0 done, 2 configuration or usage, 3 only corrupt checkpoints
+A command is a file of `stppo_jax/commands` with a function `main(argv)` that
+returns the exit code. The first line of the file's docstring describes the
+command in the list. The whole docstring is the command's help.
+
+The exit codes are 0 done, 2 configuration or usage, 3 only corrupt checkpoints
 are left, 70 a bug, 75 try again, 76 too many skipped updates or an alarm, 130
-interrupted, 141 nobody reads the output.
-An exception with an `exit_code` is an expected end: its message is printed
-without a traceback.
+interrupted, 141 nobody reads the output. An exception with an `exit_code` is an
+expected end: its message is printed without a traceback.
 """
 
 from collections.abc import Sequence
@@ -22,22 +23,23 @@ from stppo_jax import exits
 from stppo_jax import interruption
 from stppo_jax import streams
 
-# Other modules are imported late. Their imports take seconds, and a signal must
-# be handled during these, too.
+# All other modules are imported inside functions. Their imports take seconds,
+# and by then `main` must already handle signals.
 
-# These keep compiled programs in their workdir.
+# These commands keep their compiled programs in their workdir. All other
+# commands keep them in `_cache_folder()`.
 _TRAINING = ('train', 'sft', 'prefer')
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def commands() -> dict[str, str]:
-  """Returns name to docstring of every command, without importing any."""
+  """Maps each command's name to its docstring, without importing a command."""
   return {name: _docstring(path) for name, path in _files().items()}
 
 
 def _files() -> dict[str, Any]:
-  """Returns name to path of every command."""
+  """Maps each command's name to the path of its file."""
   import pathlib
 
   folder = pathlib.Path(__file__).parent / 'commands'
@@ -47,24 +49,26 @@ def _files() -> dict[str, Any]:
 
 
 def _docstring(path) -> str:
-  """Returns the docstring of a file, which is not executed."""
+  """Returns the docstring of a Python file without running the file."""
   import ast
 
-  # Parsed and not imported: help must not wait until jax is loaded.
+  # The file is parsed and not imported, because the import would load jax, and
+  # the user would have to wait for the help.
   return ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command `argv[0]` with its flags; returns the exit code."""
-  # A terminal may not know all characters of a dialogue.
+  # A terminal's encoding may lack characters of a dialogue. They are printed
+  # escaped instead of raising an error.
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors='backslashreplace')
   with interruption.Interruption(owns_process=True) as interrupt:
     try:
       with interrupt.interruptible():
         exit_code = _run(argv)
-        # Flushed here, so that an error of the stream occurs where it is
-        # handled, and not when the interpreter ends.
+        # The flush raises an error of the stream here, where `_failed` handles
+        # it. Otherwise the error would come when the interpreter ends.
         sys.stdout.flush()
         return exit_code
     except interruption.Interrupted as error:
@@ -77,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-  """Runs a command; returns its exit code, or raises what it raises."""
+  """Runs a command, lets its exceptions pass, and returns its exit code."""
   if not argv or argv[0] in ('--help', '-h', 'help'):
     print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
     for name, doc in commands().items():
@@ -100,7 +104,8 @@ def _run(argv: Sequence[str]) -> int:
     if flag in ('--help', '-h', '--helpfull') or flag.startswith('--help='):
       print(_help(doc, flag))
       return 0
-  # Otherwise transformers warns in every run that PyTorch is missing.
+  # Without this variable, transformers warns in every run that PyTorch is
+  # missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   if name not in _TRAINING:
     os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
@@ -108,11 +113,11 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _help(doc: str, flag: str) -> str:
-  """Returns the help that a flag asks for.
+  """Returns the help text that a flag asks for.
 
   Args:
     doc: the docstring of a command.
-    flag: --help, --helpfull, or --help=KEY for the config keys of that name.
+    flag: --help, --helpfull, or --help=KEY for the config keys named KEY.
   """
   if flag in ('--help', '-h') and '--config.KEY' not in doc:
     return doc
@@ -130,7 +135,7 @@ def _failed(error: Exception) -> int:
   lost = streams.silence_lost()
   exit_code = getattr(error, 'exit_code', None)
   if exit_code is not None:
-    # The message may quote a file with characters that control a terminal.
+    # The message may quote a file that contains terminal control characters.
     print(streams.escape(str(error)), file=sys.stderr)
     return exit_code
   if isinstance(error, BrokenPipeError) and lost:
@@ -145,7 +150,11 @@ def _failed(error: Exception) -> int:
 
 
 def _cache_folder() -> str:
-  """Returns the folder of compiled programs, in the clone or in a cache."""
+  """Returns the folder in which compiled programs are cached.
+
+  In a clone of the repository it is `.cache/jax`. An installed package uses the
+  user's cache folder.
+  """
   root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
   if os.path.isfile(os.path.join(root, 'Makefile')):
     return os.path.join(root, '.cache', 'jax')

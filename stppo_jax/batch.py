@@ -1,7 +1,8 @@
-"""The arrays of one collection, token-aligned.
+"""The arrays of one collected batch, aligned by token.
 
-B trajectories, L tokens, M loss positions of a row, X experts, E experts that a
-token visits, Q pairs. Index l of every [B, L] array speaks about token l.
+B trajectories, one per row; L tokens of a row; M loss positions of a row; X
+experts; E experts that a token visits; Q pairs. Index l of every [B, L] array
+describes token l.
 """
 
 import dataclasses
@@ -16,20 +17,23 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-  """The places of sequences in rows of a forward pass, which hold several.
+  """Where each sequence stands in the packed rows of a forward pass.
 
-  n microbatches, s shards of their rows, one for each device along the axes of
-  rows, b sequences of a shard in a microbatch. Within one microbatch the arrays
-  have no axis n.
+  A packed row holds one or several sequences, each a trajectory or a pair. n
+  microbatches; s shards of the sequences, one per device along the mesh axes of
+  rows; b slots for the sequences of a shard in a microbatch. In the packing of
+  a single microbatch the arrays have no axis n.
 
   Attributes:
-    rows: int32 [n, s, b], numbers of sequences among those of their shard, in
-      the order of their starts; a number that is too large stands for none.
-    starts: int32 [n, s, b], the place of the first token of each, counted
-      through all rows of the shard; behind them where there is no sequence.
-    num_rows: rows of a shard in a microbatch.
-    row_length: tokens of a row.
-    num_losses: the most loss positions of a row.
+    rows: int32 [n, s, b], the index of each sequence in its shard, ordered by
+      `starts`. An unused slot has an index that is too large for the shard.
+    starts: int32 [n, s, b], the position of each sequence's first token,
+      counted through all packed rows of the shard. The start of an unused slot
+      is num_rows * row_length.
+    num_rows: the number of packed rows of a shard in a microbatch.
+    row_length: the number of tokens of a packed row.
+    num_losses: the number of positions of a packed row at which the head
+      computes logits, enough for the loss positions of any row.
   """
 
   rows: Any
@@ -42,48 +46,54 @@ class Packing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenBatch:
-  """Trajectories as arrays; `annotate` fills the fields from `old_logprobs_BL`.
+  """Trajectories as arrays.
+
+  The fields from `expert_visits_BX` to `value_mask_BL` are None until
+  `annotate` sets them.
 
   Attributes:
     tokens_BL: int32, token ids, right-padded; the padding's id has no meaning.
     lengths_B: int32, tokens of each row without padding; 0 marks an empty row.
-    turn_ids_BL: int32, the turn 1..T that a token of the policy belongs to; 0:
-      the policy did not write the token.
+    turn_ids_BL: int32, the turn 1..T that a token belongs to; 0 at tokens that
+      the policy did not write.
     loss_mask_BL: bool, tokens that the policy wrote and is trained on (called
       response_mask in verl). False everywhere in a failed row.
     sampler_logprobs_BL: float32, log-probabilities that the sampler reported; 0
       at tokens that the policy did not write.
     rewards_BL: float32, the outcome's reward at the last policy token, a turn's
-      own reward at the turn's last token, else 0.
+      own reward at the turn's last token, and 0 at all other tokens.
     group_ids_B: int32, the same number for all rows of one question.
-    sentence_ids_BL: int32, the sentence 1..L of the row that a token of the
-      policy belongs to; 0: the policy did not write it. None unless an
-      algorithm uses sentences.
-    state_ids_BL: int32, the same number for turns that began in the same state
-      (same question, same latest observation); 0: the policy did not write the
-      token.
-    loss_positions_BM: int32, the positions of the loss mask in order, filled up
-      with a number of at least L. None: results are wanted at all positions.
+    sentence_ids_BL: int32, the sentence 1..L of the row that a token belongs
+      to; 0 at tokens that the policy did not write. None if the algorithm uses
+      no sentences.
+    state_ids_BL: int32, the same number for all turns that began in the same
+      state (same question, same latest observation); 0 at tokens that the
+      policy did not write.
+    loss_positions_BM: int32, the positions where the loss mask is true, in
+      order, padded with a number that is at least L. None makes models return
+      results at all positions.
     expert_ids: int [B, L, layers, E], the experts that the policy must visit in
-      an update (routing replay); negative where its router chooses. Those
-      of the sampler come with the packed batch, those of the old policy from
-      `annotate`. None: the router chooses everywhere.
-    staleness_BL: int32, the training steps since the policy that wrote the
-      token's turn; 0 at tokens that the policy did not write. None if all turns
-      of a step are of one policy. `annotate` drops it.
-    expert_visits_BX: float32, how often a row's tokens visited each expert, in
-      all layers of the old policy; None without experts.
+      an update (routing replay). At a negative id the policy's router chooses.
+      The sampler's experts come with the packed batch; the old policy's experts
+      come from `annotate`. None lets the router choose everywhere.
+    staleness_BL: int32, by how many training steps the policy that wrote the
+      token's turn is behind the present policy; 0 at tokens that the policy did
+      not write. None if one policy wrote all turns of the step. `annotate` sets
+      it to None.
+    expert_visits_BX: float32, how often a row's tokens visited each expert,
+      summed over the layers, in the old policy's pass; None without experts.
     old_logprobs_BL: float32, log-probabilities by the trainer before the first
       update, under the policy that sampled the turn: the ratio's denominator.
     ref_logprobs_BL: float32, log-probabilities under the frozen reference.
     values_BL: float32, V before this token, by the value model before the first
       update.
     advantages_BL, returns_BL: float32, from `rl.advantages`.
-    turn_z_BL: float32, how the reward of the token's turn compares with others,
-      see `rl.turn_advantages.turn_z`; None unless bounds use it.
+    turn_z_BL: float32, how the reward of the token's turn compares with the
+      rewards of other turns, see `rl.turn_advantages.turn_z`; None if the
+      bounds do not use it.
     value_mask_BL: bool, tokens that the value model is trained at.
-    packing: where the trajectories of a microbatch are in the rows that models
-      see; None: each has a row.
+    packing: where the trajectories stand in the packed rows of the forward
+      pass; None if each trajectory has a row of its own.
   """
 
   tokens_BL: Array
@@ -98,8 +108,8 @@ class TokenBatch:
   loss_positions_BM: Array | None = None
   expert_ids: Array | None = None
   staleness_BL: Any = None
-  # None until `annotate` sets them. The type is Any because everything that
-  # reads them runs after it.
+  # The type of these fields is Any, because all code that reads them runs after
+  # `annotate` and need not check for None.
   expert_visits_BX: Any = None
   old_logprobs_BL: Any = None
   ref_logprobs_BL: Any = None
@@ -116,18 +126,20 @@ class TokenBatch:
 
 
 class TokenDetails(NamedTuple):
-  """The numbers of the tokens of some rows after the updates of a step.
+  """Measurements of each token of some rows, after the updates of a step.
 
   Attributes:
-    loss_mask_BL: bool, see `TokenBatch`; the rest has no meaning off the mask.
+    loss_mask_BL: bool, see `TokenBatch`. Off this mask the other arrays have no
+      meaning.
     old_logprobs_BL: float32, see `TokenBatch`.
-    ratio_BL, turn_ratio_BL: float32, new policy / old policy, of the token and
-      of its turn.
+    ratio_BL, turn_ratio_BL: float32, the ratio new policy / old policy of the
+      token and of the token's turn.
     entropy_BL: float32, the entropy of the new policy in nats.
     advantages_BL: float32, see `TokenBatch`.
     values_BL: float32, see `TokenBatch`; None without a value model.
     cut_BL: bool, tokens whose gradient the objective cuts.
-    weights_BL: float32, the corrections' multiplier; 0 silences a token.
+    weights_BL: float32, the factor of the token's policy term, from the
+      corrections and the normalisation; with 0 the term has no gradient.
   """
 
   loss_mask_BL: Any
@@ -142,16 +154,20 @@ class TokenDetails(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-  """Pairs of trajectories of one question each; index 0 is the better one.
+  """Pairs of trajectories; both trajectories of a pair answer one question.
+
+  Index 0 of the axis of length 2 is the better trajectory.
 
   Attributes:
     tokens_Q2L: int32, token ids; 0 behind the last token of the loss mask.
-    loss_mask_Q2L: bool, tokens that the policy wrote and is trained on; all
-      false in pairs that only fill up a batch.
-    loss_positions_Q2M: int32, positions of the loss mask, see
+    loss_mask_Q2L: bool, tokens that the policy wrote and is trained on; false
+      everywhere in padding pairs.
+    loss_positions_Q2M: int32, the positions where the loss mask is true, see
       `pack.loss_positions`.
-    lengths_Q2: int32, tokens up to the last of the loss mask.
-    packing: see `TokenBatch`; a pair stands in one row.
+    lengths_Q2: int32, the number of tokens up to the last token of the loss
+      mask.
+    packing: see `TokenBatch`; both trajectories of a pair stand in one packed
+      row.
   """
 
   tokens_Q2L: np.ndarray

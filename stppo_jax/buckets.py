@@ -1,8 +1,8 @@
 """Folders in buckets, such as gs://bucket/run, through fsspec.
 
-A bucket is no file system: it has no locks, no appending and no renaming. So
-commands work on folders of this machine. What they read is downloaded from the
-bucket first, and what a run writes there is uploaded
+A bucket is no file system: it has no locks, no appending and no renaming.
+Commands therefore work on folders of this machine. The files that they read are
+downloaded from the bucket first, and the files that a run writes are uploaded
 (`workdir/bucket_folder.py`). fsspec needs a package for each kind of bucket:
 gcsfs for gs://, s3fs for s3://.
 """
@@ -27,9 +27,10 @@ from stppo_jax import exits
 from stppo_jax import streams
 
 _ADDRESS = re.compile(r'([a-z][a-z0-9+.-]*)://[^?@]+')
-_EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
-# The fields of fsspec that change with an object's content; each kind of bucket
-# has some of them.
+# Maps the scheme of an address to EXTRA in pip install '.[EXTRA]'.
+_EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}
+# The fields of fsspec's description of an object that change with the object's
+# content. Each kind of bucket has some of these fields.
 _VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
 # The fields that say when an object was written.
 _TIMES = ('mtime', 'created', 'LastModified')
@@ -37,7 +38,7 @@ _PATIENCE = 5.0  # seconds until a line says that a bucket does not answer
 
 
 class BucketError(OSError):
-  """A bucket that cannot be used or reached; one line.
+  """Says in one line why a bucket cannot be used or reached.
 
   Attributes:
     exit_code: 2 if this machine has no access to such buckets, 75 if a request
@@ -50,16 +51,17 @@ class BucketError(OSError):
 
 
 def is_address(place: object) -> bool:
-  """Returns whether text is an address such as gs://bucket/run.
+  """Returns whether a text is an address such as gs://bucket/run.
 
-  One with a user, a password or a query is none: it would be printed and kept.
+  An address with a user, a password or a query is refused, because addresses
+  are printed and recorded.
   """
   return _ADDRESS.fullmatch(str(place)) is not None
 
 
 @contextlib.contextmanager
 def _announced(address: str) -> Iterator[None]:
-  """Prints a line if the body waits long for a bucket.
+  """Prints a line if the body of the `with` waits long for a bucket.
 
   Without a network, gcsfs looks for credentials for 20 seconds and repeats a
   request for another minute.
@@ -75,11 +77,11 @@ def _announced(address: str) -> Iterator[None]:
 
 
 class Written(NamedTuple):
-  """The version of an object, and its age.
+  """The version and the age of an object in a bucket.
 
   Attributes:
-    generation: a number that each writing changes.
-    age: the seconds since then, by the clock of the bucket.
+    generation: a number that changes each time the object is written.
+    age: the seconds since the object was written, by the clock of the bucket.
   """
 
   generation: int
@@ -87,12 +89,13 @@ class Written(NamedTuple):
 
 
 class Entry(NamedTuple):
-  """An object, as its bucket describes it.
+  """The bucket's description of an object.
 
   Attributes:
-    size: its bytes.
-    time: when it was written, in seconds since 1970; 0 if that is not told.
-    version: text that changes when its content does.
+    size: the object's size in bytes.
+    time: the time at which the object was written, in seconds since 1970; 0 if
+      the bucket does not tell it.
+    version: a text that changes when the object's content changes.
   """
 
   size: int
@@ -101,7 +104,7 @@ class Entry(NamedTuple):
 
   @classmethod
   def of(cls, known: dict[str, Any]) -> 'Entry':
-    """Returns an object from what fsspec tells of it."""
+    """Returns the entry of an object, from fsspec's description of it."""
     moment = next((known[key] for key in _TIMES if key in known), 0.0)
     return cls(
       known['size'] or 0,
@@ -118,24 +121,25 @@ class Bucket:
   """
 
   def __init__(self, address: str):
-    """Finds the package for a kind of bucket, and the rights to use it.
+    """Opens the bucket with fsspec's package for its kind.
 
     Args:
-      address: such as gs://bucket/run.
+      address: an address such as gs://bucket/run.
 
     Raises:
       BucketError: the kind of bucket is unknown, its package is missing, or
-        (of ftp, say) its server cannot be reached.
+        its server cannot be reached, for example with ftp://.
     """
-    # Late, because few runs use buckets.
+    # Imported here, because few runs use buckets.
     import fsspec
 
     self.address = address.rstrip('/')
-    # These packages print the tracebacks of errors that they raise, too.
+    # Besides raising an error, these packages log its traceback. The level
+    # silences the traceback.
     for name in ('fsspec', 'gcsfs'):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-      # Without the cache of listings, which hides what others write.
+      # A cache of listings would hide the objects that other processes write.
       with _announced(self.address):
         self._files, root = fsspec.core.url_to_fs(
           self.address, use_listings_cache=False
@@ -152,9 +156,10 @@ class Bucket:
     self._root = root.rstrip('/')
 
   def entries(self) -> dict[str, Entry]:
-    """Returns what is known of each object; {} if there is none.
+    """Maps the name of each object below the address to its `Entry`.
 
-    Names that would lead out of a folder are left out.
+    The result is {} if there is no object. Names that would lead out of a
+    folder are left out.
 
     Raises:
       BucketError: the bucket cannot be read.
@@ -167,8 +172,8 @@ class Bucket:
     ):
       found = self._files.find(self._root, detail=True)
       if not found:
-        # The `find` of http returns nothing where the host does not exist; `ls`
-        # raises.
+        # With http://, `find` returns nothing if the host does not exist, while
+        # `ls` raises an error.
         self._files.ls(self._root)
     start = len(self._root) + 1
     names = {path[start:]: known for path, known in found.items()}
@@ -179,7 +184,7 @@ class Bucket:
     }
 
   def read(self, name: str) -> bytes:
-    """Returns an object; b'' if there is none.
+    """Returns the content of an object; b'' if the object does not exist.
 
     Raises:
       BucketError: the bucket cannot be read.
@@ -191,7 +196,7 @@ class Bucket:
         return b''
 
   def download(self, names: Iterable[str], folder: pathlib.Path) -> None:
-    """Copies objects into files of their names, whose folders are made.
+    """Copies objects into files of the same names, and makes missing folders.
 
     Raises:
       BucketError: an object cannot be read.
@@ -206,10 +211,10 @@ class Bucket:
         )
 
   def upload(self, names: Iterable[str], folder: pathlib.Path) -> None:
-    """Copies files of a folder into objects of their names.
+    """Copies files of a folder into objects of the same names.
 
     Raises:
-      BucketError: a file or the bucket cannot be read or written.
+      BucketError: a file cannot be read, or the bucket cannot be written.
     """
     if names := list(names):
       with self._errors():
@@ -218,7 +223,7 @@ class Bucket:
         )
 
   def write(self, name: str, data: bytes) -> None:
-    """Writes an object, in place of an earlier one.
+    """Writes an object, and replaces an object that has the same name.
 
     Raises:
       BucketError: the bucket cannot be written.
@@ -238,9 +243,9 @@ class Bucket:
       self._files.rm_file(self._path(name))
 
   def written(self, name: str) -> Written | None:
-    """Returns when an object was written; None if there is none.
+    """Returns the generation and the age of an object; None if it is missing.
 
-    Only for gs://, like everything that uses generations.
+    For gs:// only, because other kinds of buckets have no generations.
 
     Raises:
       BucketError: the bucket cannot be read.
@@ -251,21 +256,22 @@ class Bucket:
       except FileNotFoundError:
         return None
       known = json.loads(data)
-      # Both times are those of the bucket: the clock here may be wrong.
+      # Both times come from the bucket: the clock of this machine may be wrong.
       now = email.utils.parsedate_to_datetime(headers['Date'])
       age = now - datetime.datetime.fromisoformat(known['updated'])
       return Written(int(known['generation']), age.total_seconds())
 
   def write_if(self, name: str, data: bytes, generation: int) -> int | None:
-    """Writes an object unless somebody else has.
+    """Writes an object if its generation is the expected one; for gs:// only.
 
     Args:
-      name: the object.
-      data: its content.
-      generation: the generation that it must have; 0: it must not exist.
+      name: the name of the object.
+      data: the new content.
+      generation: the expected generation; 0 expects that there is no object.
 
     Returns:
-      The new generation; None if the object has another one than it must have.
+      The new generation; None if the object has not the expected generation and
+      nothing was written.
 
     Raises:
       BucketError: the bucket cannot be written, or its answer was lost.
@@ -288,7 +294,7 @@ class Bucket:
       return int(json.loads(answer)['generation'])
 
   def remove_if(self, name: str, generation: int) -> None:
-    """Removes an object if it has this generation.
+    """Removes an object if it has this generation; for gs:// only.
 
     Raises:
       BucketError: the bucket cannot be written.
@@ -301,7 +307,7 @@ class Bucket:
       self._files.call('DELETE', *self._object(name), ifGenerationMatch=wanted)
 
   def _object(self, name: str) -> tuple[str, str, str]:
-    """Returns the place of an object in the JSON API of Google's storage."""
+    """Returns the URL template of Google's JSON API, the bucket and the key."""
     bucket, _, key = self._path(name).partition('/')
     return 'b/{}/o/{}', bucket, key
 
@@ -310,8 +316,8 @@ class Bucket:
 
   @contextlib.contextmanager
   def _errors(self) -> Iterator[None]:
-    """Raises `BucketError` for any error of the body."""
-    # Packages for buckets raise errors of many kinds of their own.
+    """Turns every exception of the body into a `BucketError`."""
+    # The packages for buckets raise exceptions of many classes.
     try:
       yield
     except Exception as error:
@@ -321,19 +327,19 @@ class Bucket:
 
 @functools.cache
 def local_folder(place: str | pathlib.Path) -> pathlib.Path:
-  """Returns a local folder with the content of a folder or of an address.
+  """Returns a folder of this machine with the files of a path or an address.
 
-  A folder of this machine is returned as it is. What is in a bucket is
-  downloaded into ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax), by one of
-  the processes of a machine; objects that have not changed since the last
+  A path is returned as it is. The objects below an address are downloaded into
+  ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax). Only one process of a
+  machine downloads at a time, and objects that have not changed since the last
   download are not downloaded again.
 
   Args:
     place: a path, or an address.
 
   Raises:
-    BucketError: the bucket cannot be read, holds nothing there, or has given
-      other bytes than it has.
+    BucketError: the bucket cannot be read, has no object below the address, or
+      has sent fewer or more bytes than the object has.
   """
   if not is_address(place):
     return pathlib.Path(place)
@@ -344,14 +350,14 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
   bucket = Bucket(place)
   folder.mkdir(parents=True, exist_ok=True)
   with open(folder / 'lock', 'w') as lock:
-    with contextlib.suppress(OSError):  # a file system without such locks
+    with contextlib.suppress(OSError):  # some file systems have no such locks
       fcntl.flock(lock, fcntl.LOCK_EX)
     _refresh(folder, bucket)
   return folder / 'content'
 
 
 def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
-  """Downloads what has changed in a bucket into a folder of the cache."""
+  """Downloads the changed objects of a bucket into a folder of the cache."""
   entries = bucket.entries()
   if not entries:
     raise BucketError(
@@ -361,7 +367,8 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
     )
   for name, entry in entries.items():
     path = folder / 'content' / name
-    # Not beside the file: whoever reads the folder must not find it.
+    # The version is not stored beside the file, because readers of the folder
+    # `content` must find the bucket's files only.
     known = folder / 'versions' / name
     if (
       path.is_file() and known.is_file() and known.read_text() == entry.version
@@ -369,7 +376,8 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
       continue
     for parent in (path.parent, known.parent):
       parent.mkdir(parents=True, exist_ok=True)
-    # Other processes may download the same object, and must not see a part.
+    # The object is downloaded into a temporary folder first, because another
+    # process may read the file and must not see half of it.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
       bucket.download([name], pathlib.Path(temporary))
       part = pathlib.Path(temporary, name)
@@ -378,8 +386,8 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
           f'{bucket.address}: {size} bytes of {name} came, not {entry.size}'
         )
       part.replace(path)
-    # Written last: if the process is killed before this, the object is
-    # downloaded again.
+    # The version is written last. If the process is killed before this line,
+    # the next call downloads the object again.
     known.write_text(entry.version)
   content = folder / 'content'
   for path in content.rglob('*'):

@@ -1,8 +1,8 @@
 """How commands end: exit codes, and errors whose message is one line.
 
 An exception with an `exit_code` is an expected end: its message is printed
-without a traceback. One that also has `saves` ends a run that has begun: if it
-is true, every host saves the last finished step first.
+without a traceback. An exception that also has `saves` ends a run that has
+begun. If `saves` is true, every host first saves the last finished step.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ import contextlib
 USAGE = 2  # a wrong flag, key or file
 DAMAGED = 3  # only damaged checkpoints are left
 BUG = 70
-TRY_AGAIN = 75  # the same command goes on, now or later
+TRY_AGAIN = 75  # the same command, started again, continues
 ENDED = 76  # too many skipped updates, or an alarm
 INTERRUPTED = 130
 UNREAD = 141  # nobody reads the output
 
 
 class Misconfigured(Exception):
-  """A config that does not fit its files or the devices; a line per reason."""
+  """Says why a config does not fit its files or devices, one reason a line."""
 
   exit_code = USAGE
 
@@ -34,10 +34,14 @@ class RunEnded(Exception):
 def naming(
   subject: str, kinds: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> Iterator[None]:
-  """Raises `Misconfigured` with a subject before each line of an error.
+  """Turns errors of the body into `Misconfigured`, with a subject.
+
+  Args:
+    subject: precedes each line of the error's message, as in 'SUBJECT: LINE'.
+    kinds: the classes of the errors.
 
   Raises:
-    Misconfigured: 'SUBJECT: LINE' for an error of one of these kinds.
+    Misconfigured: the body has raised an error of one of these classes.
   """
   try:
     yield
@@ -49,18 +53,19 @@ def naming(
 
 @contextlib.contextmanager
 def as_misconfigured(subject: str = '') -> Iterator[None]:
-  """Raises `Misconfigured` for a ValueError or OSError of the body.
+  """Turns a ValueError or OSError of the body into `Misconfigured`.
 
-  The line begins with the file of an OSError, or the subject if it has none.
+  The message for an OSError begins with the error's file, or with the subject
+  if the error names no file. A ValueError keeps its own message.
 
   Raises:
-    Misconfigured: see above. An error with an exit code stays what it is, such
-      as that of a bucket, which may be in reach later.
+    Misconfigured: see above. An error with an exit code passes unchanged, such
+      as the error of a bucket that may be reachable later.
   """
   try:
     yield
   except (ValueError, OSError) as error:
-    # An error with an exit code says by itself how the command ends.
+    # The error's own exit code says how the command ends.
     if hasattr(error, 'exit_code'):
       raise
     reason = getattr(error, 'strerror', None)

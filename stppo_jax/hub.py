@@ -1,9 +1,10 @@
 """Models of the Hugging Face Hub, named as org/name or org/name@revision.
 
-The library `huggingface_hub` downloads files into its cache, with its token,
+The library `huggingface_hub` downloads files into its cache, uses its own token
 and completes broken downloads. A revision is a branch, a tag or a commit.
 Branches move, so a run records the commit: see `pinned`. An existing path of
-this machine is never taken for a name, nor is one that begins with a folder.
+this machine is not taken for a name of the Hub. Neither is a text without a
+commit whose first part is a folder here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,21 +22,25 @@ from stppo_jax import exits
 _NAME = re.compile(r'(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?')
 _COMMIT = re.compile('[0-9a-f]{40}')
 _MAIN = 'main'
-# All but the weights, which few commands need: what says how a model is built,
-# its tokenizer, its licence, and the weights of an adapter.
+# The small files of a model: its configs, tokenizer, model card and licence.
+# The weights are not among them, because few commands need them.
 SMALL = ('*.json', '*.jinja', '*.txt', 'tokenizer*', 'README.md', 'LICENSE*')
 
 
 class HubError(buckets.BucketError):
-  """A model of the Hub that cannot be had; one line."""
+  """Says in one line why a request for a model of the Hub failed."""
 
 
 @contextlib.contextmanager
 def naming(key: str, place: str) -> Iterator[None]:
-  """Puts the key of a config that names a place before the line of an error.
+  """Puts a config key before the message of a `BucketError` of the body.
+
+  Args:
+    key: the key whose value is the place.
+    place: the path, name or address that the body reads.
 
   Raises:
-    BucketError: the body has raised one; a HubError stays one.
+    BucketError: the body has raised a BucketError. A HubError stays a HubError.
   """
   try:
     yield
@@ -46,10 +51,11 @@ def naming(key: str, place: str) -> Iterator[None]:
 
 
 def is_name(place: str | pathlib.Path) -> bool:
-  """Returns whether a place is a model of the Hub: no path, and no address.
+  """Returns whether a place is the name of a model of the Hub.
 
-  A path below a folder of this machine is none either, though misspelt, unless
-  it has a commit, as the records of runs have: they mean the same everywhere.
+  Existing paths and addresses are no names. A place whose first part is a
+  folder here is taken for a misspelt path, but not if it has a commit: runs
+  record names with commits, and a record must mean the same on every machine.
   """
   match = _NAME.fullmatch(str(place))
   if not match or pathlib.Path(place).exists():
@@ -59,7 +65,7 @@ def is_name(place: str | pathlib.Path) -> bool:
 
 
 def not_here(place: str | pathlib.Path, kind: str = 'folder') -> str:
-  """Returns what to say, after the path, of one that does not exist here."""
+  """Returns the error text that follows a path that does not exist here."""
   if not _NAME.fullmatch(str(place)):
     return f'no such {kind}'
   return (
@@ -74,12 +80,12 @@ def _first(place: str | pathlib.Path) -> str:
 
 
 def pinned(place: str, earlier: str = '') -> str:
-  """Returns the name of a model with its commit; another place as it is.
+  """Returns the name of a model with its commit; a path or address unchanged.
 
   Args:
     place: a name, a path or an address.
-    earlier: what the record of the run has in its place. A name without a
-      revision stays at the commit that the run has begun with.
+    earlier: the place that the record of the run holds, or ''. A name without a
+      revision keeps the commit that the run began with.
 
   Raises:
     HubError: there is no such model, or the Hub is out of reach and the cache
@@ -102,12 +108,12 @@ def local_folder(
 
   Args:
     place: a name, a path, or an address of a bucket.
-    files: the files that are downloaded of a model of the Hub; (): all but the
-      weights.
+    files: patterns of the files that are downloaded of a model of the Hub; ()
+      downloads the files of `SMALL`.
 
   Raises:
-    HubError: the model does not exist, is not free to read, or is out of reach
-      while the cache lacks files of it.
+    HubError: the model does not exist, this user may not read it, or the Hub is
+      out of reach while the cache lacks files of the model.
     BucketError: see `buckets.local_folder`.
   """
   if not is_name(place):
@@ -116,14 +122,15 @@ def local_folder(
 
 
 def split(name: str) -> tuple[str, str]:
-  """Returns repository and revision; ('', '') of what is no name."""
+  """Splits a name into repository and revision; ('', '') for other texts."""
   match = _NAME.fullmatch(name)
   return (match[1], match[2] or _MAIN) if match else ('', '')
 
 
 @functools.cache
 def _commit(name: str) -> str:
-  # Imported late, here and below: it takes a fifth of a second.
+  # Imported inside functions, here and below, because the import takes a fifth
+  # of a second.
   import huggingface_hub
 
   repository, revision = split(name)
@@ -146,29 +153,31 @@ def _downloaded(name: str, files: tuple[str, ...]) -> pathlib.Path:
     folder = huggingface_hub.snapshot_download(
       repository, revision=revision, allow_patterns=list(files)
     )
-  # A failed connection raises one of many errors of the HTTP client below.
+  # A failed connection raises one of the many exceptions of the library's HTTP
+  # client.
   except Exception as error:
     raise _described(name, error) from error
   return pathlib.Path(folder)
 
 
 def address(name: str) -> str:
-  """Returns the address of the page of a model."""
+  """Returns the URL of a model's page on the Hub."""
   from huggingface_hub import constants
 
   return f'{constants.ENDPOINT}/{name}'
 
 
 def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
-  """Uploads files to a model, which is made, private, if there is none.
+  """Uploads files to a model of the Hub, and deletes its older weights.
 
-  Weights of an earlier push that are not among the files are deleted.
+  If the model does not exist, it is created as a private one. Weights of an
+  earlier push that are not among the files are deleted.
 
   Returns:
-    The address of the commit.
+    The URL of the commit.
 
   Raises:
-    HubError: the Hub is out of reach, or refuses.
+    HubError: the Hub is out of reach, or refuses the upload.
   """
   import huggingface_hub
 
@@ -187,19 +196,20 @@ def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
   return str(commit.commit_url)
 
 
-# What a process asks the Hub once.
+# The functions whose answers a process caches, so that it asks the Hub once.
 CACHED = (_commit, _downloaded)
 
 
 def _described(name: str, error: Exception) -> HubError:
-  """Returns the error of a request in one line that says what to do."""
+  """Returns a `HubError` whose one line says what to do about an error."""
   from huggingface_hub import constants
   from huggingface_hub import errors
 
   logging.getLogger(__name__).debug('%s', name, exc_info=error)
   repository, revision = split(name)
   hub = constants.ENDPOINT
-  # The library wraps errors, such as when the cache lacks a file, too.
+  # The library may wrap the error that says why a request failed, for example
+  # when the cache lacks a file. So the chain of causes is searched.
   causes: list[Any] = [error]
   while causes[-1].__cause__ is not None:
     causes.append(causes[-1].__cause__)
@@ -228,7 +238,7 @@ def _described(name: str, error: Exception) -> HubError:
   else:
     lacking = ''
     if isinstance(error, errors.IncompleteSnapshotError):
-      # The library tells which files they are.
+      # The library's message names the missing files.
       lacking = str(error).partition(' The Hub could')[0] + ' '
     elif isinstance(
       error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError

@@ -1,20 +1,20 @@
 """Signals, which end a run without losing a finished step.
 
-A handler may run between any two bytecodes of the main thread. Raising from it
-in the middle of an update or a save would leave a state that is half consumed,
-since updates donate their arguments. So the handler raises only inside
-`interruptible` bodies and otherwise only records the signal; the next
-`interruptible` raises for it.
+A signal handler may run between any two bytecodes of the main thread. An
+exception from the handler in the middle of an update or a save would leave a
+half consumed state, since updates donate their arguments. So the handler raises
+only inside `interruptible` bodies. Everywhere else it records the signal, and
+the next `interruptible` raises the exception.
 
-A handler waits while the main thread compiles or computes. So another thread
-learns of signals from the operating system's side: it says at once what will
-happen, and ends the process at a second signal. Nothing is raised then: files
-are written in such a way that a process may be killed at any moment. If the
-main thread does not react for a while, it also asks the run whether the process
-may end without it (`force_exit`).
+Python runs no handler while the main thread compiles or computes. So a second
+thread reads the signals from a pipe. It says at once what will happen, and at a
+second signal it ends the process without raising anything. This is safe: files
+are written in such a way that a process may be killed at any moment. After the
+first signal a third thread asks the run, once a second, whether the process may
+end without the main thread (`force_exit`).
 
-A run of several processes ends as one: the first signal of any of them is told
-to the others, which then abandon what they can as well (`request`).
+All processes of a run end together. The first process that gets a signal tells
+the others, which then also abandon the work that may be abandoned (`request`).
 
 This module imports little, so that signals are handled from the beginning.
 """
@@ -38,11 +38,11 @@ EXIT_CODES = {
   signal.SIGTERM: exits.TRY_AGAIN,
   signal.SIGHUP: exits.TRY_AGAIN,
 }
-# The signal by which another thread interrupts the main thread.
+# The signal with which another thread interrupts the main thread.
 _REQUEST = signal.SIGUSR1
 _IMPORTLIB = '<frozen importlib._bootstrap>'
-# Seconds that the main thread has to react before the exit is forced, and
-# between two attempts.
+# The main thread has this many seconds to react to a signal before an exit is
+# forced. The same time passes between two attempts to force an exit.
 _PATIENCE = 1.0
 _SHOW_CURSOR = b'\x1b[?25h\n'
 
@@ -50,14 +50,16 @@ _SHOW_CURSOR = b'\x1b[?25h\n'
 class Interrupted(BaseException):
   """Ends the body of `interruptible`.
 
-  It is not an Exception, so that no handler of errors catches it.
+  The class is not a subclass of Exception, so that no `except Exception`
+  catches it.
 
   Args:
-    exit_code: the exit code of the signal; None: that of another host.
+    exit_code: the exit code of the signal; None if another host received the
+      signal, which gives the code `exits.TRY_AGAIN`.
 
   Attributes:
-    exit_code: the exit code of this process. The other hosts end with it, too,
-      unless they were told of the signal.
+    exit_code: the exit code of this process. A host that was not told of the
+      signal ends with this code, too.
   """
 
   def __init__(self, exit_code: int | None = None):
@@ -66,36 +68,41 @@ class Interrupted(BaseException):
 
 
 def no_force_exit(exit_code: int, *, answered: bool) -> bool:
-  """Leaves the end to the main thread; see `Interruption.force_exit`."""
+  """Never allows a forced exit; see `Interruption.force_exit`."""
   del exit_code, answered
   return False
 
 
 class Interruption:
-  """Handles SIGINT, SIGTERM and SIGHUP: the first requests an end.
+  """Handles SIGINT, SIGTERM and SIGHUP: the first signal requests an end.
 
   Starting, collecting and evaluating may be abandoned half-way, because they
   can be done again. An update in progress is finished and saved. A second
   SIGINT or SIGTERM ends the process at once.
 
-  It is entered on the main thread. Inside another one, it takes its place.
+  Enter the context on the main thread. Inside the context of an outer
+  `Interruption`, the inner one handles the signals.
 
   Args:
     owns_process: whether a signal during an import ends the process at once. An
-      exception would be raised inside the imported module, which may catch it,
-      or be left in a state in which the interpreter crashes at its end.
+      exception would be raised inside the imported module. The module might
+      catch the exception, or stay in a state in which the interpreter crashes
+      when it ends.
 
   Attributes:
-    exit_code: the exit code of the first signal; None before it.
-    outlook: what the first signal leads to, for the line that is printed.
+    exit_code: the exit code of the first signal; None before the signal.
+    outlook: the printed words that say what the first signal leads to.
     on_signal: called on another thread at the first signal.
-    signalled: the time of that signal, by `time.monotonic`; None before it.
-    grace: seconds from that signal until the process is killed; 0: not known.
-    is_told: whether it was said what the signal has led to.
+    signalled: the time of the first signal, by `time.monotonic`; None before
+      the signal.
+    grace: the seconds from the first signal until the system kills the process;
+      0 if they are not known.
+    is_told: whether a line has told the user what the signal led to.
     force_exit: called on another thread while the main thread does not end;
-      returns whether the process may end without it. Its arguments are the
-      exit code, and whether the main thread knows of the signal. If not, the
-      main thread runs no Python code until `force_exit` returns.
+      returns whether the process may end without the main thread. Its arguments
+      are the exit code, and whether the main thread knows of the signal. If the
+      main thread does not know, its handler waits until `force_exit` returns,
+      so the main thread runs no other Python code until then.
   """
 
   def __init__(self, *, owns_process: bool = False):
@@ -127,7 +134,7 @@ class Interruption:
     )
     for number in EXIT_CODES:
       if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-        continue  # as `nohup` wants it
+        continue  # `nohup` has set the process to ignore SIGHUP
       self._previous[number] = signal.signal(number, self._receive)
     self._previous[_REQUEST] = signal.signal(_REQUEST, self._interrupt)
     return self
@@ -145,16 +152,18 @@ class Interruption:
     """Runs a body that a signal may end with `Interrupted`.
 
     Raises:
-      Interrupted: a signal was received, in the body or before it. The body may
-        have caught what the handler raised, or turned it into an error.
+      Interrupted: a signal came in the body or before it. It is raised even if
+        the body has caught the handler's exception or raised another one for
+        it.
     """
     return self._raising(within=True)
 
   def postponed(self) -> contextlib.AbstractContextManager[None]:
-    """Runs a part of such a body that is done as a whole or not at all.
+    """Runs a part of an `interruptible` body that a signal must not cut short.
 
     Raises:
-      Interrupted: before it or at its end, after a signal.
+      Interrupted: a signal came before the part, which then does not run, or
+        during the part, which then is finished first.
     """
     return self._raising(within=False)
 
@@ -174,25 +183,27 @@ class Interruption:
       raise Interrupted(self.exit_code)
 
   def request(self) -> None:
-    """Ends the body of `interruptible`, now or next time, from any thread."""
+    """Ends the present or the next `interruptible` body, from any thread."""
     if not self._is_interrupted:
       self._requested = True
       main = threading.main_thread().ident
-      assert main is not None  # it has been started
+      assert main is not None  # the main thread has been started
       signal.pthread_kill(main, _REQUEST)
 
   def seconds_left(self) -> float:
-    """Returns the seconds until a kill; infinity if none is to be expected."""
+    """Returns the seconds until the system kills the process.
+
+    The result is infinity before a signal, and if the grace is not known.
+    """
     if not self.grace or self.signalled is None:
       return math.inf
     return self.grace - (time.monotonic() - self.signalled)
 
   @property
   def is_overdue(self) -> bool:
-    """Whether the seconds since the signal are about to be over.
+    """Whether the system is about to kill the process.
 
-    A forced exit is tried every second, and must come before the process is
-    killed.
+    A forced exit is tried every second, and must come before the kill.
     """
     return self.seconds_left() <= 2 * _PATIENCE
 
@@ -201,10 +212,10 @@ class Interruption:
     return self._requested or self.exit_code is not None
 
   def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
-    """Handles a request, on the main thread."""
+    """Handles a call of `request`, on the main thread."""
     del number, frame
-    # The request may have been one to an inner `Interruption` that has ended
-    # meanwhile.
+    # Without the first check, a request to an inner `Interruption` that has
+    # ended meanwhile would end the body of this one.
     if self._requested and self._interruptible:
       raise Interrupted
 
@@ -212,10 +223,10 @@ class Interruption:
     """Handles a signal, on the main thread."""
     if self.exit_code is not None:
       return  # The other thread handles a second signal.
-    with self._answering:  # not while the exit is forced
+    with self._answering:  # waits while `force_exit` runs
       self._answered = True
-    # This thread needs the time of the signal, and the other one, which notes
-    # it too, may be late.
+    # The thread `_watch` also notes the time of the signal, but it may be late,
+    # and the main thread needs the time now.
     self.signalled = self.signalled or time.monotonic()
     self.exit_code = EXIT_CODES[signal.Signals(number)]
     if not self._interruptible:
@@ -226,16 +237,18 @@ class Interruption:
     raise Interrupted(self.exit_code)
 
   def _watch(self) -> None:
-    """Reads the numbers of signals as they arrive, on a thread of its own."""
+    """Reads the numbers of arriving signals and reacts, on its own thread."""
     received = 0
     while byte := os.read(self._reader, 1):
       number = byte[0]
       if number not in self._previous or number not in EXIT_CODES:
         continue
       if number == signal.SIGHUP:
-        # Otherwise what is printed while a run is saved would be an error.
+        # The terminal may be closed. Without this call, printing a line while
+        # the run is saved would raise an error.
         streams.silence_lost(flush=False)
-        # A terminal that closes sends it twice: by itself and by the shell.
+        # When a terminal closes, SIGHUP comes twice: from the terminal and from
+        # the shell. The second one must not abandon the run.
         if received:
           continue
       received += 1
@@ -251,18 +264,19 @@ class Interruption:
         streams.say('abandoned; what was saved before remains')
         if os.isatty(1):  # a progress bar hides the cursor
           os.write(1, _SHOW_CURSOR)
-        # Without flushing: the main thread may be waiting to write.
+        # No stream is flushed, because the main thread may hold the stream's
+        # lock while it waits to write.
         os._exit(EXIT_CODES[signal.Signals(number)])
 
   def _keep_rescuing(self, exit_code: int) -> None:
-    """Ends the process when that loses nothing, unless it ends by itself."""
+    """Asks `force_exit` every second, and ends the process once it agrees."""
     while not self._left.wait(_PATIENCE):
       with self._answering:
         if self.force_exit(exit_code, answered=self._answered):
           end_process(exit_code)
 
   def _announce(self, number: int) -> None:
-    """Says once what the first signal leads to."""
+    """Prints one line, only once, that says what the first signal leads to."""
     if self._announced.acquire(blocking=False):
       again = 'press again' if number == signal.SIGINT else 'send another one'
       name = signal.Signals(number).name
@@ -270,10 +284,10 @@ class Interruption:
 
 
 def end_process(exit_code: int) -> None:
-  """Ends the process without unwinding, once its output is written.
+  """Writes the waiting output and ends the process without cleaning up.
 
-  Other threads may be in the middle of a program. If the interpreter were taken
-  from under them, as at its usual end, some would crash.
+  Other threads may be in the middle of a compiled program. Some of them would
+  crash if the interpreter shut down as usual.
   """
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError):
@@ -282,7 +296,7 @@ def end_process(exit_code: int) -> None:
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
-  """Returns whether a frame runs for an import."""
+  """Returns whether a frame runs inside an import statement."""
   while frame is not None:
     if frame.f_code.co_filename == _IMPORTLIB:
       return True

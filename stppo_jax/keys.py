@@ -1,6 +1,6 @@
-"""Derives random keys from (seed, step, row).
+"""Derives random keys from the seed, the step, the purpose and the row.
 
-No key is stored: a resumed run derives the same ones again.
+No key is stored, because a resumed run derives the same keys again.
 """
 
 import enum
@@ -12,10 +12,10 @@ Array = jax.Array
 
 
 class Purpose(enum.IntEnum):
-  """The purpose of a key; two purposes never share one."""
+  """The purpose of a key; each purpose has its own keys."""
 
-  # These numbers are folded into keys and must not change: otherwise no run of
-  # an earlier version would resume as the same run.
+  # These numbers are folded into the keys and must not change. Otherwise a run
+  # of an earlier version would resume with other random numbers.
   COLLECT = 0
   EVALUATE = 1
   SHUFFLE = 2
@@ -25,7 +25,7 @@ class Purpose(enum.IntEnum):
 
 
 def step_key(seed: int, step: int, purpose: Purpose) -> Array:
-  """Returns the key of one purpose at one step."""
+  """Returns the key for one purpose in one step."""
   key = jax.random.fold_in(jax.random.key(seed), step)
   return jax.random.fold_in(key, purpose)
 

@@ -18,12 +18,12 @@ class Rule(NamedTuple):
 
 
 def flatten(section: Any, prefix: str = '') -> dict[str, Any]:
-  """Returns dotted key to value of all values in a section.
+  """Maps the dotted key of every value in a section to the value.
 
   Args:
-    section: a mapping, or a ConfigDict (which is not a `Mapping`); some of its
-      values may be such sections again.
-    prefix: precedes every key.
+    section: a mapping, or a ConfigDict (which is not a `Mapping`). Its values
+      may be sections themselves.
+    prefix: a text that precedes every key.
   """
   flat = {}
   for key, value in section.items():
@@ -35,13 +35,13 @@ def flatten(section: Any, prefix: str = '') -> dict[str, Any]:
 
 
 def closest(name: str, choices: Sequence[str]) -> str:
-  """Returns '; did you mean ...? choices: ...', the end of an error line."""
+  """Returns the end of an error line: '; did you mean ...? choices: ...'."""
   hint = nearest(name, choices)
   hint = f' {hint}' if hint else ''
   return f';{hint} choices: {", ".join(choices)}' if choices else ''
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:
-  """Returns 'did you mean ...?', or '' where no choice is near."""
+  """Returns 'did you mean ...?', or '' if no choice resembles the name."""
   near = difflib.get_close_matches(name, choices, n=2)
   return f'did you mean {" or ".join(near)}?' if near else ''

@@ -1,7 +1,8 @@
-"""Standard streams: safe text, lines of the log, and streams that are lost.
+"""Standard streams: safe text, lines of the log, and lost streams.
 
-Text of others can hold commands to the terminal. A stream is lost when nobody
-reads it any more, as after `train | head`.
+Text from models, files and servers can hold terminal control characters, so it
+is escaped before it is printed. A stream is lost when nobody reads it any more,
+for example in `train | head` after `head` has ended.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,14 @@ import sys
 from typing import IO
 import unicodedata
 
-# Control, invisible (bidirectional overrides!), surrogates, private use,
-# line and paragraph separators.
+# The Unicode categories of control characters, invisible format characters
+# (such as bidirectional overrides), surrogates, private use, unassigned
+# characters, and line and paragraph separators.
 _HIDDEN = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zl', 'Zp')
 
 
 def escape(text: str) -> str:
-  """Returns the text with unprintable characters, but line breaks, escaped."""
+  """Returns the text with unprintable characters escaped; keeps line breaks."""
   return ''.join(
     char
     if char == '\n' or unicodedata.category(char) not in _HIDDEN
@@ -30,7 +32,7 @@ def escape(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-  """Returns the text with line breaks escaped, too."""
+  """Returns the text with unprintable characters and line breaks escaped."""
   return escape(text).replace('\n', '\\n')
 
 
@@ -38,8 +40,8 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
   """Returns the lines of a table whose columns are aligned.
 
   Args:
-    rows: the cells, equally many in each row.
-    right: whether all columns but the first are aligned on the right.
+    rows: the cells of each row; all rows have the same number of cells.
+    right: whether all columns after the first are aligned on the right.
   """
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
@@ -52,11 +54,12 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
 
 
 class LogLines(logging.Handler):
-  """Prints what the package logs as lines without decoration.
+  """Prints the log records of the package as plain lines.
 
   Attributes:
-    show: prints a line that tells how it goes; warnings go to standard error.
-    renamed: a text, such as that of a folder, and what is printed for it.
+    show: function that prints the line of a record below the level WARNING.
+      Warnings and errors go to standard error.
+    renamed: a text, such as a folder, and the text that is printed instead.
   """
 
   def __init__(self, show: Callable[[str], None]):
@@ -65,7 +68,10 @@ class LogLines(logging.Handler):
     self.renamed: tuple[str, str] = '', ''
 
   def emit(self, record: logging.LogRecord) -> None:
-    """Prints a record; an error of the stream is raised, see `silence_lost`."""
+    """Prints a record, and raises any error of the stream.
+
+    `silence_lost` handles the streams that raised an error.
+    """
     if record.levelno < logging.WARNING:
       self.show(record.getMessage().replace(*self.renamed))
     else:
@@ -74,30 +80,33 @@ class LogLines(logging.Handler):
 
 
 def show(line: str) -> None:
-  """Prints a line, at once."""
+  """Prints a line to standard output and flushes it."""
   print(line, flush=True)
 
 
 def show_beside(line: str) -> None:
-  """Prints a line beside what a command prints as its result."""
+  """Prints a line to standard error, apart from a command's result."""
   print(line, file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
-  """Prints a line to standard error; an error of the stream is ignored."""
+  """Prints a line to standard error and ignores errors of the stream."""
   with contextlib.suppress(OSError, ValueError):
     show_beside(line)
 
 
 @contextlib.contextmanager
 def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
-  """Prints what the package logs in the body, in place of an outer `logged`.
+  """Prints the log records of the package while the body runs.
+
+  Inside the body of an outer `logged`, `show` replaces the outer function.
 
   Args:
     show: see `LogLines`.
   """
   package = logging.getLogger(__package__)
-  # Inside another body its handler is used: two would print each line twice.
+  # Inside another body that body's handler is used, because two handlers would
+  # print each line twice.
   for handler in package.handlers:
     if isinstance(handler, LogLines):
       outside, handler.show = handler.show, show
@@ -119,14 +128,14 @@ def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
 
 
 def silence_lost(*, flush: bool = True) -> bool:
-  """Silences the standard streams that are lost; returns whether one was.
+  """Silences the lost standard streams; returns whether there was one.
 
   A stream is lost when its reader or its terminal has gone, or when its disk is
-  full. What is printed later goes nowhere and is no error.
+  full. Text that is printed to it later is discarded and raises no error.
 
   Args:
-    flush: whether to try to write what is waiting. This waits for a thread that
-      is writing.
+    flush: whether to try to write the buffered text. The flush waits for any
+      thread that is writing.
   """
   lost = [s for s in (sys.stdout, sys.stderr) if _is_lost(s, flush)]
   for stream in lost:
@@ -135,10 +144,11 @@ def silence_lost(*, flush: bool = True) -> bool:
 
 
 def silence(stream: IO[str]) -> None:
-  """Discards what is printed to a stream from now on, and what waits in it."""
+  """Discards the buffered text of a stream and all text printed to it later."""
   with contextlib.suppress(io.UnsupportedOperation):
-    # The descriptor is replaced and not the object, because what waits in the
-    # stream is written there, too, at the latest when the interpreter ends.
+    # The file descriptor is replaced and not the stream object, because the
+    # buffered text is still written to the descriptor, at the latest when the
+    # interpreter ends.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -147,10 +157,11 @@ def silence(stream: IO[str]) -> None:
 def _is_lost(stream: IO[str], flush: bool) -> bool:
   try:
     poll = select.poll()
-    poll.register(stream.fileno(), 0)  # errors are always reported
+    # An empty mask of events suffices, because poll always reports errors.
+    poll.register(stream.fileno(), 0)
     if poll.poll(0):
       return True
-  except io.UnsupportedOperation:  # no file, as in tests
+  except io.UnsupportedOperation:  # the stream has no descriptor, as in tests
     return False
   try:
     if flush:

@@ -1,7 +1,7 @@
-"""Text from outside: valid, without our tags, and in a form to compare answers.
+"""Cleans text from outside: forged tags, invalid characters, forms of answers.
 
-`neutralise_tags` ends at a fixed point: applied again it changes nothing, so a
-tag cannot be assembled from the remains of another.
+The result of `neutralise_tags` is a fixed point: a second call changes nothing.
+So no tag can be assembled from the remains of another tag.
 """
 
 import functools
@@ -11,11 +11,12 @@ import unicodedata
 
 TAG_NAMES = ('think', 'search', 'information', 'answer')
 TAGS = tuple(f'<{slash}{name}>' for name in TAG_NAMES for slash in ('', '/'))
-# The tags of the environments with tools and of those with commands.
+# The tags of the environments with tools and of the environments with commands.
 OTHER_TAG_NAMES = ('tool_call', 'tool_response', 'action')
 
 # Characters that a reader, or a tokenizer's normaliser, may take for an angle
-# bracket. NFKD maps full-width, small and upright forms to these.
+# bracket. The full-width, small and upright forms of a bracket need not be
+# listed, because the Unicode normalisation NFKD maps them to these characters.
 _LESS = '<‹«〈⟨⟪《❮❰❬⧼˂ᐸ≺⋖'
 _GREATER = '>›»〉⟩⟫》❯❱❭⧽˃ᐳ≻⋗'
 # Letters of other alphabets that look like letters of our tags.
@@ -43,8 +44,8 @@ _FOLDED = (
   | {char: letter for chars, letter in _LETTERS.items() for char in chars}
 )
 # A text without any of these characters contains no tag. Most passages have
-# none of them, so the slow loop below is rarely entered. After _LESS come the
-# characters that NFKD decomposes into one of _LESS.
+# none of them, so the slow loop of `neutralise_tags` is rarely entered. The
+# characters after _LESS are those that NFKD decomposes into one of _LESS.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _NAMES = '|'.join(TAG_NAMES + OTHER_TAG_NAMES).replace('_', '[_-]*')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -53,13 +54,14 @@ _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
 def neutralise_tags(text: str) -> str:
-  """Returns the text with our own tags in round instead of angle brackets.
+  """Returns the text with round brackets around our tags, not angle brackets.
 
-  Case, white space, zero-width characters, accents and look-alikes make no
-  difference: `< / ＡＮＳＷＥＲ ＞` is a tag too. Everything else is unchanged.
+  A tag is found whatever its case, white space, zero-width characters, accents
+  and look-alike letters: `< / ＡＮＳＷＥＲ ＞` is a tag too. The rest of the
+  text is unchanged.
   """
-  # Repeated until nothing changes: matches do not overlap, so a pass may leave
-  # a tag that shared a bracket with a neutralised one.
+  # The loop ends when a pass changes nothing. One pass may leave a tag, because
+  # matches do not overlap, and two tags may share a bracket.
   while _ANY_LESS.search(text):
     characters = list(text)
     folded, origins = _fold(text)
@@ -74,10 +76,11 @@ def neutralise_tags(text: str) -> str:
 
 
 def _fold(text: str) -> tuple[str, list[int]]:
-  """Returns the text as a lenient reader sees it.
+  """Replaces characters by the plain ones that they resemble.
 
   Returns:
-    The folded text, and for each of its characters the index in `text`.
+    The folded text, and for each of its characters the index in `text` of the
+    character that it comes from.
   """
   folded, origins = [], []
   for index, character in enumerate(text):
@@ -89,7 +92,10 @@ def _fold(text: str) -> tuple[str, list[int]]:
 
 @functools.lru_cache(maxsize=65536)
 def _fold_character(character: str) -> str:
-  """Returns the plain characters that one resembles; '' if it is invisible."""
+  """Returns the plain characters that a character resembles.
+
+  The result is '' for an invisible character.
+  """
   plain = unicodedata.normalize('NFKD', character).casefold()
   plain = ''.join(_FOLDED.get(c, c) for c in plain)
   return ''.join(
@@ -105,11 +111,11 @@ _INVISIBLE = frozenset({'Zs', 'Zl', 'Zp', 'Cc', 'Cf', 'Mn', 'Me'})
 
 
 def normalise(text: str) -> str:
-  """Returns the text as the evaluation of SQuAD compares it.
+  """Returns the text in the form in which SQuAD's evaluation compares answers.
 
   The result is in lower case, without ASCII punctuation and articles, and has
-  single spaces. Where nothing would be left, as of "The" and "+", punctuation
-  and articles stay: otherwise an empty answer would equal it.
+  single spaces. If this leaves nothing, as with "The" or "+", punctuation and
+  articles are kept. Otherwise such a text would equal an empty answer.
   """
   text = text.lower()
   kept = _ARTICLES.sub(' ', text.translate(_DELETE_PUNCTUATION)).split()
@@ -117,9 +123,10 @@ def normalise(text: str) -> str:
 
 
 def whole(text: str) -> str:
-  """Returns a text with U+FFFD for each half of a surrogate pair.
+  """Returns a text in which U+FFFD replaces each unpaired surrogate.
 
-  JSON can escape such a half, which no tokenizer and no file accepts.
+  A JSON escape can produce an unpaired surrogate, and tokenizers and files do
+  not accept it.
   """
   return text.encode('utf-16-le', 'surrogatepass').decode(
     'utf-16-le', 'replace'

@@ -1,6 +1,7 @@
-"""Records of the host: questions, passages, turns and trajectories.
+"""Host-side records: questions, passages, turns and trajectories.
 
-Nothing here imports jax. `rollout/pack.py` turns trajectories into arrays.
+This module does not import jax. `rollout/pack.py` turns trajectories into
+arrays.
 
 L tokens that the policy wrote in a turn, O tokens of an observation.
 """
@@ -22,16 +23,16 @@ class Question:
   Attributes:
     id: unique within its data set.
     text: the question in plain words.
-    golden_answers: the right answers; giving any one of them is right.
+    golden_answers: the right answers; each of them counts as right.
     data_set: the name under which its scores are reported, as in
       `val/{score}/{data_set}`.
     kind: 'open' (free text) or 'choice' (an option letter or its text).
     options: option letter to option text; empty unless kind is 'choice'.
     corpus: the path under which the retrieval server serves this question's
-      passages, such as 'worlds/17'; '' for the server's own corpus.
+      passages, such as 'worlds/17'; '' selects the server's default corpus.
     gold_passages: the ids of the passages that lead to the answer; empty if
       they are not known.
-    hops: the number of facts that lead to the answer; 0 if it is not known.
+    hops: the number of facts that lead to the answer; 0 if unknown.
   """
 
   id: str
@@ -47,7 +48,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-  """One passage; `score` is its retrieval score, larger is better."""
+  """One passage; a larger `score` means a better match with the query."""
 
   id: str
   title: str
@@ -59,8 +60,9 @@ class TrajectoryStatus(enum.Enum):
   """How a trajectory ended.
 
   Truncated trajectories are trained on like completed ones. INFRA_ERROR means
-  that the retriever or the engine failed: such a trajectory has weight 0 in
-  every loss, advantage and metric but the count of its status.
+  that the retriever or the engine failed. Such a trajectory has weight 0 in
+  every loss, advantage and metric. Only the metric that counts statuses counts
+  it.
   """
 
   COMPLETED = 'completed'
@@ -71,16 +73,19 @@ class TrajectoryStatus(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedTurn:
-  """A turn of one row, as the policy generated it.
+  """A turn of one trajectory, as the policy generated it.
 
   Attributes:
-    token_ids: [L] int32; at least one wherever one fits.
-    logprobs: [L] float32, under softmax(logits / temperature).
-    truncated_logprobs: [L] float32, under the truncated distribution that was
-      sampled from; None where the engine does not know it.
-    stopped: whether a stop string or EOS ended the turn; False where a length
-      limit did.
-    version: number of training steps that made the policy that wrote it.
+    token_ids: [L] int32; L is at least 1 if the length limit leaves room for a
+      token.
+    logprobs: [L] float32, the tokens' log-probabilities under
+      softmax(logits / temperature).
+    truncated_logprobs: [L] float32, the tokens' log-probabilities under the
+      truncated distribution that was sampled from; None if the engine does not
+      report them.
+    stopped: whether a stop string or EOS ended the turn; False if a length
+      limit ended it.
+    version: the policy that wrote the turn, as its number of training steps.
   """
 
   token_ids: np.ndarray
@@ -95,23 +100,22 @@ class Turn:
   """One turn of the policy and the observation that followed it.
 
   Attributes:
-    token_ids: [L] int32, the tokens as they were sampled, with the closing tag
-      or EOS.
+    token_ids: [L] int32, the sampled tokens, including the closing tag or EOS.
     sampler_logprobs: [L] float32, the log-probability of each token in the
       sampler at the run's temperature, without truncation.
     observation_ids: [O] int32, the tokens of the environment's answer; may be
       empty.
-    action: the environment's name for what the turn did; 'invalid' if it did
-      nothing (`INVALID`).
-    reward: the weighted reward of the turn itself, which is not part of the
-      outcome reward.
+    action: the environment's name of the action that the turn took; `INVALID`
+      if the turn has no valid action.
+    reward: the turn's own weighted reward, which is not part of the outcome
+      reward.
     truncated_logprobs: [L] float32, the log-probability of each token in the
       truncated distribution (top-k, top-p, min-p) that it was sampled from;
       None if the engine does not report it.
     passages: the ids of the passages that the turn's search found.
-    version: number of training steps that made the policy that wrote it. All
-      tokens of a turn are of one policy, but a later turn may be of a newer one
-      (`rollout.turn_swaps`).
+    version: the policy that wrote the turn, as its number of training steps.
+      One policy writes all tokens of a turn. A newer policy may write a later
+      turn (`rollout.turn_swaps`).
   """
 
   token_ids: np.ndarray
@@ -126,21 +130,21 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-  """A question, the turns that it led to, and their rewards.
+  """A question, the turns of its dialogue, and the outcome's rewards.
 
   Attributes:
     question: the question that opened the dialogue.
     prompt_ids: int32, one dimension, the tokens before the first turn.
     turns: the turns in order.
-    rewards: name to weighted reward; the outcome reward is their sum.
+    rewards: reward name to weighted reward; the outcome reward is their sum.
     status: how the trajectory ended.
-    scores: name to unweighted score (exact match, F1, ...). Scores are reported
-      and never trained on.
+    scores: score name to unweighted score (exact match, F1, ...). Scores are
+      reported and never trained on.
     expert_ids: [tokens, layers, experts per token] int16, the experts that each
-      token visited in the sampler, with prompt and observations; None if the
-      engine does not report them.
-    cause: one line on what failed, of a trajectory with INFRA_ERROR; '' where
-      it is not known.
+      token visited in the sampler, for the tokens of prompt, turns and
+      observations; None if the engine does not report them.
+    cause: one line that says what failed in a trajectory with INFRA_ERROR; ''
+      if the cause is not known, and for all other trajectories.
   """
 
   question: Question
@@ -154,12 +158,12 @@ class Trajectory:
 
   @property
   def is_valid(self) -> bool:
-    """Whether the trajectory weighs anything: no infrastructure failed it."""
+    """Whether the trajectory has weight: its status is not INFRA_ERROR."""
     return self.status is not TrajectoryStatus.INFRA_ERROR
 
   @property
   def reward(self) -> float:
-    """The outcome reward: the sum of `rewards`, without the turns' rewards."""
+    """The outcome reward: the sum of `rewards`, without rewards of turns."""
     return float(sum(self.rewards.values()))
 
   @property
