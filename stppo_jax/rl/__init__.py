@@ -1,4 +1,4 @@
 """The mathematics of the algorithms: pure functions of arrays.
 
-Nothing here knows of models, files or logging.
+The modules of this package do not use models, files or logging.
 """

@@ -3,16 +3,17 @@
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
 is called `estimator(rewards_BL, batch, **options)`. It returns `Advantages`, or
 advantages [B, L] alone if it trains no critic. The module `gae` has the
-recursion of GAE, `group_advantages` and `turn_advantages` those that compare
-the trajectories of a question, or their turns.
+recursion of GAE. `group_advantages` has the estimators that compare the
+trajectories of a question, and `turn_advantages` those that compare turns.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
-policy token. Nothing is bootstrapped at the end of a row. A row whose loss
-mask is false everywhere changes nothing.
+policy token. The value after the last step of a row is 0: no estimator
+bootstraps there. A row whose loss mask is false everywhere has no influence on
+other rows.
 
 Only `whiten='all'` reads the advantages of observation tokens. GAE with
-included observations computes them; all other estimators repeat the advantage
-of the turn, or of the token, before the observation.
+included observations computes these advantages. All other estimators give an
+observation token the advantage of the turn, or of the token, before it.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ Array = jax.Array
 class Advantages:
   """The result of an estimator; 0 or false off the loss mask.
 
-  With GAE's `critic_tokens='response'`, returns and value mask also cover the
-  observations between policy tokens.
+  With GAE's `critic_tokens='response'`, the returns and the value mask also
+  cover the observations between policy tokens.
 
   Attributes:
     advantages_BL: the advantages that the policy loss uses. The functions in
@@ -53,8 +54,9 @@ class Advantages:
 
 
 STEPS = ('token', 'turn', 'bilevel')
-# The critic is trained at the steps that are policy tokens, or at all steps, as
-# in the reference implementation of arXiv 2511.20718.
+# 'policy' trains the critic at the steps that are policy tokens. 'response'
+# trains it at all steps, as the reference implementation of arXiv 2511.20718
+# does.
 CRITIC_TOKENS = ('policy', 'response')
 
 
@@ -78,7 +80,7 @@ class Gae(options_lib.Named):
       rule = f"'skipped' when steps is {steps!r}"
       yield 'observation_tokens', observation_tokens, rule
     # With gamma = lambda_ = 1 the values of later steps cancel out of an
-    # advantage, so it does not matter that no loss trains some of them.
+    # advantage, so untrained values at observations do no harm.
     elif included and critic_tokens == 'policy' and (gamma, lambda_) != (1, 1):
       rule = (
         "'response' when observation_tokens is 'included', unless gamma and "
@@ -104,39 +106,40 @@ def gae_estimator(
 ) -> Advantages:
   """Returns GAE at token, turn or bi-level steps, for all policy tokens.
 
-  `gae.gae` has the recursion over token or turn steps. Bi-level steps are those
-  of RAGEN (arXiv 2504.20073). GAE over turns, with gamma_turn and lambda_turn,
-  gives each turn k with the rewards r_k a return G_k,
+  `gae.gae` has the recursion over token or turn steps. Bi-level steps come from
+  RAGEN (arXiv 2504.20073). First, GAE over turns, with gamma_turn and
+  lambda_turn, gives each turn k with the sum of rewards r_k a return G_k:
 
     A_k = r_k + gamma_turn V_{k+1} - V_k + gamma_turn lambda_turn A_{k+1}
     G_k = A_k + V_k
 
-  which becomes the only reward of the turn, on its last token. GAE with gamma
+  G_k becomes the only reward of the turn, on its last token. GAE with gamma
   and lambda_ then runs over the tokens of each turn alone. As in the authors'
   code, the return of a token comes from this second recursion, and the critic
   is trained at every policy token.
 
-  Here V_k is read before the first token of turn k, which is our choice. The
-  authors' code reads it at the token with the turn's reward. It has one lambda
-  for both levels, and it recognises a turn by its reward, so that it misses
-  turns whose reward is 0. The two give the same numbers where lambda_turn = 1
-  and every turn has a reward other than 0 on its last token.
+  We read V_k before the first token of turn k, which is our choice. The
+  authors' code reads V_k at the token with the turn's reward. That code has one
+  lambda for both levels, and it recognises a turn by its reward, so it misses
+  turns whose reward is 0. Both give the same numbers if lambda_turn = 1 and
+  every turn has a reward other than 0 on its last token.
 
   Args:
-    rewards_BL: the outcome, minus a KL penalty where there is one.
+    rewards_BL: the rewards, minus the KL penalty if there is one.
     batch: masks, turn ids and values.
     gamma: discount per step.
     lambda_: trace decay per step.
     steps: 'token': every policy token is a step. 'turn': the first token of a
-      turn is a step; the rewards of the turn are summed into it, its advantage
-      goes to all tokens of the turn, and the critic is trained there only.
-      'bilevel': GAE over turns, then over the tokens of each turn.
+      turn is a step. This step gets the sum of the turn's rewards, its
+      advantage goes to all tokens of the turn, and the critic is trained at
+      this token only. 'bilevel': GAE over turns, then over the tokens of each
+      turn.
     observation_tokens: with token steps, whether observation tokens between the
       first and the last policy token of a row are steps ('included') or not
       ('skipped'). Turns never include them.
-    critic_tokens: the critic is trained at the steps that are policy tokens
-      ('policy'), or at all steps ('response'). The two differ only where
-      observations are included.
+    critic_tokens: whether the critic is trained at the steps that are policy
+      tokens ('policy'), or at all steps ('response'). The two choices differ
+      only if observations are included.
     gamma_turn: with bi-level steps, the discount per turn.
     lambda_turn: with bi-level steps, the trace decay per turn.
   """
@@ -175,15 +178,16 @@ def gae_estimator(
   )
 
 
-# What takes the place of the values in the advantages of the policy.
+# The baselines that the policy's advantages may use, see `decoupled_gae`.
 BASELINES = ('critic', 'explained')
 
 
 def _explained(values_BL, returns_BL, mask_BL):
-  """Returns the values, or the mean return if that predicts returns better."""
+  """Returns the values if they explain variance, otherwise the mean return."""
   mean, variance = masking.masked_moments(returns_BL, mask_BL)
   _, missed = masking.masked_moments(returns_BL - values_BL, mask_BL)
-  # The explained variance, 1 - missed / variance, is positive.
+  # The condition says that the explained variance, 1 - missed / variance, is
+  # positive.
   return jnp.where(missed < variance, values_BL, mean)
 
 
@@ -211,24 +215,25 @@ def decoupled_gae(
 ) -> Advantages:
   """Returns GAE over policy tokens, with another lambda for the critic.
 
-  The policy's advantages are those of `gae.gae` with
+  The policy's advantages come from `gae.gae` with
 
     lambda of a row = lambda_ max(1 - 1 / (alpha length), 0)
 
-  where length counts the row's policy tokens: the longer a row, the further
-  back its outcome must reach. The critic's targets are formed with
-  lambda_critic; with 1 they are returns, which no wrong value distorts.
-  Sources: arXiv 2503.01491, which separates the two, and VAPO, arXiv
-  2504.05118, which makes lambda depend on the length. That a negative lambda is
-  0 is from NeMo-RL.
+  where length counts the row's policy tokens. In a longer row the outcome must
+  reach further back. The critic's targets are formed with lambda_critic. If it
+  is 1, the targets are plain returns, which no wrong value distorts. Sources:
+  arXiv 2503.01491 separates the two lambdas, and VAPO, arXiv 2504.05118, makes
+  the policy's lambda depend on the length. Replacing a negative lambda by 0
+  comes from NeMo-RL.
 
   Args:
-    rewards_BL: the outcome, minus a KL penalty where there is one.
+    rewards_BL: the rewards, minus the KL penalty if there is one.
     batch: masks and values.
     gamma: discount per token.
-    lambda_: trace decay per token for the policy, without `alpha`.
+    lambda_: trace decay per token for the policy in infinitely long rows.
     lambda_critic: trace decay per token for the critic's targets.
-    alpha: how fast the policy's trace decay approaches lambda_; inf: at once.
+    alpha: how fast the policy's trace decay approaches lambda_ with the length;
+      with inf it is lambda_ at every length.
     baseline: 'critic': the values. 'explained': the values if their explained
       variance over the policy tokens of the batch is positive, otherwise the
       mean of the critic's targets (EVPO, arXiv 2604.19485).
@@ -241,7 +246,8 @@ def decoupled_gae(
     rewards_BL, values_BL, mask_BL, gamma=gamma, lambda_=lambda_critic
   )
   length_B = jnp.sum(mask_BL, axis=1, dtype=rewards_BL.dtype)
-  # An empty row has no step at which its lambda would count.
+  # The length of an empty row is replaced by 1. Its lambda is never used,
+  # because the row has no steps.
   reach_B = jnp.maximum(1 - 1 / (alpha * jnp.maximum(length_B, 1)), 0)
   baseline_BL = values_BL
   if baseline == 'explained':
@@ -279,7 +285,7 @@ def monte_carlo(
   REINFORCE++ (arXiv 2501.03262).
 
   Args:
-    rewards_BL: the outcome, minus a KL penalty where there is one.
+    rewards_BL: the rewards, minus the KL penalty if there is one.
     batch: masks.
     gamma: discount per policy token.
   """
@@ -314,13 +320,13 @@ def estimate_advantages(
 ) -> Advantages:
   """Returns the advantages of a whole collected batch.
 
-  It is called before the batch is cut into minibatches. Under jit on global
-  arrays, groups and whitening extend over all hosts.
+  Call this function before the batch is cut into minibatches. Under jit on
+  global arrays, groups and whitening extend over all hosts.
 
   Args:
-    rewards_BL: the outcome, minus a KL penalty where there is one.
-    batch: masks, turn ids, group ids; values for the estimators in
-      `estimator_needs.VALUES`, state ids for those in `estimator_needs.STATES`.
+    rewards_BL: the rewards, minus the KL penalty if there is one.
+    batch: masks, turn ids and group ids. Estimators in `estimator_needs.VALUES`
+      also need values, and estimators in `estimator_needs.STATES` state ids.
     name: a key of `ADVANTAGES`.
     whiten: 'none': advantages are not whitened. Otherwise they have mean 0 and
       variance 1 (unbiased) over the loss mask ('policy'), or over all tokens
@@ -337,7 +343,8 @@ def estimate_advantages(
     estimate = Advantages(
       estimate, jnp.zeros_like(rewards_BL), jnp.zeros_like(batch.loss_mask_BL)
     )
-  # Whitened before the selection, because 'all' reads observation tokens, too.
+  # The advantages are whitened before the selection, because 'all' also reads
+  # the advantages of observation tokens.
   mask_BL = batch.loss_mask_BL
   white_BL = masking.WHITENS[whiten](estimate.advantages_BL, mask_BL)
   return dataclasses.replace(

@@ -1,8 +1,8 @@
-"""Aggregates: how the terms of the tokens become a scalar.
+"""Aggregates, which turn the tokens' loss terms into a scalar.
 
 B trajectories, L tokens, T turns. Every aggregate is a weighted sum over the
-loss mask, divided by a count. Weights and count depend on the masks only. A
-row or a turn counts if it has a token in the loss mask:
+loss mask, divided by a count. Weights and count depend on the masks only. Rows
+and turns are counted if they have a token in the loss mask:
 
                    weight                     count
   token_mean       1                          tokens  (arXiv 2503.14476)
@@ -11,9 +11,9 @@ row or a turn counts if it has a token in the loss mask:
   sequence_sum     1                          rows
   constant_length  1 / max_response_tokens    rows    (arXiv 2503.20783)
 
-Totals and counts add up over microbatches and devices. The total is divided
-once, by the count of the whole minibatch, so that cutting the minibatch into
-microbatches changes nothing.
+Weighted sums and counts add up over microbatches and devices. The sum is
+divided once, by the count of the whole minibatch, so cutting the minibatch into
+microbatches does not change the result.
 """
 
 import functools
@@ -44,7 +44,7 @@ def segment_weights(
   *,
   num_turns: int,
 ) -> tuple[Array, Array]:
-  """Returns weights under which each segment of a level counts once.
+  """Returns weights that give each segment of a level a total weight of 1.
 
   Args:
     level: a key of `segments.LEVELS`.
@@ -53,14 +53,15 @@ def segment_weights(
     num_turns: static, the most turns a row can have.
 
   Returns:
-    The weights [B, L], 1 / (tokens of the segment) and 0 off the mask, and the
-    number of segments with a token.
+    The weights [B, L], which are 1 / (tokens of the segment) on the mask and 0
+    off the mask, and the number of segments that have a token in the mask.
   """
-  if level == 'token':  # no sums: a token is its own segment
+  if level == 'token':  # each token is a segment, so no segment sums are needed
     return _ones(batch, dtype), jnp.sum(batch.loss_mask_BL, dtype=dtype)
   segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
   counts_BT = segments_lib.segment_counts(segments, dtype)
-  # A segment without a token gets 0 from `divide`, and is not counted either.
+  # `divide` gives a segment without tokens the weight 0. The count leaves such
+  # segments out, too.
   weights_BL = segments_lib.segment_spread(
     masking.divide(jnp.ones_like(counts_BT), counts_BT),
     segments,
@@ -109,6 +110,8 @@ def aggregate_weights(
   **options: Array | float,
 ) -> tuple[Array, Array]:
   """Returns the weight of every token [B, L], 0 off the mask, and the count.
+
+  The aggregate of terms x is sum(weights * x) / count.
 
   Args:
     batch: the batch, whose loss mask and turn ids are read.

@@ -1,9 +1,9 @@
-"""An algorithm is data: the choices of five axes, an advantage and a KL term.
+"""An algorithm as data: choices on five axes, an advantage and a KL term.
 
 `build_algorithm` turns an entry of the table in `configs/algorithms.py` into
-dataclasses. Their numbers are the leaves of a jax pytree, so that changing one
-does not recompile, and their names are static. The functions behind the names
-are looked up in tables; no code branches on the name of an algorithm.
+dataclasses. Numbers in these dataclasses are leaves of a jax pytree, so that
+changing a number does not recompile. Names of choices are static. Tables map
+the names to functions; no code branches on the name of an algorithm.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,12 +27,14 @@ class Algorithm(options.Options):
   Attributes:
     ratio: which tokens share a ratio, and where its gradient goes.
     bounds: the trusted interval of the ratio, one of `bounds.BOUNDS`.
-    objective: what happens outside it, one of `objectives.OBJECTIVES`.
-    correction: the names of the corrections that weigh the loss terms, and the
-      options of every correction, selected or not.
-    aggregate: how tokens become a scalar, one of `aggregation.AGGREGATES`.
+    objective: the token's loss term inside and outside the bounds, one of
+      `objectives.OBJECTIVES`.
+    correction: the names of the selected corrections, which weigh the loss
+      terms, and the options of all corrections.
+    aggregate: how the tokens' terms become a scalar, one of
+      `aggregation.AGGREGATES`.
     advantage: how good a token was, one of `advantages.ADVANTAGES`.
-    kl: where the divergence from the reference enters.
+    kl: where and how the divergence from the reference enters.
   """
 
   ratio: ratios.Ratio = options.section(ratios.Ratio)
@@ -47,8 +49,8 @@ class Algorithm(options.Options):
   def conflicts(ratio, objective, advantage, kl, **_):
     clips = ('pessimistic', 'dual_clip')
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
-      # The guard undoes a factor in the gradient of the ratio, and only in
-      # these objectives does the gradient flow through the ratio.
+      # The guard undoes a factor in the gradient of the ratio, so the gradient
+      # of the objective must flow through the ratio, as in `clips`.
       rule = "'none' unless objective.name is " + ' or '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     name = advantage['name']
@@ -68,16 +70,16 @@ class Algorithm(options.Options):
 
   @property
   def uses_minibatch_statistics(self) -> bool:
-    """Whether the loss needs numbers formed over the whole minibatch.
+    """Whether the loss needs statistics of the whole minibatch.
 
-    If not, the result of `losses.minibatch_statistics` has no leaves.
+    If it needs none, the result of `losses.minibatch_statistics` has no leaves.
     """
     return any(
       choice.uses_statistics(chosen) for choice, chosen in self._choices()
     )
 
   def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
-    """Yields what is chosen for the policy loss, with its options."""
+    """Yields the table entry and the options of each choice in the loss."""
     yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
     yield bounds_lib.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective
@@ -111,9 +113,10 @@ class Algorithm(options.Options):
 
   @property
   def needs(self) -> frozenset[str]:
-    """The names of the arrays that the loss reads and not every loss does."""
-    # Bounds, objectives and corrections declare their arrays in the tables. The
-    # level and the KL term have no entries there, so theirs are added here.
+    """The names of the arrays that this loss reads but not every loss."""
+    # Bounds, objectives and corrections declare their arrays in their tables.
+    # The ratio's level and the KL term have no table entry, so their arrays are
+    # added here.
     arrays = set().union(*(choice.arrays for choice, _ in self._choices()))
     if self.ratio.level == 'sentence':
       arrays.add('sentence_ids_BL')
@@ -123,7 +126,7 @@ class Algorithm(options.Options):
 
 
 def check_algorithm(algorithm: Mapping) -> list[str]:
-  """Returns all problems of an algorithm, one line each.
+  """Returns the problems of an algorithm's options, one line each.
 
   Args:
     algorithm: nested mappings, such as a `ConfigDict` or an entry of the table.
@@ -142,7 +145,8 @@ def build_algorithm(algorithm: Mapping) -> Algorithm:
     algorithm: nested mappings, such as a `ConfigDict` or an entry of the table.
 
   Raises:
-    ValueError: every problem of `check_algorithm`, one line each.
+    ValueError: `check_algorithm` finds problems; the message has a line for
+      each of them.
   """
   problems = check_algorithm(algorithm)
   if problems:

@@ -1,6 +1,6 @@
 """Bounds of the ratio that balance positive and negative advantages: BAPO.
 
-They are a rule of `bounds.BOUNDS`. B trajectories, L tokens.
+`bounds.BOUNDS` has the rule as 'balanced'. B trajectories, L tokens.
 """
 
 import typing
@@ -17,8 +17,8 @@ Number = Array | float
 LossContext = loss_context_lib.LossContext
 
 
-# The most steps that a bound may need to reach its limit. Every step costs a
-# pass over the minibatch.
+# The largest number of steps in which a bound may reach its limit. Every step
+# costs a pass over the minibatch.
 MAX_STEPS = 10_000
 
 
@@ -53,7 +53,7 @@ class Balanced(options_lib.Named):
 
 
 class _Interval(typing.NamedTuple):
-  """A pair of bounds, or the numbers of steps that both bounds have taken."""
+  """The two bounds, or the number of steps that each bound has taken."""
 
   low: Array
   high: Array
@@ -62,7 +62,7 @@ class _Interval(typing.NamedTuple):
 def balanced(
   context: LossContext, interval: _Interval, **options
 ) -> tuple[Array, Array]:
-  """Returns the interval from `balance` for the whole minibatch: BAPO."""
+  """Returns the bounds that `balance` has found for the minibatch: BAPO."""
   del context, options
   return interval
 
@@ -85,9 +85,10 @@ def balance(
     sum_{A > 0} pi_old min(r A, clip(r) A) / sum pi_old |min(r A, clip(r) A)|
 
   The bounds start as `low` and `high`. While the share is below
-  `positive_share`, high grows by high_step up to high_limit, and after that low
-  grows by low_step up to low_limit. Source: arXiv 2510.18927. Its Eq. 8 takes
-  the absolute value of the whole sum; that of each term is our choice.
+  `positive_share`, the upper bound grows in steps of high_step up to
+  high_limit. After that, the lower bound grows in steps of low_step up to
+  low_limit. Source: arXiv 2510.18927. Eq. 8 there takes the absolute value of
+  the whole sum in the denominator; taking it of each term is our choice.
   """
   ratio_BL = context.ratio_at(context.level)
   advantages_BL, mask_BL = context.advantages_BL, context.mask_BL
@@ -96,9 +97,9 @@ def balance(
   weight_BL = masking.select(jnp.exp(old_BL), mask_BL)
 
   dtype = ratio_BL.dtype
-  # A bound is its start plus the number of its steps times the step's size.
-  # Adding one step after the other would round each sum, and steps smaller than
-  # the rounding error would never reach the limit.
+  # A bound is computed as its start plus the number of steps times the step's
+  # size. Adding one step after the other would round each sum, and steps
+  # smaller than the rounding error would never reach the limit.
   most = _Interval(
     _steps(low, low_limit, low_step), _steps(high, high_limit, high_step)
   )
@@ -115,15 +116,16 @@ def balance(
     term_BL = weight_BL * jnp.minimum(
       ratio_BL * advantages_BL, clipped_BL * advantages_BL
     )
-    # Compared as a product, because without any term the share would be 0 / 0.
+    # The comparison multiplies instead of dividing, because the share of a
+    # minibatch without terms would be 0 / 0.
     positive = jnp.sum(jnp.maximum(term_BL, 0))
     magnitude = jnp.sum(jnp.abs(term_BL))
     can_move = (steps.high < most.high) | (steps.low < most.low)
     return (positive < positive_share * magnitude) & can_move
 
   def take_step(steps):
-    # The method moves one bound at a time: `low` only once `high` has reached
-    # its limit.
+    # The method moves one bound at a time. `low` moves only after `high` has
+    # reached its limit.
     widens = (steps.high < most.high).astype(jnp.int32)
     return _Interval(steps.low + 1 - widens, steps.high + widens)
 
@@ -133,6 +135,6 @@ def balance(
 
 
 def _steps(start, limit, step):
-  """Returns the number of steps that lead from the start to the limit."""
+  """Returns the number of steps from the start of a bound to its limit."""
   count = jnp.ceil((limit - start) / step)
   return jnp.clip(count, 0, MAX_STEPS).astype(jnp.int32)

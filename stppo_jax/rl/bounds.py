@@ -3,8 +3,8 @@
 B trajectories, L tokens. A bounds rule is called `rule(context, statistics,
 **options)` and returns the absolute bounds (low, high): scalars, or arrays
 [B, L]. `statistics` is the result of the rule's `Choice.statistics` for the
-whole minibatch, () for a rule that needs none. The caller detaches the bounds,
-so that no gradient flows through them.
+whole minibatch, or () for a rule without statistics. The caller detaches the
+bounds, so that no gradient flows through them.
 """
 
 import jax
@@ -39,7 +39,8 @@ def fixed(
 ) -> tuple[Number, Number]:
   """Returns (1 - clip_low, 1 + clip_high).
 
-  Source: PPO, arXiv 1707.06347; with unequal distances DAPO, arXiv 2503.14476.
+  Sources: PPO, arXiv 1707.06347, with equal distances; DAPO, arXiv 2503.14476,
+  with unequal distances.
   """
   del context, statistics
   return 1 - clip_low, 1 + clip_high
@@ -47,7 +48,7 @@ def fixed(
 
 @options_lib.dataclass
 class ByLength(Fixed):
-  """Options of `by_length`; exponent: a, of which 0 is `fixed`."""
+  """Options of `by_length`; exponent: a. With 0 the bounds are `fixed`."""
 
   exponent: float = options_lib.number(at_most=1.0)
 
@@ -64,10 +65,10 @@ def by_length(
 
   n is the number of policy tokens of the ratio's segment. The mean of n
   independent log-ratios has a standard deviation proportional to n^(-1/2); see
-  docs/turn_bounds.md. Our choice.
+  docs/turn_bounds.md. This rule is our choice.
   """
   del statistics
-  # Each token has the weight 1 / n; off the mask n is 1.
+  # On the mask the weight of a token is 1 / n. Off the mask the scale is 1.
   share_BL, _ = aggregation.segment_weights(
     context.level,
     context.batch,
@@ -80,7 +81,7 @@ def by_length(
 
 @options_lib.dataclass
 class ByReward(Fixed):
-  """Options of `by_reward`; strength: the most that a width may change by."""
+  """Options of `by_reward`; strength: the largest share a width changes by."""
 
   strength: float = options_lib.number(at_most=1.0)
 
@@ -98,8 +99,9 @@ def by_reward(
     low, high = 1 - f clip_low, 1 + f clip_high
     f         = 1 + strength (2 sigmoid(z) - 1)
 
-  z is `turn_z_BL` of the batch: how the reward of the turn compares with those
-  of turns of the same number. Source: arXiv 2605.06200, with strength 0.3.
+  z is `turn_z_BL` of the batch: the reward of the turn, normalised over the
+  turns of the question that have the same number. Source: arXiv 2605.06200,
+  with strength 0.3.
   """
   del statistics
   z_BL = masking.select(context.batch.turn_z_BL, context.mask_BL)
@@ -109,7 +111,7 @@ def by_reward(
 
 @options_lib.dataclass
 class TotalVariation(options_lib.Named):
-  """Options of `total_variation`: how far a probability may fall and rise."""
+  """Options of `total_variation`: the largest fall and rise of pi."""
 
   fall: float = options_lib.number(at_most=1.0)
   rise: float = options_lib.number(at_most=1.0)
@@ -126,8 +128,9 @@ def total_variation(
 
     low, high = 1 - fall / pi_old, 1 + rise / pi_old
 
-  |pi - pi_old| is the total variation between the distributions of one event,
-  "this token or another". Source: arXiv 2602.04879, Binary-TV.
+  |pi - pi_old| is the total variation distance between two distributions over
+  two outcomes, "this token" and "any other token". Source: arXiv 2602.04879,
+  Binary-TV.
   """
   del statistics
   inverse_BL = jnp.exp(-_old_logprobs(context))
@@ -136,15 +139,15 @@ def total_variation(
 
 @options_lib.dataclass
 class BinaryKl(options_lib.Named):
-  """Options of `binary_kl`: the largest divergences below and above."""
+  """Options of `binary_kl`: the largest KL if pi falls, and if pi rises."""
 
   fall: float = options_lib.number()
   rise: float = options_lib.number()
 
 
-# Halvings of an interval of 20 nats, which leave 7e-14.
+# After so many halvings, an interval of 20 nats has a length of 7e-14 nats.
 _HALVINGS = 48
-_PROBABILITY_EPSILON = 1e-8  # of the public implementation
+_PROBABILITY_EPSILON = 1e-8  # as in the public implementation
 
 
 def binary_kl(
@@ -154,19 +157,20 @@ def binary_kl(
   fall: Number,
   rise: Number,
 ) -> tuple[Array, Array]:
-  """Returns bounds that trust a bounded divergence of one token: DPPO.
+  """Returns bounds that limit the divergence of each token: DPPO.
 
     KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
-  KL <= fall where pi < pi_old, and KL <= rise where pi > pi_old. The bounds are
-  found by halving intervals of log(pi / pi_old), on which KL is monotone.
-  Source: arXiv 2602.04879, Binary-KL.
+  A ratio is trusted if pi < pi_old and KL <= fall, or if pi > pi_old and
+  KL <= rise. The bounds are found by halving intervals of log(pi / pi_old), on
+  which KL is monotone. Source: arXiv 2602.04879, Binary-KL.
   """
   del statistics
   old_BL = _old_logprobs(context)
 
-  # The bounds are those of the ratio, so its logarithm is the variable. The
-  # epsilon keeps the logarithms finite where a probability is 1.
+  # The search varies the logarithm of the ratio, because the results are bounds
+  # of the ratio. The epsilon keeps the logarithms finite where a probability is
+  # 1.
   def divergence(log_ratio_BL):
     rest_BL = 1 - jnp.exp(old_BL)
     left_BL = 1 - jnp.exp(old_BL + log_ratio_BL)
@@ -176,10 +180,14 @@ def binary_kl(
     return rest_BL * gone_BL - jnp.exp(old_BL) * log_ratio_BL
 
   def furthest(limit, end_BL):
-    """Returns the log-ratio furthest from 0, up to an end, within a limit."""
+    """Returns the log-ratio furthest from 0 whose KL is within a limit.
 
-    # `near` is always inside, `far` perhaps outside: the answer is `near` after
-    # the last halving, or the end itself if even that is inside.
+    The search goes from 0 to `end_BL` and no further.
+    """
+
+    # At `near` the divergence is always within the limit; at `far` it may
+    # exceed the limit. The answer is `near` after the last halving, or the end
+    # itself if the divergence at the end is within the limit.
     def halve(_, interval):
       near_BL, far_BL = interval
       middle_BL = (near_BL + far_BL) / 2
@@ -195,13 +203,13 @@ def binary_kl(
 
   least = jnp.full_like(old_BL, -ratios.LOG_RATIO_LIMIT)
   low_BL = furthest(fall, least)
-  # No probability exceeds 1.
+  # pi is at most 1, so the log-ratio is at most -log pi_old.
   high_BL = furthest(rise, ratios.limit(-old_BL))
   return jnp.exp(low_BL), jnp.exp(high_BL)
 
 
 def _old_logprobs(context: LossContext) -> Array:
-  """Returns log pi_old of the token, limited to [-20, 0], 0 off the mask."""
+  """Returns log pi_old of each token, clipped to [-20, 0], 0 off the mask."""
   old_BL = context.batch.old_logprobs_BL
   assert old_BL is not None
   old_BL = masking.select(old_BL, context.mask_BL)
@@ -210,7 +218,7 @@ def _old_logprobs(context: LossContext) -> Array:
 
 @options_lib.dataclass
 class EntropyScaled(Fixed):
-  """Options of `entropy_scaled`; its factor f is in [least, most]."""
+  """Options of `entropy_scaled`; the factor f lies in [least, most]."""
 
   least: float = options_lib.number()
   most: float = options_lib.number()
@@ -235,10 +243,10 @@ def entropy_scaled(
     f = clip(H / mean H, least, most)
     low, high = 1 - f clip_low, 1 + f clip_high
 
-  H is the mean entropy, in nats, of the tokens of the ratio's segment, and
-  mean H the mean of H over the segments of the minibatch; f is 1 where mean H
-  is 0. Source: arXiv 2511.04256. That entropy scales the bounds is from the
-  paper; f is our choice. `mean_entropy` is mean H.
+  H is the mean entropy, in nats, of the tokens of the ratio's segment. mean H,
+  the argument `mean_entropy`, is the mean of H over the segments of the
+  minibatch. If mean H is 0, f is 1. Source: arXiv 2511.04256. The paper scales
+  the bounds by entropy; the formula of f is our choice.
   """
   H_BL = context.mean(context.entropy_BL, context.level)
   some = mean_entropy > 0
@@ -248,7 +256,7 @@ def entropy_scaled(
 
 
 def _mean_entropy(context: LossContext, **options) -> Array:
-  """Returns the mean over segments of the mean entropy of each, in nats."""
+  """Returns the mean of all segments' mean entropies, in nats."""
   del options
   weights_BL, count = aggregation.segment_weights(
     context.level,

@@ -1,30 +1,32 @@
 """The clipping-bias correction (arXiv 2511.20718).
 
 B trajectories, L tokens, T turns. The PPO gradient is the off-policy gradient
-minus what clipping removed, C = E[1{clipped} w A grad log pi]. With the ratio
-w and the bounds low and high, whatever the sign of A,
+minus the part that clipping removes, C = E[1{clipped} w A grad log pi]. Let w
+be the ratio, low and high its bounds, and, whatever the sign of A,
 
-  U = policy tokens with w outside the bounds,  V = those with w inside
-  N_U = rms over U of w A                     N_V = rms over V of w A
+  U = policy tokens with w outside the bounds
+  V = policy tokens with w inside the bounds
+  N_U = rms over U of w A
+  N_V = rms over V of w A
 
 norm='coefficient':
 
   rho = N_U / (N_V + 1e-8),  s = 1 / rho if rho > tau else 1
 
   and s multiplies every term of the loss. The option `scope` says over which
-  tokens rho is formed: 'minibatch' (all of one optimiser step), 'microbatch',
-  'sequence' (a row) or 'turn'. Where U is empty, s = 1. Where V is empty,
-  N_V = 0 for minibatch and microbatch, and 1 for sequence and turn: there an
-  empty V is common, and N_V = 0 would give every short clipped turn a
-  gradient of almost zero.
+  tokens rho is formed: 'minibatch' (all tokens of one optimiser step),
+  'microbatch', 'sequence' (a row) or 'turn'. If U is empty, s = 1. If V is
+  empty, N_V is 0 for minibatch and microbatch, and 1 for sequence and turn. In
+  a sequence or a turn an empty V is common, and N_V = 0 would give every short
+  clipped turn a gradient of almost zero.
 
 norm='gradient' (known from the paper's public reviews only):
 
   g_policy <- g_policy / max(|c|_2, floor)
 
   where c is the gradient of the aggregate of w A log pi over U, with w and A
-  detached. tau and scope do not apply. The floor of the divisor is our choice:
-  without it a small |c| would enlarge the step.
+  detached. tau and scope are not used. The floor of the divisor is our choice:
+  without a floor a small |c| would enlarge the step.
 
 No gradient flows through rho, s or |c|.
 """
@@ -50,7 +52,7 @@ RHO_EPSILON = 1e-8
 
 
 class Sums(NamedTuple):
-  """The four sums of the norms; they add up over microbatches and devices.
+  """The four sums behind N_U and N_V; add them over microbatches and devices.
 
   Attributes:
     clipped_squares: sum over U of (w A)^2.
@@ -67,7 +69,7 @@ class Sums(NamedTuple):
 
 def _split(ratio_BL, advantages_BL, loss_mask_BL, low, high):
   """Returns w A [B, L] and the masks of U and V, all detached."""
-  # Detached: no gradient flows through the norms.
+  # w and A are detached, so that no gradient flows through the norms.
   ratio_BL = sg(jnp.where(loss_mask_BL, ratio_BL, 1))
   weighted_BL = ratio_BL * sg(masking.select(advantages_BL, loss_mask_BL))
   inside_BL = (ratio_BL >= low) & (ratio_BL <= high)
@@ -83,7 +85,7 @@ def batch_sums(
   *,
   axis: int | None = None,
 ) -> Sums:
-  """Returns the four sums over the batch, or over each row with `axis=1`."""
+  """Returns the four sums over the batch or, with `axis=1`, over each row."""
   weighted_BL, clipped_BL, kept_BL = _split(
     ratio_BL, advantages_BL, loss_mask_BL, low, high
   )
@@ -109,10 +111,10 @@ def _turn_sums(turns, *arguments) -> Sums:
 
 
 def scale_of(sums: Sums, *, tau: Number, kept_empty: float = 0.0) -> Array:
-  """Returns s = 1 / rho where rho > tau, else 1, in the shape of the sums.
+  """Returns s for each set of tokens that was summed: 1 / rho or 1.
 
-  rho is N_U / (N_V + 1e-8), where N_V is `kept_empty` if V is empty. If U is
-  empty, rho is 0.
+  s is 1 / rho if rho > tau. rho is N_U / (N_V + 1e-8), with `kept_empty` in the
+  place of N_V if V is empty. If U is empty, rho is 0.
   """
   clipped = jnp.sqrt(masking.divide(sums.clipped_squares, sums.clipped_count))
   kept = jnp.sqrt(masking.divide(sums.kept_squares, sums.kept_count))
@@ -122,7 +124,7 @@ def scale_of(sums: Sums, *, tau: Number, kept_empty: float = 0.0) -> Array:
 
 
 def _sum_arguments(context, level, low, high):
-  """Returns the arguments of the sums: w, A, the mask and the bounds."""
+  """Returns the arguments of `batch_sums`: w, A, the mask and the bounds."""
   return (
     context.ratio_at(level),
     context.advantages_BL,
@@ -158,8 +160,8 @@ class ClippingBias(options_lib.Options):
 
   Attributes:
     norm: one of `NORMS`.
-    tau: with norm='coefficient', the rho above which terms are scaled;
-      infinity: none are.
+    tau: with norm='coefficient', the rho above which terms are scaled; with
+      infinity no term is scaled.
     scope: with norm='coefficient', the tokens over which rho is formed, one
       of `SCOPES`.
     level: the level of the ratio w, one of `RATIO_LEVELS`.
@@ -197,15 +199,16 @@ def clipping_bias(
 
   Args:
     context: the microbatch.
-    low, high: the bounds in force.
-    sums: `minibatch_sums` of the whole minibatch; () where they are not needed.
+    low, high: the bounds of the ratio.
+    sums: `minibatch_sums` of the whole minibatch, or () if
+      `needs_minibatch_sums` is false.
     norm, tau, scope, level, applies_to, floor: see `ClippingBias`.
   """
   sum_arguments = _sum_arguments(context, level, low, high)
   ones_BL = jnp.ones_like(context.advantages_BL)
   if norm == 'gradient':
-    # The terms keep their weights: the learner divides the gradient itself by
-    # the norm of c, which is known only after the last microbatch.
+    # The terms keep their weights. The learner divides the gradient by the norm
+    # of c, which is known only after the last microbatch.
     del floor
     weighted_BL, clipped_BL, _ = _split(*sum_arguments)
     bias_BL = masking.select(weighted_BL, clipped_BL)
@@ -234,21 +237,22 @@ def minibatch_sums(
 
 
 # With `correction.clipping_bias.norm='gradient'` the policy gradient is divided
-# by the L2 norm of the bias c, the gradient of the clipped terms:
+# by the L2 norm of c, the gradient of the clipped terms:
 #
 #   g = g_policy / max(|c|_2, floor) + g_other,    c = grad bias
 #
-# Each of the three terms needs a gradient of its own, so the functions below
-# replace `jax.value_and_grad` of the loss, which every other algorithm uses.
+# Each of the terms policy, bias and other needs its own gradient. So the
+# functions below replace `jax.value_and_grad` of the loss, which all other
+# algorithms use.
 
 
 class LossTerms(NamedTuple):
-  """The terms of a loss, or the gradient of each of them.
+  """The three terms of a loss, or the gradient of each term.
 
   Attributes:
     policy: the policy term.
     bias: the scalar whose gradient is c.
-    other: all terms that the correction does not change.
+    other: the sum of all terms that the correction does not change.
   """
 
   policy: Tree
@@ -280,11 +284,11 @@ def term_gradients(
 def divide_by_bias_norm(
   gradients: LossTerms, *, floor: Array | float
 ) -> tuple[Tree, Array]:
-  """Returns the combined gradient g (see the module's docstring), and |c|_2.
+  """Returns the gradient g of the comment above `LossTerms`, and |c|_2.
 
   Args:
-    gradients: the gradient of each term, summed over the microbatches; all have
-      the same structure.
+    gradients: the gradient of each term, summed over the microbatches; the
+      three gradients have the same structure.
     floor: the smallest divisor, so that a small c does not enlarge a step.
   """
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients.bias)]

@@ -1,35 +1,36 @@
 """Corrections, which weigh the terms of the loss, and their table.
 
 B trajectories, L tokens. A correction is called
-`correction(context, low, high, statistics, **options)` with the bounds in
-force, and returns `loss_context.TermWeights`. `statistics` is the result of its
-`Choice.statistics` for the whole minibatch, and () for a correction that needs
-none. The weights of all selected corrections multiply. Denominators never
-change, so a term of weight 0 still counts.
+`correction(context, low, high, statistics, **options)`, where low and high are
+the bounds of the ratio, and returns `loss_context.TermWeights`. `statistics` is
+the result of its `Choice.statistics` for the whole minibatch, or () for a
+correction without statistics. The weights of all selected corrections are
+multiplied. Denominators never change, so a term of weight 0 still counts.
 
-`clipping_bias` has a module of its own. The others correct for a sampler whose
-probabilities differ from the trainer's. Even under the same weights, a sampler
-with other kernels, another precision or another engine has other probabilities,
-mu, than the trainer, whose probabilities before the first update are pi_old.
-With
+`clipping_bias` has a module of its own. The other corrections serve samplers
+whose probabilities, mu, differ from pi_old, the trainer's probabilities before
+the first update. mu and pi_old differ even with the same weights if the sampler
+has other kernels, another precision or another engine. A token has
 
   k = pi_old (trainer) / mu (sampler)
 
-of a token, or of the policy tokens of a turn or a sequence (their geometric
-mean, or their product), and log k clipped to [-20, 20], the weights of the
-policy terms are
+The k of a turn or a sequence is the geometric mean or the product of the k of
+its policy tokens. log k is clipped to [-20, 20]. The weights of the policy
+terms are
 
   tis     min(k, cap)                          truncated (Yao et al., 2025)
   mis     k where k <= cap, else 0             masked (Liu et al., 2025)
   icepop  k where least <= k <= most, else 0   masked (arXiv 2510.18855)
   geo_rs  1 where |log k| <= band, else 0      rejected (documentation of verl)
 
-A product over hundreds of tokens is near 0 or above every cap as soon as the
-log-ratios have a mean; the geometric mean stays near 1.
+If the mean of the log-ratios is not 0, a product over hundreds of tokens is
+near 0 or above every cap. The geometric mean stays near 1.
 
-`mis`, `icepop` and `geo_rs` are functions of log k, which `_of_k` completes.
+`mis`, `icepop` and `geo_rs` are functions of log k. `_of_k` makes corrections
+from these functions.
 
-The weights are detached. `diagnostics.mismatch` measures k before any of this.
+The weights are detached. `diagnostics.mismatch` measures k before it is clipped
+or truncated.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,12 +58,13 @@ def _one(context):
 
 
 def _ratio(context):
-  return sg(context.ratio_BL)  # Detached: a factor of a weight.
+  return sg(context.ratio_BL)  # detached, as a factor of a weight
 
 
-# `tis` truncates k times this factor and then divides by the factor, because
-# the objective multiplies by it again. So 'product' truncates pi_theta / mu,
-# which is staleness and mismatch together, as in MiniRL (arXiv 2512.01374).
+# `tis` truncates the product of k and this factor, and then divides by the
+# factor. The objective multiplies by the ratio again, so 'product' truncates
+# pi_theta / mu, which is staleness and mismatch together, as in MiniRL
+# (arXiv 2512.01374).
 TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
   'mismatch': _one,
   'product': _ratio,
@@ -71,11 +73,12 @@ TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
 
 @options.dataclass
 class Mismatch(options.Options):
-  """The options that say what k is.
+  """Options that define k.
 
   Attributes:
     level: the tokens that share a k, one of `LEVELS`.
-    reduce: whether it is their geometric mean or their product.
+    reduce: how the shared k is formed from the tokens' k, 'mean' (geometric
+      mean) or 'sum' (product, a sum of logarithms).
   """
 
   level: str = options.one_of(LEVELS)
@@ -87,7 +90,8 @@ class Tis(Mismatch):
   """Options of `tis`.
 
   Attributes:
-    cap: the number at which k, or k times the ratio, is truncated.
+    cap: the largest k, or with truncated='product' the largest k times the
+      ratio; larger numbers are truncated to the cap.
     truncated: a key of `TRUNCATED`.
   """
 
@@ -123,7 +127,7 @@ class Mis(Mismatch):
   """Options of `mis`.
 
   Attributes:
-    cap: the largest k whose term keeps a weight.
+    cap: terms with a larger k get weight 0.
   """
 
   cap: float = options.number(above=0.0)
@@ -168,7 +172,12 @@ def geo_rs(log_k_BL: Array, *, band: Number) -> Array:
 
 
 def _of_k(weight: Callable[..., Array], options_of_k: type[Mismatch]):
-  """Returns the table entry of a weight that is a function of log k alone."""
+  """Returns the table entry of a correction that depends on log k alone.
+
+  Args:
+    weight: function of log k and limits that returns the weights.
+    options_of_k: the dataclass of the correction's options.
+  """
 
   def correction(context, low, high, statistics, *, level, reduce, **limits):
     del low, high, statistics
@@ -192,6 +201,6 @@ CORRECTIONS = {
   'geo_rs': _of_k(geo_rs, GeoRs),
 }
 
-# A class that holds the names of the selected corrections, and the options of
-# all corrections.
+# A dataclass with the names of the selected corrections and the options of all
+# corrections.
 Correction = options.selection('Correction', CORRECTIONS)

@@ -1,12 +1,12 @@
 """Chooses tokens by the covariance of their advantage and log-probability.
 
-B trajectories, L tokens. The covariance of a token is its part in the
+B trajectories, L tokens. The covariance of a token is its summand in the
 covariance over the policy tokens of the whole minibatch,
 
   (A - mean A) (log pi - mean log pi)
 
-It says how much the token's update changes the entropy: a likely token with a
-high advantage lowers it. Source: arXiv 2505.22617.
+This number says how much the token's update changes the entropy: a likely token
+with a high advantage lowers the entropy. Source: arXiv 2505.22617.
 """
 
 import typing
@@ -28,8 +28,8 @@ class ClipCov(options_lib.Named):
   """Options of the objective `clip_cov`.
 
   Attributes:
-    share: how many tokens are cut, as a share of the policy tokens.
-    least, most: the covariances between which a token may be cut.
+    share: the share of the policy tokens that is chosen and cut.
+    least, most: only tokens whose covariance lies between these may be chosen.
   """
 
   share: float = options_lib.number(above=0.0, at_most=1.0)
@@ -47,8 +47,8 @@ class KlCov(options_lib.Named):
   """Options of the objective `kl_cov`.
 
   Attributes:
-    share: how many tokens are held back, as a share of the policy tokens.
-    coefficient: the weight of their penalty.
+    share: the share of the policy tokens that is chosen and gets a penalty.
+    coefficient: the weight of the penalty.
   """
 
   share: float = options_lib.number(above=0.0, at_most=1.0)
@@ -56,12 +56,13 @@ class KlCov(options_lib.Named):
 
 
 class Covariance(typing.NamedTuple):
-  """The numbers of the whole minibatch that choose tokens, all scalars.
+  """The scalars of the whole minibatch that decide which tokens are chosen.
 
   Attributes:
     advantage: the mean of A over the policy tokens.
-    logprob: the mean of log pi over them.
-    threshold: a token is chosen if what is compared is this or more.
+    logprob: the mean of log pi over the policy tokens.
+    threshold: a token is chosen if its number (a covariance or a lot) is at
+      least this threshold.
   """
 
   advantage: Array
@@ -82,28 +83,32 @@ class Covariance(typing.NamedTuple):
     mask_BL: Array,
     share: Array | float,
   ) -> 'Covariance':
-    """Returns a threshold that the largest x of the eligible tokens exceed.
+    """Returns a copy whose threshold chooses the eligible tokens of largest x.
+
+    At least one token is chosen. If fewer tokens than the share are eligible,
+    all eligible tokens are chosen.
 
     Args:
-      x_BL: what is compared.
+      x_BL: the number of each token that is compared with the threshold.
       eligible_BL: bool, the tokens that may be chosen.
       mask_BL: the policy tokens.
-      share: how many are chosen, as a share of the policy tokens: at least one,
-        and all that are eligible if those are fewer.
+      share: the share of the policy tokens that is chosen.
     """
-    # Tokens that may not be chosen are sorted to the front. If there are too
-    # few others, the threshold is -inf, which chooses all of them.
+    # Tokens that may not be chosen become -inf and are sorted to the front. If
+    # there are too few eligible tokens, the threshold is -inf, which chooses
+    # all of them.
     count = (jnp.sum(mask_BL) * share).astype(jnp.int32)
     ordered = jnp.sort(jnp.where(eligible_BL, x_BL, -jnp.inf), axis=None)
     last = ordered.size - jnp.maximum(count, 1)
-    # Midway between two tokens: the loss forms x again in another program, and
-    # its rounding must not decide about the last token.
+    # The threshold is midway between the x of two tokens, because the loss
+    # computes x again in another program, and a rounding difference must not
+    # decide whether the last token is chosen.
     between = (ordered[last] + ordered[jnp.maximum(last - 1, 0)]) / 2
     return self._replace(threshold=between)
 
 
 def means(context: LossContext) -> Covariance:
-  """Returns the means, with a threshold that chooses nothing."""
+  """Returns the two means, with a threshold that chooses no token."""
   mask_BL = context.mask_BL
   return Covariance(
     masking.masked_mean(context.advantages_BL, mask_BL),
@@ -115,8 +120,8 @@ def means(context: LossContext) -> Covariance:
 def lots(context: LossContext) -> Array:
   """Returns a random number in [0, 1) for every token: [B, L].
 
-  It is a function of the token's own stored numbers, so neither microbatches
-  nor the order of rows change it.
+  The number is a function of the token's old log-probability and advantage, so
+  neither microbatches nor the order of rows change it.
   """
   key = jax.random.key(0, impl='threefry2x32')
   old_logprobs_BL = context.batch.old_logprobs_BL
@@ -128,8 +133,8 @@ def lots(context: LossContext) -> Array:
       own = jax.random.fold_in(own, number)
     return jax.random.uniform(own, dtype=context.logprobs_BL.dtype)
 
-  # The bits of the numbers and not their values: fold_in takes integers, and
-  # rounding would give many tokens the same lot.
+  # `fold_in` takes integers. It gets the bits of the two numbers, because
+  # rounding the numbers to integers would give many tokens the same lot.
   bits = [
     jax.lax.bitcast_convert_type(x_BL.astype(jnp.float32), jnp.uint32)
     for x_BL in (

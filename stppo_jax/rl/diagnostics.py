@@ -1,21 +1,22 @@
 """Measures of an update: the ratios at every level, clipping and values.
 
 B trajectories, L tokens, T turns. A `Diagnostics` is a pytree of sums, minima
-and maxima which merges over microbatches, updates and hosts; `summarize` turns
-it into metrics. All means are over tokens: the ratio of a turn counts once for
-each of its policy tokens.
+and maxima. `merge` combines those of microbatches, updates and hosts, and
+`summarize` turns them into metrics. All means are over tokens: the ratio of a
+turn counts once for each of its policy tokens.
 
-The names of the metrics, where {level} is token, turn and sequence, and
-sentence where the batch has its ids. Ratios are measured before any
-normalisation, whichever level is optimised:
+These are the metrics. {level} is token, turn or sequence, and also sentence if
+the batch has sentence ids. Ratios are measured at all these levels, whichever
+level is optimised, and before any normalisation:
 
   ratio/{level}/{mean,std,min,max}
   ratio/{level}/std/turn_{k}   the standard deviation in turn k = 1, 2, ...;
-                               absent where no row has that turn
-  ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all are equal
-  clipfrac/{level}/{low,high}  share of tokens below, above the bounds, whatever
-                               the sign of A
-  clipfrac/{level}/{low,high}/turn_{k}  the same in turn k; absent like that
+                               absent if no row has a turn k
+  ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all r are equal
+  clipfrac/{level}/{low,high}  share of tokens whose ratio is below or above the
+                               bounds, whatever the sign of A
+  clipfrac/{level}/{low,high}/turn_{k}  the same share in turn k; absent if no
+                               row has a turn k
   actor/pg_clipfrac            share of tokens whose gradient was cut
   actor/ppo_kl                 mean of log pi_old - log pi
   actor/entropy                mean entropy in nats
@@ -23,7 +24,7 @@ normalisation, whichever level is optimised:
                                N_U, N_V and rho, see `clipping_bias`
   stab/scale                   mean multiplier of the policy terms
   stab/rejected                share of tokens whose multiplier is 0
-  bounds/low, bounds/high      mean bounds in force
+  bounds/low, bounds/high      mean lower and upper bound of the ratio
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class Diagnostics:
 
 
 def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
-  """Returns the diagnostics of the tokens of a and of b together."""
+  """Returns the diagnostics of the tokens of both arguments together."""
   return Diagnostics(
     jax.tree.map(jnp.add, a.sums, b.sums),
     jax.tree.map(jnp.minimum, a.minima, b.minima),
@@ -64,7 +65,7 @@ def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
 
 
 def merge_stacked(stacked: Diagnostics) -> Diagnostics:
-  """Returns diagnostics merged along the leading axis, such as a scan's."""
+  """Merges diagnostics along the leading axis, such as the axis of a scan."""
   return Diagnostics(
     jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked.sums),
     jax.tree.map(lambda x: jnp.min(x, axis=0), stacked.minima),
@@ -73,7 +74,7 @@ def merge_stacked(stacked: Diagnostics) -> Diagnostics:
 
 
 def _levels(batch):
-  """Returns all levels whose ids the batch has."""
+  """Returns the levels for which the batch has segment ids."""
   lacking = {'sentence'} if batch.sentence_ids_BL is None else set()
   return [level for level in segments_lib.LEVELS if level not in lacking]
 
@@ -124,8 +125,9 @@ def policy_diagnostics(
     'low': total(jnp.broadcast_to(low, mask_BL.shape)),
     'high': total(jnp.broadcast_to(high, mask_BL.shape)),
   }
-  # Extrema start from infinities, so that a microbatch without tokens changes
-  # none of them; `summarize` shows 0 if no microbatch has any.
+  # Off the mask, ratios are replaced by infinities, so that a microbatch
+  # without tokens leaves the merged extrema as they are. `summarize` shows 0 if
+  # there is no token at all.
   minima, maxima, ratio_by_level = {}, {}, {}
   for level in _levels(batch):
     ratio_BL = ratio_by_level[level] = jnp.exp(
@@ -138,8 +140,8 @@ def policy_diagnostics(
         num_turns=num_turns,
       )
     )
-    # Sums of r - 1: from sums of r the variance of ratios near 1 would be lost
-    # to cancellation in float32.
+    # The sums are of r - 1. With sums of r, cancellation in float32 would lose
+    # the variance of ratios near 1.
     excess_BL = ratio_BL - 1
     sums[f'{level}/excess_T'] = by_turn(excess_BL)
     sums[f'{level}/excess_squared_T'] = by_turn(jnp.square(excess_BL))
@@ -172,14 +174,15 @@ def _share(total: float, count: float) -> float:
 
 
 def _moments(total: float, squares: float, count: float) -> tuple[float, float]:
-  """Returns mean and variance from a sum and a sum of squares; 0 of nothing."""
+  """Returns mean and variance from sums of x and x^2; 0 if the count is 0."""
   mean = _share(total, count)
   return mean, max(_share(squares, count) - mean**2, 0.0)
 
 
 def summarize(diagnostics: Diagnostics) -> dict[str, float]:
-  """Returns the metrics as Python numbers; all are 0 without tokens."""
-  # In float64, because a variance is the small difference of two large numbers.
+  """Returns the metrics as Python numbers; all are 0 if there is no token."""
+  # Computed in float64, because a variance is the small difference of two large
+  # numbers.
   sums, minima, maxima = jax.tree.map(
     lambda x: np.asarray(x, np.float64),
     (diagnostics.sums, diagnostics.minima, diagnostics.maxima),
@@ -228,7 +231,7 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
 
 
 def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
-  """Returns {name}/{mean,min,max} over the mask; 0 where it is empty."""
+  """Returns {name}/{mean,min,max} of x over the mask; 0 for an empty mask."""
   some = jnp.any(mask)
   least = jnp.min(jnp.where(mask, x, jnp.inf))
   most = jnp.max(jnp.where(mask, x, -jnp.inf))
@@ -242,12 +245,12 @@ def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
 def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
   """Returns metrics of values and returns over the critic's steps.
 
-  `critic/vf_explained_var` is 1 - var(returns - values) / var(returns) over the
-  critic's steps, and 0 where the returns do not vary.
+  `critic/vf_explained_var` is 1 - var(returns - values) / var(returns), and 0
+  if the returns do not vary.
 
   Returns:
-    Scalars: critic/vf_explained_var and
-    critic/{values,returns}/{mean,min,max}; 0 where there is no step.
+    The scalars critic/vf_explained_var and
+    critic/{values,returns}/{mean,min,max}; all are 0 if there is no step.
   """
   value_mask_BL = batch.value_mask_BL
   assert value_mask_BL is not None
@@ -270,23 +273,23 @@ LOG_WEIGHT_LIMIT = 60.0
 def mismatch(
   old_logprobs_BL: Array, sampler_logprobs_BL: Array, loss_mask_BL: Array
 ) -> dict[str, Array]:
-  """Returns how much sampler and trainer differ on the same tokens, as scalars.
+  """Returns scalar metrics of how much sampler and trainer differ.
 
-  With k = pi_old (trainer) / mu (sampler) of a token, before
-  `rl/corrections.py` truncates it:
+  For each token k = pi_old (trainer) / mu (sampler), before
+  `rl/corrections.py` truncates k:
 
     mismatch/logprob_abs_diff             max |log k|
-    mismatch/logprob_abs_diff_{mean,p99}  its mean and 99th percentile
+    mismatch/logprob_abs_diff_{mean,p99}  mean and 99th percentile of |log k|
     mismatch/k3                           mean k - 1 - log k, KL(mu || pi_old)
     mismatch/weight_raw_{mean,max}        mean and maximum of k
     mismatch/sequence_log_weight_raw_max  max over rows of |sum log k|
     mismatch/ess                          (sum k)^2 / (n sum k^2)
 
-  The product of k over a long row overflows in every dtype, so its log is
-  measured. Where k itself would overflow (log k > 60, a token that the sampler
-  could not have drawn), k, k3 and ess are computed with log k = 60, which still
-  shows a reader that something is wrong. All are 0 if the loss mask is false
-  everywhere.
+  The product of k over a long row overflows in every dtype, so the logarithm of
+  the product is measured. k itself would overflow if log k > 60, for a token
+  that the sampler could not have drawn. There k, k3 and ess are computed with
+  log k = 60, which still shows a reader that something is wrong. All metrics
+  are 0 if the loss mask is false everywhere.
 
   Args:
     old_logprobs_BL: log pi_old of the tokens, by the trainer.
@@ -297,8 +300,8 @@ def mismatch(
   log_k_BL = masking.select(old_logprobs_BL - sampler_logprobs_BL, loss_mask_BL)
   bounded_BL = jnp.minimum(log_k_BL, LOG_WEIGHT_LIMIT)
   k_BL = masking.select(jnp.exp(bounded_BL), loss_mask_BL)
-  # k / max k has the same effective sample size, and its squares neither
-  # overflow nor all vanish.
+  # The effective sample size is computed from k / max k. It is the same for k,
+  # but squares of k could overflow or all become 0.
   top = jnp.max(bounded_BL, where=loss_mask_BL, initial=-jnp.inf)
   share_BL = masking.select(jnp.exp(bounded_BL - top), loss_mask_BL)
   mean_share = masking.masked_mean(share_BL, loss_mask_BL)
@@ -328,16 +331,16 @@ def mismatch(
 def mismatch_of_segments(
   batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> dict[str, Array]:
-  """Returns k of turns and of trajectories, before any truncation, as scalars.
+  """Returns scalar metrics of the k of turns and of trajectories.
 
-  With k the geometric mean (mean) or the product (sum) over a segment of the
-  ratios of `mismatch`:
+  The k of a segment is the geometric mean (mean) or the product (sum) of the
+  tokens' k in `mismatch`, before any truncation:
 
     mismatch/{turn,sequence}/{mean,sum}/weight_raw_mean  over policy tokens
     mismatch/{turn,sequence}/{mean,sum}/weight_raw_max
 
-  Where log k is above 60, k is computed with log k = 60. All are 0 if the loss
-  mask is false everywhere.
+  If log k is above 60, k is computed with log k = 60. All metrics are 0 if the
+  loss mask is false everywhere.
 
   Args:
     batch: the batch, with the log-probabilities of trainer and sampler.
@@ -353,7 +356,13 @@ def mismatch_of_segments(
 def weights_of_segments(
   name: str, log_k_BL: Array, batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> dict[str, Array]:
-  """Returns the metrics of `mismatch_of_segments` of other ratios."""
+  """Returns the metrics of `mismatch_of_segments` for ratios of any kind.
+
+  Args:
+    name: the prefix of the metrics, in the place of 'mismatch'.
+    log_k_BL: the logarithm of the tokens' ratios.
+    batch, num_turns: see `mismatch_of_segments`.
+  """
   mask_BL = batch.loss_mask_BL
   log_k_BL = masking.select(log_k_BL, mask_BL)
   metrics = {}
@@ -362,7 +371,7 @@ def weights_of_segments(
     totals_BT = segments_lib.segment_totals(log_k_BL, segments)
     counts_BT = segments_lib.segment_counts(segments, log_k_BL.dtype)
     means_BT = masking.divide(totals_BT, counts_BT)
-    # Not by `ratios.level_log_ratio`, which clips log k.
+    # `ratios.level_log_ratio` is not used here, because it clips log k.
     for reduce, log_BT in {'mean': means_BT, 'sum': totals_BT}.items():
       k_BL = segments_lib.segment_spread(
         jnp.exp(jnp.minimum(log_BT, LOG_WEIGHT_LIMIT)),
@@ -376,7 +385,7 @@ def weights_of_segments(
 
 def _percentile_99(x_BL: Array, mask_BL: Array) -> Array:
   """Returns the smallest x that 99% of x do not exceed; 0 for an empty mask."""
-  # inf is sorted to the end, behind the numbers that the mask selects.
+  # Off the mask x is replaced by inf, which is sorted behind the selected x.
   ordered = jnp.sort(jnp.where(mask_BL, x_BL, jnp.inf), axis=None)
   count = jnp.sum(mask_BL)
   index = count - count // 100 - 1

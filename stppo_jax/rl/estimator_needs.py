@@ -1,12 +1,13 @@
-"""Lists what advantage estimators need beside rewards and masks.
+"""Lists the inputs that advantage estimators need beside rewards and masks.
 
-The lists hold names only: they serve to check configs, and reading a config
-imports no jax.
+The lists hold only the names of estimators. They serve to check configs, and
+reading a config must not import jax.
 """
 
 # These estimators read batch.values_BL, from a value model.
 VALUES = frozenset({'gae', 'decoupled_gae'})
-# These compare the trajectories of a question, which batch.group_ids_B marks.
+# These estimators compare the trajectories of a question. They read
+# batch.group_ids_B, which is equal for the trajectories of one question.
 GROUPS = frozenset(
   {
     'group_normalized',
@@ -19,10 +20,10 @@ GROUPS = frozenset(
     'gigpo',
   }
 )
-# These take the static number num_turns.
+# These estimators take the static argument num_turns.
 TURNS = frozenset({'turn_leave_one_out', 'turn_index', 'turn_pooled', 'gigpo'})
-# These read batch.state_ids_BL.
+# These estimators read batch.state_ids_BL.
 STATES = frozenset({'gigpo'})
-# These count every reward but the outcome as that of a turn, so that a KL
-# penalty inside the rewards would count as one.
+# These estimators take every reward except the outcome for the reward of a
+# turn. A KL penalty inside the rewards would count as a turn's reward, too.
 TURN_REWARDS = frozenset({'turn_group', 'turn_index', 'turn_pooled'})

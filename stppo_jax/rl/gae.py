@@ -1,7 +1,10 @@
-"""Generalised advantage estimation over the steps of a row, and its turns.
+"""Generalised advantage estimation over the steps of a row.
 
-B trajectories, L tokens, T turns. `values_BL[:, l]` is V before token l. A step
-is a policy token, any token from the first to the last policy token, or a turn.
+The module also has functions that move numbers between tokens and turns.
+
+B trajectories, L tokens, T turns. `values_BL[:, l]` is V before token l. The
+steps are the policy tokens, all tokens from the first to the last policy token,
+or the turns.
 """
 
 import chex
@@ -39,8 +42,8 @@ def gae(
     rewards_BL: the reward at each token, finite everywhere.
     values_BL: V before each token, read at the steps only.
     step_mask_BL: bool, the steps.
-    end_mask_BL: bool, steps after which the recursion starts anew
-      (V_{i+1} = A_{i+1} = 0); None: only the last step of a row.
+    end_mask_BL: bool, the steps after which the recursion starts anew
+      (V_{i+1} = A_{i+1} = 0). None: the recursion runs over the whole row.
     gamma: discount per step.
     lambda_: trace decay per step.
 
@@ -53,9 +56,9 @@ def gae(
   values_BL = masking.select(values_BL, step_mask_BL)
 
   def previous(carry, token):
-    # The value and the advantage of the next step, and the rewards between this
-    # token and that step. These rewards belong to the step before them, which
-    # the scan, running backwards, reaches next.
+    # The carry holds the value and the advantage of the next step, and the sum
+    # of the rewards between this token and the next step. These rewards belong
+    # to the step before them, which the backward scan reaches later.
     value_B, advantage_B, reward_B = carry
     reward_now_B, value_now_B, step_B, end_B = token
     value_B = jnp.where(end_B, 0, value_B)
@@ -79,8 +82,8 @@ def gae(
   return masking.select(advantages_LB.T, step_mask_BL)
 
 
-# The mask of the steps, by what happens to observation tokens between them.
-# 'included' is what the reference implementation of arXiv 2511.20718 does.
+# Maps the option `observation_tokens` to a function that returns the mask of
+# the steps. The reference implementation of arXiv 2511.20718 uses 'included'.
 OBSERVATION_TOKENS = {
   'skipped': lambda loss_mask_BL: loss_mask_BL,
   'included': masking.response_mask,
@@ -88,12 +91,12 @@ OBSERVATION_TOKENS = {
 
 
 def latest(x_BL: Array, step_mask_BL: Array) -> Array:
-  """Returns for every token the value of the last step at or before it.
+  """Returns for every token the x of the last step at or before the token.
 
   Tokens before the first step get x at token 0.
 
   Args:
-    x_BL: numbers, read at the steps only.
+    x_BL: a number for each token; only the numbers at the steps are used.
     step_mask_BL: bool, the steps.
   """
   position_BL = jax.lax.broadcasted_iota(jnp.int32, x_BL.shape, 1)
@@ -102,7 +105,7 @@ def latest(x_BL: Array, step_mask_BL: Array) -> Array:
 
 
 def turns_so_far(batch: batch_lib.TokenBatch) -> Array:
-  """Returns the latest turn at or before each token; 0 before the first."""
+  """Returns for each token the id of the latest turn; 0 before turn 1."""
   return jax.lax.cummax(_turn_ids(batch), axis=1)
 
 
@@ -118,10 +121,14 @@ def _turn_ids(batch):
 def by_turn(
   rewards_BL: Array, batch: batch_lib.TokenBatch, num_turns: int
 ) -> tuple[Array, Array, segments_lib.Segments]:
-  """Returns the rewards of turns [B, T], which exist, and their segments."""
+  """Sums the rewards of each turn.
+
+  Returns:
+    The sums [B, T], a mask [B, T] of the turns that exist, and the segments.
+  """
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
   starts_BL = segments_lib.segment_starts(turns)
-  # Tokens in no turn do not count.
+  # Rewards on tokens outside all turns are left out of the sums.
   rewards_BT = segments_lib.segment_totals(rewards_BL, turns)
   present_BT = segments_lib.segment_totals(starts_BL.astype(jnp.int32), turns)
   return rewards_BT, present_BT > 0, turns
@@ -130,7 +137,10 @@ def by_turn(
 def rewards_to_go(
   rewards_BT: Array, present_BT: Array, gamma: Array | float
 ) -> Array:
-  """Returns the reward-to-go of each turn; an absent turn is not discounted."""
+  """Returns the discounted reward-to-go of each turn.
+
+  The sum skips absent turns: they add neither a reward nor a discount.
+  """
 
   def previous(to_go_B, turn):
     reward_B, present_B = turn
@@ -145,7 +155,7 @@ def rewards_to_go(
 
 
 def turns_to_tokens(x_BT: Array, batch: batch_lib.TokenBatch) -> Array:
-  """Returns for every token the number of the latest turn at or before it."""
+  """Returns for every token the x of the latest turn at or before the token."""
   segments = segments_lib.Segments(turns_so_far(batch), x_BT.shape[1])
   return segments_lib.segment_spread(x_BT, segments)
 
@@ -154,8 +164,8 @@ def _turn_ends(batch):
   """Returns a mask of the last token of each turn."""
   none = jnp.iinfo(batch.turn_ids_BL.dtype).max
   ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, none)
-  # Turn ids never decrease, so the smallest id after a token is that of the
-  # next policy token: a greater one means that the turn ends here.
+  # Turn ids never decrease, so the smallest id after a token is the id of the
+  # next policy token. If that id is greater, the turn ends at this token.
   smallest_BL = jax.lax.cummin(ids_BL, axis=1, reverse=True)
   after_BL = jnp.pad(smallest_BL[:, 1:], ((0, 0), (0, 1)), constant_values=none)
   return ids_BL < after_BL
@@ -172,8 +182,8 @@ def bilevel_gae(
 ) -> Array:
   """Returns GAE over the tokens of each turn, rewarded by GAE over turns.
 
-  `advantages.gae_estimator` has the equations. The results are at the policy
-  tokens.
+  `advantages.gae_estimator` has the equations. The advantages stand at the
+  policy tokens.
   """
   starts_BL = turn_starts(batch)
   turn_advantages_BL = gae(

@@ -1,24 +1,24 @@
 """Advantages that compare the trajectories of one question; no value model.
 
-B trajectories, L tokens, T turns. Rows of one question share `group_ids_B`. An
-estimator is called `estimator(rewards_BL, batch, **options)` and returns
-advantages [B, L].
+B trajectories, L tokens, T turns. Rows of one question have the same number in
+`group_ids_B` and form a group. An estimator is called
+`estimator(rewards_BL, batch, **options)` and returns advantages [B, L].
 
-The reward of a row, R, is the sum of `rewards_BL` over its loss mask. Rows
-whose loss mask is false everywhere, and turns without a token in it, count as
-absent. No mean is formed: x_i - mean(x) is computed as the mean of the
-differences x_i - x_j, so that equal rewards give exactly 0. A rounded mean
-would leave 1e-8, which the division by std + 1e-6 would make visible. A group
-of one row gives 0, which is our choice: verl and verl-agent leave such a row
-its raw reward. All of this holds for `turn_advantages`, too, whose estimators
-compare turns.
+The reward of a row, R, is the sum of `rewards_BL` over the row's loss mask.
+Rows whose loss mask is false everywhere, and turns without a token in the loss
+mask, count as absent. x_i - mean(x) is computed as the mean of the differences
+x_i - x_j, so that equal rewards give exactly 0. A rounded mean would leave
+1e-8, and the division by std + 1e-6 would make this error visible. In a group
+of one row the advantage is 0, which is our choice: verl and verl-agent give
+such a row its raw reward. All of this also holds for `turn_advantages`, whose
+estimators compare turns.
 
-What is compared is one number per trajectory, or one per turn of all
-trajectories; these vectors, and the square matrices of their pairs, have no
-suffix where they may be either. With matrices there is no scatter and no
-sorting, and on a mesh every device compares its own rows with all rows. A
-compiler for accelerators fuses the matrices into their sums; on CPU they take 5
-bytes per pair.
+The compared numbers form a vector, with one number per trajectory or one per
+turn of all trajectories. In functions that serve both, this vector and the
+square matrix of its pairs have no shape suffix. With matrices there is no
+scatter and no sorting, and on a mesh every device compares its own rows with
+all rows. A compiler for accelerators fuses each matrix into the sum over it. On
+CPU the matrices take 5 bytes per pair.
 
 Every token of a row has an advantage, observations and padding included,
 because whitening may be over observation tokens.
@@ -38,7 +38,7 @@ Array = jax.Array
 def rows(x_BL, batch):
   """Returns the sum of x over each row's loss mask, and a mask of pairs.
 
-  The mask [B, B] is true for two rows of one question.
+  The mask [B, B] is true for two rows of one question that are not absent.
   """
   mask_BL = batch.loss_mask_BL
   total_B, _ = masking.masked_total(x_BL, mask_BL, axis=1)
@@ -51,7 +51,7 @@ def to_tokens(x_B, batch):
 
 @options_lib.dataclass
 class Group(options_lib.Named):
-  """Options of every estimator of groups; some have no more.
+  """Options that all estimators of groups share.
 
   Attributes:
     whiten: see `advantages.estimate_advantages`.
@@ -75,9 +75,8 @@ def group_normalized(
 ) -> Array:
   """Returns (R - mean) / (std + epsilon) over the group: GRPO.
 
-  The standard deviation is the unbiased one, as that of torch.std, which verl
-  and TRL use; epsilon is 1e-6 in verl and 1e-4 in TRL. Source: arXiv
-  2402.03300.
+  The standard deviation is the unbiased one, like torch.std, which verl and TRL
+  use. epsilon is 1e-6 in verl and 1e-4 in TRL. Source: arXiv 2402.03300.
   """
   reward_B, pairs_BB = rows(rewards_BL, batch)
   return to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
@@ -95,8 +94,8 @@ def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
   """Returns R - mean over the other rows of the group: RLOO.
 
-  With G rows in the group this is G / (G - 1) times `group_centered`. Source:
-  arXiv 2402.14740.
+  With G rows in the group, the advantage is G / (G - 1) times `group_centered`.
+  Source: arXiv 2402.14740.
   """
   total_B, count_B = masking.differences(*rows(rewards_BL, batch))
   others_B = jnp.maximum(count_B - 1, 0)

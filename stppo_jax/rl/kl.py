@@ -8,12 +8,13 @@ With x = log pi - log reference of the sampled token:
   k3 = exp(-x) - 1 + x     unbiased, never negative
   k3_clamped = min(k3, 10)
 
-An estimate is one thing and its gradient in a loss another: on policy, the
-expected gradient of k1 is 0, that of k2 is the gradient of KL(pi || reference),
-and that of k3 is the gradient of KL(reference || pi), the other direction.
+An unbiased estimate need not have an unbiased gradient in a loss. On policy,
+the expected gradient of k1 is 0. The expected gradient of k2 is the gradient of
+KL(pi || reference). The expected gradient of k3 is the gradient of the other
+direction, KL(reference || pi).
 
 k3 grows as exp(-x): one token with x = -10 counts 22,015. In the loss, verl,
-Search-R1 and the reference implementation of arXiv 2511.20718 clamp it to
+Search-R1 and the reference implementation of arXiv 2511.20718 clamp k3 to
 [-10, 10], and TRL does not. A clamped token has no gradient.
 
 Source: J. Schulman, "Approximating KL divergence", 2020.
@@ -66,9 +67,10 @@ def kl_estimate(
   """Returns the estimated divergence at each token in nats, 0 off the mask.
 
   Args:
-    logprobs_BL: log pi of the tokens, differentiable.
+    logprobs_BL: log pi of the tokens, differentiable. x, the difference from
+      the reference, is clipped to [-20, 20].
     ref_logprobs_BL: the same tokens' log-probabilities under the reference; no
-      gradient flows into them. x is clipped to [-20, 20].
+      gradient flows into them.
     loss_mask_BL: bool, the tokens that have an estimate.
     estimator: a key of `KL_ESTIMATORS`.
   """
@@ -103,8 +105,8 @@ def adaptive_coefficient(
     e = clip(kl / target - 1, -0.2, 0.2)
     coefficient * (1 + e * num_trajectories / horizon)
 
-  Source: arXiv 1909.08593 Eq. 4. A divergence that is NaN, and a product that
-  is not finite, leave the coefficient as it is.
+  Source: arXiv 1909.08593 Eq. 4. If the divergence is NaN or the product is not
+  finite, the coefficient stays as it is.
 
   Args:
     coefficient: the coefficient of this step.
@@ -113,7 +115,7 @@ def adaptive_coefficient(
     target: the wanted divergence, nats per trajectory.
     horizon: the time constant of the controller, in trajectories.
   """
-  # NaN passes through max and min here, because it is their first argument. So
+  # NaN passes through max and min here, because NaN is their first argument. So
   # one check of the result finds both a NaN and an overflow.
   error = min(max(kl / target - 1, -0.2), 0.2)
   new = coefficient * (1 + error * num_trajectories / horizon)
@@ -128,7 +130,7 @@ CONTROLLERS = {
 
 @options.dataclass
 class Kl(options.Options):
-  """Options of the divergence from the reference: where and how it enters."""
+  """Options that say where and how the divergence from the reference enters."""
 
   where: str = options.one_of(KL_PLACES)
   estimator: str = options.one_of(KL_ESTIMATORS)

@@ -1,10 +1,10 @@
-"""The inputs of a loss's parts, and the output of a correction.
+"""The arrays that bounds, objectives and corrections read.
 
 B trajectories, L tokens, T segments of a row. Bounds, objectives and
 corrections are computed from the same arrays: ratios at every level,
 log-probabilities, advantages, entropies and masks. A `LossContext` holds these
 arrays for one microbatch. The numbers that a rule needs from the whole
-minibatch are its `statistics`. They are formed before the loss, without
+minibatch are called its `statistics`. They are formed before the loss, without
 gradient, from a `LossContext` of the whole minibatch.
 """
 
@@ -31,7 +31,7 @@ class TermWeights(typing.NamedTuple):
     policy_BL: multiplies the policy terms.
     value_BL: multiplies the value terms.
     bias_BL: the factor of log pi in the term whose gradient is the bias c, see
-      `clipping_bias`; 0 if there is no such term.
+      `clipping_bias`; 0 if the correction has no such term.
   """
 
   policy_BL: Array
@@ -40,9 +40,9 @@ class TermWeights(typing.NamedTuple):
 
 
 def policy_weights(weights_BL: Array) -> TermWeights:
-  """Returns term weights that multiply the policy terms and nothing else."""
+  """Returns term weights that multiply the policy terms only."""
   return TermWeights(
-    # Detached: no gradient flows through a weight.
+    # Detached, so that no gradient flows through a weight.
     sg(weights_BL),
     jnp.ones_like(weights_BL),
     jnp.zeros_like(weights_BL),
@@ -61,7 +61,7 @@ class LossContext:
     entropy_BL: the policy's entropy at each token in nats, detached, 0 off the
       mask.
     logprobs_BL: log pi_theta of the tokens, differentiable, 0 off the mask.
-    batch: masks, ids, the old and the sampler's log-probabilities.
+    batch: masks, ids, and the log-probabilities of old policy and sampler.
     num_turns: static, the most turns a row can have.
   """
 
@@ -90,13 +90,13 @@ class LossContext:
     )
 
   def spread(self, x_BT: Array, segments: segments_lib.Segments) -> Array:
-    """Returns for every token its segment's value: [B, L]."""
+    """Returns for every token the x of the token's segment: [B, L]."""
     return segments_lib.segment_spread(x_BT, segments)
 
   def mean(self, x_BL: Array, level: str) -> Array:
-    """Returns for every token the mean of its segment; 0 off the mask."""
+    """Returns for every token its segment's mean of x; 0 off the mask."""
     x_BL = masking.select(x_BL, self.mask_BL)
-    if level == 'token':  # a token is the mean of itself
+    if level == 'token':  # the segment is the token alone
       return x_BL
     return segments_lib.segment_means(x_BL, self.segments(level))
 
@@ -116,7 +116,7 @@ class LossContext:
     log_k_BL = ratios.token_log_ratio(
       self.batch.old_logprobs_BL, self.batch.sampler_logprobs_BL, self.mask_BL
     )
-    return sg(  # Detached: both policies are data.
+    return sg(  # detached, because both log-probabilities are data
       ratios.level_log_ratio(
         log_k_BL,
         self.batch,

@@ -7,9 +7,9 @@ count of the whole minibatch:
   loss   = policy + kl_coefficient * kl - entropy_coefficient * entropy
 
 term_l is the objective at token l, a_l the token's weight in the aggregate, and
-s_l the product of the corrections and of the multiplier of the normalisation.
-kl (0 unless kl.where is 'loss') and entropy go through the same aggregate,
-without s_l. The losses of the microbatches of a minibatch add up to the
+s_l the product of the corrections' weights and the normalisation's multiplier.
+kl and entropy go through the same aggregate, without s_l. If kl.where is not
+'loss', kl is 0. The losses of the microbatches of a minibatch add up to the
 minibatch's loss.
 
 Where the clipping-bias correction divides the gradient (norm='gradient'), the
@@ -57,22 +57,22 @@ class Statistics(typing.NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-  """The policy loss and its terms; scalars are divided by the global count.
+  """The policy loss and its terms, divided by the count of the minibatch.
 
   Attributes:
     loss: policy + other.
     policy: the policy term.
-    bias: a scalar whose gradient is the bias c, see `clipping_bias`; 0 unless
-      that correction divides the gradient.
+    bias: a scalar whose gradient is the bias c, see `clipping_bias`; 0 if that
+      correction does not divide the gradient.
     other: the KL term minus the entropy bonus, with their coefficients.
     entropy: the aggregated entropy in nats, without its coefficient.
-    kl: the aggregated divergence in nats, without its coefficient; 0 unless it
-      is in the loss.
+    kl: the aggregated divergence in nats, without its coefficient; 0 if the
+      loss has no KL term.
     ratio_BL: the ratio at the optimised level, 1 off the mask.
     weights_BL: the multiplier of the policy terms, s_l.
-    value_weights_BL: the multiplier of the value terms by the corrections.
+    value_weights_BL: the corrections' multiplier of the value terms.
     cut_BL: bool, the tokens whose gradient the objective cut.
-    low, high: the bounds in force, scalars or [B, L].
+    low, high: the bounds of the ratio, scalars or [B, L].
   """
 
   loss: Array
@@ -92,10 +92,10 @@ class PolicyLoss:
 def _context(
   algorithm, logprobs_BL, entropy_BL, batch, statistics, num_turns
 ) -> tuple[loss_context_lib.LossContext, Array]:
-  """Returns what bounds, objectives and corrections read.
+  """Returns a `LossContext`, and the normalisation's factors of policy terms.
 
-  `statistics` are those of the normalisation. The second result is the
-  multiplier of the policy terms by the normalisation.
+  The argument `statistics` holds the minibatch statistics of the normalisation
+  only.
   """
   mask_BL = batch.loss_mask_BL
   log_ratio_BL = ratios.token_log_ratio(
@@ -121,8 +121,8 @@ def _context(
   context = loss_context_lib.LossContext(
     ratio_at,
     algorithm.ratio.level,
-    # Advantages are data, and the entropy only scales bounds here: no gradient
-    # flows into either of them.
+    # Advantages are data, and the context's entropy only scales bounds, so no
+    # gradient flows into either array.
     sg(masking.select(batch.advantages_BL, mask_BL)),
     sg(masking.select(entropy_BL, mask_BL)),
     logprobs_BL,
@@ -133,11 +133,11 @@ def _context(
 
 
 def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
-  """Returns the absolute bounds (low, high) in force."""
+  """Returns the absolute bounds (low, high) of the ratio."""
   rule = bounds_lib.BOUNDS[algorithm.bounds.name].function
   dtype = context.advantages_BL.dtype
-  # Detached: adaptive bounds depend on the policy, but are constants to the
-  # gradient.
+  # Adaptive bounds depend on the policy. They are detached, so that they are
+  # constants in the gradient.
   low, high = (
     sg(jnp.asarray(bound, dtype))
     for bound in rule(context, statistics, **algorithm.bounds.arguments())
@@ -146,7 +146,7 @@ def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
 
 
 def _statistics(choice, options, *arrays, **arguments):
-  """Returns the statistics of a table entry, or () if it needs none."""
+  """Returns the statistics that a table entry needs, or ()."""
   if not choice.uses_statistics(options):
     return ()
   return choice.statistics(*arrays, **arguments)
@@ -170,8 +170,8 @@ def minibatch_statistics(
     num_turns: static, the largest number of turns of a row.
 
   Returns:
-    A tree for `policy_loss`; it has no leaves unless
-    `algorithm.uses_minibatch_statistics`.
+    The statistics for `policy_loss`. They have no leaves if
+    `algorithm.uses_minibatch_statistics` is false.
   """
   logprobs_BL = sg(masking.select(logprobs_BL, batch.loss_mask_BL))
   log_ratio_BL = ratios.token_log_ratio(
@@ -184,7 +184,7 @@ def minibatch_statistics(
     batch,
     num_turns=num_turns,
   )
-  # Formed step by step, as in the loss: bounds read the normalised ratio, and
+  # The order is that of the loss: bounds read the normalised ratio, and
   # objective and corrections read the bounds.
   context, _ = _context(
     algorithm, logprobs_BL, entropy_BL, batch, normalize, num_turns
@@ -231,8 +231,8 @@ def policy_loss(
 
   Args:
     algorithm: the algorithm, whose numbers may be traced.
-    logprobs_BL: log pi_theta of the tokens, differentiable; anything off the
-      loss mask.
+    logprobs_BL: log pi_theta of the tokens, differentiable; off the loss mask
+      any number is allowed.
     entropy_BL: the policy's entropy at each token in nats, differentiable.
     batch: old log-probabilities and advantages, and the arrays that
       `algorithm.needs` names.
@@ -266,8 +266,8 @@ def policy_loss(
     **algorithm.objective.arguments(),
   )
 
-  # The terms are complete; what follows only weighs them. No correction sees
-  # what another one made, so their order does not matter.
+  # The terms are complete, and the corrections only weigh them. No correction
+  # reads the weights of another one, so their order does not matter.
   value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
   for name, choice, options in algorithm.selected_corrections():
@@ -296,8 +296,8 @@ def policy_loss(
       jnp.sum(aggregate_BL * masking.select(x_BL, mask_BL)), count
     )
 
-  # Denominators are of the minibatch and do not know the weights: a term of
-  # weight 0 still counts, and the other terms do not grow in its place.
+  # The count does not depend on the corrections' weights. A term of weight 0
+  # still counts, and the other terms do not grow in its place.
   policy = aggregate(scale_BL * term_BL)
   entropy = aggregate(entropy_BL)
   kl = jnp.zeros_like(policy)
@@ -333,7 +333,7 @@ class ValueLoss(typing.NamedTuple):
   Attributes:
     total: the sum of the terms.
     count: the number of steps at which the value model is trained.
-    clipped: the number of steps where the clipped error was the larger one.
+    clipped: the number of steps where the clipped distance was the larger one.
   """
 
   total: Array
@@ -355,8 +355,8 @@ def value_loss(
 
     max(d(v, R), d(clip(v, v_old - c, v_old + c), R))
 
-  The distance d is 0.5 (v - R)^2. With bounds, R and v become probabilities
-  of the largest value rather than the smallest, and d is their cross-entropy.
+  The distance d is 0.5 (v - R)^2. With bounds (low, high), R and v are mapped
+  to probabilities (x - low) / (high - low), and d is their cross-entropy.
 
   Args:
     values_BL: V of the value model in training, differentiable.
@@ -364,19 +364,19 @@ def value_loss(
     returns_BL: the targets R.
     value_mask_BL: bool, the steps at which the value model is trained.
     clip: c, the greatest trusted distance from the old value.
-    weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`, which
-      leaves the count as it is. None: all are 1.
-    bounds: the smallest and the largest value, also of targets; None: none.
+    weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`. The
+      count does not depend on it. None: all weights are 1.
+    bounds: the smallest and the largest value and target; None: no bounds.
   """
   chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
   values_BL = masking.select(values_BL, value_mask_BL)
-  # No gradient flows into old values and targets.
+  # Old values and targets are data, so they get no gradient.
   old_BL = sg(masking.select(old_values_BL, value_mask_BL))
   returns_BL = sg(masking.select(returns_BL, value_mask_BL))
   near_BL = jnp.clip(values_BL, old_BL - clip, old_BL + clip)
   plain_BL = _value_distance(values_BL, returns_BL, bounds)
   clipped_BL = _value_distance(near_BL, returns_BL, bounds)
-  # A selection, because max() would give each side half the gradient at a tie.
+  # max() is not used: at a tie it would give each side half the gradient.
   larger_BL = clipped_BL > plain_BL
   term_BL = jnp.where(larger_BL, clipped_BL, plain_BL)
   if weights_BL is not None:
@@ -389,12 +389,12 @@ def value_loss(
 
 
 def _value_distance(values_BL, returns_BL, bounds) -> Array:
-  """Returns the distance of values from their targets, see `value_loss`."""
+  """Returns the distance d of values from their targets, see `value_loss`."""
   if bounds is None:
     return 0.5 * jnp.square(values_BL - returns_BL)
   low, high = bounds
   share = lambda x_BL: jnp.clip((x_BL - low) / (high - low), 0, 1)
-  # The probability is kept away from 0 and 1, where the logarithm is infinite.
-  # It is scaled and not clipped, because a clip has no gradient.
+  # The probability is kept away from 0 and 1, where the logarithm is infinite,
+  # by scaling it. Clipping it would leave no gradient.
   p_BL, q_BL = 1e-6 + (1 - 2e-6) * share(values_BL), share(returns_BL)
   return -q_BL * jnp.log(p_BL) - (1 - q_BL) * jnp.log1p(-p_BL)

@@ -1,9 +1,9 @@
 """Reductions over the tokens that a mask selects, and comparisons in groups.
 
 B trajectories, L tokens. Every function selects before it computes:
-`mask * nan` is nan, in the gradient too, while `where(mask, x, 0)` is not.
-An empty mask gives 0, never NaN. What is compared in groups is a vector; a
-square mask says which pairs of its elements are in one group.
+`mask * nan` is nan, in the gradient too, while `where(mask, x, 0)` is 0 off the
+mask. An empty mask gives 0, never NaN. Comparisons in groups take a vector, and
+a square mask that says which pairs of its elements belong to one group.
 """
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-WHITEN_EPSILON = 1e-8  # added to the variance
+WHITEN_EPSILON = 1e-8  # `whiten` adds it to the variance
 
 
 def select(x_BL: Array, mask_BL: Array) -> Array:
@@ -31,8 +31,8 @@ def masked_total(
   """Returns the sum over the mask and the number of tokens in it.
 
   Returns:
-    (total, count), both of x's dtype: scalars, or reduced along `axis`. A
-    float32 count is exact up to 2**24 tokens.
+    (total, count), both of x's dtype. They are scalars or, with an axis, arrays
+    without that axis. A float32 count is exact up to 2**24 tokens.
   """
   total = jnp.sum(select(x_BL, mask_BL), axis=axis)
   return total, jnp.sum(mask_BL, axis=axis, dtype=x_BL.dtype)
@@ -65,7 +65,7 @@ def whiten(x_BL: Array, mask_BL: Array) -> Array:
 
 
 def response_mask(loss_mask_BL: Array) -> Array:
-  """Returns a mask from each row's first policy token to its last."""
+  """Returns a mask of each row's first to last policy token."""
   policy_BL = loss_mask_BL.astype(jnp.int32)
   begun_BL = jax.lax.cummax(policy_BL, axis=1) > 0
   to_come_BL = jax.lax.cummax(policy_BL, axis=1, reverse=True) > 0
@@ -82,13 +82,17 @@ def last_mask(loss_mask_BL: Array) -> Array:
 def imitated(
   rewards_BL: Array, loss_mask_BL: Array, least: Array | float
 ) -> Array:
-  """Returns the policy tokens of rows whose last reward is `least` or more."""
+  """Returns a mask of the policy tokens of rows with an outcome >= `least`.
+
+  The outcome is the reward on the row's last policy token.
+  """
   outcome_BL = jnp.where(last_mask(loss_mask_BL), rewards_BL, -jnp.inf)
   return loss_mask_BL & jnp.any(outcome_BL >= least, axis=1, keepdims=True)
 
 
-# 'all' takes mean and variance over observation tokens too, as the reference
-# implementation of arXiv 2511.20718 does.
+# Maps a name to a function that whitens advantages. 'all' also includes
+# observation tokens in mean and variance, as the reference implementation of
+# arXiv 2511.20718 does.
 WHITENS = {
   'none': lambda x_BL, mask_BL: x_BL,
   'policy': whiten,
@@ -97,25 +101,25 @@ WHITENS = {
 
 
 def pairs_of(ids: Array, present: Array) -> Array:
-  """Returns a square mask of the pairs (i, j) that are present in one group."""
+  """Returns a square mask of the pairs of present elements with equal ids."""
   both = present[:, None] & present[None, :]
   return both & (ids[:, None] == ids[None, :])
 
 
 def differences(x: Array, pairs: Array) -> tuple[Array, Array]:
-  """Returns the sum of x_i - x_j over i's group, and the group's size."""
+  """Returns for each i the sum of x_i - x_j over the group, and its size."""
   total = jnp.sum(select(x[:, None] - x[None, :], pairs), axis=1)
   return total, jnp.sum(pairs, axis=1, dtype=x.dtype)
 
 
 def centered(x: Array, pairs: Array, epsilon: Array | float) -> Array:
-  """Returns x - mean, over the group."""
+  """Returns x - mean, with the mean over each element's group."""
   del epsilon
   return divide(*differences(x, pairs))
 
 
 def standardized(x: Array, pairs: Array, epsilon: Array | float) -> Array:
-  """Returns (x - mean) / (std + epsilon), with the unbiased variance."""
+  """Returns (x - mean) / (std + epsilon) in each group, with unbiased std."""
   total, count = differences(x, pairs)
   centered_x = divide(total, count)
   squares = jnp.sum(
@@ -126,12 +130,13 @@ def standardized(x: Array, pairs: Array, epsilon: Array | float) -> Array:
     axis=1,
   )
   variance = divide(squares, jnp.maximum(count - 1, 0))
-  # The square root has an infinite slope at 0. So where the variance is 0, the
-  # root of 1 is computed instead and then replaced by 0.
+  # The square root has an infinite slope at 0. If a variance is 0, the root of
+  # 1 is computed instead and then replaced by 0.
   some = variance > 0
   std = select(jnp.sqrt(jnp.where(some, variance, 1)), some)
   return divide(centered_x, std + epsilon)
 
 
-# The difference from the group's mean is divided by std + epsilon, or not.
+# 'std' divides the difference from the group's mean by std + epsilon, and
+# 'none' does not divide it.
 NORMALIZATIONS = {'std': standardized, 'none': centered}

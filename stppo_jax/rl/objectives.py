@@ -1,16 +1,17 @@
 """Objectives: a token's term of the loss, inside and outside the bounds.
 
 B trajectories, L tokens. An objective is called `objective(context, low, high,
-statistics, **options)` with the bounds in force. `statistics` is the result of
-its `Choice.statistics` for the whole minibatch, and () for an objective that
-needs none. It returns (term_BL, cut_BL): the term to be minimised, and a mask
-of the tokens whose gradient it cut.
+statistics, **options)`, where low and high are the bounds of the ratio.
+`statistics` is the result of its `Choice.statistics` for the whole minibatch,
+or () for an objective without statistics. An objective returns (term_BL,
+cut_BL): the term to be minimised, and a mask of the tokens whose gradient is
+cut.
 
 In `detached`, `masked`, `unclipped`, `tapered` and `gamma_weighted` the ratio
-is a detached weight and the gradient is that of log pi of the token itself. The
-option `ratio.gradient`, which says where the gradient of the ratio goes,
-therefore does not change them. In `geometric` the gradient always goes through
-the whole segment.
+is a detached weight, and the gradient flows through log pi of the token itself.
+So the option `ratio.gradient`, which says where the gradient of the ratio goes,
+has no effect on these objectives. In `geometric` the gradient always goes
+through the whole segment.
 """
 
 import jax
@@ -43,7 +44,7 @@ def pessimistic(
 
 @options_lib.dataclass
 class DualClip(options_lib.Named):
-  """Options of `dual_clip`; c: the largest ratio that counts where A < 0."""
+  """Options of `dual_clip`; c: the ratio's upper limit where A < 0."""
 
   c: float = options_lib.number(above=1.0)
 
@@ -72,7 +73,7 @@ def geometric(
 ) -> tuple[Array, Array]:
   """Returns -A times the geometric mean of the clipped token ratios: GMPO.
 
-  The bounds are those of a token's ratio, which is clipped as in `pessimistic`
+  The bounds limit the ratio of each token, which is clipped as in `pessimistic`
   before the mean over the segment is formed. Source: arXiv 2507.20673.
   """
   del statistics
@@ -80,7 +81,8 @@ def geometric(
   trusted_BL, cut_BL = _trusted(
     context.ratio_at('token'), advantages_BL, low, high
   )
-  # A mean of logarithms: the product of many ratios would overflow.
+  # The mean is formed of logarithms, because the product of many ratios would
+  # overflow.
   mean_BL = context.mean(jnp.log(trusted_BL), context.level)
   return -advantages_BL * jnp.exp(mean_BL), cut_BL
 
@@ -104,8 +106,8 @@ def soft_gate(
 ) -> tuple[Array, Array]:
   """Returns -A sigmoid(tau (r - 1)) 4 / tau, a soft form of clipping: SAPO.
 
-  The gradient is that of -A r at r = 1 and decays on both sides of it. The
-  bounds are not used. Source: arXiv 2511.20347.
+  At r = 1 the gradient equals the gradient of -A r, and it decays on both sides
+  of 1. The bounds are not used. Source: arXiv 2511.20347.
   """
   del low, high, statistics
   advantages_BL = context.advantages_BL
@@ -116,7 +118,7 @@ def soft_gate(
 
 @options_lib.dataclass
 class Quadratic(options_lib.Named):
-  """Options of `quadratic`; threshold: the change where the gradient ends."""
+  """Options of `quadratic`; threshold: the |pi - pi_old| of gradient 0."""
 
   threshold: float = options_lib.number(above=0.0)
 
@@ -129,10 +131,11 @@ def quadratic(
   *,
   threshold: Number,
 ) -> tuple[Array, Array]:
-  """Returns -A r + |A| pi_old (r - 1)^2 / (2 threshold), that of DRPO.
+  """Returns -A r + |A| pi_old (r - 1)^2 / (2 threshold): DRPO.
 
-  The gradient is that of -A r times 1 - sign(A) (pi - pi_old) / threshold. The
-  bounds are not used. Source: arXiv 2606.09821.
+  The gradient is the gradient of -A r, times
+  1 - sign(A) (pi - pi_old) / threshold. The bounds are not used. Source: arXiv
+  2606.09821.
   """
   del low, high, statistics
   advantages_BL, ratio_BL = context.advantages_BL, context.ratio_BL
@@ -185,7 +188,7 @@ def masked(
 def unclipped(
   context: LossContext, low: Number, high: Number, statistics: tuple[()]
 ) -> tuple[Array, Array]:
-  """Returns -sg(r) A log pi, the off-policy gradient, which cuts nothing."""
+  """Returns -sg(r) A log pi: the off-policy gradient, and no token is cut."""
   del low, high, statistics
   return _weighted(context.ratio_BL, context), _none(context)
 
@@ -195,8 +198,8 @@ def tapered(
 ) -> tuple[Array, Array]:
   """Returns -sg(w) A log pi, with w = 1 where A > 0, else clip(r, low, high).
 
-  What was good is learned at full weight, whatever the policy thinks of it now.
-  Source: TOPR, arXiv 2503.14286, with the bounds 0 and 1.
+  Tokens with A > 0 have the full weight even if the policy has become unlikely
+  to write them. Source: TOPR, arXiv 2503.14286, with the bounds 0 and 1.
   """
   del statistics
   truncated_BL = jnp.clip(context.ratio_BL, low, high)
@@ -253,8 +256,8 @@ def clip_cov(
   """Returns the pessimistic term, 0 at a few tokens of high covariance.
 
   Random tokens whose (A - mean A) (log pi - mean log pi) lies between `least`
-  and `most` are cut: raising what is likely already lowers the entropy most.
-  Source: arXiv 2505.22617.
+  and `most` are cut, because making likely tokens likelier lowers the entropy
+  most. Source: arXiv 2505.22617.
   """
   del share
   term_BL, cut_BL = pessimistic(context, low, high, ())
@@ -291,8 +294,8 @@ def kl_cov(
 ) -> tuple[Array, Array]:
   """Returns -A r, with a penalty at the tokens of the highest covariance.
 
-  Those tokens get coefficient |log r| in addition. Nothing is cut, and the
-  bounds are not used. Source: arXiv 2505.22617.
+  The penalty is coefficient |log r|. No token is cut, and the bounds are not
+  used. Source: arXiv 2505.22617.
   """
   del low, high, share
   chosen_BL = covariance.of(context) >= covariance.threshold
@@ -326,10 +329,10 @@ def positive_examples(
 ) -> tuple[Array, Array]:
   """Returns the pessimistic term, and imitates correct trajectories: VAPO.
 
-  Every policy token of a row whose outcome is `least` or more gets
-  -coefficient log pi in addition, times the weight that makes a mean over all
-  policy tokens of the minibatch one over these. Corrections weigh both terms.
-  Source: arXiv 2504.05118.
+  A row is imitated if its outcome is `least` or more. Its policy tokens get the
+  additional term -coefficient weight log pi. `weight` turns a mean over all
+  policy tokens of the minibatch into a mean over the imitated tokens.
+  Corrections weigh both terms. Source: arXiv 2504.05118.
   """
   term_BL, cut_BL = pessimistic(context, low, high, ())
   correct_BL = _imitated(context, least)
@@ -349,17 +352,18 @@ def _imitated(context, least):
 
 
 def _trusted(ratio_BL, advantages_BL, low, high):
-  """Returns the ratio where its gradient is kept, else a bound; and where."""
+  """Returns the ratio, with bounds at cut tokens, and a mask of cut tokens."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
-  # These selections have the value of max and clip. But where the ratio lies
-  # exactly on a bound, they keep the whole gradient; max and clip keep half.
+  # These selections have the same value as max and clip. If the ratio lies
+  # exactly on a bound, the selections keep the whole gradient, while max and
+  # clip keep half of it.
   trusted_BL = jnp.where(above_BL, high, jnp.where(below_BL, low, ratio_BL))
   return trusted_BL, above_BL | below_BL
 
 
 def _weighted(weight_BL, context):
-  # Detached: the weight corrects for the old policy and has no gradient.
+  # The weight corrects for the old policy. It is detached: no gradient.
   return -sg(weight_BL) * context.advantages_BL * context.logprobs_BL
 
 

@@ -1,8 +1,8 @@
 """Dataclasses of an algorithm's options, with rules for their values.
 
 A function that can be chosen by name takes its options as keyword arguments.
-The dataclass that holds them is beside the function, and a table maps the
-name to both:
+The dataclass of these options stands beside the function, and a table maps the
+name to the function and the dataclass:
 
     @options.dataclass
     class Fixed(options.Named):
@@ -13,9 +13,9 @@ name to both:
 
 Every field is made by `one_of`, `some_of`, `number`, `count` or `section`,
 which attach the rule for its values. Numbers are leaves of a jax pytree, so
-that changing one does not recompile; names and counts are static. `check` finds
-all problems of a mapping of options at once, and `build` turns the mapping into
-the dataclass.
+that changing a number does not recompile. Names and counts are static. `check`
+finds all problems of a mapping of options at once, and `build` turns the
+mapping into the dataclass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,14 +39,14 @@ class Options:
   """Base class of all dataclasses of options."""
 
   # A subclass may define this static method. It takes all options as keyword
-  # arguments and yields (option, value, rule in words) for each of them that
-  # does not fit the others.
+  # arguments. For each option that contradicts other options, it yields
+  # (option, value, rule in words).
   conflicts: ClassVar[Callable[..., Iterator[tuple[str, Any, str]]] | None] = (
     None
   )
 
   def arguments(self) -> dict[str, Any]:
-    """Returns the options as keyword arguments, all but the choice's `name`."""
+    """Returns the options as keyword arguments, without the choice's `name`."""
     return {
       field.name: getattr(self, field.name)
       for field in dataclasses.fields(typing.cast(Any, self))
@@ -56,31 +56,34 @@ class Options:
 
 @dataclass
 class Named(Options):
-  """Options of a choice from a table; enough for a function without options.
+  """The name of a choice from a table; base class of the choice's options.
+
+  Functions without options use this class itself.
 
   Attributes:
     name: the key of the table.
   """
 
-  # This field has no rule of its own: its valid names are the keys of the
+  # This field has no rule of its own. Its valid names are the keys of the
   # table, and one class may serve several tables.
   name: str = dataclasses.field(metadata={'static': True})
 
 
 class Choice(typing.NamedTuple):
-  """An entry of a table: a function that can be chosen, with what it needs.
+  """An entry of a table: a function that can be chosen, with its needs.
 
   Attributes:
     function: the function, which takes its options as keyword arguments.
     options: the dataclass of its options.
-    statistics: a second function, which forms the numbers of the whole
-      minibatch that `function` needs; None: it needs only its microbatch.
-    needs_statistics: a predicate of the options; false where `function` needs
-      no statistics after all.
-    arrays: the names of the arrays that `function` reads and that not every
-      loss reads.
-    metrics: the names of the metrics whose numbers `function` uses, and which
-      must therefore be finite.
+    statistics: a second function, which forms the statistics of the whole
+      minibatch that `function` needs. None: `function` needs only its
+      microbatch.
+    needs_statistics: function of the options that returns whether `function`
+      needs the statistics under these options.
+    arrays: the names of the batch arrays that `function` reads, but not every
+      loss.
+    metrics: the names of the metrics whose numbers `function` uses. These
+      metrics must be finite.
   """
 
   function: Callable[..., Any]
@@ -96,8 +99,8 @@ class Choice(typing.NamedTuple):
 
 
 Table = Mapping[str, Choice]
-# A section of the configuration holds the options of one dataclass, or those of
-# the choice that its option `name` takes from a table.
+# A section of the configuration holds the options of one dataclass, or of one
+# choice in a table. The section's option `name` then names the choice.
 Section = type[Options] | Table
 
 
@@ -106,8 +109,8 @@ class OptionRule(typing.NamedTuple):
 
   Attributes:
     holds: function that returns whether a value satisfies the rule.
-    allowed: the rule in words, to follow "must be".
-    build: turns a valid value into the type that the option stores.
+    allowed: the rule in words that follow "must be".
+    build: function that turns a valid value into the type that is stored.
     names: the names that may be chosen; () for numbers.
   """
 
@@ -132,7 +135,7 @@ def some_of(names: Iterable[str], *, at_least: int = 0) -> Any:
 
   Args:
     names: the names that the tuple may hold.
-    at_least: the smallest number of names in it.
+    at_least: the smallest allowed number of names in the tuple.
   """
   names = tuple(names)
 
@@ -158,7 +161,8 @@ def number(
   """Returns a field that holds a number.
 
   Args:
-    above: the number must be greater than this; None: it must be 0 or greater.
+    above: the number must be greater than this limit; None: the number must be
+      0 or greater.
     at_most: the greatest number allowed.
     infinite: whether infinity is allowed.
   """
@@ -179,7 +183,7 @@ def number(
 
 
 def count() -> Any:
-  """Returns a field that holds an integer; another one is another program."""
+  """Returns a field for a static integer; each value has its own program."""
   is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)
   holds = lambda value: is_integer(value) and value >= 0
   return _static(OptionRule(holds, 'an integer >= 0', int))
@@ -191,15 +195,16 @@ def section(options: Section) -> Any:
 
 
 def selection(name: str, table: Table) -> Any:
-  """Returns a dataclass of options for a table with several choices at once.
+  """Returns a dataclass of options for choosing several entries of a table.
 
   Args:
     name: the name of the class.
     table: the choices.
 
   Returns:
-    A class with the field `names`, the chosen keys of the table, and with one
-    field per key, which holds the options of that choice, chosen or not.
+    A class with the field `names`, which holds the chosen keys of the table,
+    and with one field per key of the table. Such a field holds the options of
+    the choice, whether it is chosen or not.
   """
   fields: list[tuple[str, type, Any]] = [('names', tuple, some_of(table))]
   fields += [(k, x.options, section(x.options)) for k, x in table.items()]
@@ -212,7 +217,10 @@ def _static(rule):
 
 
 def _chosen(section: Section, values: Any) -> type[Options]:
-  """Returns the dataclass of a section's options; `values` names a choice."""
+  """Returns the dataclass of a section's options.
+
+  If the section is a table, `values` names the choice.
+  """
   if isinstance(section, Mapping):
     return section[values['name']].options
   return section
@@ -221,7 +229,7 @@ def _chosen(section: Section, values: Any) -> type[Options]:
 def _entries(
   section: Section, cls: type[Options]
 ) -> dict[str, OptionRule | Section]:
-  """Returns the rule, or the section, of every option of a class."""
+  """Maps every option of a class to its rule or, if nested, its section."""
   fields = dataclasses.fields(typing.cast(Any, cls))
   entries: dict[str, Any] = {x.name: x.metadata.get('rule') for x in fields}
   if isinstance(section, Mapping):
@@ -234,7 +242,7 @@ def check(section: Section, values: Any, key: str) -> list[str]:
 
   Args:
     section: a dataclass of options, or a table of choices.
-    values: the mapping to be checked.
+    values: the mapping of options to values that is checked.
     key: the dotted key of the section, for the messages.
 
   Returns:
@@ -271,7 +279,8 @@ def _check_options(section, values, key) -> Iterator[str]:
       problems = check(entry, values[name], dotted)
     clean = clean and not problems
     yield from problems
-  # A conflict is between options that are valid by themselves.
+  # Conflicts are looked for only if every option is valid by itself, because
+  # `conflicts` computes with the values.
   if clean and cls.conflicts is not None:
     conflicts = cls.conflicts(**{name: values[name] for name in entries})
     for name, value, rule in conflicts:
@@ -302,9 +311,9 @@ def rules(
 
   Args:
     section: a dataclass of options, or a table of choices.
-    values: values of the section, which select the choices. None yields the
-      options of all choices of a table; a key that several choices have in
-      common may then come several times.
+    values: values of the section, which name the choices. None yields the
+      options of all choices of a table. Then a key that several choices have in
+      common may come several times.
   """
   if values is None and isinstance(section, Mapping):
     classes = dict.fromkeys(choice.options for choice in section.values())

@@ -1,7 +1,7 @@
 """Token-level direct preference optimisation on pairs of trajectories.
 
-Q pairs, 2 = (preferred w, dispreferred l), L tokens. With sums over the loss
-mask of a trajectory y and KL over the whole vocabulary at each of its tokens,
+Q pairs, 2 = (preferred w, dispreferred l), L tokens. The sums below are over
+the loss mask of a trajectory y, and KL is over the whole vocabulary at a token:
 
   R(y) = sum_t log pi(y_t) - log reference(y_t)
   K(y) = sum_t KL(reference || pi), called SeqKL in the paper
@@ -11,10 +11,10 @@ mask of a trajectory y and KL over the whole vocabulary at each of its tokens,
   tdpo1: shift = K(l) - K(w)
   tdpo2: shift = alpha (K(l) - sg K(w))
 
-Without the shift this is DPO. At pi = reference the gradient is that of DPO,
-too, because K is at its minimum. The sums leave observations out, because the
-policy did not write them. This is our choice: the paper has one turn and no
-observations.
+Without the shift the loss is that of DPO. At pi = reference the gradient equals
+the gradient of DPO, because K is at its minimum there. The sums leave
+observations out, because the policy did not write them. This is our choice: the
+paper has one turn and no observations.
 
 Source: Zeng et al., "Token-level Direct Preference Optimization",
 arXiv 2404.11999.
@@ -36,10 +36,10 @@ PREFERENCES = ('tdpo1', 'tdpo2')
 
 
 class PreferenceLoss(typing.NamedTuple):
-  """Sums over pairs, each to be divided by the global count.
+  """Sums over pairs; the caller divides them by the minibatch's count.
 
-  A pair counts if both of its trajectories have a token in the loss mask. All
-  other pairs, such as padding, are in no sum.
+  A pair counts if both of its trajectories have a token in the loss mask. The
+  sums leave out all other pairs, such as padding.
 
   Attributes:
     total: the sum of the losses.
@@ -72,7 +72,7 @@ def preference_loss(
 ) -> PreferenceLoss:
   """Returns the preference loss of the pairs; see the module's docstring.
 
-  Off the loss mask the numbers of the first three arrays may be anything.
+  Off the loss mask the first three arrays may hold any numbers.
 
   Args:
     logprobs_Q2L: log pi of the tokens, differentiable.
@@ -91,13 +91,13 @@ def preference_loss(
   )
   chex.assert_axis_dimension(loss_mask_Q2L, 1, 2)
   valid_Q = jnp.all(jnp.any(loss_mask_Q2L, axis=2), axis=1)
-  # Selected at the tokens: selecting the sums instead would let a nan in one
-  # trajectory of a pair reach the gradient.
+  # Pairs that do not count are masked token by token. If only their sums were
+  # masked, a nan in one trajectory of such a pair would reach the gradient.
   chosen = lambda x_Q2L: masking.select(
     x_Q2L, loss_mask_Q2L & valid_Q[:, None, None]
   )
-  # Subtracted token by token: the difference of two long sums would lose its
-  # digits to cancellation.
+  # The log-probabilities are subtracted token by token, because the difference
+  # of two long sums would lose its digits to cancellation.
   log_ratio_Q2L = chosen(logprobs_Q2L) - chosen(sg(ref_logprobs_Q2L))
   log_ratio_Q2 = jnp.sum(log_ratio_Q2L, axis=2)
   divergence_Q2 = jnp.sum(chosen(divergence_Q2L), axis=2)

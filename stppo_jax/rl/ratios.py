@@ -6,32 +6,32 @@ ratio of segment k is
   log r_k = sum_{l in k} l / |k|   (reduce='mean', the geometric mean)
   log r_k = sum_{l in k} l         (reduce='sum')
 
-and all tokens of the segment share it. Sources: arXiv 2511.20718 Eq. 4 for the
+and all tokens of the segment share r_k. Sources: arXiv 2511.20718 Eq. 4 for the
 turn ratio, GSPO (arXiv 2507.18071) for the sequence ratio.
 
-The log-ratio may be normalised before a ratio is formed from it. A
+The tokens' log-ratios may be normalised before ratios are formed from them. A
 normalisation is called `normalize(log_ratio_BL, batch, statistics, *,
 num_turns)` and returns the new log-ratio and a detached multiplier of each
-policy term.
-`statistics` is the result of its `Choice.statistics` for the whole minibatch,
-() for a normalisation that needs none.
+policy term. `statistics` is the result of its `Choice.statistics` for the whole
+minibatch, or () for a normalisation without statistics.
 
-`guard` carries GRPO-Guard (arXiv 2510.22319) over from flow matching to tokens.
-It is experimental, and the form for tokens is our choice: the published form is
-r = exp((l + b) sigma sqrt(dt)), in the notation of the paper. With turn k as
-the unit,
+The normalisation `guard` applies GRPO-Guard (arXiv 2510.22319), which was
+published for flow matching, to tokens. It is experimental, and the form for
+tokens is our choice. The published form is r = exp((l + b) sigma sqrt(dt)), in
+the notation of the paper. Our form for turn k is
 
   l'  = clip((l - m_k) s_k, -20, 20)
   m_k = mean over the turn of l
   s_k = clip(target / std over the turn of l, 1/10, 10)
 
-m_k is the systematic shift of the turn's log-ratio. (The estimate of the shift
-by the mean of e^l - 1 - l is unbounded: one token with l = 7 would multiply the
-ratios of its whole turn by e^100.) s_k gives every turn the same spread;
-`target` is the mean spread of the minibatch's turns. Turns without a spread
-have s_k = 1. The terms of turn k are divided by s_k, so that the gradient of a
-turn is not enlarged with its log-ratio. With the aggregate turn_mean, all turns
-then contribute equally.
+m_k is the systematic shift of the turn's log-ratio. (The shift could also be
+estimated by the mean of e^l - 1 - l, but this estimate is unbounded: one token
+with l = 7 would multiply the ratios of its whole turn by e^100.) s_k gives
+every turn the same standard deviation, called spread. `target` is the mean
+spread of the minibatch's turns. Turns without a spread have s_k = 1. The terms
+of turn k are divided by s_k, so that the scaling of the log-ratio does not
+scale the gradient. With the aggregate turn_mean, all turns then contribute
+equally.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ sg = jax.lax.stop_gradient
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
 
-# Our choices: the limit of the scale s_k and of its inverse, and the spread
-# below which the log-ratios of a turn differ by rounding only.
+# Two of our choices. The scale s_k and its inverse are at most GUARD_LIMIT.
+# Below GUARD_LEAST_SPREAD, a turn's log-ratios differ by rounding only.
 GUARD_LIMIT = 10.0
 GUARD_LEAST_SPREAD = 1e-6
 
@@ -70,13 +70,14 @@ def token_log_ratio(
   """
   chex.assert_equal_shape([logprobs_BL, old_logprobs_BL, loss_mask_BL])
   new_BL = masking.select(logprobs_BL, loss_mask_BL)
-  # Detached: the old policy is data.
+  # Detached, because the old policy is data.
   old_BL = sg(masking.select(old_logprobs_BL, loss_mask_BL))
   return limit(new_BL - old_BL)
 
 
 def _sum(log_ratio_BL, segments):
-  # Limited: the sum over a long segment would overflow in exp().
+  # The totals are limited, because exp() of a long segment's sum would
+  # overflow.
   totals_BT = limit(segments_lib.segment_totals(log_ratio_BL, segments))
   return segments_lib.segment_spread(totals_BT, segments)
 
@@ -93,13 +94,13 @@ def _none(log_ratio_BL, batch, statistics, *, num_turns):
 
 
 class _Turns(NamedTuple):
-  """Measures of the log-ratio in each turn.
+  """The mean and the spread of the log-ratio l in each turn.
 
   Attributes:
     segments: the turns.
-    mean_BT: m_k.
+    mean_BT: m_k, the mean of l.
     spread_BT: the standard deviation of l.
-    varies_BT: bool, whether the spread is more than rounding.
+    varies_BT: bool, whether the spread is above `GUARD_LEAST_SPREAD`.
   """
 
   segments: segments_lib.Segments
@@ -110,7 +111,8 @@ class _Turns(NamedTuple):
 
 def _turns(log_ratio_BL, batch, num_turns):
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
-  log_ratio_BL = sg(log_ratio_BL)  # Detached: shift and scale are data.
+  # Detached, so that no gradient flows through shift and scale.
+  log_ratio_BL = sg(log_ratio_BL)
 
   def means(x_BL):
     return masking.divide(segments_lib.segment_totals(x_BL, turns), counts_BT)
@@ -136,13 +138,13 @@ def _guard(log_ratio_BL, batch, target, *, num_turns):
 
   scale_BL = jnp.where(batch.loss_mask_BL, spread(scale_BT), 1)
   normal_BL = (log_ratio_BL - spread(turns.mean_BT)) * scale_BL
-  # Limited again: shift and scale can enlarge a log-ratio.
+  # Limited again, because shift and scale can enlarge a log-ratio.
   normal_BL = limit(normal_BL)
   return masking.select(normal_BL, batch.loss_mask_BL), 1 / scale_BL
 
 
 def _guard_target(log_ratio_BL, batch, *, num_turns):
-  """Returns the mean spread of the turns that have one."""
+  """Returns the mean spread over the turns whose log-ratios vary."""
   turns = _turns(log_ratio_BL, batch, num_turns)
   return masking.masked_mean(turns.spread_BT, turns.varies_BT)
 
@@ -155,7 +157,7 @@ NORMALIZATIONS = {
 
 @options.dataclass
 class Ratio(options.Options):
-  """The level on which tokens share a ratio, and the path of its gradient."""
+  """Options: the level at which tokens share a ratio, and its gradient."""
 
   level: str = options.one_of(segments_lib.LEVELS)
   gradient: str = options.one_of(GRADIENTS)
@@ -177,16 +179,17 @@ def level_log_ratio(
   Args:
     log_ratio_BL: the token log-ratio, 0 off the mask.
     batch: the batch, whose loss mask and ids of the level are read.
-    level: a key of `segments.LEVELS`; at 'token' gradient and reduce change
-      nothing.
+    level: a key of `segments.LEVELS`; at 'token', gradient and reduce have no
+      effect.
     gradient: 'segment': d log r_k is the mean (or sum) over the segment of
       d log pi. 'token': the value is the same, but the gradient is d log pi of
       the token alone.
-    reduce: 'mean' or 'sum'.
+    reduce: whether the log-ratio of a segment is the 'mean' or the 'sum' of its
+      tokens' log-ratios.
     num_turns: static, the most turns a row can have.
 
   Returns:
-    [B, L], 0 off the mask, where the ratio is therefore 1.
+    The log-ratios [B, L], 0 off the mask, so that the ratio is 1 there.
   """
   chex.assert_equal_shape([log_ratio_BL, batch.loss_mask_BL])
   if level == 'token':  # a segment of one token is its own mean and sum
@@ -195,5 +198,6 @@ def level_log_ratio(
   shared_BL = REDUCES[reduce](log_ratio_BL, segments)
   if gradient == 'segment':
     return shared_BL
-  # The segment's value with the token's own gradient, as in GSPO-token.
+  # The value is the segment's, and the gradient is the token's own, as in
+  # GSPO-token.
   return sg(shared_BL) + (log_ratio_BL - sg(log_ratio_BL))

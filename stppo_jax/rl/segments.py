@@ -1,25 +1,26 @@
-"""Sums over the segments of a row, and the values of segments at its tokens.
+"""Sums x over the segments of a row, and spreads values of segments to tokens.
 
 B trajectories, L tokens, T segments of a row. `ids_BL` has the segment of each
-token, 1..T, and 0 for tokens in no segment. Token, turn, sentence and sequence
-level differ in the ids only.
+token, 1..T, and 0 for tokens in no segment. The levels token, turn, sentence
+and sequence differ in these ids only.
 
 Three implementations give the same numbers. `choose` picks one by the number
 of segments and the platform:
 
-  segment_sum: a scatter-add, vmapped over rows. (One flat table of B * T
-    segments would be all-reduced in full on a mesh.) It is the fastest on CPU.
-    Each row has several tables, used in turn and added up last: successive
-    tokens are mostly in one segment, and an addition to the same place has to
-    wait for the previous one. Shorter sums also round less.
-  unrolled: one masked reduction per segment, unrolled over the static T. There
-    is no scatter, neither in the value nor in the gradient, so it is
-    deterministic and fast on GPU and TPU.
-  broadcast: the same masks in one comparison [B, T, L], which an accelerator's
-    compiler fuses into the reduction. There is no scatter either. It is for
-    more segments than can reasonably be unrolled, such as sentences.
+  segment_sum: a scatter-add, vmapped over rows. (A mesh would all-reduce one
+    flat table of B * T segments in full.) This is the fastest on CPU. Each row
+    has several tables, which successive tokens use in turn and which are added
+    up at the end. With one table, successive tokens would mostly add to the
+    same slot, and each addition would wait for the previous one. Shorter sums
+    also round less.
+  unrolled: one masked reduction per segment, unrolled over the static T. It has
+    no scatter, neither in the value nor in the gradient, so it is deterministic
+    and fast on GPU and TPU.
+  broadcast: the same masks from one comparison [B, T, L], which an
+    accelerator's compiler fuses into the reduction. It has no scatter either.
+    It serves levels with too many segments to unroll, such as sentences.
 
-An id above T is an error of the caller; its token belongs to no segment.
+An id above T is an error of the caller. Its token belongs to no segment.
 """
 
 import functools
@@ -50,7 +51,9 @@ LEVELS = ('token', 'turn', 'sentence', 'sequence')
 def level_segments(
   level: str, batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> Segments:
-  """Returns the segments of a level; all tokens of the loss mask are in one.
+  """Returns the segments of a level.
+
+  Each token of the loss mask belongs to a segment, and no other token does.
 
   Args:
     level: one of `LEVELS`.
@@ -64,9 +67,10 @@ def level_segments(
   elif level == 'turn':
     ids_BL, num = batch.turn_ids_BL, num_turns
   elif level == 'sentence':
-    # `Algorithm.needs` tells who builds the batch that it must have these.
+    # A batch has sentence ids if `Algorithm.needs` names them.
     assert batch.sentence_ids_BL is not None
-    ids_BL, num = batch.sentence_ids_BL, shape[1]  # no more than tokens
+    # A row has no more sentences than tokens.
+    ids_BL, num = batch.sentence_ids_BL, shape[1]
   else:
     assert level == 'sequence', level
     ids_BL, num = jnp.ones(shape, jnp.int32), 1
@@ -74,7 +78,7 @@ def level_segments(
 
 
 def _columns(ids_BL, num_segments):
-  """Yields the mask [B, L] of each segment, from segment 1 on."""
+  """Yields the mask [B, L] of each segment, in the order 1..T."""
   return (ids_BL == number for number in range(1, num_segments + 1))
 
 
@@ -91,7 +95,7 @@ def _totals_unrolled(x_BL, ids_BL, num_segments):
 
 def _spread_unrolled(x_BT, ids_BL, num_segments):
   out_BL = jnp.zeros(ids_BL.shape, x_BT.dtype)
-  columns = jnp.split(x_BT, num_segments, axis=1)  # slices: no gather
+  columns = jnp.split(x_BT, num_segments, axis=1)  # slices need no gather
   for own_BL, x_B1 in zip(_columns(ids_BL, num_segments), columns, strict=True):
     out_BL = jnp.where(own_BL, jnp.broadcast_to(x_B1, ids_BL.shape), out_BL)
   return out_BL
@@ -104,8 +108,8 @@ def _ids_in_range(ids_BL, num_segments):
 def _totals_segment_sum(x_BL, ids_BL, num_segments):
   """Returns sums over segments of numbers [B, L] or vectors [B, L, ...]."""
   num_tables = _NUM_TABLES if num_segments <= MAX_UNROLLED else 1
-  # With n tables, table i sums tokens i, i + n, i + 2 n, ...; its slot 0 takes
-  # the tokens in no segment.
+  # With n tables, table i sums tokens i, i + n, i + 2 n, ... Slot 0 of a table
+  # takes the tokens in no segment.
   table_BL = jax.lax.broadcasted_iota(ids_BL.dtype, ids_BL.shape, 1)
   slots_BL = (table_BL % num_tables) * (num_segments + 1) + _ids_in_range(
     ids_BL, num_segments
@@ -125,7 +129,7 @@ def _totals_segment_sum(x_BL, ids_BL, num_segments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _spread_segment_sum(x_BT, ids_BL, num_segments):
-  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # slot 0 reads 0
+  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # tokens in no segment read 0
   return jnp.take_along_axis(
     padded,
     _ids_in_range(ids_BL, num_segments),
@@ -142,8 +146,8 @@ def _spread_backward(num_segments, ids_BL, cotangent_BL):
   return _totals_segment_sum(cotangent_BL, ids_BL, num_segments), None
 
 
-# The gradient that jax derives of a gather is a scatter into a single table,
-# which is slow on CPU; this one uses several tables.
+# As the gradient of a gather, jax derives a scatter into a single table, which
+# is slow on CPU. The gradient here uses several tables.
 _spread_segment_sum.defvjp(_spread_forward, _spread_backward)
 
 
@@ -160,7 +164,7 @@ def _totals_broadcast(x_BL, ids_BL, num_segments):
 
 def _spread_broadcast(x_BT, ids_BL, num_segments):
   own_BTL = _broadcast_masks(ids_BL, num_segments)
-  # A token is in one segment at most, so the sum has one term other than 0.
+  # A token is in at most one segment, so at most one term of the sum is not 0.
   return jnp.sum(jnp.where(own_BTL, x_BT[:, :, None], 0), axis=1)
 
 
@@ -176,9 +180,9 @@ def _two_reductions(totals):
 
 
 def _one_scatter(x_BL, ids_BL, num_segments):
-  """Returns sums and counts from one scatter of pairs.
+  """Returns sums and counts from one scatter of the pairs (x, 1).
 
-  A scatter of pairs is hardly slower than one of numbers.
+  A scatter of pairs is hardly slower than a scatter of single numbers.
   """
   pairs_BL2 = jnp.stack([x_BL, jnp.ones_like(x_BL)], axis=-1)
   sums_BT2 = _totals_segment_sum(pairs_BL2, ids_BL, num_segments)
@@ -186,7 +190,13 @@ def _one_scatter(x_BL, ids_BL, num_segments):
 
 
 class Implementation(typing.NamedTuple):
-  """Functions of (numbers, ids_BL, number of segments)."""
+  """Three functions of (numbers, ids_BL, number of segments).
+
+  Attributes:
+    totals: maps numbers [B, L] to the sum over each segment, [B, T].
+    spread: maps numbers [B, T] to the number of each token's segment, [B, L].
+    totals_and_counts: also returns the number of tokens of each segment.
+  """
 
   totals: typing.Callable
   spread: typing.Callable
@@ -208,15 +218,18 @@ IMPLEMENTATIONS = {
 
 @functools.cache
 def _by_platform(accelerated: str) -> Implementation:
-  """Returns `segment_sum` on a CPU, the given implementation elsewhere.
+  """Returns `segment_sum` for CPUs, combined with another implementation.
 
-  The choice is made when a program is lowered, for the devices that it is
-  lowered for, so the program contains only one of the two.
+  The choice is made when a program is lowered, for the devices of the program,
+  so the program contains only one of the two implementations.
+
+  Args:
+    accelerated: the name of the implementation for all other platforms.
   """
 
   def choose(on_cpu, elsewhere):
     # Tracing covers both branches, whatever the platform. `jit` caches the
-    # result, so this happens once for each shape and not at every call.
+    # result, so both are traced once for each shape and not at every call.
     @functools.partial(jax.jit, static_argnums=2, inline=True)
     def chosen(x, ids_BL, num_segments):
       return jax.lax.platform_dependent(
@@ -238,7 +251,9 @@ def choose(num_segments: int) -> Implementation:
 
   Tests and benchmarks replace this function to run a single implementation.
   """
-  if num_segments == 1:  # a plain masked sum, the fastest on every platform
+  # With one segment, `unrolled` is a plain masked sum, which is the fastest on
+  # every platform.
+  if num_segments == 1:
     return IMPLEMENTATIONS['unrolled']
   few = num_segments <= MAX_UNROLLED
   return _by_platform('unrolled' if few else 'broadcast')
@@ -255,12 +270,13 @@ def segment_counts(segments: Segments, dtype=jnp.float32) -> Array:
 
 
 def segment_spread(x_BT: Array, segments: Segments) -> Array:
-  """Returns for every token its segment's value; 0 outside all segments."""
+  """Returns for every token its segment's x; 0 outside all segments."""
   return choose(segments.num).spread(x_BT, segments.ids_BL, segments.num)
 
 
-# Written out, because the derived gradient of a gather is a scatter. The
-# implementation is an argument so that both passes have the same one.
+# The gradient is written out, because jax would derive a scatter from a gather.
+# The implementation is an argument, so that the forward and the backward pass
+# use the same one.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _means(x_BL, ids_BL, num_segments, implementation):
   return _means_forward(x_BL, ids_BL, num_segments, implementation)[0]
@@ -278,8 +294,8 @@ def _means_forward(x_BL, ids_BL, num_segments, implementation):
 def _means_backward(num_segments, implementation, residuals, cotangent_BL):
   """Returns segment means of the cotangents.
 
-  Giving each token the mean of its segment is a linear map with a symmetric
-  matrix, so it is its own transpose.
+  The map that gives each token the mean of its segment has a symmetric matrix,
+  so the map is its own transpose.
   """
   ids_BL, counts_BT = residuals
   totals_BT = implementation.totals(cotangent_BL, ids_BL, num_segments)
@@ -291,7 +307,7 @@ _means.defvjp(_means_forward, _means_backward)
 
 
 def segment_means(x_BL: Array, segments: Segments) -> Array:
-  """Returns for every token the mean of its segment; 0 outside all segments."""
+  """Returns for every token its segment's mean x; 0 outside all segments."""
   return _means(x_BL, segments.ids_BL, segments.num, choose(segments.num))
 
 

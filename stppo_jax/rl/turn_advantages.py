@@ -1,9 +1,9 @@
 """Advantages that compare the turns of one question; no value model.
 
-B trajectories, L tokens, T turns. What is compared is one reward of each turn,
-or one sum of rewards that begins with it. For the signature, and for groups of
-one and equal rewards, see `group_advantages`. Only the pairs of `gigpo` with a
-history are kept, one byte per pair, from one h to the next.
+B trajectories, L tokens, T turns. The estimators compare the reward of each
+turn, or its reward-to-go. `group_advantages` explains the signature, groups of
+one row and equal rewards. `gigpo` with a history keeps a matrix of pairs, one
+byte per pair, from each h to the next.
 """
 
 import jax
@@ -50,9 +50,9 @@ def turn_group(
   earlier turns. (A KL penalty inside the rewards would count as turn reward.)
 
   Source: arXiv 2505.11821. The authors' code has a single tool call: one turn,
-  then the last one. Two things are our choice: all turns before the last share
-  z(turn reward), and a row of one turn has z(outcome) only, where the authors'
-  code normalises the sum of both rewards.
+  then the last turn. We make two choices. All turns before the last share
+  z(turn reward). A row of one turn has z(outcome) only, while the authors' code
+  normalises the sum of both rewards.
   """
   last_BL = masking.last_mask(batch.loss_mask_BL)
   outcome_B, pairs_BB = group_advantages.rows(
@@ -83,17 +83,17 @@ def turn_leave_one_out(
   gamma: Array | float,
   num_turns: int,
 ) -> Array:
-  """Returns each turn's reward-to-go minus that of the other rows at that turn.
+  """Returns each turn's reward-to-go minus the mean over the other rows.
 
     A_k = G_k - mean of G_k over the other rows of the group that have a turn k
     G_k = r_k + gamma G_{k+1}
 
-  Where no other row has a turn k, the mean is that of the latest turn that
-  another row has. So the baseline of a row depends on the other rows only, and
-  is subtracted in every turn of the row. Both together make it unbiased:
-  E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also where the
-  policy chooses in turn k whether there is a turn k + 1. `turn_group`, whose
-  baseline is left out in the last turn of a row, is biased there;
+  If no other row has a turn k, the baseline is the mean at the last turn that
+  another row has. So the baseline b of a row depends on the other rows only,
+  and every turn of the row has one. Therefore the gradient is unbiased:
+  E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also if the
+  policy chooses in turn k whether there is a turn k + 1. `turn_group`, which
+  leaves out the turn baseline in the last turn of a row, is biased then;
   docs/turn_baselines.md derives by how much. gamma is the discount per turn.
   """
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
@@ -101,8 +101,8 @@ def turn_leave_one_out(
   _, pairs_BB = group_advantages.rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
-  # The scan goes through the turns in order. A row that is alone in a turn
-  # keeps the baseline of the turn before.
+  # The scan goes through the turns in order. If no other row has a turn, the
+  # row keeps the baseline of the turn before.
   def following(carry, turn):
     baseline_B, known_B = carry
     to_go_B, present_B = turn
@@ -114,7 +114,7 @@ def turn_leave_one_out(
       some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
     )
     known_B = known_B | some_B
-    # A group of one has no baseline, and advantage 0.
+    # A group of one row has no baseline, and its advantage is 0.
     return (baseline_B, known_B), masking.select(to_go_B - baseline_B, known_B)
 
   zero_B = jnp.zeros_like(to_go_BT[:, 0])
@@ -150,14 +150,14 @@ def turn_index(
     A_k = z(outcome)                                 in the row's last turn
     D_k = z(r_k) + gamma D_{k+1}
 
-  n_k is the number of z that D_k sums. z is that of `group_normalized`: of
-  outcomes over the group, of r_k over the turns k that are not the last of
-  their row. Like `turn_group`, it is biased where the policy chooses when to
-  stop.
+  n_k is the number of z that D_k sums. z normalises as in `group_normalized`:
+  outcomes over the group, and r_k over the turns k of the group that are not
+  the last turn of their row. Like `turn_group`, the estimator is biased if the
+  policy chooses when to stop.
 
   Source: arXiv 2605.06200, whose turn reward is an information gain. The
-  authors' code has gamma 1 and turn_weight 0.3; it numbers only turns whose
-  reward is not 0, and its standard deviation is that of a population.
+  authors' code has gamma 1 and turn_weight 0.3, numbers only turns whose reward
+  is not 0, and uses the population's standard deviation.
 
   Args:
     rewards_BL: the outcome, and the rewards of turns.
@@ -189,11 +189,11 @@ def turn_z(
   return gae_lib.turns_to_tokens(z_BT, batch)
 
 
-_EPSILON = 1e-6  # that of A2TGPO
+_EPSILON = 1e-6  # as in A2TGPO
 
 
 def _turn_z(rewards_BL, batch, epsilon, num_turns):
-  """Returns z of every turn but the last, and how many turns follow: [B, T]."""
+  """Returns z (0 in last turns) and the number of later turns: [B, T] each."""
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
   ones_BT = jnp.ones_like(rewards_BT)
   after_BT = gae_lib.rewards_to_go(ones_BT, present_BT, 1.0) - 1
@@ -207,13 +207,13 @@ def _turn_z(rewards_BL, batch, epsilon, num_turns):
   return masking.select(z_TB.T, after_BT > 0), after_BT
 
 
-# Outcomes are compared with the rewards of turns, too, or with outcomes alone.
+# 'joint' compares outcomes also with rewards of turns, 'separate' does not.
 POOLS = ('joint', 'separate')
 
 
 @options_lib.dataclass
 class TurnPooled(group_advantages.Group):
-  """Options of `turn_pooled`, which explains them."""
+  """Options of `turn_pooled`, whose docstring explains them."""
 
   pool: str = options_lib.one_of(POOLS)
   gamma: float = options_lib.number(at_most=1.0)
@@ -233,20 +233,20 @@ def turn_pooled(
 
     A_k = z(r_k) + gamma A_{k+1}    over the turns with a reward
 
-  The last turn of a row has a reward, its outcome included; another turn has
-  one if it is not 0. z is that of `group_normalized`, over all these rewards of
-  the group, or over those of last turns and over the others apart. A turn
-  without a reward gets the advantage of the next turn that has one. Since rows
-  have different numbers of rewards, a sum of z favours some lengths: it is
-  biased where the policy chooses when to stop.
+  The last turn of a row always has a reward, which includes the outcome. Other
+  turns have a reward if it is not 0. z normalises as in `group_normalized`. A
+  turn without a reward gets the advantage of the next turn with a reward. Rows
+  have different numbers of rewards, so a sum of z favours some lengths, and the
+  estimator is biased if the policy chooses when to stop.
 
   Source: arXiv 2510.14967, whose turn reward is an information gain, and the
-  authors' code, whose standard deviation is that of a population.
+  authors' code, which uses the population's standard deviation.
 
   Args:
     rewards_BL: the outcome, and the rewards of turns.
     batch: masks, turn ids and group ids.
-    pool: 'joint', as in the paper, or 'separate', as in the authors' script.
+    pool: z is over all rewards ('joint', as in the paper), or over last turns
+      and other turns apart ('separate', as in the authors' script).
     gamma: discount per turn with a reward.
     epsilon: added to the standard deviation.
     num_turns: static, the most turns a row can have.
@@ -264,7 +264,7 @@ def turn_pooled(
   to_go_BT = gae_lib.rewards_to_go(
     z.reshape(counted_BT.shape), counted_BT, gamma
   )
-  # In a group of one row, its turns would be compared with each other alone.
+  # A group of one row gets 0: its turns have no other row to compare with.
   _, pairs_BB = group_advantages.rows(rewards_BL, batch)
   has_others_B = jnp.sum(pairs_BB, axis=1) > 1
   return masking.select(
@@ -272,8 +272,7 @@ def turn_pooled(
   )
 
 
-# The outcome of a trajectory counts once per turn, or once, in the mean and the
-# standard deviation of its group.
+# How often an outcome counts in the mean and the deviation of its group.
 OUTCOME_COUNTS = ('per_turn', 'per_trajectory')
 
 
@@ -285,7 +284,7 @@ class Gigpo(group_advantages.Group):
   outcome_weight: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
   history: int = options_lib.count()
-  # With more, the longest history alone would count, and float32 overflow.
+  # A larger power would weigh only the longest history, and float32 overflow.
   power: float = options_lib.number(at_most=10.0)
   normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
   outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
@@ -311,15 +310,16 @@ def gigpo(
     A = outcome_weight N(R) + omega sum_h w_h N_h(G) / sum_h w_h
     G_k = r_k + gamma G_{k+1},   w_h = (h + 2)^power
 
-  N normalises as the argument `normalize` says. R is compared over the group.
-  G, the reward-to-go of a turn, is compared over all turns of the question that
-  share a state id, also within one row, and whose h predecessors do so too. The
-  sums are over h from 0 to `history`, without those where N_h(G) is 0.
+  N normalises as the argument `normalize` says. R, the reward of a row, is
+  compared over the group. G, the reward-to-go of a turn, is compared over all
+  turns of the question, also in one row, that have the same state id and whose
+  h preceding turns have the same state ids. The sums are over the h from 0 to
+  `history` with N_h(G) other than 0.
 
-  Sources: arXiv 2505.10978, without a history, whose code has omega 1, gamma
-  0.95 and epsilon 1e-6. HGPO, arXiv 2602.22817, has a history of 2 or 4, power
-  1 and outcome_weight 0; its deviation of G is that of a population, and it
-  adds epsilon to the sum of the weights.
+  Sources: arXiv 2505.10978, without a history; its code has omega 1, gamma 0.95
+  and epsilon 1e-6. HGPO, arXiv 2602.22817, has a history of 2 or 4, power 1 and
+  outcome_weight 0. HGPO uses the population's standard deviation of G and adds
+  epsilon to the sum of the weights.
 
   Args:
     rewards_BL: the outcome, and the rewards of turns.
@@ -327,8 +327,8 @@ def gigpo(
     omega: weight of N(G).
     outcome_weight: weight of N(R).
     gamma: discount per turn.
-    history: static, the most states before a turn that are compared.
-    power: how much more an h weighs under which fewer turns are comparable.
+    history: static, the most preceding states that are compared.
+    power: the exponent of w_h; larger powers give longer histories more weight.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
     outcome_counts: R counts in the mean and the deviation of its group once for
       each turn of the trajectory ('per_turn', the default of the authors'
@@ -355,15 +355,15 @@ def gigpo(
 
   def compare(carry, before):
     pairs, total, weights = carry
-    # The pairs whose predecessors are pairs, too; first turns have none.
+    # Two turns stay a pair if the turns before them are a pair, too.
     shifted = pairs.reshape(*present_BT.shape, *present_BT.shape)
     shifted = shifted[:, :-1, :, :-1]
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
     pairs = same & shifted.reshape(same.shape)
     advantage = normalization(to_go, pairs, epsilon)
-    # All w_h are divided by w_0, which leaves N_0 as it is. A turn that equals
-    # no other one has the advantage 0, and this h must then have no weight
-    # either.
+    # All w_h are divided by w_0, so that the weight of N_0 is 1. A turn that is
+    # comparable with no other turn has the advantage 0. Then the weight of this
+    # h must be 0, too.
     weight = masking.select((1 + before / 2) ** power, advantage != 0)
     return (pairs, total + weight * advantage, weights + weight), None
 
@@ -379,8 +379,8 @@ def gigpo(
   if outcome_counts == 'per_turn':
     rewards = jnp.repeat(reward_B, num_turns)
     outcome = normalization(rewards, group_pairs, epsilon)
-    # All present turns of a row have the same outcome advantage, so that of the
-    # first one is the row's.
+    # All present turns of a row have the same outcome advantage, so the row
+    # takes it from its first present turn.
     some_B = jnp.argmax(present_BT, axis=1)
     outcome_B = jnp.take_along_axis(
       outcome.reshape(present_BT.shape), some_B[:, None], axis=1
