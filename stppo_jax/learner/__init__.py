@@ -1,1 +1,1 @@
-"""Everything between a batch and new weights."""
+"""Trains the models: turns a collected batch into new weights."""

@@ -2,10 +2,10 @@
 
 B trajectories, L tokens, M loss positions, X experts.
 
-Log-probabilities of the old policy and of the reference, values, the KL
-penalty, advantages and returns come from one jitted function over the whole
-collected batch, because whitening is over all of it. The models compute one
-microbatch of packed rows at a time, as in an update.
+One jitted function over the whole collected batch computes log-probabilities of
+the old policy and of the reference, values, the KL penalty, advantages and
+returns. It takes the whole batch, because whitening is over all of it. The
+models compute one microbatch of packed rows at a time, as in an update.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,10 +40,13 @@ class _Outputs(NamedTuple):
 
   Attributes:
     old_logprobs_BL, ref_logprobs_BL: log-probabilities of the sampled tokens.
-    older_logprobs: the same by policies of steps before, [B, L] each.
+    older_logprobs: log-probabilities of the same tokens by the policies of
+      earlier steps, [B, L] for each policy.
     values_BL: V before each token; None without a value model.
-    expert_visits_BX: visits to each expert; None without experts.
-    expert_ids: the old policy's experts; None unless updates replay them.
+    expert_visits_BX: how often each row visited each expert; None without
+      experts.
+    expert_ids: the experts that the old policy chose; None if updates do not
+      replay them.
   """
 
   old_logprobs_BL: Array
@@ -74,22 +77,23 @@ def annotate(
     state: the policy about to be updated, and the value model.
     batch: the packed batch.
     algorithm: the algorithm, whose numbers may be traced.
-    reference: weights of the frozen reference policy; None: the base under the
-      state's adapters.
-    old: trained weights of the policy in the ratio's denominator; None: those
-      of the state.
+    reference: weights of the frozen reference policy. None: the base under the
+      state's adapters is the reference.
+    old: trained weights of the old policy, the ratio's denominator. None: the
+      state's policy is the old policy.
     older: trained weights of one step ago, of two steps ago, and so on, for a
-      batch with `staleness_BL`: the denominator of a turn is the policy that
-      wrote it. Empty: it is the same policy for all turns.
+      batch with `staleness_BL`. Each turn then has the policy that wrote it in
+      the denominator. Empty: the old policy wrote all turns.
     models: policy and value model; the policy without adapters and value head
       computes the reference.
     temperature: the sampling temperature.
     num_turns: static, the largest number of turns of a trajectory.
-    packed: the rows in the order of the shards, and their packing; None: the
-      models see all rows at once, a trajectory in each.
-    routing_replay: static, which experts the updates visit: 'nowhere' (those
-      that the router picks), 'trainer' (those of the old policy's pass here) or
-      'sampler' (those in the batch, which the old policy then visits too).
+    packed: the rows in the order of the shards, and their packing. None: the
+      models compute all rows at once, with one trajectory in each row.
+    routing_replay: static, the experts that the updates visit: 'nowhere' (the
+      experts that the router picks), 'trainer' (the experts that the old policy
+      picks here) or 'sampler' (the experts in the batch, which the old policy
+      then also visits).
 
   Returns:
     The annotated batch and scalar metrics: mismatch with the sampler,
@@ -101,7 +105,7 @@ def annotate(
   reference, old, older = modules.cast((reference, old, older), dtype)
   frozen_reference = params.frozen if reference is None else reference
   behind_BL = batch.staleness_BL
-  # The pass of a policy that wrote no turn of the batch is left out.
+  # A policy that wrote no turn of the batch gets no forward pass.
   needed = [jnp.any(behind_BL == n + 1) for n in range(len(older))]
 
   outputs = _map_packed(
@@ -123,8 +127,8 @@ def annotate(
   old_BL = outputs.old_logprobs_BL
   for n, older_BL in enumerate(outputs.older_logprobs, start=1):
     old_BL = jnp.where(behind_BL == n, older_BL, old_BL)
-  # 0 off the mask from here on: a number that is not finite at an observation
-  # must not reach a sum.
+  # Log-probabilities off the mask are set to 0. A number that is not finite at
+  # an observation must not reach a sum.
   old_BL = masking.select(old_BL, mask_BL)
   ref_BL = masking.select(outputs.ref_logprobs_BL, mask_BL)
   batch = batch.replace(
@@ -133,12 +137,12 @@ def annotate(
     values_BL=outputs.values_BL,
     expert_visits_BX=outputs.expert_visits_BX,
   )
-  # With 'sampler', the batch has the sampler's experts already.
+  # With 'sampler', the batch already has the sampler's experts.
   if routing_replay == 'trainer':
     batch = batch.replace(expert_ids=outputs.expert_ids)
 
-  # Measured at the old policy whatever `kl.where` says: the metrics show it in
-  # every run, and the controller of the coefficient reads it.
+  # The divergence of the old policy is measured for every `kl.where`. All runs
+  # show it as a metric, and the controller of the coefficient reads it.
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
@@ -165,8 +169,8 @@ def annotate(
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
   if models.value_range is not None and batch.returns_BL is not None:
     low, high = models.value_range
-    # A return is an advantage plus a value, so rounding may push one that is at
-    # an end of the range a little over it.
+    # A return is an advantage plus a value, so rounding may push a return at an
+    # end of the range a little over the end.
     slack = 1e-4 * (high - low)
     is_outside_BL = batch.returns_BL < low - slack
     is_outside_BL |= batch.returns_BL > high + slack
@@ -176,7 +180,7 @@ def annotate(
   metrics |= diagnostics.mismatch_of_segments(batch, num_turns=num_turns)
   if older:
     metrics |= _staleness(batch, outputs.old_logprobs_BL, num_turns=num_turns)
-  # Updates read it no more.
+  # Updates do not read the staleness.
   return batch.replace(staleness_BL=None), metrics
 
 
@@ -192,7 +196,7 @@ def mean_logprobs(
 
   Args:
     params: the weights of the models.
-    inputs: the rows; the result is 0 for one without a loss mask.
+    inputs: the rows; a row without a token in its loss mask gets 0.
     packed, models, temperature: see `annotate`.
   """
   policy = models.policy
@@ -222,13 +226,14 @@ def _map_packed(
   """Applies a function to packed rows; for `packed` see `annotate`.
 
   Returns:
-    What the function returned, in the order of the batch.
+    The function's outputs for all rows, in the order of the batch.
   """
   if packed is None:
     return function(inputs)
   chosen = rows_lib.select(inputs, packed.rows, mesh)
   outputs = minibatches.map_rows(function, chosen, packed.packing)
-  # The packing has dealt the rows to the shards; argsort gives the way back.
+  # `packed.rows` is the order in which the rows were dealt to the shards. Its
+  # argsort is the inverse order.
   return rows_lib.select(outputs, jnp.argsort(packed.rows), mesh)
 
 
@@ -270,30 +275,31 @@ def _metrics(
 def _staleness(
   batch: batch_lib.TokenBatch, logprobs_BL: Array, *, num_turns: int
 ) -> dict[str, Array]:
-  """Returns how far the policy is from those that wrote the turns, as scalars.
+  """Returns how far the policy is from the policies that wrote the turns.
 
-  With r = pi / pi_old of a token, both by the trainer, where pi_old is the
-  policy that wrote the token's turn:
+  For each token r = pi / pi_old, both by the trainer, where pi_old is the
+  policy that wrote the token's turn. The metrics of r, all scalars, are
 
     staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
-    staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  of r, as
-        `mismatch/...` has them of k
+    staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  the metrics of
+        `diagnostics.mismatch_of_segments`, with r in the place of k
 
-  and with k = pi_old / sampler, at tokens of turns that follow turns of older
-  policies in their dialogue:
+  A token comes after a swap if an older policy wrote an earlier turn of the
+  dialogue. With k = pi_old / sampler, these tokens have the metrics
 
-    mismatch/after_swap/share  their share of the policy tokens
+    mismatch/after_swap/share  share of such tokens among the policy tokens
     mismatch/after_swap/logprob_abs_diff{,_mean}  maximum and mean of |log k|
 
   Args:
-    batch: the batch, with log pi_old and with the age of each turn's policy.
+    batch: the batch, with log pi_old and with the staleness of each turn.
     logprobs_BL: log pi of the tokens, before the first update.
     num_turns: static, the most turns a row can have.
   """
   mask_BL, behind_BL = batch.loss_mask_BL, batch.staleness_BL
   log_r_BL = masking.select(logprobs_BL - batch.old_logprobs_BL, mask_BL)
   log_k_BL = batch.old_logprobs_BL - batch.sampler_logprobs_BL
-  # A token comes after a swap if an earlier one is of an older policy.
+  # If a token's staleness is below the largest staleness so far in its row, an
+  # older policy wrote an earlier turn.
   swapped_BL = mask_BL & (behind_BL < jax.lax.cummax(behind_BL, axis=1))
   metrics = {
     'mismatch/after_swap/share': masking.masked_mean(
@@ -326,11 +332,12 @@ def _model_outputs(
 ) -> _Outputs:
   """Runs all models on some rows; see `annotate`.
 
-  `older` has policies of earlier steps, and whether their outputs are needed.
+  Each element of `older` says whether the outputs of an earlier policy are
+  needed, and holds the weights of this policy.
   """
   policy = models.policy
-  # Values come from the present value model, whichever policy is the old one:
-  # advantages are formed with the values that the first update corrects.
+  # Values always come from the present value model, also if another policy is
+  # the old one. So advantages use the values that the first update corrects.
   current = forward.all_outputs(
     params, inputs, models=models, temperature=temperature
   )
@@ -351,7 +358,8 @@ def _model_outputs(
     )
     for is_needed, trained in older
   )
-  # The reference's own routers choose its experts: only the policy replays.
+  # The reference's own routers choose its experts. Only the policy replays
+  # experts.
   reference_outputs = forward.token_outputs(
     policy.plain_policy,
     reference,
@@ -362,7 +370,7 @@ def _model_outputs(
   if outputs.routing is not None:
     visits_BX = outputs.routing.visits_BX
   if routing_replay == 'trainer' and outputs.routing is not None:
-    # int16, as the sampler reports them, is enough to number the experts.
+    # int16, which the sampler also uses, is enough to number the experts.
     expert_ids = outputs.routing.expert_ids.astype(jnp.int16)
   return _Outputs(
     outputs.logprobs_BL,

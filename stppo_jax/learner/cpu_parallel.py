@@ -1,14 +1,15 @@
-"""Updates on one CPU device, every core on its own share of microbatches.
+"""Updates on one CPU device, with a share of the microbatches for each core.
 
-XLA's CPU backend splits every single operation over all cores and joins them
-again after it. On microbatches that fit a core's cache an operation is too
-short for that to pay: at the quickstart's sizes the cores wait more than they
-compute. Here every core runs a whole program on its share of the microbatches,
-and the cores are joined only for numbers of the whole minibatch: its statistics
-and the sum of its gradients.
+XLA's CPU backend splits every single operation over all cores and waits for all
+of them after it. On microbatches that fit a core's cache, an operation is too
+short for this to pay: at the quickstart's sizes the cores wait longer than they
+compute. Here every core runs a whole program on its share of the microbatches.
+The cores wait for each other only to form the statistics and the summed
+gradient of the whole minibatch.
 
-The result is that of `step.update` up to the order of the float32 sums. A
-mesh of several devices splits the rows itself and does not use this module.
+The result equals that of `step.update`, up to the order of float32 sums. A mesh
+of several devices divides the rows among the devices and does not use this
+module.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,10 @@ Tree = Any
 def is_supported(
   mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm
 ) -> bool:
-  """Returns whether the mesh is one CPU and microbatches may be divided.
+  """Returns whether the mesh is one CPU and microbatches may have any size.
 
-  A correction whose scope is the microbatch forbids that, because its result
-  depends on the size of the microbatch.
+  A correction whose scope is the microbatch needs the configured size, because
+  its result depends on the size.
   """
   one_cpu = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
   return one_cpu and not algorithm.depends_on_microbatches
@@ -56,10 +57,10 @@ class Updater:
 
   Args:
     spec: the models and the static sizes.
-    method: how the gradient is computed, see `policy_loss`.
+    method: how the gradient is computed, see `step.Method`.
     optimizers: the optimisers.
-    num_workers: programs that run at the same time.
-    out_shardings: layout of the state.
+    num_workers: the number of programs that run at the same time.
+    out_shardings: the shardings of the state.
   """
 
   def __init__(
@@ -75,8 +76,8 @@ class Updater:
     self._optimizers = optimizers
     self._num_workers = num_workers
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
-    # The programs that have been called, each with the shapes of its arguments;
-    # see `_map`.
+    # Pairs of a program and the shapes of a microbatch that it has been called
+    # with; see `_map`.
     self._compiled = set()
     self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
     self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
@@ -109,9 +110,9 @@ class Updater:
     """
     minibatch = self._select(batch, packed.rows)
     packing = packed.packing
-    # Each microbatch is cut out by a program of its own, with a leading axis of
-    # 1: the programs below are those of an update on a single microbatch, and
-    # their number does not depend on how many there are.
+    # Each microbatch is cut out separately, with a leading axis of length 1. So
+    # the programs below take a single microbatch, and their shapes do not
+    # depend on the number of microbatches.
     microbatches = [
       self._split(minibatch, jax.tree.map(lambda x: x[n : n + 1], packing))
       for n in range(len(packing.rows))
@@ -144,14 +145,19 @@ class Updater:
   def _map(
     self, function: Callable[[Tree], Tree], microbatches: Tree, kind: Any
   ) -> list[Tree]:
-    """Applies a function to every worker's microbatches, on a thread each.
+    """Applies a function to each worker's microbatches, in one thread each.
 
-    Which worker gets which microbatch does not depend on time, so equal calls
-    give equal bits.
+    The assignment of microbatches to workers does not depend on timing, so
+    equal calls give equal bits.
 
-    Calls from one thread would run one after the other. The first call for
-    given shapes does run that way, so that a program is compiled once and not
-    by all threads at the same time.
+    The first call for given shapes runs all workers in the calling thread, one
+    after the other. So a program is compiled once, and not by all threads at
+    the same time.
+
+    Args:
+      function: maps the list of a worker's microbatches to a pytree.
+      microbatches: the microbatches of all workers.
+      kind: a name for the programs that the function calls.
     """
     size = min(self._num_workers, len(microbatches))
     shares = [microbatches[n::size] for n in range(size)]
@@ -168,8 +174,8 @@ class Updater:
   def _placed_outputs(self, params, microbatch, *, num_rows):
     """Returns outputs [B, L], with 0 in the rows of other microbatches.
 
-    The sum over the microbatches has the outputs of all rows, and no program
-    depends on how many microbatches there are.
+    The sum of these outputs over the microbatches has the outputs of all rows.
+    So no program depends on the number of microbatches.
     """
     outputs = policy_loss.outputs_of(params, microbatch, spec=self._spec)
     return minibatches.join(outputs, microbatch.packing, num_rows)
@@ -182,8 +188,8 @@ class Updater:
     )
     if self._spec.models.policy.config.num_experts:
       return context
-    # Only the load of experts is computed from the minibatch. Without it, one
-    # program sums for minibatches of all lengths.
+    # Only the load of experts is computed from the minibatch's arrays. Without
+    # these arrays, one program serves minibatches of all lengths.
     return context._replace(minibatch=None)
 
   def _join_and_apply(self, state, sums, hyperparameters):
@@ -205,7 +211,7 @@ def _add(total, summand):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _join(total, summand):
-  """Returns the sums, and the merged diagnostics, of some microbatches."""
+  """Adds the sums, and merges the diagnostics, of two sets of microbatches."""
   sums, diagnostics = zip(total, summand)
   # The value loss has no diagnostics.
   merged = diagnostics_lib.merge(*diagnostics) if diagnostics[0] else ()

@@ -1,14 +1,14 @@
-"""Runs a model over the tokens of a batch: the only place that knows of rows.
+"""Runs a model over trajectories, and packs them into rows for that.
 
 B trajectories, L tokens of each, M loss positions, X experts; s shards, b
-trajectories of a shard, m = b L their tokens; r rows of the forward pass, l
-tokens of a row, p places of the tokens in all rows of a shard.
+trajectories of a shard, m = b L their tokens; r packed rows, l tokens of a
+packed row, p token positions in all packed rows of a shard.
 
-The rest of the learner, and all of `rl`, see one trajectory a row, [B, L]. If a
-batch has a `batch.Packing`, its trajectories stand in rows of the packing's
-length while the model computes, each token sees its own trajectory only, and
-results are moved back to [B, L]. All of this happens within a shard: nothing
-moves between devices.
+The rest of the learner, and all of `rl`, have one trajectory per row, [B, L].
+If a batch has a `batch.Packing`, its trajectories are moved into packed rows
+before the model computes. Each token attends to its own trajectory only, and
+the outputs are moved back to [B, L]. All moves are within a shard, so no data
+goes from one device to another.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _Outputs = TypeVar('_Outputs')
 
 
 class Inputs(NamedTuple):
-  """The arrays of a `TokenBatch` that models read, and its packing."""
+  """The fields of a `TokenBatch` that models read."""
 
   tokens_BL: Array
   lengths_B: Array | None = None
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(batch: batch_lib.TokenBatch) -> Inputs:
-  """Returns the arrays of a batch that models read."""
+  """Returns the fields of a batch that models read."""
   return Inputs(*(getattr(batch, name) for name in Inputs._fields))
 
 
@@ -58,9 +58,9 @@ def token_outputs(
 
   Args:
     model: the policy.
-    params: its weights.
+    params: the weights of the policy.
     inputs: the trajectories.
-    temperature: divides the logits.
+    temperature: the number that divides the logits.
     values_everywhere: see `functional.Model.token_outputs`.
   """
   return in_rows(
@@ -85,12 +85,12 @@ def all_outputs(
 ) -> functional.TokenOutputs:
   """Returns log-probabilities, entropy and values of trajectories.
 
-  With a shared backbone this is one pass; otherwise it is one of each model.
-  Values are wanted at every token, whatever the loss positions.
+  A policy with a value head needs one forward pass. Otherwise each model has
+  its own pass. Values are returned at every token, whatever the loss positions.
 
   Args:
     params: the weights of both models.
-    inputs: the trajectories; experts are those of the policy.
+    inputs: the trajectories; its experts are the policy's experts.
     models: policy and value model.
     temperature: the sampling temperature.
   """
@@ -114,14 +114,14 @@ def values(
   *,
   everywhere: bool = True,
 ) -> Array:
-  """Returns values_BL of a value model.
+  """Returns the values [B, L] of a value model.
 
   Args:
     model: the value model, which replays no experts.
-    params: its weights.
+    params: the weights of the value model.
     inputs: the trajectories.
-    everywhere: whether values are wanted at every token, and not at the loss
-      positions alone.
+    everywhere: whether values are computed at every token. False: they are
+      computed at the loss positions only.
   """
   inputs = inputs._replace(expert_ids=None)
   if everywhere:
@@ -134,12 +134,12 @@ def values(
 
 
 def of_pairs(packing: batch_lib.Packing, lengths_Q2: Any) -> batch_lib.Packing:
-  """Returns the packing of single trajectories, given that of pairs.
+  """Returns the packing of single trajectories, given the packing of pairs.
 
   Args:
-    packing: the packing of one microbatch, in which the trajectories of a pair
+    packing: the packing of one microbatch of pairs. The trajectories of a pair
       follow each other in a row.
-    lengths_Q2: the tokens of both trajectories of each pair.
+    lengths_Q2: the numbers of tokens of the trajectories of each pair.
   """
   size = packing.num_rows * packing.row_length
   shape = packing.starts.shape
@@ -156,14 +156,15 @@ def in_rows(
   """Applies a function of rows to trajectories, which may share rows.
 
   Args:
-    function: maps (tokens_rl, **`functional.Rows`) to arrays with a number per
-      token, [r, l], and `moe.Routing`.
+    function: maps (tokens_rl, **`functional.Rows`) to a pytree of arrays with a
+      number per token, [r, l], and of `moe.Routing`.
     inputs: the trajectories.
-    mesh: the mesh that they are laid out on.
+    mesh: the mesh on which the trajectories are laid out.
 
   Returns:
-    The same for [B, L]. Numbers are 0 at the first token of a trajectory, which
-    nothing predicts, and at padding; there, experts are -1.
+    The function's outputs, moved to [B, L]. Packed trajectories have 0 at the
+    first token, which no token predicts, and at padding. Experts are -1 at
+    padding.
   """
   packing = inputs.packing
   if packing is None:
@@ -190,15 +191,15 @@ def in_rows(
   )
   loss_positions_rm = expert_ids = None
   if inputs.loss_positions_BM is not None:
-    # The first token of a trajectory has no prediction: position 0 is left out,
-    # also where a row goes on with another trajectory. Sorting puts the chosen
-    # places first, in order, and behind them the number for no place.
+    # The first token of each trajectory has no prediction, so position 0 is
+    # left out. Sorting puts the chosen positions first, in order. Behind them
+    # comes the row's length, which marks an unused entry.
     mask_rl = to_rows(inputs.loss_mask_BL) & (segments.positions_BL > 0)
     places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
     loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
   if inputs.expert_ids is not None:
-    # Places without a token are filled with 0, which the shift by 1 turns into
-    # -1: no expert.
+    # Row positions without a token are filled with 0. The shift by 1 turns 0
+    # into -1, which lets the router choose.
     expert_ids = to_rows(inputs.expert_ids + 1) - 1
   outputs = function(
     to_rows(inputs.tokens_BL),
@@ -206,21 +207,22 @@ def in_rows(
     loss_positions_BM=loss_positions_rm,
     expert_ids=expert_ids,
   )
-  # Where two trajectories share a row, the last state of the first one predicts
-  # the first token of the second. That prediction has no meaning, and must not
-  # leave the row.
+  # If two trajectories share a row, the last state of the first trajectory
+  # predicts the first token of the second. This prediction has no meaning and
+  # is not moved to [B, L].
   first_1m = jnp.arange(b * L)[None] % L == 0
   later_sm = jnp.where(first_1m, source_sp.shape[1], target_sm)
-  # `back_sp` inverts `later_sm`, so that the gradient is computed by a gather,
-  # too. jax would derive a scatter, which is slow and not deterministic.
+  # `back_sp` inverts `later_sm`, so that the gradient is a gather, too. jax
+  # would derive a scatter, which is slow and not deterministic.
   positions_sp = segments.positions_BL.reshape(s, -1)
   back_sp = jnp.where(positions_sp > 0, source_sp, b * L)
   flat = lambda x: x.reshape(s, -1, *x.shape[2:])
 
   def to_trajectories(x: Any) -> Any:
     if isinstance(x, moe.Routing):
-      # Visits and probabilities are sums by row and segment. A trajectory is in
-      # one row, so the sum over all rows of its shard is its own.
+      # The model sums visits and probabilities by row and segment. Each segment
+      # number occurs in one row of a shard, so the sum over the shard's rows is
+      # the sum of one trajectory.
       ids = rows_lib.take_filled(flat(x.expert_ids + 1), target_sm) - 1
       sums = (
         jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
@@ -240,33 +242,34 @@ def in_rows(
 def _maps(
   packing: batch_lib.Packing, lengths_B: Array, L: int
 ) -> tuple[Array, Array, attention.Segments]:
-  """Returns where the tokens of rows come from, and where they go to.
+  """Returns the index maps between trajectories and packed rows.
 
   Args:
     packing: the packing of one microbatch.
-    lengths_B: the tokens of each trajectory.
-    L: tokens of a trajectory with its padding.
+    lengths_B: the number of tokens of each trajectory.
+    L: the number of tokens of a trajectory with its padding.
 
   Returns:
-    source: for each place in the rows of a shard, which of the b L tokens of
-      the shard's trajectories stands there; b L if the place is empty.
-    target: for each of these b L tokens its place in the rows; for padding, the
-      number of places.
+    source: for each position in the rows of a shard, the index of its token
+      among the b L tokens of the shard's trajectories; b L if the position is
+      empty.
+    target: for each of these b L tokens, its position in the rows; for padding,
+      the number of positions.
     The segments of the rows.
   """
   s, b = packing.starts.shape
   size = packing.num_rows * packing.row_length
   starts_sb, lengths_sb = packing.starts, lengths_B.reshape(s, b)
-  # Starts increase, so the last start at or before a place is that of its
-  # trajectory. Comparing with all starts is faster than scattering numbers to
-  # their places.
+  # Starts increase, so a position belongs to the trajectory with the last start
+  # at or before the position. Comparing each position with all starts is faster
+  # than scattering the trajectories' numbers to the positions.
   places_p = jnp.arange(size)
   passed_sbp = starts_sb[..., None] <= places_p[None, None]
   number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)
   of = lambda x_sb: jnp.take_along_axis(x_sb, number_sp, axis=1)
   position_sp = places_p[None] - of(starts_sb)
-  # The position is negative before the first trajectory, and too large in the
-  # gap behind a trajectory: no token stands there.
+  # No token stands before the first trajectory, where `position_sp` is
+  # negative, and in a gap behind a trajectory, where it is too large.
   text_sp = (position_sp >= 0) & (position_sp < of(lengths_sb))
   only = lambda x_sp: jnp.where(text_sp, x_sp, 0)
   source_sp = jnp.where(text_sp, number_sp * L + position_sp, b * L)

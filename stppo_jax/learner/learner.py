@@ -1,4 +1,4 @@
-"""The device side of a run: layouts, and the jitted annotate and update."""
+"""The device side of a run: shardings, and the jitted annotate and update."""
 
 import dataclasses
 from typing import Any
@@ -34,31 +34,30 @@ from stppo_jax.rl import kl as kl_lib
 
 
 class Learner:
-  """Makes the train state of a config, annotates batches and updates it.
+  """Makes the train state of a config, annotates batches and updates the state.
 
   Args:
     config: the run's config.
-    shape: the shape of the policy, see `model_roles.build`.
+    shape: the config of the policy's layers, see `model_roles.build`.
     mesh: the mesh of training.
     gathers_base: see `model_roles.Models`.
 
   Attributes:
     config: the run's config.
     models: policy and value model.
-    policy: the policy without adapters and value head, as it is exported.
-    decoded: the policy with its adapters but without a value head, as the local
-      engine decodes with it.
+    policy: the policy without adapters and value head, for export.
+    decoded: the policy with its adapters but without a value head, for the
+      local engine.
     mesh: the mesh of training.
-    programs: its compiled programs.
+    programs: the compiled programs of this learner.
     sizes, annotate_sizes: sizes of packed rows in updates and in `annotate`.
     num_microbatches: the number of microbatches of the last update.
-    algorithm: the algorithm, with the present coefficient of its penalty.
-    warmup: the first steps, in which only the values learn.
+    algorithm: the algorithm, with the present coefficient of its KL penalty.
+    warmup: the first steps, in which only the value model learns.
 
   Raises:
-    ValueError: weights that do not fit the shape, a mesh that does not divide
-      it, or a backend without host memory for a reference that is to be kept
-      there.
+    ValueError: the weights do not fit the shape, the mesh does not divide it,
+      or the reference shall stay in host memory, which the backend lacks.
   """
 
   def __init__(
@@ -116,7 +115,7 @@ class Learner:
       config.loss.value_warmup_steps, config.loss.value_warmup_patience
     )
     self.num_microbatches = 0
-    # The sizes of the batch that is updated on, see `_packed`.
+    # The batch of the last `_packed`, and the lengths of its rows.
     self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
       spec,
@@ -131,7 +130,8 @@ class Learner:
     """Returns the state before the first update.
 
     Args:
-      path: the directory of the weights; '' = random ones; None = model.path.
+      path: the directory of the weights; '' draws random weights; None means
+        model.path.
     """
     path = self.config.model.path if path is None else path
     return self.programs.updating.init(
@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns `weights.load_reference`; `path` is that of `start`."""
+    """Returns `weights.load_reference`; for `path` see `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -153,13 +153,13 @@ class Learner:
     old: model_roles.Params | None = None,
     older: tuple[model_roles.Params, ...] = (),
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
-    """Adds to a packed batch what updates read; see `annotate.annotate`.
+    """Adds the arrays that updates read to a batch; see `annotate.annotate`.
 
     Args:
       state: the policy about to be updated, and the value model.
       packed: this host's rows, as numpy arrays.
-      reference: from `reference()`.
-      old: the policy in the ratio's denominator; None: that of the state.
+      reference: the result of `reference()`.
+      old: the ratio's denominator; None means the state's policy.
       older: the policies of earlier steps, see `annotate.annotate`.
     """
     batch = distributed.from_local_rows(packed, self._rows)
@@ -200,11 +200,11 @@ class Learner:
     """Returns the rows of each minibatch of a step, epoch by epoch.
 
     Args:
-      num_rows: rows of the batch.
+      num_rows: the number of rows of the batch.
       step: the training step.
-      num_updates: the number of minibatches, from as many epochs as necessary;
-        by default those of `updates.num_epochs`.
-      values_alone: whether to return those of `updates.value_epochs` instead.
+      num_updates: the number of minibatches, from as many epochs as necessary.
+        None: all minibatches of `updates.num_epochs` epochs.
+      values_alone: whether to return the `updates.value_epochs` epochs instead.
     """
     updates = self.config.updates
     epochs = updates.num_epochs, updates.value_epochs
@@ -233,11 +233,11 @@ class Learner:
     """Takes one optimiser step on some rows; see `step.update`.
 
     Args:
-      state: the state before; all its arrays but the frozen ones are donated.
+      state: the state before the step. Its arrays are donated, except the
+        frozen ones.
       batch: the annotated batch.
       rows: the rows of the minibatch, from `minibatches`.
-      step: the training step; during the value warm-up the policy stays as it
-        is.
+      step: the training step; in the value warm-up the policy does not change.
       values_alone: whether only the value model learns, see `value_loss`.
     """
     packed, numbers = self._packed(batch, rows), self.hyperparameters(step)
@@ -252,13 +252,13 @@ class Learner:
     rows: np.ndarray,
     sizes: packing_lib.Sizes | None = None,
   ) -> packing_lib.Packed:
-    """Returns the packing of some rows of a batch; by default in `sizes`.
+    """Returns the packing of some rows of a batch; by default in `self.sizes`.
 
-    A program tells all hosts how long all rows are. Called again, it would wait
-    for the updates that run by then, so its result is kept for the batch.
+    A program tells all hosts the lengths of all rows. A second call would wait
+    for the updates in progress, so the lengths are kept for the batch.
     """
-    # A weak reference, so that the arrays of a step are freed before those of
-    # the next one are made.
+    # The reference to the batch is weak, so that the arrays of a step are freed
+    # before the arrays of the next step are made.
     of, found = self._sized
     if of() is not batch:
       found = jax.device_get(self.programs.updating.sizes(batch))
@@ -267,7 +267,7 @@ class Learner:
     return packing_lib.plan(rows, lengths, losses, sizes or self.sizes)
 
   def hyperparameters(self, step: int) -> step_lib.Hyperparameters:
-    """Returns the runtime inputs of the updates of a step."""
+    """Returns the runtime inputs of a step's updates."""
     return step_lib.Hyperparameters(
       policy_loss.Inputs(self.algorithm, self._coefficients),
       *self._numbers,
@@ -281,7 +281,7 @@ class Learner:
     *,
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
-    """Returns `forward.all_outputs` of rows laid out like a batch's."""
+    """Returns `forward.all_outputs` of rows that are sharded like a batch."""
     return self.programs.token_outputs(
       state.params, forward.Inputs(tokens_BL, expert_ids=expert_ids)
     )
@@ -300,8 +300,8 @@ class Learner:
       hosts: the hosts of the run; all of them call this function.
 
     Returns:
-      numpy arrays of at least as many rows as the config wants; None where it
-      wants none.
+      numpy arrays of at least as many rows as the config wants; None if the
+      config wants no rows.
     """
     writer = self.config.writer
     count = min(writer.token_details, writer.trajectories)
@@ -315,7 +315,7 @@ class Learner:
     )
     packed = self._packed(batch, rows)
     details = self.programs.token_details(state, batch, packed, self.algorithm)
-    # Back to the order of the rows, in which those of a host are adjacent.
+    # argsort restores the order of `rows`, with the rows of a host adjacent.
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 
@@ -323,7 +323,7 @@ class Learner:
   def kl_coefficient(self) -> float:
     """The current weight of the divergence from the reference.
 
-    With an adaptive controller it is state, and a checkpoint must contain it.
+    An adaptive controller changes the weight, so checkpoints must contain it.
     """
     return float(self.algorithm.kl.coefficient)
 
@@ -333,11 +333,11 @@ class Learner:
     self.algorithm = dataclasses.replace(self.algorithm, kl=kl)
 
   def adapt_kl(self, kl: float, num_trajectories: int) -> None:
-    """Sets the coefficient for the next step by the controller.
+    """Lets the controller set the KL coefficient for the next step.
 
     Args:
       kl: the divergence in this step, nats per trajectory.
-      num_trajectories: valid trajectories of this step.
+      num_trajectories: the number of valid trajectories of this step.
     """
     options = self.algorithm.kl
     self.kl_coefficient = kl_lib.CONTROLLERS[options.controller](
@@ -349,15 +349,15 @@ class Learner:
     )
 
   def copy_policy(self, state: state_lib.TrainState) -> model_roles.Params:
-    """Returns the policy with copies of the weights that an update donates."""
+    """Returns the policy, with a copy of the weights that an update donates."""
     trained = model_roles.Trained(self.programs.copy(state.policy.params), None)
     return model_roles.Params(trained, state.frozen)
 
   def merged_params(self, params: model_roles.Params) -> functional.Params:
     """Returns weights of `self.policy`, for decoding and for export.
 
-    Adapters are merged into copies of their matrices; without adapters nothing
-    is copied.
+    Adapters are merged into copies of the matrices that they adapt. Without
+    adapters nothing is copied.
 
     Args:
       params: the weights of a policy.
@@ -367,18 +367,18 @@ class Learner:
     return self.programs.merge(params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
-    """Returns a tree with the structure of the run's checkpoints."""
+    """Returns a state with the tree structure of the run's checkpoints."""
     published = (state.policy.params,) * self.config.rollout.steps_ahead
     return dataclasses.replace(state, published=published, frozen={})
 
   def abstract_policy_params(self) -> Any:
-    """Returns shapes and layouts of the policy's trained weights."""
+    """Returns shapes and shardings of the policy's trained weights."""
     return self._abstract_state_of(self.policy.abstract_params).policy.params
 
   def abstract_start(
     self,
   ) -> tuple[state_lib.TrainState, functional.Params | None]:
-    """Returns shapes and layouts of the first state and of the reference."""
+    """Returns shapes and shardings of the first state and the reference."""
     weights = self.policy.abstract_params
     cast = jax.eval_shape(
       lambda params: modules.cast(params, self.policy.config.dtype), weights
@@ -392,7 +392,7 @@ class Learner:
     return state, reference
 
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
-    """Returns shapes and layouts of the state that starts from the weights."""
+    """Returns shapes and shardings of a state that starts from weights."""
     of_values = self.models.abstract_value_start
     state = jax.eval_shape(
       self.programs.updating.init, weights, jax.random.key(0), None, of_values

@@ -1,6 +1,7 @@
-"""Splits a batch into minibatches, and their rows into microbatches.
+"""Splits a batch into minibatches, and a minibatch into microbatches.
 
-B rows of a minibatch, n microbatches of at most b rows of each of s shards.
+B rows of a minibatch, s shards of these rows, n microbatches, and b slots for
+the rows that a shard has in a microbatch.
 """
 
 from collections.abc import Callable
@@ -33,15 +34,16 @@ def minibatch_rows(
   arguments and not stored, so a resumed run uses the same minibatches.
 
   Args:
-    num_rows: rows of the collected batch.
-    size: rows of a minibatch; divides `num_rows`.
+    num_rows: the number of rows of the collected batch.
+    size: the number of rows of a minibatch; divides `num_rows`.
     count: the number of minibatches, from as many epochs as necessary.
     seed: the run's seed.
     step: the training step.
-    shuffle: whether every epoch has an order of its own, or that of the batch.
+    shuffle: whether the rows are permuted in every epoch. False: every epoch
+      has the order of the batch.
 
   Returns:
-    int32 arrays of `size` row numbers.
+    For each minibatch an int32 array of `size` row numbers.
   """
   num_epochs = -(-count * size // num_rows)
   rows = np.concatenate(
@@ -59,10 +61,10 @@ def split(rows: Tree, packing: batch_lib.Packing | None) -> Tree:
   """Returns the microbatches of a minibatch, with a leading axis n.
 
   Args:
-    rows: arrays [B, ...] in a tree with a field for the packing.
-    packing: says which rows each microbatch has. They stay within their shards.
-      Places without a row get zeros: rows without tokens, which weigh nothing.
-      None: all rows are one microbatch.
+    rows: arrays [B, ...] in a tree with a field `packing`.
+    packing: the rows of each microbatch. Rows stay within their shards. An
+      unused slot becomes a row of zeros: it has no tokens and no weight. None:
+      all rows are one microbatch.
   """
   if packing is None:
     return jax.tree.map(lambda x: x[None], rows)
@@ -73,12 +75,15 @@ def split(rows: Tree, packing: batch_lib.Packing | None) -> Tree:
 
 
 def join(microbatches: Tree, packing: batch_lib.Packing, num_rows: int) -> Tree:
-  """Joins arrays of microbatches to arrays [B, ...]; the inverse of `split`.
+  """Joins the arrays of microbatches; the inverse of `split`.
 
   Args:
     microbatches: arrays [n, s b, ...].
     packing: see `split`.
     num_rows: B.
+
+  Returns:
+    Arrays [B, ...].
   """
   return jax.tree.map(lambda x: _put(x, packing.rows, num_rows), microbatches)
 
@@ -92,7 +97,7 @@ def map_rows(
 
   Args:
     function: maps the arrays of a microbatch to arrays with as many rows.
-    rows: arrays [B, ...], in a tree with a field for the packing.
+    rows: arrays [B, ...], in a tree with a field `packing`.
     packing: see `split`.
   """
   _, outputs = jax.lax.scan(
@@ -104,10 +109,15 @@ def map_rows(
 
 
 def _take(x: Array, rows_nsb: Array) -> Array:
-  """Returns rows [n, s b, ...] of the shards of an array; 0 for no row."""
+  """Takes rows of each shard of an array [B, ...]; unused slots become 0.
+
+  Returns:
+    The rows [n, s b, ...].
+  """
   n, s, b = rows_nsb.shape
-  # By shard, so that a device reads its own rows only: an index into the whole
-  # array would make the compiler gather the batch on every device.
+  # Each shard is indexed separately, so that a device reads only its own rows.
+  # An index into the whole array would make the compiler gather the batch on
+  # every device.
   parts = x.reshape(s, -1, *x.shape[1:])
   take = lambda part, rows_nb: part.at[rows_nb].get(mode='fill', fill_value=0)
   taken = jax.vmap(take, in_axes=(0, 1), out_axes=1)(parts, rows_nsb)
@@ -115,11 +125,11 @@ def _take(x: Array, rows_nsb: Array) -> Array:
 
 
 def _put(x: Array, rows_nsb: Array, num_rows: int) -> Array:
-  """Inverts `_take`."""
+  """Returns the array [B, ...] from which `_take` took the rows."""
   n, s, b = rows_nsb.shape
   shape = x.shape[2:]
-  # Every row of the batch is in one place of one microbatch, so nothing is
-  # written twice; 'drop' leaves out the places without a row.
+  # Every row of the batch is in one slot of one microbatch, so no row is
+  # written twice. 'drop' leaves out the unused slots.
   put = lambda part, rows_nb: (
     jnp.zeros((num_rows // s, *shape), x.dtype)
     .at[rows_nb]
@@ -138,7 +148,7 @@ def accumulate(
   Args:
     function: maps a microbatch to a pair (tree to be summed, tree to be
       stacked).
-    microbatches: arrays [n, ...] from `split`; n = 1 takes no loop.
+    microbatches: arrays [n, ...] from `split`; for n = 1 there is no loop.
 
   Returns:
     The sums, and the stacked outputs with a leading axis n.
@@ -147,10 +157,10 @@ def accumulate(
   if len(jax.tree.leaves(microbatches)[0]) == 1:
     sums, outputs = function(first)
     return sums, jax.tree.map(lambda x: x[None], outputs)
-  # Tracing a model takes seconds, so it is done once, for the shapes and the
-  # loop: `jax.eval_shape` and `scan` would do it twice. The carry starts from
-  # zeros of the summands' shapes, not from the first microbatch's sum, so that
-  # the function is compiled once.
+  # Tracing a model takes seconds, so the function is traced once, for both the
+  # shapes and the loop. `jax.eval_shape` and `scan` would trace it twice. The
+  # carry starts from zeros of the summands' shapes. If it started from the
+  # first microbatch's outputs, the function would be compiled twice.
   traced, shapes = jax.make_jaxpr(function, return_shape=True)(first)
   call = extend_core.jaxpr_as_fun(traced)
   structure = jax.tree.structure(shapes)
@@ -164,14 +174,14 @@ def accumulate(
 
 
 def to_accumulator(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
-  """Returns a gradient in float32, laid out like the parameters.
+  """Returns a gradient in float32, sharded like the parameters.
 
-  Without the constraint the compiler may keep the sum over microbatches
-  replicated, which costs every device the memory of the whole gradient. How the
-  devices reduce their shares is left to the compiler: on CPU it all-reduces and
-  slices, on accelerators it reduce-scatters.
+  Without the sharding constraint the compiler may keep the sum over
+  microbatches replicated, which costs every device the memory of the whole
+  gradient. The compiler decides how the devices reduce their shares: on CPU it
+  all-reduces and slices, on accelerators it reduce-scatters.
   """
-  # Summed in float32 even if the model computes in bfloat16, whose sum over
-  # many microbatches would stop growing.
+  # Gradients are summed in float32 even if the model computes in bfloat16. A
+  # bfloat16 sum over many microbatches would stop growing.
   gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
   return sharding.constrain_params(gradient, mesh)

@@ -18,9 +18,10 @@ class Trained(NamedTuple):
   """The trained weights of both models, or their gradients.
 
   Attributes:
-    policy: all weights of the policy, or its adapters and heads; None in the
-      gradient of a value model that learns alone.
-    value: the same of the value model; None without one.
+    policy: all weights of the policy or, with LoRA, its adapters and heads;
+      None in the gradient of a value model that learns alone.
+    value: all weights of the value model or, with LoRA, its adapters and heads;
+      None without a value model.
   """
 
   policy: Any
@@ -31,9 +32,9 @@ class Params(NamedTuple):
   """All weights that the models of a run compute with.
 
   Attributes:
-    trained: what updates change.
+    trained: the weights that updates change.
     frozen: the base under the adapters of both models, in the dtype of the
-      activations; {} where everything is trained.
+      activations; {} without adapters.
   """
 
   trained: Trained
@@ -47,10 +48,10 @@ class Models(NamedTuple):
     policy: the policy; with a shared backbone it has the value head too.
     value: a value model with layers, or adapters, of its own; None with a
       shared backbone, and for an algorithm that uses no values.
-    value_path: the directory that the value model starts from; '' = it starts
-      from the policy's layers.
-    gathers_base: whether a program gathers the frozen base once, and holds all
-      of it, instead of gathering each layer in every pass.
+    value_path: the directory whose weights the value model starts from; '': it
+      starts from the policy's layers.
+    gathers_base: whether a program gathers the frozen base onto every device
+      once, instead of gathering each layer in every pass.
   """
 
   policy: functional.Model
@@ -61,12 +62,13 @@ class Models(NamedTuple):
   def cast(self, params: Params) -> Params:
     """Returns weights in the dtype of the activations, for a whole program.
 
-    Call it outside a loop over microbatches, so that the cast copies are made
-    once, the gathers between devices move the smaller dtype, and a base that
-    fits is gathered once.
+    Call this function outside the loop over microbatches. Then the weights are
+    cast once, the devices gather the smaller dtype, and with `gathers_base` the
+    base is gathered once.
     """
     params = modules.cast(params, self.policy.config.dtype)
-    # Trained weights stay in their shards, in which their gradients are summed.
+    # Trained weights stay sharded, because their gradients are summed in the
+    # same shards.
     if not self.gathers_base or not params.frozen:
       return params
     layout = self._gathered_layout(params.frozen)
@@ -75,12 +77,12 @@ class Models(NamedTuple):
 
   @property
   def value_range(self) -> tuple[float, float] | None:
-    """The smallest and the largest value; None: there are none."""
+    """The smallest and the largest value; None if values have no bounds."""
     return (self.value or self.policy).value_range
 
   @property
   def abstract_value_start(self) -> functional.Params | None:
-    """The shapes of the weights in `value_path`; None without one."""
+    """The shapes of the weights in `value_path`; None without such a path."""
     if not self.value_path:
       return None
     assert self.value is not None
@@ -88,7 +90,7 @@ class Models(NamedTuple):
 
   @property
   def gathered_bytes(self) -> int:
-    """The bytes of the gathered base on a device; 0 if it is not gathered."""
+    """The bytes of the gathered base on a device; 0 without `gathers_base`."""
     if not self.gathers_base:
       return 0
     base = jax.eval_shape(
@@ -101,8 +103,9 @@ class Models(NamedTuple):
   def _gathered_layout(self, base: functional.Params) -> Any:
     assert self.policy.mesh is not None  # the mesh of training
     layout = sharding.param_shardings(base, self.policy.mesh)
-    # The embedding stays sharded: tokens are looked up where their entries are.
-    # Where it is the output matrix, too, the head gathers it once anyway.
+    # The embedding stays sharded, because each token is looked up on the device
+    # with its row. If the embedding is also the output matrix, the head gathers
+    # it once anyway.
     return sharding.gathered(layout) | {'embedding': layout['embedding']}
 
   def policy_weights(self, params: Params) -> functional.Params:
@@ -110,7 +113,10 @@ class Models(NamedTuple):
     return self.policy.join_params(params.frozen, params.trained.policy)
 
   def merged(self, params: Params) -> functional.Params:
-    """Returns the policy's weights, adapters merged; without any, no copies."""
+    """Returns the policy's weights with merged adapters.
+
+    Without adapters no array is copied.
+    """
     return self.policy.merge_adapters(self.policy_weights(params))
 
   def value_weights(self, params: Params) -> functional.Params:
@@ -131,14 +137,15 @@ def build(
 
   Args:
     config: the run's config.
-    shape: the shape of the policy, and of a value model that starts from it.
-    mesh: the mesh that both are laid out on.
+    shape: the config of the policy's layers, and of the layers of a value model
+      that starts from the policy.
+    mesh: the mesh on which both models are laid out.
     uses_values: whether the algorithm's advantages need values.
     gathers_base: see `Models`.
 
   Raises:
-    ValueError: adapter options that do not fit each other or the model, or a
-      value model of another vocabulary.
+    ValueError: the adapter options do not fit each other or the model, or the
+      value model has another vocabulary.
   """
   options = config.model.lora.to_dict()
   del options['path']
@@ -149,11 +156,11 @@ def build(
     bounds = tuple(config.loss.value_range) or None
     return functional.Model(shape, head, mesh, adapters, chunk, bounds)
 
-  # Both heads are on one model: values come with the outputs of the policy.
+  # Both heads are on one model, so values come with the outputs of the policy.
   if uses_values and config.model.value_backbone == 'shared':
     return Models(model('both'), None, gathers_base)
-  # The policy is built first: if the mesh divides neither model, the error is
-  # about the policy, which users know.
+  # The policy is built first. If the mesh divides neither model, the error then
+  # names the policy, which users know.
   policy, path = model('vocabulary'), config.model.value_path
   if not uses_values:
     return Models(policy, None, gathers_base)
@@ -167,7 +174,10 @@ def build(
 def _value_shape(
   path: str, policy: model_config.ModelConfig, *, longest: int
 ) -> model_config.ModelConfig:
-  """Returns the shape of a directory, computed as the policy is."""
+  """Reads the layers' config of a directory, and computes like the policy.
+
+  Options that choose how layers compute are taken from the policy's config.
+  """
   shape = load.read_config(path, longest=longest)
   shape = model_config.computed_as(shape, policy)
   if shape.vocab_size != policy.vocab_size:

@@ -23,9 +23,9 @@ class OfflineLearner:
     models: the policy, perhaps with adapters.
     method: how the gradient is computed, see `offline_losses`.
     optimizer: the config section of the optimiser.
-    temperature: divides the logits.
-    row_length: tokens of a row of the forward pass.
-    microbatch: rows of a forward pass; 0: all.
+    temperature: the number that divides the logits.
+    row_length: the number of tokens of a packed row.
+    microbatch: the number of rows of a forward pass; 0 means all rows.
 
   Attributes:
     policy: the policy without adapters.
@@ -72,7 +72,7 @@ class OfflineLearner:
     )
 
   def reference(self) -> functional.Params | None:
-    """Returns the weights of the reference; None if the state has them."""
+    """Returns the reference's weights; None if the state has these weights."""
     path = self._config.model.path
     return weights_lib.load_reference(self._config, path, self.policy)
 
@@ -84,18 +84,23 @@ class OfflineLearner:
     *,
     numbers: optimizer_lib.Hyperparameters | None = None,
   ) -> tuple[state_lib.TrainState, dict[str, jax.Array]]:
-    """Takes one optimiser step; consumes all of a state but frozen weights.
+    """Takes one optimiser step.
 
     Args:
-      state: the state before.
+      state: the state before the step. Its arrays are donated, except the
+        frozen ones.
       minibatch: this host's rows, as numpy arrays.
-      inputs: what the loss reads beside weights and rows.
-      numbers: runtime numbers of the optimiser; None: those of the config.
+      inputs: the inputs of the loss beside weights and rows.
+      numbers: runtime numbers of the optimiser; None means `self.numbers`.
+
+    Returns:
+      The new state, and the metrics.
     """
     numbers = numbers or self.numbers
     batch = distributed.from_local_rows(minibatch, self._rows)
-    # One process has all rows as numpy arrays, and counts them without waiting
-    # for the device. Several must learn the sizes of each other's rows.
+    # A single process has all rows as numpy arrays, and counts their tokens
+    # without waiting for the device. Several processes must learn the lengths
+    # of each other's rows.
     if jax.process_count() == 1:
       lengths, losses = programs_lib.sizes(minibatch)
     else:
@@ -103,7 +108,8 @@ class OfflineLearner:
     packed = packing_lib.plan(
       np.arange(len(lengths)), lengths, losses, self._sizes
     )
-    # The value model's numbers are never read: there is no value model.
+    # The second `numbers` are for a value model. They are never read, because
+    # there is none.
     state, outputs = self._update(
       state,
       batch,
@@ -113,7 +119,7 @@ class OfflineLearner:
     return state, outputs.metrics
 
   def merged_params(self, state: state_lib.TrainState) -> functional.Params:
-    """Returns weights for `policy`: without adapters, no copy is made."""
+    """Returns weights for `policy`; without adapters no array is copied."""
     if not state.frozen:
       return state.policy.params
     return jax.jit(self._models.merged)(state.params)

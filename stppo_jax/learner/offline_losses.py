@@ -1,6 +1,6 @@
 """The losses of training without sampling: demonstrations, and pairs.
 
-B rows, L tokens; Q pairs, 2 = (preferred, dispreferred).
+B rows, L tokens; Q pairs, 2 = (preferred, dispreferred trajectory).
 """
 
 import functools
@@ -27,12 +27,14 @@ def sft_loss(
   *,
   spec: step_lib.Spec,
 ) -> tuple[Array, step_lib.LossOutputs]:
-  """Returns the mean negative log-likelihood of the demonstrated tokens.
+  """Returns a microbatch's share of the mean negative log-likelihood.
+
+  The mean is over the demonstrated tokens of the whole minibatch.
 
   Args:
     params: weights in the dtype of the activations.
     microbatch: packed demonstrations.
-    count: the policy tokens of the whole minibatch.
+    count: the number of demonstrated tokens of the whole minibatch.
     spec: models and static sizes.
   """
   outputs = forward.token_outputs(
@@ -58,7 +60,8 @@ class PairInputs(NamedTuple):
   """The inputs of `tdpo_loss` beside weights and pairs.
 
   Attributes:
-    reference: weights of the frozen reference; None: the base under adapters.
+    reference: weights of the frozen reference; None means the base under the
+      adapters.
     beta, alpha: see `preferences.preference_loss`.
   """
 
@@ -80,7 +83,7 @@ def tdpo_loss(
   Args:
     params: weights in the dtype of the activations.
     microbatch: the pairs.
-    inputs: the reference, in the dtype of the activations, and numbers.
+    inputs: the reference, in the dtype of the activations, beta and alpha.
     name: one of `preferences.PREFERENCES`.
     spec: models and static sizes.
   """
@@ -92,10 +95,11 @@ def tdpo_loss(
   )
   if packing is not None:
     packing = forward.of_pairs(packing, microbatch.lengths_Q2)
-  # One function runs both models: their distributions over the vocabulary are
-  # compared chunk by chunk, because those of all tokens would fill the memory.
+  # One function runs both models, so that it can compare their distributions
+  # over the vocabulary chunk by chunk. The distributions of all tokens would
+  # fill the memory.
   policy, reference = spec.models.policy, inputs.reference
-  assert reference is not None  # `_cast_reference` gives it
+  assert reference is not None  # `_cast_reference` has set it
   outputs = forward.in_rows(
     lambda tokens_BL, **arrays: policy.divergence(
       spec.models.policy_weights(params),
@@ -129,7 +133,7 @@ def tdpo_loss(
 
 
 def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
-  """Returns the inputs, the reference cast once for all microbatches."""
+  """Returns the inputs, with the reference cast once for all microbatches."""
   del minibatch, microbatches
   dtype = spec.models.policy.config.dtype
   reference = params.frozen
@@ -139,7 +143,7 @@ def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
 
 
 def _divide(gradient, outputs, inputs):
-  """Divides sums over pairs once, by the pairs of the whole minibatch."""
+  """Divides sums over pairs once, by the minibatch's number of pairs."""
   del inputs
   sums = outputs.metrics
   count = jnp.maximum(sums.count, 1)
@@ -158,6 +162,6 @@ def _divide(gradient, outputs, inputs):
 
 @functools.lru_cache
 def tdpo(name: str) -> step_lib.Method:
-  """Returns the training method of a loss of `preferences.PREFERENCES`."""
+  """Returns the `Method` that trains with a loss of `PREFERENCES`."""
   loss = functools.partial(tdpo_loss, name=name)
   return step_lib.Method(_cast_reference, loss, finish=_divide)

@@ -1,8 +1,9 @@
 """Optimisers with their learning rate and weight decay as runtime numbers.
 
-The order is always: correction of the gradient, global-norm clip, direction,
-decay. AdamW holds two moments of each weight, which are twice the memory of the
-weights. `OPTIMIZERS` has others that hold less.
+The order is always: a correction of the gradient if the algorithm has one, the
+clip of the global norm, the direction, and the weight decay. AdamW holds two
+moments of each weight, which take twice the memory of the weights. Other
+optimisers in `OPTIMIZERS` hold less.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +22,15 @@ Optimizer = optax.GradientTransformation
 
 
 class Hyperparameters(NamedTuple):
-  """Numbers of an optimiser step; another value does not recompile.
+  """Numbers of an optimiser step; changing a number does not recompile.
 
   Attributes:
-    learning_rate: the rate after the warm-up.
-    warmup_updates: updates over which the rate rises linearly from 0.
-    weight_decay: share of a weight subtracted per unit of the rate, as in
-      AdamW.
-    max_grad_norm: the global norm that a gradient is clipped to.
+    learning_rate: the learning rate after the warm-up.
+    warmup_updates: the number of updates over which the learning rate rises
+      linearly from 0.
+    weight_decay: the share of a weight that a step subtracts, divided by the
+      learning rate, as in AdamW.
+    max_grad_norm: the global norm to which a gradient is clipped.
     skip_grad_norm: the global norm above which the update is skipped.
   """
 
@@ -45,29 +47,33 @@ def from_config(
   """Returns the optimiser of a config section, and its runtime numbers.
 
   Args:
-    section: the fields of `Hyperparameters`, a key of `OPTIMIZERS` as its
-      `name`, and Adam's b1, b2 and eps. Its `skip_grad_norm` is 0 if no update
-      is to be skipped for its gradient.
+    section: the fields of `Hyperparameters`, a key of `OPTIMIZERS` as `name`,
+      and Adam's b1, b2 and eps. If `skip_grad_norm` is 0, no norm of a gradient
+      skips an update.
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
-  # 0 in a config means that no update is skipped. No norm is above infinity.
+  # With 0 in the config, infinity skips no update, because no norm is larger.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _build(section['name'], **adam), Hyperparameters(**numbers)
 
 
 @functools.lru_cache
 def _build(name: str, **adam: float) -> Optimizer:
-  """Returns the same object for equal options, so programs are shared."""
+  """Returns an optimiser, the same object for equal options.
+
+  Compiled programs are shared between learners with the same object.
+  """
   return OPTIMIZERS[name](**adam)
 
 
 def _in_bfloat16(*, b1: float, b2: float, eps: float) -> Optimizer:
   """Returns Adam with moments that are stored in bfloat16.
 
-  They are rounded stochastically. Rounded to the nearest, the mean of squares
-  would stand still: with b2=0.999 an update changes it by a thousandth, and the
-  numbers of bfloat16 are 4 to 8 thousandths apart.
+  The moments are rounded stochastically. If they were rounded to the nearest
+  number, the mean of squares would stop changing: with b2=0.999 an update
+  changes it by a thousandth, and neighbouring bfloat16 numbers differ by 4 to 8
+  thousandths.
   """
   exact: Any = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
@@ -78,8 +84,8 @@ def _in_bfloat16(*, b1: float, b2: float, eps: float) -> Optimizer:
 
   def update(updates, state: Any, params: Any = None):
     direction, new = exact.update(updates, stored(state, jnp.float32), params)
-    # The count of updates is in the state, so a run that is resumed rounds as
-    # if it had never stopped.
+    # The key depends on the count of updates. The count is in the state, so a
+    # resumed run rounds as if it had never stopped.
     key = jax.random.fold_in(jax.random.key(0), state.count)
     leaves, structure = jax.tree.flatten((new.mu, new.nu))
     mu, nu = structure.unflatten(
@@ -94,11 +100,11 @@ def _in_bfloat16(*, b1: float, b2: float, eps: float) -> Optimizer:
 
 
 def round_stochastically(x: Array, key: Array) -> Array:
-  """Returns float32 numbers in bfloat16, whose expectations are the numbers.
+  """Rounds float32 numbers to bfloat16 numbers with the same expectations.
 
-  bfloat16 is the upper half of float32. A random number is added to the lower
-  half, which is then cut off. The larger the lower half, the likelier the sum
-  carries into the upper half, and so rounds up.
+  The bits of bfloat16 are the upper half of the bits of float32. A random
+  number is added to the lower half, which is then cut off. The larger the lower
+  half, the likelier the sum carries into the upper half, which rounds up.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   noise = jax.random.bits(key, x.shape, jnp.uint16)
@@ -109,9 +115,9 @@ def round_stochastically(x: Array, key: Array) -> Array:
 def _adafactor(**adam: float) -> Optimizer:
   """Returns Adafactor (arXiv 1804.04235), not scaled by the size of weights.
 
-  For each matrix it holds the mean squares of rows and columns.
+  For each matrix it holds the mean squares of the gradient's rows and columns.
   """
-  del adam  # Adafactor has the constants of its paper
+  del adam  # Adafactor uses the constants of its paper
   return optax.chain(
     optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
   )
@@ -120,8 +126,8 @@ def _adafactor(**adam: float) -> Optimizer:
 def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
   """Returns Muon for the matrices of layers, and NAdam for all other weights.
 
-  Its directions have a root mean square near 0.2, as those of Adam have in
-  pretraining (arXiv 2502.16982).
+  Muon's directions are scaled to a root mean square near 0.2. Adam's directions
+  have the same in pretraining (arXiv 2502.16982).
   """
   muon: Any = optax.contrib.scale_by_muon(
     eps=eps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1)
@@ -135,8 +141,9 @@ def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
       direction, new = muon.update(gradient, state._replace(mu=mean))
       return 0.2 * max(gradient.shape[-2:]) ** 0.5 * direction, new.mu
 
-    # One layer after the other: a device gathers the whole matrix that it
-    # multiplies, and all layers together would need too much memory.
+    # The layers are computed one after the other. A device gathers the whole
+    # matrix of a layer, and the matrices of all layers would need too much
+    # memory.
     both = jax.tree.map(
       lambda *stack: jax.lax.map(of_layer, stack), updates, state.mu
     )
@@ -150,8 +157,8 @@ def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
       'muon': Optimizer(muon.init, update),
       'adam': optax.scale_by_adam(b1=b1, b2=b2, eps=eps, nesterov=True),
     },
-    # Only a matrix of the stacked layers has three axes or more. Embedding and
-    # heads are not stacked; biases and scales are not matrices.
+    # Only the stacked matrices of layers have three axes or more. Embedding and
+    # heads are not stacked, and biases and scales are not matrices.
     functools.partial(jax.tree.map, lambda x: 'muon' if x.ndim > 2 else 'adam'),
   )
 
@@ -175,20 +182,21 @@ def apply_gradient(
   """Takes one optimiser step.
 
   Args:
-    optimizer: gives the direction, such as `optax.scale_by_adam`.
+    optimizer: the transformation that gives the direction, such as
+      `optax.scale_by_adam`.
     params: float32 weights.
     state: the optimiser's state.
-    gradient: float32, in the structure of the weights.
-    count: int32 scalar, updates done before this one; update number
-      `warmup_updates` is the first at the full learning rate.
-    hyperparameters: may be traced.
+    gradient: float32, with the tree structure of the weights.
+    count: int32 scalar, the number of updates before this one. Counted from 1,
+      update `warmup_updates` is the first with the full learning rate.
+    hyperparameters: the numbers of the step; they may be traced.
 
   Returns:
     New weights, new state, and the metrics `grad_norm` (before clipping) and
     `lr`.
   """
   norm = optax.tree.norm(gradient)
-  # The 1e-6 is that of torch's clipping, with which updates are compared.
+  # torch's clipping also adds 1e-6, and tests compare updates with torch.
   scale = jnp.minimum(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)
@@ -209,10 +217,10 @@ def is_sound(
   Args:
     new: the weights and moments after the update. They are checked, too,
       because a finite gradient times a large rate can overflow.
-    grad_norm: the norm of its gradient before clipping.
-    loss: the loss, or its terms. They are checked, too, because a square
-      can overflow where its gradient does not.
-    hyperparameters: may be traced.
+    grad_norm: the norm of the update's gradient before clipping.
+    loss: the loss, or its terms. They are checked, too, because a square can
+      overflow while its gradient is finite.
+    hyperparameters: the numbers of the step; they may be traced.
   """
   is_small = grad_norm <= hyperparameters.skip_grad_norm
   return is_small & _all_finite((grad_norm, loss, new))
@@ -221,7 +229,7 @@ def is_sound(
 def _all_finite(tree: Tree) -> Array:
   """Returns whether every number of a tree is finite."""
   finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
-  # Without the barrier, XLA turns the last reduction into a chain of as many
-  # conjunctions as there are leaves, and repeats it for every leaf that is
-  # selected by the result: a third of the program of an update.
+  # Without the barrier, XLA turns the last reduction into a chain with one
+  # conjunction per leaf. It repeats this chain for every leaf that is selected
+  # by the result, which makes up a third of an update's program.
   return jnp.all(jax.lax.optimization_barrier(jnp.stack(finite)))

@@ -1,15 +1,16 @@
 """Decides, on the host, which sequences share a row of the forward pass.
 
-s shards of a minibatch, one for each device along the axes of rows; n
-microbatches; r rows of a microbatch in a shard, and b the most sequences that r
-rows hold. A row has `row_length` tokens.
+s shards of a minibatch, one per device along the mesh axes of rows; m sequences
+of a shard; n microbatches; b slots for the sequences of a shard in a
+microbatch. A row has `row_length` tokens.
 
-The sequences are dealt to the shards by length, longest first, each to the
-shard with the fewest tokens so far: all shards get equally many sequences, and
-nearly equally many tokens. Each shard then puts its sequences into rows, first
-fit by decreasing length. The sizes are those of the fullest shard, rounded up,
-because each combination is another program to compile. All of it follows from
-lengths that every host knows, so the hosts agree.
+The sequences are dealt to the shards in rounds, longest first. In each round
+every shard gets one sequence, and the shard with the fewest tokens so far gets
+the longest. So all shards have equally many sequences and nearly equally many
+tokens. Each shard then puts its sequences into rows, first fit by decreasing
+length. The fullest shard decides the array sizes, which are rounded up, because
+each combination of sizes is another program to compile. All hosts know all
+lengths, so they compute the same packing.
 """
 
 from typing import NamedTuple
@@ -20,20 +21,23 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import activations
 
-# The number of loss positions of a row is a multiple of half of its tokens, and
-# of at least 256: a finer choice is not worth further programs.
+# The number of loss positions of a row is rounded up to a multiple of half the
+# row's tokens or, if 256 is more, of 256, but at most to all tokens. A finer
+# choice is not worth further programs.
 _LOSS_SHARES, _FEW_LOSSES = 2, 256
 
 
 class Sizes(NamedTuple):
-  """The numbers that decide the shape of packed rows, beside the sequences.
+  """The limits within which `plan` packs sequences into rows.
 
   Attributes:
     num_shards: s.
-    row_length: tokens of a row, at least those of the longest sequence.
-    max_rows: the most rows that a shard computes at once; 0: all.
-    num_workers: if there are at least so many microbatches, their number is a
-      multiple of it.
+    row_length: the number of tokens of a row, at least as many as the longest
+      sequence has.
+    max_rows: the largest number of rows of a shard in a microbatch; 0: no
+      limit.
+    num_workers: the number of workers that share the microbatches. If there are
+      at least num_workers microbatches, each worker gets equally many.
   """
 
   num_shards: int
@@ -49,12 +53,12 @@ def sizes(
   microbatch: int,
   num_workers: int = 1,
 ) -> Sizes:
-  """Returns the sizes of rows on a mesh.
+  """Returns the sizes of packed rows on a mesh.
 
   Args:
     mesh: the mesh of training.
     row_length: see `Sizes`.
-    microbatch: rows of a forward pass, which the shards divide; 0: all.
+    microbatch: the number of rows of a forward pass, over all shards; 0: all.
     num_workers: see `Sizes`.
   """
   num_shards = activations.extent(mesh, activations.ROWS)
@@ -65,8 +69,8 @@ class Packed(NamedTuple):
   """The sequences of a minibatch in the order of the shards, and their rows.
 
   Attributes:
-    rows: int32, numbers of sequences: those of the first shard, and so on.
-    packing: where they are in packed rows.
+    rows: int32, the indices of the sequences in the batch, shard by shard.
+    packing: where these sequences stand in packed rows.
   """
 
   rows: np.ndarray
@@ -74,16 +78,16 @@ class Packed(NamedTuple):
 
 
 def for_annotate(sizes: Sizes, minibatch_size: int) -> Sizes:
-  """Returns the sizes of packed rows where nothing is differentiated.
+  """Returns the sizes of packed rows in programs without a backward pass.
 
   Args:
     sizes: the sizes of packed rows in updates.
-    minibatch_size: the trajectories of an update.
+    minibatch_size: the number of trajectories of an update.
   """
   if sizes.num_workers > 1:
-    # All cores share this program, so it takes the rows of all of them, and
-    # four times as many: the numbers of microbatches then stay few, and so do
-    # the programs.
+    # All cores share one program here, so a microbatch has four times the rows
+    # that all cores have in an update. With such large microbatches few
+    # different numbers of microbatches occur, and so few programs are compiled.
     rows = 4 * sizes.max_rows * sizes.num_workers
     return sizes._replace(max_rows=rows, num_workers=1)
   # A collected batch may have many minibatches, and so too many rows for one
@@ -101,35 +105,35 @@ def plan(
   """Returns the packing of some sequences of a batch.
 
   Args:
-    rows: the numbers of the sequences; s divides how many there are.
+    rows: the indices of the sequences in the batch; s divides their number.
     lengths_B: the number of tokens of each sequence of the batch.
-    losses_B: the number of loss positions of each sequence.
+    losses_B: the number of loss positions of each sequence of the batch.
     sizes: see `Sizes`.
   """
   rows = np.asarray(rows, np.int32)
   lengths, losses = np.asarray(lengths_B)[rows], np.asarray(losses_B)[rows]
   members_sm = _deal(lengths, sizes.num_shards)
-  # From here on a sequence is known by its place among those of its shard: the
-  # devices look it up in their own part of the batch, and nothing is sent.
+  # From here on a sequence is known by its index in its shard. A device looks
+  # the sequence up in its own shard of the batch, so no data is sent.
   shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
   most = max(len(shard) for shard in shards)
   max_rows = sizes.max_rows or most
   # Rounding up may leave a microbatch without a sequence. But there are never
-  # more microbatches than if each sequence had a row of its own.
+  # more microbatches than there would be with one sequence per row.
   n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
-  # Each core gets as many microbatches as any other: with one microbatch more,
-  # one core would compute it while all others wait.
+  # All cores get equally many microbatches. If one core had one more, all other
+  # cores would wait for it.
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
-  # With more microbatches each has fewer rows, and the rest would be padding.
+  # n may have grown, and each microbatch then needs fewer rows than max_rows.
   num_rows = rounded(-(-most // n), steps=4)
   if sizes.max_rows:
     num_rows = min(num_rows, sizes.max_rows)
   parts = list(zip(*(_shares(shard, n) for shard in shards)))
   most_sequences = max(sum(map(len, part)) for x in parts for part in x)
   b = max(8, rounded(most_sequences, steps=1))
-  # Places that no sequence takes keep a number and a start that are too large:
-  # `minibatches` reads zeros there, and `forward` puts nothing into a row.
+  # An unused slot keeps an index and a start that are too large. For this slot
+  # `minibatches` reads zeros, and `forward` writes no token into a row.
   empty = sizes.row_length * num_rows
   places_nsb = np.full((n, len(shards), b), len(members_sm[0]), np.int32)
   starts_nsb = np.full((n, len(shards), b), empty, np.int32)
@@ -138,8 +142,8 @@ def plan(
     for shard, shard_rows in enumerate(part):
       own = lengths[members_sm[shard]], losses[members_sm[shard]]
       places = np.concatenate([[], *shard_rows]).astype(np.int32)
-      # Sequences are placed row by row, so that their starts increase, as
-      # `forward` needs it.
+      # Sequences are placed row by row, because `forward` needs increasing
+      # starts.
       starts = [
         number * sizes.row_length + np.cumsum(own[0][row]) - own[0][row]
         for number, row in enumerate(shard_rows)
@@ -148,8 +152,9 @@ def plan(
       starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
       sums = [int(own[1][row].sum()) for row in shard_rows]
       num_losses = max(num_losses, *sums, 1)
-  # The head computes logits at so many positions of every row. Only half a row
-  # and a whole row are possible, because each number is a program of its own.
+  # The head computes logits at `num_losses` positions of every row. A long row
+  # has only two choices, half of its tokens or all of them, because each number
+  # of positions needs its own program.
   share = max(-(-sizes.row_length // _LOSS_SHARES), _FEW_LOSSES)
   packing = batch_lib.Packing(
     places_nsb,
@@ -162,17 +167,17 @@ def plan(
 
 
 def rounded(count: int, *, steps: int = 8) -> int:
-  """Returns a number rounded up, so that few different numbers are left.
+  """Rounds a number up, so that few different numbers occur.
 
-  Between a power of two and the next one, `steps` numbers are left.
+  From each power of two to the next one there are `steps` possible results.
   """
   unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
   return -(-count // unit) * unit
 
 
 def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
-  """Returns int [s, m], the members of each shard, the longest first."""
-  # Stable sorts, here and below: all hosts must break ties alike.
+  """Returns the sequences of each shard, the longest first: int [s, m]."""
+  # Both sorts are stable, because all hosts must break ties alike.
   order = np.argsort(-lengths, kind='stable').reshape(-1, num_shards)
   members_ms = np.empty_like(order)
   loads_s = np.zeros(num_shards, np.int64)
@@ -184,12 +189,14 @@ def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
 
 
 def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
-  """Returns the rows of each microbatch, with about equally many sequences.
+  """Divides rows among n microbatches with about equally many sequences each.
 
-  So a row with many short sequences joins rows with few long ones.
+  For this, rows with many short sequences are put together with rows with few
+  long sequences.
   """
-  # Dealt like cards, back and forth: every second round is reversed, so that
-  # the fullest row of a round meets the emptiest of the next.
+  # The rows are dealt in rounds of n, from the most sequences to the fewest.
+  # Every second round is reversed, so that the row with the most sequences of a
+  # round meets the row with the fewest of the next.
   rows = sorted(rows, key=len, reverse=True)
   rounds = [rows[k : k + n] for k in range(0, len(rows), n)]
   for late in rounds[1::2]:
@@ -199,13 +206,14 @@ def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
 
 
 def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
-  """Returns the places of the sequences in each row.
+  """Puts sequences into rows; returns the sequences' indices in each row.
 
   Args:
-    lengths: tokens of sequences, the longest first.
-    row_length: tokens of a row.
+    lengths: the number of tokens of each sequence, the longest first.
+    row_length: the number of tokens of a row.
   """
-  # A row that is not opened yet has no free token.
+  # `free` is the number of free tokens of each row; 0 for a row without
+  # sequences.
   rows, free = [], np.zeros(len(lengths), np.int64)
   for place, length in enumerate(lengths):
     fits = np.flatnonzero(free[: len(rows)] >= length)

@@ -1,8 +1,8 @@
-"""The loss of reinforcement: policy, value and load-balance terms.
+"""The loss of reinforcement learning: policy, value and load-balance terms.
 
 Every term is divided by a count of the whole minibatch, and every statistic
-that the loss reads is formed over the whole minibatch, so splitting the
-minibatch into microbatches changes nothing.
+that the loss reads is formed over the whole minibatch. So splitting the
+minibatch into microbatches does not change the loss.
 
 B rows of a microbatch or of a minibatch, L tokens, X experts.
 """
@@ -32,12 +32,12 @@ Tree = Any
 
 
 class Coefficients(NamedTuple):
-  """Runtime numbers of the loss; another value does not recompile.
+  """Runtime numbers of the loss; changing a number does not recompile.
 
   Attributes:
     entropy: weight of the entropy bonus.
     value_clip: the greatest trusted distance from the old value.
-    value: weight of the value loss where policy and value share a backbone.
+    value: weight of the value loss if policy and value share a backbone.
     load_balance: weight of the load-balance loss of a policy with experts.
   """
 
@@ -60,15 +60,16 @@ class Inputs(NamedTuple):
 
 
 class Context(NamedTuple):
-  """The numbers of the whole minibatch that a microbatch reads.
+  """The data of the whole minibatch that the loss of a microbatch reads.
 
   Attributes:
     inputs: see `Inputs`.
-    minibatch: all rows, from which the load of experts is read.
+    minibatch: all rows, from which the load of experts is computed.
     count: the policy loss's denominator, see `aggregation`.
-    value_count: the value loss's denominator: trained values, at least 1.
-    statistics: see `losses.minibatch_statistics`; None where the microbatch is
-      the whole minibatch, or where the algorithm reads none.
+    value_count: the value loss's denominator: the number of trained values, at
+      least 1.
+    statistics: see `losses.minibatch_statistics`; None if the microbatch is the
+      whole minibatch, or if the algorithm reads no statistics.
   """
 
   inputs: Inputs
@@ -90,7 +91,7 @@ def policy_loss(
   Args:
     params: weights in the dtype of the activations.
     microbatch: annotated rows.
-    context: from `context_of` of the minibatch that the rows belong to.
+    context: the result of `context_of` for the rows' minibatch.
     spec: models and static sizes.
   """
   terms, outputs = loss_terms(params, microbatch, context, spec=spec)
@@ -106,12 +107,12 @@ def loss_terms(
 ) -> tuple[clipping_bias.LossTerms, step_lib.LossOutputs]:
   """Returns the terms of `policy_loss` before they are added.
 
-  The arguments are those of `policy_loss`. The bias term is 0 unless the
-  algorithm divides by its gradient's norm.
+  For the arguments see `policy_loss`. The bias term is 0 if the algorithm does
+  not divide by the norm of that term's gradient.
   """
   algorithm, coefficients = context.inputs
-  # Only a critic that is trained at observations needs values there; otherwise
-  # the heads see the loss positions alone, which are a part of the tokens.
+  # Only a critic that is trained at observations needs values there. In all
+  # other cases the heads compute at the loss positions only.
   everywhere = algorithm.trains_values_at_observations
   outputs = _policy_outputs(
     params, microbatch, spec=spec, values_everywhere=everywhere
@@ -134,8 +135,8 @@ def loss_terms(
     microbatch,
     num_turns=spec.num_turns,
   )
-  # The clipping-bias correction divides the gradient of the policy term alone,
-  # so the value and the balance terms go with the entropy and the KL term.
+  # The clipping-bias correction divides the gradient of the policy term alone.
+  # So the value and balance terms are added to the entropy and KL terms.
   other = policy.other
   metrics = {'actor/pg_loss': policy.policy, 'actor/kl_loss': policy.kl}
 
@@ -203,10 +204,10 @@ def context_of(
   *,
   spec: step_lib.Spec,
 ) -> Context:
-  """Returns the numbers of a minibatch that its microbatches read.
+  """Returns the data of a minibatch that its microbatches read.
 
-  An algorithm with minibatch statistics needs a forward pass for them, if there
-  are several microbatches.
+  If the algorithm has minibatch statistics and there are several microbatches,
+  an additional forward pass computes the outputs for the statistics.
 
   Args:
     params: weights in the dtype of the activations.
@@ -216,9 +217,8 @@ def context_of(
     inputs: see `Inputs`.
     spec: models and static sizes.
   """
-  # A single microbatch is the whole minibatch, so its loss can compute the
-  # statistics from its own forward pass (`losses.policy_loss` with statistics
-  # None).
+  # A single microbatch is the whole minibatch. Its loss computes the statistics
+  # from its own forward pass, see `statistics` of `losses.policy_loss`.
   outputs = None
   statistics = inputs.algorithm.uses_minibatch_statistics
   packing = microbatches.packing
@@ -239,7 +239,7 @@ def outputs_of(
 ) -> tuple[Array, Array]:
   """Returns log-probabilities and entropy of all microbatches, [n, B / n, L].
 
-  This pass is not differentiated. The arguments are those of `context_of`.
+  This pass is not differentiated. For the arguments see `context_of`.
   """
 
   def step(_, microbatch):
@@ -261,8 +261,8 @@ def join_context(
 
   Args:
     minibatch, inputs, spec: see `context_of`.
-    outputs: log-probabilities and entropy [B, L], if the algorithm needs
-      statistics of the minibatch.
+    outputs: log-probabilities and entropy [B, L], from which statistics are
+      formed; None: no statistics are formed.
   """
   algorithm, statistics = inputs.algorithm, None
   if outputs is not None:
@@ -290,16 +290,17 @@ def finish(
 
 
 def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
-  """Differentiates the terms in place of `jax.value_and_grad`, for bias norms.
+  """Returns a function that differentiates each term of a loss separately.
 
-  The value model has no share in the policy and bias terms, so only the
-  policy's gradients are kept of these two.
+  It takes the place of `jax.value_and_grad` for algorithms that divide by the
+  bias norm. The policy and bias terms do not depend on the value model, so of
+  their gradients only the policy's part is kept.
 
   Args:
     loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
-    has_aux: True: there are outputs.
+    has_aux: must be True, because `loss_terms` also returns outputs.
   """
-  assert has_aux  # the signature is that of `jax.value_and_grad`
+  assert has_aux  # `jax.value_and_grad` has this argument, too
 
   def differentiated(trained: model_roles.Trained):
     gradients, outputs = clipping_bias.term_gradients(loss_terms, trained)
@@ -317,7 +318,7 @@ def divide_by_bias_norm(
   outputs: step_lib.LossOutputs,
   inputs: Inputs,
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
-  """Takes the place of `finish` for the correction by bias norm."""
+  """Divides the policy gradient by the bias norm; replaces `finish`."""
   policy, norm = clipping_bias.divide_by_bias_norm(
     gradients._replace(other=gradients.other.policy),
     floor=inputs.algorithm.correction.clipping_bias.floor,
@@ -352,7 +353,7 @@ def _policy_outputs(
     spec.models.policy_weights(params),
     forward.inputs_of(microbatch),
     temperature=spec.temperature,
-    # Where this is false, values are trained at loss positions only.
+    # If this is false, values are computed at loss positions only.
     values_everywhere=values_everywhere,
   )
 
@@ -366,10 +367,10 @@ def _load_balance(
 ) -> Array:
   """Returns a microbatch's share of `moe.load_balance`; the shares add up.
 
-  The load (how often each expert was visited) has no gradient: it was counted
-  over the minibatch in the old policy's pass. With routing replay, and before
-  the first update, it is also the load of this pass. Rows without loss tokens,
-  such as failed trajectories, count nowhere.
+  The load, how often each expert was visited, was counted over the minibatch in
+  the old policy's pass and has no gradient. With routing replay, and before the
+  first update, the present pass has the same load. Rows without loss tokens,
+  such as failed trajectories, are not counted.
 
   Args:
     probs_BX: router probabilities of the microbatch, see `moe.Routing`; the
@@ -386,6 +387,6 @@ def _load_balance(
 
 
 def _valid_rows(x_BX: Array, batch: batch_lib.TokenBatch) -> Array:
-  """Returns x with 0 in the rows without loss tokens."""
+  """Returns x, with 0 in rows that have no loss tokens."""
   valid_B = jnp.any(batch.loss_mask_BL, axis=1)
   return masking.select(x_BX, jnp.broadcast_to(valid_B[:, None], x_BX.shape))

@@ -1,7 +1,7 @@
 """The compiled programs of a learner.
 
-Learners of the same models, optimisers and sizes share them, so that each
-program is traced and compiled once in a process.
+Learners with the same models, optimisers and sizes share their programs, so
+that each program is traced and compiled once in a process.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,17 @@ from stppo_jax.parallel import sharding
 
 
 class Updating(NamedTuple):
-  """The programs of an update, which every kind of training compiles.
+  """The programs that every kind of training compiles.
 
   Attributes:
     layout: the shardings of the state.
-    init: makes the state of the policy's weights, a random key, adapters or
-      None, and the value model's weights or None; it donates the weights.
-    update: `step.update` of (state, frozen, batch, `packing.Packed`, numbers);
-      it donates the state, without frozen weights.
-    sizes: returns the numbers of tokens and of loss tokens of each trajectory
-      or pair of a batch; every host gets those of all hosts.
+    init: makes the state, as `state.init`, from the policy's weights, a random
+      key, adapters or None, and the value model's weights or None. It donates
+      the weights.
+    update: runs `step.update` on (state without frozen weights, frozen weights,
+      batch, `packing.Packed`, `step.Hyperparameters`). It donates the state.
+    sizes: returns the number of tokens and the number of loss tokens of each
+      trajectory or pair of a batch. Every host gets the result for all hosts.
   """
 
   layout: state_lib.TrainState
@@ -45,11 +46,11 @@ class Updating(NamedTuple):
 
 
 def keeping_frozen(update: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a function that updates whole states, with their frozen weights.
+  """Returns a function that updates states that contain frozen weights.
 
   Args:
     update: maps (state without frozen weights, frozen weights, ...) to (new
-      state without frozen weights, outputs), and donates only the first.
+      state without frozen weights, outputs), and donates only the state.
   """
 
   def updated(state: state_lib.TrainState, *inputs):
@@ -61,19 +62,20 @@ def keeping_frozen(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Programs(NamedTuple):
-  """The jitted functions of reinforcement.
+  """The jitted functions of reinforcement learning.
 
   Attributes:
     updating: the programs that every kind of training has.
-    update_minibatch: `Updating.update` of whole states, as one program or as
-      one on each core of a CPU; see `keeping_frozen`.
-    update_values: the same, but it updates only the value model, which must
+    update_minibatch: runs `Updating.update` on states that contain frozen
+      weights, see `keeping_frozen`. On a CPU it may be one program per core.
+    update_values: runs the same update for the value model alone, which must
       have layers of its own.
     annotate, mean_logprobs: see `annotate`.
     token_outputs: see `forward.all_outputs`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
     copy: copies the policy's trained weights.
-    merge: returns the policy's weights without adapters, see `Models.merged`.
+    merge: returns the policy's weights with merged adapters, see
+      `Models.merged`.
   """
 
   updating: Updating
@@ -96,12 +98,12 @@ def updating(
 ) -> Updating:
   """Returns the programs that start and update a state.
 
-  Selecting the rows of a minibatch and updating are one program: two programs
-  in flight, both with collectives, can block each other on CPU devices.
+  One program selects the rows of a minibatch and updates. Two programs with
+  collectives, running at the same time, could block each other on CPU devices.
 
   Args:
     spec: the models and the sizes of an update.
-    optimizers: their optimisers.
+    optimizers: the optimisers of the models.
     method: how the gradient is computed.
     mesh: the mesh of training.
 
@@ -111,8 +113,8 @@ def updating(
   init = functools.partial(
     state_lib.init, models=spec.models, optimizers=optimizers
   )
-  # Only shapes are known here. The layout is needed before any weight is read,
-  # because each device reads its own part of the weights.
+  # No weight has been read yet, so only shapes are known. The layout is needed
+  # now, because each device later reads its own shards of the weights.
   weights = spec.models.policy.plain_policy.abstract_params
   state = jax.eval_shape(
     init, weights, jax.random.key(0), None, spec.models.abstract_value_start
@@ -131,11 +133,11 @@ def updating(
   )
   return Updating(
     layout=layout,
-    # Donated, so that no second copy of the weights is made.
+    # The weights are donated, so that no second copy of them is made.
     init=jit(init, donate_argnums=(0, 3), out_shardings=layout),
-    # The layout is pinned. The compiler might lay out an updated state
-    # differently from a new or a restored one, and then the update would
-    # compile twice.
+    # The shardings of the result are given. The compiler might choose others
+    # for an updated state than for a new or a restored one, and then the update
+    # would compile twice.
     update=jit(
       update_rows,
       donate_argnums=0,
@@ -146,10 +148,11 @@ def updating(
 
 
 def sizes(batch: Any) -> tuple[Any, Any]:
-  """Returns how many tokens and loss tokens each trajectory or pair has.
+  """Returns the numbers of tokens and of loss tokens of trajectories or pairs.
 
   Args:
-    batch: arrays, traced or of numpy; the results are of the same kind.
+    batch: a `TokenBatch` or a `PairBatch` of traced or numpy arrays. The
+      results are arrays of the same kind.
   """
   total = lambda x: x.reshape(len(x), -1).sum(axis=1, dtype='int32')
   if isinstance(batch, batch_lib.PairBatch):
@@ -157,7 +160,8 @@ def sizes(batch: Any) -> tuple[Any, Any]:
   return total(batch.lengths_B), total(batch.loss_mask_BL)
 
 
-# Eight suffice: most algorithms differ in numbers only, and share a program.
+# Eight entries suffice, because most algorithms differ in numbers only and
+# share their programs.
 @functools.lru_cache(maxsize=8)
 def build(
   spec: step_lib.Spec,
@@ -172,10 +176,11 @@ def build(
 
   Args:
     spec: the models and the sizes of an update.
-    optimizers: their optimisers.
+    optimizers: the optimisers of the models.
     mesh: the mesh of training.
     divides_by_bias_norm: see `policy_loss.BIAS_NORM_METHOD`.
-    num_workers: the cores of a CPU that share the microbatches; 1: none do.
+    num_workers: the number of CPU cores that share the microbatches; 1: one
+      program runs all microbatches.
     routing_replay: see `annotate.annotate`.
 
   Raises:
@@ -202,7 +207,7 @@ def build(
     compilation.jit, mesh=mesh, dtype=spec.models.policy.config.dtype
   )
 
-  # Models and temperature are constants of these programs.
+  # Models and temperature are compiled into these programs as constants.
   def of_models(function, **options):
     return functools.partial(
       function, models=spec.models, temperature=spec.temperature, **options

@@ -1,8 +1,8 @@
 """The state that training changes: weights and optimiser states.
 
-Under LoRA a run holds one copy of the base weights. It is the frozen base of
-the policy and of the value model, which train adapters (and the value head). It
-is also the reference policy, unless `model.reference_path` names another.
+With LoRA a run holds one copy of the base weights. This copy is the frozen base
+of the policy and of the value model, which train adapters (and the value head).
+If `model.reference_path` is empty, it is also the reference policy.
 """
 
 import dataclasses
@@ -24,9 +24,10 @@ class ModelState:
   """One model in training.
 
   Attributes:
-    params: float32 trained weights: all of them, or adapters and heads.
+    params: the trained weights in float32: all weights or, with LoRA, adapters
+      and heads.
     optimizer: the optimiser's moments.
-    updates: int32 scalar, optimiser steps done; skipped steps do not count.
+    updates: int32 scalar, the number of optimiser steps, without skipped steps.
   """
 
   params: Tree
@@ -41,11 +42,11 @@ class TrainState:
 
   Attributes:
     policy: the policy.
-    value: the value model; None where the advantages need no values, or where
-      the policy has the value head.
-    published: only in a checkpoint: the trained weights of earlier policies
-      that prefetched steps are collected with, see `rollout/prefetch.py`.
-    frozen: see `Params`. It is never donated and never in a checkpoint, because
+    value: the value model; None if the advantages need no values, or if the
+      policy has the value head.
+    published: the trained weights of the earlier policies that collect
+      prefetched steps, see `rollout/prefetch.py`; () outside checkpoints.
+    frozen: see `Params`. It is never donated. It is in no checkpoint, because
       every start reads it again.
   """
 
@@ -62,7 +63,7 @@ class TrainState:
     return model_roles.Params(trained, self.frozen)
 
   def with_frozen(self, frozen: functional.Params) -> 'TrainState':
-    """Returns the state with another base; {}: only what updates change."""
+    """Returns the state with another frozen base; {} leaves the base out."""
     return dataclasses.replace(self, frozen=frozen)
 
 
@@ -90,11 +91,12 @@ def init(
     weights: a policy's weights without adapters, to be donated. They become the
       trained weights or, with adapters, the frozen base in the same dtype.
     key: the random key of the adapters.
-    adapters: the adapters that both models start from; None: fresh ones.
+    adapters: the adapters that both models start from; None: each model gets
+      new adapters.
     value_weights: the weights that the value model starts from, to be donated;
-      None means those of the policy.
+      None: it starts from `weights`.
     models: policy and value model.
-    optimizers: their optimisers.
+    optimizers: the optimisers of both models.
 
   Raises:
     ValueError: the targets of the adapters match no layer.
@@ -102,8 +104,8 @@ def init(
   lora = models.policy.lora is not None
 
   def init_model(model, number, optimizer, weights=weights):
-    # Without adapters both models get the same arrays. Under jit they become
-    # two outputs, so the value model has weights of its own.
+    # Without adapters both models get the same arrays here. Under jit these
+    # arrays become two outputs, so the value model has its own weights.
     if adapters is not None:
       params = dict(adapters)
     elif lora:
@@ -111,7 +113,7 @@ def init(
     else:
       params = model.join_params(weights, {})
     if model.head != 'vocabulary':
-      # A critic that knows nothing yet should say 0 before its first update.
+      # An untrained critic should return the value 0.
       head_D1 = jnp.zeros((model.config.hidden_size, 1))
       params = params | {'scalar_head': head_D1}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -140,8 +142,8 @@ def take_step(
   Args:
     optimizer: see `optimizer.from_config`.
     model: the model before the step.
-    gradient: float32, in the structure of the weights.
-    hyperparameters: may be traced.
+    gradient: float32, with the tree structure of the weights.
+    hyperparameters: the numbers of the step; they may be traced.
     loss: scalars that must be finite, such as the terms of the loss.
 
   Returns:
@@ -164,5 +166,5 @@ def take_step(
 
 
 def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
-  """Returns the new state where the condition holds, and else the old one."""
+  """Returns the new state if the condition holds, otherwise the old one."""
   return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

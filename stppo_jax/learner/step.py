@@ -1,14 +1,13 @@
 """One optimiser step on a minibatch: from a loss to new weights.
 
-Reinforcement, supervised and preference training are three losses of one
-signature (`policy_loss`, `offline_losses`):
+Reinforcement, supervised and preference learning have losses of one signature
+(`policy_loss`, `offline_losses`):
 
     loss(params, microbatch, context, spec=...) -> (scalar, LossOutputs)
 
-`update` is the step: it sums the gradients of the microbatches, each of them
-`jax.value_and_grad` of the loss, clips their global norm and gives them to
-Adam. What else a kind of training needs is chosen where programs are built, as
-a `Method`.
+`update` is the step. It computes the gradient of each microbatch with
+`jax.value_and_grad`, sums these gradients, clips the global norm and calls the
+optimiser. A `Method` holds the functions in which the kinds of training differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,10 +44,10 @@ class Spec(NamedTuple):
 
 
 class LossOutputs(NamedTuple):
-  """The metrics and diagnostics of a loss; those of microbatches add up.
+  """The metrics and diagnostics of a loss.
 
   Attributes:
-    metrics: scalars.
+    metrics: scalars, which add up over microbatches.
     diagnostics: ratio statistics, see `diagnostics.merge`; () for losses
       without a ratio.
   """
@@ -58,12 +57,13 @@ class LossOutputs(NamedTuple):
 
 
 class Hyperparameters(NamedTuple):
-  """Runtime inputs of an update; another value does not recompile.
+  """Runtime inputs of an update; changing a number does not recompile.
 
   Attributes:
-    loss: what the loss reads beside weights and rows.
-    policy, value: numbers of the two optimisers.
-    policy_learns: False updates the value model alone.
+    loss: the inputs of the loss beside weights and rows.
+    policy, value: the numbers of the two optimisers.
+    policy_learns: whether the policy is updated, too, and not the value model
+      alone.
   """
 
   loss: Tree
@@ -73,14 +73,14 @@ class Hyperparameters(NamedTuple):
 
 
 class Method(NamedTuple):
-  """How one kind of training gets its gradient.
+  """The functions with which one kind of training computes its gradient.
 
   Attributes:
     context: maps (params, minibatch, microbatches, `Hyperparameters.loss`) to
-      what the loss reads of the whole minibatch.
+      the data of the whole minibatch that the loss reads.
     loss: see the module's docstring.
-    differentiate: `jax.value_and_grad`, or what takes its place for a loss that
-      returns several terms.
+    differentiate: `jax.value_and_grad`, or the function that replaces it for a
+      loss that returns several terms.
     finish: maps (summed gradient, summed outputs with stacked diagnostics,
       `Hyperparameters.loss`) to gradient and outputs of the minibatch.
   """
@@ -107,17 +107,19 @@ def update(
 ) -> tuple[state_lib.TrainState, LossOutputs]:
   """Updates the models on one minibatch.
 
-  An update changes nothing, and is counted in the metric `update/skipped`, if
-  its loss, gradient, new weights or new moments are not finite, or if the norm
-  of a gradient is above `skip_grad_norm`.
+  The update is skipped if its loss, gradient, new weights or new moments are
+  not finite, or if the norm of a gradient is above `skip_grad_norm`. A skipped
+  update leaves the state as it is and is counted in the metric
+  `update/skipped`.
 
   Args:
     state: the state before the update, without its frozen weights; donate it.
-    frozen: the base under adapters; {} where everything is trained.
+    frozen: the base under adapters; {} without adapters.
     minibatch: the rows.
     hyperparameters: runtime inputs.
-    packing: where the minibatch's trajectories are in rows that models see, by
-      microbatch; None: one microbatch, in which each has a row.
+    packing: the rows of each microbatch, and where the trajectories stand in
+      packed rows. None: the minibatch is one microbatch, and each trajectory
+      has a row of its own.
     method: how the gradient is computed.
     spec: models and static sizes.
     optimizers: the optimisers.
@@ -125,8 +127,8 @@ def update(
   Returns:
     The new state, also without frozen weights, and the metrics.
   """
-  # Frozen weights are an argument of their own because the state is donated,
-  # and they must outlive the update. The cast serves all microbatches.
+  # Frozen weights are a separate argument, because the state is donated, and
+  # the frozen weights must outlive the update. One cast serves all microbatches.
   params = spec.models.cast(state.with_frozen(frozen).params)
   inputs = hyperparameters.loss
   microbatches = minibatches_lib.split(minibatch, packing)
@@ -152,14 +154,14 @@ def sum_gradients(
 
   Args:
     params: the weights, from `Models.cast`.
-    context: what `method.context` returned for the whole minibatch.
+    context: the result of `method.context` for the whole minibatch.
     method, spec: see `update`.
     microbatches: arrays with leading axes (n, B / n): all microbatches of the
       minibatch, or some of them.
 
   Returns:
-    The gradient, and the outputs with stacked diagnostics, for `Method.finish`;
-    the sums of several calls add up.
+    The gradient, and the outputs with stacked diagnostics, for `Method.finish`.
+    Gradients and metrics of several calls may be added.
   """
   loss = functools.partial(method.loss, spec=spec)
 
@@ -190,11 +192,11 @@ def apply_gradients(
 ) -> tuple[state_lib.TrainState, LossOutputs]:
   """Takes a step with both optimisers, or with neither if one is not sound.
 
-  The policy also stays as it is if `policy_learns` is false, or if the gradient
-  has no part for the policy.
+  The policy also stays as it is if `policy_learns` is false, or if the policy's
+  gradient is None.
   """
-  # Both models are checked before either is replaced. Otherwise one of them
-  # could be updated while the update of the other one is skipped.
+  # Both models are checked before either is replaced. Otherwise one model could
+  # be updated while the update of the other one is skipped.
   metrics = dict(outputs.metrics)
   sound, moved = jnp.asarray(True), {}
   for role, prefix in (('policy', 'actor'), ('value', 'critic')):
@@ -209,8 +211,8 @@ def apply_gradients(
       )
       sound &= role_is_sound
       metrics |= {f'{prefix}/{name}': x for name, x in report.items()}
-  # A selection and not a branch: with donated arrays both are written in place,
-  # and no host has to wait for the decision.
+  # The new or the old arrays are selected without a branch. So no host waits for
+  # the decision, and the donated arrays are overwritten in place.
   new_state = state_lib.TrainState(
     state_lib.select(
       sound & hyperparameters.policy_learns, moved['policy'], state.policy
@@ -222,14 +224,18 @@ def apply_gradients(
 
 
 def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
-  """Returns the metrics of a step: means over its updates, ratios pooled."""
+  """Returns the metrics of a step from the outputs of its updates.
+
+  Scalar metrics are averaged over the updates. Diagnostics of ratios are merged
+  first.
+  """
   metrics, diagnostics = zip(*jax.device_get(outputs))
   means = {
     name: float(np.mean([update[name] for update in metrics]))
     for name in metrics[0]
   }
-  # Sums are pooled before they are divided: a mean of the updates' means would
-  # weigh the tokens of a small minibatch more.
+  # The sums of diagnostics are merged before they are divided. A mean of the
+  # updates' means would weigh the tokens of a small minibatch more.
   pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
   return means | diagnostics_lib.summarize(pooled)
 
@@ -237,7 +243,7 @@ def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
 def exceeds_kl(update: LossOutputs, limit: float) -> bool:
   """Returns whether an update's KL estimate is above a limit.
 
-  The estimate is the metric `actor/ppo_kl`, in nats per token. A limit of 0 is
-  no limit.
+  The estimate is the metric `actor/ppo_kl`, in nats per token. The limit 0
+  means that there is no limit.
   """
   return 0 < limit < summarize([update])['actor/ppo_kl']

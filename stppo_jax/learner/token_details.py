@@ -2,10 +2,11 @@
 
 B trajectories, L tokens.
 
-One forward pass of the new policy over rows of the batch shows what the updates
-did to each token: its ratio, whether the objective now cuts its gradient, what
-the corrections make of it. Statistics of a whole minibatch, which some bounds
-and corrections read, are formed over these rows, as if they were a minibatch.
+One forward pass of the new policy over rows of the batch shows how the updates
+changed each token: its ratio, whether the objective now cuts its gradient, and
+the weight that the corrections give it. Some bounds and corrections read
+statistics of a minibatch. These are formed over the chosen rows, as if the rows
+were a minibatch.
 """
 
 import jax
@@ -32,17 +33,19 @@ def choose_rows(
   """Returns the first rows of each host, and as many more as devices need.
 
   Args:
-    num_rows: the rows of the batch; those of the hosts follow one another.
+    num_rows: the number of rows of the batch, which holds the rows of one host
+      after the other.
     count: the number of rows that are wanted of each host.
     num_hosts: the number of hosts.
-    num_devices: the devices that share the rows of a batch; divides num_rows.
+    num_devices: the number of devices that share the rows of a batch; divides
+      num_rows.
 
   Returns:
-    int32: equally many rows of each host, one host after the other. Their
-    number is a multiple of num_devices.
+    int32 row numbers, equally many of each host, one host after the other. The
+    number of rows is a multiple of num_devices.
   """
-  # The fewest rows of each host that all devices can share equally; if none is
-  # enough, all rows.
+  # The loop looks for the smallest number of rows of each host that all devices
+  # can share equally. If no smaller number is possible, all rows are chosen.
   size = num_rows // num_hosts
   for each in range(min(count, size), size):
     if each * num_hosts % num_devices == 0:
@@ -63,11 +66,11 @@ def measure_tokens(
   temperature: float,
   num_turns: int,
 ) -> batch_lib.TokenDetails:
-  """Returns the numbers of the tokens of some rows, in the packing's order.
+  """Returns measurements of the tokens of some rows, in the packing's order.
 
   Args:
     state: the state after the updates.
-    batch: the annotated batch that it was updated on.
+    batch: the annotated batch of these updates.
     packed: rows from `choose_rows`, and their packing.
     algorithm: the algorithm, whose numbers may be traced.
     models: policy and value model, with the mesh of the batch.
@@ -84,9 +87,9 @@ def measure_tokens(
     forward.inputs_of(chosen),
     packed.packing,
   )
-  # Only the masks and the weights of the loss are used, not its value.
-  # Therefore the entropy bonus is left out, and statistics and count are formed
-  # from these rows.
+  # Of the loss only the cut mask and the weights are used, not the value. So
+  # the entropy bonus is left out, and statistics and count are formed from
+  # these rows.
   loss = losses.policy_loss(
     algorithm,
     logprobs_BL,

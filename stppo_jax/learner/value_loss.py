@@ -1,8 +1,8 @@
-"""The loss of a value model that learns alone, and the steps in which it does.
+"""The loss of a value model that learns alone, and the value warm-up.
 
-In the further passes of `updates.value_epochs` the policy stays as it is. The
-program of these passes does not run the policy, and drops its gradient, which
-is 0.
+In the additional epochs of `updates.value_epochs` the policy stays as it is.
+The program of these epochs does not run the policy, and drops the policy's
+gradient, which is 0. The steps of the warm-up do not update the policy, either.
 
 B rows of a microbatch or of a minibatch, L tokens.
 """
@@ -28,8 +28,8 @@ def value_loss(
 ) -> tuple[Array, step_lib.LossOutputs]:
   """Returns the share of a microbatch in the minibatch's value loss.
 
-  The arguments are those of `policy_loss.policy_loss`. Values are weighted
-  equally, also under an algorithm whose corrections weight them.
+  For the arguments see `policy_loss.policy_loss`. All values have the same
+  weight, also with an algorithm whose corrections weigh the value terms.
   """
   inputs = context.inputs
   values_BL = policy_loss.values(params, microbatch, inputs=inputs, spec=spec)
@@ -47,8 +47,8 @@ def context_of(
   *,
   spec: step_lib.Spec,
 ) -> policy_loss.Context:
-  """Returns the numbers of a minibatch that its microbatches read."""
-  del params, microbatches  # no statistics are read
+  """Returns the data of a minibatch that its microbatches read."""
+  del params, microbatches  # only minibatch statistics would need them
   return policy_loss.join_context(minibatch, inputs, None, spec=spec)
 
 
@@ -57,7 +57,7 @@ def finish(
   outputs: step_lib.LossOutputs,
   inputs: policy_loss.Inputs,
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
-  """Leaves out the gradient of the policy, which is 0 everywhere."""
+  """Replaces the gradient of the policy, which is 0 everywhere, by None."""
   del inputs
   return gradient._replace(policy=None), outputs
 
@@ -72,11 +72,11 @@ class Warmup:
   dialogues.
 
   Attributes:
-    steps: the length of the warm-up unless it ends early.
-    patience: the number of steps without a rise that ends the warm-up; 0: it
-      does not end early.
+    steps: the largest number of steps of the warm-up.
+    patience: the number of steps without a rise that ends the warm-up early; 0:
+      the warm-up never ends early.
     best: the largest explained variance so far.
-    best_step: the step that had it.
+    best_step: the step with the largest explained variance.
     ended: the first step after a warm-up that ended early, or None.
   """
 
@@ -88,12 +88,12 @@ class Warmup:
 
   @property
   def end(self) -> int:
-    """The first step in which the policy learns, by what is known now."""
+    """The first step in which the policy learns; an early end lowers it."""
     return self.steps if self.ended is None else min(self.steps, self.ended)
 
   @property
   def record(self) -> dict[str, float | None]:
-    """The state that a checkpoint holds; the config holds the rest."""
+    """The fields that a checkpoint holds; the config holds the other fields."""
     return {
       'best': self.best,
       'best_step': self.best_step,
@@ -101,13 +101,14 @@ class Warmup:
     }
 
   def observe(self, step: int, explained: float) -> bool:
-    """Returns whether the warm-up ends early with this step.
+    """Records an explained variance; returns whether the warm-up ends early.
 
-    Call it once in each step before `end`, in order.
+    Call this once in each step before `end`, in order. If it returns True, the
+    policy already learns in this step.
 
     Args:
-      step: the step, before its updates.
-      explained: the explained variance of its collection.
+      step: the training step, whose updates have not been made.
+      explained: the explained variance of the step's collection.
     """
     if step >= self.end or not self.patience:
       return False

@@ -18,7 +18,7 @@ TRAINED = 'float32'
 
 
 def compute_options(config) -> dict[str, Any]:
-  """Returns the options of a config that choose how its models compute."""
+  """Returns the config's options that say how models compute."""
   return {
     'dtype': config.model.dtype,
     'remat': config.updates.remat,
@@ -31,7 +31,7 @@ def load_or_init(
 ) -> functional.Params:
   """Loads a policy's weights, or draws random ones.
 
-  No host and no device ever holds more of them than its own shards.
+  No host and no device ever holds more weights than its own shards.
 
   Args:
     config: the run's config.
@@ -39,11 +39,12 @@ def load_or_init(
     policy: the model, with the mesh of training.
 
   Raises:
-    ValueError: files that do not fit the model.
+    ValueError: the files do not fit the model.
   """
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   layout, init = _layout_and_init(policy)
-  # Read or drawn in the layout of the mesh, so that no device holds them whole.
+  # The weights are read or drawn in their shards, so that no device holds all
+  # weights.
   if path:
     return load.load_params(path, policy.config, layout)
   return init(key)
@@ -53,10 +54,10 @@ class Start(NamedTuple):
   """The positional arguments of `state.init`.
 
   Attributes:
-    policy: the policy's weights; those of a frozen base if it has adapters.
-    key: the random key of adapters and heads.
-    adapters: the adapters that `model.lora.path` names, or None.
-    values: the weights that `model.value_path` names, or None.
+    policy: the policy's weights; with adapters, the weights of the frozen base.
+    key: the random key of the adapters.
+    adapters: the adapters in `model.lora.path`, or None.
+    values: the weights in `model.value_path`, or None.
   """
 
   policy: functional.Params
@@ -74,7 +75,7 @@ def load_start(config, path: str, models: model_roles.Models) -> Start:
     models: the models, with the adapters and the mesh of training.
 
   Raises:
-    ValueError: files that do not fit the model.
+    ValueError: the files do not fit the models.
   """
   start = _load_policy(config, path, models.policy)
   if not models.value_path:
@@ -88,8 +89,8 @@ def _load_policy(config, path: str, policy: functional.Model) -> Start:
   loaded = load_or_init if policy.lora is None else load_frozen
   params = loaded(config, path, policy.plain_policy)
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  # This key must differ from the one with which `load_or_init` draws random
-  # weights, or adapters would be drawn with the same random numbers.
+  # This key must differ from the key with which `load_or_init` draws random
+  # weights. Otherwise adapters would be drawn with the same random numbers.
   key = jax.random.fold_in(key, 1)
   adapters, named = None, config.model.lora.path
   if policy.lora is not None and named:
@@ -101,20 +102,24 @@ def _load_policy(config, path: str, policy: functional.Model) -> Start:
 def load_merged(
   config, path: str, policy: functional.Model
 ) -> functional.Params:
-  """Returns the weights of a start for a policy without adapters.
+  """Returns the start's weights of a policy, with merged adapters.
 
-  Those that `model.lora.path` names are merged; see `load_start`.
+  The adapters are those in `model.lora.path`, if any; for `path` see
+  `load_start`.
   """
   if not config.model.lora.path:
     return load_or_init(config, path, policy.plain_policy)
   start = _load_policy(config, path, policy)
-  assert start.adapters is not None  # their path says where they are
+  assert start.adapters is not None  # `model.lora.path` is not empty
   return policy.merge_adapters(policy.join_params(start.policy, start.adapters))
 
 
 @functools.lru_cache(maxsize=8)
 def _layout_and_init(policy: functional.Model):
-  """Returns the layout of a policy's weights, and a program that draws them."""
+  """Returns the shardings of a policy's weights, and a program that draws them.
+
+  Equal policies share the program.
+  """
   assert policy.mesh is not None
   layout = sharding.param_shardings(policy.abstract_params, policy.mesh)
   return layout, jax.jit(policy.init, out_shardings=layout)
@@ -125,8 +130,8 @@ def load_frozen(
 ) -> functional.Params:
   """Loads weights that are not trained: a LoRA base, or the reference.
 
-  They are kept in the dtype of the activations. If that dtype has fewer bits
-  than the files, merged adapters are exported with fewer bits, too.
+  The weights are kept in the dtype of the activations. If this dtype has fewer
+  bits than the files, an export with merged adapters has fewer bits, too.
   """
   params = load_or_init(config, path, policy)
   return modules.cast_and_delete(params, policy.config.dtype)
@@ -137,9 +142,9 @@ def load_reference(
 ) -> functional.Params | None:
   """Returns the weights of the frozen reference.
 
-  They are read from a directory of their own or, like the policy's, from the
-  start of the run. None under adapters whose base is the reference, because
-  the state contains the base.
+  The weights are read from `model.reference_path` or, if it is empty, from the
+  start of the run, like the policy's. If the reference is the base under the
+  adapters, the result is None, because the state contains the base.
 
   Args:
     config: the run's config.
@@ -152,6 +157,6 @@ def load_reference(
 
 
 def has_own_reference(config) -> bool:
-  """Returns whether a run holds weights of a reference beside its state."""
+  """Returns whether a run holds reference weights apart from its state."""
   model = config.model
   return bool(not model.lora.rank or model.reference_path)
