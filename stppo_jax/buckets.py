@@ -66,7 +66,7 @@ def _announced(address: str) -> Iterator[None]:
   Without a network, gcsfs looks for credentials for 20 seconds and repeats a
   request for another minute.
   """
-  line = f'{address}: no answer yet; its requests are repeated'
+  line = f'{address}: the bucket has not answered yet; retrying'
   timer = threading.Timer(_PATIENCE, streams.say, [line])
   timer.daemon = True
   timer.start()
@@ -270,8 +270,8 @@ class Bucket:
       generation: the expected generation; 0 expects that there is no object.
 
     Returns:
-      The new generation; None if the object has not the expected generation and
-      nothing was written.
+      The new generation. None if the object has another generation, in which
+      case nothing is written.
 
     Raises:
       BucketError: the bucket cannot be written, or its answer was lost.
@@ -383,7 +383,8 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
       part = pathlib.Path(temporary, name)
       if (size := part.stat().st_size) != entry.size:
         raise BucketError(
-          f'{bucket.address}: {size} bytes of {name} came, not {entry.size}'
+          f'{bucket.address}: received {size} bytes of {name}, expected '
+          f'{entry.size}'
         )
       part.replace(path)
     # The version is written last. If the process is killed before this line,

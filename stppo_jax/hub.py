@@ -225,8 +225,8 @@ def _described(name: str, error: Exception) -> HubError:
     line = f'{hub}/{repository} has no revision {revision}'
   elif isinstance(cause, errors.RepositoryNotFoundError):
     line = (
-      f'no such folder, and {hub} has no model {repository}, or it is private: '
-      'then log in with `hf auth login` or set HF_TOKEN'
+      f'no such folder, and {hub} has no model {repository}; if it is private, '
+      'log in with `hf auth login` or set HF_TOKEN'
     )
   elif isinstance(cause, errors.HFValidationError):
     line = 'no such folder, and not a name that the Hub allows'
@@ -243,7 +243,7 @@ def _described(name: str, error: Exception) -> HubError:
     elif isinstance(
       error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError
     ):
-      lacking = 'no such folder, no file of it in the cache, and '
+      lacking = 'no such folder, no file of the model in the cache, and '
     offline = isinstance(cause, errors.OfflineModeIsEnabled)
     reason = ' '.join(str(cause).split()) or type(cause).__name__
     reason = 'HF_HUB_OFFLINE is set' if offline else reason

@@ -261,7 +261,7 @@ class Interruption:
           target=self._keep_rescuing, args=(exit_code,), daemon=True
         ).start()
       else:
-        streams.say('abandoned; what was saved before remains')
+        streams.say('abandoned; everything saved before is kept')
         if os.isatty(1):  # a progress bar hides the cursor
           os.write(1, _SHOW_CURSOR)
         # No stream is flushed, because the main thread may hold the stream's

@@ -1,4 +1,4 @@
-"""Cleans text from outside: forged tags, invalid characters, forms of answers.
+"""Cleans text from outside: neutralises forged tags, and normalises answers.
 
 The result of `neutralise_tags` is a fixed point: a second call changes nothing.
 So no tag can be assembled from the remains of another tag.

@@ -24,7 +24,7 @@ class Question:
     id: unique within its data set.
     text: the question in plain words.
     golden_answers: the right answers; each of them counts as right.
-    data_set: the name under which its scores are reported, as in
+    data_set: the name under which the question's scores are reported, as in
       `val/{score}/{data_set}`.
     kind: 'open' (free text) or 'choice' (an option letter or its text).
     options: option letter to option text; empty unless kind is 'choice'.
@@ -61,8 +61,8 @@ class TrajectoryStatus(enum.Enum):
 
   Truncated trajectories are trained on like completed ones. INFRA_ERROR means
   that the retriever or the engine failed. Such a trajectory has weight 0 in
-  every loss, advantage and metric. Only the metric that counts statuses counts
-  it.
+  every loss, advantage and metric. The only exception is the metric that counts
+  the trajectories of each status.
   """
 
   COMPLETED = 'completed'

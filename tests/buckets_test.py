@@ -153,4 +153,4 @@ def test_a_bucket_that_does_not_answer_is_announced(monkeypatch):
   monkeypatch.setattr(streams, 'say', say)
   fsspec.register_implementation('slow', _Slow, clobber=True)
   assert not buckets.Bucket('slow://a/b').entries()
-  assert lines == ['slow://a/b: no answer yet; its requests are repeated']
+  assert lines == ['slow://a/b: the bucket has not answered yet; retrying']

@@ -125,7 +125,7 @@ def test_a_model_that_is_not_free_needs_a_token(hub, monkeypatch):
   hub.add('org/gated', _FOLDER, access='gated')
   hub.add('org/private', _FOLDER, access='private')
   assert 'is gated: ask for access' in _refusal('org/gated')
-  assert 'or it is private: then log in' in _refusal('org/private')
+  assert 'if it is private, log in' in _refusal('org/private')
   monkeypatch.setenv('HF_TOKEN', stand_in.TOKEN)
   for name in ('org/gated', 'org/private'):
     assert load.read_config(name) == load.read_config(_FOLDER)
@@ -218,7 +218,7 @@ def test_what_the_cache_has_is_used_offline(hub, commit, monkeypatch):
     load.read_params(_NAME, load.read_config(_NAME))
   assert error.value.exit_code == exits.USAGE
   assert 'HF_HUB_OFFLINE is set' in str(error.value)
-  assert 'no file of it in the cache' in _refusal('org/none')
+  assert 'no file of the model in the cache' in _refusal('org/none')
   assert len(hub.requests) == asked
 
 

@@ -277,8 +277,8 @@ def _staleness(
 ) -> dict[str, Array]:
   """Returns how far the policy is from the policies that wrote the turns.
 
-  For each token r = pi / pi_old, both by the trainer, where pi_old is the
-  policy that wrote the token's turn. The metrics of r, all scalars, are
+  r = pi / pi_old is the ratio of a token, where pi_old is the policy that wrote
+  the token's turn. The trainer computes both. The scalar metrics of r are
 
     staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
     staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  the metrics of

@@ -1,8 +1,8 @@
-"""Runs a model over trajectories, and packs them into rows for that.
+"""Packs trajectories into rows, and runs a model over the rows.
 
 B trajectories, L tokens of each, M loss positions, X experts; s shards, b
-trajectories of a shard, m = b L their tokens; r packed rows, l tokens of a
-packed row, p token positions in all packed rows of a shard.
+trajectories of a shard, m = b L tokens of these trajectories; r packed rows, l
+tokens of a packed row, p token positions in all packed rows of a shard.
 
 The rest of the learner, and all of `rl`, have one trajectory per row, [B, L].
 If a batch has a `batch.Packing`, its trajectories are moved into packed rows

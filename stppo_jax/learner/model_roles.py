@@ -174,15 +174,15 @@ def build(
 def _value_shape(
   path: str, policy: model_config.ModelConfig, *, longest: int
 ) -> model_config.ModelConfig:
-  """Reads the layers' config of a directory, and computes like the policy.
+  """Returns the layers' config of a directory, for computing like the policy.
 
-  Options that choose how layers compute are taken from the policy's config.
+  The options that say how layers compute come from the policy's config.
   """
   shape = load.read_config(path, longest=longest)
   shape = model_config.computed_as(shape, policy)
   if shape.vocab_size != policy.vocab_size:
     raise ValueError(
-      f'model.value_path={path}: its vocab_size={shape.vocab_size} must be '
-      f'that of the policy, {policy.vocab_size}'
+      f'model.value_path={path}: its vocab_size={shape.vocab_size} must equal '
+      f"the policy's vocab_size={policy.vocab_size}"
     )
   return shape

@@ -172,7 +172,7 @@ def build(
   num_workers: int,
   routing_replay: str,
 ) -> Programs:
-  """Returns the programs for these static values.
+  """Returns the programs of reinforcement learning for static arguments.
 
   Args:
     spec: the models and the sizes of an update.

@@ -128,7 +128,8 @@ def update(
     The new state, also without frozen weights, and the metrics.
   """
   # Frozen weights are a separate argument, because the state is donated, and
-  # the frozen weights must outlive the update. One cast serves all microbatches.
+  # the frozen weights must outlive the update. The cast is made once for all
+  # microbatches.
   params = spec.models.cast(state.with_frozen(frozen).params)
   inputs = hyperparameters.loss
   microbatches = minibatches_lib.split(minibatch, packing)
@@ -211,8 +212,8 @@ def apply_gradients(
       )
       sound &= role_is_sound
       metrics |= {f'{prefix}/{name}': x for name, x in report.items()}
-  # The new or the old arrays are selected without a branch. So no host waits for
-  # the decision, and the donated arrays are overwritten in place.
+  # The new or the old arrays are selected without a branch. So no host waits
+  # for the decision, and the donated arrays are overwritten in place.
   new_state = state_lib.TrainState(
     state_lib.select(
       sound & hyperparameters.policy_learns, moved['policy'], state.policy

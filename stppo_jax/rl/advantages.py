@@ -35,15 +35,16 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Advantages:
-  """The result of an estimator; 0 or false off the loss mask.
+  """The result of an estimator.
 
-  With GAE's `critic_tokens='response'`, the returns and the value mask also
-  cover the observations between policy tokens.
+  Off the loss mask the arrays are 0 or false. But with GAE's
+  `critic_tokens='response'`, returns and value mask also cover the observations
+  between policy tokens.
 
   Attributes:
     advantages_BL: the advantages that the policy loss uses. The functions in
-      `ADVANTAGES` return them for observation tokens too, because whitening may
-      need more tokens than the loss mask has.
+      `ADVANTAGES` also compute advantages of observation tokens, because
+      whitening may need more tokens than the loss mask has.
     returns_BL: the critic's targets, formed before any whitening.
     value_mask_BL: bool, the steps at which the critic is trained.
   """
@@ -121,8 +122,8 @@ def gae_estimator(
   We read V_k before the first token of turn k, which is our choice. The
   authors' code reads V_k at the token with the turn's reward. That code has one
   lambda for both levels, and it recognises a turn by its reward, so it misses
-  turns whose reward is 0. Both give the same numbers if lambda_turn = 1 and
-  every turn has a reward other than 0 on its last token.
+  turns whose reward is 0. Our code and the authors' give the same numbers if
+  lambda_turn = 1 and every turn has a reward other than 0 on its last token.
 
   Args:
     rewards_BL: the rewards, minus the KL penalty if there is one.
@@ -136,7 +137,7 @@ def gae_estimator(
       turn.
     observation_tokens: with token steps, whether observation tokens between the
       first and the last policy token of a row are steps ('included') or not
-      ('skipped'). Turns never include them.
+      ('skipped'). Turns never include observation tokens.
     critic_tokens: whether the critic is trained at the steps that are policy
       tokens ('policy'), or at all steps ('response'). The two choices differ
       only if observations are included.
@@ -163,8 +164,8 @@ def gae_estimator(
       rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
     )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
-  # A turn's value is learned at its first token alone, while its return, like
-  # its advantage, stands at all of its policy tokens.
+  # With steps='turn' the value is learned at the first token of a turn only.
+  # Returns, like advantages, stand at all policy tokens of the turn.
   if critic_tokens == 'policy':
     value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
   else:
@@ -221,10 +222,10 @@ def decoupled_gae(
 
   where length counts the row's policy tokens. In a longer row the outcome must
   reach further back. The critic's targets are formed with lambda_critic. If it
-  is 1, the targets are plain returns, which no wrong value distorts. Sources:
-  arXiv 2503.01491 separates the two lambdas, and VAPO, arXiv 2504.05118, makes
-  the policy's lambda depend on the length. Replacing a negative lambda by 0
-  comes from NeMo-RL.
+  is 1, the targets are plain returns, which do not depend on the values.
+  Sources: arXiv 2503.01491 separates the two lambdas, and VAPO, arXiv
+  2504.05118, makes the policy's lambda depend on the length. Replacing a
+  negative lambda by 0 comes from NeMo-RL.
 
   Args:
     rewards_BL: the rewards, minus the KL penalty if there is one.

@@ -81,7 +81,7 @@ def by_length(
 
 @options_lib.dataclass
 class ByReward(Fixed):
-  """Options of `by_reward`; strength: the largest share a width changes by."""
+  """Options of `by_reward`; strength: the largest relative width change."""
 
   strength: float = options_lib.number(at_most=1.0)
 

@@ -1,8 +1,8 @@
 """The clipping-bias correction (arXiv 2511.20718).
 
 B trajectories, L tokens, T turns. The PPO gradient is the off-policy gradient
-minus the part that clipping removes, C = E[1{clipped} w A grad log pi]. Let w
-be the ratio, low and high its bounds, and, whatever the sign of A,
+minus the part that clipping removes, C = E[1{clipped} w A grad log pi]. For the
+ratio w with its bounds, and advantages A of either sign, let
 
   U = policy tokens with w outside the bounds
   V = policy tokens with w inside the bounds

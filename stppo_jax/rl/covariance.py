@@ -61,8 +61,8 @@ class Covariance(typing.NamedTuple):
   Attributes:
     advantage: the mean of A over the policy tokens.
     logprob: the mean of log pi over the policy tokens.
-    threshold: a token is chosen if its number (a covariance or a lot) is at
-      least this threshold.
+    threshold: a token is chosen if its number (its covariance, or its random
+      number from `lots`) is at least this threshold.
   """
 
   advantage: Array

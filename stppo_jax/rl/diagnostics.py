@@ -1,9 +1,9 @@
 """Measures of an update: the ratios at every level, clipping and values.
 
 B trajectories, L tokens, T turns. A `Diagnostics` is a pytree of sums, minima
-and maxima. `merge` combines those of microbatches, updates and hosts, and
-`summarize` turns them into metrics. All means are over tokens: the ratio of a
-turn counts once for each of its policy tokens.
+and maxima. `merge` combines the diagnostics of several microbatches, updates
+and hosts, and `summarize` turns them into metrics. All means are over tokens:
+the ratio of a turn counts once for each of its policy tokens.
 
 These are the metrics. {level} is token, turn or sequence, and also sentence if
 the batch has sentence ids. Ratios are measured at all these levels, whichever
@@ -275,12 +275,13 @@ def mismatch(
 ) -> dict[str, Array]:
   """Returns scalar metrics of how much sampler and trainer differ.
 
-  For each token k = pi_old (trainer) / mu (sampler), before
-  `rl/corrections.py` truncates k:
+  k = pi_old (trainer) / mu (sampler) is the ratio of a token, before
+  `rl/corrections.py` truncates it. The metrics are
 
     mismatch/logprob_abs_diff             max |log k|
     mismatch/logprob_abs_diff_{mean,p99}  mean and 99th percentile of |log k|
-    mismatch/k3                           mean k - 1 - log k, KL(mu || pi_old)
+    mismatch/k3                           mean of k - 1 - log k, an estimate of
+                                          KL(mu || pi_old)
     mismatch/weight_raw_{mean,max}        mean and maximum of k
     mismatch/sequence_log_weight_raw_max  max over rows of |sum log k|
     mismatch/ess                          (sum k)^2 / (n sum k^2)
@@ -300,8 +301,8 @@ def mismatch(
   log_k_BL = masking.select(old_logprobs_BL - sampler_logprobs_BL, loss_mask_BL)
   bounded_BL = jnp.minimum(log_k_BL, LOG_WEIGHT_LIMIT)
   k_BL = masking.select(jnp.exp(bounded_BL), loss_mask_BL)
-  # The effective sample size is computed from k / max k. It is the same for k,
-  # but squares of k could overflow or all become 0.
+  # The effective sample size of k equals that of k / max k, which is used
+  # because squares of k could overflow or all become 0.
   top = jnp.max(bounded_BL, where=loss_mask_BL, initial=-jnp.inf)
   share_BL = masking.select(jnp.exp(bounded_BL - top), loss_mask_BL)
   mean_share = masking.masked_mean(share_BL, loss_mask_BL)

@@ -238,7 +238,7 @@ def gamma_weighted(
   some_BL = context.advantages_BL >= 0
   power_BL = jnp.where(some_BL, power_positive, power_negative)
   decay_BL = jnp.where(some_BL, decay_positive, decay_negative)
-  # Formed as a logarithm, because r^k overflows.
+  # The weight is formed as a logarithm, because r^k can overflow.
   log_weight_BL = power_BL * jnp.log(ratio_BL) + decay_BL * (1 - ratio_BL)
   return _weighted(jnp.exp(log_weight_BL), context), _none(context)
 
@@ -352,7 +352,7 @@ def _imitated(context, least):
 
 
 def _trusted(ratio_BL, advantages_BL, low, high):
-  """Returns the ratio, with bounds at cut tokens, and a mask of cut tokens."""
+  """Returns the ratio, or a bound at each cut token, and a mask of the cuts."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
   # These selections have the same value as max and clip. If the ratio lies
@@ -363,7 +363,7 @@ def _trusted(ratio_BL, advantages_BL, low, high):
 
 
 def _weighted(weight_BL, context):
-  # The weight corrects for the old policy. It is detached: no gradient.
+  # The weight corrects for the old policy. No gradient flows through it.
   return -sg(weight_BL) * context.advantages_BL * context.logprobs_BL
 
 

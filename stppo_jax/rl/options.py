@@ -183,7 +183,7 @@ def number(
 
 
 def count() -> Any:
-  """Returns a field for a static integer; each value has its own program."""
+  """Returns a field for a static integer; each value compiles a program."""
   is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)
   holds = lambda value: is_integer(value) and value >= 0
   return _static(OptionRule(holds, 'an integer >= 0', int))

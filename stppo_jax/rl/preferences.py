@@ -82,7 +82,7 @@ def preference_loss(
       the whole vocabulary that predict each token; differentiable.
     loss_mask_Q2L: bool, tokens of the policy that are trained on.
     name: one of `PREFERENCES`.
-    beta: scale of the margin; a larger one keeps the policy nearer to the
+    beta: scale of the margin; a larger beta keeps the policy nearer to the
       reference.
     alpha: weight of the divergences in tdpo2.
   """

@@ -1,7 +1,7 @@
 """Importance ratios of tokens, or of segments of tokens, and their gradients.
 
-B trajectories, L tokens, T turns. With l = log pi_theta - log pi_old, the
-ratio of segment k is
+B trajectories, L tokens, T turns. With l = log pi_theta - log pi_old of a
+token, the ratio r_k of segment k is given by
 
   log r_k = sum_{l in k} l / |k|   (reduce='mean', the geometric mean)
   log r_k = sum_{l in k} l         (reduce='sum')
@@ -28,7 +28,7 @@ m_k is the systematic shift of the turn's log-ratio. (The shift could also be
 estimated by the mean of e^l - 1 - l, but this estimate is unbounded: one token
 with l = 7 would multiply the ratios of its whole turn by e^100.) s_k gives
 every turn the same standard deviation, called spread. `target` is the mean
-spread of the minibatch's turns. Turns without a spread have s_k = 1. The terms
+spread of the minibatch's turns. Turns with a spread near 0 have s_k = 1. Terms
 of turn k are divided by s_k, so that the scaling of the log-ratio does not
 scale the gradient. With the aggregate turn_mean, all turns then contribute
 equally.
@@ -198,6 +198,6 @@ def level_log_ratio(
   shared_BL = REDUCES[reduce](log_ratio_BL, segments)
   if gradient == 'segment':
     return shared_BL
-  # The value is the segment's, and the gradient is the token's own, as in
-  # GSPO-token.
+  # The result has the value of the segment and the gradient of the token alone,
+  # as in GSPO-token.
   return sg(shared_BL) + (log_ratio_BL - sg(log_ratio_BL))

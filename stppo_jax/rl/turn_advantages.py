@@ -2,8 +2,8 @@
 
 B trajectories, L tokens, T turns. The estimators compare the reward of each
 turn, or its reward-to-go. `group_advantages` explains the signature, groups of
-one row and equal rewards. `gigpo` with a history keeps a matrix of pairs, one
-byte per pair, from each h to the next.
+one row and equal rewards. With a history, `gigpo` keeps a matrix of all pairs
+of turns in memory, one byte per pair.
 """
 
 import jax
@@ -88,12 +88,12 @@ def turn_leave_one_out(
     A_k = G_k - mean of G_k over the other rows of the group that have a turn k
     G_k = r_k + gamma G_{k+1}
 
-  If no other row has a turn k, the baseline is the mean at the last turn that
+  If no other row has a turn k, the baseline is the mean at the latest turn that
   another row has. So the baseline b of a row depends on the other rows only,
   and every turn of the row has one. Therefore the gradient is unbiased:
   E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also if the
-  policy chooses in turn k whether there is a turn k + 1. `turn_group`, which
-  leaves out the turn baseline in the last turn of a row, is biased then;
+  policy chooses in turn k whether there is a turn k + 1. In this case
+  `turn_group`, which has no turn baseline in a row's last turn, is biased;
   docs/turn_baselines.md derives by how much. gamma is the discount per turn.
   """
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
@@ -108,8 +108,8 @@ def turn_leave_one_out(
     to_go_B, present_B = turn
     total_B, count_B = masking.differences(to_go_B, others_BB & present_B[None])
     some_B = count_B > 0
-    # The mean of the other rows is formed from the mean difference to them, so
-    # that equal rewards have an advantage of exactly 0.
+    # The mean over the other rows is formed from the mean difference to these
+    # rows, so that equal rewards have an advantage of exactly 0.
     baseline_B = jnp.where(
       some_B, to_go_B - masking.divide(total_B, count_B), baseline_B
     )

@@ -66,5 +66,5 @@ def test_other_bytes_than_the_bucket_has_are_no_model(model, monkeypatch):
       (folder / name).write_bytes((folder / name).read_bytes()[:-1])
 
   monkeypatch.setattr(buckets.Bucket, 'download', cut)
-  with pytest.raises(buckets.BucketError, match='bytes of .* came, not'):
+  with pytest.raises(buckets.BucketError, match='bytes of .*, expected'):
     load.read_config(model)
