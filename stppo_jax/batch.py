@@ -17,7 +17,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-  """Where each sequence stands in the packed rows of a forward pass.
+  """Says where each sequence stands in packed rows of a forward pass.
 
   A packed row holds one or several sequences, each a trajectory or a pair. n
   microbatches; s shards of the sequences, one per device along the mesh axes of
@@ -108,8 +108,8 @@ class TokenBatch:
   loss_positions_BM: Array | None = None
   expert_ids: Array | None = None
   staleness_BL: Any = None
-  # The type of these fields is Any, because all code that reads them runs after
-  # `annotate` and need not check for None.
+  # The type of these fields is Any. All code that reads the fields runs after
+  # `annotate`, so it need not check for None.
   expert_visits_BX: Any = None
   old_logprobs_BL: Any = None
   ref_logprobs_BL: Any = None

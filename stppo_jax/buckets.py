@@ -234,7 +234,7 @@ class Bucket:
       self._files.pipe_file(target, data)
 
   def remove(self, name: str) -> None:
-    """Removes an object, if there is one.
+    """Removes an object if it exists.
 
     Raises:
       BucketError: the bucket cannot be written.
@@ -267,7 +267,7 @@ class Bucket:
     Args:
       name: the name of the object.
       data: the new content.
-      generation: the expected generation; 0 expects that there is no object.
+      generation: the expected generation; 0 means that no object must exist.
 
     Returns:
       The new generation. None if the object has another generation, in which

@@ -201,7 +201,7 @@ CACHED = (_commit, _downloaded)
 
 
 def _described(name: str, error: Exception) -> HubError:
-  """Returns a `HubError` whose one line says what to do about an error."""
+  """Returns a `HubError` whose line explains an error and names the remedy."""
   from huggingface_hub import constants
   from huggingface_hub import errors
 

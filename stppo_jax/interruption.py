@@ -7,14 +7,15 @@ only inside `interruptible` bodies. Everywhere else it records the signal, and
 the next `interruptible` raises the exception.
 
 Python runs no handler while the main thread compiles or computes. So a second
-thread reads the signals from a pipe. It says at once what will happen, and at a
-second signal it ends the process without raising anything. This is safe: files
+thread reads the signals from a pipe. It prints a line at once, and at a second
+signal it ends the process without raising anything. This is safe, because files
 are written in such a way that a process may be killed at any moment. After the
 first signal a third thread asks the run, once a second, whether the process may
 end without the main thread (`force_exit`).
 
 All processes of a run end together. The first process that gets a signal tells
-the others, which then also abandon the work that may be abandoned (`request`).
+the other processes. These then also abandon any work that may be abandoned
+(`request`).
 
 This module imports little, so that signals are handled from the beginning.
 """
@@ -91,13 +92,13 @@ class Interruption:
 
   Attributes:
     exit_code: the exit code of the first signal; None before the signal.
-    outlook: the printed words that say what the first signal leads to.
+    outlook: the printed words that announce the effect of the first signal.
     on_signal: called on another thread at the first signal.
     signalled: the time of the first signal, by `time.monotonic`; None before
       the signal.
     grace: the seconds from the first signal until the system kills the process;
       0 if they are not known.
-    is_told: whether a line has told the user what the signal led to.
+    is_told: whether a line has told the user how the run ended.
     force_exit: called on another thread while the main thread does not end;
       returns whether the process may end without the main thread. Its arguments
       are the exit code, and whether the main thread knows of the signal. If the
@@ -276,7 +277,7 @@ class Interruption:
           end_process(exit_code)
 
   def _announce(self, number: int) -> None:
-    """Prints one line, only once, that says what the first signal leads to."""
+    """Prints, only once, a line that announces the effect of the signal."""
     if self._announced.acquire(blocking=False):
       again = 'press again' if number == signal.SIGINT else 'send another one'
       name = signal.Signals(number).name

@@ -77,19 +77,19 @@ def annotate(
     state: the policy about to be updated, and the value model.
     batch: the packed batch.
     algorithm: the algorithm, whose numbers may be traced.
-    reference: weights of the frozen reference policy. None: the base under the
-      state's adapters is the reference.
-    old: trained weights of the old policy, the ratio's denominator. None: the
-      state's policy is the old policy.
+    reference: weights of the frozen reference policy. With None the base under
+      the state's adapters is the reference.
+    old: trained weights of the old policy, the ratio's denominator. With None
+      the state's policy is the old policy.
     older: trained weights of one step ago, of two steps ago, and so on, for a
       batch with `staleness_BL`. Each turn then has the policy that wrote it in
-      the denominator. Empty: the old policy wrote all turns.
+      the denominator. With () the old policy is the denominator of all turns.
     models: policy and value model; the policy without adapters and value head
       computes the reference.
     temperature: the sampling temperature.
     num_turns: static, the largest number of turns of a trajectory.
-    packed: the rows in the order of the shards, and their packing. None: the
-      models compute all rows at once, with one trajectory in each row.
+    packed: the rows in the order of the shards, and their packing. With None
+      the models compute all rows at once, with one trajectory in each row.
     routing_replay: static, the experts that the updates visit: 'nowhere' (the
       experts that the router picks), 'trainer' (the experts that the old policy
       picks here) or 'sampler' (the experts in the batch, which the old policy

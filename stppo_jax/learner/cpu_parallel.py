@@ -7,9 +7,9 @@ compute. Here every core runs a whole program on its share of the microbatches.
 The cores wait for each other only to form the statistics and the summed
 gradient of the whole minibatch.
 
-The result equals that of `step.update`, up to the order of float32 sums. A mesh
-of several devices divides the rows among the devices and does not use this
-module.
+The result equals the result of `step.update`, up to the order of float32 sums.
+A mesh of several devices divides the rows among the devices and does not use
+this module.
 """
 
 from collections.abc import Callable

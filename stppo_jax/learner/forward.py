@@ -120,8 +120,8 @@ def values(
     model: the value model, which replays no experts.
     params: the weights of the value model.
     inputs: the trajectories.
-    everywhere: whether values are computed at every token. False: they are
-      computed at the loss positions only.
+    everywhere: whether values are computed at every token, or else at the loss
+      positions only.
   """
   inputs = inputs._replace(expert_ids=None)
   if everywhere:

@@ -203,7 +203,7 @@ class Learner:
       num_rows: the number of rows of the batch.
       step: the training step.
       num_updates: the number of minibatches, from as many epochs as necessary.
-        None: all minibatches of `updates.num_epochs` epochs.
+        With None, all minibatches of `updates.num_epochs` epochs are returned.
       values_alone: whether to return the `updates.value_epochs` epochs instead.
     """
     updates = self.config.updates

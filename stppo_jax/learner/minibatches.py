@@ -39,8 +39,8 @@ def minibatch_rows(
     count: the number of minibatches, from as many epochs as necessary.
     seed: the run's seed.
     step: the training step.
-    shuffle: whether the rows are permuted in every epoch. False: every epoch
-      has the order of the batch.
+    shuffle: whether the rows are permuted in every epoch, or else keep the
+      order of the batch.
 
   Returns:
     For each minibatch an int32 array of `size` row numbers.
@@ -63,8 +63,8 @@ def split(rows: Tree, packing: batch_lib.Packing | None) -> Tree:
   Args:
     rows: arrays [B, ...] in a tree with a field `packing`.
     packing: the rows of each microbatch. Rows stay within their shards. An
-      unused slot becomes a row of zeros: it has no tokens and no weight. None:
-      all rows are one microbatch.
+      unused slot becomes a row of zeros, which has no tokens and no weight.
+      With None all rows are one microbatch.
   """
   if packing is None:
     return jax.tree.map(lambda x: x[None], rows)

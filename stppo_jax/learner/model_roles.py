@@ -48,8 +48,8 @@ class Models(NamedTuple):
     policy: the policy; with a shared backbone it has the value head too.
     value: a value model with layers, or adapters, of its own; None with a
       shared backbone, and for an algorithm that uses no values.
-    value_path: the directory whose weights the value model starts from; '': it
-      starts from the policy's layers.
+    value_path: the directory whose weights the value model starts from; with ''
+      the value model starts from the policy's layers.
     gathers_base: whether a program gathers the frozen base onto every device
       once, instead of gathering each layer in every pass.
   """

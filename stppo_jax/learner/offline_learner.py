@@ -109,7 +109,7 @@ class OfflineLearner:
       np.arange(len(lengths)), lengths, losses, self._sizes
     )
     # The second `numbers` are for a value model. They are never read, because
-    # there is none.
+    # no value model is trained.
     state, outputs = self._update(
       state,
       batch,

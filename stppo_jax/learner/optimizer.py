@@ -126,8 +126,8 @@ def _adafactor(**adam: float) -> Optimizer:
 def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
   """Returns Muon for the matrices of layers, and NAdam for all other weights.
 
-  Muon's directions are scaled to a root mean square near 0.2. Adam's directions
-  have the same in pretraining (arXiv 2502.16982).
+  Muon's directions are scaled to a root mean square near 0.2, which Adam's
+  directions have in pretraining (arXiv 2502.16982).
   """
   muon: Any = optax.contrib.scale_by_muon(
     eps=eps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1)
@@ -215,10 +215,10 @@ def is_sound(
   """Returns whether an update may be made.
 
   Args:
-    new: the weights and moments after the update. They are checked, too,
-      because a finite gradient times a large rate can overflow.
+    new: the weights and moments after the update. They must be checked, because
+      a finite gradient times a large learning rate can overflow.
     grad_norm: the norm of the update's gradient before clipping.
-    loss: the loss, or its terms. They are checked, too, because a square can
+    loss: the loss, or its terms. They must be checked, because a square can
       overflow while its gradient is finite.
     hyperparameters: the numbers of the step; they may be traced.
   """

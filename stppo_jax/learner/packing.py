@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     num_shards: s.
     row_length: the number of tokens of a row, at least as many as the longest
       sequence has.
-    max_rows: the largest number of rows of a shard in a microbatch; 0: no
+    max_rows: the largest number of rows of a shard in a microbatch; 0 means no
       limit.
     num_workers: the number of workers that share the microbatches. If there are
       at least num_workers microbatches, each worker gets equally many.
@@ -58,7 +58,8 @@ def sizes(
   Args:
     mesh: the mesh of training.
     row_length: see `Sizes`.
-    microbatch: the number of rows of a forward pass, over all shards; 0: all.
+    microbatch: the number of rows of a forward pass, over all shards; 0 means
+      that a minibatch is one microbatch.
     num_workers: see `Sizes`.
   """
   num_shards = activations.extent(mesh, activations.ROWS)
@@ -90,8 +91,8 @@ def for_annotate(sizes: Sizes, minibatch_size: int) -> Sizes:
     # different numbers of microbatches occur, and so few programs are compiled.
     rows = 4 * sizes.max_rows * sizes.num_workers
     return sizes._replace(max_rows=rows, num_workers=1)
-  # A collected batch may have many minibatches, and so too many rows for one
-  # forward pass.
+  # A collected batch may consist of many minibatches, whose rows would be too
+  # many for one forward pass.
   rows = minibatch_size // sizes.num_shards
   return sizes._replace(max_rows=sizes.max_rows or rows)
 

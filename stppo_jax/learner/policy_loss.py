@@ -262,7 +262,7 @@ def join_context(
   Args:
     minibatch, inputs, spec: see `context_of`.
     outputs: log-probabilities and entropy [B, L], from which statistics are
-      formed; None: no statistics are formed.
+      formed; with None no statistics are formed.
   """
   algorithm, statistics = inputs.algorithm, None
   if outputs is not None:

@@ -179,8 +179,8 @@ def build(
     optimizers: the optimisers of the models.
     mesh: the mesh of training.
     divides_by_bias_norm: see `policy_loss.BIAS_NORM_METHOD`.
-    num_workers: the number of CPU cores that share the microbatches; 1: one
-      program runs all microbatches.
+    num_workers: the number of CPU cores that share the microbatches; with 1,
+      one program runs all microbatches.
     routing_replay: see `annotate.annotate`.
 
   Raises:

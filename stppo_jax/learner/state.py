@@ -91,10 +91,10 @@ def init(
     weights: a policy's weights without adapters, to be donated. They become the
       trained weights or, with adapters, the frozen base in the same dtype.
     key: the random key of the adapters.
-    adapters: the adapters that both models start from; None: each model gets
-      new adapters.
+    adapters: the adapters that both models start from; with None each model
+      gets new adapters.
     value_weights: the weights that the value model starts from, to be donated;
-      None: it starts from `weights`.
+      with None the value model starts from `weights`.
     models: policy and value model.
     optimizers: the optimisers of both models.
 

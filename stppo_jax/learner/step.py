@@ -62,8 +62,8 @@ class Hyperparameters(NamedTuple):
   Attributes:
     loss: the inputs of the loss beside weights and rows.
     policy, value: the numbers of the two optimisers.
-    policy_learns: whether the policy is updated, too, and not the value model
-      alone.
+    policy_learns: whether the policy is updated. If it is false, only the value
+      model is updated.
   """
 
   loss: Tree
@@ -118,8 +118,8 @@ def update(
     minibatch: the rows.
     hyperparameters: runtime inputs.
     packing: the rows of each microbatch, and where the trajectories stand in
-      packed rows. None: the minibatch is one microbatch, and each trajectory
-      has a row of its own.
+      packed rows. With None the minibatch is one microbatch, and each
+      trajectory has a row of its own.
     method: how the gradient is computed.
     spec: models and static sizes.
     optimizers: the optimisers.
@@ -167,8 +167,8 @@ def sum_gradients(
   loss = functools.partial(method.loss, spec=spec)
 
   def add(microbatch):
-    # Only the trained weights are differentiated: a gradient of the frozen base
-    # would be as large as the model.
+    # Only the trained weights are differentiated, because a gradient of the
+    # frozen base would be as large as the model.
     of_trained = lambda trained: loss(
       params._replace(trained=trained), microbatch, context
     )

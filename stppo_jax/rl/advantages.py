@@ -115,9 +115,9 @@ def gae_estimator(
     G_k = A_k + V_k
 
   G_k becomes the only reward of the turn, on its last token. GAE with gamma
-  and lambda_ then runs over the tokens of each turn alone. As in the authors'
-  code, the return of a token comes from this second recursion, and the critic
-  is trained at every policy token.
+  and lambda_ then runs over the tokens of each turn separately. As in the
+  authors' code, the return of a token comes from this second recursion, and the
+  critic is trained at every policy token.
 
   We read V_k before the first token of turn k, which is our choice. The
   authors' code reads V_k at the token with the turn's reward. That code has one
@@ -340,7 +340,7 @@ def estimate_advantages(
     options['num_turns'] = num_turns
   estimate = ADVANTAGES[name].function(rewards_BL, batch, **options)
   if name not in estimator_needs.VALUES:
-    # Without a critic an estimator returns advantages alone.
+    # Without a critic an estimator returns only the array of advantages.
     estimate = Advantages(
       estimate, jnp.zeros_like(rewards_BL), jnp.zeros_like(batch.loss_mask_BL)
     )

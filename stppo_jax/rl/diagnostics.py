@@ -301,8 +301,8 @@ def mismatch(
   log_k_BL = masking.select(old_logprobs_BL - sampler_logprobs_BL, loss_mask_BL)
   bounded_BL = jnp.minimum(log_k_BL, LOG_WEIGHT_LIMIT)
   k_BL = masking.select(jnp.exp(bounded_BL), loss_mask_BL)
-  # The effective sample size of k equals that of k / max k, which is used
-  # because squares of k could overflow or all become 0.
+  # k and k / max k have the same effective sample size. It is computed from
+  # k / max k, because squares of k could overflow or all become 0.
   top = jnp.max(bounded_BL, where=loss_mask_BL, initial=-jnp.inf)
   share_BL = masking.select(jnp.exp(bounded_BL - top), loss_mask_BL)
   mean_share = masking.masked_mean(share_BL, loss_mask_BL)

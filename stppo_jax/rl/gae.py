@@ -43,7 +43,7 @@ def gae(
     values_BL: V before each token, read at the steps only.
     step_mask_BL: bool, the steps.
     end_mask_BL: bool, the steps after which the recursion starts anew
-      (V_{i+1} = A_{i+1} = 0). None: the recursion runs over the whole row.
+      (V_{i+1} = A_{i+1} = 0). With None the recursion runs over the whole row.
     gamma: discount per step.
     lambda_: trace decay per step.
 

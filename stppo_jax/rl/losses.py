@@ -184,8 +184,8 @@ def minibatch_statistics(
     batch,
     num_turns=num_turns,
   )
-  # The order is that of the loss: bounds read the normalised ratio, and
-  # objective and corrections read the bounds.
+  # The statistics are formed in the order of the loss: bounds read the
+  # normalised ratio, and objective and corrections read the bounds.
   context, _ = _context(
     algorithm, logprobs_BL, entropy_BL, batch, normalize, num_turns
   )
@@ -236,10 +236,10 @@ def policy_loss(
     entropy_BL: the policy's entropy at each token in nats, differentiable.
     batch: old log-probabilities and advantages, and the arrays that
       `algorithm.needs` names.
-    statistics: `minibatch_statistics` of the minibatch; None: they are formed
-      from this microbatch.
-    count: the count from `aggregation.aggregate_weights` for the minibatch;
-      None: the count of this microbatch.
+    statistics: `minibatch_statistics` of the minibatch; if None, statistics are
+      formed from this microbatch.
+    count: the count from `aggregation.aggregate_weights` for the minibatch; if
+      None, the count of this microbatch is used.
     entropy_coefficient: weight of the entropy bonus.
     num_turns: static, the largest number of turns of a row.
   """
@@ -365,8 +365,8 @@ def value_loss(
     value_mask_BL: bool, the steps at which the value model is trained.
     clip: c, the greatest trusted distance from the old value.
     weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`. The
-      count does not depend on it. None: all weights are 1.
-    bounds: the smallest and the largest value and target; None: no bounds.
+      count does not depend on it. With None all weights are 1.
+    bounds: the smallest and the largest value and target, or None.
   """
   chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
   values_BL = masking.select(values_BL, value_mask_BL)

@@ -65,7 +65,7 @@ def whiten(x_BL: Array, mask_BL: Array) -> Array:
 
 
 def response_mask(loss_mask_BL: Array) -> Array:
-  """Returns a mask of each row's first to last policy token."""
+  """Returns a mask that covers each row's first to last policy token."""
   policy_BL = loss_mask_BL.astype(jnp.int32)
   begun_BL = jax.lax.cummax(policy_BL, axis=1) > 0
   to_come_BL = jax.lax.cummax(policy_BL, axis=1, reverse=True) > 0

@@ -11,10 +11,10 @@ the loss mask of a trajectory y, and KL is over the whole vocabulary at a token:
   tdpo1: shift = K(l) - K(w)
   tdpo2: shift = alpha (K(l) - sg K(w))
 
-Without the shift the loss is that of DPO. At pi = reference the gradient equals
-the gradient of DPO, because K is at its minimum there. The sums leave
-observations out, because the policy did not write them. This is our choice: the
-paper has one turn and no observations.
+Without the shift this is the loss of DPO. At pi = reference, K is at its
+minimum, so the gradient equals the gradient of DPO. The sums leave observations
+out, because the policy did not write them. This is our choice: the paper has
+one turn and no observations.
 
 Source: Zeng et al., "Token-level Direct Preference Optimization",
 arXiv 2404.11999.

@@ -264,7 +264,7 @@ def turn_pooled(
   to_go_BT = gae_lib.rewards_to_go(
     z.reshape(counted_BT.shape), counted_BT, gamma
   )
-  # A group of one row gets 0: its turns have no other row to compare with.
+  # A group of one row gets 0, because there is no other row to compare with.
   _, pairs_BB = group_advantages.rows(rewards_BL, batch)
   has_others_B = jnp.sum(pairs_BB, axis=1) > 1
   return masking.select(
@@ -355,7 +355,7 @@ def gigpo(
 
   def compare(carry, before):
     pairs, total, weights = carry
-    # Two turns stay a pair if the turns before them are a pair, too.
+    # A pair of turns stays if the two turns before are also a pair.
     shifted = pairs.reshape(*present_BT.shape, *present_BT.shape)
     shifted = shifted[:, :-1, :, :-1]
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
