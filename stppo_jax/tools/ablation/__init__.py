@@ -1,1 +1,1 @@
-"""Makes the runs of a study, and compares them."""
+"""Makes the runs of a study and compares them."""

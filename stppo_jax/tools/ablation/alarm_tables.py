@@ -18,14 +18,14 @@ from stppo_jax.training import alarms as alarms_lib
 from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import run_folder
 
-# Metric -> the column of a table that holds it.
+# Name of a metric -> the column of a study's table that holds its values.
 _COLUMNS = {
   metrics[0]: column
   for column, metrics in results.METRICS.items()
   if len(metrics) == 1
 }
-# The alarms whose metric a table holds, so that any threshold can be tried. Of
-# the other alarms, a table only holds in which steps they rang.
+# The alarms whose metric is a column of a table, so that any threshold can be
+# tried. For every other alarm, a table has at most the steps in which it rang.
 MEASURED = tuple(
   name
   for name, alarm in alarms_lib.ALARMS.items()
@@ -34,14 +34,16 @@ MEASURED = tuple(
 
 
 class Rings(NamedTuple):
-  """The alarms of a run, and what became of it.
+  """The success of a run, and the steps in which its alarms rang.
+
+  An alarm whose metric the run never has, such as `explained_variance` in a run
+  without a value model, is in neither `steps` nor `counts`.
 
   Attributes:
-    curve: its success.
-    steps: alarm to the steps in which it rang.
-    counts: alarm to the number of steps in which it could ring. An alarm that
-      has no number in this run, as that of the critic in a run without one, is
-      in neither `steps` nor `counts`.
+    curve: the success of the run in a few numbers.
+    steps: name of an alarm to the steps in which the alarm rang.
+    counts: name of an alarm to the number of steps that have its metric, so
+      that the alarm could ring.
   """
 
   curve: success_curve.Curve
@@ -50,19 +52,21 @@ class Rings(NamedTuple):
 
 
 def is_table(name: str) -> bool:
-  """Returns whether a name is that of the table of a study."""
+  """Returns whether a path names the table of a study, a CSV file."""
   return name.endswith(('.csv', '.csv.gz'))
 
 
 def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
-  """Prints the table of the alarms of runs, if there are any.
+  """Prints how often each alarm rang in runs; nothing if there are no runs.
 
   Args:
-    names: tables of studies, folders of runs, or folders of such folders.
-    thresholds: thresholds that take the place of those of `configs/alarms.py`.
+    names: the paths of tables of studies, of folders of runs, or of folders
+      that contain folders of runs.
+    thresholds: name of an alarm to a threshold that replaces the threshold of
+      `configs/alarms.py`.
 
   Returns:
-    A line for each thing that could not be read.
+    One message for each table, folder or file that could not be read.
   """
   runs, losses = _of_tables(filter(is_table, names), thresholds)
   folders = [name for name in names if not is_table(name)]
@@ -75,8 +79,8 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
       continue
     losses += run.losses
     rings = _of_run(run, thresholds_lib.section() | dict(thresholds))
-    # A run that was ended early might have collapsed later, so it is an example
-    # neither of a collapse nor of health.
+    # A run that ended early without a collapse might have collapsed later, so
+    # it counts neither as collapsed nor as healthy.
     if run.state.state == run_state.FINISHED or rings.curve.collapsed:
       runs.append(rings)
     else:
@@ -90,7 +94,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
 def _of_tables(
   tables: Iterable[str], thresholds: Mapping[str, float]
 ) -> tuple[list[Rings], list[str]]:
-  """Returns the alarms of the runs of tables, and what cannot be read."""
+  """Returns the alarms of the runs in tables, and a message per bad table."""
   runs: list[results.Run] = []
   losses = []
   for name in dict.fromkeys(tables):
@@ -104,18 +108,18 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the folders of runs in a folder, or the folder if it has none."""
+  """Returns the run folders inside a folder, or else the folder itself."""
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
   found = sorted(x.parent for x in path.glob(f'*/{run_folder.METRICS}'))
-  # A study has its supervised starts beside its runs.
+  # The folder of a study also contains runs of `sft`, its supervised starts.
   runs = [str(x) for x in found if run_folder.command_of(x) != 'sft']
   return runs or [name]
 
 
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
-  """Returns the alarms of a run with these thresholds."""
+  """Returns the steps in which alarms ring in a run with these thresholds."""
   steps: dict[str, list[float]] = {}
   counts: dict[str, int] = {}
   for line in run.lines:
@@ -129,22 +133,23 @@ def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
 def of_table(
   run: results.Run, thresholds: Mapping[str, float] | None = None
 ) -> Rings:
-  """Returns the alarms of a run in the table of a study.
+  """Returns the steps in which alarms ring in a run from a study's table.
 
   Args:
-    run: the run.
-    thresholds: thresholds for alarms of `MEASURED`. For the other alarms, the
-      table holds whether they rang with the thresholds of the run's config.
+    run: the run that was read from the table.
+    thresholds: name of an alarm of `MEASURED` to the threshold to try. Every
+      other alarm rings in the steps in which it rang during the run, with the
+      thresholds of the run's config.
   """
   rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
   for name, threshold in (thresholds or {}).items():
     rang[name] = _rang(run, name, threshold)
-  # An alarm without any number could not ring, as the critic's in a run without
-  # a critic: it is left out rather than counted as silent.
+  # An alarm whose metric the run never has could not ring, so it is left out
+  # and not counted as silent.
   rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
   return Rings(
     curve=run.curve,
-    # Step n is at place n - 1.
+    # Index i of an array belongs to step i + 1.
     steps={n: (1.0 + np.flatnonzero(x == 1)).tolist() for n, x in rang.items()},
     counts={n: int((~np.isnan(x)).sum()) for n, x in rang.items()},
   )
@@ -152,7 +157,7 @@ def of_table(
 
 def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
   """Returns for each step 1 if the alarm rings, 0 if not, nan if unknown."""
-  # The thresholds of the other alarms are nan, so these never ring.
+  # The other alarms get the threshold nan, so they never ring.
   thresholds = dict.fromkeys(alarms_lib.ALARMS, float('nan'))
   thresholds[name] = threshold
   columns = {metric: run.per_step(x) for metric, x in _COLUMNS.items()}
@@ -167,7 +172,7 @@ def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
 
 
 def title(runs: Sequence[Rings]) -> str:
-  """Returns how many runs there are, and how many of them collapsed."""
+  """Returns a title with the number of runs and of collapsed runs."""
   collapsed = sum(run.curve.collapsed for run in runs)
   return f'{len(runs)} run{"s" * (len(runs) != 1)}, {collapsed} collapsed'
 
@@ -182,13 +187,14 @@ _HEAD = (
 
 
 def table(runs: Sequence[Rings], names: Sequence[str]) -> list[list[str]]:
-  """Returns a table with a row for each alarm that some run could have."""
+  """Returns a table with a row for each alarm that could ring in some run."""
   rows: list[list[str]] = [list(_HEAD)]
   for name in names:
     able = [run for run in runs if run.counts.get(name)]
     collapsed = [run for run in able if run.curve.collapsed]
     healthy = [run for run in able if not run.curve.collapsed]
-    # In the step of the collapse or earlier.
+    # The number of steps from the first ring to the collapse, for each run in
+    # which the alarm rang no later than in the step of the collapse.
     leads = [
       run.curve.collapsed_at - min(run.steps[name])
       for run in collapsed

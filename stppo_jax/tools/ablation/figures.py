@@ -1,4 +1,4 @@
-"""Draws success over steps, and what happened in the updates of a study."""
+"""Draws the success and the update metrics of a study's runs over steps."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -16,10 +16,10 @@ from stppo_jax.tools.ablation import results
 from stppo_jax.tools.ablation import statistics
 from stppo_jax.tools.ablation import study as study_lib
 
-# Inches of a panel, and of what is around all panels.
+# In inches: the width and height of a panel, and the margins of the page.
 _WIDTH, _HEIGHT = 3.4, 1.8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 2.0, 0.75, 0.5
-# Title -> column, whether its axis is logarithmic.
+# Title of a panel -> the column of the table, whether its axis is logarithmic.
 _INSIDE = {
   'Share outside, token ratio': ('clip_token', False),
   'Share outside, turn ratio': ('clip_turn', False),
@@ -28,7 +28,8 @@ _INSIDE = {
   'KL to the reference': ('kl_reference', False),
   'Explained variance': ('explained_variance', False),
 }
-# Where an axis begins: a critic can be wrong by any factor.
+# Column -> the lowest value of its axis. The explained variance has no lower
+# bound, because a value model can be wrong by any factor.
 _LEAST = {'explained_variance': -1.0}
 _SAVED: Mapping[str, dict[str, Any]] = {
   'png': {'format': 'png', 'dpi': 110},
@@ -55,12 +56,12 @@ def draw(
 
   Args:
     study: the study.
-    runs: its finished runs, at least one.
-    folder: where the pictures are written.
-    formats: some of png and svg.
+    runs: the finished runs of the study, at least one.
+    folder: the folder in which the pictures are written.
+    formats: the file formats to write, from 'png' and 'svg'.
 
   Returns:
-    The pictures.
+    The paths of the pictures.
   """
   found = {run.key for run in runs}
   groups = {
@@ -74,8 +75,8 @@ def draw(
   panels = {'Success': ('success', False)}
   folder.mkdir(parents=True, exist_ok=True)
   paths = []
-  # With a fixed salt, equal numbers give equal bytes. With the font type none,
-  # text is not drawn as outlines, and can be searched.
+  # A fixed salt makes equal data give equal bytes of SVG. The font type none
+  # keeps text as text, so that it can be searched.
   svg: dict[Any, Any] = {'svg.hashsalt': study.name, 'svg.fonttype': 'none'}
   with matplotlib.rc_context(plots.STYLE | svg):
     for name, rows, height in (
@@ -85,7 +86,8 @@ def draw(
       page = _page(study, groups, by_arm, rows, height)
       for suffix in formats:
         paths.append(folder / f'{study.name}_{name}.{suffix}')
-        # Names of arms and titles may be wider than the room that they have.
+        # The tight box leaves room for arm names and titles that are wider than
+        # the margins.
         page.savefig(paths[-1], bbox_inches='tight', **_SAVED[suffix])
   return paths
 
@@ -97,8 +99,9 @@ def _page(
   rows: Mapping[str, tuple[str, bool]],
   height: float,
 ) -> figure.Figure:
-  """Returns a page with a column for each group and a row for each number."""
-  # Placed by hand: an automatic layout takes as long as the drawing.
+  """Returns a page with a column for each group and a row for each metric."""
+  # The panels are placed by hand, because an automatic layout takes as long as
+  # the drawing itself.
   width = _LEFT + _WIDTH * len(groups) + _RIGHT
   tall = _TOP + height * len(rows) + _BOTTOM
   page = figure.Figure(figsize=(width, tall))
@@ -117,14 +120,15 @@ def _page(
       'wspace': 0.08,
     },
   )
-  # Arms of one name have one colour in all groups, and others have another.
+  # Arms with the same name get the same colour in all groups.
   names = list(dict.fromkeys(arm.name for arm in study.arms))
-  # Name to the line and the numbers of seeds of the arms of that name.
+  # Name of an arm -> its line, and its number of seeds in each group.
   legend: dict[str, tuple[Any, list[int]]] = {}
   for row, (title, (column, is_log)) in enumerate(rows.items()):
     for place, (group, arms) in enumerate(groups.items()):
       axes = grid[row][place]
-      # On a line of its own: "Success: rate 1e-4" would read as a success rate.
+      # The group is on a line of its own, because "Success: rate 1e-4" would
+      # read as a success rate.
       head = [group] * (row == 0 and bool(group))
       axes.set_title('\n'.join([*head, title]))
       for arm in arms:
@@ -160,14 +164,14 @@ def _page(
 
 
 def _seeds(counts: Sequence[int]) -> str:
-  """Returns how many seeds the arms of one name have."""
+  """Returns the number of seeds of an arm as text, a range if groups differ."""
   if min(counts) < max(counts):
     return f'{min(counts)} to {max(counts)} seeds'
   return f'{counts[0]} seed' + 's' * (counts[0] > 1)
 
 
 def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
-  """Draws a thin line for each seed, and a thick one for their mean.
+  """Draws the smoothed curves of an arm: thin for a seed, thick for the mean.
 
   Returns:
     The thick line.

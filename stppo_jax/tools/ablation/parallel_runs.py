@@ -20,11 +20,11 @@ _POLL = 0.2  # seconds
 class Orphan:
   """A run that goes on although the process that started it is gone.
 
-  It has the part of `subprocess.Popen` that `run` needs.
+  The class has the methods of `subprocess.Popen` that `run` calls.
 
   Args:
     folder: the folder of the run.
-    pid: the number of its process.
+    pid: the id of the run's process.
   """
 
   def __init__(self, folder: pathlib.Path, pid: int):
@@ -32,12 +32,15 @@ class Orphan:
 
   @classmethod
   def find(cls, folder: pathlib.Path) -> 'Orphan | None':
-    """Returns the run in a folder that a process of this host is making."""
+    """Returns a folder's run if a process of this host makes it, else None."""
     holder, is_alive = lock.holder(folder) or (None, False)
     return cls(folder, holder.pid) if holder and is_alive else None
 
   def poll(self) -> int | None:
-    """Returns its exit code, 75 if it left none; None before its end."""
+    """Returns the exit code of the run, or None while the run goes on.
+
+    The code is 75 if the run has ended without recording an exit code.
+    """
     if self.find(self._folder) is not None:
       return None
     beat = heartbeat.read(self._folder)
@@ -45,7 +48,7 @@ class Orphan:
     return exits.TRY_AGAIN if code is None else code
 
   def send_signal(self, number: int) -> None:
-    """Sends it a signal, unless it has ended."""
+    """Sends a signal to the process of the run if the run still goes on."""
     if self.find(self._folder) is not None:
       os.kill(self.pid, number)
 
@@ -64,29 +67,31 @@ def run(
 ) -> int:
   """Runs commands in their order and prints when each starts and ends.
 
-  The first signal to this process is passed on to the commands that run, once.
-  They may save what they have; no other command is started then.
+  When this process gets its first signal, it sends SIGTERM once to each running
+  command, so that the command can save and end. It then starts no more
+  commands.
 
   Args:
-    commands: name to the words of a command, or to what runs already, which
-      comes first and counts among the jobs.
+    commands: name of a run to the words of its command, or to an `Orphan` if
+      the run is already being made. Orphans come first and count as jobs.
     jobs: the number of commands that run at once.
-    compiled: the folder in which all commands keep compiled programs, unless
-      JAX_COMPILATION_CACHE_DIR names one.
-    logs: the folder to which the output of each command is appended, in a file
-      of its name; None drops the output.
-    on_end: called with the name and the exit code of a command that has ended.
+    compiled: the folder of the compilation cache of all commands. The variable
+      JAX_COMPILATION_CACHE_DIR takes precedence if it is set.
+    logs: the folder of the logs. The output of each command is appended to the
+      file NAME.log. None discards the standard output of the commands.
+    on_end: called with the name and the exit code of each command that ends.
 
   Returns:
-    The exit code of the signal, or else the largest one of the commands.
+    The exit code of the signal if one came, or else the largest exit code of
+    the commands.
   """
   jobs = max(min(jobs, len(commands)), 1)
   cores = sorted(os.sched_getaffinity(0))
   each = max(len(cores) // jobs, 1)
   is_new = lambda item: not isinstance(item[1], Orphan)
-  # Runs that go on already use their cores, so they take their places first.
+  # Orphans already use cores, so they get the first jobs.
   waiting, worst = sorted(commands.items(), key=is_new), 0
-  # run.sh starts the Python that PYTHON names.
+  # launch/run.sh starts the Python interpreter that PYTHON names.
   environment = {'PYTHON': sys.executable, **os.environ}
   if compiled is not None:
     environment.setdefault(
@@ -110,11 +115,12 @@ def run(
             log = logs / f'{name}.log' if logs else None
             process = _start(words, environment, log)
           running[place] = name, process
-          # Runs that shared cores would wait for each other's threads.
+          # Each job gets cores of its own, because runs on shared cores would
+          # wait for each other's threads.
           first = place * each % len(cores)
           _pin(process.pid, cores[first : first + each])
-        # Commands have sessions of their own, so that Ctrl-C in the terminal
-        # reaches only this process: they hear of it once, from here.
+        # Each command has a session of its own, so Ctrl-C in the terminal
+        # reaches only this process. This process passes the signal on once.
         if interrupt.exit_code is not None and not are_told:
           are_told = True
           _terminate(running)
@@ -130,8 +136,8 @@ def run(
             print(ended, flush=True)
             on_end(name, exit_code)
         time.sleep(_POLL)
-    # Sessions of their own would outlive this process, and their runs would go
-    # on without anyone who knows of them.
+    # Commands in sessions of their own would outlive this process, and nothing
+    # would watch their runs.
     except BaseException:
       if not are_told:
         _terminate(running)
@@ -144,7 +150,7 @@ def _start(
   environment: Mapping[str, str],
   log: pathlib.Path | None,
 ) -> subprocess.Popen:
-  """Starts a command in a session where only this process signals to it."""
+  """Starts a command in a session that signals of the terminal do not reach."""
   with open(log or os.devnull, 'ab') as output:
     return subprocess.Popen(
       words,
@@ -157,14 +163,14 @@ def _start(
 
 def _pin(pid: int, cores: Sequence[int]) -> None:
   """Moves all threads of a process to these cores."""
-  # Cores belong to threads. New threads inherit them, but those that a process
-  # has already must be moved one by one.
-  with contextlib.suppress(OSError):  # it, or one of its threads, has ended
+  # Cores are assigned to threads. A new thread inherits the cores, but threads
+  # that already exist must be moved one by one.
+  with contextlib.suppress(OSError):  # the process or a thread has ended
     for thread in os.listdir(f'/proc/{pid}/task'):
       os.sched_setaffinity(int(thread), cores)
 
 
 def _terminate(running: Mapping[int, tuple[str, Process]]) -> None:
-  """Sends SIGTERM to all processes."""
+  """Sends SIGTERM to all running processes."""
   for _, process in running.values():
     process.send_signal(signal.SIGTERM)

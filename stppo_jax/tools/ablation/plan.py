@@ -1,4 +1,4 @@
-"""Plans which runs of a study are made, with which settings and folders."""
+"""Plans the runs of a study: their settings, flags and folders."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -11,8 +11,8 @@ from stppo_jax import settings
 from stppo_jax.configs import base
 from stppo_jax.tools.ablation import study as study_lib
 
-# Keys that change nothing that a run computes, or that differ between seeds or
-# machines.
+# Config keys that the digest of an arm leaves out: they change nothing that a
+# run computes, or they differ between seeds or machines.
 _NOT_COMPARED = (
   'seed',
   'title',
@@ -22,30 +22,32 @@ _NOT_COMPARED = (
   'profile',
   'updates.max_skipped',
 )
-# Keys that decide which trajectories share a microbatch, over which a
-# correction may be computed.
+# Config keys that decide which trajectories share a microbatch. They change the
+# results only if the scope of the bias correction is one microbatch.
 _OF_MICROBATCHES = ('mesh', 'updates.row_length')
 _SCOPE = 'algorithm.correction.clipping_bias.scope'
-# Keys of paths, of which only the last name is the same on another machine.
+# Config keys whose value is a path. Only the last component of the path is the
+# same on another machine.
 _PATHS = ('model.path', 'init_from', 'env.prompt_template')
 _RECORD = 'study.json'
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The runs of a study that the user asks for, and how they are made.
+  """The runs of a study that the user asks for, and how to make them.
 
   Attributes:
-    study: the study, with the chosen groups.
-    whole: the study with all groups.
+    study: the study with only the chosen groups.
+    whole: the study with all its groups.
     folder: the folder of the study.
-    table: the table of all runs.
-    reuse: tables of other studies, from which runs are taken.
-    seeds: the seeds that are wanted.
-    jobs: the number of runs at once.
-    flags: the flags of all runs: overrides of the command line.
-    file: the config file.
-    digests: the key of each arm to the digest of its config.
+    table: the path of the table of all runs, a CSV file.
+    reuse: the paths of the tables of other studies, from which the runs that
+      equal a missing run are copied.
+    seeds: the seeds that the user asks for.
+    jobs: the number of runs that are made at once.
+    flags: the overrides from the command line, which all runs get.
+    file: the path of the config file.
+    digests: key of an arm to the digest of the arm's config.
   """
 
   study: study_lib.Study
@@ -60,11 +62,12 @@ class Plan:
   digests: Mapping[tuple[str, str], str]
 
   def train_flags(self, arm: study_lib.Arm, path: str = '') -> list[str]:
-    """Returns the flags of the runs of an arm, but seed and workdir.
+    """Returns the flags of `train` for an arm, without seed and workdir.
 
     Args:
       arm: the arm.
-      path: the policy that it trains from, if it has a start.
+      path: the path of the policy that the arm trains from. It is used only if
+        the arm names a supervised start.
     """
     changes = dict(arm.changes)
     if arm.start:
@@ -80,45 +83,47 @@ class Plan:
     return self.folder / f'start-{study_lib.file_name(start)}'
 
   def start_flags(self, start: str) -> list[str]:
-    """Returns the flags of `sft` for a supervised start, but the workdir."""
-    # The algorithm decides nothing there, but must be one of the config.
+    """Returns the flags of `sft` for a supervised start, without workdir."""
+    # The algorithm changes nothing in `sft`, but the config file must accept
+    # it, so the algorithm of an arm with this start is taken.
     algorithm = next(x.algorithm for x in self.whole.arms if x.start == start)
     flags = self._flags(
       algorithm, {'model.path': '', **self.whole.starts[start]}
     )
-    # The steps of the runs are not those of a start, and `sft` refuses them.
+    # `num_steps` is the length of the runs of `train`, and `sft` refuses it.
     return [x for x in flags if not x.startswith('--config.num_steps=')]
 
   def _flags(self, algorithm: str, changes: Mapping[str, Any]) -> list[str]:
-    """Returns flags of a config; those of the command line come last."""
+    """Returns the flags of a config; the overrides of the user come last."""
     own = [f'--config.{key}={value}' for key, value in changes.items()]
     return [f'--config={self.file}:{algorithm}', *own, *self.flags]
 
   def record(self) -> None:
-    """Records in the folder which study it holds."""
+    """Writes the study's name and digests to a file in the study's folder."""
     content = {'study': self.study.name, 'settings': _labelled(self.digests)}
     text = json.dumps(content, indent=2) + '\n'
     (self.folder / _RECORD).write_text(text, encoding='utf-8')
 
 
 def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
-  """Returns the digest of what the runs of an arm compute, for all seeds.
+  """Returns a digest of the settings that decide the results of an arm's runs.
 
-  It is made of the values that are not those of `configs/base.py`, so that a
-  key which is added there later changes no digest. A default that is changed
-  there changes none either, so earlier rows must then be made again.
+  Only values that differ from `configs/base.py` are part of the digest, so a
+  key that is later added to that file changes no digest. A default that is
+  changed in that file changes no digest either, so the runs from before the
+  change must then be made again.
 
   Args:
-    plan: knows what the starts change.
-    arm: an arm of its study.
+    plan: the plan, which has the changes of each supervised start.
+    arm: an arm of the plan's study.
     config: the config of the arm, without the path of its start.
   """
   usual, own = settings.flatten(base.get_config()), settings.flatten(config)
   left_out = _NOT_COMPARED
   if own[_SCOPE] != 'microbatch':
     left_out += _OF_MICROBATCHES
-  # Names are compared with a dot at their end, so that `writer` covers
-  # `writer.keep_files` but would not cover a key `writers`.
+  # Keys are compared with a dot at their end. So `writer` covers
+  # `writer.keep_files`, but would not cover a key `writers`.
   values = {
     key: value
     for key, value in own.items()
@@ -135,7 +140,11 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
 
 
 def other_study(plan: Plan) -> list[str]:
-  """Returns why the folder is not that of this study; [] if it is."""
+  """Returns messages about differences between the folder and this study.
+
+  The list is empty if the folder is new or contains runs of this study with the
+  same settings.
+  """
   start = f'--workdir={plan.folder}: '
   try:
     record = json.loads((plan.folder / _RECORD).read_text('utf-8'))

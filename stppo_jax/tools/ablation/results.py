@@ -2,10 +2,10 @@
 
     group,arm,seed,settings,step,success,...
 
-`settings` is a digest of the arm's config. Lines of another digest are never
-compared with, nor added to, those of an arm. A cell is empty where a step has
-no such number, or one that is not finite. A file whose name ends with `.gz` is
-compressed.
+`settings` is a digest of the arm's config. A table is refused if its runs of an
+arm have another digest than the arm has now. A cell is empty if the step has no
+value of that column, or a value that is not finite. A file whose name ends with
+`.gz` is compressed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,12 +30,13 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.workdir import atomic_files
 
 _LEVELS = ('token', 'turn', 'sequence')
-# The alarms of `training/alarms.py` that a policy can set off.
+# The alarms of `training/alarms.py` that the policy itself can cause.
 ALARMS = (
   'repetition entropy turn_ratio zero_variance explained_variance '
   'empty_answers finish_ratio search_rate kl'
 ).split()
-# Column -> metrics whose sum it is; docs/metrics.md explains them.
+# Column -> the metrics whose sum is the value of the column. docs/metrics.md
+# explains the metrics.
 METRICS = {
   'success': ('critic/score/mean',),
   **{
@@ -55,7 +56,7 @@ METRICS = {
   'turn_length': ('turn_length/mean',),
   **{f'alarm_{name}': (f'alarm/{name}',) for name in ALARMS},
 }
-# The mean score of the greedy policy over the evaluation sets.
+# The column of the greedy policy's mean score over the evaluation sets.
 _GREEDY = 'greedy'
 COLUMNS = ('success', _GREEDY, *[n for n in METRICS if n != 'success'])
 _KEYS = ('group', 'arm', 'seed', 'settings', 'step')
@@ -65,15 +66,16 @@ _DIGITS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The numbers of a finished run.
+  """The metrics of a finished run in each step.
 
   Attributes:
-    group: the group of its arm.
-    arm: the name of its arm.
-    seed: its seed.
-    settings: the digest of its arm's config.
-    columns: the numbers of each column by its name, one for each step. Step 0
-      is the evaluation before training. A step without a number has nan.
+    group: the group of the run's arm.
+    arm: the name of the run's arm.
+    seed: the seed of the run.
+    settings: the digest of the arm's config.
+    columns: name of a column to an array with one value for each step. Step 0
+      is the evaluation before training. The value is nan in a step that has no
+      such metric.
   """
 
   group: str
@@ -84,36 +86,36 @@ class Run:
 
   @property
   def key(self) -> tuple[str, str]:
-    """Returns the key of its arm."""
+    """Returns the key of the run's arm: the group and the name."""
     return self.group, self.arm
 
   def per_step(self, column: str) -> np.ndarray:
-    """Returns a column without step 0, which has evaluations only."""
+    """Returns a column without step 0, which only has an evaluation."""
     return self.columns[column][1:]
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Returns its success in a few numbers."""
+    """Returns the success of the run in a few numbers."""
     return success_curve.curve(self.per_step('success'))
 
 
 def from_folder(
   folder: pathlib.Path, arm: tuple[str, str], seed: int, digest: str
 ) -> Run:
-  """Returns the numbers of the run in a folder.
+  """Returns the metrics of the run in a folder.
 
   Args:
     folder: the run's folder.
-    arm: the key of its arm.
-    seed: its seed.
-    digest: the digest of its arm's config.
+    arm: the key of the run's arm.
+    seed: the seed of the run.
+    digest: the digest of the arm's config.
 
   Raises:
     Misconfigured: the metrics of the run cannot be read.
   """
   found = run_files.read(str(folder))
-  # A curve with gaps has other means, so such a run is made again rather than
-  # compared.
+  # Missing steps would change the means of a run, so a damaged run is refused
+  # and has to be made again.
   if found.losses:
     raise exits.Misconfigured(
       f'{folder}/metrics.jsonl: damaged; to make the run again, delete its '
@@ -128,8 +130,8 @@ def from_folder(
         columns[name][line['step']] = sum(numbers[part] for part in parts)
     for score in headline.evaluation(numbers).values():
       columns[_GREEDY][line['step']] = score
-  # As a table keeps them, so that a comparison says the same before the numbers
-  # are written and after they are read back.
+  # The values are rounded as in a table, so that a comparison gives the same
+  # result before the table is written and after the table is read back.
   columns = {name: rounded(x) for name, x in columns.items()}
   return Run(*arm, seed, digest, columns)
 
@@ -140,11 +142,11 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 def read(path: pathlib.Path) -> list[Run]:
-  """Returns the runs of a table; [] if there is no such file.
+  """Returns the runs of a table, or [] if the file does not exist.
 
   Raises:
-    Misconfigured: the file cannot be read, has other columns, or a line that is
-      damaged.
+    Misconfigured: the file cannot be read, has unknown columns, or has a
+      damaged line.
   """
   try:
     return _read(path)
@@ -168,7 +170,7 @@ def _read(path: pathlib.Path) -> list[Run]:
     reader = csv.reader(file)
     head = next(reader, [])
     names = head[len(_KEYS) :]
-    # An earlier version had fewer columns.
+    # A table of an earlier version has fewer columns, and is accepted.
     if tuple(head[: len(_KEYS)]) != _KEYS or not {'success'} <= set(
       names
     ) <= set(COLUMNS):
@@ -207,15 +209,15 @@ def add(
   runs: Sequence[Run],
   digests: Mapping[tuple[str, str], str],
 ) -> list[Run]:
-  """Adds runs to a table to which other processes may add, too.
+  """Adds runs to a table while other processes may also add runs.
 
   Args:
-    path: the table.
-    runs: the new runs; those that the table has by now are left out.
-    digests: the key of each arm of the study to the digest of its config.
+    path: the path of the table.
+    runs: the new runs. A run that is already in the table is skipped.
+    digests: key of each arm of the study to the digest of the arm's config.
 
   Returns:
-    All runs of the table, by seed, then by the order of the arms.
+    All runs of the table, sorted by seed, then by the order of the arms.
 
   Raises:
     Misconfigured: see `read` and `check`.
@@ -227,7 +229,7 @@ def add(
     known = {(run.key, run.seed) for run in found}
     found += [run for run in runs if (run.key, run.seed) not in known]
     places = {key: place for place, key in enumerate(digests)}
-    # Sorted, so that the file does not depend on which run ended first.
+    # Sorted runs make the file independent of which run ended first.
     found.sort(key=lambda run: (run.seed, places[run.key]))
     write(path, found)
   return found
@@ -235,11 +237,11 @@ def add(
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Waits until no other process adds to a table of the folder."""
-  # The folder itself is locked, so that no file is left beside the table.
+  """Keeps other processes from adding to the tables of a folder."""
+  # The folder itself is locked, so that no lock file is left beside the table.
   descriptor = os.open(folder, os.O_RDONLY)
   try:
-    with contextlib.suppress(OSError):  # a file system without such locks
+    with contextlib.suppress(OSError):  # the file system has no such locks
       fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
   finally:
@@ -247,7 +249,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
-  """Writes a table, in place of an earlier one."""
+  """Writes runs as a table, which replaces an earlier table."""
   text = io.StringIO()
   writer = csv.writer(text, lineterminator='\n')
   writer.writerow(_HEAD)
@@ -258,7 +260,7 @@ def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
       writer.writerow([*start, step, *map(_text, values)])
   data = text.getvalue().encode()
   if path.suffix == '.gz':
-    data = gzip.compress(data, mtime=0)  # equal tables are equal files
+    data = gzip.compress(data, mtime=0)  # equal tables give equal bytes
   atomic_files.replace(path, data)
 
 
@@ -269,16 +271,17 @@ def _text(value: float) -> str:
 def check(
   runs: Sequence[Run], digests: Mapping[tuple[str, str], str], path: object
 ) -> None:
-  """Checks that runs can be compared with those of a study.
+  """Checks that the runs of a table belong to the arms of a study.
 
   Args:
     runs: the runs of a table.
-    digests: the key of each arm of the study to the digest of its config.
-    path: the table, for the message.
+    digests: key of each arm of the study to the digest of the arm's config.
+    path: the path of the table, for the messages.
 
   Raises:
-    Misconfigured: an arm is not one of the study, or had other settings, or a
-      run has another length than the others of its arm.
+    Misconfigured: a run belongs to no arm of the study, had other settings than
+      its arm has now, or has another number of steps than the other runs of its
+      arm.
   """
   lengths: dict[tuple[str, str], int] = {}
   for run in runs:

@@ -10,14 +10,15 @@ import numpy as np
 from stppo_jax.tools import score_report
 from stppo_jax.tools.ablation import results
 
-# For up to so many differences, every combination of signs is tried; for more
-# of them, combinations are drawn, because their number doubles with each.
+# For up to this many paired differences, every combination of signs is tried.
+# For more differences, random combinations are drawn, because the number of
+# combinations doubles with each difference.
 _MAX_EXACT = 12
 _DRAWS = 10_000
 
 
 class Estimate(NamedTuple):
-  """A mean over seeds with its 95 % interval."""
+  """A mean or a share over seeds with its 95 % interval."""
 
   mean: float
   low: float
@@ -25,26 +26,27 @@ class Estimate(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Estimate:
-  """Returns a mean with its percentile bootstrap interval over seeds."""
+  """Returns the mean of values with its bootstrap interval over seeds."""
   array = np.asarray(values, np.float64)
   return Estimate(float(array.mean()), *score_report.bootstrap(array))
 
 
 def rate(count: int, total: int) -> Estimate:
-  """Returns a share with its Wilson interval."""
+  """Returns the share count / total with its Wilson interval."""
   return Estimate(count / total, *score_report.wilson(count, total))
 
 
 class Difference(NamedTuple):
-  """A difference of two arms over the seeds that both have.
+  """The paired difference of two arms over the seeds that both arms have.
 
   Attributes:
-    seeds: the number of these seeds.
-    larger: the number of them in which it is positive.
-    estimate: its mean with the bootstrap interval over seeds.
-    p: the probability of a mean this far from 0, on either side, if the sign
-      of each seed's difference were random; with n seeds at least 2 / 2^n.
-      It is nan if a difference is.
+    seeds: the number of seeds that both arms have.
+    larger: the number of seeds whose difference is positive.
+    estimate: the mean difference with its bootstrap interval over seeds.
+    p: the two-sided p-value of a sign-flip test: the probability that the mean
+      is at least this far from 0 if the sign of each seed's difference were
+      random. With n seeds, n at most 12, it is at least 2 / 2^n. It is nan if
+      the difference of a seed is nan.
   """
 
   seeds: int
@@ -54,7 +56,7 @@ class Difference(NamedTuple):
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
-  """Returns the difference of samples: values[i] is paired with others[i]."""
+  """Returns the paired difference: values[i] - others[i] for each seed i."""
   deltas = np.asarray(values, np.float64) - np.asarray(others, np.float64)
   return Difference(
     seeds=len(deltas),
@@ -65,35 +67,36 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
 
 
 def _sign_flip(deltas: np.ndarray) -> float:
-  """Returns the p-value of a mean of differences; see `Difference`."""
-  if np.isnan(deltas).any():  # all comparisons with nan are false: p were 0
+  """Returns the p-value of a sign-flip test; see `Difference`."""
+  if np.isnan(deltas).any():  # comparisons with nan are false, p would be 0
     return math.nan
   if len(deltas) <= _MAX_EXACT:
     signs = np.array(list(itertools.product((1, -1), repeat=len(deltas))))
   else:
     signs = np.random.default_rng(0).choice((1, -1), (_DRAWS, len(deltas)))
-    # The signs that were observed are one of the draws, so that p is never 0.
+    # One draw is the observed combination of signs, so that p is never 0.
     signs[0] = 1
   totals = np.abs(signs @ deltas)
-  # Sums of the same numbers in another order differ by rounding.
+  # The tolerance allows for rounding: sums of the same values in another order
+  # can differ slightly.
   return float(np.mean(totals >= abs(deltas.sum()) - 1e-12))
 
 
 def over_numbers(
   reduce: Callable[[np.ndarray], Any], values: np.ndarray
 ) -> float:
-  """Reduces the values that are not nan to one number; nan if all are nan."""
+  """Returns `reduce` of the values that are not nan, or nan if all are nan."""
   found = values[~np.isnan(values)]
   return float(reduce(found)) if len(found) else math.nan
 
 
 def last(found: np.ndarray) -> float:
-  """Returns the last number."""
+  """Returns the last value of an array."""
   return found[-1]
 
 
 def share_below_one(found: np.ndarray) -> float:
-  """Returns the share of the numbers that are below 1."""
+  """Returns the share of the values of an array that are below 1."""
   return (found < 1).mean()
 
 

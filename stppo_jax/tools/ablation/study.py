@@ -1,9 +1,9 @@
 """Reads studies: which algorithms, settings and seeds are compared.
 
-A config file describes its studies with a function `studies()`, whose form
-docs/your_own_study.md describes. An arm is a config that is trained once for
-each seed. Arms are in groups, and are compared with the other arms of their
-group. A start is a policy of `sft`, which all seeds share.
+A config file describes its studies in a function `studies()`, see
+docs/your_own_study.md. An arm is a config that is trained once for each seed.
+Every arm belongs to a group, and is compared with the other arms of the group.
+A start is a policy that `sft` trains once and that all seeds then train from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 from stppo_jax import settings
 
 _KEYS = ('title', 'seeds', 'arms', 'starts')
-_ALL_PAIRS = 4  # arms of a group, at most, of which all pairs are compared
+_ALL_PAIRS = 4  # in a group of at most this many arms, compare all pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,12 @@ class Arm:
   """One config of a study.
 
   Attributes:
-    group: the name of its group; '' in a study with a single group.
-    name: its name, which no other arm of the group has.
-    algorithm: a key of the table of algorithms.
-    start: the name of the start that it trains from; '' = that of the config.
-    changes: dotted config key to value.
+    group: the name of the arm's group; '' in a study with a single group.
+    name: the name of the arm, which no other arm of the group has.
+    algorithm: the arm's algorithm, a key of the table of algorithms.
+    start: the name of the supervised start that the arm trains from. '' means
+      that the arm trains from the policy that its config names.
+    changes: dotted config key to the value that the arm sets.
   """
 
   group: str
@@ -38,25 +39,25 @@ class Arm:
 
   @property
   def key(self) -> tuple[str, str]:
-    """Returns its group and name, which no other arm of the study shares."""
+    """Returns the group and the name, a pair that is unique in the study."""
     return self.group, self.name
 
   def run_name(self, seed: int) -> str:
-    """Returns the name of its run with a seed, which can be a folder."""
+    """Returns the name of the arm's run with a seed, valid for a folder."""
     words = [self.group, self.name, f'seed{seed}']
     return '-'.join(file_name(word) for word in words if word)
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """A study.
+  """Arms that are trained with the same seeds and compared.
 
   Attributes:
-    name: its name in the config file.
-    title: what it varies, in a few words.
-    seeds: the number of seeds that it is planned with.
-    arms: its arms, group by group.
-    starts: name to changes of the supervised starts.
+    name: the name of the study in the config file.
+    title: a few words on the settings that the study varies.
+    seeds: the number of seeds that the study is planned with.
+    arms: the arms of the study, group by group.
+    starts: name of a supervised start to the config keys that it sets.
   """
 
   name: str
@@ -67,17 +68,17 @@ class Study:
 
   @property
   def groups(self) -> dict[str, list[Arm]]:
-    """Returns the arms of each group, in order."""
+    """Returns the arms of each group by its name, in the study's order."""
     groups: dict[str, list[Arm]] = {}
     for arm in self.arms:
       groups.setdefault(arm.group, []).append(arm)
     return groups
 
   def pairs(self) -> list[tuple[Arm, Arm]]:
-    """Returns the pairs that are compared: (arm, the one it is compared with).
+    """Returns the pairs of arms to compare: (arm, the arm to subtract).
 
-    They are all pairs of a small group; in a larger one, each arm is compared
-    with the first.
+    A small group gives all its pairs. In a larger group, each arm is compared
+    with the first arm of the group.
     """
     pairs = []
     for arms in self.groups.values():
@@ -88,10 +89,10 @@ class Study:
     return pairs
 
   def of_groups(self, names: Sequence[str]) -> 'Study':
-    """Returns the study with some of its groups only.
+    """Returns the study with only the named groups.
 
     Raises:
-      ValueError: it has no such group.
+      ValueError: the study has no group with one of the names.
     """
     for name in names:
       if name not in self.groups:
@@ -106,7 +107,7 @@ def parse(name: str, content: Any) -> Study:
   """Returns the study that a dict describes.
 
   Raises:
-    ValueError: it is no such dict.
+    ValueError: `content` does not describe a study.
   """
   start = f'study {name}: '
   if not isinstance(content, dict):
@@ -132,8 +133,8 @@ def parse(name: str, content: Any) -> Study:
     for group, members in groups.items()
     for arm, changes in members.items()
   ]
-  # Names that differ may still give the same folder: a file's name has fewer
-  # characters.
+  # Different arms may still give the same folder name, because `file_name`
+  # replaces characters.
   names = [arm.run_name(0) for arm in arms]
   for run in names:
     if names.count(run) > 1:
@@ -150,12 +151,12 @@ def _arm(start, group, name, changes, starts) -> Arm:
 
 
 def file_name(text: str) -> str:
-  """Returns a text without what a file's name should not have."""
+  """Returns a text with characters unfit for a file name replaced by `_`."""
   return re.sub(r'[^A-Za-z0-9_.+-]+', '_', text)
 
 
 def _is_nested(value: Any) -> bool:
-  """Returns whether a value is a dict of dicts that is not empty."""
+  """Returns whether a value is a non-empty dict whose values are dicts."""
   return (
     isinstance(value, dict)
     and bool(value)

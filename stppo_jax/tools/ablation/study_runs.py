@@ -1,4 +1,4 @@
-"""Makes the runs of a study that are missing, and compares all of them."""
+"""Makes the missing runs of a study, and compares all its runs."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -24,20 +24,20 @@ Commands = dict[str, list[str] | parallel_runs.Orphan]
 
 
 def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
-  """Trains what a study lacks and compares its runs.
+  """Makes the missing runs of a study and compares all its runs.
 
   Args:
-    plan: what is to be made.
-    is_dry: whether the commands are only printed.
-    trains: whether runs are made here; otherwise those that have finished are
-      compared.
+    plan: the study, and the runs to make.
+    is_dry: whether to print the commands of the runs and do nothing else.
+    trains: whether to make the missing runs. If not, only the finished runs
+      are compared.
 
   Returns:
     The exit code, see the command `ablate`.
 
   Raises:
-    Misconfigured: a table cannot be used.
-    Locked: another process makes this study.
+    Misconfigured: a table is damaged or does not fit the study.
+    Locked: another process is already making this study.
   """
   runs = results.read(plan.table)
   results.check(runs, plan.digests, plan.table)
@@ -49,8 +49,8 @@ def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
       if not isinstance(words, parallel_runs.Orphan):
         print(shlex.join(['python', *words[1:]]))
     return 0
-  # A dry run takes no lock, so that it can be asked for while the study is
-  # made.
+  # A dry run takes no lock, so that it also works while another process makes
+  # the study.
   with lock.held(plan.folder):
     _record(plan)
     if copied:
@@ -59,12 +59,12 @@ def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
 
 
 def flags_of_missing(plan: plan_lib.Plan) -> dict[str, list[str]]:
-  """Returns the flags of `train`, but the workdir, for each missing run.
+  """Returns run name to the flags of `train`, for each missing run.
 
-  Of equal runs, only the first one is there.
+  The flags have no workdir. Of equal runs, only the first run is returned.
 
   Raises:
-    Misconfigured: a table cannot be used.
+    Misconfigured: a table is damaged.
   """
   runs = results.read(plan.table)
   found: dict[tuple[str, int], tuple[str, list[str]]] = {}
@@ -78,15 +78,15 @@ def flags_of_missing(plan: plan_lib.Plan) -> dict[str, list[str]]:
 def _copied(
   plan: plan_lib.Plan, runs: Sequence[results.Run]
 ) -> list[results.Run]:
-  """Returns copies of finished runs for missing ones that would equal them.
+  """Returns the missing runs that can be copied from equal finished runs.
 
   Args:
-    plan: names the tables of other studies.
+    plan: the plan, which names the tables of other studies.
     runs: the finished runs of this study.
   """
   others = [run for path in plan.reuse for run in results.read(path)]
-  # A run is known by what it computes and its seed, not by its name: equal arms
-  # of two groups, or of two studies, share one run.
+  # Runs are equal if their settings and seeds are equal, whatever their names.
+  # Equal arms of two groups, or of two studies, share one run.
   found = {(run.settings, run.seed): run for run in [*others, *runs]}
   return [
     dataclasses.replace(
@@ -98,14 +98,14 @@ def _copied(
 
 
 def _record(plan: plan_lib.Plan) -> None:
-  """Records in the folder which command and which study it belongs to."""
+  """Records in the study's folder that `ablate` makes this study there."""
   digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
   run_folder.mark(plan.folder, 'ablate', digest)
   plan.record()
 
 
 def _missing(plan: plan_lib.Plan, runs) -> list[tuple[study_lib.Arm, int]]:
-  """Returns the missing runs, all arms of a seed before the next seed."""
+  """Returns (arm, seed) of each missing run, all arms of a seed together."""
   done = {(run.key, run.seed) for run in runs}
   return [
     (arm, seed)
@@ -116,7 +116,7 @@ def _missing(plan: plan_lib.Plan, runs) -> list[tuple[study_lib.Arm, int]]:
 
 
 def _state(folder: pathlib.Path) -> str:
-  """Returns the state of the run of a folder; '' if there is none."""
+  """Returns the state of the run in a folder, or '' if it contains no run."""
   try:
     return run_state.read(folder).state
   except run_state.NoRun:
@@ -124,7 +124,7 @@ def _state(folder: pathlib.Path) -> str:
 
 
 def _start_commands(plan: plan_lib.Plan, runs) -> Commands:
-  """Returns the commands of the supervised starts that are to be made."""
+  """Returns the commands that make or resume the missing supervised starts."""
   commands: Commands = {}
   for start in dict.fromkeys(arm.start for arm, _ in _missing(plan, runs)):
     folder = plan.start_folder(start)
@@ -135,16 +135,17 @@ def _start_commands(plan: plan_lib.Plan, runs) -> Commands:
 
 
 def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
-  """Returns the commands of the runs that are to be made or to go on.
+  """Returns the commands that make or resume the missing runs.
 
-  Of equal runs, only the first one is made; `_copied` has the others.
+  Of equal runs, only the first run is made. `_copied` copies it for the others.
   """
   commands: Commands = {}
   begun: set[tuple[str, int]] = set()
   for arm, seed in _missing(plan, runs):
     folder = plan.run_folder(arm, seed)
     state, equal = _state(folder), (plan.digests[arm.key], seed)
-    # If it has finished, it is missing because it is damaged.
+    # A finished run is not made again. It is missing because its metrics are
+    # damaged, or because no `ablate` has added it to the table yet.
     if state == run_state.FINISHED or equal in begun:
       continue
     begun.add(equal)
@@ -157,7 +158,10 @@ def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _add(
   commands: Commands, words: list[str], folder: pathlib.Path, state: str
 ) -> None:
-  """Adds the command of a run, or the run if a process here still makes it."""
+  """Adds the command of a run, or the process of this host that makes the run.
+
+  Nothing is added if another host makes the run.
+  """
   orphan = parallel_runs.Orphan.find(folder)
   if orphan or state != run_state.RUNNING:
     commands[folder.name] = orphan or words
@@ -175,18 +179,18 @@ def _command(
 def _carry_out(
   plan: plan_lib.Plan, runs: list[results.Run], *, trains: bool
 ) -> int:
-  """Makes the runs that are missing and compares all; returns the exit code.
+  """Makes the missing runs, compares all runs, and returns the exit code.
 
   Args:
-    plan: what is to be done.
-    runs: the runs of the table; new ones are added.
-    trains: whether runs are made.
+    plan: the study, and the runs to make.
+    runs: the runs of the table. This function adds the new runs to the list.
+    trains: whether to make the missing runs.
   """
-  damaged: dict[str, str] = {}  # the name of a run -> what is wrong with it
+  damaged: dict[str, str] = {}  # name of a run -> the error of reading it
   made: set[str] = set()
 
   def gather(*_) -> None:
-    """Adds the runs that have finished to the table."""
+    """Adds the missing runs that have finished to the table."""
     found = []
     for arm, seed in _missing(plan, runs):
       folder = plan.run_folder(arm, seed)
@@ -204,13 +208,14 @@ def _carry_out(
       found += _copied(plan, [*runs, *found])
       runs[:] = results.add(plan.table, found, plan.digests)
 
-  # Runs may have finished while no `ablate` watched: by hand, or as orphans of
-  # a command that was killed. They count, but were not made now.
+  # Runs may have finished while no `ablate` watched: a user started them, or
+  # the `ablate` that started them was killed. They are compared, but not
+  # counted among the runs that this call makes.
   gather()
   made.clear()
   exit_code, start = 0, time.monotonic()
-  # The runs are listed only after the starts, from whose policies they train;
-  # if a start failed, they are not begun.
+  # The runs train from the policies of the starts. So their commands are listed
+  # after the starts have ended, and are not run if a start failed.
   for make in (_start_commands, _run_commands):
     commands = make(plan, runs) if trains else {}
     if commands and not exit_code:
@@ -239,10 +244,10 @@ def _report(
   """Prints and writes the tables of the finished runs.
 
   Args:
-    plan: what was to be done.
+    plan: the study and its folder.
     runs: the finished runs.
-    draws: whether to make figures and a page, too; after Ctrl-C nobody wants
-      to wait for them.
+    draws: whether to also make the figures and the page. They take time, so
+      the caller asks for them only once no run is missing.
   """
   if not runs:
     print('no run has finished yet')
@@ -261,7 +266,7 @@ def _report(
 
     written.append(plan.folder / 'figures')
     figures.draw(study, runs, written[-1])
-    # Runs of other tables have no folder here.
+    # Runs that were copied from other tables have no folder in this study.
     folders = [
       str(folder)
       for arm in study.arms

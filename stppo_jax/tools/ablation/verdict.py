@@ -22,9 +22,10 @@ _OUTCOMES = (
   'collapsed',
   'median step',
 )
-# A column, how its steps become the number of a run, the format.
+# A column of a run's metrics, the function that reduces the steps of the column
+# to one value of the run, and the format of the value.
 _Measure = tuple[str, Callable[[np.ndarray], Any], str]
-# Heading -> measure.
+# Heading of a column in the printed table -> measure.
 _INSIDE: Mapping[str, _Measure] = {
   'outside, token': ('clip_token', np.mean, '.3f'),
   'outside, turn': ('clip_turn', np.mean, '.3f'),
@@ -41,7 +42,8 @@ _INSIDE: Mapping[str, _Measure] = {
   'explained variance': ('explained_variance', np.median, '.2f'),
   'turn length': ('turn_length', np.mean, '.1f'),
 }
-# Most policies still work then; a collapsed one has other ratios.
+# In this many first steps, most policies still work. A collapsed policy has
+# other ratios.
 _FIRST_STEPS = 5
 _AT_FIRST = {
   heading: _INSIDE[heading]
@@ -58,11 +60,11 @@ _AT_FIRST = {
 def tables(
   study: study_lib.Study, runs: Sequence[results.Run]
 ) -> dict[str, Table]:
-  """Returns title to table of what became of the arms.
+  """Returns title to table for the tables that compare the arms of a study.
 
   Args:
     study: the study.
-    runs: its finished runs. Arms without a run are left out.
+    runs: the finished runs of the study. Arms without a run are left out.
   """
   by_arm: dict[tuple[str, str], list[results.Run]] = {}
   for run in sorted(runs, key=lambda run: run.seed):
@@ -92,7 +94,7 @@ def tables(
 
 
 def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
-  """Returns title to table of when alarms rang; {} if no run has any."""
+  """Returns title to table of the alarms, or {} if no alarm could ring."""
   rings = [alarm_tables.of_table(run) for run in runs]
   table = alarm_tables.table(rings, results.ALARMS)
   return {'Alarms': table} if len(table) > 1 else {}
@@ -129,7 +131,7 @@ def _inside(
     columns = [run.per_step(column)[:first_steps] for run in runs]
     values = np.array([statistics.over_numbers(reduce, x) for x in columns])
     value = statistics.over_numbers(np.mean, values)
-    if reduce is np.max:  # one run can have a ratio of 1e9
+    if reduce is np.max:  # the mean would follow one run with a ratio of 1e9
       value = float(np.median(values))
     cells.append('' if math.isnan(value) else f'{value:{form}}')
   return cells
@@ -141,10 +143,10 @@ def _differences(study, by_arm, has_groups) -> Table:
     + ['arm', 'minus', 'seeds']
     + ['area', 'area larger', 'area p', 'final', 'final larger', 'final p']
   ]
-  # Seeds are paired, because a seed decides the questions and the sampling of
-  # both arms: most of the noise is common and cancels.
+  # Runs are paired by seed. A seed decides the questions and the sampling of
+  # both arms, so most of the noise is common to both and cancels.
   for arm, other in study.pairs():
-    # While a study is made, arms have different numbers of seeds.
+    # While a study is being made, its arms can have different seeds.
     pairs = statistics.common(
       by_arm.get(arm.key, []), by_arm.get(other.key, [])
     )
@@ -169,7 +171,7 @@ def _differences(study, by_arm, has_groups) -> Table:
 
 
 def _estimate(values: Sequence[float]) -> str:
-  """Returns a mean with its interval, or alone if there is one seed."""
+  """Returns a mean as text, with its interval if there are several seeds."""
   if any(map(math.isnan, values)):
     return ''
   return _interval(statistics.mean(values), len(values), '.2f')
