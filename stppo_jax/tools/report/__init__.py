@@ -1,1 +1,1 @@
-"""Makes pages about runs, from the files that runs have left."""
+"""Makes reports about runs from the files in their folders."""

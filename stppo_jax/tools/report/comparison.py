@@ -1,4 +1,4 @@
-"""Groups runs that differ only in their seed, and says how groups differ."""
+"""Groups runs that differ only in their seed, and lists how groups differ."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Any
 from stppo_jax.configs import schema
 from stppo_jax.tools.report import run_files
 
-# Keys in which the runs of one experiment may differ: how long it is, where it
-# runs, what is written, kept and watched.
+# Config keys in which the runs of one experiment may differ: the seed, the
+# length and the devices of a run, and what the run saves and reports.
 _OF_A_RUN = (
   'seed',
   'title',
@@ -25,7 +25,7 @@ _OF_A_RUN = (
   'retrieval.url',
 )
 _ABSENT = '(absent)'
-_LABEL_KEYS = 3  # most keys in a label
+_LABEL_KEYS = 3  # the most config keys in a label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Group:
   """The runs of one experiment, which differ only in their seed.
 
   Attributes:
-    label: what tells it from the other groups, for legends.
-    runs: at least one.
+    label: a text for legends that tells the group from all other groups.
+    runs: the runs of the group, at least one.
   """
 
   label: str
@@ -42,7 +42,7 @@ class Group:
 
 
 def group(runs: Sequence[run_files.Run]) -> list[Group]:
-  """Returns the groups of runs, in the order in which they come first."""
+  """Returns the groups of runs, in the order of each group's first run."""
   by_settings: dict[str, list[run_files.Run]] = {}
   for run in runs:
     by_settings.setdefault(_settings(run), []).append(run)
@@ -52,7 +52,7 @@ def group(runs: Sequence[run_files.Run]) -> list[Group]:
 
 
 def differences(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns the keys in which configs differ."""
+  """Returns the config keys whose values differ between runs."""
   return [
     key
     for key in _keys(runs)
@@ -65,10 +65,10 @@ def _keys(runs: Sequence[run_files.Run]) -> list[str]:
 
 
 def problems(groups: Sequence[Group]) -> list[str]:
-  """Returns a line for each group that cannot be compared with the first.
+  """Returns a message for each group that is unlike the first group.
 
-  Runs can be compared if they have the same environment and, where both were
-  evaluated, a score in common.
+  Runs can be compared if they have the same environment. If both were
+  evaluated, they must also have an evaluation score in common.
   """
   first = groups[0].runs[0]
   found = []
@@ -85,9 +85,9 @@ def problems(groups: Sequence[Group]) -> list[str]:
 
 
 def names(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns short names of runs, which differ where their folders do."""
+  """Returns a short name for each run; different folders differ in name."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
-  # As few folders of the path as tell all runs apart.
+  # A name is the end of the path, just long enough to tell all runs apart.
   depth = 1
   while depth < max(map(len, parts)):
     if len({part[-depth:] for part in parts}) == len(set(parts)):
@@ -97,7 +97,7 @@ def names(runs: Sequence[run_files.Run]) -> list[str]:
 
 
 def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
-  """Returns (step, mean, least, largest) of a metric over the seeds."""
+  """Returns (step, mean, min, max) over the seeds of a metric, by step."""
   values: dict[int, list[float]] = {}
   for run in members.runs:
     for step, value in run.column(metric).items():
@@ -109,7 +109,8 @@ def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
 
 
 def _environment(run: run_files.Run) -> str:
-  # A run of an earlier version has no record of keys that are newer than it.
+  # The recorded config of an earlier version lacks newer keys, so they get the
+  # values that runs had before the keys existed.
   return {**schema.earlier(), **run.recorded}['env.name']
 
 
@@ -118,8 +119,8 @@ def _scores(run: run_files.Run) -> list[str]:
 
 
 def _settings(run: run_files.Run) -> str:
-  """Returns what the runs of one experiment have in common, as text."""
-  if not run.recorded:  # then nothing is known of it
+  """Returns the settings that all runs of one experiment share, as text."""
+  if not run.recorded:  # a run without a config is a group of its own
     return run.place
   return _text({k: v for k, v in run.recorded.items() if not _is_free(k)})
 
@@ -129,11 +130,12 @@ def _is_free(key: str) -> bool:
 
 
 def _labels(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns titles; where these are equal, with the keys that differ."""
+  """Returns the titles of runs; equal titles get the keys that differ."""
   titles = [run.title for run in runs]
   labels = []
   for run, title in zip(runs, titles):
-    # Settings that differ say more to a reader than names of folders.
+    # Runs with the same title are told apart by their settings, which say more
+    # to a reader than names of folders.
     namesakes = [r for r, t in zip(runs, titles) if t == title]
     keys = [key for key in differences(namesakes) if not _is_free(key)]
     words = [title]
@@ -141,7 +143,8 @@ def _labels(runs: Sequence[run_files.Run]) -> list[str]:
       value = _shown(run.recorded.get(key, _ABSENT))
       words.append(f'{key.rpartition(".")[2]}={value}')
     labels.append(' '.join(words))
-  # Runs without a config, and those that differ in many keys.
+  # Labels may still be equal, for runs without a config or for runs that differ
+  # in more keys than a label shows. Names of folders then tell them apart.
   return [
     label if labels.count(label) == 1 else f'{label} ({name})'
     for label, name in zip(labels, names(runs))
@@ -157,7 +160,7 @@ def _text(value: Any) -> str:
 
 
 def config_rows(runs: Sequence[run_files.Run]) -> list[tuple[str, list[str]]]:
-  """Returns (key, the value of each run as text) of all keys."""
+  """Returns (key, the value of each run as text) for each config key."""
   return [
     (key, [_shown(run.recorded.get(key, _ABSENT)) for run in runs])
     for key in _keys(runs)

@@ -1,9 +1,10 @@
-"""Encodes the dialogues of runs for the viewer: an index, and packed steps.
+"""Encodes the dialogues of runs for the viewer: an index, and packed parts.
 
-The index has a row for each dialogue: what filters, sorting and the list read.
-The dialogues of a step that were trained on are one packed part, the lines of
-their file, and those of its evaluation are another one. So a page with
-thousands of dialogues opens at once and unpacks those that are looked at.
+The index has a row for each dialogue, with the values by which the viewer
+lists, filters and sorts dialogues. A part is the compressed lines of dialogue
+files. A step has one part for its training dialogues and one part for the
+dialogues of its evaluation. So a page with thousands of dialogues opens at
+once, and unpacks a part only when a reader opens one of its dialogues.
 """
 
 import base64
@@ -21,7 +22,7 @@ COLUMNS = (
   'run step kind part place question key reward status clipped searches turns '
   'tokens spread'
 ).split()
-# The column `kind` has the places of these.
+# The column `kind` has the index of a kind in this tuple.
 KINDS = (run_files.SAMPLED, run_files.EVALUATED)
 TRAINING, EVALUATION = range(2)
 _DIGITS = 6
@@ -31,10 +32,10 @@ class Encoded(NamedTuple):
   """The dialogues of a page.
 
   Attributes:
-    index: `COLUMNS` by name, and the texts that they number: questions,
-      statuses.
-    parts: packed lines of the files, numbered by the column `part`.
-    notes: what was left out, one line each.
+    index: the columns of `COLUMNS` by name, and the lists of questions and of
+      statuses. Two columns have indices into these lists.
+    parts: the packed parts. The column `part` has indices into this list.
+    notes: messages about the steps that were left out.
   """
 
   index: dict[str, Any]
@@ -43,7 +44,7 @@ class Encoded(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """The dialogues of one kind of a step of a run, and their lines, packed."""
+  """The dialogues of one kind in a step of a run, and their packed lines."""
 
   run: int
   step: int
@@ -59,21 +60,25 @@ def encode(
   most_bytes: int,
   losses: list[str],
 ) -> Encoded:
-  """Encodes the dialogues of runs, of evenly spread steps if there are many.
+  """Encodes the dialogues of runs, with fewer steps if a limit is exceeded.
+
+  The steps that are kept are evenly spread.
 
   Args:
     runs: the runs.
-    most: the largest number of dialogues; evaluations get at most half of it.
-    most_bytes: the largest size of all parts together.
-    losses: gets a line for each dialogue that cannot be read.
+    most: the largest number of dialogues. Evaluations get at most half of it.
+    most_bytes: the largest size of all parts together, in bytes.
+    losses: a list to which a message is added for each dialogue that cannot be
+      read.
   """
   parts: list[_Part] = []
   notes: list[str] = []
-  # Evaluations are few and far between, and comparing them needs several.
+  # Evaluations come first and get up to half of both limits: they are rare, and
+  # a comparison of evaluations needs several of them.
   for kind, share in ((EVALUATION, 0.5), (TRAINING, 1.0)):
     count = sum(len(part.records) for part in parts)
     size = sum(len(part.packed) for part in parts)
-    # Training gets what the evaluations have left of both limits.
+    # Training gets the rest of both limits.
     limit, limit_bytes = (
       int(share * rest) for rest in (most - count, most_bytes - size)
     )
@@ -81,8 +86,9 @@ def encode(
     for number, run in enumerate(runs):
       for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
         files.setdefault((number, step), []).append(path)
-    # There are two limits, so steps are left out twice: lines can be counted
-    # without being parsed, but how well they pack is known only afterwards.
+    # Steps are left out twice, once for each limit. The number of dialogues is
+    # counted before the files are parsed, but the packed size is only known
+    # afterwards.
     counts = [sum(map(_count, paths)) for paths in files.values()]
     read = [
       _read(run, step, kind, paths, losses)
@@ -104,7 +110,7 @@ def encode(
 
 
 def _count(path: pathlib.Path) -> int:
-  """Returns the number of dialogues; 0 if the run has removed the file."""
+  """Returns the number of dialogues in a file, or 0 if the file is gone."""
   try:
     return path.read_bytes().count(b'\n')
   except OSError:
@@ -112,9 +118,9 @@ def _count(path: pathlib.Path) -> int:
 
 
 def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
-  """Returns evenly spread items, the last included, as many as fit."""
-  # Sizes differ, so how many fit depends on which are taken: every try asks for
-  # fewer, in proportion to what was too much.
+  """Returns evenly spread items, with the last one, that fit into `most`."""
+  # Sizes differ, so the number of items that fit depends on the chosen items.
+  # If a choice is too large, the next try takes proportionally fewer items.
   wanted = len(items)
   while wanted > 0:
     places = [(n + 1) * len(items) // wanted - 1 for n in range(wanted)]
@@ -132,7 +138,7 @@ def _read(
   paths: Sequence[pathlib.Path],
   losses: list[str],
 ) -> _Part:
-  """Reads the dialogues of a step, those of all hosts."""
+  """Reads the dialogues of a step from the files of all hosts."""
   pairs = [pair for path in paths for pair in run_files.dialogues(path, losses)]
   lines = b'\n'.join(line for line, _ in pairs)
   records = [record for _, record in pairs]
@@ -140,7 +146,7 @@ def _read(
 
 
 def _index(parts: Sequence[_Part]) -> dict[str, Any]:
-  """Returns the columns of the index, and the texts that they number."""
+  """Returns the columns of the index, and the texts that columns point to."""
   questions: dict[str, int] = {}
   keys: dict[tuple[str, str, str], int] = {}
   statuses: dict[str, int] = {}
@@ -148,7 +154,8 @@ def _index(parts: Sequence[_Part]) -> dict[str, Any]:
   for number, part in enumerate(parts):
     for place, record in enumerate(part.records):
       question, status = record['question'], record['status']
-      # Files without ids number their rows, so ids alone are not unique.
+      # In data files without ids, the row number is the id, so ids alone are
+      # not unique.
       data_set, identity = record.get('data_set', ''), record.get('id', '')
       key = str(data_set), str(identity), question
       rows.append(
@@ -174,15 +181,16 @@ def _index(parts: Sequence[_Part]) -> dict[str, Any]:
 
 
 def reward(record: Mapping[str, Any]) -> float:
-  """Returns the outcome reward of a dialogue: the sum of its terms."""
+  """Returns the outcome reward of a dialogue: the sum of its reward terms."""
   values = record['rewards'].values()
   return float(sum(x for x in values if run_files.is_number(x)))
 
 
 def contains(record: Mapping[str, Any], text: str) -> bool:
-  """Returns whether a text is in question, prompt, answers or turns.
+  """Returns whether a dialogue contains a text, whatever the case of letters.
 
-  Upper and lower case count as equal, as in the viewer.
+  As in the viewer, the text may be in the question, the prompt, a golden answer
+  or a turn.
   """
   texts = [record['question'], record['prompt'], *record['golden_answers']]
   for turn in record['turns']:
@@ -196,9 +204,10 @@ def measures(
   """Returns the measures of a dialogue that the viewer filters and sorts by.
 
   Returns:
-    The share of its tokens that are clipped; its searches (turns that asked the
-    environment anything); its turns; its policy tokens; the largest distance of
-    the log of a turn ratio from 0. None where no token has numbers.
+    The share of tokens that are clipped, the number of searches (turns that
+    asked the environment something), the number of turns, the number of policy
+    tokens, and the largest absolute value of the log of a turn ratio. The
+    measures of tokens and ratios are None if the record has no token values.
   """
   turns = record['turns']
   searches = sum(protocol.asks(turn['action']) for turn in turns)
@@ -217,18 +226,18 @@ def measures(
 
 
 def pack(content: bytes) -> str:
-  """Returns compressed content as base64 text."""
+  """Returns content as base64 text after compression by zlib."""
   return base64.b64encode(zlib.compress(content, 6)).decode()
 
 
 def pack_json(value: Any) -> str:
-  """Returns a value as compressed JSON."""
+  """Returns a value as JSON that `pack` has compressed."""
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   return pack(text.encode())
 
 
 def rounded(value: float | None) -> float | None:
-  """Returns a number with six digits; None if it is missing or not finite."""
+  """Returns a value with six digits, or None if it is None or not finite."""
   if value is None or not math.isfinite(value):
     return None
   return float(f'{value:.{_DIGITS}g}')

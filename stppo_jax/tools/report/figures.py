@@ -19,9 +19,9 @@ def draw(
   """Draws a panel: a line for each experiment and metric, a band over seeds.
 
   Args:
-    panel: from `panels.layout`.
-    groups: the runs, by experiment.
-    path: the PNG file, which is replaced.
+    panel: a panel of `panels.layout`.
+    groups: the runs, grouped by experiment.
+    path: the PNG file to write or replace.
   """
   with matplotlib.rc_context(plots.STYLE):
     page = figure.Figure(figsize=(5.2, 3.0), layout='constrained')
@@ -32,7 +32,8 @@ def draw(
         points = comparison.band(members, metric)
         if not points:
           continue
-        # One experiment has a colour for each metric.
+        # Colours tell experiments apart. With only one experiment, they tell
+        # metrics apart.
         colour = number if len(groups) > 1 else place
         dash = place if len(groups) > 1 else 0
         steps, means, low, high = zip(*points)
@@ -46,7 +47,8 @@ def draw(
           steps,
           means,
           plots.DASHES[dash % len(plots.DASHES)],
-          # Matplotlib would read what is between two dollars as mathematics.
+          # Matplotlib would show the text between two dollar signs as a
+          # formula.
           label=', '.join(words).replace('$', r'\$'),
           **style,
         )

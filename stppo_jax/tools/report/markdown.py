@@ -15,7 +15,7 @@ from stppo_jax.tools.report import page
 from stppo_jax.tools.report import summary
 from stppo_jax.workdir import atomic_files
 
-# Characters that would end a cell, or begin a tag or another mark.
+# Characters that would end a table cell, or begin a tag or other markup.
 _MARKS = '\\`*_{}[]<>#|!~'
 _KINDS = ('last', 'best')
 
@@ -29,9 +29,9 @@ def write(
   """Writes a report as Markdown, with its figures in a folder beside it.
 
   Args:
-    out: the file; the figures are in the folder NAME-figures.
-    groups: the runs, by experiment.
-    losses: what could not be read, which the report says.
+    out: the Markdown file. The figures are in the folder NAME-figures.
+    groups: the runs, grouped by experiment.
+    losses: messages about data that could not be read, which the report shows.
   """
   contents = page.contents(groups)
   folder = output.figures(out)
@@ -48,7 +48,7 @@ def write(
   titles = 'run', 'experiment', 'seed', 'state', 'steps'
   lines += ['', '## Runs', '', *table(titles, rows)]
   lines += ['', '## Summary', '']
-  lines += ['Means over seeds; in brackets the least and the largest seed.', '']
+  lines += ['Means over seeds; in brackets the least and largest value.', '']
   lines += table(['', *labels], summary.rows(contents))
   if contents['evaluation']:
     columns = list(itertools.product(range(len(labels)), _KINDS))
@@ -84,13 +84,15 @@ def write(
       drawn[name] = panel
       lines += [f'![{panel["title"]}]({folder.name}/{name})', '']
       lines += [f'*{panel["title"]}.* {escape(panel["note"])}', '']
-  # If drawing fails, as on a full disk, an earlier report is left as it was.
-  # The pictures are drawn beside it, because `os.replace` cannot move a file
-  # from one file system to another.
+  # The pictures are drawn in a temporary folder, so that an earlier report
+  # stays as it was if drawing fails, for example on a full disk. The folder is
+  # beside the report, because `os.replace` cannot move a file to another file
+  # system.
   with tempfile.TemporaryDirectory(dir=out.parent) as drawing:
     for name, panel in drawn.items():
       figures.draw(panel, groups, pathlib.Path(drawing, name))
-    # The text is first: it says whose the folder is.
+    # The text is written first, because its presence marks the folder of
+    # figures as a folder of this report.
     atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
     folder.mkdir(exist_ok=True)
     for name in drawn:
@@ -98,14 +100,14 @@ def write(
 
 
 def escape(text: Any) -> str:
-  """Returns text that Markdown and HTML show as it is, on one line."""
+  """Returns text that Markdown and HTML show verbatim, on one line."""
   text = streams.escape(str(text)).replace('\n', ' ')
   text = text.replace('&', '&amp;')
   return ''.join(f'\\{c}' if c in _MARKS else c for c in text)
 
 
 def table(titles: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-  """Returns the lines of a table whose cells are shown as they are."""
+  """Returns the lines of a Markdown table whose cells are shown verbatim."""
   lines = [titles, ['---'] * len(titles), *rows]
   return [
     '| ' + ' | '.join(x if x == '---' else escape(x) for x in line) + ' |'

@@ -18,7 +18,8 @@ from stppo_jax.workdir import run_folder
 
 CARD, _CURVE = 'README.md', 'learning_curve.png'
 _LICENCE = re.compile(r'^license(?:_name|_link)?: *\S.*$', re.MULTILINE)
-# Files and servers of one machine mean nothing to others.
+# Config values that are paths or addresses. A card leaves them out, because
+# files and servers of one machine mean nothing on another machine.
 _PRIVATE = re.compile('[/~.]|.*://')
 
 
@@ -31,15 +32,18 @@ def write(
   name: str,
   adapters: bool,
 ) -> None:
-  """Adds card, learning curve and licence to an export; a card there is kept.
+  """Adds a model card, a learning curve and licences to an exported policy.
+
+  A card that is already in the folder is kept.
 
   Args:
-    folder: the exported policy.
-    workdir: the folder of its run.
-    config: the config of the run, with its start as the model.
-    step: the step of the checkpoint.
+    folder: the folder of the exported policy.
+    workdir: the folder of the run that trained the policy.
+    config: the config of the run. Its `model.path` is the model from which the
+      run started.
+    step: the step of the exported checkpoint.
     name: the name of the model on the Hub.
-    adapters: whether the export has adapters alone.
+    adapters: whether the export contains only adapters.
   """
   lines = (workdir / run_folder.METRICS).read_text('utf-8').splitlines()
   metrics = [x for line in lines if (x := json.loads(line))['step'] <= step]
@@ -61,9 +65,10 @@ def _lines(
 ) -> Iterator[str]:
   """Yields the lines of a card."""
   card = source / CARD if source else None
-  # Cards of others may have other encodings; their licences are plain.
+  # A card that somebody else wrote may have another encoding, but the lines of
+  # its licence are plain text.
   head = card.read_text('utf-8', 'replace') if card and card.is_file() else ''
-  # The head of a card stands between two lines of this kind.
+  # The metadata of a card is between two lines with three hyphens.
   head = head.split('\n---', 1)[0] if head.startswith('---\n') else ''
   licence = _LICENCE.findall(head)
   repository, commit = hub.split(config.model.path)
@@ -116,7 +121,7 @@ def push(folder: pathlib.Path, name: str, *, yes: bool) -> None:
   """Pushes an export to the Hub, or prints what would be pushed.
 
   Raises:
-    HubError: the Hub is out of reach, or refuses.
+    HubError: the Hub is out of reach, or refuses the files.
   """
   names = [
     path.name

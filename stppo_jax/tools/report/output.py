@@ -1,4 +1,4 @@
-"""Says which files a report may replace: only those of earlier reports."""
+"""Decides which files a report may replace: only files of earlier reports."""
 
 import pathlib
 
@@ -10,16 +10,16 @@ _BEGINNING = 1000  # bytes
 
 
 def figures(path: pathlib.Path) -> pathlib.Path:
-  """Returns the folder of the figures of a report in Markdown."""
+  """Returns the folder for the figures of a report in Markdown."""
   return path.with_name(f'{path.stem}-figures')
 
 
 def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
-  """Returns why a report must not be written there; '' if it may.
+  """Returns why a report must not be written to a path, or '' if it may.
 
   Args:
-    path: the file.
-    has_figures: whether there is a folder of figures beside it.
+    path: the file of the report.
+    has_figures: whether the report also has a folder of figures.
   """
   try:
     if path.is_dir():
@@ -32,7 +32,8 @@ def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
       with open(path, 'rb') as file:
         if MARK.encode() not in file.read(_BEGINNING):
           return f'{path}: exists and is no report; give another file'
-    # A folder beside a report is the one that an earlier call has made for it.
+    # If the report exists, an earlier call made the folder together with it, so
+    # the folder may be replaced.
     folder = figures(path)
     is_own = path.exists() and folder.is_dir()
     if has_figures and folder.exists() and not is_own:

@@ -1,8 +1,8 @@
 """Makes the HTML page: one file, which opens from disk and loads nothing.
 
-The page has its data as JSON in a script element, its program and its style.
-A content security policy with the digest of the program keeps everything else
-from running, and lets nothing be loaded.
+The file contains its style, its program, and its data as JSON in a script
+element. A content security policy lets only the program with the right digest
+run, and lets the page load nothing.
 """
 
 import base64
@@ -21,11 +21,12 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import static
 from stppo_jax.tools.report import summary
 
-# Not a language of scripts, so the browser only keeps it.
+# The type of the script elements with packed dialogues. It names no script
+# language, so the browser does not run them.
 _PART = 'application/octet-stream'
 _FILES = 'page'
 _PROGRAMS = ('base.js', 'charts.js', 'tables.js', 'viewer.js', 'page.js')
-_HEAD_ROOM = 1 << 20  # bytes for program, tables and the index
+_HEAD_ROOM = 1 << 20  # bytes kept free for the program, the tables, the index
 
 
 def html(
@@ -37,17 +38,18 @@ def html(
   tables: Mapping[str, Sequence[Sequence[str]]],
   pictures: Mapping[str, bytes],
 ) -> str:
-  """Returns the page of some runs.
+  """Returns the HTML of a page about runs.
 
   Args:
-    groups: the runs, by experiment.
-    losses: what could not be read, which the page shows at its top; gets a line
-      for each dialogue that cannot be read.
-    most_dialogues: the largest number of dialogues.
-    most_bytes: about the largest size of the page.
-    tables: title to rows of texts, the first being the heading; they come
-      before the summary.
-    pictures: name to a PNG file; they are a part of the page.
+    groups: the runs, grouped by experiment.
+    losses: messages about data that could not be read, which the page shows at
+      its top. A message is added for each dialogue that cannot be read.
+    most_dialogues: the largest number of dialogues in the page.
+    most_bytes: the approximate limit for the size of the page, in bytes.
+    tables: title of a table to its rows of texts, of which the first row is the
+      heading. These tables come before the summary.
+    pictures: name of a picture to the content of a PNG file, which becomes a
+      part of the page.
   """
   runs = [run for members in groups for run in members.runs]
   content = contents(groups)
@@ -64,7 +66,7 @@ def html(
       name: f'data:image/png;base64,{base64.b64encode(picture).decode()}'
       for name, picture in pictures.items()
     },
-    # Only now, because encoding adds the dialogues that it could not read.
+    # `losses` is read only now, because `encode` adds messages to it.
     'notes': [*losses, *encoded.notes],
     'metrics': packed,
     'index': dialogue_data.pack_json(encoded.index),
@@ -72,13 +74,14 @@ def html(
   program = '\n'.join(map(_file, _PROGRAMS))
   fills = {
     'MARK': output.MARK,
-    # The digest covers all that is between the tags of the script, with the
-    # line breaks that the template has there. If one character differs, no
-    # browser runs the program.
+    # The digest covers all text between the tags of the script, with the line
+    # breaks of the template. If one character differs, no browser runs the
+    # program.
     'DIGEST': _digest(f'\n{program}\n'),
     'STYLE': _file('page.css'),
     'PROGRAM': program,
-    # Behind the program, and read one by one: most of them are never shown.
+    # The parts come after the program, which unpacks a part only if one of its
+    # dialogues is shown. Most parts are never shown.
     'PARTS': '\n'.join(
       f'<script type="{_PART}" id="part-{number}">{packed}</script>'
       for number, packed in enumerate(encoded.parts)
@@ -86,15 +89,16 @@ def html(
     'STATIC': static.content(content, groups),
     'DATA': _script_json(content),
   }
-  # In one pass: the texts of runs may have such names in them, too.
+  # All names are replaced in one pass, because the inserted texts of runs may
+  # contain such names in brackets, too.
   return re.sub(r'\[\[(\w+)\]\]', lambda m: fills[m[1]], _file('template.html'))
 
 
 def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
-  """Returns what the page shows, without metrics and dialogues, as plain data.
+  """Returns the data of the page as plain types, except metrics and dialogues.
 
-  Lists are by run or by group in the order of the page; spreads are those of
-  `summary.spread`.
+  Lists have one element per run or per group, in the order of the page. Spreads
+  over seeds are made by `summary.spread`.
   """
   runs = [run for members in groups for run in members.runs]
   firsts = [members.runs[0] for members in groups]
@@ -140,7 +144,10 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
 
 
 def metrics(run: run_files.Run) -> dict[str, Any]:
-  """Returns the steps of a run and a column for each metric, null for none."""
+  """Returns the steps of a run, and a column of values for each metric.
+
+  A value is None in a step without the metric.
+  """
   steps = [line['step'] for line in run.lines]
   return {
     'steps': steps,
@@ -152,7 +159,7 @@ def metrics(run: run_files.Run) -> dict[str, Any]:
 
 
 def _lines(run: run_files.Run) -> Mapping[str, Any]:
-  """Returns the values of the config that figures draw as lines."""
+  """Returns the config values that figures draw as horizontal lines."""
   return {
     key: run.recorded[key]
     for key in panels.LINES.values()
@@ -161,9 +168,9 @@ def _lines(run: run_files.Run) -> Mapping[str, Any]:
 
 
 def _script_json(value: Any) -> str:
-  """Returns JSON that ends no script element, whatever texts are in it."""
-  # HTML knows no escapes in a script: it ends at the first </script>, even in a
-  # string. JSON can write these characters by their numbers.
+  """Returns a value as JSON that cannot end the script element around it."""
+  # HTML has no escapes inside a script element, which ends at the first
+  # </script>, even in a string. JSON can write these characters by their codes.
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   for character in '<>&':
     text = text.replace(character, f'\\u{ord(character):04x}')
@@ -176,5 +183,5 @@ def _file(name: str) -> str:
 
 
 def _digest(program: str) -> str:
-  """Returns the digest by which a security policy allows a script."""
+  """Returns the digest by which a content security policy allows a script."""
   return base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()

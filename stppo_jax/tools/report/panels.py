@@ -1,4 +1,4 @@
-"""Lists the figures of a report: their metrics, and what these mean."""
+"""Lists the figures of a report, with their metrics and explanations."""
 
 from collections.abc import Sequence
 import fnmatch
@@ -8,12 +8,12 @@ from stppo_jax.tools.report import summary
 
 
 def _of_levels(name: str) -> str:
-  """Returns the metrics of all levels, in place of the braces in a name."""
+  """Returns a name once for each ratio level, which replaces the braces."""
   return ' '.join(map(name.format, summary.LEVELS))
 
 
-# Section -> title of a figure -> its metrics, which are names or patterns, and
-# a sentence for a reader who does not know them.
+# Section -> title of a figure -> names or patterns of its metrics, and a
+# sentence for a reader who does not know the metrics.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
   'Learning': {
     'Evaluation': ('val/*', 'The greedy policy on fixed questions.'),
@@ -31,7 +31,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'KL divergence': (
       'critic/kl actor/ppo_kl',
-      'To the reference, and from the old to the new policy in a step.',
+      'From the policy to the reference, and between old and new policy of a '
+      'step.',
     ),
     'Groups without variance': (
       'rollout/zero_variance_groups',
@@ -45,11 +46,13 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'Outside by turn, turn level': (
       'outside/turn/turn_*',
-      'The same within the first, second, ... turn of a dialogue.',
+      'Share of the tokens of the first, second, ... turn of a dialogue whose '
+      'turn ratio leaves the bounds.',
     ),
     'Outside by turn, token level': (
       'outside/token/turn_*',
-      'The same with ratios of tokens.',
+      'Share of the tokens of the first, second, ... turn of a dialogue whose '
+      'token ratio leaves the bounds.',
     ),
     'Clipped tokens': (
       'actor/pg_clipfrac',
@@ -65,15 +68,17 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'Spread of the ratio': (
       _of_levels('ratio/{}/std'),
-      'Standard deviation over policy tokens, by level.',
+      'Standard deviation of the ratio over policy tokens, by level.',
     ),
     'Spread by turn, turn level': (
       'ratio/turn/std/turn_*',
-      'The same within the first, second, ... turn of a dialogue.',
+      'Standard deviation of the turn ratio over the tokens of the first, '
+      'second, ... turn of a dialogue.',
     ),
     'Spread by turn, token level': (
       'ratio/token/std/turn_*',
-      'The same with ratios of tokens.',
+      'Standard deviation of the token ratio over the tokens of the first, '
+      'second, ... turn of a dialogue.',
     ),
     'Effective sample size': (
       _of_levels('ratio/{}/ess'),
@@ -102,16 +107,17 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
   'Critic and optimiser': {
     'Explained variance': (
       'critic/vf_explained_var',
-      'Of the returns by the values. Near 0 the values say nothing.',
+      'Share of the variance of the returns that the values explain. Near 0 '
+      'the values say nothing.',
     ),
-    'Value loss': ('critic/vf_loss', 'What the value model minimises.'),
+    'Value loss': ('critic/vf_loss', 'The loss that trains the value model.'),
     'Values and returns': (
       'critic/values/mean critic/returns/mean',
-      'Their means; they should stay close.',
+      'Means of the values and of the returns; the two should stay close.',
     ),
     'Gradient norm': (
       'actor/grad_norm critic/grad_norm',
-      'Before it is clipped, of policy and value model.',
+      'Norm of the gradients of policy and value model, before clipping.',
     ),
     'Skipped updates': (
       'update/skipped',
@@ -119,7 +125,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'Sampler and trainer': (
       'mismatch/k3 mismatch/logprob_abs_diff_mean',
-      'How far their log-probabilities of the same tokens are apart.',
+      'Difference of the log-probabilities that sampler and trainer give to '
+      'the same tokens.',
     ),
   },
   'Dialogues and retrieval': {
@@ -161,7 +168,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'Tokens per second': (
       'perf/throughput',
-      'Of all trajectories, over waiting, annotating and updating.',
+      'Tokens of all trajectories per second of waiting, annotating and '
+      'updating.',
     ),
     'Share of the peak': (
       'perf/mfu perf/hfu',
@@ -179,25 +187,27 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
   },
   'Alarms': {'Alarms': ('alarm/*', 'See the table of alarms at the top.')},
 }
-# The first metric of a figure -> the config key whose value is drawn as a line.
+# The metric of a figure -> the config key whose value the figure shows as a
+# line.
 LINES = {'stab/rho': 'algorithm.correction.clipping_bias.tau'}
 
 
 def layout(names: Sequence[str]) -> list[dict[str, Any]]:
-  """Returns sections with the figures that have some of the metrics."""
+  """Returns the sections with the figures that have a metric to show."""
   sections = []
   for heading, figures in SECTIONS.items():
     shown = []
     for title, (patterns, note) in figures.items():
-      # In the order of the patterns, which a legend then has, and once each:
-      # two patterns may fit the same name.
+      # The names are in the order of the patterns, which is also the order of
+      # the legend. A name that fits two patterns is kept once.
       metrics = dict.fromkeys(
         name
         for pattern in patterns.split()
         for name in names
         if fnmatch.fnmatchcase(name, pattern)
       )
-      # A run without a critic, say, has no figures about one.
+      # A figure without metrics is left out: runs without a value model, for
+      # example, have no figures about a value model.
       if metrics:
         line = LINES.get(patterns, '')
         figure = {'title': title, 'metrics': list(metrics), 'note': note}

@@ -26,27 +26,29 @@ def write(
   tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
   pictures: Sequence[str] = (),
 ) -> list[str]:
-  """Writes the report of those runs that can be read, if there is one.
+  """Writes a report about the runs that can be read, if any run can be read.
 
   Args:
-    out: the file.
+    out: the file of the report.
     folders: the folders of runs, or their addresses in buckets.
-    form: html or md.
+    form: 'html' for a page, or 'md' for Markdown.
     most_dialogues: the largest number of dialogues in a page.
-    most_megabytes: about the largest size of a page.
-    tables: tables of a page beside those of the runs, see `page.html`.
-    pictures: PNG files that a page shows beside its own figures.
+    most_megabytes: the approximate limit for the size of a page.
+    tables: additional tables for a page, see `page.html`.
+    pictures: the paths of additional PNG files for a page.
 
   Returns:
-    A line for each thing that could not be read or shown.
+    A message for each run, file or line that could not be read, and for each
+    experiment that cannot be compared with the first one.
   """
   runs, losses = [], []
   with contextlib.ExitStack() as stack:
-    # A run that is named twice would count as two seeds.
+    # The folders are made unique, because a run that is named twice would count
+    # as two seeds.
     for folder in dict.fromkeys(folders):
       try:
-        # The copy of a run in a bucket is kept until the report is written,
-        # which reads the dialogues only then.
+        # The stack keeps the local copy of a run in a bucket until the report
+        # is written, because the dialogues are read only then.
         found = bucket_files.downloaded(folder, dialogues=True)
         run = run_files.read(str(stack.enter_context(found)), folder)
       except (exits.Misconfigured, buckets.BucketError) as error:
@@ -59,7 +61,7 @@ def write(
     groups = comparison.group(runs)
     losses += comparison.problems(groups)
     if form == 'md':
-      # Late, because it loads the library that draws.
+      # Imported late, because it loads matplotlib.
       from stppo_jax.tools.report import markdown
 
       markdown.write(out, groups, losses=losses)

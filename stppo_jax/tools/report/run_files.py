@@ -1,7 +1,8 @@
 """Reads the files of a run of `train`, which may be incomplete.
 
 A run may still be going, may have been killed in the middle of a line, or may
-have numbers that are not finite. What cannot be read is left out and said.
+have metrics that are not finite. Data that cannot be read is left out, and a
+message says so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,13 +29,14 @@ SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
   rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
 )
-# The share of tokens whose ratio is outside the bounds of a level. No line has
-# this metric: it is the sum of the shares below and above the bounds.
+# The first part of a metric's name: the share of tokens whose ratio is outside
+# the bounds of a level. No line of metrics.jsonl has this metric. `Run.columns`
+# computes it as the sum of the shares below and above the bounds.
 OUTSIDE = 'outside/'
 _BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'
-# The names of lists in `tokens` of a turn that have a number for each token,
-# see `records/token_records.py`.
+# The names of the lists in a turn's `tokens` that have one value for each
+# token, see `records/token_records.py`.
 TOKEN_NUMBERS = tuple(
   'ratio old_logprob advantage value entropy weight'.split()
 )
@@ -45,14 +47,15 @@ class Run:
   """A run as its files describe it.
 
   Attributes:
-    folder: the folder with its files.
-    place: the folder as it was named, or the address of which it is a copy.
-    recorded: the config, dotted key to value by today's names, without the
-      secrets in its texts, because reports are passed on; {} if the file is
-      missing.
-    lines: the lines of metrics.jsonl in order; the first may be of step 0.
-    state: what `status` says of it.
-    losses: what could not be read, one line each.
+    folder: the folder with the files of the run.
+    place: the folder as the user named it, or the address of the run in a
+      bucket if the folder is a local copy.
+    recorded: the config of the run: dotted key, by its present name, to value.
+      Secrets in texts are removed, because reports are passed on. It is {} if
+      the file cannot be read.
+    lines: the lines of metrics.jsonl in order. The first line may be of step 0.
+    state: the state of the run, as the command `status` shows it.
+    losses: messages about data that could not be read.
   """
 
   folder: str
@@ -69,21 +72,22 @@ class Run:
 
   @property
   def seed(self) -> Any:
-    """Returns the seed; None if it is not known."""
+    """Returns the seed of the run, or None if the seed is not known."""
     return self.recorded.get('seed')
 
   @functools.cached_property
   def columns(self) -> dict[str, dict[int, float]]:
-    """Returns the finite values of each metric by step, in order.
+    """Returns the finite values of each metric by step, in order of the lines.
 
-    `OUTSIDE` LEVEL and `OUTSIDE` LEVEL/turn_N come after the metrics.
+    The computed metrics outside/LEVEL and outside/LEVEL/turn_N come last.
     """
     columns: dict[str, dict[int, float]] = {}
     for line in self.lines:
       for name, value in line.items():
         if name != 'step' and is_number(value):
           columns.setdefault(name, {})[line['step']] = value
-    # No token is below and above the bounds, so the two shares can be added.
+    # No token is both below and above the bounds, so the two shares can be
+    # added.
     for name, low in list(columns.items()):
       if match := _BELOW.fullmatch(name):
         high = columns.get(name.replace('/low', '/high', 1), {})
@@ -109,20 +113,20 @@ def is_number(value: Any) -> bool:
   is_real = isinstance(value, int | float) and not isinstance(value, bool)
   try:
     return is_real and math.isfinite(value)
-  except OverflowError:  # a whole number of 400 digits, in a damaged line
+  except OverflowError:  # a damaged line may have an integer of 400 digits
     return False
 
 
 def check(folder: str, place: str = '') -> run_state.RunState:
-  """Returns the state of a run that this version can read.
+  """Checks that this version can read a run, and returns the run's state.
 
   Args:
-    folder: its folder.
-    place: the address, if the folder was downloaded from a bucket.
+    folder: the folder of the run.
+    place: the address of the run, if the folder was downloaded from a bucket.
 
   Raises:
-    Misconfigured: the folder is not that of a run of `train`, or has another
-      schema.
+    Misconfigured: the folder does not belong to a run of `train`, or its files
+      have another schema.
   """
   place = place or folder
   state = run_state.read_from(pathlib.Path(folder), place)
@@ -140,14 +144,14 @@ def check(folder: str, place: str = '') -> run_state.RunState:
 
 
 def read(folder: str, place: str = '') -> Run:
-  """Reads a run.
+  """Reads the state, the metrics and the config of a run.
 
   Args:
-    folder: its folder.
-    place: the address, if the folder was downloaded from a bucket.
+    folder: the folder of the run.
+    place: the address of the run, if the folder was downloaded from a bucket.
 
   Raises:
-    Misconfigured: see `check`; or no line of metrics is written yet.
+    Misconfigured: `check` raises it, or the run has written no metrics yet.
   """
   place = place or folder
   state = check(folder, place)
@@ -168,12 +172,12 @@ def read(folder: str, place: str = '') -> Run:
 def dialogue_files(
   folder: str, *, kind: str = SAMPLED
 ) -> list[tuple[int, pathlib.Path]]:
-  """Returns (step, file) of the dialogues of a run, in order.
+  """Returns (step, file) of each file of a run's dialogues, sorted by step.
 
   Args:
     folder: the folder of the run.
-    kind: SAMPLED, those that were trained on, or EVALUATED, those of its
-      evaluations.
+    kind: SAMPLED for the dialogues that were trained on, or EVALUATED for the
+      dialogues of evaluations.
   """
   return sorted(
     (int(match[2]), path)
@@ -185,7 +189,10 @@ def dialogue_files(
 def dialogues(
   path: pathlib.Path, losses: list[str]
 ) -> list[tuple[bytes, dict[str, Any]]]:
-  """Returns (line, dialogue) of a file; `losses` gets what was left out."""
+  """Returns (line, dialogue) of each dialogue in a file.
+
+  A message about each line that is left out is added to `losses`.
+  """
   found = []
   for line, record in _objects(path, losses):
     if _is_dialogue(record):
@@ -196,7 +203,7 @@ def dialogues(
 
 
 def _is_dialogue(record: Any) -> bool:
-  """Returns whether a record has what every dialogue has."""
+  """Returns whether a record has the fields that every dialogue has."""
   return (
     _has(record, str, 'question', 'prompt', 'status')
     and _has(record, list, 'golden_answers', 'turns')
@@ -214,7 +221,7 @@ def _is_turn(turn: Any) -> bool:
 
 
 def _is_tokens(tokens: Any) -> bool:
-  """Returns whether a turn's numbers are as many as it has tokens."""
+  """Returns whether a turn's `tokens` have valid lists, one value per token."""
   if not _has(tokens, list, 'characters', 'clipped'):
     return False
   characters = tokens['characters']
@@ -235,7 +242,7 @@ def _is_tokens(tokens: Any) -> bool:
 
 
 def _has(record: Any, kind: type, *names: str) -> bool:
-  """Returns whether a record is an object with values of a type."""
+  """Returns whether a record is a dict whose named values have a type."""
   return isinstance(record, dict) and all(
     isinstance(record.get(name), kind) for name in names
   )
@@ -246,7 +253,7 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
-  """Returns the flat config of a run; {} if it cannot be read."""
+  """Returns the flat config of a run, or {} if the config cannot be read."""
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))
@@ -259,9 +266,9 @@ def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
 def _objects(
   path: pathlib.Path, losses: list[str]
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-  """Yields (line, object) of a file with one object a line.
+  """Yields (line, object) of a file that has one JSON object per line.
 
-  The lines are strict JSON: numbers that are not finite are null.
+  The yielded lines are strict JSON: a number that is not finite becomes null.
   """
   try:
     text = path.read_bytes()
@@ -270,7 +277,7 @@ def _objects(
   except OSError as error:
     losses.append(f'{path}: {error.strerror}')
     return
-  # What follows the last line break is empty, or a line that is cut off.
+  # The text after the last line break is empty, or a line that was cut off.
   *lines, rest = text.split(b'\n')
   for number, line in enumerate(lines, start=1):
     try:
@@ -279,7 +286,8 @@ def _objects(
       value = None
     if not isinstance(value, dict):
       losses.append(f'{path}: line {number} is no JSON object; it was dropped')
-    # The line goes into the page as it is, and browsers parse no NaN.
+    # The page contains the line itself, and browsers cannot parse NaN. So a
+    # line with NaN is written anew.
     elif b'NaN' in line or b'Infinity' in line:
       yield json.dumps(value).encode(), value
     else:

@@ -1,4 +1,4 @@
-"""Writes tables, and curves as SVG, for browsers without JavaScript."""
+"""Makes tables, and curves as SVG, for browsers without JavaScript."""
 
 from collections.abc import Mapping, Sequence
 import html
@@ -9,17 +9,17 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import summary
 
 _WIDTH, _HEIGHT = 400, 150
-_POINTS = 200  # most points of a curve
+_POINTS = 200  # the most points of a curve
 
 
 def content(
   contents: Mapping[str, Any], groups: Sequence[comparison.Group]
 ) -> str:
-  """Returns the HTML of notes, tables, a picture for each panel, and pictures.
+  """Returns the HTML of a page's notes, tables, panels and pictures.
 
   Args:
-    contents: see `page.contents`.
-    groups: the runs, by experiment.
+    contents: the data of the page, see `page.contents`.
+    groups: the runs, grouped by experiment.
   """
   rows = [['', *contents['groups']], *summary.rows(contents)]
   parts = [f'<p class="notes">{_text(note)}</p>' for note in contents['notes']]
@@ -35,7 +35,7 @@ def content(
 
 
 def _text(value: Any) -> str:
-  """Returns text that HTML shows as it is, on one line."""
+  """Returns a value as text that HTML shows verbatim, on one line."""
   return html.escape(streams.escape(str(value)).replace('\n', ' '))
 
 
@@ -53,7 +53,7 @@ def _table(rows: Sequence[Sequence[Any]]) -> str:
 def _picture(
   panel: Mapping[str, Any], groups: Sequence[comparison.Group]
 ) -> str:
-  """Returns a panel: the mean over seeds of each experiment and metric."""
+  """Returns a panel with a curve of means for each experiment and metric."""
   curves = {
     (members.label, metric): points
     for members in groups
@@ -63,14 +63,16 @@ def _picture(
   steps = [step for points in curves.values() for step, *_ in points]
   means = [mean for points in curves.values() for _, mean, *_ in points]
   left, low = min(steps), min(means)
-  # One step, or a curve that is constant, has no extent to divide by.
+  # A single step, or a constant curve, has an extent of 0. It is replaced by 1,
+  # because the sizes are divided by it.
   across = _WIDTH / (max(steps) - left or 1)
   up = _HEIGHT / (max(means) - low or 1.0)
   lines, keys = [], []
   for number, ((label, metric), points) in enumerate(curves.items()):
-    # Neighbouring numbers are far apart on the circle of colours.
+    # With steps of 137 degrees, consecutive curves have very different hues.
     colour = f'hsl({137 * number % 360} 65% 50%)'
-    # Every nth point, with n rounded up, so that a long run stays a small file.
+    # Every nth point is drawn, with n rounded up, so that the picture of a long
+    # run stays small.
     places = ' '.join(
       f'{across * (step - left):.1f},{_HEIGHT - up * (mean - low):.1f}'
       for step, mean, *_ in points[:: -(-len(points) // _POINTS)]

@@ -1,7 +1,8 @@
-"""Computes the numbers of a report's tables from metrics.jsonl.
+"""Computes the values in a report's tables from metrics.jsonl.
 
-A step's evaluation score is the mean of its `val/` metrics. "Last" numbers of
-training are means over the last ten steps, because single steps are noisy.
+The evaluation score of a step is the mean of the step's `val/` metrics. The
+"last" value of a training metric is a mean over the last ten steps, because
+single steps are noisy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,13 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.training import alarms as alarms_lib
 
 _LAST = 10  # steps
-_EVALUATION = 'val/'  # then the name of the score, then of the data set
+_EVALUATION = 'val/'  # followed by the name of the score and of the data set
 _TOKENS = 'turn_length/tokens/turn_'
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
 PHASES = (
   'wait annotate update token_details evaluate checkpoint other'
 ).split()
-# Metrics that stand for something that went wrong wherever they are not 0.
+# Metrics that are above 0 only if something went wrong.
 _FAULTS = (
   'update/skipped',
   'retrieval/failures',
@@ -35,10 +36,10 @@ class Line(NamedTuple):
   """A line of the summary.
 
   Attributes:
-    name: what it shows.
-    value: its number for a run; None if the run has none.
-    digits: digits behind the point.
-    note: the explanation that is shown beside it.
+    name: the name of the value that the line shows.
+    value: returns the value of a run, or None if the run has no such value.
+    digits: the number of decimal places.
+    note: the explanation that is shown beside the name.
   """
 
   name: str
@@ -48,13 +49,14 @@ class Line(NamedTuple):
 
 
 class Alarm(NamedTuple):
-  """Steps in which a metric said that something was wrong.
+  """The steps in which a metric of a run showed that something was wrong.
 
   Attributes:
-    run: the number of the run.
-    name: the metric.
+    run: the index of the run.
+    name: the name of the metric.
     steps: the steps, in order.
-    worst: its largest value; None for values that are not finite.
+    worst: the largest value of the metric. It is None if the fault is that the
+      values are not finite.
   """
 
   run: int
@@ -64,14 +66,14 @@ class Alarm(NamedTuple):
 
 
 def lines(runs: Sequence[run_files.Run]) -> list[Line]:
-  """Returns the lines of the summary for which some run has a number."""
+  """Returns the lines of the summary for which some run has a value."""
   return [
     line for line in _LINES if any(line.value(run) is not None for run in runs)
   ]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-  """Returns mean, least and largest of the numbers; None without any."""
+  """Returns the mean, min, max and count of values, or None without values."""
   numbers = [value for value in values if value is not None]
   if not numbers:
     return None
@@ -94,7 +96,7 @@ def text(spread: Mapping[str, Any] | None, digits: int) -> str:
 
 
 def rows(contents: Mapping[str, Any]) -> list[list[str]]:
-  """Returns the rows of the summary in `page.contents` as texts."""
+  """Returns the summary of `page.contents` as rows of texts."""
   return [
     [row['name'], *(text(x, row['digits']) for x in row['groups'])]
     for row in contents['summary']
@@ -105,9 +107,9 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
   """Returns the share of tokens outside the bounds by level and turn.
 
   Returns:
-    Level -> [turn, share of the tokens of all steps, number of these tokens].
-    Earlier versions recorded no numbers: then it is the mean over the steps,
-    and 0.
+    Level -> [turn, share of the tokens of all steps, number of these tokens]
+    for each turn. Runs of earlier versions did not record the number of tokens.
+    Their share is the mean over the steps, and their number is 0.
   """
   shares: dict[str, list[list[float]]] = {}
   for level in LEVELS:
@@ -128,10 +130,12 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
 def _weighted(
   shares: Mapping[int, float], tokens: Mapping[int, float]
 ) -> tuple[float, float]:
-  """Returns the mean of shares, weighted by tokens, and the sum of these."""
-  # Few dialogues have a late turn in some steps, which must not count as much.
+  """Returns the mean of shares, weighted by tokens, and the sum of tokens."""
+  # Steps in which few dialogues have a late turn must count less than steps in
+  # which many dialogues have one, so a step is weighted by its tokens.
   counts = [tokens[step] if step in tokens else 0.0 for step in shares]
-  # Earlier versions recorded no numbers of tokens; then each step counts alike.
+  # Runs of earlier versions did not record the number of tokens. Their steps
+  # have equal weights.
   total = sum(counts)
   if not total:
     return statistics.fmean(shares.values()), 0.0
@@ -140,7 +144,7 @@ def _weighted(
 
 
 def phases(run: run_files.Run) -> dict[str, float]:
-  """Returns the seconds that each phase took in all steps together."""
+  """Returns the seconds of each phase, summed over all steps."""
   totals = {
     phase: sum(run.column(f'timing_s/{phase}').values()) for phase in PHASES
   }
@@ -172,7 +176,7 @@ def evaluation_table(
 
 
 def alarms(runs: Sequence[run_files.Run]) -> list[Alarm]:
-  """Returns what went wrong, by run and metric."""
+  """Returns the alarms, faults and non-finite values of each run and metric."""
   found = []
   for number, run in enumerate(runs):
     for name, column in run.columns.items():
@@ -207,7 +211,7 @@ def _last_of(
 
 
 def _evaluations(run: run_files.Run) -> dict[int, float]:
-  """Returns the score of each evaluation by its step."""
+  """Returns step to score, for each evaluation of a run."""
   by_step: dict[int, dict[str, float]] = {}
   for name, column in run.columns.items():
     if name.startswith(_EVALUATION):
@@ -226,7 +230,7 @@ def _best_step(run: run_files.Run) -> float | None:
 
 
 def _largest_ratio(run: run_files.Run) -> float | None:
-  # The ratio that the objective clips, not the largest of any level.
+  # Only the level whose ratio the objective clips counts.
   level = run.recorded.get('algorithm.ratio.level', 'token')
   return _best(run.column(f'ratio/{level}/max'))
 
@@ -238,7 +242,7 @@ def _triggered(run: run_files.Run) -> float | None:
 
 
 def _median_seconds(run: run_files.Run) -> float | None:
-  # The line of step 0 is the evaluation before training.
+  # Step 0 is left out, because it is the evaluation before training.
   found = [headline.seconds(line) for line in run.lines if line['step']]
   seconds = [x for x in found if x is not None]
   return statistics.median(seconds) if seconds else None
@@ -267,7 +271,7 @@ _LINES = (
     'best evaluation',
     lambda run: _best(_evaluations(run)),
     3,
-    'the same at the best one',
+    'mean over the evaluation sets, at the best evaluation',
   ),
   Line('best at step', _best_step, 0, 'the step of the best evaluation'),
   Line(
@@ -290,7 +294,7 @@ _LINES = (
     'most clipped tokens',
     lambda run: _best(run.column('actor/pg_clipfrac')),
     4,
-    'the same in the worst step',
+    'share of policy tokens whose gradient is cut, in the worst step',
   ),
   Line(
     'largest ratio',
@@ -320,8 +324,8 @@ _LINES = (
   Line('seconds per step', _median_seconds, 2, 'median over the steps'),
   Line('hours', _hours, 2, 'all steps and checkpoints together'),
   Line(
-    # These two are totals since the first start, of which only the newest value
-    # holds; a mean over steps would be that of an earlier time.
+    # Goodput and steps made again are totals since the first start, so only
+    # their newest values are right. A mean over steps would be out of date.
     'goodput',
     _last_of('goodput/fraction', 1),
     3,

@@ -1,4 +1,4 @@
-"""Shows the dialogues of a step in a terminal: a list, and single ones."""
+"""Shows the dialogues of a step in a terminal: a list, or one dialogue."""
 
 from collections.abc import Mapping, Sequence
 import pathlib
@@ -18,7 +18,7 @@ _TITLES = 'no. reward status turns searches clipped question'.split()
 
 
 def _passes(record: Mapping[str, Any], flags: Any) -> bool:
-  """Returns whether a dialogue is one that the flags of `view` ask for."""
+  """Returns whether a dialogue passes the filters in the flags of `view`."""
   reward = dialogue_data.reward(record)
   _, searches, *_ = dialogue_data.measures(record)
   return (
@@ -31,15 +31,16 @@ def _passes(record: Mapping[str, Any], flags: Any) -> bool:
 
 
 def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
-  """Returns the dialogues of a step as a list, or one of them.
+  """Returns the lines of a list of a step's dialogues, or of one dialogue.
 
   Args:
     folder: the folder of a run.
-    losses: gets a line for each thing that cannot be read.
-    flags: the flags of the command `view`, whose help describes them.
+    losses: a list to which a message is added for each line or file that cannot
+      be read.
+    flags: the flags of the command `view`. Its help text describes them.
 
   Raises:
-    Misconfigured: the step or the dialogue is not there.
+    Misconfigured: the run has no such step, or the step no such dialogue.
   """
   kind = run_files.EVALUATED if flags.evaluation else run_files.SAMPLED
   # Each host writes a file of its own, so a step may have several.
@@ -79,12 +80,16 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
 
 
 def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
-  """Returns the lines of a list of dialogues, by their number in the step."""
+  """Returns the lines of a table of dialogues.
+
+  Args:
+    records: number of a dialogue in its step to the dialogue.
+  """
   rows: list[Sequence[str]] = [_TITLES]
   for number, record in records.items():
     clipped, searches, turns, _, _ = dialogue_data.measures(record)
-    # Texts of models and of data sets may hold control sequences, with which a
-    # terminal would clear its screen or change its title.
+    # Texts of models and of data sets may contain control sequences, which can
+    # make a terminal clear its screen or change its title.
     question = streams.escape(record['question'])
     question = question.replace('\n', ' ')
     if len(question) > _QUESTION:
@@ -109,7 +114,8 @@ def text(record: Mapping[str, Any], *, colour: bool, tokens: bool) -> str:
   Args:
     record: a line of `trajectories-*.jsonl`.
     colour: whether to write ANSI colours.
-    tokens: whether a table of the tokens follows, where they have numbers.
+    tokens: whether to add a table of tokens for each turn that has token
+      values.
   """
   lines = [dialogues.render(record, colour=colour).rstrip('\n')]
   if tokens:
@@ -126,8 +132,9 @@ def _token_table(turn: Mapping[str, Any]) -> list[str]:
   names = [name for name in run_files.TOKEN_NUMBERS if name in numbers]
   titles = (name.replace('_', ' ') for name in names)
   rows: list[Sequence[str]] = [('token', *titles, 'clipped')]
-  # Of each token the record has the number of characters that it adds, which is
-  # 0 where a character is spread over several tokens.
+  # For each token, the record has the number of characters that the token adds
+  # to the text. If a character is spread over several tokens, some of them add
+  # 0 characters.
   start, clipped = 0, set(numbers['clipped'])
   for place, count in enumerate(numbers['characters']):
     piece = turn['text'][start : start + count]

@@ -19,7 +19,7 @@ function overview() {
     ...Object.entries(data.tables).map(([title, rows]) => (
       section(title, '', textTable(rows)))),
     section('Summary', data.runs.length > data.groups.length
-      ? 'Means over seeds, with the least and the largest seed.' : '',
+      ? 'Means over seeds, with the least and the largest value.' : '',
     summaryTable()),
     section('Alarms', 'Steps in which a metric said that something was wrong.',
       alarmTable()),
