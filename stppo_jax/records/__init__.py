@@ -1,1 +1,1 @@
-"""The records of a run: checkpoints, metrics, dialogues, plots."""
+"""Writes and reads the records of a run: checkpoints, metrics, dialogues."""

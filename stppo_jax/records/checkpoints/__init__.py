@@ -1,1 +1,1 @@
-"""Checkpoints: written, listed, verified and read again."""
+"""Writes, lists, verifies and restores checkpoints."""

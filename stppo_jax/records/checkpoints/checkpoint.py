@@ -1,17 +1,18 @@
 """Checkpoints that are verified when read, and set aside when damaged.
 
     workdir/checkpoints/<step>/state      the arrays, as Orbax writes them
-                              /manifest   JSON: rules for the arrays, host state
+                              /manifest   JSON: host state, shapes, fingerprints
                        /<step>.corrupt    a damaged step, kept for inspection
 
-Orbax commits a step by one rename, or in a bucket by an object that it writes
-last, so that a killed save leaves no step. But it verifies nothing: a flipped
-bit loads silently, and another dtype is cast. Therefore the manifest has the
-shape, dtype and fingerprint of every leaf.
+Orbax commits a step by one rename, or in a bucket by one object that it writes
+last. So a killed save leaves no step. But Orbax does not verify the arrays that
+it reads: it loads a flipped bit silently, and casts an array of another dtype.
+Therefore the manifest has the shape, dtype and fingerprint of every leaf.
 
-A save copies the arrays to the host and is then written by threads, while its
-caller goes on. On a CPU the copy is a view of the array, which an update cannot
-reuse as long as it is read: jax gives the update another buffer.
+A save first copies the arrays to the host. Threads then write the copy while
+the caller goes on. On a CPU the copy is a view of the array's buffer. An update
+cannot reuse that buffer while the view exists, so jax gives the update another
+buffer.
 """
 
 from collections.abc import Callable
@@ -48,23 +49,23 @@ class CorruptCheckpoints(RuntimeError):
 
 
 class OtherState(RuntimeError):
-  """A checkpoint that is not damaged but of another run or another model."""
+  """A sound checkpoint belongs to another run or to another model."""
 
   exit_code = exits.USAGE
 
 
 class _Damaged(Exception):
-  """A step that must not be loaded; the message names the damage."""
+  """A step is damaged and must not be loaded; the message names the damage."""
 
 
 class Checkpointer:
-  """Saves and restores a pytree of arrays with a JSON record beside it.
+  """Saves and restores a pytree of arrays together with a JSON record.
 
-  Collective: with several processes, all of them call every method.
+  If there are several processes, all processes must call every method.
 
   Attributes:
-    pending: the save that threads write; it has the last step that was saved,
-      and how long that took.
+    pending: the save that threads are writing. It also has the step and the
+      duration of the last completed save.
   """
 
   def __init__(
@@ -78,20 +79,21 @@ class Checkpointer:
     check: Callable[[], None] = lambda: None,
     retry: float = 0.0,
   ):
-    """Opens `workdir/checkpoints`, and makes it unless `read_only`.
+    """Opens the folder `workdir/checkpoints`; makes it if it may write there.
 
     Args:
-      workdir: the run's folder, or one that stands for a folder in a bucket.
-      keep: the number of the newest steps that are kept, beside the one with
-        the best score; None: all.
-      keep_every: the multiples of this number are kept too; 0: none.
-      read_only: whether nothing may be changed, as in the folder of a run that
-        may be going on: files that look like the rest of a killed save may be a
-        save in progress.
+      workdir: the run's folder, or a folder that stands for one in a bucket.
+      keep: the number of newest steps to keep, in addition to the step with the
+        best score. None keeps all steps.
+      keep_every: steps that are multiples of this number are kept too. 0 keeps
+        no additional steps.
+      read_only: whether nothing may be changed. It is needed if the run may
+        still be going: files that look like the remains of a killed save may be
+        a save in progress.
       flush: called by a thread of every process before a step is committed.
       check: called by a thread of the first process; an error stops the commit.
-      retry: seconds for which a request is repeated while a bucket is out of
-        reach.
+      retry: the seconds for which a request is repeated while a bucket is out
+        of reach.
     """
     self._workdir = pathlib.Path(workdir)
     self._address = run_folder.address(self._workdir)
@@ -119,22 +121,22 @@ class Checkpointer:
   def save(
     self, step: int, state: Any, host: dict[str, Any], *, waits: bool = True
   ) -> None:
-    """Saves a step, after the one that is being written, if any.
+    """Saves a step after the previous save has ended.
 
-    A step that exists already is not written again, because states are
-    functions of the step.
+    A step that already exists is not written again, because the state is a
+    function of the step.
 
     Args:
       step: the number of steps that are done.
-      state: a pytree of arrays, sharded in any way.
-      host: further values of the state, which JSON can write; 'score', if
-        there is one, says how good the step is, greater is better.
+      state: a pytree of arrays with any sharding.
+      host: further values of the state that JSON can represent. The value
+        'score', if present, rates the step: greater is better.
       waits: whether to wait until the step is on disk. Otherwise threads write
-        it, and the caller may go on and donate the arrays.
+        the step, and the caller may go on and donate the arrays.
 
     Raises:
-      SaveFailed: nothing is left of this step, or of the one before that was
-        still being written; older steps are intact.
+      SaveFailed: this save or the previous save has failed. Nothing is left of
+        its step. Older steps are intact.
     """
     self.wait()
     steps = self._manager.all_steps()
@@ -147,14 +149,15 @@ class Checkpointer:
       'leaves': {
         name: fingerprint_lib.kind(leaf) for name, leaf in leaves.items()
       },
-      # In the form in which it will be read again. What JSON cannot hold is
-      # refused here, and not later by a thread.
+      # In the form that a restore returns. A value that JSON cannot represent
+      # raises an error here, and not later in a thread.
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     if self._run is not None:
       manifest['run_id'] = self._run.run_id
       manifest['config_digest'] = self._run.config_digest
-    # Orbax asks which steps to keep before the manifest of this one is there.
+    # Orbax asks which steps to keep before it writes this step's manifest, so
+    # the score is noted first.
     self._preservation.note(step, manifest['host'].get('score'))
     numbers = fingerprint_lib.begin(list(leaves.values()))
     items = ocp.args.Composite(
@@ -166,7 +169,7 @@ class Checkpointer:
       self.wait()
 
   def check(self) -> None:
-    """Raises `SaveFailed` if the last save has failed; does not wait for it."""
+    """Raises `SaveFailed` if the last save has failed; does not wait."""
     if self.pending.check():
       self._note_saved()
 
@@ -174,19 +177,19 @@ class Checkpointer:
     """Waits until the last save is on disk.
 
     Raises:
-      SaveFailed: nothing is left of that step; older steps are intact.
+      SaveFailed: nothing is left of its step; older steps are intact.
     """
     if self.pending.wait():
       self._note_saved()
 
   def steps(self) -> list[int]:
-    """Returns the steps that exist, valid or not, in order."""
+    """Returns all saved steps in order, valid or damaged."""
     return sorted(self._manager.all_steps())
 
   def best(self) -> int | None:
-    """Returns the step with the best score; None if no step has one.
+    """Returns the step with the best score, or None if no step has a score.
 
-    Of several with the same score it is the newest.
+    Of several steps with the best score, the newest is returned.
     """
     with orbax_buckets.reaching(self._address):
       return self._preservation.best(self._manager.all_steps())
@@ -196,29 +199,29 @@ class Checkpointer:
   ) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the newest valid step, or None if nothing was ever saved.
 
-    A damaged step (truncated, flipped bits, foreign) is renamed to
-    `<step>.corrupt` with a warning, and the next older one is tried. It is kept
-    for inspection, and renamed because a step of the same number will be saved.
-    If opened read-only, a damaged step is skipped.
+    A damaged step is renamed to `<step>.corrupt` with a warning, and the next
+    older step is tried. The damaged step is kept for inspection. It is renamed
+    because the run will save a step with the same number again. A read-only
+    checkpointer skips damaged steps.
 
     Args:
       abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, or of
-        arrays: the structure, and the sharding of each leaf.
-      subtree: the dotted path, such as 'policy.params', of the subtree of the
-        saved state that is wanted; nothing else is read. '': the whole state.
-        Only for a checkpointer that is read-only and never reads whole states.
-      step: the step that is wanted; None: the newest valid one.
+        arrays. It gives the structure, and the sharding of each leaf.
+      subtree: the dotted path of a subtree of the state, such as
+        'policy.params'. Only this subtree is read; '' reads the whole state.
+        Only for a read-only checkpointer that never reads whole states.
+      step: the step to restore. None restores the newest valid step.
 
     Returns:
-      (step, state, host); leaves have the shardings of `abstract_state`.
+      (step, state, host). The leaves have the shardings of `abstract_state`.
 
     Raises:
-      CorruptCheckpoints: there were steps, and all are damaged.
+      CorruptCheckpoints: steps were saved, but all of them are damaged.
       OtherState: the newest sound step is of another run, or has another
-        structure, or leaves of other shapes or dtypes. Nothing is renamed: it
-        may be a step of a run whose folder was given by mistake.
-      NewerSchema: a newer version of this program has saved a step that was to
-        be restored; nothing is renamed.
+        structure, or leaves of other shapes or dtypes. Nothing is renamed,
+        because the user may have given the folder of another run by mistake.
+      NewerSchema: a newer version of this program has saved the step that this
+        call would restore. Nothing is renamed.
     """
     self.wait()
     skipped = []
@@ -238,8 +241,8 @@ class Checkpointer:
         )
       else:
         return saved, state, host
-    # Steps that earlier starts have set aside count too: if the run then began
-    # again from step 0, nobody would notice that it was lost.
+    # Steps that earlier starts have set aside count too. Otherwise the run
+    # would begin again from step 0, and nobody would notice the loss.
     corrupt = [*sorted(self._set_aside_before()), *skipped]
     if corrupt:
       advice = '' if self._read_only else '; --restart begins the run anew'
@@ -250,7 +253,7 @@ class Checkpointer:
     return None
 
   def close(self) -> None:
-    """Releases the files, once the last save is on disk or has failed."""
+    """Releases the files after the last save has succeeded or failed."""
     if self.pending.cannot_end:
       return
     try:
@@ -261,11 +264,11 @@ class Checkpointer:
       self._manager.close()
 
   def _note_saved(self) -> None:
-    """Notes in the run's folder that a save has ended well."""
+    """Records in the run's folder that a save has succeeded."""
     if self._run is None or self._run.has_saved:
       return
-    # Once this is recorded, a folder without checkpoints is known to have lost
-    # them. If the disk is full, the next save records it.
+    # With this record, a folder without checkpoints is known to have lost its
+    # checkpoints. If the disk is full, the next save writes the record.
     run = dataclasses.replace(self._run, has_saved=True)
     with contextlib.suppress(OSError):
       if jax.process_index() == 0:
@@ -291,7 +294,8 @@ class Checkpointer:
       raise OtherState(
         f'{self._folder}: step {step} is {other}; nothing was loaded'
       )
-    # Before any array is read: Orbax would cast another dtype silently.
+    # Compared before any array is read, because Orbax would cast an array of
+    # another dtype silently.
     leaves = manifest['leaves'].items()
     saved = {name: leaf for name, leaf in leaves if name.startswith(prefix)}
     difference = fingerprint_lib.difference(saved, wanted)
@@ -318,7 +322,7 @@ class Checkpointer:
     return jax.tree.unflatten(treedef, leaves), manifest['host']
 
   def _read_manifest(self, step: int) -> dict[str, Any]:
-    """Returns the manifest of a step, checked by its digest."""
+    """Returns the manifest of a step after a check of its digest."""
     try:
       return manifest_lib.read(self._folder / str(step), step)
     except manifest_lib.NewerSchema as error:
@@ -332,13 +336,13 @@ class Checkpointer:
       raise _Damaged(f'{manifest_lib.FILE}: {error}') from error
 
   def _attempt(self, read: Callable[[], Any]) -> Any:
-    """Returns `read()`; an error on any process is damage on all of them.
+    """Returns `read()`; raises `_Damaged` everywhere if a process fails.
 
-    The processes vote, because each must set the same step aside and restore
-    the same older one: otherwise they would wait in different collectives.
+    All processes must set the same step aside and restore the same older step,
+    or they would wait in different collectives. So they exchange their results.
     """
-    # A damaged file can raise anything in its readers. Errors that are no
-    # evidence of damage (no memory, no permission) are raised as they are.
+    # A damaged file can make its readers raise any error. An error that is no
+    # evidence of damage (no memory, no permission) is raised unchanged.
     result: Any = None
     problem: str | None = None
     try:
@@ -364,16 +368,17 @@ class Checkpointer:
     return result
 
   def _set_aside_before(self) -> list[str]:
-    """Returns the names of damaged steps that earlier starts have renamed."""
+    """Returns the new names of damaged steps that earlier starts renamed."""
     with orbax_buckets.reaching(self._address):
       there = self._folder.iterdir() if self._folder.exists() else ()
       return [path.name for path in there if '.corrupt' in path.name]
 
   def _set_aside(self, step: int) -> str:
-    """Renames the folder of a step on the first process; returns the new name.
+    """Renames the folder of a damaged step, and returns the new name.
 
-    Every process first chooses the name, then waits for the others before and
-    after the rename, so that none sees the folder renamed while it chooses.
+    Every process chooses the name, and the first process renames the folder.
+    All processes wait for each other before and after the rename, so that no
+    process chooses while the new folder already exists.
     """
     source = self._folder / str(step)
     target, count = source.with_suffix('.corrupt'), 1

@@ -1,4 +1,4 @@
-"""Identifies the leaves of a state: names, shapes, dtypes, and fingerprints."""
+"""Describes the leaves of a state by name, shape, dtype and fingerprint."""
 
 from typing import Any
 
@@ -6,27 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_ODD = np.uint32(0x9E3779B1)  # spreads positions over the 32 bits
+_ODD = np.uint32(0x9E3779B1)  # spreads the weights of positions over 32 bits
 
 
 def fingerprints(arrays: list[jax.Array]) -> list[int]:
-  """Returns a number in [0, 2^32) for each array, whatever its sharding is.
+  """Returns a checksum in [0, 2^32) for each array, whatever its sharding is.
 
-      sum_i weight(i) bits(x_i)  mod 2^32,  weight(i) odd, i row-major
+      sum_i weight(i) bits(x_i)  mod 2^32
 
-  A flipped bit changes the sum by an odd weight times a power of two, which is
-  not 0 mod 2^32, so every single flipped bit is noticed. Integer sums do not
-  depend on their order and therefore not on the mesh.
+  Here i is the row-major position of an element, and weight(i) is odd. A
+  flipped bit changes the sum by an odd weight times a power of two, which is
+  not 0 mod 2^32, so every single flipped bit is noticed. An integer sum does
+  not depend on the order of its terms, and therefore not on the mesh.
   """
   return [int(number) for number in np.asarray(begin(arrays))]
 
 
-# One program for all arrays. Each sum over a sharded array is a collective, and
-# many small programs in flight, each with a collective, can block each other on
-# CPU devices: they share threads, and each holds some while it waits for more.
+# One program handles all arrays. Each sum over a sharded array is a collective.
+# On CPU devices, many small programs with a collective each can block each
+# other: they share threads, and each program holds some threads while it waits
+# for more.
 @jax.jit
 def begin(arrays: list[jax.Array]) -> jax.Array:
-  """Returns the fingerprints as an array, which devices still compute."""
+  """Returns an array of the fingerprints, which the devices still compute."""
   return jnp.stack([_fingerprint(x) for x in arrays])
 
 
@@ -35,7 +37,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.uint8)
   size = x.dtype.itemsize
   unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]
-  # Eight bytes become two 32-bit words on a new last axis.
+  # An element of eight bytes becomes two 32-bit words on a new last axis.
   words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
   position = jnp.zeros(words.shape, jnp.uint32)
   stride = 1
@@ -47,7 +49,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def named(tree: Any) -> dict[str, Any]:
-  """Returns the leaves by dotted path, such as 'policy.layers.norm'."""
+  """Returns the leaves of a pytree by dotted path, such as 'policy.norm'."""
   return {
     jax.tree_util.keystr(path, simple=True, separator='.') or 'state': leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -55,16 +57,16 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def kind(leaf: Any) -> dict[str, Any]:
-  """Returns shape and dtype of a leaf, in the form of a manifest."""
+  """Returns the shape and dtype of a leaf in the form of a manifest."""
   return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
 
 
 def difference(saved: dict[str, dict], wanted: dict[str, Any]) -> str:
-  """Returns the first leaf, by name, that differs; '' if none does.
+  """Returns a message about the first leaf, by name, that differs, or ''.
 
   Args:
-    saved: name to kind, as a manifest has them.
-    wanted: name to leaf.
+    saved: name of a leaf to the result of `kind`, as in a manifest.
+    wanted: name of a leaf to a leaf with the expected shape and dtype.
   """
   for name in sorted(saved.keys() | wanted.keys()):
     expected = _describe(kind(wanted[name])) if name in wanted else 'nothing'

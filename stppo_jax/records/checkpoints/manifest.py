@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint, which says what its arrays must be.
+"""Reads the manifest of a checkpoint, which describes its arrays.
 
     workdir/checkpoints/<step>/manifest/metadata    JSON
 
-It names version, step and run, the shape, dtype and fingerprint of every leaf,
-values of the host, and a digest of all that. Nothing here imports jax, so that
-checkpoints can be listed at once.
+A manifest has the version, the step, the run, the shape, dtype and fingerprint
+of every leaf, the host's values of the state, and a digest of all these fields.
+This module does not import jax, so that checkpoints are listed without delay.
 
-A version of this program that writes other manifests has a greater `VERSION`,
-and the same digest: so it is known that they are newer and not damaged.
+A later version of this program that changes the fields also raises `VERSION`,
+but computes the digest in the same way. So an older version can tell a newer
+manifest from a damaged manifest.
 """
 
 from collections.abc import Mapping
@@ -32,21 +33,22 @@ class NewerSchema(ValueError):
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-  """Returns the checksum that a manifest carries of its other fields."""
+  """Returns the digest of a manifest that has no field `digest`."""
   text = json.dumps(manifest, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
-  """Returns the manifest of a checkpoint, checked by its digest.
+  """Returns the manifest of a checkpoint after checks of digest and step.
 
   Args:
     path: the folder of the checkpoint.
-    step: its step.
+    step: the step of the checkpoint.
 
   Raises:
     NewerSchema: a newer version of the program has saved the checkpoint.
-    ValueError: it cannot be read, or is not that of the step; one line.
+    ValueError: the manifest cannot be read, is damaged, or has another step.
+      The message is one line.
   """
   try:
     manifest = json.loads((path / FILE).read_text('utf-8'))
@@ -58,8 +60,8 @@ def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
     manifest.pop('digest', None) != digest(manifest)
   ):
     raise ValueError('the manifest does not match its digest')
-  # Checked after the digest, which all versions compute alike, so that a newer
-  # manifest is not taken for a damaged one.
+  # The version is checked after the digest, which all versions compute alike,
+  # so that a newer manifest is not taken for a damaged one.
   version = manifest.get('version')
   if version != VERSION:
     is_newer = type(version) is int and version > VERSION
@@ -73,11 +75,14 @@ def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def other_run(manifest: Mapping[str, Any], run: run_folder.Run | None) -> str:
-  """Returns which other run saved a step; '' if the step is this run's own.
+  """Returns a text about the other run that saved a step, or ''.
+
+  '' means that the run of the workdir saved the step.
 
   Args:
     manifest: the manifest of the step.
-    run: the run of the workdir; None if a version without ids began it.
+    run: the run of the workdir. None if a version of this program without run
+      ids began the run.
   """
   if run is None or ('run_id' not in manifest and run.has_older_checkpoints):
     return ''
@@ -88,12 +93,12 @@ def other_run(manifest: Mapping[str, Any], run: run_folder.Run | None) -> str:
 
 
 def best(scores: Mapping[int, float | None]) -> int | None:
-  """Returns the step with the greatest score; None if no step has one.
+  """Returns the step with the greatest score, or None if no step has a score.
 
-  Of several with the same score it is the newest.
+  Of several steps with the greatest score, the newest is returned.
 
   Args:
-    scores: the score of each step, or None.
+    scores: step to score, or to None if the step has no score.
   """
   scored = [
     (score, step) for step, score in scores.items() if score is not None

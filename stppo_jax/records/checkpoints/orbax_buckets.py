@@ -1,9 +1,9 @@
-"""Lets Orbax work with buckets that are out of reach now and then.
+"""Lets Orbax work with buckets that are sometimes out of reach.
 
-Orbax reads and writes arrays with TensorStore, which repeats a request for a
-quarter of an hour, and its small files with gcsfs, which gives up after half a
-minute. An error of a request says nothing about what a bucket holds: it is no
-damage of a checkpoint.
+Orbax reads and writes arrays with TensorStore, which repeats a failed request
+for a quarter of an hour. It reads and writes small files with gcsfs, which
+gives up after half a minute. A failed request says nothing about the content of
+a bucket, so it does not mean that a checkpoint is damaged.
 """
 
 import asyncio
@@ -16,18 +16,19 @@ from typing import Any
 from stppo_jax import buckets
 
 _PAUSE = 1.0  # seconds between two tries of a request
-# Packages whose errors are those of requests, and the words by which
-# TensorStore reports such an error.
+# Packages whose errors mean that a request failed, and the words with which
+# TensorStore reports a failed request.
 _PACKAGES = ('aiohttp', 'asyncio', 'gcsfs', 'google', 'requests', 's3fs')
 _PASSING = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'RESOURCE_EXHAUSTED', 'ABORTED')
 
 
 @contextlib.contextmanager
 def reaching(address: str) -> Iterator[None]:
-  """Raises `BucketError` for an error that says nothing about stored content.
+  """Turns an error of the body into `BucketError` if a request has failed.
 
   Args:
-    address: where the body reads or writes; '' = in no bucket.
+    address: the address where the body reads or writes. If it is '', the body
+      uses no bucket, and its errors are raised unchanged.
   """
   try:
     yield
@@ -41,20 +42,21 @@ def reaching(address: str) -> Iterator[None]:
 def prepare(seconds: float) -> None:
   """Makes Orbax list buckets uncached, and repeat requests for small files.
 
-  Call it before Orbax first uses gs://. It does so by the protocol `gcs` of
-  fsspec, where `Bucket` says `gs`.
+  Call it before Orbax first uses a gs:// address. Orbax uses the protocol `gcs`
+  of fsspec for such an address, while `Bucket` uses the protocol `gs`.
 
   Args:
-    seconds: for which a request is repeated. A save of several hosts cannot be
-      begun again by one of them.
+    seconds: the seconds for which a failed request is repeated. Requests are
+      repeated because one host alone cannot begin a save of several hosts
+      again.
   """
   _file_system().seconds = seconds
 
 
 @functools.cache
 def _file_system() -> Any:
-  """Returns the class that fsspec makes for Orbax, with its `seconds`."""
-  # Late, because few runs use buckets.
+  """Registers the file system that fsspec gives to Orbax; returns its class."""
+  # Imported late, because few runs use buckets.
   import fsspec
   import gcsfs
   from gcsfs import retry
@@ -63,7 +65,7 @@ def _file_system() -> Any:
     seconds = 0.0
 
     def __init__(self, *args, **kwargs):
-      # A cache of listings would hide what other hosts write.
+      # A cache of listings would hide files that other hosts write.
       super().__init__(*args, **kwargs | {'use_listings_cache': False})
 
     async def _request(self, *args, **kwargs):
@@ -84,9 +86,9 @@ def is_unreachable(error: Exception) -> bool:
   """Returns whether an error means only that a bucket was out of reach.
 
   Args:
-    error: raised by fsspec, by a package of it, or by TensorStore.
+    error: an error of fsspec, of a package that fsspec uses, or of TensorStore.
   """
   package = type(error).__module__.partition('.')[0]
-  if isinstance(error, OSError):  # a missing permission raises one, too
+  if isinstance(error, OSError):  # a missing permission counts as unreachable
     return not isinstance(error, FileNotFoundError)
   return package in _PACKAGES or any(x in str(error) for x in _PASSING)

@@ -1,13 +1,13 @@
 """Keeps Orbax from printing the errors that it also raises.
 
-Orbax reads and writes leaves concurrently. When the first one fails, as on a
-full disk or in a damaged checkpoint, it raises that error; but it also logs it,
-and the tasks of the other leaves are dropped: Python reports each of them, and
-TensorStore reports that it cannot tell them their results. Some hundred lines
-of tracebacks would bury the one line that says what has happened.
+Orbax reads and writes leaves concurrently. When a leaf fails, for example on a
+full disk or in a damaged checkpoint, Orbax raises the error and also logs it.
+It drops the tasks of the other leaves. Python then reports each dropped task,
+and TensorStore reports that it cannot deliver its results to them. Hundreds of
+lines of tracebacks would bury the one line that names the cause.
 
-What is hidden is kept: of several hosts, the one whose part of a save has
-failed learns of it here long before Orbax raises it.
+The last error that Orbax has logged is kept. If several hosts save, the host
+whose part has failed finds the error here long before Orbax raises it.
 """
 
 import collections
@@ -17,26 +17,27 @@ import sys
 import traceback
 from typing import Any
 
-_ORBAX = '/orbax/'  # in the path of a file
-# Warnings about what is meant to be so.
+_ORBAX = '/orbax/'  # a part of the path of every file of Orbax
+# The beginnings of warnings about intended behaviour.
 _ADVICE = (
   'Waiting for previous save',
   'CheckpointManagerOptions.read_only=True',
   'Given directory is read only',
 )
-# What asyncio logs of a task that has failed and that nobody waits for.
+# A part of the message of asyncio about a failed task that nothing awaits.
 _UNHEARD = 'exception was never retrieved'
 # The last error that Orbax has logged.
 logged: collections.deque[Exception] = collections.deque(maxlen=1)
 
 
 def hide_repeated() -> None:
-  """Hides what Orbax prints of errors that it raises; may be called again.
+  """Hides the reports of errors that Orbax also raises.
 
-  It changes the loggers of absl and asyncio, and the hook for exceptions that
-  Python ignores. They still report what has another origin.
+  The function changes the loggers of absl and asyncio, and the hook for
+  exceptions that Python ignores. They still report all other errors. More calls
+  of the function change nothing more.
   """
-  # The same filter is not added twice.
+  # `addFilter` does not add the same filter twice.
   logging.getLogger('absl').addFilter(_is_not_logged_by_orbax)
   logging.getLogger('asyncio').addFilter(_is_not_unheard)
   report = sys.unraisablehook
@@ -45,10 +46,11 @@ def hide_repeated() -> None:
 
 
 def cause(error: Exception) -> str:
-  """Returns the end of an error's message, which names its cause, as one line.
+  """Returns the part of an error's message that names the cause, as one line.
 
-  TensorStore puts the paths of its files before the cause, each followed by a
-  colon, and the whole specification of an array after it, in brackets.
+  In a message of TensorStore, paths of files come before the cause, each
+  followed by a colon. After the cause comes the specification of an array, in
+  brackets.
   """
   line = ' '.join(str(error).split())
   end = re.split(r" \[\w+='", line)[0].rpartition('": ')[2]
@@ -58,9 +60,9 @@ def cause(error: Exception) -> str:
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
   """Returns False for the log records of Orbax that nobody needs.
 
-  Tracebacks are among them, and warnings that a folder is read only, where it
-  is opened to be read. Another advises to save less often, because it counts
-  the time that a run waits for its last save.
+  They are tracebacks, warnings that a folder is read-only although it is only
+  opened for reading, and the advice to save less often. Orbax gives this advice
+  because it counts the time that a run waits for its last save.
   """
   if _ORBAX not in record.pathname:
     return True
@@ -79,12 +81,12 @@ def _is_not_unheard(record: logging.LogRecord) -> bool:
 
 
 def _is_of_orbax(ignored: Any) -> bool:
-  """Returns whether an error of Orbax has caused an ignored exception."""
+  """Returns whether an exception that Python ignores comes from Orbax."""
   code = getattr(ignored.object, 'cr_code', None)
   if code is not None and _ORBAX in code.co_filename:
     return True
-  # TensorStore reports to a loop that is gone. It calls asyncio from C++, so
-  # the traceback begins in asyncio.
+  # TensorStore reports a result to an event loop that is closed. It calls
+  # asyncio from C++, so the traceback begins in asyncio, not in Orbax.
   trace = ignored.exc_traceback
   return (
     str(ignored.exc_value) == 'Event loop is closed'

@@ -1,8 +1,8 @@
-"""The handler of the manifest, and the choice of steps that Orbax keeps.
+"""Extends Orbax: a handler of manifests, and the choice of steps to keep.
 
-A manifest is written while its fingerprints are computed: they take as long as
-reading the whole state, and a run that waited for them would lose more time
-with them than with all the rest of a save.
+The devices compute the fingerprints of a manifest while threads write the save.
+To compute them takes as long as reading the whole state. A run that waited for
+the fingerprints would lose more time than with all the rest of a save.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +20,20 @@ from orbax.checkpoint import future
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 
-# Replicas share the writing of larger arrays only: each shape that is cut is a
-# program to compile, which costs more than a small array takes to write.
+# Replicas share the writing of an array only if it has at least so many bytes.
+# Each array shape that is split needs a compiled program, and compiling takes
+# longer than writing a small array.
 _LEAST_BYTES_SHARED = 2**20
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
   """A handler of Orbax that writes a `ManifestSave`, and reads nothing."""
 
-  # The name of the argument is Orbax's.
+  # Orbax decides the names of the arguments.
   async def async_save(
     self, directory: pathlib.Path, args: 'ManifestSave'
   ) -> list[future.Future]:
-    """Returns futures of what is left to do; Orbax calls it."""
+    """Returns futures of the write that is left to do; Orbax calls it."""
     return [
       future.CommitFutureAwaitingContractedSignals(
         _write(directory, args), name='manifest'
@@ -40,23 +41,24 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
     ]
 
   def save(self, directory: pathlib.Path, args: 'ManifestSave') -> None:
-    """Is never called: all saves are asynchronous."""
+    """Is never called, because all saves are asynchronous."""
     raise NotImplementedError
 
   def restore(self, directory: pathlib.Path, args: Any = None) -> Any:
-    """Is never called: `manifest.read` does it."""
+    """Is never called, because `manifest.read` reads manifests."""
     raise NotImplementedError
 
 
 @ocp.args.register_with_handler(ManifestHandler, for_save=True)
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
-  """A manifest whose fingerprints may still be computed.
+  """A manifest to write, whose fingerprints the devices may still compute.
 
   Attributes:
-    manifest: all of it but fingerprints and digest.
-    fingerprints: an array of a number for each leaf, in the same order.
-    flush: called first, on every process.
+    manifest: the manifest without fingerprints and without digest.
+    fingerprints: an array with one fingerprint for each leaf, in the order of
+      the leaves in the manifest.
+    flush: called on every process before the manifest is written.
   """
 
   manifest: dict[str, Any]
@@ -65,13 +67,13 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 
 async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
-  """Writes the file, on the first process."""
-  # First of all: what was written before the checkpoint must reach the bucket
-  # before it.
+  """Calls `flush`, then writes the manifest on the first process."""
+  # Files that were written before the checkpoint must reach the bucket before
+  # the checkpoint does.
   save.flush()
   if jax.process_index() != 0:
     return
-  numbers = np.asarray(save.fingerprints)  # waits for them
+  numbers = np.asarray(save.fingerprints)  # waits for the devices
   leaves = {
     name: {**kind, 'fingerprint': int(number)}
     for (name, kind), number in zip(
@@ -84,7 +86,7 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   (directory / manifest_lib.FILE.name).write_text(text)
 
 
-# Without this class, Orbax takes the handler for one of an old kind.
+# Without this class, Orbax would treat the handler as one of an old kind.
 @ocp.args.register_with_handler(ManifestHandler, for_restore=True)
 class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""
@@ -96,15 +98,17 @@ def checked(
   """Returns a class of temporary folders that are committed after a check.
 
   Args:
-    folder: the folder of the checkpoints, which decides how they are committed.
-    check: raises an error if they must not be.
+    folder: the folder of the checkpoints, on a disk or in a bucket. It decides
+      how a temporary folder is committed.
+    check: raises an error if a step must not be committed.
   """
   kinds = ocp.path.atomicity_defaults
   base: Any = kinds.get_default_temporary_path_class(folder)
 
   class Checked(base):
     async def finalize(self):
-      # The items of a step are committed before it, in the same way.
+      # The items of a step are committed in the same way, before the step. Only
+      # the step itself is checked.
       if self.get_final().parent == folder:
         check()
       await super().finalize()
@@ -123,10 +127,10 @@ def manager(
   """Returns Orbax's manager of a folder of checkpoints.
 
   Args:
-    folder: the folder, which is made unless `read_only`.
-    preservation: chooses the steps that are kept.
-    read_only: whether nothing may be changed.
-    check: see `checked`.
+    folder: the folder. If `read_only` is false, the folder is made.
+    preservation: the policy that chooses the steps to keep.
+    read_only: whether nothing in the folder may be changed.
+    check: called before a step is committed, see `checked`.
     on_end: called by a thread at the end of a save.
   """
   handler = ocp.type_handlers.ArrayHandler(
@@ -137,7 +141,7 @@ def manager(
     options=ocp.CheckpointManagerOptions(
       preservation_policy=preservation,
       create=not read_only,
-      cleanup_tmp_directories=not read_only,  # of a save that was killed
+      cleanup_tmp_directories=not read_only,  # the remains of killed saves
       read_only=read_only,
       temporary_path_class=checked(folder, check),
       async_options=ocp.AsyncOptions(post_finalization_callback=on_end),
@@ -154,12 +158,14 @@ def manager(
 
 
 class Preservation:
-  """A policy of Orbax, which asks at every save what is kept.
+  """A policy that Orbax asks at every save which steps to keep.
 
   Args:
     folder: the folder of the checkpoints.
-    keep: the number of the newest steps that are kept; None: all steps are.
-    keep_every: the multiples of this number are kept too; 0: none.
+    keep: the number of newest steps to keep, in addition to the step with the
+      best score. None keeps all steps.
+    keep_every: steps that are multiples of this number are kept too. 0 keeps no
+      additional steps.
   """
 
   def __init__(self, folder: epath.Path, *, keep: int | None, keep_every: int):
@@ -168,16 +174,16 @@ class Preservation:
     self._scores: dict[int, float | None] = {}
 
   def note(self, step: int, score: float | None) -> None:
-    """Notes how good a step is that is about to be saved."""
+    """Notes the score of a step that is about to be saved."""
     self._scores[step] = score
 
   def best(self, steps: Sequence[int]) -> int | None:
-    """Returns the step with the best score; None if no step has one.
+    """Returns the step with the best score, or None if no step has a score.
 
-    Of several with the same score it is the newest.
+    Of several steps with the best score, the newest is returned.
     """
-    # Each manifest is read once. Orbax asks at every save, and in a bucket each
-    # of them would be a request.
+    # Each manifest is read only once: Orbax calls the policy at every save, and
+    # in a bucket each read is a request.
     for step in steps:
       if step not in self._scores:
         self._scores[step] = None
@@ -189,7 +195,7 @@ class Preservation:
   def should_preserve(
     self, checkpoints: Sequence[Any], *, context: Any
   ) -> Sequence[bool]:
-    """Returns for each step whether it is kept; Orbax calls it."""
+    """Returns for each checkpoint whether to keep it; Orbax calls it."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     if self._keep is None:

@@ -1,12 +1,13 @@
-"""The save that threads write while its caller goes on; at most one.
+"""Tracks the one save that threads write while the run goes on.
 
-Orbax tells of an error only to whoever waits for the save. After one, its list
-of steps must be read again: it may name the step that failed.
+Orbax raises the error of a failed save only when a caller waits for the save.
+After an error, Orbax's list of steps must be read again, because the list may
+contain the step that failed.
 
-Of several hosts, each waits in Orbax for the parts of all others, for twenty
-minutes, before it would tell of an error of its own. But it logs the error at
-once. After one the run must end, which it does on all hosts together: the
-others would go on to wait for this one.
+If several hosts save, Orbax makes each host wait for the parts of all other
+hosts, for up to twenty minutes, before it raises an error of the host's own
+part. But Orbax logs the error at once. After such an error the run must end on
+all hosts together, because the other hosts would go on waiting for this host.
 """
 
 from collections.abc import Iterator
@@ -28,16 +29,18 @@ class SaveFailed(RuntimeError):
 
 
 class PendingSave:
-  """Begins saves, and finds out how they end.
+  """Begins a save, and finds out whether it succeeds or fails.
 
   Args:
     num_hosts: the number of hosts that save together.
 
   Attributes:
-    seconds: how long the last save took until it was on disk; 0 before one.
-    saved: the step of that save; 0 before one.
-    cannot_end: whether a save has failed for which other hosts still wait in
-      Orbax, or goes on without hope: whoever closes it would wait, too.
+    seconds: the seconds until the last completed save was on disk; 0 before the
+      first save.
+    saved: the step of the last completed save; 0 before the first save.
+    cannot_end: whether a save can no longer end well: it has failed while other
+      hosts still wait for it in Orbax, or it goes on without hope. Closing
+      Orbax's manager would then wait, too.
   """
 
   def __init__(self, num_hosts: int = 1):
@@ -52,13 +55,13 @@ class PendingSave:
   def begin(
     self, manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite
   ) -> None:
-    """Copies what is saved to the host, and has threads write it.
+    """Copies the state to the host, and starts threads that write the copy.
 
     Raises:
-      SaveFailed: it could not be begun.
+      SaveFailed: the save could not be begun.
     """
-    assert self._manager is None  # the last one was waited for
-    # The list of steps may name the one that has failed.
+    assert self._manager is None  # the last save has been waited for
+    # The list of steps may still contain a step whose save has failed.
     if self._is_stale:
       with self._failing(manager, step):
         manager.reload()
@@ -69,32 +72,32 @@ class PendingSave:
     try:
       with self._failing(manager, step):
         manager.save(step, args=items, force=True)
-      # Not earlier: a wait on another thread would find nothing to wait for,
-      # and take the step for saved.
+      # This is not set before `manager.save` returns: a wait on another thread
+      # would find nothing to wait for, and take the step for saved.
       self._manager, self._step = manager, step
     finally:
       self._is_beginning = False
 
   @property
   def step(self) -> int:
-    """The step of the save that is going on; 0 if there is none.
+    """The step of the save that is going on, or 0 if no save is going on.
 
-    A save goes on until `check` or `wait` has told how it ended.
+    A save goes on until `check` or `wait` has reported its end.
     """
     return 0 if self._manager is None else self._step
 
   @property
   def seconds_left(self) -> float:
-    """How long the save goes on if it takes as long as the one before."""
+    """The seconds until the save ends, if it takes as long as the last save."""
     if self._manager is None or self._ended:
       return 0.0
     return max(self.seconds - (time.monotonic() - self._began), 0.0)
 
   def check(self) -> bool:
-    """Returns whether a save has ended since the last call of this or `wait`.
+    """Returns whether a save has ended since the last `check` or `wait`.
 
     Raises:
-      SaveFailed: nothing is left of its step.
+      SaveFailed: the save has failed. Nothing is left of its step.
     """
     if self._manager is None:
       return False
@@ -105,11 +108,12 @@ class PendingSave:
     return self.wait()
 
   def wait(self) -> bool:
-    """Waits until the save is on disk; returns False if there was none.
+    """Waits until the save is on disk; returns False if there is no save.
 
     Raises:
-      SaveFailed: nothing is left of its step, or another thread is beginning a
-        save, whose end cannot be waited for yet.
+      SaveFailed: the save has failed, and nothing is left of its step. Also
+        raised if another thread is beginning a save, because nothing can wait
+        for the end of that save yet.
     """
     if self._is_beginning:
       raise SaveFailed('another thread is beginning a save')
@@ -119,20 +123,21 @@ class PendingSave:
       while self._check_part(self._manager):
         time.sleep(_POLL)
       self._manager.wait_until_finished()
-    # The wait may begin long after the files were written.
+    # This wait may begin long after the files were written, so the time that
+    # `note_end` has noted counts.
     self.seconds = (self._ended or time.monotonic()) - self._began
     self._manager, self.saved = None, self._step
     return True
 
   def note_end(self) -> None:
-    """Notes that the files are written; Orbax calls it on a thread."""
+    """Notes the time when the files are written; a thread of Orbax calls it."""
     self._ended = time.monotonic()
 
   def _check_part(self, manager: ocp.CheckpointManager) -> bool:
-    """Returns whether the parts of several hosts are being written.
+    """Returns whether a save of several hosts is still being written.
 
     Raises:
-      The error of the part of this host.
+      The error of this host's part, if the part has failed.
     """
     if self._num_hosts == 1 or not manager.is_saving_in_progress():
       return False
@@ -142,9 +147,10 @@ class PendingSave:
     return True
 
   def _reload(self, manager: ocp.CheckpointManager) -> None:
-    """Reads the list of steps again; in a bucket out of reach, later."""
+    """Reads Orbax's list of steps again, or leaves this to the next save."""
     self._is_stale = True
-    # The error that is being handled says more than another one of the bucket.
+    # An error here is ignored, because the error that is being handled says
+    # more than another error of the bucket.
     with contextlib.suppress(Exception):
       manager.reload()
       self._is_stale = False
@@ -153,9 +159,9 @@ class PendingSave:
   def _failing(
     self, manager: ocp.CheckpointManager, step: int
   ) -> Iterator[None]:
-    """Raises `SaveFailed` for an error of the body.
+    """Turns every error of the body into `SaveFailed`.
 
-    Every error of a save, such as a full disk, is the same to the caller.
+    The caller handles all errors of a save, such as a full disk, alike.
     """
     try:
       yield

@@ -17,12 +17,12 @@ class SavedStep:
 
   Attributes:
     step: the number of steps that were done.
-    path: its folder.
-    time: when it was saved, in seconds since 1970.
-    size: the bytes of its files.
-    score: how good the step is; None if it was not evaluated.
-    notes: what else there is to say: newest, best, set aside, or what is wrong
-      with its manifest.
+    path: the folder of the checkpoint.
+    time: the time of the save, in seconds since 1970.
+    size: the number of bytes of all its files.
+    score: the score of the step, or None if the step was not evaluated.
+    notes: whether it is the newest or the best checkpoint, whether it was set
+      aside, and what is wrong with its manifest.
   """
 
   step: int
@@ -34,16 +34,17 @@ class SavedStep:
 
 
 def find(workdir: pathlib.Path) -> list[SavedStep]:
-  """Returns the checkpoints of a run in order, also those set aside.
+  """Returns the checkpoints of a run by step, including damaged ones.
 
-  Arrays are not read: `verification` finds out whether they are intact.
+  Arrays are not read. The module `verification` checks whether arrays are
+  intact.
 
   Raises:
     OSError: a folder cannot be read.
   """
   folder = workdir / 'checkpoints'
   names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-  # A step that Orbax is still writing has a name that is no number.
+  # While Orbax is still writing a step, the name of its folder is no number.
   numbers = sorted(int(name) for name in names if name.isdecimal())
   known = [_read(folder / str(number), number) for number in numbers]
   known = [saved for saved in known if saved.path.exists()]
@@ -70,7 +71,7 @@ def describe_size(count: float) -> str:
 
 
 def _read(path: pathlib.Path, step: int) -> SavedStep:
-  """Returns what the small files of a checkpoint say."""
+  """Describes a checkpoint from its manifest and the sizes of its files."""
   score, notes = None, ()
   try:
     score = manifest_lib.read(path, step)['host'].get('score')
@@ -79,9 +80,10 @@ def _read(path: pathlib.Path, step: int) -> SavedStep:
   except ValueError as error:
     notes = (f'damaged: {manifest_lib.FILE}: {error}',)
   files = []
-  with contextlib.suppress(FileNotFoundError):  # a run removes old checkpoints
+  with contextlib.suppress(FileNotFoundError):  # the run may remove a step now
     files += [each.stat() for each in path.rglob('*') if each.is_file()]
   size = sum(each.st_size for each in files)
-  # Orbax renames the folder when all of its files are written.
+  # Orbax renames the folder once all files are written, so the newest file has
+  # the time of the save.
   time = max((each.st_mtime for each in files), default=0.0)
   return SavedStep(step, path, time, size, score, notes)

@@ -1,7 +1,7 @@
-"""Verifies a checkpoint: every fingerprint is computed again from its files.
+"""Verifies a checkpoint by computing all fingerprints again from its files.
 
-No model is needed: the manifest names the leaves with their shapes. Nothing is
-written or renamed, so a run in progress is not disturbed.
+No model is needed, because the manifest has the names and shapes of the leaves.
+Nothing is written or renamed, so a run in progress is not disturbed.
 """
 
 import pathlib
@@ -20,15 +20,16 @@ from stppo_jax.workdir import run_folder
 def problems(
   path: pathlib.Path, step: int, run: run_folder.Run | None
 ) -> list[str]:
-  """Returns a line for everything that is wrong with a checkpoint.
+  """Returns messages about everything that is wrong with a checkpoint.
 
   Args:
     path: the folder of the checkpoint.
-    step: its step.
-    run: the run that the checkpoint must be of; None if it has no id.
+    step: the step of the checkpoint.
+    run: the run that must have saved the checkpoint. None if the run has no id.
 
   Returns:
-    Lines that name a file or a leaf, and the cause; [] for a sound checkpoint.
+    Lines that each name a file or a leaf, and the cause. The list is empty for
+    a sound checkpoint.
   """
   orbax_errors.hide_repeated()
   try:
@@ -41,7 +42,7 @@ def problems(
   unreadable: dict[str, str] = {}
   changed: dict[str, str] = {}
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    # Leaves are read one by one, so memory for the largest one is enough.
+    # Leaves are read one by one, so memory for the largest leaf is enough.
     for name, kind in sorted(manifest['leaves'].items()):
       try:
         array = _read(reader, path, name, kind)
@@ -69,12 +70,13 @@ def _read(
   """Returns a leaf of a checkpoint.
 
   Args:
-    reader: reads the files.
+    reader: the checkpointer of Orbax that reads the files.
     path: the folder of the checkpoint.
-    name: the leaf.
-    kind: its shape and dtype, as the manifest has them.
+    name: the name of the leaf.
+    kind: the shape and dtype of the leaf, as in the manifest.
   """
-  # On one device, whatever mesh the run has: fingerprints do not depend on it.
+  # The leaf is read onto one device. Fingerprints do not depend on the mesh, so
+  # it may differ from the mesh of the run.
   sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shape, dtype = tuple(kind['shape']), jnp.dtype(kind['dtype'])
   wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)}
@@ -90,7 +92,7 @@ def _read(
 
 
 def _shortened(causes: dict[str, str]) -> str:
-  """Returns one line: the first leaf, how many others there are, and why."""
+  """Returns one line: the first leaf, the number of others, and the cause."""
   name, cause = next(iter(causes.items()))
   rest = len(causes) - 1
   others = f' and {rest} other{"s" if rest > 1 else ""}' if rest else ''
