@@ -1,7 +1,8 @@
 """Shows trajectory records as text for a terminal.
 
-Text of models and passages can contain anything, even commands to the terminal:
-every control character and every invisible one is shown as its escape.
+The text of models and passages can contain anything, even commands to the
+terminal. So every control character and every invisible character is shown as
+an escape sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from stppo_jax import streams
 
 T = TypeVar('T')
 
-# Role -> (style, mark at the start of each line). Where there is no colour, the
+# Role -> (style, mark at the start of each line). Without colours, only the
 # marks show the roles.
 _ROLES = {
   'question': ('bold', '?'),
@@ -31,11 +32,11 @@ LEGEND = '  '.join(
 
 
 def render(record: Mapping[str, Any], *, colour: bool) -> str:
-  """Returns a dialogue as text, with the mark of its role before each line.
+  """Returns a dialogue as text; a mark before each line shows its role.
 
   Args:
     record: a record of `trajectory_metrics.record`.
-    colour: whether to write ANSI colours; roles have marks in any case.
+    colour: whether to write ANSI colours. Marks are written in any case.
 
   Returns:
     Text without control characters other than line breaks and colours.
@@ -49,7 +50,8 @@ def render(record: Mapping[str, Any], *, colour: bool) -> str:
     passages.append(('policy', f'{turn["text"]}\n[{turn["action"]}]'))
     if turn['observation']:
       passages.append(('observation', turn['observation']))
-  # A reward is a score times its weight: one that is 0 says nothing.
+  # A reward is a score times its weight. Rewards of 0 are left out, because
+  # they say nothing.
   rewards = {name: x for name, x in record['rewards'].items() if x}
   total, terms = sum(rewards.values()), _numbers(rewards)
   outcome = f'{record["status"]}: {_numbers(record["scores"])}; '
@@ -63,14 +65,14 @@ def _numbers(numbers: Mapping[str, float]) -> str:
 
 
 def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:
-  """Returns what the policy did with a question that a person has asked.
+  """Returns the reply of a policy to a question that a person has asked.
 
   Args:
-    record: a record, see `trajectory_metrics.records`.
-    colour: whether to write ANSI colours; roles have marks in any case.
+    record: a record of `tools/evaluation.py`, which has the key `answer`.
+    colour: whether to write ANSI colours. Marks are written in any case.
 
   Returns:
-    Turns, observations and the answer, escaped as in `render`.
+    The turns, the observations and the answer, escaped as in `render`.
   """
   passages = []
   for turn in record['turns']:
@@ -85,7 +87,7 @@ def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:
 
 
 def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
-  """Returns texts with the marks of their roles before each line."""
+  """Returns (role, text) passages as text with a mark before each line."""
   page = rich.text.Text()
   for role, text in passages:
     style, mark = _ROLES[role]
@@ -101,12 +103,12 @@ def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
     highlight=False,
     no_color=False,
   )
-  # Without `soft_wrap`, lines would be cut at some width, and what follows the
-  # cut would have no mark.
+  # Without `soft_wrap`, long lines would be broken, and the text after a break
+  # would have no mark.
   console.print(page, end='', soft_wrap=True)
   return file.getvalue()
 
 
 def spread(items: Sequence[T], count: int) -> Sequence[T]:
-  """Returns at most so many of the items, evenly spread."""
+  """Returns at most `count` of the items, evenly spread."""
   return items[:: max(len(items) // max(count, 1), 1)][:count]

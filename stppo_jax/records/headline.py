@@ -1,9 +1,9 @@
-"""The metrics that describe a step in a few numbers."""
+"""Selects the few metrics that summarise a step."""
 
 from collections.abc import Mapping
 import math
 
-_EVALUATION = 'val/'  # then the name of the score, then of the data set
+_EVALUATION = 'val/'  # followed by the name of the score and of the data set
 _MAIN = {
   'reward': 'critic/score/mean',
   'loss': 'sft/loss',
@@ -12,9 +12,9 @@ _MAIN = {
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the score of a step's evaluation by name; {} if it had none.
+  """Returns the evaluation score of a step by name, or {} without evaluation.
 
-  It is the mean over data sets, as `val/{score}`.
+  The name is `val/{score}`, and the score is the mean over the data sets.
   """
   scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
   if not scores:
@@ -30,11 +30,11 @@ def training(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def seconds(metrics: Mapping[str, float | None]) -> float | None:
-  """Returns the duration of a step with its save, without what it compiled."""
+  """Returns the seconds of a step and its save, without compilation."""
   if (step := metrics.get('timing_s/step')) is None:
     return None
-  # Threads compile side by side, so their times may add up to more than the
-  # time that has passed.
+  # Threads compile in parallel, so the sum of their times may exceed the time
+  # of the step.
   worked = max(step - (metrics.get('timing_s/compile') or 0.0), 0.0)
   return worked + (metrics.get('timing_s/checkpoint') or 0.0)
 
@@ -42,7 +42,8 @@ def seconds(metrics: Mapping[str, float | None]) -> float | None:
 def mean_score(metrics: Mapping[str, float]) -> float | None:
   """Returns the mean score over the data sets that were evaluated.
 
-  None where nothing was evaluated, or where the score is not finite.
+  The result is None if the step had no evaluation, or if the score is not
+  finite.
   """
   for score in evaluation(metrics).values():
     return score if math.isfinite(score) else None

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from its `metrics.jsonl`."""
+"""Draws pictures of a run from its `metrics.jsonl`."""
 
 from collections.abc import Mapping
 import io
@@ -15,7 +15,7 @@ import numpy as np
 from stppo_jax.workdir import atomic_files
 
 _SCORE = 'critic/score/mean'
-_EVALUATION = 'val/'  # then the name of the score, then of the data set
+_EVALUATION = 'val/'  # followed by the name of the score and of the data set
 _LEVELS = ('token', 'turn', 'sequence')
 _KL = {
   'actor/ppo_kl': 'to the sampling policy',
@@ -49,10 +49,13 @@ STYLE: dict[Any, Any] = {
 
 
 def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns the columns of a `metrics.jsonl`, as float64, nan where absent.
+  """Returns an array of float64 for each metric, nan in steps without it.
+
+  Args:
+    path: the file metrics.jsonl of a run.
 
   Raises:
-    ValueError: there is no line yet.
+    ValueError: the file has no line yet.
   """
   text = pathlib.Path(path).read_text(encoding='utf-8')
   rows = [json.loads(line) for line in text.splitlines() if line]
@@ -69,7 +72,7 @@ def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-  """Returns the mean of the last `window` values at each place; skips nans."""
+  """Returns at each index the mean of the last `window` values, without nan."""
   recent = [values[max(i - window, 0) : i] for i in range(1, len(values) + 1)]
   recent = [x[~np.isnan(x)] for x in recent]
   return np.array([x.mean() if len(x) else math.nan for x in recent])
@@ -81,26 +84,26 @@ def learning_curve(
   *,
   title: str = '',
 ) -> None:
-  """Writes the picture of `draw`.
+  """Writes the picture that `draw` makes as a PNG file.
 
   Args:
-    metrics_path: the file of the metrics.
-    png_path: the picture, which is replaced.
+    metrics_path: the file metrics.jsonl of a run.
+    png_path: the PNG file to write or replace.
     title: the text above the panels.
 
   Raises:
-    ValueError: the metrics have no line.
+    ValueError: the file of the metrics has no line.
   """
   save(draw(metrics_path, title=title), png_path)
 
 
 def save(page: figure.Figure, path: str | pathlib.Path, **options: Any) -> None:
-  """Writes a page as PNG; a file that is there is replaced.
+  """Writes a figure as PNG, and replaces an earlier file.
 
   Args:
-    page: the page.
-    path: the file.
-    **options: see `Figure.savefig`.
+    page: the figure.
+    path: the PNG file.
+    **options: options of `Figure.savefig`.
   """
   picture = io.BytesIO()
   with matplotlib.rc_context(STYLE):
@@ -109,13 +112,13 @@ def save(page: figure.Figure, path: str | pathlib.Path, **options: Any) -> None:
 
 
 def line(number: int) -> dict[str, Any]:
-  """Returns colour and dashes of a line; those of 24 lines are different."""
+  """Returns a line's colour and dashes, which differ for the first 24 lines."""
   turns, colour = divmod(number, len(COLOURS))
   return {'color': COLOURS[colour], 'linestyle': DASHES[turns % len(DASHES)]}
 
 
 def mark_steps(axes: Any) -> None:
-  """Marks whole steps on the horizontal axis."""
+  """Puts ticks at whole steps on the horizontal axis."""
   axes.set_xlabel('step')
   axes.xaxis.set_major_locator(
     ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10])
@@ -125,23 +128,23 @@ def mark_steps(axes: Any) -> None:
 def draw(metrics_path: str | pathlib.Path, *, title: str = '') -> figure.Figure:
   """Draws score, clip fraction and KL over steps, one below the other.
 
-  The top panel has the training score of each step (dots), its mean of five
-  steps, and the main score of every evaluation set; the middle one the share of
-  tokens outside the clipping band, by level; the bottom one the KL divergence.
-  Metrics that were not logged are left out.
+  The top panel shows the training score of each step (dots), its mean over five
+  steps, and the main score of every evaluation set. The middle panel shows the
+  share of tokens outside the clipping band, for each ratio level. The bottom
+  panel shows the KL divergence. Metrics that were not logged are left out.
 
   Args:
-    metrics_path: the file of the metrics.
+    metrics_path: the file metrics.jsonl of a run.
     title: the text above the panels.
 
   Raises:
-    ValueError: the metrics have no line.
+    ValueError: the file of the metrics has no line.
   """
   metrics = read_metrics(metrics_path)
   with matplotlib.rc_context(STYLE):
     page = figure.Figure(figsize=(6.0, 6.4), layout='constrained')
     if title:
-      # A pair of $ would enclose a formula.
+      # Matplotlib would show the text between two $ as a formula.
       page.suptitle(title.replace('$', r'\$'))
     score, clip, kl = page.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     _draw_score(score, metrics)
@@ -171,8 +174,8 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
     axes.set_ylim(bottom - margin, top + margin)
   sets = sorted(name for name in metrics if name.startswith(_EVALUATION))
   for i, name in enumerate(sets):
-    # Evaluations are rare. With the steps between them, no line would join
-    # them.
+    # Evaluations are rare. Steps without an evaluation are left out, because
+    # their nans would leave gaps in the line.
     evaluated = ~np.isnan(metrics[name])
     axes.plot(
       steps[evaluated],

@@ -21,7 +21,7 @@ from stppo_jax import streams
 from stppo_jax.records import headline
 
 _log = logging.getLogger(__name__)
-# The metrics that a line shows, beside reward, scores and speed.
+# The metrics that a line shows in addition to reward, scores and speed.
 _NAMES = {
   'entropy': 'actor/entropy',
   'kl': 'critic/kl',
@@ -45,8 +45,8 @@ class _Console(rich.console.Console):
 class Progress:
   """Shows each step, with the metrics that were measured in it.
 
-  A console that cannot be written any more, such as a closed pipe, is given up,
-  and the run goes on.
+  If the console can no longer be written, for example because its pipe is
+  closed, the display stops printing, and the run goes on.
   """
 
   def __init__(
@@ -57,19 +57,20 @@ class Progress:
     console: rich.console.Console | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts the clock.
+    """Starts the display.
 
     Args:
-      num_steps: the length of the run.
-      every: the steps between two lines, where there is no bar.
-      console: where to print; shows the bar if it is a terminal.
-      clock: returns seconds, for the time that remains.
+      num_steps: the number of steps of the run.
+      every: the number of steps between two lines, if there is no bar.
+      console: the console to print to. If it is a terminal, it shows the bar.
+      clock: returns a time in seconds, from which the remaining time is
+        estimated.
     """
     self._num_steps, self._every = num_steps, every
     self._console = console or _Console(highlight=False)
     self._clock = clock
-    # The first step of this start, and when it was done: it compiles, so the
-    # pace is that of the later ones.
+    # The first step of this start, and the time of its end. The first step
+    # compiles, so the pace is measured over the later steps.
     self._first: tuple[int, float] | None = None
     self._bar = None
     if self._console.is_terminal:
@@ -84,7 +85,7 @@ class Progress:
       self._bar.start()
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
-    """Shows that `done` steps are done; 0 = only the start is evaluated."""
+    """Shows that `done` steps are done; 0 is the evaluation before training."""
     line = self._line(done, metrics)
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
@@ -92,12 +93,12 @@ class Progress:
       self._print(line)
 
   def enter_phase(self, phase: str) -> None:
-    """Shows in the bar what the run does; '' changes nothing."""
+    """Shows in the bar which phase the run enters; '' changes nothing."""
     if self._bar is not None and phase:
       self._bar.update(self._task, phase=phase)
 
   def show(self, text: str) -> None:
-    """Prints text above the bar, with the colours that it has."""
+    """Prints text above the bar with the ANSI colours of the text."""
     self._print(rich.text.Text.from_ansi(text))
 
   def close(self) -> None:
@@ -109,13 +110,14 @@ class Progress:
     try:
       self._console.print(text, soft_wrap=True)
     except OSError as error:
-      # Otherwise the interpreter would fail at its end, when it flushes.
+      # Without this, the interpreter would fail when it flushes the stream at
+      # its end.
       streams.silence(self._console.file)
       reason = error.strerror
       _log.warning('cannot print any more, the run goes on: %s', reason)
 
   def _line(self, done: int, metrics: Mapping[str, float]) -> str:
-    """Returns the line of a step."""
+    """Returns the line that shows a step and its metrics."""
     words = [f'step {done}/{self._num_steps}']
     shown = headline.evaluation(metrics) | headline.training(metrics)
     shown |= {n: metrics[key] for n, key in _NAMES.items() if key in metrics}

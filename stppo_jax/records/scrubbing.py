@@ -1,15 +1,17 @@
-"""Removes secrets from what is written down or sent to others."""
+"""Removes secrets from texts that are written to files or sent to others."""
 
 from collections.abc import Mapping
 import re
 from typing import Any
 
-# A value as a shell takes it: between quotes, which may themselves be quoted.
+# A value in the syntax of a shell: with or without quotes, which may themselves
+# be escaped.
 _VALUE = (
   r'(?:\\"[^"]*"|\\\'[^\']*\'|"(?:\\.|[^"\\])*"|\'[^\']*\''
   r'|(?:\\?["\'])?[^\s"\'&]+)'
 )
-# A password in an address, a header, and a secret as a flag or a parameter.
+# Patterns and replacements for a password in an address, an Authorization
+# header, and a secret in a flag or a parameter.
 _SECRET_TEXTS = (
   (re.compile(r'(//)[^/@\s"]+@'), r'\1***@'),
   (
@@ -34,8 +36,8 @@ _SECRET_TEXTS = (
 def scrubbed(text: str) -> str:
   """Returns a text without the secrets that it contains.
 
-  Those are passwords in addresses, the credentials of an Authorization header,
-  and the values of flags and parameters whose names speak of a secret.
+  Secrets are passwords in addresses, the credentials of an Authorization
+  header, and the values of flags and parameters whose names mean a secret.
   """
   for pattern, replacement in _SECRET_TEXTS:
     text = pattern.sub(replacement, text)
@@ -45,8 +47,8 @@ def scrubbed(text: str) -> str:
 def scrubbed_values(value: Any) -> Any:
   """Returns a value of a config with all texts in it scrubbed.
 
-  Call it before the texts are quoted, since the patterns know nothing of
-  quoting.
+  Call it before the texts are quoted, because the patterns may not match quoted
+  texts.
   """
   if isinstance(value, str):
     return scrubbed(value)
@@ -58,9 +60,9 @@ def scrubbed_values(value: Any) -> Any:
 
 
 def scrubbed_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of a config, scrubbed, as numbers, texts and booleans.
+  """Returns the scrubbed values of a config as numbers, texts and booleans.
 
-  Values of other types become texts.
+  A value of another type becomes a text.
   """
   return {
     key: x if isinstance(x, int | float) else str(x)

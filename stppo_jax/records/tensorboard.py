@@ -1,9 +1,9 @@
 """A TensorBoard event file, written in the calling thread.
 
-tensorboardX's own `SummaryWriter` writes events in another thread. When the
-disk is full that thread dies, its queue fills up, and the next `add_scalar`
-waits for ever. Here the error is raised in the call that writes. The format is
-TFRecord frames of `Event` messages.
+tensorboardX's own `SummaryWriter` writes events in another thread. If the disk
+is full, that thread dies, its queue fills up, and the next `add_scalar` waits
+for ever. `EventFile` instead raises the error in the call that writes. The file
+has TFRecord frames of `Event` messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,15 +31,15 @@ _HPARAM_METRICS = ('critic/score/mean', 'actor/ppo_kl')
 
 
 class EventFile:
-  """An event file of a run; every start of the run has its own."""
+  """An event file of a run; every start of the run makes a new file."""
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int | None):
     """Makes the folder and opens the file.
 
     Args:
       folder: the folder to name in `tensorboard --logdir`.
-      purge_step: the first step whose events in earlier files of the folder
-        TensorBoard ignores; None: none.
+      purge_step: the first step whose events TensorBoard ignores in earlier
+        files of the folder. None ignores no events.
 
     Raises:
       OSError: the file cannot be written.
@@ -57,14 +57,14 @@ class EventFile:
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     """Appends the hyperparameters of the run, which TensorBoard compares.
 
-    Event files are passed on, so secrets in texts are left out.
+    Users pass event files on, so secrets in texts are removed.
 
     Raises:
       OSError: nothing was written.
     """
     if not hparams:
       return
-    # TensorBoard's plugin accepts numbers, texts and truth values only.
+    # TensorBoard's plugin accepts numbers, texts and booleans only.
     values = scrubbing.scrubbed_plain(hparams)
     parts = summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
     self._append([event_pb2.Event(summary=part) for part in parts])
@@ -89,7 +89,7 @@ class EventFile:
 
 
 def _frame(event) -> bytes:
-  """Returns a frame: length, its checksum, the message, its checksum."""
+  """Returns a TFRecord frame: length, checksum, message, checksum."""
   data = event.SerializeToString()
   length = struct.pack('<Q', len(data))
   return b''.join(

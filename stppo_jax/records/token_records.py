@@ -1,7 +1,8 @@
-"""Records what the updates did to the tokens of a trajectory.
+"""Records the effect of a step's updates on the tokens of a trajectory.
 
-A turn of `trajectories-*.jsonl` then has `tokens`: lists with a number for each
-token, rounded to four digits, and what the whole turn shares.
+A turn of `trajectories-*.jsonl` then has a dict `tokens`. Its lists have one
+value for each token, rounded to four digits. Other values are about the whole
+turn.
 """
 
 import codecs
@@ -25,7 +26,7 @@ _LISTS = {
 
 
 class Tokenizer(Protocol):
-  """The part of `sampling.tokenizer.Tokenizer` that records need."""
+  """The method of `sampling.tokenizer.Tokenizer` that token records need."""
 
   def token_bytes(self) -> list[bytes]: ...
 
@@ -36,14 +37,18 @@ def turn_records(
   row: int,
   tokenizer: Tokenizer,
 ) -> list[dict[str, Any] | None]:
-  """Returns `tokens` of each turn; None for one that is not trained on.
+  """Returns the dict `tokens` of each turn, or None for an untrained turn.
 
   Returns:
-    characters: how many characters of `text` each token adds; old_logprob,
-    ratio, entropy, advantage, and value where there is a value model: numbers
-    of each token; turn_ratio: a number; clipped: the places of the tokens whose
-    gradient is cut; weight: the corrections' multiplier of each token, absent
-    where all are 1.
+    For each turn that was trained on, a dict with these keys:
+      characters: for each token, the number of characters that it adds to the
+        text of the turn.
+      old_logprob, ratio, entropy, advantage, value: one number for each token.
+        `value` is absent without a value model.
+      turn_ratio: the ratio of the turn.
+      clipped: the indices of the tokens whose gradient is cut.
+      weight: for each token, the multiplier of the corrections. It is absent if
+        all multipliers are 1.
   """
   records = []
   start = len(trajectory.prompt_ids)
@@ -51,7 +56,7 @@ def turn_records(
     place = slice(start, start + len(turn.token_ids))
     start = place.stop + len(turn.observation_ids)
     trained = details.loss_mask_BL[row, place]
-    # A turn that was cut out of the batch, or of a failed trajectory.
+    # The turn was cut out of the batch, or its trajectory has failed.
     if not len(trained) or not trained.all():
       records.append(None)
       continue
@@ -77,10 +82,10 @@ def character_counts(
 ) -> list[int]:
   """Returns the number of characters that each token adds to the turn's text.
 
-  A token that ends within a character adds none; the token that completes the
-  character does.
+  If a character is spread over several tokens, the token that completes the
+  character adds it.
   """
-  # The decoder keeps the bytes of a character that the next token completes.
+  # The decoder keeps the bytes of an incomplete character for the next token.
   pieces = tokenizer.token_bytes()
   decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
   counts = [
@@ -93,7 +98,7 @@ def character_counts(
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-  """Returns four digits of each number; None in place of one not finite."""
+  """Returns each value with four digits, or None if it is not finite."""
   return [_round(float(value)) for value in values]
 
 

@@ -1,8 +1,9 @@
 """Sends the metrics of a run to experiment trackers, in the background.
 
-Trackers are packages of others that talk to servers: their calls may fail, or
-never return. So a thread makes them, from a queue of bounded length, and a run
-waits for neither. What a tracker has lost is in metrics.jsonl all the same.
+A tracker is a third-party package that talks to a server, so its calls may fail
+or never return. Therefore a thread makes the calls, from a queue of bounded
+length, and the run does not wait for them. Metrics that a tracker has lost are
+still in metrics.jsonl.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,25 +21,25 @@ import urllib.parse
 from stppo_jax.records import scrubbing
 
 _log = logging.getLogger(__name__)
-_LONGEST = 1000  # steps that wait for a tracker
-_PATIENCE = 10.0  # seconds that the end of a run waits for it
+_LONGEST = 1000  # the most steps that wait in the queue of a tracker
+_PATIENCE = 10.0  # the seconds that the end of a run waits for a tracker
 _PROJECT = 'stppo_jax'
 _WANDB = 'https://api.wandb.ai'
 
 
-# An experiment of a package, with `log(metrics, step)` and `finish()`.
+# An object of a tracker's package, with `log(metrics, step)` and `finish()`.
 Experiment = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-  """A run, as trackers know it.
+  """The description of a run that a tracker gets.
 
   Attributes:
     title: the name of the run.
-    run_id: the id of the run, the same in all of its starts.
+    run_id: the id of the run, the same in all starts of the run.
     folder: the run's folder.
-    config: the values of the config by key.
+    config: config key to value.
   """
 
   title: str
@@ -52,7 +53,7 @@ class Tracker:
 
   Args:
     name: a key of `TRACKERS`.
-    identity: what it is to know of the run.
+    identity: the description of the run for the tracker.
   """
 
   def __init__(self, name: str, identity: Identity):
@@ -60,7 +61,8 @@ class Tracker:
     self._open = lambda: TRACKERS[name](identity)
     self._queue: queue.Queue = queue.Queue(_LONGEST)
     self._error: BaseException | None = None
-    # A daemon: a call that never returns must not keep the process alive.
+    # The thread is a daemon, because a call that never returns must not keep
+    # the process alive.
     self._thread = threading.Thread(target=self._call, name=name, daemon=True)
     self._thread.start()
 
@@ -68,10 +70,11 @@ class Tracker:
     """Queues the metrics of a step.
 
     Raises:
-      Exception: what the tracker has raised since the last call.
-      queue.Full: it does not keep up; these metrics are dropped.
+      Exception: the error that the tracker has raised since the last call.
+      queue.Full: the tracker does not keep up. These metrics are dropped.
     """
-    # An error of the thread is told by the next call, on the thread of the run.
+    # The next call, on the thread of the run, raises an error of the tracker's
+    # thread.
     error, self._error = self._error, None
     if error is None or self._thread.is_alive():
       self._queue.put_nowait((step, dict(metrics)))
@@ -79,13 +82,13 @@ class Tracker:
       raise error
 
   def close(self, patience: float = _PATIENCE) -> None:
-    """Gives the tracker some seconds to send what is left."""
+    """Gives the tracker some seconds to send the queued metrics."""
     with contextlib.suppress(queue.Full):
       self._queue.put_nowait(None)
       self._thread.join(patience)
 
   def _call(self) -> None:
-    """Opens the experiment and sends what is queued; runs in the thread."""
+    """Opens the experiment and sends queued metrics, in the thread."""
     experiment = None
     while (item := self._queue.get()) is not None:
       try:
@@ -105,8 +108,9 @@ class Tracker:
 def _open_wandb(identity: Identity) -> Experiment:
   """Opens an experiment of Weights & Biases.
 
-  Without a key, which it would ask for, and where its server cannot be reached,
-  it is written to the run's folder for `wandb sync`.
+  If there is no key, wandb would ask the user for one. In this case, or if the
+  server cannot be reached, wandb writes the experiment to the run's folder, and
+  `wandb sync` can send it later.
   """
   import wandb  # pyright: ignore[reportMissingImports]
 
@@ -115,7 +119,7 @@ def _open_wandb(identity: Identity) -> Experiment:
       project=os.environ.get('WANDB_PROJECT', _PROJECT),
       name=identity.title,
       id=identity.run_id,
-      # Every start of a run has the same id, and goes on with its experiment.
+      # Every start of a run has the same id, and continues the experiment.
       resume='allow',
       config=scrubbing.scrubbed_plain(identity.config),
       dir=str(identity.folder),
@@ -134,7 +138,8 @@ def _open_wandb(identity: Identity) -> Experiment:
   except Exception as error:
     reason, folder = str(error).partition('\n')[0], identity.folder / 'wandb'
     _log.warning('wandb cannot be reached, it writes to %s: %s', folder, reason)
-    # Its background process holds the id of the run that was not opened.
+    # The background process of wandb holds the id of the run that was not
+    # opened, so it is ended.
     wandb.teardown()
     return init('offline')
 
@@ -153,7 +158,7 @@ def _has_key() -> bool:
 
 
 def _open_trackio(identity: Identity) -> Experiment:
-  """Opens an experiment of trackio, which keeps it on this machine."""
+  """Opens an experiment of trackio, which stores it on this machine."""
   import trackio  # pyright: ignore[reportMissingImports]
 
   return trackio.init(

@@ -13,8 +13,9 @@ from stppo_jax.records import token_records
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
-_REPEATED = 4  # tokens in a row, the shortest text that counts as repeated
-# A single failed turn may be the fault of its own query.
+_REPEATED = 4  # the tokens of the shortest text that counts as repeated
+# Fewer failed turns do not count: a single failed turn may be the fault of its
+# own query.
 _FEWEST_FAILED_TURNS = 2
 
 
@@ -25,7 +26,7 @@ class Environment(Protocol):
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns metrics of the environment's own."""
+    """Returns metrics that only this environment has."""
     ...
 
 
@@ -34,11 +35,12 @@ class Failures:
   """The trajectories and turns that failed because of the infrastructure.
 
   Attributes:
-    rows, failed_rows: the number of trajectories, and of those that failed.
-    action: the action whose turns failed most often; '' if no turn failed.
-    turns, failed_turns: the number of the turns with this action that needed
-      an answer, and of those that failed.
-    cause: one line on the first failure; '' where it is not known.
+    rows, failed_rows: the number of trajectories, and of failed trajectories.
+    action: the action with the largest share of failed turns; '' if no turn
+      failed.
+    turns, failed_turns: the number of turns with this action that needed an
+      answer of the environment, and the number of such turns that failed.
+    cause: one line on the first failure; '' if its cause is not known.
   """
 
   rows: int
@@ -50,10 +52,10 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The share of failures among trajectories, or turns of the action.
+    """The larger of two shares of failures: of trajectories and of turns.
 
-    The larger share counts: trajectories that never search must not hide that
-    every search fails.
+    The share of turns counts too, because many trajectories that never search
+    must not hide that every search fails.
     """
     fraction = self.failed_rows / self.rows
     if self.failed_turns < _FEWEST_FAILED_TURNS:
@@ -71,19 +73,19 @@ class Failures:
 
 
 def failures(trajectories: Sequence[types.Trajectory]) -> Failures:
-  """Returns what failed in a collection because of the infrastructure."""
+  """Counts the failures of the infrastructure in a collection."""
   asked, unanswered = collections.Counter(), collections.Counter()
   for trajectory in trajectories:
     actions = [turn.action for turn in trajectory.turns]
     if trajectory.status is _TRUNCATED_TURNS:
-      actions = actions[:-1]  # Nothing is asked after the last allowed search.
+      actions = actions[:-1]  # the last allowed turn gets no answer
     asked.update(actions)
-    # Where the engine failed, the last turn has its observation.
+    # If the last turn has an observation, the engine failed, not the turn.
     failed = trajectory.status is _INFRA_ERROR
     if failed and actions and not len(trajectory.turns[-1].observation_ids):
       unanswered[actions[-1]] += 1
-  # The action of a turn is not known where the environment raised an error:
-  # such turns are compared with all turns.
+  # If the environment raised an error, the action of the turn is not known and
+  # is INVALID. The share of such turns is taken among all turns.
   asked[types.INVALID] = asked.total()
   action = max(
     unanswered, key=lambda name: unanswered[name] / asked[name], default=''
@@ -105,22 +107,24 @@ def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
 
 
 def zero_variance(group: Sequence[types.Trajectory]) -> bool:
-  """Returns whether a group has two or more valid, equally rewarded rows.
+  """Returns whether all valid trajectories of a group have the same reward.
 
-  All advantages of such a group are 0. Totals with turn rewards are compared,
-  in float32, the precision of the learner.
+  The group must have two or more valid trajectories. All advantages of such a
+  group are 0. The compared reward includes the turn rewards, in float32, which
+  is the precision of the learner.
   """
   valid = _valid(group)
-  # Sums that differ by rounding in float64 are equal for the learner.
+  # Sums that differ only by rounding in float64 are equal for the learner.
   totals = {np.float32(t.reward + t.turn_reward) for t in valid}
   return len(valid) >= 2 and len(totals) == 1
 
 
 def count_tokens(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-  """Returns the number of policy tokens, and of those that repeat text.
+  """Returns the number of policy tokens, and of tokens that repeat text.
 
-  A token repeats text if it ends four tokens that the same turn has had before.
-  Several hosts add up these numbers, because only they have their tokens.
+  A token repeats text if the four tokens that end with it occur earlier in the
+  same turn. Each host has only its own tokens, so the counts of several hosts
+  are added up.
   """
   total = repeated = 0
   for trajectory in _valid(trajectories):
@@ -138,9 +142,10 @@ def count_tokens(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
 def measure_groups(
   groups: Sequence[Sequence[types.Trajectory]],
 ) -> dict[str, float]:
-  """Returns the share of groups of two or more without variance.
+  """Returns the share of groups whose rewards have no variance.
 
-  It is absent if no group has two valid trajectories.
+  Only groups with at least two valid trajectories count. If there is no such
+  group, the metric is absent.
   """
   uniform = [zero_variance(g) for g in groups if len(_valid(g)) >= 2]
   return {'rollout/zero_variance_groups': _mean(uniform)} if uniform else {}
@@ -149,11 +154,11 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Returns how old the policies of turns are, and how many a dialogue has.
+  """Returns the age of the policies that wrote turns, and their number.
 
   Args:
-    trajectories: the trajectories.
-    step: the number of training steps that made the policy that learns.
+    trajectories: the trajectories, whose turns have versions of the policy.
+    step: the number of training steps of the policy that is being trained.
   """
   versions = [[turn.version for turn in t.turns] for t in trajectories]
   behind = [step - version for row in versions for version in row]
@@ -173,7 +178,7 @@ def measure(
   `rollout/status` and in nothing else.
 
   Args:
-    trajectories: at least one.
+    trajectories: the trajectories of the collection, at least one.
     environment: the environment, with its main score and its own statistics.
   """
   metrics = {
@@ -200,7 +205,8 @@ def measure(
     for number, turn in enumerate(t.turns, start=1):
       tokens[f'turn_length/tokens/turn_{number}'] += len(turn.token_ids)
   metrics |= {name: float(count) for name, count in tokens.items()}
-  # The names are the same for all trajectories, see `Episode.rewards`.
+  # The names of rewards are the same for all trajectories, see
+  # `Episode.rewards`.
   for name in valid[0].rewards:
     metrics[f'reward/{name}/mean'] = _mean([t.rewards[name] for t in valid])
   metrics['reward/turns/mean'] = _mean([t.turn_reward for t in valid])
@@ -218,7 +224,8 @@ def measure(
     if turn.truncated_logprobs is not None
   ]
   if truncated:
-    # -log of the probability that truncation leaves: 0 where it cuts nothing.
+    # -log of the probability that truncation leaves, which is 0 if truncation
+    # removes nothing.
     metrics['mismatch/truncation'] = _mean(np.concatenate(truncated))
   metrics |= environment.statistics(valid)
   metrics |= {
@@ -243,15 +250,15 @@ def record(
 
   Args:
     trajectory: the trajectory.
-    tokenizer: decodes it.
-    details: the numbers of the tokens of trajectories, one of which it may be.
-    row: its row in them.
+    tokenizer: the tokenizer that decodes the trajectory.
+    details: the token values of some trajectories, which may include this one.
+    row: the row of this trajectory in the details.
 
   Returns:
-    question, golden_answers, data_set, options of a choice question, prompt,
-    turns (each with text, observation, action and reward), rewards, scores and
-    status, and the cause of a failure. Turns whose tokens have numbers have
-    `tokens` too, see `token_records.turn_records`.
+    A dict with id, question, golden_answers, data_set, options of a choice
+    question, prompt, turns (each with text, observation, action and reward),
+    rewards, scores, status, and the cause of a failure. A turn whose tokens
+    have values also has `tokens`, see `token_records.turn_records`.
   """
   question = trajectory.question
   tokens: list[dict[str, Any] | None] = [None] * len(trajectory.turns)
@@ -286,7 +293,7 @@ def records(
   tokenizer,
   details: batch_lib.TokenDetails | None = None,
 ) -> list[dict[str, Any]]:
-  """Returns `record` of each trajectory; the first may have details."""
+  """Returns the record of each trajectory; `details` covers the first rows."""
   return [
     record(trajectory, tokenizer, details=details, row=row)
     for row, trajectory in enumerate(trajectories)
@@ -304,7 +311,7 @@ def _floats(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-  """Returns the mean; 0 of nothing."""
+  """Returns the mean of values, or 0 if there are no values."""
   return float(np.mean(values)) if len(values) else 0.0
 
 

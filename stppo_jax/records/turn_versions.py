@@ -1,11 +1,12 @@
 """Records which policies wrote the turns of a run, so that it can be repeated.
 
-    WORKDIR/versions-000012.json        those of step 12
-           /versions-000012-host3.json  those of another host
+    WORKDIR/versions-000012.json        versions of step 12 from the first host
+           /versions-000012-host3.json  versions of step 12 from host 3
 
-A file holds, for each collection of the step, the versions of the turns of each
-of its rows. With them a run with `rollout.turn_swaps` is a function of its
-config: everything else that depends on time changes no bit.
+A version is the number of training steps of the policy that wrote a turn. A
+file has a list for each collection of the step, with a list of versions for
+each row. With these files, a run with `rollout.turn_swaps` is a function of its
+config, because nothing else that depends on time changes a bit of the results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +20,16 @@ from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# By collection of a step, row, and turn.
+# Indexed by collection of a step, by row of the collection, and by turn.
 Versions = Sequence[Sequence[Sequence[int]]]
 
 
 class TurnVersions:
-  """The files of a host in the folder of a run.
+  """Reads and writes a host's files of versions in the folder of a run.
 
   Args:
     folder: the run's folder.
-    host: the number of the host.
+    host: the index of the host.
   """
 
   def __init__(self, folder: pathlib.Path, host: int):
@@ -36,13 +37,14 @@ class TurnVersions:
     self._suffix = f'-host{host}' if host else ''
 
   def write(self, step: int, versions: Versions) -> None:
-    """Writes the file of a step, in place of an earlier one.
+    """Writes the file of a step, and replaces an earlier file.
 
-    If that fails, it logs so: the run goes on, and cannot be repeated.
+    If the write fails, the method logs a warning. The run goes on, but it
+    cannot be repeated.
 
     Args:
       step: the training step, from 0.
-      versions: the versions of its turns.
+      versions: the versions of the step's turns.
     """
     try:
       atomic_files.replace(self._path(step), json.dumps(versions).encode())
@@ -50,10 +52,10 @@ class TurnVersions:
       _log.warning('the run cannot be repeated: %s', error)
 
   def read(self, step: int) -> Versions | None:
-    """Returns what was written of a step; None if there is no such file.
+    """Returns the versions of a step, or None if the step has no file.
 
     Raises:
-      ValueError: the file is damaged; one line.
+      ValueError: the file is damaged. The message is one line.
     """
     path = self._path(step)
     if not path.exists():
@@ -70,16 +72,20 @@ class TurnVersions:
 def repeated(
   config, recorded: Mapping[str, Any], host: int
 ) -> TurnVersions | None:
-  """Returns the record of the run that this one repeats; None: it repeats none.
+  """Returns the files of versions of the run that this run repeats, or None.
+
+  It is None if `rollout.replay_order` names no run to repeat.
 
   Args:
-    config: the config of the run.
-    recorded: what defines the run, see `run_record.check_config`.
-    host: the number of the host.
+    config: the config of this run.
+    recorded: the nested config of this run, see `run_record.check_config`.
+    host: the index of the host.
 
   Raises:
-    OtherRun: that run has another config, with a line for each key.
-    Misconfigured: the folder has no such record, or a damaged one.
+    OtherRun: the run to repeat has another config. The message has a line for
+      each key.
+    Misconfigured: the folder of the run to repeat has no file of versions or a
+      damaged file, or that run evaluates at other steps.
   """
   if not config.rollout.replay_order:
     return None
@@ -87,7 +93,8 @@ def repeated(
   found = TurnVersions(path, host)
   problem = ''
   with exits.as_misconfigured('rollout.replay_order'):
-    # All of them now: a step that cannot be repeated would end the run later.
+    # The files of all steps are read now, because a damaged file would end the
+    # run only when it reaches the step.
     first, *_ = [found.read(step) for step in range(config.num_steps)]
   if first is None:
     problem = 'no run with rollout.turn_swaps has begun there'
@@ -96,8 +103,8 @@ def repeated(
     theirs = json.loads((path / 'config.json').read_text('utf-8'))
     every = theirs['evaluate']['every']
     if config.evaluate.every != every:
-      # An evaluation waits for all dialogues, some of which would wait for
-      # weights that come after it.
+      # An evaluation waits for all dialogues. At other steps, some dialogues
+      # would wait for weights that are only made after the evaluation.
       problem = f'it has evaluate.every={every}, not {config.evaluate.every}'
   if problem:
     raise exits.Misconfigured(f'rollout.replay_order={path}: {problem}')

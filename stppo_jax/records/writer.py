@@ -2,15 +2,15 @@
 
     workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
     workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
-           /trajectories-000012-host3.jsonl    those of another host
-           /evaluation-000012.jsonl    those of the evaluation after it
-    workdir/tensorboard/               the same metrics again
+           /trajectories-000012-host3.jsonl    dialogues of step 12 from host 3
+           /evaluation-000012.jsonl    dialogues of the evaluation after step 12
+    workdir/tensorboard/               a copy of the metrics
 
-With several hosts, the first one writes the metrics, and each one writes the
+With several hosts, the first host writes the metrics, and each host writes the
 dialogues that it has collected. TensorBoard and the trackers of
-`records/trackers.py` only get copies: everything is in the other files. Metrics
-must never stop a run: an error of any of these is counted in
-`writer/sink_errors`, and the first one of each is logged.
+`records/trackers.py` only get copies of the metrics. Metrics must never stop a
+run. So an error of a file, of TensorBoard or of a tracker is counted in
+`writer/sink_errors`, and the first error of each is logged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ _DIALOGUES = re.compile(
 
 
 class Writer:
-  """Writes a host's dialogues, and on the first host everything else, too."""
+  """Writes the dialogues of a host, and on the first host also the metrics."""
 
   def __init__(
     self,
@@ -53,19 +53,19 @@ class Writer:
     hparams: Mapping[str, Any] | None = None,
     trackers: Sequence[trackers_lib.Tracker] = (),
   ):
-    """Makes the folder; files are made at the first write.
+    """Makes the run's folder; the first write makes the files.
 
     Args:
       workdir: the run's folder.
-      trajectories: the number of dialogues that are written of each step.
-      display: the progress display; None on other hosts than the first.
-      tensorboard: whether to write for TensorBoard too.
-      host: the number of the host.
-      keep_files: how many of this host's newest files of dialogues are kept, of
-        each kind; 0: all.
-      keep_lines: the metrics of at least so many of the newest steps are kept,
-        and of at most twice as many; 0: of all steps.
-      hparams: the values of the config by key, for TensorBoard.
+      trajectories: the number of dialogues to write for each step.
+      display: the progress display on the first host; None on other hosts.
+      tensorboard: whether to write the metrics for TensorBoard, too.
+      host: the index of the host.
+      keep_files: the number of this host's newest dialogue files to keep, for
+        each kind of dialogues. 0 keeps all files.
+      keep_lines: the metrics of at least this many of the newest steps are
+        kept, and of at most twice as many. 0 keeps the metrics of all steps.
+      hparams: config key to value, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
     """
     self._workdir = pathlib.Path(workdir)
@@ -81,7 +81,7 @@ class Writer:
     self._logged = set()
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes the first dialogues of a step, as many as the run keeps."""
+    """Writes the first dialogues of a step, at most `trajectories` of them."""
     self._write_dialogues('trajectories', step, records[: self._trajectories])
 
   def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
@@ -89,21 +89,21 @@ class Writer:
     self._write_dialogues('evaluation', step, records)
 
   def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
-    """Drops what was written after a step, so that resuming repeats nothing.
+    """Removes lines and dialogues of later steps, before a run resumes.
 
-    The first host does it for all of them. It drops the lines of larger steps,
-    an incomplete last line, and the dialogues of larger steps. Call it before
-    the first `write` of a resumed run. What was written after the newest
-    checkpoint is kept in a folder of its own: nobody knows whether the run will
-    write it again.
+    Call it before the first `write` of a resumed run. The first host does the
+    work for all hosts. It drops an incomplete last line, and the lines of steps
+    after `step`. If anything was written after the newest checkpoint, it moves
+    the dialogues of these steps to a new folder and copies the metrics there,
+    because nobody knows whether the run will write the same again.
 
     Args:
       step: the last step whose line is kept.
-      saved: the step of the newest checkpoint; 0 without one.
+      saved: the step of the newest checkpoint; 0 without a checkpoint.
 
     Returns:
-      The folder with the files as they were; None if nothing was written after
-      the newest checkpoint.
+      The new folder, or None if nothing was written after the newest
+      checkpoint.
     """
     if self._host:
       return None
@@ -126,15 +126,16 @@ class Writer:
           path.rename(aside / path.name)
     if lines:
       self._keep(lines, last=step)
-    # Event files cannot be cut: a new one says which events no longer count.
+    # Event files cannot be cut. A new event file says which earlier events no
+    # longer count.
     self._purge_step = step + 1
     return aside
 
   def complete(self, step: int, line: str) -> bool:
-    """Writes the line of a step again if the file has lost it.
+    """Writes the metrics line of a step again if the file has lost the line.
 
-    Call it after `rewind`. If the machine fails or the disk is full, the
-    checkpoint of a step may be kept although its line is lost.
+    Call it after `rewind`. If the machine fails or the disk is full, a step may
+    have a checkpoint although its line is lost.
 
     Args:
       step: the step of the newest checkpoint.
@@ -155,12 +156,12 @@ class Writer:
   def write(self, step: int, metrics: Mapping[str, float]) -> str:
     """Appends the metrics of a step and shows them; returns the line.
 
-    The first host does it; others return ''.
+    Only the first host writes. Other hosts return ''.
 
     Args:
-      step: the number of steps that are done, this one included.
-      metrics: numbers by name; one that is not finite is written as null, and
-        as text in `writer/non_finite`.
+      step: the number of steps that are done, including this step.
+      metrics: name of a metric to its value. A value that is not finite is
+        written as null, and as text in `writer/non_finite`.
     """
     if self._host:
       return ''
@@ -178,7 +179,8 @@ class Writer:
       self._counted('tensorboard', lambda: self._write_sink(step, finite))
     for tracker in self._trackers:
       self._counted(tracker.name, lambda: tracker.write(step, finite))
-    # The file is written last: its line counts the errors of all other sinks.
+    # The file is written last, because its line has the number of errors of
+    # TensorBoard and the trackers.
     record[_SINK_ERRORS] = self._errors
     if non_finite:
       record[_NON_FINITE] = non_finite
@@ -191,7 +193,7 @@ class Writer:
     return line
 
   def enter_phase(self, phase: str) -> None:
-    """Shows in the progress display what the run does from now on."""
+    """Shows in the progress display which phase the run enters."""
     if self._display is not None:
       self._display.enter_phase(phase)
 
@@ -203,7 +205,7 @@ class Writer:
       print(f'host {self._host}: {text}', flush=True)
 
   def close(self) -> None:
-    """Ends the display and the trackers; the files are complete already."""
+    """Ends the display and the trackers; the files are already complete."""
     if self._display is not None:
       self._display.close()
     for tracker in self._trackers:
@@ -214,11 +216,11 @@ class Writer:
   ) -> None:
     """Writes dialogues of a step, and removes the files that are not kept.
 
-    They replace an earlier file of the step; without dialogues, nothing
-    changes.
+    The dialogues replace an earlier file of the step. Without dialogues, no
+    file is written or removed.
 
     Args:
-      kind: the beginning of the names of the files.
+      kind: the kind of dialogues, with which the file names begin.
       step: the number of the step.
       records: the dialogues, one for each line.
     """
@@ -227,7 +229,8 @@ class Writer:
     def write() -> None:
       path = self._workdir / f'{kind}-{step:06d}{suffix}.jsonl'
       lines = [json.dumps(record).encode() + b'\n' for record in records]
-      # A step that is made again after a kill replaces its dialogues.
+      # If a step is made again after a kill, its new dialogues replace the old
+      # ones.
       path.unlink(missing_ok=True)
       atomic_files.append(path, b''.join(lines))
       if self._keep_files:
@@ -245,8 +248,8 @@ class Writer:
       self._counted(kind, write)
 
   def _counted(self, sink: str, call: Callable[[], None]) -> None:
-    """Calls a sink; counts its errors, and logs the first one."""
-    # Any error at all is caught: a lost line is better than a lost run.
+    """Calls a function that writes; counts errors, and logs a sink's first."""
+    # Every error is caught, because a lost line is better than a lost run.
     try:
       call()
     except Exception as error:
@@ -256,19 +259,19 @@ class Writer:
         _log.warning('cannot write %s, the run goes on: %r', sink, error)
 
   def _lines(self) -> list[bytes]:
-    """Returns the lines of metrics; the last one may be incomplete."""
+    """Returns the lines of metrics.jsonl; the last line may be incomplete."""
     if not self._metrics.exists():
       return []
     return self._metrics.read_bytes().splitlines(keepends=True)
 
   def _keep(self, lines: Sequence[bytes], *, last: int) -> None:
-    """Drops the lines of metrics that are not kept.
+    """Rewrites metrics.jsonl with only the lines that are kept.
 
-    Which steps are kept depends on the last one alone. So a run that was
-    interrupted ends with the same lines as one that was not.
+    The kept steps depend only on the last step. So an interrupted run ends with
+    the same lines as an uninterrupted run.
 
     Args:
-      lines: the lines.
+      lines: all lines of the file.
       last: the last step whose line is kept.
     """
     first = 0
@@ -278,9 +281,9 @@ class Writer:
     atomic_files.replace(self._metrics, b''.join(kept))
 
   def _append(self, line: str) -> None:
-    """Appends a line of metrics."""
+    """Appends a line to metrics.jsonl."""
     data = line.encode() + b'\n'
-    # A line that is lost here is in the next checkpoint, see `complete`.
+    # If the line is lost here, the next checkpoint has it, see `complete`.
     self._counted('metrics', lambda: atomic_files.append(self._metrics, data))
 
   def _write_sink(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -294,7 +297,7 @@ class Writer:
 
 
 def _step_of(line: bytes) -> float:
-  """Returns the step of a line of metrics; infinity if it is incomplete."""
+  """Returns the step of a line of metrics, infinity for an incomplete line."""
   if not line.endswith(b'\n'):
     return math.inf
   try:
